@@ -1,0 +1,96 @@
+"""The command line: one file per verb, loaded only when its verb is used, one error boundary.
+
+Human text goes to stderr, data to stdout; `--json` wherever a program might read.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from typing import Any, NoReturn
+
+import click
+
+from corral.errors import INTERRUPTED, CorralError
+from corral.record import nearest
+
+__all__ = ["VERBS", "main"]
+
+# verb -> (module:attribute, one line for `corral --help`)
+VERBS: dict[str, tuple[str, str]] = {
+    "plan": ("corral.cli.plan:command", "Will it fit, how to split it, how fast will it be, and why."),
+}
+
+
+class VerbGroup(click.Group):
+    """A group that imports a verb's module only when the verb is used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in VERBS:
+            return None
+        module, _, attribute = VERBS[cmd_name][0].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        command.name = cmd_name
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in VERBS:
+            guesses = nearest(args[0], list(VERBS))
+            hint = f" Did you mean {', '.join(guesses)}?" if guesses else " `corral --help` lists the verbs."
+            raise click.UsageError(f"there is no verb {args[0]!r}.{hint}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Verbs"):
+            formatter.write_dl([(verb, summary) for verb, (_, summary) in VERBS.items()])
+
+
+@click.command(cls=VerbGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="corral", message="corral %(version)s")
+@click.option("--debug", is_flag=True, help="Show tracebacks.")
+def root(debug: bool) -> None:
+    """Corral puts open models to work on whatever you have."""
+    if debug:
+        os.environ["CORRAL_DEBUG"] = "1"
+
+
+def main(argv: list[str] | None = None) -> NoReturn:
+    """Run the command line and exit with a documented code."""
+    args = sys.argv[1:] if argv is None else argv
+    try:
+        code: Any = root.main(args=args, prog_name="corral", standalone_mode=False)
+    except CorralError as error:
+        if os.environ.get("CORRAL_DEBUG"):
+            raise
+        _report(error, as_json="--json" in args)
+        sys.exit(error.exit_code)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.ctx.get_help() if error.ctx else "", err=True)
+        sys.exit(2)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        if os.environ.get("CORRAL_DEBUG"):
+            raise
+        click.echo("corral: interrupted", err=True)
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _report(error: CorralError, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(error.to_json(), ensure_ascii=False))
+    click.echo(f"corral: {error.message}", err=True)
+    if error.remedy:
+        click.echo(f"  → {error.remedy}", err=True)
