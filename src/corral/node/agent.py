@@ -94,8 +94,11 @@ def become_subreaper() -> None:
     _prctl(36, 1)
 
 
-def die_with_parent() -> None:
+def prepare_engine() -> None:
+    """In the engine's process, before it becomes the engine: end with us, and take signals as usual."""
     _prctl(1, signal.SIGTERM)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def process_table() -> Dict[int, Tuple[int, int, int, str]]:
@@ -411,7 +414,7 @@ class Worker:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=die_with_parent,
+                preexec_fn=prepare_engine,
             )
         finally:
             os.close(log)
