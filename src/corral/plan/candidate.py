@@ -1,0 +1,113 @@
+"""One way to run a model, worked out: what memory it leaves, how long a context it holds, how fast it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from corral.hardware import GIB, Inventory
+from corral.model import ModelFacts
+from corral.plan.constraints import broken_settings
+from corral.plan.contract import Goal, Memory, Parallel, Precision, Settings, Speed
+from corral.plan.fixed import Fixed
+from corral.plan.memory import Coefficients, measure
+from corral.plan.speed import Efficiency, predict
+
+__all__ = ["Candidate", "Tuning", "settings_for", "work_out"]
+
+_SATURATING = 256  # requests per GPU that show what a layout can carry, when no concurrency is asked
+_SHORTEST = 2048  # a context below this is not worth starting for, unless it is all the model has
+_BATCHED = {"latency": 2048, "balanced": 8192, "throughput": 16384}
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Measured numbers a plan rests on: the built-in ones, or those learned from deployments."""
+
+    memory: Coefficients = Coefficients()
+    speed: Efficiency = Efficiency()
+    source: str = "built in"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A worked-out configuration; `problem` says why it cannot run, or is empty."""
+
+    parallel: Parallel
+    precision: Precision
+    settings: Settings
+    max_model_len: int
+    memory: Memory
+    speed: Speed
+    problem: str = ""
+
+    def score(self, goal: str) -> float:
+        """Larger is better for the goal: decode speed of one stream against tokens per second in all."""
+        alone, together = self.speed.decode_tokens_per_s or 1.0, self.speed.throughput_tokens_per_s or 1.0
+        weight = {"latency": 0.9, "balanced": 0.3, "throughput": 0.0}[goal]
+        return float(alone**weight * together ** (1 - weight))
+
+
+def settings_for(inventory: Inventory, goal: Goal, fixed: Fixed, context: int) -> Settings:
+    """vLLM's knobs for the goal, starting from its own defaults for this memory size."""
+    large = inventory.memory_bytes_per_gpu >= 70 * GIB
+    a100 = (inventory.gpu or "").startswith("A100")  # large batches slow these down (vllm pull request 17885)
+    batched = _BATCHED[goal.goal] if large and not a100 else 2048
+    seqs = 1024 if large and not a100 else 256
+    if goal.goal == "latency":
+        seqs = 256
+    if goal.concurrency:
+        seqs = max(16, min(seqs, 1 << (goal.concurrency - 1).bit_length()))
+    seqs = fixed.max_num_seqs or min(seqs, batched)
+    batched = fixed.max_num_batched_tokens or max(seqs, min(batched, seqs * context))
+    return Settings(fixed.gpu_memory_utilization or 0.92, batched, seqs, bool(fixed.eager))
+
+
+def work_out(
+    model: ModelFacts,
+    inventory: Inventory,
+    parallel: Parallel,
+    precision: Precision,
+    goal: Goal,
+    fixed: Fixed,
+    tuning: Tuning,
+) -> Candidate:
+    """Memory, context and speed of one configuration."""
+    asked = fixed.max_model_len or goal.context
+    context = asked or model.max_context
+    settings = settings_for(inventory, goal, fixed, context)
+    memory = measure(model, inventory, parallel, precision, settings, context, tuning.memory)
+    problem = broken_settings(model, settings, context) or ""
+    room = memory.kv_cache_tokens_per_replica - settings.block_size  # vLLM keeps one block back
+    if not problem and room < context:
+        if asked or room < min(_SHORTEST, model.max_context):
+            problem = _no_room(memory, context if asked else min(_SHORTEST, model.max_context))
+        else:
+            context = room // 256 * 256
+            memory = measure(model, inventory, parallel, precision, settings, context, tuning.memory)
+    concurrency = goal.concurrency or _SATURATING * parallel.data * parallel.replica_gpus
+    speed = predict(
+        model, inventory, parallel, precision, settings, memory, goal, concurrency, tuning.speed
+    )  # fmt: skip
+    return Candidate(parallel, precision, settings, context, memory, speed, problem)
+
+
+def _no_room(memory: Memory, context: int) -> str:
+    used = (
+        memory.weights_bytes_per_gpu
+        + memory.activation_bytes_per_gpu
+        + memory.graph_bytes_per_gpu
+        + memory.overhead_bytes_per_gpu
+    )
+    budget = memory.budget_bytes_per_gpu
+    if used >= budget:
+        return (
+            f"each GPU would need {used / GIB:.1f} GiB before any KV cache"
+            f" ({memory.weights_bytes_per_gpu / GIB:.1f} of weights) and may use {budget / GIB:.1f}"
+        )
+    left = memory.kv_cache_tokens_per_replica
+    return f"the KV cache would hold {left:,} tokens, fewer than a context of {context:,}"
+
+
+def with_problem(candidate: Candidate, problem: str) -> Candidate:
+    """The same candidate, refused."""
+    return replace(candidate, problem=problem)

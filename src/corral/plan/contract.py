@@ -1,0 +1,176 @@
+"""The values of a plan: what goes in, what comes out. `Plan` as JSON is a published contract (docs/plan.md).
+
+`VERSION` rises when a key changes meaning or goes away; new keys do not raise it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from corral.errors import UsageError
+from corral.hardware import Inventory
+from corral.model import ModelFacts
+
+__all__ = [
+    "VERSION",
+    "Cost",
+    "Goal",
+    "Memory",
+    "Nearest",
+    "Parallel",
+    "Plan",
+    "Precision",
+    "Reason",
+    "Rejected",
+    "Settings",
+    "Speed",
+]
+
+VERSION = 1
+GOALS = ("balanced", "latency", "throughput")
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What the user wants; None means: the planner chooses, and says what and why."""
+
+    context: int | None = None
+    concurrency: int | None = None
+    goal: str = "balanced"
+    prompt_tokens: int = 512
+    output_tokens: int = 256
+    price_per_gpu_hour: float | None = None
+    storage_gb_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.goal not in GOALS:
+            raise UsageError(f"{self.goal!r} is not a goal.", f"Known: {', '.join(GOALS)}.")
+        for name in ("context", "concurrency", "prompt_tokens", "output_tokens"):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= 10**9:
+                raise UsageError(f"{name} cannot be {value}.", "Give a whole number from 1.")
+        for name in ("price_per_gpu_hour", "storage_gb_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < 1e6:
+                raise UsageError(f"{name} cannot be {value}.", "Give a number above 0.")
+
+
+@dataclass(frozen=True)
+class Parallel:
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+
+    @property
+    def replica_gpus(self) -> int:
+        return self.tensor * self.pipeline
+
+    def __str__(self) -> str:
+        return f"TP{self.tensor} × PP{self.pipeline} × DP{self.data}"
+
+
+@dataclass(frozen=True)
+class Precision:
+    weights: str
+    kv: str
+    how: str = "native"  # native | checkpoint (another repository) | online (vLLM quantises while loading)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """vLLM's own knobs, as the plan sets them."""
+
+    gpu_memory_utilization: float
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    eager: bool = False
+    block_size: int = 16
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes as vLLM accounts them, on the fullest GPU unless the name says otherwise."""
+
+    weights_bytes: int  # of the whole model as loaded
+    nominal_weights_bytes: int  # parameters × bits, as documents print it
+    weights_bytes_per_gpu: int
+    kv_bytes_per_token: int  # of the whole model
+    kv_bytes_per_token_per_gpu: int
+    kv_cache_bytes_per_gpu: int  # what is left for it
+    kv_cache_tokens_per_replica: int  # what each engine logs
+    kv_cache_tokens: int  # of all replicas together
+    full_length_requests: float  # how many requests of max_model_len fit at once, all replicas
+    activation_bytes_per_gpu: int
+    graph_bytes_per_gpu: int
+    overhead_bytes_per_gpu: int  # CUDA context, NCCL and other memory torch does not manage
+    budget_bytes_per_gpu: int  # gpu_memory_utilization × what the driver reports
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Predicted speeds; None where nothing is known of the hardware."""
+
+    decode_tokens_per_s: float | None  # one stream
+    prefill_tokens_per_s: float | None
+    throughput_tokens_per_s: float | None  # output tokens, all replicas, at `concurrency`
+    ttft_s: float | None  # of one request of `prompt_tokens`, alone
+    tpot_s: float | None  # at `concurrency`
+    load_s: float | None
+    concurrency: int  # that throughput and tpot are for
+    prompt_tokens: int
+    output_tokens: int
+    basis: str  # measured | scaled from measured kinds | unknown
+
+
+@dataclass(frozen=True)
+class Cost:
+    per_hour: float | None = None
+    per_million_tokens: float | None = None
+
+
+@dataclass(frozen=True)
+class Reason:
+    field: str
+    value: str
+    because: str
+
+
+@dataclass(frozen=True)
+class Rejected:
+    what: str
+    because: str
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """Something close to what was asked that would fit."""
+
+    what: str
+    change: str  # the options to give instead
+    kv_cache_tokens: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The decision, each number with its reason."""
+
+    version: int
+    fits: bool
+    reason: str
+    model: ModelFacts
+    checkpoint: str  # the repository or folder to serve; another than the model's when a quantised twin is used
+    inventory: Inventory
+    goal: Goal
+    precision: Precision
+    parallel: Parallel
+    max_model_len: int
+    settings: Settings
+    memory: Memory
+    speed: Speed
+    cost: Cost
+    engine_args: tuple[str, ...]
+    engine_env: dict[str, str]
+    reasons: tuple[Reason, ...] = ()
+    rejected: tuple[Rejected, ...] = ()
+    nearest: tuple[Nearest, ...] = ()
+    notes: tuple[str, ...] = field(default=())

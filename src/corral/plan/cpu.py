@@ -1,0 +1,84 @@
+"""Plans for a machine without a GPU: vLLM's CPU build, bf16, a KV cache that leaves the machine room to breathe."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from corral.architecture import DTYPE_BYTES
+from corral.hardware import GIB, Inventory
+from corral.model import ModelFacts
+from corral.plan.candidate import Candidate
+from corral.plan.contract import Goal, Memory, Parallel, Precision, Settings, Speed
+from corral.plan.fixed import Fixed
+from corral.plan.memory import convert
+
+__all__ = ["work_out_cpu"]
+
+_BLOCK = 128  # vLLM's CPU platform
+_PROCESS_BYTES = int(1.5 * GIB)  # Python, torch and the compiled model, two processes; seen with SmolLM2
+_CONTEXT = 8192  # longer prompts take minutes on a CPU
+_KV_MOST = 4 * GIB
+_GB_S_PER_CORE, _GB_S_MOST = 8.0, 200.0
+_GFLOPS_PER_CORE = 40.0
+
+
+def work_out_cpu(model: ModelFacts, inventory: Inventory, goal: Goal, fixed: Fixed) -> Candidate:
+    """The one CPU configuration: TP1, a context of at most 8192 unless asked, KV for the concurrency asked."""
+    precision = Precision(fixed.weights or ("bf16" if model.dtype != "fp32" else "fp32"), "auto")
+    parts = convert(model, precision if not model.quantisation else Precision(model.weights, "auto"))
+    element = DTYPE_BYTES.get(precision.weights, 2.0)
+    asked = fixed.max_model_len or goal.context
+    context = asked or min(model.max_context, _CONTEXT)
+    seqs = fixed.max_num_seqs or max(goal.concurrency or 0, 16)
+    batched = fixed.max_num_batched_tokens or max(2048, seqs)
+    activation = int(batched * element * (3 * model.intermediate + 4 * model.hidden) + seqs * model.vocab * 8)
+    per_token = model.kv_bytes_per_token(element)
+    free = inventory.host_available_bytes - parts.total - activation - _PROCESS_BYTES
+    wanted = per_token * context * max(2, min(goal.concurrency or 8, 8))
+    space = max(GIB, min(wanted, _KV_MOST, free * 3 // 4)) // GIB * GIB
+    if asked and per_token * (context + _BLOCK) > space:
+        space = -(-per_token * (context + _BLOCK) // GIB) * GIB
+    blocks = space // (per_token * _BLOCK)
+    tokens = int(blocks / -(-context // _BLOCK) * context)
+    problem = ""
+    if free < space:
+        need = (parts.total + activation + _PROCESS_BYTES + space) / GIB
+        problem = f"it needs {need:.1f} GiB of memory and {inventory.host_available_bytes / GIB:.1f} GiB are free"
+    elif context > model.max_context:
+        problem = f"a context of {context} is beyond the model's {model.max_context}"
+    elif tokens - _BLOCK < context:
+        if asked:
+            problem = f"the KV cache would hold {tokens:,} tokens, fewer than a context of {context:,}"
+        else:
+            context = max(_BLOCK, (tokens - _BLOCK) // _BLOCK * _BLOCK)
+    memory = Memory(
+        weights_bytes=parts.total,
+        nominal_weights_bytes=round(model.parameters * element),
+        weights_bytes_per_gpu=parts.total,
+        kv_bytes_per_token=per_token,
+        kv_bytes_per_token_per_gpu=per_token,
+        kv_cache_bytes_per_gpu=space,
+        kv_cache_tokens_per_replica=tokens,
+        kv_cache_tokens=tokens,
+        full_length_requests=round(tokens / context, 2),
+        activation_bytes_per_gpu=activation,
+        graph_bytes_per_gpu=0,
+        overhead_bytes_per_gpu=_PROCESS_BYTES,
+        budget_bytes_per_gpu=inventory.host_available_bytes,
+    )
+    settings = Settings(fixed.gpu_memory_utilization or 0.92, batched, seqs, bool(fixed.eager), _BLOCK)
+    speed = _speed(model, inventory, parts.total - (0 if model.tied_embeddings else parts.embedding), goal)
+    return Candidate(Parallel(), precision, settings, context, memory, speed, problem)
+
+
+def _speed(model: ModelFacts, inventory: Inventory, read_bytes: int, goal: Goal) -> Speed:
+    """A rough roofline: nothing is known of the machine but its cores."""
+    cores = max(1, inventory.cpu_cores)
+    bandwidth = min(cores * _GB_S_PER_CORE, _GB_S_MOST) * 1e9
+    step = read_bytes / bandwidth + model.layers * 0.1e-3
+    prefill = cores * _GFLOPS_PER_CORE * 1e9 / (2 * model.active_parameters)
+    running = goal.concurrency or 1
+    batch = max(step, running / prefill)
+    speed = Speed(1 / step, prefill, running / batch, goal.prompt_tokens / prefill + step, batch, None,
+                  running, goal.prompt_tokens, goal.output_tokens, "rough: nobody measured this CPU")  # fmt: skip
+    return replace(speed, load_s=read_bytes / ((goal.storage_gb_s or 1.0) * 1e9) + 30)

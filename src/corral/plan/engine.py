@@ -1,0 +1,46 @@
+"""A plan as vLLM's own flags. Model, served name, host and port are the launch's business, and nodes the link's."""
+
+from __future__ import annotations
+
+from corral.hardware import GIB
+from corral.model import ModelFacts
+from corral.plan.contract import Parallel, Precision, Settings
+
+__all__ = ["cpu_environment", "engine_args"]
+
+# vLLM refuses these unless told that the caller knows (`DEPRECATED_QUANTIZATION_METHODS`, 0.32).
+_DEPRECATED = ("fbgemm_fp8", "fp_quant")
+_ONLINE = {"fp8": "fp8", "int8": "int8_per_channel_weight_only"}
+
+
+def engine_args(
+    model: ModelFacts, parallel: Parallel, precision: Precision, settings: Settings, max_model_len: int, cpu: bool
+) -> tuple[str, ...]:
+    """Every decision of the plan, said aloud, so that no default of another vLLM version can change it."""
+    args = ["--tensor-parallel-size", str(parallel.tensor)]
+    if parallel.pipeline > 1:
+        args += ["--pipeline-parallel-size", str(parallel.pipeline)]
+    if parallel.data > 1:
+        args += ["--data-parallel-size", str(parallel.data)]
+    args += ["--max-model-len", str(max_model_len), "--dtype", _dtype(model, precision)]
+    if precision.how == "online":
+        args += ["--quantization", _ONLINE[precision.weights]]
+    if precision.how != "online" and model.quantisation in _DEPRECATED:
+        args += ["--allow-deprecated-quantization"]
+    if precision.kv == "fp8":
+        args += ["--kv-cache-dtype", "fp8"]
+    if not cpu:
+        args += ["--gpu-memory-utilization", f"{settings.gpu_memory_utilization:g}"]
+    args += ["--max-num-batched-tokens", str(settings.max_num_batched_tokens)]
+    args += ["--max-num-seqs", str(settings.max_num_seqs)]
+    return (*args, "--enforce-eager") if settings.eager else tuple(args)
+
+
+def _dtype(model: ModelFacts, precision: Precision) -> str:
+    wide = precision.weights if precision.weights in ("bf16", "fp16", "fp32") else model.dtype
+    return {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[wide]
+
+
+def cpu_environment(kv_bytes: int) -> dict[str, str]:
+    """The CPU build sizes its KV cache by this variable, in whole GiB."""
+    return {"VLLM_CPU_KVCACHE_SPACE": str(max(1, kv_bytes // GIB))}

@@ -1,0 +1,51 @@
+"""Which splits an inventory allows: TP inside a node, PP across nodes, replicas with what is left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from corral.hardware import Inventory
+from corral.model import ModelFacts
+from corral.plan.constraints import broken_layout
+from corral.plan.contract import Parallel, Rejected
+from corral.plan.fixed import Fixed
+
+__all__ = ["layouts", "place", "refused_tensor"]
+
+
+def place(inventory: Inventory, tensor: int, pipeline: int) -> int:
+    """How many replicas of TP × PP the inventory holds; 0 when not one can be placed.
+
+    A replica stays inside one node, or takes whole nodes; its tensor ranks leave a node only by whole nodes too.
+    """
+    inside, size = inventory.gpus_per_node, tensor * pipeline
+    if size <= inside:
+        return inside // size * inventory.nodes
+    if size % inside or (tensor < inside and inside % tensor) or (tensor > inside and tensor % inside):
+        return 0
+    return inventory.nodes // (size // inside)
+
+
+def layouts(model: ModelFacts, inventory: Inventory, fixed: Fixed) -> Iterator[Parallel]:
+    """Splits that vLLM accepts and the inventory can hold, with as many replicas as fit, or as many as were fixed."""
+    most = inventory.gpus_per_node if fixed.tensor is None else fixed.tensor
+    tensors = [fixed.tensor] if fixed.tensor else range(1, most + 1)
+    for tensor in tensors:
+        stages = [fixed.pipeline] if fixed.pipeline else range(1, max(1, inventory.gpus // tensor) + 1)
+        for pipeline in stages:
+            replicas = place(inventory, tensor, pipeline)
+            wanted = fixed.data or replicas
+            if 1 <= wanted <= replicas:
+                parallel = Parallel(tensor, pipeline, wanted)
+                if broken_layout(model, parallel) is None:
+                    yield parallel
+
+
+def refused_tensor(model: ModelFacts, inventory: Inventory) -> list[Rejected]:
+    """The tensor sizes up to one node that vLLM would refuse, and why."""
+    reasons: dict[str, list[int]] = {}
+    for tensor in range(2, inventory.gpus_per_node + 1):
+        why = broken_layout(model, Parallel(tensor))
+        if why:
+            reasons.setdefault(why.replace(f"TP{tensor}", "it"), []).append(tensor)
+    return [Rejected("TP " + ", ".join(map(str, sizes)), why) for why, sizes in reasons.items()]

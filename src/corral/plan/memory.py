@@ -1,0 +1,153 @@
+"""Memory of one GPU, as vLLM accounts it, and what that leaves for the KV cache.
+
+vLLM profiles: `available KV = utilisation × total − consumed − transient peak − CUDA graphs`, where *consumed* is
+weights plus what torch does not manage, and the peak is one forward pass of `max_num_batched_tokens` or one sampling
+pass of `max_num_seqs`, whichever is larger. The same sum is made here from the model's shape. Blocks are then cut
+from what is left; all pipeline stages get as many blocks as the poorest.
+
+Sliding-window layers follow vLLM's hybrid manager: layers form groups of equal size that share one pool.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from corral.architecture import DTYPE_BYTES, Parts, Quantisation, matrix_bytes, stored
+from corral.hardware import GIB, Inventory
+from corral.model import ModelFacts
+from corral.plan.constraints import partition
+from corral.plan.contract import Memory, Parallel, Precision, Settings
+
+__all__ = ["Coefficients", "convert", "full_length_blocks", "graph_sizes", "measure", "stage_weights"]
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """What cannot be derived, only measured; docs/log.md says where each was."""
+
+    non_torch_gib: float = 0.22  # H200, one GPU, vLLM 0.26
+    nccl_gib: float = 1.1  # per GPU when a group of GPUs talks; not yet measured
+    hidden_copies: float = 3.1  # tensors of tokens × hidden alive at the forward peak
+    sampler_copies: float = 2.2  # fp32 tensors of sequences × vocabulary alive at the sampling peak
+    graph_base_gib: float = 0.2
+    graph_mib_per_layer: float = 20.0
+
+
+def convert(model: ModelFacts, precision: Precision) -> Parts:
+    """Bytes of the model's parts when loaded in the plan's precision."""
+    if precision.weights == model.weights:
+        return model.stored
+    wide = precision.weights if precision.weights in ("bf16", "fp16", "fp32") else model.dtype
+    quant = Quantisation()
+    if wide != precision.weights:
+        group = 128 if precision.weights == "int4" else 0
+        quant = Quantisation("online", precision.weights, group, group > 0)
+    return stored(model.counted, quant, wide, model.layers)
+
+
+def stage_weights(model: ModelFacts, parts: Parts, parallel: Parallel) -> list[int]:
+    """Weight bytes per GPU for each pipeline stage."""
+    tp, sizes = parallel.tensor, partition(model.layers, parallel.pipeline)
+    kv_share = 1 / min(tp, model.kv_heads)  # beyond that, KV projections are copied
+    per_layer = ((parts.query_output + parts.mlp) / tp + parts.key_value * kv_share + parts.small) / model.layers
+    weights = [round(per_layer * layers) for layers in sizes]
+    weights[0] += parts.embedding // tp
+    if parallel.pipeline > 1 and model.tied_embeddings:
+        weights[-1] += parts.embedding // tp  # the last stage needs its own copy as the head
+    weights[-1] += parts.head // tp
+    return weights
+
+
+def graph_sizes(settings: Settings) -> int:
+    """How many CUDA graphs vLLM captures: batch sizes 1, 2, 4, then by 8 to 256, then by 16 to 512."""
+    if settings.eager:
+        return 0
+    largest = min(2 * settings.max_num_seqs, 512, settings.max_num_batched_tokens)
+    sizes = [n for n in (1, 2, 4) if n <= largest]
+    return len([*sizes, *range(8, min(largest + 1, 256), 8), *range(256, largest + 1, 16)])
+
+
+def _activation(model: ModelFacts, parallel: Parallel, settings: Settings, c: Coefficients) -> int:
+    tokens, wide = settings.max_num_batched_tokens, DTYPE_BYTES[model.dtype]
+    experts = max(1, model.experts_per_token)
+    width = 3 * model.intermediate * experts / parallel.tensor  # gate, up and their product
+    attention = (2 * model.heads + 2 * model.kv_heads) * model.head_dim / parallel.tensor
+    forward = tokens * wide * (max(width, attention) + c.hidden_copies * model.hidden)
+    sampler = settings.max_num_seqs * model.vocab * 4 * c.sampler_copies
+    return int(max(forward, sampler))
+
+
+def full_length_blocks(model: ModelFacts, settings: Settings, max_model_len: int, pipeline: int) -> tuple[int, int]:
+    """Blocks one request of full length takes from the pool, and how many layers share one block."""
+    size = settings.block_size
+    whole = -(-max_model_len // size)
+    if not model.sliding_window:
+        return whole, model.layers
+    in_flight = pipeline * settings.max_num_batched_tokens
+    held = min(model.sliding_window - 1 + in_flight, max_model_len)
+    slid = -(-held // size) + 1
+    full_layers = model.layers - model.sliding_layers
+    if not full_layers:
+        return slid, model.layers
+    few, many = sorted((full_layers, model.sliding_layers))
+    group = many if many < few * 1.5 else few
+    return -(-full_layers // group) * whole + -(-model.sliding_layers // group) * slid, group
+
+
+def measure(
+    model: ModelFacts,
+    inventory: Inventory,
+    parallel: Parallel,
+    precision: Precision,
+    settings: Settings,
+    max_model_len: int,
+    coefficients: Coefficients | None = None,
+) -> Memory:
+    """The memory of the fullest GPU and the KV capacity; the capacity is 0 when nothing is left."""
+    c = coefficients or Coefficients()
+    parts = convert(model, precision)
+    weights = stage_weights(model, parts, parallel)
+    graphs = 0
+    if not settings.eager and inventory.gpu is not None:
+        per_layer = c.graph_mib_per_layer / 1024 * graph_sizes(settings) / 51
+        graphs = int((c.graph_base_gib + per_layer * model.layers / parallel.pipeline) * GIB)
+    overhead = int((c.non_torch_gib + (c.nccl_gib if parallel.replica_gpus > 1 else 0)) * GIB)
+    activation = _activation(model, parallel, settings, c)
+    budget = int(settings.gpu_memory_utilization * inventory.memory_bytes_per_gpu)
+    left = [budget - w - activation - graphs - overhead for w in weights]
+
+    element = 1.0 if precision.kv.startswith("fp8") else DTYPE_BYTES[model.dtype]
+    heads = max(1, model.kv_heads // parallel.tensor)
+    page = int(2 * settings.block_size * heads * model.head_dim * element)
+    needed, group = full_length_blocks(model, settings, max_model_len, parallel.pipeline)
+    stages = partition(model.layers, parallel.pipeline)
+    share = [max(1, -(-group * n // model.layers)) for n in stages]  # layers of one group in each stage
+    blocks = max(0, min(space // (page * layers) for space, layers in zip(left, share, strict=True)))
+    per_request = blocks / needed
+    tokens = int(per_request * max_model_len)
+    fullest = max(range(len(weights)), key=lambda i: weights[i])
+    return Memory(
+        weights_bytes=parts.total,
+        nominal_weights_bytes=round(model.parameters * DTYPE_BYTES.get(precision.weights, 2.0)),
+        weights_bytes_per_gpu=weights[fullest],
+        kv_bytes_per_token=model.kv_bytes_per_token(element),
+        kv_bytes_per_token_per_gpu=page * max(stages) // settings.block_size,
+        kv_cache_bytes_per_gpu=max(0, left[fullest]),
+        kv_cache_tokens_per_replica=tokens,
+        kv_cache_tokens=tokens * parallel.data,
+        full_length_requests=round(per_request * parallel.data, 2),
+        activation_bytes_per_gpu=activation,
+        graph_bytes_per_gpu=graphs,
+        overhead_bytes_per_gpu=overhead,
+        budget_bytes_per_gpu=budget,
+    )
+
+
+def scale_parts(parts: Parts, factor: float) -> Parts:
+    """Every part times a factor, for calibration."""
+    return replace(parts, **{k: round(v * factor) for k, v in vars(parts).items()})
+
+
+def plain_bytes(precision: Precision) -> float:
+    """Bytes per matrix parameter of a precision."""
+    return matrix_bytes(Quantisation("x", precision.weights, 128 if precision.weights == "int4" else 0, True), 2.0)

@@ -1,0 +1,191 @@
+"""How fast: a roofline with efficiencies that were measured, and a word about which were not.
+
+One decode step reads the weights once and the KV cache of every running request; below that floor no step goes.
+On top come a cost per layer (small kernels, measured), two all-reduces per layer when TP > 1, and the stages of a
+pipeline one after another. Prefill is arithmetic: two operations per active parameter and token, and attention.
+Throughput is what a closed loop of `concurrency` requests gives: their prefills and decode steps in turn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from corral.architecture import DTYPE_BYTES
+from corral.hardware import LINKS, Gpu, Inventory
+from corral.model import ModelFacts
+from corral.plan.constraints import partition
+from corral.plan.contract import Goal, Memory, Parallel, Precision, Settings, Speed
+from corral.plan.memory import convert
+
+__all__ = ["MEASURED_KINDS", "Efficiency", "predict"]
+
+MEASURED_KINDS = ("H200",)  # kinds whose predictions rest on measurements; docs/log.md has them
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """What of the vendors' rates is reached, and the costs they do not mention; sources in docs/log.md."""
+
+    bandwidth: float = 0.79  # of HBM while decoding: 8B bf16 and 70B FP8 on an H200
+    matrix: float = 0.60  # of the dense rate while prefilling
+    matrix_fp8: float = 0.50
+    layer_s: float = 21e-6  # small kernels of one layer, CUDA graphs on
+    step_s: float = 0.3e-3  # scheduler, sampling, one step
+    sequence_s: float = 12e-6  # per running request and step
+    eager_layer_s: float = 0.40e-3  # per layer when kernels are launched one by one
+    reduce_s: float = 12e-6  # one small all-reduce inside a node over NVLink
+    reduce_pcie_s: float = 30e-6
+    reduce_bandwidth: float = 0.7  # of the link, for large all-reduces
+    hop_s: float = 60e-6  # one pipeline hop
+    startup_s: float = 60.0  # compile, profile, capture
+    storage_gb_s: float = 2.0  # a local NVMe disk, when nothing else is said
+
+
+@dataclass(frozen=True)
+class _Machine:
+    """The rates of one GPU in bytes/s and operations/s, and the costs of its links."""
+
+    bandwidth: float
+    flops: float
+    reduce_s: float
+    reduce_bytes_s: float
+    hop_s: float
+
+
+def _machine(gpu: Gpu, inventory: Inventory, parallel: Parallel, precision: Precision, e: Efficiency) -> _Machine:
+    narrow = precision.weights == "fp8" and gpu.fp8_tflops > 0
+    rate = gpu.fp8_tflops * e.matrix_fp8 if narrow else gpu.bf16_tflops * e.matrix
+    reduce_s = e.reduce_s if gpu.nvlink else e.reduce_pcie_s
+    link = gpu.link_gb_s
+    hop = e.hop_s
+    if parallel.tensor > inventory.gpus_per_node:  # tensor ranks on several nodes
+        between = LINKS[inventory.link]
+        reduce_s += 3 * between.latency_s
+        link = between.gb_s_per_gpu
+    if parallel.replica_gpus > inventory.gpus_per_node:
+        hop += LINKS[inventory.link].latency_s
+    return _Machine(
+        gpu.bandwidth_gb_s * 1e9 * e.bandwidth, rate * 1e12, reduce_s, link * 1e9 * e.reduce_bandwidth, hop
+    )
+
+
+def predict(
+    model: ModelFacts,
+    inventory: Inventory,
+    parallel: Parallel,
+    precision: Precision,
+    settings: Settings,
+    memory: Memory,
+    goal: Goal,
+    concurrency: int,
+    efficiency: Efficiency | None = None,
+) -> Speed:
+    """Speeds of one plan; all None but the load time when nothing is known of the GPU."""
+    e = efficiency or Efficiency()
+    gpu = inventory.kind
+    load = memory.weights_bytes / max(1, min(inventory.nodes, parallel.pipeline * parallel.data))
+    load_s = load / ((goal.storage_gb_s or e.storage_gb_s) * 1e9) + e.startup_s
+    if gpu is None:
+        return Speed(
+            None, None, None, None, None, load_s, concurrency, goal.prompt_tokens, goal.output_tokens, "unknown"
+        )
+    m = _machine(gpu, inventory, parallel, precision, e)
+    roof = _Roof(model, parallel, precision, settings, m, e)
+    running = max(1, min(-(-concurrency // parallel.data), settings.max_num_seqs))
+    length = goal.prompt_tokens + goal.output_tokens / 2
+    capacity = memory.kv_cache_tokens_per_replica / (goal.prompt_tokens + goal.output_tokens)
+    running = max(1, min(running, int(capacity)))
+    alone = roof.step(1, length)
+    step = roof.step(running, length)
+    prefill = roof.prefill_rate(goal.prompt_tokens)
+    cycle = running * goal.prompt_tokens / prefill + goal.output_tokens * step
+    return Speed(
+        decode_tokens_per_s=1 / alone,
+        prefill_tokens_per_s=prefill,
+        throughput_tokens_per_s=parallel.data * running * goal.output_tokens / cycle,
+        ttft_s=roof.chunk(goal.prompt_tokens, goal.prompt_tokens) + e.step_s,
+        tpot_s=cycle / goal.output_tokens,
+        load_s=load_s,
+        concurrency=concurrency,
+        prompt_tokens=goal.prompt_tokens,
+        output_tokens=goal.output_tokens,
+        basis="measured" if gpu.kind in MEASURED_KINDS and parallel.replica_gpus == 1 else "scaled from an H200",
+    )
+
+
+@dataclass(frozen=True)
+class _Roof:
+    model: ModelFacts
+    parallel: Parallel
+    precision: Precision
+    settings: Settings
+    machine: _Machine
+    e: Efficiency
+
+    def _stage_bytes(self, batch: float) -> list[float]:
+        """Weight bytes one GPU of each stage reads in a step of `batch` sequences."""
+        model, tp = self.model, self.parallel.tensor
+        parts = convert(model, self.precision)
+        mlp = parts.mlp * self._touched(batch)
+        per_layer = (parts.query_output + mlp + parts.key_value) / tp / model.layers
+        read = [per_layer * n for n in partition(model.layers, self.parallel.pipeline)]
+        read[-1] += (parts.embedding if model.tied_embeddings else parts.head) / tp
+        return read
+
+    def _touched(self, batch: float) -> float:
+        """Share of the experts that a batch needs."""
+        if not self.model.experts:
+            return 1.0
+        return 1 - float((1 - self.model.experts_per_token / self.model.experts) ** batch)
+
+    def _matrices(self) -> float:
+        """Active parameters that multiply: all but the embedding table."""
+        return self.model.active_parameters - (0 if self.model.tied_embeddings else self.model.counted.embedding)
+
+    def _reduce(self, tokens: float) -> float:
+        """Two all-reduces of one layer."""
+        if self.parallel.tensor == 1:
+            return 0.0
+        size = tokens * self.model.hidden * DTYPE_BYTES[self.model.dtype]
+        moved = 2 * size * (self.parallel.tensor - 1) / self.parallel.tensor
+        return 2 * (self.machine.reduce_s + moved / self.machine.reduce_bytes_s)
+
+    def step(self, running: float, length: float) -> float:
+        """Seconds from one token to the next with `running` requests of `length` tokens."""
+        m, model, p = self.machine, self.model, self.parallel
+        batch = max(1.0, running / p.pipeline)
+        kv = batch * self._attended(length) * self._kv_bytes_per_layer()
+        total = self.e.step_s + self.e.sequence_s * running + (p.pipeline - 1) * m.hop_s
+        for layers, read in zip(partition(model.layers, p.pipeline), self._stage_bytes(batch), strict=True):
+            moving = (read + kv * layers) / m.bandwidth
+            adding = batch * 2 * self._matrices() * layers / model.layers / p.tensor / m.flops
+            busy = max(moving, adding) + layers * (self.e.layer_s + self._reduce(batch))
+            total += max(busy, layers * self.e.eager_layer_s) if self.settings.eager else busy
+        return total
+
+    def _attended(self, length: float) -> float:
+        """Tokens whose keys and values an average layer reads."""
+        model = self.model
+        if not model.sliding_window:
+            return length
+        slid = min(length, model.sliding_window)
+        return (slid * model.sliding_layers + length * (model.layers - model.sliding_layers)) / model.layers
+
+    def _kv_bytes_per_layer(self) -> float:
+        heads = max(1, self.model.kv_heads // self.parallel.tensor)
+        element = 1.0 if self.precision.kv.startswith("fp8") else DTYPE_BYTES[self.model.dtype]
+        return 2 * heads * self.model.head_dim * element
+
+    def chunk(self, tokens: float, length: float) -> float:
+        """Seconds to prefill `tokens` of prompts `length` long in one pass through all stages."""
+        m, model, p = self.machine, self.model, self.parallel
+        attention = 2 * model.heads * model.head_dim * self._attended(length) * model.layers
+        work = tokens * (2 * self._matrices() + attention) / p.tensor / m.flops
+        floor = sum(self._stage_bytes(tokens)) / m.bandwidth
+        layers = model.layers * (self.e.layer_s + self._reduce(tokens))
+        return max(work, floor) + layers + (p.pipeline - 1) * m.hop_s
+
+    def prefill_rate(self, length: float) -> float:
+        """Prompt tokens per second of one replica with full batches, all stages busy."""
+        tokens = self.settings.max_num_batched_tokens
+        return tokens * self.parallel.pipeline / (self.chunk(tokens, length) + self.e.step_s)
