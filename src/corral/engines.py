@@ -104,6 +104,17 @@ def find(flavour: str, version: str = PINNED_VERSION) -> Engine | None:
     return engine
 
 
+def expected(flavour: str, version: str = PINNED_VERSION) -> Engine:
+    """The engine as it would be after an install, for dry runs."""
+    place = str(engines_dir() / f"{flavour}-{version}")
+    return Engine(flavour, version, place, _lock_sha256(flavour, version), platform.python_version(), 0.0)
+
+
+def shipped_flags(version: str = PINNED_VERSION) -> engine_flags.FlagList | None:
+    """The flags of the pinned engine, known before it is installed."""
+    return engine_flags.shipped_flags(version)
+
+
 def installed() -> list[Engine]:
     """All installed engines."""
     records = sorted(engines_dir().glob("*/engine.json"))

@@ -198,7 +198,7 @@ def _refuse_full_disk(repo: str, total: int, cache: Path) -> None:
 def _download_watched(repo: str, total: int, cache: Path, progress: FetchProgress) -> Path:
     """Download in a thread and report the bytes that have reached the disk."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
     disable_progress_bars()
     result: dict[str, Any] = {}
