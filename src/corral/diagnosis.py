@@ -145,6 +145,12 @@ SIGNATURES: tuple[Signature, ...] = (
         "Try a newer engine version, or another model.",
     ),
     Signature(
+        Reason.MODEL_UNSUPPORTED,
+        r"Unsupported CPU attention configuration: head_dim=(\d+)",
+        "the CPU engine has no attention kernel for heads of size {1}",
+        "Serve this model on a GPU, or choose another.",
+    ),
+    Signature(
         Reason.BAD_ARGUMENT,
         r"(?:unrecognized arguments: (.+)|error: argument (.+)|error: ambiguous option: (.+))",
         "the engine refused an argument: {1}{2}{3}",
@@ -249,9 +255,13 @@ def _line_of(text: str, match: re.Match[str]) -> str:
     return text[start : end if end >= 0 else None].strip()[:300]
 
 
+_ERROR = re.compile(r"\b\w*(?:Error|Exception)\b: .+")
+# errors that only say that another error came before them
+_ECHO = re.compile(r"EngineDeadError|Engine core initialization failed|stack trace|Worker failed with error|root cause")
+
+
 def _last_error(lines: Sequence[str]) -> str:
-    pattern = re.compile(r"(?:\b\w*(?:Error|Exception)\b: .+)")
     for line in reversed(lines):
-        if (match := pattern.search(line)) and "Engine core initialization failed" not in line:
-            return match.group(0)[:300]
+        if (match := _ERROR.search(line)) and not _ECHO.search(line):
+            return match.group(0)[:300].rstrip(".")
     return ""

@@ -20,14 +20,14 @@ __all__ = ["OWNED", "FlagList", "check_arguments", "shipped_flags"]
 # flags that documents of this field still show, and what to do instead
 REMOVED = {
     "--swap-space": "vLLM no longer swaps KV blocks to host memory; leave it out",
-    "--disable-log-requests": "requests are not logged unless --enable-log-requests is given; leave it out",
-    "--use-v2-block-manager": "it is the only block manager now; leave it out",
-    "--num-scheduler-steps": "the engine schedules asynchronously by itself; leave it out",
-    "--worker-use-ray": "say --distributed-executor-backend ray",
-    "--engine-use-ray": "say --distributed-executor-backend ray",
-    "--guided-decoding-backend": "say --structured-outputs-config.backend",
-    "--max-seq-len-to-capture": "say --max-cudagraph-capture-size",
-    "--device": "the engine's flavour decides: `--flavour cpu` or `--flavour cuda` of `corral up`",
+    "--disable-log-requests": "Requests are not logged unless --enable-log-requests is given; leave it out",
+    "--use-v2-block-manager": "It is the only block manager now; leave it out",
+    "--num-scheduler-steps": "The engine schedules asynchronously by itself; leave it out",
+    "--worker-use-ray": "Say --distributed-executor-backend ray",
+    "--engine-use-ray": "Say --distributed-executor-backend ray",
+    "--guided-decoding-backend": "Say --structured-outputs-config.backend",
+    "--max-seq-len-to-capture": "Say --max-cudagraph-capture-size",
+    "--device": "The engine's flavour decides: `--flavour cpu` or `--flavour cuda` of `corral up`",
 }
 
 # flags that Corral sets itself, and the option of `corral up` that decides them
@@ -104,9 +104,7 @@ def check_arguments(arguments: Sequence[str], flags: FlagList) -> None:
 
 def _unknown(name: str, flags: FlagList) -> EngineError:
     if name in REMOVED:
-        return EngineError(
-            f"vLLM {flags.version} has no {name} any more.", REMOVED[name][0].upper() + REMOVED[name][1:] + "."
-        )
+        return EngineError(f"vLLM {flags.version} has no {name} any more.", f"{REMOVED[name]}.")
     guesses = nearest(name, list(flags.takes_value))
     remedy = f"Nearest valid: {', '.join(guesses)}." if guesses else "`vllm serve --help=all` lists the flags."
     return EngineError(f"vLLM {flags.version} has no flag {name}.", remedy, flag=name, nearest=guesses)

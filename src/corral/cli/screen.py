@@ -108,7 +108,7 @@ class PhaseScreen:
             self._finish_phase()
 
     def detail(self, text: str, done: int = 0, total: int = 0) -> None:
-        words = [text] if text else []
+        words = [text.rpartition("\r")[2].strip()] if text.strip() else []
         if total:
             words.append(_amount(done, total) + self._eta(done, total))
         self._detail = " ".join(words)

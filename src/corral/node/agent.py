@@ -304,7 +304,7 @@ class Probe(threading.Thread):
     def run(self) -> None:
         with contextlib.suppress(Exception):
             self._until_ready()
-        while self.fault is None and not self.stopping.wait(HEALTH_EVERY_S):
+        while self.fault is None and not self.stopping.wait(min(HEALTH_EVERY_S, self.hung_s / 4)):
             self._watch()
 
     def _until_ready(self) -> None:
@@ -429,6 +429,7 @@ class Worker:
         beat = activity_at = time.monotonic()
         last_ticks = last_bytes = 0
         checked = 0.0
+        window = min(10.0, self.spec["stall_s"] / 4)
         while True:
             time.sleep(TICK_S)
             now = time.monotonic()
@@ -449,12 +450,12 @@ class Worker:
                 beat = now
                 self._beat()
                 self._trim_log()
-            if now - checked >= 10:
+            if now - checked >= window:
                 processes = self._engine_processes()
                 table = process_table()
                 ticks = sum(table[pid][2] for pid in processes if pid in table)
                 moved = disk_bytes(processes)
-                if ticks - last_ticks > 50 or moved - last_bytes > 1 << 20:  # 5% of a core, or 1 MiB, in 10 s
+                if ticks - last_ticks > 5 * window or moved - last_bytes > 1 << 20:  # 5% of a core, or 1 MiB
                     activity_at = now
                 last_ticks, last_bytes, checked = ticks, moved, now
             if self.state != "ready" and now - activity_at > self.spec["stall_s"]:
