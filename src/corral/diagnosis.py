@@ -257,7 +257,9 @@ def _line_of(text: str, match: re.Match[str]) -> str:
 
 _ERROR = re.compile(r"\b\w*(?:Error|Exception)\b: .+")
 # errors that only say that another error came before them
-_ECHO = re.compile(r"EngineDeadError|Engine core initialization failed|stack trace|Worker failed with error|root cause")
+_ECHO = re.compile(
+    r"EngineDeadError|Engine core initialization failed|stack trace|Worker failed with error|root cause"
+)
 
 
 def _last_error(lines: Sequence[str]) -> str:

@@ -445,6 +445,7 @@ class Worker:
             if self.probe and self.probe.fault:
                 return self.probe.fault[0], {"text": self.probe.fault[1]}
             if self.probe and self.probe.ready and self.state != "ready":
+                self._read_log()  # what the engine said before it answered, and no line later
                 self._tell_state("ready", **self.probe.ready)
             if now - beat >= HEARTBEAT_S or not checked:
                 beat = now
