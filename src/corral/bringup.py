@@ -85,7 +85,7 @@ def decide(wish: Wish, target: Target) -> Decision:
     reference = wish.model or _fitting_model(inventory, wish)
     source = model_store.locate(reference)
     served = model_store.served_name(source, wish.served_name)
-    name = checked_name(wish.name or served)
+    name = checked_name(served if wish.name is None else wish.name)
     if flags := engines.shipped_flags():
         check_arguments(wish.extra_args, flags)
     model_store.check_access(source)

@@ -57,7 +57,7 @@ ADMINISTRATIVE = [
     "/sleep", "/wake_up", "/is_sleeping", "/collective_rpc", "/pause", "/resume", "/invocations", "/server_info",
     "/reset_prefix_cache", "/update_weights", "/start_profile", "/abort_requests", "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter", "/v1/load_lora_adapter/", "/scale_elastic_ep", "/docs", "/openapi.json", "/", "",
-    "/some_path_of_a_later_engine", "/v1/../sleep", "//sleep", "/v1//../sleep", "/v1/./x", "/V1/models", "/inference/x",
+    "/some_path_of_a_later_engine", "/v1/../sleep", "//sleep", "/v1//../sleep", "/v1/./x", "/V1/models",
 ]  # fmt: skip
 
 
