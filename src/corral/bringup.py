@@ -20,7 +20,6 @@ from corral.errors import DoesNotFitError, LaunchError, UsageError
 from corral.events import Event
 from corral.folder import DeploymentFolder, checked_name
 from corral.hardware import Inventory
-from corral.home import models_dir
 from corral.launch import LaunchSpec, Order, render
 from corral.model import read_facts
 from corral.model_store import EMBEDDED, ModelSource
@@ -89,7 +88,8 @@ def decide(wish: Wish, target: Target) -> Decision:
     if flags := engines.shipped_flags():
         check_arguments(wish.extra_args, flags)
     model_store.check_access(source)
-    facts = read_facts(source.path or source.repo, offline=source.kind == "embedded")
+    here = model_store.already_here(source)
+    facts = read_facts(str(here) if here else source.repo, offline=source.kind == "embedded")
     plan = make_plan(facts, inventory, wish.goal, wish.fixed)
     if not plan.fits:
         options = "; ".join(f"{near.what} ({near.change})" for near in plan.nearest)
@@ -127,9 +127,8 @@ def dry_run(wish: Wish) -> LaunchSpec:
     target = load_target(wish.target)
     decision = decide(wish, target)
     engine = engines.find(decision.flavour) or engines.expected(decision.flavour)
-    path = decision.source.path or decision.source.repo
-    if decision.source.kind == "embedded":
-        path = str(models_dir() / decision.source.name)
+    here = model_store.already_here(decision.source)
+    path = str(here) if here else decision.source.repo
     port = target.choose_port(wish.bind, wish.port).number
     folder = DeploymentFolder.of(decision.name)
     return _render(decision, target, folder, ManagedRuntime(engine), path, port, "dry-run")

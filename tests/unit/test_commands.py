@@ -209,7 +209,9 @@ def test_dry_run_as_shell_commands(corral: Corral, tmp_path: Path) -> None:
     assert dry.code == 0
     script = tmp_path / "launch.sh"
     script.write_text("#!/bin/sh\n" + dry.out)
-    checked = subprocess.run([str(Path(sys.executable).with_name("shellcheck")), str(script)], capture_output=True, text=True)
+    checked = subprocess.run(
+        [str(Path(sys.executable).with_name("shellcheck")), str(script)], capture_output=True, text=True
+    )
     assert checked.returncode == 0, checked.stdout
     assert "corral_guard.Guard" in dry.out
 
