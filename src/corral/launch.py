@@ -110,6 +110,7 @@ UNSET = (
     "PYTHONPATH",
     "OPENAI_API_KEY",
     "HF_TOKEN",
+    "PYTHONDONTWRITEBYTECODE",  # without bytecode every process compiles vLLM's sources at every start
 )
 
 
