@@ -186,10 +186,12 @@ def probe() -> Inventory:
     base = Inventory(None, 1, 1, 0, cores, total, available, source="probed")
     if seen is None:
         return base
+    kind, memory = seen.name, seen.memory_bytes
     try:
-        kind = find_gpu(seen.name).kind
+        gpu = find_gpu(seen.name)
+        kind = gpu.kind
+        if abs(memory - gpu.memory_bytes) < 0.02 * memory:  # the table has what CUDA reports, NVML a little more
+            memory = gpu.memory_bytes
     except UsageError:
-        kind = seen.name
-    return replace(
-        base, gpu=kind, gpus_per_node=seen.count, memory_bytes_per_gpu=seen.memory_bytes, driver=seen.driver
-    )
+        pass  # a kind the table lacks: planned by its memory alone
+    return replace(base, gpu=kind, gpus_per_node=seen.count, memory_bytes_per_gpu=memory, driver=seen.driver)

@@ -27,10 +27,12 @@ class Coefficients:
 
     non_torch_gib: float = 0.22  # H200, one GPU, vLLM 0.26
     nccl_gib: float = 1.1  # per GPU when a group of GPUs talks; not yet measured
-    hidden_copies: float = 3.1  # tensors of tokens × hidden alive at the forward peak
-    sampler_copies: float = 2.2  # fp32 tensors of sequences × vocabulary alive at the sampling peak
-    graph_base_gib: float = 0.2
-    graph_mib_per_layer: float = 20.0
+    hidden_copies: float = 7.5  # tensors of tokens × hidden alive at the forward peak
+    sampler_copies: float = 2.0  # fp32 tensors of sequences × vocabulary alive at the sampling peak
+    graph_base_gib: float = 0.37
+    graph_mib_per_hidden: float = 0.126  # per unit of hidden size
+    graph_kib_per_layer_hidden: float = 0.87  # per layer and unit of hidden size
+    counts_graphs: bool = True  # vLLM before 0.30 with its second model runner left them out
 
 
 def convert(model: ModelFacts, precision: Precision) -> Parts:
@@ -73,8 +75,14 @@ def _activation(model: ModelFacts, parallel: Parallel, settings: Settings, c: Co
     width = 3 * model.intermediate * experts / parallel.tensor  # gate, up and their product
     attention = (2 * model.heads + 2 * model.kv_heads) * model.head_dim / parallel.tensor
     forward = tokens * wide * (max(width, attention) + c.hidden_copies * model.hidden)
-    sampler = settings.max_num_seqs * model.vocab * 4 * c.sampler_copies
+    sampler = settings.max_num_seqs * model.vocab * 4 * c.sampler_copies + 2 * tokens * wide * model.hidden
     return int(max(forward, sampler))
+
+
+def _graphs(model: ModelFacts, parallel: Parallel, settings: Settings, c: Coefficients) -> int:
+    layers = model.layers / parallel.pipeline
+    widths = c.graph_mib_per_hidden * (1 << 20) + c.graph_kib_per_layer_hidden * 1024 * layers
+    return int((c.graph_base_gib * GIB + widths * model.hidden) * graph_sizes(settings) / 51)
 
 
 def full_length_blocks(model: ModelFacts, settings: Settings, max_model_len: int, pipeline: int) -> tuple[int, int]:
@@ -109,12 +117,12 @@ def measure(
     weights = stage_weights(model, parts, parallel)
     graphs = 0
     if not settings.eager and inventory.gpu is not None:
-        per_layer = c.graph_mib_per_layer / 1024 * graph_sizes(settings) / 51
-        graphs = int((c.graph_base_gib + per_layer * model.layers / parallel.pipeline) * GIB)
+        graphs = _graphs(model, parallel, settings, c)
     overhead = int((c.non_torch_gib + (c.nccl_gib if parallel.replica_gpus > 1 else 0)) * GIB)
     activation = _activation(model, parallel, settings, c)
     budget = int(settings.gpu_memory_utilization * inventory.memory_bytes_per_gpu)
-    left = [budget - w - activation - graphs - overhead for w in weights]
+    counted = graphs if c.counts_graphs else 0
+    left = [budget - w - activation - counted - overhead for w in weights]
 
     element = 1.0 if precision.kv.startswith("fp8") else DTYPE_BYTES[model.dtype]
     heads = max(1, model.kv_heads // parallel.tensor)
