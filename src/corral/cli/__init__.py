@@ -20,6 +20,18 @@ __all__ = ["VERBS", "main"]
 
 # verb -> (module:attribute, one line for `corral --help`)
 VERBS: dict[str, tuple[str, str]] = {
+    "up": ("corral.cli.up:command", "Serve a model: install, fetch, start, watch until it answers."),
+    "ps": ("corral.cli.ps:command", "Deployments and their states."),
+    "status": (
+        "corral.cli.status:command",
+        "One deployment in full: state, reason, endpoint, what the engine reported.",
+    ),
+    "logs": ("corral.cli.logs:command", "The engine's own log."),
+    "events": ("corral.cli.events:command", "The journal: what happened, and when."),
+    "wait": ("corral.cli.wait:command", "Wait until a deployment is ready."),
+    "down": ("corral.cli.down:command", "Stop a deployment and leave nothing behind."),
+    "engine": ("corral.cli.engine:command", "Installed engines: list, install, check, remove."),
+    "fake-server": ("corral.cli.fake_server:command", "A server with set pace and faults, for tests."),
     "plan": ("corral.cli.plan:command", "Will it fit, how to split it, how fast will it be, and why."),
 }
 
@@ -94,3 +106,7 @@ def _report(error: CorralError, as_json: bool) -> None:
     click.echo(f"corral: {error.message}", err=True)
     if error.remedy:
         click.echo(f"  → {error.remedy}", err=True)
+    if tail := error.details.get("log_tail"):
+        click.echo(click.style("\n  last lines of the log:", dim=True), err=True)
+        for line in tail:
+            click.echo(f"  | {line}", err=True)

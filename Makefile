@@ -1,0 +1,33 @@
+# Two commands matter to a newcomer: `./corral up` and `make test`.
+PYTHON := .venv/bin/python
+PYTEST := $(PYTHON) -m pytest
+
+.PHONY: test lint unit integration bench-start lock clean
+
+test: lint unit integration  ## everything a change must pass
+
+lint: .venv/.test-installed
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+	.venv/bin/shellcheck corral
+
+unit: .venv/.test-installed  ## seconds, no network, no engine
+	$(PYTEST) tests/unit
+
+integration: .venv/.test-installed  ## real vLLM on the CPU (installed on first use into .scratch/)
+	$(PYTEST) tests/integration
+
+bench-start: .venv/.test-installed  ## how long starts take, as figures
+	$(PYTHON) benchmarks/start.py
+
+lock: .venv/.test-installed  ## resolve the engines' pinned packages anew
+	$(PYTHON) tools/lock_engines.py
+
+.venv/.test-installed: pyproject.toml
+	./corral --version
+	$(PYTHON) -m uv pip install --quiet --python $(PYTHON) --editable '.[test]'
+	touch $@
+
+clean:
+	rm -rf .venv .venv.lock .scratch .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,262 @@
+"""From a wish to a running deployment: locate, decide, stage, launch, watch. What `corral up` and Python share.
+
+The order is chosen so that what can be refused is refused first: an unknown model, a flag this vLLM does not have, a
+gated repository, a model that does not fit. Only then is a name taken, an engine installed, a model fetched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import shlex
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from corral import catalogue, deployment, engines, model_store
+from corral.engine_flags import check_arguments
+from corral.errors import DoesNotFitError, LaunchError, UsageError
+from corral.events import Event
+from corral.folder import DeploymentFolder, checked_name
+from corral.hardware import Inventory
+from corral.home import models_dir
+from corral.launch import LaunchSpec, Order, render
+from corral.model import read_facts
+from corral.model_store import EMBEDDED, ModelSource
+from corral.plan import Goal, Plan, make_plan
+from corral.processes import own_identity
+from corral.runtimes.managed import ManagedRuntime
+from corral.state import State
+from corral.targets.base import Target, load_target
+
+__all__ = ["Decision", "Reporter", "Wish", "bring_up", "decide", "dry_run"]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the user asked for; None means: Corral chooses."""
+
+    model: str | None = None
+    name: str | None = None
+    served_name: str | None = None
+    target: str = "local"
+    flavour: str | None = None
+    bind: str = "127.0.0.1"
+    port: int | None = None
+    goal: Goal = field(default_factory=Goal)
+    fixed: Mapping[str, object] = field(default_factory=dict)
+    extra_args: tuple[str, ...] = ()
+    extra_env: Mapping[str, str] = field(default_factory=dict)
+    restarts: int = 0
+    stall_s: float = 600.0
+
+
+class Reporter(Protocol):
+    """Somebody who is told what is happening."""
+
+    def phase(self, name: str) -> None:
+        """A new phase begins."""
+
+    def detail(self, text: str, done: int = 0, total: int = 0) -> None:
+        """How far the phase is."""
+
+    def note(self, text: str) -> None:
+        """Something worth knowing that does not stop anything."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Everything decided before the first byte is fetched."""
+
+    wish: Wish
+    name: str
+    source: ModelSource
+    served_name: str
+    flavour: str
+    plan: Plan
+    inventory: Inventory
+
+
+def decide(wish: Wish, target: Target) -> Decision:
+    """Choose and check; raises what can be refused now. Installs, fetches and starts nothing."""
+    inventory = target.inventory()
+    flavour = _flavour(wish, inventory)
+    reference = wish.model or _fitting_model(inventory, wish)
+    source = model_store.locate(reference)
+    served = model_store.served_name(source, wish.served_name)
+    name = checked_name(wish.name or served)
+    if flags := engines.shipped_flags():
+        check_arguments(wish.extra_args, flags)
+    model_store.check_access(source)
+    facts = read_facts(source.path or source.repo, offline=source.kind == "embedded")
+    plan = make_plan(facts, inventory, wish.goal, wish.fixed)
+    if not plan.fits:
+        options = "; ".join(f"{near.what} ({near.change})" for near in plan.nearest)
+        raise DoesNotFitError(
+            f"{source.name} does not fit: {plan.reason}",
+            f"What would: {options}." if options else "`corral plan MODEL --need` shows what it needs.",
+            nearest=[near.what for near in plan.nearest],
+        )
+    return Decision(wish, name, source, served, flavour, plan, inventory)
+
+
+def _flavour(wish: Wish, inventory: Inventory) -> str:
+    flavour = wish.flavour or ("cuda" if inventory.gpu else "cpu")
+    if flavour not in engines.FLAVOURS:
+        raise UsageError(f"there is no engine flavour {flavour!r}.", f"Known: {', '.join(engines.FLAVOURS)}.")
+    if flavour == "cuda" and not inventory.gpu:
+        raise UsageError("this machine has no GPU that the CUDA engine could use.", "Use --flavour cpu.")
+    return flavour
+
+
+def _fitting_model(inventory: Inventory, wish: Wish) -> str:
+    """On a CPU the embedded default; on GPUs the largest instruct model of the catalogue that fits."""
+    if not inventory.gpu:
+        return EMBEDDED
+    candidates = [entry for entry in catalogue.CATALOGUE.values() if "instruct" in entry.name]
+    for entry in sorted(candidates, key=lambda entry: (-entry.parameters, entry.weights != "bf16")):
+        facts = read_facts(entry.name, offline=True)
+        if make_plan(facts, inventory, wish.goal, wish.fixed).fits:
+            return entry.name
+    return EMBEDDED
+
+
+def dry_run(wish: Wish) -> LaunchSpec:
+    """The very LaunchSpec that would run, with nothing installed, fetched or started."""
+    target = load_target(wish.target)
+    decision = decide(wish, target)
+    engine = engines.find(decision.flavour) or engines.expected(decision.flavour)
+    path = decision.source.path or decision.source.repo
+    if decision.source.kind == "embedded":
+        path = str(models_dir() / decision.source.name)
+    port = target.choose_port(wish.bind, wish.port).number
+    folder = DeploymentFolder.of(decision.name)
+    return _render(decision, target, folder, ManagedRuntime(engine), path, port, "dry-run")
+
+
+def _render(
+    decision: Decision,
+    target: Target,
+    folder: DeploymentFolder,
+    runtime: ManagedRuntime,
+    model_path: str,
+    port: int,
+    launch_id: str,
+) -> LaunchSpec:
+    wish = decision.wish
+    check_arguments(wish.extra_args, runtime.flags())
+    order = Order(
+        deployment=decision.name,
+        launch_id=launch_id,
+        folder=folder,
+        model=decision.source.name,
+        model_path=model_path,
+        served_name=decision.served_name,
+        target=target.name,
+        link="single",
+        nodes=target.nodes(),
+        host=wish.bind,
+        port=port,
+        extra_args=wish.extra_args,
+        extra_env=wish.extra_env,
+        stall_s=wish.stall_s,
+        restarts=wish.restarts,
+    )
+    return render(decision.plan, order, runtime)
+
+
+def bring_up(wish: Wish, report: Reporter, wait: bool = True) -> deployment.Status:
+    """Do all of it; returns the ready deployment (or, without waiting, the starting one)."""
+    report.phase("deciding")
+    target = load_target(wish.target)
+    decision = decide(wish, target)
+    record = deployment.Record(
+        name=decision.name,
+        launch_id=secrets.token_hex(8),
+        model=decision.source.name,
+        served_name=decision.served_name,
+        target=target.name,
+        created_s=time.time(),
+        created_by=own_identity(),
+    )
+    folder = deployment.claim(record, lambda who: report.note(f"waiting for {who}, which uses the same name"))
+    with _released_on_failure(folder):
+        report.phase("installing engine")
+        engine = engines.install(decision.flavour, progress=report.detail)
+        report.phase("fetching model")
+        path = model_store.fetch(decision.source, engine, report.detail)
+        port = target.choose_port(wish.bind, wish.port)
+        if port.note:
+            report.note(port.note)
+        spec = _render(decision, target, folder, ManagedRuntime(engine), str(path), port.number, record.launch_id)
+        report.phase("starting")
+        deployment.launch(spec, decision.plan, target, record, folder)
+    if not wait:
+        return deployment.status(folder)
+    try:
+        return wait_ready(folder, report)
+    except KeyboardInterrupt:
+        report.note(f"it goes on starting in the background; to end it: corral down {shlex.quote(decision.name)}")
+        raise
+
+
+@contextlib.contextmanager
+def _released_on_failure(folder: DeploymentFolder) -> Iterator[None]:
+    """Nothing was started: the name is free again."""
+    try:
+        yield
+    except BaseException:
+        if not folder.rank(0).agent.exists():
+            folder.delete()
+        raise
+
+
+def wait_ready(folder: DeploymentFolder, report: Reporter) -> deployment.Status:
+    """Follow a deployment until it is ready; raise its reason when it ends instead."""
+    final: deployment.Status | None = None
+    for item in deployment.watch(folder):
+        if isinstance(item, Event):
+            _tell(item, report)
+        else:
+            final = item
+    assert final is not None
+    if final.state is State.READY:
+        report.phase("ready")
+        return final
+    reason = final.reason.value if final.reason else ""
+    log = folder.rank(0).log
+    raise LaunchError(
+        f"{final.name!r} {final.state}: {final.text}.",
+        final.remedy,
+        name=final.name,
+        state=final.state.value,
+        reason=reason,
+        log=str(log),
+    )
+
+
+def _tell(event: Event, report: Reporter) -> None:
+    if event.kind == "state" and event.get("state") in ("starting", "loading"):
+        report.phase(str(event.get("state")))
+    elif event.kind == "phase":
+        report.phase(str(event.get("phase")))
+        if event.get("total"):
+            report.detail("", int(event.get("done", 0)), int(event.get("total")))
+    elif event.kind == "observed":
+        report.detail(_observed_text(event.details))
+    elif event.kind == "restart":
+        report.note(f"restart {event.get('attempt')} of {event.get('of')}: {event.get('text', event.get('reason'))}")
+
+
+OBSERVED_WORDS = {
+    "weights_gib": "weights {} GiB",
+    "load_s": "loaded in {} s",
+    "compile_s": "compiled in {} s",
+    "kv_tokens": "KV cache {:,} tokens",
+    "graph_gib": "graphs {} GiB",
+}
+
+
+def _observed_text(values: Mapping[str, Any]) -> str:
+    return ", ".join(words.format(values[name]) for name, words in OBSERVED_WORDS.items() if name in values)

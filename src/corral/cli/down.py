@@ -1,0 +1,47 @@
+"""`corral down NAME`: stop, and leave nothing behind."""
+
+from __future__ import annotations
+
+import click
+
+from corral import deployment
+from corral.cli.screen import print_json
+from corral.errors import LaunchError, UsageError
+from corral.folder import DeploymentFolder, all_folders, open_folder
+from corral.state import ENDED
+
+__all__ = ["command"]
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("names", nargs=-1, metavar="NAME...")
+@click.option("--all", "every", is_flag=True, help="All deployments of this home.")
+@click.option("--purge", is_flag=True, help="Also delete the deployment's folder: logs, events, key.")
+@click.option("--json", "as_json", is_flag=True, help="The final statuses as JSON.")
+def command(names: tuple[str, ...], every: bool, purge: bool, as_json: bool) -> None:
+    """Stop deployments: the engine is asked, given time, then ended; every process of it is gone afterwards."""
+    if bool(names) == every:
+        raise UsageError("say which deployment to stop.", "`corral down NAME`, or `corral down --all`.")
+    folders = all_folders() if every else [open_folder(name) for name in names]
+    stopped = []
+    failures = []
+    for folder in folders:
+        try:
+            stopped.append(_stop(folder, purge, quiet=as_json))
+        except LaunchError as error:
+            failures.append(error)
+    if as_json:
+        print_json(stopped)
+    if failures:
+        raise failures[0]
+
+
+def _stop(folder: DeploymentFolder, purge: bool, quiet: bool) -> deployment.Status:
+    before = deployment.status(folder)
+    after = deployment.stop(folder)
+    if not quiet:
+        word = "was not running" if before.state in ENDED else "stopped"
+        click.echo(f"{folder.name}: {word}")
+    if purge:
+        folder.delete()
+    return after

@@ -1,0 +1,69 @@
+"""`corral engine`: the environments that Corral installs vLLM into."""
+
+from __future__ import annotations
+
+import click
+
+from corral import engines
+from corral.cli.screen import PhaseScreen, duration, print_json, print_table
+
+__all__ = ["command"]
+
+HELP = {"help_option_names": ["-h", "--help"]}
+FLAVOUR = click.Choice(engines.FLAVOURS)
+
+
+@click.group(context_settings=HELP)
+def command() -> None:
+    """Engines are vLLM builds in environments of their own: pinned, hash-checked, one per flavour and version."""
+
+
+@command.command("list", context_settings=HELP)
+@click.option("--json", "as_json", is_flag=True)
+def list_engines(as_json: bool) -> None:
+    """What is installed."""
+    found = engines.installed()
+    if as_json:
+        print_json(found)
+    elif not found:
+        click.echo(
+            "No engines. `corral engine install cpu` (or cuda) installs one; `corral up` does so by itself.", err=True
+        )
+    else:
+        print_table(["ENGINE", "PYTHON", "INSTALLED IN", "PATH"],
+                    [[e.name, e.python_version, duration(e.installed_s), e.path] for e in found])  # fmt: skip
+
+
+@command.command("install", context_settings=HELP)
+@click.argument("flavour", type=FLAVOUR)
+@click.option("--version", default=engines.PINNED_VERSION, show_default=True)
+@click.option("--json", "as_json", is_flag=True)
+def install(flavour: str, version: str, as_json: bool) -> None:
+    """Install an engine, or do nothing when it is there."""
+    with PhaseScreen(quiet=as_json) as screen:
+        screen.phase("installing engine")
+        engine = engines.install(flavour, version, screen.detail)
+    print_json(engine) if as_json else click.echo(f"{engine.name} is installed at {engine.path}")
+
+
+@command.command("check", context_settings=HELP)
+@click.argument("flavour", type=FLAVOUR)
+@click.option("--version", default=engines.PINNED_VERSION, show_default=True)
+@click.option("--json", "as_json", is_flag=True)
+def check(flavour: str, version: str, as_json: bool) -> None:
+    """Import an engine in its environment and say what it is made of."""
+    versions = engines.check(flavour, version)
+    if as_json:
+        print_json(versions)
+    else:
+        print_table(["PART", "VERSION"], [[name, value] for name, value in versions.items()])
+
+
+@command.command("remove", context_settings=HELP)
+@click.argument("flavour", type=FLAVOUR)
+@click.option("--version", default=engines.PINNED_VERSION, show_default=True)
+@click.option("--json", "as_json", is_flag=True)
+def remove(flavour: str, version: str, as_json: bool) -> None:
+    """Delete an engine's environment."""
+    engines.remove(flavour, version)
+    print_json({"removed": f"{flavour}-{version}"}) if as_json else click.echo(f"{flavour}-{version} removed")

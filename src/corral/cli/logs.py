@@ -1,0 +1,67 @@
+"""`corral logs NAME`: the engine's own words."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from corral.deployment import status
+from corral.diagnosis import last_lines
+from corral.errors import NotFoundError
+from corral.folder import DeploymentFolder, open_folder
+from corral.state import ENDED
+
+__all__ = ["command"]
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("name")
+@click.option("--follow", "-f", is_flag=True, help="Go on as the log grows, until the deployment ends.")
+@click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Which rank's log.")
+@click.option("--lines", "-n", type=click.IntRange(min=1), help="Only the last lines.")
+@click.option("--json", "as_json", is_flag=True, help='Each line as {"rank", "line"}.')
+def command(name: str, follow: bool, rank: int, lines: int | None, as_json: bool) -> None:
+    """Print the engine's log."""
+    folder = open_folder(name)
+    files = folder.rank(rank)
+    known = [other.number for other in folder.ranks()]
+    if known and rank not in known:
+        raise NotFoundError(f"{name!r} has no rank {rank}.", f"It has: {', '.join(map(str, known))}.")
+    if not files.log.exists() and not follow:
+        raise NotFoundError(f"{name!r} has written no log yet.", f"Follow it: corral logs {name} -f")
+    offset = 0
+    if lines:
+        for line in last_lines(files.log, lines):
+            _show(line, rank, as_json)
+        offset = files.log.stat().st_size if files.log.exists() else 0
+    for line in _new_lines(files.log, offset, folder if follow else None):
+        _show(line, rank, as_json)
+
+
+def _show(line: str, rank: int, as_json: bool) -> None:
+    click.echo(json.dumps({"rank": rank, "line": line}, ensure_ascii=False) if as_json else line)
+
+
+def _new_lines(log: Path, offset: int, following: DeploymentFolder | None) -> Iterator[str]:
+    rest = b""
+    while True:
+        ended = following is None or status(following).state in ENDED
+        if log.exists():
+            if log.stat().st_size < offset:  # trimmed by the agent
+                offset = 0
+            with log.open("rb") as file:
+                file.seek(offset)
+                data = file.read()
+            offset += len(data)
+            *whole, rest = (rest + data).split(b"\n")
+            for line in whole:
+                yield line.decode("utf-8", "replace").rpartition("\r")[2]
+        if ended:
+            if rest:
+                yield rest.decode("utf-8", "replace").rpartition("\r")[2]
+            return
+        time.sleep(0.2)

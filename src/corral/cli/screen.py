@@ -1,0 +1,174 @@
+"""What people see: phases as they happen, tables, sizes and times in words.
+
+On a terminal the current phase is one live line with a spinner, and finished phases stay above it with their time;
+elsewhere (logs, pipes, CI) every phase is a plain line. All of it goes to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import click
+
+from corral.record import to_json
+
+__all__ = ["PhaseScreen", "duration", "print_json", "print_table", "since"]
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on stdout."""
+    click.echo(json.dumps(to_json(value), indent=2, ensure_ascii=False))
+
+
+def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A plain aligned table on stdout; as narrow as its content, cut by nobody."""
+    cells = [[_one_line(cell) for cell in row] for row in [headings, *rows]]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(headings))]
+    for number, row in enumerate(cells):
+        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        click.echo(click.style(line, bold=True) if number == 0 else line)
+
+
+def _one_line(text: str) -> str:
+    return "".join(sign if sign.isprintable() else "?" for sign in text)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person says them: 4.2 s, 3 min 10 s, 2 h 5 min."""
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+def since(moment_s: float) -> str:
+    return duration(max(0.0, time.time() - moment_s))
+
+
+def _amount(done: int, total: int) -> str:
+    """Progress as `k/N (p%)`, in bytes where the numbers are bytes."""
+    if total > 1_000_000:
+        return f"{done / 1e9:.2f}/{total / 1e9:.2f} GB ({100 * done / total:.0f}%)"
+    return f"{done}/{total} ({100 * done / total:.0f}%)"
+
+
+class PhaseScreen:
+    """Shows phases on stderr: live on a terminal, as plain lines elsewhere."""
+
+    FRAMES = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+
+    def __init__(self, quiet: bool = False) -> None:
+        self._live = sys.stderr.isatty() and not quiet
+        self._quiet = quiet
+        self._began = self._phase_began = time.monotonic()
+        self._phase = ""
+        self._detail = ""
+        self._drawn = ""
+        self._progress_began: tuple[float, int] = (0.0, 0)
+        self._told = 0.0
+        self._tick = 0
+        self.times: dict[str, float] = {}
+        self._painter: Any = None
+
+    def __enter__(self) -> PhaseScreen:
+        if self._live:
+            import threading
+
+            self._stop = threading.Event()
+            self._painter = threading.Thread(target=self._paint_always, daemon=True)
+            self._painter.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._finish_phase(failed=error is not None)
+        if self._painter is not None:
+            self._stop.set()
+            self._painter.join()
+
+    def phase(self, name: str) -> None:
+        if name == self._phase:
+            return
+        self._finish_phase()
+        self._phase, self._detail = name, ""
+        self._phase_began = time.monotonic()
+        self._progress_began = (0.0, 0)
+        if not self._live and name != "ready":
+            self._line(f"{name} …")
+        if name == "ready":
+            self._finish_phase()
+
+    def detail(self, text: str, done: int = 0, total: int = 0) -> None:
+        words = [text.rpartition("\r")[2].strip()] if text.strip() else []
+        if total:
+            words.append(_amount(done, total) + self._eta(done, total))
+        self._detail = " ".join(words)
+        changed_phase_or_slow = time.monotonic() - self._told > 2 or done == total
+        if not self._live and self._detail and changed_phase_or_slow:
+            self._line(f"{self._phase}: {self._detail}")
+
+    def note(self, text: str) -> None:
+        self._clear()
+        if not self._quiet:
+            click.echo(f"  note: {text}", err=True)
+
+    def _eta(self, done: int, total: int) -> str:
+        now = time.monotonic()
+        if not self._progress_began[0]:
+            self._progress_began = (now, done)
+        began, first = self._progress_began
+        if done <= first or done >= total:
+            return ""
+        return f", {duration((now - began) * (total - done) / (done - first))} left"
+
+    def _line(self, text: str) -> None:
+        self._told = time.monotonic()
+        if not self._quiet:
+            click.echo(f"[{self._told - self._began:7.1f} s] {text}", err=True)
+
+    def _finish_phase(self, failed: bool = False) -> None:
+        if not self._phase:
+            return
+        took = time.monotonic() - self._phase_began
+        self.times[self._phase] = self.times.get(self._phase, 0.0) + took
+        if self._live:
+            self._clear()
+            mark = click.style("✗", fg="red") if failed else click.style("✓", fg="green")
+            if self._phase == "ready":
+                took = time.monotonic() - self._began
+            detail = f"  {self._detail}" if self._detail else ""
+            click.echo(f"{mark} {self._phase:<18} {duration(took):>12}{click.style(detail, dim=True)}", err=True)
+        elif self._phase == "ready":
+            self._line("ready")
+        self._phase = ""
+
+    def _paint_always(self) -> None:
+        while not self._stop.wait(0.1):
+            self._paint()
+
+    def _paint(self) -> None:
+        if not self._phase:
+            return
+        import shutil
+
+        self._tick += 1
+        took = duration(time.monotonic() - self._phase_began)
+        line = f"{self.FRAMES[self._tick % len(self.FRAMES)]} {self._phase:<18} {took:>12}  {self._detail}"
+        self._drawn = line[: shutil.get_terminal_size().columns - 1]
+        sys.stderr.write(f"\r\033[2K{self._drawn}")
+        sys.stderr.flush()
+
+    def _clear(self) -> None:
+        if self._live and self._drawn:
+            sys.stderr.write("\r\033[2K")
+            sys.stderr.flush()
+            self._drawn = ""

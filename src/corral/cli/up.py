@@ -1,0 +1,207 @@
+"""`corral up`: from nothing to a model that answers."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import click
+
+from corral import bringup, deployment
+from corral.cli.screen import PhaseScreen, duration, print_json
+from corral.diagnosis import last_lines
+from corral.endpoint import Endpoint
+from corral.errors import LaunchError, UsageError
+from corral.launch import as_shell
+from corral.plan import Goal
+from corral.plan.fixed import parse_assignments
+
+__all__ = ["command"]
+
+FIRST_QUESTION = "What is the capital of France?"
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("model", required=False)
+@click.option("--name", help="Name of the deployment (default: the model's name).")
+@click.option("--served-name", help="Model name that clients say (default: the model's name).")
+@click.option("--context", type=click.IntRange(min=1), help="Longest request in tokens (default: the plan's choice).")
+@click.option("--concurrency", type=click.IntRange(min=1), help="Requests at once that the plan must hold.")
+@click.option(
+    "--goal", type=click.Choice(["balanced", "latency", "throughput"]), default="balanced", show_default=True
+)
+@click.option(
+    "--set", "fixed", multiple=True, metavar="KEY=VALUE", help="Fix one field of the plan (see `corral plan`)."
+)
+@click.option("--bind", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Address to listen on.")
+@click.option("--port", type=click.IntRange(1, 65535), help="Port (default: 8000, or a free one when it is taken).")
+@click.option(
+    "--flavour", type=click.Choice(["cpu", "cuda"]), help="Engine build (default: cuda where there is a GPU)."
+)
+@click.option("--env", "extra_env", multiple=True, metavar="NAME=VALUE", help="Environment variable for the engine.")
+@click.option("--restart", "restarts", type=click.IntRange(0, 100), default=0, help="Restarts after a failure.")
+@click.option("--stall", "stall_s", type=click.FloatRange(min=10), default=600, show_default=True, metavar="SECONDS",
+              help="Give up on a start that shows no sign of progress for this long.")  # fmt: skip
+@click.option("--wait/--no-wait", default=True, help="Wait until it is ready (default), or only start it.")
+@click.option("--dry-run", is_flag=True, help="Print the LaunchSpec that would run, and stop.")
+@click.option("--shell", is_flag=True, help="With --dry-run: print commands to paste instead.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document when ready.")
+@click.argument("engine_args", nargs=-1, type=click.UNPROCESSED)
+def command(
+    model: str | None,
+    name: str | None,
+    served_name: str | None,
+    context: int | None,
+    concurrency: int | None,
+    goal: str,
+    fixed: tuple[str, ...],
+    bind: str,
+    port: int | None,
+    flavour: str | None,
+    extra_env: tuple[str, ...],
+    restarts: int,
+    stall_s: float,
+    wait: bool,
+    dry_run: bool,
+    shell: bool,
+    as_json: bool,
+    engine_args: tuple[str, ...],
+) -> None:
+    """Serve MODEL: a catalogue name, a Hugging Face id, or a folder. Without MODEL, one that fits this machine.
+
+    Arguments after `--` go to `vllm serve` and are checked before anything starts.
+    """
+    if model and model.startswith("-"):  # `corral up -- --flag value`: everything after -- is the engine's
+        engine_args, model = (model, *engine_args), None
+    wish = bringup.Wish(
+        model=model,
+        name=name,
+        served_name=served_name,
+        flavour=flavour,
+        bind=bind,
+        port=port,
+        goal=Goal(context=context, concurrency=concurrency, goal=goal),
+        fixed=parse_assignments(fixed),
+        extra_args=engine_args,
+        extra_env=_environment(extra_env),
+        restarts=restarts,
+        stall_s=stall_s,
+    )
+    if shell and not dry_run:
+        raise UsageError("--shell shows the commands of a dry run.", "Add --dry-run.")
+    if dry_run:
+        spec = bringup.dry_run(wish)
+        click.echo(as_shell(spec), nl=False) if shell else print_json(spec)
+        return
+    with PhaseScreen(quiet=as_json) as screen:
+        status = _bring_up(wish, screen, wait)
+    if not wait:
+        _told_started(status, as_json)
+        return
+    endpoint = status.endpoint
+    assert endpoint is not None
+    answer = ask(endpoint)
+    if as_json:
+        print_json(_document(status, screen, answer))
+    else:
+        click.echo(summary(status, endpoint, answer))
+
+
+def _bring_up(wish: bringup.Wish, screen: PhaseScreen, wait: bool) -> deployment.Status:
+    try:
+        return bringup.bring_up(wish, screen, wait)
+    except LaunchError as error:
+        if log := error.details.get("log"):
+            error.details["log_tail"] = last_lines(Path(log), 15)
+        raise
+
+
+def _environment(pairs: tuple[str, ...]) -> dict[str, str]:
+    found = {}
+    for pair in pairs:
+        name, separator, value = pair.partition("=")
+        if not separator or not name.isidentifier():
+            raise UsageError(f"--env {pair!r} is not NAME=VALUE.", "Write it as --env VLLM_LOGGING_LEVEL=DEBUG.")
+        found[name] = value
+    return found
+
+
+def _told_started(status: deployment.Status, as_json: bool) -> None:
+    if as_json:
+        print_json(status)
+    else:
+        click.echo(f"{status.name} is starting; `corral wait {shlex.quote(status.name)}` waits until it is ready.")
+
+
+def _document(status: deployment.Status, screen: PhaseScreen, answer: str) -> dict[str, Any]:
+    assert status.endpoint is not None
+    times = {name.replace(" ", "_") + "_s": round(took, 2) for name, took in screen.times.items()}
+    return {
+        "name": status.name,
+        "state": status.state,
+        "endpoint": status.endpoint,
+        "timings": {**times, "engine_ready_s": status.timings.ready_s},
+        "engine": status.engine,
+        "observed": status.observed,
+        "first_answer": answer,
+    }
+
+
+def ask(endpoint: Endpoint) -> str:
+    """One question to the new server, as its first user would put it; empty when the model has no chat template."""
+    address = urlsplit(endpoint.base_url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=300)
+    body = {
+        "model": endpoint.model,
+        "messages": [{"role": "user", "content": FIRST_QUESTION}],
+        "max_tokens": 32,
+        "temperature": 0,
+    }
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {endpoint.key()}"}
+    try:
+        connection.request("POST", f"{address.path}/chat/completions", json.dumps(body), headers)
+        reply = json.loads(connection.getresponse().read())
+        return str(reply["choices"][0]["message"]["content"]).strip()
+    except (OSError, http.client.HTTPException, ValueError, KeyError, IndexError):
+        return ""
+    finally:
+        connection.close()
+
+
+def summary(status: deployment.Status, endpoint: Endpoint, answer: str) -> str:
+    """What a newcomer needs next: where it is, how to call it, how to stop it."""
+    key_file = shlex.quote(endpoint.key_file or "")
+    name = shlex.quote(status.name)
+    ready = f" (ready in {duration(status.timings.ready_s)})" if status.timings.ready_s else ""
+    body = json.dumps({"model": endpoint.model, "messages": [{"role": "user", "content": "Hello!"}]})
+    lines = [
+        f"{status.name} is ready{ready}",
+        "",
+        f"  endpoint  {endpoint.base_url}",
+        f"  model     {endpoint.model}",
+        f"  key       {endpoint.key_file}",
+    ]
+    if answer:
+        lines += ["", f"  asked     {FIRST_QUESTION}", f"  answered  {' '.join(answer.split())}"]
+    lines += [
+        "",
+        "curl:",
+        f"  curl {endpoint.base_url}/chat/completions \\",
+        f'    -H "Authorization: Bearer $(cat {key_file})" -H "Content-Type: application/json" \\',
+        f"    -d {shlex.quote(body)}",
+        "",
+        "Python (pip install openai):",
+        "  from openai import OpenAI",
+        f"  client = OpenAI(base_url={endpoint.base_url!r},",
+        f"                  api_key=open({endpoint.key_file!r}).read().strip())",
+        f"  reply = client.chat.completions.create(model={endpoint.model!r},",
+        '      messages=[{"role": "user", "content": "Hello!"}])',
+        "  print(reply.choices[0].message.content)",
+        "",
+        f"It goes on running. Watch: corral logs {name} -f    Stop: corral down {name}",
+    ]
+    return "\n".join(lines)

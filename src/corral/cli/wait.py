@@ -1,0 +1,25 @@
+"""`corral wait NAME`: until it is ready, or until it is known that it never will be."""
+
+from __future__ import annotations
+
+import click
+
+from corral.bringup import wait_ready
+from corral.cli.screen import PhaseScreen, print_json
+from corral.folder import open_folder
+
+__all__ = ["command"]
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("name")
+@click.option("--json", "as_json", is_flag=True, help="The final status as JSON.")
+def command(name: str, as_json: bool) -> None:
+    """Wait until NAME is ready (exit 0) or has ended (exit 8, with the reason)."""
+    folder = open_folder(name)
+    with PhaseScreen(quiet=as_json) as screen:
+        found = wait_ready(folder, screen)
+    if as_json:
+        print_json(found)
+    elif found.endpoint:
+        click.echo(found.endpoint.base_url)

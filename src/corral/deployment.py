@@ -1,0 +1,240 @@
+"""A deployment's life: launch, watch, wait, stop. The state machine over what agents write and targets know.
+
+State is computed, never trusted: the journal says what the agent last wrote, the target says whether the agent still
+runs, and only both together make a state. A journal that ends in "ready" without a living agent is a failure, or,
+after a reboot, "stopped: the machine restarted".
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from corral.diagnosis import Diagnosis, diagnose, last_lines
+from corral.endpoint import Endpoint
+from corral.errors import ConflictError, LaunchError
+from corral.events import Event, Follower, read_events
+from corral.files import exclusive_lock, write_atomic
+from corral.folder import DeploymentFolder, all_folders
+from corral.home import deployments_dir
+from corral.launch import LaunchSpec
+from corral.plan import Plan
+from corral.processes import Identity
+from corral.record import dump_json, load_json
+from corral.state import ENDED, Reason, State
+from corral.targets.base import Target, load_target
+
+__all__ = ["Record", "Status", "Timings", "claim", "launch", "status", "statuses", "stop", "watch"]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What was launched, as kept in the deployment's folder."""
+
+    name: str
+    launch_id: str
+    model: str
+    served_name: str
+    target: str
+    created_s: float
+    created_by: Identity
+    engine: str = ""  # known once staged
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds since the launch at which things were reached; None when they were not."""
+
+    loading_s: float | None = None
+    ready_s: float | None = None
+    ended_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Status:
+    """A deployment as it stands now."""
+
+    name: str
+    state: State
+    reason: Reason | None
+    text: str
+    remedy: str
+    phase: str
+    done: int | None
+    total: int | None
+    model: str
+    engine: str
+    target: str
+    created_s: float
+    since_s: float  # wall-clock time of the last change of state
+    endpoint: Endpoint | None
+    timings: Timings
+    restarts: int = 0
+    observed: dict[str, Any] = field(default_factory=dict)
+
+
+def claim(record: Record, on_wait: Callable[[str], None]) -> DeploymentFolder:
+    """Take a name for a new deployment; refuse it while another holds it, and say who."""
+    name = record.name
+    folder = DeploymentFolder.of(name)
+    with exclusive_lock(deployments_dir() / f".{folder.path.name}.lock", on_wait):
+        if folder.record.is_file():
+            current = status(folder)
+            if current.state not in ENDED:
+                holder = load_json(Record, folder.record).created_by
+                who = f"process {holder.pid} on {holder.host}"
+                raise ConflictError(
+                    f"{name!r} is already {current.state}, started by {who}.",
+                    f"Use it (`corral status {name}`), end it (`corral down {name}`), or take another --name.",
+                    name=name,
+                    state=current.state.value,
+                    endpoint=current.endpoint.base_url if current.endpoint else None,
+                )
+        folder.create()
+        write_atomic(folder.record, dump_json(record))
+    return folder
+
+
+def launch(spec: LaunchSpec, plan: Plan, target: Target, record: Record, folder: DeploymentFolder) -> None:
+    """Write down what will run, then start it."""
+    write_atomic(folder.plan, dump_json(plan))
+    write_atomic(folder.launch, dump_json(spec))
+    write_atomic(folder.endpoint, dump_json(Endpoint(spec.base_url, spec.served_name, str(folder.key))))
+    write_atomic(folder.record, dump_json(replace(record, engine=spec.engine)))
+    target.start(spec, folder)
+
+
+def status(folder: DeploymentFolder) -> Status:
+    """How a deployment stands, from its journal and its target."""
+    record = load_json(Record, folder.record)
+    events = read_events(folder.rank(0).events)
+    life = load_target(record.target).life(folder)
+    return _combine(folder, record, events, life.alive, life.machine_restarted, life.where)
+
+
+def statuses() -> list[Status]:
+    """Every deployment of this home."""
+    return [status(folder) for folder in all_folders()]
+
+
+def _combine(
+    folder: DeploymentFolder, record: Record, events: list[Event], alive: bool | None, restarted: bool, where: str
+) -> Status:
+    states = [event for event in events if event.kind == "state"]
+    last = states[-1] if states else None
+    state = State(last.get("state")) if last else State.STARTING
+    reason = Reason(last.get("reason")) if last and last.get("reason") else None
+    text, remedy = str(last.get("text", "")) if last else "", ""
+    since = last.time_s if last else record.created_s
+    if not folder.rank(0).agent.exists():
+        state, reason, text, remedy = _staged(record)
+    elif state not in ENDED and alive is False:
+        state, reason, text, remedy = _lost(restarted)
+    elif state not in ENDED and alive is None and _heartbeat_age_s(folder) > 30:
+        state, text = State.UNKNOWN, f"its agent on {where} has written nothing for a while; ask from {where}"
+    if state is State.FAILED and reason is Reason.ENGINE_EXITED and last:
+        found = _diagnosis(folder, last)
+        reason, text, remedy = found.reason, found.cause, found.remedy
+    elif state is State.FAILED and not remedy:
+        remedy = REMEDIES.get(reason or Reason.ENGINE_EXITED, "The whole log: `corral logs NAME`.")
+    phases = [event for event in events if event.kind in ("phase", "state")]
+    phase = phases[-1] if phases else None
+    return Status(
+        name=record.name,
+        state=state,
+        reason=reason,
+        text=text,
+        remedy=remedy.replace("NAME", record.name),
+        phase=str(phase.get("phase") or phase.get("state")) if phase else state.value,
+        done=phase.get("done") if phase else None,
+        total=phase.get("total") if phase else None,
+        model=record.served_name,
+        engine=record.engine,
+        target=record.target,
+        created_s=record.created_s,
+        since_s=since,
+        endpoint=load_json(Endpoint, folder.endpoint) if state not in ENDED and folder.endpoint.is_file() else None,
+        timings=_timings(states),
+        restarts=sum(event.kind == "restart" for event in events),
+        observed={key: value for event in events if event.kind == "observed" for key, value in event.details.items()},
+    )
+
+
+REMEDIES = {
+    Reason.STALLED: "`corral logs NAME` shows its last words; start it again, with a longer --stall if it was slow.",
+    Reason.ENGINE_HUNG: "Start it again (`--restart 3` does so by itself); the log may say what it waited for.",
+    Reason.NOT_GUARDED: "The guard was not loaded; report this with `corral logs NAME`. The server was taken down.",
+    Reason.AGENT_KILLED: "Start it again with `corral up`; on shared machines, ask who ends processes.",
+    Reason.ENGINE_BROKEN: "Run `corral engine check`; install the engine anew if it fails.",
+}
+
+
+def _staged(record: Record) -> tuple[State, Reason | None, str, str]:
+    """A deployment whose agent was not started yet lives and dies with the command that makes it."""
+    if not record.created_by.is_gone():
+        return State.STAGING, None, "installing the engine or fetching the model", ""
+    text = "the command that was making it ended before the engine started"
+    return State.STOPPED, Reason.INTERRUPTED, text, "Run the same `corral up` again; finished downloads are kept."
+
+
+def _lost(machine_restarted: bool) -> tuple[State, Reason, str, str]:
+    if machine_restarted:
+        text = "the machine was restarted"
+        return State.STOPPED, Reason.MACHINE_RESTARTED, text, "Start it again with `corral up`."
+    text = "its agent is gone without a word: it was killed together with its keeper"
+    return State.FAILED, Reason.AGENT_KILLED, text, "Run `corral down NAME` to clear what is left, then `corral up`."
+
+
+def _heartbeat_age_s(folder: DeploymentFolder) -> float:
+    try:
+        return time.time() - folder.rank(0).heartbeat.stat().st_mtime
+    except OSError:
+        return 1e9
+
+
+def _diagnosis(folder: DeploymentFolder, last: Event) -> Diagnosis:
+    if str(last.get("text", "")).startswith(("/health", "the first completion")):
+        return Diagnosis(Reason.ENGINE_EXITED, str(last.get("text")), "The whole log: `corral logs NAME`.")
+    lines = last_lines(folder.rank(0).log, 200)
+    return diagnose(lines, last.get("exit_code"), last.get("signal"), bool(last.get("kernel_oom_kill")))
+
+
+def _timings(states: list[Event]) -> Timings:
+    reached: dict[str, float] = {}
+    for event in states:
+        name = "ended" if event.get("state") in ("stopped", "failed") else str(event.get("state"))
+        reached[name] = event.elapsed_s
+    return Timings(reached.get("loading"), reached.get("ready"), reached.get("ended"))
+
+
+def watch(folder: DeploymentFolder, poll_s: float = 0.1) -> Iterator[Event | Status]:
+    """Events as they come, and at the end (ready, or ended) the final status."""
+    follower = Follower(folder.rank(0).events)
+    checked = 0.0
+    while True:
+        settled = False
+        for event in follower.new():
+            yield event
+            settled = event.kind == "state" and event.get("state") in ("ready", "stopped", "failed")
+        if settled or time.monotonic() - checked > 2:
+            checked = time.monotonic()
+            now = status(folder)
+            if now.state is State.READY or now.state in ENDED:
+                yield now
+                return
+        time.sleep(poll_s)
+
+
+def stop(folder: DeploymentFolder) -> Status:
+    """End a deployment and make sure that nothing of it is left."""
+    record = load_json(Record, folder.record)
+    spec = json.loads(folder.launch.read_text(encoding="utf-8")) if folder.launch.is_file() else {}
+    if not load_target(record.target).stop(folder, record.launch_id, float(spec.get("grace_s", 20))):
+        raise LaunchError(
+            f"processes of {record.name!r} could not be ended from here.",
+            "Run `corral down` on the machine it runs on, or ask its administrator.",
+        )
+    return status(folder)

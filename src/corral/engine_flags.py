@@ -1,0 +1,110 @@
+"""The engine's own flags: are these arguments ones that this vLLM accepts?
+
+vLLM drops and renames flags with nearly every release, and a job may wait a night in a queue before it says so.
+The list for the pinned version ships with Corral; for other versions it is asked from the engine once and kept.
+Checked are names and missing values; what a value means is left to vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+
+from corral.errors import EngineError, UsageError
+from corral.record import nearest
+
+__all__ = ["OWNED", "FlagList", "check_arguments", "shipped_flags"]
+
+# flags that documents of this field still show, and what to do instead
+REMOVED = {
+    "--swap-space": "vLLM no longer swaps KV blocks to host memory; leave it out",
+    "--disable-log-requests": "Requests are not logged unless --enable-log-requests is given; leave it out",
+    "--use-v2-block-manager": "It is the only block manager now; leave it out",
+    "--num-scheduler-steps": "The engine schedules asynchronously by itself; leave it out",
+    "--worker-use-ray": "Say --distributed-executor-backend ray",
+    "--engine-use-ray": "Say --distributed-executor-backend ray",
+    "--guided-decoding-backend": "Say --structured-outputs-config.backend",
+    "--max-seq-len-to-capture": "Say --max-cudagraph-capture-size",
+    "--device": "The engine's flavour decides: `--flavour cpu` or `--flavour cuda` of `corral up`",
+}
+
+# flags that Corral sets itself, and the option of `corral up` that decides them
+OWNED = {
+    "--host": "--bind",
+    "--port": "--port",
+    "--model": "the MODEL argument",
+    "--served-model-name": "--served-name",
+    "--api-key": "nothing: every deployment has a key of its own, in its key file",
+    "--middleware": "nothing: the guard needs it",
+    "--uds": "--bind",
+    "--headless": "the link",
+    "--nnodes": "the link",
+    "--node-rank": "the link",
+    "--master-addr": "the link",
+    "--master-port": "the link",
+    "--root-path": "nothing: the guard knows paths from the root",
+    "--grpc": "nothing: only the HTTP server is guarded",
+}
+
+
+@dataclass(frozen=True)
+class FlagList:
+    """Every flag of one engine version: name -> whether a value follows."""
+
+    version: str
+    takes_value: Mapping[str, bool]
+
+    @classmethod
+    def parse(cls, text: str) -> FlagList:
+        body = json.loads(text)
+        return cls(body["version"], {name: bool(flag["takes_value"]) for name, flag in body["flags"].items()})
+
+
+def shipped_flags(version: str) -> FlagList | None:
+    """The list that came with Corral, if it knows this version."""
+    file = resources.files("corral") / "data" / "engines" / f"flags-{version}.json"
+    return FlagList.parse(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
+def _name(argument: str) -> str:
+    """The flag's own name: without value, dotted part, and with dashes for underscores."""
+    head = argument.partition("=")[0]
+    if head.startswith("--"):
+        return "--" + head[2:].partition(".")[0].replace("_", "-")
+    if head[:2] == "-O" and head[2:].isdigit():
+        return "--optimization-level"
+    return head.partition(".")[0]
+
+
+def check_arguments(arguments: Sequence[str], flags: FlagList) -> None:
+    """Refuse an argument that this engine does not know, that Corral owns, or that lacks its value."""
+    index = 0
+    while index < len(arguments):
+        argument = arguments[index]
+        name = _name(argument)
+        if not argument.startswith("-") or argument == "-":
+            raise UsageError(
+                f"{argument!r} after `--` is no flag of vLLM {flags.version}.",
+                "Arguments after `--` go to `vllm serve`: flags and their values only.",
+            )
+        if name in OWNED:
+            raise UsageError(f"{name} is set by Corral itself.", f"Use instead: {OWNED[name]}.")
+        if name not in flags.takes_value:
+            raise _unknown(name, flags)
+        index += 1
+        if flags.takes_value[name] and "=" not in argument:
+            if index >= len(arguments):
+                raise UsageError(f"{name} needs a value.", f"Give one: `{name} VALUE`.")
+            index += 1
+            while index < len(arguments) and not arguments[index].startswith("-"):
+                index += 1  # flags that take several values
+
+
+def _unknown(name: str, flags: FlagList) -> EngineError:
+    if name in REMOVED:
+        return EngineError(f"vLLM {flags.version} has no {name} any more.", f"{REMOVED[name]}.")
+    guesses = nearest(name, list(flags.takes_value))
+    remedy = f"Nearest valid: {', '.join(guesses)}." if guesses else "`vllm serve --help=all` lists the flags."
+    return EngineError(f"vLLM {flags.version} has no flag {name}.", remedy, flag=name, nearest=guesses)

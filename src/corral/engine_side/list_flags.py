@@ -1,0 +1,35 @@
+"""Runs inside an engine's environment: prints every flag that its `vllm serve` accepts, as JSON."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from typing import Any
+
+
+def first_attribute(places: list[str], name: str) -> Any:
+    """The attribute from the first module that has it: vLLM moves these between versions."""
+    for place in places:
+        try:
+            return getattr(importlib.import_module(place), name)
+        except (ImportError, AttributeError):
+            continue
+    raise SystemExit(f"no {name} in any of {places}")
+
+
+def main() -> None:
+    vllm = importlib.import_module("vllm")
+    launchers = ["vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args"]
+    parser_type = first_attribute(["vllm.utils.argparse_utils", "vllm.utils"], "FlexibleArgumentParser")
+    parser = first_attribute(launchers, "make_arg_parser")(parser_type())
+    flags = {
+        option: {"dest": action.dest, "takes_value": action.nargs != 0}
+        for action in parser._actions
+        for option in action.option_strings
+    }
+    sys.stdout.write(json.dumps({"version": vllm.__version__, "flags": flags}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

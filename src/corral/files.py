@@ -1,0 +1,93 @@
+"""Writing files so that a crash leaves the old content or the new, and only the owner can read them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from corral.processes import Identity, own_identity
+
+__all__ = ["exclusive_lock", "make_private_dir", "write_atomic"]
+
+
+def write_atomic(path: Path, text: str, mode: int = 0o600) -> None:
+    """Replace `path` with `text` in one step, synced."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def make_private_dir(path: Path) -> None:
+    """Make a folder, and its missing parents, that only the owner may enter."""
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path.chmod(0o700)
+
+
+@contextlib.contextmanager
+def exclusive_lock(path: Path, on_wait: Callable[[str], None], poll_s: float = 0.5) -> Iterator[None]:
+    """Hold `path` as a lock file; wait for its holder (told once through `on_wait`), and take over from a dead one.
+
+    A file created exclusively, not flock: it works the same on NFS and Lustre.
+    """
+    told = False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    while not _try_lock(path):
+        holder = _holder(path)
+        if holder is not None and holder.is_gone():
+            _discard_stale(path, holder)
+            continue
+        if not told:
+            on_wait(f"process {holder.pid} on {holder.host}" if holder else "another process")
+            told = True
+        time.sleep(poll_s)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _try_lock(path: Path) -> bool:
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return False
+    with os.fdopen(descriptor, "w") as file:
+        json.dump(vars(own_identity()), file)
+    return True
+
+
+def _discard_stale(path: Path, seen: Identity) -> None:
+    """Remove a dead holder's lock, but never one that a third process has taken in the meantime."""
+    aside = path.with_name(f"{path.name}.stale.{os.getpid()}")
+    with contextlib.suppress(FileNotFoundError):
+        path.rename(aside)
+        if _holder(aside) != seen:
+            with contextlib.suppress(FileExistsError):
+                os.link(aside, path)
+        aside.unlink()
+
+
+def _holder(path: Path) -> Identity | None:
+    try:
+        body: dict[str, Any] = json.loads(path.read_text())
+        return Identity(**body)
+    except (OSError, ValueError, TypeError):
+        # just being written by its new holder, or torn by a crash: old enough means torn
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > 10:
+                return Identity(pid=0, host=socket.gethostname(), boot_id="", start_ticks=0)
+        return None

@@ -1,0 +1,170 @@
+"""One class owns every file name of a deployment.
+
+    <name>/
+      deployment.json     what was asked: model, engine, target, times
+      plan.json           the decision, with reasons
+      launch.json         the very commands, environment and files of every rank
+      endpoint.json       address, model name and where the key is (0600)
+      key                 the key itself (0600)
+      node/               the agent and the guard, as they were at launch
+      rank0/spec.json     what the agent of rank 0 runs
+      rank0/events.jsonl  its journal; rank0/heartbeat.json, rank0/agent.json, rank0/stop beside it
+      rank0/engine.log    the engine's own words
+
+Names may hold spaces, quotes and other signs; folder names are made safe by percent-encoding.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+from corral.errors import NotFoundError, UsageError
+from corral.files import make_private_dir, write_atomic
+from corral.home import deployments_dir
+from corral.record import nearest
+
+__all__ = ["DeploymentFolder", "all_folders", "checked_name", "open_folder"]
+
+LONGEST_NAME = 80
+
+
+def checked_name(name: str) -> str:
+    """The name, if a deployment may have it."""
+    if not name.strip() or len(name) > LONGEST_NAME:
+        raise UsageError(f"{name!r} cannot name a deployment.", f"Use 1 to {LONGEST_NAME} characters.")
+    if any(ord(sign) < 32 or ord(sign) == 127 for sign in name):
+        raise UsageError(f"{name!r} cannot name a deployment: it holds control characters.", "Use plain text.")
+    return name
+
+
+@dataclass(frozen=True)
+class DeploymentFolder:
+    """Paths of one deployment."""
+
+    path: Path
+
+    @classmethod
+    def of(cls, name: str) -> DeploymentFolder:
+        encoded = quote(checked_name(name), safe=" +,=@")
+        if encoded.startswith("."):  # neither hidden, nor this folder or its parent
+            encoded = "%2E" + encoded[1:]
+        return cls(deployments_dir() / encoded)
+
+    @property
+    def name(self) -> str:
+        return unquote(self.path.name)
+
+    @property
+    def record(self) -> Path:
+        return self.path / "deployment.json"
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def launch(self) -> Path:
+        return self.path / "launch.json"
+
+    @property
+    def endpoint(self) -> Path:
+        return self.path / "endpoint.json"
+
+    @property
+    def key(self) -> Path:
+        return self.path / "key"
+
+    @property
+    def differences(self) -> Path:
+        return self.path / "differences.json"
+
+    @property
+    def node_files(self) -> Path:
+        return self.path / "node"
+
+    def rank(self, rank: int) -> RankFolder:
+        return RankFolder(self.path / f"rank{rank}")
+
+    def ranks(self) -> list[RankFolder]:
+        """The ranks that were launched, in order."""
+        found = [path for path in self.path.glob("rank*") if path.name[4:].isdigit()]
+        return [RankFolder(path) for path in sorted(found, key=lambda path: int(path.name[4:]))]
+
+    def create(self) -> None:
+        """Make the folder anew; what an earlier deployment of the name left is set aside."""
+        make_private_dir(deployments_dir())
+        self.set_aside()
+        make_private_dir(self.path)
+        write_atomic(self.key, secrets.token_urlsafe(32) + "\n")
+
+    def set_aside(self) -> None:
+        """Keep the last ended run of this name for reading, and only that one."""
+        if self.path.exists():
+            old = self.path.parent / ".ended" / self.path.name
+            make_private_dir(old.parent)
+            shutil.rmtree(old, ignore_errors=True)
+            self.path.rename(old)
+
+    def delete(self) -> None:
+        shutil.rmtree(self.path)
+
+
+@dataclass(frozen=True)
+class RankFolder:
+    """Paths of one rank of a deployment."""
+
+    path: Path
+
+    @property
+    def number(self) -> int:
+        return int(self.path.name[4:])
+
+    @property
+    def spec(self) -> Path:
+        return self.path / "spec.json"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "engine.log"
+
+    @property
+    def agent_log(self) -> Path:
+        return self.path / "agent.log"
+
+    @property
+    def agent(self) -> Path:
+        return self.path / "agent.json"
+
+    @property
+    def heartbeat(self) -> Path:
+        return self.path / "heartbeat.json"
+
+    @property
+    def stop(self) -> Path:
+        return self.path / "stop"
+
+
+def all_folders() -> list[DeploymentFolder]:
+    """Every deployment of this home, oldest first."""
+    records = list(deployments_dir().glob("*/deployment.json"))
+    records = [record for record in records if not record.parent.name.startswith(".")]
+    return [DeploymentFolder(record.parent) for record in sorted(records, key=lambda path: path.stat().st_mtime)]
+
+
+def open_folder(name: str) -> DeploymentFolder:
+    """The folder of an existing deployment."""
+    folder = DeploymentFolder.of(name)
+    if not folder.record.is_file():
+        known = [other.name for other in all_folders()]
+        guesses = nearest(name, known) or known
+        remedy = f"There is: {', '.join(guesses)}." if guesses else "There is none yet: `corral up` makes one."
+        raise NotFoundError(f"no deployment is called {name!r}.", remedy)
+    return folder

@@ -1,0 +1,585 @@
+"""The node agent: starts one rank of the engine, watches it, tells what happens, and takes it down whole.
+
+    python3 agent.py run SPEC.json      # run until the engine ends or a stop is asked for
+    python3 agent.py sweep LAUNCH_ID    # end whatever a launch left behind (when its agent is gone)
+
+Two processes share the work. The *keeper* is the parent and does almost nothing, so that almost nothing can go wrong
+with it; the *worker* starts the engine in a session of its own, turns its log into events, probes it and stops it.
+If the worker dies, the keeper ends every process of the engine and writes why; if the keeper dies, the worker does.
+Both are subreapers, so no child of the engine escapes by losing its parent.
+
+What it writes, all inside the deployment's folder: events (append-only, synced), a heartbeat, the engine's log. It
+never reads an exit code of 0 as success: any exit nobody asked for is a failure. It never judges by a deadline, only
+by a stall: no new log line that means progress, no processor time, no disk traffic for `stall_s`.
+
+Standard library only, Python 3.8 or later, nothing of corral: the file is copied to where the engine runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
+
+Json = Dict[str, Any]
+MARKER = "CORRAL_LAUNCH"  # environment variable that every process of a launch carries
+TICK_S = 0.2
+HEARTBEAT_S = 2.0
+HEALTH_EVERY_S = 5.0
+COMPLETION_EVERY_S = 60.0
+MAX_LOG_BYTES = 64 << 20
+
+# ---------------------------------------------------------------------------------------------- the engine's words
+# (pattern, phase or None, names of the groups as observed values)
+PHASES = [
+    (r"Starting to load model", "loading", ()),
+    (r"Loading \S+ checkpoint shards:\s+\d+% Completed \| (\d+)/(\d+)", "loading", ("done", "total")),
+    (r"Time spent downloading weights", "loading", ()),
+    (r"Loading weights took ([\d.]+) seconds", "loading", ("weights_read_s",)),
+    (r"Model loading took ([\d.]+) GiB (?:memory )?and ([\d.]+) seconds", "loading", ("weights_gib", "load_s")),
+    (r"(?:Using cache directory|Dynamo bytecode transform time|Compiling a graph|Start compil)", "compiling", ()),
+    (r"Directly load the compiled graph|Directly load AOT compilation", "compiling", ()),
+    (r"torch\.compile (?:takes|took) ([\d.]+) s", "compiling", ("compile_s",)),
+    (r"Warming up model for the compilation", "compiling", ()),
+    (r"Available KV cache memory: ([\d.]+) GiB", "warming", ("kv_gib",)),
+    (r"KV cache size: ([\d,]+) tokens", "warming", ("kv_tokens",)),
+    (r"Maximum concurrency for ([\d,]+) tokens per request: ([\d.]+)x", "warming", ("context", "concurrency")),
+    (r"Capturing CUDA graphs[^|]*?(\d+)%\|.*?\| (\d+)/(\d+)", "warming", ("percent", "done", "total")),
+    (r"Graph capturing finished in ([\d.]+) secs, took ([\d.-]+) GiB", "warming", ("graph_s", "graph_gib")),
+    (r"init engine \(.*?\) took ([\d.]+)", "warming", ("init_engine_s",)),
+    (r"Starting vLLM (?:API )?server", "warming", ()),
+    (r"Application startup complete", "warming", ()),
+]
+PATTERNS = [(re.compile(pattern), phase, names) for pattern, phase, names in PHASES]
+PROGRESS_NAMES = ("done", "total", "percent")
+# lines that an engine repeats while nothing happens: they are no sign of progress
+WAITING = re.compile(
+    r"No available shared memory broadcast block|Waiting for \d+ (?:local|remote)"
+    r"|waiting for .*engine.*to (?:start|connect)|[Ss]till waiting",
+)
+
+
+def read_line(line: str) -> Optional[Tuple[Optional[str], Json]]:
+    """What one line of the engine's log says: (phase, observed values), or None."""
+    for pattern, phase, names in PATTERNS:
+        match = pattern.search(line)
+        if match:
+            return phase, {name: _number(text) for name, text in zip(names, match.groups())}  # noqa: B905 - 3.8
+    return None
+
+
+def _number(text: str) -> Any:
+    text = text.replace(",", "")
+    return float(text) if "." in text else int(text)
+
+
+# -------------------------------------------------------------------------------------------------------- processes
+def _prctl(option: int, value: int) -> None:
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def become_subreaper() -> None:
+    _prctl(36, 1)
+
+
+def prepare_engine() -> None:
+    """In the engine's process, before it becomes the engine: end with us, and take signals as usual."""
+    _prctl(1, signal.SIGTERM)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def process_table() -> Dict[int, Tuple[int, int, int, str]]:
+    """pid -> (parent, session, processor ticks used, state) of every process that can be seen."""
+    table = {}
+    for name in os.listdir("/proc") if os.path.isdir("/proc") else []:
+        if name.isdigit():
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                with open("/proc/%s/stat" % name) as file:
+                    fields = file.read().rpartition(")")[2].split()
+                ticks = int(fields[11]) + int(fields[12])
+                table[int(name)] = (int(fields[1]), int(fields[3]), ticks, fields[0])
+    return table
+
+
+def descendants(root: int) -> Set[int]:
+    """All living processes below `root`."""
+    table = process_table()
+    children: Dict[int, List[int]] = {}
+    for pid, (parent, _, _, state) in table.items():
+        if state not in "ZX":
+            children.setdefault(parent, []).append(pid)
+    found: Set[int] = set()
+    waiting = [root]
+    while waiting:
+        for child in children.get(waiting.pop(), []):
+            if child not in found:
+                found.add(child)
+                waiting.append(child)
+    return found
+
+
+def marked(launch_id: str) -> Set[int]:
+    """Processes whose environment or session shows that they belong to a launch."""
+    wanted = ("%s=%s" % (MARKER, launch_id)).encode()
+    table = process_table()
+    found = set()
+    for pid in table:
+        with contextlib.suppress(OSError), open("/proc/%d/environ" % pid, "rb") as file:
+            if wanted in file.read().split(b"\0"):
+                found.add(pid)
+    sessions = {table[pid][1] for pid in found if pid in table}
+    sessions.discard(os.getsid(0))
+    found |= {pid for pid, row in table.items() if row[1] in sessions}
+    return {pid for pid in found if table.get(pid, (0, 0, 0, "X"))[3] not in "ZX"} - {os.getpid(), os.getppid()}
+
+
+def send(pids: Set[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+def reap() -> None:
+    """Collect ended children that were handed to us."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def end_all(find: Any, grace_s: float) -> None:
+    """TERM, wait, KILL whatever `find()` returns, until it returns nothing."""
+    deadline = time.monotonic() + grace_s
+    send(find(), signal.SIGTERM)
+    while find() and time.monotonic() < deadline:
+        reap()
+        time.sleep(0.05)
+    hard_deadline = time.monotonic() + 10
+    while find() and time.monotonic() < hard_deadline:
+        send(find(), signal.SIGKILL)
+        reap()
+        time.sleep(0.05)
+
+
+def disk_bytes(pids: Set[int]) -> int:
+    """Bytes the processes read and wrote so far."""
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            with open("/proc/%d/io" % pid) as file:
+                values = dict(line.split(": ") for line in file.read().splitlines())
+            total += int(values["rchar"]) + int(values["wchar"])
+    return total
+
+
+def kernel_oom_kills() -> int:
+    """How many processes the kernel has ended for lack of memory since boot."""
+    with contextlib.suppress(OSError, ValueError), open("/proc/vmstat") as file:
+        for line in file:
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
+
+
+# ---------------------------------------------------------------------------------------------------------- journal
+class Journal:
+    """Appends events; one write and one sync each."""
+
+    def __init__(self, path: str, rank: int) -> None:
+        self._path, self._rank = path, rank
+        self._began = time.monotonic()
+        self._lock = threading.Lock()
+
+    def elapsed(self) -> float:
+        return time.monotonic() - self._began
+
+    def write(self, kind: str, **details: Any) -> None:
+        body = {"t": round(time.time(), 3), "kind": kind, "rank": self._rank, "elapsed_s": round(self.elapsed(), 3)}
+        body.update(details)
+        line = (json.dumps(body) + "\n").encode()
+        with self._lock:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+            try:
+                end = os.lseek(descriptor, 0, os.SEEK_END)
+                if end and os.pread(descriptor, 1, end - 1) != b"\n":
+                    line = b"\n" + line  # close a line that a crash tore
+                os.write(descriptor, line)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+
+def write_atomic(path: str, body: Json) -> None:
+    temporary = "%s.%d.tmp" % (path, os.getpid())
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        json.dump(body, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def identity(pid: int) -> Json:
+    """The process as `corral` recognises it later: number, machine, boot, start."""
+    boot, ticks = "", 0
+    with contextlib.suppress(OSError, IndexError):
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        with open("/proc/%d/stat" % pid) as file:
+            ticks = int(file.read().rpartition(")")[2].split()[19])
+    return {"pid": pid, "host": socket.gethostname(), "boot_id": boot, "start_ticks": ticks}
+
+
+# ------------------------------------------------------------------------------------------------------- the server
+class Server:
+    """The engine's HTTP side, as seen from its own node."""
+
+    def __init__(self, serve: Json) -> None:
+        everywhere = serve["host"] in ("0.0.0.0", "")  # noqa: S104
+        self.host = "127.0.0.1" if everywhere else serve["host"]
+        self.port, self.model, self.key_file = serve["port"], serve["model"], serve["key_file"]
+
+    def call(
+        self, method: str, path: str, body: Any = None, key: bool = True, timeout_s: float = 10
+    ) -> Tuple[int, str]:
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
+        try:
+            headers = {"Content-Type": "application/json"}
+            if key:
+                with open(self.key_file) as file:
+                    headers["Authorization"] = "Bearer " + file.read().strip()
+            connection.request(method, path, None if body is None else json.dumps(body), headers)
+            response = connection.getresponse()
+            return response.status, response.read().decode("utf-8", "replace")
+        finally:
+            connection.close()
+
+    def accepts(self) -> bool:
+        try:
+            socket.create_connection((self.host, self.port), 1).close()
+        except OSError:
+            return False
+        return True
+
+    def complete(self, timeout_s: float) -> Tuple[int, str]:
+        body = {"model": self.model, "prompt": "Hello", "max_tokens": 1, "temperature": 0}
+        return self.call("POST", "/v1/completions", body, timeout_s=timeout_s)
+
+    def counters(self) -> Tuple[float, float]:
+        """(requests running or waiting, tokens processed so far) from the engine's own metrics."""
+        status, text = self.call("GET", "/metrics")
+        if status != 200:
+            raise OSError("metrics answered %d" % status)
+        names = {"vllm:num_requests_running": 0, "vllm:num_requests_waiting": 0}
+        names.update({"vllm:generation_tokens_total": 1, "vllm:prompt_tokens_total": 1})
+        sums = [0.0, 0.0]
+        for line in text.splitlines():
+            name = line.partition("{")[0].partition(" ")[0]
+            if name in names:
+                sums[names[name]] += float(line.rpartition(" ")[2])
+        return sums[0], sums[1]
+
+
+class Probe(threading.Thread):
+    """Asks the server, off the main loop: first until it is ready, then whether it still lives."""
+
+    def __init__(self, server: Server, hung_s: float) -> None:
+        super().__init__(daemon=True)
+        self.server, self.hung_s = server, hung_s
+        self.ready: Optional[Json] = None
+        self.fault: Optional[Tuple[str, str]] = None  # (reason, text)
+        self.stopping = threading.Event()
+
+    def run(self) -> None:
+        with contextlib.suppress(Exception):
+            self._until_ready()
+        while self.fault is None and not self.stopping.wait(min(HEALTH_EVERY_S, self.hung_s / 4)):
+            self._watch()
+
+    def _until_ready(self) -> None:
+        while not self.stopping.wait(0.1):
+            if not self.server.accepts():
+                continue
+            try:
+                if self.server.call("GET", "/health", key=False)[0] != 200:
+                    continue
+                if self.server.call("GET", "/v1/models", key=False)[0] not in (401, 403):
+                    self.fault = ("not_guarded", "the server answers without a key")
+                    return
+                began = time.monotonic()
+                status, text = self.server.complete(timeout_s=self.hung_s)
+            except (OSError, http.client.HTTPException):
+                continue
+            if status == 200:
+                self.ready = {"first_completion_s": round(time.monotonic() - began, 3)}
+                self._moved, self._tokens, self._asked = time.monotonic(), -1.0, time.monotonic()
+                return
+            if status in (400, 401, 403, 404):
+                self.fault = ("engine_exited", "the first completion was answered %d: %s" % (status, text[:300]))
+                return
+
+    def _watch(self) -> None:
+        now = time.monotonic()
+        try:
+            if self.server.call("GET", "/health", key=False)[0] == 503:
+                self.fault = ("engine_exited", "/health says that the engine behind the server is dead")
+                return
+            busy, tokens = self.server.counters()
+            if tokens != self._tokens:
+                self._tokens, self._moved = tokens, now
+            elif not busy and now - self._asked > COMPLETION_EVERY_S:
+                self._asked = now
+                self._moved = now
+                self.server.complete(timeout_s=self.hung_s)
+            elif not busy:
+                self._moved = now
+        except (OSError, http.client.HTTPException):
+            pass
+        if time.monotonic() - self._moved > self.hung_s:
+            self.fault = ("engine_hung", "no answer and no token for %d s" % self.hung_s)
+
+
+# ----------------------------------------------------------------------------------------------------------- worker
+class Worker:
+    """Runs the engine once or, with restarts, several times."""
+
+    def __init__(self, spec: Json) -> None:
+        self.spec = spec
+        self.journal = Journal(spec["events"], spec["rank"])
+        self.keeper = os.getppid()
+        self.state = "starting"
+        self.phase = "starting"
+        self.log_offset = 0
+        self.last_progress: Tuple[Any, ...] = ()
+
+    def run(self) -> int:
+        attempts = 1 + int(self.spec.get("restarts", 0))
+        for attempt in range(1, attempts + 1):
+            reason, details = self._run_once(attempt)
+            last = attempt == attempts or reason in ("requested", "agent_killed", "not_guarded")
+            if last:
+                state = "stopped" if reason == "requested" else "failed"
+                self._tell_state(state, reason=reason, **details)
+                return 0
+            self.journal.write("restart", attempt=attempt, of=attempts - 1, reason=reason, **details)
+            time.sleep(min(30.0, 2.0 ** (attempt - 1)))
+        return 0
+
+    def _stop_asked(self) -> bool:
+        return os.path.exists(self.spec["stop_file"])
+
+    def _run_once(self, attempt: int) -> Tuple[str, Json]:
+        """Start the engine and stay with it to its end: (reason, details)."""
+        self.log_offset = os.path.getsize(self.spec["log"]) if os.path.exists(self.spec["log"]) else 0
+        kills_before = kernel_oom_kills()
+        try:
+            self.engine = self._start()
+        except OSError as error:
+            return "engine_broken", {"text": "the engine could not be started: %s" % error}
+        self._tell_state("starting", attempt=attempt, pid=self.engine.pid)
+        self.probe = Probe(Server(self.spec["serve"]), self.spec["hung_s"]) if self.spec.get("serve") else None
+        if self.probe:
+            self.probe.start()
+        reason, details = self._watch()
+        if self.probe:
+            self.probe.stopping.set()
+        end_all(self._engine_processes, self.spec["grace_s"])
+        self._read_log()
+        if kernel_oom_kills() > kills_before and reason == "engine_exited":
+            details["kernel_oom_kill"] = True
+        return reason, details
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        env = {k: v for k, v in os.environ.items() if k not in self.spec.get("unset_env", [])}
+        env.update(self.spec["env"])
+        env[MARKER] = self.spec["launch_id"]
+        log = os.open(self.spec["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            return subprocess.Popen(
+                self.spec["argv"],
+                env=env,
+                cwd=self.spec["cwd"],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=prepare_engine,
+            )
+        finally:
+            os.close(log)
+
+    def _engine_processes(self) -> Set[int]:
+        found = descendants(os.getpid())
+        if not found and self.engine.poll() is None:
+            found = {self.engine.pid}
+        return found
+
+    def _watch(self) -> Tuple[str, Json]:
+        beat = activity_at = time.monotonic()
+        last_ticks = last_bytes = 0
+        checked = 0.0
+        window = min(10.0, self.spec["stall_s"] / 4)
+        while True:
+            time.sleep(TICK_S)
+            now = time.monotonic()
+            if self._read_log():
+                activity_at = now
+            code = self.engine.poll()
+            if code is not None:
+                return self._exit_reason(code)
+            if self._stop_asked():
+                return "requested", {}
+            if os.getppid() != self.keeper:
+                return "agent_killed", {"text": "the agent's keeper process was killed"}
+            if self.probe and self.probe.fault:
+                return self.probe.fault[0], {"text": self.probe.fault[1]}
+            if self.probe and self.probe.ready and self.state != "ready":
+                self._tell_state("ready", **self.probe.ready)
+            if now - beat >= HEARTBEAT_S or not checked:
+                beat = now
+                self._beat()
+                self._trim_log()
+            if now - checked >= window:
+                processes = self._engine_processes()
+                table = process_table()
+                ticks = sum(table[pid][2] for pid in processes if pid in table)
+                moved = disk_bytes(processes)
+                if ticks - last_ticks > 5 * window or moved - last_bytes > 1 << 20:  # 5% of a core, or 1 MiB
+                    activity_at = now
+                last_ticks, last_bytes, checked = ticks, moved, now
+            if self.state != "ready" and now - activity_at > self.spec["stall_s"]:
+                text = "no log line, processor time or disk traffic for %d s while %s" % (
+                    self.spec["stall_s"],
+                    self.phase,
+                )
+                return "stalled", {"text": text}
+
+    def _exit_reason(self, code: int) -> Tuple[str, Json]:
+        if self._stop_asked():
+            return "requested", {}
+        details: Json = {"exit_code": code if code >= 0 else None, "signal": -code if code < 0 else None}
+        how = "with code %d" % code if code >= 0 else "by signal %d (%s)" % (-code, signal.Signals(-code).name)
+        details["text"] = "the engine ended %s while %s, and nobody asked it to" % (how, self.phase)
+        return "engine_exited", details
+
+    def _tell_state(self, state: str, **details: Any) -> None:
+        self.state = state
+        if state in ("starting", "loading", "ready"):
+            self.phase = state
+        self.journal.write("state", state=state, **details)
+        self._beat()
+
+    def _beat(self) -> None:
+        with contextlib.suppress(OSError):
+            write_atomic(self.spec["heartbeat"], {"t": time.time(), "state": self.state, "phase": self.phase})
+
+    def _trim_log(self) -> None:
+        """Keep the log bounded: the engine appends, so cutting it short is safe."""
+        with contextlib.suppress(OSError):
+            if os.path.getsize(self.spec["log"]) > MAX_LOG_BYTES:
+                shutil.copyfile(self.spec["log"], self.spec["log"] + ".1")
+                os.chmod(self.spec["log"] + ".1", 0o600)
+                os.truncate(self.spec["log"], 0)
+                self.log_offset = 0
+
+    def _new_lines(self) -> Iterator[str]:
+        with contextlib.suppress(OSError):
+            with open(self.spec["log"], "rb") as file:
+                file.seek(self.log_offset)
+                data = file.read(1 << 20)
+            whole = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+            self.log_offset += whole
+            for line in re.split(rb"[\r\n]+", data[:whole]):
+                if line:
+                    yield line.decode("utf-8", "replace")
+
+    def _read_log(self) -> bool:
+        """Turn new log lines into events; whether any of them means progress."""
+        progress = False
+        for line in self._new_lines():
+            progress = progress or not WAITING.search(line)
+            if self.state == "ready":
+                continue
+            found = read_line(line)
+            if found:
+                self._note(*found)
+        return progress
+
+    def _note(self, phase: Optional[str], values: Json) -> None:
+        if phase == "loading" and self.state == "starting":
+            self._tell_state("loading")
+        progress = {name: values.pop(name) for name in PROGRESS_NAMES if name in values}
+        key = (phase, *progress.values())
+        if phase and (phase != self.phase or progress) and key != self.last_progress:
+            self.last_progress = key
+            self.phase = phase
+            self.journal.write("phase", phase=phase, **progress)
+        if values:
+            self.journal.write("observed", **values)
+
+
+# ----------------------------------------------------------------------------------------------------------- keeper
+def keep(spec_path: str) -> int:
+    """Start the worker, stay until it ends, and clean up after it whatever happened."""
+    with open(spec_path) as file:
+        spec = json.load(file)
+    become_subreaper()
+    write_atomic(spec["agent_file"], identity(os.getpid()))
+    # a stop is a file, so that it can also be asked for over a shared file system, and survives a lost signal
+    signal.signal(signal.SIGTERM, lambda *_: open(spec["stop_file"], "w").close())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    worker = os.fork()
+    if worker == 0:
+        code = 1
+        try:
+            os.setsid()
+            become_subreaper()
+            code = Worker(spec).run()
+        except BaseException as error:  # the last door: whatever it is must reach the journal
+            Journal(spec["events"], spec["rank"]).write(
+                "state", state="failed", reason="agent_killed", text="the agent failed: %r" % error
+            )
+        finally:
+            end_all(lambda: descendants(os.getpid()), 5.0)
+            os._exit(code)
+    while True:
+        try:
+            pid, status = os.waitpid(-1, 0)
+        except ChildProcessError:
+            return 1
+        if pid == worker:
+            break
+    end_all(lambda: descendants(os.getpid()) | marked(spec["launch_id"]), 3.0)
+    if os.WIFSIGNALED(status):
+        text = "the agent was killed by signal %d; the engine was taken down" % os.WTERMSIG(status)
+        Journal(spec["events"], spec["rank"]).write("state", state="failed", reason="agent_killed", text=text)
+        return 1
+    return os.WEXITSTATUS(status)
+
+
+def main(argv: List[str]) -> int:
+    if len(argv) == 2 and argv[0] == "run":
+        return keep(argv[1])
+    if len(argv) == 2 and argv[0] == "sweep":
+        end_all(lambda: marked(argv[1]), 5.0)
+        left = marked(argv[1])
+        sys.stdout.write(json.dumps({"left": sorted(left)}) + "\n")
+        return 1 if left else 0
+    sys.stderr.write(__doc__ or "")
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,114 @@
+"""The lock on a deployment's door: one ASGI middleware loaded into vLLM's own API server.
+
+`vllm serve --middleware corral_guard.Guard`: every path needs the deployment's key, except `/health`. vLLM's own
+`--api-key` guards only some prefixes (`/invocations` gives full inference without it), and its administrative paths
+(sleep, pause, weight updates, RPC into the workers) are open to whoever holds the key. Here the list is of what is
+*open*; everything else answers 403, also paths that a later engine adds.
+
+The key is read once from the file named by `CORRAL_KEY_FILE`; it is in no argument, log or environment variable.
+Standard library only, and nothing of corral: the file is copied to where the engine runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+from typing import Any, Awaitable, Callable, Dict, List, Tuple
+
+Scope = Dict[str, Any]
+Send = Callable[[Dict[str, Any]], Awaitable[None]]
+
+OPEN_WITHOUT_KEY = frozenset({"/health"})
+OPEN_WITH_KEY = frozenset(
+    {
+        "/metrics",
+        "/version",
+        "/load",
+        "/ping",
+        "/tokenize",
+        "/detokenize",
+        "/tokenizer_info",
+        "/score",
+        "/rerank",
+        "/v2/rerank",
+        "/pooling",
+        "/classify",
+    }
+)
+OPEN_PREFIX = "/v1/"
+CLOSED_UNDER_PREFIX = frozenset({"load_lora_adapter", "unload_lora_adapter"})
+
+
+def load_digest(environ: Dict[str, str]) -> bytes:
+    """The digest of the key; refuses to go on without a usable one, so that no server starts unguarded."""
+    path = environ.get("CORRAL_KEY_FILE", "")
+    if not path:
+        raise RuntimeError("corral guard: CORRAL_KEY_FILE is not set; the server must not run without a key")
+    with open(path, "rb") as file:
+        key = file.read().strip()
+    if len(key) < 16:
+        raise RuntimeError("corral guard: the key file holds no usable key")
+    return hashlib.sha256(key).digest()
+
+
+def is_open(path: str) -> bool:
+    """Whether a path is one of inference or observation, as opposed to administration."""
+    if "//" in path or "/." in path or "\\" in path:
+        return False
+    if path in OPEN_WITH_KEY or path in OPEN_WITHOUT_KEY:
+        return True
+    return path.startswith(OPEN_PREFIX) and path[len(OPEN_PREFIX) :].strip("/") not in CLOSED_UNDER_PREFIX
+
+
+def offered_key(headers: List[Tuple[bytes, bytes]]) -> bytes:
+    """The key a request carries: a bearer token, or `x-api-key` as Anthropic's SDK sends it."""
+    for name, value in headers:
+        if name == b"authorization" and value[:7].lower() == b"bearer ":
+            return bytes(value[7:].strip())
+        if name == b"x-api-key":
+            return bytes(value.strip())
+    return b""
+
+
+class Guard:
+    """Lets a request pass when its path is open and its key is right."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+        self._digest = load_digest(dict(os.environ))
+
+    async def __call__(self, scope: Scope, receive: Any, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self.app(scope, receive, send)
+            return
+        refusal = self._refusal(scope)
+        if refusal is None:
+            await self.app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await receive()
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            await _answer(send, *refusal)
+
+    def _refusal(self, scope: Scope) -> Any:
+        path = scope["path"]
+        if path in OPEN_WITHOUT_KEY and scope.get("method") in ("GET", "HEAD"):
+            return None
+        offered = hashlib.sha256(offered_key(scope["headers"])).digest()
+        if not hmac.compare_digest(offered, self._digest):
+            return 401, "this endpoint needs its owner's key: send 'Authorization: Bearer KEY'"
+        if not is_open(path):
+            return 403, "this path is closed on endpoints that Corral serves"
+        return None
+
+
+async def _answer(send: Send, status: int, message: str) -> None:
+    kind = "authentication_error" if status == 401 else "permission_error"
+    body = json.dumps({"error": {"message": message, "type": kind, "param": None, "code": status}}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

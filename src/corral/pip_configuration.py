@@ -1,0 +1,79 @@
+"""Where this machine's pip looks for packages, so that the engine's installer looks there too.
+
+Clusters and companies set mirrors, wheel folders and certificates in pip's configuration; a tool that ignores it
+fails where pip works. Read through `pip config list`, the only documented way.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import sys
+from dataclasses import dataclass
+
+from corral.errors import CorralError
+from corral.shell import run
+
+__all__ = ["Sources", "parse_sources", "read_sources"]
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Indexes, wheel folders and trust, as pip would use them."""
+
+    index: str = ""
+    extra_indexes: tuple[str, ...] = ()
+    find_links: tuple[str, ...] = ()
+    trusted_hosts: tuple[str, ...] = ()
+    certificate: str = ""
+    no_index: bool = False
+
+    def as_arguments(self) -> list[str]:
+        """The same as arguments of `uv pip install`."""
+        arguments = ["--default-index", self.index] if self.index else []
+        for flag, values in (
+            ("--index", self.extra_indexes),
+            ("--find-links", self.find_links),
+            ("--allow-insecure-host", self.trusted_hosts),
+        ):
+            arguments += [word for value in values for word in (flag, value)]
+        return arguments + (["--no-index"] if self.no_index else [])
+
+    def as_environment(self) -> dict[str, str]:
+        return {"SSL_CERT_FILE": self.certificate} if self.certificate else {}
+
+
+def parse_sources(listing: str) -> Sources:
+    """Read the output of `pip config list`; a more specific section wins over `global`, the environment over all."""
+    rank = {"global": 0, "install": 1, ":env:": 2}
+    found: dict[str, tuple[int, str]] = {}
+    for line in listing.splitlines():
+        name, separator, quoted = line.partition("=")
+        section, _, key = name.rpartition(".")
+        if not separator or section not in rank:
+            continue
+        try:
+            value = str(ast.literal_eval(quoted))
+        except (ValueError, SyntaxError):
+            continue
+        if rank[section] >= found.get(key, (-1, ""))[0]:
+            found[key] = (rank[section], value)
+    values = {key: value for key, (_, value) in found.items()}
+    return Sources(
+        index=values.get("index-url", ""),
+        extra_indexes=tuple(values.get("extra-index-url", "").split()),
+        find_links=tuple(values.get("find-links", "").split()),
+        trusted_hosts=tuple(values.get("trusted-host", "").split()),
+        certificate=values.get("cert", ""),
+        no_index=values.get("no-index", "").lower() in ("1", "true", "yes", "on"),
+    )
+
+
+@functools.cache
+def read_sources() -> Sources:
+    """pip's configuration on this machine; empty where pip is absent."""
+    try:
+        done = run([sys.executable, "-m", "pip", "config", "list"], timeout_s=30)
+    except CorralError:
+        return Sources()
+    return parse_sources(done.stdout) if done.code == 0 else Sources()

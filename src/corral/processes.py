@@ -1,0 +1,90 @@
+"""Telling one process from another, also after its number was given to somebody else or the machine restarted."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Identity", "boot_id", "identify", "own_identity", "port_owner"]
+
+
+@dataclass(frozen=True)
+class Identity:
+    """One process on one boot of one machine."""
+
+    pid: int
+    host: str
+    boot_id: str
+    start_ticks: int
+
+    def is_here(self) -> bool:
+        """Whether this machine is the one the process ran on."""
+        return self.host == socket.gethostname()
+
+    def machine_restarted(self) -> bool:
+        return self.is_here() and self.boot_id != boot_id()
+
+    def is_gone(self) -> bool:
+        """Whether the process is known to have ended; a process of another machine is never known to."""
+        if not self.is_here():
+            return False
+        return self.machine_restarted() or start_ticks(self.pid) != self.start_ticks
+
+
+def boot_id() -> str:
+    """A value that changes with every boot of this machine."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def start_ticks(pid: int) -> int:
+    """When the process started, in the kernel's ticks; 0 when there is no such living process."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return 0 if fields[0] in ("Z", "X") else int(fields[19])
+
+
+def identify(pid: int) -> Identity:
+    return Identity(pid, socket.gethostname(), boot_id(), start_ticks(pid))
+
+
+def own_identity() -> Identity:
+    return identify(os.getpid())
+
+
+def port_owner(port: int) -> str:
+    """Who listens on a TCP port of this machine, in words; empty when nobody can be named."""
+    inodes = _listening_inodes(port)
+    if not inodes:
+        return ""
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            links = [os.readlink(link) for link in (entry / "fd").iterdir()]  # noqa: PTH115 - text, not a path
+        except OSError:
+            continue
+        if any(f"socket:[{inode}]" in links for inode in inodes):
+            name = (entry / "comm").read_text().strip()
+            return f"process {entry.name} ({name})"
+    return "a process of another user"
+
+
+def _listening_inodes(port: int) -> set[str]:
+    found = set()
+    for table in ("tcp", "tcp6"):
+        try:
+            lines = Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            fields = line.split()
+            if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
+                found.add(fields[9])
+    return found

@@ -1,0 +1,73 @@
+"""What a deployment can be, and why it ended.
+
+State says where a deployment stands; Reason says why it stands there. They are kept apart so that "failed, out of
+memory" and "failed, killed by somebody" never collapse into one word. `UNKNOWN` is only ever computed by a reader
+(the node cannot be asked); it is never written.
+"""
+
+from __future__ import annotations
+
+import enum
+
+__all__ = ["ALIVE", "ENDED", "TRANSITIONS", "Reason", "State", "may_follow"]
+
+
+class State(enum.StrEnum):
+    PLANNED = "planned"
+    STAGING = "staging"
+    STARTING = "starting"
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+    FAILED = "failed"
+    UNKNOWN = "unknown"
+
+
+class Reason(enum.StrEnum):
+    """Why a deployment is stopped or failed."""
+
+    REQUESTED = "requested"
+    MACHINE_RESTARTED = "machine_restarted"
+    INTERRUPTED = "interrupted"
+    ENGINE_EXITED = "engine_exited"
+    ENGINE_HUNG = "engine_hung"
+    STALLED = "stalled"
+    AGENT_KILLED = "agent_killed"
+    NOT_GUARDED = "not_guarded"
+    OUT_OF_MEMORY = "out_of_memory"
+    OUT_OF_HOST_MEMORY = "out_of_host_memory"
+    CONTEXT_TOO_LONG = "context_too_long"
+    PORT_TAKEN = "port_taken"
+    BAD_ARGUMENT = "bad_argument"
+    BAD_PARALLELISM = "bad_parallelism"
+    GATED_MODEL = "gated_model"
+    MODEL_INCOMPLETE = "model_incomplete"
+    MODEL_UNSUPPORTED = "model_unsupported"
+    ENGINE_BROKEN = "engine_broken"
+    NO_SPACE = "no_space"
+    NO_GPU = "no_gpu"
+    NETWORK = "network"
+    NODE_LOST = "node_lost"
+    WALLTIME = "walltime"
+
+
+TRANSITIONS: dict[State, frozenset[State]] = {
+    State.PLANNED: frozenset({State.STAGING, State.STARTING, State.STOPPED, State.FAILED}),
+    State.STAGING: frozenset({State.STARTING, State.STOPPED, State.FAILED}),
+    State.STARTING: frozenset({State.LOADING, State.READY, State.STARTING, State.STOPPED, State.FAILED}),
+    State.LOADING: frozenset({State.READY, State.STARTING, State.STOPPED, State.FAILED}),
+    State.READY: frozenset({State.DRAINING, State.STARTING, State.STOPPED, State.FAILED}),
+    State.DRAINING: frozenset({State.STOPPED, State.FAILED}),
+    State.STOPPED: frozenset(),
+    State.FAILED: frozenset(),
+    State.UNKNOWN: frozenset(),
+}
+
+ENDED = frozenset({State.STOPPED, State.FAILED})
+ALIVE = frozenset(State) - ENDED - {State.UNKNOWN}
+
+
+def may_follow(before: State, after: State) -> bool:
+    """Whether a deployment in `before` may next be in `after`."""
+    return after in TRANSITIONS[before]

@@ -1,0 +1,83 @@
+"""A stand-in for `vllm serve` in tests of the agent: it speaks the engine's log lines and a little HTTP.
+
+    stub_engine.py PORT KEY_FILE [OPTION...]
+
+Options: `die-after-ready=CODE`, `exit=CODE` (before ready), `silent` (no more lines, no CPU), `daemon` (leaves a
+child in a session of its own), `open` (answers without a key), `hang` (stops answering after ready).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+LINES = [
+    "INFO 11-15 non-default args: {'model': 'm'}",
+    "INFO 11-15 [gpu_model_runner.py:1] Starting to load model m...",
+    "\rLoading safetensors checkpoint shards:  50% Completed | 1/2 [00:01<00:01,  1.0s/it]",
+    "\rLoading safetensors checkpoint shards: 100% Completed | 2/2 [00:02<00:00,  1.0s/it]",
+    "INFO Loading weights took 2.00 seconds",
+    "INFO Model loading took 14.99 GiB memory and 2.50 seconds",
+    "INFO torch.compile took 12.34 s in total",
+    "INFO Available KV cache memory: 111.61 GiB",
+    "INFO GPU KV cache size: 914,304 tokens",
+    "INFO Maximum concurrency for 8,192 tokens per request: 111.61x",
+    "INFO Graph capturing finished in 5 secs, took 0.99 GiB",
+    "INFO init engine (profile, create kv cache, warmup model) took 20.00 s",
+    "INFO Starting vLLM server on http://127.0.0.1",
+]
+
+
+def main() -> None:
+    port, key_file = int(sys.argv[1]), Path(sys.argv[2])
+    options = dict(option.partition("=")[::2] for option in sys.argv[3:])
+    key = key_file.read_text().strip()
+    if "daemon" in options:
+        subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    for _line in LINES:
+        pass
+    if "exit" in options:
+        sys.exit(int(options["exit"]))
+    if "silent" in options:
+        time.sleep(1000)
+    hanging = threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self, code: int, text: str) -> None:
+            self.send_response(code)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def do_GET(self) -> None:
+            if hanging.is_set():
+                time.sleep(1000)
+            if self.path == "/health":
+                return self.answer(200, "")
+            if "open" not in options and self.headers.get("Authorization") != f"Bearer {key}":
+                return self.answer(401, "")
+            if self.path == "/metrics":
+                return self.answer(200, 'vllm:num_requests_running{a="b"} 0\nvllm:generation_tokens_total 1\n')
+            return self.answer(200, "{}")
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.answer(200, "{}")
+            if "die-after-ready" in options:
+                threading.Timer(0.3, os._exit, [int(options["die-after-ready"])]).start()
+            if "hang" in options:
+                hanging.set()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+
+
+if __name__ == "__main__":
+    main()

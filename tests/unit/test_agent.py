@@ -1,0 +1,272 @@
+"""The node agent against a stand-in engine: phases, readiness, every way of ending, and no orphan ever."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corral.events import Event, read_events
+from corral.node import agent
+from corral.state import Reason, State, may_follow
+
+STUB = Path(__file__).parent.parent / "stub_engine.py"
+AGENT = Path(agent.__file__)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Run:
+    """One agent with a stand-in engine."""
+
+    def __init__(self, folder: Path, options: list[str], **changes: Any) -> None:
+        self.folder = folder
+        self.launch_id = secrets.token_hex(8)
+        key = folder / "key"
+        key.write_text("k" * 32)
+        self.port = free_port()
+        self.events_file = folder / "events.jsonl"
+        spec = {
+            "launch_id": self.launch_id,
+            "deployment": "d",
+            "rank": 0,
+            "argv": [sys.executable, str(STUB), str(self.port), str(key), *options],
+            "env": {},
+            "unset_env": [],
+            "cwd": str(folder),
+            "serve": {"host": "127.0.0.1", "port": self.port, "model": "m", "key_file": str(key)},
+            "events": str(self.events_file),
+            "log": str(folder / "engine.log"),
+            "heartbeat": str(folder / "heartbeat.json"),
+            "agent_file": str(folder / "agent.json"),
+            "stop_file": str(folder / "stop"),
+            "stall_s": 600,
+            "hung_s": 600,
+            "grace_s": 5,
+            "restarts": 0,
+            **changes,
+        }
+        (folder / "spec.json").write_text(json.dumps(spec))
+        self.process = subprocess.Popen(
+            [sys.executable, "-I", str(AGENT), "run", str(folder / "spec.json")], start_new_session=True
+        )
+
+    def events(self) -> list[Event]:
+        return read_events(self.events_file)
+
+    def states(self) -> list[str]:
+        return [event.get("state") for event in self.events() if event.kind == "state"]
+
+    def wait_for(self, what: Callable[[], Any], limit_s: float = 30) -> Any:
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline:
+            if found := what():
+                return found
+            time.sleep(0.02)
+        raise AssertionError(f"never happened; events: {self.events()}")
+
+    def wait_state(self, state: str) -> Event:
+        return self.wait_for(lambda: [e for e in self.events() if e.kind == "state" and e.get("state") == state])[-1]
+
+    def left(self) -> set[int]:
+        return agent.marked(self.launch_id)
+
+    def wait_gone(self) -> None:
+        self.process.wait(30)
+        assert not self.left()
+
+
+@pytest.fixture
+def run(tmp_path: Path):
+    runs: list[Run] = []
+
+    def start(*options: str, **changes: Any) -> Run:
+        runs.append(Run(tmp_path, list(options), **changes))
+        return runs[-1]
+
+    yield start
+    for each in runs:
+        if each.process.poll() is None:
+            each.process.kill()
+            each.process.wait()
+        agent.end_all(each.left, 0.2)
+
+
+def test_phases_and_figures_then_ready_then_stop(run) -> None:
+    one = run()
+    one.wait_state("ready")
+    observed: dict[str, Any] = {}
+    for event in one.events():
+        if event.kind == "observed":
+            observed |= event.details
+    assert observed["weights_gib"] == 14.99
+    assert observed["kv_tokens"] == 914304
+    assert observed["graph_gib"] == 0.99
+    shards = [(e.get("done"), e.get("total")) for e in one.events() if e.kind == "phase" and e.get("total")]
+    assert shards == [(1, 2), (2, 2)]
+    heartbeat = json.loads((one.folder / "heartbeat.json").read_text())
+    assert heartbeat["state"] == "ready"
+    one.process.terminate()
+    stopped = one.wait_state("stopped")
+    assert stopped.get("reason") == "requested"
+    one.wait_gone()
+    walked = [State(name) for name in one.states()]
+    assert all(may_follow(before, after) for before, after in itertools.pairwise(walked))
+
+
+def test_a_stop_file_stops_it(run) -> None:
+    one = run()
+    one.wait_state("ready")
+    (one.folder / "stop").touch()
+    one.wait_state("stopped")
+    one.wait_gone()
+
+
+@pytest.mark.parametrize("code", [0, 1, 77])
+def test_any_unrequested_exit_is_a_failure(run, code: int) -> None:
+    one = run(f"exit={code}")
+    failed = one.wait_state("failed")
+    assert failed.get("reason") == "engine_exited"
+    assert failed.get("exit_code") == code
+    one.wait_gone()
+
+
+def test_exit_code_zero_after_ready_is_a_failure(run) -> None:
+    one = run("die-after-ready=0")
+    failed = one.wait_state("failed")
+    assert failed.get("exit_code") == 0
+    assert one.states() == ["starting", "loading", "ready", "failed"]
+    one.wait_gone()
+
+
+def test_engine_killed_by_signal(run) -> None:
+    one = run()
+    pid = one.wait_state("starting").get("pid")
+    one.wait_state("ready")
+    os.kill(pid, signal.SIGKILL)
+    assert one.wait_state("failed").get("signal") == 9
+    one.wait_gone()
+
+
+def test_restarts_are_bounded(run) -> None:
+    one = run("die-after-ready=0", restarts=1)
+    one.wait_state("failed")
+    assert one.states() == ["starting", "loading", "ready", "starting", "loading", "ready", "failed"]
+    assert sum(event.kind == "restart" for event in one.events()) == 1
+    one.wait_gone()
+
+
+def test_a_silent_start_is_a_stall(run) -> None:
+    one = run("silent", stall_s=2)
+    failed = one.wait_state("failed")
+    assert failed.get("reason") == "stalled"
+    one.wait_gone()
+
+
+def test_a_server_that_stops_answering_is_hung(run) -> None:
+    one = run("hang", hung_s=3)
+    one.wait_state("ready")
+    assert one.wait_state("failed").get("reason") == "engine_hung"
+    one.wait_gone()
+
+
+def test_a_server_without_its_guard_is_taken_down(run) -> None:
+    one = run("open")
+    failed = one.wait_state("failed")
+    assert failed.get("reason") == "not_guarded"
+    assert "ready" not in one.states()
+    one.wait_gone()
+
+
+def test_a_child_in_a_session_of_its_own_does_not_escape(run) -> None:
+    one = run("daemon")
+    one.wait_state("ready")
+    assert len(one.left()) >= 2
+    one.process.terminate()
+    one.wait_gone()
+
+
+@pytest.mark.parametrize("which", ["keeper", "worker"])
+def test_killing_the_agent_takes_the_engine_down(run, which: str) -> None:
+    one = run("daemon")
+    one.wait_state("ready")
+    keeper = one.process.pid
+    worker = next(pid for pid, row in agent.process_table().items() if row[0] == keeper)
+    os.kill(keeper if which == "keeper" else worker, signal.SIGKILL)
+    failed = one.wait_state("failed")
+    assert failed.get("reason") == "agent_killed"
+    one.wait_for(lambda: not one.left())
+
+
+def test_sweep_ends_what_a_double_kill_left(run) -> None:
+    one = run("daemon")
+    one.wait_state("ready")
+    worker = next(pid for pid, row in agent.process_table().items() if row[0] == one.process.pid)
+    os.kill(worker, signal.SIGSTOP)
+    os.kill(one.process.pid, signal.SIGKILL)
+    os.kill(worker, signal.SIGKILL)
+    one.process.wait()
+    subprocess.run([sys.executable, str(AGENT), "sweep", one.launch_id], check=True, capture_output=True)
+    assert not one.left()
+
+
+def test_an_engine_that_cannot_start_is_said(run) -> None:
+    one = run(argv=["/does/not/exist"])
+    failed = one.wait_state("failed")
+    assert failed.get("reason") == "engine_broken"
+    one.wait_gone()
+
+
+def test_the_key_is_in_no_event_and_no_argument(run) -> None:
+    one = run()
+    one.wait_state("ready")
+    key = (one.folder / "key").read_text()
+    assert key not in one.events_file.read_text()
+    pid = one.wait_state("starting").get("pid")
+    assert key.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    assert key.encode() not in Path(f"/proc/{pid}/environ").read_bytes()
+
+
+def test_words_of_the_agent_are_words_of_the_state_machine() -> None:
+    source = AGENT.read_text()
+    for name in ("engine_exited", "engine_hung", "stalled", "agent_killed", "not_guarded", "engine_broken"):
+        assert name in source
+        assert Reason(name)
+
+
+@pytest.mark.parametrize(
+    ("line", "phase", "values"),
+    [
+        ("(EngineCore pid=1) INFO Loading weights took 0.19 seconds", "loading", {"weights_read_s": 0.19}),
+        ("INFO CPU KV cache size: 46,592 tokens", "warming", {"kv_tokens": 46592}),
+        (
+            "Capturing CUDA graphs (mixed prefill-decode, PIECEWISE):  43%|####  | 29/67 [00:01<00:01, 25.4it/s]",
+            "warming",
+            {"percent": 43, "done": 29, "total": 67},
+        ),
+    ],
+)
+def test_log_lines(line: str, phase: str, values: dict[str, Any]) -> None:
+    assert agent.read_line(line) == (phase, values)
+
+
+def test_lines_that_only_wait_are_no_progress() -> None:
+    assert agent.WAITING.search("INFO shm_broadcast: No available shared memory broadcast block found in 60 seconds.")
+    assert agent.WAITING.search("Waiting for 1 local, 0 remote core engine proc(s) to start.")
+    assert not agent.WAITING.search("Loading safetensors checkpoint shards: 1% Completed | 1/191")
