@@ -17,7 +17,7 @@ from corral.plan.constraints import partition
 from corral.plan.contract import Goal, Memory, Parallel, Precision, Settings, Speed
 from corral.plan.memory import convert
 
-__all__ = ["MEASURED_KINDS", "Efficiency", "predict"]
+__all__ = ["MEASURED_KINDS", "Efficiency", "predict", "significant"]
 
 MEASURED_KINDS = ("H200",)  # kinds whose predictions rest on measurements; docs/log.md has them
 
@@ -42,6 +42,11 @@ class Efficiency:
     hop_s: float = 60e-6  # one pipeline hop
     startup_s: float = 60.0  # compile, profile, capture
     storage_gb_s: float = 2.0  # a local NVMe disk, when nothing else is said
+
+
+def significant(value: float, digits: int = 3) -> float:
+    """Rounded to the digits that a prediction can claim."""
+    return float(f"{value:.{digits}g}")
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,7 @@ def predict(
     e = efficiency or Efficiency()
     gpu = inventory.kind
     load = memory.weights_bytes / max(1, min(inventory.nodes, parallel.pipeline * parallel.data))
-    load_s = load / ((goal.storage_gb_s or e.storage_gb_s) * 1e9) + e.startup_s
+    load_s = significant(load / ((goal.storage_gb_s or e.storage_gb_s) * 1e9) + e.startup_s)
     if gpu is None:
         return Speed(
             None, None, None, None, None, load_s, concurrency, goal.prompt_tokens, goal.output_tokens, "unknown"
@@ -104,13 +109,13 @@ def predict(
     cycle = running * goal.prompt_tokens / prefill + goal.output_tokens * step
     cycle = max(cycle, running * goal.output_tokens / e.frontend_tokens_s)
     return Speed(
-        decode_tokens_per_s=1 / alone,
-        prefill_tokens_per_s=prefill,
-        throughput_tokens_per_s=parallel.data * running * goal.output_tokens / cycle,
-        ttft_s=roof.chunk(goal.prompt_tokens, goal.prompt_tokens) + e.frontend_s,
-        tpot_s=cycle / goal.output_tokens,
+        decode_tokens_per_s=significant(1 / alone),
+        prefill_tokens_per_s=significant(prefill),
+        throughput_tokens_per_s=significant(parallel.data * running * goal.output_tokens / cycle),
+        ttft_s=significant(roof.chunk(goal.prompt_tokens, goal.prompt_tokens) + e.frontend_s),
+        tpot_s=significant(cycle / goal.output_tokens),
         load_s=load_s,
-        concurrency=concurrency,
+        concurrency=min(concurrency, running * parallel.data),
         prompt_tokens=goal.prompt_tokens,
         output_tokens=goal.output_tokens,
         basis="measured" if gpu.kind in MEASURED_KINDS and parallel.replica_gpus == 1 else "scaled from an H200",
