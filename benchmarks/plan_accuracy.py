@@ -38,7 +38,9 @@ from corral.model import facts_from_folder
 from corral.plan import Goal, Plan, make_plan
 from corral.plan.candidate import Tuning
 from corral.plan.memory import Coefficients
+from corral.plan.reconcile import read_log
 from corral.plan.speed import predict
+from corral.record import to_json
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": ["lm_head"]}
 SMALL = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
@@ -73,19 +75,6 @@ CASES = (
     Case("8b-bf16-2048", {}, BATCHES_SMALL),
 )
 
-LOG = {
-    "weights_gib": r"Model loading took ([\d.]+) GiB",
-    "load_s": r"Model loading took [\d.]+ GiB (?:memory )?and ([\d.]+) seconds",
-    "kv_gib": r"Available KV cache memory: ([\d.]+) GiB",
-    "kv_tokens": r"GPU KV cache size: ([\d,]+) tokens",
-    "graph_gib": r"Graph capturing finished in .*? took ([\d.]+) GiB",
-    "graph_estimate_gib": r"[Ee]stimated CUDA graph memory: ([\d.]+) GiB",
-    "activation_gib": r"([\d.]+) GiB for peak activation",
-    "non_torch_gib": r"([\d.]+) GiB for non-torch",
-    "compile_s": r"torch\.compile (?:takes|took) ([\d.]+) s",
-    "init_s": r"init engine .*? took ([\d.]+) s",
-    "version": r"vLLM API server version ([\w.+]+)",
-}
 KEEP = re.compile(r"GiB|KV cache size|took|takes|version|Error|attention backend|non-default")
 
 
@@ -169,13 +158,9 @@ class Server:
         self._file.close()
 
 
-def read_log(text: str) -> dict[str, Any]:
-    row: dict[str, Any] = {}
-    for key, pattern in LOG.items():
-        found = re.findall(pattern, text)
-        if found:
-            row[key] = found[-1] if key == "version" else float(found[-1].replace(",", ""))
-    return row
+def reported(log: str) -> dict[str, Any]:
+    seen = to_json(read_log(log.splitlines()))
+    return {key: value for key, value in seen.items() if value not in (None, "")}
 
 
 async def _one(session: Any, port: int, seed: int, prompt: int, output: int) -> tuple[float, float, int]:
@@ -235,7 +220,7 @@ def run_case(case: Case, plan: Plan, folder: Path, command: list[str], work: Pat
             row["failed"] = log.read_text(errors="replace")[-3000:]
             return row
         row["ready_s"] = round(time.monotonic() - start, 1)
-        row["reported"] = read_log(log.read_text(errors="replace"))
+        row["reported"] = reported(log.read_text(errors="replace"))
         if case.rounds:
             row["reported"] |= asyncio.run(_measure(port, case.rounds))
     except Exception as error:  # one broken case must not cost the others

@@ -152,7 +152,7 @@ def parse_gpus(text: str, nodes: int | None = None, link: str = "ib-ndr") -> Inv
     """Read `8xH100`, `H100`, or `8xH100x2` (two nodes)."""
     counted = _COUNT.match(text)
     count, rest = (int(counted[1]), counted[2].strip()) if counted else (1, text.strip())
-    if not rest or not re.search("[a-zA-Z]", rest):
+    if not re.search("[a-wyz]", rest, re.IGNORECASE):
         raise UsageError(f"{text!r} does not name GPUs.", "Write a number and a kind, for example 8xH100.")
     gpu, written_nodes = _kind_and_nodes(rest)
     if nodes is not None and written_nodes is not None and nodes != written_nodes:

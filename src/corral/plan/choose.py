@@ -52,7 +52,7 @@ def make_plan(
             return again.chosen if again.fits else None
 
         room = max([c.memory.kv_cache_tokens_per_replica - c.settings.block_size for _, c in made.tried], default=0)
-        nearest = nearest_fits(ask, inventory, goal, pinned, room)
+        nearest = nearest_fits(ask, inventory, goal, pinned, min(room, facts.max_context))
     reasons = reasons_for(facts, made.form, made.chosen, inventory, goal, pinned, tuning)
     rejected = rejected_for(facts, made.chosen, made.tried, inventory, goal)
     return _plan(made, inventory, goal, reasons, rejected, nearest)
@@ -68,12 +68,22 @@ def decide(facts: ModelFacts, inventory: Inventory, goal: Goal, fixed: Fixed, tu
         tried += _candidates(form, inventory, goal, fixed, tuning)
         fitting = [pair for pair in tried if not pair[1].problem]
         if fitting:
-            taken = _short_pipelines(fitting, inventory, goal)
+            taken = _short_pipelines(_roomy(fitting), inventory, goal)
             form, chosen = max(taken, key=lambda pair: (pair[1].max_model_len, pair[1].score(goal.goal)))
             return Decision(form, chosen, tried)
     if tried:
         return Decision(*max(tried, key=_closeness), tried)
     return _unplaceable(ways[0], inventory, goal, fixed, tuning)
+
+
+def _roomy(fitting: list[tuple[Form, Candidate]]) -> list[tuple[Form, Candidate]]:
+    """Leave out splits that keep less than half the KV tokens this hardware could hold: copies of weights ate the rest.
+
+    It also makes capacity grow with the hardware: twice the GPUs hold at least twice the most, so half of that is
+    never less than before.
+    """
+    most = max(c.memory.kv_cache_tokens for _, c in fitting)
+    return [pair for pair in fitting if 2 * pair[1].memory.kv_cache_tokens >= most]
 
 
 def _short_pipelines(

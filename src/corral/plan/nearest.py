@@ -43,8 +43,8 @@ def _tries(
     ask: Question, inventory: Inventory, goal: Goal, fixed: Fixed, room_tokens: int
 ) -> Iterator[Nearest | None]:
     asked = fixed.max_model_len or goal.context
-    if asked and room_tokens >= 2 * _STEP:
-        shorter = min(room_tokens // _STEP * _STEP, asked - 1)
+    if asked and 2 * _STEP <= room_tokens < asked:
+        shorter = room_tokens // _STEP * _STEP
         free = replace(fixed, max_model_len=None)
         yield _found(
             ask(inventory, replace(goal, context=shorter), free),

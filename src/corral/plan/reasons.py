@@ -215,6 +215,8 @@ def _worse(rival: Candidate, chosen: Candidate) -> str:
         ("all together", rival.speed.throughput_tokens_per_s, chosen.speed.throughput_tokens_per_s),
     )
     words = [f"{name} {_times(mine, best)}" for name, mine, best in pairs if mine and best]
+    if rival.memory.kv_cache_tokens < 0.7 * chosen.memory.kv_cache_tokens:
+        words.append(f"only {rival.memory.kv_cache_tokens:,} KV tokens")
     return ", ".join(words) or "no better in anything known"
 
 
