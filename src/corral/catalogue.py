@@ -74,7 +74,9 @@ def _llama_entries() -> list[Entry]:
         big = size.upper()
         for tail, repo_tail in (("", ""), ("-instruct", "-Instruct")):
             base = f"llama-3.1-{size}{tail}"
-            entry = Entry(base, f"meta-llama/Llama-3.1-{big}{repo_tail}", config, parameters, gated=True, family=base)
+            note = _KV_NOTE if size == "405b" else ""
+            repo = f"meta-llama/Llama-3.1-{big}{repo_tail}"
+            entry = Entry(base, repo, config, parameters, gated=True, note=note, family=base)
             made.append(entry)
             if size == "405b":
                 repo, quant, gated = f"meta-llama/Llama-3.1-405B{repo_tail}-FP8", _FBGEMM, True
@@ -93,6 +95,10 @@ def _quantised(entry: Entry, weights: str, repo: str, quant: Mapping[str, Any], 
     return replace(entry, name=f"{entry.name}-{weights}", repo=repo, config=config, weights=weights, gated=gated)
 
 
+_KV_NOTE = (
+    "documents that give a 128,000-token request 123.05 GiB of KV, and vllm issue 6746 (79,392 tokens on 8 × H100),"
+    " describe the first upload with 16 KV heads; the repository has had 8 since August 2024: 61.52 GiB"
+)
 _FIRST_UPLOAD = "the first upload of July 2024, with 16 KV heads; the repository has had 8 since August 2024"
 
 

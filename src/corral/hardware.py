@@ -152,7 +152,7 @@ def parse_gpus(text: str, nodes: int | None = None, link: str = "ib-ndr") -> Inv
     """Read `8xH100`, `H100`, or `8xH100x2` (two nodes)."""
     counted = _COUNT.match(text)
     count, rest = (int(counted[1]), counted[2].strip()) if counted else (1, text.strip())
-    if not rest or not re.search("[a-zA-Z]", rest):
+    if not re.search("[a-wyz]", rest, re.IGNORECASE):
         raise UsageError(f"{text!r} does not name GPUs.", "Write a number and a kind, for example 8xH100.")
     gpu, written_nodes = _kind_and_nodes(rest)
     if nodes is not None and written_nodes is not None and nodes != written_nodes:
@@ -186,10 +186,12 @@ def probe() -> Inventory:
     base = Inventory(None, 1, 1, 0, cores, total, available, source="probed")
     if seen is None:
         return base
+    kind, memory = seen.name, seen.memory_bytes
     try:
-        kind = find_gpu(seen.name).kind
+        gpu = find_gpu(seen.name)
+        kind = gpu.kind
+        if abs(memory - gpu.memory_bytes) < 0.02 * memory:  # the table has what CUDA reports, NVML a little more
+            memory = gpu.memory_bytes
     except UsageError:
-        kind = seen.name
-    return replace(
-        base, gpu=kind, gpus_per_node=seen.count, memory_bytes_per_gpu=seen.memory_bytes, driver=seen.driver
-    )
+        pass  # a kind the table lacks: planned by its memory alone
+    return replace(base, gpu=kind, gpus_per_node=seen.count, memory_bytes_per_gpu=memory, driver=seen.driver)

@@ -2,38 +2,132 @@
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 import click
 
-from corral.hardware import parse_gpus, probe
-from corral.model import read_facts
-from corral.plan import Goal, make_plan
-from corral.plan.fixed import parse_assignments
-from corral.record import dump_json
+from corral.errors import DoesNotFitError, UsageError
+from corral.hardware import LINKS, Inventory, find_gpu, parse_gpus, probe
+from corral.home import home_dir
+from corral.model import ModelFacts, read_facts
+from corral.plan import Goal, calibration, make_plan
+from corral.plan.choose import compare
+from corral.plan.fixed import KEYS, parse_assignments
+from corral.record import dump_json, to_json
 
 __all__ = ["command"]
 
 
-@click.command()
-@click.argument("model")
-@click.option("--gpus")
-@click.option("--nodes", type=int)
-@click.option("--context", type=int)
-@click.option("--concurrency", type=int)
-@click.option("--goal", default="balanced")
-@click.option("--set", "assignments", multiple=True)
-@click.option("--json", "as_json", is_flag=True)
+@click.command(epilog=f"--set takes {', '.join(KEYS)}. Exits 0 when it fits, {DoesNotFitError.exit_code} when not.")
+@click.argument("model", required=False)
+@click.option("--gpus", metavar="NxKIND", help="Hardware, for example 8xH100 (default: this machine's own).")
+@click.option("--nodes", type=int, metavar="N", help="Equal nodes of that hardware.")
+@click.option("--link", type=click.Choice(list(LINKS)), default="ib-ndr", show_default=True, help="Between nodes.")
+@click.option("--context", type=int, metavar="TOKENS", help="Longest request (default: the model's own, if it fits).")
+@click.option("--concurrency", type=int, metavar="N", help="Requests at once.")
+@click.option(
+    "--goal", type=click.Choice(["balanced", "latency", "throughput"]), default="balanced", show_default=True
+)
+@click.option(
+    "--prompt", "prompt_tokens", type=int, default=512, show_default=True, help="Prompt tokens of a request."
+)
+@click.option(
+    "--output", "output_tokens", type=int, default=256, show_default=True, help="Output tokens of a request."
+)
+@click.option("--price", type=float, metavar="MONEY", help="Price of one GPU for one hour.")
+@click.option("--storage", type=float, metavar="GB/S", help="Speed at which weights are read.")
+@click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Fix one field, plan the rest.")
+@click.option("--compare", "comparing", is_flag=True, help="Alternatives side by side, best first.")
+@click.option("--explain", "explaining", is_flag=True, help="The arithmetic, line by line.")
+@click.option("--need", "needing", is_flag=True, help="Smallest inventories that serve it.")
+@click.option("--calibration", "learned", is_flag=True, help="What earlier deployments taught.")
+@click.option("--offline", is_flag=True, help="Do not ask the Hugging Face hub.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 def command(
-    model: str,
+    model: str | None,
     gpus: str | None,
     nodes: int | None,
+    link: str,
     context: int | None,
     concurrency: int | None,
     goal: str,
+    prompt_tokens: int,
+    output_tokens: int,
+    price: float | None,
+    storage: float | None,
     assignments: tuple[str, ...],
+    comparing: bool,
+    explaining: bool,
+    needing: bool,
+    learned: bool,
+    offline: bool,
     as_json: bool,
 ) -> int:
-    """Plan how to run MODEL."""
-    inventory = parse_gpus(gpus, nodes) if gpus else probe()
-    plan = make_plan(read_facts(model), inventory, Goal(context, concurrency, goal), parse_assignments(assignments))
-    click.echo(dump_json(plan))
-    return 0 if plan.fits else 5
+    """Plan how to run MODEL: a folder, a Hugging Face repository, or a catalogue name."""
+    if learned:
+        return _show_lessons(as_json)
+    if model is None:
+        raise UsageError("No model was named.", "For example: corral plan llama-3.1-8b --gpus 1xH100.")
+    wish = Goal(context, concurrency, goal, prompt_tokens, output_tokens, price, storage)
+    fixed = parse_assignments(assignments)
+    facts = read_facts(model, os.environ.get("HF_TOKEN"), offline or os.environ.get("HF_HUB_OFFLINE") == "1")
+    if needing:
+        return _show_needs(facts, wish, gpus, as_json)
+    inventory = _inventory(gpus, nodes, link)
+    tuning = calibration.learn(calibration.read(home_dir()), inventory.gpu or "CPU", facts.name)
+    if comparing:
+        return _show_comparison(compare(facts, inventory, wish, fixed, tuning), as_json)
+    plan = make_plan(facts, inventory, wish, fixed, tuning)
+    if as_json:
+        click.echo(dump_json(plan), nl=False)
+    elif explaining:
+        from corral.plan.explain import explain
+
+        click.echo("\n".join(explain(plan)))
+    else:
+        from corral.cli.plan_view import plan_lines
+
+        click.echo("\n".join(plan_lines(plan, model, assignments)))
+    return 0 if plan.fits else DoesNotFitError.exit_code
+
+
+def _inventory(gpus: str | None, nodes: int | None, link: str) -> Inventory:
+    if gpus is not None:
+        return parse_gpus(gpus, nodes, link)
+    if nodes is not None and nodes != 1:
+        raise UsageError("--nodes needs --gpus: what the other nodes hold is not known here.", "Add --gpus 8xH100.")
+    return probe()
+
+
+def _show_lessons(as_json: bool) -> int:
+    from corral.cli.plan_view import lesson_lines
+
+    lessons = calibration.read(home_dir())
+    click.echo(dump_json({"lessons": lessons}) if as_json else "\n".join(lesson_lines(lessons)), nl=not as_json)
+    return 0
+
+
+def _show_needs(facts: ModelFacts, wish: Goal, gpus: str | None, as_json: bool) -> int:
+    from corral.cli.plan_view import need_lines
+    from corral.plan.need import needs
+
+    rows = needs(facts, wish, (find_gpu(gpus.split("x")[-1]).kind,) if gpus else ())
+    if as_json:
+        click.echo(
+            dump_json({"model": facts.name, "needs": [{**to_json(r), "gpus": r.gpus} for r in rows]}), nl=False
+        )
+    else:
+        click.echo(f"{facts.name} with a context of {wish.context or facts.max_context:,}:\n")
+        click.echo("\n".join(need_lines(rows)))
+    return 0
+
+
+def _show_comparison(rows: list[Any], as_json: bool) -> int:
+    from corral.cli.plan_view import comparison_lines
+
+    if as_json:
+        click.echo(dump_json({"candidates": [c for _, c in rows]}), nl=False)
+    else:
+        click.echo("\n".join(comparison_lines(rows)))
+    return 0 if any(not c.problem for _, c in rows) else DoesNotFitError.exit_code

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from corral.hardware import GIB, Inventory
 from corral.model import ModelFacts
@@ -23,8 +23,8 @@ _BATCHED = {"latency": 2048, "balanced": 8192, "throughput": 16384}
 class Tuning:
     """Measured numbers a plan rests on: the built-in ones, or those learned from deployments."""
 
-    memory: Coefficients = Coefficients()
-    speed: Efficiency = Efficiency()
+    memory: Coefficients = field(default_factory=Coefficients)
+    speed: Efficiency = field(default_factory=Efficiency)
     source: str = "built in"
 
 

@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from corral.hardware import Inventory
 from corral.model import ModelFacts
-from corral.plan.candidate import Candidate, Tuning, work_out
+from corral.plan.candidate import Candidate, Tuning, with_problem, work_out
 from corral.plan.constraints import broken_layout
-from corral.plan.contract import VERSION, Cost, Goal, Parallel, Plan, Rejected
+from corral.plan.contract import VERSION, Cost, Goal, Nearest, Parallel, Plan, Reason, Rejected
 from corral.plan.cpu import work_out_cpu
 from corral.plan.engine import cpu_environment, engine_args
 from corral.plan.fixed import Fixed, read_fixed
 from corral.plan.layouts import layouts, place
+from corral.plan.nearest import nearest_fits
 from corral.plan.precisions import Form, forms
+from corral.plan.reasons import reasons_for, rejected_for
 
-__all__ = ["candidates", "make_plan"]
+__all__ = ["Decision", "compare", "decide", "make_plan"]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The chosen configuration and everything that was tried on the way."""
+
+    form: Form
+    chosen: Candidate
+    tried: list[tuple[Form, Candidate]] = field(default_factory=list)
+
+    @property
+    def fits(self) -> bool:
+        return not self.chosen.problem
 
 
 def make_plan(
@@ -27,52 +43,145 @@ def make_plan(
 ) -> Plan:
     """The best plan for the goal; `fits` is false, with reason and nearest, when there is none."""
     goal, tuning, pinned = goal or Goal(), tuning or Tuning(), read_fixed(fixed or {})
+    made = decide(facts, inventory, goal, pinned, tuning)
+    nearest: list[Nearest] = []
+    if not made.fits:
+
+        def ask(other: Inventory, wanted: Goal, pins: Fixed) -> Candidate | None:
+            again = decide(facts, other, wanted, pins, tuning)
+            return again.chosen if again.fits else None
+
+        room = max([c.memory.kv_cache_tokens_per_replica - c.settings.block_size for _, c in made.tried], default=0)
+        nearest = nearest_fits(ask, inventory, goal, pinned, min(room, facts.max_context))
+    reasons = reasons_for(facts, made.form, made.chosen, inventory, goal, pinned, tuning)
+    rejected = rejected_for(facts, made.chosen, made.tried, inventory, goal)
+    return _plan(made, inventory, goal, reasons, rejected, nearest)
+
+
+def decide(facts: ModelFacts, inventory: Inventory, goal: Goal, fixed: Fixed, tuning: Tuning) -> Decision:
+    """Try the forms in order of preference; the first with a configuration that runs is taken."""
+    ways = forms(facts, inventory, fixed)
     if inventory.gpu is None:
-        form = forms(facts, inventory, pinned)[0]
-        chosen = work_out_cpu(form.facts, inventory, goal, pinned)
-        return _plan(form, chosen, inventory, goal, ())
+        return _decide_cpu(ways[0], inventory, goal, fixed)
     tried: list[tuple[Form, Candidate]] = []
-    for form in forms(facts, inventory, pinned):
-        tried += candidates(form, inventory, goal, pinned, tuning)
-        fitting = [(f, c) for f, c in tried if not c.problem]
+    for form in ways:
+        tried += _candidates(form, inventory, goal, fixed, tuning)
+        fitting = [pair for pair in tried if not pair[1].problem]
         if fitting:
-            best = max(fitting, key=lambda pair: (pair[1].max_model_len, pair[1].score(goal.goal)))
-            return _plan(*best, inventory, goal, tuple(tried))
-    if not tried:
-        parallel = Parallel(pinned.tensor or 1, pinned.pipeline or 1, pinned.data or 1)
-        form = forms(facts, inventory, pinned)[0]
-        candidate = work_out(form.facts, inventory, parallel, form.precision, goal, pinned, tuning)
-        why = broken_layout(form.facts, parallel) or _unplaceable(inventory, parallel)
-        from corral.plan.candidate import with_problem
-
-        return _plan(form, with_problem(candidate, why), inventory, goal, ())
-    return _plan(*max(tried, key=lambda pair: pair[1].memory.kv_cache_tokens_per_replica), inventory, goal, ())
+            taken = _short_pipelines(_roomy(fitting), inventory, goal)
+            form, chosen = max(taken, key=lambda pair: (pair[1].max_model_len, pair[1].score(goal.goal)))
+            return Decision(form, chosen, tried)
+    if tried:
+        return Decision(*max(tried, key=_closeness), tried)
+    return _unplaceable(ways[0], inventory, goal, fixed, tuning)
 
 
-def _unplaceable(inventory: Inventory, parallel: Parallel) -> str:
-    if place(inventory, parallel.tensor, parallel.pipeline):
-        return f"{inventory.label} holds fewer than {parallel.data} replicas of {parallel}"
-    return f"{parallel} cannot be placed on {inventory.label}"
+def _roomy(fitting: list[tuple[Form, Candidate]]) -> list[tuple[Form, Candidate]]:
+    """Leave out splits that keep less than half the KV tokens this hardware could hold: copies of weights ate the rest.
+
+    It also makes capacity grow with the hardware: twice the GPUs hold at least twice the most, so half of that is
+    never less than before.
+    """
+    most = max(c.memory.kv_cache_tokens for _, c in fitting)
+    return [pair for pair in fitting if 2 * pair[1].memory.kv_cache_tokens >= most]
 
 
-def candidates(
+def _short_pipelines(
+    fitting: list[tuple[Form, Candidate]], inventory: Inventory, goal: Goal
+) -> list[tuple[Form, Candidate]]:
+    """Of splits over equally many GPUs keep the one with the fewest stages, where a fast link carries the tensor ranks.
+
+    A pipeline makes every request wait for all stages in turn; it pays between nodes, over PCIe, or for throughput.
+    """
+    gpu = inventory.kind
+    if gpu is None or not gpu.nvlink or goal.goal == "throughput":
+        return fitting
+    fewest: dict[int, int] = {}
+    for _, c in fitting:
+        size = c.parallel.replica_gpus
+        fewest[size] = min(fewest.get(size, c.parallel.pipeline), c.parallel.pipeline)
+    return [pair for pair in fitting if pair[1].parallel.pipeline == fewest[pair[1].parallel.replica_gpus]]
+
+
+def _closeness(pair: tuple[Form, Candidate]) -> tuple[int, int, int]:
+    """How near a configuration came to running: the one to tell the user about."""
+    _, c = pair
+    return c.memory.kv_cache_tokens_per_replica, -c.memory.weights_bytes_per_gpu, -c.parallel.pipeline
+
+
+def _decide_cpu(form: Form, inventory: Inventory, goal: Goal, fixed: Fixed) -> Decision:
+    chosen = work_out_cpu(form.facts, inventory, goal, fixed)
+    if form.problem:
+        chosen = with_problem(chosen, form.problem)
+    if (fixed.tensor or 1) * (fixed.pipeline or 1) * (fixed.data or 1) > 1:
+        chosen = with_problem(chosen, "without a GPU Corral plans one process: TP1 × PP1 × DP1")
+    return Decision(form, chosen, [(form, chosen)])
+
+
+def _candidates(
     form: Form, inventory: Inventory, goal: Goal, fixed: Fixed, tuning: Tuning
 ) -> list[tuple[Form, Candidate]]:
-    """Every layout of one form, worked out."""
-    return [
-        (form, work_out(form.facts, inventory, parallel, form.precision, goal, fixed, tuning))
-        for parallel in layouts(form.facts, inventory, fixed)
-    ]
+    made = []
+    for parallel in layouts(form.facts, inventory, fixed):
+        candidate = work_out(form.facts, inventory, parallel, form.precision, goal, fixed, tuning)
+        made.append((form, with_problem(candidate, form.problem) if form.problem else candidate))
+    return made
+
+
+def _unplaceable(form: Form, inventory: Inventory, goal: Goal, fixed: Fixed, tuning: Tuning) -> Decision:
+    """Nothing to try: what was fixed breaks a rule of vLLM's or does not fit into the nodes."""
+    parallel = Parallel(fixed.tensor or 1, fixed.pipeline or 1, fixed.data or 1)
+    why = broken_layout(form.facts, parallel)
+    if why is None and place(inventory, parallel.tensor, parallel.pipeline):
+        why = f"{inventory.label} holds fewer than {parallel.data} replicas of {parallel}"
+    why = why or f"{parallel} cannot be placed on {inventory.label}"
+    sane = parallel if broken_layout(form.facts, parallel) is None else Parallel()
+    candidate = work_out(form.facts, inventory, sane, form.precision, goal, fixed, tuning)
+    return Decision(form, with_problem(replace(candidate, parallel=parallel), why))
+
+
+def compare(
+    facts: ModelFacts, inventory: Inventory, goal: Goal, fixed: Mapping[str, object], tuning: Tuning | None = None
+) -> list[tuple[Form, Candidate]]:
+    """Every configuration of every precision, those that run first, best first."""
+    pinned, tuning = read_fixed(fixed), tuning or Tuning()
+    found: list[tuple[Form, Candidate]] = []
+    widths = [pinned.weights] if pinned.weights else [None, "fp8", "int4"]
+    caches = [pinned.kv] if pinned.kv else ["auto", "fp8"]
+    for weights in widths:
+        for kv in caches:
+            pins = replace(pinned, weights=weights or facts.weights, kv=kv)
+            form = forms(facts, inventory, pins)[0]
+            if not form.problem and inventory.gpu is not None:
+                found += _candidates(form, inventory, goal, pins, tuning)
+    if inventory.gpu is None:
+        found = decide(facts, inventory, goal, pinned, tuning).tried
+    found.sort(key=lambda pair: (bool(pair[1].problem), -pair[1].max_model_len, -pair[1].score(goal.goal)))
+    return found
+
+
+def _cost(chosen: Candidate, inventory: Inventory, goal: Goal) -> Cost:
+    if goal.price_per_gpu_hour is None:
+        return Cost()
+    hour = goal.price_per_gpu_hour * inventory.gpus  # idle GPUs are paid for too
+    speed = chosen.speed.throughput_tokens_per_s
+    return Cost(round(hour, 2), round(hour / (speed * 3600) * 1e6, 3) if speed else None)
 
 
 def _plan(
-    form: Form, chosen: Candidate, inventory: Inventory, goal: Goal, tried: tuple[tuple[Form, Candidate], ...]
+    made: Decision,
+    inventory: Inventory,
+    goal: Goal,
+    reasons: tuple[Reason, ...],
+    rejected: tuple[Rejected, ...],
+    nearest: list[Nearest],
 ) -> Plan:
-    cpu = inventory.gpu is None
+    form, chosen, cpu = made.form, made.chosen, inventory.gpu is None
+    weights = chosen.precision.weights
     return Plan(
         version=VERSION,
-        fits=not chosen.problem,
-        reason=chosen.problem or "fits",
+        fits=made.fits,
+        reason=chosen.problem or f"fits in {weights} as {chosen.parallel} with a context of {chosen.max_model_len:,}",
         model=form.facts,
         checkpoint=form.facts.location,
         inventory=inventory,
@@ -83,10 +192,13 @@ def _plan(
         settings=chosen.settings,
         memory=chosen.memory,
         speed=chosen.speed,
-        cost=Cost(),
+        cost=_cost(chosen, inventory, goal),
         engine_args=engine_args(
             form.facts, chosen.parallel, chosen.precision, chosen.settings, chosen.max_model_len, cpu
         ),
         engine_env=cpu_environment(chosen.memory.kv_cache_bytes_per_gpu) if cpu else {},
-        rejected=tuple(Rejected(str(c.parallel), c.problem) for _, c in tried if c.problem),
+        reasons=reasons,
+        rejected=rejected,
+        nearest=tuple(nearest),
+        notes=form.facts.notes,
     )

@@ -66,7 +66,8 @@ class Parallel:
         return self.tensor * self.pipeline
 
     def __str__(self) -> str:
-        return f"TP{self.tensor} × PP{self.pipeline} × DP{self.data}"
+        sizes = (("TP", self.tensor), ("PP", self.pipeline), ("DP", self.data))
+        return " × ".join(f"{name}{size}" for name, size in sizes if size > 1 or name == "TP")
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,7 @@ class Memory:
     graph_bytes_per_gpu: int
     overhead_bytes_per_gpu: int  # CUDA context, NCCL and other memory torch does not manage
     budget_bytes_per_gpu: int  # gpu_memory_utilization × what the driver reports
+    correction_bytes_per_gpu: int = 0  # learned from earlier deployments and taken out of the KV cache
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from corral.architecture import DTYPE_BYTES
 from corral.hardware import GIB, Inventory
 from corral.model import ModelFacts
@@ -11,6 +9,7 @@ from corral.plan.candidate import Candidate
 from corral.plan.contract import Goal, Memory, Parallel, Precision, Settings, Speed
 from corral.plan.fixed import Fixed
 from corral.plan.memory import convert
+from corral.plan.speed import significant
 
 __all__ = ["work_out_cpu"]
 
@@ -79,6 +78,7 @@ def _speed(model: ModelFacts, inventory: Inventory, read_bytes: int, goal: Goal)
     prefill = cores * _GFLOPS_PER_CORE * 1e9 / (2 * model.active_parameters)
     running = goal.concurrency or 1
     batch = max(step, running / prefill)
-    speed = Speed(1 / step, prefill, running / batch, goal.prompt_tokens / prefill + step, batch, None,
-                  running, goal.prompt_tokens, goal.output_tokens, "rough: nobody measured this CPU")  # fmt: skip
-    return replace(speed, load_s=read_bytes / ((goal.storage_gb_s or 1.0) * 1e9) + 30)
+    load = read_bytes / ((goal.storage_gb_s or 1.0) * 1e9) + 30
+    numbers = (1 / step, prefill, running / batch, goal.prompt_tokens / prefill + step, batch, load)
+    rough = [significant(number, 2) for number in numbers]
+    return Speed(*rough, running, goal.prompt_tokens, goal.output_tokens, "rough: nobody measured this CPU")

@@ -10,9 +10,9 @@ Sliding-window layers follow vLLM's hybrid manager: layers form groups of equal 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from corral.architecture import DTYPE_BYTES, Parts, Quantisation, matrix_bytes, stored
+from corral.architecture import DTYPE_BYTES, Parts, Quantisation, stored
 from corral.hardware import GIB, Inventory
 from corral.model import ModelFacts
 from corral.plan.constraints import partition
@@ -27,10 +27,13 @@ class Coefficients:
 
     non_torch_gib: float = 0.22  # H200, one GPU, vLLM 0.26
     nccl_gib: float = 1.1  # per GPU when a group of GPUs talks; not yet measured
-    hidden_copies: float = 3.1  # tensors of tokens × hidden alive at the forward peak
-    sampler_copies: float = 2.2  # fp32 tensors of sequences × vocabulary alive at the sampling peak
-    graph_base_gib: float = 0.2
-    graph_mib_per_layer: float = 20.0
+    hidden_copies: float = 7.5  # tensors of tokens × hidden alive at the forward peak
+    sampler_copies: float = 2.0  # fp32 tensors of sequences × vocabulary alive at the sampling peak
+    graph_base_gib: float = 0.15
+    graph_layer_gib: float = 0.0067  # per layer, 51 sizes captured whole and in pieces
+    graph_passes: float = 10.9  # buffers of one pass over the largest captured batch that stay allocated
+    correction_gib: float = 0.0  # learned from deployments (corral.plan.calibration)
+    counts_graphs: bool = True  # vLLM before 0.30 with its second model runner left them out
 
 
 def convert(model: ModelFacts, precision: Precision) -> Parts:
@@ -58,13 +61,13 @@ def stage_weights(model: ModelFacts, parts: Parts, parallel: Parallel) -> list[i
     return weights
 
 
-def graph_sizes(settings: Settings) -> int:
-    """How many CUDA graphs vLLM captures: batch sizes 1, 2, 4, then by 8 to 256, then by 16 to 512."""
+def graph_sizes(settings: Settings) -> tuple[int, int]:
+    """How many batch sizes vLLM captures (1, 2, 4, then by 8 to 256, by 16 to 512), and the largest."""
     if settings.eager:
-        return 0
+        return 0, 0
     largest = min(2 * settings.max_num_seqs, 512, settings.max_num_batched_tokens)
     sizes = [n for n in (1, 2, 4) if n <= largest]
-    return len([*sizes, *range(8, min(largest + 1, 256), 8), *range(256, largest + 1, 16)])
+    return len([*sizes, *range(8, min(largest + 1, 256), 8), *range(256, largest + 1, 16)]), largest
 
 
 def _activation(model: ModelFacts, parallel: Parallel, settings: Settings, c: Coefficients) -> int:
@@ -73,8 +76,16 @@ def _activation(model: ModelFacts, parallel: Parallel, settings: Settings, c: Co
     width = 3 * model.intermediate * experts / parallel.tensor  # gate, up and their product
     attention = (2 * model.heads + 2 * model.kv_heads) * model.head_dim / parallel.tensor
     forward = tokens * wide * (max(width, attention) + c.hidden_copies * model.hidden)
-    sampler = settings.max_num_seqs * model.vocab * 4 * c.sampler_copies
+    sampler = settings.max_num_seqs * model.vocab * 4 * c.sampler_copies + 2 * tokens * wide * model.hidden
     return int(max(forward, sampler))
+
+
+def _graphs(model: ModelFacts, parallel: Parallel, settings: Settings, c: Coefficients) -> int:
+    """Memory CUDA graphs keep: fitted to 8B, 70B and 405B shapes on an H200 (docs/log.md)."""
+    number, largest = graph_sizes(settings)
+    widest = DTYPE_BYTES[model.dtype] * (3 * model.intermediate / parallel.tensor + 4 * model.hidden)
+    layers = c.graph_layer_gib * model.layers / parallel.pipeline * number / 51
+    return int((c.graph_base_gib + layers) * GIB + c.graph_passes * largest * widest)
 
 
 def full_length_blocks(model: ModelFacts, settings: Settings, max_model_len: int, pipeline: int) -> tuple[int, int]:
@@ -109,12 +120,13 @@ def measure(
     weights = stage_weights(model, parts, parallel)
     graphs = 0
     if not settings.eager and inventory.gpu is not None:
-        per_layer = c.graph_mib_per_layer / 1024 * graph_sizes(settings) / 51
-        graphs = int((c.graph_base_gib + per_layer * model.layers / parallel.pipeline) * GIB)
+        graphs = _graphs(model, parallel, settings, c)
     overhead = int((c.non_torch_gib + (c.nccl_gib if parallel.replica_gpus > 1 else 0)) * GIB)
     activation = _activation(model, parallel, settings, c)
     budget = int(settings.gpu_memory_utilization * inventory.memory_bytes_per_gpu)
-    left = [budget - w - activation - graphs - overhead for w in weights]
+    counted = graphs if c.counts_graphs else 0
+    correction = int(c.correction_gib * GIB)
+    left = [budget - w - activation - counted - overhead - correction for w in weights]
 
     element = 1.0 if precision.kv.startswith("fp8") else DTYPE_BYTES[model.dtype]
     heads = max(1, model.kv_heads // parallel.tensor)
@@ -140,14 +152,5 @@ def measure(
         graph_bytes_per_gpu=graphs,
         overhead_bytes_per_gpu=overhead,
         budget_bytes_per_gpu=budget,
+        correction_bytes_per_gpu=correction,
     )
-
-
-def scale_parts(parts: Parts, factor: float) -> Parts:
-    """Every part times a factor, for calibration."""
-    return replace(parts, **{k: round(v * factor) for k, v in vars(parts).items()})
-
-
-def plain_bytes(precision: Precision) -> float:
-    """Bytes per matrix parameter of a precision."""
-    return matrix_bytes(Quantisation("x", precision.weights, 128 if precision.weights == "int4" else 0, True), 2.0)

@@ -17,7 +17,7 @@ from corral.plan.constraints import partition
 from corral.plan.contract import Goal, Memory, Parallel, Precision, Settings, Speed
 from corral.plan.memory import convert
 
-__all__ = ["MEASURED_KINDS", "Efficiency", "predict"]
+__all__ = ["MEASURED_KINDS", "Efficiency", "predict", "significant"]
 
 MEASURED_KINDS = ("H200",)  # kinds whose predictions rest on measurements; docs/log.md has them
 
@@ -26,12 +26,15 @@ MEASURED_KINDS = ("H200",)  # kinds whose predictions rest on measurements; docs
 class Efficiency:
     """What of the vendors' rates is reached, and the costs they do not mention; sources in docs/log.md."""
 
-    bandwidth: float = 0.79  # of HBM while decoding: 8B bf16 and 70B FP8 on an H200
-    matrix: float = 0.60  # of the dense rate while prefilling
-    matrix_fp8: float = 0.50
-    layer_s: float = 21e-6  # small kernels of one layer, CUDA graphs on
+    bandwidth: float = 0.905  # of HBM while decoding: 8B and 405B shapes in bf16 on an H200
+    matrix: float = 0.68  # of the dense rate while prefilling, bf16
+    matrix_fp8: float = 0.57
+    layer_s: float = 34e-6  # small kernels of one layer, CUDA graphs on
+    fp8_layer_s: float = 17e-6  # quantising activations, more of the same
     step_s: float = 0.3e-3  # scheduler, sampling, one step
     sequence_s: float = 12e-6  # per running request and step
+    frontend_s: float = 13.5e-3  # HTTP, scheduling and streaming before a first token
+    frontend_tokens_s: float = 11_000.0  # tokens one API server process streams
     eager_layer_s: float = 0.40e-3  # per layer when kernels are launched one by one
     reduce_s: float = 12e-6  # one small all-reduce inside a node over NVLink
     reduce_pcie_s: float = 30e-6
@@ -39,6 +42,11 @@ class Efficiency:
     hop_s: float = 60e-6  # one pipeline hop
     startup_s: float = 60.0  # compile, profile, capture
     storage_gb_s: float = 2.0  # a local NVMe disk, when nothing else is said
+
+
+def significant(value: float, digits: int = 3) -> float:
+    """Rounded to the digits that a prediction can claim."""
+    return float(f"{value:.{digits}g}")
 
 
 @dataclass(frozen=True)
@@ -84,7 +92,7 @@ def predict(
     e = efficiency or Efficiency()
     gpu = inventory.kind
     load = memory.weights_bytes / max(1, min(inventory.nodes, parallel.pipeline * parallel.data))
-    load_s = load / ((goal.storage_gb_s or e.storage_gb_s) * 1e9) + e.startup_s
+    load_s = significant(load / ((goal.storage_gb_s or e.storage_gb_s) * 1e9) + e.startup_s)
     if gpu is None:
         return Speed(
             None, None, None, None, None, load_s, concurrency, goal.prompt_tokens, goal.output_tokens, "unknown"
@@ -99,14 +107,15 @@ def predict(
     step = roof.step(running, length)
     prefill = roof.prefill_rate(goal.prompt_tokens)
     cycle = running * goal.prompt_tokens / prefill + goal.output_tokens * step
+    cycle = max(cycle, running * goal.output_tokens / e.frontend_tokens_s)
     return Speed(
-        decode_tokens_per_s=1 / alone,
-        prefill_tokens_per_s=prefill,
-        throughput_tokens_per_s=parallel.data * running * goal.output_tokens / cycle,
-        ttft_s=roof.chunk(goal.prompt_tokens, goal.prompt_tokens) + e.step_s,
-        tpot_s=cycle / goal.output_tokens,
+        decode_tokens_per_s=significant(1 / alone),
+        prefill_tokens_per_s=significant(prefill),
+        throughput_tokens_per_s=significant(parallel.data * running * goal.output_tokens / cycle),
+        ttft_s=significant(roof.chunk(goal.prompt_tokens, goal.prompt_tokens) + e.frontend_s),
+        tpot_s=significant(cycle / goal.output_tokens),
         load_s=load_s,
-        concurrency=concurrency,
+        concurrency=min(concurrency, running * parallel.data),
         prompt_tokens=goal.prompt_tokens,
         output_tokens=goal.output_tokens,
         basis="measured" if gpu.kind in MEASURED_KINDS and parallel.replica_gpus == 1 else "scaled from an H200",
@@ -131,6 +140,9 @@ class _Roof:
         read = [per_layer * n for n in partition(model.layers, self.parallel.pipeline)]
         read[-1] += (parts.embedding if model.tied_embeddings else parts.head) / tp
         return read
+
+    def _layer_s(self) -> float:
+        return self.e.layer_s + (self.e.fp8_layer_s if self.precision.weights == "fp8" else 0.0)
 
     def _touched(self, batch: float) -> float:
         """Share of the experts that a batch needs."""
@@ -159,7 +171,7 @@ class _Roof:
         for layers, read in zip(partition(model.layers, p.pipeline), self._stage_bytes(batch), strict=True):
             moving = (read + kv * layers) / m.bandwidth
             adding = batch * 2 * self._matrices() * layers / model.layers / p.tensor / m.flops
-            busy = max(moving, adding) + layers * (self.e.layer_s + self._reduce(batch))
+            busy = max(moving, adding) + layers * (self._layer_s() + self._reduce(batch))
             total += max(busy, layers * self.e.eager_layer_s) if self.settings.eager else busy
         return total
 
@@ -182,7 +194,7 @@ class _Roof:
         attention = 2 * model.heads * model.head_dim * self._attended(length) * model.layers
         work = tokens * (2 * self._matrices() + attention) / p.tensor / m.flops
         floor = sum(self._stage_bytes(tokens)) / m.bandwidth
-        layers = model.layers * (self.e.layer_s + self._reduce(tokens))
+        layers = model.layers * (self._layer_s() + self._reduce(tokens))
         return max(work, floor) + layers + (p.pipeline - 1) * m.hop_s
 
     def prefill_rate(self, length: float) -> float:

@@ -1,0 +1,228 @@
+"""Plans for people: a screenful that reads at a glance, in 80 columns or more."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import textwrap
+from collections.abc import Iterator, Sequence
+
+import click
+
+from corral.hardware import GIB
+from corral.plan import Plan
+from corral.plan.candidate import Candidate
+from corral.plan.need import Need
+from corral.plan.precisions import Form
+from corral.plan.reconcile import Differences
+
+__all__ = ["about", "comparison_lines", "lesson_lines", "need_lines", "plan_lines", "up_command", "vllm_command"]
+
+_LABEL = 13
+_BAR = (("weights", "█"), ("activations", "▓"), ("graphs", "▒"), ("overhead", "▒"), ("KV cache", "░"))
+
+
+def width() -> int:
+    return max(60, min(120, shutil.get_terminal_size((80, 24)).columns))
+
+
+def about(value: float | None) -> str:
+    """A prediction in the two digits it can claim, or a dash."""
+    if value is None:
+        return "–"
+    rounded = float(f"{value:.2g}")
+    return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:g}"
+
+
+def seconds(value: float | None) -> str:
+    if value is None:
+        return "–"
+    if value < 1:
+        return f"{about(value * 1000)} ms"
+    return f"{about(value)} s" if value < 100 else f"{about(value / 60)} min"
+
+
+def vllm_command(plan: Plan) -> str:
+    environment = [f"{name}={value}" for name, value in plan.engine_env.items()]
+    return shlex.join([*environment, "vllm", "serve", plan.checkpoint, *plan.engine_args])
+
+
+def up_command(plan: Plan, model: str, assignments: Sequence[str]) -> str:
+    """The line that starts this plan; layouts for hardware elsewhere are pinned, so that they stay as planned."""
+    goal, words = plan.goal, ["corral", "up", model]
+    words += ["--context", str(plan.max_model_len)]
+    if goal.concurrency:
+        words += ["--concurrency", str(goal.concurrency)]
+    if goal.goal != "balanced":
+        words += ["--goal", goal.goal]
+    pinned = {pair.split("=")[0]: pair for pair in assignments if not pair.startswith("max_model_len")}
+    if plan.inventory.source == "named" and plan.inventory.gpu:
+        p = plan.parallel
+        pinned |= {"tensor": f"tensor={p.tensor}", "pipeline": f"pipeline={p.pipeline}", "data": f"data={p.data}"}
+        if plan.precision.how != "native":
+            pinned["weights"] = f"weights={plan.precision.weights}"
+    for pair in pinned.values():
+        words += ["--set", pair]
+    return shlex.join(words)
+
+
+def _row(label: str, text: str, columns: int) -> list[str]:
+    wrapped = textwrap.wrap(text, columns - _LABEL - 2, break_on_hyphens=False) or [""]
+    return [f"  {label:<{_LABEL}}{wrapped[0]}", *(" " * (_LABEL + 2) + line for line in wrapped[1:])]
+
+
+def _because(plan: Plan, field: str) -> str:
+    return next((r.because for r in plan.reasons if r.field == field), "")
+
+
+def _memory_bar(plan: Plan, columns: int) -> str:
+    m = plan.memory
+    total = plan.inventory.memory_bytes_per_gpu or m.budget_bytes_per_gpu
+    sizes = (m.weights_bytes_per_gpu, m.activation_bytes_per_gpu, m.graph_bytes_per_gpu, m.overhead_bytes_per_gpu,
+             m.kv_cache_bytes_per_gpu)  # fmt: skip
+    room = min(60, columns - _LABEL - 2)
+    bar = "".join(sign * round(room * size / total) for (_, sign), size in zip(_BAR, sizes, strict=True))
+    return bar[:room].ljust(room, "·")
+
+
+def _memory_words(plan: Plan) -> str:
+    m = plan.memory
+    parts = [f"weights {m.weights_bytes_per_gpu / GIB:.1f}", f"activations {m.activation_bytes_per_gpu / GIB:.1f}"]
+    if m.graph_bytes_per_gpu:
+        parts.append(f"graphs {m.graph_bytes_per_gpu / GIB:.1f}")
+    parts += [f"overhead {m.overhead_bytes_per_gpu / GIB:.1f}", f"KV cache {m.kv_cache_bytes_per_gpu / GIB:.1f}"]
+    of = "free" if plan.inventory.gpu is None else "usable"
+    return f"{' + '.join(parts)} of {m.budget_bytes_per_gpu / GIB:.1f} GiB {of}"
+
+
+def plan_lines(plan: Plan, model: str, assignments: Sequence[str]) -> Iterator[str]:
+    """The plan, top to bottom: verdict, split, memory, speed, what else was considered, how to start it."""
+    columns = width()
+    verdict = (
+        click.style("fits", fg="green", bold=True) if plan.fits else click.style("does not fit", fg="red", bold=True)
+    )
+    yield f"{click.style(plan.model.name, bold=True)} on {plan.inventory.label}: {verdict}"
+    yield ""
+    if not plan.fits:
+        yield from _row("why", plan.reason, columns)
+    if plan.precision.how != "native" or plan.precision.weights != plan.model.dtype:
+        yield from _row("weights", f"{plan.precision.weights}: {_because(plan, 'precision.weights')}", columns)
+    if plan.inventory.gpu:
+        yield from _row("split", f"{plan.parallel} · {_because(plan, _deciding(plan))}", columns)
+    yield from _row("context", f"{plan.max_model_len:,} tokens · {_because(plan, 'max_model_len')}", columns)
+    per = "memory/GPU" if plan.inventory.gpu else "memory"
+    yield from _row(per, _memory_words(plan), columns)
+    yield " " * (_LABEL + 2) + click.style(_memory_bar(plan, columns), fg="cyan")
+    if plan.fits:
+        yield from _numbers(plan, columns)
+    for note in plan.notes:
+        yield from _row("note", note, columns)
+    if plan.rejected:
+        yield ""
+        for i, row in enumerate(plan.rejected[:5]):
+            yield from _row("" if i else "not taken", f"{row.what}: {row.because}", columns)
+    if plan.nearest:
+        yield ""
+        for i, near in enumerate(plan.nearest):
+            yield from _row("" if i else "would fit", f"{near.what}  ({near.change})", columns)
+    if plan.fits:
+        yield ""
+        yield f"  {'start it':<{_LABEL}}{up_command(plan, model, assignments)}"  # not wrapped: made to be copied
+        yield f"  {'or by hand':<{_LABEL}}{vllm_command(plan)}"
+
+
+def _deciding(plan: Plan) -> str:
+    if plan.parallel.data > 1:
+        return "parallel.data"
+    return "parallel.pipeline" if plan.parallel.pipeline > 1 else "parallel.tensor"
+
+
+def _numbers(plan: Plan, columns: int) -> Iterator[str]:
+    m, s = plan.memory, plan.speed
+    replicas = f", {m.kv_cache_tokens_per_replica:,} in each replica" if plan.parallel.data > 1 else ""
+    yield from _row("KV cache", f"{m.kv_cache_tokens:,} tokens{replicas}", columns)
+    if s.decode_tokens_per_s is None:
+        yield from _row("speed", "unknown: nothing is known of this GPU's bandwidth", columns)
+        return
+    yield from _row("one stream", f"about {about(s.decode_tokens_per_s)} tokens/s", columns)
+    together = (
+        f"about {about(s.throughput_tokens_per_s)} tokens/s at {s.concurrency:,} request{'s' * (s.concurrency > 1)}"
+    )
+    yield from _row("together", f"{together} of {s.prompt_tokens} + {s.output_tokens} tokens", columns)
+    yield from _row("first token", f"about {seconds(s.ttft_s)} after {s.prompt_tokens} prompt tokens, alone", columns)
+    yield from _row("load", f"about {seconds(s.load_s)}", columns)
+    yield from _row("basis", s.basis, columns)
+    if plan.cost.per_hour is not None:
+        million = plan.cost.per_million_tokens
+        each = f", {million:.2f} per million output tokens when busy" if million else ""
+        yield from _row("cost", f"{plan.cost.per_hour:.2f} per hour{each}", columns)
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> Iterator[str]:
+    cells = [list(headings), *(list(row) for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(headings))]
+    for number, row in enumerate(cells):
+        line = "  ".join(
+            cell.ljust(wide) if i < left or i == len(row) - 1 else cell.rjust(wide)
+            for i, (cell, wide) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        yield click.style(line, bold=True) if number == 0 else line
+
+
+def comparison_lines(rows: Sequence[tuple[Form, Candidate]], most: int = 20) -> Iterator[str]:
+    """Alternatives side by side, best first; the last column says why a row cannot run."""
+    runs = [c for _, c in rows if not c.problem]
+    table = [
+        (
+            str(c.parallel).replace(" × ", "·"),
+            f"{c.precision.weights}{'+kv8' if c.precision.kv == 'fp8' else ''}",
+            f"{c.max_model_len:,}",
+            f"{c.memory.kv_cache_tokens:,}",
+            about(c.speed.decode_tokens_per_s),
+            about(c.speed.throughput_tokens_per_s),
+            f"{c.memory.weights_bytes_per_gpu / GIB:.1f}",
+        )
+        for c in runs[:most]
+    ]
+    yield from _table(("split", "weights", "context", "KV tokens", "1 stream", "together", "GiB/GPU"), table, left=2)
+    if len(runs) > most:
+        yield f"… and {len(runs) - most} more that run"
+    refused = [c for _, c in rows if c.problem]
+    if refused:
+        yield ""
+        yield f"{len(refused)} do not run:"
+    for c in refused[:5]:
+        text = f"{c.parallel} in {c.precision.weights}: {c.problem}"
+        yield from textwrap.wrap(text, width(), initial_indent="  ", subsequent_indent="    ")
+
+
+def need_lines(rows: Sequence[Need]) -> Iterator[str]:
+    """Smallest inventories; `on paper` is bytes over the size on the box."""
+    table = [
+        (
+            row.gpu,
+            row.weights,
+            str(row.by_arithmetic),
+            str(row.gpus) if row.gpus else ">128",
+            (f"{row.nodes} × {row.gpus_per_node}" if row.nodes > 1 else str(row.gpus_per_node)) if row.gpus else "–",
+            f"{row.kv_cache_tokens:,}" if row.gpus else "–",
+            row.layout or "–",
+        )
+        for row in rows
+    ]
+    yield from _table(("GPU", "weights", "on paper", "runs on", "nodes", "KV tokens", "as"), table, left=2)
+
+
+def lesson_lines(lessons: Sequence[Differences]) -> Iterator[str]:
+    """What earlier deployments taught."""
+    if not lessons:
+        yield "Nothing learned yet: no deployment was compared with its plan."
+        return
+    table = []
+    for lesson in lessons:
+        off = {row.name: f"{row.percent:+.1f}%" for row in lesson.rows}
+        missing = "–" if lesson.missing_gib is None else f"{lesson.missing_gib:+.2f}"
+        cells = [off.get(name, "–") for name in ("weights_gib", "graph_gib", "kv_tokens", "load_s")]
+        table.append((lesson.gpu, lesson.engine_version or "?", lesson.model, lesson.weights, *cells, missing))
+    heads = ("GPU", "vLLM", "model", "weights", "weights off", "graphs off", "KV off", "load off", "GiB missing")
+    yield from _table(heads, table, left=4)

@@ -1,0 +1,225 @@
+"""Why each number of a plan is what it is, and why the alternatives were not taken."""
+
+from __future__ import annotations
+
+from corral.hardware import GIB, Inventory
+from corral.model import ModelFacts
+from corral.plan.candidate import Candidate, Tuning
+from corral.plan.contract import Goal, Memory, Reason, Rejected
+from corral.plan.fixed import Fixed
+from corral.plan.layouts import refused_tensor
+from corral.plan.precisions import Form
+
+__all__ = ["reasons_for", "rejected_for"]
+
+_SET = "you set it"
+_MOST_REJECTED = 12
+
+
+def gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB"
+
+
+def reasons_for(
+    asked: ModelFacts, form: Form, chosen: Candidate, inventory: Inventory, goal: Goal, fixed: Fixed, tuning: Tuning
+) -> tuple[Reason, ...]:
+    """One reason per field, in the order a person would ask."""
+    rows = [
+        *_precision(asked, form, chosen, inventory, fixed),
+        *_layout(form.facts, chosen, inventory, fixed),
+        _context(form.facts, chosen, goal, fixed),
+        *_settings(chosen, inventory, goal, fixed),
+        *_memory(form.facts, chosen, inventory, tuning),
+        *_speed(chosen, inventory, tuning),
+    ]
+    return tuple(Reason(field, str(value), because) for field, value, because in rows)
+
+
+Row = tuple[str, object, str]
+
+
+def _precision(asked: ModelFacts, form: Form, chosen: Candidate, inventory: Inventory, fixed: Fixed) -> list[Row]:
+    precision = chosen.precision
+    how = {
+        "native": "as the checkpoint stores it",
+        "checkpoint": f"from the quantised checkpoint {form.facts.location}",
+        "online": "vLLM quantises the 16-bit checkpoint while loading",
+    }[precision.how]
+    if precision.weights == "fp16" and asked.weights == "bf16":
+        how = f"{inventory.gpu} does not compute in bf16"
+    if fixed.weights:
+        how = f"{_SET}; {how}"
+    elif precision.how != "native":
+        how = f"{asked.weights} ({gib(asked.weights_bytes)} of weights) does not fit {inventory.label}; {how}"
+    kv = "the model's own 16 bits" if precision.kv == "auto" else "half the bytes per token; attention loses a little"
+    kv = f"{_SET}: {kv}" if fixed.kv else kv
+    return [("precision.weights", precision.weights, how), ("precision.kv", precision.kv, kv)]
+
+
+def _layout(model: ModelFacts, chosen: Candidate, inventory: Inventory, fixed: Fixed) -> list[Row]:
+    p, memory = chosen.parallel, chosen.memory
+    if inventory.gpu is None:
+        return [("parallel", p, "one process on one machine without a GPU")]
+    left = gib(memory.kv_cache_bytes_per_gpu)
+    tensor = f"{gib(memory.weights_bytes_per_gpu)} of weights on each GPU leave {left} for KV"
+    if p.tensor == 1:
+        tensor = f"the model fits one GPU ({gib(memory.weights_bytes_per_gpu)} of weights); no all-reduces"
+    if p.tensor > model.kv_heads:
+        tensor += f"; the {model.kv_heads} KV heads are copied {p.tensor // model.kv_heads} times"
+    if p.tensor > inventory.gpus_per_node:
+        tensor += "; across nodes every layer waits for the network twice"
+    pipeline = "one stage: nothing waits for another"
+    if p.pipeline > 1:
+        across = p.replica_gpus > inventory.gpus_per_node
+        pipeline = "between nodes only hidden states travel, once per stage" if across else "stages share the layers"
+    data = "one replica"
+    if p.data > 1:
+        data = "replicas answer independently, and their speeds add up; for small models that beats a wider TP"
+    idle = inventory.gpus - p.replica_gpus * p.data
+    if idle:
+        data += f"; {idle} of {inventory.gpus} GPUs stay idle"
+    rows = (("tensor", p.tensor, tensor), ("pipeline", p.pipeline, pipeline), ("data", p.data, data))
+    return [
+        (f"parallel.{name}", value, f"{_SET}; {why}" if getattr(fixed, name) is not None else why)
+        for name, value, why in rows
+    ]
+
+
+def _context(model: ModelFacts, chosen: Candidate, goal: Goal, fixed: Fixed) -> Row:
+    length = chosen.max_model_len
+    if fixed.max_model_len or goal.context:
+        why = _SET
+    elif length == model.max_context:
+        why = "the model's own longest"
+    elif chosen.settings.block_size == 128:
+        why = f"shortened from the model's {model.max_context:,}: longer prompts take minutes on a CPU"
+    else:
+        why = f"shortened from the model's {model.max_context:,}: the KV cache holds no more; --context sets another"
+    if not chosen.problem:
+        why += f"; room for {chosen.memory.full_length_requests:g} requests of that length at once"
+    return "max_model_len", length, why
+
+
+def _settings(chosen: Candidate, inventory: Inventory, goal: Goal, fixed: Fixed) -> list[Row]:
+    s = chosen.settings
+    rows: list[Row] = []
+    if inventory.gpu is not None:
+        outside = inventory.memory_bytes_per_gpu - chosen.memory.budget_bytes_per_gpu
+        share = f"vLLM's default; {gib(outside)} per GPU stay outside its budget"
+        rows.append(("gpu_memory_utilization", s.gpu_memory_utilization, share))
+    batched = {
+        "latency": "small prefill chunks keep running requests smooth",
+        "balanced": "vLLM's default for this memory size",
+        "throughput": "large prefill chunks use the matrix units best",
+    }[goal.goal]
+    seqs = "vLLM's default for this memory size"
+    if goal.concurrency:
+        seqs = f"room for the {goal.concurrency} requests at once you asked for; smaller means more KV cache"
+    rows += [("max_num_batched_tokens", s.max_num_batched_tokens, batched), ("max_num_seqs", s.max_num_seqs, seqs)]
+    graphs = "kernels are launched one by one" if s.eager else "CUDA graphs: small models gain most"
+    rows.append(("eager", str(s.eager).lower(), graphs if inventory.gpu else "the engine decides on a CPU"))
+    names = {name for name in ("gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs", "eager")
+             if getattr(fixed, name) is not None}  # fmt: skip
+    return [(name, value, f"{_SET}; {why}" if name in names else why) for name, value, why in rows]
+
+
+def _memory(model: ModelFacts, chosen: Candidate, inventory: Inventory, tuning: Tuning) -> list[Row]:
+    m, s, p = chosen.memory, chosen.settings, chosen.parallel
+    rows: list[Row] = [
+        ("memory.weights_bytes_per_gpu", m.weights_bytes_per_gpu, _weights_words(model, m)),
+        (
+            "memory.activation_bytes_per_gpu",
+            m.activation_bytes_per_gpu,
+            f"{gib(m.activation_bytes_per_gpu)} at the peak of one pass over {s.max_num_batched_tokens:,} tokens,"
+            f" or of sampling {s.max_num_seqs:,} requests",
+        ),
+    ]
+    if inventory.gpu is not None:
+        measured = "measured on one H200" if p.replica_gpus == 1 else "the part for NCCL is not yet measured"
+        rows += [
+            ("memory.graph_bytes_per_gpu", m.graph_bytes_per_gpu, "captured batch sizes up to 512; vLLM counts them"),
+            ("memory.overhead_bytes_per_gpu", m.overhead_bytes_per_gpu, f"what torch does not manage; {measured}"),
+        ]
+        rows.append(("prompt_logprobs", "", _logprobs(model, chosen, inventory)))
+    budget = f"{gib(m.budget_bytes_per_gpu)} minus all of the above leaves {gib(m.kv_cache_bytes_per_gpu)}"
+    if inventory.gpu is None:
+        budget = f"{gib(m.kv_cache_bytes_per_gpu)} set aside of {gib(inventory.host_available_bytes)} free"
+    tokens = f"{budget} at {m.kv_bytes_per_token_per_gpu:,} bytes per token, in blocks of {s.block_size}"
+    if tuning.source != "built in":
+        tokens += f"; corrected by {tuning.source}"
+    rows.append(("memory.kv_cache_tokens", m.kv_cache_tokens, tokens))
+    return rows
+
+
+def _weights_words(model: ModelFacts, m: Memory) -> str:
+    how = "from its safetensors headers" if model.bytes_by_dtype else "computed from its config"
+    words = f"{m.weights_bytes / 1e9:.1f} GB in all, {how}"
+    if m.nominal_weights_bytes < 0.97 * m.weights_bytes:
+        words += f"; documents count {m.nominal_weights_bytes / 1e9:.0f} GB, as if every tensor were quantised"
+    return words
+
+
+def _logprobs(model: ModelFacts, chosen: Candidate, inventory: Inventory) -> str:
+    """vLLM computes prompt_logprobs outside its profile: fp32 scores of a whole chunk over the vocabulary."""
+    entry = model.vocab * 10  # bf16 scores, fp32 copy, fp32 log-softmax
+    free = inventory.memory_bytes_per_gpu - chosen.memory.budget_bytes_per_gpu
+    need, safe = chosen.settings.max_num_batched_tokens * entry, max(0, int(free * 0.8) // entry)
+    words = f"a full chunk of prompt_logprobs takes {gib(need)} outside the budget, which has {gib(free)}"
+    if need <= free * 0.8:
+        return words
+    return f"{words}: for long prompts with prompt_logprobs set max_num_batched_tokens={safe // 256 * 256 or safe}"
+
+
+def _speed(chosen: Candidate, inventory: Inventory, tuning: Tuning) -> list[Row]:
+    s, e = chosen.speed, tuning.speed
+    if s.decode_tokens_per_s is None:
+        return [("speed", "", f"nothing is known of the speed of {inventory.gpu}")]
+    if inventory.gpu is None:
+        return [("speed.decode_tokens_per_s", s.decode_tokens_per_s, s.basis)]
+    bound = f"weights and KV at {100 * e.bandwidth:.0f}% of the memory bandwidth, {1e6 * e.layer_s:.0f} µs per layer"
+    if chosen.parallel.tensor > 1:
+        bound += ", two all-reduces per layer (not yet measured)"
+    return [
+        ("speed.decode_tokens_per_s", s.decode_tokens_per_s, f"{bound}; {s.basis}"),
+        ("speed.prefill_tokens_per_s", s.prefill_tokens_per_s, f"{100 * e.matrix:.0f}% of the dense bf16 rate"
+         f" ({100 * e.matrix_fp8:.0f}% in FP8); {s.basis}"),
+        ("speed.throughput_tokens_per_s", s.throughput_tokens_per_s, f"{s.concurrency} requests at once of"
+         f" {s.prompt_tokens} + {s.output_tokens} tokens; {s.basis}"),
+        ("speed.load_s", s.load_s, f"reading {gib(chosen.memory.weights_bytes)} at the storage's speed"
+         f" (--storage; {e.storage_gb_s:g} GB/s assumed), then about {e.startup_s:.0f} s of compiling"),
+    ]  # fmt: skip
+
+
+def rejected_for(
+    asked: ModelFacts, chosen: Candidate, tried: list[tuple[Form, Candidate]], inventory: Inventory, goal: Goal
+) -> tuple[Rejected, ...]:
+    """The alternatives, nearest rivals first, each with the reason it lost."""
+    rivals = [c for _, c in tried if c is not chosen]
+    rivals.sort(key=lambda c: (bool(c.problem), -c.max_model_len, -c.score(goal.goal)))
+    rows: list[Rejected] = []
+    for rival in rivals:
+        what = str(rival.parallel)
+        if rival.precision.weights != chosen.precision.weights:
+            what += f" in {rival.precision.weights}"
+        rows.append(Rejected(what, rival.problem or _worse(rival, chosen)))
+    if inventory.gpu is not None:
+        rows = rows[:_MOST_REJECTED] + refused_tensor(asked, inventory)
+    return tuple(rows)
+
+
+def _worse(rival: Candidate, chosen: Candidate) -> str:
+    if rival.max_model_len < chosen.max_model_len:
+        return f"holds a context of only {rival.max_model_len:,}"
+    pairs = (
+        ("one stream", rival.speed.decode_tokens_per_s, chosen.speed.decode_tokens_per_s),
+        ("all together", rival.speed.throughput_tokens_per_s, chosen.speed.throughput_tokens_per_s),
+    )
+    words = [f"{name} {_times(mine, best)}" for name, mine, best in pairs if mine and best]
+    if rival.memory.kv_cache_tokens < 0.7 * chosen.memory.kv_cache_tokens:
+        words.append(f"only {rival.memory.kv_cache_tokens:,} KV tokens")
+    return ", ".join(words) or "no better in anything known"
+
+
+def _times(mine: float, best: float) -> str:
+    ratio = mine / best
+    return f"{ratio:.1f}× as fast" if ratio >= 1.95 else f"{100 * (ratio - 1):+.0f}%"

@@ -1,0 +1,204 @@
+"""`corral plan` as people and programs use it."""
+
+import json
+
+import pytest
+
+from corral.cli import main
+from corral.hardware import Inventory
+from corral.model import read_facts
+from corral.plan import Goal, Plan, make_plan
+from corral.plan.calibration import append, learn, read
+from corral.plan.reconcile import Observed, read_log, reconcile
+from corral.record import from_json
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("CORRAL_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def corral(capsys):
+    def run(*words: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as caught:
+            main(["plan", *words])
+        out = capsys.readouterr()
+        return int(caught.value.code or 0), out.out, out.err
+
+    return run
+
+
+def test_json_contract(corral):
+    code, out, _ = corral("llama-3.1-70b", "--gpus", "8xH100", "--price", "2.5", "--json")
+    plan = json.loads(out)
+    assert code == 0
+    assert plan["version"] == 1
+    assert plan["fits"] is True
+    assert set(plan["model"]) >= {"name", "parameters", "layers", "heads", "kv_heads", "head_dim", "max_context"}
+    assert set(plan["inventory"]) >= {"gpu", "gpus_per_node", "nodes", "memory_bytes_per_gpu"}
+    assert set(plan["precision"]) >= {"weights", "kv"}
+    assert set(plan["parallel"]) == {"tensor", "pipeline", "data"}
+    assert set(plan["memory"]) >= {
+        "weights_bytes", "weights_bytes_per_gpu", "kv_bytes_per_token", "kv_cache_tokens",
+        "activation_bytes_per_gpu", "graph_bytes_per_gpu", "overhead_bytes_per_gpu",
+    }  # fmt: skip
+    assert set(plan["speed"]) >= {
+        "decode_tokens_per_s", "prefill_tokens_per_s", "throughput_tokens_per_s", "ttft_s", "tpot_s", "load_s",
+    }  # fmt: skip
+    assert plan["cost"]["per_million_tokens"] > 0
+    assert all(isinstance(word, str) for word in plan["engine_args"])
+    assert all(set(reason) == {"field", "value", "because"} for reason in plan["reasons"])
+    assert all(set(row) == {"what", "because"} for row in plan["rejected"])
+    assert plan["nearest"] == []
+    assert from_json(Plan, plan).fits
+
+
+def test_refusal_has_its_own_exit_code(corral):
+    code, out, _ = corral("llama-3.1-405b", "--gpus", "8xH100", "--set", "weights=bf16", "--json")
+    plan = json.loads(out)
+    assert code == 5
+    assert plan["fits"] is False
+    assert plan["reason"]
+    assert plan["nearest"]
+
+
+def test_table_reads_in_80_columns(corral, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = corral("llama-3.1-405b", "--gpus", "8xH100", "--nodes", "2")
+    lines = out.splitlines()
+    assert code == 0
+    assert lines[0] == "llama-3.1-405b on 2 nodes × 8 × H100-SXM: fits"
+    commands = [line for line in lines if "corral up" in line or "vllm serve" in line]
+    assert len(commands) == 2  # each on one line, to be copied
+    assert all(len(line) <= 80 for line in lines if line not in commands)
+    assert "corral up llama-3.1-405b --context 131072 --set tensor=8 --set pipeline=2 --set data=1" in commands[0]
+    assert "vllm serve meta-llama/Llama-3.1-405B --tensor-parallel-size 8 --pipeline-parallel-size 2" in commands[1]
+
+
+def test_explain_shows_the_arithmetic(corral):
+    code, out, _ = corral("llama-3.1-70b", "--gpus", "8xH100", "--explain")
+    assert code == 0
+    assert "2 × 80 layers × 8 KV heads × 128 × 2 bytes = 327,680 bytes" in out
+    assert "0.92 of 79.10 GiB" in out
+    assert "Not taken" in out
+
+
+def test_compare_ranks_what_runs_before_what_does_not(corral):
+    code, out, _ = corral("llama-3.1-70b", "--gpus", "8xH100", "--compare", "--json")
+    rows = json.loads(out)["candidates"]
+    assert code == 0
+    assert len(rows) > 20
+    assert [bool(row["problem"]) for row in rows] == sorted(bool(row["problem"]) for row in rows)
+    code, out, _ = corral("llama-3.1-70b", "--gpus", "8xH100", "--compare")
+    assert "TP4·DP2" in out
+
+
+def test_need(corral):
+    code, out, _ = corral("llama-3.1-405b", "--need")
+    assert code == 0
+    row = next(line.split() for line in out.splitlines() if line.startswith("H100-SXM") and "bf16" in line)
+    assert row[2:4] == ["11", "16"]
+    code, out, _ = corral("llama-3.1-405b", "--need", "--gpus", "H100", "--json")
+    assert {row["weights"] for row in json.loads(out)["needs"]} == {"bf16", "fp8", "int4"}
+
+
+def test_this_machine_without_gpu(corral, monkeypatch):
+    here = Inventory(None, 1, 1, 0, 4, 16 << 30, 12 << 30, source="probed")
+    monkeypatch.setattr("corral.cli.plan.probe", lambda: here)
+    code, out, _ = corral("smollm2", "--json")
+    plan = json.loads(out)
+    assert code == 0
+    assert plan["engine_env"] == {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    assert plan["memory"]["kv_cache_tokens"] == 46_592  # 364 blocks of 128; 23,040 bytes per token in 1 GiB
+    assert plan["max_model_len"] == 8192
+    code, out, _ = corral("llama-3.1-70b", "--json")
+    assert code == 5
+    assert "GiB of memory" in json.loads(out)["reason"]
+
+
+BAD = [
+    (["llama-3.1-8b", "--gpus", "-8xH100"], 2, "-8 is not a possible number of GPUs per node"),
+    (["llama-3.1-8b", "--gpus", "8xH900"], 2, "'H900' is not a kind of GPU"),
+    (["llama-3.1-8b", "--gpus", "8xH100", "--nodes", "0"], 2, "0 is not a possible number of nodes"),
+    (["llama-3.1-8b", "--nodes", "2"], 2, "--nodes needs --gpus"),
+    (["llama-3.1-8b", "--gpus", "H100", "--context", "-5"], 2, "context cannot be -5"),
+    (["llama-3.1-8b", "--gpus", "H100", "--price", "-1"], 2, "price_per_gpu_hour cannot be -1"),
+    (["llama-3.1-8b", "--gpus", "H100", "--set", "tensr=4"], 2, "'tensr' is not a field"),
+    (["llama-3.1-8b", "--gpus", "H100", "--set", "tensor"], 2, "is not key=value"),
+    (["llama-3.1-8b", "--gpus", "H100", "--set", "tensor=four"], 2, "tensor must be a whole number"),
+    (["llama-3.1-8b", "--gpus", "H100", "--set", "tensor=1", "--set", "tensor=2"], 2, "tensor is set twice"),
+    (["llama-3.1-8b", "--gpus", "H100", "--set", "weights=fp5"], 2, "weights cannot be 'fp5'"),
+    (["llama-3.1-8b", "--gpus", "H100", "--set", "gpu_memory_utilization=1.5"], 2, "at most 1"),
+    (["llama-3.1-8b", "--gpus", "H100", "--set", "eager=maybe"], 2, "eager must be true or false"),
+    (["no-such-model", "--gpus", "H100"], 3, "neither a folder nor a model of the catalogue"),
+    (["someone/unknown", "--gpus", "H100"], 3, "network is not to be used"),
+    ([], 2, "No model was named"),
+]
+
+
+@pytest.mark.parametrize(("words", "code", "sentence"), BAD)
+def test_bad_input_gets_one_sentence_and_a_remedy(corral, words, code, sentence):
+    got, out, err = corral(*words)
+    assert got == code
+    assert out == ""
+    assert sentence in err
+    assert "→" in err
+    assert "Traceback" not in err
+
+
+def test_wrong_key_is_answered_with_the_right_one(corral):
+    assert "Did you mean tensor?" in corral("llama-3.1-8b", "--gpus", "H100", "--set", "tensr=4")[2]
+
+
+LOG = """
+INFO [core.py:116] Initializing a V1 LLM engine (v0.26.0) with config: model='x'
+INFO [model_runner.py:305] Model loading took 15.0 GiB and 2.000045 seconds
+INFO [gpu_worker.py:560] Available KV cache memory: 112.28 GiB
+INFO [kv_cache_utils.py:2177] GPU KV cache size: 919,824 tokens
+INFO [model_runner.py:747] Graph capturing finished in 7 secs, took 0.98 GiB
+INFO Actual usage is 15.0 GiB for weight, 1.1 GiB for peak activation, 0.22 GiB for non-torch memory, and
+INFO [core.py:340] init engine (profile, create kv cache, warmup model) took 54.37 s (compilation: 25.22 s)
+"""
+
+
+def test_log_is_read():
+    seen = read_log(LOG.splitlines())
+    assert seen == Observed(15.0, 919_824, 0.98, 1.1, 0.22, 2.000045, 54.37, None, "0.26.0")
+    assert read_log(["nothing of interest"]) == Observed()
+
+
+def test_differences_are_learned_and_used(home, corral):
+    facts, here = read_facts("llama-3.1-8b"), Inventory("H200", 1, 1, 150_109_880_320)
+    goal = Goal(context=8192)
+    plan = make_plan(facts, here, goal)
+    found = reconcile(plan, read_log(LOG.splitlines()))
+    assert {row.name for row in found.rows} == {
+        "weights_gib", "activation_gib", "graph_gib", "non_torch_gib", "kv_tokens", "load_s"}  # fmt: skip
+    assert (found.gpu, found.engine_version) == ("H200", "0.26.0")
+    append(home, found)
+    lessons = read(home)
+    assert lessons == [found]
+    better = make_plan(facts, here, goal, {}, learn(lessons, "H200", facts.name))
+    assert better.memory.kv_cache_tokens == pytest.approx(919_824, rel=0.001)
+    assert any("corrected by 1 earlier deployments" in r.because for r in better.reasons)
+    again = reconcile(better, read_log(LOG.splitlines()))
+    assert again.missing_gib == pytest.approx(found.missing_gib, abs=0.01)  # corrections do not pile up
+    assert learn(lessons, "A100-80").source == "built in"
+    assert learn(lessons, "H200", engine_version="0.99").source == "built in"
+    code, out, _ = corral("--calibration")
+    assert code == 0
+    assert "H200  0.26.0  llama-3.1-8b" in out
+
+
+def test_torn_and_foreign_lessons_are_left_out(home):
+    home.mkdir(parents=True)
+    (home / "calibration.jsonl").write_text('{"gpu": "H200"}\n\nnot json\n{"gpu": "H2')
+    assert read(home) == []
+
+
+def test_nothing_learned_yet(corral):
+    assert "Nothing learned yet" in corral("--calibration")[1]
+    assert json.loads(corral("--calibration", "--json")[1]) == {"lessons": []}

@@ -1,0 +1,166 @@
+"""What must hold of every plan, whatever the model, the hardware and the goal."""
+
+import json
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from corral.catalogue import CATALOGUE
+from corral.hardware import GPUS, Inventory
+from corral.model import facts_from_config, facts_from_entry
+from corral.plan import Goal, Parallel, Plan, make_plan
+from corral.plan.constraints import broken_layout, broken_settings, partition
+from corral.plan.layouts import place
+from corral.plan.memory import measure
+from corral.record import from_json, to_json
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "mixtral", "phi3", "phi")
+
+
+@st.composite
+def models(draw):
+    if draw(st.booleans()):
+        return facts_from_entry(CATALOGUE[draw(st.sampled_from(sorted(CATALOGUE)))])
+    kv = draw(st.sampled_from([1, 2, 3, 4, 8, 12]))
+    heads = kv * draw(st.sampled_from([1, 2, 4, 7, 8]))
+    family = draw(st.sampled_from(FAMILIES))
+    config = {
+        "model_type": family,
+        "hidden_size": heads * draw(st.sampled_from([64, 128])),
+        "intermediate_size": draw(st.sampled_from([1536, 4096, 14336, 18944])),
+        "num_hidden_layers": draw(st.integers(1, 100)),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "vocab_size": draw(st.sampled_from([32000, 49152, 128256, 151936])),
+        "max_position_embeddings": draw(st.sampled_from([2048, 8192, 32768, 131072])),
+        "sliding_window": draw(st.sampled_from([None, 512, 4096])),
+    }
+    if family == "mixtral":
+        config |= {"num_local_experts": 8, "num_experts_per_tok": 2}
+    return facts_from_config(config, "drawn", "drawn", "folder")
+
+
+@st.composite
+def inventories(draw):
+    gpu = GPUS[draw(st.sampled_from(sorted(GPUS)))]
+    return Inventory(gpu.kind, draw(st.sampled_from([1, 2, 3, 4, 6, 8])), draw(st.integers(1, 4)), gpu.memory_bytes)
+
+
+goals = st.builds(
+    Goal,
+    context=st.none() | st.integers(1, 200_000),
+    concurrency=st.none() | st.integers(1, 2000),
+    goal=st.sampled_from(["balanced", "latency", "throughput"]),
+    price_per_gpu_hour=st.none() | st.floats(0.1, 20),
+)
+fixes = st.fixed_dictionaries(
+    {},
+    optional={
+        "tensor": st.integers(1, 16),
+        "pipeline": st.integers(1, 8),
+        "data": st.integers(1, 8),
+        "weights": st.sampled_from(["bf16", "fp16", "fp8", "int8", "int4"]),
+        "kv": st.sampled_from(["auto", "fp8"]),
+        "max_model_len": st.integers(1, 200_000),
+        "gpu_memory_utilization": st.floats(0.1, 1.0),
+        "max_num_batched_tokens": st.integers(1, 70_000),
+        "max_num_seqs": st.integers(1, 4000),
+        "eager": st.booleans(),
+    },
+)
+few = settings(max_examples=60, deadline=None)
+
+
+@few
+@given(models(), inventories(), goals, fixes)
+def test_every_plan_obeys_vllm_and_round_trips(model, inventory, goal, fixed):
+    plan = make_plan(model, inventory, goal, fixed)
+    assert from_json(Plan, json.loads(json.dumps(to_json(plan)))) == plan
+    for key, value in fixed.items():
+        where = {"weights": plan.precision, "kv": plan.precision}.get(key, plan.settings)
+        if key in ("tensor", "pipeline", "data"):
+            where = plan.parallel
+        if key != "max_model_len":
+            assert getattr(where, key) == value
+    if not plan.fits:
+        assert plan.reason
+        return
+    assert broken_layout(plan.model, plan.parallel) is None
+    assert broken_settings(plan.model, plan.settings, plan.max_model_len) is None
+    assert 1 <= plan.parallel.data <= place(inventory, plan.parallel.tensor, plan.parallel.pipeline)
+    assert plan.parallel.replica_gpus * plan.parallel.data <= inventory.gpus
+    asked = fixed.get("max_model_len") or goal.context
+    assert plan.max_model_len == asked if asked else plan.max_model_len <= plan.model.max_context
+    memory = plan.memory
+    assert memory.kv_cache_tokens_per_replica >= plan.max_model_len
+    assert memory.weights_bytes_per_gpu + memory.kv_cache_bytes_per_gpu <= memory.budget_bytes_per_gpu
+    assert memory.budget_bytes_per_gpu <= inventory.memory_bytes_per_gpu
+    assert plan.speed.decode_tokens_per_s > 0
+    assert {r.field for r in plan.reasons} >= {"precision.weights", "parallel.tensor", "max_model_len"}
+
+
+@few
+@given(models(), inventories(), goals, st.booleans())
+def test_twice_the_gpus_never_reduce_kv_tokens(model, inventory, goal, inside):
+    pinned = {"weights": model.weights}  # a step down in precision would change what is compared
+    larger = replace(inventory, gpus_per_node=inventory.gpus_per_node * 2)
+    if not inside:
+        larger = replace(inventory, nodes=inventory.nodes * 2)
+    fewer, more = (make_plan(model, hardware, goal, pinned) for hardware in (inventory, larger))
+    if fewer.fits:
+        assert more.fits
+        assert more.memory.kv_cache_tokens >= fewer.memory.kv_cache_tokens * 0.999  # rounding to blocks and contexts
+
+
+@few
+@given(models(), inventories(), st.integers(1, 4), st.integers(1, 3))
+def test_wider_layouts_never_hold_fewer_tokens(model, inventory, factor, stages):
+    base, wide = Parallel(1, stages), Parallel(2**factor, stages)
+    if broken_layout(model, wide) or stages > model.layers:
+        return
+    plan = make_plan(model, inventory)
+    args = (plan.precision, plan.settings, 2048)
+    narrow = measure(model, inventory, base, *args)
+    widened = measure(model, inventory, wide, *args)
+    if narrow.kv_cache_tokens_per_replica > 0 and narrow.overhead_bytes_per_gpu == widened.overhead_bytes_per_gpu:
+        assert widened.kv_cache_tokens_per_replica >= narrow.kv_cache_tokens_per_replica
+
+
+@few
+@given(models(), inventories(), st.integers(1, 100_000), st.integers(1, 100_000))
+def test_longer_context_never_raises_concurrency(model, inventory, one, other):
+    short, long = sorted((min(one, model.max_context), min(other, model.max_context)))
+    pinned = {
+        "tensor": 1,
+        "pipeline": 1,
+        "weights": model.weights,
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 2048,
+    }
+    a = make_plan(model, inventory, Goal(context=short), pinned)
+    b = make_plan(model, inventory, Goal(context=long), pinned)
+    if b.fits:
+        assert a.fits
+        assert b.memory.full_length_requests <= a.memory.full_length_requests
+
+
+@given(st.integers(1, 300), st.integers(1, 64))
+def test_partition_is_vllms(layers, stages):
+    """`get_pp_indices`: equal shares, the rest to the last stages but one, never to the last."""
+    sizes = partition(layers, stages)
+    assert sum(sizes) == layers
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes[-1] == layers // stages
+    if stages > 1 and layers % stages:
+        assert sizes[-2] == layers // stages + 1
+
+
+@few
+@given(models(), inventories(), goals)
+def test_nearest_fits_really_fit(model, inventory, goal):
+    plan = make_plan(model, inventory, goal)
+    assert not (plan.fits and plan.nearest)
+    for near in plan.nearest:
+        assert near.kv_cache_tokens > 0
+        assert near.change
