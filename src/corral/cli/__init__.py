@@ -21,6 +21,10 @@ __all__ = ["VERBS", "main"]
 # verb -> (module:attribute, one line for `corral --help`)
 VERBS: dict[str, tuple[str, str]] = {
     "plan": ("corral.cli.plan:command", "Will it fit, how to split it, how fast will it be, and why."),
+    "fake-server": (
+        "corral.cli.fake_server:command",
+        "Serve made-up answers at a set pace, with set faults (for tests).",
+    ),
 }
 
 
