@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
+import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 4
@@ -140,6 +144,32 @@ def with_requests(url: str, body: dict[str, Any], seconds: float) -> dict[str, f
     return {"cpu_s": cpu_s, "wall_s": wall_s, "requests": tally[0], "chunks": tally[1]}
 
 
+async def truth(url: str, log: Path, seconds: float) -> None:
+    """How much later than the server's own clock says does the client see first and last tokens."""
+    from corral.client import Client
+    from corral.endpoint import Endpoint
+
+    replies = []
+    names = itertools.count()
+    async with Client(Endpoint(url, "fake")) as client:
+
+        async def one(number: int) -> int:
+            reply = await client.request("/v1/completions", {**STREAM, "seed": number}, request_id=f"r{next(names)}")
+            replies.append(reply)
+            return len(reply.timing.chunk_ns)
+
+        result = await closed_loop(one, seconds, CONCURRENCY)
+        await asyncio.sleep(0.5)  # the log is written in blocks
+    rows = {row["id"]: row for row in map(json.loads, log.read_text().splitlines())}
+    first = [(r.timing.chunk_ns[0] - rows[r.id]["first_ns"]) / 1e6 for r in replies if r.id in rows]
+    last = [(r.timing.chunk_ns[-1] - rows[r.id]["last_ns"]) / 1e6 for r in replies if r.id in rows]
+    chunks_s = result["chunks"] / result["wall_s"]
+    print(f"\ntruth at {chunks_s:,.0f} chunks/s: client minus server, ms (n = {len(first)})")
+    for name, values in (("first token", first), ("last token", last)):
+        cuts = statistics.quantiles(values, n=100)
+        print(f"{name:12} median {cuts[49]:.3f}  p90 {cuts[89]:.3f}  p99 {cuts[98]:.3f}")
+
+
 def contender(name: str, url: str, kind: str, seconds: float) -> dict[str, float]:
     body = STREAM if kind == "stream" else WHOLE
     if name == "requests":
@@ -161,10 +191,14 @@ def main() -> None:
         print(json.dumps(contender(name, url, kind, given.seconds)))
         return
     for title, kind, options in (
-        ("whole answers, 16 tokens, server at once", "whole", ()),
-        ("whole answers, 16 tokens, server takes 100 ms", "whole", ("--ttft-ms", "100")),
-        ("streams, 128 tokens, server at once", "stream", ()),
-        ("streams, 128 tokens, 10 ms apart", "stream", ("--itl-ms", "10")),
+        ()
+        if given.only == "none"
+        else (
+            ("whole answers, 16 tokens, server at once", "whole", ()),
+            ("whole answers, 16 tokens, server takes 100 ms", "whole", ("--ttft-ms", "100")),
+            ("streams, 128 tokens, server at once", "stream", ()),
+            ("streams, 128 tokens, 10 ms apart", "stream", ("--itl-ms", "10")),
+        )
     ):
         print(f"\n{title} (concurrency {CONCURRENCY}; requests: 20 threads)")
         print(f"{'':10}{'CPU ms/request':>16}{'requests/s':>12}{'chunks/s':>12}{'chunks/CPU s':>14}{'CPU':>7}")
@@ -183,6 +217,17 @@ def main() -> None:
                 cpu, wall, requests, chunks = r["cpu_s"], r["wall_s"], r["requests"], r["chunks"]
                 rates = f"{requests / wall:12,.0f}{chunks / wall:12,.0f}{chunks / cpu:14,.0f}{cpu / wall:7.0%}"
                 print(f"{name:10}{cpu / max(1, requests) * 1000:16.3f}{rates}", flush=True)
+            server.stdin.close()
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "truth.jsonl"
+        command = [sys.executable, "-m", "corral", "fake-server", "--until-eof", "--log", str(log)]
+        command += ["--ttft-ms", "50", "--itl-ms", "20", "--jitter", "0.5"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+            assert server.stdout
+            assert server.stdin
+            from corral.client import run
+
+            run(truth(json.loads(server.stdout.readline())["url"], log, given.seconds))
             server.stdin.close()
 
 

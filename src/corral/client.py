@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from corral.endpoint import Endpoint
-from corral.reply import Choice, Piece, Reply, Timing, Token, Usage, read_piece, read_reply
+from corral.reply import Assembly, Choice, Piece, Reply, Timing, Token, Usage, read_piece, read_reply
 from corral.request_errors import (
     KeyRefusedError,
     RequestError,
@@ -46,6 +46,7 @@ _now = time.monotonic_ns
 _encode = msgspec.json.Encoder().encode
 _STALE_NS = 1_000_000_000  # idle for this long: the server may have closed it
 _IDLE_NS = 60_000_000_000
+_SLICE = 32  # events decoded in one go
 
 
 class Page(msgspec.Struct, frozen=True):
@@ -298,6 +299,7 @@ class _Pool:
         self._busy: set[Wire] = set()
         self._opening: set[asyncio.Task[None]] = set()
         self._waiting: deque[Exchange] = deque()
+        self._assemblies: deque[tuple[Exchange, Assembly]] = deque()
         self._addresses: list[Any] = []
         self._sweeper: asyncio.TimerHandle | None = None
         self._tick_s = max(0.02, min(client.stall_s, client.timeout_s or client.stall_s, 10.0) / 20)
@@ -335,6 +337,8 @@ class _Pool:
 
     async def close(self) -> None:
         self._closed = True
+        while self._assemblies:
+            self._assemble()
         if self._sweeper:
             self._sweeper.cancel()
         for exchange in self._waiting:
@@ -374,6 +378,10 @@ class _Pool:
             exchange.future.set_result(Page(exchange.status, b"".join(exchange.parts)))
         elif exchange.status != 200:
             self._settle(exchange, self._refusal(exchange))
+        elif len(exchange.events) > _SLICE:
+            self._assemblies.append((exchange, Assembly(exchange, self.where)))
+            if len(self._assemblies) == 1:
+                self.loop.call_soon(self._assemble)
         else:
             try:
                 reply = read_reply(exchange, self.where)
@@ -381,6 +389,24 @@ class _Pool:
                 self._settle(exchange, error)
             else:
                 exchange.future.set_result(reply)
+
+    def _assemble(self) -> None:
+        """Decode a slice of a long stream; then let the loop read what has arrived, so that its time is right."""
+        if not self._assemblies:
+            return
+        exchange, assembly = self._assemblies[0]
+        try:
+            if exchange.future.done():
+                self._assemblies.popleft()
+            elif assembly.step(_SLICE):
+                self._assemblies.popleft()
+                exchange.future.set_result(assembly.reply())
+        except RequestError as error:
+            if self._assemblies and self._assemblies[0][0] is exchange:
+                self._assemblies.popleft()
+            self._settle(exchange, error)
+        if self._assemblies:
+            self.loop.call_soon(self._assemble)
 
     def failed(self, wire: Wire, exchange: Exchange, error: RequestError) -> None:
         self._busy.discard(wire)

@@ -24,7 +24,7 @@ from corral.request_errors import (
 )
 from corral.wire import Exchange
 
-__all__ = ["Choice", "Piece", "Reply", "Timing", "Token", "Usage", "read_piece", "read_reply"]
+__all__ = ["Assembly", "Choice", "Piece", "Reply", "Timing", "Token", "Usage", "read_piece", "read_reply"]
 
 
 class Token(msgspec.Struct, frozen=True, gc=False):
@@ -279,46 +279,76 @@ def _read_whole(exchange: Exchange, where: str) -> Reply:
     return Reply(choices, body.usage, timing, body.id, body.model, exchange.status, raw)
 
 
-def _read_stream(exchange: Exchange, where: str) -> Reply:
-    events = exchange.events
-    try:
-        bodies = _EVENTS.decode(b"[%b]" % b",".join(events))
-    except msgspec.MsgspecError as error:
-        raise _malformed(where, events[-1] if events else b"", error) from None
-    usage: Usage | None = None
-    chunk_ns: list[int] = []
-    texts: list[str] = []
-    last: _Choice | None = None
-    simple = True
-    for body, at in zip(bodies, exchange.times, strict=True):
-        if body.usage is not None:
-            usage = body.usage
-        if not body.choices:
-            if body.error is not None or body.choices is None:
-                raise error_from_chunk(events[bodies.index(body)], where)
-            continue
-        choice = last = body.choices[0]
-        delta = choice.delta
-        if delta is None:
-            texts.append(choice.text or "")
-        else:
-            if delta.role and not delta.content and choice.finish_reason is None:
+class Assembly:
+    """Puts a streamed answer together, a slice of its events at a time.
+
+    Decoding a long stream in one go would hold up the event loop, and with it the time stamps of everything else.
+    """
+
+    def __init__(self, exchange: Exchange, where: str) -> None:
+        self._exchange, self._where = exchange, where
+        self._at = 0
+        self._usage: Usage | None = None
+        self._chunk_ns: list[int] = []
+        self._texts: list[str] = []
+        self._last: _Choice | None = None
+        self._simple = True
+        self._bodies: list[_Body] = []
+
+    def step(self, count: int) -> bool:
+        """Decode the next `count` events; True when all are decoded."""
+        events, at = self._exchange.events[self._at : self._at + count], self._at
+        try:
+            bodies = _EVENTS.decode(b"[%b]" % b",".join(events))
+        except msgspec.MsgspecError as error:
+            raise _malformed(self._where, events[-1], error) from None
+        texts, chunk_ns, times = self._texts, self._chunk_ns, self._exchange.times
+        for body in bodies:
+            if body.usage is not None:
+                self._usage = body.usage
+            if not body.choices:
+                if body.error is not None or body.choices is None:
+                    raise error_from_chunk(self._exchange.events[at], self._where)
+                at += 1
                 continue
-            texts.append(delta.content or "")
-            if delta.reasoning:
-                simple = False
-        chunk_ns.append(at)
-        if choice.index or choice.logprobs is not None or len(body.choices) > 1 or choice.token_ids is not None:
-            simple = False
-    if not exchange.done or last is None:
-        raise CutStreamError(f"The stream of {where} ended before [DONE].", "Try again; look into the engine's log.")
-    if simple:
-        _check_finish(last.finish_reason, where)
-        choices = [Choice(0, "".join(texts), last.finish_reason or "", last.stop_reason)]
-    else:
-        choices = _merge(bodies, where, exchange.top)
-    timing = Timing(exchange.asked_ns, exchange.sent_ns, exchange.first_byte_ns, exchange.last_ns, chunk_ns)
-    return Reply(choices, usage, timing, bodies[0].id, bodies[0].model, exchange.status, b"\n".join(events))
+            choice = self._last = body.choices[0]
+            delta = choice.delta
+            if delta is None:
+                texts.append(choice.text or "")
+                chunk_ns.append(times[at])
+            elif delta.content or not delta.role or choice.finish_reason is not None:
+                texts.append(delta.content or "")
+                chunk_ns.append(times[at])
+                if delta.reasoning:
+                    self._simple = False
+            at += 1
+            if choice.index or choice.logprobs is not None or len(body.choices) > 1 or choice.token_ids is not None:
+                self._simple = False
+        self._bodies += bodies
+        self._at = at
+        return at >= len(self._exchange.events)
+
+    def reply(self) -> Reply:
+        """The whole answer, once all events are decoded."""
+        exchange, last = self._exchange, self._last
+        if not exchange.done or last is None:
+            message = f"The stream of {self._where} ended before [DONE]."
+            raise CutStreamError(message, "Try again; look into the engine's log.")
+        if self._simple:
+            _check_finish(last.finish_reason, self._where)
+            choices = [Choice(0, "".join(self._texts), last.finish_reason or "", last.stop_reason)]
+        else:
+            choices = _merge(self._bodies, self._where, exchange.top)
+        times = Timing(exchange.asked_ns, exchange.sent_ns, exchange.first_byte_ns, exchange.last_ns, self._chunk_ns)
+        first = self._bodies[0]
+        return Reply(choices, self._usage, times, first.id, first.model, exchange.status, b"\n".join(exchange.events))
+
+
+def _read_stream(exchange: Exchange, where: str) -> Reply:
+    assembly = Assembly(exchange, where)
+    if exchange.events:
+        assembly.step(len(exchange.events))
+    return assembly.reply()
 
 
 def _merge(bodies: list[_Body], where: str, asked_top: int | None) -> list[Choice]:

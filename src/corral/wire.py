@@ -10,6 +10,7 @@ Not covered: proxies, redirects, compression (none is asked for), HTTP/2.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 from typing import Any, Protocol, cast
@@ -72,7 +73,7 @@ class EventSplitter:
         return not self._rest
 
     def end(self) -> list[bytes]:
-        """The last event, if it waited only for the line feed after its carriage return; an unfinished one is dropped."""
+        """The last event, if only the line feed after its carriage return was missing; other rests are dropped."""
         found = self.feed(b"\n") if self._rest.endswith(b"\r") else []
         self._rest = b""
         return found
@@ -102,7 +103,7 @@ class Wire(asyncio.Protocol):
     """One connection."""
 
     __slots__ = (
-        "_close_after", "_events", "_exchange", "_owner", "_rest", "_splitter", "_state", "_want", "_whole",
+        "_close_after", "_events", "_exchange", "_fd", "_owner", "_rest", "_splitter", "_state", "_want", "_whole",
         "active_ns",
         "idle_since_ns", "reused", "transport",
     )  # fmt: skip
@@ -113,6 +114,7 @@ class Wire(asyncio.Protocol):
         self.active_ns = self.idle_since_ns = 0
         self.reused = False
         self._exchange: Exchange | None = None
+        self._fd = -1
         self._state = _IDLE
         self._rest = b""
         self._want = 0
@@ -126,19 +128,31 @@ class Wire(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
+        sock = transport.get_extra_info("socket")
+        if sock is not None and transport.get_extra_info("sslcontext") is None:
+            self._fd = sock.fileno()
 
     def begin(self, exchange: Exchange) -> None:
         """Send a request; the answer goes to the owner."""
         assert self.transport is not None
         self._exchange = exchange
         self._state = _HEAD
+        data = exchange.head + exchange.body
         exchange.sent_ns = self.active_ns = _now()
-        self.transport.write(exchange.head + exchange.body)
+        if self._fd >= 0 and not self.transport.get_write_buffer_size():
+            # uvloop would send at the end of its round, after all that is still to be done in it: sent_ns would lie.
+            try:
+                sent = os.write(self._fd, data)
+            except OSError:
+                sent = 0  # the transport finds out why
+            if sent == len(data):
+                return
+            data = data[sent:]
+        self.transport.write(data)
 
     def abandon(self) -> None:
         """Drop the connection together with whatever it carries; nobody is told."""
-        self._exchange = None
-        self._state = _IDLE
+        self._exchange, self._state, self._fd = None, _IDLE, -1
         if self.transport is not None:
             self.transport.abort()
 
@@ -166,7 +180,7 @@ class Wire(asyncio.Protocol):
             self._finish(_now())
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.transport = None
+        self.transport, self._fd = None, -1
         exchange = self._exchange
         if exchange is not None:
             if self._state == _UNTIL_EOF and exc is None:

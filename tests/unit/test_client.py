@@ -254,6 +254,21 @@ def test_every_failure_has_its_error(
     using(server, work, stall_s=0.3)
 
 
+@pytest.mark.parametrize(("fault", "only", "error", "base"), [f for f in FAULTS if ":" not in f[0]])
+def test_long_streams_fail_as_short_ones_do(
+    server: FakeServer, fault: str, only: bool | None, error: type[RequestError], base: type[CorralError]
+) -> None:
+    server.set_faults(f"{fault}:at=150,when=mid")
+    expected = CutStreamError if fault == "reset" else error
+
+    async def work(client: Client) -> None:
+        asks = [client.request(COMPLETIONS, {**ASK, "max_tokens": 300, "n": n, "stream": True}) for n in (1, 1, 2)]
+        for done in await asyncio.gather(*asks, return_exceptions=True):
+            assert type(done) is expected
+
+    using(server, work, stall_s=0.3)
+
+
 def test_retry_after_is_kept(server: FakeServer) -> None:
     server.set_faults("status:code=429,retry_after=1.5")
     with pytest.raises(OverloadedError) as failed:
@@ -540,6 +555,9 @@ class Owner:
 
 
 class Transport:
+    def get_extra_info(self, name: str) -> None:
+        return None
+
     def write(self, data: bytes) -> None:
         pass
 

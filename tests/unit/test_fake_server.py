@@ -541,3 +541,26 @@ def test_a_taken_port_is_named() -> None:
 def test_without_uvloop_in_a_thread() -> None:
     with FakeServer(FakeOptions(uvloop=False, pace=Pace(itl_s=0.001))) as server:
         assert ask(server)["usage"]["completion_tokens"] == 7
+
+
+def test_the_official_sdk_reads_it(server: FakeServer) -> None:
+    openai = pytest.importorskip("openai")
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+        assert [m.id for m in client.models.list()] == ["fake"]
+        ask_ = {"model": "fake", "prompt": "San Francisco is a", "max_tokens": 9, "temperature": 0}
+        whole = client.completions.create(**ask_, logprobs=2)
+        streamed = list(client.completions.create(**ask_, stream=True, stream_options={"include_usage": True}))
+        assert "".join(c.choices[0].text for c in streamed if c.choices) == whole.choices[0].text
+        assert streamed[-1].usage == whole.usage.model_copy(
+            update={"prompt_tokens_details": None, "completion_tokens_details": None}
+        )
+        assert len(whole.choices[0].logprobs.tokens) == 9
+        talk = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, "n": 2}
+        chat = client.chat.completions.create(**talk, logprobs=True, top_logprobs=3)
+        assert len(chat.choices[1].logprobs.content[0].top_logprobs) == 3
+        pieces = ["", ""]
+        for chunk in client.chat.completions.create(**talk, stream=True):
+            pieces[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+        assert pieces == [c.message.content for c in chat.choices]
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(model="other", prompt="x")

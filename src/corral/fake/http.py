@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import struct
 import time
@@ -53,6 +54,7 @@ class Connection(asyncio.Protocol):
         self.transport: asyncio.Transport | None = None
         self.on_lost: object = None  # the exchange to tell when the client goes away
         self.split_bytes = 0
+        self._fd = -1
         self._buffer = b""
         self._need = 0
         self._busy = self._parsing = self._close_after = False
@@ -60,6 +62,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
+        self._fd = transport.get_extra_info("socket").fileno()
         self.handler.connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -84,13 +87,28 @@ class Connection(asyncio.Protocol):
         if self.transport is None:
             return
         if not self.split_bytes and not self._pieces:
-            self.transport.write(data)
+            self._write(data)
             return
         size = self.split_bytes or len(data)
         pumping = bool(self._pieces)
         self._pieces.extend(data[i : i + size] for i in range(0, len(data), size))
         if not pumping:
             self._pump()
+
+    def _write(self, data: bytes) -> None:
+        """Write at once: uvloop would wait for the end of its round, and the log's times would lie."""
+        transport = self.transport
+        if transport is None or transport.is_closing():
+            return
+        if not transport.get_write_buffer_size():
+            try:
+                sent = os.write(self._fd, data)
+            except OSError:
+                sent = 0  # the transport finds out why
+            if sent == len(data):
+                return
+            data = data[sent:]
+        transport.write(data)
 
     def done(self) -> None:
         """The current request is answered: take the next one."""
@@ -123,7 +141,7 @@ class Connection(asyncio.Protocol):
     def _pump(self) -> None:
         if self.transport is None or not self._pieces:
             return
-        self.transport.write(self._pieces.popleft())
+        self._write(self._pieces.popleft())
         if self._pieces:
             asyncio.get_running_loop().call_soon(self._pump)
 
