@@ -19,7 +19,15 @@ from corral.engines import PINNED_VERSION
 OUT = Path(__file__).parent.parent / "src" / "corral" / "data" / "engines"
 LEFT_OUT = ("torch", "torchvision", "torchaudio", "torchcodec", "triton")
 TORCH_NEEDS = ("sympy>=1.13.3,<1.15,!=1.14.0rc1", "networkx>=2.5.1", "jinja2", "fsspec>=0.8.5", "mpmath")
-COMMON = ("--quiet", "--python-version", "3.11", "--generate-hashes", "--no-annotate", "--no-header", "--no-emit-index-url")
+COMMON = (
+    "--quiet",
+    "--python-version",
+    "3.11",
+    "--generate-hashes",
+    "--no-annotate",
+    "--no-header",
+    "--no-emit-index-url",
+)
 
 
 def compile_lock(name: str, requirements: list[str], overrides: list[str], *flags: str) -> None:
@@ -28,7 +36,17 @@ def compile_lock(name: str, requirements: list[str], overrides: list[str], *flag
         wanted.write_text("\n".join(requirements) + "\n")
         dropped.write_text("\n".join(overrides) + "\n")
         target = OUT / f"{name}-{PINNED_VERSION}.lock"
-        command = [uv.find_uv_bin(), "pip", "compile", *COMMON, *flags, "--override", str(dropped), str(wanted)]
+        command = [
+            uv.find_uv_bin(),
+            "pip",
+            "compile",
+            *COMMON,
+            "--no-emit-index-url",
+            *flags,
+            "--override",
+            str(dropped),
+            str(wanted),
+        ]
         subprocess.run([*command, "-o", str(target)], check=True)
         sys.stdout.write(f"{target.name}: {target.read_text().count('==')} packages\n")
 

@@ -131,8 +131,8 @@ def test_every_path_of_the_engine_needs_the_key(corral: Corral, server: dict[str
 @pytest.mark.parametrize(
     "path",
     ["/sleep", "/wake_up", "/collective_rpc", "/pause", "/resume", "/invocations", "/reset_prefix_cache",
-     "/server_info", "/update_weights", "/start_profile", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/scale_elastic_ep",
-     "/abort_requests", "/docs", "/openapi.json"],
+     "/server_info", "/update_weights", "/start_profile", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
+     "/scale_elastic_ep", "/abort_requests", "/docs", "/openapi.json"],
 )  # fmt: skip
 def test_administrative_paths_are_closed_even_with_the_key(server: dict[str, Any], key: str, path: str) -> None:
     for method in ("GET", "POST"):

@@ -33,7 +33,6 @@ VERBS: dict[str, tuple[str, str]] = {
     "engine": ("corral.cli.engine:command", "Installed engines: list, install, check, remove."),
     "fake-server": ("corral.cli.fake_server:command", "A server with set pace and faults, for tests."),
     "plan": ("corral.cli.plan:command", "Will it fit, how to split it, how fast will it be, and why."),
-    "fake-server": (
         "corral.cli.fake_server:command",
         "Serve made-up answers at a set pace, with set faults (for tests).",
     ),
