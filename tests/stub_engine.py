@@ -32,6 +32,9 @@ LINES = [
     "INFO init engine (profile, create kv cache, warmup model) took 20.00 s",
     "INFO Starting vLLM server on http://127.0.0.1",
 ]
+ANSWER = """{"id": "1", "object": "chat.completion", "created": 1, "model": "m",
+  "choices": [{"index": 0, "message": {"role": "assistant", "content": "Paris."}, "finish_reason": "stop"}],
+  "usage": {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}}"""
 
 
 def main() -> None:
@@ -74,7 +77,7 @@ def main() -> None:
 
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
-            self.answer(200, '{"choices": [{"message": {"content": "Paris."}}]}')
+            self.answer(200, ANSWER)
             if "die-after-ready" in options:
                 threading.Timer(0.3, os._exit, [int(options["die-after-ready"])]).start()
             if "hang" in options:

@@ -7,6 +7,7 @@ gated repository, a model that does not fit. Only then is a name taken, an engin
 from __future__ import annotations
 
 import contextlib
+import itertools
 import secrets
 import shlex
 import time
@@ -18,13 +19,17 @@ from corral import catalogue, deployment, engines, model_store
 from corral.engine_flags import check_arguments
 from corral.errors import DoesNotFitError, LaunchError, UsageError
 from corral.events import Event
+from corral.files import write_atomic
 from corral.folder import DeploymentFolder, checked_name
 from corral.hardware import Inventory
+from corral.home import home_dir
 from corral.launch import LaunchSpec, Order, render
 from corral.model import read_facts
 from corral.model_store import EMBEDDED, ModelSource
-from corral.plan import Goal, Plan, make_plan
+from corral.plan import Goal, Plan, calibration, make_plan
+from corral.plan.reconcile import read_log, reconcile
 from corral.processes import own_identity
+from corral.record import dump_json, load_json
 from corral.runtimes.managed import ManagedRuntime
 from corral.state import State
 from corral.targets.base import Target, load_target
@@ -90,7 +95,8 @@ def decide(wish: Wish, target: Target) -> Decision:
     model_store.check_access(source)
     here = model_store.already_here(source)
     facts = read_facts(str(here) if here else source.repo, offline=source.kind == "embedded")
-    plan = make_plan(facts, inventory, wish.goal, wish.fixed)
+    tuning = calibration.learn(calibration.read(home_dir()), inventory.gpu or "CPU", facts.name)
+    plan = make_plan(facts, inventory, wish.goal, wish.fixed, tuning)
     if not plan.fits:
         options = "; ".join(f"{near.what} ({near.change})" for near in plan.nearest)
         raise DoesNotFitError(
@@ -221,6 +227,7 @@ def wait_ready(folder: DeploymentFolder, report: Reporter) -> deployment.Status:
             final = item
     assert final is not None
     if final.state is State.READY:
+        learn_from(folder)
         report.phase("ready")
         return final
     reason = final.reason.value if final.reason else ""
@@ -233,6 +240,17 @@ def wait_ready(folder: DeploymentFolder, report: Reporter) -> deployment.Status:
         reason=reason,
         log=str(log),
     )
+
+
+def learn_from(folder: DeploymentFolder) -> None:
+    """Hold the plan against what the engine reported, once per deployment, and keep the lesson for later plans."""
+    if folder.differences.exists() or not folder.plan.is_file():
+        return
+    with folder.rank(0).log.open(encoding="utf-8", errors="replace") as lines:
+        observed = read_log(itertools.islice(lines, 20_000))
+    differences = reconcile(load_json(Plan, folder.plan), observed)
+    write_atomic(folder.differences, dump_json(differences))
+    calibration.append(home_dir(), differences)
 
 
 def _tell(event: Event, report: Reporter) -> None:
