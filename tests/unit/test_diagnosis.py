@@ -17,6 +17,7 @@ RECORDED = {
     "port_taken": (Reason.PORT_TAKEN, "taken by another process", "--port"),
     "context_beyond_model": (Reason.CONTEXT_TOO_LONG, "99999 tokens is longer than the 2048", "--context 2048"),
     "context_beyond_kv": (Reason.CONTEXT_TOO_LONG, "one request of 2048 tokens needs", "--context"),
+    "no_kv_memory": (Reason.OUT_OF_MEMORY, "no memory for the KV cache", "more GPUs"),
     "heads_not_divisible": (Reason.BAD_PARALLELISM, "8 attention heads cannot be split over 3", "divides 8"),
     "damaged_shard": (Reason.MODEL_INCOMPLETE, "damaged or was not downloaded whole", "Download the model again"),
     "missing_weights": (Reason.MODEL_INCOMPLETE, "missing", "Download the model again"),
@@ -27,8 +28,6 @@ RECORDED = {
 }
 
 TOLD = [
-    ("ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`",
-     Reason.OUT_OF_MEMORY, "no memory for the KV cache"),
     ("ValueError: Free memory on device cuda:0 (3.21/79.11 GiB) on startup is less than desired GPU memory",
      Reason.OUT_OF_MEMORY, "cuda:0 has only 3.21 of 79.11 GiB free"),
     ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity",
