@@ -173,7 +173,6 @@ def _render(
 
 def bring_up(wish: Wish, report: Reporter, wait: bool = True) -> deployment.Status:
     """Do all of it; returns the ready deployment (or, without waiting, the starting one)."""
-    report.phase("deciding")
     target = load_target(wish.target)
     decision = decide(wish, target)
     record = deployment.Record(
@@ -260,8 +259,8 @@ def _tell(event: Event, report: Reporter) -> None:
         report.phase(str(event.get("phase")))
         if event.get("total"):
             report.detail("", int(event.get("done", 0)), int(event.get("total")))
-    elif event.kind == "observed":
-        report.detail(_observed_text(event.details))
+    elif event.kind == "observed" and (text := _observed_text(event.details)):
+        report.detail(text)
     elif event.kind == "restart":
         report.note(f"restart {event.get('attempt')} of {event.get('of')}: {event.get('text', event.get('reason'))}")
 
