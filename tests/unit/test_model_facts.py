@@ -14,7 +14,9 @@ from corral.model import ModelFacts, facts_from_config, facts_from_entry, facts_
 from corral.record import from_json, to_json
 
 
-def _config(model_type: str, hidden: int, inter: int, layers: int, heads: int, kv: int, vocab: int, **more: object) -> dict[str, Any]:
+def _config(
+    model_type: str, hidden: int, inter: int, layers: int, heads: int, kv: int, vocab: int, **more: object
+) -> dict[str, Any]:
     return {
         "model_type": model_type, "architectures": [f"{model_type}ForCausalLM"], "hidden_size": hidden,
         "intermediate_size": inter, "num_hidden_layers": layers, "num_attention_heads": heads,

@@ -36,8 +36,9 @@ class Efficiency:
     floor_s: float = 2.3e-3  # no step is shorter: the engine's own loop, seen with a 1B model
     floor_sequence_s: float = 22e-6
     frontend_s: float = 13.5e-3  # HTTP, scheduling and streaming before a first token
-    frontend_tokens_s: float = 12_000.0  # tokens one API server process streams: 10,500 to 14,400 seen
-    eager_layer_s: float = 0.40e-3  # per layer when kernels are launched one by one
+    frontend_tokens_s: float = 12_000.0  # tokens one API server process streams: 10,500 to 16,000 seen
+    eager_layer_s: float = 0.52e-3  # per layer when kernels are launched one by one; depends on the host's cores
+    eager_sequence_s: float = 28e-6
     reduce_s: float = 12e-6  # one small all-reduce inside a node over NVLink
     reduce_pcie_s: float = 30e-6
     reduce_bandwidth: float = 0.7  # of the link, for large all-reduces
@@ -170,7 +171,8 @@ class _Roof:
         m, model, p = self.machine, self.model, self.parallel
         batch = max(1.0, running / p.pipeline)
         kv = batch * self._attended(length) * self._kv_bytes_per_layer()
-        total = self.e.step_s + self.e.sequence_s * running + (p.pipeline - 1) * m.hop_s
+        per_sequence = self.e.eager_sequence_s if self.settings.eager else self.e.sequence_s
+        total = self.e.step_s + per_sequence * running + (p.pipeline - 1) * m.hop_s
         for layers, read in zip(partition(model.layers, p.pipeline), self._stage_bytes(batch), strict=True):
             moving = (read + kv * layers) / m.bandwidth
             adding = batch * 2 * self._matrices() * layers / model.layers / p.tensor / m.flops
