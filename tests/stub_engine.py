@@ -1,6 +1,7 @@
 """A stand-in for `vllm serve` in tests of the agent: it speaks the engine's log lines and a little HTTP.
 
     stub_engine.py PORT KEY_FILE [OPTION...]
+    stub_engine.py -m vllm... serve MODEL … --port PORT …   # as Corral calls a real one; options in STUB_OPTIONS
 
 Options: `die-after-ready=CODE`, `exit=CODE` (before ready), `silent` (no more lines, no CPU), `daemon` (leaves a
 child in a session of its own), `open` (answers without a key), `hang` (stops answering after ready).
@@ -31,17 +32,26 @@ LINES = [
     "INFO init engine (profile, create kv cache, warmup model) took 20.00 s",
     "INFO Starting vLLM server on http://127.0.0.1",
 ]
+ANSWER = """{"id": "1", "object": "chat.completion", "created": 1, "model": "m",
+  "choices": [{"index": 0, "message": {"role": "assistant", "content": "Paris."}, "finish_reason": "stop"}],
+  "usage": {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}}"""
 
 
 def main() -> None:
-    port, key_file = int(sys.argv[1]), Path(sys.argv[2])
-    options = dict(option.partition("=")[::2] for option in sys.argv[3:])
+    words = sys.argv[1:]
+    if words[0] == "-m":
+        port, key_file = int(words[words.index("--port") + 1]), Path(os.environ["CORRAL_KEY_FILE"])
+        words = os.environ.get("STUB_OPTIONS", "").split()
+    else:
+        port, key_file, words = int(words[0]), Path(words[1]), words[2:]
+    options = dict(option.partition("=")[::2] for option in words)
     key = key_file.read_text().strip()
     if "daemon" in options:
         subprocess.Popen(["sleep", "1000"], start_new_session=True)
-    for _line in LINES:
-        pass
+    for line in LINES:
+        print(line, flush=True)
     if "exit" in options:
+        print("ValueError: something the engine did not like", flush=True)
         sys.exit(int(options["exit"]))
     if "silent" in options:
         time.sleep(1000)
@@ -67,7 +77,7 @@ def main() -> None:
 
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
-            self.answer(200, "{}")
+            self.answer(200, ANSWER)
             if "die-after-ready" in options:
                 threading.Timer(0.3, os._exit, [int(options["die-after-ready"])]).start()
             if "hang" in options:

@@ -7,6 +7,7 @@ gated repository, a model that does not fit. Only then is a name taken, an engin
 from __future__ import annotations
 
 import contextlib
+import itertools
 import secrets
 import shlex
 import time
@@ -18,14 +19,17 @@ from corral import catalogue, deployment, engines, model_store
 from corral.engine_flags import check_arguments
 from corral.errors import DoesNotFitError, LaunchError, UsageError
 from corral.events import Event
+from corral.files import write_atomic
 from corral.folder import DeploymentFolder, checked_name
 from corral.hardware import Inventory
-from corral.home import models_dir
+from corral.home import home_dir
 from corral.launch import LaunchSpec, Order, render
 from corral.model import read_facts
 from corral.model_store import EMBEDDED, ModelSource
-from corral.plan import Goal, Plan, make_plan
+from corral.plan import Goal, Plan, calibration, make_plan
+from corral.plan.reconcile import read_log, reconcile
 from corral.processes import own_identity
+from corral.record import dump_json, load_json
 from corral.runtimes.managed import ManagedRuntime
 from corral.state import State
 from corral.targets.base import Target, load_target
@@ -85,12 +89,14 @@ def decide(wish: Wish, target: Target) -> Decision:
     reference = wish.model or _fitting_model(inventory, wish)
     source = model_store.locate(reference)
     served = model_store.served_name(source, wish.served_name)
-    name = checked_name(wish.name or served)
+    name = checked_name(served if wish.name is None else wish.name)
     if flags := engines.shipped_flags():
         check_arguments(wish.extra_args, flags)
     model_store.check_access(source)
-    facts = read_facts(source.path or source.repo, offline=source.kind == "embedded")
-    plan = make_plan(facts, inventory, wish.goal, wish.fixed)
+    here = model_store.already_here(source)
+    facts = read_facts(str(here) if here else source.repo, offline=source.kind == "embedded")
+    tuning = calibration.learn(calibration.read(home_dir()), inventory.gpu or "CPU", facts.name)
+    plan = make_plan(facts, inventory, wish.goal, wish.fixed, tuning)
     if not plan.fits:
         options = "; ".join(f"{near.what} ({near.change})" for near in plan.nearest)
         raise DoesNotFitError(
@@ -127,9 +133,8 @@ def dry_run(wish: Wish) -> LaunchSpec:
     target = load_target(wish.target)
     decision = decide(wish, target)
     engine = engines.find(decision.flavour) or engines.expected(decision.flavour)
-    path = decision.source.path or decision.source.repo
-    if decision.source.kind == "embedded":
-        path = str(models_dir() / decision.source.name)
+    here = model_store.already_here(decision.source)
+    path = str(here) if here else decision.source.repo
     port = target.choose_port(wish.bind, wish.port).number
     folder = DeploymentFolder.of(decision.name)
     return _render(decision, target, folder, ManagedRuntime(engine), path, port, "dry-run")
@@ -168,7 +173,6 @@ def _render(
 
 def bring_up(wish: Wish, report: Reporter, wait: bool = True) -> deployment.Status:
     """Do all of it; returns the ready deployment (or, without waiting, the starting one)."""
-    report.phase("deciding")
     target = load_target(wish.target)
     decision = decide(wish, target)
     record = deployment.Record(
@@ -222,6 +226,7 @@ def wait_ready(folder: DeploymentFolder, report: Reporter) -> deployment.Status:
             final = item
     assert final is not None
     if final.state is State.READY:
+        learn_from(folder)
         report.phase("ready")
         return final
     reason = final.reason.value if final.reason else ""
@@ -236,6 +241,17 @@ def wait_ready(folder: DeploymentFolder, report: Reporter) -> deployment.Status:
     )
 
 
+def learn_from(folder: DeploymentFolder) -> None:
+    """Hold the plan against what the engine reported, once per deployment, and keep the lesson for later plans."""
+    if folder.differences.exists() or not folder.plan.is_file():
+        return
+    with folder.rank(0).log.open(encoding="utf-8", errors="replace") as lines:
+        observed = read_log(itertools.islice(lines, 20_000))
+    differences = reconcile(load_json(Plan, folder.plan), observed)
+    write_atomic(folder.differences, dump_json(differences))
+    calibration.append(home_dir(), differences)
+
+
 def _tell(event: Event, report: Reporter) -> None:
     if event.kind == "state" and event.get("state") in ("starting", "loading"):
         report.phase(str(event.get("state")))
@@ -243,8 +259,8 @@ def _tell(event: Event, report: Reporter) -> None:
         report.phase(str(event.get("phase")))
         if event.get("total"):
             report.detail("", int(event.get("done", 0)), int(event.get("total")))
-    elif event.kind == "observed":
-        report.detail(_observed_text(event.details))
+    elif event.kind == "observed" and (text := _observed_text(event.details)):
+        report.detail(text)
     elif event.kind == "restart":
         report.note(f"restart {event.get('attempt')} of {event.get('of')}: {event.get('text', event.get('reason'))}")
 

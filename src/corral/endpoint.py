@@ -1,21 +1,57 @@
-"""Where a model answers: address, model name, and the file that holds the key."""
+"""Where a model is served: base URL, served name, and the file that holds the key.
+
+Everything that uses a model knows only this, so it also works on servers Corral did not start. The key stays in its
+file: it is read when a request is made, and is in no field, repr or JSON of an endpoint.
+"""
 
 from __future__ import annotations
 
+import stat
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
+
+from corral.errors import AccessError, UsageError
 
 __all__ = ["Endpoint"]
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Everything that uses a model knows only this, so it also works on servers Corral did not start."""
+    """One served model; `base_url` may end in /v1 or not."""
 
     base_url: str
     model: str
     key_file: str | None = None
 
-    def key(self) -> str:
-        """The key, read at the moment of use; empty where the server wants none."""
-        return Path(self.key_file).read_text(encoding="utf-8").strip() if self.key_file else ""
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.base_url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UsageError(
+                f"{self.base_url!r} is not the address of a server.", "Give http://HOST:PORT or https://HOST."
+            )
+        if parts.username or parts.password:
+            raise UsageError("The address contains a user name or password.", "Put the key into a file: --key-file.")
+
+    @property
+    def root(self) -> str:
+        """The URL without a trailing /v1: what paths such as /health and /v1/models are appended to."""
+        return self.base_url.rstrip("/").removesuffix("/v1")
+
+    def key(self) -> str | None:
+        """The key, read now; None when the endpoint needs none."""
+        if self.key_file is None:
+            return None
+        path = Path(self.key_file).expanduser()
+        try:
+            mode = path.stat().st_mode
+            text = path.read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise AccessError(
+                f"The key file {path} cannot be read: {error.strerror}.", "Check --key-file."
+            ) from error
+        if stat.S_IMODE(mode) & 0o077:
+            raise AccessError(f"The key file {path} can be read by others.", f"Run: chmod 600 {path}")
+        if not text or not text.isprintable() or not text.isascii() or " " in text:
+            raise AccessError(f"The key file {path} does not hold one key.", "Write the key alone into it.")
+        return text

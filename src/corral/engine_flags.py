@@ -94,7 +94,8 @@ def check_arguments(arguments: Sequence[str], flags: FlagList) -> None:
         if name not in flags.takes_value:
             raise _unknown(name, flags)
         index += 1
-        if flags.takes_value[name] and "=" not in argument:
+        carries_value = "=" in argument or argument.startswith("-O")
+        if flags.takes_value[name] and not carries_value:
             if index >= len(arguments):
                 raise UsageError(f"{name} needs a value.", f"Give one: `{name} VALUE`.")
             index += 1

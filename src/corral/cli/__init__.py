@@ -20,6 +20,7 @@ __all__ = ["VERBS", "main"]
 
 # verb -> (module:attribute, one line for `corral --help`)
 VERBS: dict[str, tuple[str, str]] = {
+    "plan": ("corral.cli.plan:command", "Will it fit, how to split it, how fast will it be, and why."),
     "up": ("corral.cli.up:command", "Serve a model: install, fetch, start, watch until it answers."),
     "ps": ("corral.cli.ps:command", "Deployments and their states."),
     "status": (
@@ -32,7 +33,6 @@ VERBS: dict[str, tuple[str, str]] = {
     "down": ("corral.cli.down:command", "Stop a deployment and leave nothing behind."),
     "engine": ("corral.cli.engine:command", "Installed engines: list, install, check, remove."),
     "fake-server": ("corral.cli.fake_server:command", "A server with set pace and faults, for tests."),
-    "plan": ("corral.cli.plan:command", "Will it fit, how to split it, how fast will it be, and why."),
 }
 
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import shlex
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import click
 
 from corral import bringup, deployment
 from corral.cli.screen import PhaseScreen, duration, print_json
+from corral.client import CHAT, Client
 from corral.diagnosis import last_lines
 from corral.endpoint import Endpoint
-from corral.errors import LaunchError, UsageError
+from corral.errors import CorralError, LaunchError, UsageError
 from corral.launch import as_shell
 from corral.plan import Goal
 from corral.plan.fixed import parse_assignments
@@ -108,7 +107,7 @@ def command(
     if as_json:
         print_json(_document(status, screen, answer))
     else:
-        click.echo(summary(status, endpoint, answer))
+        click.echo("\n" + summary(status, endpoint, answer))
 
 
 def _bring_up(wish: bringup.Wish, screen: PhaseScreen, wait: bool) -> deployment.Status:
@@ -153,23 +152,15 @@ def _document(status: deployment.Status, screen: PhaseScreen, answer: str) -> di
 
 def ask(endpoint: Endpoint) -> str:
     """One question to the new server, as its first user would put it; empty when the model has no chat template."""
-    address = urlsplit(endpoint.base_url)
-    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=300)
-    body = {
-        "model": endpoint.model,
-        "messages": [{"role": "user", "content": FIRST_QUESTION}],
-        "max_tokens": 32,
-        "temperature": 0,
-    }
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {endpoint.key()}"}
+    question = [{"role": "user", "content": FIRST_QUESTION}]
+    client = Client(endpoint)
     try:
-        connection.request("POST", f"{address.path}/chat/completions", json.dumps(body), headers)
-        reply = json.loads(connection.getresponse().read())
-        return str(reply["choices"][0]["message"]["content"]).strip()
-    except (OSError, http.client.HTTPException, ValueError, KeyError, IndexError):
+        reply = client.request_sync(CHAT, {"messages": question, "max_tokens": 32, "temperature": 0})
+        return reply.text.strip()
+    except CorralError:
         return ""
     finally:
-        connection.close()
+        client.close_sync()
 
 
 def summary(status: deployment.Status, endpoint: Endpoint, answer: str) -> str:

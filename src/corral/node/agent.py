@@ -194,6 +194,11 @@ def kernel_oom_kills() -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------- journal
+def private_tmp(launch_id: str) -> str:
+    """A temporary folder of this launch alone; short, because a socket's path may have 107 bytes at most."""
+    return os.path.join(os.environ.get("TMPDIR") or "/tmp", "corral-" + launch_id)  # noqa: S108
+
+
 class Journal:
     """Appends events; one write and one sync each."""
 
@@ -404,6 +409,8 @@ class Worker:
         env = {k: v for k, v in os.environ.items() if k not in self.spec.get("unset_env", [])}
         env.update(self.spec["env"])
         env[MARKER] = self.spec["launch_id"]
+        env["TMPDIR"] = private_tmp(self.spec["launch_id"])
+        os.makedirs(env["TMPDIR"], mode=0o700, exist_ok=True)
         log = os.open(self.spec["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
             return subprocess.Popen(
@@ -445,6 +452,7 @@ class Worker:
             if self.probe and self.probe.fault:
                 return self.probe.fault[0], {"text": self.probe.fault[1]}
             if self.probe and self.probe.ready and self.state != "ready":
+                self._read_log()  # what the engine said before it answered, and no line later
                 self._tell_state("ready", **self.probe.ready)
             if now - beat >= HEARTBEAT_S or not checked:
                 beat = now
@@ -553,6 +561,7 @@ def keep(spec_path: str) -> int:
             )
         finally:
             end_all(lambda: descendants(os.getpid()), 5.0)
+            shutil.rmtree(private_tmp(spec["launch_id"]), ignore_errors=True)
             os._exit(code)
     while True:
         try:
@@ -562,6 +571,7 @@ def keep(spec_path: str) -> int:
         if pid == worker:
             break
     end_all(lambda: descendants(os.getpid()) | marked(spec["launch_id"]), 3.0)
+    shutil.rmtree(private_tmp(spec["launch_id"]), ignore_errors=True)
     if os.WIFSIGNALED(status):
         text = "the agent was killed by signal %d; the engine was taken down" % os.WTERMSIG(status)
         Journal(spec["events"], spec["rank"]).write("state", state="failed", reason="agent_killed", text=text)
@@ -575,6 +585,7 @@ def main(argv: List[str]) -> int:
     if len(argv) == 2 and argv[0] == "sweep":
         end_all(lambda: marked(argv[1]), 5.0)
         left = marked(argv[1])
+        shutil.rmtree(private_tmp(argv[1]), ignore_errors=True)
         sys.stdout.write(json.dumps({"left": sorted(left)}) + "\n")
         return 1 if left else 0
     sys.stderr.write(__doc__ or "")

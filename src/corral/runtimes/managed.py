@@ -13,6 +13,13 @@ from corral.runtimes.base import Wrapped
 __all__ = ["ManagedRuntime"]
 
 
+# the CPU flavour starts through Corral's own launcher, which imports vLLM once instead of three times
+MODULES = {
+    "cpu": ("-m", "corral_cpu_engine.launch"),
+    "cuda": ("-m", "vllm.entrypoints.cli.main", "serve"),
+}
+
+
 @dataclass(frozen=True)
 class ManagedRuntime:
     """vLLM from one of Corral's own environments."""
@@ -28,7 +35,6 @@ class ManagedRuntime:
         return engines.flags_of(self.installed)
 
     def wrap(self, arguments: Sequence[str], env: Mapping[str, str]) -> Wrapped:
-        cache = cache_dir() / self.installed.name
+        cache = cache_dir() / self.installed.name  # compiled code, kept per engine: second starts load it
         own = {"VLLM_CACHE_ROOT": str(cache / "vllm"), "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor")}
-        argv = (self.installed.python, "-m", "vllm.entrypoints.cli.main", "serve", *arguments)
-        return Wrapped(argv, {**own, **env})
+        return Wrapped((self.installed.python, *MODULES[self.installed.flavour], *arguments), {**own, **env})

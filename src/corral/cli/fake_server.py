@@ -1,0 +1,86 @@
+"""`corral fake-server`: the fake server as a process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from corral.errors import UsageError
+
+__all__ = ["command"]
+
+
+def _answer_tokens(text: str) -> tuple[int, int] | None:
+    if text == "all":
+        return None
+    low, _, high = text.partition("-")
+    try:
+        span = int(low), int(high or low)
+    except ValueError:
+        span = 0, 0
+    if not 1 <= span[0] <= span[1]:
+        raise UsageError(f"--answer-tokens {text!r} cannot be used.", "Give N, LOW-HIGH, or `all`.")
+    return span
+
+
+@click.command(epilog="Faults and their settings: docs/fake-server.md.")
+@click.option("--model", default="fake", show_default=True, help="Name of the served model.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=0, show_default=True, help="Port; 0 takes a free one.")
+@click.option("--max-model-len", default=8192, show_default=True, help="Context length in tokens.")
+@click.option("--key-file", type=click.Path(path_type=Path), help="File with the key that callers must present.")
+@click.option("--log", type=click.Path(path_type=Path), help="Append every request's true times to this JSONL file.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the fault choice.")
+@click.option("--answer-tokens", default="16-256", show_default=True, help="When answers end: N, LOW-HIGH, or `all`.")
+@click.option("--ttft-ms", default=0.0, show_default=True, help="Time to the first token.")
+@click.option("--itl-ms", default=0.0, show_default=True, help="Time between tokens.")
+@click.option("--jitter", default=0.0, show_default=True, help="Relative spread of the time between tokens, 0 to 1.")
+@click.option("--prefill-rate", default=0.0, help="Prompt tokens per second, added to the time to the first token.")
+@click.option("--max-seqs", default=0, help="Sequences that run at once; more wait.  [default: no limit]")
+@click.option("--kv-tokens", default=0, help="Tokens the cache holds; past it the youngest is preempted.")
+@click.option("--requests-per-s", default=0.0, help="Requests let in per second: a knee for request rates.")
+@click.option("--tokens-per-s", default=0.0, help="Output tokens per second, shared: a knee for token rates.")
+@click.option("--no-prefix-cache", is_flag=True, help="No prefix-cache hits.")
+@click.option(
+    "--fault", "faults", multiple=True, metavar="KIND[:k=v,…]", help="Something that goes wrong; repeatable."
+)
+@click.option("--control", is_flag=True, help="Allow POST /control/faults, /control/health and /control/pace.")
+@click.option("--no-uvloop", is_flag=True, help="Use the standard event loop even where uvloop is installed.")
+@click.option("--until-eof", is_flag=True, help="Stop when standard input ends, so that no orphan is left.")
+def command(**given: Any) -> int:
+    """Serve made-up answers the way vLLM serves real ones, at a set pace and with set faults.
+
+    Prints one JSON line with `url` and `pid` when ready.
+    """
+    from corral.fake import FakeOptions, Pace, parse_fault, run
+
+    if not 0 <= given["jitter"] <= 1:
+        raise UsageError(f"--jitter {given['jitter']} is out of range.", "Give a number from 0 to 1.")
+    pace = Pace(
+        ttft_s=given["ttft_ms"] / 1000,
+        itl_s=given["itl_ms"] / 1000,
+        jitter=given["jitter"],
+        prefill_tokens_per_s=given["prefill_rate"],
+        max_seqs=given["max_seqs"],
+        kv_tokens=given["kv_tokens"],
+        requests_per_s=given["requests_per_s"],
+        tokens_per_s=given["tokens_per_s"],
+    )
+    options = FakeOptions(
+        model=given["model"],
+        host=given["host"],
+        port=given["port"],
+        max_model_len=given["max_model_len"],
+        key_file=given["key_file"],
+        log=given["log"],
+        seed=given["seed"],
+        answer_tokens=_answer_tokens(given["answer_tokens"]),
+        prefix_cache=not given["no_prefix_cache"],
+        control=given["control"],
+        uvloop=not given["no_uvloop"],
+        pace=pace,
+        faults=tuple(map(parse_fault, given["faults"])),
+    )
+    return run(options, until_eof=given["until_eof"])

@@ -1,0 +1,226 @@
+"""What a request asks for, checked with vLLM's own words."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+from corral.fake import words
+
+__all__ = ["Ask", "RefusedError", "messages_text", "read_ask"]
+
+_MAX_LOGPROBS = 20
+_SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty", "repetition_penalty",
+)  # fmt: skip
+_RANGES: dict[str, tuple[float, float, str]] = {
+    "temperature": (0.0, 2.0, "in [0, 2]"),
+    "top_p": (1e-9, 1.0, "in (0, 1]"),
+    "min_p": (0.0, 1.0, "in [0, 1]"),
+    "frequency_penalty": (-2.0, 2.0, "in [-2, 2]"),
+    "presence_penalty": (-2.0, 2.0, "in [-2, 2]"),
+    "repetition_penalty": (1e-9, 1e9, "greater than zero"),
+    "n": (1, 16384, "at least 1"),
+}
+
+
+class RefusedError(Exception):
+    """An answer that is an HTTP error, in vLLM's shape."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        kind: str = "BadRequestError",
+        param: str | None = None,
+        retry_after: float = 0,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.kind, self.param, self.retry_after = status, message, kind, param, retry_after
+
+    def body(self) -> bytes:
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.status}
+        return json.dumps({"error": error}, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+@dataclass(slots=True)
+class Ask:
+    """One completion or chat request."""
+
+    chat: bool
+    prompts: list[bytes]
+    prompt_tokens: list[int]
+    keys: list[int]  # one hash of content and sampling parameters for each prompt
+    max_tokens: int | None
+    n: int = 1
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    echo: bool = False
+    greedy: bool = False
+    return_token_ids: bool = False
+    stops: tuple[str, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    given_ids: list[list[int]] | None = None  # when prompts came as token ids
+
+    def ids(self, index: int) -> list[int]:
+        """The token ids of prompt `index`."""
+        return self.given_ids[index] if self.given_ids else words.encode(self.prompts[index])
+
+    @property
+    def plain(self) -> bool:
+        """Whether the answer is only text, so that prepared bytes will do."""
+        return (
+            self.logprobs is None
+            and self.prompt_logprobs is None
+            and not (self.echo or self.continuous_usage or self.return_token_ids)
+        )
+
+    def limit(self, index: int, max_model_len: int) -> int:
+        """How many tokens prompt `index` may get."""
+        room = max_model_len - self.prompt_tokens[index]
+        return room if self.max_tokens is None else min(room, self.max_tokens)
+
+
+def read_ask(body: dict[str, Any], chat: bool, max_model_len: int) -> Ask:
+    """Check a request body."""
+    for name in _RANGES.keys() & body.keys():
+        _check_range(name, body[name])
+    prompts, counts = _chat_prompt(body) if chat else _prompts(body.get("prompt"))
+    for count in counts:
+        if count > max_model_len:
+            raise RefusedError(
+                400,
+                f"This model's maximum context length is {max_model_len} tokens. However, your prompt contains "
+                f"{count} input tokens, which exceeds this limit even without any output tokens. "
+                "Please reduce the length of the input prompt.",
+                param="input_tokens",
+            )
+    sampled = [body.get(name) for name in _SAMPLING]
+    greedy = sampled[0] == 0
+    salt = b"" if greedy else repr(sampled).encode()
+    keys = [int.from_bytes(blake2b(text + b"\0" + salt, digest_size=8).digest(), "big") for text in prompts]
+    ask = Ask(chat, prompts, counts, keys, _max_tokens(body, chat), greedy=greedy)
+    if ask.max_tokens is not None and ask.max_tokens > max_model_len:
+        raise RefusedError(
+            400,
+            f"max_tokens={ask.max_tokens} cannot be greater than max_model_len={max_model_len}. "
+            "Please request fewer output tokens.",
+            param="max_tokens",
+        )
+    prompt = body.get("prompt")
+    if not chat and isinstance(prompt, list) and not isinstance(prompt[0], str):
+        ask.given_ids = prompt if isinstance(prompt[0], list) else [prompt]
+    ask.echo = bool(body.get("echo"))
+    if not (ask.echo and ask.max_tokens == 0) and min(ask.limit(i, max_model_len) for i in range(len(prompts))) < 1:
+        value = min(ask.limit(i, max_model_len) for i in range(len(prompts)))
+        raise RefusedError(400, f"max_tokens must be at least 1, got {value}.", param="max_tokens")
+    _read_options(ask, body)
+    return ask
+
+
+def _read_options(ask: Ask, body: dict[str, Any]) -> None:
+    ask.n = body.get("n") or 1
+    ask.stream = bool(body.get("stream"))
+    options = body.get("stream_options")
+    if options:
+        if not ask.stream:
+            message = "Stream options can only be defined when `stream=True`."
+            raise RefusedError(400, message, param="stream_options")
+        ask.include_usage = bool(options.get("include_usage"))
+        ask.continuous_usage = ask.include_usage and bool(options.get("continuous_usage_stats"))
+    ask.min_tokens = body.get("min_tokens") or 0
+    if ask.max_tokens is not None and ask.min_tokens > ask.max_tokens:
+        message = f"min_tokens must be less than or equal to max_tokens={ask.max_tokens}, got {ask.min_tokens}."
+        raise RefusedError(400, message)
+    ask.ignore_eos = bool(body.get("ignore_eos"))
+    ask.return_token_ids = bool(body.get("return_token_ids"))
+    stop = body.get("stop") or ()
+    ask.stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if ask.chat:
+        ask.logprobs = (body.get("top_logprobs") or 0) if body.get("logprobs") else None
+    else:
+        ask.logprobs = body.get("logprobs")
+    ask.prompt_logprobs = body.get("prompt_logprobs")
+    for name, kind, value in (
+        ("logprobs", "sample", ask.logprobs),
+        ("prompt_logprobs", "prompt", ask.prompt_logprobs),
+    ):
+        if value is not None and (not isinstance(value, int) or value < 0):
+            raise RefusedError(400, f"`{name}` must be a positive value or -1.", param=name)
+        if value and value > _MAX_LOGPROBS:
+            message = f"Requested {kind} logprobs of {value}, which is greater than max allowed: {_MAX_LOGPROBS}"
+            raise RefusedError(400, message, param=name)
+    if ask.prompt_logprobs and ask.stream:
+        message = "`prompt_logprobs` are not available when `stream=True`."
+        raise RefusedError(400, message, param="prompt_logprobs")
+
+
+def _check_range(name: str, value: Any) -> None:
+    if value is None:
+        return
+    low, high, words_ = _RANGES[name]
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
+        raise RefusedError(400, f"{name} must be {words_}, got {value}.", param=name)
+
+
+def _max_tokens(body: dict[str, Any], chat: bool) -> int | None:
+    value = body.get("max_tokens")
+    if chat:
+        value = body.get("max_completion_tokens", value)
+    elif value is None:
+        value = 16
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+        raise RefusedError(400, f"max_tokens must be an integer, got {value!r}.", param="max_tokens")
+    return value
+
+
+def _prompts(prompt: Any) -> tuple[list[bytes], list[int]]:
+    if isinstance(prompt, str) and prompt:
+        text = prompt.encode("utf-8", "replace")
+        return [text], [len(words.pieces(text))]
+    if isinstance(prompt, list) and prompt:
+        if all(type(t) is int for t in prompt):
+            return [_decoded(prompt)], [len(prompt)]
+        if all(isinstance(p, str) and p for p in prompt):
+            texts = [p.encode("utf-8", "replace") for p in prompt]
+            return texts, [len(words.pieces(t)) for t in texts]
+        if all(isinstance(p, list) and p and all(type(t) is int for t in p) for p in prompt):
+            return [_decoded(p) for p in prompt], [len(p) for p in prompt]
+    raise RefusedError(
+        400, "Either prompt or prompt_embeds must be provided and non-empty.", "Bad Request", "body.prompt"
+    )
+
+
+def _decoded(ids: list[int]) -> bytes:
+    try:
+        return words.decode(ids)
+    except ValueError as error:
+        raise RefusedError(400, str(error), param="prompt") from None
+
+
+def messages_text(messages: Any) -> bytes:
+    """A conversation as the fake chat template writes it."""
+    if not isinstance(messages, list) or not messages:
+        raise RefusedError(400, "1 validation error:\n  messages: field required", "Bad Request", "body.messages")
+    parts = []
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise RefusedError(
+                400, "1 validation error:\n  messages: malformed message", "Bad Request", "body.messages"
+            )
+        content = message.get("content") or ""
+        if isinstance(content, list):
+            content = "\n".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+        parts.append(f"<|{message['role']}|>{content}</s>")
+    return ("".join(parts) + "<|assistant|>").encode("utf-8", "replace")
+
+
+def _chat_prompt(body: dict[str, Any]) -> tuple[list[bytes], list[int]]:
+    text = messages_text(body.get("messages"))
+    return [text], [len(words.pieces(text))]

@@ -1,0 +1,73 @@
+"""Real vLLM on the CPU: one installed engine and few started servers for the whole tier.
+
+The engine and the converted default model live in `.scratch/` of the checkout, so that a second run starts at once;
+on a clean checkout they are installed by Corral itself, as for any user.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.tiny_llama import make_tiny_llama
+
+KEPT = Path(os.environ.get("CORRAL_TEST_HOME", ROOT / ".scratch" / "test-home"))
+FAST = ("--set", "eager=true")
+
+
+@dataclass
+class Corral:
+    """Runs `corral` as a user does."""
+
+    env: dict[str, str]
+    home: Path
+
+    def run(self, *arguments: str, check: bool = True, timeout_s: float = 900) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "corral", *arguments]
+        done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=timeout_s)
+        assert not check or done.returncode == 0, f"{arguments}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    def json(self, *arguments: str, check: bool = True) -> Any:
+        return json.loads(self.run(*arguments, "--json", check=check).stdout)
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "corral", *arguments]
+        return subprocess.Popen(command, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.fixture(scope="session")
+def kept_home() -> Path:
+    (KEPT / "engines").mkdir(parents=True, exist_ok=True)
+    (KEPT / "models").mkdir(exist_ok=True)
+    (KEPT / "cache").mkdir(exist_ok=True)
+    return KEPT
+
+
+@pytest.fixture(scope="session")
+def corral(kept_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Corral]:
+    """A clean home that shares the kept engine, models and compile cache."""
+    home = tmp_path_factory.mktemp("integration")
+    (home / "corral").mkdir()
+    for name in ("engines", "models", "cache"):
+        (home / "corral" / name).symlink_to(kept_home / name)
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "VLLM_", "OPENAI_"))}
+    env |= {"HOME": str(home), "CORRAL_HOME": str(home / "corral")}
+    command = Corral(env, home / "corral")
+    command.run("engine", "install", "cpu")
+    yield command
+    command.run("down", "--all", check=False)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny")

@@ -1,0 +1,216 @@
+"""One real server, used in every way: completions, chat, streams, log-probabilities, the key, closed doors."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import openai
+import pytest
+
+from corral.node import agent
+from corral.node.guard import OPEN_WITHOUT_KEY
+from tests.integration.conftest import FAST, Corral
+
+
+@pytest.fixture(scope="module")
+def server(corral: Corral, tiny_model: Path) -> Iterator[dict[str, Any]]:
+    document = corral.json("up", str(tiny_model), "--name", "serving", *FAST)
+    yield document
+    corral.run("down", "serving")
+
+
+@pytest.fixture(scope="module")
+def key(server: dict[str, Any]) -> str:
+    return Path(server["endpoint"]["key_file"]).read_text().strip()
+
+
+@pytest.fixture(scope="module")
+def client(server: dict[str, Any], key: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server["endpoint"]["base_url"], api_key=key, max_retries=0) as found:
+        yield found
+
+
+def call(server: dict[str, Any], method: str, path: str, key: str | None, body: Any = None) -> tuple[int, str]:
+    address = urlsplit(server["endpoint"]["base_url"])
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=60)
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    try:
+        connection.request(method, path, json.dumps(body) if body is not None else None, headers)
+        response = connection.getresponse()
+        return response.status, response.read().decode()
+    finally:
+        connection.close()
+
+
+def test_the_document_of_up(server: dict[str, Any]) -> None:
+    assert server["state"] == "ready"
+    assert server["endpoint"]["model"] == "tiny"
+    assert server["timings"]["engine_ready_s"] > 1
+    assert server["observed"]["kv_tokens"] > 0
+
+
+def test_complete(client: openai.OpenAI) -> None:
+    reply = client.completions.create(model="tiny", prompt="San Francisco is a", max_tokens=7, temperature=0)
+    assert reply.usage is not None
+    assert reply.usage.completion_tokens == 7
+    again = client.completions.create(model="tiny", prompt="San Francisco is a", max_tokens=7, temperature=0)
+    assert reply.choices[0].text == again.choices[0].text
+
+
+def test_chat(client: openai.OpenAI) -> None:
+    reply = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "Hello"}], max_tokens=5, temperature=0
+    )
+    assert reply.choices[0].finish_reason == "length"
+
+
+def test_stream(client: openai.OpenAI) -> None:
+    stream = client.completions.create(model="tiny", prompt="Hello", max_tokens=12, temperature=0, stream=True)
+    pieces = [piece.choices[0].text for piece in stream if piece.choices]
+    whole = client.completions.create(model="tiny", prompt="Hello", max_tokens=12, temperature=0)
+    assert len(pieces) >= 2
+    assert "".join(pieces) == whole.choices[0].text
+
+
+def test_logprobs(client: openai.OpenAI) -> None:
+    reply = client.completions.create(
+        model="tiny", prompt="Hello", max_tokens=3, temperature=0, logprobs=2, extra_body={"prompt_logprobs": 1}
+    )
+    logprobs = reply.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.token_logprobs is not None
+    assert all(value is not None and value <= 0 for value in logprobs.token_logprobs)
+    prompt_logprobs = reply.choices[0].model_extra["prompt_logprobs"]  # type: ignore[index]
+    assert prompt_logprobs[0] is None
+    assert len(prompt_logprobs) == len("Hello")
+
+
+def test_models_are_listed_by_the_name_people_say(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+
+
+def test_the_wrong_key_is_refused(server: dict[str, Any]) -> None:
+    wrong = openai.OpenAI(base_url=server["endpoint"]["base_url"], api_key="wrong", max_retries=0)
+    with wrong, pytest.raises(openai.AuthenticationError):
+        wrong.models.list()
+
+
+def routes(corral: Corral) -> list[str]:
+    """Every path that this vLLM's source registers, found in the installed engine itself."""
+    import re
+
+    site = next((corral.home / "engines" / "cpu-0.32.0" / "lib").glob("python3.*")) / "site-packages" / "vllm"
+    found = set()
+    for path in (site / "entrypoints").rglob("*.py"):
+        text = path.read_text(errors="replace")
+        found |= set(re.findall(r"@(?:router|app)\.(?:get|post|put|delete|websocket)\(\s*\"(/[^\"]*)\"", text))
+    return sorted(found)
+
+
+def test_every_path_of_the_engine_needs_the_key(corral: Corral, server: dict[str, Any]) -> None:
+    paths = routes(corral)
+    assert len(paths) > 40
+    for path in paths:
+        if path in OPEN_WITHOUT_KEY:
+            continue
+        for method in ("GET", "POST"):
+            status, _ = call(server, method, path, None, {})
+            assert status == 401, f"{method} {path} answered {status} without a key"
+    assert call(server, "GET", "/health", None)[0] == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/sleep", "/wake_up", "/collective_rpc", "/pause", "/resume", "/invocations", "/reset_prefix_cache",
+     "/server_info", "/update_weights", "/start_profile", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
+     "/scale_elastic_ep", "/abort_requests", "/docs", "/openapi.json"],
+)  # fmt: skip
+def test_administrative_paths_are_closed_even_with_the_key(server: dict[str, Any], key: str, path: str) -> None:
+    for method in ("GET", "POST"):
+        assert call(server, method, path, key, {})[0] == 403
+
+
+def test_the_key_is_nowhere_but_in_its_file(corral: Corral, server: dict[str, Any], key: str) -> None:
+    record = json.loads((corral.home / "deployments/serving/deployment.json").read_text())
+    processes = agent.marked(record["launch_id"])
+    assert processes
+    for pid in processes:
+        assert key.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+        assert key.encode() not in Path(f"/proc/{pid}/environ").read_bytes()
+    for path in (corral.home / "deployments/serving").rglob("*"):
+        if path.is_file() and path.name != "key":
+            assert key not in path.read_text(errors="replace")
+            assert path.stat().st_mode & 0o077 == 0
+
+
+def test_it_listens_on_loopback_only(server: dict[str, Any]) -> None:
+    port = urlsplit(server["endpoint"]["base_url"]).port
+    assert port is not None
+    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+    listening = [line.split()[1] for line in lines if line.split()[3] == "0A"]
+    assert [address for address in listening if int(address.split(":")[1], 16) == port] == [f"0100007F:{port:04X}"]
+
+
+def port_is_closed(base_url: str) -> bool:
+    address = urlsplit(base_url)
+    with socket.socket() as probe:
+        return probe.connect_ex((address.hostname or "", address.port or 0)) != 0
+
+
+def wait_state(corral: Corral, name: str, state: str, limit_s: float = 120) -> Any:
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        status = corral.json("status", name, check=False)
+        if status["state"] == state:
+            return status
+        time.sleep(0.3)
+    raise AssertionError(status)
+
+
+def test_kill_9_of_the_engine_then_of_the_agent_then_of_the_cli(corral: Corral, tiny_model: Path) -> None:
+    """Three deaths, each ending in the right state with no process and no port left."""
+    up = corral.json("up", str(tiny_model), "--name", "mortal", *FAST)
+    record = json.loads((corral.home / "deployments/mortal/deployment.json").read_text())
+    engine = json.loads(corral.run("events", "mortal", "--json").stdout.splitlines()[0])["pid"]
+    names = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in agent.descendants(engine)}
+    (core,) = [pid for pid, name in names.items() if name.startswith(b"VLLM::EngineCore")]
+    os.kill(core, signal.SIGKILL)  # vLLM's server then exits by itself, with code 0
+    failed = wait_state(corral, "mortal", "failed")
+    assert failed["reason"] == "engine_exited"
+    assert not agent.marked(record["launch_id"])
+    assert port_is_closed(up["endpoint"]["base_url"])
+
+    up = corral.json("up", str(tiny_model), "--name", "mortal", *FAST)
+    record = json.loads((corral.home / "deployments/mortal/deployment.json").read_text())
+    keeper = json.loads((corral.home / "deployments/mortal/rank0/agent.json").read_text())["pid"]
+    os.kill(keeper, signal.SIGKILL)
+    assert wait_state(corral, "mortal", "failed")["reason"] == "agent_killed"
+    deadline = time.monotonic() + 30
+    while agent.marked(record["launch_id"]) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not agent.marked(record["launch_id"])
+    assert port_is_closed(up["endpoint"]["base_url"])
+
+    process = corral.start("up", str(tiny_model), "--name", "mortal", *FAST)
+    agent_file = corral.home / "deployments/mortal/rank0/agent.json"
+    deadline = time.monotonic() + 60
+    while not agent_file.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(1)
+    process.kill()
+    process.communicate()
+    assert corral.run("wait", "mortal").returncode == 0
+    record = json.loads((corral.home / "deployments/mortal/deployment.json").read_text())
+    base_url = json.loads((corral.home / "deployments/mortal/endpoint.json").read_text())["base_url"]
+    corral.run("down", "mortal")
+    assert not agent.marked(record["launch_id"])
+    assert port_is_closed(base_url)

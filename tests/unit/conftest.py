@@ -1,0 +1,82 @@
+"""A stand-in engine in the place of the installed one, so that whole commands run in a second."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corral import engines
+from corral.files import write_atomic
+from corral.record import dump_json
+from tests.tiny_llama import make_tiny_llama
+
+STUB = Path(__file__).parent.parent / "stub_engine.py"
+
+
+@dataclass
+class Done:
+    """How a `corral` command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+@dataclass
+class Corral:
+    """Runs `corral` as a user does, in a home of its own, with the stand-in engine installed."""
+
+    home: Path
+    model: Path
+    env: dict[str, str]
+
+    def __call__(self, *arguments: str, **options: str) -> Done:
+        env = {**self.env, **options}
+        done = subprocess.run(
+            [sys.executable, "-m", "corral", *arguments], capture_output=True, text=True, env=env, timeout=120
+        )
+        return Done(done.returncode, done.stdout, done.stderr)
+
+    def start(self, *arguments: str, **options: str) -> subprocess.Popen[str]:
+        env = {**self.env, **options}
+        command = [sys.executable, "-m", "corral", *arguments]
+        return subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def wait_state(self, name: str, state: str) -> Any:
+        for _ in range(600):
+            found = self("status", name, "--json")
+            if found.code in (0, 8) and found.json()["state"] == state:
+                return found.json()
+            time.sleep(0.05)
+        raise AssertionError(f"{name} never became {state}: {found}")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def corral(clean_home: Path, tiny_model: Path) -> Iterator[Corral]:
+    engine = engines.expected("cpu")
+    place = Path(engine.path)
+    (place / "bin").mkdir(parents=True)
+    python = place / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{STUB}" "$@"\n')
+    python.chmod(0o755)
+    write_atomic(place / "engine.json", dump_json(engine))
+    command = Corral(clean_home, tiny_model, dict(os.environ))
+    yield command
+    command("down", "--all")

@@ -1,0 +1,259 @@
+"""Whole commands with a stand-in engine: what a user types, reads, and gets as exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from corral.node import agent
+from tests.unit.conftest import Corral
+
+
+def launched(corral: Corral, name: str) -> set[int]:
+    record = json.loads((corral.home / "corral" / "deployments" / name / "deployment.json").read_text())
+    return agent.marked(record["launch_id"])
+
+
+def test_up_use_down(corral: Corral) -> None:
+    up = corral("up", str(corral.model), "--json")
+    assert up.code == 0, up.err
+    document = up.json()
+    assert document["name"] == "tiny"
+    assert document["state"] == "ready"
+    assert document["endpoint"]["base_url"].startswith("http://127.0.0.1:")
+    assert document["endpoint"]["model"] == "tiny"
+    assert document["timings"]["engine_ready_s"] > 0
+    key_file = Path(document["endpoint"]["key_file"])
+    assert stat.S_IMODE(key_file.stat().st_mode) == 0o600
+    key = key_file.read_text().strip()
+
+    ps = corral("ps")
+    assert "tiny" in ps.out
+    assert "ready" in ps.out
+    assert corral("ps", "--json").json()[0]["state"] == "ready"
+    status = corral("status", "tiny", "--json").json()
+    assert status["observed"]["kv_tokens"] == 914304
+    assert corral("wait", "tiny").out.strip() == document["endpoint"]["base_url"]
+    assert "Starting to load model" in corral("logs", "tiny").out
+    assert corral("logs", "tiny", "-n", "1", "--json").json()["rank"] == 0
+    events = [json.loads(line) for line in corral("events", "tiny", "--json").out.splitlines()]
+    assert [event["state"] for event in events if event["kind"] == "state"] == ["starting", "loading", "ready"]
+
+    second = corral("up", str(corral.model))
+    assert second.code == 4
+    assert "already ready, started by process" in second.err
+
+    assert len(launched(corral, "tiny")) >= 1
+    down = corral("down", "tiny")
+    assert down.code == 0
+    assert not launched(corral, "tiny")
+    assert corral("status", "tiny", "--json").json()["reason"] == "requested"
+    assert corral("down", "tiny").out.strip() == "tiny: was not running"
+    folder = corral.home / "corral" / "deployments" / "tiny"
+    for path in folder.rglob("*"):
+        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, f"others can read {path}"
+        if path.is_file() and path.name != "key":
+            assert key not in path.read_text(errors="replace"), f"the key is in {path}"
+
+
+def test_the_plain_screen_and_the_summary(corral: Corral) -> None:
+    up = corral("up", str(corral.model))
+    for phase in ("installing engine", "fetching model", "starting", "loading", "ready"):
+        assert phase in up.err
+    for word in ("endpoint", "curl", "OpenAI(base_url=", "corral down tiny", "Paris."):
+        assert word in up.out
+
+
+@pytest.mark.parametrize(
+    "name", ["with space", "it's", 'say "x"', "a/b", "..", ".hidden", "ünï", "-x", "a%20b", "$(id)"]
+)
+def test_names_do_no_harm(corral: Corral, name: str) -> None:
+    up = corral("up", str(corral.model), f"--name={name}", "--json")
+    assert up.code == 0, up.err
+    assert up.json()["name"] == name
+    folder = Path(up.json()["endpoint"]["key_file"]).parent
+    assert folder.parent == corral.home / "corral" / "deployments"
+    assert corral("ps", "--json").json()[0]["name"] == name
+    assert corral("down", "--", name).code == 0
+
+
+@pytest.mark.parametrize("name", ["", " ", "a\nb", "a\x00b"[:1] + "\x01", "x" * 200])
+def test_names_that_are_refused(corral: Corral, name: str) -> None:
+    up = corral("up", str(corral.model), f"--name={name}")
+    assert up.code == 2
+    assert "cannot name a deployment" in up.err
+
+
+def test_hostile_paths(corral: Corral, tmp_path: Path) -> None:
+    home = tmp_path / "a 'home'\nwith \"signs\""
+    home.mkdir()
+    (home / "corral").mkdir()
+    (home / "corral" / "engines").symlink_to(corral.home / "corral" / "engines")
+    model = tmp_path / 'my model\'s "folder"'
+    model.symlink_to(corral.model)
+    env = {"CORRAL_HOME": str(home / "corral")}
+    up = corral("up", str(model), "--name", "x", "--served-name", "s", "--json", **env)
+    assert up.code == 0, up.err
+    assert corral("down", "x", **env).code == 0
+
+
+def test_a_failed_start_ends_with_cause_remedy_and_log(corral: Corral) -> None:
+    up = corral("up", str(corral.model), STUB_OPTIONS="exit=0")
+    assert up.code == 8
+    assert "failed" in up.err
+    assert "something the engine did not like" in up.err
+    assert "→" in up.err
+    assert "last lines of the log" in up.err
+    assert "Traceback" not in up.err
+    assert corral("status", "tiny").code == 8
+    as_json = corral("up", str(corral.model), "--json", STUB_OPTIONS="exit=0")
+    assert as_json.code == 8
+    assert as_json.json()["error"]["reason"] == "bad_argument"
+    assert corral("up", str(corral.model), "--json").code == 0  # the name is free again
+
+
+def test_engine_dies_with_zero_later(corral: Corral) -> None:
+    assert corral("up", str(corral.model), "--no-wait", STUB_OPTIONS="die-after-ready=0").code == 0
+    failed = corral.wait_state("tiny", "failed")
+    assert failed["reason"] == "engine_exited"
+    assert "code 0" in failed["text"]
+
+
+def test_cli_killed_while_loading_leaves_a_server_that_becomes_ready(corral: Corral) -> None:
+    process = corral.start("up", str(corral.model))
+    for _ in range(400):
+        if (corral.home / "corral/deployments/tiny/rank0/agent.json").exists():
+            break
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    assert corral("wait", "tiny").code == 0
+    assert corral("status", "tiny", "--json").json()["state"] == "ready"
+
+
+def test_agent_killed_with_its_keeper_is_a_failure_and_down_cleans_up(corral: Corral) -> None:
+    assert corral("up", str(corral.model), "--json").code == 0
+    keeper = json.loads((corral.home / "corral/deployments/tiny/rank0/agent.json").read_text())["pid"]
+    worker = next(pid for pid, row in agent.process_table().items() if row[0] == keeper)
+    os.kill(worker, signal.SIGSTOP)
+    os.kill(keeper, signal.SIGKILL)
+    os.kill(worker, signal.SIGKILL)
+    failed = corral.wait_state("tiny", "failed")
+    assert failed["reason"] == "agent_killed"
+    assert corral("down", "tiny").code == 0
+    assert not launched(corral, "tiny")
+
+
+def test_after_a_reboot_it_is_stopped_never_ready(corral: Corral) -> None:
+    assert corral("up", str(corral.model), "--json").code == 0
+    record = corral.home / "corral/deployments/tiny/rank0/agent.json"
+    body = json.loads(record.read_text())
+    assert corral("down", "tiny").code == 0
+    events = corral.home / "corral/deployments/tiny/rank0/events.jsonl"
+    lines = events.read_text().splitlines()
+    events.write_text("\n".join(lines[:-1]) + "\n")  # as a power cut leaves it: the last word was "ready"
+    record.write_text(json.dumps({**body, "boot_id": "another boot"}))
+    status = corral("status", "tiny", "--json").json()
+    assert (status["state"], status["reason"]) == ("stopped", "machine_restarted")
+
+
+def test_an_interrupted_staging_is_told_and_the_name_is_free(corral: Corral) -> None:
+    assert corral("up", str(corral.model), "--json").code == 0
+    assert corral("down", "tiny").code == 0
+    folder = corral.home / "corral/deployments/tiny"
+    for path in (folder / "rank0").iterdir():
+        path.unlink()
+    (folder / "rank0").rmdir()
+    status = corral("status", "tiny", "--json").json()
+    assert (status["state"], status["reason"]) == ("stopped", "interrupted")
+    assert corral("up", str(corral.model), "--json").code == 0
+
+
+def test_a_taken_port_is_named_and_another_chosen(corral: Corral) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        refused = corral("up", str(corral.model), "--port", str(port))
+        assert refused.code == 4
+        assert f"port {port} is held by process {os.getpid()}" in refused.err
+        assert not (corral.home / "corral/deployments/tiny").exists()
+
+
+def test_dry_run_is_the_launch(corral: Corral) -> None:
+    dry = corral("up", str(corral.model), "--dry-run", "--port", "18123", "--", "--max-num-seqs", "4")
+    assert dry.code == 0, dry.err
+    spec = dry.json()
+    argv = spec["ranks"][0]["argv"]
+    assert argv[-2:] == ["--max-num-seqs", "4"]
+    assert not (corral.home / "corral/deployments").exists()
+    up = corral("up", str(corral.model), "--port", "18123", "--json", "--", "--max-num-seqs", "4")
+    assert up.code == 0, up.err
+    real = json.loads((corral.home / "corral/deployments/tiny/launch.json").read_text())
+    assert {**real, "launch_id": ""} == {**spec, "launch_id": ""}
+    started = Path(f"/proc/{json.loads(corral('events', 'tiny', '--json').out.splitlines()[0])['pid']}/cmdline")
+    assert started.read_bytes().decode().split("\0")[-3:-1] == argv[-2:]
+
+
+def test_dry_run_as_shell_commands(corral: Corral, tmp_path: Path) -> None:
+    dry = corral("up", str(corral.model), "--name", "it's", "--dry-run", "--shell")
+    assert dry.code == 0
+    script = tmp_path / "launch.sh"
+    script.write_text("#!/bin/sh\n" + dry.out)
+    checked = subprocess.run(
+        [str(Path(sys.executable).with_name("shellcheck")), str(script)], capture_output=True, text=True
+    )
+    assert checked.returncode == 0, checked.stdout
+    assert "corral_guard.Guard" in dry.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["up", "no-such-model"], 3, "no model is called 'no-such-model'"),
+        (["up", "./no/such/folder"], 3, "no folder"),
+        (["up", "llama-3.1-8b", "--", "--swap-space", "4"], 7, "no --swap-space any more"),
+        (["up", "--", "--max-model-le", "4"], 7, "--max-model-len"),
+        (["up", "--flavour", "cuda"], 2, "no GPU"),
+        (["up", "--shell"], 2, "--dry-run"),
+        (["up", "--env", "x"], 2, "NAME=VALUE"),
+        (["up", "--set", "tensr=2"], 2, "tensor"),
+        (["status", "nobody"], 3, "no deployment is called 'nobody'"),
+        (["down"], 2, "which deployment"),
+        (["logs", "nobody"], 3, "no deployment"),
+        (["sttus"], 2, "status"),
+        (["engine", "check", "cuda"], 3, "not installed"),
+        (["engine", "remove", "cuda"], 3, "no engine"),
+    ],
+)
+def test_bad_input_is_one_clear_sentence(corral: Corral, arguments: list[str], code: int, words: str) -> None:
+    done = corral(*arguments)
+    assert done.code == code, done.err
+    assert words in done.err
+    assert "Traceback" not in done.err
+
+
+def test_a_folder_without_a_model(corral: Corral, tmp_path: Path) -> None:
+    done = corral("up", str(tmp_path))
+    assert done.code == 10
+    assert "no config.json" in done.err
+    (tmp_path / "config.json").write_text((corral.model / "config.json").read_text())
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    done = corral("up", str(tmp_path))
+    assert done.code == 10
+    assert "lacks 2 of 2 weight files" in done.err
+    assert not list((corral.home / "corral/deployments").glob("[!.]*"))
+
+
+def test_debug_shows_the_traceback(corral: Corral) -> None:
+    assert "Traceback" in corral("--debug", "status", "nobody").err

@@ -1,0 +1,132 @@
+"""The guard alone, driven as an ASGI server drives it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corral.node import guard
+
+KEY = "k" * 43
+
+
+async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"inside"})
+
+
+@pytest.fixture
+def guarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> guard.Guard:
+    (tmp_path / "key").write_text(KEY + "\n")
+    monkeypatch.setenv("CORRAL_KEY_FILE", str(tmp_path / "key"))
+    return guard.Guard(app)
+
+
+def call(
+    door: guard.Guard, path: str, key: str | None = None, method: str = "GET", header: str = ""
+) -> tuple[int, bytes]:
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    headers = [(b"host", b"x")]
+    if header:
+        headers.append((header.encode(), (key or "").encode()))
+    elif key is not None:
+        headers.append((b"authorization", f"Bearer {key}".encode()))
+    scope = {"type": "http", "path": path, "method": method, "headers": headers}
+    asyncio.run(door(scope, None, send))
+    return sent[0]["status"], sent[1]["body"]
+
+
+INFERENCE = [
+    "/v1/models",
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/tokenize",
+    "/metrics",
+    "/version",
+    "/v1/responses/x",
+]
+ADMINISTRATIVE = [
+    "/sleep", "/wake_up", "/is_sleeping", "/collective_rpc", "/pause", "/resume", "/invocations", "/server_info",
+    "/reset_prefix_cache", "/update_weights", "/start_profile", "/abort_requests", "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter", "/v1/load_lora_adapter/", "/scale_elastic_ep", "/docs", "/openapi.json", "/", "",
+    "/some_path_of_a_later_engine", "/v1/../sleep", "//sleep", "/v1//../sleep", "/v1/./x", "/V1/models",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", INFERENCE)
+def test_inference_needs_the_key(guarded: guard.Guard, path: str) -> None:
+    assert call(guarded, path)[0] == 401
+    assert call(guarded, path, "wrong")[0] == 401
+    assert call(guarded, path, KEY[:-1])[0] == 401
+    assert call(guarded, path, "")[0] == 401
+    assert call(guarded, path, KEY) == (200, b"inside")
+
+
+@pytest.mark.parametrize("path", ADMINISTRATIVE)
+@pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS"])
+def test_administration_is_closed_to_everybody(guarded: guard.Guard, path: str, method: str) -> None:
+    assert call(guarded, path, None, method)[0] == 401
+    assert call(guarded, path, KEY, method)[0] == 403
+
+
+def test_health_is_open_to_readers_only(guarded: guard.Guard) -> None:
+    assert call(guarded, "/health")[0] == 200
+    assert call(guarded, "/health", method="POST")[0] == 401
+    assert call(guarded, "/health/x")[0] == 401
+
+
+def test_other_ways_to_send_a_key(guarded: guard.Guard) -> None:
+    assert call(guarded, "/v1/messages", KEY, "POST", "x-api-key")[0] == 200
+    assert call(guarded, "/v1/messages", "no", "POST", "x-api-key")[0] == 401
+    assert call(guarded, "/v1/models", f"bearer {KEY}", header="authorization")[0] == 200
+    assert call(guarded, "/v1/models", f"Basic {KEY}", header="authorization")[0] == 401
+
+
+def test_refusals_read_like_the_api_and_name_no_key(guarded: guard.Guard) -> None:
+    status, body = call(guarded, "/v1/models")
+    error = json.loads(body)["error"]
+    assert status == error["code"] == 401
+    assert error["type"] == "authentication_error"
+    assert KEY.encode() not in body
+
+
+def test_websockets_are_guarded_too(guarded: guard.Guard) -> None:
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "websocket.connect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    asyncio.run(guarded({"type": "websocket", "path": "/v1/realtime", "headers": []}, receive, send))
+    assert sent == [{"type": "websocket.close", "code": 1008}]
+
+
+def test_lifespan_passes(guarded: guard.Guard) -> None:
+    seen: list[str] = []
+
+    async def inner(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        seen.append(scope["type"])
+
+    guarded.app = inner
+    asyncio.run(guarded({"type": "lifespan"}, None, None))  # type: ignore[arg-type]
+    assert seen == ["lifespan"]
+
+
+@pytest.mark.parametrize("content", [None, "", "short"])
+def test_no_key_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None) -> None:
+    monkeypatch.delenv("CORRAL_KEY_FILE", raising=False)
+    if content is not None:
+        (tmp_path / "key").write_text(content)
+        monkeypatch.setenv("CORRAL_KEY_FILE", str(tmp_path / "key"))
+    with pytest.raises(RuntimeError, match="corral guard"):
+        guard.Guard(app)

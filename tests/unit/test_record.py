@@ -1,0 +1,86 @@
+"""Records survive JSON, and hand-edited files fail clearly."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from corral.errors import DataError
+from corral.record import dump_json, from_json, load_json, nearest, to_json
+
+
+class Colour(enum.StrEnum):
+    RED = "red"
+
+
+@dataclass(frozen=True)
+class Inner:
+    count: int
+    share: float | None = None
+
+
+@dataclass(frozen=True)
+class Outer:
+    name: str
+    inner: Inner
+    many: tuple[Inner, ...] = ()
+    table: dict[str, int] = field(default_factory=dict)
+    colour: Colour = Colour.RED
+    flag: bool = False
+
+
+@given(
+    st.builds(
+        Outer,
+        name=st.text(),
+        inner=st.builds(Inner, st.integers(), st.none() | st.floats(allow_nan=False)),
+        many=st.lists(st.builds(Inner, st.integers())).map(tuple),
+        table=st.dictionaries(st.text(), st.integers()),
+        flag=st.booleans(),
+    )
+)
+def test_round_trip(value: Outer) -> None:
+    import json
+
+    assert from_json(Outer, json.loads(dump_json(value))) == value
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"name": "x", "inner": {"count": 1}, "colur": "red"}, "unknown key 'colur'"),
+        ({"name": "x"}, "lacks 'inner'"),
+        ({"name": 3, "inner": {"count": 1}}, "Outer.name must be text, not 3"),
+        ({"name": "x", "inner": {"count": 1.5}}, "Outer.inner.count must be a whole number"),
+        ({"name": "x", "inner": {"count": True}}, "Outer.inner.count must be a whole number"),
+        ({"name": "x", "inner": {"count": 1}, "colour": "blue"}, "must be one of red"),
+        ({"name": "x", "inner": [1]}, "Outer.inner must be an object"),
+        ({"name": "x", "inner": {"count": 1}, "many": 3}, "Outer.many must be a list"),
+    ],
+)
+def test_bad_data_is_told_by_place(data: object, words: str) -> None:
+    with pytest.raises(DataError) as caught:
+        from_json(Outer, data)
+    assert words in caught.value.message
+
+
+def test_unknown_key_names_the_nearest() -> None:
+    with pytest.raises(DataError) as caught:
+        from_json(Outer, {"name": "x", "inner": {"count": 1}, "colur": "red"})
+    assert "'colour'" in caught.value.remedy
+
+
+def test_a_file_that_is_no_json(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text("{")
+    with pytest.raises(DataError, match="not valid JSON"):
+        load_json(Outer, tmp_path / "x.json")
+
+
+def test_paths_become_text() -> None:
+    assert to_json({"p": Path("/a")}) == {"p": "/a"}
+    assert nearest("lama", ["llama", "zebra"]) == ["llama"]

