@@ -122,7 +122,9 @@ def predict(
         concurrency=min(concurrency, running * parallel.data),
         prompt_tokens=goal.prompt_tokens,
         output_tokens=goal.output_tokens,
-        basis="measured" if gpu.kind in MEASURED_KINDS and parallel.replica_gpus == 1 else "scaled from an H200",
+        basis="measured"
+        if gpu.kind in MEASURED_KINDS and parallel.replica_gpus == 1
+        else "scaled from an H200, not measured on this hardware",
     )
 
 
