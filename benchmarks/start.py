@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -46,11 +45,9 @@ def fifty_deployments(home: Path) -> None:
                   "created_s": time.time(), "created_by": identity, "engine": "cpu-0.32.0"}  # fmt: skip
         (folder / "deployment.json").write_text(json.dumps(record))
         (folder / "rank0" / "agent.json").write_text(json.dumps(identity))
-        events = [{"t": time.time(), "kind": "phase", "rank": 0, "elapsed_s": n, "phase": "loading", "done": n, "total": 191}
-                  for n in range(191)]  # fmt: skip
-        events.append(
-            {"t": time.time(), "kind": "state", "rank": 0, "elapsed_s": 1, "state": "stopped", "reason": "requested"}
-        )
+        head = {"t": time.time(), "rank": 0, "elapsed_s": 1.0}
+        events = [{**head, "kind": "phase", "phase": "loading", "done": n, "total": 191} for n in range(191)]
+        events.append({**head, "kind": "state", "state": "stopped", "reason": "requested"})
         (folder / "rank0" / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
 
 
@@ -81,16 +78,15 @@ def decode(endpoint: Endpoint) -> tuple[float, float]:
             ]
             replies = [await future for future in waiting]
             took = time.perf_counter() - began
-        return sum(reply.usage.completion_tokens for reply in replies if reply.usage) / took
+        return sum(reply.usage.completion_tokens or 0 for reply in replies if reply.usage) / took
 
     return run(measure(1, 128)), run(measure(32, 128))
 
 
 def starts(runs: int) -> None:
     name = "bench-start"
-    print(
-        f"\n{'corral up smollm2':<18} {'whole s':>8} {'engine s':>9} {'added s':>8} {'1 stream tok/s':>15} {'32 streams':>11}"
-    )
+    headings = ("whole s", "engine s", "added s", "1 stream tok/s", "32 streams tok/s")
+    print(f"\n{'corral up smollm2':<18} " + " ".join(f"{heading:>16}" for heading in headings))
     for number in range(runs):
         subprocess.run([*CORRAL, "down", name], capture_output=True, check=False)
         began = time.perf_counter()
@@ -101,7 +97,8 @@ def starts(runs: int) -> None:
         staging = sum(document["timings"].get(f"{phase}_s", 0) for phase in ("installing_engine", "fetching_model"))
         one, many = decode(Endpoint(**document["endpoint"]))
         added = whole - staging - engine
-        print(f"start {number + 1:<12} {whole:>8.1f} {engine:>9.1f} {added:>8.2f} {one:>15.1f} {many:>11.1f}")
+        figures = (whole, engine, added, one, many)
+        print(f"start {number + 1:<12} " + " ".join(f"{figure:>16.1f}" for figure in figures))
     subprocess.run([*CORRAL, "down", name, "--purge"], capture_output=True, check=False)
 
 
@@ -110,7 +107,6 @@ if __name__ == "__main__":
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--no-engine", action="store_true", help="only the commands, no server")
     options = parser.parse_args()
-    columns = shutil.get_terminal_size().columns
     commands(max(5, options.runs))
     if not options.no_engine:
         starts(options.runs)

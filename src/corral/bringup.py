@@ -12,7 +12,7 @@ import secrets
 import shlex
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from corral import catalogue, deployment, engines, model_store
@@ -93,10 +93,7 @@ def decide(wish: Wish, target: Target) -> Decision:
     if flags := engines.shipped_flags():
         check_arguments(wish.extra_args, flags)
     model_store.check_access(source)
-    here = model_store.already_here(source)
-    facts = read_facts(str(here) if here else source.repo, offline=source.kind == "embedded")
-    tuning = calibration.learn(calibration.read(home_dir()), inventory.gpu or "CPU", facts.name)
-    plan = make_plan(facts, inventory, wish.goal, wish.fixed, tuning)
+    plan = _plan(source, inventory, wish)
     if not plan.fits:
         options = "; ".join(f"{near.what} ({near.change})" for near in plan.nearest)
         raise DoesNotFitError(
@@ -104,7 +101,17 @@ def decide(wish: Wish, target: Target) -> Decision:
             f"What would: {options}." if options else "`corral plan MODEL --need` shows what it needs.",
             nearest=[near.what for near in plan.nearest],
         )
+    if plan.precision.how == "checkpoint":  # the plan chose a quantised twin of what was named
+        source = replace(model_store.locate(plan.checkpoint), name=source.name)
+        model_store.check_access(source)
     return Decision(wish, name, source, served, flavour, plan, inventory)
+
+
+def _plan(source: ModelSource, inventory: Inventory, wish: Wish) -> Plan:
+    here = model_store.already_here(source)
+    facts = read_facts(str(here) if here else source.repo, offline=source.kind == "embedded")
+    tuning = calibration.learn(calibration.read(home_dir()), inventory.gpu or "CPU", facts.name)
+    return make_plan(facts, inventory, wish.goal, wish.fixed, tuning)
 
 
 def _flavour(wish: Wish, inventory: Inventory) -> str:
@@ -184,6 +191,8 @@ def bring_up(wish: Wish, report: Reporter, wait: bool = True) -> deployment.Stat
         created_s=time.time(),
         created_by=own_identity(),
     )
+    for note in decision.plan.notes:
+        report.note(note)
     folder = deployment.claim(record, lambda who: report.note(f"waiting for {who}, which uses the same name"))
     with _released_on_failure(folder):
         report.phase("installing engine")
