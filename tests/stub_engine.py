@@ -4,7 +4,8 @@
     stub_engine.py -m vllm... serve MODEL … --port PORT …   # as Corral calls a real one; options in STUB_OPTIONS
 
 Options: `die-after-ready=CODE`, `exit=CODE` (before ready), `silent` (no more lines, no CPU), `daemon` (leaves a
-child in a session of its own), `open` (answers without a key), `hang` (stops answering after ready).
+child in a session of its own), `open` (answers without a key), `hang` (stops answering after ready),
+`slow=SECONDS` (before the port is bound).
 """
 
 from __future__ import annotations
@@ -86,7 +87,12 @@ def main() -> None:
         def log_message(self, *_: object) -> None:
             pass
 
-    ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+    class Server(ThreadingHTTPServer):
+        allow_reuse_port = True  # as vLLM's own socket
+
+    time.sleep(float(options.get("slow", 0)))
+
+    Server(("127.0.0.1", port), Handler).serve_forever()
 
 
 if __name__ == "__main__":

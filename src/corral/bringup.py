@@ -37,6 +37,9 @@ from corral.targets.base import Target, load_target
 __all__ = ["Decision", "Reporter", "Wish", "bring_up", "decide", "dry_run"]
 
 
+PORT_ATTEMPTS = 3  # a port that was free when chosen can be taken before the engine binds it
+
+
 @dataclass(frozen=True)
 class Wish:
     """What the user asked for; None means: Corral chooses."""
@@ -180,6 +183,17 @@ def _render(
 
 def bring_up(wish: Wish, report: Reporter, wait: bool = True) -> deployment.Status:
     """Do all of it; returns the ready deployment (or, without waiting, the starting one)."""
+    for _ in range(PORT_ATTEMPTS - 1):
+        try:
+            return _bring_up_once(wish, report, wait)
+        except LaunchError as error:
+            if error.details.get("reason") != "port_taken" or wish.port is not None:
+                raise
+            report.note(f"{error.message} Starting again on another port.")
+    return _bring_up_once(wish, report, wait)
+
+
+def _bring_up_once(wish: Wish, report: Reporter, wait: bool) -> deployment.Status:
     target = load_target(wish.target)
     decision = decide(wish, target)
     record = deployment.Record(
@@ -191,8 +205,10 @@ def bring_up(wish: Wish, report: Reporter, wait: bool = True) -> deployment.Stat
         created_s=time.time(),
         created_by=own_identity(),
     )
-    for note in decision.plan.notes:
-        report.note(note)
+    if decision.plan.precision.how != "native":  # never silently
+        for reason in decision.plan.reasons:
+            if reason.field == "precision.weights":
+                report.note(f"weights in {reason.value}: {reason.because}")
     folder = deployment.claim(record, lambda who: report.note(f"waiting for {who}, which uses the same name"))
     with _released_on_failure(folder):
         report.phase("installing engine")

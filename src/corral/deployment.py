@@ -168,6 +168,7 @@ def _combine(
 REMEDIES = {
     Reason.STALLED: "`corral logs NAME` shows its last words; start it again, with a longer --stall if it was slow.",
     Reason.ENGINE_HUNG: "Start it again (`--restart 3` does so by itself); the log may say what it waited for.",
+    Reason.PORT_TAKEN: "Start it again: another free port is chosen; or name one with --port.",
     Reason.NOT_GUARDED: "The guard was not loaded; report this with `corral logs NAME`. The server was taken down.",
     Reason.AGENT_KILLED: "Start it again with `corral up`; on shared machines, ask who ends processes.",
     Reason.ENGINE_BROKEN: "Run `corral engine check`; install the engine anew if it fails.",
