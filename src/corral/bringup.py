@@ -127,13 +127,13 @@ def _flavour(wish: Wish, inventory: Inventory) -> str:
 
 
 def _fitting_model(inventory: Inventory, wish: Wish) -> str:
-    """On a CPU the embedded default; on GPUs the largest instruct model of the catalogue that fits."""
+    """On a CPU the embedded default; on GPUs the largest instruct model that fits as it is stored, in 8 bits or more."""
     if not inventory.gpu:
         return EMBEDDED
-    candidates = [entry for entry in catalogue.CATALOGUE.values() if "instruct" in entry.name]
-    for entry in sorted(candidates, key=lambda entry: (-entry.parameters, entry.weights != "bf16")):
-        facts = read_facts(entry.name, offline=True)
-        if make_plan(facts, inventory, wish.goal, wish.fixed).fits:
+    entries = [e for e in catalogue.CATALOGUE.values() if "instruct" in e.name and e.weights in ("bf16", "fp8")]
+    for entry in sorted(entries, key=lambda entry: (-entry.parameters, entry.weights != "bf16")):
+        plan = make_plan(read_facts(entry.name, offline=True), inventory, wish.goal, wish.fixed)
+        if plan.fits and plan.precision.how == "native":
             return entry.name
     return EMBEDDED
 
