@@ -127,7 +127,7 @@ def _flavour(wish: Wish, inventory: Inventory) -> str:
 
 
 def _fitting_model(inventory: Inventory, wish: Wish) -> str:
-    """On a CPU the embedded default; on GPUs the largest instruct model that fits as it is stored, in 8 bits or more."""
+    """On a CPU the embedded default; on GPUs the largest instruct model that fits as stored (8 bits or more)."""
     if not inventory.gpu:
         return EMBEDDED
     entries = [e for e in catalogue.CATALOGUE.values() if "instruct" in e.name and e.weights in ("bf16", "fp8")]
