@@ -14,7 +14,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class FakeHub:
-    """Serves folders as repositories: `repos["owner/name"] = folder`. `gated` ones need the token `good`."""
+    """Serves folders as repositories: `repos["owner/name"] = folder`. `gated` ones need one certain token."""
 
     def __init__(self, repos: dict[str, Path], gated: set[str] | None = None) -> None:
         self.repos, self.gated = repos, gated or set()
@@ -55,7 +55,7 @@ class FakeHub:
         repo = "/".join(parts[:2])
         if repo not in self.repos:
             return _send(request, 404, {"X-Error-Code": "RepoNotFound"}, b"{}", with_body)
-        if repo in self.gated and request.headers.get("Authorization") != "Bearer good":
+        if repo in self.gated and request.headers.get("Authorization") != "Bearer tok-en-that-is-good":
             return _send(request, 403, {"X-Error-Code": "GatedRepo"}, b'{"error": "gated"}', with_body)
         if api:
             return self._api(request, self.repos[repo], parts[2:], with_body)

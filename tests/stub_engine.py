@@ -4,8 +4,8 @@
     stub_engine.py -m vllm... serve MODEL … --port PORT …   # as Corral calls a real one; options in STUB_OPTIONS
 
 Options: `die-after-ready=CODE`, `exit=CODE` (before ready), `silent` (no more lines, no CPU), `daemon` (leaves a
-child in a session of its own), `open` (answers without a key), `hang` (stops answering after ready),
-`slow=SECONDS` (before the port is bound).
+child in a session of its own), `retitled` (a child without the launch's environment), `open` (answers without a key),
+`hang` (stops answering after ready), `slow=SECONDS` (before the port is bound).
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ LINES = [
     "INFO Model loading took 14.99 GiB memory and 2.50 seconds",
     "INFO torch.compile took 12.34 s in total",
     "INFO Available KV cache memory: 111.61 GiB",
-    "INFO GPU KV cache size: 914,304 tokens",
-    "INFO Maximum concurrency for 8,192 tokens per request: 111.61x",
+    "INFO GPU KV cache size: 914,304 tokens, Maximum concurrency for 8,192 tokens per request: 111.61x",
     "INFO Graph capturing finished in 5 secs, took 0.99 GiB",
     "INFO init engine (profile, create kv cache, warmup model) took 20.00 s",
     "INFO Starting vLLM server on http://127.0.0.1",
@@ -47,6 +46,9 @@ def main() -> None:
         port, key_file, words = int(words[0]), Path(words[1]), words[2:]
     options = dict(option.partition("=")[::2] for option in words)
     key = key_file.read_text().strip()
+    if "retitled" in options:  # a child whose environment no longer shows where it belongs
+        child = subprocess.Popen(["/bin/sleep", "1000"], env={})
+        Path("child").write_text(str(child.pid))
     if "daemon" in options:
         subprocess.Popen(["sleep", "1000"], start_new_session=True)
     for line in LINES:
@@ -88,7 +90,7 @@ def main() -> None:
             pass
 
     class Server(ThreadingHTTPServer):
-        allow_reuse_port = True  # as vLLM's own socket
+        allow_reuse_port = True  # so that a rival in a test can take the port as well
 
     time.sleep(float(options.get("slow", 0)))
 

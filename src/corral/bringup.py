@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import secrets
 import shlex
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -57,6 +58,7 @@ class Wish:
     extra_env: Mapping[str, str] = field(default_factory=dict)
     restarts: int = 0
     stall_s: float = 600.0
+    hung_s: float = 300.0
 
 
 class Reporter(Protocol):
@@ -176,6 +178,7 @@ def _render(
         extra_args=wish.extra_args,
         extra_env=wish.extra_env,
         stall_s=wish.stall_s,
+        hung_s=wish.hung_s,
         restarts=wish.restarts,
     )
     return render(decision.plan, order, runtime)
@@ -210,16 +213,17 @@ def _bring_up_once(wish: Wish, report: Reporter, wait: bool) -> deployment.Statu
             if reason.field == "precision.weights":
                 report.note(f"weights in {reason.value}: {reason.because}")
     folder = deployment.claim(record, lambda who: report.note(f"waiting for {who}, which uses the same name"))
+    staging = _Stoppable(report, folder)
     with _released_on_failure(folder):
-        report.phase("installing engine")
-        engine = engines.install(decision.flavour, progress=report.detail)
-        report.phase("fetching model")
-        path = model_store.fetch(decision.source, engine, report.detail)
+        staging.phase("installing engine")
+        engine = engines.install(decision.flavour, progress=staging.detail)
+        staging.phase("fetching model")
+        path = model_store.fetch(decision.source, engine, staging.detail)
         port = target.choose_port(wish.bind, wish.port)
         if port.note:
             report.note(port.note)
         spec = _render(decision, target, folder, ManagedRuntime(engine), str(path), port.number, record.launch_id)
-        report.phase("starting")
+        staging.phase("starting")
         deployment.launch(spec, decision.plan, target, record, folder)
     if not wait:
         return deployment.status(folder)
@@ -230,6 +234,26 @@ def _bring_up_once(wish: Wish, report: Reporter, wait: bool) -> deployment.Statu
         raise
 
 
+@dataclass(frozen=True)
+class _Stoppable:
+    """Passes on what is happening, and gives up at the next word when `corral down` asked for it."""
+
+    report: Reporter
+    folder: DeploymentFolder
+
+    def phase(self, name: str) -> None:
+        self._check()
+        self.report.phase(name)
+
+    def detail(self, text: str, done: int = 0, total: int = 0) -> None:
+        self._check()
+        self.report.detail(text, done, total)
+
+    def _check(self) -> None:
+        if self.folder.stop.exists() or not self.folder.record.is_file():
+            raise LaunchError(f"{self.folder.name!r} was stopped by `corral down` before it started.", "")
+
+
 @contextlib.contextmanager
 def _released_on_failure(folder: DeploymentFolder) -> Iterator[None]:
     """Nothing was started: the name is free again."""
@@ -237,7 +261,7 @@ def _released_on_failure(folder: DeploymentFolder) -> Iterator[None]:
         yield
     except BaseException:
         if not folder.rank(0).agent.exists():
-            folder.delete()
+            shutil.rmtree(folder.path, ignore_errors=True)
         raise
 
 

@@ -8,6 +8,7 @@ after a reboot, "stopped: the machine restarted".
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from corral.diagnosis import Diagnosis, diagnose, last_lines
 from corral.endpoint import Endpoint
-from corral.errors import ConflictError, LaunchError
+from corral.errors import ConflictError, CorralError, LaunchError
 from corral.events import Event, Follower, read_events
 from corral.files import exclusive_lock, write_atomic
 from corral.folder import DeploymentFolder, all_folders
@@ -84,20 +85,31 @@ def claim(record: Record, on_wait: Callable[[str], None]) -> DeploymentFolder:
     folder = DeploymentFolder.of(name)
     with exclusive_lock(deployments_dir() / f".{folder.path.name}.lock", on_wait):
         if folder.record.is_file():
-            current = status(folder)
-            if current.state not in ENDED:
-                holder = load_json(Record, folder.record).created_by
-                who = f"process {holder.pid} on {holder.host}"
-                raise ConflictError(
-                    f"{name!r} is already {current.state}, started by {who}.",
-                    f"Use it (`corral status {name}`), end it (`corral down {name}`), or take another --name.",
-                    name=name,
-                    state=current.state.value,
-                    endpoint=current.endpoint.base_url if current.endpoint else None,
-                )
+            _refuse_living(folder)
         folder.create()
         write_atomic(folder.record, dump_json(record))
     return folder
+
+
+def _refuse_living(folder: DeploymentFolder) -> None:
+    """Only an ended deployment gives its name away, and only when nothing of it is left."""
+    current = status(folder)
+    before = load_json(Record, folder.record)
+    if current.state not in ENDED:
+        who = f"process {before.created_by.pid} on {before.created_by.host}"
+        name = shlex.quote(before.name)
+        raise ConflictError(
+            f"{before.name!r} is already {current.state}, started by {who}.",
+            f"Use it (`corral status {name}`), end it (`corral down {name}`), or take another --name.",
+            name=before.name,
+            state=current.state.value,
+            endpoint=current.endpoint.base_url if current.endpoint else None,
+        )
+    if not load_target(before.target).stop(folder, before.launch_id, 20):
+        raise ConflictError(
+            f"processes of the last {before.name!r} are still there and cannot be ended from here.",
+            "Run `corral down` on the machine it ran on, or take another --name.",
+        )
 
 
 def launch(spec: LaunchSpec, plan: Plan, target: Target, record: Record, folder: DeploymentFolder) -> None:
@@ -118,8 +130,22 @@ def status(folder: DeploymentFolder) -> Status:
 
 
 def statuses() -> list[Status]:
-    """Every deployment of this home."""
-    return [status(folder) for folder in all_folders()]
+    """Every deployment of this home; one whose files cannot be read is shown as unknown, and hides no other."""
+    found = []
+    for folder in all_folders():
+        try:
+            found.append(status(folder))
+        except (CorralError, OSError) as error:
+            found.append(_unreadable(folder, error))
+    return found
+
+
+def _unreadable(folder: DeploymentFolder, error: Exception) -> Status:
+    why = error.message if isinstance(error, CorralError) else str(error)
+    remedy = f"Delete {folder.path} if nothing of it runs."
+    return Status(
+        folder.name, State.UNKNOWN, None, why, remedy, "unknown", None, None, "-", "-", "-", 0.0, 0.0, None, Timings()
+    )
 
 
 def _combine(
@@ -135,8 +161,11 @@ def _combine(
         state, reason, text, remedy = _staged(record)
     elif state not in ENDED and alive is False:
         state, reason, text, remedy = _lost(restarted)
-    elif state not in ENDED and alive is None and _heartbeat_age_s(folder) > 30:
-        state, text = State.UNKNOWN, f"its agent on {where} has written nothing for a while; ask from {where}"
+    elif state not in ENDED and _heartbeat_age_s(folder) > SILENT_S:
+        state, text = (
+            State.UNKNOWN,
+            f"its agent on {where} has written nothing for {SILENT_S:.0f} s",
+        )
     if state is State.FAILED and reason is Reason.ENGINE_EXITED and last:
         found = _diagnosis(folder, last)
         reason, text, remedy = found.reason, found.cause, found.remedy
@@ -149,7 +178,7 @@ def _combine(
         state=state,
         reason=reason,
         text=text,
-        remedy=remedy.replace("NAME", record.name),
+        remedy=remedy.replace("NAME", shlex.quote(record.name)),
         phase=str(phase.get("phase") or phase.get("state")) if phase else state.value,
         done=phase.get("done") if phase else None,
         total=phase.get("total") if phase else None,
@@ -165,6 +194,9 @@ def _combine(
     )
 
 
+SILENT_S = 60.0  # an agent writes a heartbeat every two seconds
+STAGING_PATIENCE_S = 60.0
+
 REMEDIES = {
     Reason.STALLED: "`corral logs NAME` shows its last words; start it again, with a longer --stall if it was slow.",
     Reason.ENGINE_HUNG: "Start it again (`--restart 3` does so by itself); the log may say what it waited for.",
@@ -177,6 +209,8 @@ REMEDIES = {
 
 def _staged(record: Record) -> tuple[State, Reason | None, str, str]:
     """A deployment whose agent was not started yet lives and dies with the command that makes it."""
+    if not record.created_by.is_here():
+        return State.UNKNOWN, None, f"being made by a command on {record.created_by.host}; look from there", ""
     if not record.created_by.is_gone():
         return State.STAGING, None, "installing the engine or fetching the model", ""
     text = "the command that was making it ended before the engine started"
@@ -201,8 +235,14 @@ def _heartbeat_age_s(folder: DeploymentFolder) -> float:
 def _diagnosis(folder: DeploymentFolder, last: Event) -> Diagnosis:
     if str(last.get("text", "")).startswith(("/health", "the first completion")):
         return Diagnosis(Reason.ENGINE_EXITED, str(last.get("text")), "The whole log: `corral logs NAME`.")
-    lines = last_lines(folder.rank(0).log, 200)
-    return diagnose(lines, last.get("exit_code"), last.get("signal"), bool(last.get("kernel_oom_kill")))
+    lines = last_lines(folder.rank(0).log, 200, int(last.get("log_from", 0)))
+    return diagnose(
+        lines,
+        last.get("exit_code"),
+        last.get("signal"),
+        bool(last.get("kernel_oom_kill")),
+        bool(last.get("was_ready")),
+    )
 
 
 def _timings(states: list[Event]) -> Timings:
@@ -234,6 +274,8 @@ def watch(folder: DeploymentFolder, poll_s: float = 0.1) -> Iterator[Event | Sta
 def stop(folder: DeploymentFolder) -> Status:
     """End a deployment and make sure that nothing of it is left."""
     record = load_json(Record, folder.record)
+    if status(folder).state is State.STAGING:
+        return _stop_staging(folder, record)
     spec = json.loads(folder.launch.read_text(encoding="utf-8")) if folder.launch.is_file() else {}
     if not load_target(record.target).stop(folder, record.launch_id, float(spec.get("grace_s", 20))):
         raise LaunchError(
@@ -241,3 +283,18 @@ def stop(folder: DeploymentFolder) -> Status:
             "Run `corral down` on the machine it runs on, or ask its administrator.",
         )
     return status(folder)
+
+
+def _stop_staging(folder: DeploymentFolder, record: Record) -> Status:
+    """Ask the command that is making it to give up, and wait until it has."""
+    before = status(folder)
+    folder.stop.touch(mode=0o600)
+    deadline = time.monotonic() + STAGING_PATIENCE_S
+    while time.monotonic() < deadline:
+        if not folder.record.is_file() or record.created_by.is_gone():
+            return replace(before, state=State.STOPPED, reason=Reason.REQUESTED)
+        time.sleep(0.1)
+    raise LaunchError(
+        f"{record.name!r} is still being made by process {record.created_by.pid}; it will give up before it starts.",
+        f"To end it at once: kill {record.created_by.pid}",
+    )

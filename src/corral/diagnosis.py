@@ -63,19 +63,19 @@ SIGNATURES: tuple[Signature, ...] = (
         Reason.OUT_OF_MEMORY,
         r"No available memory for the cache blocks",
         "the weights leave no memory for the KV cache",
-        "Use more GPUs, a quantised form of the model, or a higher --gpu-memory-utilization.",
+        "Use more GPUs, a quantised form of the model, or a larger --set gpu_memory_utilization=….",
     ),
     Signature(
         Reason.OUT_OF_MEMORY,
         r"Free memory on device (\S+) \(([\d.]+)/([\d.]+) GiB\) on startup is less than",
         "{1} has only {2} of {3} GiB free: another process holds the rest",
-        "See who with `nvidia-smi`, stop it if it is yours, or lower --gpu-memory-utilization.",
+        "See who with `nvidia-smi`, stop it if it is yours, or lower --set gpu_memory_utilization=….",
     ),
     Signature(
         Reason.OUT_OF_MEMORY,
         r"(?:CUDA out of memory|OutOfMemoryError|HIP out of memory).*?Tried to allocate ([\d.]+ \w+)",
         "a GPU ran out of memory while allocating {1}",
-        "Lower --max-num-batched-tokens or --max-num-seqs (after `--`), shorten --context, or use more GPUs.",
+        "Lower --set max_num_batched_tokens=… or max_num_seqs=…, shorten --context, or use more GPUs.",
     ),
     Signature(
         Reason.OUT_OF_HOST_MEMORY,
@@ -161,7 +161,7 @@ SIGNATURES: tuple[Signature, ...] = (
         r"(?:ncclSystemError|ncclRemoteError|ncclInternalError|NCCL error|Gloo connectFullMesh failed|"
         r"Connection closed by peer)",
         "the ranks could not talk to each other",
-        "Run `corral doctor`: it finds the interface the nodes can reach each other on.",
+        "Name the interface that joins the nodes: --env NCCL_SOCKET_IFNAME=… --env GLOO_SOCKET_IFNAME=….",
     ),
     Signature(
         Reason.NO_GPU,
@@ -190,19 +190,34 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     Signature(
         Reason.BAD_ARGUMENT,
-        r"(?:ValueError|ValidationError)[^\n]*\n?(?:\s+Value error, )?([^\n]+)",
-        "the engine refused its configuration: {1}",
+        r"(?:Value error, ([^\n]+)|ValueError: ([^\n]+))",
+        "the engine refused its configuration: {1}{2}",
         "Correct what stands after `--`; `corral up --dry-run` shows the whole command.",
     ),
 )
 
 
-def last_lines(log: Path, count: int = 40) -> list[str]:
-    """The end of a log, cheaply, whatever its size; progress bars count as one line each."""
+# what can only go wrong before a server has answered: later, such a line is somebody's bad request
+START_ONLY = frozenset(
+    {
+        Reason.PORT_TAKEN,
+        Reason.BAD_ARGUMENT,
+        Reason.BAD_PARALLELISM,
+        Reason.CONTEXT_TOO_LONG,
+        Reason.GATED_MODEL,
+        Reason.MODEL_INCOMPLETE,
+        Reason.MODEL_UNSUPPORTED,
+    }
+)
+
+
+def last_lines(log: Path, count: int = 40, begin: int = 0) -> list[str]:
+    """The end of a log (from byte `begin` on), cheaply, whatever its size; a progress bar counts as one line."""
     try:
         with log.open("rb") as file:
             file.seek(0, 2)
-            file.seek(max(0, file.tell() - TAIL_BYTES))
+            size = file.tell()
+            file.seek(max(0, size - TAIL_BYTES, begin if begin <= size else 0))
             text = file.read().decode("utf-8", "replace")
     except OSError:
         return []
@@ -211,7 +226,11 @@ def last_lines(log: Path, count: int = 40) -> list[str]:
 
 
 def diagnose(
-    lines: Sequence[str], exit_code: int | None = None, signal: int | None = None, kernel_oom_kill: bool = False
+    lines: Sequence[str],
+    exit_code: int | None = None,
+    signal: int | None = None,
+    kernel_oom_kill: bool = False,
+    was_ready: bool = False,
 ) -> Diagnosis:
     """The cause of an engine's end, from the end of its log and the way it ended."""
     if kernel_oom_kill:
@@ -222,6 +241,8 @@ def diagnose(
         )
     text = "\n".join(lines)
     for row in SIGNATURES:
+        if row.reason in START_ONLY and (was_ready or signal == 9):
+            continue
         if match := re.search(row.pattern, text, re.DOTALL):
             return Diagnosis(row.reason, _fill(row.cause, match), _fill(row.remedy, match), _line_of(text, match))
     if signal == 9:

@@ -8,6 +8,7 @@ Checked are names and missing values; what a value means is left to vLLM.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -44,6 +45,18 @@ OWNED = {
     "--node-rank": "the link",
     "--master-addr": "the link",
     "--master-port": "the link",
+    "--config": "nothing: what it holds could not be checked; write its flags after `--`",
+    "--ssl-keyfile": "nothing: put a TLS proxy in front, or use an SSH tunnel",
+    "--ssl-certfile": "nothing: put a TLS proxy in front, or use an SSH tunnel",
+    "--ssl-ca-certs": "nothing: put a TLS proxy in front, or use an SSH tunnel",
+    "--data-parallel-rank": "the link",
+    "--data-parallel-start-rank": "the link",
+    "--data-parallel-address": "the link",
+    "--data-parallel-external-lb": "nothing: one address serves all replicas",
+    "--data-parallel-hybrid-lb": "nothing: one address serves all replicas",
+    "--data-parallel-multi-port-external-lb": "nothing: one address serves all replicas",
+    "--grpc-port": "nothing: only the HTTP server is guarded",
+    "--help": "`vllm serve --help` in the engine's environment",
     "--root-path": "nothing: the guard knows paths from the root",
     "--grpc": "nothing: only the HTTP server is guarded",
 }
@@ -96,7 +109,7 @@ def check_arguments(arguments: Sequence[str], flags: FlagList) -> None:
         index += 1
         carries_value = "=" in argument or argument.startswith("-O")
         if flags.takes_value[name] and not carries_value:
-            if index >= len(arguments):
+            if index >= len(arguments) or re.match(r"--?[A-Za-z]", arguments[index]):
                 raise UsageError(f"{name} needs a value.", f"Give one: `{name} VALUE`.")
             index += 1
             while index < len(arguments) and not arguments[index].startswith("-"):

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -51,22 +52,27 @@ def exclusive_lock(path: Path, on_wait: Callable[[str], None], poll_s: float = 0
             _discard_stale(path, holder)
             continue
         if not told:
-            on_wait(f"process {holder.pid} on {holder.host}" if holder else "another process")
+            who = f"process {holder.pid} on {holder.host}" if holder else "another process"
+            on_wait(f"{who} (lock {path})")
             told = True
         time.sleep(poll_s)
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)
+        if _holder(path) == own_identity():
+            path.unlink(missing_ok=True)
 
 
 def _try_lock(path: Path) -> bool:
+    """A link to a file already written: the lock is never seen without its holder's name."""
+    written = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
+    written.write_text(json.dumps(vars(own_identity())))
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        os.link(written, path)
     except FileExistsError:
         return False
-    with os.fdopen(descriptor, "w") as file:
-        json.dump(vars(own_identity()), file)
+    finally:
+        written.unlink()
     return True
 
 
@@ -86,8 +92,6 @@ def _holder(path: Path) -> Identity | None:
         body: dict[str, Any] = json.loads(path.read_text())
         return Identity(**body)
     except (OSError, ValueError, TypeError):
-        # just being written by its new holder, or torn by a crash: old enough means torn
-        with contextlib.suppress(OSError):
-            if time.time() - path.stat().st_mtime > 10:
-                return Identity(pid=0, host=socket.gethostname(), boot_id="", start_ticks=0)
+        if path.exists():  # no lock of ours is ever torn: something else wrote it
+            return Identity(pid=0, host=socket.gethostname(), boot_id="", start_ticks=0)
         return None

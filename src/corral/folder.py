@@ -8,7 +8,7 @@
       key                 the key itself (0600)
       node/               the agent and the guard, as they were at launch
       rank0/spec.json     what the agent of rank 0 runs
-      rank0/events.jsonl  its journal; rank0/heartbeat.json, rank0/agent.json, rank0/stop beside it
+      rank0/events.jsonl  its journal; rank0/heartbeat.json, agent.json, engine.json, stop beside it
       rank0/engine.log    the engine's own words
 
 Names may hold spaces, quotes and other signs; folder names are made safe by percent-encoding.
@@ -83,6 +83,11 @@ class DeploymentFolder:
         return self.path / "differences.json"
 
     @property
+    def stop(self) -> Path:
+        """Asks a command that is still staging to give up."""
+        return self.path / "stop"
+
+    @property
     def node_files(self) -> Path:
         return self.path / "node"
 
@@ -142,6 +147,10 @@ class RankFolder:
     @property
     def agent(self) -> Path:
         return self.path / "agent.json"
+
+    @property
+    def engine(self) -> Path:
+        return self.path / "engine.json"
 
     @property
     def heartbeat(self) -> Path:

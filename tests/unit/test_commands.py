@@ -16,6 +16,7 @@ import pytest
 
 from corral.node import agent
 from tests.unit.conftest import Corral
+from tests.unit.test_agent import free_port
 
 
 def launched(corral: Corral, name: str) -> set[int]:
@@ -122,7 +123,8 @@ def test_a_failed_start_ends_with_cause_remedy_and_log(corral: Corral) -> None:
 
 
 def test_engine_dies_with_zero_later(corral: Corral) -> None:
-    assert corral("up", str(corral.model), "--no-wait", STUB_OPTIONS="die-after-ready=0").code == 0
+    port = str(free_port())
+    assert corral("up", str(corral.model), "--no-wait", "--port", port, STUB_OPTIONS="die-after-ready=0").code == 0
     failed = corral.wait_state("tiny", "failed")
     assert failed["reason"] == "engine_exited"
     assert "code 0" in failed["text"]

@@ -51,7 +51,7 @@ TOLD = [
     ("RuntimeError: No CUDA GPUs are available", Reason.NO_GPU, "sees no GPU"),
     ("ImportError: /env/vllm/_C.abi3.so: undefined symbol: _ZN3c104cuda9SetDevice", Reason.ENGINE_BROKEN, "PyTorch"),
     ("ModuleNotFoundError: No module named 'uvloop'", Reason.ENGINE_BROKEN, "lacks the module uvloop"),
-    ("ValueError: kv_cache_dtype fp7 is unknown", Reason.BAD_ARGUMENT, "refused its configuration"),
+    ("ValueError: kv_cache_dtype fp7 is unknown", Reason.BAD_ARGUMENT, "kv_cache_dtype fp7 is unknown"),
 ]  # fmt: skip
 
 
@@ -103,6 +103,19 @@ def test_the_root_cause_is_shown_not_its_echo() -> None:
         "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}",
     ]
     assert "the real reason" in diagnose(lines, exit_code=0).cause
+
+
+def test_a_users_bad_request_is_not_why_a_server_died() -> None:
+    lines = ["ValueError: please provide at least one prompt", "OSError: [Errno 98] Address already in use"]
+    assert diagnose(lines, exit_code=0, was_ready=True).reason is Reason.ENGINE_EXITED
+    assert "signal 9" in diagnose(lines, signal=9).cause
+
+
+def test_an_earlier_attempts_words_are_left_out(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("first attempt\nsecond attempt\n")
+    assert last_lines(log, 10, begin=len("first attempt\n")) == ["second attempt"]
+    assert last_lines(log, 10, begin=10**9) == ["first attempt", "second attempt"]
 
 
 def test_the_end_of_a_huge_log_with_progress_bars(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def flags() -> FlagList:
         ["--compilation-config.mode", "2"],
         ["--hf-overrides", '{"num_hidden_layers": 2}'],
         ["--lora-modules", "a=b", "c=d", "--enforce-eager"],
-        ["--rope-scaling-is-not-a-flag"][:0],
+        ["--seed", "-1"],
     ],
 )
 def test_valid(flags: FlagList, arguments: list[str]) -> None:
@@ -47,6 +47,8 @@ def test_valid(flags: FlagList, arguments: list[str]) -> None:
         (["--api-key=x"], UsageError, "--api-key is set by Corral", "key file"),
         (["--middleware", "x"], UsageError, "--middleware is set by Corral", "guard"),
         (["--max-model-len"], UsageError, "--max-model-len needs a value", "VALUE"),
+        (["--lora-modules", "--port", "9"], UsageError, "--lora-modules needs a value", "VALUE"),
+        (["--config", "x.yaml"], UsageError, "--config is set by Corral", "after `--`"),
         (["stray"], UsageError, "'stray' after `--` is no flag", "flags and their values"),
     ],
 )

@@ -71,11 +71,11 @@ def test_a_gated_model_is_explained_before_anything_happens(corral: Corral, repo
 
 def test_the_right_token_opens_it(corral: Corral, repository: Path) -> None:
     with FakeHub({"lab/gated": repository}, gated={"lab/gated"}) as hub:
-        up = online(corral, hub, "up", "lab/gated", "--json", HF_TOKEN="good")
+        up = online(corral, hub, "up", "lab/gated", "--json", HF_TOKEN="tok-en-that-is-good")
         assert up.code == 0, up.err
     for path in (corral.home / "corral").rglob("*"):
         if path.is_file():
-            assert "Bearer good" not in path.read_text(errors="replace")
+            assert "tok-en-that-is-good" not in path.read_text(errors="replace")
 
 
 def test_a_repository_that_does_not_exist(corral: Corral, repository: Path) -> None:

@@ -83,6 +83,16 @@ def main(argv: list[str] | None = None) -> NoReturn:
             raise
         _report(error, as_json="--json" in args)
         sys.exit(error.exit_code)
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(0)
+        if os.environ.get("CORRAL_DEBUG"):
+            raise
+        where = f": {error.filename}" if error.filename else ""
+        _report(CorralError(f"{error.strerror or error}{where}.", "Check the path, its permissions and free space."),
+                as_json="--json" in args)  # fmt: skip
+        sys.exit(1)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.ctx.get_help() if error.ctx else "", err=True)
         sys.exit(2)
@@ -94,9 +104,13 @@ def main(argv: list[str] | None = None) -> NoReturn:
             raise
         click.echo("corral: interrupted", err=True)
         sys.exit(INTERRUPTED)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+    except Exception as error:
+        if os.environ.get("CORRAL_DEBUG"):
+            raise
+        kind = f"{type(error).__name__}: {error}"
+        _report(CorralError(f"an unexpected error: {kind}", "Please report it, with the output of `corral --debug`."),
+                as_json="--json" in args)  # fmt: skip
+        sys.exit(1)
     sys.exit(code if isinstance(code, int) else 0)
 
 

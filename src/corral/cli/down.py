@@ -6,7 +6,7 @@ import click
 
 from corral import deployment
 from corral.cli.screen import print_json
-from corral.errors import LaunchError, UsageError
+from corral.errors import CorralError, UsageError
 from corral.folder import DeploymentFolder, all_folders, open_folder
 from corral.state import ENDED
 
@@ -24,11 +24,11 @@ def command(names: tuple[str, ...], every: bool, purge: bool, as_json: bool) -> 
         raise UsageError("say which deployment to stop.", "`corral down NAME`, or `corral down --all`.")
     folders = all_folders() if every else [open_folder(name) for name in names]
     stopped = []
-    failures = []
+    failures: list[CorralError] = []
     for folder in folders:
         try:
             stopped.append(_stop(folder, purge, quiet=as_json))
-        except LaunchError as error:
+        except CorralError as error:
             failures.append(error)
     if as_json:
         print_json(stopped)
@@ -42,6 +42,6 @@ def _stop(folder: DeploymentFolder, purge: bool, quiet: bool) -> deployment.Stat
     if not quiet:
         word = "was not running" if before.state in ENDED else "stopped"
         click.echo(f"{folder.name}: {word}")
-    if purge:
+    if purge and folder.path.exists():
         folder.delete()
     return after

@@ -6,6 +6,7 @@ import click
 
 from corral import engines
 from corral.cli.screen import PhaseScreen, duration, print_json, print_table
+from corral.errors import ConflictError
 
 __all__ = ["command"]
 
@@ -47,12 +48,13 @@ def install(flavour: str, version: str, as_json: bool) -> None:
 
 
 @command.command("check", context_settings=HELP)
-@click.argument("flavour", type=FLAVOUR)
+@click.argument("flavour", type=FLAVOUR, required=False)
 @click.option("--version", default=engines.PINNED_VERSION, show_default=True)
 @click.option("--json", "as_json", is_flag=True)
-def check(flavour: str, version: str, as_json: bool) -> None:
-    """Import an engine in its environment and say what it is made of."""
-    versions = engines.check(flavour, version)
+def check(flavour: str | None, version: str, as_json: bool) -> None:
+    """Import an engine in its environment and say what it is made of (default: the one that is installed)."""
+    found = engines.installed()
+    versions = engines.check(flavour or (found[0].flavour if found else "cpu"), version)
     if as_json:
         print_json(versions)
     else:
@@ -64,6 +66,12 @@ def check(flavour: str, version: str, as_json: bool) -> None:
 @click.option("--version", default=engines.PINNED_VERSION, show_default=True)
 @click.option("--json", "as_json", is_flag=True)
 def remove(flavour: str, version: str, as_json: bool) -> None:
-    """Delete an engine's environment."""
+    """Delete an engine's environment; refused while a deployment runs from it."""
+    from corral.deployment import statuses
+    from corral.state import ENDED
+
+    for status in statuses():
+        if status.engine == f"{flavour}-{version}" and status.state not in ENDED:
+            raise ConflictError(f"{status.name!r} runs from {status.engine}.", "Stop it first: corral down NAME.")
     engines.remove(flavour, version)
     print_json({"removed": f"{flavour}-{version}"}) if as_json else click.echo(f"{flavour}-{version} removed")

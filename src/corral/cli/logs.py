@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +33,7 @@ def command(name: str, follow: bool, rank: int, lines: int | None, as_json: bool
     if known and rank not in known:
         raise NotFoundError(f"{name!r} has no rank {rank}.", f"It has: {', '.join(map(str, known))}.")
     if not files.log.exists() and not follow:
-        raise NotFoundError(f"{name!r} has written no log yet.", f"Follow it: corral logs {name} -f")
+        raise NotFoundError(f"{name!r} has written no log yet.", f"Follow it: corral logs {shlex.quote(name)} -f")
     offset = 0
     if lines:
         for line in last_lines(files.log, lines):

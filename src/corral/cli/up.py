@@ -15,7 +15,7 @@ from corral.client import CHAT, Client
 from corral.diagnosis import last_lines
 from corral.endpoint import Endpoint
 from corral.errors import CorralError, LaunchError, UsageError
-from corral.launch import as_shell
+from corral.launch import as_shell, refuse_reserved
 from corral.plan import Goal
 from corral.plan.fixed import parse_assignments
 
@@ -45,6 +45,8 @@ FIRST_QUESTION = "What is the capital of France?"
 @click.option("--restart", "restarts", type=click.IntRange(0, 100), default=0, help="Restarts after a failure.")
 @click.option("--stall", "stall_s", type=click.FloatRange(min=10), default=600, show_default=True, metavar="SECONDS",
               help="Give up on a start that shows no sign of progress for this long.")  # fmt: skip
+@click.option("--hung", "hung_s", type=click.FloatRange(min=10), default=300, show_default=True, metavar="SECONDS",
+              help="Give up on a running server that answers nothing and moves no token for this long.")  # fmt: skip
 @click.option("--wait/--no-wait", default=True, help="Wait until it is ready (default), or only start it.")
 @click.option("--dry-run", is_flag=True, help="Print the LaunchSpec that would run, and stop.")
 @click.option("--shell", is_flag=True, help="With --dry-run: print commands to paste instead.")
@@ -64,6 +66,7 @@ def command(
     extra_env: tuple[str, ...],
     restarts: int,
     stall_s: float,
+    hung_s: float,
     wait: bool,
     dry_run: bool,
     shell: bool,
@@ -89,6 +92,7 @@ def command(
         extra_env=_environment(extra_env),
         restarts=restarts,
         stall_s=stall_s,
+        hung_s=hung_s,
     )
     if shell and not dry_run:
         raise UsageError("--shell shows the commands of a dry run.", "Add --dry-run.")
@@ -126,6 +130,7 @@ def _environment(pairs: tuple[str, ...]) -> dict[str, str]:
         if not separator or not name.isidentifier():
             raise UsageError(f"--env {pair!r} is not NAME=VALUE.", "Write it as --env VLLM_LOGGING_LEVEL=DEBUG.")
         found[name] = value
+    refuse_reserved(found)
     return found
 
 

@@ -1,7 +1,7 @@
 """The node agent: starts one rank of the engine, watches it, tells what happens, and takes it down whole.
 
     python3 agent.py run SPEC.json      # run until the engine ends or a stop is asked for
-    python3 agent.py sweep LAUNCH_ID    # end whatever a launch left behind (when its agent is gone)
+    python3 agent.py sweep LAUNCH_ID [ENGINE.json...]    # end whatever a launch left behind (when its agent is gone)
 
 Two processes share the work. The *keeper* is the parent and does almost nothing, so that almost nothing can go wrong
 with it; the *worker* starts the engine in a session of its own, turns its log into events, probes it and stops it.
@@ -30,9 +30,10 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 Json = Dict[str, Any]
+FINAL_REASONS = ("requested", "agent_killed", "not_guarded", "port_taken")  # a restart would change nothing
 MARKER = "CORRAL_LAUNCH"  # environment variable that every process of a launch carries
 TICK_S = 0.2
 HEARTBEAT_S = 2.0
@@ -53,8 +54,11 @@ PHASES = [
     (r"torch\.compile (?:takes|took) ([\d.]+) s", "compiling", ("compile_s",)),
     (r"Warming up model for the compilation", "compiling", ()),
     (r"Available KV cache memory: ([\d.]+) GiB", "warming", ("kv_gib",)),
-    (r"KV cache size: ([\d,]+) tokens", "warming", ("kv_tokens",)),
-    (r"Maximum concurrency for ([\d,]+) tokens per request: ([\d.]+)x", "warming", ("context", "concurrency")),
+    (
+        r"KV cache size: ([\d,]+) tokens(?:, Maximum concurrency for ([\d,]+) tokens per request: ([\d.]+)x)?",
+        "warming",
+        ("kv_tokens", "context", "concurrency"),
+    ),
     (r"Capturing CUDA graphs[^|]*?(\d+)%\|.*?\| (\d+)/(\d+)", "warming", ("percent", "done", "total")),
     (r"Graph capturing finished in ([\d.]+) secs, took ([\d.-]+) GiB", "warming", ("graph_s", "graph_gib")),
     (r"init engine \(.*?\) took ([\d.]+)", "warming", ("init_engine_s",)),
@@ -75,7 +79,8 @@ def read_line(line: str) -> Optional[Tuple[Optional[str], Json]]:
     for pattern, phase, names in PATTERNS:
         match = pattern.search(line)
         if match:
-            return phase, {name: _number(text) for name, text in zip(names, match.groups())}  # noqa: B905 - 3.8
+            found = zip(names, match.groups())  # noqa: B905 - strict is newer than 3.8
+            return phase, {name: _number(text) for name, text in found if text is not None}
     return None
 
 
@@ -131,8 +136,24 @@ def descendants(root: int) -> Set[int]:
     return found
 
 
-def marked(launch_id: str) -> Set[int]:
-    """Processes whose environment or session shows that they belong to a launch."""
+def engine_sessions(engine_files: Sequence[str]) -> Set[int]:
+    """Sessions that engines were started in; the kernel gives no number again while a session has it."""
+    found = set()
+    for path in engine_files:
+        with contextlib.suppress(OSError, ValueError, KeyError), open(path) as file:
+            engine = json.load(file)
+            now = identity(engine["pid"])
+            if engine["boot_id"] == now["boot_id"] and now["start_ticks"] in (0, engine["start_ticks"]):
+                found.add(int(engine["pid"]))
+    return found
+
+
+def marked(launch_id: str, engine_files: Sequence[str] = ()) -> Set[int]:
+    """Processes that belong to a launch, by environment or by session.
+
+    Two signs, because one can be lost: vLLM's processes write their titles over their environment, and Ray's have
+    sessions of their own.
+    """
     wanted = ("%s=%s" % (MARKER, launch_id)).encode()
     table = process_table()
     found = set()
@@ -140,7 +161,7 @@ def marked(launch_id: str) -> Set[int]:
         with contextlib.suppress(OSError), open("/proc/%d/environ" % pid, "rb") as file:
             if wanted in file.read().split(b"\0"):
                 found.add(pid)
-    sessions = {table[pid][1] for pid in found if pid in table}
+    sessions = {table[pid][1] for pid in found if pid in table} | engine_sessions(engine_files)
     sessions.discard(os.getsid(0))
     found |= {pid for pid, row in table.items() if row[1] in sessions}
     return {pid for pid in found if table.get(pid, (0, 0, 0, "X"))[3] not in "ZX"} - {os.getpid(), os.getppid()}
@@ -180,18 +201,28 @@ def disk_bytes(pids: Set[int]) -> int:
         with contextlib.suppress(OSError, ValueError, IndexError):
             with open("/proc/%d/io" % pid) as file:
                 values = dict(line.split(": ") for line in file.read().splitlines())
-            total += int(values["rchar"]) + int(values["wchar"])
+            # system calls, and what mapped files brought in behind their back
+            total += sum(int(values[name]) for name in ("rchar", "wchar", "read_bytes", "write_bytes"))
     return total
 
 
-def listeners(port: int) -> Set[str]:
-    """Inodes of the sockets that listen on a TCP port of this node."""
+def listeners(host: str, port: int) -> Set[str]:
+    """Inodes of the sockets that answer on this address and port: bound to it, or to every address."""
+    try:
+        own = socket.inet_aton(host)[::-1].hex().upper()  # as the kernel writes it
+    except OSError:
+        own = ""  # IPv6: any listener on the port counts
     found = set()
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/net/" + table) as file:
             for line in file.readlines()[1:]:
                 fields = line.split()
-                if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
+                address, _, number = fields[1].rpartition(":")
+                if (
+                    fields[3] == "0A"
+                    and int(number, 16) == port
+                    and (not own or address in (own, "0" * len(address)))
+                ):
                     found.add(fields[9])
     return found
 
@@ -221,16 +252,20 @@ def kernel_oom_kills() -> int:
 # ---------------------------------------------------------------------------------------------------------- journal
 def private_tmp(launch_id: str) -> str:
     """A temporary folder of this launch alone; short, because a socket's path may have 107 bytes at most."""
-    return os.path.join(os.environ.get("TMPDIR") or "/tmp", "corral-" + launch_id)  # noqa: S108
+    base = os.environ.get("TMPDIR") or "/tmp"  # noqa: S108
+    return os.path.join(base if len(base) < 40 else "/tmp", "corral-" + launch_id)  # noqa: S108
 
 
 class Journal:
     """Appends events; one write and one sync each."""
 
     def __init__(self, path: str, rank: int) -> None:
-        self._path, self._rank = path, rank
+        # opened once: when the folder is set aside for a new launch, late words stay with the old one
+        self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+        self._rank = rank
         self._began = time.monotonic()
         self._lock = threading.Lock()
+        self.ended = False
 
     def elapsed(self) -> float:
         return time.monotonic() - self._began
@@ -239,16 +274,16 @@ class Journal:
         body = {"t": round(time.time(), 3), "kind": kind, "rank": self._rank, "elapsed_s": round(self.elapsed(), 3)}
         body.update(details)
         line = (json.dumps(body) + "\n").encode()
-        with self._lock:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
-            try:
-                end = os.lseek(descriptor, 0, os.SEEK_END)
-                if end and os.pread(descriptor, 1, end - 1) != b"\n":
+        try:
+            with self._lock:
+                end = os.lseek(self._descriptor, 0, os.SEEK_END)
+                if end and os.pread(self._descriptor, 1, end - 1) != b"\n":
                     line = b"\n" + line  # close a line that a crash tore
-                os.write(descriptor, line)
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+                os.write(self._descriptor, line)
+                os.fsync(self._descriptor)
+        except OSError:  # a full disk must not end a server that runs; only its states must be told
+            if kind == "state":
+                raise
 
 
 def write_atomic(path: str, body: Json) -> None:
@@ -276,7 +311,7 @@ class Server:
     """The engine's HTTP side, as seen from its own node."""
 
     def __init__(self, serve: Json) -> None:
-        everywhere = serve["host"] in ("0.0.0.0", "")  # noqa: S104
+        everywhere = serve["host"] in ("0.0.0.0", "::", "")  # noqa: S104
         self.host = "127.0.0.1" if everywhere else serve["host"]
         self.port, self.model, self.key_file = serve["port"], serve["model"], serve["key_file"]
 
@@ -307,12 +342,16 @@ class Server:
         return self.call("POST", "/v1/completions", body, timeout_s=timeout_s)
 
     def counters(self) -> Tuple[float, float]:
-        """(requests running or waiting, tokens processed so far) from the engine's own metrics."""
+        """(requests running or waiting, a sum that moves while they do) from the engine's own metrics.
+
+        Tokens are counted when a prompt is done; the share of the KV cache in use also moves within a long prompt.
+        """
         status, text = self.call("GET", "/metrics")
         if status != 200:
             raise OSError("metrics answered %d" % status)
         names = {"vllm:num_requests_running": 0, "vllm:num_requests_waiting": 0}
-        names.update({"vllm:generation_tokens_total": 1, "vllm:prompt_tokens_total": 1})
+        moving = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total", "vllm:kv_cache_usage_perc")
+        names.update(dict.fromkeys(moving, 1))
         sums = [0.0, 0.0]
         for line in text.splitlines():
             name = line.partition("{")[0].partition(" ")[0]
@@ -330,6 +369,7 @@ class Probe(threading.Thread):
         self.ready: Optional[Json] = None
         self.fault: Optional[Tuple[str, str]] = None  # (reason, text)
         self.stopping = threading.Event()
+        self.refusals = 0  # completions in a row that the server could not answer
 
     def run(self) -> None:
         with contextlib.suppress(Exception):
@@ -338,11 +378,11 @@ class Probe(threading.Thread):
             self._watch()
 
     def _until_ready(self) -> None:
-        while not self.stopping.wait(0.1):
+        while not self.stopping.wait(1.0 if self.refusals else 0.1):
             if not self.server.accepts():
                 continue
-            # vLLM shares its port (SO_REUSEPORT): a second server would silently take half of the requests
-            if listeners(self.server.port) - sockets_of(descendants(os.getpid())):
+            # vLLM binds early and listens late: another server may answer here in the meantime, and is not ours
+            if listeners(self.server.host, self.server.port) - sockets_of(descendants(os.getpid())):
                 self.fault = ("port_taken", "another process took port %d first" % self.server.port)
                 return
             try:
@@ -359,7 +399,8 @@ class Probe(threading.Thread):
                 self.ready = {"first_completion_s": round(time.monotonic() - began, 3)}
                 self._moved, self._tokens, self._asked = time.monotonic(), -1.0, time.monotonic()
                 return
-            if status in (400, 401, 403, 404):
+            self.refusals += 1
+            if status < 500 or self.refusals >= 20:
                 self.fault = ("engine_exited", "the first completion was answered %d: %s" % (status, text[:300]))
                 return
 
@@ -375,7 +416,10 @@ class Probe(threading.Thread):
             elif not busy and now - self._asked > COMPLETION_EVERY_S:
                 self._asked = now
                 self._moved = now
-                self.server.complete(timeout_s=self.hung_s)
+                status, text = self.server.complete(timeout_s=self.hung_s)
+                self.refusals = self.refusals + 1 if status >= 500 else 0
+                if self.refusals >= 3:
+                    self.fault = ("engine_exited", "completions are answered %d: %s" % (status, text[:300]))
             elif not busy:
                 self._moved = now
         except (OSError, http.client.HTTPException):
@@ -388,9 +432,9 @@ class Probe(threading.Thread):
 class Worker:
     """Runs the engine once or, with restarts, several times."""
 
-    def __init__(self, spec: Json) -> None:
+    def __init__(self, spec: Json, journal: Journal) -> None:
         self.spec = spec
-        self.journal = Journal(spec["events"], spec["rank"])
+        self.journal = journal
         self.keeper = os.getppid()
         self.state = "starting"
         self.phase = "starting"
@@ -401,14 +445,29 @@ class Worker:
         attempts = 1 + int(self.spec.get("restarts", 0))
         for attempt in range(1, attempts + 1):
             reason, details = self._run_once(attempt)
-            last = attempt == attempts or reason in ("requested", "agent_killed", "not_guarded", "port_taken")
-            if last:
-                state = "stopped" if reason == "requested" else "failed"
-                self._tell_state(state, reason=reason, **details)
+            if attempt == attempts or reason in FINAL_REASONS:
+                self._end(reason, details)
                 return 0
             self.journal.write("restart", attempt=attempt, of=attempts - 1, reason=reason, **details)
-            time.sleep(min(30.0, 2.0 ** (attempt - 1)))
+            self._tell_state("starting", restarting=True)
+            if not self._pause(min(30.0, 2.0 ** (attempt - 1))):
+                self._end("requested" if self._stop_asked() else "agent_killed", {})
+                return 0
         return 0
+
+    def _end(self, reason: str, details: Json) -> None:
+        self._tell_state("stopped" if reason == "requested" else "failed", reason=reason, **details)
+        self.journal.ended = True
+
+    def _pause(self, seconds: float) -> bool:
+        """Wait before a restart; false when it is not wanted any more."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if self._stop_asked() or os.getppid() != self.keeper:
+                return False
+            time.sleep(TICK_S)
+            self._beat()
+        return True
 
     def _stop_asked(self) -> bool:
         return os.path.exists(self.spec["stop_file"])
@@ -416,11 +475,14 @@ class Worker:
     def _run_once(self, attempt: int) -> Tuple[str, Json]:
         """Start the engine and stay with it to its end: (reason, details)."""
         self.log_offset = os.path.getsize(self.spec["log"]) if os.path.exists(self.spec["log"]) else 0
-        kills_before = kernel_oom_kills()
+        self.log_from = self.log_offset
+        self.oom_kills = kernel_oom_kills()
         try:
             self.engine = self._start()
         except OSError as error:
             return "engine_broken", {"text": "the engine could not be started: %s" % error}
+        with contextlib.suppress(OSError):
+            write_atomic(self.spec["engine_file"], identity(self.engine.pid))
         self._tell_state("starting", attempt=attempt, pid=self.engine.pid)
         self.probe = Probe(Server(self.spec["serve"]), self.spec["hung_s"]) if self.spec.get("serve") else None
         if self.probe:
@@ -428,10 +490,14 @@ class Worker:
         reason, details = self._watch()
         if self.probe:
             self.probe.stopping.set()
+        if reason == "engine_exited":
+            details.update(was_ready=self.state == "ready", log_from=self.log_from)
+            if kernel_oom_kills() > self.oom_kills:  # within the last heartbeat
+                details["kernel_oom_kill"] = True
+        if self.state == "ready":
+            self._tell_state("draining")  # not ready any more, and not yet gone
         end_all(self._engine_processes, self.spec["grace_s"])
         self._read_log()
-        if kernel_oom_kills() > kills_before and reason == "engine_exited":
-            details["kernel_oom_kill"] = True
         return reason, details
 
     def _start(self) -> "subprocess.Popen[bytes]":
@@ -486,6 +552,8 @@ class Worker:
             if now - beat >= HEARTBEAT_S or not checked:
                 beat = now
                 self._beat()
+                if self.engine.poll() is None:
+                    self.oom_kills = kernel_oom_kills()
                 self._trim_log()
             if now - checked >= window:
                 processes = self._engine_processes()
@@ -536,6 +604,8 @@ class Worker:
                 file.seek(self.log_offset)
                 data = file.read(1 << 20)
             whole = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+            if not whole and len(data) == 1 << 20:
+                whole = len(data)  # one endless line
             self.log_offset += whole
             for line in re.split(rb"[\r\n]+", data[:whole]):
                 if line:
@@ -572,6 +642,7 @@ def keep(spec_path: str) -> int:
     with open(spec_path) as file:
         spec = json.load(file)
     become_subreaper()
+    journal = Journal(spec["events"], spec["rank"])
     write_atomic(spec["agent_file"], identity(os.getpid()))
     # a stop is a file, so that it can also be asked for over a shared file system, and survives a lost signal
     signal.signal(signal.SIGTERM, lambda *_: open(spec["stop_file"], "w").close())
@@ -583,11 +654,12 @@ def keep(spec_path: str) -> int:
         try:
             os.setsid()
             become_subreaper()
-            code = Worker(spec).run()
+            code = Worker(spec, journal).run()
         except BaseException as error:  # the last door: whatever it is must reach the journal
-            Journal(spec["events"], spec["rank"]).write(
-                "state", state="failed", reason="agent_killed", text="the agent failed: %r" % error
-            )
+            if not journal.ended:
+                with contextlib.suppress(OSError):
+                    text = "the agent failed: %r" % error
+                    journal.write("state", state="failed", reason="agent_killed", text=text)
         finally:
             end_all(lambda: descendants(os.getpid()), 5.0)
             shutil.rmtree(private_tmp(spec["launch_id"]), ignore_errors=True)
@@ -599,11 +671,11 @@ def keep(spec_path: str) -> int:
             return 1
         if pid == worker:
             break
-    end_all(lambda: descendants(os.getpid()) | marked(spec["launch_id"]), 3.0)
+    end_all(lambda: descendants(os.getpid()) | marked(spec["launch_id"], [spec["engine_file"]]), 3.0)
     shutil.rmtree(private_tmp(spec["launch_id"]), ignore_errors=True)
     if os.WIFSIGNALED(status):
         text = "the agent was killed by signal %d; the engine was taken down" % os.WTERMSIG(status)
-        Journal(spec["events"], spec["rank"]).write("state", state="failed", reason="agent_killed", text=text)
+        journal.write("state", state="failed", reason="agent_killed", text=text)
         return 1
     return os.WEXITSTATUS(status)
 
@@ -611,9 +683,9 @@ def keep(spec_path: str) -> int:
 def main(argv: List[str]) -> int:
     if len(argv) == 2 and argv[0] == "run":
         return keep(argv[1])
-    if len(argv) == 2 and argv[0] == "sweep":
-        end_all(lambda: marked(argv[1]), 5.0)
-        left = marked(argv[1])
+    if len(argv) >= 2 and argv[0] == "sweep":
+        end_all(lambda: marked(argv[1], argv[2:]), 5.0)
+        left = marked(argv[1], argv[2:])
         shutil.rmtree(private_tmp(argv[1]), ignore_errors=True)
         sys.stdout.write(json.dumps({"left": sorted(left)}) + "\n")
         return 1 if left else 0

@@ -80,9 +80,11 @@ class Guard:
         self._digest = load_digest(dict(os.environ))
 
     async def __call__(self, scope: Scope, receive: Any, send: Send) -> None:
-        if scope["type"] not in ("http", "websocket"):
+        if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
+        if scope["type"] not in ("http", "websocket"):
+            return  # nothing that we know how to guard
         refusal = self._refusal(scope)
         if refusal is None:
             await self.app(scope, receive, send)

@@ -15,7 +15,7 @@ from corral.errors import ConflictError, LaunchError
 from corral.files import make_private_dir, write_atomic
 from corral.folder import DeploymentFolder, RankFolder
 from corral.launch import LaunchSpec, agent_spec
-from corral.processes import Identity, port_owner
+from corral.processes import Identity, only_lingering, port_owner
 from corral.record import dump_json, load_json
 from corral.shell import run
 from corral.targets.base import ChosenPort, Life
@@ -52,7 +52,7 @@ class LocalTarget:
         if _is_free(host, DEFAULT_PORT):
             return ChosenPort(DEFAULT_PORT)
         owner = port_owner(DEFAULT_PORT) or "another process"
-        with socket.socket() as probe:
+        with socket.socket(_family(host)) as probe:
             probe.bind((_bindable(host), 0))
             number = probe.getsockname()[1]
         return ChosenPort(number, f"port {DEFAULT_PORT} is held by {owner}; using {number}")
@@ -85,7 +85,7 @@ class LocalTarget:
         deadline = time.monotonic() + grace_s + 20
         while time.monotonic() < deadline and self.life(folder).alive is not False:
             time.sleep(0.05)
-        if self.life(folder).alive is None:
+        if folder.ranks() and self.life(folder).alive is not False:
             return False
         return _sweep(folder, launch_id)
 
@@ -94,10 +94,21 @@ def _bindable(host: str) -> str:
     return host or "0.0.0.0"  # noqa: S104 - asked for by the user
 
 
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
 def _is_free(host: str, port: int) -> bool:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    """Whether the port can be bound; closed connections that still linger on it are no hindrance.
+
+    Without SO_REUSEADDR, because vLLM binds with it long before it listens: two servers would both find it free.
+    """
+    return _can_bind(host, port, reuse=False) or (only_lingering(port) and _can_bind(host, port, reuse=True))
+
+
+def _can_bind(host: str, port: int, reuse: bool) -> bool:
+    with socket.socket(_family(host)) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(reuse))
         try:
             probe.bind((_bindable(host), port))
         except OverflowError:
@@ -114,7 +125,7 @@ def _is_free(host: str, port: int) -> bool:
 def _start_agent(folder: DeploymentFolder, rank: RankFolder) -> None:
     log = os.open(rank.agent_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
-        subprocess.Popen(
+        process = subprocess.Popen(
             [_plain_python(), "-I", str(folder.node_files / "agent.py"), "run", str(rank.spec)],
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -125,9 +136,18 @@ def _start_agent(folder: DeploymentFolder, rank: RankFolder) -> None:
         )
     finally:
         os.close(log)
-    deadline = time.monotonic() + 20
+    try:
+        _wait_for_agent(process, rank)
+    except BaseException:  # interrupted: an agent without a folder could never be stopped again
+        process.terminate()
+        process.wait(30)
+        raise
+
+
+def _wait_for_agent(process: subprocess.Popen[bytes], rank: RankFolder) -> None:
+    deadline = time.monotonic() + 60
     while not rank.agent.exists():
-        if time.monotonic() > deadline:
+        if process.poll() is not None or time.monotonic() > deadline:
             said = rank.agent_log.read_text(errors="replace").strip()[-500:]
             raise LaunchError(
                 f"the node agent did not start: {said or 'it said nothing'}", "Report this with the log."
@@ -152,4 +172,5 @@ def _sweep(folder: DeploymentFolder, launch_id: str) -> bool:
     agent = folder.node_files / "agent.py"
     if not agent.is_file():
         return True
-    return run([_plain_python(), "-I", str(agent), "sweep", launch_id], timeout_s=60).code == 0
+    engines = [str(rank.engine) for rank in folder.ranks()]
+    return run([_plain_python(), "-I", str(agent), "sweep", launch_id, *engines], timeout_s=60).code == 0
