@@ -5,6 +5,7 @@ Each request waits at most ten seconds. The library is imported only here, and o
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 from corral.errors import AccessError, CorralError, DataError, NotFoundError, UnreachableError
 from corral.weights import Tensor, header_tensors
 
-__all__ = ["read_repository"]
+__all__ = ["hub_error", "read_repository"]
 
 _TIMEOUT_S = 10.0
 
@@ -51,29 +52,32 @@ def _config_text(repo: str, token: str | None) -> str:
     except HFValidationError:
         raise NotFoundError(f"{repo!r} is not a repository name.", "Write it as owner/name.") from None
     except Exception as error:  # the library raises its own tree and its HTTP client's
-        told = _told(repo, error)
+        told = hub_error(repo, error)
         if isinstance(told, UnreachableError) and isinstance(cached, str):
             return Path(cached).read_text(encoding="utf-8")
         raise told from error
 
 
-def _told(repo: str, error: Exception) -> CorralError:
-    """The library's error in one sentence with a remedy."""
-    from huggingface_hub import errors
+def hub_error(repo: str, error: Exception) -> CorralError:
+    """The hub library's error in one sentence with a remedy."""
+    from huggingface_hub import errors, get_token
 
     if isinstance(error, errors.GatedRepoError):
+        why = "the token in use may not read it" if get_token() else "no token was given"
         return AccessError(
-            f"{repo} is gated and this token may not read it.",
-            f"Accept its licence at https://huggingface.co/{repo} and set HF_TOKEN to a token of that account.",
+            f"{repo} is gated, and {why}.",
+            f"Request access at https://huggingface.co/{repo}, then put a token of that account into HF_TOKEN "
+            "or run `hf auth login`.",
         )
     if isinstance(error, errors.RepositoryNotFoundError):
         return NotFoundError(
-            f"There is no repository {repo} that this token may see.",
-            "Check the name; set HF_TOKEN if it is private.",
+            f"the hub has no repository {repo}, or it is private.", "Check the name; set HF_TOKEN if it is private."
         )
     if isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
         return DataError(f"{repo} has no config.json.", "Choose a repository in the Hugging Face format.")
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return DataError("the disk became full while downloading.", "Free space or set HF_HOME, then run it again.")
     return UnreachableError(
-        f"{repo} could not be read ({type(error).__name__}).",
-        "Check the network, or name a model of the catalogue or a local folder.",
+        f"the hub did not answer for {repo} ({type(error).__name__}).",
+        "Check the network; a model that is already on disk can be named by its folder.",
     )

@@ -20,8 +20,6 @@ from typing import Any
 
 from corral import catalogue, engines
 from corral.errors import (
-    AccessError,
-    CorralError,
     DataError,
     EngineError,
     NotFoundError,
@@ -30,6 +28,7 @@ from corral.errors import (
 )
 from corral.files import exclusive_lock
 from corral.home import models_dir
+from corral.hub import hub_error
 from corral.shell import stream
 
 __all__ = [
@@ -107,37 +106,8 @@ def check_access(source: ModelSource) -> None:
         raise hub_error(source.repo, error) from error
 
 
-def hub_error(repo: str, error: Exception) -> CorralError:
-    """The hub library's error in one sentence with a remedy."""
-    from huggingface_hub import errors
-
-    if isinstance(error, errors.GatedRepoError):
-        token = "the token in use may not read it" if _has_token() else "no token was given"
-        return AccessError(
-            f"{repo} is gated, and {token}.",
-            f"Request access on the model's page ({repo}), then put a token of that account into HF_TOKEN "
-            "or run `hf auth login`.",
-        )
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return NotFoundError(
-            f"the hub has no repository {repo}, or it is private.", "Check the name; set HF_TOKEN if it is private."
-        )
-    if isinstance(error, OSError) and error.errno == 28:
-        return DataError("the disk became full while downloading.", "Free space or set HF_HOME, then run it again.")
-    return UnreachableError(
-        f"the hub did not answer for {repo} ({type(error).__name__}).",
-        "Check the network; a model that is already on disk can be named by its folder.",
-    )
-
-
 def _offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
-
-
-def _has_token() -> bool:
-    from huggingface_hub import get_token
-
-    return get_token() is not None
 
 
 def _cached_snapshot(repo: str) -> Path | None:

@@ -33,10 +33,9 @@ class Completed:
         raise CorralError(f"{what}: `{self.argv[0]}` ended with code {self.code}: {said}", remedy)
 
 
-def quote_command(argv: Sequence[str], env: Mapping[str, str] | None = None) -> str:
+def quote_command(argv: Sequence[str]) -> str:
     """The command as a person would paste it."""
-    assignments = [f"{key}={shlex.quote(value)}" for key, value in (env or {}).items()]
-    return " ".join([*assignments, shlex.join(argv)])
+    return shlex.join(argv)
 
 
 def run(argv: Sequence[str], timeout_s: float = 60, env: Mapping[str, str] | None = None) -> Completed:

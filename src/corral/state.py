@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 
-__all__ = ["ALIVE", "ENDED", "TRANSITIONS", "Reason", "State", "may_follow"]
+__all__ = ["ENDED", "TRANSITIONS", "Reason", "State", "may_follow"]
 
 
 class State(enum.StrEnum):
@@ -65,7 +65,6 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 }
 
 ENDED = frozenset({State.STOPPED, State.FAILED})
-ALIVE = frozenset(State) - ENDED - {State.UNKNOWN}
 
 
 def may_follow(before: State, after: State) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from corral.node import agent
+from corral.processes import identify
 from tests.unit.conftest import Corral
 from tests.unit.test_agent import free_port
 
@@ -178,6 +179,49 @@ def test_an_interrupted_staging_is_told_and_the_name_is_free(corral: Corral) -> 
     status = corral("status", "tiny", "--json").json()
     assert (status["state"], status["reason"]) == ("stopped", "interrupted")
     assert corral("up", str(corral.model), "--json").code == 0
+
+
+def test_down_while_staging_ends_the_up(corral: Corral) -> None:
+    held = corral.home / "corral" / "engines" / ".cpu-0.32.0.lock"
+    engine = corral.home / "corral" / "engines" / "cpu-0.32.0" / "engine.json"
+    text = engine.read_text()
+    engine.unlink()  # so that `up` must install, and waits for the lock
+    held.write_text(json.dumps(vars(identify(os.getpid()))))
+    process = corral.start("up", str(corral.model))
+    assert corral.wait_state("tiny", "staging")
+    down = corral.start("down", "tiny")
+    time.sleep(0.5)
+    engine.write_text(text)
+    held.unlink()
+    assert down.communicate(timeout=60)[0].strip() == "tiny: stopped"
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 8
+    assert "stopped by `corral down`" in err
+    assert corral("ps", "-a", "--json").json() == []
+
+
+def test_one_unreadable_deployment_hides_no_other(corral: Corral) -> None:
+    assert corral("up", str(corral.model), "--json").code == 0
+    torn = corral.home / "corral/deployments/torn"
+    torn.mkdir()
+    (torn / "deployment.json").write_text('{"name": "to')
+    shown = {status["name"]: status["state"] for status in corral("ps", "--json").json()}
+    assert shown == {"tiny": "ready", "torn": "unknown"}
+    assert corral("down", "--all").code == 10
+    assert corral("status", "tiny", "--json").json()["state"] == "stopped"
+
+
+def test_an_unwritable_home_is_no_traceback(corral: Corral) -> None:
+    done = corral("engine", "install", "cpu", CORRAL_HOME="/proc/nope")
+    assert done.code == 1
+    assert "Traceback" not in done.err
+
+
+def test_variables_that_would_open_the_door_are_refused(corral: Corral) -> None:
+    for name in ("CORRAL_KEY_FILE", "VLLM_API_KEY", "PYTHONPATH", "VLLM_USE_RUST_FRONTEND"):
+        done = corral("up", str(corral.model), "--env", f"{name}=x")
+        assert done.code == 2
+        assert name in done.err
 
 
 def test_a_taken_port_is_named_and_another_chosen(corral: Corral) -> None:

@@ -286,9 +286,9 @@ def test_offline_never_asks_the_hub(monkeypatch):
 
 
 def test_hub_errors_are_told_in_sentences():
-    from corral.hub import _told
+    from corral.hub import hub_error
 
-    told = _told("a/b", OSError("x"))
+    told = hub_error("a/b", OSError("x"))
     assert isinstance(told, UnreachableError)
     assert "a/b" in told.message
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
+from urllib.parse import urlsplit
+
 import click
 
 from corral.cli.screen import duration, print_json, since
 from corral.deployment import Status, status
+from corral.endpoint import Endpoint
 from corral.folder import open_folder
 from corral.plan.reconcile import Differences
 from corral.record import load_json, to_json
@@ -22,16 +26,32 @@ def command(name: str, as_json: bool) -> None:
     folder = open_folder(name)
     found = status(folder)
     compared = load_json(Differences, folder.differences) if folder.differences.is_file() else None
+    answers = _answers(found.endpoint) if found.state is State.READY and found.endpoint else None
     if as_json:
-        print_json({**to_json(found), "plan_against_engine": compared})
+        print_json({**to_json(found), "answers": answers, "plan_against_engine": compared})
     else:
-        click.echo("\n".join(_lines(found) + (_compared_lines(compared) if compared else [])))
+        click.echo("\n".join(_lines(found, answers) + (_compared_lines(compared) if compared else [])))
     if found.state is State.FAILED:
         raise SystemExit(8)
 
 
-def _lines(found: Status) -> list[str]:
+def _answers(endpoint: Endpoint) -> bool:
+    """Whether the server answers right now: the state is what its agent saw up to five seconds ago."""
+    address = urlsplit(endpoint.base_url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=3)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _lines(found: Status, answers: bool | None) -> list[str]:
     rows = [("name", found.name), ("state", f"{found.state} for {since(found.since_s)}")]
+    if answers is False:
+        rows.append(("but", "its server does not answer at this moment"))
     if found.state in (State.STARTING, State.LOADING):
         amount = f" {found.done}/{found.total}" if found.total else ""
         rows.append(("phase", f"{found.phase}{amount}"))

@@ -73,6 +73,8 @@ def wants_stock(argv: list[str]) -> str | None:
                 return f"{name} {value}"
         elif name.startswith(_STOCK_PREFIXES) and name != "--config-format":
             return name
+    if any(sign in sys.prefix for sign in " :"):
+        return "a space or colon in the environment's path, which LD_PRELOAD cannot hold"
     if find_iomp() is None:
         return "no libiomp5.so (package intel-openmp)"
     return None
