@@ -59,6 +59,7 @@ class Recipe:
     row_params: bool = True
     any_model: bool = False
     text_cells: bool = False  # CSV: every value is text
+    only_path: str | None = None  # the one url that rows may name
 
     def __post_init__(self) -> None:
         if problem := problem_with(self.params):
@@ -117,6 +118,8 @@ class Recipe:
             raise DataError(f"has the method {row['method']!r}; only POST is possible")
         if path not in _PATHS:
             raise DataError(f"has the url {path!r}; possible are {' and '.join(_PATHS)}")
+        if self.only_path is not None and path != self.only_path:
+            raise DataError(f"has the url {path!r}; the batch is for {self.only_path}")
         if not isinstance(body, dict):
             raise DataError("lacks 'body', an object")
         whole = {**self.params, **body}

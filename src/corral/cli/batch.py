@@ -178,6 +178,7 @@ def check(as_json: bool, **given: Any) -> None:
 @click.option("--serve-key-file", help="File (mode 0600) with the key clients must send (default: made for you).")
 @click.option("--bind", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8100, show_default=True, help="Port; 0: any free one.")
+@click.option("--any-model", is_flag=True, help="Rows that name another model get the served one.")
 @click.option("--jobs", type=click.IntRange(min=1), default=2, show_default=True, help="Batches that run at once.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON line when ready.")
 def serve(**given: Any) -> int:
@@ -192,6 +193,7 @@ def serve(**given: Any) -> int:
         bind=given["bind"],
         port=given["port"],
         jobs=given["jobs"],
+        any_model=given["any_model"],
         as_json=given["as_json"],
     )
     return serve_forever(options)
