@@ -68,7 +68,11 @@ def test_a_batch_through_the_sdk(server: FakeServer, tmp_path: Path) -> None:
         batch = ended(client, create(client, file).id)
         assert batch.status == "completed"
         assert batch.metadata == {"who": "test"}
-        assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (21, 20, 1)
+        assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (
+            21,
+            20,
+            1,
+        )
         answers = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
         assert sorted(a["custom_id"] for a in answers) == sorted(f"q{n}" for n in range(20))
         assert all(a["response"]["body"]["choices"][0]["message"]["content"] for a in answers)
