@@ -67,7 +67,7 @@ def with_threads(prompts: list[str], url: str, key: str, model: str, tokens: int
     guard = threading.Lock()
 
     def one(prompt: str) -> None:
-        body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        body: Any = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
         answer = requests.post(url, json=body, headers={"Authorization": f"Bearer {key}"}, timeout=600)
         with guard:
             counted[0] += answer.json()["usage"]["completion_tokens"]
@@ -113,8 +113,8 @@ def with_run_batch(spec: dict[str, Any], prompts: list[str], tokens: int, place:
         for number, prompt in enumerate(prompts):
             body = {"model": spec["model_path"], "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
                     "messages": [{"role": "user", "content": prompt}]}  # fmt: skip
-            line = {"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions", "body": body}
-            file.write(json.dumps(line) + "\n")
+            row = {"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions", "body": body}
+            file.write(json.dumps(row) + "\n")
     flags = argv[argv.index("--max-model-len") : argv.index("--host")]
     command = [argv[0], "-m", "vllm.entrypoints.openai.run_batch", "-i", str(rows), "-o", str(output),
                "--model", spec["model_path"], *flags]  # fmt: skip

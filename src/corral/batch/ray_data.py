@@ -30,7 +30,7 @@ from corral.batch.rows import optional
 from corral.batch.run import Listener, Summary
 from corral.batch.table import RowReader
 from corral.client import CHAT, Choice, Reply, Timing, Usage
-from corral.errors import CorralError, EngineError, UsageError
+from corral.errors import CorralError, EngineError, UnreachableError, UsageError
 
 __all__ = ["Engine", "RayEngine", "run_on_ray"]
 
@@ -69,8 +69,7 @@ class RayEngine:
         from ray.data.llm import build_processor, vLLMEngineProcessorConfig
 
         ray = self._ray
-        if not ray.is_initialized():
-            ray.init(address="auto", log_to_driver=False)
+        self._connect()
         settings: dict[str, Any] = {}
         if not ray.cluster_resources().get("GPU"):  # otherwise it would wait for one for ever
             settings = {"placement_group_config": {"bundles": [{"CPU": 1}]}, "log_engine_metrics": False}
@@ -86,6 +85,17 @@ class RayEngine:
         processor = build_processor(config, preprocess=_unpack)
         for row in processor(ray.data.read_text(str(rows))).iter_rows():
             yield read_answer(row)
+
+    def _connect(self) -> None:
+        if self._ray.is_initialized():
+            return
+        try:
+            self._ray.init(address="auto", log_to_driver=False)  # RAY_ADDRESS, or a cluster on this node
+        except ConnectionError as error:
+            raise UnreachableError(
+                f"there is no Ray cluster here: {str(error).splitlines()[0]}",
+                "Start one (`ray start --head`), run this on one of its nodes, or set RAY_ADDRESS.",
+            ) from error
 
 
 def _unpack(row: dict[str, Any]) -> dict[str, Any]:
@@ -109,7 +119,13 @@ def read_answer(row: dict[str, Any]) -> Answer:
 
 
 def run_on_ray(
-    order: Order, model: str, listener: Listener, *, concurrency: int = 1, engine: Engine | None = None
+    order: Order,
+    model: str,
+    listener: Listener,
+    *,
+    concurrency: int = 1,
+    context: int | None = None,
+    engine: Engine | None = None,
 ) -> Result:
     """Begin a batch on Ray Data, or continue it."""
     folder = folder_of(order.output, order.ordered)
@@ -118,7 +134,8 @@ def run_on_ray(
         folder.sweep()
         made = prepare(order, folder, {"offline": {"model": model, "engine": "ray-data"}}, model=model)
         listener.note("begin", f"{'continuing' if made.continued else 'new'}: {made.record.rows} rows, on Ray Data")
-        run = _Run(made, engine or RayEngine(model, concurrency), listener, lock)
+        settings = {"max_model_len": context} if context else {}
+        run = _Run(made, engine or RayEngine(model, concurrency, settings), listener, lock)
         summary = run.run()
         if not folder.live:
             export(folder, made.table, made.record.ordered)
