@@ -10,7 +10,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from corral.batch.check import note_beginnings, read_problems
+from corral.batch.check import note_beginnings, note_weights, read_problems
 from corral.batch.fleet import Place
 from corral.batch.folder import JobFolder
 from corral.batch.job import Order, Prepared, folder_of, load_record, prepare
@@ -180,6 +180,7 @@ def _forget_failed(folder: JobFolder, table: Table) -> None:
 
 def _row_order(table: Table, record: Any, row_order: str) -> Sequence[int] | None:
     if row_order == "longest-first":
+        note_weights(table, record.recipe)
         return table.longest_first()
     if row_order == "prefix-first":
         note_beginnings(table, record.recipe)
