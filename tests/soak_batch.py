@@ -46,8 +46,8 @@ def main() -> None:
         )  # fmt: skip
         nursery.close()
         same = sorted(calm.read_bytes().splitlines()) == sorted(output.read_bytes().splitlines())
-        print(json.dumps({"kills": ended.kills, "torn": ended.torn, "before_last": ended.before_last,
-                          "exit_code": ended.code, "byte_identical": same}))  # fmt: skip
+        print(json.dumps({**vars(ended),
+                          "byte_identical": same}))  # fmt: skip
         if ended.code or not same:
             sys.exit(1)
 
