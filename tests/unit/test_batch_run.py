@@ -231,6 +231,13 @@ def test_an_endpoint_that_moves_is_found_again(tmp_path: Path, server: FakeServe
     assert (summary.fine, summary.losses >= 1) == (200, True)
 
 
+def test_an_engine_that_hangs_behind_a_healthy_door_is_noticed(tmp_path: Path, server: FakeServer) -> None:
+    server.set_faults("hang:times=3")
+    place = FixedPlace(Endpoint(server.url, "fake"))
+    summary = core(tmp_path, 50, [place], Plain(), replace(QUICK, hang_s=0.5))
+    assert (summary.fine, summary.losses) == (50, 1)
+
+
 def test_several_requests_may_make_one_row(tmp_path: Path, server: FakeServer) -> None:
     server.set_faults("status:code=500,p=0.2")
     summary = core(tmp_path, 50, [FixedPlace(Endpoint(server.url, "fake"))], Plain(3), replace(QUICK, attempts=30))
