@@ -238,6 +238,25 @@ def test_an_engine_that_hangs_behind_a_healthy_door_is_noticed(tmp_path: Path, s
     assert (summary.fine, summary.losses) == (50, 1)
 
 
+def test_a_runner_whose_job_was_taken_over_writes_nothing_more(work: Work) -> None:
+    work.rows(200)
+    work.server.set_pace(FakePace(requests_per_s=200))
+    folder = JobFolder(work.output)
+    stolen: list[bool] = []
+
+    class Thief(Quiet):
+        def tick(self, counts: Any, runner: Any) -> None:
+            if counts.committed and not stolen:
+                other = {"pid": 1, "host": "elsewhere", "boot_id": "b", "start_ticks": 5}
+                folder.lock.write_text(json.dumps(other))
+                stolen.append(True)
+
+    with pytest.raises(ConflictError, match="taken over by process 1 on elsewhere"):
+        carry_out(work.order(), Where(urls=(work.server.url,)), QUICK, Thief(), signals=False)
+    assert 0 < len(work.lines()) < 200
+    assert folder.lock.exists()  # it is the other's
+
+
 def test_several_requests_may_make_one_row(tmp_path: Path, server: FakeServer) -> None:
     server.set_faults("status:code=500,p=0.2")
     summary = core(tmp_path, 50, [FixedPlace(Endpoint(server.url, "fake"))], Plain(3), replace(QUICK, attempts=30))

@@ -151,7 +151,7 @@ class _Run:
         self._folder: JobFolder = made.folder
         record = made.record
         self._work = BatchWork(record.recipe, made.table, (record.model,), record.shape, record.answer)
-        self._ledger = Ledger(made.folder, made.table)
+        self._ledger = Ledger(made.folder, made.table, lock.check)
         self._reader = RowReader(made.table)
         self._began = time.monotonic()
         self._fine = self._failed = self._prompt = self._output = self._passes = 0
