@@ -405,7 +405,7 @@ def test_stopping_and_resuming_by_name(work: Work) -> None:
 
 
 def test_the_command_line_from_stdin_to_a_signal_to_the_end(work: Work) -> None:
-    work.server.set_pace(FakePace(requests_per_s=100))
+    work.server.set_pace(FakePace(requests_per_s=10))
     argv = [sys.executable, "-m", "corral", "batch", "-", "-o", str(work.output), "--url", work.server.url,
             "--concurrency", "4", "--input-format", "text", "--json"]  # fmt: skip
     text = "".join(f"prompt {n}\n" for n in range(100))
