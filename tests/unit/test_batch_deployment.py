@@ -43,6 +43,15 @@ def test_the_only_deployment_dies_and_the_batch_waits_for_its_restart(answering:
     assert answering("status", "one", "--json").json()["restarts"] == 1
 
 
+def test_a_deployment_that_is_still_starting_is_waited_for(answering: Corral, tmp_path: Path) -> None:
+    given, output = rows(tmp_path, 10)
+    assert answering("up", str(answering.model), "--name", "late", "--no-wait").code == 0
+    done = answering("batch", given, "-o", str(output))
+    assert done.code == 0, done.err
+    assert json.loads((tmp_path / "out.jsonl.corral" / "job.json").read_text())["model"] == "tiny"
+    assert "already complete" in answering("batch", given, "-o", str(output)).err
+
+
 def test_offline_starts_a_model_runs_and_stops_it(answering: Corral, tmp_path: Path) -> None:
     given, output = rows(tmp_path, 50)
     argv = ["batch", given, "-o", str(output), "--model", str(answering.model)]

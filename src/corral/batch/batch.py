@@ -262,6 +262,7 @@ def _online(where: Where, order: Order) -> _Served:
     if len(models) > 1:
         raise UsageError(f"the endpoints serve different models: {', '.join(sorted(models))}.", "Use those of one.")
     first = next((one for one in served if one is not None), None)
+    models |= {place.model for place in places if isinstance(place, DeploymentPlace) and not models}
     model = next(iter(models), known or "")
     facts: dict[str, Any] = {"model": model, "place": places[0]}
     if first is not None:

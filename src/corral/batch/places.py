@@ -33,6 +33,11 @@ class DeploymentPlace:
         self.name = name
         open_folder(name)  # refuses unknown names, naming the known ones
 
+    @property
+    def model(self) -> str:
+        """The name it serves, also while it is away."""
+        return load_json(deployment.Record, open_folder(self.name).record).served_name
+
     def find(self) -> Endpoint | None:
         """Its endpoint while it is ready."""
         try:

@@ -80,6 +80,8 @@ class RayEngine:
             batch_size=64,
             should_continue_on_error=True,
             chat_template_stage=chat,
+            tokenize_stage=False,  # the engine does both itself; actors of their own only take CPUs from it
+            detokenize_stage=False,
             **settings,
         )
         processor = build_processor(config, preprocess=_unpack)
