@@ -19,7 +19,7 @@ def write_rows(path: Path, count: int) -> None:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_bytes().splitlines()]  # text would also be split at U+2028
 
 
 def test_offline_starts_runs_and_stops(corral: Corral, tiny_model: Path, tmp_path: Path) -> None:
