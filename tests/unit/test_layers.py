@@ -19,7 +19,7 @@ ROWS: list[list[str]] = [
     ["runtimes", "links", "launch", "model_store"],
     ["targets"],
     ["deployment", "client"],
-    ["bringup"],
+    ["bringup", "batch"],
     [],
     ["cli", "__main__", "__init__"],
 ]  # fmt: skip

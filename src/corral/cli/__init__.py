@@ -31,6 +31,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "events": ("corral.cli.events:command", "The journal: what happened, and when."),
     "wait": ("corral.cli.wait:command", "Wait until a deployment is ready."),
     "down": ("corral.cli.down:command", "Stop a deployment and leave nothing behind."),
+    "batch": ("corral.cli.batch:command", "Run a file of prompts through a model; nothing is lost."),
     "engine": ("corral.cli.engine:command", "Installed engines: list, install, check, remove."),
     "fake-server": ("corral.cli.fake_server:command", "A server with set pace and faults, for tests."),
 }
