@@ -37,7 +37,7 @@ from corral.request_errors import (
 )
 from corral.wire import Exchange, Wire
 
-__all__ = ["Choice", "Client", "Page", "Piece", "Reply", "Timing", "Token", "Usage", "run"]
+__all__ = ["Choice", "Client", "Page", "Piece", "Reply", "Timing", "Token", "Usage", "run", "wait"]
 
 T = TypeVar("T")
 CHAT = "/v1/chat/completions"
@@ -610,3 +610,8 @@ def _raise_file_limit(wanted: int) -> None:
     if soft != resource.RLIM_INFINITY and soft < target:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+
+
+def wait(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end on the background loop, from code without one; Ctrl-C cancels it."""
+    return _background().call(work)
