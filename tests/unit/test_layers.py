@@ -19,8 +19,8 @@ ROWS: list[list[str]] = [
     ["runtimes", "links", "launch", "model_store"],
     ["targets"],
     ["deployment", "client"],
-    ["bringup", "resolve", "sampling", "fanout", "engine_metrics", "token_bytes", "token_view", "likelihood", "score",
-     "llm", "session", "conversation", "top"],
+    ["bringup", "batch", "resolve", "sampling", "fanout", "engine_metrics", "token_bytes", "token_view", "likelihood",
+     "score", "score_job", "llm", "session", "conversation", "top"],
     [],
     ["cli", "__main__", "__init__"],
 ]  # fmt: skip

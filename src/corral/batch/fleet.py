@@ -1,0 +1,174 @@
+"""The endpoints of a job: each a lane with its own connections, pace and health.
+
+A lane that loses its server stops sending, finds its place again (a deployment may come back on another port with
+another key), asks `/health` until it is served, and goes on. Once a second it reads `/metrics`: for its pace, for the
+progress shown to people, and to notice an engine that answers `/health` but computes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from corral.batch.pace import Gauges, Pace, read_gauges
+from corral.client import Client
+from corral.endpoint import Endpoint
+from corral.errors import CorralError
+from corral.request_errors import RequestError
+
+__all__ = ["FixedPlace", "Lane", "Place"]
+
+PROBE_FIRST_S, PROBE_LONGEST_S = 0.05, 5.0
+
+
+class Place(Protocol):
+    """Where an endpoint is to be found, now and after it moved."""
+
+    name: str
+
+    def find(self) -> Endpoint | None:
+        """The endpoint, or None while there is none."""
+
+
+class FixedPlace:
+    """An endpoint that stays where it is."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.name, self._endpoint = endpoint.root, endpoint
+
+    def find(self) -> Endpoint:
+        return self._endpoint
+
+
+class Lane:
+    """One endpoint in use."""
+
+    def __init__(
+        self,
+        place: Place,
+        pace: Pace,
+        *,
+        stall_s: float,
+        hang_s: float,
+        on_up: Callable[[Lane], None],
+        on_note: Callable[[str, str], None],
+    ) -> None:
+        self.place, self.pace = place, pace
+        self._stall_s, self._hang_s = stall_s, hang_s
+        self._on_up, self._on_note = on_up, on_note
+        self.client: Client | None = None
+        self.up = False
+        self.in_flight = 0
+        self.finished = 0
+        self.losses = 0
+        self.gauges: Gauges | None = None
+        self.first_gauges: Gauges | None = None
+        self._progress: tuple[float, float] = (0.0, 0.0)  # (sum of counters, when it last grew)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._old: list[Client] = []
+        self._probing = False
+
+    @property
+    def room(self) -> int:
+        return self.pace.limit - self.in_flight if self.up else 0
+
+    def start(self) -> None:
+        self._spawn(self._watch())
+        self._seek(first=True)
+
+    def lose(self, why: str) -> None:
+        """The server is away: stop sending until it is found again."""
+        if self.up:
+            self.up = False
+            self.losses += 1
+            self.pace.gone()
+            self._seek(first=False, why=why)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for client in [*self._old, *([self.client] if self.client else [])]:
+            await client.close()
+
+    def _spawn(self, work: object) -> None:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)  # type: ignore[arg-type]
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _seek(self, first: bool, why: str = "") -> None:
+        if not self._probing:
+            self._probing = True
+            self._spawn(self._probe(first, why))
+
+    async def _probe(self, first: bool, why: str) -> None:
+        """Look for the server until it is healthy."""
+        pause, told, began = PROBE_FIRST_S, False, time.monotonic()
+        try:
+            while not await self._is_healthy():
+                if not told and (first or time.monotonic() - began > 1.0):
+                    self._on_note("waiting", f"{self.place.name} is away; waiting for it. {why}".strip())
+                    told = True
+                await asyncio.sleep(pause)
+                pause = min(PROBE_LONGEST_S, pause * 1.5)
+        finally:
+            self._probing = False
+        if told:
+            self._on_note("back", f"{self.place.name} is there after {time.monotonic() - began:.1f} s")
+        self.up = True
+        self._progress = (0.0, time.monotonic())
+        self._on_up(self)
+
+    async def _is_healthy(self) -> bool:
+        try:
+            endpoint = self.place.find()
+            if endpoint is None:
+                return False
+            if self.client is None or self.client.endpoint != endpoint:
+                if self.client is not None:
+                    self._old.append(self.client)
+                self.client = Client(endpoint, connections=4096, stall_s=self._stall_s)
+            self.client.forget_key()
+            return (await self.client.page("/health", timeout_s=5)).status in (200, 404)
+        except (RequestError, OSError):
+            return False
+        except CorralError as error:
+            self._on_note("waiting", error.message)
+            return False
+
+    async def _watch(self) -> None:
+        """Follow the server's metrics, or its throughput where it has none."""
+        before, then = 0, time.monotonic()
+        while True:
+            await asyncio.sleep(1.0)
+            if not self.up or self.client is None:
+                continue
+            gauges = None
+            with contextlib.suppress(CorralError):
+                page = await self.client.page("/metrics", timeout_s=10)
+                gauges = read_gauges(page.body) if page.status == 200 else None
+            now = time.monotonic()
+            if gauges:
+                self.gauges = gauges
+                self.first_gauges = self.first_gauges or gauges
+                self.pace.seen(gauges, self.in_flight, now)
+                self._check_hang(gauges, now)
+            else:
+                self.pace.finished((self.finished - before) / (now - then), self.in_flight, now)
+            before, then = self.finished, now
+            self._on_up(self)
+
+    def _check_hang(self, gauges: Gauges, now: float) -> None:
+        """An engine with work that counts no token for long is dead, whatever /health says."""
+        done = gauges.generated + gauges.prompted + self.finished
+        if not self.in_flight or done != self._progress[0]:
+            self._progress = (done, now)
+        elif now - self._progress[1] > self._hang_s and self.client is not None:
+            self._on_note("hung", f"{self.place.name} has work but made no token for {self._hang_s:g} s")
+            self._old.append(self.client)
+            stuck, self.client = self.client, None
+            self._spawn(stuck.close())
+            self.lose("It made no progress.")

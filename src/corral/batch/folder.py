@@ -1,0 +1,104 @@
+"""One class owns every file name of a resumable job: the output, its error file, and the job's folder beside them.
+
+    answers.jsonl                 results, one JSON line per id, as they arrive (plain JSONL output)
+    answers.errors.jsonl          rows that failed for good, in the same shape
+    answers.jsonl.corral/
+      job.json                    what was asked: input, model, parameters; compared before a resume
+      rows.index                  id hash, content hash and place of every row (`table`)
+      rows.jsonl                  the rows themselves, when the input cannot be read at any place (gz, CSV, stdin, …)
+      problems.jsonl              rows that were found bad and are to be skipped
+      results.jsonl               results, when the output has another form and is made from them at the end
+      ledger                      what counts: one record for each result that is on disk (`ledger`)
+      lock                        who works on it (`lock`)
+      state.json                  how it last ended, and its summary
+      events.jsonl                starts, stops, endpoint losses
+      cancel                      somebody asks the runner to stop
+
+Everything of a job lies beside its output, so that it is found again by who knows the output's name.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["COMPRESSIONS", "JobFolder", "sync_dir"]
+
+COMPRESSIONS = (".gz", ".zst")
+
+
+@dataclass(frozen=True)
+class JobFolder:
+    """Paths of one job; `live` says whether results go straight into the output file."""
+
+    output: Path
+    live: bool = True
+
+    @property
+    def path(self) -> Path:
+        return self.output.with_name(self.output.name + ".corral")
+
+    @property
+    def errors(self) -> Path:
+        name = self.output.name
+        for ending in COMPRESSIONS:
+            name = name.removesuffix(ending)
+        return self.output.with_name(name.rpartition(".")[0] + ".errors.jsonl" if "." in name else name + ".errors")
+
+    @property
+    def results(self) -> Path:
+        """Where results are appended as they arrive."""
+        return self.output if self.live else self.path / "results.jsonl"
+
+    @property
+    def job(self) -> Path:
+        return self.path / "job.json"
+
+    @property
+    def index(self) -> Path:
+        return self.path / "rows.index"
+
+    @property
+    def spool(self) -> Path:
+        return self.path / "rows.jsonl"
+
+    @property
+    def problems(self) -> Path:
+        return self.path / "problems.jsonl"
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / "ledger"
+
+    @property
+    def lock(self) -> Path:
+        return self.path / "lock"
+
+    @property
+    def state(self) -> Path:
+        return self.path / "state.json"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def cancel(self) -> Path:
+        return self.path / "cancel"
+
+    def create(self) -> None:
+        """Make the folder and its parents; it holds prompts, so only the owner may read it."""
+        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        sync_dir(self.path.parent)
+
+
+def sync_dir(path: Path) -> None:
+    """Make new names in a folder survive a power loss."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        pass  # some network file systems refuse this, and then keep names by themselves
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,281 @@
+"""What counts as done: one small record for every result line that is safely on disk.
+
+Results are committed in groups: the lines are appended to the results (or errors) file and synced, then their records
+are appended to the ledger and synced. A result counts once its record is there. So after a crash
+
+- lines beyond the last record of a file are cut off, torn or whole: their rows are done again;
+- a torn record at the end of the ledger is dropped, and its line with it;
+- a record whose line is missing or not a line (a disk that lost what it had promised) is dropped.
+
+That makes exactly one line per id, whatever happened. A record holds the hashes of id and content, so that a resume
+compares what was asked, and the row's number only as a hint where to look first. After a write error (disk full) the
+files are cut back to the last commit, which needs no space.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from corral.batch.folder import JobFolder, sync_dir
+from corral.batch.table import Table
+from corral.errors import DataError
+
+__all__ = ["FAILED", "FINE", "Entry", "Ledger", "Record"]
+
+FINE, FAILED = 0, 1
+_FIELDS = struct.Struct("<QQQIII")
+_RECORD = struct.Struct("<QQQIIII")
+_CHUNK = _RECORD.size * 16384
+
+
+class Record(NamedTuple):
+    """One result that counts."""
+
+    id_hash: int
+    content: int
+    end: int  # of its line, in the file that `kind` names
+    row: int
+    length: int
+    kind: int
+
+
+class Entry(NamedTuple):
+    """One result that is to be committed."""
+
+    row: int
+    kind: int
+    line: bytes
+
+
+@dataclass
+class Tally:
+    """What a ledger says about a table's rows."""
+
+    done: bytearray  # 1 for every row that has a result
+    fine: int = 0
+    failed: int = 0
+
+
+class Ledger:
+    """The ledger of one job with its two files, open for appending; held by one process (`lock`)."""
+
+    def __init__(self, folder: JobFolder, table: Table) -> None:
+        self._folder, self._table = folder, table
+        self._paths = (folder.results, folder.errors)
+        self._fds: list[int] = []
+        self._ends = [0, 0]
+        self._ledger_fd = -1
+        self._ledger_end = 0
+        self.repaired: list[str] = []  # what had to be cut, in words
+
+    def open(self) -> Tally:
+        """Open the files, repair what a crash left, and tell which rows are done."""
+        self._finish_rewrite()
+        new = [path for path in (*self._paths, self._folder.ledger) if not path.exists()]
+        self._fds = [os.open(path, os.O_RDWR | os.O_CREAT, 0o600) for path in self._paths]
+        self._ledger_fd = os.open(self._folder.ledger, os.O_RDWR | os.O_CREAT, 0o600)
+        for parent in {path.parent for path in new}:
+            sync_dir(parent)
+        tally = self._scan()
+        for kind, path in enumerate(self._paths):
+            size = os.fstat(self._fds[kind]).st_size
+            if size > self._ends[kind]:
+                os.ftruncate(self._fds[kind], self._ends[kind])
+                self.repaired.append(f"cut {size - self._ends[kind]} bytes that did not count from {path.name}")
+        return tally
+
+    def commit(self, entries: Iterable[Entry]) -> None:
+        """Make results count: lines first, then their records; after an error nothing of them is left."""
+        lines: tuple[list[bytes], list[bytes]] = ([], [])
+        ends, records, table = list(self._ends), bytearray(), self._table
+        for row, kind, line in entries:
+            ends[kind] += len(line)
+            lines[kind].append(line)
+            fields = _FIELDS.pack(table.ids[row], table.contents[row], ends[kind], row, len(line), kind)
+            records += fields
+            records += zlib.crc32(fields).to_bytes(4, "little")
+        try:
+            for kind in (FINE, FAILED):
+                if lines[kind]:
+                    _append(self._fds[kind], b"".join(lines[kind]), self._ends[kind])
+            _append(self._ledger_fd, records, self._ledger_end)
+        except OSError as error:
+            self._cut_back()
+            raise DataError(
+                f"{self._folder.output} cannot be written: {error.strerror}.",
+                "Everything up to here is kept. Make room, then run the same command again; it continues.",
+                errno=error.errno,
+            ) from error
+        self._ends = ends
+        self._ledger_end += len(records)
+
+    def close(self) -> None:
+        for descriptor in (*self._fds, self._ledger_fd):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._fds, self._ledger_fd = [], -1
+
+    def places(self) -> Iterable[Record]:
+        """Every record, in the order in which results arrived."""
+        return _records(self._ledger_fd)
+
+    def line(self, record: Record) -> bytes:
+        return os.pread(self._fds[record.kind], record.length, record.end - record.length)
+
+    # Inside
+
+    def _cut_back(self) -> None:
+        for descriptor, end in (*zip(self._fds, self._ends, strict=True), (self._ledger_fd, self._ledger_end)):
+            os.ftruncate(descriptor, end)
+
+    def _scan(self) -> Tally:
+        """Read the ledger; keep the records whose row still is what it was and whose line is there."""
+        tally = Tally(bytearray(len(self._table)))
+        sizes = [os.fstat(fd).st_size for fd in self._fds]
+        self._ends, self._ledger_end = [0, 0], 0
+        find = _Finder(self._table)
+        kept, stale, lost = 0, 0, 0
+        last: list[Record | None] = [None, None]
+        counts = [0, 0]
+        for record in _records(self._ledger_fd):
+            row = find(record)
+            if record.end > sizes[record.kind]:
+                lost += 1
+            elif row < 0 or tally.done[row]:
+                stale += 1
+            else:
+                tally.done[row] = 1
+                counts[record.kind] += 1
+                self._ends[record.kind] = record.end
+                last[record.kind] = record
+                kept += 1
+        size = os.fstat(self._ledger_fd).st_size
+        self._ledger_end = kept * _RECORD.size
+        broken = any(record is not None and not self._is_line(record) for record in last)
+        if stale or lost or broken or find.moved:
+            return self._rewrite(find)
+        if size != self._ledger_end:
+            os.ftruncate(self._ledger_fd, self._ledger_end)
+            self.repaired.append("dropped a torn record from the ledger")
+        tally.fine, tally.failed = counts
+        return tally
+
+    def _is_line(self, record: Record) -> bool:
+        line = self.line(record)
+        if len(line) != record.length or not line.endswith(b"\n") or b"\n" in line[:-1]:
+            return False
+        try:
+            msgspec.json.decode(line)
+        except msgspec.DecodeError:
+            return False
+        return True
+
+    def _rewrite(self, find: _Finder) -> Tally:
+        """Copy the lines that count into new files, with a new ledger: rows changed, or a disk lost data."""
+        fresh = Tally(bytearray(len(self._table)))
+        files = [copy.open("wb") for copy, _ in self._copies()]
+        counts, dropped = [0, 0], 0
+        try:
+            for record in _records(self._ledger_fd):
+                row = find(record)
+                if row < 0 or fresh.done[row] or not self._is_line(record):
+                    dropped += 1
+                    continue
+                fresh.done[row] = 1
+                counts[record.kind] += 1
+                files[record.kind].write(self.line(record))
+                kind, end = record.kind, files[record.kind].tell()
+                fields = _FIELDS.pack(self._table.ids[row], self._table.contents[row], end, row, record.length, kind)
+                files[2].write(fields + zlib.crc32(fields).to_bytes(4, "little"))
+            for file in files:
+                file.flush()
+                os.fsync(file.fileno())
+            self._ends, self._ledger_end = [files[0].tell(), files[1].tell()], files[2].tell()
+        finally:
+            for file in files:
+                file.close()
+        self._replace()
+        if dropped:
+            self.repaired.append(f"dropped {dropped} results that are missing on disk or belong to changed rows")
+        fresh.fine, fresh.failed = counts
+        return fresh
+
+    def _replace(self) -> None:
+        self.close()
+        self._marker.touch()
+        sync_dir(self._folder.path)
+        self._finish_rewrite()
+        self._fds = [os.open(path, os.O_RDWR) for path in self._paths]
+        self._ledger_fd = os.open(self._folder.ledger, os.O_RDWR)
+
+    @property
+    def _marker(self) -> Path:
+        """Present while finished copies are being put in place: a crash in between is completed at the next start."""
+        return self._folder.path / "rewrite"
+
+    def _copies(self) -> list[tuple[Path, Path]]:
+        return [(path.with_name(f".{path.name}.rewrite"), path) for path in (*self._paths, self._folder.ledger)]
+
+    def _finish_rewrite(self) -> None:
+        for copy, path in self._copies():
+            if copy.exists():
+                if self._marker.exists():
+                    copy.replace(path)
+                else:
+                    copy.unlink()
+                sync_dir(path.parent)
+        self._marker.unlink(missing_ok=True)
+
+
+class _Finder:
+    """Finds the row a record belongs to: by its hint, else by a search over all ids."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        self._by_id: dict[int, int] | None = None
+        self.moved = 0
+
+    def __call__(self, record: Record) -> int:
+        table, row = self._table, record.row
+        if row < len(table) and table.ids[row] == record.id_hash:
+            return row if table.contents[row] == record.content else -1
+        if self._by_id is None:
+            self._by_id = {id_hash: number for number, id_hash in enumerate(table.ids)}
+        found = self._by_id.get(record.id_hash, -1)
+        if found < 0 or table.contents[found] != record.content:
+            return -1
+        self.moved += 1
+        return found
+
+
+def _records(descriptor: int) -> Iterable[Record]:
+    """The whole records of a ledger, up to the first torn one."""
+    at, size, crc32 = 0, _RECORD.size, zlib.crc32
+    while chunk := os.pread(descriptor, _CHUNK, at):
+        whole = len(chunk) // size * size
+        view = memoryview(chunk)
+        place = 0
+        for *fields, check in _RECORD.iter_unpack(view[:whole]):
+            if crc32(view[place : place + size - 4]) != check:
+                return
+            place += size
+            yield Record._make(fields)
+        if whole < len(chunk):
+            return
+        at += whole
+
+
+def _append(descriptor: int, data: bytes | bytearray, at: int) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(descriptor, view, at)
+        view, at = view[written:], at + written
+    os.fsync(descriptor)

@@ -1,0 +1,110 @@
+"""How many requests to keep under way at one endpoint: enough to keep the engine full, and no more.
+
+The number starts high, because a vLLM engine is only full when something waits for it, and then follows what the
+server shows once a second:
+
+- a queue longer than a quarter of what runs (and 8): down to what runs plus that; more would only sit there;
+- nothing waits, the KV cache has room, and we were at our limit: up by half;
+- preemptions since the last look: down by a fifth: work is being thrown away;
+- 429 or 503: down by three tenths, at most once per second.
+
+Without metrics (servers that are not vLLM), throughput is the guide: up by half while it grows by 5% or more, back
+down when the rise brought nothing and answers only became slower.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+__all__ = ["Gauges", "Pace", "read_gauges"]
+
+_LINE = re.compile(rb"^vllm:(\w+?)(?:_total)?(?:\{[^}]*\})? ([0-9.eE+-]+)$", re.M)
+_NAMES = {
+    b"num_requests_running": "running",
+    b"num_requests_waiting": "waiting",
+    b"kv_cache_usage_perc": "kv_use",
+    b"num_preemptions": "preemptions",
+    b"generation_tokens": "generated",
+    b"prompt_tokens": "prompted",
+    b"prefix_cache_hits": "hits",
+    b"prefix_cache_queries": "queries",
+}
+
+
+@dataclass
+class Gauges:
+    """What `/metrics` shows; counters since the server started, summed over its engines."""
+
+    running: float = 0.0
+    waiting: float = 0.0
+    kv_use: float = 0.0
+    preemptions: float = 0.0
+    generated: float = 0.0
+    prompted: float = 0.0
+    hits: float = 0.0
+    queries: float = 0.0
+
+
+def read_gauges(page: bytes) -> Gauges | None:
+    """The gauges in a Prometheus page of vLLM; None when it is not one."""
+    gauges, found = Gauges(), False
+    for name, value in _LINE.findall(page):
+        field = _NAMES.get(name)
+        if field == "kv_use":
+            gauges.kv_use = max(gauges.kv_use, float(value))
+            found = True
+        elif field:
+            setattr(gauges, field, getattr(gauges, field) + float(value))
+            found = True
+    return gauges if found else None
+
+
+class Pace:
+    """The limit of one endpoint; fixed when `fixed` is given."""
+
+    def __init__(self, start: int = 256, highest: int = 1024, fixed: int | None = None) -> None:
+        self._fixed, self._highest = fixed, max(highest, start)
+        self.limit = fixed or start
+        self._preemptions: float | None = None
+        self._shrunk_at = -10.0
+        self._rate = 0.0
+        self._rose = False
+
+    def overloaded(self, now: float) -> None:
+        """The server said 429 or 503."""
+        if self._fixed is None and now - self._shrunk_at >= 1.0:
+            self._shrunk_at = now
+            self._set(self.limit * 0.7)
+
+    def gone(self) -> None:
+        """The server was lost and has to fill again: start where it was, it will say when that is too much."""
+        self._preemptions, self._rate, self._rose = None, 0.0, False
+
+    def seen(self, gauges: Gauges, in_flight: int, now: float) -> None:
+        """Follow the server's own numbers."""
+        if self._fixed is not None:
+            return
+        before, self._preemptions = self._preemptions, gauges.preemptions
+        spare = max(8.0, gauges.running / 4)
+        if before is not None and gauges.preemptions > before:
+            self._set(min(self.limit, gauges.running + gauges.waiting) * 0.8)
+        elif gauges.waiting > spare:
+            self._set(min(self.limit, gauges.running + spare))
+        elif not gauges.waiting and in_flight >= self.limit and gauges.kv_use < 0.9 and now - self._shrunk_at > 5.0:
+            self._set(self.limit * 1.5)
+
+    def finished(self, per_s: float, in_flight: int, now: float) -> None:
+        """Follow throughput, for servers without metrics; called about once a second."""
+        if self._fixed is not None or now - self._shrunk_at <= 5.0:
+            return
+        if self._rose and per_s < self._rate * 1.05:
+            self._rose = False
+            self._set(self.limit / 1.5)
+            self._rate = max(self._rate, per_s)
+        elif in_flight >= self.limit and per_s > self._rate * 1.05:
+            self._rose, self._rate = True, per_s
+            self._set(self.limit * 1.5)
+
+    def _set(self, value: float) -> None:
+        self.limit = max(1, min(self._highest, round(value)))

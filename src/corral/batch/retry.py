@@ -1,0 +1,54 @@
+"""What a failed request means: for the row, for the endpoint, for the whole job.
+
+    ROW       the row is at fault (HTTP 400): error file, at once
+    AGAIN     bad luck (5xx, abort, cut answer, timeout): try again later, a bounded number of times
+    LATER     the server asks for patience (429, 503): try again, with less at once; not the row's fault
+    GONE      the connection broke while the row was under way: try again when the server is back; counts a little,
+              so that a row that kills the engine does not do so for ever
+    AWAY      the server cannot be reached: wait for it; counts nothing
+    FATAL     nothing will ever work (key refused, model unknown): stop
+
+The table of errors themselves is in `corral.request_errors`.
+"""
+
+from __future__ import annotations
+
+import enum
+import random
+
+from corral.request_errors import (
+    KeyRefusedError,
+    OverloadedError,
+    RequestError,
+    ServerGoneError,
+    UnknownModelError,
+    UnknownPathError,
+)
+
+__all__ = ["Verdict", "backoff_s", "judge"]
+
+
+class Verdict(enum.Enum):
+    ROW = "row"
+    AGAIN = "again"
+    LATER = "later"
+    GONE = "gone"
+    AWAY = "away"
+    FATAL = "fatal"
+
+
+def judge(error: RequestError) -> Verdict:
+    """What to do after this error."""
+    if isinstance(error, ServerGoneError):
+        return Verdict.AWAY if "cannot be reached" in error.message else Verdict.GONE
+    if isinstance(error, OverloadedError):
+        return Verdict.LATER
+    if isinstance(error, (KeyRefusedError, UnknownModelError, UnknownPathError)):
+        return Verdict.FATAL
+    return Verdict.AGAIN if error.retryable else Verdict.ROW
+
+
+def backoff_s(attempt: int, base_s: float, cap_s: float, asked_s: float | None = None) -> float:
+    """How long to wait before the next attempt: doubling, capped, jittered; never less than the server asked for."""
+    ceiling = min(cap_s, base_s * 2.0 ** min(attempt, 30))
+    return max(random.uniform(0.5, 1.0) * ceiling, asked_s or 0.0)  # noqa: S311 - spreads load, guards nothing

@@ -1,0 +1,208 @@
+"""Run a resumable job: open its ledger, drive the runner, tell how it ended."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from corral.batch.fleet import Place
+from corral.batch.folder import JobFolder
+from corral.batch.ledger import Entry, Ledger
+from corral.batch.lock import JobLock
+from corral.batch.outbox import Outbox
+from corral.batch.runner import Counts, Runner, Settings, Work
+from corral.batch.table import RowReader, Table
+from corral.client import run as run_loop
+
+__all__ = ["Listener", "Quiet", "Summary", "run_job"]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How one run of a job went; `state` is done, stopped (by a signal) or cancelled."""
+
+    state: str
+    rows: int
+    before: int
+    fine: int
+    failed: int
+    left: int
+    wall_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    retries: int
+    losses: int
+    stolen: int
+    groups: int
+    errors: dict[str, int] = field(default_factory=dict)
+    example: str = ""
+    repaired: tuple[str, ...] = ()
+    peak_in_flight: int = 0
+
+    @property
+    def rows_per_s(self) -> float:
+        return (self.fine + self.failed) / self.wall_s if self.wall_s else 0.0
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        return self.output_tokens / self.wall_s if self.wall_s else 0.0
+
+
+class Listener(Protocol):
+    """Somebody who is told how a job goes."""
+
+    def note(self, kind: str, text: str) -> None:
+        """Something happened: an endpoint was lost or came back, a file was repaired."""
+
+    def tick(self, counts: Counts, runner: Runner) -> None:
+        """Called about ten times a second."""
+
+
+class Quiet:
+    """A listener that says nothing."""
+
+    def note(self, kind: str, text: str) -> None:
+        return
+
+    def tick(self, counts: Counts, runner: Runner) -> None:
+        return
+
+
+def run_job(
+    folder: JobFolder,
+    table: Table,
+    work: Work,
+    places: Sequence[Place],
+    settings: Settings | None = None,
+    *,
+    lock: JobLock,
+    listener: Listener | None = None,
+    order: Sequence[int] | None = None,
+    first: Sequence[Entry] = (),
+    signals: bool = True,
+) -> Summary:
+    """Give every row of the table that has none yet its one result line; returns when done, stopped or cancelled.
+
+    The caller holds the job's lock and has compared what is asked with what was asked before. `first` are results
+    that need no request (rows found bad). Errors that end the job are raised after everything finished was committed.
+    """
+    settings, listener = settings or Settings(), listener or Quiet()
+    ledger = Ledger(folder, table)
+    try:
+        tally = ledger.open()
+        for text in ledger.repaired:
+            listener.note("repaired", text)
+        counts = Counts(rows=len(table), before=tally.fine + tally.failed)
+        ahead = [entry for entry in first if not tally.done[entry.row]]
+        for entry in ahead:
+            tally.done[entry.row] = 1
+        if ahead:
+            ledger.commit(ahead)
+            counts.failed += len(ahead)
+        job = _Job(folder, ledger, lock, listener, counts)
+        if not counts.left:
+            return job.summary(None, 0)
+        reader = RowReader(table)
+        try:
+            return run_loop(job.run(work, reader, order or range(len(table)), tally.done, places, settings, signals))
+        finally:
+            reader.close()
+    finally:
+        ledger.close()
+
+
+class _Job:
+    """One run of a job inside the event loop."""
+
+    def __init__(self, folder: JobFolder, ledger: Ledger, lock: JobLock, listener: Listener, counts: Counts) -> None:
+        self._folder, self._ledger, self._lock, self._listener = folder, ledger, lock, listener
+        self._counts = counts
+        self._looked = 0.0
+        self._peak = 0
+        self._cancelled = False
+
+    async def run(
+        self,
+        work: Work,
+        reader: RowReader,
+        order: Sequence[int],
+        done: bytearray,
+        places: Sequence[Place],
+        settings: Settings,
+        signals: bool,
+    ) -> Summary:
+        outbox = Outbox(self._ledger, self._on_commit)
+        runner = Runner(work, reader, order, done, places, outbox, self._counts, settings, self._listener.note)
+        restore = _on_signals(runner, self._listener) if signals else None
+        try:
+            await runner.run(self._tick)
+        finally:
+            if restore:
+                restore()
+        return self.summary(runner, outbox.groups)
+
+    def summary(self, runner: Runner | None, groups: int) -> Summary:
+        c = self._counts
+        state = "done" if not c.left else "cancelled" if self._cancelled else "stopped"
+        return Summary(
+            state=state,
+            rows=c.rows,
+            before=c.before,
+            fine=c.fine,
+            failed=c.failed,
+            left=c.left,
+            wall_s=time.monotonic() - c.began,
+            prompt_tokens=c.prompt_tokens,
+            cached_tokens=c.cached_tokens,
+            output_tokens=c.output_tokens,
+            retries=c.retries,
+            losses=sum(lane.losses for lane in runner.lanes) if runner else 0,
+            stolen=c.stolen,
+            groups=groups,
+            errors=dict(c.errors),
+            example=c.example,
+            repaired=tuple(self._ledger.repaired),
+            peak_in_flight=self._peak,
+        )
+
+    def _on_commit(self, count: int) -> None:
+        self._counts.committed += count
+
+    def _tick(self, runner: Runner) -> None:
+        self._peak = max(self._peak, self._counts.in_flight)
+        now = time.monotonic()
+        if now - self._looked > 1.0:
+            self._looked = now
+            self._lock.touch()
+            if self._folder.cancel.exists() and not runner.stopped:
+                self._cancelled = True
+                self._listener.note("cancelled", "asked to stop; rows under way may finish")
+                runner.stop()
+        self._listener.tick(self._counts, runner)
+
+
+def _on_signals(runner: Runner, listener: Listener) -> Callable[[], None]:
+    """Ctrl-C, SIGTERM and SIGUSR1 (a walltime warning) stop gently; a second one gives up what is under way."""
+    import asyncio
+
+    loop = asyncio.get_running_loop()
+
+    def stop(name: str) -> None:
+        again = runner.stopped
+        text = "giving up what is under way" if again else "finishing what is under way; once more to leave at once"
+        listener.note("stopping", f"{name}: {text}")
+        runner.stop()
+
+    names: list[Any] = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+    for name in names:
+        loop.add_signal_handler(name, stop, name.name)
+
+    def restore() -> None:
+        for name in names:
+            loop.remove_signal_handler(name)
+
+    return restore
