@@ -20,7 +20,7 @@ ROWS: list[list[str]] = [
     ["targets"],
     ["deployment", "client"],
     ["bringup", "batch", "resolve", "sampling", "fanout", "engine_metrics", "token_bytes", "token_view", "likelihood",
-     "score", "score_job", "llm", "session", "conversation", "top"],
+     "score", "score_job", "row_files", "llm", "session", "conversation", "top"],
     [],
     ["cli", "__main__", "__init__"],
 ]  # fmt: skip

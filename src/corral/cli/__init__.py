@@ -31,6 +31,10 @@ VERBS: dict[str, tuple[str, str]] = {
     "events": ("corral.cli.events:command", "The journal: what happened, and when."),
     "wait": ("corral.cli.wait:command", "Wait until a deployment is ready."),
     "down": ("corral.cli.down:command", "Stop a deployment and leave nothing behind."),
+    "complete": ("corral.cli.complete:command", "Continue a text; show the probabilities of its tokens."),
+    "chat": ("corral.cli.chat:command", "Talk with a model in the terminal."),
+    "score": ("corral.cli.score:command", "Likelihoods of texts, continuations and choices; resumable."),
+    "top": ("corral.cli.top:command", "Live load: running, waiting, KV use, tokens per second."),
     "engine": ("corral.cli.engine:command", "Installed engines: list, install, check, remove."),
     "fake-server": ("corral.cli.fake_server:command", "A server with set pace and faults, for tests."),
 }
