@@ -79,7 +79,7 @@ def read_json_row(raw: bytes, number: int) -> Any:
 def _id_of(raw: bytes, number: int) -> str:
     try:
         data = msgspec.json.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return f"line {number}"
     found = data.get("id") if isinstance(data, dict) else None
     return str(number if found is None else found)

@@ -105,3 +105,5 @@ def test_exact_tokens_by_id() -> None:
     assert label(found.top[1]) == "⟨id 8⟩"
     assert token_id(Token("token_id:12", None)) == 12
     assert exact(Token("plain", -1.0), {}).bytes == tuple(b"plain")
+    # the server guesses a sign from the bytes before; of a piece with unknown bytes only the id is certain
+    assert label(exact(Token("🎭", -1.0, 2, 9), {9: None})) == "⟨id 9⟩"
