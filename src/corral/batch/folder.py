@@ -92,6 +92,12 @@ class JobFolder:
         self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         sync_dir(self.path.parent)
 
+    def sweep(self) -> None:
+        """Remove what runners left half written when they were killed; only the lock's holder may."""
+        for pattern in (".*.tmp", "*.new"):
+            for left in self.path.glob(pattern):
+                left.unlink(missing_ok=True)
+
 
 def sync_dir(path: Path) -> None:
     """Make new names in a folder survive a power loss."""

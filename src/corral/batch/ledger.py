@@ -28,7 +28,7 @@ from corral.batch.folder import JobFolder, sync_dir
 from corral.batch.table import Table
 from corral.errors import DataError
 
-__all__ = ["FAILED", "FINE", "Entry", "Ledger", "Record"]
+__all__ = ["FAILED", "FINE", "Entry", "Ledger", "Record", "Tally", "read_ledger"]
 
 FINE, FAILED = 0, 1
 _FIELDS = struct.Struct("<QQQIII")
@@ -76,15 +76,15 @@ class Ledger:
         self._ledger_end = 0
         self.repaired: list[str] = []  # what had to be cut, in words
 
-    def open(self) -> Tally:
-        """Open the files, repair what a crash left, and tell which rows are done."""
+    def open(self, forget_failed: bool = False) -> Tally:
+        """Open the files, repair what a crash left, and tell which rows are done; failed ones may be forgotten."""
         self._finish_rewrite()
         new = [path for path in (*self._paths, self._folder.ledger) if not path.exists()]
         self._fds = [os.open(path, os.O_RDWR | os.O_CREAT, 0o600) for path in self._paths]
         self._ledger_fd = os.open(self._folder.ledger, os.O_RDWR | os.O_CREAT, 0o600)
         for parent in {path.parent for path in new}:
             sync_dir(parent)
-        tally = self._scan()
+        tally = self._scan(forget_failed)
         for kind, path in enumerate(self._paths):
             size = os.fstat(self._fds[kind]).st_size
             if size > self._ends[kind]:
@@ -136,12 +136,12 @@ class Ledger:
         for descriptor, end in (*zip(self._fds, self._ends, strict=True), (self._ledger_fd, self._ledger_end)):
             os.ftruncate(descriptor, end)
 
-    def _scan(self) -> Tally:
+    def _scan(self, forget_failed: bool) -> Tally:
         """Read the ledger; keep the records whose row still is what it was and whose line is there."""
         tally = Tally(bytearray(len(self._table)))
         sizes = [os.fstat(fd).st_size for fd in self._fds]
         self._ends, self._ledger_end = [0, 0], 0
-        find = _Finder(self._table)
+        find = _Finder(self._table, forget_failed)
         kept, stale, lost = 0, 0, 0
         last: list[Record | None] = [None, None]
         counts = [0, 0]
@@ -235,16 +235,30 @@ class Ledger:
         self._marker.unlink(missing_ok=True)
 
 
+def read_ledger(folder: JobFolder) -> Iterable[Record]:
+    """The records of a job that somebody else may be working on."""
+    try:
+        descriptor = os.open(folder.ledger, os.O_RDONLY)
+    except FileNotFoundError:
+        return
+    try:
+        yield from _records(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 class _Finder:
     """Finds the row a record belongs to: by its hint, else by a search over all ids."""
 
-    def __init__(self, table: Table) -> None:
-        self._table = table
+    def __init__(self, table: Table, forget_failed: bool) -> None:
+        self._table, self._forget_failed = table, forget_failed
         self._by_id: dict[int, int] | None = None
         self.moved = 0
 
     def __call__(self, record: Record) -> int:
         table, row = self._table, record.row
+        if self._forget_failed and record.kind == FAILED:
+            return -1
         if row < len(table) and table.ids[row] == record.id_hash:
             return row if table.contents[row] == record.content else -1
         if self._by_id is None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from corral.batch.fleet import Place
 from corral.batch.folder import JobFolder
-from corral.batch.ledger import Entry, Ledger
+from corral.batch.ledger import Entry, Ledger, Tally
 from corral.batch.lock import JobLock
 from corral.batch.outbox import Outbox
 from corral.batch.runner import Counts, Runner, Settings, Work
@@ -82,7 +83,7 @@ def run_job(
     lock: JobLock,
     listener: Listener | None = None,
     order: Sequence[int] | None = None,
-    first: Sequence[Entry] = (),
+    first: Iterable[Entry] = (),
     signals: bool = True,
 ) -> Summary:
     """Give every row of the table that has none yet its one result line; returns when done, stopped or cancelled.
@@ -97,22 +98,30 @@ def run_job(
         for text in ledger.repaired:
             listener.note("repaired", text)
         counts = Counts(rows=len(table), before=tally.fine + tally.failed)
-        ahead = [entry for entry in first if not tally.done[entry.row]]
-        for entry in ahead:
-            tally.done[entry.row] = 1
-        if ahead:
-            ledger.commit(ahead)
-            counts.failed += len(ahead)
+        _commit_first(first, tally, ledger, counts)
         job = _Job(folder, ledger, lock, listener, counts)
         if not counts.left:
             return job.summary(None, 0)
+        found = list(places)  # may look for, or start, a server
+        rows = range(len(table)) if order is None else order
         reader = RowReader(table)
         try:
-            return run_loop(job.run(work, reader, order or range(len(table)), tally.done, places, settings, signals))
+            return run_loop(job.run(work, reader, rows, tally.done, found, settings, signals))
         finally:
             reader.close()
     finally:
         ledger.close()
+
+
+def _commit_first(first: Iterable[Entry], tally: Tally, ledger: Ledger, counts: Counts) -> None:
+    """Write the results that need no request, a group at a time."""
+    fresh = (entry for entry in first if not tally.done[entry.row])
+    while group := list(itertools.islice(fresh, 10_000)):
+        ledger.commit(group)
+        for entry in group:
+            tally.done[entry.row] = 1
+        counts.failed += len(group)
+        counts.errors["InvalidRow"] += len(group)
 
 
 class _Job:

@@ -35,6 +35,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "chat": ("corral.cli.chat:command", "Talk with a model in the terminal."),
     "score": ("corral.cli.score:command", "Likelihoods of texts, continuations and choices; resumable."),
     "top": ("corral.cli.top:command", "Live load: running, waiting, KV use, tokens per second."),
+    "batch": ("corral.cli.batch:command", "Run a file of prompts through a model; nothing is lost."),
     "engine": ("corral.cli.engine:command", "Installed engines: list, install, check, remove."),
     "fake-server": ("corral.cli.fake_server:command", "A server with set pace and faults, for tests."),
 }

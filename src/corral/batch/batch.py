@@ -1,0 +1,348 @@
+"""`corral batch` as a function: find or start the model, check, run, write the output, tell how it went."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from corral.batch.check import note_beginnings, read_problems
+from corral.batch.fleet import Place
+from corral.batch.folder import JobFolder
+from corral.batch.job import Order, Prepared, folder_of, load_record, prepare
+from corral.batch.ledger import FAILED, Entry
+from corral.batch.lock import JobLock
+from corral.batch.output import BatchWork, export, problem_line
+from corral.batch.places import DeploymentPlace, find_places, gpus_of, served_by
+from corral.batch.run import Listener, Summary, run_job
+from corral.batch.runner import Counts, Runner, Settings
+from corral.batch.table import Table, save_json
+from corral.errors import CorralError, UsageError
+from corral.events import append_event
+from corral.record import to_json
+
+__all__ = ["ORDERS", "Offline", "Result", "Where", "carry_out"]
+
+ORDERS = ("input", "longest-first", "prefix-first")
+
+
+@dataclass(frozen=True)
+class Offline:
+    """A model that the batch starts for itself and stops at the end."""
+
+    model: str
+    context: int | None = None
+    fixed: tuple[str, ...] = ()
+    engine_args: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Where:
+    """Which endpoints to use."""
+
+    deployments: tuple[str, ...] = ()
+    urls: tuple[str, ...] = ()
+    key_file: str | None = None
+    offline: Offline | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a batch ended, for people and programs."""
+
+    summary: Summary
+    output: str
+    errors: str | None
+    model: str
+    gpus: int | None = None
+    gpu_hours: float | None = None
+    cost: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        body = to_json(self)
+        body["summary"]["rows_per_s"] = round(self.summary.rows_per_s, 3)
+        body["summary"]["output_tokens_per_s"] = round(self.summary.output_tokens_per_s, 3)
+        return {**body.pop("summary"), **body}
+
+
+class _Journal:
+    """A listener that also writes notes into the job's journal."""
+
+    def __init__(self, folder: JobFolder, inner: Listener) -> None:
+        self._folder, self._inner = folder, inner
+
+    def note(self, kind: str, text: str) -> None:
+        with contextlib.suppress(OSError):  # a full disk must not hide the note
+            append_event(self._folder.events, kind, text=text)
+        self._inner.note(kind, text)
+
+    def tick(self, counts: Counts, runner: Runner) -> None:
+        self._inner.tick(counts, runner)
+
+
+def carry_out(
+    order: Order,
+    where: Where,
+    settings: Settings,
+    listener: Listener,
+    *,
+    row_order: str = "input",
+    price: float | None = None,
+    reporter: Any = None,
+    signals: bool = True,
+) -> Result:
+    """Begin a batch, or continue it; returns when it is done, stopped or cancelled."""
+    if row_order not in ORDERS:
+        raise UsageError(f"there is no order {row_order!r}.", f"Known: {', '.join(ORDERS)}.")
+    folder = folder_of(order.output, order.ordered)
+    new = not folder.path.exists()
+    folder.create()
+    try:
+        with JobLock(folder.lock, order.output) as lock, _served(where, order, reporter) as served:
+            folder.sweep()
+            made = prepare(order, folder, _kept(where), **served.facts)
+            journal = _Journal(folder, listener)
+            journal.note("begin", f"{'continuing' if made.continued else 'new'}: {made.record.rows} rows")
+            summary = _run(made, order, served.places, settings, journal, lock, row_order, signals)
+    finally:
+        if new and not folder.job.exists():  # refused: leave nothing behind
+            with contextlib.suppress(OSError):
+                folder.path.rmdir()
+    return _result(made, summary, where, price)
+
+
+def _run(
+    made: Prepared,
+    order: Order,
+    places: Callable[[], Sequence[Place]],
+    settings: Settings,
+    journal: _Journal,
+    lock: JobLock,
+    row_order: str,
+    signals: bool,
+) -> Summary:
+    folder, record, table = made.folder, made.record, made.table
+    if order.retry_failed:
+        _forget_failed(folder, table)
+    bad = (Entry(p.row, FAILED, problem_line(p, table)) for p in read_problems(folder.problems))
+    work = BatchWork(record.recipe, table, (record.model,) if record.model else (), record.shape, record.answer)
+    try:
+        summary = run_job(
+            folder, table, work, _Lazy(places), settings,
+            lock=lock, listener=journal, order=_row_order(table, record, row_order), first=bad, signals=signals,
+        )  # fmt: skip
+        if summary.state == "done" and not folder.live:
+            export(folder, table, record.ordered)
+    except CorralError as error:
+        _keep_state(folder, "failed", error.to_json())
+        journal.note("failed", error.message)
+        raise
+    _keep_state(folder, summary.state, to_json(summary))
+    journal.note(summary.state, f"{summary.before + summary.fine + summary.failed} of {summary.rows} rows")
+    return summary
+
+
+class _Lazy(Sequence[Place]):
+    """Places that are looked for only when something is to be sent: a finished batch needs no server."""
+
+    def __init__(self, make: Callable[[], Sequence[Place]]) -> None:
+        self._make = make
+        self._made: Sequence[Place] | None = None
+
+    def _places(self) -> Sequence[Place]:
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._places()[index]
+
+    def __len__(self) -> int:
+        return len(self._places())
+
+
+def _forget_failed(folder: JobFolder, table: Table) -> None:
+    from corral.batch.ledger import Ledger
+
+    ledger = Ledger(folder, table)
+    ledger.open(forget_failed=True)
+    ledger.close()
+
+
+def _row_order(table: Table, record: Any, row_order: str) -> Sequence[int] | None:
+    if row_order == "longest-first":
+        return table.longest_first()
+    if row_order == "prefix-first":
+        note_beginnings(table, record.recipe)
+        return table.prefix_first()
+    return None
+
+
+def _keep_state(folder: JobFolder, state: str, details: Any) -> None:
+    with contextlib.suppress(OSError):
+        save_json(folder.state, {"state": state, "at_s": time.time(), "details": details})
+
+
+def _kept(where: Where) -> dict[str, Any]:
+    """Where it runs, as kept with the job for `corral batch resume`."""
+    return {
+        "deployments": where.deployments,
+        "urls": where.urls,
+        "key_file": str(Path(where.key_file).absolute()) if where.key_file else None,
+        "offline": to_json(where.offline) if where.offline else None,
+    }
+
+
+def _result(made: Prepared, summary: Summary, where: Where, price: float | None) -> Result:
+    folder = made.folder
+    names = where.deployments or ((offline_name(str(folder.output)),) if where.offline else ())
+    gpus = sum(gpus_of(name) or 0 for name in names) or None
+    hours = gpus * summary.wall_s / 3600 if gpus else None
+    failed = folder.errors.exists() and folder.errors.stat().st_size > 0
+    if not failed:
+        folder.errors.unlink(missing_ok=True)
+    return Result(
+        summary=summary,
+        output=str(folder.output),
+        errors=str(folder.errors) if failed else None,
+        model=made.record.model,
+        gpus=gpus,
+        gpu_hours=hours,
+        cost=hours * price if hours is not None and price is not None else None,
+    )
+
+
+# The model
+
+
+@dataclass(frozen=True)
+class _Served:
+    """What `prepare` needs to know of the model, and how to find the places that serve it."""
+
+    facts: dict[str, Any]
+    places: Callable[[], Sequence[Place]]
+
+
+@contextlib.contextmanager
+def _served(where: Where, order: Order, reporter: Any) -> Iterator[_Served]:
+    if where.offline is None:
+        yield _online(where, order)
+        return
+    if where.deployments or where.urls:
+        raise UsageError("--model starts a model; --deployment and --url use running ones.", "Give one of them.")
+    with _started(where.offline, order, reporter) as served:
+        yield served
+
+
+def _online(where: Where, order: Order) -> _Served:
+    known = _known_model(order)
+    try:
+        places = find_places(where.deployments, where.urls, where.key_file)
+    except CorralError as error:
+        if known is None:
+            raise
+        failure = error  # the job may be done already, and then needs nobody
+
+        def unavailable() -> Sequence[Place]:
+            raise failure
+
+        return _Served({"model": known}, unavailable)
+    served = [served_by(place) for place in places]
+    models = {one.models[0] for one in served if one is not None}
+    if len(models) > 1:
+        raise UsageError(f"the endpoints serve different models: {', '.join(sorted(models))}.", "Use those of one.")
+    first = next((one for one in served if one is not None), None)
+    model = next(iter(models), known or "")
+    facts: dict[str, Any] = {"model": model, "place": places[0]}
+    if first is not None:
+        facts |= {"models": first.models, "context": first.context}
+    return _Served(facts, lambda: places)
+
+
+def _known_model(order: Order) -> str | None:
+    try:
+        return load_record(order.output)[1].model
+    except CorralError:
+        return None
+
+
+def offline_name(output: str) -> str:
+    """The deployment's name: the same for the same output, so that a second start finds what the first left."""
+    path = Path(output).absolute()
+    return f"batch-{path.stem[:40]}-{blake2b(str(path).encode(), digest_size=3).hexdigest()}"
+
+
+@contextlib.contextmanager
+def _started(offline: Offline, order: Order, reporter: Any) -> Iterator[_Served]:
+    """Decide now, start when the input has been checked, stop at the end, whatever the end is."""
+    from corral import bringup, deployment
+    from corral.folder import DeploymentFolder
+    from corral.plan import Goal
+    from corral.plan.fixed import parse_assignments
+    from corral.state import ENDED
+    from corral.targets.base import load_target
+
+    name = offline_name(order.output)
+    wish = bringup.Wish(
+        model=offline.model,
+        name=name,
+        goal=Goal(context=offline.context, goal="throughput"),
+        fixed=parse_assignments(offline.fixed),
+        extra_args=offline.engine_args,
+        restarts=3,
+    )
+    decision = bringup.decide(wish, load_target(wish.target))
+    folder = DeploymentFolder.of(name)
+    begun: list[bool] = []
+
+    def places() -> Sequence[Place]:
+        begun.append(True)
+        running = folder.record.is_file() and deployment.status(folder).state not in ENDED
+        if running:
+            bringup.wait_ready(folder, reporter)
+        else:
+            bringup.bring_up(wish, reporter)
+        return [DeploymentPlace(name)]
+
+    facts = {
+        "model": decision.served_name,
+        "models": (decision.served_name,),
+        "context": decision.plan.max_model_len,
+    }
+    try:
+        yield _Served(facts, places)
+    finally:
+        if folder.record.is_file() and (begun or deployment.status(folder).state not in ENDED):
+            reporter.phase("stopping the model")
+            deployment.stop(folder)
+
+
+def again(output: str) -> tuple[Order, Where]:
+    """The order and the place of an existing job, for `corral batch resume`."""
+    folder, record = load_record(output)
+    order = Order(
+        input=record.input,
+        output=output,
+        recipe=record.recipe,
+        input_format=record.format,
+        shape=record.shape,
+        answer=record.answer,
+        ordered=record.ordered,
+        skip_bad=record.skip_bad,
+    )
+    if record.input == "-":  # what came through stdin is in the spool
+        order = replace(order, input=str(folder.spool), input_format="jsonl")
+    offline = record.offline
+    where = Where(
+        record.deployments,
+        record.urls,
+        record.key_file,
+        Offline(offline["model"], offline["context"], tuple(offline["fixed"]), tuple(offline["engine_args"]))
+        if offline
+        else None,
+    )
+    return order, where

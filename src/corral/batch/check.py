@@ -1,0 +1,184 @@
+"""The whole input, checked in one streaming pass before anything starts: every problem, by line.
+
+Good rows and bad ones both enter the table, so that a bad row skipped on purpose has its one line in the error file
+like any other. Memory does not grow with the text of the input, nor with the number of problems (they go to a file).
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import msgspec
+
+from corral.batch.folder import JobFolder
+from corral.batch.recipe import OPENAI, Parsed, Recipe
+from corral.batch.rows import Source
+from corral.batch.table import BAD, RowReader, Table, hash64
+from corral.errors import DataError
+
+__all__ = ["Problem", "Problems", "Scanned", "new_name", "note_beginnings", "read_problems", "scan"]
+
+SHOWN = 50
+_PREFIX_CHARACTERS = 256
+
+
+class Scanned(NamedTuple):
+    """What a check found."""
+
+    table: Table
+    problems: Problems
+    long_rows: list[int]  # perhaps longer than the context: to be counted in tokens
+    recipe: Recipe  # settled for the kind of rows there are
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """One bad row: its number in the table, its line in the input, its id where it has one, and what is wrong."""
+
+    row: int
+    line: int
+    text: str
+    id: str | None = None
+
+
+@dataclass
+class Problems:
+    """All problems of an input: counted, the first ones at hand, all of them in a file."""
+
+    path: Path
+    count: int = 0
+    first: list[Problem] = field(default_factory=list)
+    kinds: Counter[str] = field(default_factory=Counter)
+    _file: IO[bytes] | None = None
+
+    def add(self, problem: Problem) -> None:
+        if self._file is None:
+            self._file = self.path.open("wb")
+        self._file.write(msgspec.json.encode(problem) + b"\n")
+        self.count += 1
+        if len(self.first) < SHOWN:
+            self.first.append(problem)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._file = None
+        elif not self.count:
+            self.path.unlink(missing_ok=True)
+
+
+def read_problems(path: Path) -> Iterator[Problem]:
+    """The problems that a check left behind."""
+    if path.exists():
+        decoder = msgspec.json.Decoder(Problem)
+        with path.open("rb") as file:
+            for line in file:
+                yield decoder.decode(line)
+
+
+def new_name(path: Path) -> Path:
+    """Where a check writes what only counts once the job is accepted."""
+    return path.with_name(path.name + ".new")
+
+
+def scan(
+    source: Source,
+    recipe: Recipe,
+    folder: JobFolder,
+    *,
+    models: tuple[str, ...] = (),
+    taken: str | None = None,
+    context: int | None = None,
+) -> Scanned:
+    """Read and check an input; `taken` is the column that the output adds, which rows must not have."""
+    table = Table(source.path.absolute() if source.in_place and source.path else new_name(folder.spool))
+    problems = Problems(new_name(folder.problems))
+    spool = None if source.in_place else table.data.open("wb")
+    long_rows: list[int] = []
+    place = 0
+    try:
+        for item in source.items():
+            number, problem, identity = len(table), item.problem, None
+            parsed = None
+            if not problem:
+                recipe = recipe.settled(item.raw)
+                try:
+                    parsed = recipe.read(item.raw, item.line, models)
+                    identity = parsed.id
+                    if taken is not None and recipe.kind != OPENAI and taken in parsed.row:
+                        raise DataError(f"has a column {taken!r}, which the output adds (--answer-column)")
+                except DataError as error:
+                    problem, identity = error.message, recipe.loose_id(item.raw)
+            offset = item.offset
+            if spool is not None:
+                offset, place = place, place + len(item.raw) + 1
+                spool.write(item.raw + b"\n")
+            name_hash = hash64((f"\0line {item.line}" if identity is None else identity).encode())
+            table.add(name_hash, hash64(item.raw), offset, len(item.raw), item.line, BAD if problem else 0)
+            if problem:
+                problems.add(Problem(number, item.line, problem, identity))
+            elif parsed is not None and context is not None and _may_be_long(parsed, item.raw, context):
+                long_rows.append(number)
+        if spool is not None:
+            spool.flush()
+            os.fsync(spool.fileno())
+    finally:
+        if spool is not None:
+            spool.close()
+    _mark_duplicates(table, recipe, problems)
+    return Scanned(table, problems, long_rows, recipe)
+
+
+def _may_be_long(parsed: Parsed, raw: bytes, context: int) -> bool:
+    """A token is at least a byte: only rows with more bytes than the context has tokens need counting."""
+    wanted = parsed.body.get("max_tokens") or parsed.body.get("max_completion_tokens") or 0
+    return len(raw) + wanted > context
+
+
+def note_beginnings(table: Table, recipe: Recipe) -> None:
+    """Remember the first characters of every prompt, for the order that puts equal ones together."""
+    reader, found = RowReader(table), array("Q")
+    try:
+        for number in range(len(table)):
+            body = {} if table.flags[number] else recipe.read(reader.raw(number), table.lines[number]).body
+            text = body.get("prompt")
+            if not isinstance(text, str):
+                text = msgspec.json.encode(body.get("messages") or text).decode()
+            found.append(hash64(text[:_PREFIX_CHARACTERS].encode()))
+    finally:
+        reader.close()
+    table.prefixes = found
+
+
+def _mark_duplicates(table: Table, recipe: Recipe, problems: Problems) -> None:
+    """Ids that occur twice: the later row is bad, and both lines are named."""
+    pairs = sorted((later, earlier) for earlier, later in table.duplicates())
+    if not pairs:
+        return
+    reader = RowReader(table)
+    try:
+        for later, earlier in pairs:
+            names = [_id(recipe, reader.raw(n), table.lines[n]) for n in (earlier, later)]
+            if names[0] != names[1]:
+                continue  # 64 bits collided
+            if not table.flags[later]:
+                text = f"has the id {names[1]!r}, which line {table.lines[earlier]} has already"
+                problems.add(Problem(later, table.lines[later], text))
+            table.flags[later] = BAD
+            table.ids[later] = hash64(f"\0line {table.lines[later]}".encode())
+    finally:
+        reader.close()
+
+
+def _id(recipe: Recipe, raw: bytes, line: int) -> str | None:
+    try:
+        return recipe.read(raw, line).id
+    except DataError:
+        return recipe.loose_id(raw)

@@ -1,0 +1,280 @@
+"""What a batch was asked to do, on disk; compared before anything continues.
+
+`corral batch` with the same arguments continues. Another input, model, parameters or shape is refused: with `--force`
+rows whose content did not change keep their results when only the input changed, and everything is done anew when the
+model, the parameters or the shape changed.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from corral.batch.check import Problems, Scanned, new_name, read_problems, scan
+from corral.batch.fleet import Place
+from corral.batch.folder import JobFolder, sync_dir
+from corral.batch.lengths import mark_too_long
+from corral.batch.output import check_output, is_live, output_kind
+from corral.batch.recipe import AUTO, OPENAI, Recipe
+from corral.batch.rows import Source, open_source
+from corral.batch.table import Table
+from corral.errors import ConflictError, DataError, NotFoundError, UsageError
+from corral.files import write_atomic
+from corral.record import dump_json, load_json, to_json
+
+__all__ = ["JobRecord", "Order", "Prepared", "folder_of", "load_record", "prepare"]
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the user asks for, apart from where it runs."""
+
+    input: str
+    output: str
+    recipe: Recipe = field(default_factory=Recipe)
+    input_format: str | None = None
+    shape: str | None = None  # openai, columns; None: as the input
+    answer: str = "response"
+    ordered: bool = False
+    skip_bad: bool = False
+    force: bool = False
+    retry_failed: bool = False
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """The job as it is kept in its folder."""
+
+    version: int
+    input: str
+    format: str
+    compression: str
+    fingerprint: tuple[int, ...]
+    rows: int
+    digest: str
+    bad: int
+    recipe: Recipe
+    model: str
+    shape: str
+    answer: str
+    ordered: bool
+    skip_bad: bool
+    created_s: float
+    deployments: tuple[str, ...] = ()
+    urls: tuple[str, ...] = ()
+    key_file: str | None = None
+    offline: dict[str, Any] | None = None  # the model that the batch starts itself
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A job that may run."""
+
+    folder: JobFolder
+    record: JobRecord
+    table: Table
+    problems: Problems
+    continued: bool
+
+
+def folder_of(output: str, ordered: bool = False) -> JobFolder:
+    """The folder of a job, refused where the output cannot be written."""
+    path = Path(output)
+    if path.is_dir():
+        raise UsageError(f"the output {output!r} is a folder.", "Give a file name in it.")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"there is no folder {str(path.parent)!r} for the output.", f"mkdir -p {path.parent}")
+    check_output(path)
+    return JobFolder(path, is_live(path, ordered))
+
+
+def load_record(output: str) -> tuple[JobFolder, JobRecord]:
+    """An existing job by its output."""
+    folder = JobFolder(Path(output))
+    if not folder.job.is_file():
+        raise NotFoundError(f"there is no batch with the output {output!r}.", "Give the path that -o was given.")
+    record = load_json(JobRecord, folder.job)
+    return JobFolder(folder.output, is_live(folder.output, record.ordered)), record
+
+
+def prepare(
+    order: Order,
+    folder: JobFolder,
+    where: dict[str, Any],
+    *,
+    model: str,
+    models: tuple[str, ...] = (),
+    context: int | None = None,
+    place: Place | None = None,
+) -> Prepared:
+    """Check the input, compare with what was asked before, write down the job; the lock must be held."""
+    before = load_json(JobRecord, folder.job) if folder.job.is_file() else None
+    if before is None:
+        _refuse_foreign(order, folder)
+    source = open_source(order.input, order.input_format)
+    if source.path is not None and source.path.absolute() == folder.output.absolute():
+        raise UsageError("the output is the input.", "Write to another file.")
+    recipe = replace(order.recipe, text_cells=order.recipe.text_cells or source.format in ("csv", "tsv"))
+    same = before is not None and _differences(before, order, recipe, model) == []
+    loaded = _reuse(before, source, folder) if same else None
+    fresh = before is None
+    try:
+        if loaded is not None and before is not None:
+            table, problems, digest = loaded[0], loaded[1], before.digest
+            recipe = before.recipe
+        else:
+            taken = order.answer if order.shape != OPENAI else None
+            scanned = scan(source, recipe, folder, models=models, taken=taken, context=context)
+            if context is not None and place is not None:
+                mark_too_long(scanned, place, context)
+            scanned.problems.close()
+            table, problems, recipe, digest = *scanned[:2], _kind(scanned), scanned.table.digest()
+            if problems.count and not order.skip_bad:
+                raise _refusal(source, problems, len(table))
+        shape = _shape(order, recipe, folder)
+        record = JobRecord(
+            version=VERSION,
+            input=str(source.path.absolute()) if source.path else "-",
+            format=source.format,
+            compression=source.compression,
+            fingerprint=tuple(source.fingerprint()),
+            rows=len(table),
+            digest=digest,
+            bad=problems.count,
+            recipe=recipe,
+            model=model,
+            shape=shape,
+            answer=order.answer,
+            ordered=order.ordered,
+            skip_bad=order.skip_bad,
+            created_s=before.created_s if before else time.time(),
+            **where,
+        )
+        if before is not None:
+            _compare(before, record, order, folder)
+        if loaded is None:
+            _put_in_place(folder, table, problems)
+            table.save(folder.index, {"digest": digest})
+        if record != before:
+            write_atomic(folder.job, dump_json(record))
+        sync_dir(folder.path)
+    except BaseException:
+        if fresh and not folder.job.exists():
+            shutil.rmtree(folder.path, ignore_errors=True)
+        raise
+    folder.cancel.unlink(missing_ok=True)
+    return Prepared(folder, record, table, problems, continued=before is not None)
+
+
+def _put_in_place(folder: JobFolder, table: Table, problems: Problems) -> None:
+    """The new check counts from now on: its spool and its problems take the place of older ones."""
+    if table.data == new_name(folder.spool):
+        table.data.replace(folder.spool)
+        table.data = folder.spool
+    if problems.count:
+        problems.path.replace(folder.problems)
+    else:
+        folder.problems.unlink(missing_ok=True)
+
+
+def _kind(scanned: Scanned) -> Recipe:
+    """An input without rows is of either kind."""
+    return replace(scanned.recipe, kind="plain") if scanned.recipe.kind == AUTO else scanned.recipe
+
+
+def _refuse_foreign(order: Order, folder: JobFolder) -> None:
+    for path in (folder.output, folder.errors):
+        if path.exists() and path.stat().st_size and not order.force:
+            raise ConflictError(
+                f"{path} exists and does not belong to a batch.", "Choose another output, or overwrite it: --force"
+            )
+        if path.exists():
+            path.unlink()
+
+
+def _shape(order: Order, recipe: Recipe, folder: JobFolder) -> str:
+    shape = order.shape or (OPENAI if recipe.kind == OPENAI else "columns")
+    if shape == OPENAI and output_kind(folder.output)[0] != "jsonl":
+        raise UsageError("OpenAI batch results are JSON lines.", "End the output in .jsonl, or use --format columns.")
+    return shape
+
+
+def _reuse(before: JobRecord | None, source: Source, folder: JobFolder) -> tuple[Table, Problems] | None:
+    """The table of an earlier check, when the input has not been touched since."""
+    if before is None or not before.fingerprint or list(before.fingerprint) != source.fingerprint():
+        return None
+    if before.input != str(source.path.absolute() if source.path else "-"):
+        return None
+    loaded = Table.load(folder.index)
+    if loaded is None or loaded[1].get("digest") != before.digest:
+        return None
+    problems = Problems(folder.problems)
+    problems.count = sum(1 for _ in read_problems(folder.problems))
+    return loaded[0], problems
+
+
+def _differences(before: JobRecord, order: Order, recipe: Recipe, model: str) -> list[str]:
+    """What is asked differently, in words."""
+    found = []
+    if before.model != model and model:
+        found.append(f"model {before.model!r} → {model!r}")
+    old, new = to_json(before.recipe), to_json(recipe)
+    for name in new:
+        if name == "kind" and new[name] == AUTO:
+            continue
+        if name == "params":
+            keys = sorted(old[name].keys() | new[name].keys())
+            found += [f"{k} {_said(old[name], k)} → {_said(new[name], k)}" for k in keys
+                      if old[name].get(k) != new[name].get(k)]  # fmt: skip
+        elif old[name] != new[name]:
+            found.append(f"{name} {old[name]!r} → {new[name]!r}")
+    if order.shape not in (None, before.shape):
+        found.append(f"format {before.shape} → {order.shape}")
+    if order.answer != before.answer:
+        found.append(f"answer column {before.answer!r} → {order.answer!r}")
+    if order.ordered != before.ordered:
+        found.append(f"ordered {before.ordered} → {order.ordered}")
+    return found
+
+
+def _said(values: dict[str, Any], name: str) -> str:
+    return str(values[name]) if name in values else "unset"
+
+
+def _compare(before: JobRecord, now: JobRecord, order: Order, folder: JobFolder) -> None:
+    """Refuse what would mix results of different questions, or, forced, throw the old ones away."""
+    asked = _differences(before, order, replace(now.recipe, kind=before.recipe.kind), now.model)
+    if before.recipe.kind != now.recipe.kind:
+        asked.append(f"kind of rows {before.recipe.kind} → {now.recipe.kind}")
+    if asked:
+        if not order.force:
+            raise ConflictError(
+                f"{folder.output} was begun with other settings: {'; '.join(asked)}.",
+                "Use the old settings to continue, another output, or --force to start over with the new ones.",
+                differences=asked,
+            )
+        for path in (folder.ledger, folder.results, folder.errors, folder.output):
+            path.unlink(missing_ok=True)
+    elif before.digest != now.digest and not order.force:
+        raise ConflictError(
+            f"the input changed since {folder.output} was begun ({before.rows} rows then, {now.rows} now).",
+            "--force keeps the results of rows that did not change and does the others; or choose another output.",
+        )
+
+
+def _refusal(source: Source, problems: Problems, rows: int) -> DataError:
+    shown = sorted(problems.first, key=lambda p: p.line)[:20]
+    what = "item" if source.format in ("json", "parquet") else "line"
+    lines = "".join(f"\n    {what} {p.line} {p.text}" for p in shown)
+    more = f"\n    … and {problems.count - len(shown)} more" if problems.count > len(shown) else ""
+    return DataError(
+        f"{problems.count} of {rows} rows of {source.name} cannot be used:{lines}{more}",
+        "Correct them, or send them to the error file and do the others: --skip-bad. `corral batch check` lists all.",
+        problems=[{"line": p.line, "text": p.text, "id": p.id} for p in problems.first],
+        count=problems.count,
+    )

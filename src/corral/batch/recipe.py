@@ -1,0 +1,213 @@
+"""How a row becomes a request: kind of row, template, chat or completion, parameters for all and per row.
+
+Rows are of one of two kinds. An OpenAI batch row carries the whole request (`custom_id`, `method`, `url`, `body`). A
+plain row carries `prompt` or `messages` (or the columns of a template); columns named like a sampling parameter set
+it for that row, all others are carried through. A row's own parameters win over those for all rows.
+
+Everything here is pure: the same row and recipe give the same request, at check time and when it is sent.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import msgspec
+
+from corral.batch.params import PARAMETERS, from_text, problem_with
+from corral.client import CHAT, COMPLETIONS
+from corral.errors import DataError, UsageError
+from corral.record import nearest
+
+__all__ = ["AUTO", "OPENAI", "PLAIN", "Parsed", "Recipe", "kind_of"]
+
+OPENAI, PLAIN, AUTO = "openai", "plain", "auto"
+_OPENAI_KEYS = ("custom_id", "method", "url", "body")
+_PATHS = (CHAT, COMPLETIONS)
+_HOLE = re.compile(r"\{\{\s*([^{}]+?)\s*\}\}")
+_ID_COLUMNS = ("custom_id", "id")
+_decode = msgspec.json.Decoder().decode
+
+
+class Parsed(NamedTuple):
+    """A row as it will be sent."""
+
+    id: str
+    path: str
+    body: dict[str, Any]
+    row: dict[str, Any]
+
+
+def kind_of(row: Mapping[str, Any]) -> str:
+    """Whether a row carries a whole request."""
+    return OPENAI if isinstance(row.get("body"), dict) and ("url" in row or "custom_id" in row) else PLAIN
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is done with every row; saved with the job and compared before a resume."""
+
+    kind: str = AUTO  # settled by the first row
+    template: str | None = None
+    chat: bool = False
+    system: str | None = None
+    params: Mapping[str, Any] = field(default_factory=dict)
+    id_column: str | None = None
+    prompt_column: str | None = None
+    row_params: bool = True
+    any_model: bool = False
+    text_cells: bool = False  # CSV: every value is text
+    only_path: str | None = None  # the one url that rows may name
+
+    def __post_init__(self) -> None:
+        if problem := problem_with(self.params):
+            raise UsageError(f"{problem}.", "Correct the parameter.")
+        if self.kind == OPENAI and (self.template or self.chat or self.system or self.prompt_column):
+            raise UsageError(
+                "the rows are whole requests (OpenAI batch lines): they take no template, --chat or --system.",
+                "Drop those options, or give rows with `prompt`.",
+            )
+
+    def settled(self, raw: bytes) -> Recipe:
+        """This recipe for the kind of rows that the first one shows."""
+        if self.kind != AUTO:
+            return self
+        try:
+            row = _decode(raw)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return self
+        return replace(self, kind=kind_of(row) if isinstance(row, dict) else PLAIN)
+
+    def loose_id(self, raw: bytes) -> str | None:
+        """The id of a row that is bad otherwise, if it can be told."""
+        try:
+            row = _decode(raw)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return None
+        found = row.get(self.id_column or "custom_id", row.get("id")) if isinstance(row, dict) else None
+        return str(found) if isinstance(found, (str, int)) and found != "" else None
+
+    def read(self, raw: bytes, line: int, models: tuple[str, ...] = ()) -> Parsed:
+        """The request of a row; DataError with the problem in words when it has none."""
+        try:
+            row = _decode(raw)
+        except msgspec.DecodeError as error:
+            raise DataError(f"is not valid JSON: {error}") from None
+        except UnicodeDecodeError as error:
+            raise DataError(f"is not UTF-8 (byte {error.start + 1})") from None
+        if isinstance(row, str) and self.kind != OPENAI:
+            row = {"prompt": row}
+        if not isinstance(row, dict):
+            raise DataError("is not a JSON object")
+        parsed = self._openai(row, models) if self.kind == OPENAI else self._plain(row, line)
+        if problem := problem_with(parsed.body):
+            raise DataError(problem)
+        return parsed
+
+    def _openai(self, row: dict[str, Any], models: tuple[str, ...]) -> Parsed:
+        for key in row:
+            if key not in _OPENAI_KEYS:
+                near = nearest(key, _OPENAI_KEYS, 1)
+                raise DataError(f"has an unknown field {key!r}" + (f" (did you mean {near[0]!r}?)" if near else ""))
+        identity, body, path = row.get("custom_id"), row.get("body"), row.get("url")
+        if not isinstance(identity, str) or not identity:
+            raise DataError("lacks 'custom_id', a text")
+        if row.get("method", "POST") != "POST":
+            raise DataError(f"has the method {row['method']!r}; only POST is possible")
+        if path not in _PATHS:
+            raise DataError(f"has the url {path!r}; possible are {' and '.join(_PATHS)}")
+        if self.only_path is not None and path != self.only_path:
+            raise DataError(f"has the url {path!r}; the batch is for {self.only_path}")
+        if not isinstance(body, dict):
+            raise DataError("lacks 'body', an object")
+        whole = {**self.params, **body}
+        if whole.get("stream"):
+            raise DataError("asks for a stream; a batch has none")
+        if path == CHAT:
+            _check_messages(whole.get("messages"))
+        elif not isinstance(whole.get("prompt"), (str, list)) or not whole["prompt"]:
+            raise DataError("lacks 'prompt' in its body")
+        named = whole.get("model")
+        if named is not None and models and named not in models:
+            if not self.any_model:
+                raise DataError(
+                    f"asks for the model {named!r}; served is {', '.join(models)} (--any-model: use that)"
+                )
+            del whole["model"]
+        return Parsed(identity, path, whole, row)
+
+    def _plain(self, row: dict[str, Any], line: int) -> Parsed:
+        body: dict[str, Any] = dict(self.params)
+        if self.row_params:
+            for name in row.keys() & PARAMETERS.keys():
+                value = row[name]
+                if self.text_cells:
+                    if value == "":
+                        continue
+                    value = from_text(name, value)
+                if value is not None:
+                    body[name] = value
+        messages = None if self.template or self.prompt_column else row.get("messages")
+        if messages is not None:
+            if self.text_cells and isinstance(messages, str):
+                messages = from_text("messages", messages)
+            _check_messages(messages)
+            path = CHAT
+            if self.system and messages[0].get("role") != "system":
+                messages = [{"role": "system", "content": self.system}, *messages]
+            body["messages"] = messages
+        else:
+            prompt = self._prompt(row)
+            if self.chat or self.system:
+                path = CHAT
+                system = [{"role": "system", "content": self.system}] if self.system else []
+                body["messages"] = [*system, {"role": "user", "content": prompt}]
+            else:
+                path = COMPLETIONS
+                body["prompt"] = prompt
+        return Parsed(self._id(row, line), path, body, row)
+
+    def _prompt(self, row: Mapping[str, Any]) -> str:
+        if self.template is not None:
+            return _HOLE.sub(lambda hole: self._cell(row, hole[1]), self.template)
+        name = self.prompt_column or "prompt"
+        if name not in row:
+            near = nearest(name, list(row), 1)
+            hint = f" (did you mean the column {near[0]!r}? --prompt-column)" if near else ""
+            wanted = "'prompt' or 'messages'" if self.prompt_column is None else repr(name)
+            raise DataError(f"lacks {wanted}{hint}")
+        prompt = row[name]
+        if not isinstance(prompt, str):
+            raise DataError(f"has a {name!r} that is not text")
+        if not prompt:
+            raise DataError(f"has an empty {name!r}")
+        return prompt
+
+    def _cell(self, row: Mapping[str, Any], name: str) -> str:
+        if name not in row:
+            near = nearest(name, list(row), 1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise DataError(f"lacks the template's column {name!r}{hint}")
+        value = row[name]
+        return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+    def _id(self, row: Mapping[str, Any], line: int) -> str:
+        if self.id_column is not None:
+            if row.get(self.id_column) in (None, ""):
+                raise DataError(f"lacks the id column {self.id_column!r}")
+            return str(row[self.id_column])
+        for name in _ID_COLUMNS:
+            value = row.get(name)
+            if isinstance(value, (str, int)) and not isinstance(value, bool) and value != "":
+                return str(value)
+        return f"row-{line}"
+
+
+def _check_messages(messages: Any) -> None:
+    if not isinstance(messages, list) or not messages:
+        raise DataError("lacks 'messages', a list of at least one message")
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise DataError(f"has a message (number {number}) without a 'role'")

@@ -1,0 +1,250 @@
+"""Rows out of any input: JSONL, a JSON array, text, CSV, Parquet; plain, .gz or .zst; a file or stdin.
+
+Every reader streams, and gives for each row its place (line, or number of the item), its bytes as JSON, and, when it
+cannot be read, the problem in words. Byte order marks, CRLF and blank lines are harmless and passed over; NUL bytes,
+broken UTF-8 and broken JSON are problems of their line. A plain JSONL file is left where it is and its rows are found
+again by offset; everything else is copied into a spool while it is checked.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import msgspec
+
+from corral.errors import DataError, NotFoundError, UsageError
+from corral.record import nearest
+
+__all__ = ["FORMATS", "Item", "Source", "open_source", "optional"]
+
+FORMATS = ("jsonl", "json", "text", "csv", "tsv", "parquet")
+_ENDINGS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".txt": "text", ".text": "text", ".csv": "csv",
+            ".tsv": "tsv", ".parquet": "parquet", ".pq": "parquet"}  # fmt: skip
+_BOM = codecs.BOM_UTF8
+_WIDE = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+_encode = msgspec.json.Encoder().encode
+
+
+class Item(NamedTuple):
+    """One row as read; `offset` is its place in the input when it can be read there again, else -1."""
+
+    line: int
+    offset: int
+    raw: bytes
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Source:
+    """An input and how to read it."""
+
+    path: Path | None  # None: stdin
+    format: str
+    compression: str = ""
+
+    @property
+    def name(self) -> str:
+        return str(self.path) if self.path else "standard input"
+
+    @property
+    def in_place(self) -> bool:
+        """Whether rows can be read again at their offsets."""
+        return self.path is not None and self.format == "jsonl" and not self.compression and self.path.is_file()
+
+    def fingerprint(self) -> list[int]:
+        """Values that change when the file is written to; empty for stdin."""
+        if self.path is None:
+            return []
+        about = self.path.stat()
+        return [about.st_size, about.st_mtime_ns, about.st_ino]
+
+    def items(self) -> Iterator[Item]:
+        """Every row, in order."""
+        if self.format == "parquet":
+            yield from _parquet(self)
+            return
+        with self._open() as file:
+            yield from _READERS[self.format](file)
+
+    def _open(self) -> BinaryIO:
+        if self.path is None:
+            raw: BinaryIO = sys.stdin.buffer
+        else:
+            raw = self.path.open("rb", buffering=1 << 20)
+        if self.compression == ".gz":
+            import gzip
+
+            return gzip.open(raw)  # type: ignore[return-value]
+        if self.compression == ".zst":
+            zstandard = optional("zstandard", "read .zst files")
+            return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(raw), 1 << 20)
+        return raw
+
+
+def optional(module: str, purpose: str) -> Any:
+    """A module that Corral does not always install."""
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        package = module.partition(".")[0]
+        raise UsageError(
+            f"{package} is needed to {purpose}, and is not installed.", f"pip install 'corral[batch]' or {package}"
+        ) from None
+
+
+def open_source(given: str, format_: str | None = None) -> Source:
+    """The source that a path (or - for stdin) stands for."""
+    if format_ and format_ not in FORMATS:
+        guess = nearest(format_, FORMATS, 1)
+        raise UsageError(f"there is no input format {format_!r}.", f"Known: {', '.join(guess or FORMATS)}.")
+    if given == "-":
+        return Source(None, format_ or "jsonl")
+    path = Path(given)
+    if not path.exists():
+        near = nearest(path.name, [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else [], 1)
+        hint = f"Did you mean {path.parent / near[0]}?" if near else "Check the path; - reads standard input."
+        raise NotFoundError(f"there is no input {given!r}.", hint)
+    if path.is_dir():
+        raise UsageError(f"{given!r} is a folder.", "Give one file; `cat` several, or run one batch for each.")
+    compression = path.suffix if path.suffix in (".gz", ".zst") else ""
+    ending = Path(path.name.removesuffix(compression)).suffix.lower()
+    format_ = format_ or _ENDINGS.get(ending)
+    if format_ is None:
+        raise UsageError(
+            f"the format of {given!r} cannot be told from its name.",
+            f"Say it with --input-format ({', '.join(FORMATS)}).",
+        )
+    if format_ == "json" and not compression and path.open("rb").read(256).lstrip(_BOM + b" \r\n\t")[:1] == b"{":
+        format_ = "jsonl"  # JSON lines under another name
+    return Source(path, format_, compression)
+
+
+def _lines(file: BinaryIO) -> Iterator[Item]:
+    """JSON lines: not decoded here, only cut."""
+    offset = 0
+    for number, line in enumerate(file, 1):
+        start, end = 0, len(line)
+        if number == 1:
+            if line.startswith(_WIDE):
+                raise DataError("the input is UTF-16.", "Convert it to UTF-8: iconv -f UTF-16 -t UTF-8 IN > OUT")
+            if line.startswith(_BOM):
+                start = 3
+        if line.endswith(b"\r\n"):
+            end -= 2
+        elif line.endswith(b"\n"):
+            end -= 1
+        raw = line[start:end]
+        if raw.strip():
+            yield Item(number, offset + start, raw, "contains a NUL byte" if b"\0" in raw else "")
+        offset += len(line)
+
+
+def _text(file: BinaryIO) -> Iterator[Item]:
+    for item in _lines(file):
+        try:
+            yield Item(item.line, -1, _encode({"prompt": item.raw.decode()}), item.problem)
+        except UnicodeDecodeError as error:
+            yield Item(item.line, -1, item.raw, f"is not UTF-8 (byte {error.start + 1})")
+
+
+def _csv(file: BinaryIO, delimiter: str = ",") -> Iterator[Item]:
+    text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
+    csv.field_size_limit(1 << 30)
+    reader = csv.DictReader(text, delimiter=delimiter, restkey="\0more", restval=None)
+    if reader.fieldnames and len(set(reader.fieldnames)) < len(reader.fieldnames):
+        raise DataError("two columns of the CSV file have the same name.", "Give every column a name of its own.")
+    while True:
+        try:
+            row = next(reader, None)
+        except csv.Error as error:
+            yield Item(reader.line_num, -1, b"", f"is not CSV: {error}")
+            continue
+        if row is None:
+            return
+        problem = "has more cells than there are columns" if "\0more" in row else ""
+        if any(value is None for value in row.values()):
+            problem = "has fewer cells than there are columns"
+        elif any("\0" in str(value) for value in row.values()):
+            problem = "contains a NUL byte"
+        try:
+            raw = _encode({k: v for k, v in row.items() if k != "\0more"})
+        except UnicodeEncodeError:
+            raw, problem = b"", "is not UTF-8"
+        yield Item(reader.line_num, -1, raw, problem)
+
+
+def _tsv(file: BinaryIO) -> Iterator[Item]:
+    return _csv(file, "\t")
+
+
+def _json_array(file: BinaryIO) -> Iterator[Item]:
+    """The items of one JSON array, a piece of the file at a time."""
+    decoder, text = json.JSONDecoder(), io.TextIOWrapper(file, "utf-8-sig")
+    buffer, at, number = "", 0, 0
+    try:
+        buffer = text.read(1 << 20).lstrip()
+        if not buffer:
+            return
+        if buffer[0] != "[":
+            raise DataError("the JSON input is not an array.", 'Write ["prompt", …], or one object per line.')
+        at = 1
+        while True:
+            while at < len(buffer) and buffer[at] in " \r\n\t,":
+                at += 1
+            if at < len(buffer) and buffer[at] == "]":
+                return
+            try:
+                value, end = decoder.raw_decode(buffer, at)
+                if end >= len(buffer) - 1:  # a number may go on, and a delimiter must follow
+                    raise json.JSONDecodeError("cut", buffer, end)
+            except json.JSONDecodeError as error:
+                more = text.read(1 << 20)
+                if not more:
+                    yield Item(number + 1, -1, b"", f"is not valid JSON: {error.msg}; nothing after it can be read")
+                    return
+                buffer, at = buffer[at:] + more, 0
+                continue
+            number, at = number + 1, end
+            yield _array_item(number, value)
+    except UnicodeDecodeError:
+        yield Item(number + 1, -1, b"", "is not UTF-8; nothing after it can be read")
+
+
+def _array_item(number: int, value: Any) -> Item:
+    if isinstance(value, str):
+        value = {"prompt": value}
+    if not isinstance(value, dict):
+        return Item(number, -1, b"", "is neither text nor an object")
+    try:
+        return Item(number, -1, _encode(value))
+    except UnicodeEncodeError:
+        return Item(number, -1, b"", "contains half of a surrogate pair")
+
+
+def _parquet(source: Source) -> Iterator[Item]:
+    parquet = optional("pyarrow.parquet", "read Parquet")
+    place: Any = str(source.path) if source.path else io.BytesIO(sys.stdin.buffer.read())
+    try:
+        file = parquet.ParquetFile(place)
+        batches: Iterable[Any] = file.iter_batches(batch_size=1024)
+        number = 0
+        for batch in batches:
+            for row in batch.to_pylist():
+                number += 1
+                present = {key: value for key, value in row.items() if value is not None}
+                yield Item(number, -1, _encode(present))
+    except (ValueError, OSError) as error:  # pyarrow's errors are among them
+        raise DataError(f"{source.name} cannot be read as Parquet: {error}", "Check the file.") from None
+
+
+_READERS = {"jsonl": _lines, "json": _json_array, "text": _text, "csv": _csv, "tsv": _tsv}

@@ -1,0 +1,153 @@
+"""What the batch service keeps: uploaded files and batches, each a small JSON document beside its data.
+
+    <folder>/key                     what clients must send (0600)
+    <folder>/files/<id>.json         OpenAI's file object; the content is in <id>.data, or where `path` points
+    <folder>/batches/<id>.json       OpenAI's batch object
+    <folder>/batches/<id>.jsonl      its output, with the job's folder beside it
+
+Documents are replaced in one step, so a restart finds every file and batch as it last stood.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from corral.batch.table import save_json
+from corral.errors import NotFoundError
+from corral.files import make_private_dir, write_atomic
+
+__all__ = ["ENDED", "Store"]
+
+ENDED = ("completed", "failed", "cancelled", "expired")
+
+
+class Store:
+    """Files and batches on disk; safe for several threads of one process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files, self._batches = folder / "files", folder / "batches"
+        for place in (folder, self._files, self._batches):
+            make_private_dir(place)
+        self._lock = threading.RLock()
+
+    def own_key(self) -> Path:
+        """The file with the service's key, made at the first start."""
+        path = self.folder / "key"
+        if not path.exists():
+            write_atomic(path, secrets.token_urlsafe(32) + "\n")
+        return path
+
+    # Files
+
+    def new_upload(self) -> tuple[str, Path]:
+        """An id for a file, and where its content is to be written."""
+        identity = f"file-{secrets.token_hex(12)}"
+        return identity, self._files / f"{identity}.data"
+
+    def add_file(self, identity: str, filename: str, purpose: str, path: Path) -> dict[str, Any]:
+        """A file object for content that is on disk."""
+        about = {
+            "id": identity,
+            "object": "file",
+            "bytes": path.stat().st_size,
+            "created_at": int(time.time()),
+            "filename": filename,
+            "purpose": purpose,
+            "status": "processed",
+        }
+        save_json(self._files / f"{identity}.json", {**about, "path": str(path)})
+        return about
+
+    def file(self, identity: str) -> dict[str, Any]:
+        about = self._read(self._files, identity, "file")
+        about.pop("path", None)
+        return about
+
+    def content(self, identity: str) -> Path:
+        return Path(self._read(self._files, identity, "file")["path"])
+
+    def delete_file(self, identity: str) -> None:
+        path = self.content(identity)
+        if path.parent == self._files:
+            path.unlink(missing_ok=True)
+        (self._files / f"{identity}.json").unlink(missing_ok=True)
+
+    def files(self) -> list[dict[str, Any]]:
+        """All file objects, newest first."""
+        found = self._all(self._files)
+        for about in found:
+            about.pop("path", None)
+        return found
+
+    # Batches
+
+    def output_of(self, identity: str) -> Path:
+        return self._batches / f"{identity}.jsonl"
+
+    def add_batch(self, input_file: str, endpoint: str, window: str, metadata: Any) -> dict[str, Any]:
+        """A new batch object, waiting to be checked."""
+        now = int(time.time())
+        empty = ("errors", "output_file_id", "error_file_id", "in_progress_at", "finalizing_at", "completed_at",
+                 "failed_at", "expired_at", "cancelling_at", "cancelled_at")  # fmt: skip
+        batch = {
+            "id": f"batch_{secrets.token_hex(12)}",
+            "object": "batch",
+            "endpoint": endpoint,
+            "input_file_id": input_file,
+            "completion_window": window,
+            "status": "validating",
+            "created_at": now,
+            "expires_at": now + 365 * 86400,
+            "request_counts": {"total": 0, "completed": 0, "failed": 0},
+            "metadata": metadata,
+            **dict.fromkeys(empty),
+        }
+        self._save(batch)
+        return batch
+
+    def batch(self, identity: str) -> dict[str, Any]:
+        return self._read(self._batches, identity, "batch")
+
+    def batches(self) -> list[dict[str, Any]]:
+        """All batch objects, newest first."""
+        return self._all(self._batches)
+
+    def change(self, identity: str, status: str | None = None, **values: Any) -> dict[str, Any]:
+        """Change a batch; a new status gets its time. An ended batch stays as it is."""
+        with self._lock:
+            batch = self.batch(identity)
+            if batch["status"] in ENDED:
+                return batch
+            if status == "in_progress" and batch["status"] == "cancelling":
+                status = None
+            batch.update(values)
+            if status:
+                batch["status"] = status
+                if f"{status}_at" in batch and not batch[f"{status}_at"]:
+                    batch[f"{status}_at"] = int(time.time())
+            self._save(batch)
+            return batch
+
+    # Inside
+
+    def _save(self, batch: dict[str, Any]) -> None:
+        with self._lock:
+            save_json(self._batches / f"{batch['id']}.json", batch)
+
+    def _read(self, place: Path, identity: str, what: str) -> dict[str, Any]:
+        path = place / f"{identity}.json"
+        if "/" in identity or identity.startswith(".") or not path.is_file():
+            raise NotFoundError(f"No such {what} object: {identity}", f"List them: GET /v1/{place.name}")
+        found: dict[str, Any] = msgspec.json.decode(path.read_bytes())
+        return found
+
+    def _all(self, place: Path) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = [msgspec.json.decode(path.read_bytes()) for path in place.glob("*.json")]
+        return sorted(found, key=lambda about: (about["created_at"], about["id"]), reverse=True)

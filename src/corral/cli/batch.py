@@ -1,0 +1,274 @@
+"""`corral batch`: many prompts through a model, nothing lost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from corral.cli.batch_view import Screen, print_check, print_status
+from corral.errors import INTERRUPTED, UsageError
+
+__all__ = ["command"]
+
+HELP = {"help_option_names": ["-h", "--help"]}
+UNFINISHED = 1  # finished, but some rows are in the error file
+
+
+class BatchGroup(click.Group):
+    """`corral batch FILE …` runs; `corral batch VERB …` does something about a run."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ("-h", "--help"):
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=BatchGroup, context_settings=HELP)
+def command() -> None:
+    """Run a file of prompts through a model: `corral batch prompts.jsonl -o answers.jsonl`.
+
+    Run the same command again to continue after any interruption. Without --deployment, --url or --model, the running
+    deployment is used. `corral batch run --help` lists all options.
+    """
+
+
+def _recipe_options(function: Any) -> Any:
+    options = [
+        click.option("--input-format", help="jsonl, json, text, csv, tsv or parquet (default: from the name)."),
+        click.option("--prompt-template", metavar="TEXT|@FILE", help="Prompt with {{column}} for values of the row."),
+        click.option("--prompt-column", metavar="NAME", help="Column that holds the prompt (default: prompt)."),
+        click.option("--id-column", metavar="NAME", help="Column that holds the id (default: custom_id or id)."),
+        click.option("--chat", is_flag=True, help="Send prompts as chat messages, not as text to continue."),
+        click.option("--system", metavar="TEXT", help="System message before every prompt; implies --chat."),
+        click.option("--max-tokens", type=int, help="Longest answer."),
+        click.option("--temperature", type=float, help="0 is greedy."),
+        click.option("--top-p", type=float, help="Sample from the likeliest tokens of this total probability."),
+        click.option("--seed", type=int, help="Seed of every row."),
+        click.option("--n", type=int, help="Answers per prompt."),
+        click.option("--param", "params", multiple=True, metavar="NAME=VALUE", help="Any other parameter of vLLM."),
+        click.option("--no-row-params", is_flag=True, help="Columns named like parameters are data."),
+        click.option("--any-model", is_flag=True, help="Rows that name another model get the served one."),
+    ]
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+def _run_options(function: Any) -> Any:
+    options = [
+        click.option("--order", "row_order", default="input", show_default=True,
+                     help="input, longest-first, or prefix-first (equal beginnings together)."),
+        click.option("--concurrency", type=click.IntRange(min=1), help="Requests at once (default: adapts itself)."),
+        click.option("--attempts", type=click.IntRange(min=1), default=6, show_default=True,
+                     help="Tries per row after 5xx, cut answers, aborts and timeouts."),
+        click.option("--backoff", type=click.FloatRange(min=0.001), default=0.5, show_default=True, metavar="SECONDS",
+                     help="Pause before the second try; doubles with every further one, up to a minute."),
+        click.option("--patience", type=click.FloatRange(min=0), default=1800, show_default=True, metavar="SECONDS",
+                     help="How long to wait while nothing succeeds, for example for a server that restarts."),
+        click.option("--timeout", type=click.FloatRange(min=1), default=3600, show_default=True, metavar="SECONDS",
+                     help="How long a server may be silent about one request."),
+        click.option("--keep-going", is_flag=True, help="Do not stop when nearly every row fails."),
+        click.option("--price", type=click.FloatRange(min=0), metavar="AMOUNT", help="Per GPU-hour."),
+        click.option("--json", "as_json", is_flag=True, help="Progress and summary as JSON lines on stdout."),
+    ]  # fmt: skip
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+@command.command("run", context_settings=HELP)
+@click.argument("input")
+@click.option("-o", "--output", required=True, help="Results: .jsonl, .csv, .parquet, also .gz or .zst.")
+@click.option("--deployment", "deployments", multiple=True, metavar="NAME", help="Use this deployment; repeatable.")
+@click.option("--url", "urls", multiple=True, help="Use the server at this address; repeatable.")
+@click.option("--key-file", help="File (mode 0600) with the key for --url.")
+@click.option("--model", help="Start this model, run, stop it: the offline mode.")
+@click.option("--context", type=click.IntRange(min=1), help="With --model: longest request in tokens.")
+@click.option("--set", "fixed", multiple=True, metavar="KEY=VALUE", help="With --model: fix a field of the plan.")
+@click.option("--engine", type=click.Choice(["http", "ray-data"]), default="http", show_default=True,
+              help="ray-data: on an existing Ray cluster, with --model a path or a Hugging Face id.")  # fmt: skip
+@_recipe_options
+@click.option("--format", "shape", type=click.Choice(["openai", "columns"]),
+              help="Shape of results (default: as the input).")  # fmt: skip
+@click.option("--answer-column", default="response", show_default=True, help="Column of the answer.")
+@click.option("--ordered", is_flag=True, help="Results in the order of the input, written at the end.")
+@click.option("--skip-bad", is_flag=True, help="Send bad rows to the error file and do the others.")
+@click.option("--retry-failed", is_flag=True, help="Try rows of the error file again.")
+@click.option("--force", is_flag=True, help="Accept another input, model or other settings than at the start.")
+@_run_options
+def run(**given: Any) -> int:
+    """Give every row of INPUT (- is standard input) one result line in OUTPUT.
+
+    Exit codes: 0 every row has a result; 1 finished, some rows are in the error file; 4 another runner holds the job,
+    or the settings changed; 9 the server stayed away; 10 the input is bad or the disk is full; 130 interrupted. After
+    all but 0 and 1, the same command continues.
+    """
+    from corral.batch.batch import Offline, Where
+    from corral.batch.job import Order
+
+    order = Order(
+        input=given["input"],
+        output=given["output"],
+        recipe=_recipe(given),
+        input_format=given["input_format"],
+        shape=given["shape"],
+        answer=given["answer_column"],
+        ordered=given["ordered"],
+        skip_bad=given["skip_bad"],
+        force=given["force"],
+        retry_failed=given["retry_failed"],
+    )
+    offline = Offline(given["model"], given["context"], given["fixed"]) if given["model"] else None
+    where = Where(given["deployments"], given["urls"], given["key_file"], offline)
+    if given["engine"] == "ray-data":
+        return _ray(order, given)
+    return _carry_out(order, where, given)
+
+
+@command.command("resume", context_settings=HELP)
+@click.argument("output")
+@click.option("--retry-failed", is_flag=True, help="Try rows of the error file again.")
+@_run_options
+def resume(output: str, retry_failed: bool, **given: Any) -> int:
+    """Continue the batch that writes OUTPUT, with the settings it was begun with."""
+    from corral.batch.batch import again
+
+    order, where = again(output)
+    return _carry_out(replace(order, retry_failed=retry_failed), where, given)
+
+
+@command.command("status", context_settings=HELP)
+@click.argument("output")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document.")
+def status(output: str, as_json: bool) -> None:
+    """How the batch that writes OUTPUT stands; works while it runs."""
+    from corral.batch.inspect import inspect
+
+    print_status(inspect(output), as_json)
+
+
+@command.command("cancel", context_settings=HELP)
+@click.argument("output")
+def cancel(output: str) -> None:
+    """Stop the batch that writes OUTPUT; rows under way may finish, and `resume` continues it."""
+    from corral.batch.inspect import ask_to_stop
+
+    click.echo(ask_to_stop(output), err=True)
+
+
+@command.command("check", context_settings=HELP)
+@click.argument("input")
+@_recipe_options
+@click.option("--json", "as_json", is_flag=True, help="One JSON document with every problem.")
+def check(as_json: bool, **given: Any) -> None:
+    """Check INPUT and list every problem, by line; starts nothing."""
+    from corral.batch.inspect import check_input
+
+    print_check(check_input(given["input"], given["input_format"], _recipe(given)), as_json)
+
+
+@command.command("serve", context_settings=HELP)
+@click.option("--folder", type=click.Path(file_okay=False, path_type=Path), help="Where files and jobs are kept.")
+@click.option("--deployment", "deployments", multiple=True, metavar="NAME", help="Use this deployment; repeatable.")
+@click.option("--url", "urls", multiple=True, help="Use the server at this address; repeatable.")
+@click.option("--key-file", help="File (mode 0600) with the key for --url.")
+@click.option("--serve-key-file", help="File (mode 0600) with the key clients must send (default: made for you).")
+@click.option("--bind", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8100, show_default=True, help="Port; 0: any free one.")
+@click.option("--any-model", is_flag=True, help="Rows that name another model get the served one.")
+@click.option("--jobs", type=click.IntRange(min=1), default=2, show_default=True, help="Batches that run at once.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON line when ready.")
+def serve(**given: Any) -> int:
+    """OpenAI's batch API (/v1/files, /v1/batches) in front of your own model."""
+    from corral.batch.batch import Where
+    from corral.batch.service import ServiceOptions, serve_forever
+
+    options = ServiceOptions(
+        folder=given["folder"],
+        where=Where(given["deployments"], given["urls"], given["key_file"]),
+        key_file=given["serve_key_file"],
+        bind=given["bind"],
+        port=given["port"],
+        jobs=given["jobs"],
+        any_model=given["any_model"],
+        as_json=given["as_json"],
+    )
+    return serve_forever(options)
+
+
+def _recipe(given: dict[str, Any]) -> Any:
+    from corral.batch.params import parse_assignments
+    from corral.batch.recipe import Recipe
+
+    params = parse_assignments(given["params"])
+    for name in ("max_tokens", "temperature", "top_p", "seed", "n"):
+        if given[name] is not None:
+            params[name] = given[name]
+    template = given["prompt_template"]
+    if template and template.startswith("@"):
+        try:
+            template = Path(template[1:]).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"the template {template[1:]!r} cannot be read: {error}.", "Check the path.") from None
+    return Recipe(
+        template=template,
+        chat=given["chat"],
+        system=given["system"],
+        params=params,
+        id_column=given["id_column"],
+        prompt_column=given["prompt_column"],
+        row_params=not given["no_row_params"],
+        any_model=given["any_model"],
+    )
+
+
+def _settings(given: dict[str, Any]) -> Any:
+    from corral.batch.runner import Settings
+
+    return Settings(
+        concurrency=given["concurrency"],
+        attempts=given["attempts"],
+        backoff_s=given["backoff"],
+        patience_s=given["patience"],
+        stall_s=given["timeout"],
+        runaway_share=1.0 if given["keep_going"] else Settings.runaway_share,
+    )
+
+
+def _carry_out(order: Any, where: Any, given: dict[str, Any]) -> int:
+    from corral.batch.batch import carry_out
+
+    screen = Screen(given["as_json"], order.output)
+    with screen:
+        result = carry_out(
+            order,
+            where,
+            _settings(given),
+            screen,
+            row_order=given["row_order"],
+            price=given["price"],
+            reporter=screen.phases,
+        )
+    screen.summary(result)
+    return _exit_code(result.summary.state, result.errors is not None)
+
+
+def _exit_code(state: str, failed: bool) -> int:
+    if state != "done":
+        return INTERRUPTED
+    return UNFINISHED if failed else 0
+
+
+def _ray(order: Any, given: dict[str, Any]) -> int:
+    from corral.batch.ray_data import run_on_ray
+
+    if not given["model"]:
+        raise UsageError("--engine ray-data needs the model.", "Give --model PATH, or a Hugging Face id.")
+    screen = Screen(given["as_json"], order.output)
+    with screen:
+        result = run_on_ray(order, given["model"], screen, concurrency=given["concurrency"] or 1)
+    screen.summary(result)
+    return _exit_code(result.summary.state, result.errors is not None)

@@ -1,0 +1,187 @@
+"""What a batch shows: one live line on a terminal, plain lines elsewhere, JSON lines for programs, a summary."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections import deque
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from corral.cli.screen import PhaseScreen, duration, print_json, since
+
+if TYPE_CHECKING:
+    from corral.batch.batch import Result
+    from corral.batch.inspect import Checked, Standing
+    from corral.batch.runner import Counts, Runner
+
+__all__ = ["Screen", "print_check", "print_status"]
+
+
+class Screen:
+    """Listens to a batch and shows how it goes."""
+
+    def __init__(self, as_json: bool, output: str) -> None:
+        self._json, self._output = as_json, output
+        self._live = sys.stderr.isatty() and not as_json
+        self.phases = PhaseScreen(quiet=as_json)
+        self._began = time.monotonic()
+        self._told = self._began - 4.0
+        self._drawn = False
+        self._seen: deque[tuple[float, int, int, int]] = deque(maxlen=100)  # time, rows, prompt and output tokens
+
+    def __enter__(self) -> Screen:
+        self.phases.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._clear()
+        self.phases.__exit__(kind, error, trace)
+
+    def note(self, kind: str, text: str) -> None:
+        self._clear()
+        if self._json:
+            click.echo(json.dumps({"event": kind, "text": text}, ensure_ascii=False))
+        elif kind != "done":
+            click.echo(f"[{time.monotonic() - self._began:7.1f} s] {kind}: {text}", err=True)
+
+    def tick(self, counts: Counts, runner: Runner) -> None:
+        now = time.monotonic()
+        if now - self._told < (0.2 if self._live else 1.0 if self._json else 5.0):
+            return
+        self._told = now
+        self._seen.append((now, counts.fine + counts.failed, counts.prompt_tokens, counts.output_tokens))
+        values = self._values(counts, runner)
+        if self._json:
+            click.echo(json.dumps({"event": "progress", **values}))
+        elif self._live:
+            width = shutil.get_terminal_size().columns - 1
+            sys.stderr.write(f"\r\033[2K{_line(values)[:width]}")
+            sys.stderr.flush()
+            self._drawn = True
+        else:
+            click.echo(f"[{now - self._began:7.1f} s] {_line(values)}", err=True)
+
+    def summary(self, result: Result) -> None:
+        if self._json:
+            click.echo(json.dumps({"event": "summary", **result.to_json()}, ensure_ascii=False))
+            return
+        _print_summary(result)
+
+    def _values(self, counts: Counts, runner: Runner) -> dict[str, Any]:
+        first, last = self._seen[0], self._seen[-1]
+        span = last[0] - first[0]
+        rate = [(b - a) / span if span > 0.5 else 0.0 for a, b in zip(first[1:], last[1:], strict=True)]
+        kv = [lane.gauges.kv_use for lane in runner.lanes if lane.gauges and lane.up]
+        return {
+            "rows": counts.rows,
+            "done": counts.before + counts.fine + counts.failed,
+            "failed": counts.failed,
+            "left": counts.left,
+            "in_flight": counts.in_flight,
+            "limit": counts.limit,
+            "retries": counts.retries,
+            "rows_per_s": round(rate[0], 2),
+            "prompt_tokens_per_s": round(rate[1], 1),
+            "output_tokens_per_s": round(rate[2], 1),
+            "eta_s": round(counts.left / rate[0], 1) if rate[0] else None,
+            "kv_use": round(max(kv), 3) if kv else None,
+        }
+
+    def _clear(self) -> None:
+        if self._drawn:
+            sys.stderr.write("\r\033[2K")
+            sys.stderr.flush()
+            self._drawn = False
+
+
+def _line(v: dict[str, Any]) -> str:
+    share = 100 * v["done"] / v["rows"] if v["rows"] else 100
+    words = [f"{v['done']:,}/{v['rows']:,} rows ({share:.0f}%)"]
+    if v["failed"]:
+        words.append(f"{v['failed']:,} failed")
+    if v["rows_per_s"]:
+        words.append(f"{v['rows_per_s']:,.1f} rows/s")
+        words.append(f"{v['output_tokens_per_s']:,.0f} tok/s out, {v['prompt_tokens_per_s']:,.0f} in")
+    words.append(f"{v['in_flight']} under way")
+    if v["kv_use"] is not None:
+        words.append(f"KV {100 * v['kv_use']:.0f}%")
+    if v["retries"]:
+        words.append(f"{v['retries']:,} retries")
+    if v["eta_s"] is not None:
+        words.append(f"{duration(v['eta_s'])} left")
+    return ", ".join(words)
+
+
+def _print_summary(result: Result) -> None:
+    s = result.summary
+    done = s.before + s.fine + s.failed
+    if s.state == "done" and not s.fine and not s.failed and s.before:
+        click.echo(f"already complete: {s.rows:,} rows in {result.output}", err=True)
+        return
+    head = "done" if s.state == "done" else f"{s.state}: {s.left:,} rows left"
+    lines = [f"{head}: {done:,} of {s.rows:,} rows"]
+    if s.before:
+        lines[0] += f" ({s.before:,} from before)"
+    if s.fine or s.failed:
+        lines.append(f"  this run   {s.fine:,} answered, {s.failed:,} failed in {duration(s.wall_s)}"
+                     f" ({s.rows_per_s:,.1f} rows/s)")  # fmt: skip
+    if s.output_tokens:
+        cached = f" ({s.cached_tokens:,} from the prefix cache)" if s.cached_tokens else ""
+        lines.append(f"  tokens     {s.prompt_tokens:,} in{cached}, {s.output_tokens:,} out"
+                     f" ({s.output_tokens_per_s:,.0f} tok/s)")  # fmt: skip
+    if s.errors:
+        lines.append("  errors     " + ", ".join(f"{name} {count:,}" for name, count in sorted(s.errors.items())))
+    if result.gpu_hours is not None:
+        cost = f", cost {result.cost:.2f}" if result.cost is not None else ""
+        lines.append(f"  GPU-hours  {result.gpu_hours:.3f} on {result.gpus}{cost}")
+    lines.append(f"  output     {result.output}" + ("" if s.state == "done" else " (so far)"))
+    if result.errors:
+        lines.append(f"  failed     {result.errors}")
+    if s.state != "done":
+        lines.append(f"  continue   corral batch resume {result.output}")
+    click.echo("\n".join(lines), err=True)
+
+
+def print_status(standing: Standing, as_json: bool) -> None:
+    """How a job stands."""
+    if as_json:
+        print_json(standing)
+        return
+    s = standing
+    done = s.fine + s.failed
+    who = f" (process {s.holder.pid} on {s.holder.host})" if s.holder else ""
+    click.echo(f"{s.output}: {s.state}{who}")
+    click.echo(f"  rows     {done:,} of {s.rows:,} done, {s.failed:,} failed, {s.rows - done:,} left")
+    click.echo(f"  model    {s.model}")
+    click.echo(f"  input    {s.input}")
+    click.echo(f"  begun    {since(s.created_s)} ago")
+    if s.reason:
+        click.echo(f"  reason   {s.reason}")
+    if s.failed:
+        click.echo(f"  failed   {s.errors}")
+    if s.rows - done and not s.holder:
+        click.echo(f"  continue corral batch resume {s.output}")
+
+
+def print_check(checked: Checked, as_json: bool) -> None:
+    """Every problem of an input."""
+    from corral.errors import DataError
+
+    if as_json:
+        print_json(checked)
+    else:
+        for problem in checked.problems:
+            click.echo(f"line {problem.line} {problem.text}")
+    if checked.problems:
+        raise DataError(
+            f"{len(checked.problems)} of {checked.rows} rows cannot be used.", "Correct them, or use --skip-bad."
+        )
+    if not as_json:
+        click.echo(f"{checked.rows:,} rows, all good ({checked.kind})", err=True)

@@ -1,0 +1,170 @@
+"""Kill a batch at random moments, tear its files, and see that nothing is lost or doubled.
+
+Runners are forked from a nursery that has everything imported, so that a life of some milliseconds is spent in the
+runner's own work and not in starting Python.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+NURSERY = """
+import json, os, sys
+import corral.cli.batch, corral.batch.batch, corral.batch.output, corral.client, uvloop
+from corral.cli import main
+for line in sys.stdin:
+    order = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        try:
+            main(order["argv"])
+        except SystemExit as end:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(end.code or 0)
+        finally:
+            os._exit(99)
+    print(child, flush=True)
+    print(os.waitpid(child, 0)[1], flush=True)
+"""
+
+
+class Nursery:
+    """Starts runners quickly, one at a time."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", NURSERY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def start(self, *argv: str) -> int:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"argv": argv, "log": str(self._log)}) + "\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
+    def wait(self) -> int:
+        """The exit code of the runner; negative when it was killed."""
+        assert self._process.stdout is not None
+        return os.waitstatus_to_exitcode(int(self._process.stdout.readline()))
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(10)
+        self._process.stdout.close()
+
+
+@contextmanager
+def fake_server(*options: str) -> Iterator[str]:
+    """A fake server in a process of its own; gives its address."""
+    command = [sys.executable, "-m", "corral", "fake-server", "--until-eof", "--control", *options]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert server.stdin is not None
+    assert server.stdout is not None
+    try:
+        yield json.loads(server.stdout.readline())["url"]
+    finally:
+        server.stdin.close()
+        server.wait(10)
+        server.stdout.close()
+
+
+def control(url: str, what: str, body: dict[str, object]) -> None:
+    request = urllib.request.Request(f"{url}/control/{what}", json.dumps(body).encode())
+    urllib.request.urlopen(request, timeout=10).close()
+
+
+def write_rows(path: Path, count: int) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for number in range(count):
+            body = {"prompt": f"Row {number}: tell me é", "max_tokens": 4 + number % 13, "temperature": 0}
+            row = {"custom_id": f"id-{number}", "method": "POST", "url": "/v1/completions", "body": body}
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def tear(output: Path, chance: random.Random) -> str:
+    """Damage what a crash of the machine may damage; what was promised must be kept or done again."""
+    ledger = Path(f"{output}.corral") / "ledger"
+    if not output.exists() or not ledger.exists():
+        return "nothing"
+    kind = chance.choice(["cut line", "half line", "cut ledger", "garbage in ledger", "zeros", "none", "none"])
+    target = ledger if "ledger" in kind else output
+    size = target.stat().st_size
+    with target.open("r+b") as file:
+        if kind.startswith("cut"):
+            file.truncate(max(0, size - chance.randrange(1, 200)))
+        elif kind == "half line":
+            file.seek(size)
+            file.write(b'{"id":"batch_req_0","custom_id":"id-1","resp')
+        elif kind == "garbage in ledger":
+            file.seek(size)
+            file.write(chance.randbytes(chance.randrange(1, 90)))
+        elif kind == "zeros" and size:
+            at = max(0, size - chance.randrange(1, 60))
+            file.seek(at)
+            file.write(bytes(size - at))
+    return kind
+
+
+@dataclass
+class Torment:
+    """What was done to a job, and how it ended."""
+
+    kills: int
+    torn: dict[str, int]
+    before_last: int  # results that counted when the killing ended
+    code: int
+
+
+def torment(
+    nursery: Nursery, argv: list[str], output: Path, kills: int, chance: random.Random, faster: Callable[[], None]
+) -> Torment:
+    """Run a job in `kills` lives that end in SIGKILL, with torn files in between, and then to its end.
+
+    Lives become longer while none of them gets anywhere, so that a slow machine does not make the test an empty one.
+    """
+    torn: dict[str, int] = {}
+    longest_s, idle, counted = 0.1, 0, 0
+    for _ in range(kills):
+        pid = nursery.start(*argv)
+        time.sleep(chance.uniform(0.002, longest_s))
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        code = nursery.wait()
+        if code != -signal.SIGKILL:
+            raise AssertionError(f"a runner ended with {code} before it could be killed")
+        if _counted(output) > counted:
+            longest_s, idle = max(0.1, longest_s * 0.8), 0
+        else:
+            idle += 1
+            longest_s = longest_s * 1.25 if idle % 4 == 0 else longest_s
+        kind = tear(output, chance)
+        torn[kind] = torn.get(kind, 0) + 1
+        counted = _counted(output)
+    faster()
+    nursery.start(*argv)
+    return Torment(kills, torn, counted, nursery.wait())
+
+
+def _counted(output: Path) -> int:
+    ledger = Path(f"{output}.corral") / "ledger"
+    return ledger.stat().st_size // 40 if ledger.exists() else 0

@@ -1,0 +1,149 @@
+"""The batch API with the official SDK, unchanged: upload, create, poll, download, cancel, list, restart."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from corral.batch.batch import Where
+from corral.batch.runner import Settings
+from corral.batch.service import BatchService, ServiceOptions
+from corral.fake import FakeOptions, FakeServer, Pace
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with FakeServer(FakeOptions(answer_tokens=(2, 6))) as made:
+        yield made
+
+
+def options(server: FakeServer, folder: Path) -> ServiceOptions:
+    return ServiceOptions(folder, Where(urls=(server.url,)), port=0, settings=Settings(backoff_s=0.01, drain_s=0.1))
+
+
+def sdk(service: BatchService) -> openai.OpenAI:
+    return openai.OpenAI(base_url=service.url + "/v1", api_key=Path(service.key_file).read_text().strip())
+
+
+def row(number: int, **body: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": f"Question {number}"}]
+    whole = {"model": "fake", "messages": messages, **body}
+    return {"custom_id": f"q{number}", "method": "POST", "url": "/v1/chat/completions", "body": whole}
+
+
+def upload(client: openai.OpenAI, rows: list[dict[str, Any]]) -> str:
+    data = b"".join(json.dumps(one).encode() + b"\n" for one in rows)
+    return client.files.create(file=("rows.jsonl", io.BytesIO(data)), purpose="batch").id
+
+
+def create(client: openai.OpenAI, file: str) -> Any:
+    return client.batches.create(
+        input_file_id=file, endpoint="/v1/chat/completions", completion_window="24h", metadata={"who": "test"}
+    )
+
+
+def ended(client: openai.OpenAI, identity: str) -> Any:
+    for _ in range(600):
+        batch = client.batches.retrieve(identity)
+        if batch.status in ("completed", "failed", "cancelled"):
+            return batch
+        time.sleep(0.05)
+    raise AssertionError(f"still {batch.status}")
+
+
+def test_a_batch_through_the_sdk(server: FakeServer, tmp_path: Path) -> None:
+    with BatchService(options(server, tmp_path / "kept")) as service, sdk(service) as client:
+        server.set_faults("status:code=400,match=Question 20")
+        file = upload(client, [row(n) for n in range(21)])
+        assert client.files.retrieve(file).filename == "rows.jsonl"
+        batch = ended(client, create(client, file).id)
+        assert batch.status == "completed"
+        assert batch.metadata == {"who": "test"}
+        assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (21, 20, 1)
+        answers = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
+        assert sorted(a["custom_id"] for a in answers) == sorted(f"q{n}" for n in range(20))
+        assert all(a["response"]["body"]["choices"][0]["message"]["content"] for a in answers)
+        failed = [json.loads(line) for line in client.files.content(batch.error_file_id).text.splitlines()]
+        assert [(f["custom_id"], f["response"]["status_code"]) for f in failed] == [("q20", 400)]
+        assert [b.id for b in client.batches.list()] == [batch.id]
+        assert {f.id for f in client.files.list()} == {file, batch.output_file_id, batch.error_file_id}
+        assert client.files.delete(file).deleted
+        with pytest.raises(openai.NotFoundError):
+            client.files.retrieve(file)
+
+
+def test_bad_input_fails_the_batch_and_says_where(server: FakeServer, tmp_path: Path) -> None:
+    with BatchService(options(server, tmp_path / "kept")) as service, sdk(service) as client:
+        rows = [row(1), row(1), {"custom_id": "x"}, {**row(4), "url": "/v1/completions"}, row(5, model="gpt-4o")]
+        rows.append(row(6, max_tokens=10_000_000))
+        batch = ended(client, create(client, upload(client, rows)).id)
+        assert batch.status == "failed"
+        assert sorted(error.line for error in batch.errors.data) == [2, 3, 4, 5, 6]
+
+
+def test_cancel_keeps_what_is_done(server: FakeServer, tmp_path: Path) -> None:
+    server.set_pace(Pace(requests_per_s=50))
+    with BatchService(options(server, tmp_path / "kept")) as service, sdk(service) as client:
+        batch = create(client, upload(client, [row(n) for n in range(500)]))
+        for _ in range(200):
+            if client.batches.retrieve(batch.id).request_counts.completed:
+                break
+            time.sleep(0.05)
+        assert client.batches.cancel(batch.id).status == "cancelling"
+        stopped = ended(client, batch.id)
+        assert stopped.status == "cancelled"
+        assert client.files.content(stopped.output_file_id).text
+
+
+def test_a_restart_continues(server: FakeServer, tmp_path: Path) -> None:
+    server.set_pace(Pace(requests_per_s=100))
+    with BatchService(options(server, tmp_path / "kept")) as service, sdk(service) as client:
+        batch = create(client, upload(client, [row(n) for n in range(200)]))
+        for _ in range(200):
+            if client.batches.retrieve(batch.id).request_counts.completed:
+                break
+            time.sleep(0.05)
+    server.set_pace(Pace())
+    with BatchService(options(server, tmp_path / "kept")) as service, sdk(service) as client:
+        done = ended(client, batch.id)
+        assert done.status == "completed"
+        lines = client.files.content(done.output_file_id).text.splitlines()
+        assert sorted(json.loads(line)["custom_id"] for line in lines) == sorted(f"q{n}" for n in range(200))
+
+
+def test_every_path_needs_the_key(server: FakeServer, tmp_path: Path) -> None:
+    with BatchService(options(server, tmp_path / "kept")) as service:
+        for path in ("/v1/files", "/v1/batches", "/v1/files/x/content", "/", "/v1/models"):
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                urllib.request.urlopen(service.url + path, timeout=5)
+            assert refused.value.code == 401
+            refused.value.close()
+        with urllib.request.urlopen(service.url + "/health", timeout=5) as answer:
+            assert answer.status == 200
+        with openai.OpenAI(base_url=service.url + "/v1", api_key="wrong") as client:
+            with pytest.raises(openai.AuthenticationError):
+                client.files.list()
+            with pytest.raises(openai.AuthenticationError):
+                client.files.create(file=("x", b"x" * 100_000), purpose="batch")
+
+
+def test_what_cannot_be_done_is_said(server: FakeServer, tmp_path: Path) -> None:
+    with BatchService(options(server, tmp_path / "kept")) as service, sdk(service) as client:
+        with pytest.raises(openai.BadRequestError, match="purpose"):
+            client.files.create(file=("x", b"x"), purpose="assistants")
+        with pytest.raises(openai.NotFoundError):
+            create(client, "file-unknown")
+        file = upload(client, [row(1)])
+        with pytest.raises(openai.BadRequestError, match="possible are"):
+            client.batches.create(input_file_id=file, endpoint="/v1/embeddings", completion_window="24h")
+        with pytest.raises(openai.NotFoundError):
+            client.batches.retrieve("../key")
