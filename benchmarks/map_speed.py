@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import requests
 
@@ -22,7 +23,13 @@ import corral
 PROMPTS = [f"Question {n}: what is {n} plus {n}?" for n in range(400)]
 KINDS = (
     ("head-room: first token 50 ms, 16 tokens 5 ms apart", ("--ttft-ms", "50", "--itl-ms", "5")),
-    ("head-room: first token 20 ms, one token", ("--ttft-ms", "20",)),
+    (
+        "head-room: first token 20 ms, one token",
+        (
+            "--ttft-ms",
+            "20",
+        ),
+    ),
     ("limited: 8 at a time, 50 ms", ("--ttft-ms", "50", "--max-seqs", "8")),
     ("limited: 20 at a time, 50 ms", ("--ttft-ms", "50", "--max-seqs", "20")),
     ("at once: the server takes no time", ()),
@@ -33,7 +40,8 @@ def recipe(url: str, tokens: int) -> list[str]:
     """As the workshops show it: a request for each prompt, from a pool of 20 threads."""
 
     def one(prompt: str) -> str:
-        body = {"model": "fake", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        body: dict[str, Any] = {"model": "fake", "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+        body["ignore_eos"] = True
         answer = requests.post(f"{url}/v1/completions", json=body, timeout=600)
         return str(answer.json()["choices"][0]["text"])
 

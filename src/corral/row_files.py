@@ -128,7 +128,7 @@ def _pyarrow() -> Any:
     try:
         import pyarrow.parquet
     except ImportError:
-        raise EngineError("pyarrow is not installed.", "pip install 'corral[parquet]', or use JSONL.") from None
+        raise EngineError("pyarrow is not installed.", "pip install 'corral[batch]', or use JSONL.") from None
     return pyarrow
 
 

@@ -32,10 +32,17 @@ def server() -> Iterator[FakeServer]:
         yield running
 
 
-def corral(server: FakeServer | None, *arguments: str, given: str = "", **env: str) -> subprocess.CompletedProcess[str]:
+def corral(
+    server: FakeServer | None, *arguments: str, given: str = "", **env: str
+) -> subprocess.CompletedProcess[str]:
     extra = {"OPENAI_BASE_URL": server.url} if server else {}
     return subprocess.run(
-        [*COMMAND, *arguments], capture_output=True, text=True, input=given, timeout=60, env={**os.environ, **extra, **env}
+        [*COMMAND, *arguments],
+        capture_output=True,
+        text=True,
+        input=given,
+        timeout=60,
+        env={**os.environ, **extra, **env},
     )
 
 
@@ -45,7 +52,11 @@ def test_complete(server: FakeServer, tmp_path: Path) -> None:
     assert len(done.stdout.split()) == 7
     path = tmp_path / "prompt.txt"
     path.write_text("San Francisco is a")
-    for arguments, given in ((["-f", str(path)], ""), (["-f", "-"], "San Francisco is a"), ([], "San Francisco is a")):
+    for arguments, given in (
+        (["-f", str(path)], ""),
+        (["-f", "-"], "San Francisco is a"),
+        ([], "San Francisco is a"),
+    ):
         again = corral(server, "complete", *arguments, "--max-tokens", "7", "--temperature", "0", given=given)
         assert again.stdout == done.stdout
     several = corral(server, "complete", "San", "-n", "3", "--max-tokens", "2")
@@ -63,7 +74,9 @@ def test_json_is_the_servers_own_response(server: FakeServer) -> None:
 
 
 def test_the_table_of_tokens(server: FakeServer) -> None:
-    done = corral(server, "complete", "San Francisco is a", "--logprobs", "2", "--prompt-logprobs", "1", "--max-tokens", "3")
+    done = corral(
+        server, "complete", "San Francisco is a", "--logprobs", "2", "--prompt-logprobs", "1", "--max-tokens", "3"
+    )
     assert done.returncode == 0
     text = done.stdout.splitlines()
     assert text[2] == "prompt"

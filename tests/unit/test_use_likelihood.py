@@ -133,4 +133,4 @@ def test_memory_bounds_what_is_in_flight() -> None:
     assert ScoreOptions(vocabulary=49152).tokens_in_flight > 5000
     for bad in ({"too_long": "x"}, {"window": 1}, {"overlap": 0}, {"window": 4, "overlap": 4}, {"memory_gib": 0}):
         with pytest.raises(UsageError):
-            ScoreOptions(**bad)  # type: ignore[arg-type]
+            ScoreOptions(**bad)

@@ -68,9 +68,10 @@ def test_complete_and_chat(llm: LLM) -> None:
     reply = llm.complete("San Francisco is a", max_tokens=7, temperature=0)
     assert reply.usage is not None
     assert reply.usage.completion_tokens == 7
-    assert llm.chat("Capital of France?", max_tokens=5).text == llm.chat(
-        [{"role": "user", "content": "Capital of France?"}], max_tokens=5
-    ).text
+    assert (
+        llm.chat("Capital of France?", max_tokens=5).text
+        == llm.chat([{"role": "user", "content": "Capital of France?"}], max_tokens=5).text
+    )
     assert len(llm.complete("a", n=3, max_tokens=4).texts) == 3
 
 

@@ -82,7 +82,9 @@ def test_every_form_gives_the_same_scores(server: FakeServer, tmp_path: Path) ->
 
 def test_parquet_out_in_the_inputs_order(server: FakeServer, tmp_path: Path) -> None:
     rows = [{"id": f"r{i}", "text": "some words " * (1 + i % 5)} for i in range(50)]
-    report = job(server, write(tmp_path / "rows.jsonl", [*rows, *ROWS]), tmp_path / "o.parquet", per_token=True, top=2)
+    report = job(
+        server, write(tmp_path / "rows.jsonl", [*rows, *ROWS]), tmp_path / "o.parquet", per_token=True, top=2
+    )
     assert report.summary["rows"] == 53
     table = pq.read_table(tmp_path / "o.parquet").to_pylist()
     assert [row["id"] for row in table] == [row["id"] for row in [*rows, *ROWS]]
@@ -129,7 +131,12 @@ def test_the_boundary_is_where_lm_eval_puts_it(server: FakeServer) -> None:
             scorer = Scorer(client, ScoreOptions(per_token=True))
             from corral.likelihood import read_row
 
-            for context, continuation in (("Paris is", " big"), ("Paris is ", "big"), ("", "big house"), ("Par", "is big")):
+            for context, continuation in (
+                ("Paris is", " big"),
+                ("Paris is ", "big"),
+                ("", "big house"),
+                ("Par", "is big"),
+            ):
                 score = await scorer.score(read_row({"context": context, "continuation": continuation}, 1))
                 ids = [found.id for found in score.token_scores]
                 kept = context.rstrip()
@@ -237,7 +244,11 @@ def test_patience_ends(tmp_path: Path) -> None:
     source = write(tmp_path / "rows.jsonl", ROWS)
     with pytest.raises(ServerGoneError) as caught:
         score_file(
-            Endpoint("http://127.0.0.1:9", "m"), source, tmp_path / "o.jsonl", ScoreOptions(concurrency=1), patience_s=0
+            Endpoint("http://127.0.0.1:9", "m"),
+            source,
+            tmp_path / "o.jsonl",
+            ScoreOptions(concurrency=1),
+            patience_s=0,
         )
     assert "same command" in caught.value.remedy
 
