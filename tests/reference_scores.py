@@ -1,4 +1,4 @@
-"""Log-probabilities by transformers' own logits. Runs inside an engine's environment: `python this MODEL DTYPE < rows`.
+"""Log-probabilities by transformers' own logits. Runs in an engine's environment: `python this MODEL DTYPE < rows`.
 
 The boundary is lm-evaluation-harness's `_encode_pair`, written down here a second time on purpose.
 """

@@ -13,7 +13,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +139,7 @@ class _Job:
         self._scorer = Scorer(self._client, options)
         self._ledger = Ledger(folder, table)
         self._fine = self._failed = self._before = 0
+        self._old: list[Client] = []
         self._stopping = False
         self._good_s = time.monotonic()
 
@@ -170,8 +171,9 @@ class _Job:
             )
         finally:
             self._ledger.close()
-            if not self._folder.errors.stat().st_size:
-                self._folder.errors.unlink()
+            errors = self._folder.errors
+            if errors.is_file() and not errors.stat().st_size:
+                errors.unlink()
 
     def _results(self) -> Iterator[dict[str, Any]]:
         for record in self._ledger.places():
@@ -208,7 +210,8 @@ class _Job:
                 task.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
             await outbox.drain()
-            await self._client.close()
+            for client in (*self._old, self._client):
+                await client.close()
             for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
                 loop.remove_signal_handler(name)
 
@@ -269,7 +272,8 @@ class _Job:
         except CorralError:
             return
         if endpoint != self._client.endpoint:
-            self._client = Client(replace(endpoint) if type(endpoint) is Endpoint else endpoint)
+            self._old.append(self._client)
+            self._client = Client(endpoint)
             self._scorer = Scorer(self._client, self._options)
         self._client.forget_key()
 

@@ -3,8 +3,8 @@
 A token is a piece of bytes, not of text: an emoji may be three tokens, none of which is text by itself. Servers show
 such pieces as "" or "�", and in `top_logprobs` several of them collapse into one key. So views ask for ids, and learn
 what the ids mean: from `/tokenize` with `return_token_strs` (whose spelling is checked against the text it came
-from), and for the rest from `/detokenize`. Pieces that are no text by themselves are learnt from a text of rare signs,
-which tokenizers spell byte by byte. Where nothing helps, the bytes stay None and the id is shown.
+from), and for the rest from `/detokenize`. Pieces that are no text by themselves are learnt from texts of rare
+signs, which tokenizers spell byte by byte. Where nothing helps, the bytes stay None and the id is shown.
 """
 
 from __future__ import annotations

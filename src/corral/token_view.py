@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from corral.reply import Token
 
-__all__ = ["Sign", "TokenView", "label", "signs", "table_rows"]
+__all__ = ["Sign", "TokenView", "harmless", "label", "signs", "table_rows"]
 
 # probability at least -> (256-colour background for terminals, the same for HTML)
 _SHADES = (
@@ -93,6 +93,13 @@ def visible(text: str) -> str:
         "·" if sign == " " else _VISIBLE.get(sign) or (sign if _printable(sign) else f"⟨U+{ord(sign):04X}⟩")
         for sign in text
     )
+
+
+def harmless(text: str) -> str:
+    """Text for a terminal: control signs, with which a model could move the cursor or set the title, are replaced."""
+    if text.isprintable():
+        return text
+    return "".join(sign if sign in "\n\t" or unicodedata.category(sign) != "Cc" else "\ufffd" for sign in text)
 
 
 def _printable(sign: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import io
 import json
 import os
 import pty
@@ -13,11 +14,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from corral.cli import main
 from corral.conversation import COMMANDS, Conversation
 from corral.errors import DataError, UsageError
 from corral.fake import FakeOptions, FakeServer, Pace
@@ -32,18 +35,29 @@ def server() -> Iterator[FakeServer]:
         yield running
 
 
-def corral(
-    server: FakeServer | None, *arguments: str, given: str = "", **env: str
-) -> subprocess.CompletedProcess[str]:
-    extra = {"OPENAI_BASE_URL": server.url} if server else {}
-    return subprocess.run(
-        [*COMMAND, *arguments],
-        capture_output=True,
-        text=True,
-        input=given,
-        timeout=60,
-        env={**os.environ, **extra, **env},
-    )
+@dataclass
+class Done:
+    """How a command ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def corral(server: FakeServer | None, *arguments: str, given: str = "") -> Done:
+    """Run a command in this process, as its own would: arguments, environment, standard streams, exit code."""
+    streams = [io.TextIOWrapper(io.BytesIO(data), encoding="utf-8") for data in (given.encode(), b"", b"")]
+    with pytest.MonkeyPatch.context() as patch:
+        if server:
+            patch.setenv("OPENAI_BASE_URL", server.url)
+        for name, stream in zip(("stdin", "stdout", "stderr"), streams, strict=True):
+            patch.setattr(sys, name, stream)
+        with pytest.raises(SystemExit) as ended:
+            main(list(arguments))
+    for stream in streams[1:]:
+        stream.flush()
+    out, err = (stream.buffer.getvalue().decode() for stream in streams[1:])
+    return Done(int(ended.value.code or 0), out, err)
 
 
 def test_complete(server: FakeServer, tmp_path: Path) -> None:
@@ -110,11 +124,11 @@ def test_every_parameter_is_in_the_help() -> None:
         (["score", "-i", "/nowhere.jsonl", "-o", "x.jsonl"], 10, "no file"),
     ],
 )
-def test_refusals(server: FakeServer, arguments: list[str], code: int, says: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [*COMMAND, *arguments], capture_output=True, text=True, timeout=60, cwd=tmp_path, stdin=subprocess.DEVNULL,
-        env={**os.environ, "OPENAI_BASE_URL": server.url},
-    )  # fmt: skip
+def test_refusals(
+    server: FakeServer, arguments: list[str], code: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = corral(server, *arguments)
     assert done.returncode == code, done.stderr
     assert says in done.stderr
     assert "→" in done.stderr

@@ -9,7 +9,7 @@ import pytest
 
 from corral.reply import Token
 from corral.token_bytes import exact, spelling, token_id
-from corral.token_view import TokenView, label, signs, visible, width
+from corral.token_view import TokenView, harmless, label, signs, visible, width
 
 
 def token(piece: bytes, p: float | None = 0.5, number: int = 1, rank: int | None = 1) -> Token:
@@ -60,6 +60,11 @@ def test_no_control_sign_of_a_model_reaches_the_terminal() -> None:
     for text in (view.ansi(), view.table()):
         assert "\x07" not in text
         assert "\x1b" not in re.sub(r"\x1b\[[\d;]*m", "", text)
+
+
+def test_harmless_text() -> None:
+    assert harmless("a\tb\n東京 🎉\u200d") == "a\tb\n東京 🎉\u200d"
+    assert harmless("a\x1b[2J\x07\x9b\rb") == "a\ufffd[2J\ufffd\ufffd\ufffdb"
 
 
 def test_views() -> None:

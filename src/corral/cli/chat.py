@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from corral.cli.complete import shown
 from corral.cli.use_options import endpoint_options, sampling_options, taken_sampling
 from corral.errors import CorralError
 
@@ -104,13 +105,13 @@ def _answer(llm: LLM, talk: Conversation) -> None:
         for piece in stream:
             if piece.reasoning:
                 thinking = True
-                click.echo(click.style(piece.reasoning, dim=True), nl=False)
+                click.echo(click.style(shown(piece.reasoning), dim=True), nl=False)
             if piece.text:
                 if thinking:
                     click.echo("\n")
                     thinking = False
                 parts.append(piece.text)
-                click.echo(piece.text, nl=False)
+                click.echo(shown(piece.text), nl=False)
             sys.stdout.flush()
     except KeyboardInterrupt:
         if stream is not None:

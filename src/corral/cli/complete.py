@@ -67,11 +67,18 @@ def _prompt(prompt: str | None, file: str | None) -> str:
 def _stream(llm: Any, text: str, sampling: dict[str, Any]) -> None:
     stream = llm.stream(text, **sampling)
     for piece in stream:
-        click.echo(piece.text, nl=False)
+        click.echo(shown(piece.text), nl=False)
         sys.stdout.flush()
     click.echo()
     if stream.reply is not None:
         _note_end(stream.reply.finish_reason, stream.reply)
+
+
+def shown(text: str) -> str:
+    """The text as it is for files and pipes, and without control signs for a terminal."""
+    from corral.token_view import harmless
+
+    return harmless(text) if sys.stdout.isatty() else text
 
 
 def _note_end(reason: str, reply: Any) -> None:
@@ -83,14 +90,14 @@ def _note_end(reason: str, reply: Any) -> None:
 def _show_several(choices: list[Any]) -> None:
     for choice in choices:
         click.echo(click.style(f"[{choice.index + 1}]", dim=True), err=True)
-        click.echo(choice.text)
+        click.echo(shown(choice.text))
 
 
 def _show_tokens(llm: Any, text: str, sampling: dict[str, Any]) -> None:
     from corral.client import wait
 
     view, reply = wait(llm.aio.explained(text, **sampling))
-    click.echo(reply.text)
+    click.echo(shown(reply.text))
     click.echo()
     if sys.stdout.isatty():
         click.echo(view.ansi())

@@ -21,12 +21,13 @@ def endpoint_options(command: F) -> F:
     """--name, --url, --key-file, --model."""
     for option in reversed(
         (
-            click.option("--deployment", "--name", "name", metavar="NAME", help="Deployment to use (default: the only one that is ready)."),
+            click.option("--deployment", "--name", "name", metavar="NAME",
+                         help="Deployment to use (default: the only one that is ready)."),
             click.option("--url", help="Address of any OpenAI-compatible server (default: OPENAI_BASE_URL if set)."),
             click.option("--key-file", metavar="FILE", help="File with its key (default: OPENAI_API_KEY if set)."),
             click.option("--model", metavar="NAME", help="Served model, when the server has several."),
         )
-    ):
+    ):  # fmt: skip
         command = option(command)
     return command
 
