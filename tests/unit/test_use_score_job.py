@@ -212,7 +212,7 @@ def test_nothing_is_lost_or_doubled_when_killed(way: signal.Signals, tmp_path: P
         for _ in range(2):
             before = out.stat().st_size if out.exists() else 0
             with subprocess.Popen([*command, "--concurrency", "8"], stderr=subprocess.PIPE, text=True) as process:
-                for _ in range(400):
+                for _ in range(3000):
                     if out.exists() and out.stat().st_size > before:
                         break
                     time.sleep(0.02)
