@@ -115,7 +115,7 @@ _TABLE = (
     Parameter("max_tokens", "int", "Longest answer in tokens.", 1),
     Parameter("min_tokens", "int", "No end of the answer before this many tokens.", 0),
     Parameter("temperature", "float", "Spread of the choice: 0 always takes the likeliest token.", 0, 2),
-    Parameter("top_p", "float", "Choose among the likeliest tokens that together have this probability.", 0, 1, True),
+    Parameter("top_p", "float", "Choose among the likeliest tokens of this total probability.", 0, 1, True),
     Parameter("top_k", "int", "Choose among this many likeliest tokens; 0 or -1: all.", -1),
     Parameter("min_p", "float", "Drop tokens less likely than this share of the likeliest one.", 0, 1),
     Parameter("frequency_penalty", "float", "Lower a token for each time it was already generated.", -2, 2),
@@ -127,7 +127,7 @@ _TABLE = (
     Parameter("stop", "texts", "End the answer at this text; repeatable."),
     Parameter("n", "int", "Answers to one prompt.", 1, 16384),
     Parameter(
-        "logprobs", "int", "Log-probability of each generated token, with this many alternatives; -1: all.", -1
+        "logprobs", "int", "Log-probability of each token, and this many alternatives; -1: all.", -1
     ),
     Parameter("prompt_logprobs", "int", "The same for each token of the prompt.", -1),
     Parameter("ignore_eos", "flag", "Go on past the model's own end."),

@@ -158,7 +158,7 @@ class Scorer:
             )
         spans = cut(tokens, first, self._capacity, self.options.overlap)
         scored = await asyncio.gather(*map(self._span, spans))
-        return total([score for scores in scored for score in scores], len(spans), self.options.per_token)
+        return total([score for scores in scored for score in scores], len(spans), self.options.per_token or self.options.top > 0)
 
     async def _span(self, span: Span) -> list[TokenScore]:
         body = {

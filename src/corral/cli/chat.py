@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 118})
 @click.option("--system", metavar="TEXT", help="System message.")
 @click.option("--load", metavar="FILE", help="Go on with a conversation that /save wrote.")
 @endpoint_options

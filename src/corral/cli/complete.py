@@ -14,7 +14,7 @@ from corral.errors import UsageError
 __all__ = ["command"]
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 118})
 @click.argument("prompt", required=False)
 @click.option("-f", "--file", "file", metavar="FILE", help="Read the prompt from a file; - is standard input.")
 @endpoint_options

@@ -15,7 +15,10 @@ from corral.errors import INTERRUPTED
 __all__ = ["command"]
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]}, epilog="More: docs/scoring.md.")
+@click.command(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 118},
+    epilog="More: docs/scoring.md.",
+)
 @click.option("-i", "--input", "source", required=True, type=click.Path(path_type=Path), metavar="FILE",
               help="Rows: .jsonl, .csv, .tsv, .parquet (the text forms also as .gz).")  # fmt: skip
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="FILE",
@@ -31,7 +34,7 @@ __all__ = ["command"]
 @click.option("--special-tokens", is_flag=True, help="Let the tokenizer add its BOS before contexts, too.")
 @click.option("--per-token", is_flag=True, help="Write each token's log-probability and rank.")
 @click.option("--top", type=click.IntRange(0, 1000), default=0, show_default=True, metavar="K",
-              help="With --per-token: the K likeliest tokens at each place.")  # fmt: skip
+              help="The K likeliest tokens at each place, too (implies --per-token).")  # fmt: skip
 @click.option("--concurrency", type=click.IntRange(min=1), default=64, show_default=True, help="Rows at once.")
 @click.option("--memory-gib", type=click.FloatRange(min=0, min_open=True), default=2.0, show_default=True,
               help="What prompt log-probabilities may take on the server at once.")  # fmt: skip

@@ -21,7 +21,7 @@ __all__ = ["command"]
 HEADINGS = ["NAME", "RUNNING", "WAITING", "KV USE", "TOK/S", "PROMPT TOK/S", "TTFT", "PREFIX HITS", "MODEL"]
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 118})
 @click.argument("names", nargs=-1)
 @click.option("--url", help="Watch any vLLM server by its address.")
 @click.option("--key-file", metavar="FILE", help="File with its key.")

@@ -33,7 +33,16 @@ def endpoint_options(command: F) -> F:
 
 
 def sampling_options(command: F) -> F:
-    """One option for each sampling parameter, the forms of structured answers, and --param."""
+    """One option for each sampling parameter, then the forms of structured answers, then --param."""
+    command = click.option("--param", "extra", multiple=True, metavar="NAME=VALUE",
+                           help="Any other field of the request, sent as it is; repeatable.")(command)  # fmt: skip
+    for name, (_, text) in reversed(STRUCTURED.items()):
+        flag = "--" + name.replace("_", "-")
+        many = name == "choice"
+        hint = (
+            " (@FILE reads it from a file)" if name in ("json_schema", "grammar") else "; repeatable" if many else ""
+        )
+        command = click.option(flag, name, multiple=many, help=text.rstrip(".") + hint + ".", metavar="TEXT")(command)
     for parameter in reversed(PARAMETERS.values()):
         flag = "--" + parameter.name.replace("_", "-")
         names = ["-n", flag] if parameter.name == "n" else [flag]
@@ -50,15 +59,6 @@ def sampling_options(command: F) -> F:
                 help=text,
                 metavar=_meta(parameter.kind),
             )(command)
-    command = click.option("--param", "extra", multiple=True, metavar="NAME=VALUE",
-                           help="Any other field of the request, sent as it is; repeatable.")(command)  # fmt: skip
-    for name, (_, text) in reversed(STRUCTURED.items()):
-        flag = "--" + name.replace("_", "-")
-        many = name == "choice"
-        hint = (
-            " (@FILE reads it from a file)" if name in ("json_schema", "grammar") else "; repeatable" if many else ""
-        )
-        command = click.option(flag, name, multiple=many, help=text.rstrip(".") + hint + ".", metavar="TEXT")(command)
     return command
 
 
