@@ -158,7 +158,8 @@ class Scorer:
             )
         spans = cut(tokens, first, self._capacity, self.options.overlap)
         scored = await asyncio.gather(*map(self._span, spans))
-        return total([score for scores in scored for score in scores], len(spans), self.options.per_token or self.options.top > 0)
+        kept = self.options.per_token or self.options.top > 0
+        return total([score for scores in scored for score in scores], len(spans), kept)
 
     async def _span(self, span: Span) -> list[TokenScore]:
         body = {

@@ -33,26 +33,31 @@ class Watch:
     def __init__(self, servers: Sequence[tuple[str, Endpoint]] = ()) -> None:
         self._clients: dict[str, Client] = {}
         self._before: dict[str, Reading] = {}
+        self._dropped: list[Client] = []
         self.set(servers)
 
     def set(self, servers: Sequence[tuple[str, Endpoint]]) -> None:
         """The servers to look at from now on."""
-        for name, endpoint in servers:
-            if name not in self._clients or self._clients[name].endpoint != endpoint:
-                self._clients[name] = Client(endpoint, stall_s=10)
-                self._before.pop(name, None)
-        names = {name for name, _ in servers}
-        for name in [name for name in self._clients if name not in names]:
-            del self._clients[name]
+        wanted = dict(servers)
+        for name in [name for name, client in self._clients.items() if client.endpoint != wanted.get(name)]:
+            self._dropped.append(self._clients.pop(name))
             self._before.pop(name, None)
+        for name, endpoint in wanted.items():
+            self._clients.setdefault(name, Client(endpoint, stall_s=10))
 
     async def look(self) -> list[Line]:
-        """One line for each server, in the order given."""
+        """One line for each server."""
+        await self._close_dropped()
         return list(await asyncio.gather(*(self._line(name, client) for name, client in self._clients.items())))
 
     async def close(self) -> None:
-        for client in self._clients.values():
-            await client.close()
+        """Close every connection."""
+        self.set(())
+        await self._close_dropped()
+
+    async def _close_dropped(self) -> None:
+        while self._dropped:
+            await self._dropped.pop().close()
 
     async def _line(self, name: str, client: Client) -> Line:
         endpoint = client.endpoint
