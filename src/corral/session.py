@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 
 from corral import bringup, deployment
 from corral.errors import ConflictError
-from corral.folder import open_folder
+from corral.folder import all_folders, open_folder
 from corral.llm import LLM
 from corral.plan import Goal
+from corral.processes import own_identity
+from corral.record import load_json
 from corral.resolve import ready_endpoint, resolve
 
 __all__ = ["connect", "up"]
@@ -66,11 +68,15 @@ def up(
         extra_args=tuple(engine_args),
         extra_env=dict(env or {}),
     )
+    began_s = time.time()
     try:
         status = bringup.bring_up(wish, _Lines(quiet))
     except ConflictError as error:
         if reuse and error.details.get("state") == "ready":
             return LLM(ready_endpoint(str(error.details["name"])))
+        raise
+    except KeyboardInterrupt:
+        _stop_own(began_s)  # a program that is interrupted leaves nothing behind; `corral up` in a shell goes on
         raise
     assert status.endpoint is not None
     folder = open_folder(status.name)
@@ -79,6 +85,14 @@ def up(
 
 def _stop(name: str) -> None:
     deployment.stop(open_folder(name))
+
+
+def _stop_own(since_s: float) -> None:
+    """End what this process began to start since then."""
+    for folder in all_folders():
+        record = load_json(deployment.Record, folder.record)
+        if record.created_by == own_identity() and record.created_s >= since_s:
+            deployment.stop(folder)
 
 
 def connect(
