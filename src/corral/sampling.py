@@ -126,9 +126,7 @@ _TABLE = (
     Parameter("seed", "int", "Makes sampling repeatable.", -(2**63), 2**63 - 1),
     Parameter("stop", "texts", "End the answer at this text; repeatable."),
     Parameter("n", "int", "Answers to one prompt.", 1, 16384),
-    Parameter(
-        "logprobs", "int", "Log-probability of each token, and this many alternatives; -1: all.", -1
-    ),
+    Parameter("logprobs", "int", "Log-probability of each token, and this many alternatives; -1: all.", -1),
     Parameter("prompt_logprobs", "int", "The same for each token of the prompt.", -1),
     Parameter("ignore_eos", "flag", "Go on past the model's own end."),
     Parameter("stop_token_ids", "ints", "End the answer at one of these token ids."),

@@ -200,3 +200,21 @@ def test_up_in_python(corral: Corral, tiny_model: Path, monkeypatch: pytest.Monk
             assert same.endpoint == llm.endpoint
         assert llm.complete("b", max_tokens=3).usage  # leaving the reuser did not stop it
     assert corral.json("status", "use-tiny", check=False)["state"] == "stopped"
+
+
+import os as _os  # TEMPORARY
+
+_os.environ["CORRAL_KEEP_TUTORIAL"] = "/tmp/use-tutorial-out.ipynb"
+from tests.integration.test_tutorial import test_the_tutorial_runs as _tut  # TEMPORARY
+
+
+def test_zz_tutorial(corral, tmp_path, monkeypatch):
+    import time
+
+    began = time.monotonic()
+    _tut(corral, tmp_path, monkeypatch)
+    print("tutorial took", time.monotonic() - began)
+
+
+def test_zz_map_speed():
+    print(subprocess.run([".venv/bin/python", "benchmarks/map_speed.py"], capture_output=True, text=True))
