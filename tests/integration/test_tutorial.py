@@ -10,7 +10,7 @@ import nbformat
 import pytest
 
 from tests.conftest import ROOT
-from tests.integration.conftest import Corral
+from tests.integration.conftest import Corral, free_port
 
 
 def test_the_tutorial_runs(corral: Corral, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,6 +22,7 @@ def test_the_tutorial_runs(corral: Corral, tmp_path: Path, monkeypatch: pytest.M
     client = nbclient.NotebookClient(
         notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
     )
+    corral.run("up", "smollm2", "--name", "tutorial", "--port", free_port())  # the notebook reuses it
     try:
         client.execute()
     finally:

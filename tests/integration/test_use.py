@@ -16,7 +16,7 @@ from corral.llm import LLM
 from corral.request_errors import BadRequestError, KeyRefusedError, PromptTooLongError
 from corral.resolve import HeldKeyEndpoint
 from tests.conftest import ROOT
-from tests.integration.conftest import Corral
+from tests.integration.conftest import Corral, free_port
 from tests.tiny_llama import make_tiny_llama
 
 REFERENCE = ROOT / "tests" / "reference_scores.py"
@@ -55,10 +55,10 @@ def worst_difference(llm: LLM, theirs: list[dict[str, Any]], rows: list[dict[str
     return worst
 
 
-def quieten(model: Path, halvings: int = 4) -> Path:
-    """Divide the last layer by a power of two, so that logits stay near 1.
+def quieten(model: Path, halvings: int = 6) -> Path:
+    """Divide the last layer by a power of two, so that logits stay small.
 
-    A bfloat16 has 8 bits: near 1 its steps are 0.004, near 16 they are 0.06, and no two programs agree to less.
+    A bfloat16 has 8 bits: near 16 its steps are 0.06, and no two programs agree to less, whatever they compute.
     """
     path = model / "model.safetensors"
     data = bytearray(path.read_bytes())
@@ -79,7 +79,7 @@ def rows() -> list[dict[str, str]]:
 @pytest.fixture(scope="module")
 def served(corral: Corral) -> Iterator[LLM]:
     """The embedded default, with its key in a file."""
-    document = corral.json("up", "smollm2", "--name", "use-smollm2")
+    document = corral.json("up", "smollm2", "--name", "use-smollm2", "--port", free_port())
     endpoint = library.Endpoint(document["endpoint"]["base_url"], "smollm2", document["endpoint"]["key_file"])
     with LLM(endpoint) as llm:
         yield llm
@@ -92,7 +92,8 @@ def test_scores_are_those_of_transformers(corral: Corral, tmp_path: Path, dtype:
     if dtype == "bfloat16":
         quieten(model)
     name = f"use-{dtype}"
-    done = corral.run("up", str(model), "--json", "--name", name, "--set", "eager=true", "--", "--dtype", dtype)
+    done = corral.run("up", str(model), "--json", "--name", name, "--port", free_port(), "--set",
+                      "eager=true", "--", "--dtype", dtype)  # fmt: skip
     document = json.loads(done.stdout)
     try:
         with LLM(library.Endpoint(document["endpoint"]["base_url"], document["endpoint"]["model"],
@@ -191,30 +192,16 @@ def test_the_shell(corral: Corral, served: LLM, tmp_path: Path) -> None:
     assert line["reading"]["kv_tokens"] > 0
 
 
+@pytest.mark.filterwarnings(  # the agent is meant to outlive the process that starts it
+    "ignore::pytest.PytestUnraisableExceptionWarning", "ignore:subprocess .* is still running:ResourceWarning"
+)
 def test_up_in_python(corral: Corral, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HOME", "CORRAL_HOME"):
         monkeypatch.setenv(name, corral.env[name])
-    with library.up(str(tiny_model), name="use-tiny", fixed={"eager": True}, quiet=True) as llm:
+    port = int(free_port())
+    with library.up(str(tiny_model), name="use-tiny", fixed={"eager": True}, port=port, quiet=True) as llm:
         assert llm.complete("a", max_tokens=3).text is not None
         with library.up(str(tiny_model), name="use-tiny", reuse=True, quiet=True) as same:
             assert same.endpoint == llm.endpoint
         assert llm.complete("b", max_tokens=3).usage  # leaving the reuser did not stop it
     assert corral.json("status", "use-tiny", check=False)["state"] == "stopped"
-
-
-import os as _os  # TEMPORARY
-
-_os.environ["CORRAL_KEEP_TUTORIAL"] = "/tmp/use-tutorial-out.ipynb"
-from tests.integration.test_tutorial import test_the_tutorial_runs as _tut  # TEMPORARY
-
-
-def test_zz_tutorial(corral, tmp_path, monkeypatch):
-    import time
-
-    began = time.monotonic()
-    _tut(corral, tmp_path, monkeypatch)
-    print("tutorial took", time.monotonic() - began)
-
-
-def test_zz_map_speed():
-    print(subprocess.run([".venv/bin/python", "benchmarks/map_speed.py"], capture_output=True, text=True))
