@@ -83,7 +83,7 @@ def read_row(data: Any, number: int) -> Row:
     given = {name: data[name] for name in _FIELDS if data.get(name) is not None}
     name = str(given.get("id", number))
     if "text" in given:
-        if "context" in given or "continuation" in given or "choices" in given:
+        if given.get("context") or "continuation" in given or "choices" in given:
             raise DataError(f"row {name!r} has a text and a context or continuation.", "Give the one or the other.")
         return Row(name, _text(given, "text", name))
     if "choices" in given:

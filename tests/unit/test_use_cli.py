@@ -217,9 +217,11 @@ def test_a_chat_in_a_terminal(tmp_path: Path) -> None:
         terminal = Terminal("chat", "--url", slow.url, "--max-tokens", "1000")
         terminal.until("› ")
         terminal.type("tell me\n")
-        time.sleep(0.8)
+        terminal.until("tell me")
+        terminal.until(" ")  # words of the answer
+        terminal.until(" ")
         terminal.type("\x03")  # Ctrl-C: only the answer stops
-        terminal.until("(stopped)")
+        terminal.until("(stopped)", 60)
         terminal.until("› ")
         terminal.type("\x03")  # at the prompt: a hint
         terminal.until("ends the talk")

@@ -65,10 +65,6 @@ def test_every_form_gives_the_same_scores(server: FakeServer, tmp_path: Path) ->
         "t,the quick brown fox,,,,\r\np,,Paris is ,in France,,\r\n"
         'c,,A or B?,,"["" A"", "" B""]",0\r\n'
     )
-    # a CSV has no difference between an empty context and none
-    (tmp_path / "rows.csv").write_text(
-        (tmp_path / "rows.csv").read_text(encoding="utf-8-sig").replace("t,the quick brown fox,,,,", "")
-    )
     columns = ("id", "text", "context", "continuation", "choices", "answer")
     whole = [{name: row.get(name) for name in columns} for row in ROWS]
     pq.write_table(pa.Table.from_pylist(whole), tmp_path / "rows.parquet")
@@ -76,8 +72,7 @@ def test_every_form_gives_the_same_scores(server: FakeServer, tmp_path: Path) ->
         out = tmp_path / f"{name}.jsonl"
         assert job(server, tmp_path / name, out).failed == 0, lines(out.with_suffix(".errors.jsonl"))
         found = {row["id"]: row["sum_logprob"] for row in lines(out)}
-        assert found == {key: wanted[key] for key in found}
-        assert {"p", "c"} <= set(found)
+        assert found == wanted
 
 
 def test_parquet_out_in_the_inputs_order(server: FakeServer, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import time
@@ -18,12 +19,19 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
+def free_port() -> int:
+    """Not 8000, which everybody takes first: tests may run side by side."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def state(corral: Corral, name: str) -> str:
     return str(corral("status", name, "--json").json()["state"])
 
 
 def test_up_serves_and_leaving_stops(corral: Corral, capfd: pytest.CaptureFixture[str]) -> None:
-    with library.up(str(corral.model), name="one") as llm:
+    with library.up(str(corral.model), name="one", port=free_port()) as llm:
         assert state(corral, "one") == "ready"
         assert "one" in library.connect("one").endpoint.key_file  # type: ignore[operator]
         with pytest.raises(ConflictError):
@@ -40,11 +48,11 @@ def test_up_serves_and_leaving_stops(corral: Corral, capfd: pytest.CaptureFixtur
 def test_an_engine_that_dies_raises_its_reason(corral: Corral, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STUB_OPTIONS", "exit=0")
     with pytest.raises(LaunchError):
-        library.up(str(corral.model), name="two", quiet=True)
+        library.up(str(corral.model), name="two", port=free_port(), quiet=True)
 
 
 def test_an_interrupted_start_leaves_nothing(corral: Corral) -> None:
-    code = f"import corral; corral.up({str(corral.model)!r}, name='three')"
+    code = f"import corral; corral.up({str(corral.model)!r}, name='three', port={free_port()})"
     env = {**corral.env, "STUB_OPTIONS": "silent"}
     with subprocess.Popen([sys.executable, "-c", code], env=env, stderr=subprocess.PIPE, text=True) as process:
         for _ in range(600):
