@@ -179,7 +179,7 @@ async def _one(session: Any, port: int, seed: int, prompt: int, output: int) -> 
 
 
 async def _measure(port: int, rounds: int) -> dict[str, float]:
-    import aiohttp
+    import aiohttp  # type: ignore[import-not-found,unused-ignore]
 
     row: dict[str, float] = {}
     seed = iter(range(1, 10**9))

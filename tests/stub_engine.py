@@ -4,7 +4,8 @@
     stub_engine.py -m vllm... serve MODEL … --port PORT …   # as Corral calls a real one; options in STUB_OPTIONS
 
 Options: `die-after-ready=CODE`, `exit=CODE` (before ready), `silent` (no more lines, no CPU), `daemon` (leaves a
-child in a session of its own), `open` (answers without a key), `hang` (stops answering after ready).
+child in a session of its own), `open` (answers without a key), `hang` (stops answering after ready),
+`slow=SECONDS` (before the port is bound).
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ LINES = [
     "INFO init engine (profile, create kv cache, warmup model) took 20.00 s",
     "INFO Starting vLLM server on http://127.0.0.1",
 ]
+ANSWER = """{"id": "1", "object": "chat.completion", "created": 1, "model": "m",
+  "choices": [{"index": 0, "message": {"role": "assistant", "content": "Paris."}, "finish_reason": "stop"}],
+  "usage": {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}}"""
 
 
 def main() -> None:
@@ -74,7 +78,7 @@ def main() -> None:
 
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
-            self.answer(200, '{"choices": [{"message": {"content": "Paris."}}]}')
+            self.answer(200, ANSWER)
             if "die-after-ready" in options:
                 threading.Timer(0.3, os._exit, [int(options["die-after-ready"])]).start()
             if "hang" in options:
@@ -83,7 +87,12 @@ def main() -> None:
         def log_message(self, *_: object) -> None:
             pass
 
-    ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+    class Server(ThreadingHTTPServer):
+        allow_reuse_port = True  # as vLLM's own socket
+
+    time.sleep(float(options.get("slow", 0)))
+
+    Server(("127.0.0.1", port), Handler).serve_forever()
 
 
 if __name__ == "__main__":

@@ -110,7 +110,7 @@ def _write_tokenizer(folder: Path) -> None:
         {"id": 256 + n, "content": text, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
          "special": True} for n, text in enumerate(special)
     ]  # fmt: skip
-    tokenizer = {
+    tokenizer: dict[str, object] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,

@@ -7,29 +7,37 @@ gated repository, a model that does not fit. Only then is a name taken, an engin
 from __future__ import annotations
 
 import contextlib
+import itertools
 import secrets
 import shlex
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from corral import catalogue, deployment, engines, model_store
 from corral.engine_flags import check_arguments
 from corral.errors import DoesNotFitError, LaunchError, UsageError
 from corral.events import Event
+from corral.files import write_atomic
 from corral.folder import DeploymentFolder, checked_name
 from corral.hardware import Inventory
+from corral.home import home_dir
 from corral.launch import LaunchSpec, Order, render
 from corral.model import read_facts
 from corral.model_store import EMBEDDED, ModelSource
-from corral.plan import Goal, Plan, make_plan
+from corral.plan import Goal, Plan, calibration, make_plan
+from corral.plan.reconcile import read_log, reconcile
 from corral.processes import own_identity
+from corral.record import dump_json, load_json
 from corral.runtimes.managed import ManagedRuntime
 from corral.state import State
 from corral.targets.base import Target, load_target
 
 __all__ = ["Decision", "Reporter", "Wish", "bring_up", "decide", "dry_run"]
+
+
+PORT_ATTEMPTS = 3  # a port that was free when chosen can be taken before the engine binds it
 
 
 @dataclass(frozen=True)
@@ -88,9 +96,7 @@ def decide(wish: Wish, target: Target) -> Decision:
     if flags := engines.shipped_flags():
         check_arguments(wish.extra_args, flags)
     model_store.check_access(source)
-    here = model_store.already_here(source)
-    facts = read_facts(str(here) if here else source.repo, offline=source.kind == "embedded")
-    plan = make_plan(facts, inventory, wish.goal, wish.fixed)
+    plan = _plan(source, inventory, wish)
     if not plan.fits:
         options = "; ".join(f"{near.what} ({near.change})" for near in plan.nearest)
         raise DoesNotFitError(
@@ -98,7 +104,17 @@ def decide(wish: Wish, target: Target) -> Decision:
             f"What would: {options}." if options else "`corral plan MODEL --need` shows what it needs.",
             nearest=[near.what for near in plan.nearest],
         )
+    if plan.precision.how == "checkpoint":  # the plan chose a quantised twin of what was named
+        source = replace(model_store.locate(plan.checkpoint), name=source.name)
+        model_store.check_access(source)
     return Decision(wish, name, source, served, flavour, plan, inventory)
+
+
+def _plan(source: ModelSource, inventory: Inventory, wish: Wish) -> Plan:
+    here = model_store.already_here(source)
+    facts = read_facts(str(here) if here else source.repo, offline=source.kind == "embedded")
+    tuning = calibration.learn(calibration.read(home_dir()), inventory.gpu or "CPU", facts.name)
+    return make_plan(facts, inventory, wish.goal, wish.fixed, tuning)
 
 
 def _flavour(wish: Wish, inventory: Inventory) -> str:
@@ -111,13 +127,13 @@ def _flavour(wish: Wish, inventory: Inventory) -> str:
 
 
 def _fitting_model(inventory: Inventory, wish: Wish) -> str:
-    """On a CPU the embedded default; on GPUs the largest instruct model of the catalogue that fits."""
+    """On a CPU the embedded default; on GPUs the largest instruct model that fits as stored (8 bits or more)."""
     if not inventory.gpu:
         return EMBEDDED
-    candidates = [entry for entry in catalogue.CATALOGUE.values() if "instruct" in entry.name]
-    for entry in sorted(candidates, key=lambda entry: (-entry.parameters, entry.weights != "bf16")):
-        facts = read_facts(entry.name, offline=True)
-        if make_plan(facts, inventory, wish.goal, wish.fixed).fits:
+    entries = [e for e in catalogue.CATALOGUE.values() if "instruct" in e.name and e.weights in ("bf16", "fp8")]
+    for entry in sorted(entries, key=lambda entry: (-entry.parameters, entry.weights != "bf16")):
+        plan = make_plan(read_facts(entry.name, offline=True), inventory, wish.goal, wish.fixed)
+        if plan.fits and plan.precision.how == "native":
             return entry.name
     return EMBEDDED
 
@@ -167,7 +183,17 @@ def _render(
 
 def bring_up(wish: Wish, report: Reporter, wait: bool = True) -> deployment.Status:
     """Do all of it; returns the ready deployment (or, without waiting, the starting one)."""
-    report.phase("deciding")
+    for _ in range(PORT_ATTEMPTS - 1):
+        try:
+            return _bring_up_once(wish, report, wait)
+        except LaunchError as error:
+            if error.details.get("reason") != "port_taken" or wish.port is not None:
+                raise
+            report.note(f"{error.message} Starting again on another port.")
+    return _bring_up_once(wish, report, wait)
+
+
+def _bring_up_once(wish: Wish, report: Reporter, wait: bool) -> deployment.Status:
     target = load_target(wish.target)
     decision = decide(wish, target)
     record = deployment.Record(
@@ -179,6 +205,10 @@ def bring_up(wish: Wish, report: Reporter, wait: bool = True) -> deployment.Stat
         created_s=time.time(),
         created_by=own_identity(),
     )
+    if decision.plan.precision.how != "native":  # never silently
+        for reason in decision.plan.reasons:
+            if reason.field == "precision.weights":
+                report.note(f"weights in {reason.value}: {reason.because}")
     folder = deployment.claim(record, lambda who: report.note(f"waiting for {who}, which uses the same name"))
     with _released_on_failure(folder):
         report.phase("installing engine")
@@ -221,6 +251,7 @@ def wait_ready(folder: DeploymentFolder, report: Reporter) -> deployment.Status:
             final = item
     assert final is not None
     if final.state is State.READY:
+        learn_from(folder)
         report.phase("ready")
         return final
     reason = final.reason.value if final.reason else ""
@@ -235,6 +266,17 @@ def wait_ready(folder: DeploymentFolder, report: Reporter) -> deployment.Status:
     )
 
 
+def learn_from(folder: DeploymentFolder) -> None:
+    """Hold the plan against what the engine reported, once per deployment, and keep the lesson for later plans."""
+    if folder.differences.exists() or not folder.plan.is_file():
+        return
+    with folder.rank(0).log.open(encoding="utf-8", errors="replace") as lines:
+        observed = read_log(itertools.islice(lines, 20_000))
+    differences = reconcile(load_json(Plan, folder.plan), observed)
+    write_atomic(folder.differences, dump_json(differences))
+    calibration.append(home_dir(), differences)
+
+
 def _tell(event: Event, report: Reporter) -> None:
     if event.kind == "state" and event.get("state") in ("starting", "loading"):
         report.phase(str(event.get("state")))
@@ -242,8 +284,8 @@ def _tell(event: Event, report: Reporter) -> None:
         report.phase(str(event.get("phase")))
         if event.get("total"):
             report.detail("", int(event.get("done", 0)), int(event.get("total")))
-    elif event.kind == "observed":
-        report.detail(_observed_text(event.details))
+    elif event.kind == "observed" and (text := _observed_text(event.details)):
+        report.detail(text)
     elif event.kind == "restart":
         report.note(f"restart {event.get('attempt')} of {event.get('of')}: {event.get('text', event.get('reason'))}")
 

@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from corral.diagnosis import Diagnosis, diagnose, last_lines
 from corral.endpoint import Endpoint
@@ -21,11 +21,13 @@ from corral.files import exclusive_lock, write_atomic
 from corral.folder import DeploymentFolder, all_folders
 from corral.home import deployments_dir
 from corral.launch import LaunchSpec
-from corral.plan import Plan
 from corral.processes import Identity
 from corral.record import dump_json, load_json
 from corral.state import ENDED, Reason, State
 from corral.targets.base import Target, load_target
+
+if TYPE_CHECKING:  # the planner is not needed to look at a deployment
+    from corral.plan import Plan
 
 __all__ = ["Record", "Status", "Timings", "claim", "launch", "status", "statuses", "stop", "watch"]
 
@@ -166,6 +168,7 @@ def _combine(
 REMEDIES = {
     Reason.STALLED: "`corral logs NAME` shows its last words; start it again, with a longer --stall if it was slow.",
     Reason.ENGINE_HUNG: "Start it again (`--restart 3` does so by itself); the log may say what it waited for.",
+    Reason.PORT_TAKEN: "Start it again: another free port is chosen; or name one with --port.",
     Reason.NOT_GUARDED: "The guard was not loaded; report this with `corral logs NAME`. The server was taken down.",
     Reason.AGENT_KILLED: "Start it again with `corral up`; on shared machines, ask who ends processes.",
     Reason.ENGINE_BROKEN: "Run `corral engine check`; install the engine anew if it fails.",

@@ -195,7 +195,6 @@ SIGNATURES: tuple[Signature, ...] = (
         "Correct what stands after `--`; `corral up --dry-run` shows the whole command.",
     ),
 )
-_COMPILED = [(row, re.compile(row.pattern, re.DOTALL)) for row in SIGNATURES]
 
 
 def last_lines(log: Path, count: int = 40) -> list[str]:
@@ -222,8 +221,8 @@ def diagnose(
             "Close other programs, ask for a shorter --context, or choose a smaller model.",
         )
     text = "\n".join(lines)
-    for row, pattern in _COMPILED:
-        if match := pattern.search(text):
+    for row in SIGNATURES:
+        if match := re.search(row.pattern, text, re.DOTALL):
             return Diagnosis(row.reason, _fill(row.cause, match), _fill(row.remedy, match), _line_of(text, match))
     if signal == 9:
         return Diagnosis(

@@ -21,7 +21,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
@@ -98,7 +98,7 @@ def find(flavour: str, version: str = PINNED_VERSION) -> Engine | None:
     record = engines_dir() / f"{flavour}-{version}" / "engine.json"
     if not record.is_file():
         return None
-    engine = load_json(Engine, record)
+    engine = _load(record)
     if engine.lock_sha256 != _lock_sha256(flavour, version):
         return None
     return engine
@@ -118,7 +118,12 @@ def shipped_flags(version: str = PINNED_VERSION) -> engine_flags.FlagList | None
 def installed() -> list[Engine]:
     """All installed engines."""
     records = sorted(engines_dir().glob("*/engine.json"))
-    return [load_json(Engine, record) for record in records]
+    return [_load(record) for record in records if not record.parent.name.startswith(".")]
+
+
+def _load(record: Path) -> Engine:
+    """An engine is where its record lies, also when the whole home was moved."""
+    return replace(load_json(Engine, record), path=str(record.parent))
 
 
 def install(flavour: str, version: str = PINNED_VERSION, progress: Progress = lambda _: None) -> Engine:

@@ -20,24 +20,41 @@ _TIMEOUT_S = 10.0
 
 def read_repository(repo: str, token: str | None) -> tuple[Mapping[str, Any], list[Tensor] | None, bool]:
     """The config, the tensors (None when the headers cannot be read), and whether the repository is gated."""
-    from huggingface_hub import HfApi, hf_hub_download
-    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub import HfApi
 
     try:
-        path = hf_hub_download(repo, "config.json", token=token, etag_timeout=_TIMEOUT_S)
-        config = json.loads(Path(path).read_text(encoding="utf-8"))
-    except HFValidationError:
-        raise NotFoundError(f"{repo!r} is not a repository name.", "Write it as owner/name.") from None
+        config = json.loads(_config_text(repo, token))
     except ValueError as error:
         raise DataError(f"The config.json of {repo} is not valid JSON.", "Report it to its owner.") from error
-    except Exception as error:  # the library raises its own tree and its HTTP client's
-        raise _told(repo, error) from error
+    api = HfApi(token=token)
     try:
-        files = HfApi(token=token).get_safetensors_metadata(repo, timeout=_TIMEOUT_S).files_metadata
+        gated = bool(api.model_info(repo, timeout=_TIMEOUT_S, expand=["gated"]).gated)
+        files = api.get_safetensors_metadata(repo, timeout=_TIMEOUT_S).files_metadata
     except Exception:
         return config, None, False  # a repository without safetensors, or one only its config could be read from
     rows = {n: {"dtype": t.dtype, "shape": t.shape} for f in files.values() for n, t in f.tensors.items()}
-    return config, header_tensors(rows, repo), False
+    return config, header_tensors(rows, repo), gated
+
+
+def _config_text(repo: str, token: str | None) -> str:
+    """The config as the hub has it now, or as this machine downloaded it before; asked once, without retries."""
+    from huggingface_hub import get_session, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
+
+    try:
+        cached = try_to_load_from_cache(repo, "config.json")
+        url, headers = hf_hub_url(repo, "config.json"), build_hf_headers(token=token)
+        reply = get_session().get(url, headers=headers, timeout=_TIMEOUT_S, follow_redirects=True)
+        hf_raise_for_status(reply)
+        return str(reply.text)
+    except HFValidationError:
+        raise NotFoundError(f"{repo!r} is not a repository name.", "Write it as owner/name.") from None
+    except Exception as error:  # the library raises its own tree and its HTTP client's
+        told = _told(repo, error)
+        if isinstance(told, UnreachableError) and isinstance(cached, str):
+            return Path(cached).read_text(encoding="utf-8")
+        raise told from error
 
 
 def _told(repo: str, error: Exception) -> CorralError:

@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePath
+from typing import TYPE_CHECKING
 
 from corral.folder import DeploymentFolder
 from corral.links import link_ranks
-from corral.plan import Plan
 from corral.runtimes.base import Runtime
 from corral.shell import quote_command
+
+if TYPE_CHECKING:
+    from corral.plan import Plan
 
 __all__ = ["LaunchSpec", "Order", "PlacedFile", "RankSpec", "Serve", "agent_spec", "as_shell", "render"]
 

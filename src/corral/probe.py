@@ -46,7 +46,7 @@ def _text(value: object) -> str:
 
 def _from_nvml() -> Seen | None:
     try:
-        import pynvml
+        import pynvml  # type: ignore[import-not-found,import-untyped,unused-ignore]
     except ImportError:
         return None
     try:

@@ -139,7 +139,7 @@ class Wire(asyncio.Protocol):
         self._state = _HEAD
         data = exchange.head + exchange.body
         exchange.sent_ns = self.active_ns = _now()
-        if self._fd >= 0 and not self.transport.get_write_buffer_size():
+        if self._fd >= 0 and not self.transport.is_closing() and not self.transport.get_write_buffer_size():
             # uvloop would send at the end of its round, after all that is still to be done in it: sent_ns would lie.
             try:
                 sent = os.write(self._fd, data)

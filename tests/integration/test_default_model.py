@@ -23,7 +23,11 @@ def test_the_capital_of_france_is_paris(corral: Corral) -> None:
                 max_tokens=16,
             )
         assert "Paris" in (reply.choices[0].message.content or "")
-        plan = corral.json("status", "smollm2")
-        assert plan["observed"]["kv_tokens"] > 0
+        status = corral.json("status", "smollm2")
+        rows = {row["name"]: row for row in status["plan_against_engine"]["rows"]}
+        assert abs(rows["kv_tokens"]["percent"]) < 1
+        assert (
+            "engine runs in the forked process" in corral.run("logs", "smollm2").stdout
+        )  # the quick start was taken
     finally:
         corral.run("down", "smollm2")

@@ -181,10 +181,11 @@ def test_kill_9_of_the_engine_then_of_the_agent_then_of_the_cli(corral: Corral, 
     up = corral.json("up", str(tiny_model), "--name", "mortal", *FAST)
     record = json.loads((corral.home / "deployments/mortal/deployment.json").read_text())
     engine = json.loads(corral.run("events", "mortal", "--json").stdout.splitlines()[0])["pid"]
-    children = agent.descendants(engine)
-    os.kill(max(children) if children else engine, signal.SIGKILL)  # the innermost: vLLM itself then exits, with 0
+    names = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in agent.descendants(engine)}
+    (core,) = [pid for pid, name in names.items() if name.startswith(b"VLLM::EngineCore")]
+    os.kill(core, signal.SIGKILL)  # vLLM's server then exits by itself, with code 0
     failed = wait_state(corral, "mortal", "failed")
-    assert failed["reason"] in ("engine_exited", "out_of_host_memory")
+    assert failed["reason"] == "engine_exited"
     assert not agent.marked(record["launch_id"])
     assert port_is_closed(up["endpoint"]["base_url"])
 

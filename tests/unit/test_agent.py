@@ -82,7 +82,10 @@ class Run:
         raise AssertionError(f"never happened; events: {self.events()}")
 
     def wait_state(self, state: str) -> Event:
-        return self.wait_for(lambda: [e for e in self.events() if e.kind == "state" and e.get("state") == state])[-1]
+        found: list[Event] = self.wait_for(
+            lambda: [event for event in self.events() if event.kind == "state" and event.get("state") == state]
+        )
+        return found[-1]
 
     def left(self) -> set[int]:
         return agent.marked(self.launch_id)

@@ -189,6 +189,28 @@ def test_a_taken_port_is_named_and_another_chosen(corral: Corral) -> None:
         assert not (corral.home / "corral/deployments/tiny").exists()
 
 
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_port_taken_while_the_engine_starts(corral: Corral, fixed: bool) -> None:
+    """Two vLLM servers can share a port without either being told: half of the requests would go astray."""
+    options = ["--port", "18777"] if fixed else []
+    process = corral.start("up", str(corral.model), "--json", *options, STUB_OPTIONS="slow=1")
+    launch = corral.home / "corral/deployments/tiny/launch.json"
+    while not (launch.parent / "rank0" / "agent.json").exists():
+        time.sleep(0.01)
+    port = int(json.loads(launch.read_text())["base_url"].split(":")[2].split("/")[0])
+    with socket.socket() as rival:
+        rival.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        rival.bind(("127.0.0.1", port))
+        rival.listen()
+        out, err = process.communicate(timeout=60)
+    if fixed:
+        assert process.returncode == 8
+        assert "another process took port 18777 first" in err
+    else:
+        assert process.returncode == 0, err
+        assert f":{port}/" not in json.loads(out)["endpoint"]["base_url"]
+
+
 def test_dry_run_is_the_launch(corral: Corral) -> None:
     dry = corral("up", str(corral.model), "--dry-run", "--port", "18123", "--", "--max-num-seqs", "4")
     assert dry.code == 0, dry.err

@@ -14,7 +14,7 @@ SOURCE = Path(__file__).parent.parent.parent / "src" / "corral"
 ROWS: list[list[str]] = [
     ["errors", "record", "state", "home", "processes", "files", "events", "shell", "folder", "pip_configuration",
      "engine_flags", "endpoint", "architecture", "catalogue", "hub", "weights", "model", "hardware", "probe",
-     "fake", "request_errors", "reply", "wire"],
+     "fake", "request_errors", "reply", "wire", "pool"],
     ["plan", "engines", "diagnosis"],
     ["runtimes", "links", "launch", "model_store"],
     ["targets"],

@@ -4,6 +4,7 @@ import json
 import struct
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,9 @@ from corral.model import ModelFacts, facts_from_config, facts_from_entry, facts_
 from corral.record import from_json, to_json
 
 
-def _config(model_type: str, hidden: int, inter: int, layers: int, heads: int, kv: int, vocab: int, **more):
+def _config(
+    model_type: str, hidden: int, inter: int, layers: int, heads: int, kv: int, vocab: int, **more: object
+) -> dict[str, Any]:
     return {
         "model_type": model_type, "architectures": [f"{model_type}ForCausalLM"], "hidden_size": hidden,
         "intermediate_size": inter, "num_hidden_layers": layers, "num_attention_heads": heads,
@@ -130,7 +133,7 @@ def _safetensors(path: Path, tensors: dict[str, tuple[str, list[int]]]) -> None:
     path.write_bytes(struct.pack("<Q", len(body)) + body)
 
 
-def _tiny(folder: Path, dtype: str = "BF16") -> dict[str, object]:
+def _tiny(folder: Path, dtype: str = "BF16") -> dict[str, Any]:
     config = _config("llama", 64, 128, 2, 4, 2, 100, tie_word_embeddings=False)
     (folder / "config.json").write_text(json.dumps(config))
     tensors = {"model.embed_tokens.weight": (dtype, [100, 64]), "lm_head.weight": (dtype, [100, 64]),
@@ -237,14 +240,14 @@ def test_near_names_are_offered():
 
 
 def test_catalogue_finds_by_name_and_repository_in_any_case():
-    assert catalogue.find("Llama-3.1-8B").name == "llama-3.1-8b"
-    assert catalogue.find("META-LLAMA/llama-3.1-8b-instruct").name == "llama-3.1-8b-instruct"
+    assert catalogue.find("Llama-3.1-8B") is catalogue.CATALOGUE["llama-3.1-8b"]
+    assert catalogue.find("META-LLAMA/llama-3.1-8b-instruct") is catalogue.CATALOGUE["llama-3.1-8b-instruct"]
     assert catalogue.find("nothing") is None
-    assert catalogue.twin("llama-3.1-405b", "fp8").repo == "meta-llama/Llama-3.1-405B-FP8"
+    assert catalogue.twin("llama-3.1-405b", "fp8") is catalogue.CATALOGUE["llama-3.1-405b-fp8"]
     assert catalogue.twin("llama-3.1-8b", "fp8") is None
 
 
-def _hub(monkeypatch, outcome):
+def _hub(monkeypatch: pytest.MonkeyPatch, outcome: object) -> None:
     def read_repository(repo, token):
         if isinstance(outcome, CorralError):
             raise outcome

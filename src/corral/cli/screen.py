@@ -112,8 +112,8 @@ class PhaseScreen:
         if total:
             words.append(_amount(done, total) + self._eta(done, total))
         self._detail = " ".join(words)
-        changed_phase_or_slow = time.monotonic() - self._told > 2 or done == total
-        if not self._live and self._detail and changed_phase_or_slow:
+        worth_a_line = time.monotonic() - self._told > 2 or 0 < total == done
+        if not self._live and self._detail and worth_a_line:
             self._line(f"{self._phase}: {self._detail}")
 
     def note(self, text: str) -> None:

@@ -7,6 +7,8 @@ import click
 from corral.cli.screen import duration, print_json, since
 from corral.deployment import Status, status
 from corral.folder import open_folder
+from corral.plan.reconcile import Differences
+from corral.record import load_json, to_json
 from corral.state import ENDED, State
 
 __all__ = ["command"]
@@ -19,10 +21,11 @@ def command(name: str, as_json: bool) -> None:
     """Show one deployment: state, reason, endpoint, what the engine reported. Exit code 8 when it has failed."""
     folder = open_folder(name)
     found = status(folder)
+    compared = load_json(Differences, folder.differences) if folder.differences.is_file() else None
     if as_json:
-        print_json(found)
+        print_json({**to_json(found), "plan_against_engine": compared})
     else:
-        click.echo("\n".join(_lines(found)))
+        click.echo("\n".join(_lines(found) + (_compared_lines(compared) if compared else [])))
     if found.state is State.FAILED:
         raise SystemExit(8)
 
@@ -45,7 +48,26 @@ def _lines(found: Status) -> list[str]:
         rows.append(("ready after", duration(found.timings.ready_s)))
     if found.restarts:
         rows.append(("restarts", str(found.restarts)))
-    rows += [(name.replace("_", " "), f"{value:,}" if isinstance(value, int) else str(value))
-             for name, value in found.observed.items()]  # fmt: skip
     width = max(len(name) for name, _ in rows)
     return [f"{name:<{width}}  {value}" for name, value in rows]
+
+
+PLANNED = {
+    "weights_gib": "weights GiB per GPU",
+    "activation_gib": "activations GiB",
+    "graph_gib": "CUDA graphs GiB",
+    "non_torch_gib": "outside torch GiB",
+    "kv_tokens": "KV cache tokens",
+    "load_s": "load seconds",
+}
+
+
+def _compared_lines(compared: Differences) -> list[str]:
+    """The plan held against what the engine reported."""
+    rows = [row for row in compared.rows if row.name in PLANNED]
+    if not rows:
+        return []
+    lines = ["", f"{'':<20}  {'planned':>12}  {'engine says':>12}  {'off by':>7}"]
+    for row in rows:
+        lines.append(f"{PLANNED[row.name]:<20}  {row.predicted:>12,g}  {row.observed:>12,g}  {row.percent:>+6.1f}%")
+    return lines

@@ -107,7 +107,7 @@ def command(
     if as_json:
         print_json(_document(status, screen, answer))
     else:
-        click.echo(summary(status, endpoint, answer))
+        click.echo("\n" + summary(status, endpoint, answer))
 
 
 def _bring_up(wish: bringup.Wish, screen: PhaseScreen, wait: bool) -> deployment.Status:

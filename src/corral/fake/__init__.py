@@ -6,8 +6,9 @@ answers, its paths, its refusals and its metrics (vLLM 0.32).
 
 from __future__ import annotations
 
+from corral.fake.app import FakeOptions
 from corral.fake.faults import Fault, parse_fault
 from corral.fake.pace import Pace
-from corral.fake.server import FakeOptions, FakeServer, run
+from corral.fake.server import FakeServer, run
 
 __all__ = ["FakeOptions", "FakeServer", "Fault", "Pace", "parse_fault", "run"]

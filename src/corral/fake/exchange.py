@@ -12,8 +12,8 @@ from corral.fake.shapes import Stream, error_event, framed, full_body
 from corral.fake.words import Answer
 
 if TYPE_CHECKING:
+    from corral.fake.app import App
     from corral.fake.pace import Job
-    from corral.fake.server import App
 
 __all__ = ["Exchange"]
 

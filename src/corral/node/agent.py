@@ -184,6 +184,31 @@ def disk_bytes(pids: Set[int]) -> int:
     return total
 
 
+def listeners(port: int) -> Set[str]:
+    """Inodes of the sockets that listen on a TCP port of this node."""
+    found = set()
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/net/" + table) as file:
+            for line in file.readlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
+                    found.add(fields[9])
+    return found
+
+
+def sockets_of(pids: Set[int]) -> Set[str]:
+    """Inodes of all sockets that these processes hold."""
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for name in os.listdir("/proc/%d/fd" % pid):
+                with contextlib.suppress(OSError):
+                    link = os.readlink("/proc/%d/fd/%s" % (pid, name))
+                    if link.startswith("socket:["):
+                        found.add(link[8:-1])
+    return found
+
+
 def kernel_oom_kills() -> int:
     """How many processes the kernel has ended for lack of memory since boot."""
     with contextlib.suppress(OSError, ValueError), open("/proc/vmstat") as file:
@@ -316,6 +341,10 @@ class Probe(threading.Thread):
         while not self.stopping.wait(0.1):
             if not self.server.accepts():
                 continue
+            # vLLM shares its port (SO_REUSEPORT): a second server would silently take half of the requests
+            if listeners(self.server.port) - sockets_of(descendants(os.getpid())):
+                self.fault = ("port_taken", "another process took port %d first" % self.server.port)
+                return
             try:
                 if self.server.call("GET", "/health", key=False)[0] != 200:
                     continue
@@ -372,7 +401,7 @@ class Worker:
         attempts = 1 + int(self.spec.get("restarts", 0))
         for attempt in range(1, attempts + 1):
             reason, details = self._run_once(attempt)
-            last = attempt == attempts or reason in ("requested", "agent_killed", "not_guarded")
+            last = attempt == attempts or reason in ("requested", "agent_killed", "not_guarded", "port_taken")
             if last:
                 state = "stopped" if reason == "requested" else "failed"
                 self._tell_state(state, reason=reason, **details)

@@ -72,12 +72,12 @@ def decide(facts: ModelFacts, inventory: Inventory, goal: Goal, fixed: Fixed, tu
             form, chosen = max(taken, key=lambda pair: (pair[1].max_model_len, pair[1].score(goal.goal)))
             return Decision(form, chosen, tried)
     if tried:
-        return Decision(*max(tried, key=_closeness), tried)
+        return Decision(*max(_short_pipelines(tried, inventory, goal), key=_closeness), tried)
     return _unplaceable(ways[0], inventory, goal, fixed, tuning)
 
 
 def _roomy(fitting: list[tuple[Form, Candidate]]) -> list[tuple[Form, Candidate]]:
-    """Leave out splits that keep less than half the KV tokens this hardware could hold: copies of weights ate the rest.
+    """Leave out splits that keep less than half the KV tokens the hardware could hold: copies of weights ate them.
 
     It also makes capacity grow with the hardware: twice the GPUs hold at least twice the most, so half of that is
     never less than before.
@@ -89,7 +89,7 @@ def _roomy(fitting: list[tuple[Form, Candidate]]) -> list[tuple[Form, Candidate]
 def _short_pipelines(
     fitting: list[tuple[Form, Candidate]], inventory: Inventory, goal: Goal
 ) -> list[tuple[Form, Candidate]]:
-    """Of splits over equally many GPUs keep the one with the fewest stages, where a fast link carries the tensor ranks.
+    """Of splits over equally many GPUs keep the one with the fewest stages, where NVLink carries the tensor ranks.
 
     A pipeline makes every request wait for all stages in turn; it pays between nodes, over PCIe, or for throughput.
     """

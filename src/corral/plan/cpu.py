@@ -80,5 +80,8 @@ def _speed(model: ModelFacts, inventory: Inventory, read_bytes: int, goal: Goal)
     batch = max(step, running / prefill)
     load = read_bytes / ((goal.storage_gb_s or 1.0) * 1e9) + 30
     numbers = (1 / step, prefill, running / batch, goal.prompt_tokens / prefill + step, batch, load)
-    rough = [significant(number, 2) for number in numbers]
-    return Speed(*rough, running, goal.prompt_tokens, goal.output_tokens, "rough: nobody measured this CPU")
+    decode, prompt, together, first, each, loading = (significant(number, 2) for number in numbers)
+    rough = "rough: nobody measured this CPU"
+    return Speed(
+        decode, prompt, together, first, each, loading, running, goal.prompt_tokens, goal.output_tokens, rough
+    )

@@ -25,13 +25,13 @@ __all__ = ["Coefficients", "convert", "full_length_blocks", "graph_sizes", "meas
 class Coefficients:
     """What cannot be derived, only measured; docs/log.md says where each was."""
 
-    non_torch_gib: float = 0.22  # H200, one GPU, vLLM 0.26
+    non_torch_gib: float = 0.22  # H200, one GPU
     nccl_gib: float = 1.1  # per GPU when a group of GPUs talks; not yet measured
-    hidden_copies: float = 7.5  # tensors of tokens × hidden alive at the forward peak
-    sampler_copies: float = 2.0  # fp32 tensors of sequences × vocabulary alive at the sampling peak
-    graph_base_gib: float = 0.15
-    graph_layer_gib: float = 0.0067  # per layer, 51 sizes captured whole and in pieces
-    graph_passes: float = 10.9  # buffers of one pass over the largest captured batch that stay allocated
+    hidden_copies: float = 3.0  # tensors of tokens × hidden alive at the peak of the MLP
+    forward_gib: float = 0.09  # work space of a pass, whatever its size
+    graph_hidden_copies: float = 2.74  # tensors of size × hidden that each captured graph keeps
+    graph_batch_copies: float = 2.84  # the same of max_num_batched_tokens × hidden
+    graph_layer_gib: float = 0.0079  # per layer, 51 sizes captured whole and in pieces
     correction_gib: float = 0.0  # learned from deployments (corral.plan.calibration)
     counts_graphs: bool = True  # vLLM before 0.30 with its second model runner left them out
 
@@ -62,30 +62,40 @@ def stage_weights(model: ModelFacts, parts: Parts, parallel: Parallel) -> list[i
 
 
 def graph_sizes(settings: Settings) -> tuple[int, int]:
-    """How many batch sizes vLLM captures (1, 2, 4, then by 8 to 256, by 16 to 512), and the largest."""
+    """How many CUDA graphs vLLM captures, and the sum of their batch sizes.
+
+    Sizes are 1, 2, 4, then by 8 to 256, by 16 to 512, once in pieces (mixed batches) and once whole (decode only, no
+    more than `max_num_seqs` requests).
+    """
     if settings.eager:
         return 0, 0
     largest = min(2 * settings.max_num_seqs, 512, settings.max_num_batched_tokens)
-    sizes = [n for n in (1, 2, 4) if n <= largest]
-    return len([*sizes, *range(8, min(largest + 1, 256), 8), *range(256, largest + 1, 16)]), largest
+    every = [n for n in (1, 2, 4) if n <= largest]
+    every += [*range(8, min(largest + 1, 256), 8), *range(256, largest + 1, 16)]
+    whole = [n for n in every if n <= settings.max_num_seqs]
+    return len(every) + len(whole), sum(every) + sum(whole)
 
 
 def _activation(model: ModelFacts, parallel: Parallel, settings: Settings, c: Coefficients) -> int:
+    """The larger of two peaks, which fit the shapes measured on an H200 to 5% (docs/log.md).
+
+    In the MLP: gate, up and their product, and three hidden tensors. At the head, in compiled models: as much as the
+    head itself, and two hidden tensors.
+    """
     tokens, wide = settings.max_num_batched_tokens, DTYPE_BYTES[model.dtype]
     experts = max(1, model.experts_per_token)
-    width = 3 * model.intermediate * experts / parallel.tensor  # gate, up and their product
-    attention = (2 * model.heads + 2 * model.kv_heads) * model.head_dim / parallel.tensor
-    forward = tokens * wide * (max(width, attention) + c.hidden_copies * model.hidden)
-    sampler = settings.max_num_seqs * model.vocab * 4 * c.sampler_copies + 2 * tokens * wide * model.hidden
-    return int(max(forward, sampler))
+    width = 3 * model.intermediate * experts / parallel.tensor
+    forward = tokens * wide * (width + c.hidden_copies * model.hidden) + c.forward_gib * GIB
+    head = wide * (model.vocab * model.hidden / parallel.tensor + 2 * tokens * model.hidden)
+    return int(forward if settings.eager else max(forward, head))
 
 
 def _graphs(model: ModelFacts, parallel: Parallel, settings: Settings, c: Coefficients) -> int:
     """Memory CUDA graphs keep: fitted to 8B, 70B and 405B shapes on an H200 (docs/log.md)."""
-    number, largest = graph_sizes(settings)
-    widest = DTYPE_BYTES[model.dtype] * (3 * model.intermediate / parallel.tensor + 4 * model.hidden)
-    layers = c.graph_layer_gib * model.layers / parallel.pipeline * number / 51
-    return int((c.graph_base_gib + layers) * GIB + c.graph_passes * largest * widest)
+    number, rows = graph_sizes(settings)
+    layers = c.graph_layer_gib * GIB * model.layers / parallel.pipeline * number / 102
+    rows_kept = c.graph_hidden_copies * rows + c.graph_batch_copies * settings.max_num_batched_tokens
+    return int(layers + rows_kept * model.hidden * DTYPE_BYTES[model.dtype])
 
 
 def full_length_blocks(model: ModelFacts, settings: Settings, max_model_len: int, pipeline: int) -> tuple[int, int]:

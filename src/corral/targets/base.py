@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from corral.errors import UsageError
 from corral.folder import DeploymentFolder
-from corral.hardware import Inventory
 from corral.launch import LaunchSpec
+
+if TYPE_CHECKING:
+    from corral.hardware import Inventory
 
 __all__ = ["TARGETS", "ChosenPort", "Life", "Target", "load_target"]
 

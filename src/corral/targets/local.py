@@ -9,8 +9,8 @@ import subprocess
 import sys
 import time
 from importlib import resources
+from typing import TYPE_CHECKING
 
-from corral import hardware
 from corral.errors import ConflictError, LaunchError
 from corral.files import make_private_dir, write_atomic
 from corral.folder import DeploymentFolder, RankFolder
@@ -19,6 +19,9 @@ from corral.processes import Identity, port_owner
 from corral.record import dump_json, load_json
 from corral.shell import run
 from corral.targets.base import ChosenPort, Life
+
+if TYPE_CHECKING:
+    from corral.hardware import Inventory
 
 __all__ = ["LocalTarget"]
 
@@ -33,8 +36,10 @@ class LocalTarget:
     def nodes(self) -> tuple[str, ...]:
         return (socket.gethostname(),)
 
-    def inventory(self) -> hardware.Inventory:
-        return hardware.probe()
+    def inventory(self) -> Inventory:
+        from corral.hardware import probe
+
+        return probe()
 
     def choose_port(self, host: str, wanted: int | None) -> ChosenPort:
         if wanted is not None:

@@ -6,7 +6,7 @@ same result each time.  ``remember`` keeps both results in one file in vLLM's
 cache folder.
 
 The key is the transformers folder, its version, and the change times of its model
-folder and of every ``sys.path`` folder, so installing, upgrading or removing a
+folder and of the environment's own ``sys.path`` folders, so installing, upgrading or removing a
 package starts afresh.  A missing, damaged or foreign file is ignored and
 written anew; when transformers looks different, nothing happens.
 """
@@ -41,7 +41,8 @@ def _key() -> Any:
     if spec is None or not spec.origin:
         return None
     home = os.path.dirname(spec.origin)
-    folders = [home, os.path.join(home, "models"), *sys.path]
+    # a deployment's own folder on PYTHONPATH differs at every start and holds no package: only the environment counts
+    folders = [home, os.path.join(home, "models"), *(p for p in sys.path if p.startswith(sys.prefix))]
     return (
         sys.version,
         sys.prefix,

@@ -133,8 +133,6 @@ def fork_environment() -> dict[str, str]:
     if env.get("VLLM_CPU_OMP_THREADS_BIND", "auto") == "auto" and small_machine_cores():
         env["VLLM_CPU_OMP_THREADS_BIND"] = small_machine_cores() or "auto"
     env.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # Large allocations (weights, KV cache) in huge pages: less time to fill.
-    env.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     # Worker inside the engine process.
     env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     env[_DONE] = str(os.getpid())

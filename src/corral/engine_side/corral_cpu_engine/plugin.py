@@ -1,12 +1,15 @@
 """vLLM general plugin: runs in every vLLM process before the engine is built.
 
-Two repairs for vLLM 0.32 on the CPU:
+Three repairs for vLLM 0.32 on the CPU:
 
 * **AOT artefacts load back.**  vLLM saves the compiled model, but on the CPU
   (``DYNAMO_TRACE_ONCE`` + inductor) the function it loads is a plain one without
   ``finalize_loading``; vLLM calls that, fails, and compiles again at every start
   (60 s).  There is nothing to finalize in that case, so a no-op is supplied.
   Damaged or outdated artefacts still raise and are still compiled anew.
+* **The core list is no part of the cache key.**  vLLM compiles anew when
+  ``VLLM_CPU_OMP_THREADS_BIND`` differs, though CPU code takes its threads at run
+  time (``cpp.dynamic_threads``).  Replicas on other cores now share one artefact.
 * **Pipeline parallelism with ``--enforce-eager``.**  See ``worker``.
 """
 
@@ -20,6 +23,14 @@ from corral_cpu_engine import supported
 
 log = logging.getLogger("vllm.corral_cpu_engine")
 _MARK = "_corral_cpu_engine"
+#: Settings that do not change CPU code.
+_NOT_IN_KEY = frozenset(
+    {
+        "VLLM_CPU_OMP_THREADS_BIND",
+        "VLLM_CPU_NUM_OF_RESERVED_CPU",
+        "VLLM_ENGINE_READY_TIMEOUT_S",
+    }
+)
 
 
 def register() -> None:
@@ -34,6 +45,7 @@ def register() -> None:
             log.info("corral_cpu_engine: vLLM %s is unknown, nothing patched", vllm.__version__)
             return
         _load_aot_artefacts()
+        _stable_cache_key()
         _pipeline_eager_worker()
     except Exception as e:
         log.warning("corral_cpu_engine: not active: %r", e)
@@ -63,6 +75,25 @@ def _load_aot_artefacts() -> None:
 
     setattr(load_compiled_function, _MARK, True)
     torch.compiler.load_compiled_function = load_compiled_function
+
+
+def _stable_cache_key() -> None:
+    """Leave the core list out of the key of compiled code."""
+    from vllm import envs
+
+    original = getattr(envs, "compile_factors", None)
+    if original is None:
+        log.info("corral_cpu_engine: vllm.envs is unknown, cache key unchanged")
+        return
+    if getattr(original, _MARK, False):
+        return
+
+    @functools.wraps(original)
+    def compile_factors() -> dict[str, object]:
+        return {k: v for k, v in original().items() if k not in _NOT_IN_KEY}
+
+    setattr(compile_factors, _MARK, True)
+    envs.compile_factors = compile_factors
 
 
 def _pipeline_eager_worker() -> None:

@@ -1,0 +1,309 @@
+"""What the fake server answers: paths, completions, faults and the log of true times.
+
+The answer to a request depends on nothing but the request (see `words`), ids and creation times included, so two
+runs can be compared byte for byte; a client's `X-Request-Id` takes the place of the id.
+
+The log has one JSON line for each completion or chat request, on this machine's monotonic clock in nanoseconds:
+`arrival_ns` (the last byte of the request was read), `start_ns` (it left the queue), `first_ns` and `last_ns` (just
+before the bytes of the first and last token were written; for answers that are not streamed the first is when it
+was due). Requests that failed on demand say so in `fault`; those whose client left have `"finish":"gone"`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import os
+import re
+import traceback
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from corral.errors import CorralError
+from corral.fake import words
+from corral.fake.ask import Ask, RefusedError, messages_text, read_ask
+from corral.fake.exchange import Exchange
+from corral.fake.faults import Fault, FaultBook, parse_fault
+from corral.fake.http import Connection, header, response
+from corral.fake.metrics import Metrics
+from corral.fake.pace import Engine, Job, Pace
+from corral.fake.shapes import dumps
+
+__all__ = ["App", "FakeOptions", "TruthLog"]
+
+_BLOCK_BYTES = 64  # about 16 tokens: the block of the prefix cache
+_CACHE_BLOCKS = 200_000
+VERSION = "0.32.0"
+
+
+@dataclass(frozen=True)
+class FakeOptions:
+    """Everything that can be set."""
+
+    model: str = "fake"
+    host: str = "127.0.0.1"
+    port: int = 0
+    max_model_len: int = 8192
+    key_file: Path | None = None
+    log: Path | None = None
+    seed: int = 0
+    answer_tokens: tuple[int, int] | None = (16, 256)  # an answer ends by itself within; None: never
+    prefix_cache: bool = True
+    control: bool = False
+    created: int = 1_700_000_000
+    uvloop: bool = True
+    pace: Pace = field(default_factory=Pace)
+    faults: tuple[Fault, ...] = ()
+
+
+class TruthLog:
+    """Appends lines to a file in blocks, so that logging costs a request next to nothing."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644) if path else -1
+        self._lines: list[bytes] = []
+
+    def add(self, line: bytes) -> None:
+        if self._fd >= 0:
+            self._lines.append(line)
+            if len(self._lines) >= 512:
+                self.flush()
+
+    def flush(self) -> None:
+        if self._lines:
+            os.write(self._fd, b"".join(self._lines))
+            self._lines.clear()
+
+    def close(self) -> None:
+        self.flush()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class App:
+    """The server's state inside its event loop."""
+
+    def __init__(
+        self, options: FakeOptions, loop: asyncio.AbstractEventLoop, on_death: Callable[[int], None]
+    ) -> None:
+        self.options, self.loop, self.on_death = options, loop, on_death
+        self.connections: set[Connection] = set()
+        self.engine = Engine(loop, options.pace)
+        self.metrics = Metrics()
+        self.book = FaultBook(seed=options.seed)
+        self.book.set(options.faults)
+        self.log = TruthLog(options.log)
+        self.requests = 0
+        self.key = b"Bearer " + options.key_file.read_bytes().strip() if options.key_file else b""
+        self.healthy = True
+        self._cache: dict[int, None] = {}
+        self._pages: dict[bytes, Callable[[Connection, bytes], None]] = {
+            b"/health": self._health,
+            b"/ping": self._health,
+            b"/v1/models": self._models,
+            b"/version": lambda to, _: self._json(to, {"version": VERSION}),
+            b"/metrics": self._metrics_page,
+            b"/tokenize": self._tokenize,
+            b"/detokenize": self._detokenize,
+        }
+
+    def handle(self, to: Connection, method: bytes, path: bytes, head: bytes, body: bytes, arrival: int) -> None:
+        """Answer one request, now or later."""
+        try:
+            path = path.partition(b"?")[0]
+            if self.key and path not in (b"/health", b"/ping", b"/version", b"/metrics"):
+                given = header(head, b"authorization") or b""
+                if not hmac.compare_digest(given, self.key):
+                    self._json(to, {"error": "Unauthorized"}, 401)
+                    return
+            if path == b"/v1/completions" or path == b"/v1/chat/completions":
+                self._expect(method, b"POST")
+                self._complete(to, path == b"/v1/chat/completions", head, body, arrival)
+            elif path in self._pages:
+                self._expect(method, b"POST" if path.endswith(b"tokenize") else b"GET")
+                self._pages[path](to, body)
+            elif path.startswith(b"/control/") and self.options.control:
+                self._control(to, method, path, body)
+            else:
+                raise RefusedError(404, "Not Found", "Not Found")
+        except RefusedError as refused:
+            self.refuse(to, refused)
+        except Exception as error:
+            # A fault of the fake itself must look like a server error, not like a hang.
+            traceback.print_exc()
+            self.refuse(to, RefusedError(500, f"fake server: {error}", "InternalServerError"))
+
+    def refuse(self, to: Connection, refused: RefusedError) -> None:
+        extra = b"retry-after: %g\r\n" % refused.retry_after if refused.retry_after else b""
+        to.send(response(refused.status, refused.body(), extra=extra))
+        to.done()
+
+    def _json(self, to: Connection, value: Any, status: int = 200) -> None:
+        to.send(response(status, dumps(value)))
+        to.done()
+
+    @staticmethod
+    def _expect(method: bytes, wanted: bytes) -> None:
+        if method != wanted:
+            raise RefusedError(405, "Method Not Allowed", "Method Not Allowed")
+
+    def _body(self, body: bytes) -> dict[str, Any]:
+        try:
+            value = json.loads(body)
+        except ValueError as error:
+            at = getattr(error, "pos", 0)
+            message = (
+                f"1 validation error:\n  {{'type': 'json_invalid', 'loc': 'body.{at}', 'msg': 'JSON decode error'}}"
+            )
+            raise RefusedError(400, message, "Bad Request", f"body.{at}") from None
+        if not isinstance(value, dict):
+            raise RefusedError(
+                400, "1 validation error:\n  Input should be a valid dictionary", "Bad Request", "body"
+            )
+        return value
+
+    def _check_model(self, body: dict[str, Any]) -> None:
+        name = body.get("model")
+        if name and name != self.options.model:
+            message = f"The model `{name}` does not exist. Valid aliases: {self.options.model}."
+            raise RefusedError(404, message, "NotFoundError", "model")
+
+    def _complete(self, to: Connection, chat: bool, head: bytes, raw: bytes, arrival: int) -> None:
+        body = self._body(raw)
+        self._check_model(body)
+        options = self.options
+        ask = read_ask(body, chat, options.max_model_len)
+        self.requests += 1
+        fault = None
+        if self.book.faults:
+            prompt = b"\n".join(ask.prompts)
+            fault = self.book.choose(self.requests, ask.keys[0] ^ zlib.crc32(raw), prompt)
+        given = header(head, b"x-request-id") if b"equest-" in head else None
+        name = re.sub(r"[^\w.:-]", "", given.decode("latin-1")) if given else f"{ask.keys[0]:016x}"
+        exchange = Exchange(self, to, ask, ("chatcmpl-" if chat else "cmpl-") + name, fault, arrival, self.requests)
+        if fault is not None and exchange.strikes_at_once(fault):
+            return
+        answers = [self._answer(ask, i, c, fault) for i in range(len(ask.prompts)) for c in range(ask.n)]
+        cached = self._cached(ask) if options.prefix_cache and ask.prompt_logprobs is None else 0
+        prompt_tokens = sum(ask.prompt_tokens)
+        self.metrics.prompt_tokens += prompt_tokens
+        self.metrics.prefix_queries += prompt_tokens
+        self.metrics.prefix_hits += cached
+        steps = max(a.count for a in answers)
+        job = Job(exchange, len(answers), steps, prompt_tokens, prompt_tokens - cached, ask.stream, ask.keys[0])
+        if fault is not None and fault.kind == "slow":
+            job.slow = fault.factor or 10.0
+        exchange.begin(answers, job, cached, instant=self.engine.pace.instant and job.slow == 1)
+        self.engine.submit(job, arrival)
+
+    def _answer(self, ask: Ask, index: int, choice: int, fault: Fault | None) -> words.Answer:
+        key = (ask.keys[index] + choice * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+        limit = ask.limit(index, self.options.max_model_len)
+        natural = None
+        if self.options.answer_tokens and not ask.ignore_eos:
+            low, high = self.options.answer_tokens
+            natural = max(low + (key >> 30) % (high - low + 1), ask.min_tokens)
+        kind = fault.kind if fault else ""
+        if kind == "length" and fault:
+            limit = max(1, int(limit * (fault.factor or 0.5)))
+        answer = words.answer(key, 0 if kind == "zero" else limit, natural, ask.stops)
+        if kind == "zero":
+            answer.finish_reason = "stop"
+        return answer
+
+    def _cached(self, ask: Ask) -> int:
+        """How many prompt tokens start as an earlier prompt did, in whole blocks."""
+        cache, hits = self._cache, 0
+        for text, count in zip(ask.prompts, ask.prompt_tokens, strict=True):
+            chain, known, blocks = 0, True, 0
+            for at in range(0, len(text) - _BLOCK_BYTES + 1, _BLOCK_BYTES):
+                chain = zlib.crc32(text[at : at + _BLOCK_BYTES], chain) | at << 32
+                if known and chain in cache:
+                    blocks += 1
+                else:
+                    known = False
+                    cache[chain] = None
+            hits += min(blocks * 16, count - 1)
+        while len(cache) > _CACHE_BLOCKS:
+            del cache[next(iter(cache))]
+        return hits
+
+    def _health(self, to: Connection, _: bytes) -> None:
+        ok = self.healthy and self.book.of_kind("health") is None
+        to.send(response(200 if ok else 503, b""))
+        to.done()
+
+    def _models(self, to: Connection, _: bytes) -> None:
+        o = self.options
+        flags = {"allow_create_engine": False, "allow_sampling": True, "allow_logprobs": True}
+        flags |= {"allow_search_indices": False, "allow_view": True, "allow_fine_tuning": False}
+        permission = {"id": "modelperm-fake", "object": "model_permission", "created": o.created, **flags}
+        permission |= {"organization": "*", "group": None, "is_blocking": False}
+        card = {"id": o.model, "object": "model", "created": o.created, "owned_by": "vllm", "root": o.model}
+        card |= {"parent": None, "max_model_len": o.max_model_len, "permission": [permission]}
+        self._json(to, {"object": "list", "data": [card]})
+
+    def _metrics_page(self, to: Connection, _: bytes) -> None:
+        engine, pace = self.engine, self.engine.pace
+        kv = pace.kv_tokens or 1_000_000
+        gauges = {
+            "num_requests_running": float(engine.running_jobs),
+            "num_requests_waiting": float(engine.waiting_jobs),
+            "kv_cache_usage_perc": min(1.0, engine.kv_used / kv),
+        }
+        cache = {"block_size": "16", "num_gpu_blocks": str(kv // 16), "gpu_memory_utilization": "0.92"}
+        cache |= {"enable_prefix_caching": str(self.options.prefix_cache), "cache_dtype": "auto", "engine": "0"}
+        page = self.metrics.text(self.options.model, gauges, engine.preemptions, cache)
+        to.send(response(200, page.encode(), b"text/plain; version=1.0.0; charset=utf-8"))
+        to.done()
+
+    def _tokenize(self, to: Connection, raw: bytes) -> None:
+        body = self._body(raw)
+        self._check_model(body)
+        prompt = body.get("prompt")
+        if not isinstance(prompt, str) and "messages" not in body:
+            raise RefusedError(400, "1 validation error:\n  prompt: field required", "Bad Request", "body.prompt")
+        text = prompt.encode("utf-8", "replace") if isinstance(prompt, str) else messages_text(body["messages"])
+        ids = words.encode(text)
+        strings = (
+            [p.decode("utf-8", "replace") for p in words.pieces(text)] if body.get("return_token_strs") else None
+        )
+        limit = self.options.max_model_len
+        self._json(to, {"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings})
+
+    def _detokenize(self, to: Connection, raw: bytes) -> None:
+        body = self._body(raw)
+        self._check_model(body)
+        try:
+            text = words.decode(body["tokens"]).decode("utf-8", "replace")
+        except (KeyError, TypeError, ValueError) as error:
+            raise RefusedError(400, f"tokens: {error}", "Bad Request", "body.tokens") from None
+        self._json(to, {"prompt": text})
+
+    def _control(self, to: Connection, method: bytes, path: bytes, raw: bytes) -> None:
+        what = unquote(path.decode("latin-1")).removeprefix("/control/")
+        body = self._body(raw) if method == b"POST" else None
+        try:
+            if what == "faults":
+                if body is not None:
+                    self.book.set(parse_fault(f) for f in body["faults"])
+                now = zip(self.book.faults, self.book.fired, strict=True)
+                self._json(
+                    to, {"faults": [{"fault": f.spec(), "fired": n} for f, n in now], "requests": self.requests}
+                )
+            elif what == "health" and body is not None:
+                self.healthy = bool(body["ok"])
+                self._json(to, {"ok": self.healthy})
+            elif what == "pace":
+                self.engine.pace = replace(self.engine.pace, **(body or {}))
+                self._json(to, {f: getattr(self.engine.pace, f) for f in Pace.__dataclass_fields__})
+            else:
+                raise RefusedError(404, "Known: faults, health, pace.", "Not Found")
+        except (CorralError, KeyError, TypeError) as error:
+            raise RefusedError(400, f"{error} {getattr(error, 'remedy', '')}") from None

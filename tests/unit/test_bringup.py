@@ -1,0 +1,77 @@
+"""Choosing without being told: which model, which engine, which checkpoint."""
+
+from __future__ import annotations
+
+import pytest
+
+from corral import bringup, hardware
+from corral.errors import DoesNotFitError, UsageError
+from corral.targets.base import ChosenPort, Life
+
+
+class Elsewhere:
+    """A target with the hardware it is given; nothing can be started on it."""
+
+    name = "elsewhere"
+
+    def __init__(self, gpus: str | None) -> None:
+        cpu = hardware.Inventory(
+            None, 1, 1, 0, cpu_cores=8, host_memory_bytes=64 << 30, host_available_bytes=60 << 30
+        )
+        self.hardware = hardware.parse_gpus(gpus) if gpus else cpu
+
+    def nodes(self) -> tuple[str, ...]:
+        return ("node",)
+
+    def inventory(self) -> hardware.Inventory:
+        return self.hardware
+
+    def choose_port(self, host: str, wanted: int | None) -> ChosenPort:
+        return ChosenPort(wanted or 8000)
+
+    def start(self, spec: object, folder: object) -> None:
+        raise AssertionError
+
+    def life(self, folder: object) -> Life:
+        return Life(False)
+
+    def stop(self, folder: object, launch_id: str, grace_s: float) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("gpus", "model", "flavour"),
+    [
+        (None, "smollm2", "cpu"),
+        ("1xL4", "llama-3.1-8b-instruct", "cuda"),
+        ("4xH100", "llama-3.1-70b-instruct", "cuda"),
+        ("8xH100", "llama-3.1-405b-instruct-fp8", "cuda"),
+        ("8xH200", "llama-3.1-405b-instruct", "cuda"),
+    ],
+)
+def test_the_largest_model_that_fits(gpus: str | None, model: str, flavour: str) -> None:
+    decision = bringup.decide(bringup.Wish(), Elsewhere(gpus))
+    assert decision.source.name == model
+    assert decision.flavour == flavour
+    assert decision.plan.fits
+
+
+def test_a_quantised_twin_is_served_under_the_name_that_was_asked_for() -> None:
+    decision = bringup.decide(bringup.Wish(model="llama-3.1-405b"), Elsewhere("8xH100"))
+    assert decision.plan.precision.how == "checkpoint"
+    assert decision.source.repo == decision.plan.checkpoint == "meta-llama/Llama-3.1-405B-FP8"
+    assert decision.served_name == decision.name == "llama-3.1-405b"
+
+
+def test_what_does_not_fit_is_refused_with_the_nearest_that_would() -> None:
+    with pytest.raises(DoesNotFitError) as caught:
+        bringup.decide(bringup.Wish(model="llama-3.1-405b"), Elsewhere("1xH100"))
+    assert "does not fit" in caught.value.message
+    assert "What would" in caught.value.remedy
+
+
+def test_flavours() -> None:
+    with pytest.raises(UsageError, match="no GPU"):
+        bringup.decide(bringup.Wish(flavour="cuda"), Elsewhere(None))
+    with pytest.raises(UsageError, match="no engine flavour"):
+        bringup.decide(bringup.Wish(flavour="tpu"), Elsewhere(None))

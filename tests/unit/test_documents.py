@@ -1,0 +1,94 @@
+"""What the documents say is true: verbs, options and exit codes exist as written."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+
+from corral import errors
+from corral.cli import VERBS
+from tests.conftest import ROOT
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def commands(page: Path) -> list[str]:
+    """Lines of a page that a reader would paste: indented or fenced, beginning with corral."""
+    found = []
+    for line in page.read_text(encoding="utf-8").splitlines():
+        match = re.match(r"^(?: {4}|\t)?\$? ?(?:\./)?corral (?! )(.+)$", line)
+        if match and (line.startswith((" ", "\t", "$", "corral", "./corral"))):
+            found.append(match.group(1).split("  #")[0].split(" #")[0].strip())
+    return found
+
+
+def cases() -> list[tuple[str, str]]:
+    return [(page.name, command) for page in PAGES for command in commands(page)]
+
+
+@pytest.mark.parametrize(("page", "line"), cases())
+def test_commands_in_the_documents_exist(page: str, line: str) -> None:
+    for part in re.split(r"\s+[;|]\s+|\s+&&\s+", line):
+        words = shlex.split(part.replace("…", "x"), comments=True)
+        if words and words[0] == "corral":
+            words = words[1:]
+        if not words or words[0].startswith("-") or words[0] not in VERBS:
+            assert words == [] or words[0] in {"--help", "--version", "--debug"} or words[0] in VERBS, line
+            continue
+        module, _, attribute = VERBS[words[0]][0].partition(":")
+        command = getattr(importlib.import_module(module), attribute)
+        rest = words[1:]
+        while isinstance(command, click.Group) and rest and not rest[0].startswith("-"):
+            names = rest[0].split("|")
+            known = [name for name in names if name in command.commands]
+            if not known:
+                break
+            command, rest = command.commands[known[0]], rest[1:]
+        known_options = {
+            option for parameter in command.params for option in parameter.opts + parameter.secondary_opts
+        }
+        known_options |= {"--help", "-h"}
+        for word in rest:
+            if word == "--":
+                break
+            if word.startswith("--"):
+                assert word.split("=")[0] in known_options, f"{page}: {line!r}: no option {word}"
+
+
+def test_exit_codes_are_documented() -> None:
+    table = (ROOT / "docs" / "exit-codes.md").read_text()
+    classes = [
+        value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, errors.CorralError)
+    ]
+    codes = {kind.exit_code for kind in classes} | {0, errors.INTERRUPTED}
+    written = {int(code) for code in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)}
+    assert codes == written
+    docstring = errors.__doc__ or ""
+    for kind in classes:
+        assert re.search(rf"{kind.__name__}\s+{kind.exit_code}\b", docstring)
+
+
+def test_every_verb_answers_help() -> None:
+    for verb, (place, summary) in VERBS.items():
+        module, _, attribute = place.partition(":")
+        command = getattr(importlib.import_module(module), attribute)
+        text = command.get_help(click.Context(command, info_name=verb))
+        assert "Usage:" in text
+        assert summary.endswith(".")
+
+
+def test_every_decision_is_listed() -> None:
+    index = (ROOT / "docs" / "decisions" / "README.md").read_text()
+    for page in (ROOT / "docs" / "decisions").glob("0*.md"):
+        assert page.name in index
+
+
+def test_the_readme_tree_names_real_files() -> None:
+    tree = (ROOT / "README.md").read_text().split("## The tree")[1].split("## ")[0]
+    for name in re.findall(r"\b([a-z_]+\.py)\b", tree):
+        assert list((ROOT / "src").rglob(name)), f"{name} is in the README's tree only"
