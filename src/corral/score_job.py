@@ -275,7 +275,6 @@ class _Job:
             self._old.append(self._client)
             self._client = Client(endpoint)
             self._scorer = Scorer(self._client, self._options)
-        self._client.forget_key()
 
 
 def _line(value: dict[str, Any]) -> bytes:
