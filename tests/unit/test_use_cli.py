@@ -206,6 +206,17 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.fd, text.encode())
 
+    def press(self, key: str, text: str) -> None:
+        """Press a key until it shows its effect: readline misses one that comes before it listens."""
+        for attempt in range(20):
+            self.type(key)
+            try:
+                self.until(text, 2)
+                return
+            except AssertionError:
+                if attempt == 19:
+                    raise
+
     def end(self) -> int:
         _, status = os.waitpid(self.pid, 0)
         os.close(self.fd)
@@ -223,8 +234,7 @@ def test_a_chat_in_a_terminal(tmp_path: Path) -> None:
         terminal.type("\x03")  # Ctrl-C: only the answer stops
         terminal.until("(stopped)", 60)
         terminal.until("› ")
-        terminal.type("\x03")  # at the prompt: a hint
-        terminal.until("ends the talk")
+        terminal.press("\x03", "ends the talk")  # at the prompt: a hint
         terminal.type("/set max_tokens=4\n")
         terminal.until("max_tokens=4")
         terminal.until("› ")
