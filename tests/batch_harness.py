@@ -131,6 +131,7 @@ class Torment:
 
     kills: int
     torn: dict[str, int]
+    fruitful: int  # lives in which something was committed before the kill
     before_last: int  # results that counted when the killing ended
     code: int
 
@@ -143,7 +144,7 @@ def torment(
     Lives become longer while none of them gets anywhere, so that a slow machine does not make the test an empty one.
     """
     torn: dict[str, int] = {}
-    longest_s, idle, counted = 0.1, 0, 0
+    longest_s, idle, counted, fruitful = 0.12, 0, 0, 0
     for _ in range(kills):
         pid = nursery.start(*argv)
         time.sleep(chance.uniform(0.002, longest_s))
@@ -153,16 +154,16 @@ def torment(
         if code != -signal.SIGKILL:
             raise AssertionError(f"a runner ended with {code} before it could be killed")
         if _counted(output) > counted:
-            longest_s, idle = max(0.1, longest_s * 0.8), 0
+            longest_s, idle, fruitful = max(0.12, longest_s * 0.93), 0, fruitful + 1
         else:
             idle += 1
-            longest_s = longest_s * 1.25 if idle % 4 == 0 else longest_s
+            longest_s = longest_s * 1.25 if idle % 3 == 0 else longest_s
         kind = tear(output, chance)
         torn[kind] = torn.get(kind, 0) + 1
         counted = _counted(output)
     faster()
     nursery.start(*argv)
-    return Torment(kills, torn, counted, nursery.wait())
+    return Torment(kills, torn, fruitful, counted, nursery.wait())
 
 
 def _counted(output: Path) -> int:

@@ -55,7 +55,8 @@ def test_two_hundred_kills_and_torn_files_lose_nothing(tmp_path: Path, nursery: 
         slowly = batch(url, rows, output, "--concurrency", "4")
         ended = torment(nursery, slowly, output, 200, random.Random(7), lambda: control(url, "pace", {"ttft_s": 0.0}))
     assert ended.kills == 200
-    assert 100 < ended.before_last < 4000, "the kills must hit a job that is under way"
+    assert ended.fruitful >= 40, "the kills must hit a job that is under way"
+    assert ended.before_last < 4000
     assert ended.code == 0, (tmp_path / "nursery.log").read_text()[-2000:]
     expected, found = lines_by_id(calm), lines_by_id(output)
     assert found.keys() == expected.keys()

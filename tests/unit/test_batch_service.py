@@ -60,6 +60,15 @@ def ended(client: openai.OpenAI, identity: str) -> Any:
     raise AssertionError(f"still {batch.status}")
 
 
+def begun(client: openai.OpenAI, identity: str) -> None:
+    for _ in range(400):
+        counts = client.batches.retrieve(identity).request_counts
+        if counts and counts.completed:
+            return
+        time.sleep(0.05)
+    raise AssertionError("nothing was answered")
+
+
 def test_a_batch_through_the_sdk(server: FakeServer, tmp_path: Path) -> None:
     with BatchService(options(server, tmp_path / "kept")) as service, sdk(service) as client:
         server.set_faults("status:code=400,match=Question 20")
@@ -68,7 +77,11 @@ def test_a_batch_through_the_sdk(server: FakeServer, tmp_path: Path) -> None:
         batch = ended(client, create(client, file).id)
         assert batch.status == "completed"
         assert batch.metadata == {"who": "test"}
-        assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (21, 20, 1)
+        assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (
+            21,
+            20,
+            1,
+        )
         answers = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
         assert sorted(a["custom_id"] for a in answers) == sorted(f"q{n}" for n in range(20))
         assert all(a["response"]["body"]["choices"][0]["message"]["content"] for a in answers)
@@ -94,10 +107,7 @@ def test_cancel_keeps_what_is_done(server: FakeServer, tmp_path: Path) -> None:
     server.set_pace(Pace(requests_per_s=50))
     with BatchService(options(server, tmp_path / "kept")) as service, sdk(service) as client:
         batch = create(client, upload(client, [row(n) for n in range(500)]))
-        for _ in range(200):
-            if client.batches.retrieve(batch.id).request_counts.completed:
-                break
-            time.sleep(0.05)
+        begun(client, batch.id)
         assert client.batches.cancel(batch.id).status == "cancelling"
         stopped = ended(client, batch.id)
         assert stopped.status == "cancelled"
@@ -108,10 +118,7 @@ def test_a_restart_continues(server: FakeServer, tmp_path: Path) -> None:
     server.set_pace(Pace(requests_per_s=100))
     with BatchService(options(server, tmp_path / "kept")) as service, sdk(service) as client:
         batch = create(client, upload(client, [row(n) for n in range(200)]))
-        for _ in range(200):
-            if client.batches.retrieve(batch.id).request_counts.completed:
-                break
-            time.sleep(0.05)
+        begun(client, batch.id)
     server.set_pace(Pace())
     with BatchService(options(server, tmp_path / "kept")) as service, sdk(service) as client:
         done = ended(client, batch.id)

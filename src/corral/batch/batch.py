@@ -10,7 +10,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from corral.batch.check import note_beginnings, read_problems
+from corral.batch.check import note_beginnings, note_weights, read_problems
 from corral.batch.fleet import Place
 from corral.batch.folder import JobFolder
 from corral.batch.job import Order, Prepared, folder_of, load_record, prepare
@@ -21,7 +21,7 @@ from corral.batch.places import DeploymentPlace, find_places, gpus_of, served_by
 from corral.batch.run import Listener, Summary, run_job
 from corral.batch.runner import Counts, Runner, Settings
 from corral.batch.table import Table, save_json
-from corral.errors import CorralError, UsageError
+from corral.errors import CorralError, DataError, UsageError
 from corral.events import append_event
 from corral.record import to_json
 
@@ -100,19 +100,24 @@ def carry_out(
         raise UsageError(f"there is no order {row_order!r}.", f"Known: {', '.join(ORDERS)}.")
     folder = folder_of(order.output, order.ordered)
     new = not folder.path.exists()
-    folder.create()
     try:
+        folder.create()
         with JobLock(folder.lock, order.output) as lock, _served(where, order, reporter) as served:
             folder.sweep()
             made = prepare(order, folder, _kept(where), **served.facts)
             journal = _Journal(folder, listener)
             journal.note("begin", f"{'continuing' if made.continued else 'new'}: {made.record.rows} rows")
             summary = _run(made, order, served.places, settings, journal, lock, row_order, signals)
+    except OSError as error:
+        raise DataError(
+            f"{error.filename or folder.path} cannot be read or written: {error.strerror}.",
+            "Check the disk and the permissions, then run the same command again.",
+        ) from error
     finally:
         if new and not folder.job.exists():  # refused: leave nothing behind
             with contextlib.suppress(OSError):
                 folder.path.rmdir()
-    return _result(made, summary, where, price)
+    return _result(made, summary, served.names, price)
 
 
 def _run(
@@ -175,6 +180,7 @@ def _forget_failed(folder: JobFolder, table: Table) -> None:
 
 def _row_order(table: Table, record: Any, row_order: str) -> Sequence[int] | None:
     if row_order == "longest-first":
+        note_weights(table, record.recipe)
         return table.longest_first()
     if row_order == "prefix-first":
         note_beginnings(table, record.recipe)
@@ -197,9 +203,8 @@ def _kept(where: Where) -> dict[str, Any]:
     }
 
 
-def _result(made: Prepared, summary: Summary, where: Where, price: float | None) -> Result:
+def _result(made: Prepared, summary: Summary, names: Sequence[str], price: float | None) -> Result:
     folder = made.folder
-    names = where.deployments or ((offline_name(str(folder.output)),) if where.offline else ())
     gpus = sum(gpus_of(name) or 0 for name in names) or None
     hours = gpus * summary.wall_s / 3600 if gpus else None
     failed = folder.errors.exists() and folder.errors.stat().st_size > 0
@@ -225,6 +230,7 @@ class _Served:
 
     facts: dict[str, Any]
     places: Callable[[], Sequence[Place]]
+    names: tuple[str, ...] = ()  # of deployments
 
 
 @contextlib.contextmanager
@@ -241,7 +247,7 @@ def _served(where: Where, order: Order, reporter: Any) -> Iterator[_Served]:
 def _online(where: Where, order: Order) -> _Served:
     known = _known_model(order)
     try:
-        places = find_places(where.deployments, where.urls, where.key_file)
+        places = find_places(where.deployments, where.urls, where.key_file, known)
     except CorralError as error:
         if known is None:
             raise
@@ -260,7 +266,8 @@ def _online(where: Where, order: Order) -> _Served:
     facts: dict[str, Any] = {"model": model, "place": places[0]}
     if first is not None:
         facts |= {"models": first.models, "context": first.context}
-    return _Served(facts, lambda: places)
+    names = tuple(place.name for place in places if isinstance(place, DeploymentPlace))
+    return _Served(facts, lambda: places, names)
 
 
 def _known_model(order: Order) -> str | None:
@@ -314,7 +321,7 @@ def _started(offline: Offline, order: Order, reporter: Any) -> Iterator[_Served]
         "context": decision.plan.max_model_len,
     }
     try:
-        yield _Served(facts, places)
+        yield _Served(facts, places, (name,))
     finally:
         if folder.record.is_file() and (begun or deployment.status(folder).state not in ENDED):
             reporter.phase("stopping the model")

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import msgspec
 
@@ -22,10 +22,10 @@ from corral.batch.rows import Source
 from corral.batch.table import BAD, RowReader, Table, hash64
 from corral.errors import DataError
 
-__all__ = ["Problem", "Problems", "Scanned", "new_name", "note_beginnings", "read_problems", "scan"]
+__all__ = ["Problem", "Problems", "Scanned", "new_name", "note_beginnings", "note_weights", "read_problems", "scan"]
 
 SHOWN = 50
-_PREFIX_CHARACTERS = 256
+_PREFIX_BYTES = 256
 
 
 class Scanned(NamedTuple):
@@ -144,17 +144,31 @@ def _may_be_long(parsed: Parsed, raw: bytes, context: int) -> bool:
 
 def note_beginnings(table: Table, recipe: Recipe) -> None:
     """Remember the first characters of every prompt, for the order that puts equal ones together."""
-    reader, found = RowReader(table), array("Q")
+    table.prefixes = array("Q", (hash64(_prompt(body)[:_PREFIX_BYTES]) for body in _bodies(table, recipe)))
+
+
+def note_weights(table: Table, recipe: Recipe) -> None:
+    """Remember how much work every row is: tokens asked for, and those of the prompt at a tenth of their price."""
+    table.weights = array("Q", (_weight(body) for body in _bodies(table, recipe)))
+
+
+def _bodies(table: Table, recipe: Recipe) -> Iterator[dict[str, Any]]:
+    reader = RowReader(table)
     try:
         for number in range(len(table)):
-            body = {} if table.flags[number] else recipe.read(reader.raw(number), table.lines[number]).body
-            text = body.get("prompt")
-            if not isinstance(text, str):
-                text = msgspec.json.encode(body.get("messages") or text).decode()
-            found.append(hash64(text[:_PREFIX_CHARACTERS].encode()))
+            yield {} if table.flags[number] else recipe.read(reader.raw(number), table.lines[number]).body
     finally:
         reader.close()
-    table.prefixes = found
+
+
+def _prompt(body: dict[str, Any]) -> bytes:
+    text = body.get("prompt")
+    return text.encode() if isinstance(text, str) else msgspec.json.encode(body.get("messages") or text)
+
+
+def _weight(body: dict[str, Any]) -> int:
+    wanted = body.get("max_tokens") or body.get("max_completion_tokens") or 0
+    return 40 * int(wanted) * int(body.get("n") or 1) + len(_prompt(body))
 
 
 def _mark_duplicates(table: Table, recipe: Recipe, problems: Problems) -> None:

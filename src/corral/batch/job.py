@@ -11,7 +11,7 @@ import shutil
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from corral.batch.check import Problems, Scanned, new_name, read_problems, scan
 from corral.batch.fleet import Place
@@ -121,54 +121,84 @@ def prepare(
         raise UsageError("the output is the input.", "Write to another file.")
     recipe = replace(order.recipe, text_cells=order.recipe.text_cells or source.format in ("csv", "tsv"))
     same = before is not None and _differences(before, order, recipe, model) == []
-    loaded = _reuse(before, source, folder) if same else None
-    fresh = before is None
     try:
-        if loaded is not None and before is not None:
-            table, problems, digest = loaded[0], loaded[1], before.digest
-            recipe = before.recipe
-        else:
-            taken = order.answer if order.shape != OPENAI else None
-            scanned = scan(source, recipe, folder, models=models, taken=taken, context=context)
-            if context is not None and place is not None:
-                mark_too_long(scanned, place, context)
-            scanned.problems.close()
-            table, problems, recipe, digest = *scanned[:2], _kind(scanned), scanned.table.digest()
-            if problems.count and not order.skip_bad:
-                raise _refusal(source, problems, len(table))
-        shape = _shape(order, recipe, folder)
-        record = JobRecord(
-            version=VERSION,
-            input=str(source.path.absolute()) if source.path else "-",
-            format=source.format,
-            compression=source.compression,
-            fingerprint=tuple(source.fingerprint()),
-            rows=len(table),
-            digest=digest,
-            bad=problems.count,
-            recipe=recipe,
-            model=model,
-            shape=shape,
-            answer=order.answer,
-            ordered=order.ordered,
-            skip_bad=order.skip_bad,
-            created_s=before.created_s if before else time.time(),
-            **where,
-        )
+        seen = _reuse(before, source, folder) if same else None
+        fresh = seen is None
+        if seen is None:
+            seen = _check(order, source, recipe, folder, models, context, place)
+        record = _record(order, source, seen, folder, model, before, where)
         if before is not None:
             _compare(before, record, order, folder)
-        if loaded is None:
-            _put_in_place(folder, table, problems)
-            table.save(folder.index, {"digest": digest})
+        if fresh:
+            _put_in_place(folder, seen.table, seen.problems)
+            seen.table.save(folder.index, {"digest": seen.digest})
         if record != before:
             write_atomic(folder.job, dump_json(record))
         sync_dir(folder.path)
     except BaseException:
-        if fresh and not folder.job.exists():
+        if before is None and not folder.job.exists():  # refused: leave nothing behind
             shutil.rmtree(folder.path, ignore_errors=True)
         raise
     folder.cancel.unlink(missing_ok=True)
-    return Prepared(folder, record, table, problems, continued=before is not None)
+    return Prepared(folder, record, seen.table, seen.problems, continued=before is not None)
+
+
+class _Seen(NamedTuple):
+    """An input that was checked, now or earlier."""
+
+    table: Table
+    problems: Problems
+    recipe: Recipe
+    digest: str
+
+
+def _check(
+    order: Order,
+    source: Source,
+    recipe: Recipe,
+    folder: JobFolder,
+    models: tuple[str, ...],
+    context: int | None,
+    place: Place | None,
+) -> _Seen:
+    """Read the whole input; refuse it when it has problems that are not to be skipped."""
+    taken = order.answer if order.shape != OPENAI else None
+    scanned = scan(source, recipe, folder, models=models, taken=taken, context=context)
+    if context is not None and place is not None:
+        mark_too_long(scanned, place, context)
+    scanned.problems.close()
+    if scanned.problems.count and not order.skip_bad:
+        raise _refusal(source, scanned.problems, len(scanned.table))
+    return _Seen(scanned.table, scanned.problems, _kind(scanned), scanned.table.digest())
+
+
+def _record(
+    order: Order,
+    source: Source,
+    seen: _Seen,
+    folder: JobFolder,
+    model: str,
+    before: JobRecord | None,
+    where: dict[str, Any],
+) -> JobRecord:
+    return JobRecord(
+        version=VERSION,
+        input=str(source.path.absolute()) if source.path else "-",
+        format=source.format,
+        compression=source.compression,
+        fingerprint=tuple(source.fingerprint()),
+        rows=len(seen.table),
+        digest=seen.digest,
+        bad=seen.problems.count,
+        recipe=seen.recipe,
+        model=model,
+        shape=_shape(order, seen.recipe, folder),
+        answer=order.answer,
+        ordered=order.ordered,
+        skip_bad=order.skip_bad,
+        created_s=before.created_s if before else time.time(),
+        **where,
+    )
 
 
 def _put_in_place(folder: JobFolder, table: Table, problems: Problems) -> None:
@@ -204,7 +234,7 @@ def _shape(order: Order, recipe: Recipe, folder: JobFolder) -> str:
     return shape
 
 
-def _reuse(before: JobRecord | None, source: Source, folder: JobFolder) -> tuple[Table, Problems] | None:
+def _reuse(before: JobRecord | None, source: Source, folder: JobFolder) -> _Seen | None:
     """The table of an earlier check, when the input has not been touched since."""
     if before is None or not before.fingerprint or list(before.fingerprint) != source.fingerprint():
         return None
@@ -215,7 +245,7 @@ def _reuse(before: JobRecord | None, source: Source, folder: JobFolder) -> tuple
         return None
     problems = Problems(folder.problems)
     problems.count = sum(1 for _ in read_problems(folder.problems))
-    return loaded[0], problems
+    return _Seen(loaded[0], problems, before.recipe, before.digest)
 
 
 def _differences(before: JobRecord, order: Order, recipe: Recipe, model: str) -> list[str]:

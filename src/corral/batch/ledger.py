@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -67,8 +67,8 @@ class Tally:
 class Ledger:
     """The ledger of one job with its two files, open for appending; held by one process (`lock`)."""
 
-    def __init__(self, folder: JobFolder, table: Table) -> None:
-        self._folder, self._table = folder, table
+    def __init__(self, folder: JobFolder, table: Table, guard: Callable[[], None] = lambda: None) -> None:
+        self._folder, self._table, self._guard = folder, table, guard
         self._paths = (folder.results, folder.errors)
         self._fds: list[int] = []
         self._ends = [0, 0]
@@ -94,6 +94,7 @@ class Ledger:
 
     def commit(self, entries: Iterable[Entry]) -> None:
         """Make results count: lines first, then their records; after an error nothing of them is left."""
+        self._guard()  # raises when the job is no longer ours
         lines: tuple[list[bytes], list[bytes]] = ([], [])
         ends, records, table = list(self._ends), bytearray(), self._table
         for row, kind, line in entries:

@@ -60,9 +60,21 @@ class JobLock:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if _read(self._path) != own_identity():
+            return  # it was taken over
         self._path.unlink(missing_ok=True)
         for left in self._path.parent.glob(f"{self._path.name}.*"):  # of runners that were killed just then
             left.unlink(missing_ok=True)
+
+    def check(self) -> None:
+        """Refuse to go on when somebody took the job over: this process was stopped for long, or cut off."""
+        found = _read(self._path)
+        if found != own_identity():
+            who = f"process {found.pid} on {found.host}" if found else "somebody who is gone again"
+            raise ConflictError(
+                f"{self._what} was taken over by {who} while this process was not heard of.",
+                "Nothing was written since. Leave it to that process, or run the same command later.",
+            )
 
     def touch(self) -> None:
         """Show that the holder lives; cheap enough to be called often."""

@@ -49,13 +49,18 @@ class Served:
         self.models, self.context = models, context
 
 
-def find_places(names: Sequence[str], urls: Sequence[str], key_file: str | None) -> list[Place]:
-    """The places asked for; with nothing asked for, OPENAI_BASE_URL or the only deployment there is."""
+def find_places(
+    names: Sequence[str], urls: Sequence[str], key_file: str | None, model: str | None = None
+) -> list[Place]:
+    """The places asked for; with nothing asked for, OPENAI_BASE_URL or the only deployment there is.
+
+    An address that does not answer is refused, unless `model` says what it served before: then it is waited for.
+    """
     places: list[Place] = [DeploymentPlace(name) for name in names]
     address = os.environ.get("OPENAI_BASE_URL")
     if not names and not urls and address:
         urls, key_file = [address], key_file or _key_from_environment()
-    places += [FixedPlace(_endpoint(url, key_file)) for url in urls]
+    places += [FixedPlace(_endpoint(url, key_file, model)) for url in urls]
     return places or [_only_deployment()]
 
 
@@ -80,10 +85,12 @@ def served_by(place: Place) -> Served | None:
     return Served(tuple(card["id"] for card in cards), context)
 
 
-def _endpoint(url: str, key_file: str | None) -> Endpoint:
+def _endpoint(url: str, key_file: str | None, model: str | None) -> Endpoint:
     """An address with the name of what it serves."""
     bare = Endpoint(url, "", key_file)
     found = served_by(FixedPlace(bare))
+    if found is None and model:
+        return Endpoint(url, model, key_file)
     if found is None:
         raise UnreachableError(f"{bare.root} does not answer.", "Is the server running? Check --url.")
     return Endpoint(url, found.models[0], key_file)

@@ -175,7 +175,9 @@ class Recipe:
         name = self.prompt_column or "prompt"
         if name not in row:
             near = nearest(name, list(row), 1)
-            hint = f" (did you mean the column {near[0]!r}? --prompt-column)" if near else ""
+            hint = f" (it has: {', '.join(list(row)[:8])})" if row else ""
+            if near:
+                hint = f" (did you mean the column {near[0]!r}? --prompt-column)"
             wanted = "'prompt' or 'messages'" if self.prompt_column is None else repr(name)
             raise DataError(f"lacks {wanted}{hint}")
         prompt = row[name]

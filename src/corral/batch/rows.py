@@ -9,6 +9,7 @@ again by offset; everything else is copied into a spool while it is checked.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import csv
 import io
 import json
@@ -71,21 +72,21 @@ class Source:
         if self.format == "parquet":
             yield from _parquet(self)
             return
-        with self._open() as file:
-            yield from _READERS[self.format](file)
+        with contextlib.ExitStack() as stack:
+            yield from _READERS[self.format](self._open(stack))
 
-    def _open(self) -> BinaryIO:
-        if self.path is None:
-            raw: BinaryIO = sys.stdin.buffer
-        else:
-            raw = self.path.open("rb", buffering=1 << 20)
+    def _open(self, stack: contextlib.ExitStack) -> BinaryIO:
+        raw: BinaryIO = sys.stdin.buffer
+        if self.path is not None:
+            raw = stack.enter_context(self.path.open("rb", buffering=1 << 20))
         if self.compression == ".gz":
             import gzip
 
-            return gzip.open(raw)  # type: ignore[return-value]
+            return stack.enter_context(gzip.open(raw))  # type: ignore[return-value]
         if self.compression == ".zst":
             zstandard = optional("zstandard", "read .zst files")
-            return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(raw), 1 << 20)
+            stream = zstandard.ZstdDecompressor().stream_reader(raw)
+            return stack.enter_context(io.BufferedReader(stream, 1 << 20))
         return raw
 
 
@@ -124,9 +125,14 @@ def open_source(given: str, format_: str | None = None) -> Source:
             f"the format of {given!r} cannot be told from its name.",
             f"Say it with --input-format ({', '.join(FORMATS)}).",
         )
-    if format_ == "json" and not compression and path.open("rb").read(256).lstrip(_BOM + b" \r\n\t")[:1] == b"{":
+    if format_ == "json" and not compression and _first_sign(path) == b"{":
         format_ = "jsonl"  # JSON lines under another name
     return Source(path, format_, compression)
+
+
+def _first_sign(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(256).lstrip(_BOM + b" \r\n\t")[:1]
 
 
 def _lines(file: BinaryIO) -> Iterator[Item]:
@@ -157,8 +163,21 @@ def _text(file: BinaryIO) -> Iterator[Item]:
             yield Item(item.line, -1, item.raw, f"is not UTF-8 (byte {error.start + 1})")
 
 
+@contextlib.contextmanager
+def _as_text(file: BinaryIO, errors: str = "strict") -> Iterator[io.TextIOWrapper]:
+    text = io.TextIOWrapper(file, "utf-8-sig", errors=errors, newline="")
+    try:
+        yield text
+    finally:
+        text.detach()  # the file is closed by who opened it
+
+
 def _csv(file: BinaryIO, delimiter: str = ",") -> Iterator[Item]:
-    text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
+    with _as_text(file, "surrogateescape") as text:
+        yield from _csv_rows(text, delimiter)
+
+
+def _csv_rows(text: io.TextIOWrapper, delimiter: str) -> Iterator[Item]:
     csv.field_size_limit(1 << 30)
     reader = csv.DictReader(text, delimiter=delimiter, restkey="\0more", restval=None)
     if reader.fieldnames and len(set(reader.fieldnames)) < len(reader.fieldnames):
@@ -189,8 +208,12 @@ def _tsv(file: BinaryIO) -> Iterator[Item]:
 
 def _json_array(file: BinaryIO) -> Iterator[Item]:
     """The items of one JSON array, a piece of the file at a time."""
-    decoder, text = json.JSONDecoder(), io.TextIOWrapper(file, "utf-8-sig")
-    buffer, at, number = "", 0, 0
+    with _as_text(file) as text:
+        yield from _array_items(text)
+
+
+def _array_items(text: io.TextIOWrapper) -> Iterator[Item]:
+    decoder, buffer, at, number = json.JSONDecoder(), "", 0, 0
     try:
         buffer = text.read(1 << 20).lstrip()
         if not buffer:
@@ -205,7 +228,7 @@ def _json_array(file: BinaryIO) -> Iterator[Item]:
                 return
             try:
                 value, end = decoder.raw_decode(buffer, at)
-                if end >= len(buffer) - 1:  # a number may go on, and a delimiter must follow
+                if end >= len(buffer):  # a number may go on, and a delimiter must follow
                     raise json.JSONDecodeError("cut", buffer, end)
             except json.JSONDecodeError as error:
                 more = text.read(1 << 20)

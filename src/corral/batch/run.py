@@ -92,7 +92,7 @@ def run_job(
     that need no request (rows found bad). Errors that end the job are raised after everything finished was committed.
     """
     settings, listener = settings or Settings(), listener or Quiet()
-    ledger = Ledger(folder, table)
+    ledger = Ledger(folder, table, lock.check)
     try:
         tally = ledger.open()
         for text in ledger.repaired:

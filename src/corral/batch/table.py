@@ -35,13 +35,14 @@ def hash64(data: bytes) -> int:
 class Table:
     """Columns of numbers, one entry per row."""
 
-    __slots__ = ("contents", "data", "flags", "ids", "lengths", "lines", "offsets", "prefixes")
+    __slots__ = ("contents", "data", "flags", "ids", "lengths", "lines", "offsets", "prefixes", "weights")
 
     def __init__(self, data: Path) -> None:
         self.data = data
         self.ids, self.contents, self.offsets = array("Q"), array("Q"), array("Q")
         self.lengths, self.lines, self.flags = array("I"), array("I"), array("B")
         self.prefixes: array[int] | None = None  # hashes of the first characters, when an order needs them
+        self.weights: array[int] | None = None  # how much work a row is, when an order needs it
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -102,9 +103,9 @@ class Table:
         return table, about
 
     def longest_first(self) -> Sequence[int]:
-        """Row numbers by falling length: no long row is left over at the end."""
-        lengths = self.lengths
-        return array("I", sorted(range(len(self)), key=lengths.__getitem__, reverse=True))
+        """Row numbers by falling work: no long row is left over at the end."""
+        work = self.lengths if self.weights is None else self.weights
+        return array("I", sorted(range(len(self)), key=work.__getitem__, reverse=True))
 
     def prefix_first(self) -> Sequence[int]:
         """Row numbers with equal beginnings next to each other, for the server's prefix cache."""

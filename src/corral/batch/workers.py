@@ -96,12 +96,12 @@ class Workers:
                 self._fail(identity, _errors(error))
                 return
             if result.summary.state == "done":
-                self._end(identity, "completed")
+                self._end(identity, "completed", result.summary.rows)
             elif not self._stop.is_set():
                 self._end(identity, "cancelled")
             return
 
-    def _end(self, identity: str, status: str) -> None:
+    def _end(self, identity: str, status: str, rows: int = 0) -> None:
         """Make the files of a batch known, then its end."""
         folder = JobFolder(self._store.output_of(identity))
         files: dict[str, str] = {}
@@ -112,8 +112,8 @@ class Workers:
                 files[name] = made
         counts = dict(self._store.batch(identity)["request_counts"])
         if status == "completed":
-            counts["failed"] = _count_lines(folder.errors)
-            counts["completed"] = counts["total"] - counts["failed"]
+            failed = _count_lines(folder.errors)
+            counts = {"total": rows, "completed": rows - failed, "failed": failed}
             self._store.change(identity, "finalizing")
         self._store.change(identity, status, request_counts=counts, **files)
 
@@ -143,10 +143,8 @@ class _Watch:
         self._told = 0.0
 
     def note(self, kind: str, text: str) -> None:
-        if kind == "begin":
-            rows = int(text.split()[-2])
-            counts = {**self._store.batch(self._identity)["request_counts"], "total": rows}
-            self._store.change(self._identity, "in_progress", request_counts=counts)
+        if kind == "begin":  # the input was found good
+            self._store.change(self._identity, "in_progress")
 
     def tick(self, counts: Counts, runner: Runner) -> None:
         now = time.monotonic()

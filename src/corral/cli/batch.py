@@ -269,6 +269,8 @@ def _ray(order: Any, given: dict[str, Any]) -> int:
         raise UsageError("--engine ray-data needs the model.", "Give --model PATH, or a Hugging Face id.")
     screen = Screen(given["as_json"], order.output)
     with screen:
-        result = run_on_ray(order, given["model"], screen, concurrency=given["concurrency"] or 1)
+        result = run_on_ray(
+            order, given["model"], screen, concurrency=given["concurrency"] or 1, context=given["context"]
+        )
     screen.summary(result)
     return _exit_code(result.summary.state, result.errors is not None)

@@ -1,0 +1,197 @@
+"""`corral batch` beside vLLM's own offline `LLM.generate`, `vllm run-batch`, and the 20-thread requests script.
+
+One machine, one engine, one run: the server that Corral starts is measured with `corral batch` and the threads script
+in turn (twice, in both orders), then stopped; then the engine itself runs the same prompts in process with the same
+settings, and `vllm run-batch` does. Printed are output tokens per second without start-up, and the ratios.
+
+    python benchmarks/batch_engines.py [--rows 96] [--tokens 64] [--model smollm2] [--skip run-batch]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+NAME = "batchtest-speed"
+OFFLINE = """
+import json, sys, time
+from vllm import LLM, SamplingParams
+if __name__ == "__main__":
+    ask = json.load(open(sys.argv[1]))
+    llm = LLM(**ask["engine"])
+    params = SamplingParams(temperature=0, max_tokens=ask["tokens"], ignore_eos=True)
+    llm.generate(ask["prompts"][:4], params, use_tqdm=False)
+    began = time.perf_counter()
+    found = llm.generate(ask["prompts"], params, use_tqdm=False)
+    took = time.perf_counter() - began
+    print("RESULT", json.dumps({"s": took, "tokens": sum(len(f.outputs[0].token_ids) for f in found)}), flush=True)
+"""
+
+
+def prompts_of(count: int) -> list[str]:
+    topics = ["the sea", "a small town", "old machines", "a long winter", "two friends", "the first railway"]
+    return [f"Story number {n}, about {topics[n % len(topics)]}. It begins like this:" for n in range(count)]
+
+
+def corral(*arguments: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([sys.executable, "-m", "corral", *arguments], capture_output=True, text=True, timeout=900)
+    if done.returncode:
+        raise SystemExit(f"corral {arguments[0]}: {done.stderr}")
+    return done
+
+
+def with_corral(rows: Path, place: Path, tokens: int) -> float:
+    """Output tokens per second of `corral batch`, by its own summary: first request to last commit."""
+    place.unlink(missing_ok=True)
+    done = corral("batch", str(rows), "-o", str(place), "--deployment", NAME, "--max-tokens", str(tokens),
+                  "--temperature", "0", "--param", "ignore_eos=true", "--json")  # fmt: skip
+    summary = json.loads(done.stdout.splitlines()[-1])
+    return float(summary["output_tokens"] / summary["wall_s"])
+
+
+def with_threads(prompts: list[str], url: str, key: str, model: str, tokens: int) -> float:
+    """The script of the workshops: 20 threads, `requests`, all answers in memory."""
+    import requests
+
+    counted = [0]
+    guard = threading.Lock()
+
+    def one(prompt: str) -> None:
+        body: Any = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        answer = requests.post(url, json=body, headers={"Authorization": f"Bearer {key}"}, timeout=600)
+        with guard:
+            counted[0] += answer.json()["usage"]["completion_tokens"]
+
+    began = time.perf_counter()
+    with ThreadPoolExecutor(20) as pool:
+        list(pool.map(one, prompts))
+    return counted[0] / (time.perf_counter() - began)
+
+
+def with_engine(spec: dict[str, Any], prompts: list[str], tokens: int, place: Path) -> float:
+    """`LLM.generate` in the engine's own environment, with the settings of the server."""
+    rank = spec["ranks"][0]
+    argv: list[str] = rank["argv"]
+
+    def given(flag: str, of: Callable[[str], Any]) -> Any:
+        return of(argv[argv.index(flag) + 1])
+
+    engine = {
+        "model": spec["model_path"],
+        "dtype": given("--dtype", str),
+        "max_model_len": given("--max-model-len", int),
+        "max_num_batched_tokens": given("--max-num-batched-tokens", int),
+        "max_num_seqs": given("--max-num-seqs", int),
+    }
+    (place / "ask.json").write_text(json.dumps({"engine": engine, "prompts": prompts, "tokens": tokens}))
+    (place / "offline.py").write_text(OFFLINE)
+    done = subprocess.run([argv[0], str(place / "offline.py"), str(place / "ask.json")], env=_all_cores(rank),
+                          capture_output=True, text=True, timeout=900)  # fmt: skip
+    line = next((line for line in done.stdout.splitlines() if line.startswith("RESULT")), None)
+    if line is None:
+        raise SystemExit(f"LLM.generate: {done.stderr[-2000:]}")
+    result = json.loads(line[7:])
+    return float(result["tokens"] / result["s"])
+
+
+def with_run_batch(spec: dict[str, Any], prompts: list[str], tokens: int, place: Path) -> tuple[float, float]:
+    """`vllm run-batch`: tokens per second over its own work (from its progress log) and over its whole life."""
+    rank = spec["ranks"][0]
+    argv: list[str] = rank["argv"]
+    rows, output = place / "run-batch.jsonl", place / "run-batch-out.jsonl"
+    with rows.open("w") as file:
+        for number, prompt in enumerate(prompts):
+            body = {"model": spec["model_path"], "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
+                    "messages": [{"role": "user", "content": prompt}]}  # fmt: skip
+            row = {"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions", "body": body}
+            file.write(json.dumps(row) + "\n")
+    flags = argv[argv.index("--max-model-len") : argv.index("--host")]
+    command = [argv[0], "-m", "vllm.entrypoints.openai.run_batch", "-i", str(rows), "-o", str(output),
+               "--model", spec["model_path"], *flags]  # fmt: skip
+    began = time.perf_counter()
+    process = subprocess.Popen(
+        command, env=_all_cores(rank), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout is not None
+    started, log = None, []
+    for line in process.stdout:
+        log.append(line)
+        if started is None and "Running batch" in line:
+            started = time.perf_counter()
+    process.wait()
+    ended = time.perf_counter()
+    if process.returncode or not output.exists():
+        raise SystemExit("run-batch: " + "".join(log[-20:]))
+    counted = 0
+    for answer in output.read_text().splitlines():
+        counted += json.loads(answer)["response"]["body"]["usage"]["completion_tokens"]
+    return counted / (ended - (started or began)), counted / (ended - began)
+
+
+def _all_cores(rank: dict[str, Any]) -> dict[str, str]:
+    """As Corral's launcher does on small machines: vLLM's automatic binding would leave a core idle."""
+    return {**_env(rank), "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}"}
+
+
+def _env(rank: dict[str, Any]) -> dict[str, str]:
+    env = {name: value for name, value in os.environ.items() if name not in rank["unset_env"]}
+    return {**env, **{name: value for name, value in rank["env"].items() if name != "PYTHONPATH"}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=96)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--seqs", type=int, default=32)
+    parser.add_argument("--skip", action="append", default=[], choices=["llm", "run-batch"])
+    given = parser.parse_args()
+    prompts = prompts_of(given.rows)
+    speeds: dict[str, list[float]] = {"corral batch": [], "20 threads + requests": []}
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        rows = place / "rows.jsonl"
+        rows.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+        setup = ["--name", NAME, "--context", "2048", "--set", f"max_num_seqs={given.seqs}"]
+        spec = json.loads(corral("up", given.model, *setup, "--dry-run").stdout)
+        corral("up", given.model, *setup, "--json")
+        try:
+            status = json.loads(corral("status", NAME, "--json").stdout)
+            url = status["endpoint"]["base_url"].removesuffix("/v1") + "/v1/completions"
+            key = Path(status["endpoint"]["key_file"]).read_text().strip()
+            with_threads(prompts[:20], url, key, status["endpoint"]["model"], 8)
+            for turn in (0, 1, 1, 0):
+                name = list(speeds)[turn]
+                if turn:
+                    speed = with_threads(prompts, url, key, status["endpoint"]["model"], given.tokens)
+                else:
+                    speed = with_corral(rows, place / f"out{len(speeds[name])}.jsonl", given.tokens)
+                speeds[name].append(speed)
+                print(f"{name}: {speed:.1f} tok/s", flush=True)
+        finally:
+            corral("down", NAME)
+        if "llm" not in given.skip:
+            speeds["LLM.generate"] = [with_engine(spec, prompts, given.tokens, place)]
+            print(f"LLM.generate: {speeds['LLM.generate'][0]:.1f} tok/s", flush=True)
+        if "run-batch" not in given.skip:
+            own, whole = with_run_batch(spec, prompts, given.tokens, place)
+            speeds["vllm run-batch (own work)"], speeds["vllm run-batch (with start)"] = [own], [whole]
+    ours = sum(speeds["corral batch"]) / len(speeds["corral batch"])
+    print(f"\n{'contender':30} {'out tok/s':>10} {'corral / it':>12}")
+    for name, found in speeds.items():
+        mean = sum(found) / len(found)
+        print(f"{name:30} {mean:10.1f} {ours / mean:12.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,301 @@
+"""The same job on Ray Data (`ray.data.llm`), for a Ray cluster that is already there.
+
+The promise is the same: rows are checked first, finished ones are skipped, results are committed to the same ledger
+as they stream out, so exactly one line per id. Ray Data itself ends the whole job at one bad row: it is asked to
+keep inference errors with their row, and when a pass still dies the rest is tried again, in halves once a pass brings
+nothing, until the bad row stands alone and goes to the error file.
+
+Ray and vLLM must be importable here (Corral installed into the cluster's environment), and the job's folder must lie
+on a file system that all nodes see. Not covered: several answers per prompt, log-probabilities.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from corral.batch.batch import Result
+from corral.batch.check import read_problems
+from corral.batch.folder import JobFolder
+from corral.batch.job import Order, Prepared, folder_of, prepare
+from corral.batch.ledger import FAILED, FINE, Entry, Ledger
+from corral.batch.lock import JobLock
+from corral.batch.output import BatchWork, export, problem_line
+from corral.batch.recipe import Parsed
+from corral.batch.rows import optional
+from corral.batch.run import Listener, Summary
+from corral.batch.table import RowReader
+from corral.client import CHAT, Choice, Reply, Timing, Usage
+from corral.errors import CorralError, EngineError, UnreachableError, UsageError
+
+__all__ = ["Engine", "RayEngine", "run_on_ray"]
+
+_encode = msgspec.json.Encoder().encode
+_GROUP, _GROUP_S = 256, 1.0
+_NOT_PARAMS = {"prompt", "messages", "model", "stream", "max_completion_tokens", "tools", "tool_choice"}
+
+
+class Answer(NamedTuple):
+    """What came back for one row."""
+
+    number: int
+    text: str
+    error: str = ""
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    finish_reason: str = "stop"
+
+
+class Engine(Protocol):
+    """Something that answers a file of rows; the seam at which tests put another one."""
+
+    def answers(self, rows: Path, chat: bool) -> Iterator[Answer]:
+        """The answers of a file of `{"corral_row", "prompt" | "messages", "sampling_params"}`, in any order."""
+
+
+class RayEngine:
+    """`ray.data.llm` with a vLLM engine per worker."""
+
+    def __init__(self, model: str, concurrency: int = 1, engine_kwargs: dict[str, Any] | None = None) -> None:
+        self._model, self._concurrency, self._kwargs = model, concurrency, engine_kwargs or {}
+        self._ray = optional("ray", "run on Ray Data (in the cluster's own environment)")
+        optional("ray.data.llm", "run on Ray Data")
+
+    def answers(self, rows: Path, chat: bool) -> Iterator[Answer]:
+        from ray.data.llm import build_processor, vLLMEngineProcessorConfig
+
+        ray = self._ray
+        self._connect()
+        settings: dict[str, Any] = {}
+        if not ray.cluster_resources().get("GPU"):  # otherwise it would wait for one for ever
+            settings = {"placement_group_config": {"bundles": [{"CPU": 1}]}, "log_engine_metrics": False}
+        config = vLLMEngineProcessorConfig(
+            model_source=self._model,
+            engine_kwargs=self._kwargs,
+            concurrency=self._concurrency,
+            batch_size=64,
+            should_continue_on_error=True,
+            chat_template_stage=chat,
+            **settings,
+        )
+        processor = build_processor(config, preprocess=_unpack)
+        for row in processor(ray.data.read_text(str(rows))).iter_rows():
+            yield read_answer(row)
+
+    def _connect(self) -> None:
+        if self._ray.is_initialized():
+            return
+        try:
+            self._ray.init(address="auto", log_to_driver=False)  # RAY_ADDRESS, or a cluster on this node
+        except ConnectionError as error:
+            raise UnreachableError(
+                f"there is no Ray cluster here: {str(error).splitlines()[0]}",
+                "Start one (`ray start --head`), run this on one of its nodes, or set RAY_ADDRESS.",
+            ) from error
+
+
+def _unpack(row: dict[str, Any]) -> dict[str, Any]:
+    """Runs on Ray's workers: needs nothing of Corral."""
+    import json
+
+    unpacked: dict[str, Any] = json.loads(row["text"])
+    return unpacked
+
+
+def read_answer(row: dict[str, Any]) -> Answer:
+    """One row of Ray Data's output."""
+    return Answer(
+        number=int(row["corral_row"]),
+        text=str(row.get("generated_text") or ""),
+        error=str(row.get("__inference_error__") or ""),
+        prompt_tokens=int(row.get("num_input_tokens") or 0),
+        output_tokens=int(row.get("num_generated_tokens") or 0),
+        finish_reason=str(row.get("finish_reason") or "stop"),
+    )
+
+
+def run_on_ray(
+    order: Order,
+    model: str,
+    listener: Listener,
+    *,
+    concurrency: int = 1,
+    context: int | None = None,
+    engine: Engine | None = None,
+) -> Result:
+    """Begin a batch on Ray Data, or continue it."""
+    folder = folder_of(order.output, order.ordered)
+    folder.create()
+    with JobLock(folder.lock, order.output) as lock:
+        folder.sweep()
+        made = prepare(order, folder, {"offline": {"model": model, "engine": "ray-data"}}, model=model)
+        listener.note("begin", f"{'continuing' if made.continued else 'new'}: {made.record.rows} rows, on Ray Data")
+        settings = {"max_model_len": context} if context else {}
+        run = _Run(made, engine or RayEngine(model, concurrency, settings), listener, lock)
+        summary = run.run()
+        if not folder.live:
+            export(folder, made.table, made.record.ordered)
+    failed = folder.errors.exists() and folder.errors.stat().st_size > 0
+    return Result(summary, str(folder.output), str(folder.errors) if failed else None, model)
+
+
+class _Run:
+    """One run of a job on an engine."""
+
+    def __init__(self, made: Prepared, engine: Engine, listener: Listener, lock: JobLock) -> None:
+        self._made, self._engine, self._listener, self._lock = made, engine, listener, lock
+        self._folder: JobFolder = made.folder
+        record = made.record
+        self._work = BatchWork(record.recipe, made.table, (record.model,), record.shape, record.answer)
+        self._ledger = Ledger(made.folder, made.table, lock.check)
+        self._reader = RowReader(made.table)
+        self._began = time.monotonic()
+        self._fine = self._failed = self._prompt = self._output = self._passes = 0
+        self._group: list[Entry] = []
+        self._committed = time.monotonic()
+
+    def run(self) -> Summary:
+        tally = self._ledger.open()
+        self._done = tally.done
+        before = tally.fine + tally.failed
+        try:
+            for problem in read_problems(self._folder.problems):
+                self._settle(problem.row, FAILED, problem_line(problem, self._made.table))
+            for chat, numbers in self._kinds():
+                self._pass(numbers, chat)
+            self._commit()
+        finally:
+            self._ledger.close()
+            self._reader.close()
+        rows = len(self._made.table)
+        return Summary(
+            state="done", rows=rows, before=before, fine=self._fine, failed=self._failed,
+            left=rows - before - self._fine - self._failed, wall_s=time.monotonic() - self._began,
+            prompt_tokens=self._prompt, cached_tokens=0, output_tokens=self._output, retries=self._passes,
+            losses=0, stolen=0, groups=0, repaired=tuple(self._ledger.repaired),
+        )  # fmt: skip
+
+    def _kinds(self) -> list[tuple[bool, list[int]]]:
+        """Rows that are still to be done, by what the engine must treat alike: chat or not, same parameters."""
+        kinds: dict[tuple[bool, tuple[str, ...]], list[int]] = {}
+        for number in range(len(self._made.table)):
+            if self._done[number]:
+                continue
+            raw = self._reader.raw(number)
+            try:
+                parsed = self._work.ask(number, raw).context
+                kinds.setdefault((parsed.path == CHAT, tuple(sorted(_params(parsed)))), []).append(number)
+            except CorralError as error:
+                self._settle(number, FAILED, self._work.failure(number, raw, error))
+        return [(chat, numbers) for (chat, _), numbers in kinds.items()]
+
+    def _pass(self, numbers: Sequence[int], chat: bool) -> None:
+        """Do these rows; what is left after a pass that died is tried again, in halves when it brought nothing."""
+        rows = self._folder.path / "ray-rows.jsonl"
+        failure: Exception | None = None
+        try:
+            with rows.open("wb") as file:
+                for number in numbers:
+                    file.write(self._line(number))
+            for answer in self._engine.answers(rows, chat):
+                self._take(answer)
+        except CorralError:
+            raise
+        except Exception as error:  # Ray's errors have no common root
+            failure = error
+        finally:
+            rows.unlink(missing_ok=True)
+        left = [number for number in numbers if not self._done[number]]
+        if not left:
+            return
+        self._passes += 1
+        why = failure or EngineError("Ray Data returned no row for it.")
+        self._listener.note("again", f"{len(left)} rows left after: {str(why)[:300]}")
+        if len(left) < len(numbers):
+            self._pass(left, chat)
+        elif len(left) == 1:
+            alone = EngineError(f"Ray Data failed on this row alone: {why}")
+            self._settle(left[0], FAILED, self._work.failure(left[0], self._reader.raw(left[0]), alone))
+        else:
+            middle = len(left) // 2
+            self._pass(left[:middle], chat)
+            self._pass(left[middle:], chat)
+
+    def _line(self, number: int) -> bytes:
+        parsed: Parsed = self._work.ask(number, self._reader.raw(number)).context
+        what = "messages" if parsed.path == CHAT else "prompt"
+        row = {"corral_row": number, what: parsed.body[what], "sampling_params": _params(parsed)}
+        return _encode(row) + b"\n"
+
+    def _take(self, answer: Answer) -> None:
+        raw = self._reader.raw(answer.number)
+        if answer.error:
+            error = EngineError(answer.error)
+            self._settle(answer.number, FAILED, self._work.failure(answer.number, raw, error))
+            return
+        parsed: Parsed = self._work.ask(answer.number, raw).context
+        reply = _as_reply(answer, parsed, self._made.record.model)
+        self._prompt += answer.prompt_tokens
+        self._output += answer.output_tokens
+        self._settle(answer.number, FINE, self._work.result(answer.number, parsed, [reply]))
+
+    def _settle(self, number: int, kind: int, line: bytes) -> None:
+        if self._done[number]:
+            return
+        self._done[number] = 1
+        self._group.append(Entry(number, kind, line))
+        if kind == FINE:
+            self._fine += 1
+        else:
+            self._failed += 1
+        if len(self._group) >= _GROUP or time.monotonic() - self._committed > _GROUP_S:
+            self._commit()
+
+    def _commit(self) -> None:
+        if self._group:
+            self._ledger.commit(self._group)
+            self._group = []
+        self._committed = time.monotonic()
+        self._lock.touch()
+
+
+def _params(parsed: Parsed) -> dict[str, Any]:
+    """The body's sampling parameters as vLLM's engine names them."""
+    body = parsed.body
+    params = {name: value for name, value in body.items() if name not in _NOT_PARAMS and value is not None}
+    if params.get("n", 1) != 1 or body.get("tools") or params.get("logprobs") or params.get("prompt_logprobs"):
+        raise UsageError("Ray Data gives one plain answer per row: no n, tools or logprobs.", "Use --engine http.")
+    params.pop("n", None)
+    if wanted := body.get("max_completion_tokens"):
+        params["max_tokens"] = wanted
+    if isinstance(params.get("stop"), str):
+        params["stop"] = [params["stop"]]
+    return params
+
+
+def _as_reply(answer: Answer, parsed: Parsed, model: str) -> Reply:
+    """The answer in the shape that a server would have given it."""
+    chat = parsed.path == CHAT
+    message = {"role": "assistant", "content": answer.text}
+    choice: dict[str, Any] = {"index": 0, "finish_reason": answer.finish_reason}
+    choice |= {"message": message} if chat else {"text": answer.text}
+    total = answer.prompt_tokens + answer.output_tokens
+    usage = Usage(answer.prompt_tokens, answer.output_tokens, total)
+    kind = "chat.completion" if chat else "text_completion"
+    body = {
+        "id": f"ray-{answer.number}",
+        "object": kind,
+        "model": model,
+        "choices": [choice],
+        "usage": {
+            "prompt_tokens": answer.prompt_tokens,
+            "completion_tokens": answer.output_tokens,
+            "total_tokens": total,
+        },
+    }
+    choices = [Choice(0, answer.text, answer.finish_reason)]
+    return Reply(choices, usage, Timing(0, 0, 0, 0, []), f"ray-{answer.number}", model, 200, _encode(body))

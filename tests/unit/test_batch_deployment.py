@@ -1,0 +1,77 @@
+"""Batches on deployments: the only one by default, one that dies and comes back, and one that the batch starts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from corral import engines
+from tests.unit.conftest import Corral
+
+ENGINE = Path(__file__).parent.parent / "fake_engine.py"
+
+
+@pytest.fixture
+def answering(corral: Corral) -> Corral:
+    """`corral` with an engine that really answers."""
+    python = Path(engines.expected("cpu").path) / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{ENGINE}" "$@"\n')
+    return corral
+
+
+def rows(tmp_path: Path, count: int) -> tuple[str, Path]:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"id": n, "prompt": f"Row {n}"}) + "\n" for n in range(count)))
+    return str(path), tmp_path / "out.jsonl"
+
+
+def ids(output: Path) -> list[int]:
+    return sorted(json.loads(line)["id"] for line in output.read_text().splitlines())
+
+
+def test_the_only_deployment_dies_and_the_batch_waits_for_its_restart(answering: Corral, tmp_path: Path) -> None:
+    given, output = rows(tmp_path, 300)
+    environment = {"FAKE_FAULT": "die:after=100", "FAKE_RATE": "400"}
+    up = answering("up", str(answering.model), "--name", "one", "--restart", "2", **environment)
+    assert up.code == 0, up.err
+    done = answering("batch", given, "-o", str(output), "--backoff", "0.02")
+    assert done.code == 0, done.err
+    assert ids(output) == list(range(300))
+    assert answering("status", "one", "--json").json()["restarts"] == 1
+
+
+def test_offline_starts_a_model_runs_and_stops_it(answering: Corral, tmp_path: Path) -> None:
+    given, output = rows(tmp_path, 50)
+    argv = ["batch", given, "-o", str(output), "--model", str(answering.model)]
+    done = answering(*argv)
+    assert done.code == 0, done.err
+    assert ids(output) == list(range(50))
+    states = [entry["state"] for entry in answering("ps", "--json").json()]
+    assert states in ([], ["stopped"])
+    again = answering(*argv)
+    assert "already complete" in again.err
+    assert "starting" not in again.err
+
+
+def test_a_bad_input_is_refused_before_a_model_is_started(answering: Corral, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": 5}\n')
+    done = answering("batch", str(path), "-o", str(tmp_path / "o.jsonl"), "--model", str(answering.model))
+    assert done.code == 10
+    assert "starting" not in done.err
+    assert [entry.name for entry in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_several_deployments_must_be_chosen_from(answering: Corral, tmp_path: Path) -> None:
+    given, output = rows(tmp_path, 40)
+    for name in ("a", "b"):
+        assert answering("up", str(answering.model), "--name", name).code == 0
+    refused = answering("batch", given, "-o", str(output))
+    assert refused.code == 2
+    assert "a, b" in refused.err
+    both = answering("batch", given, "-o", str(output), "--deployment", "a", "--deployment", "b")
+    assert both.code == 0, both.err
+    assert ids(output) == list(range(40))

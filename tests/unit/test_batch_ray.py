@@ -1,0 +1,89 @@
+"""The Ray Data path without Ray: the same promise, with an engine that dies of bad rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from corral.batch.job import Order
+from corral.batch.ray_data import Answer, read_answer, run_on_ray
+from corral.batch.recipe import Recipe
+from corral.batch.run import Quiet
+from corral.errors import UsageError
+
+
+class Brittle:
+    """Answers rows; dies of "poison", leaves "lost" out, and reports "bad" as Ray does."""
+
+    def __init__(self, dies_at: int = 10**9) -> None:
+        self.passes: list[int] = []
+        self._dies_at = dies_at
+
+    def answers(self, rows: Path, chat: bool) -> Iterator[Answer]:
+        asked = [json.loads(line) for line in rows.read_text().splitlines()]
+        self.passes.append(len(asked))
+        for place, row in enumerate(asked):
+            text = row["messages"][-1]["content"] if chat else row["prompt"]
+            if "poison" in text or place >= self._dies_at:
+                raise RuntimeError("the actor died")
+            if "lost" in text:
+                continue
+            error = "ValueError: too long" if "bad" in text else ""
+            yield Answer(row["corral_row"], f"re {text}", error, 3, 2)
+
+
+def order(tmp_path: Path, prompts: list[str], **more: object) -> Order:
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps({"id": n, "prompt": prompt}) + "\n" for n, prompt in enumerate(prompts)))
+    return Order(str(path), str(tmp_path / "o.jsonl"), **more)  # type: ignore[arg-type]
+
+
+def test_one_bad_row_costs_one_row(tmp_path: Path) -> None:
+    prompts = [f"p{n}" for n in range(40)]
+    prompts[5], prompts[17], prompts[30] = "poison", "bad", "lost"
+    engine = Brittle()
+    result = run_on_ray(order(tmp_path, prompts), "model", Quiet(), engine=engine)
+    assert (result.summary.fine, result.summary.failed, result.summary.left) == (37, 3, 0)
+    lines = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
+    assert {line["id"] for line in lines} == set(range(40)) - {5, 17, 30}
+    assert all(line["response"] == f"re p{line['id']}" for line in lines)
+    errors = [json.loads(line) for line in (tmp_path / "o.errors.jsonl").read_text().splitlines()]
+    assert {error["custom_id"] for error in errors} == {"5", "17", "30"}
+    again = run_on_ray(order(tmp_path, prompts), "model", Quiet(), engine=Brittle())
+    assert again.summary.before == 40
+
+
+def test_a_pass_that_dies_loses_nothing_that_was_answered(tmp_path: Path) -> None:
+    engine = Brittle(dies_at=7)
+    result = run_on_ray(order(tmp_path, [f"p{n}" for n in range(20)]), "model", Quiet(), engine=engine)
+    assert result.summary.fine == 20
+    assert engine.passes == [20, 13, 6]
+
+
+def test_openai_rows_and_chat(tmp_path: Path) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 4, "stop": "x"}
+    row = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    (tmp_path / "in.jsonl").write_text(json.dumps(row) + "\n")
+    run_on_ray(Order(str(tmp_path / "in.jsonl"), str(tmp_path / "o.jsonl")), "model", Quiet(), engine=Brittle())
+    line = json.loads((tmp_path / "o.jsonl").read_text())
+    assert line["response"]["body"]["choices"][0]["message"]["content"] == "re hi"
+    assert line["response"]["body"]["usage"]["total_tokens"] == 5
+
+
+def test_what_ray_cannot_do_goes_to_the_error_file(tmp_path: Path) -> None:
+    result = run_on_ray(order(tmp_path, ["p"], recipe=Recipe(params={"n": 2})), "model", Quiet(), engine=Brittle())
+    assert result.summary.failed == 1
+
+
+def test_rays_rows_are_read() -> None:
+    row = {"corral_row": 3, "generated_text": "x", "num_input_tokens": 4, "num_generated_tokens": 1}
+    assert read_answer({**row, "__inference_error__": ""}) == Answer(3, "x", "", 4, 1)
+    assert read_answer({"corral_row": 1, "__inference_error__": "E"}).error == "E"
+
+
+def test_without_ray_it_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="ray is needed"):
+        run_on_ray(order(tmp_path, ["p"]), "model", Quiet())

@@ -1,0 +1,231 @@
+"""Inputs of every form, good and bad: what is read, and what is said about what cannot be."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from corral.batch.check import read_problems, scan
+from corral.batch.folder import JobFolder
+from corral.batch.inspect import check_input
+from corral.batch.params import parse_assignments, problem_with
+from corral.batch.recipe import OPENAI, PLAIN, Recipe
+from corral.batch.rows import open_source
+from corral.batch.table import RowReader, Table
+from corral.errors import CorralError, DataError, NotFoundError, UsageError
+
+
+def prompts(path: Path, tmp_path: Path, **recipe: Any) -> list[str]:
+    folder = JobFolder(tmp_path / "o.jsonl")
+    folder.create()
+    scanned = scan(open_source(str(path)), Recipe(**recipe), folder)
+    assert not scanned.problems.count, scanned.problems.first
+    reader = RowReader(scanned.table)
+    found = [scanned.recipe.read(reader.raw(n), scanned.table.lines[n]).body for n in range(len(scanned.table))]
+    reader.close()
+    return [body.get("prompt") or body["messages"][-1]["content"] for body in found]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", b'{"prompt":"one"}\n{"prompt":"zw\xc3\xb6lf"}\n'),
+        ("bom.jsonl", b'\xef\xbb\xbf{"prompt":"one"}\r\n\r\n{"prompt":"zw\xc3\xb6lf"}'),
+        ("strings.jsonl", b'"one"\n"zw\xc3\xb6lf"\n'),
+        ("a.json", b' [ "one",\n {"prompt": "zw\xc3\xb6lf"} ] '),
+        ("lines.json", b'{"prompt":"one"}\n{"prompt":"zw\xc3\xb6lf"}\n'),
+        ("a.txt", b"one\r\n\nzw\xc3\xb6lf"),
+        ("a.csv", b"\xef\xbb\xbfprompt,more\none,1\nzw\xc3\xb6lf,2\n"),
+        ("a.tsv", b"prompt\tmore\none\t1\nzw\xc3\xb6lf\t2\n"),
+        ("a.txt.gz", gzip.compress(b"one\nzw\xc3\xb6lf\n")),
+        ("messages.jsonl", b'{"messages":[{"role":"user","content":"one"}]}\n'
+                           b'{"messages":[{"role":"user","content":"zw\xc3\xb6lf"}]}\n'),
+    ],
+)  # fmt: skip
+def test_every_form_gives_the_same_prompts(tmp_path: Path, name: str, content: bytes) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    assert prompts(path, tmp_path) == ["one", "zwölf"]
+
+
+def test_parquet_and_zst(tmp_path: Path) -> None:
+    arrow, parquet, zstandard = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet", "zstandard"))
+    path = tmp_path / "a.parquet"
+    parquet.write_table(arrow.table({"prompt": ["one", "zwölf"], "empty": [None, 1]}), path)
+    assert prompts(path, tmp_path) == ["one", "zwölf"]
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(zstandard.compress(b'{"prompt":"one"}\n{"prompt":"two"}\n'))
+    assert prompts(path, tmp_path) == ["one", "two"]
+
+
+def test_all_problems_are_told_by_line_not_only_the_first(tmp_path: Path) -> None:
+    good = json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}})
+    lines = [
+        good, "{bad", "", good, good.replace('"a"', '"b"').replace("POST", "GET"),
+        good.replace('"a"', '"c"').replace("/v1/completions", "/v1/embeddings"),
+        good.replace('"a"', '"d"').replace('"prompt": "x"', '"prompt": "x", "temperature": -1'),
+        good.replace("custom_id", "costum_id"), '["not an object"]',
+        good.replace('"a"', '"e"').replace('"prompt": "x"', '"prompt": "x", "stream": true'),
+        good.replace('"a"', '"f"').replace('"prompt": "x"', '"max_tokens": 3'),
+    ]  # fmt: skip
+    path = tmp_path / "in.jsonl"
+    path.write_bytes("\n".join(lines).encode() + b'\n{"custom_id": "\xff"}\n{"custom_id":"z","a":"\x00"}\n')
+    found = check_input(str(path), None, Recipe())
+    assert [problem.line for problem in found.problems] == [2, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]
+    said = {problem.line: problem.text for problem in found.problems}
+    assert "not valid JSON" in said[2]
+    assert said[4] == "has the id 'a', which line 1 has already"
+    assert "only POST" in said[5]
+    assert "/v1/chat/completions" in said[6]
+    assert "temperature is -1, and must be at least 0" in said[7]
+    assert "did you mean 'custom_id'" in said[8]
+    assert "UTF-8" in said[12] or "utf-8" in said[12]
+    assert "NUL" in said[13]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "error", "words"),
+    [
+        ("a.jsonl", b"\xff\xfe{\x00", DataError, "UTF-16"),
+        ("a.json", b'"text"', DataError, "not an array"),
+        ("a.csv", b"a,a\n1,2\n", DataError, "same name"),
+        ("a.unknown", b"x", UsageError, "--input-format"),
+    ],
+)
+def test_a_file_that_is_wrong_as_a_whole(
+    tmp_path: Path, name: str, content: bytes, error: type[CorralError], words: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(error) as raised:
+        check_input(str(path), None, Recipe())
+    assert words in raised.value.message + raised.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.json", b'["one", 3, "x"]', "neither text nor an object"),
+        ("a.json", b'["one", ', "nothing after it"),
+        ("a.csv", b"prompt,b\none\n", "fewer cells"),
+        ("a.csv", b"prompt\none,two\n", "more cells"),
+        ("a.txt", b"ok\n\xff\n", "not UTF-8"),
+        ("a.jsonl", b'{"promt":"x"}', "did you mean the column 'promt'"),
+        ("a.jsonl", b'{"prompt":""}', "empty"),
+        ("a.jsonl", b'{"prompt":"x","max_tokens":"many"}', "max_tokens must be a whole number"),
+        ("a.jsonl", b'{"messages":[{"content":"x"}]}', "without a 'role'"),
+    ],
+)
+def test_one_bad_row(tmp_path: Path, name: str, content: bytes, words: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    problems = check_input(str(path), None, Recipe()).problems
+    assert len(problems) == 1
+    assert words in problems[0].text
+
+
+def test_an_input_that_is_not_there_names_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").touch()
+    with pytest.raises(NotFoundError) as raised:
+        open_source(str(tmp_path / "promts.jsonl"))
+    assert "prompts.jsonl" in raised.value.remedy
+    with pytest.raises(UsageError):
+        open_source(str(tmp_path))
+
+
+def test_an_empty_file_has_no_rows_and_no_problems(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.touch()
+    assert check_input(str(path), None, Recipe()).rows == 0
+
+
+def test_templates_take_columns_and_say_what_is_missing() -> None:
+    recipe = Recipe(kind=PLAIN, template="Sum up {{ text }} in {{n}} words")
+    assert recipe.read(b'{"text":"it","n":3}', 1).body["prompt"] == "Sum up it in 3 words"
+    with pytest.raises(DataError, match="did you mean 'txt'"):
+        recipe.read(b'{"txt":"it","n":3}', 1)
+
+
+def test_chat_system_parameters_and_ids() -> None:
+    recipe = Recipe(kind=PLAIN, system="Be brief.", params={"temperature": 0, "max_tokens": 5})
+    parsed = recipe.read(b'{"prompt":"Hi","max_tokens":9,"id":7,"label":"x"}', 1)
+    assert parsed.id == "7"
+    assert parsed.path == "/v1/chat/completions"
+    assert parsed.body["max_tokens"] == 9  # the row wins
+    assert [m["role"] for m in parsed.body["messages"]] == ["system", "user"]
+    assert "label" not in parsed.body
+    assert Recipe(kind=PLAIN).read(b'{"prompt":"Hi"}', 4).id == "row-4"
+    with pytest.raises(DataError, match="id column"):
+        Recipe(kind=PLAIN, id_column="key").read(b'{"prompt":"Hi"}', 4)
+
+
+def test_csv_cells_become_numbers_only_where_they_are_parameters() -> None:
+    parsed = Recipe(kind=PLAIN, text_cells=True).read(b'{"prompt":"5","max_tokens":"7","seed":""}', 1)
+    assert parsed.body == {"prompt": "5", "max_tokens": 7}
+
+
+def test_whole_requests_take_no_template() -> None:
+    with pytest.raises(UsageError, match="whole requests"):
+        Recipe(kind=OPENAI, template="x")
+
+
+def test_parameters_are_checked() -> None:
+    assert parse_assignments(("top_k=20", 'stop=["a"]', "note=plain")) == {
+        "top_k": 20,
+        "stop": ["a"],
+        "note": "plain",
+    }
+    with pytest.raises(UsageError, match="not NAME=VALUE"):
+        parse_assignments(("top_k",))
+    with pytest.raises(UsageError) as raised:
+        parse_assignments(("temperatur=1",))
+    assert "temperature" in raised.value.remedy
+    assert problem_with({"top_p": 2}) == "top_p is 2, and must be from 0 to 1"
+    assert problem_with({"n": True}) != ""
+    assert problem_with({"whatever": 2, "seed": 5}) == ""
+
+
+def test_problems_of_skipped_rows_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"prompt":"a","id":"x"}\n{"no":1,"id":"y"}\n')
+    folder = JobFolder(tmp_path / "o.jsonl")
+    folder.create()
+    scanned = scan(open_source(str(path)), Recipe(), folder)
+    scanned.problems.close()
+    assert [(p.row, p.line, p.id) for p in read_problems(scanned.problems.path)] == [(1, 2, "y")]
+    assert list(scanned.table.flags) == [0, 1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.text(st.characters(codec="utf-8"), min_size=1), max_size=20))
+def test_any_text_survives_its_way_through_a_table(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[str]
+) -> None:
+    place = tmp_path_factory.mktemp("rows")
+    path = place / "in.json"
+    path.write_text(json.dumps(texts))
+    assert prompts(path, place) == texts
+    scanned = scan(open_source(str(path)), Recipe(), JobFolder(place / "o.jsonl"))
+    scanned.table.save(place / "index", {"digest": "d"})
+    loaded = Table.load(place / "index")
+    assert loaded is not None
+    assert loaded[0].digest() == scanned.table.digest()
+
+
+def test_a_row_that_changes_after_the_check_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"prompt":"a"}\n')
+    folder = JobFolder(tmp_path / "o.jsonl")
+    folder.create()
+    table = scan(open_source(str(path)), Recipe(), folder).table
+    path.write_text('{"prompt":"b"}\n')
+    reader = RowReader(table)
+    with pytest.raises(DataError, match="changed after it was checked"):
+        reader.raw(0)
+    reader.close()

@@ -1,0 +1,489 @@
+"""Whole jobs against the fake server: retries, waiting, refusals, resume, output forms, several endpoints."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corral.batch import FixedPlace, JobFolder, JobLock
+from corral.batch.batch import Where, again, carry_out
+from corral.batch.fleet import Place
+from corral.batch.inspect import ask_to_stop, inspect
+from corral.batch.job import Order
+from corral.batch.pace import Gauges, Pace, read_gauges
+from corral.batch.recipe import Recipe
+from corral.batch.retry import Verdict, backoff_s, judge
+from corral.batch.run import Quiet, Summary, run_job
+from corral.batch.runner import Ask, Request, Settings
+from corral.batch.table import Table, hash64
+from corral.client import Reply
+from corral.endpoint import Endpoint
+from corral.errors import (
+    AccessError,
+    ConflictError,
+    CorralError,
+    DataError,
+    EngineError,
+    UnreachableError,
+    UsageError,
+)
+from corral.fake import FakeOptions, FakeServer
+from corral.fake import Pace as FakePace
+from corral.request_errors import OverloadedError, ServerGoneError, error_from_status
+
+QUICK = Settings(backoff_s=0.01, longest_backoff_s=0.05, drain_s=1.0)
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    with FakeServer(FakeOptions(answer_tokens=(2, 6), max_model_len=512)) as made:
+        yield made
+
+
+class Work:
+    """A running server, and a folder with rows."""
+
+    def __init__(self, server: FakeServer, place: Path) -> None:
+        self.server, self.place = server, place
+        self.input, self.output = place / "in.jsonl", place / "out.jsonl"
+
+    def rows(self, count: int, **more: Any) -> None:
+        lines = [json.dumps({"id": f"r{n}", "prompt": f"Row {n}", **more}) for n in range(count)]
+        self.input.write_text("\n".join(lines) + "\n")
+
+    def order(self, **more: Any) -> Order:
+        return Order(**{"input": str(self.input), "output": str(self.output), **more})
+
+    def run(self, settings: Settings = QUICK, **more: Any) -> Summary:
+        where = more.pop("where", Where(urls=(self.server.url,)))
+        row_order = more.pop("row_order", "input")
+        return carry_out(self.order(**more), where, settings, Quiet(), row_order=row_order, signals=False).summary
+
+    def lines(self, path: Path | None = None) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (path or self.output).read_text().splitlines()]
+
+    @property
+    def errors(self) -> list[dict[str, Any]]:
+        return self.lines(self.place / "out.errors.jsonl")
+
+
+@pytest.fixture
+def work(server: FakeServer, tmp_path: Path) -> Work:
+    return Work(server, tmp_path)
+
+
+def test_every_row_gets_its_columns_back_with_an_answer(work: Work) -> None:
+    work.rows(30, label="kept")
+    summary = work.run(recipe=Recipe(params={"max_tokens": 3}))
+    assert (summary.state, summary.fine, summary.failed) == ("done", 30, 0)
+    lines = work.lines()
+    assert {line["id"] for line in lines} == {f"r{n}" for n in range(30)}
+    assert all(line["label"] == "kept" and line["response"] and line["completion_tokens"] <= 3 for line in lines)
+    assert summary.output_tokens == sum(line["completion_tokens"] for line in lines)
+    assert not (work.place / "out.errors.jsonl").exists()
+
+
+def test_a_finished_job_needs_no_server(work: Work) -> None:
+    work.rows(5)
+    work.run()
+    work.server.stop()
+    summary = work.run()
+    assert (summary.state, summary.before, summary.fine) == ("done", 5, 0)
+
+
+def test_an_empty_input_is_a_success_with_no_requests(work: Work) -> None:
+    work.input.touch()
+    assert work.run().rows == 0
+    assert work.output.read_bytes() == b""
+
+
+def test_faults_are_tried_again_and_bad_requests_are_not(work: Work) -> None:
+    work.rows(60)
+    work.server.set_faults(
+        "status:code=400,match=Row 7 ", "status:code=400,match=Row 33", "status:code=500,p=0.2", "abort:p=0.1",
+        "status:code=429,p=0.1", "cut:p=0.1", "garbage:p=0.1", "reset:p=0.05",
+    )  # fmt: skip
+    summary = work.run(replace(QUICK, attempts=40, losses=40))
+    assert (summary.fine, summary.failed) == (59, 1)
+    assert summary.retries > 0
+    assert [(e["custom_id"], e["response"]["status_code"], e["error"]["line"]) for e in work.errors] == [
+        ("r33", 400, 34)
+    ]
+
+
+def test_a_row_that_always_fails_is_given_up_after_its_attempts(work: Work) -> None:
+    work.rows(20)
+    work.server.set_faults("status:code=500,match=Row 13")
+    summary = work.run(replace(QUICK, attempts=3))
+    assert (summary.fine, summary.failed) == (19, 1)
+    assert summary.retries == 2
+    assert work.errors[0]["error"]["code"] == "ServerFailed"
+    assert work.run().failed == 0  # it stays failed …
+    work.server.set_faults()
+    again_ = work.run(retry_failed=True)  # … until asked for
+    assert (again_.before, again_.fine) == (19, 1)
+    assert len(work.lines()) == 20
+
+
+def test_nearly_everything_failing_stops_the_job(work: Work) -> None:
+    work.rows(300)
+    work.server.set_faults("status:code=400")
+    with pytest.raises(EngineError, match="of the last 100 rows failed") as raised:
+        work.run()
+    assert "--keep-going" in raised.value.remedy
+    assert inspect(str(work.output)).state == "failed"
+    assert work.run(replace(QUICK, runaway_share=1.0)).failed > 0
+
+
+def test_a_wrong_key_stops_at_once(work: Work, tmp_path: Path) -> None:
+    key, wrong = tmp_path / "key", tmp_path / "wrong"
+    for path, text in ((key, "right"), (wrong, "wrong")):
+        path.write_text(text)
+        path.chmod(0o600)
+    work.rows(5)
+    with FakeServer(FakeOptions(key_file=key)) as guarded:
+        with pytest.raises(AccessError):
+            work.run(where=Where(urls=(guarded.url,), key_file=str(wrong)))
+        assert work.run(where=Where(urls=(guarded.url,), key_file=str(key))).fine == 5
+
+
+def test_an_address_without_a_server_is_refused_at_once_and_leaves_nothing(work: Work) -> None:
+    work.rows(5)
+    with pytest.raises(UnreachableError, match="does not answer"):
+        work.run(where=Where(urls=("http://127.0.0.1:9",)))
+    assert [path.name for path in work.place.iterdir()] == ["in.jsonl"]
+
+
+def test_patience_ends(work: Work) -> None:
+    work.rows(5)
+    work.server.set_faults("status:code=503")
+    with pytest.raises(UnreachableError, match=r"Nothing has succeeded for 0\.3 s"):
+        work.run(replace(QUICK, patience_s=0.3))
+    work.server.set_faults()
+    assert work.run().fine == 5
+
+
+class Moving:
+    """A place that is away, then at a first address, then at a second."""
+
+    name = "moving"
+
+    def __init__(self, *urls: str | None) -> None:
+        self._urls = list(urls)
+
+    def find(self) -> Endpoint | None:
+        url = self._urls[0]
+        if len(self._urls) > 1:
+            self._urls.pop(0)
+        return Endpoint(url, "fake") if url else None
+
+
+class Plain:
+    """The smallest work there is; two requests make one row when asked to."""
+
+    def __init__(self, parts: int = 1) -> None:
+        self._parts = parts
+
+    def ask(self, number: int, raw: bytes) -> Ask:
+        body = {"prompt": raw.decode(), "max_tokens": 2}
+        return Ask([Request("/v1/completions", {**body, "seed": part}) for part in range(self._parts)], raw)
+
+    def result(self, number: int, context: Any, replies: Any) -> bytes:
+        assert all(isinstance(reply, Reply) for reply in replies)
+        return json.dumps({"id": number, "texts": [reply.text for reply in replies]}).encode() + b"\n"
+
+    def failure(self, number: int, raw: bytes, error: CorralError) -> bytes:
+        return json.dumps({"id": number, "error": error.message}).encode() + b"\n"
+
+
+def core(place: Path, count: int, places: list[Place], work: Plain, settings: Settings = QUICK) -> Summary:
+    """The generic core, without anything of `corral batch`."""
+    data = place / "data"
+    table, offset = Table(data), 0
+    with data.open("wb") as file:
+        for number in range(count):
+            raw = b"row %d" % number
+            table.add(hash64(raw), hash64(raw), offset, len(raw), number + 1)
+            offset += file.write(raw)
+    folder = JobFolder(place / "core.jsonl")
+    folder.create()
+    with JobLock(folder.lock, "core") as lock:
+        return run_job(folder, table, work, places, settings, lock=lock, signals=False)
+
+
+def test_an_endpoint_that_moves_is_found_again(tmp_path: Path, server: FakeServer) -> None:
+    with FakeServer(FakeOptions(faults=())) as dying:
+        place = Moving(None, None, dying.url, server.url)
+        dying.set_faults("reset:after=20")
+        summary = core(tmp_path, 200, [place], Plain())
+    assert (summary.fine, summary.losses >= 1) == (200, True)
+
+
+def test_an_engine_that_hangs_behind_a_healthy_door_is_noticed(tmp_path: Path, server: FakeServer) -> None:
+    server.set_faults("hang:times=3")
+    place = FixedPlace(Endpoint(server.url, "fake"))
+    summary = core(tmp_path, 50, [place], Plain(), replace(QUICK, hang_s=0.5))
+    assert (summary.fine, summary.losses) == (50, 1)
+
+
+def test_a_runner_whose_job_was_taken_over_writes_nothing_more(work: Work) -> None:
+    work.rows(200)
+    work.server.set_pace(FakePace(requests_per_s=200))
+    folder = JobFolder(work.output)
+    stolen: list[bool] = []
+
+    class Thief(Quiet):
+        def tick(self, counts: Any, runner: Any) -> None:
+            if counts.committed and not stolen:
+                other = {"pid": 1, "host": "elsewhere", "boot_id": "b", "start_ticks": 5}
+                folder.lock.write_text(json.dumps(other))
+                stolen.append(True)
+
+    with pytest.raises(ConflictError, match="taken over by process 1 on elsewhere"):
+        carry_out(work.order(), Where(urls=(work.server.url,)), QUICK, Thief(), signals=False)
+    assert 0 < len(work.lines()) < 200
+    assert folder.lock.exists()  # it is the other's
+
+
+def test_several_requests_may_make_one_row(tmp_path: Path, server: FakeServer) -> None:
+    server.set_faults("status:code=500,p=0.2")
+    summary = core(tmp_path, 50, [FixedPlace(Endpoint(server.url, "fake"))], Plain(3), replace(QUICK, attempts=30))
+    assert summary.fine == 50
+    lines = [json.loads(line) for line in (tmp_path / "core.jsonl").read_text().splitlines()]
+    assert all(len(line["texts"]) == 3 for line in lines)
+
+
+def test_two_endpoints_share_the_work_and_take_over_from_each_other(tmp_path: Path, server: FakeServer) -> None:
+    with FakeServer() as stuck:
+        stuck.set_faults("hang:after=4")
+        places = [FixedPlace(Endpoint(url, "fake")) for url in (server.url, stuck.url)]
+        summary = core(tmp_path, 100, list(places), Plain(), replace(QUICK, concurrency=8))
+    assert summary.fine == 100
+    assert summary.stolen >= 1
+    assert len({json.loads(line)["id"] for line in (tmp_path / "core.jsonl").read_text().splitlines()}) == 100
+
+
+def test_other_settings_are_refused_and_named(work: Work) -> None:
+    work.rows(5)
+    work.run(recipe=Recipe(params={"temperature": 0}))
+    with pytest.raises(ConflictError, match="temperature 0 → 1") as raised:
+        work.run(recipe=Recipe(params={"temperature": 1}))
+    assert raised.value.exit_code == 4
+    with (
+        FakeServer(FakeOptions(model="other")) as other,
+        pytest.raises(ConflictError, match="model 'fake' → 'other'"),
+    ):
+        work.run(recipe=Recipe(params={"temperature": 0}), where=Where(urls=(other.url,)))
+    summary = work.run(recipe=Recipe(params={"temperature": 1}), force=True)
+    assert (summary.before, summary.fine) == (0, 5)
+
+
+def test_a_changed_input_is_refused_and_forced_row_by_row(work: Work) -> None:
+    work.rows(6)
+    work.run()
+    before = {line["id"]: line for line in work.lines()}
+    text = work.input.read_text().splitlines()
+    text[2] = text[2].replace("Row 2", "Something else")
+    work.input.write_text("\n".join([*reversed(text), '{"id":"new","prompt":"x"}']) + "\n")
+    with pytest.raises(ConflictError, match="the input changed"):
+        work.run()
+    summary = work.run(force=True)
+    assert (summary.before, summary.fine) == (5, 2)
+    after = {line["id"]: line for line in work.lines()}
+    assert len(work.lines()) == 7
+    assert {name for name in before if before[name] == after[name]} == {"r0", "r1", "r3", "r4", "r5"}
+
+
+def test_touching_the_input_without_changing_it_is_harmless(work: Work) -> None:
+    work.rows(4)
+    work.run()
+    os.utime(work.input)
+    assert work.run().before == 4
+
+
+def test_an_output_of_somebody_else_is_not_overwritten(work: Work) -> None:
+    work.rows(3)
+    work.output.write_text("precious\n")
+    with pytest.raises(ConflictError, match="does not belong to a batch"):
+        work.run()
+    assert work.output.read_text() == "precious\n"
+    assert work.run(force=True).fine == 3
+
+
+@pytest.mark.parametrize("output", ["in.jsonl", ".", "no/such/folder/o.jsonl", "o.xlsx", "o.parquet.gz"])
+def test_an_output_that_cannot_be_is_refused_before_anything(work: Work, output: str) -> None:
+    work.rows(1)
+    with pytest.raises((UsageError, ConflictError)):
+        work.run(output=str(work.place / output))
+    assert work.input.read_text()
+
+
+def test_bad_rows_stop_everything_or_are_skipped(work: Work) -> None:
+    work.rows(3)
+    with work.input.open("a") as file:
+        file.write('{"id":"r1","prompt":"again"}\n{"id":"bad"}\nnonsense\n')
+    with pytest.raises(DataError, match="3 of 6 rows") as raised:
+        work.run()
+    assert [p["line"] for p in raised.value.details["problems"]] == [5, 6, 4]
+    assert not work.output.exists()
+    summary = work.run(skip_bad=True)
+    assert (summary.fine, summary.failed) == (3, 3)
+    assert {(e["custom_id"], e["error"]["line"]) for e in work.errors} == {(None, 4), ("bad", 5), (None, 6)}
+    assert work.run(skip_bad=True).before == 6
+
+
+def test_prompts_longer_than_the_context_are_found_before_they_are_sent(work: Work) -> None:
+    work.rows(2)
+    with work.input.open("a") as file:
+        file.write(json.dumps({"id": "long", "prompt": "x y " * 2000}) + "\n")
+    with pytest.raises(DataError, match="line 3 has 4001 tokens; the context holds 512"):
+        work.run()
+
+
+@pytest.mark.parametrize("row_order", ["longest-first", "prefix-first"])
+def test_orders_change_nothing_but_the_order(work: Work, row_order: str) -> None:
+    work.rows(20)
+    assert work.run(row_order=row_order).fine == 20
+    assert len(work.lines()) == 20
+
+
+def test_longest_first_sends_the_longest_first(work: Work, tmp_path: Path) -> None:
+    work.input.write_text("".join(json.dumps({"id": n, "prompt": "x" * n}) + "\n" for n in range(1, 9)))
+    work.run(replace(QUICK, concurrency=1), row_order="longest-first")
+    assert [line["id"] for line in work.lines()] == list(range(8, 0, -1))
+
+
+def test_ordered_csv_gz_and_parquet(work: Work) -> None:
+    work.rows(20, score=1.5)
+    csv_path, gz, pq = work.place / "o.csv", work.place / "o.jsonl.gz", work.place / "o.parquet"
+    work.run(output=str(csv_path), ordered=True)
+    with csv_path.open(newline="") as file:
+        assert [row["id"] for row in csv.DictReader(file)] == [f"r{n}" for n in range(20)]
+    work.run(output=str(gz), ordered=True)
+    with gzip.open(gz, "rt") as file:
+        assert [json.loads(line)["id"] for line in file] == [f"r{n}" for n in range(20)]
+    parquet = pytest.importorskip("pyarrow.parquet")
+    work.run(output=str(pq), ordered=True)
+    table = parquet.read_table(pq)
+    assert table.column("id").to_pylist() == [f"r{n}" for n in range(20)]
+    assert str(table.schema.field("score").type) == "double"
+    assert str(table.schema.field("completion_tokens").type) == "int64"
+
+
+def test_stopping_and_resuming_by_name(work: Work) -> None:
+    work.rows(300)
+    work.server.set_pace(FakePace(requests_per_s=200))
+
+    class Stop(Quiet):
+        def tick(self, counts: Any, runner: Any) -> None:
+            if counts.fine > 20 and not runner.stopped:
+                ask_to_stop(str(work.output))
+
+    summary = carry_out(
+        work.order(), Where(urls=(work.server.url,)), replace(QUICK, concurrency=8), Stop(), signals=False
+    ).summary
+    assert summary.state == "cancelled"
+    assert 20 < summary.fine < 300
+    standing = inspect(str(work.output))
+    assert (standing.state, standing.fine, standing.holder) == ("cancelled", summary.fine, None)
+    work.server.set_pace(FakePace())
+    order, where = again(str(work.output))
+    assert carry_out(order, where, QUICK, Quiet(), signals=False).summary.before == summary.fine
+    assert inspect(str(work.output)).state == "done"
+
+
+def test_the_command_line_from_stdin_to_a_signal_to_the_end(work: Work) -> None:
+    work.server.set_pace(FakePace(requests_per_s=10))
+    argv = [sys.executable, "-m", "corral", "batch", "-", "-o", str(work.output), "--url", work.server.url,
+            "--concurrency", "4", "--input-format", "text", "--json"]  # fmt: skip
+    text = "".join(f"prompt {n}\n" for n in range(100))
+    with subprocess.Popen(
+        argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as run:
+        assert run.stdin is not None
+        run.stdin.write(text)
+        run.stdin.close()
+        run.stdin = None
+        for _ in range(400):
+            if work.output.exists() and work.output.stat().st_size:
+                break
+            time.sleep(0.02)
+        refused = subprocess.run([*argv[:6], *argv[6:]], input=text, capture_output=True, text=True, timeout=60)
+        assert refused.returncode == 4
+        assert f"process {run.pid} on " in refused.stderr
+        run.send_signal(signal.SIGTERM)
+        out, _ = run.communicate(timeout=60)
+        assert run.returncode == 130
+    events = [json.loads(line) for line in out.splitlines()]
+    assert events[-1]["event"] == "summary"
+    assert events[-1]["state"] == "stopped"
+    assert events[-1]["left"] > 0
+    work.server.set_pace(FakePace())
+    resume = [sys.executable, "-m", "corral", "batch", "resume", str(work.output)]
+    done = subprocess.run(resume, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "done: 100 of 100 rows" in done.stderr
+    assert len(work.lines()) == 100
+
+
+def test_gauges_are_read_from_vllms_page() -> None:
+    page = b"""# HELP x
+vllm:num_requests_running{engine="0",model_name="m"} 12.0
+vllm:num_requests_running{engine="1",model_name="m"} 3.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 4.0
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.5
+vllm:num_preemptions_total{engine="0",model_name="m"} 7.0
+vllm:generation_tokens_total{engine="0",model_name="m"} 1e+06
+"""
+    gauges = read_gauges(page)
+    assert gauges is not None
+    assert (gauges.running, gauges.waiting, gauges.kv_use, gauges.preemptions) == (15, 4, 0.5, 7)
+    assert read_gauges(b"process_cpu_seconds_total 3\n") is None
+
+
+def test_the_pace_follows_the_server() -> None:
+    pace = Pace(start=256)
+    pace.seen(Gauges(running=32, waiting=200), in_flight=232, now=10)
+    assert pace.limit == 40  # what runs, and a queue of a quarter (at least 8)
+    pace.seen(Gauges(running=40, waiting=0, kv_use=0.3), in_flight=40, now=20)
+    assert pace.limit == 60
+    pace.seen(Gauges(running=60, waiting=0, kv_use=0.97), in_flight=60, now=21)
+    assert pace.limit == 60  # the cache is full
+    pace.seen(Gauges(running=60, waiting=0, preemptions=3), in_flight=60, now=22)
+    assert pace.limit == 48
+    pace.overloaded(now=23)
+    pace.overloaded(now=23.5)
+    assert pace.limit == 34  # once a second
+    fixed = Pace(fixed=5)
+    fixed.overloaded(now=1)
+    assert fixed.limit == 5
+
+
+def test_without_metrics_throughput_is_the_guide() -> None:
+    pace = Pace(start=16)
+    pace.finished(100, in_flight=16, now=10)
+    assert pace.limit == 24
+    pace.finished(101, in_flight=24, now=11)
+    assert pace.limit == 16  # it brought nothing
+
+
+def test_errors_are_judged() -> None:
+    assert judge(ServerGoneError("http://x cannot be reached: refused.")) is Verdict.AWAY
+    assert judge(ServerGoneError("http://x closed the connection")) is Verdict.GONE
+    assert judge(OverloadedError("429")) is Verdict.LATER
+    for status, verdict in ((400, Verdict.ROW), (401, Verdict.FATAL), (404, Verdict.FATAL), (500, Verdict.AGAIN)):
+        assert judge(error_from_status(status, b"", None, "x")) is verdict
+    assert backoff_s(0, 0.5, 60, asked_s=7.0) == 7.0
+    assert all(backoff_s(50, 0.5, 60) <= 60 for _ in range(20))
