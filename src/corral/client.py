@@ -261,6 +261,10 @@ class Client:
             pool = self._pools[id(loop)] = Pool(self.endpoint, self.limits, self._heads.clear)
         return pool
 
+    def forget_key(self) -> None:
+        """Read the key file again for the next request: a server that came back may have another key."""
+        self._heads.clear()
+
 
 class _Background:
     """One event loop in a daemon thread, for the sync face."""
