@@ -31,7 +31,8 @@ from corral.reply import Choice, Piece, Reply, Timing, Token, Usage, read_piece
 from corral.request_errors import error_from_status
 from corral.wire import Exchange
 
-__all__ = ["CHAT", "COMPLETIONS", "Choice", "Client", "Page", "Piece", "Reply", "Timing", "Token", "Usage", "run"]
+__all__ = ["CHAT", "COMPLETIONS", "Choice", "Client", "Page", "Piece", "Reply", "Timing", "Token", "Usage", "run",
+           "wait"]  # fmt: skip
 
 T = TypeVar("T")
 CHAT = "/v1/chat/completions"
@@ -260,6 +261,10 @@ class Client:
             pool = self._pools[id(loop)] = Pool(self.endpoint, self.limits, self._heads.clear)
         return pool
 
+    def forget_key(self) -> None:
+        """Read the key file again for the next request: a server that came back may have another key."""
+        self._heads.clear()
+
 
 class _Background:
     """One event loop in a daemon thread, for the sync face."""
@@ -313,3 +318,8 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine on the fastest event loop there is."""
     with asyncio.Runner(loop_factory=_new_loop) as runner:
         return runner.run(main)
+
+
+def wait(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end on the background loop, from code without one; Ctrl-C cancels it."""
+    return _background().call(work)

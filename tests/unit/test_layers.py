@@ -19,7 +19,8 @@ ROWS: list[list[str]] = [
     ["runtimes", "links", "launch", "model_store"],
     ["targets"],
     ["deployment", "client"],
-    ["bringup", "batch"],
+    ["bringup", "batch", "resolve", "sampling", "fanout", "engine_metrics", "token_bytes", "token_view", "likelihood",
+     "score", "score_job", "row_files", "llm", "session", "conversation", "top"],
     [],
     ["cli", "__main__", "__init__"],
 ]  # fmt: skip

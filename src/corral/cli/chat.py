@@ -1,0 +1,137 @@
+"""`corral chat`: a conversation in the terminal, streamed."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from corral.cli.complete import shown
+from corral.cli.use_options import endpoint_options, sampling_options, taken_sampling
+from corral.errors import CorralError
+
+if TYPE_CHECKING:
+    from corral.conversation import Conversation
+    from corral.llm import LLM
+
+__all__ = ["command"]
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 118})
+@click.option("--system", metavar="TEXT", help="System message.")
+@click.option("--load", metavar="FILE", help="Go on with a conversation that /save wrote.")
+@endpoint_options
+@sampling_options
+def command(system: str | None, load: str | None, **given: Any) -> None:
+    """Talk with a model. /help lists the commands; Ctrl-C stops an answer, Ctrl-D ends the talk.
+
+    Without a terminal, every line of standard input is one message.
+    """
+    from corral.conversation import Conversation
+    from corral.llm import LLM
+    from corral.resolve import resolve
+    from corral.sampling import request_fields
+
+    sampling = taken_sampling(given)
+    request_fields(sampling, chat=True)
+    talk = Conversation(system=system, sampling=sampling)
+    endpoint = resolve(given["name"], url=given["url"], key_file=given["key_file"], model=given["model"])
+    if load:
+        talk.enter(f"/load {load}")
+        talk.system = system or talk.system
+    with LLM(endpoint) as llm:
+        if sys.stdin.isatty():
+            click.echo(click.style(f"{endpoint.model} at {endpoint.root}    /help, Ctrl-D ends", dim=True), err=True)
+        _talk(llm, talk)
+
+
+def _talk(llm: LLM, talk: Conversation) -> None:
+    while True:
+        try:
+            line = _read_line()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            click.echo(click.style("\n(Ctrl-D or /quit ends the talk)", dim=True), err=True)
+            continue
+        try:
+            turn = talk.enter(line)
+        except CorralError as error:
+            _tell(error)
+            continue
+        if turn.say:
+            click.echo(click.style(turn.say, dim=True), err=True)
+        if turn.end:
+            return
+        if turn.ask:
+            _answer(llm, talk)
+
+
+def _read_line() -> str:
+    """A line of the user; one that ends in a backslash goes on in the next."""
+    interactive = sys.stdin.isatty()
+    if interactive:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  (line editing and history for input())
+    parts: list[str] = []
+    while True:
+        mark = ("… " if parts else "› ") if interactive else ""
+        line = input(_bright(mark)) if interactive else _piped()
+        if not line.endswith("\\"):
+            return "\n".join([*parts, line])
+        parts.append(line[:-1])
+
+
+def _bright(mark: str) -> str:
+    # \001 and \002 keep readline from counting the colour as columns
+    return f"\001\033[1;36m\002{mark}\001\033[0m\002"
+
+
+def _piped() -> str:
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line.rstrip("\r\n")
+
+
+def _answer(llm: LLM, talk: Conversation) -> None:
+    parts: list[str] = []
+    thinking = False
+    stream = None
+    try:
+        stream = llm.stream(talk.to_send(), **talk.sampling)
+        for piece in stream:
+            if piece.reasoning:
+                thinking = True
+                click.echo(click.style(shown(piece.reasoning), dim=True), nl=False)
+            if piece.text:
+                if thinking:
+                    click.echo("\n")
+                    thinking = False
+                parts.append(piece.text)
+                click.echo(shown(piece.text), nl=False)
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        if stream is not None:
+            stream.close()
+        click.echo(click.style(" (stopped)", dim=True), err=True)
+    except CorralError as error:
+        if parts:
+            click.echo()
+        _tell(error)
+    else:
+        click.echo()
+        if stream.reply is not None and stream.reply.finish_reason == "length":
+            click.echo(click.style("(the length limit was reached)", dim=True), err=True)
+    if parts:
+        talk.answered("".join(parts))
+    else:
+        talk.unanswered()
+
+
+def _tell(error: CorralError) -> None:
+    click.echo(click.style(f"corral: {error.message}", fg="red"), err=True)
+    if error.remedy:
+        click.echo(f"  → {error.remedy}", err=True)

@@ -1,0 +1,105 @@
+"""`corral complete`: the continuation of a text, with the probabilities of its tokens where asked."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from corral.cli.use_options import endpoint_options, sampling_options, taken_sampling
+from corral.errors import UsageError
+
+__all__ = ["command"]
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 118})
+@click.argument("prompt", required=False)
+@click.option("-f", "--file", "file", metavar="FILE", help="Read the prompt from a file; - is standard input.")
+@endpoint_options
+@sampling_options
+@click.option("--json", "as_json", is_flag=True, help="The server's response, untouched.")
+def command(prompt: str | None, file: str | None, as_json: bool, **given: Any) -> None:
+    """Continue PROMPT. The text goes to stdout as it is made.
+
+    With --logprobs or --prompt-logprobs each token is shown with its probability, its rank and the alternatives.
+    """
+    from corral.llm import LLM, request_for
+    from corral.resolve import resolve
+
+    text = _prompt(prompt, file)
+    sampling = taken_sampling(given)
+    path, body = request_for(text, sampling)
+    endpoint = resolve(given["name"], url=given["url"], key_file=given["key_file"], model=given["model"])
+    with LLM(endpoint) as llm:
+        if as_json:
+            if "return_token_ids" not in (sampling.get("extra") or {}):
+                body.pop("return_token_ids", None)  # nobody asked for it
+            click.echo(llm.aio.client.request_sync(path, body).raw)
+        elif "logprobs" in sampling or "prompt_logprobs" in sampling:
+            _show_tokens(llm, text, sampling)
+        elif (sampling.get("n") or 1) > 1:
+            _show_several(llm.complete(text, **sampling).choices)
+        else:
+            _stream(llm, text, sampling)
+
+
+def _prompt(prompt: str | None, file: str | None) -> str:
+    if prompt is not None and file is not None:
+        raise UsageError("both a prompt and a file were given.", "Give one of them.")
+    if prompt is None and file is None:
+        if sys.stdin.isatty():
+            raise UsageError("there is no prompt.", 'For example: corral complete "San Francisco is a"')
+        file = "-"
+    if file is None:
+        assert prompt is not None
+        return prompt
+    try:
+        data = sys.stdin.buffer.read() if file == "-" else Path(file).expanduser().read_bytes()
+        return data.decode("utf-8-sig")
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror}.", "Check -f.") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{file} is not UTF-8 (byte {error.start}).", "Save it as UTF-8.") from None
+
+
+def _stream(llm: Any, text: str, sampling: dict[str, Any]) -> None:
+    stream = llm.stream(text, **sampling)
+    for piece in stream:
+        click.echo(shown(piece.text), nl=False)
+        sys.stdout.flush()
+    click.echo()
+    if stream.reply is not None:
+        _note_end(stream.reply.finish_reason, stream.reply)
+
+
+def shown(text: str) -> str:
+    """The text as it is for files and pipes, and without control signs for a terminal."""
+    from corral.token_view import harmless
+
+    return harmless(text) if sys.stdout.isatty() else text
+
+
+def _note_end(reason: str, reply: Any) -> None:
+    if reason == "length" and sys.stderr.isatty():
+        made = reply.usage.completion_tokens if reply.usage else "its"
+        click.echo(click.style(f"(ended at {made} tokens; --max-tokens sets the limit)", dim=True), err=True)
+
+
+def _show_several(choices: list[Any]) -> None:
+    for choice in choices:
+        click.echo(click.style(f"[{choice.index + 1}]", dim=True), err=True)
+        click.echo(shown(choice.text))
+
+
+def _show_tokens(llm: Any, text: str, sampling: dict[str, Any]) -> None:
+    from corral.client import wait
+
+    view, reply = wait(llm.aio.explained(text, **sampling))
+    click.echo(shown(reply.text))
+    click.echo()
+    if sys.stdout.isatty():
+        click.echo(view.ansi())
+        click.echo()
+    click.echo(view.table().rstrip())

@@ -1,0 +1,113 @@
+"""`corral score`: likelihoods of a file's rows, resumable."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from corral.cli.screen import duration, print_json
+from corral.cli.use_options import endpoint_options
+from corral.errors import INTERRUPTED
+
+__all__ = ["command"]
+
+
+@click.command(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 118},
+    epilog="More: docs/scoring.md.",
+)
+@click.option("-i", "--input", "source", required=True, type=click.Path(path_type=Path), metavar="FILE",
+              help="Rows: .jsonl, .csv, .tsv, .parquet (the text forms also as .gz).")  # fmt: skip
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="FILE",
+              help="Results: .jsonl (as they come) or .parquet (at the end, in the input's order).")  # fmt: skip
+@endpoint_options
+@click.option("--too-long", type=click.Choice(["refuse", "window"]), default="refuse", show_default=True,
+              help="Rows longer than the model: refuse them, or score them in windows.")  # fmt: skip
+@click.option("--window", type=click.IntRange(min=2), metavar="TOKENS", help="Window length (default: the model's).")
+@click.option("--overlap", type=click.IntRange(min=1), default=1, show_default=True, metavar="TOKENS",
+              help="Context that a window has at least before what it scores.")  # fmt: skip
+@click.option("--prefix", default="auto", show_default=True, metavar="TOKEN",
+              help="Token before texts without context: auto (the BOS), none, or e.g. <|endoftext|>.")  # fmt: skip
+@click.option("--special-tokens", is_flag=True, help="Let the tokenizer add its BOS before contexts, too.")
+@click.option("--per-token", is_flag=True, help="Write each token's log-probability and rank.")
+@click.option("--top", type=click.IntRange(0, 1000), default=0, show_default=True, metavar="K",
+              help="The K likeliest tokens at each place, too (implies --per-token).")  # fmt: skip
+@click.option("--concurrency", type=click.IntRange(min=1), default=64, show_default=True, help="Rows at once.")
+@click.option("--memory-gib", type=click.FloatRange(min=0, min_open=True), default=2.0, show_default=True,
+              help="What prompt log-probabilities may take on the server at once.")  # fmt: skip
+@click.option("--vocabulary", type=click.IntRange(min=1), default=128256, show_default=True, metavar="TOKENS",
+              help="Size of the model's vocabulary, for that bound.")  # fmt: skip
+@click.option("--patience", "patience_s", type=click.FloatRange(min=0), default=600, show_default=True,
+              metavar="SECONDS", help="How long to wait for a server that is away.")  # fmt: skip
+@click.option("--restart", is_flag=True, help="Forget what an earlier run wrote, and begin anew.")
+@click.option("--json", "as_json", is_flag=True, help="The report as JSON.")
+def command(source: Path, output: Path, patience_s: float, restart: bool, as_json: bool, **given: Any) -> int:
+    """Score rows: {"id", "text"}, {"id", "context", "continuation"} or {"id", "context", "choices": […]}.
+
+    The same command again continues after any interruption. Bad rows go to OUTPUT.errors.jsonl with their reason.
+    """
+    from corral.likelihood import ScoreOptions
+    from corral.resolve import resolve
+    from corral.score_job import score_file
+
+    names = ("too_long", "window", "overlap", "prefix", "special_tokens", "top", "per_token", "concurrency",
+             "memory_gib", "vocabulary")  # fmt: skip
+    options = ScoreOptions(**{name: given[name] for name in names})
+
+    def find() -> Any:
+        return resolve(given["name"], url=given["url"], key_file=given["key_file"], model=given["model"])
+
+    progress = _Progress(quiet=as_json)
+    try:
+        report = score_file(
+            find(), source, output, options, restart=restart, patience_s=patience_s, find=find, on_progress=progress
+        )
+    finally:
+        progress.end()
+    print_json(report) if as_json else _tell(report)
+    return INTERRUPTED if report.state == "stopped" else 0
+
+
+class _Progress:
+    """One line on stderr: rewritten on a terminal, now and then elsewhere."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._live, self._quiet, self._shown = sys.stderr.isatty(), quiet, False
+
+    def __call__(self, done: int, rows: int, failed: int) -> None:
+        if self._live and not self._quiet:
+            self._shown = True
+            bad = f", {failed} bad" if failed else ""
+            sys.stderr.write(f"\r\033[2Kscored {done:,} of {rows:,}{bad}")
+            sys.stderr.flush()
+
+    def end(self) -> None:
+        if self._shown:
+            sys.stderr.write("\r\033[2K")
+            sys.stderr.flush()
+
+
+def _tell(report: Any) -> None:
+    for text in report.repaired:
+        click.echo(f"  note: {text}", err=True)
+    made = report.fine + report.failed
+    earlier = f", {report.before:,} from before" if report.before else ""
+    click.echo(f"{made:,} rows in {duration(report.wall_s)}{earlier}, {report.left:,} left", err=True)
+    found = report.summary
+    if "mean_logprob" in found:
+        perplexity = "beyond numbers" if found["perplexity"] is None else f"{found['perplexity']:.4g}"
+        click.echo(
+            f"{found['tokens']:,} tokens, mean log-probability {found['mean_logprob']:.4f}, perplexity {perplexity}",
+            err=True,
+        )
+    if "accuracy" in found:
+        click.echo(f"accuracy {found['accuracy']:.1%}, by length {found['accuracy_norm']:.1%}", err=True)
+    if found["bad"]:
+        click.echo(f"{found['bad']:,} bad rows, with reasons: {report.errors}", err=True)
+    if report.left:
+        click.echo("The same command continues.", err=True)
+    else:
+        click.echo(report.output)

@@ -1,0 +1,141 @@
+"""`corral top`: the load of every ready deployment, live."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from corral.cli.screen import print_json, print_table
+from corral.errors import NotFoundError
+
+if TYPE_CHECKING:
+    from corral.endpoint import Endpoint
+    from corral.top import Line
+
+__all__ = ["command"]
+
+HEADINGS = ["NAME", "RUNNING", "WAITING", "KV USE", "TOK/S", "PROMPT TOK/S", "TTFT", "PREFIX HITS", "MODEL"]
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 118})
+@click.argument("names", nargs=-1)
+@click.option("--url", help="Watch any vLLM server by its address.")
+@click.option("--key-file", metavar="FILE", help="File with its key.")
+@click.option("--interval", "interval_s", type=click.FloatRange(min=0.2), default=1.0, show_default=True,
+              metavar="SECONDS", help="Time between looks; speeds are means over it.")  # fmt: skip
+@click.option("--once", is_flag=True, help="Two looks, one interval apart; print and leave.")
+@click.option("--json", "as_json", is_flag=True, help="The same as one JSON document.")
+def command(
+    names: tuple[str, ...], url: str | None, key_file: str | None, interval_s: float, once: bool, as_json: bool
+) -> None:
+    """Requests running and waiting, KV-cache use, tokens per second and time to first token, per deployment."""
+    from corral.client import run
+
+    servers = _servers(names, url, key_file)
+    if not servers:
+        raise NotFoundError("no deployment is ready.", "Start one with `corral up`, or give --url.")
+    if once or as_json or not sys.stdout.isatty():
+        lines = run(_twice(servers, interval_s))
+        print_json(lines) if as_json else print_table(HEADINGS, [_row(line) for line in lines])
+        return
+    try:
+        run(_live(names, url, key_file, interval_s))
+    except KeyboardInterrupt:
+        return
+
+
+def _servers(names: tuple[str, ...], url: str | None, key_file: str | None) -> list[tuple[str, Endpoint]]:
+    from corral import deployment
+    from corral.resolve import ready_endpoint, resolve
+    from corral.state import State
+
+    if url is not None:
+        return [(url, resolve(url=url, key_file=key_file))]
+    if names:
+        return [(name, ready_endpoint(name)) for name in names]
+    ready = [status for status in deployment.statuses() if status.state is State.READY]
+    found = [(status.name, status.endpoint) for status in ready if status.endpoint is not None]
+    if not found:
+        import os
+
+        if os.environ.get("OPENAI_BASE_URL"):
+            endpoint = resolve()
+            return [(endpoint.root, endpoint)]
+    return found
+
+
+async def _twice(servers: list[tuple[str, Endpoint]], interval_s: float) -> list[Line]:
+    from corral.top import Watch
+
+    watch = Watch(servers)
+    try:
+        await watch.look()
+        await asyncio.sleep(interval_s)
+        return await watch.look()
+    finally:
+        await watch.close()
+
+
+async def _live(names: tuple[str, ...], url: str | None, key_file: str | None, interval_s: float) -> None:
+    from rich.live import Live
+
+    from corral.top import Watch
+
+    watch = Watch(_servers(names, url, key_file))
+    looked = time.monotonic()
+    try:
+        await watch.look()
+        with Live(auto_refresh=False, screen=False) as live:
+            while True:
+                await asyncio.sleep(interval_s)
+                if not names and url is None and time.monotonic() - looked > 5:
+                    watch.set(await asyncio.to_thread(_servers, names, url, key_file))
+                    looked = time.monotonic()
+                live.update(_drawn(await watch.look()), refresh=True)
+    finally:
+        await watch.close()
+
+
+def _drawn(lines: list[Line]) -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold", caption="Ctrl-C leaves", caption_justify="left")
+    for heading in HEADINGS:
+        table.add_column(heading, justify="left" if heading in ("NAME", "MODEL") else "right", no_wrap=True)
+    for line in lines:
+        cells = _row(line)
+        if line.reading is not None and line.reading.kv_use is not None:
+            cells[3] = f"{_bar(line.reading.kv_use)} {cells[3]}"
+        table.add_row(*cells)
+    return table
+
+
+def _bar(share: float, width: int = 10) -> str:
+    full = round(min(1.0, max(0.0, share)) * width)
+    return "█" * full + "░" * (width - full)
+
+
+def _row(line: Line) -> list[str]:
+    if line.reading is None:
+        return [line.name, "-", "-", "-", "-", "-", "-", "-", line.problem]
+    reading, load = line.reading, line.load
+    use = "-" if reading.kv_use is None else f"{reading.kv_use:.1%}"
+    return [
+        line.name,
+        "-" if reading.running is None else str(reading.running),
+        "-" if reading.waiting is None else str(reading.waiting),
+        use,
+        _number(load.generated_tokens_per_s if load else None),
+        _number(load.prompt_tokens_per_s if load else None),
+        "-" if load is None or load.ttft_s is None else f"{load.ttft_s * 1000:,.0f} ms",
+        "-" if load is None or load.prefix_hit_share is None else f"{load.prefix_hit_share:.0%}",
+        line.model,
+    ]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}" if value >= 10 or value == 0 else f"{value:.1f}"

@@ -1,0 +1,306 @@
+"""The verbs as a user types them: output, exit codes, a chat in a real terminal."""
+
+from __future__ import annotations
+
+import codecs
+import io
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corral.cli import main
+from corral.conversation import COMMANDS, Conversation
+from corral.errors import DataError, UsageError
+from corral.fake import FakeOptions, FakeServer, Pace
+from corral.sampling import PARAMETERS, STRUCTURED
+
+COMMAND = [sys.executable, "-m", "corral"]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeServer]:
+    with FakeServer() as running:
+        yield running
+
+
+@dataclass
+class Done:
+    """How a command ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def corral(server: FakeServer | None, *arguments: str, given: str = "") -> Done:
+    """Run a command in this process, as its own would: arguments, environment, standard streams, exit code."""
+    streams = [io.TextIOWrapper(io.BytesIO(data), encoding="utf-8") for data in (given.encode(), b"", b"")]
+    with pytest.MonkeyPatch.context() as patch:
+        if server:
+            patch.setenv("OPENAI_BASE_URL", server.url)
+        for name, stream in zip(("stdin", "stdout", "stderr"), streams, strict=True):
+            patch.setattr(sys, name, stream)
+        with pytest.raises(SystemExit) as ended:
+            main(list(arguments))
+    for stream in streams[1:]:
+        stream.flush()
+    out, err = (stream.buffer.getvalue().decode() for stream in streams[1:])
+    return Done(int(ended.value.code or 0), out, err)
+
+
+def test_complete(server: FakeServer, tmp_path: Path) -> None:
+    done = corral(server, "complete", "San Francisco is a", "--max-tokens", "7", "--temperature", "0")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(done.stdout.split()) == 7
+    path = tmp_path / "prompt.txt"
+    path.write_text("San Francisco is a")
+    for arguments, given in (
+        (["-f", str(path)], ""),
+        (["-f", "-"], "San Francisco is a"),
+        ([], "San Francisco is a"),
+    ):
+        again = corral(server, "complete", *arguments, "--max-tokens", "7", "--temperature", "0", given=given)
+        assert again.stdout == done.stdout
+    several = corral(server, "complete", "San", "-n", "3", "--max-tokens", "2")
+    assert len(several.stdout.splitlines()) == 3
+
+
+def test_json_is_the_servers_own_response(server: FakeServer) -> None:
+    done = corral(server, "complete", "San", "--json", "--logprobs", "2", "--max-tokens", "3", "--seed", "1")
+    import urllib.request
+
+    body = json.dumps({"model": "fake", "prompt": "San", "max_tokens": 3, "logprobs": 2, "seed": 1}).encode()
+    request = urllib.request.Request(f"{server.url}/v1/completions", body, {"content-type": "application/json"})
+    with urllib.request.urlopen(request) as answer:
+        assert json.loads(done.stdout) == json.loads(answer.read())
+
+
+def test_the_table_of_tokens(server: FakeServer) -> None:
+    done = corral(
+        server, "complete", "San Francisco is a", "--logprobs", "2", "--prompt-logprobs", "1", "--max-tokens", "3"
+    )
+    assert done.returncode == 0
+    text = done.stdout.splitlines()
+    assert text[2] == "prompt"
+    assert re.search(r"1 +·Fra +\d+ +[\d.e-]+% +-\d+\.\d+ +\d+", text[5])
+    assert "\x1b" not in done.stdout
+
+
+def test_every_parameter_is_in_the_help() -> None:
+    for verb in ("complete", "chat"):
+        done = corral(None, verb, "--help")
+        words = " ".join(done.stdout.split())
+        for name in (*PARAMETERS, *STRUCTURED, "param", "url", "key_file"):
+            assert "--" + name.replace("_", "-") in words
+        assert "[0 to 2]" in words
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["complete", "a", "--temperature", "3"], 2, "0 to 2"),
+        (["complete", "a", "--top-p", "0"], 2, "above 0, to 1"),
+        (["complete", "a", "--param", "nonsense"], 2, "name=value"),
+        (["complete", "a", "--regex", "a", "--choice", "b"], 2, "one of them"),
+        (["complete", "a", "-f", "b"], 2, "one of them"),
+        (["complete", "-f", "/nowhere"], 2, "cannot be read"),
+        (["complete", "a", "--json-schema", "@/nowhere"], 2, "cannot be read"),
+        (["complete", "a", "--model", "other"], 3, "fake"),
+        (["complete", "word " * 9000], 2, "too long"),
+        (["complete", "a", "--logprobs", "99"], 2, "99"),
+        (["chat", "--min-p", "2"], 2, "0 to 1"),
+        (["score", "-i", "/nowhere.jsonl", "-o", "x.jsonl"], 10, "no file"),
+    ],
+)
+def test_refusals(
+    server: FakeServer, arguments: list[str], code: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = corral(server, *arguments)
+    assert done.returncode == code, done.stderr
+    assert says in done.stderr
+    assert "→" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_nothing_is_ready() -> None:
+    for verb in (["complete", "a"], ["chat"], ["top"]):
+        done = corral(None, *verb)
+        assert done.returncode == 3
+        assert "corral up" in done.stderr
+
+
+def test_faults_end_with_a_remedy(server: FakeServer) -> None:
+    for fault, code in (("cut", 9), ("error", 7), ("abort", 7), ("status:code=500", 7), ("reset", 9)):
+        server.set_faults(fault)
+        try:
+            done = corral(server, "complete", "a", "--max-tokens", "20")
+        finally:
+            server.set_faults()
+        assert done.returncode == code, fault
+        assert "→" in done.stderr
+
+
+def test_ctrl_c_ends_a_completion() -> None:
+    with FakeServer(FakeOptions(pace=Pace(itl_s=0.2), answer_tokens=None)) as slow:
+        process = subprocess.Popen(
+            [*COMMAND, "complete", "a", "--url", slow.url, "--max-tokens", "500"],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert process.stdout is not None
+        process.stdout.read(3)
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert told.strip() == "corral: interrupted"
+
+
+def test_a_piped_chat(server: FakeServer, tmp_path: Path) -> None:
+    saved = tmp_path / "talk one.json"
+    given = f"hello\n/system be kind\n/retry\n/set temperature=0.5\n/set\n/save '{saved}'\n/quit\nnever read\n"
+    done = corral(server, "chat", "--max-tokens", "6", given=given)
+    assert done.returncode == 0
+    assert "temperature=0.5" in done.stderr
+    talk = json.loads(saved.read_text())
+    assert [message["role"] for message in talk] == ["system", "user", "assistant"]
+    again = corral(server, "chat", "--load", f"'{saved}'", "--max-tokens", "6", given="/system\nmore\n")
+    assert "be kind" in again.stderr
+    assert again.stdout.strip()
+
+
+class Terminal:
+    """A program in a terminal of its own."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.pid, self.fd = pty.fork()
+        if not self.pid:
+            os.execve(sys.executable, [*COMMAND, *arguments], {**os.environ, "TERM": "xterm-256color"})
+        self.seen = ""
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def until(self, text: str, limit_s: float = 30) -> str:
+        """Read until some text shows up; what was read before it is forgotten."""
+        end = time.monotonic() + limit_s
+        while text not in self.seen:
+            assert time.monotonic() < end, f"{text!r} never came: {self.seen!r}"
+            if select.select([self.fd], [], [], 0.1)[0]:
+                try:
+                    self.seen += self._decode(os.read(self.fd, 65536))
+                except OSError:
+                    break
+        before, _, self.seen = self.seen.partition(text)
+        return before
+
+    def type(self, text: str) -> None:
+        os.write(self.fd, text.encode())
+
+    def press(self, key: str, text: str) -> None:
+        """Press a key until it shows its effect: readline misses one that comes before it listens."""
+        for attempt in range(20):
+            self.type(key)
+            try:
+                self.until(text, 2)
+                return
+            except AssertionError:
+                if attempt == 19:
+                    raise
+
+    def end(self) -> int:
+        _, status = os.waitpid(self.pid, 0)
+        os.close(self.fd)
+        return os.waitstatus_to_exitcode(status)
+
+
+def test_a_chat_in_a_terminal(tmp_path: Path) -> None:
+    with FakeServer(FakeOptions(pace=Pace(itl_s=0.05), answer_tokens=None)) as slow:
+        terminal = Terminal("chat", "--url", slow.url, "--max-tokens", "1000")
+        terminal.until("› ")
+        terminal.type("tell me\n")
+        terminal.until("tell me")
+        terminal.until(" ")  # words of the answer
+        terminal.until(" ")
+        terminal.type("\x03")  # Ctrl-C: only the answer stops
+        terminal.until("(stopped)", 60)
+        terminal.until("› ")
+        terminal.press("\x03", "ends the talk")  # at the prompt: a hint
+        terminal.type("/set max_tokens=4\n")
+        terminal.until("max_tokens=4")
+        terminal.until("› ")
+        terminal.type("and \\\n")
+        terminal.until("… ")
+        terminal.type("this 🎉\n")
+        terminal.until("length limit")
+        terminal.type(f"/save {tmp_path}/t.json\n")
+        terminal.until("4 messages saved")
+        terminal.until("› ")
+        terminal.type("\x04")
+        assert terminal.end() == 0
+        talk = json.loads((tmp_path / "t.json").read_text())
+        assert talk[0]["content"] == "tell me"
+        assert talk[1]["content"]
+        assert talk[2]["content"] == "and \nthis 🎉"
+
+
+def test_the_heat_map_in_a_terminal(server: FakeServer) -> None:
+    terminal = Terminal("complete", "San Francisco", "--url", server.url, "--logprobs", "1", "--max-tokens", "3")
+    assert "\x1b[30;48;5;" in terminal.until("RANK")
+    terminal.until("2  ")
+    assert terminal.end() == 0
+
+
+def test_top(server: FakeServer) -> None:
+    done = corral(server, "top", "--once", "--interval", "0.2")
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[0].split()[:3] == ["NAME", "RUNNING", "WAITING"]
+    document: list[dict[str, Any]] = json.loads(corral(server, "top", "--json", "--interval", "0.2").stdout)
+    assert document[0]["reading"]["running"] == 0
+    assert document[0]["load"]["generated_tokens_per_s"] == 0
+
+
+def test_top_live_leaves_cleanly(server: FakeServer) -> None:
+    terminal = Terminal("top", "--url", server.url, "--interval", "0.2")
+    terminal.until("KV USE")
+    terminal.until("░")
+    terminal.type("\x03")
+    assert terminal.end() == 0
+    assert "Traceback" not in terminal.seen
+
+
+def test_commands_of_a_talk(tmp_path: Path) -> None:
+    talk = Conversation()
+    assert talk.enter("  ").ask is False
+    assert talk.enter("/retry").say == "there is no question to ask again"
+    assert "/new" in talk.enter("/help").say
+    assert "did you mean /save" in talk.enter("/sav x").say
+    with pytest.raises(UsageError):
+        talk.enter("/set temperature=5")
+    with pytest.raises(UsageError):
+        talk.enter("/save")
+    with pytest.raises(DataError):
+        talk.enter("/save /nowhere/at/all.json")
+    (tmp_path / "bad.json").write_text("{}x")
+    with pytest.raises(DataError):
+        talk.enter(f"/load {tmp_path}/bad.json")
+    talk.enter("hi")
+    talk.answered("yes")
+    talk.enter("again")
+    talk.unanswered()
+    assert [message["content"] for message in talk.messages] == ["hi", "yes"]
+    talk.enter("/system be kind")
+    talk.enter("/new")
+    assert talk.to_send() == [{"role": "system", "content": "be kind"}]
+    talk.enter("/system -")
+    assert talk.to_send() == []
+    assert all(callable(getattr(talk, "_" + name.split()[0][1:])) for name in COMMANDS)
