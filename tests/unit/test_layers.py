@@ -14,13 +14,13 @@ SOURCE = Path(__file__).parent.parent.parent / "src" / "corral"
 ROWS: list[list[str]] = [
     ["errors", "record", "state", "home", "processes", "files", "events", "shell", "folder", "pip_configuration",
      "engine_flags", "endpoint", "architecture", "catalogue", "hub", "weights", "model", "hardware", "probe",
-     "fake", "request_errors", "reply", "wire"],
+     "fake", "alarm", "request_errors", "reply", "wire"],
     ["plan", "engines", "diagnosis"],
     ["runtimes", "links", "launch", "model_store"],
     ["targets"],
-    ["deployment", "client"],
-    ["bringup"],
-    [],
+    ["deployment", "client", "resolve"],
+    ["bringup", "bench"],
+    ["report"],
     ["cli", "__main__", "__init__"],
 ]  # fmt: skip
 STANDALONE = ["node", "engine_side"]
