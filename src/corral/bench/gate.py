@@ -9,7 +9,7 @@
 | output_lengths | over 1% of the answers are not as long as asked, though `ignore_eos` was set | invalid |
 | input_lengths | prompts were counted by the server as other lengths than asked | caution |
 | words | no tokenizer could be asked: prompt lengths are not as asked | caution |
-| prefix_cache | over 5% of prompt tokens came from the prefix cache, though no prefixes are meant to be shared | invalid |
+| prefix_cache | over 5% of prompt tokens came from the prefix cache, and none should have | invalid |
 | few_samples | fewer than 5 requests lie beyond a percentile that was asked for | caution |
 | warm_up | the first requests took over twice as long as the later ones | caution |
 | other_traffic | the server worked for somebody else during the run | invalid |

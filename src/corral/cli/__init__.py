@@ -32,6 +32,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "wait": ("corral.cli.wait:command", "Wait until a deployment is ready."),
     "down": ("corral.cli.down:command", "Stop a deployment and leave nothing behind."),
     "engine": ("corral.cli.engine:command", "Installed engines: list, install, check, remove."),
+    "bench": ("corral.cli.bench:command", "Measure a served model, and how far it is from the limit."),
     "fake-server": ("corral.cli.fake_server:command", "A server with set pace and faults, for tests."),
 }
 
