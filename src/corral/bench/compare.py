@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from corral.bench.gate import needed
 from corral.bench.metrics import Summary, gaps_s, percentile
 from corral.bench.rows import Row
 
@@ -67,10 +68,13 @@ def compare(a: Side, b: Side) -> list[Difference]:
     ):
         found.append(_difference(name, unit, a, b, of, _throughput_error(of), True))
     for metric in _LATENCIES:
-        median, p99 = _cut(metric, 50.0), _cut(metric, 99.0)
-        found.append(_difference(f"median_{metric}_ms", "ms", a, b, median, _rank_error(metric, 50.0), False))
-        found.append(_difference(f"p99_{metric}_ms", "ms", a, b, p99, _rank_error(metric, 99.0), False))
-    return [d for d in found if d.a or d.b]
+        least = min(summary.of(metric).count for side in (a, b) for summary in side.summaries)
+        for name, p in (("median", 50.0), ("p90", 90.0), ("p99", 99.0)):
+            if least >= needed(p):  # else it is one accident against another
+                found.append(
+                    _difference(f"{name}_{metric}_ms", "ms", a, b, _cut(metric, p), _rank_error(metric, p), False)
+                )
+    return [d for d in found if d.a and d.b]
 
 
 def _cut(metric: str, p: float) -> Callable[[Summary], float]:

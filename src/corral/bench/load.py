@@ -83,13 +83,14 @@ class _Generator:
         gc.freeze()
         gc.disable()
         try:
-            self._start = _now() + 2_000_000  # time to get there
+            self._start = _now() + 2_000_000  # open loop: time to get there
             self._until = self._start + int(self._load.seconds * 1e9) if self._load.seconds else 0
             self._beat_due = self._start
             beat.set(self._beat_due)
             if self._load.open or not self._load.concurrency:
                 alarm.set(self._start + self._times[0])
             else:
+                self._start = _now()
                 for _ in range(min(self._load.concurrency, len(self._prompts))):
                     self._send_next(_now())
             await self._finished

@@ -151,7 +151,7 @@ def parse_percentiles(text: str) -> tuple[float, ...]:
     except ValueError:
         found = ()
     if not found or not all(0 < p < 100 for p in found):
-        raise UsageError(f"{text!r} are not percentiles.", "For example: --percentiles 50,90,99.")
+        raise UsageError(f"{text!r} are not percentiles.", "For example: --percentiles 90,99.")
     return found
 
 
@@ -162,7 +162,7 @@ class Spec:
     workload: Workload = field(default_factory=Workload)
     load: Load = field(default_factory=Load)
     warmup: int = 1
-    percentiles: tuple[float, ...] = (50.0, 90.0, 99.0)
+    percentiles: tuple[float, ...] = (90.0, 99.0)
     goodput: tuple[Slo, ...] = ()
     stall_s: float = 600.0
     failures_allowed: float = 0.01

@@ -36,11 +36,11 @@ h2{font-size:1.05rem;margin:1.8em 0 .6em}.sub{color:var(--dim);overflow-wrap:any
 .charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,400px),1fr));gap:14px}
 figure{margin:0;background:var(--card);border:1px solid var(--line);border-radius:6px;padding:8px}
 figcaption{font-size:.9rem;padding:0 4px 4px}svg{display:block;width:100%;height:auto}
-.scroll{overflow-x:auto}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;font-size:.92rem}
+.scroll{overflow-x:auto;margin-bottom:14px}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;font-size:.92rem}
 th,td{padding:.35em .6em;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
 th:first-child,td:first-child{text-align:left}.facts td{white-space:normal;text-align:left;overflow-wrap:anywhere}
 .facts td:first-child{color:var(--dim);width:11em}
-.grid{stroke:var(--line);stroke-width:1}.tick{fill:var(--dim);font-size:12px}.axis{fill:var(--fg);font-size:12.5px}
+.grid{stroke:var(--line);stroke-width:1}.tick{fill:var(--dim);font-size:12.5px}.axis{fill:var(--fg);font-size:13px}
 polyline{fill:none;stroke-width:2}.c1{stroke:var(--c1);stroke-width:2}.c2{stroke:var(--c2);stroke-width:2}
 .c3{stroke:var(--c3);stroke-width:2}.d1,.b1{fill:var(--c1)}.d2{fill:var(--c2)}.d3{fill:var(--c3)}
 .mark{stroke:var(--c2);stroke-width:1.5;stroke-dasharray:3 3}
@@ -137,7 +137,7 @@ def _latency_table(run: Run) -> str:
         found = run.summary.of(metric)
         cells = [metric.upper(), figure(found.mean), figure(found.median), figure(found.std)]
         for p in run.spec.percentiles:
-            doubt = " ?" if run.summary.completed < needed(p) else ""
+            doubt = " ?" if found.count < needed(p) else ""
             cells.append(figure(dict(found.percentiles).get(p, 0.0)) + doubt)
         rows.append(cells)
     return _table(heads, rows)
@@ -215,8 +215,8 @@ def _definitions() -> str:
         '<h2>Definitions</h2><p class="sub">As in <code>vllm bench serve</code>. TTFT: from handing over the request '
         "to the first chunk with a token. E2EL: to the last such chunk. TPOT: (E2EL − TTFT) / (output tokens − 1), "
         "per request. ITL: between neighbouring chunks, all requests together. Throughput: tokens of complete "
-        "answers over the time from the first request's start to the last answer's end. Failed requests are in no average. "
-        "A figure with “?” rests on too few requests.</p>"
+        "answers over the time from the first request's start to the last answer's end. Failed requests are in no "
+        "average. A figure with “?” rests on too few requests.</p>"
     )
 
 
@@ -305,4 +305,4 @@ def _curves(runs: Sequence[Run]) -> list[str]:
     ]
     pareto = [Curve("runs", tuple(trade), 3, labels=labels)]
     title = "Speed of one user against throughput of all"
-    return [*drawn, _figure(title, chart(title, "tok/s of one user", "output tok/s", pareto))]
+    return [*drawn, _figure(title, chart(title, "tok/s of one user", "output tok/s", pareto, zero_x=True))]

@@ -12,8 +12,9 @@ from html import escape
 
 __all__ = ["Curve", "chart", "histogram", "ticks"]
 
-WIDTH, HEIGHT = 460, 290
-LEFT, RIGHT, TOP, BOTTOM = 56, 14, 16, 58
+WIDTH, HEIGHT = 420, 280
+LEFT, RIGHT, TOP, BOTTOM = 56, 14, 16, 60
+LEGEND = 20  # height of its line, left out where there is one curve
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,10 @@ def _log_marks(low: float, high: float) -> tuple[float, ...]:
     return tuple(marks) if len(marks) > 1 else (marks[0], marks[0] * 2)
 
 
-def _frame(title: str, x_label: str, y_label: str, x: _Axis, y: _Axis) -> list[str]:
+def _frame(title: str, x_label: str, y_label: str, x: _Axis, y: _Axis, legend: bool = False) -> list[str]:
+    height = HEIGHT if legend else HEIGHT - LEGEND
     parts = [
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">',
+        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}">',
         f"<title>{escape(title)}</title>",
     ]
     for mark in y.marks:
@@ -106,17 +108,19 @@ def _legend(curves: Sequence[Curve]) -> list[str]:
     return parts
 
 
-def chart(title: str, x_label: str, y_label: str, curves: Sequence[Curve], log_x: bool = False) -> str:
+def chart(
+    title: str, x_label: str, y_label: str, curves: Sequence[Curve], log_x: bool = False, zero_x: bool = False
+) -> str:
     """Lines over a common x; the y axis begins at 0."""
     curves = [curve for curve in curves if curve.points]
     xs = [x for curve in curves for x, _ in curve.points]
     ys = [y for curve in curves for _, y in curve.points]
     if not xs:
         return ""
-    x_marks = _log_marks(max(min(xs), 1e-9), max(xs)) if log_x else tuple(ticks(min(xs), max(xs)))
+    x_marks = _log_marks(max(min(xs), 1e-9), max(xs)) if log_x else tuple(ticks(0.0 if zero_x else min(xs), max(xs)))
     x = _Axis(x_marks, LEFT, WIDTH - RIGHT, log_x)
     y = _Axis(tuple(ticks(0.0, max(ys) or 1.0)), HEIGHT - BOTTOM, TOP)
-    parts = _frame(title, x_label, y_label, x, y)
+    parts = _frame(title, x_label, y_label, x, y, len(curves) > 1)
     for curve in curves:
         path = " ".join(f"{x.at(a):.1f},{y.at(b):.1f}" for a, b in curve.points)
         dash = ' stroke-dasharray="5 4"' if curve.dashed else ""

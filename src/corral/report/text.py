@@ -56,7 +56,7 @@ def _spread_row(run: Run, name: str, found: Spread, values: Sequence[float]) -> 
     cells = [figure(found.mean), figure(found.median), figure(found.std)]
     for p in run.spec.percentiles:
         value = figure(dict(found.percentiles).get(p, 0.0))
-        cells.append(value + ("?" if run.summary.completed < needed(p) else ""))
+        cells.append(value + ("?" if found.count < needed(p) else ""))
     row = "".join(f"{cell:>10}" for cell in cells)
     return f"{name.upper():<5}{row}   {histogram(values):<24}  {_TITLES[name]}"
 
