@@ -1,22 +1,32 @@
-"""Do `corral bench run` and `vllm bench serve` say the same of one server? Both, in turns, with the same parameters.
+"""Do `corral bench run` and `vllm bench serve` say the same of one server? Both at once, with the same parameters.
 
     python benchmarks/bench_agreement.py --deployment NAME --vllm-python ENGINE/bin/python --tokenizer FOLDER
 
-The turns are A B B A …, so that a drift of the machine hits both alike; each figure is the mean of the tool's turns,
-and the last column their ratio. Exits 1 when a figure of the goal (5%) is missed.
+Both load the server at the same time, each with the same concurrency, lengths and number of prompts, and begin
+together: whatever the machine does meanwhile, it does to both. (One after the other they differ by what changes on a
+machine within a minute; docs/log.md has such a table.) Prints both tools' figures and their ratio; exits 1 when a
+figure misses the goal of 5%.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from corral.bench.measure import Bench, Finished
+from corral.bench.metrics import vllm_keys
+from corral.bench.spec import Load, Spec, Workload
+from corral.client import run
+from corral.endpoint import Endpoint
+from corral.resolve import resolve
 
 FIGURES = (
     "request_throughput",
@@ -28,68 +38,71 @@ FIGURES = (
 )
 
 
-def with_corral(given: argparse.Namespace, seed: int) -> dict[str, Any]:
-    command = [sys.executable, "-m", "corral", "bench", "run", "--json", "--seed", str(seed), "--warmup", "2"]
-    command += ["--num-prompts", str(given.num_prompts), "--concurrency", str(given.concurrency)]
-    command += ["--input-len", str(given.input_len), "--output-len", str(given.output_len)]
-    command += ["--on", given.deployment] if given.deployment else ["--url", given.url]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
-    if done.returncode not in (0, 1):
-        raise SystemExit(done.stderr)
-    body: dict[str, Any] = json.loads(done.stdout)
-    for problem in body["problems"]:
-        print("  corral:", problem["text"])
-    return body
+def vllm_command(given: argparse.Namespace, endpoint: Endpoint, folder: str, seed: int) -> list[str]:
+    command = [given.vllm_python, "-u", "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--backend", "openai"]
+    command += ["--base-url", endpoint.root, "--endpoint", "/v1/completions", "--model", endpoint.model]
+    command += ["--tokenizer", given.tokenizer, "--dataset-name", "random", "--ignore-eos", "--seed", str(seed)]
+    command += ["--random-input-len", str(given.input_len), "--random-output-len", str(given.output_len)]
+    command += ["--num-prompts", str(given.num_prompts), "--max-concurrency", str(given.concurrency)]
+    command += ["--percentile-metrics", "ttft,tpot,itl,e2el", "--num-warmups", "2", "--disable-tqdm"]
+    return [*command, "--temperature", "0", "--save-result", "--result-dir", folder, "--result-filename", "r.json"]
 
 
-def with_vllm(given: argparse.Namespace, url: str, key: str, model: str, seed: int) -> dict[str, Any]:
+async def together(given: argparse.Namespace, endpoint: Endpoint, turn: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """One turn: vLLM's tool in its process; ours begins when it says that it begins."""
+    work = Workload(num_prompts=given.num_prompts, input_len=given.input_len, output_len=given.output_len, seed=turn)
+    spec = Spec(work, Load(concurrency=given.concurrency), warmup=2)
+    env = {**os.environ, "OPENAI_API_KEY": endpoint.key() or "none"}
     with tempfile.TemporaryDirectory() as folder:
-        command = [given.vllm_python, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--backend", "openai"]
-        command += ["--base-url", url, "--endpoint", "/v1/completions", "--model", model]
-        command += ["--tokenizer", given.tokenizer, "--dataset-name", "random", "--ignore-eos", "--seed", str(seed)]
-        command += ["--random-input-len", str(given.input_len), "--random-output-len", str(given.output_len)]
-        command += ["--num-prompts", str(given.num_prompts), "--max-concurrency", str(given.concurrency)]
-        command += ["--percentile-metrics", "ttft,tpot,itl,e2el", "--num-warmups", "2", "--disable-tqdm"]
-        command += ["--temperature", "0", "--save-result", "--result-dir", folder, "--result-filename", "result.json"]
-        env = {**os.environ, "OPENAI_API_KEY": key, "VLLM_TARGET_DEVICE": "cpu"}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=env, check=False)
-        if done.returncode:
-            raise SystemExit(done.stderr[-3000:])
-        body: dict[str, Any] = json.loads((Path(folder) / "result.json").read_text())
-        return body
+        async with Bench(endpoint) as bench:
+            warm = replace(spec, workload=replace(work, num_prompts=2, seed=10_000 + turn))
+            await bench.run(warm, _made(Path(folder) / "warm"))
+            peer = await asyncio.create_subprocess_exec(
+                *vllm_command(given, endpoint, folder, 5000 + turn), env=env,
+                stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+            )  # fmt: skip
+            assert peer.stdout is not None
+            tail: list[str] = []
+            async for line in peer.stdout:
+                tail.append(line.decode())
+                if b"Starting main benchmark run" in line:
+                    break
+            draining = asyncio.get_running_loop().create_task(peer.stdout.read())
+            ours: Finished = await bench.run(replace(spec, warmup=0), _made(Path(folder) / "run"))
+            rest = (await draining).decode()
+            if await peer.wait():
+                raise SystemExit("".join(tail)[-2000:] + rest[-2000:])
+            theirs: dict[str, Any] = json.loads((Path(folder) / "r.json").read_text())
+            return vllm_keys(ours.run.summary), theirs
+
+
+def _made(path: Path) -> Path:
+    path.mkdir()
+    return path
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--deployment")
-    parser.add_argument("--url", default="")
+    parser.add_argument("--url")
     parser.add_argument("--vllm-python", required=True)
     parser.add_argument("--tokenizer", required=True)
     parser.add_argument("--num-prompts", type=int, default=40)
-    parser.add_argument("--concurrency", type=int, default=4)
+    parser.add_argument("--concurrency", type=int, default=2)
     parser.add_argument("--input-len", type=int, default=64)
     parser.add_argument("--output-len", type=int, default=32)
     parser.add_argument("--turns", type=int, default=2)
     given = parser.parse_args()
-    from corral.resolve import resolve
-
-    endpoint = resolve(given.deployment or None, url=given.url or None)
-    ours, theirs = [], []
-    for turn in range(given.turns):
-        pair = [
-            lambda n=turn: ours.append(with_corral(given, 1000 + n)),
-            lambda n=turn: theirs.append(with_vllm(given, endpoint.root, endpoint.key() or "", endpoint.model, 2000 + n)),
-        ]
-        for step in pair if turn % 2 == 0 else reversed(pair):
-            step()
-    print(f"{'':20}{'vllm bench serve':>18}{'corral bench':>14}{'ratio':>9}   spread of the turns (vllm | corral)")
+    endpoint = resolve(given.deployment, url=given.url)
+    pairs = [run(together(given, endpoint, turn)) for turn in range(given.turns)]
+    print(f"{'':20}{'vllm bench serve':>18}{'corral bench':>14}{'ratio':>9}   ratio of each turn")
     missed = False
     for name in FIGURES:
-        a, b = [r[name] for r in theirs], [r[name] for r in ours]
-        ratio = statistics.mean(b) / statistics.mean(a)
+        ours, theirs = [a[name] for a, _ in pairs], [b[name] for _, b in pairs]
+        ratio = statistics.mean(ours) / statistics.mean(theirs)
         missed |= abs(ratio - 1) > 0.05
-        spread = " | ".join(f"{(max(v) - min(v)) / statistics.mean(v):.1%}" for v in (a, b))
-        print(f"{name:20}{statistics.mean(a):18.2f}{statistics.mean(b):14.2f}{ratio:9.3f}   {spread}")
+        each = "  ".join(f"{a / b:.3f}" for a, b in zip(ours, theirs, strict=True))
+        print(f"{name:20}{statistics.mean(theirs):18.2f}{statistics.mean(ours):14.2f}{ratio:9.3f}   {each}")
     return int(missed)
 
 
