@@ -33,10 +33,14 @@ class Limit:
     @property
     def sentence(self) -> str:
         prefill = f"; prefill at {self.prefill_share:.0%} of FLOPs" if self.prefill_share is not None else ""
-        return (
+        found = (
             f"decode at {self.decode_share:.0%} of memory bandwidth{prefill}; "
             f"arithmetic at {self.compute_share:.0%} over the run; limited by {self.limited_by}"
         )
+        shares = (self.decode_share, self.compute_share, self.prefill_share or 0.0)
+        if max(shares) > 1:
+            found += " (over 100%: the rates assumed for this machine are too low)"
+        return found
 
 
 @dataclass(frozen=True)
@@ -114,10 +118,13 @@ def _reason(
         return "the size of the KV cache", "raise gpu_memory_utilization, take an fp8 KV cache, or more GPUs"
     if waiting and server is not None and server.peak_running >= settings.max_num_seqs:
         return f"max_num_seqs ({settings.max_num_seqs})", f"--set max_num_seqs={settings.max_num_seqs * 2}"
+    on_cpu = plan.inventory.gpu is None
     if compute >= 0.5:
-        return "arithmetic", "fp8 weights, or more GPUs; fewer prompt tokens through the prefix cache"
+        more = "more cores, or a GPU" if on_cpu else "fp8 weights, or more GPUs"
+        return "arithmetic", f"{more}; shared prefixes, so that the prefix cache saves prompt tokens"
     if decode >= 0.6:
-        return "memory bandwidth", "more requests at once (they share each read of the weights), or fp8/int4 weights"
+        lighter = "a smaller model" if on_cpu else "fp8/int4 weights"
+        return "memory bandwidth", f"more requests at once (they share each read of the weights), or {lighter}"
     if summary.mean_concurrency < 0.5 * settings.max_num_seqs and not waiting:
         if settings.eager:
             return "kernel launches (eager mode)", "start without eager mode, and offer more requests at once"
