@@ -3,7 +3,8 @@
     python benchmarks/bench_agreement.py --deployment NAME --vllm-python ENGINE/bin/python --tokenizer FOLDER
 
 Both load the server at the same time, each with the same concurrency, lengths and number of prompts, and begin
-together: whatever the machine does meanwhile, it does to both. (One after the other they differ by what changes on a
+together: whatever the machine does meanwhile, it does to both. Lengths vary, because with equal ones all requests end
+in the same step, and the tool whose next request arrives first has the shorter TTFT every time. (One after the other they differ by what changes on a
 machine within a minute; docs/log.md has such a table.) Prints both tools' figures and their ratio; exits 1 when a
 figure misses the goal of 5%.
 """
@@ -43,6 +44,7 @@ def vllm_command(given: argparse.Namespace, endpoint: Endpoint, folder: str, see
     command += ["--base-url", endpoint.root, "--endpoint", "/v1/completions", "--model", endpoint.model]
     command += ["--tokenizer", given.tokenizer, "--dataset-name", "random", "--ignore-eos", "--seed", str(seed)]
     command += ["--random-input-len", str(given.input_len), "--random-output-len", str(given.output_len)]
+    command += ["--random-range-ratio", str(given.range_ratio)]
     command += ["--num-prompts", str(given.num_prompts), "--max-concurrency", str(given.concurrency)]
     command += ["--percentile-metrics", "ttft,tpot,itl,e2el", "--num-warmups", "2", "--disable-tqdm"]
     return [*command, "--temperature", "0", "--save-result", "--result-dir", folder, "--result-filename", "r.json"]
@@ -50,7 +52,10 @@ def vllm_command(given: argparse.Namespace, endpoint: Endpoint, folder: str, see
 
 async def together(given: argparse.Namespace, endpoint: Endpoint, turn: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """One turn: vLLM's tool in its process; ours begins when it says that it begins."""
-    work = Workload(num_prompts=given.num_prompts, input_len=given.input_len, output_len=given.output_len, seed=turn)
+    work = Workload(
+        num_prompts=given.num_prompts, input_len=given.input_len, output_len=given.output_len,
+        range_ratio=given.range_ratio, seed=turn,
+    )  # fmt: skip
     spec = Spec(work, Load(concurrency=given.concurrency), warmup=2)
     env = {**os.environ, "OPENAI_API_KEY": endpoint.key() or "none"}
     with tempfile.TemporaryDirectory() as folder:
@@ -91,6 +96,7 @@ def main() -> int:
     parser.add_argument("--concurrency", type=int, default=2)
     parser.add_argument("--input-len", type=int, default=64)
     parser.add_argument("--output-len", type=int, default=32)
+    parser.add_argument("--range-ratio", type=float, default=0.5, help="equal lengths would lock the tools in step")
     parser.add_argument("--turns", type=int, default=2)
     given = parser.parse_args()
     endpoint = resolve(given.deployment, url=given.url)

@@ -12,6 +12,7 @@ import pytest
 
 from corral.bench.datasets import body_of, load_prompts, path_of
 from corral.bench.spec import Workload
+from corral.bench.store import runs_dir
 from corral.bench.vocabulary import WORDS, Vocabulary, learn_vocabulary
 from corral.cli import main
 from corral.client import Client, run
@@ -324,3 +325,44 @@ def test_names_that_do_not_exist_are_answered_with_those_that_do(bench, server: 
     assert said.code == 3
     assert "thursday" in said.err
     assert bench("report", "last~9").code == 3
+
+
+def test_an_option_before_the_subcommand_is_not_ignored(bench, server: FakeServer) -> None:
+    said = bench("--url", server.url, "run", "--num-prompts", "2")
+    assert said.code == 2
+    assert "Write: corral bench run --url" in said.err
+
+
+def test_a_trace_is_replayed_at_its_own_times(bench, server: FakeServer, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    lines = [{"timestamp": 1000 + 40 * n, "input_length": 10 + n, "output_length": 2 + n} for n in range(5)]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    said = bench("run", "--url", server.url, "--dataset", "trace", "--dataset-path", str(trace), "--json",
+                 "--save-detailed", "--name", "t")  # fmt: skip
+    assert said.json()["output_lens"] == [2, 3, 4, 5, 6]
+    assert said.json()["input_lens"] == [10, 11, 12, 13, 14]
+    rows = [json.loads(line) for line in (runs_dir() / "t" / "rows.jsonl").read_text().splitlines()]
+    assert [row["intended_ns"] for row in rows] == [n * 40_000_000 for n in range(5)]
+
+
+def test_ctrl_c_keeps_what_was_measured(server: FakeServer, bench) -> None:
+    import signal
+    import subprocess
+    import sys
+    import time
+
+    command = [sys.executable, "-m", "corral", "bench", "run", "--url", server.url, "--concurrency", "1", "--seconds",
+               "60", "--num-prompts", "100000", "--input-len", "8", "--output-len", "40"]  # fmt: skip
+    command += ["--name", "cut"]
+    assert server.app is not None
+    before = server.app.requests
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        while server.app.requests < before + 20:
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    assert process.returncode == 130
+    known = bench("report", "cut", "--json").json()
+    assert known["summary"]["completed"] >= 10
+    assert known["problems"][0]["kind"] == "stopped"

@@ -49,7 +49,7 @@ def _trace(load: Load, count: int, stamps_s: Sequence[float | None]) -> list[int
             "--arrival trace needs a time for every request.", 'Use a JSONL file whose lines have "timestamp".'
         )
     begin = min(stamps[:count])
-    times = [int((s - begin) / load.speed * 1e9) for s in stamps[:count]]
+    times = [round((s - begin) / load.speed * 1e9) for s in stamps[:count]]
     if times != sorted(times):
         raise UsageError("the times of the trace go backwards.", "Sort its lines by timestamp.")
     return times

@@ -165,6 +165,8 @@ def find(reference: str) -> Path:
         back = int(match.group(1) or 0)
         if back < len(known):
             return known[-1 - back]
+        if not known:
+            raise NotFoundError("there is no run yet.", "`corral bench` makes one.")
         raise NotFoundError(f"there are only {len(known)} runs.", "`corral bench list` shows them.")
     exact = runs_dir() / reference
     if "/" in reference and _is_run(exact):

@@ -82,9 +82,19 @@ def _go(work: Coroutine[Any, Any, Any], line: _Line) -> Any:
 def command(context: click.Context, /, **given: Any) -> int:
     """Measure a served model. Without a subcommand: a quick profile of the running deployment, in half a minute."""
     if context.invoked_subcommand is not None:
+        _refuse_options_before(context)
         return 0
     specs = quick_specs(make_spec(given))
     return _series(given, "quick", specs)
+
+
+def _refuse_options_before(context: click.Context) -> None:
+    """`corral bench --on x run` would measure something else than x: options belong after the subcommand."""
+    for name in context.params:
+        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            flag = next(p.opts[0] for p in context.command.params if p.name == name)
+            word = context.invoked_subcommand
+            raise UsageError(f"{flag} stands before `{word}`.", f"Write: corral bench {word} {flag} …")
 
 
 def _series(given: dict[str, Any], kind: str, specs: list[Any]) -> int:

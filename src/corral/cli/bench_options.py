@@ -73,11 +73,12 @@ load_options = _apply(
 
 
 def make_spec(given: dict[str, Any]) -> Spec:
-    """The spec that the options describe."""
+    """The spec that the options describe; a trace is replayed at its own times unless a load is given."""
+    replay = given["dataset"] == "trace" and given.get("rate") is None and given.get("concurrency") is None
     load = Load(
         concurrency=given.get("concurrency"),
         rate=given.get("rate"),
-        arrival=given.get("arrival", "poisson"),
+        arrival="trace" if replay else given.get("arrival", "poisson"),
         burstiness=given.get("burstiness", 1.0),
         ramp_to=given.get("ramp_to"),
         speed=given.get("trace_speed", 1.0),
