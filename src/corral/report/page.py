@@ -8,7 +8,7 @@ from html import escape
 
 from corral.bench.gate import needed
 from corral.bench.limit import roof
-from corral.bench.metrics import gaps_s
+from corral.bench.metrics import Spread, gaps_s
 from corral.bench.rows import Row
 from corral.bench.server_metrics import ServerSample
 from corral.bench.store import Run, Series
@@ -110,7 +110,7 @@ def run_page(run: Run, rows: Sequence[Row], samples: Sequence[ServerSample], nam
     body += _limit(run)
     body += ["<h2>Latencies</h2>", _latency_table(run), '<div class="charts">', *_distributions(run, rows), "</div>"]
     body += ["<h2>Over time</h2>", '<div class="charts">', *_over_time(run, rows, samples), "</div>"]
-    body += ["<h2>What was measured on what</h2>", _table((), _fact_rows(run), "facts"), _definitions()]
+    body += ["<h2>What was measured on what</h2>", _table((), _fact_rows(run), "facts"), _cache(run), _definitions()]
     return _document(f"Benchmark {name}", body)
 
 
@@ -206,8 +206,18 @@ def _fact_rows(run: Run) -> list[tuple[str, str]]:
     if run.cost is not None:
         rows.append(("cost", f"{run.cost.gpu_hours_per_million_output:.3g} GPU-hours per million output tokens"))
     rows += [("note", note) for note in run.notes]
-    rows += [(f"cache: {name.replace('_', ' ')}", value) for name, value in sorted(f.cache.items())]
-    return rows + [(f"generator: {name}", value) for name, value in f.generator.items()]
+    rows.append(("generator", ", ".join(f"{name} {value}" for name, value in f.generator.items())))
+    return rows
+
+
+def _cache(run: Run) -> str:
+    """What the engine says of its cache: long, and rarely read."""
+    rows = [
+        (name.replace("_", " "), value) for name, value in sorted(run.fingerprint.cache.items()) if value != "None"
+    ]
+    if not rows:
+        return ""
+    return f"<details><summary>The engine's cache configuration</summary>{_table((), rows, 'facts')}</details>"
 
 
 def _definitions() -> str:
@@ -235,38 +245,34 @@ def series_page(series: Series, runs: Sequence[Run], name: str) -> str:
     best = max(runs, key=lambda run: run.summary.output_throughput)
     body += ["<h2>The curve</h2>", '<div class="charts">', *_curves(runs), "</div>"]
     body += _limit(best)
-    heads = [
-        "load",
-        "req/s",
-        "output tok/s",
-        "tok/s each",
-        "TTFT P50",
-        "TTFT P99",
-        "TPOT P50",
-        "TPOT P99",
-        "E2EL P50",
-        "",
-    ]
+    top = _top(runs)
+    heads = ["load", "req/s", "output tok/s", "tok/s each", "TTFT P50", f"P{top:g}", "TPOT P50", f"P{top:g}"]
+    heads += ["E2EL P50", ""]
     rows = []
     for run in runs:
         s = run.summary
-        cuts = [dict(found.percentiles).get(99.0, 0.0) for found in (s.ttft, s.tpot)]
         each = 1000 / s.tpot.median if s.tpot.median else 0.0
-        figures = (
-            s.request_throughput,
-            s.output_throughput,
-            each,
-            s.ttft.median,
-            cuts[0],
-            s.tpot.median,
-            cuts[1],
-            s.e2el.median,
-        )
+        cells = [figure(value) for value in (s.request_throughput, s.output_throughput, each)]
+        cells += [figure(s.ttft.median), _cut(s.ttft, top), figure(s.tpot.median), _cut(s.tpot, top)]
         mark = "" if run.verdict == "valid" else run.verdict
-        rows.append([run.spec.load.label, *map(figure, figures), mark])
+        rows.append([run.spec.load.label, *cells, figure(s.e2el.median), mark])
     body += ["<h2>All runs (ms)</h2>", _table(heads, rows)]
-    body += ["<h2>What was measured on what</h2>", _table((), _fact_rows(first), "facts"), _definitions()]
+    body += [
+        "<h2>What was measured on what</h2>",
+        _table((), _fact_rows(first), "facts"),
+        _cache(first),
+        _definitions(),
+    ]
     return _document(f"Benchmark {name}", body)
+
+
+def _top(runs: Sequence[Run]) -> float:
+    """The highest percentile that was asked for."""
+    return max(run.spec.percentiles[-1] for run in runs)
+
+
+def _cut(found: Spread, p: float) -> str:
+    return figure(dict(found.percentiles).get(p, 0.0)) + (" ?" if found.count < needed(p) else "")
 
 
 def _offered(run: Run) -> float:
@@ -290,10 +296,11 @@ def _curves(runs: Sequence[Run]) -> list[str]:
         roofs = [roof(plan, x, work.input_len, work.output_len) for x in xs]
         points = tuple((x, r) for x, r in zip(xs, roofs, strict=True) if r is not None)
         throughput.append(Curve("the plan's roofline", points, 2, dashed=True, dots=False))
-    cut = [dict(run.summary.ttft.percentiles).get(99.0, 0.0) for run in ordered]
-    firsts = [curve("P50", [run.summary.ttft.median for run in ordered]), curve("P99", cut, 2)]
-    cut = [dict(run.summary.tpot.percentiles).get(99.0, 0.0) for run in ordered]
-    gaps = [curve("P50", [run.summary.tpot.median for run in ordered]), curve("P99", cut, 2)]
+    top = _top(runs)
+    cut = [dict(run.summary.ttft.percentiles).get(top, 0.0) for run in ordered]
+    firsts = [curve("P50", [run.summary.ttft.median for run in ordered]), curve(f"P{top:g}", cut, 2)]
+    cut = [dict(run.summary.tpot.percentiles).get(top, 0.0) for run in ordered]
+    gaps = [curve("P50", [run.summary.tpot.median for run in ordered]), curve(f"P{top:g}", cut, 2)]
     trade = [
         (1000 / run.summary.tpot.median if run.summary.tpot.median else 0.0, run.summary.output_throughput)
         for run in ordered

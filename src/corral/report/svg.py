@@ -104,7 +104,7 @@ def _legend(curves: Sequence[Curve]) -> list[str]:
         y = HEIGHT - 8
         parts.append(f'<line class="c{curve.colour}" x1="{at}" x2="{at + 18}" y1="{y - 4}" y2="{y - 4}"{dash}/>')
         parts.append(f'<text class="tick" x="{at + 23}" y="{y}">{escape(curve.name)}</text>')
-        at += 34 + int(6.4 * len(curve.name))
+        at += 36 + int(7.2 * len(curve.name))
     return parts
 
 
