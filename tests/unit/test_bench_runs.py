@@ -306,7 +306,7 @@ def test_a_sweep_and_its_pages(bench, server: FakeServer, tmp_path: Path) -> Non
         assert 'src="' not in page  # nothing is loaded from anywhere
 
 
-def test_repeats_are_compared_with_intervals(bench, server: FakeServer) -> None:
+def test_repeats_are_compared_with_intervals(bench, server: FakeServer, tmp_path: Path) -> None:
     for name in ("a", "b"):
         bench("run", "--url", server.url, "--concurrency", "2", "--num-prompts", "12", *SMALL, "--repeat", "3",
               "--name", name)  # fmt: skip
@@ -317,6 +317,8 @@ def test_repeats_are_compared_with_intervals(bench, server: FakeServer) -> None:
     found = bench("compare", "a", "b", "--json").json()
     assert found["repeats"] is True
     assert {"low", "high", "verdict"} <= set(found["figures"][0])
+    assert bench("report", "a", "-o", str(tmp_path / "a.html")).code == 0
+    assert "repeat" in bench("list").out
 
 
 def test_names_that_do_not_exist_are_answered_with_those_that_do(bench, server: FakeServer) -> None:

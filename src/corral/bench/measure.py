@@ -13,7 +13,7 @@ from corral.bench.fingerprint import Fingerprint, find_folder, read_plan, take
 from corral.bench.gate import judge, verdict
 from corral.bench.limit import cost_of, distance
 from corral.bench.load import Outcome, drive
-from corral.bench.metrics import Summary, summarise
+from corral.bench.metrics import summarise
 from corral.bench.rows import Row
 from corral.bench.schedule import send_times
 from corral.bench.server_metrics import ServerSample, Watcher, delta
@@ -184,11 +184,3 @@ def _thinned(beats_s: list[float]) -> tuple[float, ...]:
     ordered = sorted(beats_s)
     step = max(1, len(ordered) // 1000)
     return tuple(round(v * 1000, 4) for v in ordered[::step])
-
-
-def summary_from_rows(run: store.Run, rows: list[Row]) -> Summary:
-    """The figures again, from the raw rows (the generator's heartbeat is not in them)."""
-    spec = run.spec
-    wanted = tuple(p for p, _ in run.summary.ttft.percentiles) or spec.percentiles
-    capped = spec.load.open and spec.load.concurrency is not None
-    return summarise(rows, run.summary.duration_s, wanted, spec.goodput, capped=capped)
