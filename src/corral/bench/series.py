@@ -16,6 +16,8 @@ from corral.errors import CorralError
 
 __all__ = ["measure_series", "quick_specs", "search_limit", "sweep_specs"]
 
+_SPOILING = ("generator_lag", "zero_tokens", "other_traffic")
+_TRIES = 3
 OnRun = Callable[[Finished], None]
 
 
@@ -125,11 +127,14 @@ async def search_limit(
         searching = Searching(float(saturate), tolerance, most, whole=True)
     while (offered := searching.next()) is not None:
         spec = _probe_spec(base, slos, over, offered, seconds, len(done))
-        finished = await book.measure(bench, spec)
-        done.append(finished)
-        invalid = [p for p in finished.run.problems if p.kind in ("generator_lag", "zero_tokens", "other_traffic")]
-        if invalid:
-            raise CorralError(f"the search cannot go on: {invalid[0].text}.", f"The probes are in {folder}.")
+        for _ in range(_TRIES):  # a hiccup of this machine says nothing of the server: once more
+            finished = await book.measure(bench, reseeded(spec, 100 + len(done)))
+            done.append(finished)
+            spoilt = [p for p in finished.run.problems if p.kind in _SPOILING]
+            if not spoilt:
+                break
+        else:
+            raise CorralError(f"the search cannot go on: {spoilt[0].text}.", f"The probes are in {folder}.")
         passed, why = passes(slos, finished.run.summary, finished.rows, over == "rate")
         probe = Probe(offered, passed, why, finished.folder.name)
         searching.add(probe)
