@@ -117,7 +117,9 @@ def drive(given: argparse.Namespace, name: str, kind: str, rate: float, count: i
     tokens, options = KINDS[kind]
     with tempfile.TemporaryDirectory() as place, Server(log, options) as server:
         folder = Path(place)
-        env = {**os.environ, "CORRAL_HOME": str(folder / "home"), "OPENAI_API_KEY": "none", "HF_HUB_OFFLINE": "1"}
+        env = {**os.environ, "CORRAL_HOME": str(folder / "home"), "OPENAI_API_KEY": "none"}
+        if name != "aiperf":  # it takes a folder for a repository's name when offline
+            env["HF_HUB_OFFLINE"] = "1"
         command = ["taskset", "-c", "0", *TOOLS[name](given, server.url, rate, count, tokens, folder)]
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         try:

@@ -6,6 +6,7 @@ unchecked.
 
 from __future__ import annotations
 
+import importlib
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     try:
-        from playwright.sync_api import sync_playwright
+        sync_playwright = importlib.import_module("playwright.sync_api").sync_playwright
     except ImportError:
         pytest.fail("no playwright: run tools/install_browser.sh")
     found = next(filter(None, map(shutil.which, BROWSERS)), None)
