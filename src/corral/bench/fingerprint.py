@@ -15,6 +15,7 @@ from pathlib import Path
 import corral
 from corral.bench.server_metrics import cache_config
 from corral.client import Client
+from corral.errors import CorralError
 from corral.folder import DeploymentFolder, all_folders
 from corral.plan import Plan
 from corral.probe import gpu_facts
@@ -122,7 +123,10 @@ def read_plan(folder: DeploymentFolder | None) -> Plan | None:
     """The plan a deployment was started with, if it can be read."""
     if folder is None or not folder.plan.is_file():
         return None
-    return load_json(Plan, folder.plan)
+    try:
+        return load_json(Plan, folder.plan)
+    except CorralError:
+        return None  # of another version, or edited: what is served can be measured all the same
 
 
 def differences(a: Fingerprint, b: Fingerprint) -> list[tuple[str, str, str]]:

@@ -119,7 +119,7 @@ class _Generator:
                 self._held.append(due)
                 self._next += 1
                 continue
-            self._send(self._next, due)
+            self._send(self._next, due if self._load.open else _now())  # all at once: each as soon as it can be
             self._next += 1
         self._settle()
 
