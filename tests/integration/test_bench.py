@@ -58,6 +58,51 @@ def test_the_search_finds_the_knee_of_a_server_with_a_scripted_capacity() -> Non
     assert found["findings"]["probes_made"] <= 12
 
 
+VLLMS_OWN = """
+import json, sys, warnings
+warnings.simplefilter("ignore")
+from vllm.benchmarks.lib.endpoint_request_func import RequestFuncOutput
+from vllm.benchmarks.serve import calculate_metrics
+d = json.load(sys.stdin)
+outputs = [
+    RequestFuncOutput(success=bool(ttft), latency=latency, output_tokens=output, ttft=ttft, itl=itl, prompt_len=input,
+                      start_time=start)
+    for ttft, latency, output, itl, input, start
+    in zip(d["ttfts"], d["latencies"], d["output_lens"], d["itls"], d["input_lens"], d["start_times"])
+]
+m, _ = calculate_metrics([], outputs, d["duration"], None, [50.0, 90.0, 99.0], {"ttft": 60.0, "tpot": 8.1})
+found = {"request_goodput": m.request_goodput, "max_output_tokens_per_s": m.max_output_tokens_per_s,
+         "max_concurrent_requests": m.max_concurrent_requests, "completed": m.completed, "failed": m.failed,
+         "total_input_tokens": m.total_input, "total_output_tokens": m.total_output}
+for key in ("request_throughput", "output_throughput", "total_token_throughput"):
+    found[key] = getattr(m, key)
+for metric in ("ttft", "tpot", "itl", "e2el"):
+    for kind in ("mean", "median", "std"):
+        found[f"{kind}_{metric}_ms"] = float(getattr(m, f"{kind}_{metric}_ms"))
+    for p, value in getattr(m, f"percentiles_{metric}_ms"):
+        found[f"p{p:g}_{metric}_ms"] = float(value)
+print("RESULT" + json.dumps(found))
+"""
+
+
+@pytest.mark.engine
+def test_figures_are_what_vllms_own_code_makes_of_the_same_rows(corral: Corral) -> None:
+    """Definitions, not stopwatches: our rows through `vllm.benchmarks.serve.calculate_metrics`."""
+    with fake("--ttft-ms", "40", "--itl-ms", "8", "--jitter", "0.4", "--fault", "cut:every=9") as url:
+        body = bench("run", "--url", url, "--request-rate", "60", "--num-prompts", "150", "--output-len", "12",
+                     "--range-ratio", "0.9", "--save-detailed", "--percentiles", "50,90,99", "--warmup", "0",
+                     "--goodput", "ttft=60ms,tpot=8.1ms")  # fmt: skip
+    python = next((corral.home / "engines").glob("cpu-*")) / "bin" / "python"
+    done = subprocess.run([str(python), "-c", VLLMS_OWN], input=json.dumps(body), capture_output=True, text=True,
+                          timeout=300)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    theirs = json.loads(done.stdout.rpartition("RESULT")[2])
+    assert theirs["failed"] > 0
+    assert len(theirs) == 34
+    for key, value in theirs.items():
+        assert body[key] == pytest.approx(value, rel=1e-6, abs=1e-6), key
+
+
 @pytest.mark.engine
 def test_real_vllm_is_measured_with_exact_lengths(corral: Corral, tiny_model: Path) -> None:
     corral.run("up", str(tiny_model), "--name", "measured", *FAST)
