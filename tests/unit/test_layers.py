@@ -14,14 +14,14 @@ SOURCE = Path(__file__).parent.parent.parent / "src" / "corral"
 ROWS: list[list[str]] = [
     ["errors", "record", "state", "home", "processes", "files", "events", "shell", "folder", "pip_configuration",
      "engine_flags", "endpoint", "architecture", "catalogue", "hub", "weights", "model", "hardware", "probe",
-     "fake", "request_errors", "reply", "wire", "pool"],
+     "fake", "alarm", "request_errors", "reply", "wire", "pool"],
     ["plan", "engines", "diagnosis"],
     ["runtimes", "links", "launch", "model_store"],
     ["targets"],
-    ["deployment", "client"],
-    ["bringup", "batch", "resolve", "sampling", "fanout", "engine_metrics", "token_bytes", "token_view", "likelihood",
+    ["deployment", "client", "resolve"],
+    ["bringup", "batch", "bench", "sampling", "fanout", "engine_metrics", "token_bytes", "token_view", "likelihood",
      "score", "score_job", "row_files", "llm", "session", "conversation", "top"],
-    [],
+    ["report"],
     ["cli", "__main__", "__init__"],
 ]  # fmt: skip
 STANDALONE = ["node", "engine_side"]

@@ -1,0 +1,143 @@
+"""What was measured on what: engine, flags, model, hardware, Corral; enough to say why two runs differ.
+
+Keys, paths of key files and prompts are in no fingerprint.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import corral
+from corral.bench.server_metrics import cache_config
+from corral.client import Client
+from corral.errors import CorralError
+from corral.folder import DeploymentFolder, all_folders
+from corral.plan import Plan
+from corral.probe import gpu_facts
+from corral.record import load_json
+from corral.request_errors import RequestError
+
+__all__ = ["Fingerprint", "differences", "find_folder", "read_plan", "take"]
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Flat groups of facts, compared key by key."""
+
+    server: dict[str, str] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
+    cache: dict[str, str] = field(default_factory=dict)
+    hardware: dict[str, str] = field(default_factory=dict)
+    generator: dict[str, str] = field(default_factory=dict)
+
+
+def find_folder(client: Client) -> DeploymentFolder | None:
+    """The deployment of this home that serves this address, if one does."""
+    for folder in all_folders():
+        try:
+            endpoint = json.loads(folder.endpoint.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if endpoint.get("base_url", "").rstrip("/").removesuffix("/v1") == client.endpoint.root:
+            return folder
+    return None
+
+
+async def take(client: Client, folder: DeploymentFolder | None, plan: Plan | None) -> Fingerprint:
+    """Ask the server, the deployment's folder and this machine."""
+    server = {"address": client.endpoint.root, "model": client.endpoint.model}
+    cache: dict[str, str] = {}
+    try:
+        page = await client.page("/version", timeout_s=10)
+        if page.status == 200:
+            server["engine"] = f"vLLM {page.json().get('version')}"
+        page = await client.page("/v1/models", timeout_s=10)
+        for card in page.json().get("data", []) if page.status == 200 else []:
+            if card.get("id") == client.endpoint.model:
+                server |= {"model_root": str(card.get("root")), "max_model_len": str(card.get("max_model_len"))}
+        page = await client.page("/metrics", timeout_s=10)
+        cache = cache_config(page.body.decode("utf-8", "replace")) if page.status == 200 else {}
+    except (RequestError, ValueError, AttributeError):
+        pass  # a server without these pages is still measured; the fields stay empty
+    flags: tuple[str, ...] = ()
+    if folder is not None:
+        server |= {"deployment": folder.name}
+        flags = _flags(folder)
+    return Fingerprint(server, flags, cache, _hardware(plan), _generator())
+
+
+def _flags(folder: DeploymentFolder) -> tuple[str, ...]:
+    try:
+        spec = json.loads(folder.launch.read_text(encoding="utf-8"))
+        argv = [str(word) for word in spec["ranks"][0]["argv"]]
+    except (OSError, ValueError, KeyError, IndexError):
+        return ()
+    flags: list[str] = []
+    for word in argv:
+        if word.startswith("--"):
+            flags.append(word)
+        elif flags and "=" not in flags[-1] and " " not in flags[-1]:
+            flags[-1] += f" {word}"
+    hidden = ("--api-key", "--port", "--host", "--middleware")
+    return tuple(flag for flag in flags if not flag.startswith(hidden))
+
+
+def _hardware(plan: Plan | None) -> dict[str, str]:
+    found = {"cpu": _cpu_model(), "cores": str(os.cpu_count() or 0), "kernel": platform.release()}
+    if plan is not None:
+        found |= {"planned_for": plan.inventory.label, "parallel": str(plan.parallel)}
+        if plan.inventory.driver:
+            found["driver"] = plan.inventory.driver
+    seen = gpu_facts()
+    if seen is not None:
+        found |= {"gpu": f"{seen.count} × {seen.name}", "driver": seen.driver}
+    return found
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _generator() -> dict[str, str]:
+    found = {"corral": corral.__version__, "python": platform.python_version(), "host": platform.node()}
+    for name in ("msgspec", "uvloop"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "none"
+    return found
+
+
+def read_plan(folder: DeploymentFolder | None) -> Plan | None:
+    """The plan a deployment was started with, if it can be read."""
+    if folder is None or not folder.plan.is_file():
+        return None
+    try:
+        return load_json(Plan, folder.plan)
+    except CorralError:
+        return None  # of another version, or edited: what is served can be measured all the same
+
+
+def differences(a: Fingerprint, b: Fingerprint) -> list[tuple[str, str, str]]:
+    """What differs: name, the one's value, the other's."""
+    found = []
+    for group in ("server", "cache", "hardware", "generator"):
+        one, other = getattr(a, group), getattr(b, group)
+        for key in sorted({*one, *other}):
+            if one.get(key) != other.get(key) and key not in ("address", "num_cpu_blocks_in_use"):
+                found.append((f"{group}.{key}", one.get(key, "-"), other.get(key, "-")))
+    mine, theirs = set(a.flags), set(b.flags)
+    if mine != theirs:
+        found.append(("flags", " ".join(sorted(mine - theirs)) or "-", " ".join(sorted(theirs - mine)) or "-"))
+    return found

@@ -1,0 +1,148 @@
+"""How far a run is from what the hardware allows, what holds it back, and what would likely help.
+
+Decode must read the weights once a step and the KV cache of every running request: that traffic over the memory
+bandwidth is the decode share. Every token costs two operations per active parameter: that over the arithmetic rate
+is the compute share; for requests that ran (nearly) alone, the prompt over the time to the first token gives the
+prefill share. Rates are the vendors' for GPUs in the table; on a CPU they are the plan's own rough ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from corral.bench.metrics import Summary
+from corral.bench.server_metrics import ServerDelta
+from corral.plan import Plan
+from corral.plan.speed import predict
+
+__all__ = ["Cost", "Limit", "cost_of", "distance", "roof"]
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Shares of the hardware's rates that were reached, and the likely reason for the rest."""
+
+    decode_share: float  # of memory bandwidth
+    prefill_share: float | None  # of arithmetic, while a prompt ran alone
+    compute_share: float  # of arithmetic, over the whole run
+    roof_tokens_per_s: float | None  # output, as the plan predicts for this load
+    limited_by: str
+    advice: str
+    basis: str
+
+    @property
+    def sentence(self) -> str:
+        prefill = f"; prefill at {self.prefill_share:.0%} of FLOPs" if self.prefill_share is not None else ""
+        found = (
+            f"decode at {self.decode_share:.0%} of memory bandwidth{prefill}; "
+            f"arithmetic at {self.compute_share:.0%} over the run; limited by {self.limited_by}"
+        )
+        shares = (self.decode_share, self.compute_share, self.prefill_share or 0.0)
+        if max(shares) > 1:
+            found += " (over 100%: the rates assumed for this machine are too low)"
+        return found
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What tokens cost at the measured rate."""
+
+    gpus: int
+    gpu_hours_per_million_output: float
+    gpu_hours_per_million_total: float
+    price_per_gpu_hour: float | None = None
+    money_per_million_output: float | None = None
+    money_per_million_total: float | None = None
+
+
+def cost_of(summary: Summary, gpus: int, price: float | None) -> Cost | None:
+    if not gpus or not summary.output_throughput:
+        return None
+    output = gpus * 1e6 / summary.output_throughput / 3600
+    total = gpus * 1e6 / summary.total_token_throughput / 3600
+    money = (output * price, total * price) if price else (None, None)
+    return Cost(gpus, output, total, price, *money)
+
+
+@dataclass(frozen=True)
+class _Rates:
+    bytes_s: float  # memory, of one GPU (or the CPU)
+    flops: float
+    basis: str
+
+
+def _rates(plan: Plan) -> _Rates | None:
+    gpu = plan.inventory.kind
+    if gpu is not None:
+        narrow = plan.precision.weights == "fp8" and gpu.fp8_tflops > 0
+        flops = (gpu.fp8_tflops if narrow else gpu.bf16_tflops) * 1e12
+        return _Rates(gpu.bandwidth_gb_s * 1e9, flops, f"vendor's rates of {gpu.kind}")
+    speed = plan.speed
+    if not speed.decode_tokens_per_s or not speed.prefill_tokens_per_s:
+        return None
+    implied = plan.memory.weights_bytes * speed.decode_tokens_per_s
+    return _Rates(implied, 2 * plan.model.active_parameters * speed.prefill_tokens_per_s, f"the plan ({speed.basis})")
+
+
+def distance(plan: Plan, summary: Summary, server: ServerDelta | None) -> Limit | None:
+    """How far from the limit; None when nothing is known of the hardware or nothing was measured."""
+    rates = _rates(plan)
+    if rates is None or not summary.output_tokens or not summary.itl.median:
+        return None
+    parallel = plan.parallel
+    running = max(1.0, summary.mean_concurrency / parallel.data)
+    mean_input = summary.input_tokens / summary.completed
+    mean_output = summary.output_tokens / summary.completed
+    steps_s = min(parallel.pipeline, running) / (summary.itl.median / 1000)
+    kv = running / parallel.pipeline * (mean_input + mean_output / 2) * plan.memory.kv_bytes_per_token_per_gpu
+    decode = steps_s * (plan.memory.weights_bytes_per_gpu + kv) / rates.bytes_s
+    per_token = 2 * plan.model.active_parameters
+    gpus = parallel.replica_gpus * parallel.data
+    compute = summary.total_token_throughput * per_token / (rates.flops * gpus)
+    prefill = None
+    if summary.mean_concurrency <= 1.5 and summary.ttft.median:
+        prefill = mean_input / (summary.ttft.median / 1000) * per_token / (rates.flops * parallel.replica_gpus)
+    why, advice = _reason(plan, summary, server, decode, compute)
+    return Limit(decode, prefill, compute, roof(plan, running * parallel.data, mean_input, mean_output), why, advice,
+                 rates.basis)  # fmt: skip
+
+
+def _reason(
+    plan: Plan, summary: Summary, server: ServerDelta | None, decode: float, compute: float
+) -> tuple[str, str]:
+    """The first cause that fits, gravest first, and what would likely help."""
+    settings = plan.settings
+    full = server is not None and (server.preemptions >= 1 or server.peak_kv_use > 0.95)
+    waiting = server is not None and server.peak_waiting >= 1
+    if full:
+        return "the size of the KV cache", "raise gpu_memory_utilization, take an fp8 KV cache, or more GPUs"
+    if waiting and server is not None and server.peak_running >= settings.max_num_seqs:
+        return f"max_num_seqs ({settings.max_num_seqs})", f"--set max_num_seqs={settings.max_num_seqs * 2}"
+    on_cpu = plan.inventory.gpu is None
+    if compute >= 0.5:
+        more = "more cores, or a GPU" if on_cpu else "fp8 weights, or more GPUs"
+        return "arithmetic", f"{more}; shared prefixes, so that the prefix cache saves prompt tokens"
+    if decode >= 0.6:
+        lighter = "a smaller model" if on_cpu else "fp8/int4 weights"
+        return "memory bandwidth", f"more requests at once (they share each read of the weights), or {lighter}"
+    if summary.mean_concurrency < 0.5 * settings.max_num_seqs and not waiting:
+        if settings.eager:
+            return "kernel launches (eager mode)", "start without eager mode, and offer more requests at once"
+        return "the load: few requests at once", "offer more: --concurrency higher, or a higher --request-rate"
+    if waiting:
+        return "scheduling: requests wait while the hardware has room", "raise max_num_batched_tokens"
+    return "overheads outside the model (scheduler, tokenizer, streaming)", "more API server processes, or replicas"
+
+
+def roof(plan: Plan, concurrency: float, input_len: float, output_len: float) -> float | None:
+    """Output tokens per second that the plan predicts for a load."""
+    n, before, after = max(1, round(concurrency)), max(1, round(input_len)), max(1, round(output_len))
+    speed = plan.speed
+    if plan.inventory.kind is None:
+        if not speed.decode_tokens_per_s or not speed.prefill_tokens_per_s:
+            return None
+        step = max(1 / speed.decode_tokens_per_s, n / speed.prefill_tokens_per_s)
+        return n * after / (n * before / speed.prefill_tokens_per_s + after * step)
+    goal = replace(plan.goal, prompt_tokens=before, output_tokens=after)
+    made = predict(plan.model, plan.inventory, plan.parallel, plan.precision, plan.settings, plan.memory, goal, n)
+    return made.throughput_tokens_per_s

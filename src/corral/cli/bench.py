@@ -1,0 +1,246 @@
+"""`corral bench`: measure a served model, say how far it is from the limit, refuse to report nonsense."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import click
+
+from corral.bench import store
+from corral.bench.measure import Bench, Finished
+from corral.bench.series import measure_series, quick_specs, reseeded, search_limit, sweep_specs
+from corral.bench.spec import parse_slos
+from corral.cli.bench_options import (
+    load_options,
+    make_spec,
+    numbers,
+    read_plan_file,
+    server_options,
+    work_options,
+)
+from corral.cli.bench_view import compare, list_runs, report
+from corral.cli.screen import print_json
+from corral.client import run as run_loop
+from corral.errors import UsageError
+from corral.resolve import resolve
+
+__all__ = ["command"]
+
+INVALID = 1  # exit code of a run that was measured, saved, and is not to be used
+
+
+class _Line:
+    """One line of progress on stderr: rewritten on a terminal, once every few seconds elsewhere."""
+
+    def __init__(self) -> None:
+        self._live = sys.stderr.isatty()
+        self._told = 0.0
+
+    def __call__(self, label: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self._told < (0.2 if self._live else 10.0) and done:
+            return
+        self._told = now
+        text = f"{label}: {done}/{total}" if done else f"{label} …"
+        if self._live:
+            click.echo(f"\r\033[2K{text}", err=True, nl=False)
+        elif done:
+            click.echo(text, err=True)
+
+    def clear(self) -> None:
+        if self._live:
+            click.echo("\r\033[2K", err=True, nl=False)
+
+
+def _bench(given: dict[str, Any], line: _Line) -> Bench:
+    endpoint = resolve(given["name"], url=given["url"], key_file=given["key_file"], model=given["model"])
+    return Bench(
+        endpoint,
+        plan=read_plan_file(given["plan_file"]),
+        price=given["price"],
+        gpus=given["gpus"],
+        detailed=given["save_detailed"],
+        on_progress=line,
+    )
+
+
+def _go(work: Coroutine[Any, Any, Any], line: _Line) -> Any:
+    try:
+        return run_loop(work)
+    finally:
+        line.clear()
+
+
+@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@server_options
+@work_options
+@click.pass_context
+def command(context: click.Context, /, **given: Any) -> int:
+    """Measure a served model. Without a subcommand: a quick profile of the running deployment, in half a minute."""
+    if context.invoked_subcommand is not None:
+        _refuse_options_before(context)
+        return 0
+    specs = quick_specs(make_spec(given))
+    return _series(given, "quick", specs)
+
+
+def _refuse_options_before(context: click.Context) -> None:
+    """`corral bench --on x run` would measure something else than x: options belong after the subcommand."""
+    for name in context.params:
+        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            flag = next(p.opts[0] for p in context.command.params if p.name == name)
+            word = context.invoked_subcommand
+            raise UsageError(f"{flag} stands before `{word}`.", f"Write: corral bench {word} {flag} …")
+
+
+def _series(given: dict[str, Any], kind: str, specs: list[Any]) -> int:
+    line = _Line()
+    bench = _bench(given, line)
+    folder = store.new_folder(kind, name=given["run_name"])
+
+    async def work() -> list[Finished]:
+        async with bench:
+            return await measure_series(bench, kind, specs, folder)
+
+    try:
+        done = _go(work(), line)
+    finally:
+        _forget_if_empty(folder)
+    return _show_series(folder, [finished.run for finished in done], given["as_json"])
+
+
+def _forget_if_empty(folder: Path) -> None:
+    """A run that never began leaves nothing behind."""
+    if not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def _show_series(folder: Path, runs: list[store.Run], as_json: bool) -> int:
+    series = store.load_series(folder)
+    if as_json:
+        body = [
+            {"load": run.spec.load.label, **_figures(folder / name)}
+            for name, run in zip(series.runs, runs, strict=True)
+        ]
+        print_json({"kind": series.kind, "folder": str(folder), "findings": series.findings, "runs": body})
+    else:
+        from corral.report.text import series_lines
+
+        click.echo("\n".join(series_lines(series, runs, folder)))
+    return INVALID if all(run.verdict == "invalid" for run in runs) else 0
+
+
+def _figures(folder: Path) -> dict[str, Any]:
+    import json
+
+    body: dict[str, Any] = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    return body
+
+
+@command.command()
+@server_options
+@work_options
+@load_options
+@click.option("--repeat", default=1, show_default=True, help="Measure this many times, for confidence intervals.")
+def run(repeat: int, **given: Any) -> int:
+    """Measure one load: closed loop (--concurrency) or open loop (--request-rate)."""
+    spec = make_spec(given)
+    if repeat > 1:
+        return _series(given, "repeat", [reseeded(spec, n) for n in range(repeat)])
+    line = _Line()
+    bench = _bench(given, line)
+    folder = store.new_folder(spec.load.label, name=given["run_name"])
+
+    async def work() -> Finished:
+        async with bench:
+            return await bench.run(spec, folder)
+
+    try:
+        finished = _go(work(), line)
+    finally:
+        _forget_if_empty(folder)
+    if given["as_json"]:
+        print_json({**_figures(folder), "folder": str(folder)})
+    else:
+        from corral.report.text import run_lines
+
+        click.echo("\n".join(run_lines(finished.run, finished.rows, folder)))
+    return INVALID if finished.run.verdict == "invalid" else 0
+
+
+@command.command()
+@server_options
+@work_options
+@click.option("--concurrency", "concurrencies", default="", metavar="N,N,…", help="Closed loop, one run for each.")
+@click.option("--request-rate", "rates", default="", metavar="R,R,…", help="Open loop, one run for each.")
+@click.option("--num-prompts", type=int, help="Requests of each run (default: 8 per place, at least 64).")
+@click.option("--seconds", type=float, help="Send nothing after this long, in each run.")
+def sweep(concurrencies: str, rates: str, num_prompts: int | None, **given: Any) -> int:
+    """The latency/throughput curve: one run for each load."""
+    if bool(concurrencies) == bool(rates):
+        raise UsageError(
+            "a sweep goes over one kind of load.", "Give --concurrency 1,4,16,64 or --request-rate 1,2,4."
+        )
+    from dataclasses import replace
+
+    base = make_spec({**given, "concurrency": None, "num_prompts": num_prompts or 100})
+    if given["warmup"] is None:
+        base = replace(base, warmup=1)
+    places = [int(n) for n in numbers(concurrencies, "--concurrency")] if concurrencies else []
+    specs = sweep_specs(base, places, numbers(rates, "--request-rate") if rates else [])
+    if num_prompts is None:
+        specs = [
+            replace(s, workload=replace(s.workload, num_prompts=max(64, 8 * (s.load.concurrency or 16))))
+            for s in specs
+        ]
+    return _series(given, "sweep", specs)
+
+
+@command.command()
+@server_options
+@work_options
+@click.option("--slo", required=True, metavar="SLOS", help="For example ttft_p99=1s,tpot_p99=50ms.")
+@click.option("--over", type=click.Choice(["rate", "concurrency"]), default="rate", show_default=True)
+@click.option("--arrival", default="poisson", show_default=True, type=click.Choice(["poisson", "constant", "gamma"]))
+@click.option("--burstiness", default=1.0, help="gamma: below 1 burstier, above 1 more even.")
+@click.option("--probe-seconds", default=15.0, show_default=True, help="How long one probe sends, at least.")
+@click.option("--tolerance", default=0.03, show_default=True, help="End when the bracket is this narrow.")
+@click.option("--max-probes", default=12, show_default=True)
+@click.option("--saturate", default=64, show_default=True, help="Requests at once that saturate the server.")
+def search(
+    slo: str, over: str, probe_seconds: float, tolerance: float, max_probes: int, saturate: int, **given: Any
+) -> int:
+    """The highest load that still meets its service levels."""
+    slos = parse_slos(slo)
+    if not 0.001 <= tolerance <= 0.5 or not 2 <= max_probes <= 100 or saturate < 1 or probe_seconds <= 0:
+        raise UsageError("the search cannot go with these numbers.", "Tolerance 0.001 to 0.5, 2 to 100 probes.")
+    spec = make_spec(given)
+    line = _Line()
+    bench = _bench(given, line)
+    folder = store.new_folder("search", name=given["run_name"])
+
+    def tell(probe: Any, _: Finished) -> None:
+        line.clear()
+        click.echo(f"{probe.load:9.4g}  {'meets it' if probe.passed else 'fails: ' + probe.why}", err=True)
+
+    async def work() -> Any:
+        async with bench:
+            return await search_limit(
+                bench, spec, slos, folder, over=over, seconds=probe_seconds, tolerance=tolerance, most=max_probes,
+                saturate=saturate, on_probe=tell,
+            )  # fmt: skip
+
+    try:
+        found, done = _go(work(), line)
+    finally:
+        _forget_if_empty(folder)
+    _show_series(folder, [finished.run for finished in done], given["as_json"])
+    return 0 if found.best is not None else INVALID
+
+
+for view in (compare, report, list_runs):
+    command.add_command(view)

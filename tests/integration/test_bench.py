@@ -1,0 +1,128 @@
+"""Bench against a fake server whose true latencies are known, and against real vLLM."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.conftest import FAST, Corral
+
+
+@contextmanager
+def fake(*options: str) -> Iterator[str]:
+    command = [sys.executable, "-m", "corral", "fake-server", "--until-eof", *options]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        assert process.stdin
+        try:
+            yield json.loads(process.stdout.readline())["url"]
+        finally:
+            process.stdin.close()
+
+
+def bench(*words: str) -> Any:
+    command = [sys.executable, "-m", "corral", "bench", *words, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode in (0, 1), done.stderr
+    return json.loads(done.stdout)
+
+
+def test_figures_agree_with_the_servers_true_latencies(tmp_path: Path) -> None:
+    """Medians within 1% or 1 ms of what the server itself logged."""
+    log = tmp_path / "truth.jsonl"
+    with fake("--ttft-ms", "40", "--itl-ms", "8", "--jitter", "0.4", "--log", str(log)) as url:
+        body = bench("run", "--url", url, "--request-rate", "40", "--num-prompts", "200", "--output-len", "20",
+                     "--warmup", "0")  # fmt: skip
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    assert body["completed"] == len(rows) == 200
+    first = [(row["first_ns"] - row["arrival_ns"]) / 1e6 for row in rows]
+    whole = [(row["last_ns"] - row["arrival_ns"]) / 1e6 for row in rows]
+    each = [(row["last_ns"] - row["first_ns"]) / 1e6 / (row["completion_tokens"] - 1) for row in rows]
+    for name, true in (("ttft", first), ("e2el", whole), ("tpot", each)):
+        assert body[f"median_{name}_ms"] == pytest.approx(statistics.median(true), rel=0.01, abs=1.0), name
+
+
+def test_the_search_finds_the_knee_of_a_server_with_a_scripted_capacity() -> None:
+    with fake("--ttft-ms", "400", "--requests-per-s", "80") as url:  # slow, so that a busy machine is quick enough
+        found = bench("search", "--url", url, "--slo", "ttft_p90=2s", "--arrival", "constant", "--input-len", "16",
+                      "--output-len", "2", "--probe-seconds", "6", "--percentiles", "50")  # fmt: skip
+    assert found["findings"]["best"] == pytest.approx(80, rel=0.05)
+    assert found["findings"]["probes_made"] <= 12
+
+
+VLLMS_OWN = """
+import json, sys, warnings
+warnings.simplefilter("ignore")
+from vllm.benchmarks.lib.endpoint_request_func import RequestFuncOutput
+from vllm.benchmarks.serve import calculate_metrics
+d = json.load(sys.stdin)
+outputs = [
+    RequestFuncOutput(success=bool(ttft), latency=latency, output_tokens=output, ttft=ttft, itl=itl, prompt_len=input,
+                      start_time=start)
+    for ttft, latency, output, itl, input, start
+    in zip(d["ttfts"], d["latencies"], d["output_lens"], d["itls"], d["input_lens"], d["start_times"])
+]
+m, _ = calculate_metrics([], outputs, d["duration"], None, [50.0, 90.0, 99.0], {"ttft": 60.0, "tpot": 8.1})
+found = {"request_goodput": m.request_goodput, "max_output_tokens_per_s": m.max_output_tokens_per_s,
+         "max_concurrent_requests": m.max_concurrent_requests, "completed": m.completed, "failed": m.failed,
+         "total_input_tokens": m.total_input, "total_output_tokens": m.total_output}
+for key in ("request_throughput", "output_throughput", "total_token_throughput"):
+    found[key] = getattr(m, key)
+for metric in ("ttft", "tpot", "itl", "e2el"):
+    for kind in ("mean", "median", "std"):
+        found[f"{kind}_{metric}_ms"] = float(getattr(m, f"{kind}_{metric}_ms"))
+    for p, value in getattr(m, f"percentiles_{metric}_ms"):
+        found[f"p{p:g}_{metric}_ms"] = float(value)
+print("RESULT" + json.dumps(found))
+"""
+
+
+@pytest.mark.engine
+def test_figures_are_what_vllms_own_code_makes_of_the_same_rows(corral: Corral) -> None:
+    """Definitions, not stopwatches: our rows through `vllm.benchmarks.serve.calculate_metrics`."""
+    with fake("--ttft-ms", "40", "--itl-ms", "8", "--jitter", "0.4", "--fault", "cut:every=9") as url:
+        body = bench("run", "--url", url, "--request-rate", "60", "--num-prompts", "150", "--output-len", "12",
+                     "--range-ratio", "0.9", "--save-detailed", "--percentiles", "50,90,99", "--warmup", "0",
+                     "--goodput", "ttft=60ms,tpot=8.1ms")  # fmt: skip
+    python = next((corral.home / "engines").glob("cpu-*")) / "bin" / "python"
+    done = subprocess.run([str(python), "-c", VLLMS_OWN], input=json.dumps(body), capture_output=True, text=True,
+                          timeout=300)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    theirs = json.loads(done.stdout.rpartition("RESULT")[2])
+    assert theirs["failed"] > 0
+    assert len(theirs) == 34
+    for key, value in theirs.items():
+        assert body[key] == pytest.approx(value, rel=1e-6, abs=1e-6), key
+
+
+@pytest.mark.engine
+def test_real_vllm_is_measured_with_exact_lengths(corral: Corral, tiny_model: Path) -> None:
+    corral.run("up", str(tiny_model), "--name", "measured", *FAST)
+    try:
+        done = corral.run("bench", "run", "--on", "measured", "--concurrency", "4", "--num-prompts", "24",
+                          "--input-len", "20", "--output-len", "8", "--percentiles", "50", "--json",
+                          "--name", "real", check=False)  # fmt: skip
+        body = json.loads(done.stdout)
+        assert body["completed"] == 24, body
+        assert body["total_output_tokens"] == 24 * 8
+        assert body["total_input_tokens"] == 24 * 20
+        kinds = {problem["kind"] for problem in body["problems"]}
+        assert kinds <= {"generator_lag", "warm_up"}, body["problems"]  # true on a busy machine
+        known = corral.json("bench", "report", "real")
+        assert known["server"]["generation_tokens"] == 24 * 8
+        assert known["server"]["prefix_hit_share"] == pytest.approx(0.0, abs=0.05)
+        assert known["fingerprint"]["server"]["deployment"] == "measured"
+        assert known["limit"]["limited_by"]
+        key = (corral.home / "deployments" / "measured" / "key").read_text().strip()
+        for path in (corral.home / "bench" / "real").iterdir():
+            assert key not in path.read_text()
+    finally:
+        corral.run("down", "measured")
