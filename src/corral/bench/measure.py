@@ -40,6 +40,9 @@ class Finished:
     rows: list[Row]
 
 
+CONNECTIONS = 16384  # more than any sensible concurrency; opened only as needed
+
+
 class Bench:
     """Measures one endpoint, several times if wanted; use it as an async context manager."""
 
@@ -53,7 +56,7 @@ class Bench:
         detailed: bool = False,
         on_progress: OnProgress | None = None,
     ) -> None:
-        self._client = Client(endpoint, connections=16384)
+        self._client = Client(endpoint, connections=CONNECTIONS)
         self._watch_client = Client(endpoint, connections=2)
         self._plan, self._price, self._gpus, self._detailed = plan, price, gpus, detailed
         self._tell = on_progress or (lambda *_: None)
@@ -81,7 +84,9 @@ class Bench:
     async def run(self, spec: Spec, folder: Path) -> Finished:
         """Measure once and save into `folder`, even when the run has to be stopped; then the reason is raised."""
         assert self._fingerprint is not None
-        self._client.stall_s = spec.stall_s
+        if self._client.limits.stall_s != spec.stall_s:
+            await self._client.close()
+            self._client = Client(self._client.endpoint, connections=CONNECTIONS, stall_s=spec.stall_s)
         words = await self._words(spec.workload)
         prompts = load_prompts(spec.workload, words)
         times = send_times(spec.load, len(prompts), spec.workload.seed, [p.at_s for p in prompts])
