@@ -2,21 +2,25 @@
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest
 
-.PHONY: test lint unit integration bench-start lock clean
+.PHONY: test lint unit integration e2e bench-start lock clean
 
-test: lint unit integration  ## everything a change must pass
+test: lint unit integration e2e  ## everything a change must pass
 
 lint: .venv/.test-installed
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
-	.venv/bin/shellcheck corral
+	.venv/bin/shellcheck corral tools/*.sh .ci/run
 
 unit: .venv/.test-installed  ## seconds, no network, no engine
 	$(PYTEST) tests/unit
 
 integration: .venv/.test-installed  ## real vLLM on the CPU (installed on first use into .scratch/)
 	$(PYTEST) tests/integration
+
+e2e: .venv/.test-installed  ## pages in a real browser (Debian's chromium, installed when missing)
+	tools/install_browser.sh $(PYTHON)
+	$(PYTEST) tests/e2e
 
 bench-start: .venv/.test-installed  ## how long starts take, as figures
 	$(PYTHON) benchmarks/start.py
