@@ -13,7 +13,7 @@ lint: .venv/.test-installed
 	.venv/bin/shellcheck corral tools/*.sh .ci/run
 
 unit: .venv/.test-installed  ## seconds, no network, no engine
-	$(PYTEST) tests/unit
+	$(PYTEST) tests/unit --numprocesses 4 --dist worksteal
 
 integration: .venv/.test-installed  ## real vLLM on the CPU (installed on first use into .scratch/)
 	$(PYTEST) tests/integration

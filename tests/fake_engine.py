@@ -16,7 +16,8 @@ def main() -> None:
     words = sys.argv[1:]
 
     def given(flag: str) -> str:
-        return words[words.index(flag) + 1]
+        joined = [word.partition("=")[2] for word in words if word.startswith(flag + "=")]
+        return joined[0] if joined else words[words.index(flag) + 1]
 
     faults = os.environ.get("FAKE_FAULT", "")
     lived = Path("lived")  # in the rank's own folder

@@ -43,7 +43,7 @@ def prompts(path: Path, tmp_path: Path, **recipe: Any) -> list[str]:
         ("a.txt", b"one\r\n\nzw\xc3\xb6lf"),
         ("a.csv", b"\xef\xbb\xbfprompt,more\none,1\nzw\xc3\xb6lf,2\n"),
         ("a.tsv", b"prompt\tmore\none\t1\nzw\xc3\xb6lf\t2\n"),
-        ("a.txt.gz", gzip.compress(b"one\nzw\xc3\xb6lf\n")),
+        ("a.txt.gz", gzip.compress(b"one\nzw\xc3\xb6lf\n", mtime=0)),
         ("messages.jsonl", b'{"messages":[{"role":"user","content":"one"}]}\n'
                            b'{"messages":[{"role":"user","content":"zw\xc3\xb6lf"}]}\n'),
     ],
