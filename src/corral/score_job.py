@@ -55,14 +55,6 @@ class JobReport:
     repaired: tuple[str, ...] = ()
 
 
-class _ScoreFolder(JobFolder):
-    """Scores in two forms may have names that differ only in their ending: each has an error file of its own."""
-
-    @property
-    def errors(self) -> Path:
-        return super().errors if self.live else self.output.with_name(self.output.name + ".errors.jsonl")
-
-
 def _identity(endpoint: Endpoint, options: ScoreOptions) -> dict[str, Any]:
     """What must not change between runs of one job."""
     free = ("concurrency", "memory_gib", "vocabulary")
@@ -83,7 +75,7 @@ def score_file(
     """Score every row of a file that has no result yet; `find` tells where the server is after it moved."""
     if output.suffix not in OUTPUTS:
         raise UsageError(f"the output cannot be {output.name!r}.", f"It ends in {' or '.join(OUTPUTS)}.")
-    folder = _ScoreFolder(output, live=output.suffix == ".jsonl")
+    folder = JobFolder(output, live=output.suffix == ".jsonl")
     if not restart and output.exists() and not folder.job.exists():
         raise ConflictError(f"{output} exists and is not of a scoring job.", "Choose another -o, or give --restart.")
     output.parent.mkdir(parents=True, exist_ok=True)

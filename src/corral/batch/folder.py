@@ -41,10 +41,9 @@ class JobFolder:
 
     @property
     def errors(self) -> Path:
+        """`answers.errors.jsonl` beside `answers.jsonl`; other forms keep their ending: no two share a file."""
         name = self.output.name
-        for ending in COMPRESSIONS:
-            name = name.removesuffix(ending)
-        return self.output.with_name(name.rpartition(".")[0] + ".errors.jsonl" if "." in name else name + ".errors")
+        return self.output.with_name(name.removesuffix(".jsonl") + ".errors.jsonl")
 
     @property
     def results(self) -> Path:

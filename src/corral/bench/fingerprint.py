@@ -15,12 +15,14 @@ from pathlib import Path
 import corral
 from corral.bench.server_metrics import cache_config
 from corral.client import Client
+from corral.deployment import status
 from corral.errors import CorralError
 from corral.folder import DeploymentFolder, all_folders
 from corral.plan import Plan
 from corral.probe import gpu_facts
 from corral.record import load_json
 from corral.request_errors import RequestError
+from corral.state import ENDED
 
 __all__ = ["Fingerprint", "differences", "find_folder", "read_plan", "take"]
 
@@ -41,10 +43,11 @@ def find_folder(client: Client) -> DeploymentFolder | None:
     for folder in all_folders():
         try:
             endpoint = json.loads(folder.endpoint.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            same = endpoint.get("base_url", "").rstrip("/").removesuffix("/v1") == client.endpoint.root
+            if same and status(folder).state not in ENDED:  # an ended one may have had the same port
+                return folder
+        except (OSError, ValueError, CorralError):
             continue
-        if endpoint.get("base_url", "").rstrip("/").removesuffix("/v1") == client.endpoint.root:
-            return folder
     return None
 
 

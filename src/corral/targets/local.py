@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["LocalTarget"]
 
 DEFAULT_PORT = 8000
+_STARTED: list[subprocess.Popen[bytes]] = []  # agents are not waited for, but a long-lived program must reap them
 
 
 class LocalTarget:
@@ -69,6 +70,7 @@ class LocalTarget:
             _start_agent(folder, files)
 
     def life(self, folder: DeploymentFolder) -> Life:
+        _STARTED[:] = [process for process in _STARTED if process.poll() is None]
         ranks = folder.ranks()
         agents = [_agent_of(rank) for rank in ranks]
         known = [agent for agent in agents if agent is not None]
@@ -137,6 +139,7 @@ def _start_agent(folder: DeploymentFolder, rank: RankFolder) -> None:
     finally:
         os.close(log)
     try:
+        _STARTED.append(process)
         _wait_for_agent(process, rank)
     except BaseException:  # interrupted: an agent without a folder could never be stopped again
         process.terminate()
