@@ -291,6 +291,8 @@ def _stop_staging(folder: DeploymentFolder, record: Record) -> Status:
     folder.stop.touch(mode=0o600)
     deadline = time.monotonic() + STAGING_PATIENCE_S
     while time.monotonic() < deadline:
+        if folder.rank(0).agent.exists():  # it got past its last look: an ordinary stop, then
+            return stop(folder)
         if not folder.record.is_file() or record.created_by.is_gone():
             return replace(before, state=State.STOPPED, reason=Reason.REQUESTED)
         time.sleep(0.1)

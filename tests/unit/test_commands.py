@@ -190,7 +190,8 @@ def test_down_while_staging_ends_the_up(corral: Corral) -> None:
     process = corral.start("up", str(corral.model))
     assert corral.wait_state("tiny", "staging")
     down = corral.start("down", "tiny")
-    time.sleep(0.5)
+    while not (corral.home / "corral/deployments/tiny/stop").exists():
+        time.sleep(0.01)
     engine.write_text(text)
     held.unlink()
     assert down.communicate(timeout=60)[0].strip() == "tiny: stopped"
