@@ -10,6 +10,7 @@ import pytest
 
 from corral import engines
 from tests.unit.conftest import Corral
+from tests.unit.test_agent import free_port
 
 ENGINE = Path(__file__).parent.parent / "fake_engine.py"
 
@@ -45,7 +46,7 @@ def test_the_only_deployment_dies_and_the_batch_waits_for_its_restart(answering:
 
 def test_a_deployment_that_is_still_starting_is_waited_for(answering: Corral, tmp_path: Path) -> None:
     given, output = rows(tmp_path, 10)
-    assert answering("up", str(answering.model), "--name", "late", "--no-wait").code == 0
+    assert answering("up", str(answering.model), "--name", "late", "--no-wait", "--port", str(free_port())).code == 0
     done = answering("batch", given, "-o", str(output))
     assert done.code == 0, done.err
     assert json.loads((tmp_path / "out.jsonl.corral" / "job.json").read_text())["model"] == "tiny"

@@ -132,7 +132,7 @@ def test_engine_dies_with_zero_later(corral: Corral) -> None:
 
 
 def test_cli_killed_while_loading_leaves_a_server_that_becomes_ready(corral: Corral) -> None:
-    process = corral.start("up", str(corral.model))
+    process = corral.start("up", str(corral.model), "--port", str(free_port()))
     for _ in range(400):
         if (corral.home / "corral/deployments/tiny/rank0/agent.json").exists():
             break
