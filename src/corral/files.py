@@ -14,7 +14,7 @@ from typing import Any
 
 from corral.processes import Identity, own_identity
 
-__all__ = ["exclusive_lock", "make_private_dir", "write_atomic"]
+__all__ = ["discard_lock", "exclusive_lock", "lock_holder", "make_private_dir", "try_lock", "write_atomic"]
 
 
 def write_atomic(path: Path, text: str, mode: int = 0o600) -> None:
@@ -46,10 +46,10 @@ def exclusive_lock(path: Path, on_wait: Callable[[str], None], poll_s: float = 0
     """
     told = False
     path.parent.mkdir(parents=True, exist_ok=True)
-    while not _try_lock(path):
-        holder = _holder(path)
+    while not try_lock(path):
+        holder = lock_holder(path)
         if holder is not None and holder.is_gone():
-            _discard_stale(path, holder)
+            discard_lock(path, holder)
             continue
         if not told:
             who = f"process {holder.pid} on {holder.host}" if holder else "another process"
@@ -59,35 +59,36 @@ def exclusive_lock(path: Path, on_wait: Callable[[str], None], poll_s: float = 0
     try:
         yield
     finally:
-        if _holder(path) == own_identity():
+        if lock_holder(path) == own_identity():
             path.unlink(missing_ok=True)
 
 
-def _try_lock(path: Path) -> bool:
+def try_lock(path: Path) -> bool:
     """A link to a file already written: the lock is never seen without its holder's name."""
-    written = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
+    written = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.{threading.get_ident()}")
     written.write_text(json.dumps(vars(own_identity())))
     try:
         os.link(written, path)
-    except FileExistsError:
+    except (FileExistsError, FileNotFoundError):  # held, or our file was swept away as a leftover: try again
         return False
     finally:
-        written.unlink()
+        written.unlink(missing_ok=True)
     return True
 
 
-def _discard_stale(path: Path, seen: Identity) -> None:
+def discard_lock(path: Path, seen: Identity) -> None:
     """Remove a dead holder's lock, but never one that a third process has taken in the meantime."""
     aside = path.with_name(f"{path.name}.stale.{os.getpid()}")
     with contextlib.suppress(FileNotFoundError):
         path.rename(aside)
-        if _holder(aside) != seen:
+        if lock_holder(aside) != seen:
             with contextlib.suppress(FileExistsError):
                 os.link(aside, path)
         aside.unlink()
 
 
-def _holder(path: Path) -> Identity | None:
+def lock_holder(path: Path) -> Identity | None:
+    """Who is written in a lock file; a file that nobody could have written as a lock names somebody long gone."""
     try:
         body: dict[str, Any] = json.loads(path.read_text())
         return Identity(**body)

@@ -8,13 +8,13 @@ A holder on this machine is dead when its process is; one on another machine whe
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from pathlib import Path
 from types import TracebackType
 
 from corral.errors import ConflictError
+from corral.files import discard_lock, lock_holder, try_lock
 from corral.processes import Identity, own_identity
 
 __all__ = ["JobLock", "holder_of"]
@@ -25,7 +25,7 @@ SILENT_S = 120.0
 
 def holder_of(path: Path) -> Identity | None:
     """Who holds the lock; None when nobody does, or its holder is known to be dead."""
-    found = _read(path)
+    found = lock_holder(path)
     return None if found is None or _is_stale(path, found) else found
 
 
@@ -37,30 +37,25 @@ class JobLock:
         self._touched = 0.0
 
     def __enter__(self) -> JobLock:
-        mine = self._path.with_name(f"{self._path.name}.{own_identity().host}.{os.getpid()}")
-        mine.write_text(json.dumps(vars(own_identity())))
-        try:
-            while not self._link(mine):
-                found = _read(self._path)
-                if found is None:
-                    continue  # released in this moment
-                if not _is_stale(self._path, found):
-                    raise ConflictError(
-                        f"{self._what} is being worked on by process {found.pid} on {found.host}.",
-                        "Let it finish, or stop it with `corral batch cancel`.",
-                        pid=found.pid,
-                        host=found.host,
-                    )
-                _discard(self._path, found)
-        finally:
-            mine.unlink(missing_ok=True)
+        while not try_lock(self._path):
+            found = lock_holder(self._path)
+            if found is None:
+                continue  # released in this moment
+            if not _is_stale(self._path, found):
+                raise ConflictError(
+                    f"{self._what} is being worked on by process {found.pid} on {found.host}.",
+                    "Let it finish, or stop it with `corral batch cancel`.",
+                    pid=found.pid,
+                    host=found.host,
+                )
+            discard_lock(self._path, found)
         self._touched = time.monotonic()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if _read(self._path) != own_identity():
+        if lock_holder(self._path) != own_identity():
             return  # it was taken over
         self._path.unlink(missing_ok=True)
         for left in self._path.parent.glob(f"{self._path.name}.*"):  # of runners that were killed just then
@@ -68,7 +63,7 @@ class JobLock:
 
     def check(self) -> None:
         """Refuse to go on when somebody took the job over: this process was stopped for long, or cut off."""
-        found = _read(self._path)
+        found = lock_holder(self._path)
         if found != own_identity():
             who = f"process {found.pid} on {found.host}" if found else "somebody who is gone again"
             raise ConflictError(
@@ -84,31 +79,10 @@ class JobLock:
             with contextlib.suppress(OSError):
                 os.utime(self._path)
 
-    def _link(self, mine: Path) -> bool:
-        try:
-            os.link(mine, self._path)
-        except FileExistsError:
-            return False
-        except FileNotFoundError:  # a runner that ended swept our file away: make it again
-            mine.write_text(json.dumps(vars(own_identity())))
-            return False
-        return True
-
-
-def _read(path: Path) -> Identity | None:
-    try:
-        return Identity(**json.loads(path.read_text()))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError):
-        return Identity(0, "?", "", 0)
-
 
 def _is_stale(path: Path, holder: Identity) -> bool:
     if holder.is_here():
         return holder.is_gone()
-    if holder.host == "?":
-        return True
     probe = path.with_name(f"{path.name}.clock.{os.getpid()}")
     try:
         probe.touch()  # now, on the clock that stamped the lock
@@ -117,14 +91,3 @@ def _is_stale(path: Path, holder: Identity) -> bool:
         return False
     finally:
         probe.unlink(missing_ok=True)
-
-
-def _discard(path: Path, seen: Identity) -> None:
-    """Remove a dead holder's lock, but never one that a third process has taken in the meantime."""
-    aside = path.with_name(f"{path.name}.stale.{os.getpid()}")
-    with contextlib.suppress(FileNotFoundError):
-        path.rename(aside)
-        if _read(aside) != seen:
-            with contextlib.suppress(FileExistsError):
-                os.link(aside, path)
-        aside.unlink()
