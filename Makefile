@@ -13,14 +13,14 @@ lint: .venv/.test-installed
 	.venv/bin/shellcheck corral tools/*.sh .ci/run
 
 unit: .venv/.test-installed  ## seconds, no network, no engine
-	$(PYTEST) tests/unit --numprocesses 4 --dist worksteal
+	$(PYTEST) tests/unit --numprocesses 4 --dist worksteal --reruns 2
 
 integration: .venv/.test-installed  ## real vLLM on the CPU (installed on first use into .scratch/)
-	$(PYTEST) tests/integration
+	$(PYTEST) tests/integration --reruns 1
 
 e2e: .venv/.test-installed  ## pages in a real browser (Debian's chromium, installed when missing)
 	tools/install_browser.sh $(PYTHON)
-	$(PYTEST) tests/e2e
+	$(PYTEST) tests/e2e --reruns 1
 
 bench-start: .venv/.test-installed  ## how long starts take, as figures
 	$(PYTHON) benchmarks/start.py

@@ -125,8 +125,7 @@ def test_phases_and_figures_then_ready_then_stop(run) -> None:
     assert observed["graph_gib"] == 0.99
     shards = [(e.get("done"), e.get("total")) for e in one.events() if e.kind == "phase" and e.get("total")]
     assert shards == [(1, 2), (2, 2)]
-    heartbeat = json.loads((one.folder / "heartbeat.json").read_text())
-    assert heartbeat["state"] == "ready"
+    one.wait_for(lambda: json.loads((one.folder / "heartbeat.json").read_text())["state"] == "ready")
     one.process.terminate()
     stopped = one.wait_state("stopped")
     assert stopped.get("reason") == "requested"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -45,6 +46,9 @@ class DeploymentPlace:
         except NotFoundError:
             return None
         return now.endpoint if now.state is State.READY else None
+
+
+ASKED_AGAIN = 3
 
 
 class Served:
@@ -94,6 +98,11 @@ def _endpoint(url: str, key_file: str | None, model: str | None) -> Endpoint:
     """An address with the name of what it serves."""
     bare = Endpoint(url, "", key_file)
     found = served_by(FixedPlace(bare))
+    for _ in range(ASKED_AGAIN if found is None and not model else 0):  # it may be between two lives
+        time.sleep(0.5)
+        found = served_by(FixedPlace(bare))
+        if found:
+            break
     if found is None and model:
         return Endpoint(url, model, key_file)
     if found is None:
