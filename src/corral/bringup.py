@@ -12,8 +12,9 @@ import secrets
 import shlex
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from corral import catalogue, deployment, engines, model_store
@@ -25,13 +26,14 @@ from corral.folder import DeploymentFolder, checked_name
 from corral.hardware import Inventory
 from corral.home import home_dir
 from corral.launch import LaunchSpec, Order, render
+from corral.links import choose_link
 from corral.model import read_facts
 from corral.model_store import EMBEDDED, ModelSource
 from corral.plan import Goal, Plan, calibration, make_plan
 from corral.plan.reconcile import read_log, reconcile
 from corral.processes import own_identity
 from corral.record import dump_json, load_json
-from corral.runtimes.managed import ManagedRuntime
+from corral.runtimes.base import NodeSide, Runtime, make_runtime
 from corral.state import State
 from corral.targets.base import Target, load_target
 
@@ -49,8 +51,12 @@ class Wish:
     name: str | None = None
     served_name: str | None = None
     target: str = "local"
+    place: Mapping[str, object] = field(default_factory=dict)  # the target's own options: hosts, a partition, …
+    runtime: str = "managed"
+    runtime_options: Mapping[str, object] = field(default_factory=dict)
+    link: str = "auto"
     flavour: str | None = None
-    bind: str = "127.0.0.1"
+    bind: str | None = None
     port: int | None = None
     goal: Goal = field(default_factory=Goal)
     fixed: Mapping[str, object] = field(default_factory=dict)
@@ -142,39 +148,49 @@ def _fitting_model(inventory: Inventory, wish: Wish) -> str:
 
 def dry_run(wish: Wish) -> LaunchSpec:
     """The very LaunchSpec that would run, with nothing installed, fetched or started."""
-    target = load_target(wish.target)
+    target = load_target(wish.target, wish.place)
     decision = decide(wish, target)
-    engine = engines.find(decision.flavour) or engines.expected(decision.flavour)
     here = model_store.already_here(decision.source)
     path = str(here) if here else decision.source.repo
-    port = target.choose_port(wish.bind, wish.port).number
     folder = DeploymentFolder.of(decision.name)
-    return _render(decision, target, folder, ManagedRuntime(engine), path, port, "dry-run")
+    return _render(decision, target, folder, _runtime(decision, target), path, "dry-run", lambda _: None)
+
+
+def _runtime(decision: Decision, target: Target) -> Runtime:
+    node = NodeSide(target.home(), decision.flavour, engines.PINNED_VERSION)
+    return make_runtime(decision.wish.runtime, decision.wish.runtime_options, node)
 
 
 def _render(
     decision: Decision,
     target: Target,
     folder: DeploymentFolder,
-    runtime: ManagedRuntime,
+    runtime: Runtime,
     model_path: str,
-    port: int,
     launch_id: str,
+    note: Callable[[str], None],
 ) -> LaunchSpec:
-    wish = decision.wish
+    wish, nodes = decision.wish, target.nodes()
     check_arguments(wish.extra_args, runtime.flags())
+    bind = target.default_bind() if wish.bind is None else wish.bind
+    chosen = target.choose_ports(bind, wish.port)
+    link, why = choose_link(wish.link, nodes, runtime.flags())
+    for text in (chosen.note, f"link {link}: {why}" if len(nodes) > 1 else ""):
+        if text:
+            note(text)
     order = Order(
         deployment=decision.name,
         launch_id=launch_id,
-        folder=folder,
+        folder=target.node_folder(folder, launch_id),
         model=decision.source.name,
         model_path=model_path,
         served_name=decision.served_name,
         target=target.name,
-        link="single",
-        nodes=target.nodes(),
-        host=wish.bind,
-        port=port,
+        link=link,
+        nodes=nodes,
+        host=bind,
+        ports=chosen.ports,
+        base_url=target.base_url(bind, chosen.ports),
         extra_args=wish.extra_args,
         extra_env=wish.extra_env,
         stall_s=wish.stall_s,
@@ -197,7 +213,7 @@ def bring_up(wish: Wish, report: Reporter, wait: bool = True) -> deployment.Stat
 
 
 def _bring_up_once(wish: Wish, report: Reporter, wait: bool) -> deployment.Status:
-    target = load_target(wish.target)
+    target = load_target(wish.target, wish.place)
     decision = decide(wish, target)
     record = deployment.Record(
         name=decision.name,
@@ -205,6 +221,7 @@ def _bring_up_once(wish: Wish, report: Reporter, wait: bool) -> deployment.Statu
         model=decision.source.name,
         served_name=decision.served_name,
         target=target.name,
+        place=target.options(),
         created_s=time.time(),
         created_by=own_identity(),
     )
@@ -216,13 +233,12 @@ def _bring_up_once(wish: Wish, report: Reporter, wait: bool) -> deployment.Statu
     staging = _Stoppable(report, folder)
     with _released_on_failure(folder):
         staging.phase("installing engine")
-        engine = engines.install(decision.flavour, progress=staging.detail)
+        runtime = _runtime(decision, target).stage(staging.detail)
+        for carried in runtime.carried:
+            target.place(Path(carried), staging.detail)
         staging.phase("fetching model")
-        path = model_store.fetch(decision.source, engine, staging.detail)
-        port = target.choose_port(wish.bind, wish.port)
-        if port.note:
-            report.note(port.note)
-        spec = _render(decision, target, folder, ManagedRuntime(engine), str(path), port.number, record.launch_id)
+        path = target.place(model_store.fetch(decision.source, staging.detail), staging.detail)
+        spec = _render(decision, target, folder, runtime, path, record.launch_id, report.note)
         staging.phase("starting")
         deployment.launch(spec, decision.plan, target, record, folder)
     if not wait:

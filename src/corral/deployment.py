@@ -25,12 +25,12 @@ from corral.launch import LaunchSpec
 from corral.processes import Identity
 from corral.record import dump_json, load_json
 from corral.state import ENDED, Reason, State
-from corral.targets.base import Target, load_target
+from corral.targets.base import Life, Target, load_target
 
 if TYPE_CHECKING:  # the planner is not needed to look at a deployment
     from corral.plan import Plan
 
-__all__ = ["Record", "Status", "Timings", "claim", "launch", "status", "statuses", "stop", "watch"]
+__all__ = ["Record", "Status", "Timings", "claim", "launch", "status", "statuses", "stop", "target_of", "watch"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class Record:
     created_s: float
     created_by: Identity
     engine: str = ""  # known once staged
+    place: dict[str, Any] = field(default_factory=dict)  # what makes the target again: hosts, a partition, …
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def _refuse_living(folder: DeploymentFolder) -> None:
             state=current.state.value,
             endpoint=current.endpoint.base_url if current.endpoint else None,
         )
-    if not load_target(before.target).stop(folder, before.launch_id, 20):
+    if not target_of(before).stop(folder, before.launch_id, 20):
         raise ConflictError(
             f"processes of the last {before.name!r} are still there and cannot be ended from here.",
             "Run `corral down` on the machine it ran on, or take another --name.",
@@ -124,9 +125,14 @@ def launch(spec: LaunchSpec, plan: Plan, target: Target, record: Record, folder:
 def status(folder: DeploymentFolder) -> Status:
     """How a deployment stands, from its journal and its target."""
     record = load_json(Record, folder.record)
-    events = read_events(folder.rank(0).events)
-    life = load_target(record.target).life(folder)
-    return _combine(folder, record, events, life.alive, life.machine_restarted, life.where)
+    target = target_of(record)
+    target.refresh(folder)
+    return _combine(folder, record, read_events(folder.rank(0).events), target.life(folder))
+
+
+def target_of(record: Record) -> Target:
+    """The target a deployment was started on, with the same nodes."""
+    return load_target(record.target, record.place)
 
 
 def statuses() -> list[Status]:
@@ -148,24 +154,22 @@ def _unreadable(folder: DeploymentFolder, error: Exception) -> Status:
     )
 
 
-def _combine(
-    folder: DeploymentFolder, record: Record, events: list[Event], alive: bool | None, restarted: bool, where: str
-) -> Status:
+def _combine(folder: DeploymentFolder, record: Record, events: list[Event], life: Life) -> Status:
     states = [event for event in events if event.kind == "state"]
     last = states[-1] if states else None
     state = State(last.get("state")) if last else State.STARTING
     reason = Reason(last.get("reason")) if last and last.get("reason") else None
     text, remedy = str(last.get("text", "")) if last else "", ""
     since = last.time_s if last else record.created_s
-    if not folder.rank(0).agent.exists():
+    if life.state and state not in ENDED:
+        state, reason = State(life.state), Reason(life.reason) if life.reason else None
+        text, remedy = life.text, life.remedy
+    elif not folder.rank(0).agent.exists():
         state, reason, text, remedy = _staged(record)
-    elif state not in ENDED and alive is False:
-        state, reason, text, remedy = _lost(restarted)
+    elif state not in ENDED and life.alive is False:
+        state, reason, text, remedy = _lost(life.machine_restarted)
     elif state not in ENDED and _heartbeat_age_s(folder) > SILENT_S:
-        state, text = (
-            State.UNKNOWN,
-            f"its agent on {where} has written nothing for {SILENT_S:.0f} s",
-        )
+        state, text = State.UNKNOWN, f"its agent on {life.where} has written nothing for {SILENT_S:.0f} s"
     if state is State.FAILED and reason is Reason.ENGINE_EXITED and last:
         found = _diagnosis(folder, last)
         reason, text, remedy = found.reason, found.cause, found.remedy
@@ -277,7 +281,7 @@ def stop(folder: DeploymentFolder) -> Status:
     if status(folder).state is State.STAGING:
         return _stop_staging(folder, record)
     spec = json.loads(folder.launch.read_text(encoding="utf-8")) if folder.launch.is_file() else {}
-    if not load_target(record.target).stop(folder, record.launch_id, float(spec.get("grace_s", 20))):
+    if not target_of(record).stop(folder, record.launch_id, float(spec.get("grace_s", 20))):
         raise LaunchError(
             f"processes of {record.name!r} could not be ended from here.",
             "Run `corral down` on the machine it runs on, or ask its administrator.",

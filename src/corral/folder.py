@@ -6,6 +6,7 @@
       launch.json         the very commands, environment and files of every rank
       endpoint.json       address, model name and where the key is (0600)
       key                 the key itself (0600)
+      token               by which the agents of several nodes, and Ray, know each other (0600)
       node/               the agent and the guard, as they were at launch
       rank0/spec.json     what the agent of rank 0 runs
       rank0/events.jsonl  its journal; rank0/heartbeat.json, agent.json, engine.json, stop beside it
@@ -79,6 +80,11 @@ class DeploymentFolder:
         return self.path / "key"
 
     @property
+    def token(self) -> Path:
+        """What the agents of several nodes, and Ray, know each other by."""
+        return self.path / "token"
+
+    @property
     def differences(self) -> Path:
         return self.path / "differences.json"
 
@@ -105,6 +111,7 @@ class DeploymentFolder:
         self.set_aside()
         make_private_dir(self.path)
         write_atomic(self.key, secrets.token_urlsafe(32) + "\n")
+        write_atomic(self.token, secrets.token_hex(32))
 
     def set_aside(self) -> None:
         """Keep the last ended run of this name for reading, and only that one."""

@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING
 
 from corral.errors import UsageError
 from corral.folder import DeploymentFolder
-from corral.links import link_ranks
-from corral.runtimes.base import Runtime
+from corral.links import Gang, LinkedRank, Node, Ports, link_ranks
+from corral.record import to_json
+from corral.runtimes.base import Job, Runtime
 from corral.shell import quote_command
 
 if TYPE_CHECKING:
     from corral.plan import Plan
 
 __all__ = [
+    "GangSpec",
     "LaunchSpec",
     "Order",
     "PlacedFile",
@@ -30,6 +32,7 @@ __all__ = [
     "as_shell",
     "refuse_reserved",
     "render",
+    "server_url",
 ]
 
 VERSION = 1
@@ -65,6 +68,19 @@ class RankSpec:
     unset_env: tuple[str, ...]
     cwd: str
     serve: Serve | None
+    cleanup: tuple[tuple[str, ...], ...] = ()
+    pid_query: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class GangSpec:
+    """How the agents of several nodes hold together: the head listens, the others keep talking to it."""
+
+    names: tuple[str, ...]
+    head: str  # address
+    port: int
+    token_file: str
+    patience_s: float
 
 
 @dataclass(frozen=True)
@@ -88,6 +104,7 @@ class LaunchSpec:
     hung_s: float
     grace_s: float
     restarts: int
+    gang: GangSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -96,15 +113,16 @@ class Order:
 
     deployment: str
     launch_id: str
-    folder: DeploymentFolder
+    folder: DeploymentFolder  # as the nodes see it
     model: str
-    model_path: str
+    model_path: str  # on the nodes
     served_name: str
     target: str
     link: str
-    nodes: tuple[str, ...]
+    nodes: tuple[Node, ...]
     host: str
-    port: int
+    ports: Ports
+    base_url: str
     extra_args: tuple[str, ...] = ()
     extra_env: Mapping[str, str] = field(default_factory=dict)
     stall_s: float = 600.0
@@ -113,7 +131,13 @@ class Order:
     restarts: int = 0
 
 
-FILES = (PlacedFile("node/agent.py", "agent.py"), PlacedFile("node/guard.py", "corral_guard.py"))
+PATIENCE_S = 10.0  # silence after which an agent of a gang counts as lost; they speak every two seconds
+FILES = (
+    PlacedFile("node/agent.py", "agent.py"),
+    PlacedFile("node/gang.py", "corral_gang.py"),
+    PlacedFile("node/guard.py", "corral_guard.py"),
+    PlacedFile("node/ray_rank.py", "ray_rank.py"),
+)
 # what in the user's own shell must not reach an engine: secrets, and switches that would open or bypass its door
 UNSET = (
     "HUGGING_FACE_HUB_TOKEN",
@@ -137,27 +161,6 @@ UNSET = (
 
 def render(plan: Plan, order: Order, runtime: Runtime) -> LaunchSpec:
     """The commands of every rank."""
-    ranks = []
-    for linked in link_ranks(order.link, order.nodes):
-        key_file = str(order.folder.key)
-        serve = Serve(order.host, order.port, order.served_name, key_file) if linked.serves else None
-        arguments = [
-            order.model_path,
-            f"--served-model-name={order.served_name}",  # one word: the name may begin with a dash
-            *plan.engine_args,
-            *(_serve_arguments(serve) if serve else ()),
-            *linked.arguments,
-            *order.extra_args,
-        ]
-        env = {
-            **_common_env(order),
-            **plan.engine_env,
-            **linked.env,
-            **order.extra_env,
-        }
-        wrapped = runtime.wrap(arguments, env)
-        cwd = str(order.folder.rank(linked.rank).path)
-        ranks.append(RankSpec(linked.rank, linked.node, wrapped.argv, wrapped.env, UNSET, cwd, serve))
     return LaunchSpec(
         version=VERSION,
         deployment=order.deployment,
@@ -169,14 +172,69 @@ def render(plan: Plan, order: Order, runtime: Runtime) -> LaunchSpec:
         target=order.target,
         runtime=runtime.name,
         link=order.link,
-        base_url=f"http://{_url_host(order.host)}:{order.port}/v1",
-        ranks=tuple(ranks),
+        base_url=order.base_url,
+        ranks=tuple(_rank(plan, order, runtime, linked) for linked in link_ranks(order.link, _gang(plan, order))),
         files=FILES,
         stall_s=order.stall_s,
         hung_s=order.hung_s,
         grace_s=order.grace_s,
         restarts=order.restarts,
+        gang=_gang_spec(order),
     )
+
+
+def _gang(plan: Plan, order: Order) -> Gang:
+    per_node = -(-plan.parallel.replica_gpus // len(order.nodes))
+    return Gang(
+        order.nodes,
+        order.ports,
+        per_node,
+        plan.parallel.data,
+        str(order.folder.node_files),
+        plan.inventory.gpu is None,
+    )
+
+
+def _gang_spec(order: Order) -> GangSpec | None:
+    if len(order.nodes) == 1:
+        return None
+    names = tuple(node.name for node in order.nodes)
+    return GangSpec(names, order.nodes[0].address, order.ports.gang, str(order.folder.token), PATIENCE_S)
+
+
+def _rank(plan: Plan, order: Order, runtime: Runtime, linked: LinkedRank) -> RankSpec:
+    files = order.folder.rank(linked.rank)
+    serve = Serve(order.host, order.ports.serve, order.served_name, str(order.folder.key)) if linked.serves else None
+    engine = [
+        *runtime.serve,
+        order.model_path,
+        f"--served-model-name={order.served_name}",  # one word: the name may begin with a dash
+        *plan.engine_args,
+        *(_serve_arguments(serve) if serve else ()),
+        *linked.arguments,
+        *order.extra_args,
+    ]
+    argv = engine if linked.engine else []
+    if linked.script:
+        argv = [*runtime.python, *linked.script, *(["--", *engine] if linked.engine else [])]
+    env = {**_common_env(order, len(order.nodes)), **plan.engine_env, **linked.env, **order.extra_env}
+    job = Job(
+        deployment=order.deployment,
+        launch_id=order.launch_id,
+        rank=linked.rank,
+        argv=tuple(argv),
+        env=env,
+        cwd=str(files.path),
+        visible=(order.model_path, str(order.folder.node_files), str(order.folder.key), str(order.folder.token)),
+        writable=(str(files.path),),
+        gpus=plan.inventory.gpu is not None,
+        fabric=len(order.nodes) > 1,
+    )
+    wrapped = runtime.wrap(job)
+    return RankSpec(
+        linked.rank, linked.node.name, wrapped.argv, wrapped.env, UNSET, str(files.path), serve, wrapped.cleanup,
+        wrapped.pid_query,
+    )  # fmt: skip
 
 
 def refuse_reserved(names: Iterable[str]) -> None:
@@ -186,18 +244,26 @@ def refuse_reserved(names: Iterable[str]) -> None:
             raise UsageError(f"{name} is not passed to an engine.", "It would open or bypass the endpoint's lock.")
 
 
-def _url_host(host: str) -> str:
+def server_url(host: str, port: int) -> str:
+    """The address of a server that listens on `host`, as its own machine calls it."""
     if host in ("0.0.0.0", "::", ""):  # noqa: S104 - bound everywhere, reached here
-        return "127.0.0.1"
-    return f"[{host}]" if ":" in host else host
+        host = "127.0.0.1"
+    return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
 
 
 def _serve_arguments(serve: Serve) -> list[str]:
-    return ["--host", serve.host, "--port", str(serve.port), "--middleware", GUARD, "--disable-uvicorn-access-log"]
+    port = str(serve.port or "@PORT@")  # 0: chosen on the node
+    return ["--host", serve.host, "--port", port, "--middleware", GUARD, "--disable-uvicorn-access-log"]
 
 
-def _common_env(order: Order) -> dict[str, str]:
+def _common_env(order: Order, nodes: int) -> dict[str, str]:
+    several = {
+        "RAY_AUTH_TOKEN_PATH": str(order.folder.token),
+        # a rank that waits for one that is gone must not wait for five minutes; the agents' own word comes earlier
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "60",
+    }
     return {
+        **(several if nodes > 1 else {}),
         "CORRAL_KEY_FILE": str(order.folder.key),
         "PYTHONPATH": str(order.folder.node_files),
         "PYTHONUNBUFFERED": "1",
@@ -210,7 +276,7 @@ def _common_env(order: Order) -> dict[str, str]:
 
 
 def agent_spec(spec: LaunchSpec, rank: RankSpec, folder: DeploymentFolder) -> dict[str, object]:
-    """What the agent of one rank reads."""
+    """What the agent of one rank reads; `folder` as the nodes see it."""
     files = folder.rank(rank.rank)
     serve = rank.serve
     return {
@@ -234,6 +300,9 @@ def agent_spec(spec: LaunchSpec, rank: RankSpec, folder: DeploymentFolder) -> di
         "hung_s": spec.hung_s,
         "grace_s": spec.grace_s,
         "restarts": spec.restarts,
+        "cleanup": [list(argv) for argv in rank.cleanup],
+        "pid_query": list(rank.pid_query),
+        "gang": to_json(spec.gang),
     }
 
 

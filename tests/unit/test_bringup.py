@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from corral import bringup, hardware
 from corral.errors import DoesNotFitError, UsageError
-from corral.targets.base import ChosenPort, Life
+from corral.links import Node, Ports
+from corral.targets.base import ChosenPorts, Life
 
 
 class Elsewhere:
@@ -20,14 +23,38 @@ class Elsewhere:
         )
         self.hardware = hardware.parse_gpus(gpus) if gpus else cpu
 
-    def nodes(self) -> tuple[str, ...]:
-        return ("node",)
+    def options(self) -> dict[str, object]:
+        return {}
+
+    def nodes(self) -> tuple[Node, ...]:
+        return (Node("node"),)
 
     def inventory(self) -> hardware.Inventory:
         return self.hardware
 
-    def choose_port(self, host: str, wanted: int | None) -> ChosenPort:
-        return ChosenPort(wanted or 8000)
+    def home(self) -> str:
+        return "/home"
+
+    def node_folder(self, folder: object, launch_id: str) -> Any:
+        return folder
+
+    def default_bind(self) -> str:
+        return "127.0.0.1"
+
+    def choose_ports(self, bind: str, wanted: int | None) -> ChosenPorts:
+        return ChosenPorts(Ports(wanted or 8000))
+
+    def base_url(self, bind: str, ports: Ports) -> str:
+        return f"http://{bind}:{ports.serve}/v1"
+
+    def place(self, path: object, progress: object) -> str:
+        return str(path)
+
+    def refresh(self, folder: object) -> None:
+        pass
+
+    def forward(self, folder: object) -> list[str] | None:
+        return None
 
     def start(self, spec: object, folder: object) -> None:
         raise AssertionError

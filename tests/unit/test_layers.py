@@ -12,8 +12,8 @@ SOURCE = Path(__file__).parent.parent.parent / "src" / "corral"
 
 # row -> modules; a module may import from its own row or lower ones
 ROWS: list[list[str]] = [
-    ["errors", "record", "state", "home", "processes", "files", "events", "shell", "folder", "pip_configuration",
-     "engine_flags", "endpoint", "architecture", "catalogue", "hub", "weights", "model", "hardware", "probe",
+    ["errors", "record", "state", "home", "processes", "files", "events", "shell", "ssh", "folder",
+     "pip_configuration", "engine_flags", "endpoint", "architecture", "catalogue", "hub", "weights", "model", "hardware", "probe",
      "fake", "alarm", "request_errors", "reply", "wire", "pool"],
     ["plan", "engines", "diagnosis"],
     ["runtimes", "links", "launch", "model_store"],

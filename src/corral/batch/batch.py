@@ -303,7 +303,7 @@ def _started(offline: Offline, order: Order, reporter: Any) -> Iterator[_Served]
         extra_args=offline.engine_args,
         restarts=3,
     )
-    decision = bringup.decide(wish, load_target(wish.target))
+    decision = bringup.decide(wish, load_target(wish.target, wish.place))
     folder = DeploymentFolder.of(name)
     begun: list[bool] = []
 

@@ -36,7 +36,7 @@ FIRST_QUESTION = "What is the capital of France?"
 @click.option(
     "--set", "fixed", multiple=True, metavar="KEY=VALUE", help="Fix one field of the plan (see `corral plan`)."
 )
-@click.option("--bind", default="127.0.0.1", show_default=True, metavar="ADDRESS", help="Address to listen on.")
+@click.option("--bind", metavar="ADDRESS", help="Address to listen on (default: this machine's own, 127.0.0.1).")
 @click.option("--port", type=click.IntRange(1, 65535), help="Port (default: 8000, or a free one when it is taken).")
 @click.option(
     "--flavour", type=click.Choice(["cpu", "cuda"]), help="Engine build (default: cuda where there is a GPU)."
@@ -60,7 +60,7 @@ def command(
     concurrency: int | None,
     goal: str,
     fixed: tuple[str, ...],
-    bind: str,
+    bind: str | None,
     port: int | None,
     flavour: str | None,
     extra_env: tuple[str, ...],

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import PurePath
 
 from corral import engines
 from corral.engine_flags import FlagList
-from corral.home import cache_dir
-from corral.runtimes.base import Wrapped
+from corral.errors import UsageError
+from corral.home import home_dir
+from corral.runtimes.base import Job, NodeCheck, NodeSide, Wrapped
 
 __all__ = ["ManagedRuntime"]
 
@@ -25,16 +27,58 @@ class ManagedRuntime:
     """vLLM from one of Corral's own environments."""
 
     installed: engines.Engine
+    home: str  # on the nodes
     name: str = "managed"
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, object], node: NodeSide) -> ManagedRuntime:
+        if options:
+            raise UsageError(f"the managed runtime has no option {next(iter(options))!r}.", "It has none.")
+        engine = engines.find(node.flavour, node.version) or engines.expected(node.flavour, node.version)
+        return cls(engine, node.home)
 
     @property
     def engine(self) -> str:
         return self.installed.name
 
+    @property
+    def python(self) -> tuple[str, ...]:
+        return (str(PurePath(self._place) / "bin" / "python"),)
+
+    @property
+    def serve(self) -> tuple[str, ...]:
+        return (*self.python, *MODULES[self.installed.flavour])
+
+    @property
+    def carried(self) -> tuple[str, ...]:
+        return (self.installed.path,)
+
+    @property
+    def _place(self) -> str:
+        """Where the engine lies on the nodes."""
+        if self.home == str(home_dir()):
+            return self.installed.path
+        return str(PurePath(self.home) / "engines" / self.installed.name)
+
     def flags(self) -> FlagList:
         return engines.flags_of(self.installed)
 
-    def wrap(self, arguments: Sequence[str], env: Mapping[str, str]) -> Wrapped:
-        cache = cache_dir() / self.installed.name  # compiled code, kept per engine: second starts load it
+    def stage(self, progress: Callable[[str], None]) -> ManagedRuntime:
+        return replace(self, installed=engines.install(self.installed.flavour, self.installed.version, progress))
+
+    def wrap(self, job: Job) -> Wrapped:
+        cache = PurePath(self.home) / "cache" / self.installed.name  # compiled code: second starts load it
         own = {"VLLM_CACHE_ROOT": str(cache / "vllm"), "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor")}
-        return Wrapped((self.installed.python, *MODULES[self.installed.flavour], *arguments), {**own, **env})
+        return Wrapped(job.argv, {**own, **job.env})
+
+    def check(self) -> tuple[NodeCheck, ...]:
+        versions = "import importlib.metadata as m; print(m.version('vllm'))"
+        return (
+            NodeCheck(
+                f"engine {self.engine}",
+                (*self.python, "-c", versions),
+                "`corral up` copies the engine there; it needs the same Python "
+                f"({self.installed.python_version}) at the same place on the node.",
+                reports="vllm",
+            ),
+        )

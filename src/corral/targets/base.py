@@ -1,40 +1,54 @@
 """Who starts processes on which nodes: the seam between a LaunchSpec and running agents.
 
 A target only knows how to place the agent and start it; the agent does the rest, the same everywhere. A new target
-is one new file and one row in `TARGETS`. Targets never import each other.
+is one new file and one row in `TARGETS`. Targets never import each other. A target is made from options (hosts, a
+partition), which are kept with the deployment, so that a later command finds the same nodes again.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from corral.errors import UsageError
 from corral.folder import DeploymentFolder
 from corral.launch import LaunchSpec
+from corral.links import Node, Ports
 
 if TYPE_CHECKING:
     from corral.hardware import Inventory
 
-__all__ = ["TARGETS", "ChosenPort", "Life", "Target", "load_target"]
+__all__ = ["TARGETS", "ChosenPorts", "Life", "Target", "load_target"]
+
+Progress = Callable[[str, int, int], None]  # what, done, total
 
 
 @dataclass(frozen=True)
-class ChosenPort:
-    """A port that was free when asked, and a word when it is not the one wanted."""
+class ChosenPorts:
+    """Ports that were free when asked, and a word when one is not the one wanted."""
 
-    number: int
+    ports: Ports
     note: str = ""
 
 
 @dataclass(frozen=True)
 class Life:
-    """What a target knows of the agents of a deployment; `alive` is None when it cannot be known from here."""
+    """What a target knows of the agents of a deployment; `alive` is None when it cannot be known from here.
+
+    A target with states of its own (a queue) says them in `state`, `reason`, `text` and `remedy`; they hold while
+    the agents have said nothing later.
+    """
 
     alive: bool | None
     machine_restarted: bool = False
     where: str = ""
+    state: str = ""
+    reason: str = ""
+    text: str = ""
+    remedy: str = ""
 
 
 class Target(Protocol):
@@ -43,7 +57,11 @@ class Target(Protocol):
     @property
     def name(self) -> str: ...
 
-    def nodes(self) -> tuple[str, ...]:
+    def options(self) -> dict[str, object]:
+        """What makes the same target again; kept in the deployment's record."""
+        ...
+
+    def nodes(self) -> tuple[Node, ...]:
         """The nodes, head first."""
         ...
 
@@ -51,12 +69,36 @@ class Target(Protocol):
         """The hardware of the nodes."""
         ...
 
-    def choose_port(self, host: str, wanted: int | None) -> ChosenPort:
-        """A port on the head node."""
+    def home(self) -> str:
+        """Corral's home on the nodes."""
+        ...
+
+    def node_folder(self, folder: DeploymentFolder, launch_id: str) -> DeploymentFolder:
+        """A deployment's folder as the nodes see it."""
+        ...
+
+    def default_bind(self) -> str:
+        """The address a server listens on when the user names none."""
+        ...
+
+    def choose_ports(self, bind: str, wanted: int | None) -> ChosenPorts:
+        """Ports on the head node."""
+        ...
+
+    def base_url(self, bind: str, ports: Ports) -> str:
+        """Where this machine reaches the server; empty when that is known only once it runs."""
+        ...
+
+    def place(self, path: Path, progress: Progress) -> str:
+        """Make sure that a folder of this machine is on every node; its path there."""
         ...
 
     def start(self, spec: LaunchSpec, folder: DeploymentFolder) -> None:
         """Place the files and start one agent per node, such that they outlive this process."""
+        ...
+
+    def refresh(self, folder: DeploymentFolder) -> None:
+        """Bring what the agents wrote since the last time into the folder on this machine."""
         ...
 
     def life(self, folder: DeploymentFolder) -> Life:
@@ -67,14 +109,18 @@ class Target(Protocol):
         """Ask the agents to stop and wait; clean up behind agents that are gone. Whether nothing is left."""
         ...
 
+    def forward(self, folder: DeploymentFolder) -> list[str] | None:
+        """The command that brings the endpoint to this machine while it runs; None when none is needed."""
+        ...
+
 
 TARGETS = {"local": "corral.targets.local:LocalTarget"}
 
 
-def load_target(name: str) -> Target:
-    """A target by name."""
+def load_target(name: str, options: Mapping[str, object] | None = None) -> Target:
+    """A target by name, with its options checked."""
     if name not in TARGETS:
         raise UsageError(f"there is no target {name!r}.", f"Known: {', '.join(TARGETS)}.")
     module, _, attribute = TARGETS[name].partition(":")
-    found: Target = getattr(importlib.import_module(module), attribute)()
+    found: Target = getattr(importlib.import_module(module), attribute).from_options(options or {})
     return found

@@ -8,17 +8,21 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from importlib import resources
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from corral.errors import ConflictError, LaunchError
+from corral.errors import ConflictError, LaunchError, UsageError
 from corral.files import make_private_dir, write_atomic
 from corral.folder import DeploymentFolder, RankFolder
-from corral.launch import LaunchSpec, agent_spec
+from corral.home import home_dir
+from corral.launch import LaunchSpec, agent_spec, server_url
+from corral.links import Node, Ports
 from corral.processes import Identity, only_lingering, port_owner
 from corral.record import dump_json, load_json
 from corral.shell import run
-from corral.targets.base import ChosenPort, Life
+from corral.targets.base import ChosenPorts, Life, Progress
 
 if TYPE_CHECKING:
     from corral.hardware import Inventory
@@ -34,29 +38,53 @@ class LocalTarget:
 
     name = "local"
 
-    def nodes(self) -> tuple[str, ...]:
-        return (socket.gethostname(),)
+    @classmethod
+    def from_options(cls, options: Mapping[str, object]) -> LocalTarget:
+        if options:
+            raise UsageError(f"this machine has no option {next(iter(options))!r}.", "It has none.")
+        return cls()
+
+    def options(self) -> dict[str, object]:
+        return {}
+
+    def nodes(self) -> tuple[Node, ...]:
+        return (Node(socket.gethostname()),)
 
     def inventory(self) -> Inventory:
         from corral.hardware import probe
 
         return probe()
 
-    def choose_port(self, host: str, wanted: int | None) -> ChosenPort:
+    def home(self) -> str:
+        return str(home_dir())
+
+    def node_folder(self, folder: DeploymentFolder, launch_id: str) -> DeploymentFolder:
+        return folder
+
+    def default_bind(self) -> str:
+        return "127.0.0.1"
+
+    def choose_ports(self, bind: str, wanted: int | None) -> ChosenPorts:
         if wanted is not None:
-            if not _is_free(host, wanted):
+            if not _is_free(bind, wanted):
                 owner = port_owner(wanted) or "another process"
                 raise ConflictError(
                     f"port {wanted} is held by {owner}.", "Leave --port out and a free one is chosen.", port=wanted
                 )
-            return ChosenPort(wanted)
-        if _is_free(host, DEFAULT_PORT):
-            return ChosenPort(DEFAULT_PORT)
+            return ChosenPorts(Ports(wanted))
+        if _is_free(bind, DEFAULT_PORT):
+            return ChosenPorts(Ports(DEFAULT_PORT))
         owner = port_owner(DEFAULT_PORT) or "another process"
-        with socket.socket(_family(host)) as probe:
-            probe.bind((_bindable(host), 0))
+        with socket.socket(_family(bind)) as probe:
+            probe.bind((_bindable(bind), 0))
             number = probe.getsockname()[1]
-        return ChosenPort(number, f"port {DEFAULT_PORT} is held by {owner}; using {number}")
+        return ChosenPorts(Ports(number), f"port {DEFAULT_PORT} is held by {owner}; using {number}")
+
+    def base_url(self, bind: str, ports: Ports) -> str:
+        return server_url(bind, ports.serve)
+
+    def place(self, path: Path, progress: Progress) -> str:
+        return str(path)
 
     def start(self, spec: LaunchSpec, folder: DeploymentFolder) -> None:
         make_private_dir(folder.node_files)
@@ -68,6 +96,12 @@ class LocalTarget:
             make_private_dir(files.path)
             write_atomic(files.spec, dump_json(agent_spec(spec, rank, folder)))
             _start_agent(folder, files)
+
+    def refresh(self, folder: DeploymentFolder) -> None:
+        pass  # the agents write into this very folder
+
+    def forward(self, folder: DeploymentFolder) -> list[str] | None:
+        return None
 
     def life(self, folder: DeploymentFolder) -> Life:
         _STARTED[:] = [process for process in _STARTED if process.poll() is None]

@@ -1,0 +1,1 @@
+"""How the agents of several nodes hold together. (Being written.)"""

@@ -1,0 +1,1 @@
+"""One node's part of a private Ray cluster. (Being written.)"""

@@ -1,0 +1,173 @@
+"""Reaching nodes with the system's own `ssh`: the user's configuration, agent, jump hosts and host keys apply.
+
+One connection per host is kept open for a minute (`ControlMaster`), unless the user's configuration already shares
+connections. A host that does not answer, refuses the key, or shows another host key than before becomes one clear
+error; a changed host key is never accepted. `CORRAL_SSH` replaces the command, for example `ssh -F other_config`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TypeVar
+
+from corral.errors import AccessError, CorralError, UnreachableError, UsageError
+from corral.shell import Completed
+
+__all__ = ["FAN_OUT", "Ssh", "check_host", "each", "ssh_command"]
+
+FAN_OUT = 32  # hosts talked to at the same time
+CONNECT_S = 10
+Result = TypeVar("Result")
+
+
+def ssh_command() -> list[str]:
+    """The ssh to use: `CORRAL_SSH`, or plain `ssh`."""
+    return shlex.split(os.environ.get("CORRAL_SSH", "")) or ["ssh"]
+
+
+def check_host(name: str) -> str:
+    """The name, if it can be given to ssh: a host, user@host, or an alias of the user's configuration."""
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.@:%\[\]-]*", name):
+        raise UsageError(f"{name!r} is not the name of a host.", "Give names as ssh knows them, with commas between.")
+    return name
+
+
+@dataclass(frozen=True)
+class Ssh:
+    """Runs commands on hosts; holds no state beyond the shared connections of ssh itself."""
+
+    connect_s: float = CONNECT_S
+
+    def run(
+        self, host: str, argv: Sequence[str], stdin: bytes = b"", timeout_s: float = 60, check: bool = False
+    ) -> Completed:
+        """Run a command on a host to its end. With `check`, an exit code other than 0 is an error."""
+        command = [*self.prefix(host), "--", shlex.join(argv)]
+        try:
+            done = subprocess.run(command, input=stdin, capture_output=True, timeout=timeout_s, check=False)
+        except FileNotFoundError:
+            raise CorralError(f"the command {command[0]!r} is not on this machine.", "Install OpenSSH.") from None
+        except subprocess.TimeoutExpired:
+            raise UnreachableError(
+                f"{host} did not answer within {timeout_s:g} s.",
+                "Is the node up? Try `ssh` to it by hand.",
+                host=host,
+            ) from None
+        out, err = done.stdout.decode("utf-8", "replace"), done.stderr.decode("utf-8", "replace")
+        if done.returncode == 255:
+            raise _connection_error(host, err)
+        completed = Completed(tuple(argv), done.returncode, out, err)
+        return completed.or_raise(f"on {host}") if check else completed
+
+    def python(
+        self, host: str, source: str, arguments: Sequence[str] = (), stdin: bytes = b"", timeout_s: float = 60
+    ) -> Completed:
+        """Run Python source on a host without placing a file; `stdin` is what the script reads."""
+        # the source travels on stdin, before what the script itself reads: nothing is too long for an argument list
+        length = len(source.encode())
+        boot = f"import sys; exec(compile(sys.stdin.buffer.read({length}), 'corral', 'exec'))"
+        argv = ["python3", "-I", "-c", boot, *arguments]
+        return self.run(host, argv, source.encode() + stdin, timeout_s)
+
+    def write(self, host: str, path: str, data: bytes, mode: int = 0o600, timeout_s: float = 60) -> None:
+        """Put a file on a host: whole or not at all, readable by its owner only unless `mode` says more."""
+        temporary = f"{path}.corral-tmp"
+        script = f"umask 077 && cat > {shlex.quote(temporary)} && chmod {mode:o} {shlex.quote(temporary)}"
+        script += f" && mv -f {shlex.quote(temporary)} {shlex.quote(path)}"
+        self.run(host, ["sh", "-c", script], data, timeout_s, check=True)
+
+    def prefix(self, host: str) -> list[str]:
+        """The words before the command."""
+        return [*ssh_command(), *_options(tuple(ssh_command()), check_host(host), self.connect_s), host]
+
+
+def each(
+    hosts: Sequence[str], task: Callable[[str], Result], width: int = FAN_OUT
+) -> dict[str, Result | CorralError]:
+    """Do something for every host at once, at most `width` at a time; a failure is the host's own result."""
+
+    def attempt(host: str) -> Result | CorralError:
+        try:
+            return task(host)
+        except CorralError as error:
+            return error
+
+    with ThreadPoolExecutor(max(1, min(width, len(hosts)))) as workers:
+        return dict(zip(hosts, workers.map(attempt, hosts), strict=True))
+
+
+@lru_cache(maxsize=1024)
+def _options(command: tuple[str, ...], host: str, connect_s: float) -> tuple[str, ...]:
+    options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={connect_s:g}", "-o", "ServerAliveInterval=5"]
+    options += ["-o", "ServerAliveCountMax=3", "-T"]
+    if not _shares_connections(command, host):
+        options += ["-o", "ControlMaster=auto", "-o", "ControlPersist=60"]
+        options += ["-o", f"ControlPath={_socket_folder()}/%C"]
+    return tuple(options)
+
+
+def _shares_connections(command: tuple[str, ...], host: str) -> bool:
+    """Whether the user's configuration already names a control socket for this host."""
+    try:
+        done = subprocess.run([*command, "-G", host], capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    pairs = (line.split(None, 1) for line in done.stdout.splitlines())
+    settings = {words[0]: words[1] for words in pairs if len(words) == 2}
+    return settings.get("controlpath", "none") != "none"
+
+
+def _socket_folder() -> Path:
+    """Short, because the path of a socket may have 107 bytes at most, and ours alone."""
+    folder = Path(tempfile.gettempdir() if len(tempfile.gettempdir()) < 40 else "/tmp") / f"corral-ssh-{os.getuid()}"  # noqa: S108
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o077:
+        raise AccessError(f"{folder} belongs to somebody else or is open to others.", f"Delete it: rm -r {folder}")
+    return folder
+
+
+_ERRORS = (
+    (
+        r"REMOTE HOST IDENTIFICATION HAS CHANGED|Host key verification failed",
+        AccessError,
+        "{host} shows another host key than the one known, or one nobody has confirmed",
+        "If it was set up anew, run `ssh-keygen -R {host}` and log in once by hand; otherwise ask its owner.",
+    ),
+    (
+        r"Permission denied|Too many authentication failures",
+        AccessError,
+        "{host} refuses the key",
+        "`ssh {host}` must work without a password: load the key with ssh-add, or name it in ~/.ssh/config.",
+    ),
+    (
+        r"Could not resolve hostname|Name or service not known",
+        UnreachableError,
+        "{host} is not a known host name",
+        "Check the spelling, or give it a Host entry in ~/.ssh/config.",
+    ),
+    (r"Connection refused", UnreachableError, "{host} runs no ssh server", "Start sshd there, or check the port."),
+    (
+        r"timed out|No route to host|Network is unreachable|Host is down",
+        UnreachableError,
+        "{host} cannot be reached",
+        "Is the node up, and is it on this network? Try `ssh {host}` by hand.",
+    ),
+)
+
+
+def _connection_error(host: str, stderr: str) -> CorralError:
+    lines = [line for line in stderr.strip().splitlines() if line.strip()]
+    for pattern, kind, message, remedy in _ERRORS:
+        if re.search(pattern, stderr):
+            return kind(message.format(host=host) + ".", remedy.format(host=host), host=host, said=lines[-1])
+    said = lines[-1] if lines else "ssh said nothing"
+    return UnreachableError(f"the connection to {host} was lost: {said}", f"Try `ssh {host}` by hand.", host=host)
