@@ -12,14 +12,14 @@ SOURCE = Path(__file__).parent.parent.parent / "src" / "corral"
 
 # row -> modules; a module may import from its own row or lower ones
 ROWS: list[list[str]] = [
-    ["errors", "record", "state", "home", "processes", "files", "events", "shell", "ssh", "folder",
-     "pip_configuration", "engine_flags", "endpoint", "architecture", "catalogue", "hub", "weights", "model", "hardware", "probe",
-     "fake", "alarm", "request_errors", "reply", "wire", "pool"],
-    ["plan", "engines", "diagnosis"],
+    ["errors", "record", "state", "home", "processes", "files", "events", "shell", "ssh", "folder", "profile",
+     "pip_configuration", "engine_flags", "endpoint", "architecture", "catalogue", "hub", "weights", "model",
+     "hardware", "probe", "fake", "alarm", "request_errors", "reply", "wire", "pool"],
+    ["plan", "engines", "diagnosis", "survey", "fabric", "spread"],
     ["runtimes", "links", "launch", "model_store"],
     ["targets"],
     ["deployment", "client", "resolve"],
-    ["bringup", "batch", "bench", "sampling", "fanout", "engine_metrics", "token_bytes", "token_view", "likelihood",
+    ["bringup", "doctor", "pull", "tunnel", "proxy", "batch", "bench", "sampling", "fanout", "engine_metrics", "token_bytes", "token_view", "likelihood",
      "score", "score_job", "row_files", "llm", "session", "conversation", "top"],
     ["report"],
     ["cli", "__main__", "__init__"],
