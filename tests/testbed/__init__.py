@@ -1,7 +1,7 @@
 """A cluster on one machine: hosts with sshd, SLURM and Docker, made of namespaces, gone without a trace afterwards.
 
 ``hosts``       machines on a network of their own: cut their cable, pull their plug, change their key
-``slurm``       real SLURM on such hosts: a login host with the controller, one slurmd per node, GPUs that are pretended
+``slurm``       real SLURM on such hosts: a login host with the controller, one slurmd per node, pretended GPUs
 ``containers``  a private Docker, and images with busybox and python3
 
 Needs root and the packages of ``tools/install_testbed.sh``; ``missing()`` says what is lacking.

@@ -28,19 +28,23 @@ from tests.testbed import PATH
 NAMESPACES = ("--net", "--uts", "--ipc", "--pid", "--mount")
 GATEWAY, MACHINE = 254, 253
 FIRST_UID = 20001
+CHECKOUT = Path(__file__).resolve().parent.parent.parent
 
 
 class Box:
     """Namespaces whose pid 1 is a shell that runs `script`, says so, and lives until this object lets go."""
 
-    def __init__(self, namespaces: Sequence[str], script: str, log: Path) -> None:
+    def __init__(self, namespaces: Sequence[str], script: str, log: Path, into: Sequence[str] = ()) -> None:
         self.namespaces = list(namespaces)
         pid_namespace = ["--fork", "--kill-child=KILL", "--mount-proc"] if "--pid" in namespaces else []
+        # unshare forks into a pid namespace, and so does an nsenter that goes before it
+        self.depth = ("--pid" in namespaces) + ("--pid" in into)
         self.log = log
-        body = f"set -e\n{script}\necho up\nset +e\nwhile read -r _; do :; done\n"
+        self.script = log.with_suffix(".sh")
+        self.script.write_text(f"set -e\n{script}\necho up\nset +e\nwhile read -r _; do :; done\n")
         with log.open("ab") as errors:
             self.process = subprocess.Popen(
-                ["unshare", *namespaces, *pid_namespace, "bash", "-c", body],
+                [*into, "unshare", *namespaces, *pid_namespace, "bash", str(self.script)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -56,7 +60,9 @@ class Box:
         if self.process.stdout.readline() != b"up\n":
             self.down()
             raise RuntimeError(f"a box did not come up:\n{self.log.read_text()[-2000:]}")
-        self.pid = _child_of(self.process.pid) if "--pid" in self.namespaces else self.process.pid
+        self.pid = self.process.pid
+        for _ in range(self.depth):
+            self.pid = _child_of(self.pid)
 
     def enter(self, *also: str) -> list[str]:
         """The command prefix that runs something inside."""
@@ -91,7 +97,7 @@ class Hosts:
         self.net = net or _free_net()
         self.users = tuple(users)
         self.private = [Path(path) for path in private]
-        self.shared = [self.folder, *(Path(path).resolve() for path in shared)]
+        self.shared = [self.folder, CHECKOUT, *(Path(path).resolve() for path in shared)]
         self.ignored = {"sshd"}  # daemons that belong to the host itself, not to what a test started
         self.ssh_config = self.folder / "ssh_config"
         self.known_hosts = self.folder / "known_hosts"
@@ -149,6 +155,12 @@ class Hosts:
                     found.append((int(entry.name), line))
         return found
 
+    def enter(self, host: str, cwd: str | Path = "/") -> list[str]:
+        """The command prefix that runs something on a host."""
+        if not self.pid(host):
+            raise RuntimeError(f"{host} is off")
+        return self._boxes[host].enter(f"--wdns={cwd}")
+
     def exec(
         self,
         host: str,
@@ -162,7 +174,8 @@ class Hosts:
         **options: Any,
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on a host, without ssh."""
-        options = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL} | options
+        stdin: dict[str, Any] = {} if "input" in options else {"stdin": subprocess.DEVNULL}
+        options = {"capture_output": True, "text": True} | stdin | options
         command, environment = self._entered(host, argv, user, cwd, env)
         done: subprocess.CompletedProcess[str]
         done = subprocess.run(command, env=environment, timeout=timeout, check=False, **options)
@@ -286,12 +299,10 @@ class Hosts:
     def _entered(
         self, host: str, argv: Sequence[str], user: str | None, cwd: str | Path, env: dict[str, str] | None
     ) -> tuple[list[str], dict[str, str]]:
-        if not self.pid(host):
-            raise RuntimeError(f"{host} is off")
         become = ["setpriv", f"--reuid={user}", f"--regid={user}", "--init-groups", "--"] if user else []
         account = {"HOME": str(self.home(user or "root")), "USER": user or "root", "LOGNAME": user or "root"}
         environment = {**os.environ, "PATH": PATH} if env is None else {"PATH": PATH, **env}
-        command = [*self._boxes[host].enter(f"--wdns={cwd}"), *become, *argv]
+        command = [*self.enter(host, cwd), *become, *argv]
         return command, {**environment, **account, **(env or {})}
 
     def _write_files(self) -> None:
@@ -332,7 +343,7 @@ class Hosts:
 
     def _write_accounts(self) -> None:
         """The machine's accounts with homes of ours, and the wanted users, who belong to themselves."""
-        passwd, group, shadow = ([line for line in _lines(f"/etc/{name}")] for name in ("passwd", "group", "shadow"))
+        passwd, group, shadow = (_lines(f"/etc/{name}") for name in ("passwd", "group", "shadow"))
         passwd = [line for line in passwd if not line.startswith("root:")]
         passwd.insert(0, f"root:x:0:0:root:{self.home()}:/bin/bash")
         for uid, user in enumerate(self.users, FIRST_UID):
@@ -396,7 +407,9 @@ class Hosts:
                 lines.append(f"mkdir -p {inner}; mount -n --bind {shlex.quote(str(path))} {inner}")
             lines.append(f"mount -n --move {stage} {shlex.quote(str(cover))}")
         files = {"hosts.txt": "hosts"} | {name: name for name in ("passwd", "group", "shadow")}
-        lines += [f"mount -n --bind {shlex.quote(str(self.folder / ours))} /etc/{name}" for ours, name in files.items()]
+        lines += [
+            f"mount -n --bind {shlex.quote(str(self.folder / ours))} /etc/{name}" for ours, name in files.items()
+        ]
         return "\n".join([*lines, "mkdir -p /run/sshd /run/lock"])
 
     def _networks_of(self, host: str) -> list[str]:

@@ -89,9 +89,10 @@ class Slurm:
         self.run("slurmctld")
         wait_for(lambda: self.run("timeout", "2", "scontrol", "ping", check=False).returncode == 0, 20, "slurmctld")
 
-    def stop_controller(self) -> None:
-        """The controller dies; clients then hang, as with a real one."""
-        self.run("pkill", "-KILL", "-x", "slurmctld")
+    def stop_controller(self, *, saved: bool = True) -> None:
+        """The controller goes; clients then hang. Unless `saved`, what it knew of the last seconds goes with it."""
+        self.run("pkill", "-TERM" if saved else "-KILL", "-x", "slurmctld")
+        wait_for(lambda: bool(self.run("pgrep", "-x", "slurmctld", check=False).returncode), 20, "slurmctld to end")
 
     def restart_node(self, host: str) -> None:
         """Boot the node when it is off, and start its daemons."""
@@ -109,7 +110,11 @@ class Slurm:
             done = self.run("timeout", "3", "sinfo", "-hN", "-p", "gpu", "-t", "idle", "-o", "%N %T", check=False)
             return sorted(done.stdout.split()) == sorted([*self.nodes, *["idle"] * len(self.nodes)])
 
-        wait_for(all_idle, timeout_s, "idle nodes")
+        try:
+            wait_for(all_idle, timeout_s, "idle nodes")
+        except TimeoutError as error:
+            told = [self.run("timeout", "3", *ask, check=False).stdout for ask in (["sinfo", "-R"], ["sinfo", "-Nl"])]
+            raise TimeoutError("\n".join([str(error), *told])) from None
 
     def _write_files(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
