@@ -144,6 +144,7 @@ class TestSlurm:
             slurm.start_controller()
             slurm.run("scancel", job)
             wait_for(lambda: hosts.processes("node1") == [], 20, "the job's end")
+            slurm.wait_idle()
             hosts.power_off("node1")
             slurm.restart_node("node1")
             slurm.wait_idle()

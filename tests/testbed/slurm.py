@@ -95,7 +95,10 @@ class Slurm:
         wait_for(lambda: bool(self.run("pgrep", "-x", "slurmctld", check=False).returncode), 20, "slurmctld to end")
 
     def restart_node(self, host: str) -> None:
-        """Boot the node when it is off, and start its daemons."""
+        """Boot the node when it is off, and start its daemons.
+
+        One that was lost while a job was ending stays "completing" for up to two minutes, as with a real one.
+        """
         if self.hosts.pid(host):
             self.hosts.exec(host, ["pkill", "-KILL", "-x", "slurmd"], check=False)
         else:
