@@ -18,15 +18,15 @@ from dataclasses import dataclass, field
 from corral.errors import CorralError, UnreachableError
 from corral.record import from_json, to_json
 from corral.shell import Completed
-from corral.ssh import Ssh, each
+from corral.ssh import FAN_OUT, Ssh, each
 
 __all__ = [
-    "HERE",
     "OLDEST_PYTHON",
     "Asked",
     "Disk",
     "GpuFacts",
     "GpuProcess",
+    "Here",
     "Interface",
     "Limits",
     "NodeFacts",
@@ -38,7 +38,6 @@ __all__ = [
     "survey_host",
 ]
 
-HERE = "localhost"  # this machine, asked without ssh when `ssh` is None
 OLDEST_PYTHON = (3, 8)
 
 
@@ -189,36 +188,41 @@ class NodeFacts:
         return next((row for row in self.interfaces if row.name == name), None)
 
 
+class Here:
+    """This machine, asked as a host is asked."""
+
+    def run(self, host: str, argv: Sequence[str], stdin: bytes = b"", timeout_s: float = 60) -> Completed:
+        try:
+            done = subprocess.run(list(argv), input=stdin, capture_output=True, timeout=timeout_s, check=False)
+        except FileNotFoundError:
+            return Completed(tuple(argv), 127, "", f"{argv[0]}: not found")
+        except subprocess.TimeoutExpired:
+            raise UnreachableError(f"`{argv[0]}` did not end within {timeout_s:g} s.", "Try again later.") from None
+        out, err = done.stdout.decode("utf-8", "replace"), done.stderr.decode("utf-8", "replace")
+        return Completed(tuple(argv), done.returncode, out, err)
+
+    def python(
+        self, host: str, source: str, arguments: Sequence[str] = (), stdin: bytes = b"", timeout_s: float = 60
+    ) -> Completed:
+        return self.run(host, [sys.executable, "-I", "-c", source, *arguments], stdin, timeout_s)
+
+
 def survey(
-    ssh: Ssh | None, hosts: Sequence[str], asked: Asked | None = None, timeout_s: float = 30
+    ssh: Ssh | Here, hosts: Sequence[str], asked: Asked | None = None, timeout_s: float = 30, width: int = FAN_OUT
 ) -> dict[str, NodeFacts | CorralError]:
-    """Ask all hosts at once; without `ssh`, this machine itself."""
+    """Ask all hosts at once, at most `width` at a time."""
     asked = asked or Asked()
-    return each(hosts, lambda host: survey_host(ssh, host, asked, timeout_s))
+    return each(hosts, lambda host: survey_host(ssh, host, asked, timeout_s), width)
 
 
-def survey_host(ssh: Ssh | None, host: str, asked: Asked, timeout_s: float = 30) -> NodeFacts:
+def survey_host(ssh: Ssh | Here, host: str, asked: Asked, timeout_s: float = 30) -> NodeFacts:
     """Ask one host."""
     # a part that hangs must be reported by the node, not cut off with the whole answer
     asked = dataclasses.replace(asked, limit_s=max(0.5, min(asked.limit_s, timeout_s - 2)))
-    arguments = [json.dumps(to_json(asked))]
     source = importlib.resources.files("corral.node").joinpath("survey.py").read_text(encoding="utf-8")
     began, asked_at = time.monotonic(), time.time()
-    if ssh is None:
-        done = _run_here(source, arguments, timeout_s)
-    else:
-        done = ssh.python(host, source, arguments, timeout_s=timeout_s)
+    done = ssh.python(host, source, [json.dumps(to_json(asked))], timeout_s=timeout_s)
     return read_answer(host, done, asked_at, time.monotonic() - began)
-
-
-def _run_here(source: str, arguments: Sequence[str], timeout_s: float) -> Completed:
-    argv = [sys.executable, "-I", "-", *arguments]
-    try:
-        done = subprocess.run(argv, input=source.encode(), capture_output=True, timeout=timeout_s, check=False)
-    except subprocess.TimeoutExpired:
-        raise UnreachableError(f"this machine's survey took longer than {timeout_s:g} s.", "Try again.") from None
-    out, err = done.stdout.decode("utf-8", "replace"), done.stderr.decode("utf-8", "replace")
-    return Completed(tuple(argv), done.returncode, out, err)
 
 
 def read_answer(host: str, done: Completed, asked_at_s: float, took_s: float) -> NodeFacts:

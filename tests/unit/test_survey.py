@@ -15,7 +15,7 @@ import pytest
 
 from corral.errors import CorralError, UnreachableError
 from corral.shell import Completed
-from corral.survey import HERE, Asked, NodeFacts, read_answer, survey, survey_host
+from corral.survey import Asked, Here, NodeFacts, read_answer, survey, survey_host
 from tests.conftest import ROOT
 
 SCRIPT = ROOT / "src" / "corral" / "node" / "survey.py"
@@ -49,7 +49,7 @@ def test_this_machine_tells_what_it_is(tmp_path: Path) -> None:
             free_ports=3,
             read=model,
         )
-        facts = survey_host(None, HERE, asked)
+        facts = survey_host(Here(), "here", asked)
     assert facts.errors == {}
     assert facts.hostname == socket.gethostname()
     assert facts.python == ".".join(map(str, sys.version_info[:3]))
@@ -122,12 +122,12 @@ def test_a_broken_driver_is_an_error_of_its_part(tmp_path: Path, monkeypatch: py
     smi.write_text("#!/bin/sh\necho 'it failed: no communication with the driver'; exit 9\n")
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    facts = survey_host(None, HERE, Asked())
+    facts = survey_host(Here(), "here", Asked())
     assert "no communication with the driver" in facts.errors["gpus"]
 
 
 def test_a_token_is_told_but_not_its_value(clean_home: Path) -> None:
-    assert not survey_host(None, HERE, Asked()).hf_token
+    assert not survey_host(Here(), "here", Asked()).hf_token
     place = clean_home / ".cache" / "huggingface" / "token"
     place.parent.mkdir(parents=True)
     place.write_text("hf_secretvalue")
@@ -199,6 +199,6 @@ def test_a_shell_that_greets_is_read_past_and_the_clock_is_told() -> None:
 
 
 def test_many_hosts_at_once() -> None:
-    found = survey(None, ["a", "b"], Asked())
+    found = survey(Here(), ["a", "b"], Asked())
     assert list(found) == ["a", "b"]
     assert all(isinstance(facts, NodeFacts) for facts in found.values())

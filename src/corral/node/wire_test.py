@@ -31,14 +31,14 @@ class Wire:
 
     def __init__(self, order: Json) -> None:
         self.me = int(order["me"])
-        self.peers = order["peers"]  # type: List[List[Any]]
+        self.peers: List[List[Any]] = order["peers"]
         self.token = str(order["token"])
         self.until = time.monotonic() + float(order["limit_s"])
         self.stream_s = float(order["stream_s"])
         self.busy = threading.Lock()
         self.touched = time.monotonic()  # when a peer last spoke to us
-        self.heard = set()  # type: Set[Tuple[str, int]]
-        self.rows = {}  # type: Dict[str, Json]
+        self.heard: Set[Tuple[str, int]] = set()
+        self.rows: Dict[str, Json] = {}
 
     # --- being asked
 
@@ -150,7 +150,7 @@ class Wire:
             random.shuffle(mine)
             mine = [i for i in mine if not self.attempt(i)]
             if mine:
-                time.sleep(random.uniform(0.002, 0.02))
+                time.sleep(random.uniform(0.002, 0.02))  # noqa: S311 - not to meet again
         self.wait_for_others(others)
         return {"peers": self.rows}
 
