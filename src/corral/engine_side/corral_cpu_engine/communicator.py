@@ -17,7 +17,7 @@ from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicat
 
 def shared_memory_identity() -> str:
     """Equal for processes that see one ``/dev/shm`` of one kernel."""
-    place = os.stat("/dev/shm")  # noqa: S108: looked at, not written
+    place = os.stat("/dev/shm")  # noqa: S108 (looked at, not written)
     with open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()} {place.st_dev} {place.st_ino}"
 
