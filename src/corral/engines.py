@@ -1,6 +1,6 @@
 """The managed engines: vLLM environments that Corral installs, checks and removes.
 
-One environment per flavour (`cpu`, `cuda`), version and set of pins, outside Corral's own environment, because vLLM pins hard.
+One environment per flavour (`cpu`, `cuda`), version and set of pins, outside Corral's own, because vLLM pins hard.
 Every package is pinned and hash-checked by a lock file that ships with Corral. An engine is built beside its final
 place and renamed when whole, so an interrupted install leaves nothing that looks like an engine; a second install
 at the same moment waits for the first.
