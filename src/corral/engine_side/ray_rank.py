@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import List, Optional
 
 JOIN_S = 600.0  # containers may be pulled first; the agents' own rules end a hopeless wait earlier
 CPU_RESOURCE = "corral_cpu"
@@ -32,7 +31,7 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def free_ports(count: int) -> List[int]:
+def free_ports(count: int) -> list[int]:
     """Ports nobody uses on this node now; held together while they are looked for, so that they differ."""
     held = []
     try:
@@ -46,7 +45,7 @@ def free_ports(count: int) -> List[int]:
             probe.close()
 
 
-def ray_command(order: argparse.Namespace) -> List[str]:
+def ray_command(order: argparse.Namespace) -> list[str]:
     """`ray start` in the foreground, with ports and folders that no other cluster on this node has."""
     own = ["object-manager", "node-manager", "dashboard-agent-grpc", "runtime-env-agent", "metrics-export"]
     listen, *ports = free_ports(1 + len(own) + 4 * order.devices + 16)
@@ -70,7 +69,7 @@ def ray_command(order: argparse.Namespace) -> List[str]:
     return command
 
 
-def joined(order: argparse.Namespace) -> List[str]:
+def joined(order: argparse.Namespace) -> list[str]:
     """Addresses of the nodes that are in the cluster now."""
     import ray
 
@@ -79,7 +78,7 @@ def joined(order: argparse.Namespace) -> List[str]:
     return sorted(node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"])
 
 
-def count_in(order: argparse.Namespace, cluster: "subprocess.Popen[bytes]") -> bool:
+def count_in(order: argparse.Namespace, cluster: subprocess.Popen[bytes]) -> bool:
     """Wait until every node has joined; false when Ray ended or they never come."""
     import ray
 
@@ -101,7 +100,7 @@ def count_in(order: argparse.Namespace, cluster: "subprocess.Popen[bytes]") -> b
     return False
 
 
-def main(argv: List[str]) -> int:
+def main(argv: list[str]) -> int:
     own, _, serve = "\0".join(argv).partition("\0--\0")
     parser = argparse.ArgumentParser()
     parser.add_argument("role", choices=["head", "worker"])
@@ -112,7 +111,7 @@ def main(argv: List[str]) -> int:
     parser.add_argument("--cpu", action="store_true")
     order = parser.parse_args(own.split("\0"))
     cluster = subprocess.Popen(ray_command(order), stdin=subprocess.DEVNULL)
-    server: Optional["subprocess.Popen[bytes]"] = None
+    server: subprocess.Popen[bytes] | None = None
 
     def stop(*_: object) -> None:
         for process in (server, cluster):
