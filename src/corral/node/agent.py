@@ -40,6 +40,7 @@ REJOIN_S = 300.0  # with restarts left, how long the nodes of a gang wait for on
 MARKER = "CORRAL_LAUNCH"  # environment variable that every process of a launch carries
 TICK_S = 0.2
 HEARTBEAT_S = 2.0
+STOPPED_S = 6.0  # a rank of several whose processes are all stopped for this long is hung
 HEALTH_EVERY_S = 5.0
 COMPLETION_EVERY_S = 60.0
 MAX_LOG_BYTES = 64 << 20
@@ -643,6 +644,7 @@ class Worker:
 
     def _watch(self) -> Tuple[str, Json]:
         beat = self.activity_at = time.monotonic()
+        halted = 0
         last_ticks = last_bytes = 0
         checked = 0.0
         window = min(10.0, self.spec["stall_s"] / 4)
@@ -669,6 +671,9 @@ class Worker:
             if now - beat >= HEARTBEAT_S or not checked:
                 beat = now
                 self._beat()
+                halted = halted + 1 if self.spec.get("gang") and self._processes_stopped() else 0
+                if halted * HEARTBEAT_S >= STOPPED_S:
+                    return "engine_hung", {"text": "its processes were stopped by a signal and do nothing"}
                 if self.engine.poll() is None:
                     self.oom_kills = kernel_oom_kills()
                 self._trim_log()
@@ -686,6 +691,12 @@ class Worker:
                     self.phase,
                 )
                 return "stalled", {"text": text}
+
+    def _processes_stopped(self) -> bool:
+        """Whether somebody stopped the whole rank: the others would wait for it."""
+        table = process_table()
+        states = [table[pid][3] for pid in self._engine_processes() if pid in table]
+        return bool(states) and all(state in "Tt" for state in states)
 
     def _quiet_s(self, now: float) -> float:
         """Seconds since anything moved on this node or, in a gang, on any."""
