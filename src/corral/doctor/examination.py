@@ -252,7 +252,8 @@ def examine(question: Question, progress: Progress = _silent) -> Report:
     several = len(run.facts) > 1 and run.fabric is not None
     if several and run.enough("network", 5):
         run.wires()
-    if several and runtime is not None and run.enough("all-reduce", 15):
+    walled = any(finding.what == "firewall" for finding in run.report().fatal)  # it would only wait for its limit
+    if several and runtime is not None and not walled and run.enough("all-reduce", 15):
         run.add_up(runtime)
     return run.report()
 
