@@ -288,12 +288,14 @@ def test_sixty_four_hosts_of_which_some_are_not_well(fake: Path, monkeypatch: py
     assert all(host in text for host in bad)
 
 
-def test_a_wrong_interface_is_refused_with_what_there_is(fake: Path) -> None:
+def test_a_wrong_interface_is_refused_with_what_there_is(fake: Path, clean_home: Path) -> None:
+    (clean_home / "corral").mkdir()  # a mark is left there for a moment; these nodes do not see it
     simulate(fake, ["a", "b"])
     report = quick_check(Question(("a", "b"), interface="eth9"))
     (finding,) = report.fatal
     assert "no such interface on a, b" in finding.text
     assert "a: eth0 10.0.0.1/16" in finding.remedy
+    assert list((clean_home / "corral").iterdir()) == []
 
 
 def test_the_command_and_its_exit_codes(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:

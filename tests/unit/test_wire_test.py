@@ -6,6 +6,7 @@ import json
 import socket
 import subprocess
 import sys
+import time
 from typing import Any
 
 from tests.conftest import ROOT
@@ -72,12 +73,14 @@ def test_a_stranger_learns_nothing() -> None:
             break
         except ConnectionRefusedError:
             assert process.poll() is None
+            time.sleep(0.01)
     with caller:
         body = json.dumps({"token": "guess", "what": "hello"}).encode()
         caller.sendall(len(body).to_bytes(4, "big") + body)
         assert caller.recv(100) == b""
     process.kill()
-    process.communicate()
+    with process:
+        pass
 
 
 def test_an_address_that_is_not_ours_is_an_error() -> None:

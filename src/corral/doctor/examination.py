@@ -105,10 +105,8 @@ class _Examination:
         with _mark(bool(question.hosts)) as mark:
             found = self._ask(replace(asked, nonces=(mark,) if mark else ()))
         self.facts = [facts for facts in found.values() if isinstance(facts, NodeFacts)]
-        self.shared = bool(mark and self.facts) and all(
-            mark.endswith(node.nonces[mark] or "-") for node in self.facts
-        )
-        self.findings += judge_answers(found)
+        self.shared = bool(mark and self.facts) and all(node.nonces.get(mark) for node in self.facts)
+        self.findings += judge_answers(found) if question.hosts else []
         if self.facts:
             self.findings += judge_facts(self.facts, question.ports, question.ports_needed)
         if model_path:
