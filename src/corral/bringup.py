@@ -246,6 +246,7 @@ def _bring_up_once(wish: Wish, report: Reporter, wait: bool) -> deployment.Statu
         runtime = _runtime(decision, target).stage(staging.detail)
         if runtime.carried:
             runtime = runtime.moved({path: target.place(Path(path), staging.detail) for path in runtime.carried})
+        target.verify(runtime.check())
         staging.phase("fetching model")
         path = target.place(model_store.fetch(decision.source, staging.detail), staging.detail)
         spec = _render(decision, target, folder, runtime, path, record.launch_id, report.note)
