@@ -18,6 +18,7 @@ from corral.errors import CorralError, LaunchError, UsageError
 from corral.launch import as_shell, refuse_reserved
 from corral.plan import Goal
 from corral.plan.fixed import parse_assignments
+from corral.profile import load_profile, merged
 
 __all__ = ["command"]
 
@@ -26,12 +27,13 @@ FIRST_QUESTION = "What is the capital of France?"
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("model", required=False)
+@click.option("--on", "on", metavar="PROFILE", envvar="CORRAL_PROFILE", help="Where to run (`corral profile list`).")
 @click.option("--name", help="Name of the deployment (default: the model's name).")
 @click.option("--served-name", help="Model name that clients say (default: the model's name).")
 @click.option("--context", type=click.IntRange(min=1), help="Longest request in tokens (default: the plan's choice).")
 @click.option("--concurrency", type=click.IntRange(min=1), help="Requests at once that the plan must hold.")
 @click.option(
-    "--goal", type=click.Choice(["balanced", "latency", "throughput"]), default="balanced", show_default=True
+    "--goal", type=click.Choice(["balanced", "latency", "throughput"]), help="What comes first (default: balanced)."
 )
 @click.option(
     "--set", "fixed", multiple=True, metavar="KEY=VALUE", help="Fix one field of the plan (see `corral plan`)."
@@ -42,9 +44,9 @@ FIRST_QUESTION = "What is the capital of France?"
     "--flavour", type=click.Choice(["cpu", "cuda"]), help="Engine build (default: cuda where there is a GPU)."
 )
 @click.option("--env", "extra_env", multiple=True, metavar="NAME=VALUE", help="Environment variable for the engine.")
-@click.option("--restart", "restarts", type=click.IntRange(0, 100), default=0, help="Restarts after a failure.")
-@click.option("--stall", "stall_s", type=click.FloatRange(min=10), default=600, show_default=True, metavar="SECONDS",
-              help="Give up on a start that shows no sign of progress for this long.")  # fmt: skip
+@click.option("--restart", "restarts", type=click.IntRange(0, 100), help="Restarts after a failure (default: 0).")
+@click.option("--stall", "stall_s", type=click.FloatRange(min=10), metavar="SECONDS",
+              help="Give up on a start that shows no sign of progress for this long (default: 600).")  # fmt: skip
 @click.option("--hung", "hung_s", type=click.FloatRange(min=10), default=300, show_default=True, metavar="SECONDS",
               help="Give up on a running server that answers nothing and moves no token for this long.")  # fmt: skip
 @click.option("--wait/--no-wait", default=True, help="Wait until it is ready (default), or only start it.")
@@ -54,18 +56,19 @@ FIRST_QUESTION = "What is the capital of France?"
 @click.argument("engine_args", nargs=-1, type=click.UNPROCESSED)
 def command(
     model: str | None,
+    on: str | None,
     name: str | None,
     served_name: str | None,
     context: int | None,
     concurrency: int | None,
-    goal: str,
+    goal: str | None,
     fixed: tuple[str, ...],
     bind: str | None,
     port: int | None,
     flavour: str | None,
     extra_env: tuple[str, ...],
-    restarts: int,
-    stall_s: float,
+    restarts: int | None,
+    stall_s: float | None,
     hung_s: float,
     wait: bool,
     dry_run: bool,
@@ -79,21 +82,26 @@ def command(
     """
     if model and model.startswith("-"):  # `corral up -- --flag value`: everything after -- is the engine's
         engine_args, model = (model, *engine_args), None
-    wish = bringup.Wish(
-        model=model,
-        name=name,
-        served_name=served_name,
-        flavour=flavour,
-        bind=bind,
-        port=port,
-        goal=Goal(context=context, concurrency=concurrency, goal=goal),
-        fixed=parse_assignments(fixed),
-        extra_args=engine_args,
-        extra_env=_environment(extra_env),
-        restarts=restarts,
-        stall_s=stall_s,
-        hung_s=hung_s,
-    )
+    flags = {
+        "model": model,
+        "name": name,
+        "served_name": served_name,
+        "flavour": flavour,
+        "bind": bind,
+        "port": port,
+        "context": context,
+        "concurrency": concurrency,
+        "goal": goal,
+        "fixed": parse_assignments(fixed),
+        "extra_args": engine_args,
+        "extra_env": _environment(extra_env),
+        "restarts": restarts,
+        "stall_s": stall_s,
+        "hung_s": hung_s,
+    }
+    options = merged(load_profile(on), flags)
+    refuse_reserved(options["extra_env"])
+    wish = bringup.Wish(**{**options, "goal": Goal(**options["goal"])})
     if shell and not dry_run:
         raise UsageError("--shell shows the commands of a dry run.", "Add --dry-run.")
     if dry_run:
