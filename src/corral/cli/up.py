@@ -19,6 +19,7 @@ from corral.launch import as_shell, refuse_reserved
 from corral.plan import Goal
 from corral.plan.fixed import parse_assignments
 from corral.profile import load_profile, merged
+from corral.ssh import read_hosts
 
 __all__ = ["command"]
 
@@ -43,6 +44,14 @@ FIRST_QUESTION = "What is the capital of France?"
 @click.option(
     "--flavour", type=click.Choice(["cpu", "cuda"]), help="Engine build (default: cuda where there is a GPU)."
 )
+@click.option("--hosts", metavar="A,B,…", help="Run over ssh on these hosts, head first; @FILE: one host per line.")
+@click.option(
+    "--link", type=click.Choice(["auto", "native", "ray"]), help="How several nodes are joined (default: auto)."
+)
+@click.option("--interface", metavar="NAME", help="Network interface between the nodes (default: found).")
+@click.option("--expose", is_flag=True, help="Listen on the cluster's network instead of the node itself.")
+@click.option("--patience", "patience_s", type=click.FloatRange(min=3), default=10, show_default=True,
+              metavar="SECONDS", help="Silence after which a node of several counts as lost.")  # fmt: skip
 @click.option("--env", "extra_env", multiple=True, metavar="NAME=VALUE", help="Environment variable for the engine.")
 @click.option("--restart", "restarts", type=click.IntRange(0, 100), help="Restarts after a failure (default: 0).")
 @click.option("--stall", "stall_s", type=click.FloatRange(min=10), metavar="SECONDS",
@@ -66,6 +75,11 @@ def command(
     bind: str | None,
     port: int | None,
     flavour: str | None,
+    hosts: str | None,
+    link: str | None,
+    interface: str | None,
+    expose: bool,
+    patience_s: float,
     extra_env: tuple[str, ...],
     restarts: int | None,
     stall_s: float | None,
@@ -82,7 +96,13 @@ def command(
     """
     if model and model.startswith("-"):  # `corral up -- --flag value`: everything after -- is the engine's
         engine_args, model = (model, *engine_args), None
+    target, place = _target(hosts, interface, on)
     flags = {
+        "target": target,
+        "place": place,
+        "link": link,
+        "expose": expose or None,
+        "patience_s": patience_s,
         "model": model,
         "name": name,
         "served_name": served_name,
@@ -129,6 +149,14 @@ def _bring_up(wish: bringup.Wish, screen: PhaseScreen, wait: bool) -> deployment
         if log := error.details.get("log"):
             error.details["log_tail"] = last_lines(Path(log), 15)
         raise
+
+
+def _target(hosts: str | None, interface: str | None, on: str | None) -> tuple[str | None, dict[str, object]]:
+    """Where it runs, as far as the command line says: hosts over ssh, or what the profile says."""
+    if hosts is None and on is None and interface is not None:
+        raise UsageError("--interface is for several nodes.", "Add --hosts.")
+    place: dict[str, object] = {"interface": interface} if interface else {}
+    return ("ssh", {"hosts": read_hosts(hosts), **place}) if hosts is not None else (None, place)
 
 
 def _environment(pairs: tuple[str, ...]) -> dict[str, str]:
