@@ -137,10 +137,12 @@ class HardwareKeys:
     """[hardware]: named facts, so that plans and dry runs need no node."""
 
     gpus: str | None = _key("GPUs of one node: `8xH100`", None, _gpus)
-    nodes: int | None = _key("equal nodes", None, _from(1, 4096))
+    nodes: int | None = _key(
+        "equal nodes, where neither ssh.hosts nor slurm.nodes says how many", None, _from(1, 4096)
+    )
     link: str | None = _key("between the nodes, as `corral plan --link` knows it", None, _one_of(*LINKS))
-    cpu_cores: int | None = _key("CPU cores of one node", None, _from(1))
-    memory_gib: float | None = _key("host memory of one node in GiB", None, _from(0.5))
+    cpu_cores: int | None = _key("CPU cores of one node, for plans", None, _from(1))
+    memory_gib: float | None = _key("host memory of one node in GiB, for plans", None, _from(0.5))
 
 
 @dataclass(frozen=True)

@@ -248,9 +248,6 @@ def _check_whole(profile: Profile) -> None:
                 f'Say target = "{table}" at the top, or take [{table}] out.',
             )
     named = parse_gpus(settings.hardware.gpus) if settings.hardware.gpus else None
-    said = settings.slurm.nodes or len(profile.hosts)
-    if said and settings.hardware.nodes not in (None, said) and not profile.from_environment("ssh.hosts"):
-        _contradiction(at("hardware.nodes"), f"hardware.nodes is {settings.hardware.nodes}", f"{said} are named")
     if named and named.nodes > 1 and profile.nodes != named.nodes:
         _contradiction(at("hardware.gpus"), f"hardware.gpus says {named.nodes} nodes", f"{profile.nodes} are named")
     per_node = settings.slurm.gpus_per_node
@@ -293,8 +290,6 @@ def _nodes_side(settings: Settings) -> dict[str, object]:
         "hf_home": storage.hf_home,
         "gpus": f"{named.gpus_per_node}x{named.gpu}" if named else None,
         "fabric": facts.link,
-        "cpu_cores": facts.cpu_cores,
-        "memory_gib": facts.memory_gib,
     }
 
 
