@@ -209,7 +209,7 @@ class EndpointKeys:
     """[endpoint]: where the server listens."""
 
     bind: str | None = _key("`--bind`: the address to listen on")
-    expose: bool | None = _key("listen on every address of the head node (the key is still needed)")
+    expose: bool | None = _key("`--expose`: listen on the cluster's network; the key is still needed")
     port: int | None = _key("`--port`", None, _from(1, 65535))
 
 

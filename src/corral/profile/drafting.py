@@ -18,8 +18,9 @@ __all__ = ["as_toml", "draft", "parse_value", "with_value"]
 
 SAMPLES = {  # what a reader sees in place of a value, where the type alone says too little
     "ssh.hosts": ["node00", "node01"], "ssh.hosts_file": "hosts.txt", "ssh.command": "ssh",
-    "slurm.partition": "gpu", "slurm.account": "my_lab", "slurm.time": "4:00:00", "slurm.mem": 0, "slurm.nodes": 1,
-    "slurm.exclusive": True, "slurm.gpus_per_node": 4, "slurm.cpus_per_task": 16, "slurm.signal_s": 120,
+    "slurm.partition": "gpu", "slurm.account": "my_lab", "slurm.qos": "normal",
+    "slurm.reservation": "course", "slurm.constraint": "h100", "slurm.time": "4:00:00", "slurm.mem": 0,
+    "slurm.nodes": 1, "slurm.exclusive": True, "slurm.gpus_per_node": 4, "slurm.cpus_per_task": 16, "slurm.signal_s": 120,
     "slurm.modules": ["cuda"], "slurm.extra": {"mail-type": "END"}, "hardware.gpus": "8xH100", "hardware.nodes": 1,
     "hardware.link": "ib-ndr", "hardware.cpu_cores": 96, "hardware.memory_gib": 1024.0, "network.interface": "bond0",
     "network.hca": "mlx5", "network.env": {"NCCL_DEBUG": "WARN"}, "storage.home": "~/.local/share/corral",
@@ -46,7 +47,7 @@ def as_toml(value: object) -> str:
 
 
 def _key_word(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name)
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else as_toml(name)
 
 
 def parse_value(text: str) -> Any:
@@ -74,11 +75,11 @@ def draft(values: Mapping[str, Any]) -> str:
 
 def _line(key: Key, values: Mapping[str, Any]) -> str:
     inside = values.get(key.table, {}) if key.table else values
-    if key.name in inside:
-        return f"{key.name} = {as_toml(inside[key.name])}  # {key.doc}"
     if key.dotted == "runtime.options":
         others = [f"{_key_word(name)} = {as_toml(value)}" for name, value in inside.items() if name != "name"]
         return "\n".join(others) or f"# {key.doc}"
+    if key.name in inside:
+        return f"{key.name} = {as_toml(inside[key.name])}  # {key.doc}"
     default = getattr(Settings(), key.name) if not key.table else getattr(getattr(Settings(), key.table), key.name)
     return f"# {key.name} = {as_toml(SAMPLES.get(key.dotted, default or ''))}  # {key.doc}"
 
@@ -92,8 +93,11 @@ def with_value(text: str, dotted: str, value: Any) -> str:
         raise UsageError(f"a profile has no key {dotted!r}.", f"Did you mean {guess[0]}?" if guess else "")
     lines, where = text.splitlines(), key_lines(text)
     assignment = f"{name} = {as_toml(value)}"
+    asleep = _asleep(lines, where.get(table, 0), name)
     if dotted in where:
         lines[where[dotted] - 1] = assignment
+    elif asleep is not None and (not table or table in where):
+        lines[asleep] = assignment
     elif table and table not in where:
         lines += ["", f"[{table}]", assignment]
     else:
@@ -102,6 +106,16 @@ def with_value(text: str, dotted: str, value: Any) -> str:
     if _found(made, dotted) != value:
         raise UsageError(f"{dotted} spans several lines there and cannot be set.", "Edit the file by hand.")
     return made
+
+
+def _asleep(lines: list[str], begin: int, name: str) -> int | None:
+    """Where a table that begins at a line has the key as a comment."""
+    for number, line in enumerate(lines[begin:], begin):
+        if line.lstrip("# ").startswith("["):
+            return None
+        if re.match(rf"#\s*{re.escape(name)} = ", line):
+            return number
+    return None
 
 
 def _found(text: str, dotted: str) -> Any:
