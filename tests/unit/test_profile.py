@@ -525,8 +525,8 @@ def test_slurm_options() -> None:
         "[limits]\nmax_jobs = 3\n"
     )
     assert profile.place == {
-        "partition": "gpu", "mem": 0, "exclusive": False, "signal_s": 60, "nodes": 2, "gpus": "4xA100-80",
-        "extra": {"mail-type": "END", "comment": "a b"}, "max_jobs": 3,
+        "partition": "gpu", "mem": 0, "exclusive": False, "signal_s": 60, "nodes": 2,
+        "hardware": {"gpus": "4xA100", "nodes": 2}, "extra": {"mail-type": "END", "comment": "a b"}, "max_jobs": 3,
     }  # fmt: skip
 
 

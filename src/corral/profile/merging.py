@@ -83,8 +83,8 @@ def _refuse_placeholders(profile: Profile, result: Mapping[str, Any]) -> None:
 def _refuse_beyond_limits(profile: Profile, result: Mapping[str, Any]) -> None:
     limits, place = profile.settings.limits, result["place"]
     nodes = int(place.get("nodes") or len(place.get("hosts", ())) or 1)
-    per_node = parse_gpus(place["gpus"]).gpus_per_node if place.get("gpus") else 0
-    per_node = place.get("gpus_per_node", per_node)
+    gpus = place.get("gpus") or place.get("hardware", {}).get("gpus")
+    per_node = place.get("gpus_per_node", parse_gpus(gpus).gpus_per_node if gpus else 0)
     asked_s, most_s = time_s(str(place.get("time", "0"))), time_s(limits.max_time or "0")
     for key, asked, most in (
         ("max_nodes", nodes, limits.max_nodes),

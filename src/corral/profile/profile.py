@@ -267,29 +267,40 @@ def _contradiction(where: str, one: str, other: str) -> None:
 
 
 def _ssh_place(settings: Settings) -> dict[str, object]:
-    return _only_said({"hosts": list(settings.ssh.hosts), "command": settings.ssh.command, **_nodes_side(settings)})
+    facts = settings.hardware
+    named = parse_gpus(facts.gpus) if facts.gpus else None
+    return _only_said({
+        "hosts": list(settings.ssh.hosts),
+        "command": settings.ssh.command,
+        "gpus": f"{named.gpus_per_node}x{named.gpu}" if named else None,  # of one node
+        "fabric": facts.link,
+        "env": dict(settings.network.env),
+        **_nodes_side(settings),
+    })  # fmt: skip
 
 
 def _slurm_place(settings: Settings) -> dict[str, object]:
     asked = {**vars(settings.slurm), "modules": list(settings.slurm.modules), "extra": dict(settings.slurm.extra)}
     asked["nodes"] = settings.slurm.nodes or settings.hardware.nodes
-    return _only_said({**asked, "max_jobs": settings.limits.max_jobs, **_nodes_side(settings)})
+    facts = _only_said(vars(settings.hardware))
+    return _only_said({
+        **asked,
+        "hardware": facts,
+        "max_jobs": settings.limits.max_jobs,
+        **_nodes_side(settings),
+    })  # fmt: skip
 
 
 def _nodes_side(settings: Settings) -> dict[str, object]:
-    """What the targets with nodes of their own have in common; `gpus` are those of one node."""
-    facts, network, storage = settings.hardware, settings.network, settings.storage
-    named = parse_gpus(facts.gpus) if facts.gpus else None
+    """What the targets with nodes of their own have in common."""
+    network, storage = settings.network, settings.storage
     return {
         "interface": network.interface,
         "hca": network.hca,
-        "env": dict(network.env),
         "home": storage.home,
         "models": storage.models,
         "shared": storage.shared,
         "hf_home": storage.hf_home,
-        "gpus": f"{named.gpus_per_node}x{named.gpu}" if named else None,
-        "fabric": facts.link,
     }
 
 
