@@ -76,7 +76,7 @@ class Profile:
         return self.settings.slurm.nodes or len(self.hosts) or facts.nodes or named
 
     @property
-    def place(self) -> dict[str, object]:
+    def place(self) -> dict[str, Any]:
         """The options of its target; only what is said is in it."""
         return _PLACES[self.target](self.settings)
 
