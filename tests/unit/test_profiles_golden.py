@@ -49,6 +49,7 @@ class Case:
     ranks: int = 1
     link: str = "single"
     hardware: str = ""  # of this machine, for the local target
+    script: tuple[str, ...] = ()  # documented lines of a batch script, all of them still there
     options: tuple[Option, ...] = ()
     label: str = ""
 
@@ -96,6 +97,17 @@ def kempner(label: str, nodes: int, tensor: int, settings: tuple[str, ...], *opt
         ranks=nodes,
         link="ray" if nodes > 1 else "single",
         label=label,
+        script=tuple(
+            f"#SBATCH --{word}"
+            for word in (
+                f"nodes={nodes}",
+                "gpus-per-node=4",
+                "cpus-per-task=96",
+                "mem=0",
+                "exclusive",
+                "time=4:00:00",
+            )
+        ),
         options=(
             Option("module load python/…", "python --"),
             Option("conda activate vllm-inference", "vllm-inference"),
@@ -284,7 +296,9 @@ def test_the_whole_text(case: Case, led: Led) -> None:
     text = led(case, True)
     file = GOLDEN / f"{case.name}.sh"
     if os.environ.get("CORRAL_GOLDEN") == "write":
+        GOLDEN.mkdir(exist_ok=True)
         file.write_text(text)
+    assert set(case.script) <= set(text.splitlines())
     assert file.is_file(), f"read and keep it: CORRAL_GOLDEN=write pytest {__file__}"
     assert text == file.read_text()
 
