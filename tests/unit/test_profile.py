@@ -15,7 +15,7 @@ from corral.bringup import Wish
 from corral.errors import AccessError, CorralError, DataError, NotFoundError, UsageError
 from corral.plan import Goal
 from corral.plan.fixed import KEYS
-from corral.profile import ENVIRONMENT, Profile, all_profiles, load_profile, merged, places
+from corral.profile import ENVIRONMENT, Profile, all_profiles, load_profile, merged, places, with_storage
 from corral.profile.contract import all_keys, time_s
 from corral.profile.drafting import SAMPLES, as_toml, draft, with_value
 from corral.profile.profile import assemble
@@ -553,6 +553,27 @@ def test_a_hosts_file(tmp_path: Path) -> None:
     (tmp_path / "hosts").unlink()
     with pytest.raises(DataError, match="No such file"):
         assemble("p", [read_file(path, "user")], {})
+    os.mkfifo(tmp_path / "hosts")
+    with pytest.raises(DataError, match="is not a file"):
+        assemble("p", [read_file(path, "user")], {})
+
+
+# ------------------------------------------------------------------------------------------------------------ storage
+def test_models_that_lie_in_the_profiles_storage_are_served_from_there(tmp_path: Path) -> None:
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text("{}")
+    profile = profile_of(f'[storage]\nmodels = "{tmp_path}"\nhf_home = "{tmp_path}"\n')
+    environ: dict[str, str] = {}
+    for named in ("tiny", "owner/tiny"):
+        assert with_storage(profile, {"model": named}, environ)["model"] == str(tmp_path / "tiny")
+    for other in ("big", "/tiny", "./tiny", "~/tiny", "../x/tiny", None):
+        assert with_storage(profile, {"model": other}, environ)["model"] == other
+    assert environ == {"HF_HOME": str(tmp_path)}
+    assert with_storage(profile, {}, environ := {"HF_HOME": "/mine"}) == {}
+    assert environ == {"HF_HOME": "/mine"}
+    elsewhere = profile_of('[storage]\nmodels = "/nowhere"\nhf_home = "/nowhere"\n')
+    assert with_storage(elsewhere, {"model": "tiny"}, environ := {}) == {"model": "tiny"}
+    assert environ == {}
 
 
 # ------------------------------------------------------------------------------------------------------------ writing

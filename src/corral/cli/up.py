@@ -18,7 +18,7 @@ from corral.errors import CorralError, LaunchError, UsageError
 from corral.launch import as_shell, refuse_reserved
 from corral.plan import Goal
 from corral.plan.fixed import parse_assignments
-from corral.profile import load_profile, merged
+from corral.profile import load_profile, merged, with_storage
 from corral.ssh import read_hosts
 
 __all__ = ["command"]
@@ -119,7 +119,8 @@ def command(
         "stall_s": stall_s,
         "hung_s": hung_s,
     }
-    options = merged(load_profile(on), flags)
+    profile = load_profile(on)
+    options = with_storage(profile, merged(profile, flags))
     refuse_reserved(options["extra_env"])
     wish = bringup.Wish(**{**options, "goal": Goal(**options["goal"])})
     if shell and not dry_run:
@@ -129,6 +130,8 @@ def command(
         click.echo(as_shell(spec), nl=False) if shell else print_json(spec)
         return
     with PhaseScreen(quiet=as_json) as screen:
+        if any(layer.kind == "project" for layer in profile.layers):  # found by where one stands: never silently
+            screen.note(f"profile {on}: {' over '.join(layer.label for layer in reversed(profile.layers))}")
         status = _bring_up(wish, screen, wait)
     if not wait:
         _told_started(status, as_json)

@@ -109,7 +109,6 @@ class SshKeys:
 
     hosts: tuple[str, ...] = _key("the nodes, head first, as ssh knows them", (), _hosts)
     hosts_file: str | None = _key("a file with one host per line instead; relative to the profile")
-    command: str | None = _key("the ssh command, when it is not `ssh` (as `CORRAL_SSH`)", None, _word)
 
 
 @dataclass(frozen=True)
@@ -178,9 +177,9 @@ class StorageKeys:
     """[storage]: where things lie on the nodes."""
 
     home: str | None = _key("Corral's home on the nodes", None, _path)
-    models: str | None = _key("folder of models on the nodes", None, _path)
-    shared: bool | None = _key("whether the nodes see the same home and models")
-    hf_home: str | None = _key("Hugging Face home on the nodes", None, _path)
+    models: str | None = _key("folder of models: one that lies there by name is served from there", None, _path)
+    shared: bool | None = _key("whether the nodes see this machine's files (ssh finds out by itself)")
+    hf_home: str | None = _key("Hugging Face home to look in and fetch to, where `HF_HOME` is not set", None, _path)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from corral.record import nearest
 __all__ = ["as_toml", "draft", "parse_value", "with_value"]
 
 SAMPLES = {  # what a reader sees in place of a value, where the type alone says too little
-    "ssh.hosts": ["node00", "node01"], "ssh.hosts_file": "hosts.txt", "ssh.command": "ssh",
+    "ssh.hosts": ["node00", "node01"], "ssh.hosts_file": "hosts.txt",
     "slurm.partition": "gpu", "slurm.account": "my_lab", "slurm.qos": "normal",
     "slurm.reservation": "course", "slurm.constraint": "h100", "slurm.time": "4:00:00", "slurm.mem": 0,
     "slurm.nodes": 1, "slurm.exclusive": True, "slurm.gpus_per_node": 4, "slurm.cpus_per_task": 16,

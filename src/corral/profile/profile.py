@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from corral.errors import CorralError, DataError, UsageError
+from corral.errors import CorralError, DataError
 from corral.hardware import GIB, Inventory, parse_gpus
 from corral.profile import places
 from corral.profile.contract import Settings, all_keys, is_placeholder, time_s
-from corral.profile.reading import Layer, build, read_file
+from corral.profile.reading import Layer, build, read_file, read_text
 from corral.ssh import check_host
 
 __all__ = ["ENVIRONMENT", "Listed", "Profile", "all_profiles", "assemble", "load_profile"]
@@ -98,6 +98,8 @@ class Profile:
         for layer in reversed(self.layers):
             if _has(layer.values, dotted):
                 return layer.at(dotted)
+        if dotted == "ssh.hosts" and self.settings.ssh.hosts_file:
+            return self.origin("ssh.hosts_file")
         return "default"
 
     def from_environment(self, dotted: str) -> bool:
@@ -227,12 +229,11 @@ def _with_hosts_file(profile: Profile) -> Profile:
     layer = next(layer for layer in reversed(profile.layers) if _has(layer.values, "ssh.hosts_file"))
     path = Path(layer.label).parent / Path(ssh.hosts_file).expanduser()
     try:
-        lines = path.read_bytes().decode("utf-8-sig").splitlines()
+        lines = read_text(path).splitlines()
         hosts = [check_host(words[0]) for line in lines if (words := line.partition("#")[0].split())]
-    except (OSError, UnicodeDecodeError, UsageError) as error:
-        said = error.strerror if isinstance(error, OSError) else str(error)
+    except CorralError as error:
         at = profile.origin("ssh.hosts_file")
-        raise DataError(f"{at}: the hosts file {path} cannot be used: {said}", "One host per line.") from None
+        raise DataError(f"{at}: the hosts file cannot be used: {error.message}", "One host per line.") from None
     unique = tuple(dict.fromkeys(hosts))
     return replace(profile, settings=replace(profile.settings, ssh=replace(ssh, hosts=unique)))
 
@@ -271,37 +272,27 @@ def _ssh_place(settings: Settings) -> dict[str, object]:
     named = parse_gpus(facts.gpus) if facts.gpus else None
     return _only_said({
         "hosts": list(settings.ssh.hosts),
-        "command": settings.ssh.command,
         "gpus": f"{named.gpus_per_node}x{named.gpu}" if named else None,  # of one node
         "fabric": facts.link,
+        "interface": settings.network.interface,
+        "hca": settings.network.hca,
         "env": dict(settings.network.env),
-        **_nodes_side(settings),
+        "home": settings.storage.home,
     })  # fmt: skip
 
 
 def _slurm_place(settings: Settings) -> dict[str, object]:
-    asked = {**vars(settings.slurm), "modules": list(settings.slurm.modules), "extra": dict(settings.slurm.extra)}
-    asked["nodes"] = settings.slurm.nodes or settings.hardware.nodes
-    facts = _only_said(vars(settings.hardware))
     return _only_said({
-        **asked,
-        "hardware": facts,
+        **vars(settings.slurm),
+        "modules": list(settings.slurm.modules),
+        "extra": dict(settings.slurm.extra),
+        "nodes": settings.slurm.nodes or settings.hardware.nodes,
+        "hardware": _only_said(vars(settings.hardware)),
+        "interface": settings.network.interface,
+        "hca": settings.network.hca,
         "max_jobs": settings.limits.max_jobs,
-        **_nodes_side(settings),
+        **vars(settings.storage),
     })  # fmt: skip
-
-
-def _nodes_side(settings: Settings) -> dict[str, object]:
-    """What the targets with nodes of their own have in common."""
-    network, storage = settings.network, settings.storage
-    return {
-        "interface": network.interface,
-        "hca": network.hca,
-        "home": storage.home,
-        "models": storage.models,
-        "shared": storage.shared,
-        "hf_home": storage.hf_home,
-    }
 
 
 def _only_said(values: Mapping[str, object]) -> dict[str, object]:

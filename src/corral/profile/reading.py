@@ -14,7 +14,7 @@ from corral.errors import AccessError, DataError
 from corral.profile.contract import Settings, all_keys, takes
 from corral.record import nearest
 
-__all__ = ["Layer", "build", "key_lines", "parse", "read_file"]
+__all__ = ["Layer", "build", "key_lines", "parse", "read_file", "read_text"]
 
 MOST_BYTES = 256 * 1024  # the largest profile anybody writes by hand is a hundredth of this
 _HEADER = re.compile(r"^\s*\[\s*([A-Za-z0-9_.\"'\s-]+?)\s*\]\s*(?:#.*)?$")
@@ -41,7 +41,7 @@ class Layer:
 
 def read_file(path: Path, kind: str) -> Layer:
     """One file as a layer; its keys are checked."""
-    return parse(_text(path), str(path), kind)
+    return parse(read_text(path), str(path), kind)
 
 
 def parse(text: str, label: str, kind: str = "user") -> Layer:
@@ -58,14 +58,15 @@ def parse(text: str, label: str, kind: str = "user") -> Layer:
     return layer
 
 
-def _text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """A small text file, whatever may lie there instead."""
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):
-            raise DataError(f"{path} is not a file.", "A profile is a TOML file; move this away.")
+            raise DataError(f"{path} is not a file.", "Move it away.")
         if found.st_size > MOST_BYTES:
-            said = f"{path} has {found.st_size:,} bytes; a profile has {MOST_BYTES:,} at most."
-            raise DataError(said, "Is it really a profile?")
+            said = f"{path} has {found.st_size:,} bytes; {MOST_BYTES:,} are read at most."
+            raise DataError(said, "Is it the right file?")
         return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
