@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,10 @@ from tests.integration.test_ssh import NODES, Bench, bench
 from tests.testbed import missing
 
 __all__ = ["bench"]
-pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+pytestmark = [
+    pytest.mark.skipif(bool(missing()), reason=missing()),
+    pytest.mark.skipif(find_spec("corral.spread") is None, reason="this version cannot bring files to nodes"),
+]
 
 
 def test_two_nodes_by_the_name_of_a_profile(bench: Bench) -> None:
