@@ -1,7 +1,7 @@
 """The documented deployments, as the shipped examples lead to them: option by option, and word by word.
 
 Every option that a document shows is either in the commands of today, or in the table with why it is gone. The whole
-text is kept in tests/unit/golden; `CORRAL_GOLDEN=write` writes it anew, to be read before it is committed. An example
+text is kept in tests/unit/golden/profiles; `CORRAL_GOLDEN=write` writes it anew, to be read before it is committed. An example
 whose target or runtime is not there is skipped.
 """
 
@@ -28,7 +28,7 @@ from corral.runtimes.base import RUNTIMES
 from corral.targets import local
 from corral.targets.base import TARGETS, ChosenPorts
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parent / "golden" / "profiles"
 HOME = "/srv/corral-home"
 
 
@@ -296,7 +296,7 @@ def test_the_whole_text(case: Case, led: Led) -> None:
     text = led(case, True)
     file = GOLDEN / f"{case.name}.sh"
     if os.environ.get("CORRAL_GOLDEN") == "write":
-        GOLDEN.mkdir(exist_ok=True)
+        GOLDEN.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
     assert set(case.script) <= set(text.splitlines())
     assert file.is_file(), f"read and keep it: CORRAL_GOLDEN=write pytest {__file__}"
