@@ -1,8 +1,8 @@
 """The documented deployments, as the shipped examples lead to them: option by option, and word by word.
 
 Every option that a document shows is either in the commands of today, or in the table with why it is gone. The whole
-text is kept in tests/unit/golden/profiles; `CORRAL_GOLDEN=write` writes it anew, to be read before it is committed. An example
-whose target or runtime is not there is skipped.
+text is kept in tests/unit/golden/profiles; `CORRAL_GOLDEN=write` writes it anew, to be read before it is committed.
+An example whose target or runtime is not there is skipped.
 """
 
 from __future__ import annotations
