@@ -516,6 +516,14 @@ def test_the_limit_of_time_holds_for_the_command_line_too() -> None:
         merged(profile, {"place": {"time": "3:00:00"}})
 
 
+def test_limits_hold_for_words_of_the_command_line() -> None:
+    profile = profile_of('target = "slurm"\n[limits]\nmax_gpus = 8\n')
+    assert merged(profile, {"place": {"nodes": 2, "gpus_per_node": "4"}})
+    with pytest.raises(UsageError, match="12 GPUs"):
+        merged(profile, {"place": {"nodes": "3", "gpus_per_node": "4"}})
+    assert merged(profile, {"place": {"nodes": "many"}})["place"]["nodes"] == "many"  # the target's to refuse
+
+
 def test_slurm_options() -> None:
     profile = profile_of(
         'target = "slurm"\n[slurm]\npartition = "gpu"\nmem = 0\nexclusive = false\nsignal_s = 60\n'

@@ -82,9 +82,9 @@ def _refuse_placeholders(profile: Profile, result: Mapping[str, Any]) -> None:
 
 def _refuse_beyond_limits(profile: Profile, result: Mapping[str, Any]) -> None:
     limits, place = profile.settings.limits, result["place"]
-    nodes = int(place.get("nodes") or len(place.get("hosts", ())) or 1)
+    nodes = _number(place.get("nodes")) or len(place.get("hosts", ())) or 1
     gpus = place.get("gpus") or place.get("hardware", {}).get("gpus")
-    per_node = place.get("gpus_per_node", parse_gpus(gpus).gpus_per_node if gpus else 0)
+    per_node = _number(place.get("gpus_per_node", parse_gpus(gpus).gpus_per_node if gpus else 0))
     asked_s, most_s = time_s(str(place.get("time", "0"))), time_s(limits.max_time or "0")
     for key, asked, most in (
         ("max_nodes", nodes, limits.max_nodes),
@@ -97,3 +97,8 @@ def _refuse_beyond_limits(profile: Profile, result: Mapping[str, Any]) -> None:
                 f"{asked:,} {what} are more than the {most:,} that the profile {profile.name!r} allows.",
                 f"Ask for less, or change limits.{key} ({profile.origin(f'limits.{key}')}).",
             )
+
+
+def _number(value: object) -> int:
+    """A number, also from words of the command line; what is none is for the target to refuse."""
+    return int(str(value)) if str(value).isdecimal() else 0
