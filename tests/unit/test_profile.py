@@ -489,6 +489,10 @@ def test_placeholders_must_be_filled_in_before_use() -> None:
         merged(profile, {})
     assert "partition, account" in caught.value.message
     assert "corral profile init my-kempner --from kempner" in caught.value.remedy
+    own = user_file("mine", 'target = "slurm"\n[slurm]\naccount = "<your account>"\n')
+    with pytest.raises(UsageError) as caught:
+        merged(load_profile("mine"), {})
+    assert caught.value.remedy == f"Fill in what stands in <> in {own}."
     filled = load_profile("kempner", {"CORRAL_PARTITION": "gpu", "CORRAL_ACCOUNT": "lab"})
     assert merged(filled, {})["place"]["account"] == "lab"
     assert merged(profile, {"place": {"partition": "gpu", "account": "lab"}})["place"]["nodes"] == 4

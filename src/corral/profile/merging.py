@@ -72,12 +72,11 @@ def _refuse_placeholders(profile: Profile, result: Mapping[str, Any]) -> None:
     ]
     open_keys += [name for name in ("model", "bind") if is_placeholder(result.get(name))]
     if open_keys:
-        name = profile.name
-        raise UsageError(
-            f"the profile {name!r} leaves {', '.join(open_keys)} to you.",
-            f"Make it your own: `corral profile init my-{name} --from {name}`, and fill in what stands in <>.",
-            keys=open_keys,
-        )
+        name, files = profile.name, [layer for layer in profile.layers if layer.kind != "environment"]
+        remedy = f"Make it your own: `corral profile init my-{name} --from {name}`, and fill in what stands in <>."
+        if files and files[-1].kind != "example":
+            remedy = f"Fill in what stands in <> in {files[-1].label}."
+        raise UsageError(f"the profile {name!r} leaves {', '.join(open_keys)} to you.", remedy, keys=open_keys)
 
 
 def _refuse_beyond_limits(profile: Profile, result: Mapping[str, Any]) -> None:
