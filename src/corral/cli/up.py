@@ -18,6 +18,7 @@ from corral.errors import CorralError, LaunchError, UsageError
 from corral.launch import as_shell, refuse_reserved
 from corral.plan import Goal
 from corral.plan.fixed import parse_assignments
+from corral.runtimes.base import RUNTIMES, parse_options
 
 __all__ = ["command"]
 
@@ -41,6 +42,10 @@ FIRST_QUESTION = "What is the capital of France?"
 @click.option(
     "--flavour", type=click.Choice(["cpu", "cuda"]), help="Engine build (default: cuda where there is a GPU)."
 )
+@click.option("--runtime", default="managed", show_default=True, type=click.Choice(list(RUNTIMES)),
+              help="How vLLM exists where it runs (see docs/runtimes.md).")  # fmt: skip
+@click.option("--runtime-option", "runtime_options", multiple=True, metavar="KEY=VALUE",
+              help="Option of that runtime: image=…, env=…, path=…; lists as mounts='[\"/data\"]'.")  # fmt: skip
 @click.option("--env", "extra_env", multiple=True, metavar="NAME=VALUE", help="Environment variable for the engine.")
 @click.option("--restart", "restarts", type=click.IntRange(0, 100), default=0, help="Restarts after a failure.")
 @click.option("--stall", "stall_s", type=click.FloatRange(min=10), default=600, show_default=True, metavar="SECONDS",
@@ -63,6 +68,8 @@ def command(
     bind: str | None,
     port: int | None,
     flavour: str | None,
+    runtime: str,
+    runtime_options: tuple[str, ...],
     extra_env: tuple[str, ...],
     restarts: int,
     stall_s: float,
@@ -84,6 +91,8 @@ def command(
         name=name,
         served_name=served_name,
         flavour=flavour,
+        runtime=runtime,
+        runtime_options=parse_options(runtime_options),
         bind=bind,
         port=port,
         goal=Goal(context=context, concurrency=concurrency, goal=goal),
