@@ -43,8 +43,8 @@ class Diagnosis:
 RUNTIME_SIGNATURES: tuple[Signature, ...] = (
     Signature(
         Reason.NO_RUNTIME,
-        r"corral: there is no command (\S+) on this node",
-        "the command {1} is not on the node",
+        r"corral: (?:there is no command (\S+)|(\S+) does not work) on this node",
+        "the command {1}{2} is not on the node, or does not work there",
         "Install it there, name it with --runtime-option, or choose another --runtime.",
     ),
     Signature(
@@ -61,20 +61,20 @@ RUNTIME_SIGNATURES: tuple[Signature, ...] = (
     ),
     Signature(
         Reason.NO_RUNTIME,
-        r"permission denied while trying to connect to the [Dd]ocker daemon|dial unix \S+: connect: permission denied",
+        r"permission denied while trying to connect to the [Dd]ocker|dial unix \S+: connect: permission denied",
         "this user may not use the Docker daemon of the node",
         "Ask to be put into the group `docker` (then log in anew), or use --runtime podman or apptainer.",
     ),
     Signature(
         Reason.NO_RUNTIME,
-        r"Cannot connect to the Docker daemon(?: at (\S+?))?\.|Cannot connect to Podman",
+        r"Cannot connect to the Docker daemon(?: at (\S+?)\. )?|Cannot connect to Podman",
         "the container daemon of the node does not answer {1}",
         "Start it (`systemctl start docker`), and check DOCKER_HOST and `docker context ls`.",
     ),
     Signature(
         Reason.NO_GPU,
         r"could not select device driver|unresolvable CDI devices ([^\n]+)|nvidia-container-cli: ([^\n]+)"
-        r"|unknown or invalid runtime name: nvidia|setting up CDI devices",
+        r"|unknown or invalid runtime name: nvidia",
         "containers cannot use this node's GPUs {1}{2}",
         "Install the NVIDIA Container Toolkit there (for Podman also `nvidia-ctk cdi generate`), and check that"
         " `nvidia-smi` works outside a container.",
@@ -83,7 +83,7 @@ RUNTIME_SIGNATURES: tuple[Signature, ...] = (
         Reason.NAME_TAKEN,
         r"container name \"/?([^\"]+)\" is already in use",
         "another container is called {1}, and it is not this launch's",
-        "See whose it is with `docker ps -a --filter name={1}`; remove it if nobody needs it, or take another --name.",
+        "See whose it is (`docker ps -a --filter name={1}`); remove it if nobody needs it, or take another --name.",
     ),
     Signature(
         Reason.NO_IMAGE,
@@ -94,13 +94,14 @@ RUNTIME_SIGNATURES: tuple[Signature, ...] = (
     ),
     Signature(
         Reason.NO_IMAGE,
-        r"Unable to find image '([^']+)' locally(?=.*?(?:Error response from daemon|Cannot|Timeout|timeout))",
+        r"Unable to find image '([^']+)' locally\n(?:docker: |[^\n]*Error response)"
+        r"|docker: Error response from daemon: (?:Get|Head|toomanyrequests|net/http|failed to register layer)",
         "the image {1} is not on the node and could not be pulled",
         "Pull it where there is a network (`docker pull`), or bring it there with `docker save` and `docker load`.",
     ),
     Signature(
         Reason.NO_IMAGE,
-        r"(?:could not open image (\S+?):|initializing source (\S+?):|[Ff]ailed to (?:pull|build) (?:image )?(\S+?):)",
+        r"could not open image (\S+?):|initializing source (\S+?):|[Ff]ailed to (?:pull|build) (?:image )?(\S+?):",
         "the image {1}{2}{3} is not there and could not be pulled",
         "Check its path or name; pull it where there is a network and copy it to the node.",
     ),
@@ -116,6 +117,12 @@ RUNTIME_SIGNATURES: tuple[Signature, ...] = (
         r"|mount source (\S+) doesn't exist",
         "a folder to be mounted is not on the node: {1}{2}{3}",
         "Correct --runtime-option mounts=…, or make the folder there.",
+    ),
+    Signature(
+        Reason.BAD_ARGUMENT,
+        r"unknown (?:shorthand )?flag: (\S+)",
+        "the container's client refused an argument: {1}",
+        "Correct --runtime-option args=…; `corral up --dry-run` shows the whole command.",
     ),
 )
 

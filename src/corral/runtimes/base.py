@@ -12,7 +12,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, get_type_hints
 
 from corral.engine_flags import FlagList
 from corral.errors import DataError, UsageError
@@ -135,9 +135,14 @@ RUNTIMES = {
 
 
 def read_options(kind: type[T], options: Mapping[str, object], runtime: str) -> T:
-    """A runtime's options as its own dataclass, strictly."""
+    """A runtime's options as its own dataclass, strictly; but one text may stand for a list of one."""
+    hints = get_type_hints(kind)
+    given = {
+        key: [value] if hints.get(key) == tuple[str, ...] and isinstance(value, str) else value
+        for key, value in options.items()
+    }
     try:
-        return from_json(kind, dict(options), f"runtime {runtime}")
+        return from_json(kind, given, f"runtime {runtime}")
     except DataError as error:  # given by the user, so a matter of usage
         raise UsageError(error.message, error.remedy) from None
 
