@@ -207,6 +207,8 @@ REMEDIES = {
     Reason.PORT_TAKEN: "Start it again: another free port is chosen; or name one with --port.",
     Reason.NOT_GUARDED: "The guard was not loaded; report this with `corral logs NAME`. The server was taken down.",
     Reason.AGENT_KILLED: "Start it again with `corral up`; on shared machines, ask who ends processes.",
+    Reason.NODE_LOST: "Look at the node (`corral doctor`), then start again; `--restart N` does so by itself when it returns.",
+    Reason.NETWORK: "`corral doctor` shows the interfaces and which of them all nodes reach; name one with --interface.",
     Reason.ENGINE_BROKEN: "Run `corral engine check`; install the engine anew if it fails.",
 }
 
@@ -239,8 +241,9 @@ def _heartbeat_age_s(folder: DeploymentFolder) -> float:
 def _diagnosis(folder: DeploymentFolder, last: Event) -> Diagnosis:
     if str(last.get("text", "")).startswith(("/health", "the first completion")):
         return Diagnosis(Reason.ENGINE_EXITED, str(last.get("text")), "The whole log: `corral logs NAME`.")
-    lines = last_lines(folder.rank(0).log, 200, int(last.get("log_from", 0)))
-    return diagnose(
+    failed = int(last.get("failed_rank", 0))
+    lines = last_lines(folder.rank(failed).log, 200, int(last.get("log_from", 0)))
+    found = diagnose(
         lines,
         last.get("exit_code"),
         last.get("signal"),
@@ -248,6 +251,7 @@ def _diagnosis(folder: DeploymentFolder, last: Event) -> Diagnosis:
         bool(last.get("was_ready")),
         bool(last.get("container")),
     )
+    return replace(found, cause=f"rank {failed} on {last.get('node')}: {found.cause}") if failed else found
 
 
 def _timings(states: list[Event]) -> Timings:
@@ -287,6 +291,7 @@ def stop(folder: DeploymentFolder) -> Status:
             f"processes of {record.name!r} could not be ended from here.",
             "Run `corral down` on the machine it runs on, or ask its administrator.",
         )
+    folder.tunnel.unlink(missing_ok=True)  # whoever holds it sees that
     return status(folder)
 
 

@@ -21,6 +21,7 @@ __all__ = ["VERBS", "main"]
 # verb -> (module:attribute, one line for `corral --help`)
 VERBS: dict[str, tuple[str, str]] = {
     "plan": ("corral.cli.plan:command", "Will it fit, how to split it, how fast will it be, and why."),
+    "doctor": ("corral.cli.doctor:command", "What would go wrong on these nodes, with a remedy each."),
     "up": ("corral.cli.up:command", "Serve a model: install, fetch, start, watch until it answers."),
     "ps": ("corral.cli.ps:command", "Deployments and their states."),
     "status": (
@@ -31,6 +32,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "events": ("corral.cli.events:command", "The journal: what happened, and when."),
     "wait": ("corral.cli.wait:command", "Wait until a deployment is ready."),
     "down": ("corral.cli.down:command", "Stop a deployment and leave nothing behind."),
+    "tunnel": ("corral.cli.tunnel:command", "Bring the endpoint of a deployment elsewhere to this machine."),
     "complete": ("corral.cli.complete:command", "Continue a text; show the probabilities of its tokens."),
     "chat": ("corral.cli.chat:command", "Talk with a model in the terminal."),
     "score": ("corral.cli.score:command", "Likelihoods of texts, continuations and choices; resumable."),

@@ -19,6 +19,7 @@ from corral.launch import as_shell, refuse_reserved
 from corral.plan import Goal
 from corral.plan.fixed import parse_assignments
 from corral.runtimes.base import RUNTIMES, parse_options
+from corral.ssh import read_hosts
 
 __all__ = ["command"]
 
@@ -42,6 +43,14 @@ FIRST_QUESTION = "What is the capital of France?"
 @click.option(
     "--flavour", type=click.Choice(["cpu", "cuda"]), help="Engine build (default: cuda where there is a GPU)."
 )
+@click.option("--hosts", metavar="A,B,…", help="Run over ssh on these hosts, head first; @FILE: one host per line.")
+@click.option(
+    "--link", type=click.Choice(["auto", "native", "ray"]), help="How several nodes are joined (default: auto)."
+)
+@click.option("--interface", metavar="NAME", help="Network interface between the nodes (default: found).")
+@click.option("--expose", is_flag=True, help="Listen on the cluster's network instead of the node itself.")
+@click.option("--patience", "patience_s", type=click.FloatRange(min=3), default=10, show_default=True,
+              metavar="SECONDS", help="Silence after which a node of several counts as lost.")  # fmt: skip
 @click.option("--runtime", default="managed", show_default=True, type=click.Choice(list(RUNTIMES)),
               help="How vLLM exists where it runs (see docs/runtimes.md).")  # fmt: skip
 @click.option("--runtime-option", "runtime_options", multiple=True, metavar="KEY=VALUE",
@@ -68,6 +77,11 @@ def command(
     bind: str | None,
     port: int | None,
     flavour: str | None,
+    hosts: str | None,
+    link: str | None,
+    interface: str | None,
+    expose: bool,
+    patience_s: float,
     runtime: str,
     runtime_options: tuple[str, ...],
     extra_env: tuple[str, ...],
@@ -86,7 +100,13 @@ def command(
     """
     if model and model.startswith("-"):  # `corral up -- --flag value`: everything after -- is the engine's
         engine_args, model = (model, *engine_args), None
+    target, place = _target(hosts, interface)
     wish = bringup.Wish(
+        target=target,
+        place=place,
+        link=link or "auto",
+        expose=expose,
+        patience_s=patience_s,
         model=model,
         name=name,
         served_name=served_name,
@@ -130,6 +150,15 @@ def _bring_up(wish: bringup.Wish, screen: PhaseScreen, wait: bool) -> deployment
         if log := error.details.get("log"):
             error.details["log_tail"] = last_lines(Path(log), 15)
         raise
+
+
+def _target(hosts: str | None, interface: str | None) -> tuple[str, dict[str, object]]:
+    """Where it runs: hosts over ssh, or here."""
+    if hosts is None:
+        if interface is not None:
+            raise UsageError("--interface is for several nodes.", "Add --hosts.")
+        return "local", {}
+    return "ssh", {"hosts": read_hosts(hosts), **({"interface": interface} if interface else {})}
 
 
 def _environment(pairs: tuple[str, ...]) -> dict[str, str]:

@@ -96,6 +96,9 @@ class ApptainerRuntime:
     def stage(self, progress: Callable[[str], None]) -> ApptainerRuntime:
         return self
 
+    def moved(self, places: Mapping[str, str]) -> ApptainerRuntime:
+        return self
+
     def wrap(self, job: Job) -> Wrapped:
         name = "apptainer-" + re.sub(r"[^A-Za-z0-9_.-]+", "-", self.image).strip("-.")[-80:]
         cache = str(PurePath(self.node.home) / "cache" / name)

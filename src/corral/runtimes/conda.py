@@ -87,6 +87,9 @@ class CondaRuntime:
     def stage(self, progress: Callable[[str], None]) -> CondaRuntime:
         return self
 
+    def moved(self, places: Mapping[str, str]) -> CondaRuntime:
+        return self
+
     def wrap(self, job: Job) -> Wrapped:
         return Wrapped(self._entered(job.argv), {**kept_caches(self.node.home, "conda"), **job.env})
 

@@ -214,6 +214,9 @@ class ContainerRuntime:
     def stage(self, progress: Callable[[str], None]) -> Self:
         return self  # each node pulls its image when it starts: it is the node's daemon that must have it
 
+    def moved(self, places: Mapping[str, str]) -> Self:
+        return self
+
     def wrap(self, job: Job) -> Wrapped:
         run, name, cache = f"{job.launch_id}.{job.rank}", container_name(job, self.node.home), self._cache
         env = {**kept_caches(self.node.home, self._cache_name), **job.env}

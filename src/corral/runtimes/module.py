@@ -95,6 +95,9 @@ class ModuleRuntime:
     def stage(self, progress: Callable[[str], None]) -> ModuleRuntime:
         return replace(self, inside=self.inside.stage(progress))
 
+    def moved(self, places: Mapping[str, str]) -> ModuleRuntime:
+        return replace(self, inside=self.inside.moved(places))
+
     def wrap(self, job: Job) -> Wrapped:
         inner = self.inside.wrap(job)
         return Wrapped(

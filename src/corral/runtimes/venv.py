@@ -70,6 +70,9 @@ class VenvRuntime:
     def stage(self, progress: Callable[[str], None]) -> VenvRuntime:
         return self
 
+    def moved(self, places: Mapping[str, str]) -> VenvRuntime:
+        return self
+
     def wrap(self, job: Job) -> Wrapped:
         argv = ("sh", "-c", ENTER, "corral-venv", str(PurePath(self.options.path)), *job.argv)
         return Wrapped(argv, {**kept_caches(self.node.home, "venv"), **job.env})

@@ -61,6 +61,10 @@ class Target(Protocol):
         """What makes the same target again; kept in the deployment's record."""
         ...
 
+    def prepare(self) -> list[str]:
+        """Look at the nodes before anything is decided; refuse what cannot work. Things worth knowing."""
+        ...
+
     def nodes(self) -> tuple[Node, ...]:
         """The nodes, head first."""
         ...
@@ -77,8 +81,8 @@ class Target(Protocol):
         """A deployment's folder as the nodes see it."""
         ...
 
-    def default_bind(self) -> str:
-        """The address a server listens on when the user names none."""
+    def default_bind(self, expose: bool = False) -> str:
+        """The address a server listens on when the user names none: its own node only, or the cluster's network."""
         ...
 
     def choose_ports(self, bind: str, wanted: int | None) -> ChosenPorts:
@@ -114,7 +118,10 @@ class Target(Protocol):
         ...
 
 
-TARGETS = {"local": "corral.targets.local:LocalTarget"}
+TARGETS = {
+    "local": "corral.targets.local:LocalTarget",
+    "ssh": "corral.targets.ssh:SshTarget",
+}
 
 
 def load_target(name: str, options: Mapping[str, object] | None = None) -> Target:
