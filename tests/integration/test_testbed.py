@@ -59,6 +59,7 @@ class TestHosts:
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.stdout.split() == ["alice", str(hosts.home("alice"))], done.stderr
         assert hosts.exec("node2", ["id", "-un"], user="alice").stdout == "alice\n"
+        assert hosts.exec("node2", [sys.executable, "-c", "print(1)"], user="alice").stdout == "1\n"
 
     def test_a_cut_cable_and_its_repair(self, hosts: Hosts) -> None:
         hosts.cut("node1")
