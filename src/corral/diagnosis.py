@@ -107,8 +107,9 @@ RUNTIME_SIGNATURES: tuple[Signature, ...] = (
     ),
     Signature(
         Reason.ENGINE_BROKEN,
-        r"exec: \"([^\"]+)\": executable file not found|executable file [`']?(\S+?)[`']? not found in \$PATH",
-        "the image has no command {1}{2}",
+        r"exec: \"([^\"]+)\": executable file not found|executable file [`']?(\S+?)[`']? not found in \$PATH"
+        r"|exec (\S+) failed: No such file or directory",
+        "the image has no command {1}{2}{3}",
         "Use an image with vLLM in it, such as vllm/vllm-openai.",
     ),
     Signature(

@@ -46,6 +46,7 @@ HEARTBEAT_S = 2.0
 HEALTH_EVERY_S = 5.0
 COMPLETION_EVERY_S = 60.0
 MAX_LOG_BYTES = 64 << 20
+CLEANUP_ATTEMPTS = 15
 
 # ---------------------------------------------------------------------------------------------- the engine's words
 # (pattern, phase or None, names of the groups as observed values)
@@ -374,8 +375,12 @@ class Container:
                     found.add(pid)
         return found
 
-    def may_listen(self, port: int) -> bool:
-        """Whether a socket that is not seen to be ours can still be the container's: nobody else may look into it."""
+    def owns(self, sockets: Set[str], port: int) -> bool:
+        """Whether these sockets, which listen on a port and are no child's, are the container's, as far as can be seen.
+
+        Of another user's processes (root's, in a container of a plain user's) only the user can be seen; of processes
+        in a namespace beside ours nothing at all.
+        """
         if not self.look(0.0):
             return False
         inside = self.processes()
@@ -388,12 +393,15 @@ class Container:
                     users.add(os.stat("/proc/%d" % pid).st_uid)
             except OSError:
                 pass
-        return not inside or bool(users & listener_users(port))
+        return not inside or not sockets - sockets_of(inside) or bool(users & listener_users(port))
 
     def remove(self) -> None:
         """Take the container away, whatever state it is in."""
         for argv in self.cleanup:
-            self._run(argv, 60)
+            for _ in range(CLEANUP_ATTEMPTS):  # a daemon refuses while it is itself removing the container
+                if self._run(argv, 40)[0] in (0, 127):  # 127: there is no client
+                    break
+                time.sleep(0.2)
         if self.id:
             end_all(self.processes, 0.0)  # the daemon did not answer
 
@@ -499,10 +507,8 @@ class Probe(threading.Thread):
             if not self.server.accepts():
                 continue
             # vLLM binds early and listens late: another server may answer here in the meantime, and is not ours
-            own = sockets_of(descendants(os.getpid()) | self.container.processes())
-            if listeners(self.server.host, self.server.port) - own and not self.container.may_listen(
-                self.server.port
-            ):
+            strange = listeners(self.server.host, self.server.port) - sockets_of(descendants(os.getpid()))
+            if strange and not self.container.owns(strange, self.server.port):
                 self.fault = ("port_taken", "another process took port %d first" % self.server.port)
                 return
             try:
