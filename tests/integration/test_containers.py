@@ -1,10 +1,14 @@
-"""Real Docker, the real agent and a stand-in engine in an image: started, watched, stopped, lost in every way."""
+"""Real Docker, the real agent and a stand-in engine in an image: started, watched, stopped, lost in every way.
+
+The same with Podman where it is installed.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -48,11 +52,36 @@ def until(what: Callable[[], Any], limit_s: float = 60) -> Any:
     raise AssertionError("never happened")
 
 
+class Podman:
+    """Podman with a storage of its own, in the place of the testbed's Docker."""
+
+    def __init__(self, folder: Path) -> None:
+        self.program = folder / "podman"
+        settings = folder / "containers.conf"  # what a small virtual machine permits
+        settings.write_text(
+            '[containers]\ndefault_ulimits = ["nofile=1024:1024", "nproc=4096:4096"]\n'
+            '[engine]\nruntime = "runc"\ncgroup_manager = "cgroupfs"\nevents_logger = "file"\n'
+        )
+        own = f"--root {folder}/root --runroot {folder}/run"
+        self.program.write_text(f'#!/bin/sh\nCONTAINERS_CONF={settings} exec podman {own} "$@"\n')
+        self.program.chmod(0o755)
+        self.env: dict[str, str] = {}
+
+    def run(self, *words: str, check: bool = True, **options: Any) -> subprocess.CompletedProcess[str]:
+        options = {"capture_output": True, "text": True, "timeout": 60} | options
+        return subprocess.run(
+            [str(self.program), *words], check=check, env={**os.environ, "PATH": testbed.PATH}, **options
+        )
+
+    def import_image(self, name: str, files: dict[str, str | bytes | Path]) -> None:
+        Docker.import_image(self, name, files)  # type: ignore[arg-type]
+
+
 @dataclass
 class Bed:
-    """`corral` as a user runs it, on a machine with a Docker of its own."""
+    """`corral` as a user runs it, on a machine with a Docker (or Podman) of its own."""
 
-    docker: Docker
+    docker: Docker | Podman
     home: Path
     model: Path
     env: dict[str, str]
@@ -64,9 +93,11 @@ class Bed:
         return done
 
     def up(self, name: str, *words: str, code: int = 0, image: str = IMAGE, options: str = "") -> dict[str, Any]:
-        option = f"image={image}"
+        chosen = ["docker"]
+        if isinstance(self.docker, Podman):
+            chosen = ["podman", "--runtime-option", f"program={self.docker.program}"]
         done = self.corral(
-            "up", str(self.model), "--name", name, "--runtime", "docker", "--runtime-option", option,
+            "up", str(self.model), "--name", name, "--runtime", *chosen, "--runtime-option", f"image={image}",
             "--port", str(free_port()), "--env", f"STUB_OPTIONS={options}", "--json", *words, code=code,
         )  # fmt: skip
         told: dict[str, Any] = json.loads(done.stdout)
@@ -100,12 +131,27 @@ class Bed:
         return int(json.loads((self.folder(name) / "rank0" / "agent.json").read_text())["pid"])
 
 
+FILES: dict[str, str | bytes | Path] = {
+    "/stub_engine.py": ROOT / "tests" / "stub_engine.py",
+    "/usr/bin/vllm": '#!/bin/sh\nexec python3 /stub_engine.py -m "$@"\n',
+}
+
+
 @pytest.fixture(scope="module")
 def docker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Docker]:
     with Docker(tmp_path_factory.mktemp("docker")) as one:
-        script = '#!/bin/sh\nexec python3 /stub_engine.py -m "$@"\n'
-        one.import_image(IMAGE, {"/stub_engine.py": ROOT / "tests" / "stub_engine.py", "/usr/bin/vllm": script})
+        one.import_image(IMAGE, FILES)
         yield one
+
+
+@pytest.fixture(scope="module")
+def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Podman]:
+    if not shutil.which("podman"):
+        pytest.skip("podman is not installed")
+    one = Podman(tmp_path_factory.mktemp("podman"))
+    one.import_image(IMAGE, FILES)
+    yield one
+    one.run("system", "reset", "--force", check=False)
 
 
 @pytest.fixture(scope="module")
@@ -113,32 +159,40 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_llama(tmp_path_factory.mktemp("model") / "tiny")
 
 
-@pytest.fixture
-def bed(docker: Docker, model: Path, clean_home: Path) -> Iterator[Bed]:
+def make_bed(docker: Docker | Podman, model: Path, home: Path) -> Iterator[Bed]:
     env = {**os.environ, **docker.env, "PATH": testbed.PATH, "HF_TOKEN": SECRET}
-    one = Bed(docker, clean_home, model, env)
-    yield one
+    yield Bed(docker, home, model, env)
     subprocess.run([sys.executable, "-m", "corral", "down", "--all"], env=env, capture_output=True)
     if left := docker.run("ps", "-aq").stdout.split():
         docker.run("rm", "-f", *left)
 
 
-def test_a_container_from_up_to_down(bed: Bed) -> None:
-    told = bed.up("it's one")
+@pytest.fixture
+def bed(docker: Docker, model: Path, clean_home: Path) -> Iterator[Bed]:
+    yield from make_bed(docker, model, clean_home)
+
+
+@pytest.fixture(params=["docker", "podman"])
+def either(request: pytest.FixtureRequest, model: Path, clean_home: Path) -> Iterator[Bed]:
+    yield from make_bed(request.getfixturevalue(request.param), model, clean_home)
+
+
+def test_a_container_from_up_to_down(either: Bed) -> None:
+    told = either.up("it's one")
     assert told["state"] == "ready"
-    assert told["engine"] == f"docker {IMAGE}"
+    assert told["engine"].endswith(IMAGE)
     assert told["first_answer"] == "Paris."
-    (container,) = bed.containers()
-    seen = bed.inspect(container)
-    assert seen["Name"].startswith("/corral-it-s-one-0-")
-    assert seen["Config"]["User"] == f"{os.getuid()}:{os.getgid()}"
+    (container,) = either.containers()
+    seen = either.inspect(container)
+    assert seen["Name"].lstrip("/").startswith("corral-it-s-one-0-")
+    assert seen["Config"]["User"] == "0:0"  # root's own, as the test is
     assert seen["HostConfig"]["NetworkMode"] == "host"
-    key = (bed.folder("it%27s one") / "key").read_text().strip()
+    key = (either.folder("it%27s one") / "key").read_text().strip()
     for secret in (SECRET, key):
         assert secret not in json.dumps(seen)
         assert not any(secret.encode() in path.read_bytes() for path in commands_of_everybody())
-    bed.corral("down", "it's one")
-    assert not bed.containers()
+    either.corral("down", "it's one")
+    assert not either.containers()
 
 
 def commands_of_everybody() -> list[Path]:
@@ -154,14 +208,14 @@ def readable(path: Path) -> bool:
 
 
 @pytest.mark.parametrize("how", [("kill",), ("rm", "-f"), ("stop", "-t", "0")])
-def test_a_container_ended_behind_our_back(bed: Bed, how: tuple[str, ...]) -> None:
-    bed.up("one")
-    bed.docker.run(*how, *bed.containers())
-    told = bed.ended("one")
+def test_a_container_ended_behind_our_back(either: Bed, how: tuple[str, ...]) -> None:
+    either.up("one")
+    either.docker.run(*how, *either.containers())
+    told = either.ended("one")
     assert told["reason"] == "engine_exited"
     assert "container" in told["text"]
     assert "`docker kill`" in told["text"]
-    assert not bed.containers()
+    assert not either.containers()
 
 
 def test_an_engine_that_dies_inside_is_told_and_its_container_goes(bed: Bed) -> None:
@@ -180,15 +234,15 @@ def test_a_container_is_restarted(bed: Bed) -> None:
     assert second != first
 
 
-def test_a_strangers_container_of_the_same_name_is_left_alone(bed: Bed) -> None:
-    bed.up("one")
-    name = bed.inspect(bed.containers()[0])["Name"].lstrip("/")
-    bed.corral("down", "one")
-    stranger = bed.docker.run("run", "-d", "--network=host", "--name", name, IMAGE, "sleep", "1000").stdout.strip()
-    told = bed.up("one", code=8)["error"]
+def test_a_strangers_container_of_the_same_name_is_left_alone(either: Bed) -> None:
+    either.up("one")
+    name = either.inspect(either.containers()[0])["Name"].lstrip("/")
+    either.corral("down", "one")
+    stranger = either.docker.run("run", "-d", "--network=host", "--name", name, IMAGE, "sleep", "1000").stdout.strip()
+    told = either.up("one", code=8)["error"]
     assert told["reason"] == "name_taken"
     assert name in told["message"]
-    assert bed.inspect(stranger)["State"]["Running"]
+    assert either.inspect(stranger)["State"]["Running"]
 
 
 def test_what_an_earlier_launch_left_dead_is_replaced(bed: Bed) -> None:
@@ -206,9 +260,9 @@ def test_an_image_that_is_not_there(bed: Bed) -> None:
     assert "no-such-image:1" in told["message"]
 
 
-def test_an_image_without_vllm(bed: Bed) -> None:
-    bed.docker.import_image("empty:1")
-    told = bed.up("one", code=8, image="empty:1")["error"]
+def test_an_image_without_vllm(either: Bed) -> None:
+    either.docker.import_image("empty:1", {})
+    told = either.up("one", code=8, image="empty:1")["error"]
     assert told["reason"] == "engine_broken"
     assert "the image has no command vllm" in told["message"]
 
@@ -220,30 +274,32 @@ def test_a_daemon_that_is_not_there(bed: Bed) -> None:
 
 
 @pytest.mark.parametrize("victims", ["worker", "keeper", "both"])
-def test_a_container_does_not_outlive_its_agent(bed: Bed, victims: str) -> None:
-    bed.up("one")
-    keeper = bed.pid_of_agent("one")
+def test_a_container_does_not_outlive_its_agent(either: Bed, victims: str) -> None:
+    if victims == "both" and isinstance(either.docker, Podman) and not shutil.which("catatonit"):
+        pytest.skip("without catatonit the stand-in is a container's first process, and those ignore signals")
+    either.up("one")
+    keeper = either.pid_of_agent("one")
     (worker,) = [pid for pid, row in agent.process_table().items() if row[0] == keeper]
     for pid in {"worker": [worker], "keeper": [keeper], "both": [keeper, worker]}[victims]:
         os.kill(pid, signal.SIGKILL)
-    until(lambda: not bed.containers())
-    assert bed.ended("one")["reason"] == "agent_killed"
+    until(lambda: not either.containers())
+    assert either.ended("one")["reason"] == "agent_killed"
 
 
-def test_a_container_that_lost_everybody_is_swept(bed: Bed) -> None:
+def test_a_container_that_lost_everybody_is_swept(either: Bed) -> None:
     """Agent and client are killed at once: nobody is left who could pass a signal on."""
-    bed.up("one")
-    keeper = bed.pid_of_agent("one")
+    either.up("one")
+    keeper = either.pid_of_agent("one")
     everybody = {keeper} | agent.descendants(keeper)
     for pid in everybody:
         os.kill(pid, signal.SIGSTOP)  # so that none of them sees another one go
     for pid in everybody:
         os.kill(pid, signal.SIGKILL)
-    until(lambda: bed.status("one")["state"] == "failed")
-    assert bed.containers()
-    bed.corral("down", "one")
-    assert not bed.containers()
-    assert bed.up("one")["state"] == "ready"
+    until(lambda: either.status("one")["state"] == "failed")
+    assert either.containers()
+    either.corral("down", "one")
+    assert not either.containers()
+    assert either.up("one")["state"] == "ready"
 
 
 def test_a_server_that_nobody_may_look_into_is_still_ours(docker: Docker, tmp_path: Path) -> None:

@@ -376,7 +376,7 @@ class Container:
         return found
 
     def owns(self, sockets: Set[str], port: int) -> bool:
-        """Whether these sockets, which listen on a port and are no child's, are the container's, as far as can be seen.
+        """Whether these sockets, which listen on a port and are no child's, are the container's, as far as one sees.
 
         Of another user's processes (root's, in a container of a plain user's) only the user can be seen; of processes
         in a namespace beside ours nothing at all.

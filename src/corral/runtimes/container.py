@@ -46,7 +46,7 @@ client=$1 name=$2 owner=$3 cache=$4; shift 4
 command -v "$client" >/dev/null || { echo "corral: there is no command $client on this node" >&2; exit 127; }
 mkdir -p "$cache/home" || exit
 ended=$("$client" ps -aq --filter "name=^$name\\$" --filter "label=corral.owner=$owner" \\
-    --filter status=created --filter status=exited --filter status=dead) || exit
+    --filter status=created --filter status=exited) || exit
 [ -z "$ended" ] || "$client" rm $ended >/dev/null
 USER=${USER:-$(id -un)} LOGNAME=${LOGNAME:-$(id -un)}; export USER LOGNAME
 """
@@ -146,7 +146,7 @@ class ContainerOptions:
     mounts: tuple[str, ...] = ()  # "/data", "/data:/inside", "/data:/inside:rw"
     user: str = "self"  # "self": files written are the user's own; "image": the image's; or "UID:GID"
     pull: str = "missing"  # "missing", "always", "never"
-    init: bool | None = None  # a small first process that passes signals on; default: where the client brings one
+    init: bool | None = None  # a small first process that passes signals on; default: where there is one
     args: tuple[str, ...] = ()  # further words for `docker run`: ["--runtime=nvidia"]
     program: str = ""  # the client command, when it is not simply `docker`
 
@@ -183,8 +183,8 @@ class ContainerRuntime:
         """Shell text that puts `--user` before the client's words, for files that are the user's own."""
         raise NotImplementedError
 
-    @property
-    def has_init(self) -> bool:
+    def init_line(self) -> str:
+        """Shell text that puts `--init` before the client's words where it can be had."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------------------------------------- the contract
@@ -221,7 +221,8 @@ class ContainerRuntime:
         run, name, cache = f"{job.launch_id}.{job.rank}", container_name(job, self.node.home), self._cache
         env = {**kept_caches(self.node.home, self._cache_name), **job.env}
         script = BEGIN + (RDMA if self._rdma(job) and not self.options.privileged else "")
-        script += (self.user_line() if self.options.user == "self" else "") + END
+        script += self.user_line() if self.options.user == "self" else ""
+        script += (self.init_line() if self.options.init is None else "") + END
         argv = ("sh", "-c", script, f"corral-{self.name}", self.program, name, _digest(self.node.home), cache)
         words = [*self._fixed_words(job, name, run), *self._hardware_words(job), *_env_words(env, cache)]
         for mount in mounts_of(job, cache, self.options.mounts):
@@ -251,8 +252,7 @@ class ContainerRuntime:
         words += [word for key, value in labels.items() for word in ("--label", f"{key}={value}")]
         words += ["--log-driver=none"]  # the agent keeps the log; the daemon's own copy would grow for ever
         words += ["--security-opt=label=disable"]  # SELinux would hide the mounted folders
-        init = self.has_init if self.options.init is None else self.options.init
-        words += ["--init"] if init else []
+        words += ["--init"] if self.options.init else []
         words += [f"--pull={self.options.pull}"] if self.options.pull != "missing" else []
         words += ["--user", self.options.user] if self.options.user not in ("self", "image") else []
         return words

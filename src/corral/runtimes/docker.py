@@ -35,6 +35,5 @@ class DockerRuntime(ContainerRuntime):
     def user_line(self) -> str:
         return USER_LINE
 
-    @property
-    def has_init(self) -> bool:
-        return True
+    def init_line(self) -> str:
+        return 'set -- --init "$@"\n'

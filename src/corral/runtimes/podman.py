@@ -12,6 +12,13 @@ from corral.runtimes.container import ContainerRuntime, default_image
 
 __all__ = ["PodmanRuntime"]
 
+# its first process is a package of its own, which many machines lack
+INIT_LINE = """\
+for helper in /usr/libexec/podman/catatonit /usr/lib/podman/catatonit /usr/bin/catatonit; do
+    if [ -x "$helper" ]; then set -- --init --init-path "$helper" "$@"; break; fi
+done
+"""
+
 
 @dataclass(frozen=True)
 class PodmanRuntime(ContainerRuntime):
@@ -32,6 +39,5 @@ class PodmanRuntime(ContainerRuntime):
     def user_line(self) -> str:
         return 'set -- --user 0:0 "$@"\n'
 
-    @property
-    def has_init(self) -> bool:
-        return False  # its helper is a package of its own that many machines lack
+    def init_line(self) -> str:
+        return INIT_LINE
