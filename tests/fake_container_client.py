@@ -17,7 +17,7 @@ from pathlib import Path
 
 STATE = Path(os.environ["FAKE_CONTAINERS"])
 WITH_VALUE = {"--name", "--workdir", "--label", "--env", "--mount", "--entrypoint", "--user", "--gpus", "--device",
-              "--ulimit", "--bind", "--home", "--pwd"}  # fmt: skip
+              "--ulimit", "--init-path", "--bind", "--home", "--pwd"}  # fmt: skip
 FROM_THE_IMAGE = ("PATH", "FAKE_CONTAINERS", "STUB_OPTIONS")
 
 
