@@ -207,8 +207,8 @@ REMEDIES = {
     Reason.PORT_TAKEN: "Start it again: another free port is chosen; or name one with --port.",
     Reason.NOT_GUARDED: "The guard was not loaded; report this with `corral logs NAME`. The server was taken down.",
     Reason.AGENT_KILLED: "Start it again with `corral up`; on shared machines, ask who ends processes.",
-    Reason.NODE_LOST: "Look at the node (`corral doctor`), then start again; `--restart N` does so by itself when it returns.",
-    Reason.NETWORK: "`corral doctor` shows the interfaces and which of them all nodes reach; name one with --interface.",
+    Reason.NODE_LOST: "`corral doctor` looks at the node; then start again (`--restart N` does so when it returns).",
+    Reason.NETWORK: "`corral doctor` shows the interfaces all nodes share; name one with --interface.",
     Reason.ENGINE_BROKEN: "Run `corral engine check`; install the engine anew if it fails.",
 }
 

@@ -256,9 +256,10 @@ def test_a_wrong_interface_is_refused_with_those_there_are(bench: Bench) -> None
 
 def test_a_taken_port_is_named(bench: Bench) -> None:
     listener = (
-        "import socket,time; s=socket.create_server(('127.0.0.1', 18000)); print('up', flush=True); time.sleep(99)"
+        "import socket,time; s=socket.create_server(('127.0.0.1', 18000)); print('', flush=True); time.sleep(99)"
     )
     with bench.hosts.popen("node1", ["python3", "-c", listener], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout
         holder.stdout.readline()
         try:
             done = bench.up("taken", "--port", "18000")

@@ -109,7 +109,8 @@ class Hosts:
         self.ignored = {"sshd"}  # daemons that belong to the host itself, not to what a test started
         self.ssh_config = self.folder / "ssh_config"
         self.known_hosts = self.folder / "known_hosts"
-        self._tag = f"tb{os.getpid() % 0xFFFFF:x}{random.randrange(0xFFF):03x}"
+        # the machine's end of the cable to the switch: the only thing of ours that the machine sees
+        self.link = f"tb{os.getpid() % 0xFFFFF:x}{random.randrange(0xFFF):03x}"
         self._boxes: dict[str, Box] = {}
         self._switch: Box | None = None
         self._networks: dict[str, tuple[str, tuple[str, ...]]] = {}
@@ -232,7 +233,7 @@ class Hosts:
         if self._switch:
             self._switch.down()
             self._switch = None
-            wait_for(lambda: not Path(f"/sys/class/net/{self._tag}").exists(), 10, "the machine's link to go")
+            wait_for(lambda: not Path(f"/sys/class/net/{self.link}").exists(), 10, "the machine's link to go")
         self._networks.clear()
 
     def cut(self, host: str, network: str | None = None) -> None:
@@ -387,9 +388,9 @@ class Hosts:
         )
         self._switch.wait_up()
         peer = ["peer", "name", "machine", "netns", str(self._switch.pid)]
-        _run(["ip", "link", "add", self._tag, "type", "veth", *peer])
-        _run(["ip", "addr", "add", f"{self.machine_address}/24", "dev", self._tag])
-        _run(["ip", "link", "set", self._tag, "up"])
+        _run(["ip", "link", "add", self.link, "type", "veth", *peer])
+        _run(["ip", "addr", "add", f"{self.machine_address}/24", "dev", self.link])
+        _run(["ip", "link", "set", self.link, "up"])
         self._switch_ip("link set machine master br-eth0 up")
 
     def _boot(self, hosts: Iterable[str]) -> None:

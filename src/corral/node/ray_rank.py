@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -31,17 +32,39 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
+def free_ports(count: int) -> List[int]:
+    """Ports nobody uses on this node now; held together while they are looked for, so that they differ."""
+    held = []
+    try:
+        for _ in range(count):
+            probe = socket.socket()
+            held.append(probe)
+            probe.bind(("", 0))
+        return [probe.getsockname()[1] for probe in held]
+    finally:
+        for probe in held:
+            probe.close()
+
+
 def ray_command(order: argparse.Namespace) -> List[str]:
-    """`ray start` in the foreground."""
+    """`ray start` in the foreground, with ports and folders that no other cluster on this node has."""
+    own = ["object-manager", "node-manager", "dashboard-agent-grpc", "runtime-env-agent", "metrics-export"]
+    listen, *ports = free_ports(1 + len(own) + 4 * order.devices + 16)
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
-    command += ["--node-ip-address", order.address]
+    command += ["--node-ip-address", order.address, "--include-log-monitor", "false"]
+    command += ["--temp-dir", os.path.join(tempfile.gettempdir(), "ray")]
+    command += ["--dashboard-agent-listen-port", str(listen)]
+    for name in own:
+        command += ["--%s-port" % name, str(ports.pop())]
     if order.role == "head":
-        command += ["--head", "--port", order.head.rpartition(":")[2], "--include-dashboard=false"]
-        command += ["--temp-dir", os.path.join(tempfile.gettempdir(), "ray")]
+        command += ["--head", "--port", order.head.rpartition(":")[2], "--include-dashboard", "false"]
+        command += ["--ray-client-server-port", str(ports.pop())]
     else:
         command += ["--address", order.head]
+    command += ["--worker-port-list", ",".join(str(port) for port in ports)]
     if order.cpu:
-        command += ["--num-gpus", "0", "--resources", json.dumps({CPU_RESOURCE: order.devices})]
+        command += ["--num-cpus", str(order.devices), "--num-gpus", "0", "--object-store-memory", "100000000"]
+        command += ["--resources", json.dumps({CPU_RESOURCE: order.devices})]
     else:
         command += ["--num-gpus", str(order.devices)]
     return command
