@@ -311,7 +311,7 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tools:
     # python -m MODULE … is the stand-in engine, any other Python is a real one
     real, stub = shlex.quote(sys.executable), shlex.quote(str(STUB))
     python = f'#!/bin/sh\n[ "$1" != -m ] || exec {real} {stub} "$@"\nexec {real} "$@"\n'
-    installed = place / "corral/engines" / engines.expected("cpu").name
+    installed = Path(made("managed", place).python[0]).parent
     for at in (
         place / "venv/bin",
         tmp_path / "conda/envs/vllm-inference/bin",
