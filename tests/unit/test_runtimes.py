@@ -315,7 +315,7 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tools:
     for at in (
         place / "venv/bin",
         tmp_path / "conda/envs/vllm-inference/bin",
-        installed / "bin",
+        installed,
         tmp_path / "module",
     ):
         script(at / "python", python)
