@@ -19,6 +19,7 @@ from corral.launch import as_shell, refuse_reserved
 from corral.plan import Goal
 from corral.plan.fixed import parse_assignments
 from corral.profile import load_profile, merged, with_storage
+from corral.runtimes.base import RUNTIMES, parse_options
 from corral.ssh import read_hosts
 
 __all__ = ["command"]
@@ -52,6 +53,10 @@ FIRST_QUESTION = "What is the capital of France?"
 @click.option("--expose", is_flag=True, help="Listen on the cluster's network instead of the node itself.")
 @click.option("--patience", "patience_s", type=click.FloatRange(min=3), default=10, show_default=True,
               metavar="SECONDS", help="Silence after which a node of several counts as lost.")  # fmt: skip
+@click.option("--runtime", type=click.Choice(list(RUNTIMES)),
+              help="How vLLM exists where it runs (default: managed; see docs/runtimes.md).")  # fmt: skip
+@click.option("--runtime-option", "runtime_options", multiple=True, metavar="KEY=VALUE",
+              help="Option of that runtime: image=…, env=…, path=…; lists as mounts='[\"/data\"]'.")  # fmt: skip
 @click.option("--env", "extra_env", multiple=True, metavar="NAME=VALUE", help="Environment variable for the engine.")
 @click.option("--restart", "restarts", type=click.IntRange(0, 100), help="Restarts after a failure (default: 0).")
 @click.option("--stall", "stall_s", type=click.FloatRange(min=10), metavar="SECONDS",
@@ -80,6 +85,8 @@ def command(
     interface: str | None,
     expose: bool,
     patience_s: float,
+    runtime: str | None,
+    runtime_options: tuple[str, ...],
     extra_env: tuple[str, ...],
     restarts: int | None,
     stall_s: float | None,
@@ -107,6 +114,8 @@ def command(
         "name": name,
         "served_name": served_name,
         "flavour": flavour,
+        "runtime": runtime,
+        "runtime_options": parse_options(runtime_options) or None,
         "bind": bind,
         "port": port,
         "context": context,

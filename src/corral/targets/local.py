@@ -217,4 +217,4 @@ def _sweep(folder: DeploymentFolder, launch_id: str) -> bool:
     if not agent.is_file():
         return True
     engines = [str(rank.engine) for rank in folder.ranks()]
-    return run([_plain_python(), "-I", str(agent), "sweep", launch_id, *engines], timeout_s=60).code == 0
+    return run([_plain_python(), "-I", str(agent), "sweep", launch_id, *engines], timeout_s=120).code == 0
