@@ -13,8 +13,8 @@ their input does, when told to, or after `idle_s` without any traffic: they cann
 them. Between nodes it is plain HTTP with a bearer token per courier.
 
 What makes a chain of nodes as fast as one copy: a request for a file that is still arriving is answered with the
-bytes that are there, and the rest follows as it comes. What makes it safe: a file gets its name only after its hash was
-right, whoever it came from; until then it is a `.part` file, which a later run continues.
+bytes that are there, and the rest follows as it comes. What makes it safe: a file gets its name only after its hash
+was right, whoever it came from; until then it is a `.corral-part` file, which a later run continues.
 
 Standard library only, Python 3.8 or later, nothing of corral: the source is sent to the node over ssh.
 """
@@ -419,13 +419,26 @@ class Server(http.server.ThreadingHTTPServer):
         pass
 
 
-def start_server(address: str, depot: Depot, token: str) -> int:
+def start_server(address: str, depot: Depot, token: str) -> Json:
+    """Where others reach this courier."""
+    address = address or own_address()
     try:
         server = Server(address, depot, token)
     except OSError:  # the others' name for this node is not an address of its own (NAT)
         server = Server("0.0.0.0", depot, token)  # noqa: S104
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    return int(server.server_address[1])
+    return {"address": address, "port": int(server.server_address[1])}
+
+
+def own_address() -> str:
+    """The address by which ssh came here, or the one this node would send from."""
+    words = os.environ.get("SSH_CONNECTION", "").split()
+    if len(words) == 4:
+        return words[2]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect(("192.0.2.1", 9))  # sends nothing
+        return str(probe.getsockname()[0])
+    return "127.0.0.1"
 
 
 def end_when_idle(depot: Depot, idle_s: float) -> None:
@@ -479,7 +492,7 @@ def serve(order: Json, stdin: IO[bytes]) -> None:
         depot = Depot(items, order.get("uplink_bytes_per_s", 0))
         for item in items:
             depot.grow(item, item.size, done=True)
-        tell("listening", port=start_server(order["address"], depot, order["token"]))
+        tell("listening", **start_server(order.get("address", ""), depot, order["token"]))
         tell("manifest", files=rows)
         end_when_idle(depot, order.get("idle_s", 3600))
         while True:
@@ -694,7 +707,8 @@ class Fetch:
     # -- the work
     def watch(self) -> None:
         """Tells how far it is until everything is there, or nobody delivers any more."""
-        total = sum(item.size for item in self.depot.items)
+        pace = Pace(lambda done, total: tell("progress", done=done, total=total), 0)
+        pace.total = sum(item.size for item in self.depot.items)
         while not self.failed.is_set():
             with self.depot.changed:
                 finished = all(item.done for item in self.missing)
@@ -704,8 +718,7 @@ class Fetch:
             if finished:
                 self.finish()
                 return
-            if time.monotonic() - self.began_s > 0.5:
-                tell("progress", done=done, total=total)
+            pace.add(done - pace.done)
             quiet_s = time.monotonic() - self.alive_s
             if quiet_s > min(3.0, self.stall_s / 4) and not self.starved:
                 self.starved = True
@@ -784,6 +797,8 @@ class Fetch:
         single = items[0] if len(items) == 1 and items[0].size >= SMALL_BYTES else None
         if single is not None:
             self.resume(single)
+            if single.have == single.size:  # the part was whole, only not yet judged
+                return self.stream(single, None, "an earlier run")
         with as_connection_errors():
             response, close = source.open(items, single.have if single is not None else 0)
         try:
@@ -798,6 +813,7 @@ class Fetch:
                     self.keep_small(item, body, source.name)
         finally:
             close()
+        return None
 
     def heard(self) -> None:
         self.alive_s, self.starved = time.monotonic(), False
@@ -975,8 +991,8 @@ def fetch(order: Json, stdin: IO[bytes]) -> None:
         raise TroubleError(f"{work.folder} cannot be made: {error.strerror}.") from None
     nonce = Nonce(work.folder, order["nonce"])
     try:
-        port = start_server(order["address"], work.depot, order["token"])
-        tell("listening", port=port, writable=nonce.written, free_bytes=free_bytes(work.folder))
+        where = start_server(order.get("address", ""), work.depot, order["token"])
+        tell("listening", **where, writable=nonce.written, free_bytes=free_bytes(work.folder))
         end_when_idle(work.depot, order.get("idle_s", 3600))
         work.obey(stdin)
     finally:
