@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from corral.couriers import HERE, Courier, Event
-from corral.errors import CorralError, DataError
+from corral.errors import ConflictError, CorralError, DataError, UsageError
 from corral.ssh import Ssh, each
 
 __all__ = ["Origin", "Outcome", "Progress", "ensure_folder", "plan_sources", "same_storage", "spread"]
@@ -161,14 +161,15 @@ def spread(
     check: str = "hash",
     stall_s: float = 120,
     uplink_bytes_per_s: float = 0,
+    storage: str = "any",
 ) -> dict[str, Outcome]:
     """Bring a folder to `destination` on every host. A host that fails is named in its outcome; the others complete.
 
     `check` says how what is already there is judged: `known` by size and known hashes, `hash` by hash (computed where
-    it is not known), `again` by hash in any case.
+    it is not known), `again` by hash in any case. `storage` may insist: `shared` by all hosts, or each its `own`.
     """
     run = _Run(ssh, tuple(dict.fromkeys(hosts)), source, destination, addresses, report, check, stall_s)
-    run.uplink_bytes_per_s = uplink_bytes_per_s
+    run.uplink_bytes_per_s, run.storage = uplink_bytes_per_s, storage
     try:
         return run.go()
     finally:
@@ -186,6 +187,7 @@ class _Run:
     check: str
     stall_s: float
     uplink_bytes_per_s: float = 0
+    storage: str = "any"
     inbox: queue.Queue[tuple[Courier, Event]] = field(default_factory=queue.Queue)
     couriers: dict[str, Courier] = field(default_factory=dict)
     places: dict[str, Event] = field(default_factory=dict)  # where each courier listens
@@ -203,6 +205,7 @@ class _Run:
     def go(self) -> dict[str, Outcome]:
         self._start()
         groups = self._groups()
+        self._insist(groups)
         self.files = list(self.source.files) or self._said(GIVER, "manifest")["files"]
         if not self.files:
             raise DataError(f"{self.source.path or HUB} holds no files.", "Check the name of the folder.")
@@ -286,9 +289,9 @@ class _Run:
                 self._failed(host, "it has no python3 of version 3.8 or later.", "Install python3 there.")
         if self.source.path:
             same = self.source.path == self.destination
-            order: dict[str, Any] = {"folder": self.source.path, "leave_out": self.source.leave_out,
-                     "links_out": self.source.links_out,
-                     "hash": {"known": "known", "hash": "all"}.get(self.check, self.check)}  # fmt: skip
+            order: dict[str, Any] = {"folder": self.source.path, "leave_out": self.source.leave_out}
+            order["links_out"] = self.source.links_out
+            order["hash"] = "all" if self.check == "hash" else self.check
             self._courier(GIVER, self.source.host, "serve", order, nonce=same)
         for host in self.hosts:
             if host not in self.lost:
@@ -322,6 +325,20 @@ class _Run:
                 alone += [(host,) for host in group if host != GIVER]
         return alone
 
+    def _insist(self, groups: Sequence[tuple[str, ...]]) -> None:
+        shared = next((group for group in groups if len(group) > 1), None)
+        if self.storage == "shared" and len(groups) > 1:
+            one, other = groups[0][0], groups[1][0]
+            raise UsageError(
+                f"{self.destination} on {one} is not the storage that {other} sees under that name.",
+                "Name a folder on shared storage with --to, or use --local-disk.",
+            )
+        if self.storage == "own" and shared:
+            raise UsageError(
+                f"{self.destination} is one storage for {', '.join(shared)}, not a local disk.",
+                "Name a folder on the nodes' own disks with --to, or use --shared.",
+            )
+
     # -- what is missing where
     def _compare(self, hosts: Sequence[str]) -> dict[str, Event]:
         for host in hosts:
@@ -330,6 +347,12 @@ class _Run:
         needs = self._all_said(hosts, "need")
         for host, need in needs.items():
             self.damaged[host] = tuple(need["damaged"])
+            if need["foreign"]:
+                raise ConflictError(
+                    f"{self.destination} on {host} holds another model: its config.json differs.",
+                    "Name another folder with --to, or delete that one. Nothing was moved.",
+                    host=host,
+                )
             if need["damaged"]:
                 self.report(Progress(host, f"{len(need['damaged'])} damaged, first {need['damaged'][0]}"))
         return needs

@@ -36,6 +36,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "score": ("corral.cli.score:command", "Likelihoods of texts, continuations and choices; resumable."),
     "top": ("corral.cli.top:command", "Live load: running, waiting, KV use, tokens per second."),
     "batch": ("corral.cli.batch:command", "Run a file of prompts through a model; nothing is lost."),
+    "pull": ("corral.cli.pull:command", "Bring a model's files to this machine, or onto nodes; resumable."),
     "engine": ("corral.cli.engine:command", "Installed engines: list, install, check, remove."),
     "bench": ("corral.cli.bench:command", "Measure a served model, and how far it is from the limit."),
     "fake-server": ("corral.cli.fake_server:command", "A server with set pace and faults, for tests."),

@@ -596,7 +596,7 @@ class Fetch:
         self.lock_handle = -1
         self.missing: List[Item] = []
         self.digests: Dict[int, Digest] = {}
-        self.hashes = Hashes(self.folder, own=True)
+        self.hashes = Hashes(self.folder, own=bool(order.get("own", True)))
 
     # -- what is asked of it
     def obey(self, stdin: IO[bytes]) -> None:
@@ -626,6 +626,7 @@ class Fetch:
         pace = Pace(lambda done, total: tell("checking", done=done, total=total), sum(item.size for item in items))
         with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             good = list(pool.map(lambda item: self.is_here(item, check, pace), items))
+        ours = os.path.exists(os.path.join(self.folder, HASHES_FILE))
         damaged = [item.path for item, here in zip(items, good) if here is None]  # noqa: B905
         for item, here in zip(items, good):  # noqa: B905
             if here:
@@ -633,10 +634,12 @@ class Fetch:
         self.missing = [item for item in items if not item.done]
         for item in self.missing:
             self.find_part(item)
-        if check != "sizes":
+        foreign = "config.json" in damaged and not ours  # another model's folder: not ours to overwrite
+        if check != "sizes" and not foreign:
             self.hashes.save()
         needed = sum(item.size - item.have for item in self.missing)
-        tell("need", bytes=needed, held=self.held(), damaged=damaged, free_bytes=free_bytes(self.folder),
+        tell("need", bytes=needed, held=self.held(), damaged=damaged, foreign=foreign,
+             free_bytes=free_bytes(self.folder),
              have_bytes=sum(item.have for item in items), files=len(self.missing),
              unknown=[item.number for item in self.missing
                       if item.kind == "file" and not (item.sha256 or item.git_sha1)])  # fmt: skip
