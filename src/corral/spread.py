@@ -472,6 +472,8 @@ class _Run:
             with path.open("rb") as file:
                 file.seek(offset)
                 while block := file.read(FRAME_BYTES):
+                    if self.uplink_bytes_per_s:
+                        time.sleep(len(block) / self.uplink_bytes_per_s)
                     order = {"do": "data", "file": number, "offset": offset, "length": len(block)}
                     if courier.host in self.lost or not courier.send(order, block):
                         return False

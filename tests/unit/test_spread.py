@@ -165,10 +165,8 @@ def test_a_host_lost_in_the_middle_is_named_and_the_others_complete(
 
     source = Origin(str(model)) if here else Origin("~/source", host="n3")
     outcomes = to_hosts(source, report=report, uplink_bytes_per_s=8e6)
-    assert killed.is_set() or here  # the first host's uplink is not its own limit when files are pushed to it
-    if killed.is_set():
-        assert [host for host in HOSTS if not outcomes[host].ok] == [victim]
-        assert outcomes[victim].text.startswith("lost")
+    assert [host for host in HOSTS if not outcomes[host].ok] == [victim]
+    assert outcomes[victim].text.startswith("lost")
     others = [host for host in HOSTS if host != victim]
     assert all(same(model, hosts / host / "model") for host in others)
     again = to_hosts(source)
@@ -212,9 +210,7 @@ def test_another_model_is_not_overwritten(hosts: Path, model: Path) -> None:
     assert not (hosts / "n0" / "model" / "config.json").exists()
 
 
-def test_a_full_disk_is_told_with_numbers_before_anything_moves(hosts: Path, model: Path) -> None:
-    with (model / "huge.safetensors").open("wb") as file:
-        file.truncate(1 << 50)  # a hole
+def test_a_full_disk_is_told_with_numbers_before_anything_moves(hosts: Path) -> None:
     rows = [{"path": "huge.safetensors", "kind": "file", "size": 1 << 50, "mode": 0o644, "sha256": "0" * 64}]
     with pytest.raises(DataError, match=r"n0 needs 1125899.91 GB and has [\d.]+ GB free"):
         to_hosts(Origin(hub_url="http://127.0.0.1:9", files=tuple(rows)))
