@@ -315,6 +315,19 @@ def test_a_link_in_the_destination_cannot_lead_out(talks: list[Talk], tmp_path: 
     assert "leads out" in talk.hear("failed")["text"]
 
 
+def test_a_link_of_the_list_itself_cannot_lead_out(talks: list[Talk], tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    talk = fetch(talks, tmp_path / "copy")
+    link = {"path": "sub", "kind": "link", "size": 0, "target": str(tmp_path / "elsewhere")}
+    row = {"path": "sub/evil", "kind": "file", "size": 2, "mode": 0o644, "sha256": hashlib.sha256(b"hi").hexdigest()}
+    talk.say(do="compare", files=[link, row], check="hash")
+    talk.hear("need")
+    talk.say(do="go", sources=[])
+    talk.say(do="data", file=1, offset=0, length=2, payload=b"hi")
+    assert "leads out" in talk.hear("failed")["text"]
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
 def test_two_cannot_write_into_one_folder(talks: list[Talk], folder: Path, tmp_path: Path) -> None:
     _, files = serve(talks, folder)
     first, second = fetch(talks, tmp_path / "copy"), fetch(talks, tmp_path / "copy")

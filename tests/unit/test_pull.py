@@ -116,6 +116,8 @@ def test_a_host_that_is_down_is_named_and_the_rest_arrives(corral: Corral, hosts
     assert done.code == 1
     assert "did not reach b: b cannot be reached" in done.err
     assert files(hosts / "c" / "weights") == files(corral.model)
+    done = pull(corral, hosts, str(corral.model), "--hosts", "a,b,c", "--to", "~/weights", "--json")
+    assert (done.code, [host["state"] for host in done.json()["hosts"]]) == (1, ["already", "failed", "already"])
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,25 @@ def test_a_host_lost_in_the_middle_is_named_and_the_others_complete(
     assert nothing_left_over(hosts)
 
 
+def test_a_source_lost_in_the_middle_is_named_and_a_rerun_continues(hosts: Path, model: Path) -> None:
+    shutil.copytree(model, hosts / "n3" / "source")
+    killed = threading.Event()
+
+    def report(step: Progress) -> None:
+        if step.what == "receiving" and step.done_bytes > 20_000 and not killed.is_set():
+            killed.set()
+            os.kill(int((hosts / "n3" / "pids").read_text().split()[1]), signal.SIGKILL)
+
+    source = Origin("~/source", host="n3")
+    outcomes = to_hosts(source, report=report, uplink_bytes_per_s=8e6)
+    assert states(outcomes) == ["failed"] * 4
+    assert outcomes["n1"].text.startswith("n3: lost")
+    again = to_hosts(source)
+    assert states(again) == ["arrived"] * 4
+    assert again["n0"].moved_bytes < 12_000_000, "it began again"
+    assert all(same(model, hosts / host / "model") for host in HOSTS)
+
+
 def test_a_host_that_is_down_is_named(hosts: Path, model: Path) -> None:
     (hosts / "n1" / "down").touch()
     outcomes = to_hosts(Origin(str(model)))

@@ -60,8 +60,8 @@ def command(
         result = pull(order, screen.report)
     if as_json:
         print_json(result)
-    else:
-        _print(result)
+        click.get_current_context().exit(1 if result.failed else 0)
+    _print(result)
     if result.failed:
         names = ", ".join(arrival.host for arrival in result.failed)
         raise CorralError(

@@ -825,6 +825,7 @@ class Fetch:
         """Continue the part that is here: its bytes are read once, for the hash."""
         if item.number in self.digests:
             return
+        inside(self.folder, item.path)  # once more: a link of this very list may lead out by now
         os.makedirs(os.path.dirname(item.place), exist_ok=True)
         digest = Digest(item)
         with open(item.part, "ab+", buffering=0) as part:
@@ -882,6 +883,7 @@ class Fetch:
         digest.update(body)
         if not item.fits(digest):
             return self.complain(item, source)
+        inside(self.folder, item.path)
         os.makedirs(os.path.dirname(item.place), exist_ok=True)
         with open(item.part, "wb", buffering=0) as file:
             file.write(body)
