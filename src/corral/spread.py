@@ -438,16 +438,14 @@ class _Run:
         """The first receiver that has nobody to ask gets its files from here; nobody does when they are not here."""
         if self.pushed and self.pushed not in self.lost and self.pushed not in self.outcomes:
             return
-        orphans = [host for host in receivers if host not in self.outcomes and not self._rows(host)]
-        if not orphans:
-            return
-        if self.source.host == HERE and self.source.path:
-            self.pushed = orphans[0]
-            threading.Thread(target=self._push, args=(self.pushed,), daemon=True).start()
-            return
-        reason = self.heard.get((GIVER, "failed"), {}).get("text", "no source is left")
-        for host in orphans:
-            self._failed(host, f"{self.source.host}: {reason}", "Run it again: what has arrived is kept.")
+        while orphans := [host for host in receivers if host not in self.outcomes and not self._rows(host)]:
+            if self.source.host == HERE and self.source.path:
+                self.pushed = orphans[0]
+                threading.Thread(target=self._push, args=(self.pushed,), daemon=True).start()
+                return
+            reason = self.heard.get((GIVER, "failed"), {}).get("text", "no source is left")
+            for host in orphans:  # and then those who had only these to ask
+                self._failed(host, f"{self.source.host}: {reason}", "Run it again: what has arrived is kept.")
 
     def _push(self, host: str) -> None:
         """Send what the host lacks down its ssh connection, and again what went wrong, until it is done."""

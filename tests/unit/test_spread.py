@@ -118,6 +118,15 @@ def nothing_left_over(hosts: Path) -> bool:
     return not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+def running(host: Path, command: str) -> int:
+    """The process of a host's courier."""
+    for word in (host / "pids").read_text().split():
+        line = Path(f"/proc/{word}/cmdline")
+        if line.exists() and line.read_bytes().endswith(f"\0{command}\0".encode()):
+            return int(word)
+    raise AssertionError(f"no {command} runs on {host.name}")
+
+
 def states(outcomes: dict[str, Outcome]) -> list[str]:
     return [outcome.state for outcome in outcomes.values()]
 
@@ -161,7 +170,7 @@ def test_a_host_lost_in_the_middle_is_named_and_the_others_complete(
     def report(step: Progress) -> None:
         if step.host == victim and step.what == "receiving" and step.done_bytes > 20_000 and not killed.is_set():
             killed.set()
-            os.kill(int((hosts / victim / "pids").read_text().split()[-1]), signal.SIGKILL)
+            os.kill(running(hosts / victim, "fetch"), signal.SIGKILL)
 
     source = Origin(str(model)) if here else Origin("~/source", host="n3")
     outcomes = to_hosts(source, report=report, uplink_bytes_per_s=8e6)
@@ -182,7 +191,7 @@ def test_a_source_lost_in_the_middle_is_named_and_a_rerun_continues(hosts: Path,
     def report(step: Progress) -> None:
         if step.what == "receiving" and step.done_bytes > 20_000 and not killed.is_set():
             killed.set()
-            os.kill(int((hosts / "n3" / "pids").read_text().split()[1]), signal.SIGKILL)
+            os.kill(running(hosts / "n3", "serve"), signal.SIGKILL)
 
     source = Origin("~/source", host="n3")
     outcomes = to_hosts(source, report=report, uplink_bytes_per_s=8e6)
