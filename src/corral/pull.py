@@ -216,7 +216,7 @@ def _pull_here(order: PullOrder, report: Report, ssh: Ssh, began_s: float) -> Pu
     moved = 0 if before and not damaged else total
     state = "already" if before and not damaged else "arrived"
     outcome = Outcome(HERE, state, total, moved, time.monotonic() - began_s, damaged=damaged)
-    where = "a folder" if source.kind == "folder" else "the hub's cache" if before else source.repo
+    where = "a folder" if source.kind == "folder" else "this machine" if before else source.repo or "this machine"
     return _result(source.name, str(folder), Origin(where), "", {HERE: outcome}, ssh, began_s)
 
 

@@ -26,6 +26,7 @@ import contextlib
 import ctypes
 import fcntl
 import fnmatch
+import functools
 import hashlib
 import hmac
 import http.client
@@ -136,11 +137,16 @@ def inside(folder: str, path: str) -> str:
     parts = path.split("/")
     if path.startswith("/") or any(part in ("", ".", "..") for part in parts):
         raise TroubleError(f"{path!r} is not a path inside a folder.")
-    place = os.path.join(folder, *parts)
-    parent = os.path.realpath(os.path.dirname(place))
-    if not (parent + "/").startswith(os.path.realpath(folder) + "/"):
+    place = os.path.join(folder, path)
+    if not is_within(folder, os.path.dirname(place)):
         raise TroubleError(f"{path!r} leads out of {folder} by a link.")
     return place
+
+
+@functools.lru_cache(maxsize=None)
+def is_within(folder: str, parent: str) -> bool:
+    """Whether no link leads from one to the other; remembered, for environments of tens of thousands of files."""
+    return (os.path.realpath(parent) + "/").startswith(os.path.realpath(folder) + "/")
 
 
 class Hashes:
@@ -204,6 +210,8 @@ def git_sha1(body: bytes) -> str:
 
 def promised_hash(place: str) -> Optional[str]:
     """A hub cache names large files by their hash."""
+    if not os.path.islink(place):
+        return None
     real = os.path.realpath(place)
     name = os.path.basename(real)
     named = os.path.basename(os.path.dirname(real)) == "blobs" and re.fullmatch("[0-9a-f]{64}", name)
@@ -595,6 +603,7 @@ class Fetch:
         self.failed = threading.Event()
         self.lock_handle = -1
         self.missing: List[Item] = []
+        is_within.cache_clear()
         self.digests: Dict[int, Digest] = {}
         self.hashes = Hashes(self.folder, own=bool(order.get("own", True)))
 
@@ -688,7 +697,11 @@ class Fetch:
         self.began_s = time.monotonic()
         self.set_sources(message["sources"])
         for item in self.missing:
-            if item.kind != "file" or item.size == 0:
+            if item.kind == "link":
+                self.make(item)
+        is_within.cache_clear()  # those links may lead out
+        for item in self.missing:
+            if item.kind != "link" and item.size == 0:
                 self.make(item)
         for unit in units([item for item in self.missing if not item.done]):
             self.units.put(unit)
