@@ -135,9 +135,11 @@ def ensure_folder(
     far: dict[str, Progress] = {}
 
     def report(step: Progress) -> None:
-        far[step.host] = step
-        moving = [item for item in far.values() if item.total_bytes]
-        done, total = sum(item.done_bytes for item in moving), sum(item.total_bytes for item in moving)
+        done, total = step.done_bytes, step.total_bytes
+        if total and step.what not in ("hashing", "checking"):  # what moves is told for all hosts together
+            far[step.host] = step
+            done = sum(item.done_bytes for item in far.values())
+            total = sum(item.total_bytes for item in far.values())
         progress(f"{path.name}: {step.what} on {step.host}", done, total)
 
     outcomes = spread(ssh, hosts, origin, destination, addresses, report, check="known")
