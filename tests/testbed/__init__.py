@@ -1,0 +1,29 @@
+"""A cluster on one machine: hosts with sshd, SLURM and Docker, made of namespaces, gone without a trace afterwards.
+
+``hosts``       machines on a network of their own: cut their cable, pull their plug, change their key
+``slurm``       real SLURM on such hosts: a login host with the controller, one slurmd per node, pretended GPUs
+``containers``  a private Docker, and images with busybox and python3
+
+Needs root and the packages of ``tools/install_testbed.sh``; ``missing()`` says what is lacking.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+COMMANDS = {
+    "hosts": ("ssh", "sshd", "ip", "unshare", "nsenter"),
+    "slurm": ("slurmctld", "slurmd", "munged", "sbatch"),
+    "accounting": ("mariadbd", "slurmdbd"),
+    "containers": ("dockerd", "docker", "runc", "busybox"),
+}
+PATH = ":".join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+
+
+def missing(*parts: str) -> str:
+    """Why these parts of the testbed cannot run here, or an empty string."""
+    if os.geteuid() != 0:
+        return "the testbed needs root"
+    absent = [name for part in ("hosts", *parts) for name in COMMANDS[part] if not shutil.which(name, path=PATH)]
+    return f"run tools/install_testbed.sh: {', '.join(absent)} not found" if absent else ""
