@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import http.client
+import importlib.util
 import json
 import os
 import re
@@ -34,6 +35,8 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 Json = Dict[str, Any]
 FINAL_REASONS = ("requested", "agent_killed", "not_guarded", "port_taken")  # a restart would change nothing
+HALTED = "halted"  # a member's rank was taken down because the head said so: the head knows the reason
+REJOIN_S = 300.0  # with restarts left, how long the nodes of a gang wait for one that was lost
 MARKER = "CORRAL_LAUNCH"  # environment variable that every process of a launch carries
 TICK_S = 0.2
 HEARTBEAT_S = 2.0
@@ -363,9 +366,13 @@ class Server:
 class Probe(threading.Thread):
     """Asks the server, off the main loop: first until it is ready, then whether it still lives."""
 
-    def __init__(self, server: Server, hung_s: float) -> None:
+    def __init__(self, server: Server, hung_s: float, gang: Optional[Json] = None) -> None:
         super().__init__(daemon=True)
         self.server, self.hung_s = server, hung_s
+        # over several nodes a rank can be gone while /health still says 200: idle ones are asked often
+        self.answer_s = min(float(gang["patience_s"]), hung_s) if gang else hung_s
+        self.look_every_s = min(HEALTH_EVERY_S, hung_s / 4, *([self.answer_s / 4] if gang else []))
+        self.ask_every_s = self.answer_s / 2 if gang else COMPLETION_EVERY_S
         self.ready: Optional[Json] = None
         self.fault: Optional[Tuple[str, str]] = None  # (reason, text)
         self.stopping = threading.Event()
@@ -374,7 +381,7 @@ class Probe(threading.Thread):
     def run(self) -> None:
         with contextlib.suppress(Exception):
             self._until_ready()
-        while self.fault is None and not self.stopping.wait(min(HEALTH_EVERY_S, self.hung_s / 4)):
+        while self.fault is None and not self.stopping.wait(self.look_every_s):
             self._watch()
 
     def _until_ready(self) -> None:
@@ -413,10 +420,10 @@ class Probe(threading.Thread):
             busy, tokens = self.server.counters()
             if tokens != self._tokens:
                 self._tokens, self._moved = tokens, now
-            elif not busy and now - self._asked > COMPLETION_EVERY_S:
+            elif not busy and now - self._asked >= self.ask_every_s:
                 self._asked = now
                 self._moved = now
-                status, text = self.server.complete(timeout_s=self.hung_s)
+                status, text = self._ask()
                 self.refusals = self.refusals + 1 if status >= 500 else 0
                 if self.refusals >= 3:
                     self.fault = ("engine_exited", "completions are answered %d: %s" % (status, text[:300]))
@@ -424,11 +431,32 @@ class Probe(threading.Thread):
                 self._moved = now
         except (OSError, http.client.HTTPException):
             pass
-        if time.monotonic() - self._moved > self.hung_s:
+        if self.fault is None and time.monotonic() - self._moved > self.hung_s:
             self.fault = ("engine_hung", "no answer and no token for %d s" % self.hung_s)
+
+    def _ask(self) -> Tuple[int, str]:
+        """One token from an idle engine; silence is a fault."""
+        try:
+            return self.server.complete(timeout_s=self.answer_s)
+        except socket.timeout:
+            text = "an idle engine did not answer a completion of one token within %d s" % self.answer_s
+            self.fault = ("engine_hung", text)
+            raise
 
 
 # ----------------------------------------------------------------------------------------------------------- worker
+def gang_module() -> Any:
+    """The file that lies beside this one; an isolated interpreter does not look there by itself."""
+    folder = os.path.dirname(os.path.abspath(__file__))
+    path = next(p for p in (os.path.join(folder, n) for n in ("corral_gang.py", "gang.py")) if os.path.exists(p))
+    found = importlib.util.spec_from_file_location("corral_gang", path)
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
 class Worker:
     """Runs the engine once or, with restarts, several times."""
 
@@ -440,11 +468,35 @@ class Worker:
         self.phase = "starting"
         self.log_offset = 0
         self.last_progress: Tuple[Any, ...] = ()
+        self.progress: Json = {}
+        self.head: Any = None  # of a gang, when this rank leads it
+        self.follower: Any = None  # of a gang, when another does
+        self.running = False
+        self.ended: Optional[Json] = None  # how this rank's last attempt ended
+        self.activity_at = self.ended_at = time.monotonic()
 
     def run(self) -> int:
+        gang = self.spec.get("gang")
+        if gang and self.spec["rank"]:
+            self.follower = gang_module().Follower(gang, self.spec["rank"], self._standing)
+            return self._follow()
+        if gang:
+            try:
+                self.head = gang_module().Head(gang, self._standing)
+            except OSError as error:
+                text = "the head cannot listen on %s:%s for the other nodes: %s" % (gang["head"], gang["port"], error)
+                self._end("network", {"text": text})
+                return 0
+        return self._lead()
+
+    def _lead(self) -> int:
         attempts = 1 + int(self.spec.get("restarts", 0))
         for attempt in range(1, attempts + 1):
-            reason, details = self._run_once(attempt)
+            reason, details = self._gather(attempt) or self._run_once(attempt)
+            if self.head:
+                if reason == "engine_exited" and "failed_rank" not in details:
+                    reason, details = self.head.root_cause(reason, details, self.ended_at)
+                self.head.halt(self.spec["grace_s"] + 15)
             if attempt == attempts or reason in FINAL_REASONS:
                 self._end(reason, details)
                 return 0
@@ -455,7 +507,64 @@ class Worker:
                 return 0
         return 0
 
+    def _gather(self, attempt: int) -> Optional[Tuple[str, Json]]:
+        """Count the other nodes in, then let all start; what hinders, or None."""
+        if not self.head:
+            return None
+        hindrance: Optional[Tuple[str, Json]] = self.head.gather(
+            lambda: self._stop_asked() or os.getppid() != self.keeper, *([REJOIN_S] if attempt > 1 else [])
+        )
+        if hindrance is None:
+            self.head.run(attempt)
+        return hindrance
+
+    def _follow(self) -> int:
+        """A member's life: run when the head says so, stop when it says so or is lost."""
+        epoch = 0
+        while True:
+            order = self.follower.order
+            lost = self.follower.lost()
+            if order.get("end"):
+                self._end(order["end"], {"text": order.get("text", "")})
+                return 0
+            if self._stop_asked() or os.getppid() != self.keeper:
+                reason = "requested" if self._stop_asked() else "agent_killed"
+                self.ended = {"epoch": order.get("epoch", 0), "reason": reason, "text": "", "ago_s": 0}
+                time.sleep(2.5)  # the head hears it
+                self._end(reason, {})
+                return 0
+            if lost and not (epoch and self.spec.get("restarts") and self.follower.silent_s() < REJOIN_S):
+                self._end("node_lost", {"text": lost, "node": self.follower.head_name})
+                return 0
+            if order.get("run") and not lost and order["epoch"] > epoch:
+                epoch = order["epoch"]
+                reason, details = self._run_once(epoch)
+                if reason != HALTED:
+                    text = details.get("text", "")
+                    self.ended = {"epoch": epoch, "reason": reason, "text": text, "details": details}
+                    self.journal.write("rank_ended", reason=reason, **details)
+                self._tell_state("starting", waiting_for=self.follower.head_name)
+            time.sleep(TICK_S)
+            self._beat_sometimes()
+
+    def _standing(self) -> Json:
+        """How this rank stands, for the other agents of the gang."""
+        now = time.monotonic()
+        ended = dict(self.ended, ago_s=round(now - self.ended_at, 2)) if self.ended else None
+        found = {"state": self.state, "phase": self.phase, "running": self.running, "ended": ended}
+        found["quiet_s"] = round(now - self.activity_at, 1)
+        found.update(self.progress)
+        return found
+
+    def _beat_sometimes(self) -> None:
+        now = time.monotonic()
+        if now - getattr(self, "_beaten", 0.0) >= HEARTBEAT_S:
+            self._beaten = now
+            self._beat()
+
     def _end(self, reason: str, details: Json) -> None:
+        if self.head:
+            self.head.end(reason, details)
         self._tell_state("stopped" if reason == "requested" else "failed", reason=reason, **details)
         self.journal.ended = True
 
@@ -477,17 +586,21 @@ class Worker:
         self.log_offset = os.path.getsize(self.spec["log"]) if os.path.exists(self.spec["log"]) else 0
         self.log_from = self.log_offset
         self.oom_kills = kernel_oom_kills()
+        self.ended, self.running, self.activity_at = None, True, time.monotonic()
         try:
             self.engine = self._start()
         except OSError as error:
+            self.running = False
             return "engine_broken", {"text": "the engine could not be started: %s" % error}
         with contextlib.suppress(OSError):
             write_atomic(self.spec["engine_file"], identity(self.engine.pid))
         self._tell_state("starting", attempt=attempt, pid=self.engine.pid)
-        self.probe = Probe(Server(self.spec["serve"]), self.spec["hung_s"]) if self.spec.get("serve") else None
+        serve, gang = self.spec.get("serve"), self.spec.get("gang")
+        self.probe = Probe(Server(serve), self.spec["hung_s"], gang) if serve else None
         if self.probe:
             self.probe.start()
         reason, details = self._watch()
+        self.ended_at = time.monotonic()
         if self.probe:
             self.probe.stopping.set()
         if reason == "engine_exited":
@@ -497,6 +610,7 @@ class Worker:
         if self.state == "ready":
             self._tell_state("draining")  # not ready any more, and not yet gone
         end_all(self._engine_processes, self.spec["grace_s"])
+        self.running = False
         self._read_log()
         return reason, details
 
@@ -528,7 +642,7 @@ class Worker:
         return found
 
     def _watch(self) -> Tuple[str, Json]:
-        beat = activity_at = time.monotonic()
+        beat = self.activity_at = time.monotonic()
         last_ticks = last_bytes = 0
         checked = 0.0
         window = min(10.0, self.spec["stall_s"] / 4)
@@ -536,7 +650,7 @@ class Worker:
             time.sleep(TICK_S)
             now = time.monotonic()
             if self._read_log():
-                activity_at = now
+                self.activity_at = now
             code = self.engine.poll()
             if code is not None:
                 return self._exit_reason(code)
@@ -544,6 +658,9 @@ class Worker:
                 return "requested", {}
             if os.getppid() != self.keeper:
                 return "agent_killed", {"text": "the agent's keeper process was killed"}
+            others = self._others()
+            if others:
+                return others
             if self.probe and self.probe.fault:
                 return self.probe.fault[0], {"text": self.probe.fault[1]}
             if self.probe and self.probe.ready and self.state != "ready":
@@ -561,14 +678,35 @@ class Worker:
                 ticks = sum(table[pid][2] for pid in processes if pid in table)
                 moved = disk_bytes(processes)
                 if ticks - last_ticks > 5 * window or moved - last_bytes > 1 << 20:  # 5% of a core, or 1 MiB
-                    activity_at = now
+                    self.activity_at = now
                 last_ticks, last_bytes, checked = ticks, moved, now
-            if self.state != "ready" and now - activity_at > self.spec["stall_s"]:
+            if self.state != "ready" and not self.follower and self._quiet_s(now) > self.spec["stall_s"]:
                 text = "no log line, processor time or disk traffic for %d s while %s" % (
                     self.spec["stall_s"],
                     self.phase,
                 )
                 return "stalled", {"text": text}
+
+    def _quiet_s(self, now: float) -> float:
+        """Seconds since anything moved on this node or, in a gang, on any."""
+        own = now - self.activity_at
+        return min(own, self.head.quiet_s()) if self.head else own
+
+    def _others(self) -> Optional[Tuple[str, Json]]:
+        """What the rest of the gang means for this rank, if it must end."""
+        if self.head:
+            found: Optional[Tuple[str, Json]] = self.head.fault()
+            return found
+        if self.follower:
+            order = self.follower.order
+            lost = self.follower.lost()
+            if lost:
+                return "node_lost", {"text": lost, "node": self.follower.head_name}
+            if order and (order.get("end") or not order.get("run")):
+                return HALTED, {}
+            if self.state != "ready" and order.get("head", {}).get("state") == "ready":
+                self._tell_state("ready")
+        return None
 
     def _exit_reason(self, code: int) -> Tuple[str, Json]:
         if self._stop_asked():
@@ -631,6 +769,7 @@ class Worker:
         if phase and (phase != self.phase or progress) and key != self.last_progress:
             self.last_progress = key
             self.phase = phase
+            self.progress = progress
             self.journal.write("phase", phase=phase, **progress)
         if values:
             self.journal.write("observed", **values)

@@ -1,1 +1,296 @@
-"""How the agents of several nodes hold together. (Being written.)"""
+"""How the agents of several nodes hold together, without the machine that started them.
+
+The head's agent listens; every other agent keeps a connection to it and says every two seconds how its rank stands.
+The head answers with an order: which attempt to run, or to stop, or that it is over and why. Silence for `patience_s`
+on either side means that the other is lost: the head then takes every rank down and says which node it was; a member
+that lost its head takes its own rank down, because a headless engine would live on for ever.
+
+Both sides prove that they know the deployment's token (HMAC over the other's random number); the token itself never
+travels. What is said is not secret. One JSON object per line.
+
+Standard library only, Python 3.8 or later, nothing of corral: the file is copied to where the agents run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import socket
+import threading
+import time
+from typing import Any, Dict, Optional, Tuple
+
+Json = Dict[str, Any]
+SAY_EVERY_S = 1.0
+JOIN_S = 60.0  # for agents that are started at the same moment
+CLOSED_S = 3.0  # a closed connection that is not opened anew within this time is a lost member
+
+
+def _clock() -> str:
+    return time.strftime("%H:%M:%S")
+
+
+def _proof(token: bytes, role: str, nonce: str) -> str:
+    return hmac.new(token, (role + nonce).encode(), hashlib.sha256).hexdigest()
+
+
+class Line:
+    """A connection that carries one JSON object per line, with a limit on how long a line may take."""
+
+    def __init__(self, connection: socket.socket, timeout_s: float) -> None:
+        self._socket = connection
+        self._socket.settimeout(timeout_s)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._rest = b""
+
+    def send(self, body: Json) -> None:
+        self._socket.sendall(json.dumps(body).encode() + b"\n")
+
+    def receive(self) -> Json:
+        while b"\n" not in self._rest:
+            data = self._socket.recv(65536)
+            if not data or len(self._rest) > 1 << 20:
+                raise OSError("the connection was closed")
+            self._rest += data
+        line, _, self._rest = self._rest.partition(b"\n")
+        found = json.loads(line)
+        if not isinstance(found, dict):
+            raise ValueError("not an object")
+        return found
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.close()
+
+
+class Member:
+    """What the head knows of one other agent."""
+
+    def __init__(self, rank: int, name: str) -> None:
+        self.rank, self.name = rank, name
+        self.connected = False
+        self.heard = 0.0  # monotonic; 0 before the first word
+        self.heard_at = ""  # the same as people say it
+        self.said: Json = {}
+
+    def words(self) -> str:
+        """What it said last, for people."""
+        said = self.said
+        amount = " %s/%s" % (said["done"], said["total"]) if said.get("total") else ""
+        return "%s%s" % (said.get("phase") or said.get("state") or "nothing", amount)
+
+    def ended(self, epoch: int) -> Optional[Json]:
+        """How its rank ended in this attempt, if it has."""
+        found = self.said.get("ended")
+        return found if found and found.get("epoch") == epoch else None
+
+
+class Head:
+    """The head's side: counts members in, gives orders, notices who is lost."""
+
+    def __init__(self, gang: Json, own: Any) -> None:
+        with open(gang["token_file"], "rb") as file:
+            self._token = file.read().strip()
+        self.patience_s = float(gang["patience_s"])
+        self.members = [Member(rank, name) for rank, name in enumerate(gang["names"]) if rank]
+        self._own = own  # returns this rank's own state, for the members
+        self._order: Json = {"epoch": 0, "run": False, "end": None}
+        self._lock = threading.Lock()
+        self._told: Dict[int, Json] = {}
+        self._began = time.monotonic()
+        family = socket.AF_INET6 if ":" in gang["head"] else socket.AF_INET
+        self._listener = socket.socket(family)
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._listener.bind((gang["head"], int(gang["port"])))
+        self._listener.listen(64)
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._talk, args=(connection,), daemon=True).start()
+
+    def _talk(self, connection: socket.socket) -> None:
+        line = Line(connection, self.patience_s)
+        member = None
+        try:
+            member = self._greet(line)
+            member.connected = True
+            while True:
+                said = line.receive()
+                with self._lock:
+                    member.said, member.heard, member.heard_at = said, time.monotonic(), _clock()
+                    order = dict(self._order, head=self._own())
+                line.send(order)
+                self._told[member.rank] = order
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+        finally:
+            if member is not None:
+                member.connected = False
+            line.close()
+
+    def _greet(self, line: Line) -> Member:
+        nonce = os.urandom(16).hex()
+        line.send({"nonce": nonce})
+        hello = line.receive()
+        rank = int(hello["rank"])
+        if not hmac.compare_digest(str(hello["proof"]), _proof(self._token, "member%d" % rank, nonce)):
+            raise ValueError("a stranger")
+        line.send({"proof": _proof(self._token, "head", str(hello["nonce"]))})
+        return next(member for member in self.members if member.rank == rank)
+
+    def gather(self, stop_asked: Any, wait_s: float = JOIN_S) -> Optional[Tuple[str, Json]]:
+        """Wait until every member is there with no rank running; what hinders, or None."""
+        until = time.monotonic() + wait_s
+        while True:
+            missing = [member for member in self.members if not self._idle(member)]
+            if not missing:
+                return None
+            if stop_asked():
+                return "requested", {}
+            if time.monotonic() > until:
+                names = ", ".join(member.name for member in missing)
+                heard = "has" if len(missing) == 1 else "have"
+                text = "%s %s not joined within %d s" % (names, heard, wait_s)
+                return "node_lost", {"text": text, "nodes": [member.name for member in missing]}
+            time.sleep(0.1)
+
+    def _idle(self, member: Member) -> bool:
+        return member.connected and bool(member.heard) and not member.said.get("running")
+
+    def run(self, epoch: int) -> None:
+        """Every member starts its rank."""
+        with self._lock:
+            self._order = {"epoch": epoch, "run": True, "end": None}
+
+    def fault(self) -> Optional[Tuple[str, Json]]:
+        """What is wrong with the others: a node that is lost, or a rank that ended."""
+        for member in self.members:
+            ended = member.ended(self._order["epoch"])
+            if ended:
+                return self._ended(member, ended)
+            if self._is_lost(member):
+                return self._lost(member)
+        return None
+
+    def _is_lost(self, member: Member) -> bool:
+        patience_s = self.patience_s if member.connected else min(CLOSED_S, self.patience_s)
+        return time.monotonic() - member.heard > patience_s
+
+    def _ended(self, member: Member, ended: Json) -> Tuple[str, Json]:
+        reason = str(ended.get("reason"))
+        text = "rank %d on %s: %s" % (member.rank, member.name, ended.get("text") or reason)
+        details = dict(ended.get("details") or {}, text=text, failed_rank=member.rank, node=member.name)
+        return reason, details if reason != "requested" else {}
+
+    def _lost(self, member: Member) -> Tuple[str, Json]:
+        text = "%s stopped answering at %s; rank %d last said: %s"
+        words = text % (member.name, member.heard_at, member.rank, member.words())
+        return "node_lost", {"text": words, "node": member.name, "failed_rank": member.rank}
+
+    def root_cause(self, reason: str, details: Json, ended: float) -> Tuple[str, Json]:
+        """This rank ended at `ended`: because another had? Whoever was first is the cause; the others are heard first."""
+        until = time.monotonic() + self.patience_s + 2
+        while time.monotonic() < until:
+            for member in self.members:
+                theirs = member.ended(self._order["epoch"])
+                if theirs and member.heard - float(theirs.get("ago_s", 0)) < ended:
+                    return self._ended(member, theirs)
+                if self._is_lost(member):
+                    return self._lost(member)
+            if all(member.heard > ended + 1.5 * SAY_EVERY_S for member in self.members):
+                break
+            time.sleep(0.1)
+        return reason, details
+
+    def quiet_s(self) -> float:
+        """Seconds since any member last saw its rank do something."""
+        return min([float(member.said.get("quiet_s", 1e9)) for member in self.members] or [1e9])
+
+    def halt(self, wait_s: float) -> None:
+        """Every member takes its rank down; waited for, but not for those that are lost."""
+        with self._lock:
+            self._order = dict(self._order, run=False)
+        until = time.monotonic() + wait_s
+        while time.monotonic() < until:
+            if not any(member.connected and member.said.get("running") for member in self.members):
+                return
+            time.sleep(0.1)
+
+    def end(self, reason: str, details: Json) -> None:
+        """It is over; every member that is there hears why."""
+        with self._lock:
+            self._order = dict(self._order, run=False, end=reason, text=details.get("text", ""))
+        until = time.monotonic() + 5
+        while time.monotonic() < until:
+            if all(not member.connected or self._told.get(member.rank, {}).get("end") for member in self.members):
+                break
+            time.sleep(0.05)
+        with contextlib.suppress(OSError):
+            self._listener.close()
+
+
+class Follower:
+    """A member's side: says how its rank stands, and knows the last order."""
+
+    def __init__(self, gang: Json, rank: int, own: Any) -> None:
+        with open(gang["token_file"], "rb") as file:
+            self._token = file.read().strip()
+        self.patience_s = float(gang["patience_s"])
+        self.head_name = gang["names"][0]
+        self._address = (gang["head"], int(gang["port"]))
+        self._rank, self._own = rank, own
+        self.order: Json = {}
+        self._heard = 0.0
+        self._heard_at = ""
+        self._began = time.monotonic()
+        self._error = ""
+        threading.Thread(target=self._keep_talking, daemon=True).start()
+
+    def _keep_talking(self) -> None:
+        while True:
+            try:
+                self._talk()
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                self._error = str(error)
+            time.sleep(0.3)
+
+    def _talk(self) -> None:
+        connection = socket.create_connection(self._address, timeout=min(5.0, self.patience_s))
+        line = Line(connection, self.patience_s)
+        try:
+            nonce = os.urandom(16).hex()
+            their = str(line.receive()["nonce"])
+            line.send(
+                {"rank": self._rank, "proof": _proof(self._token, "member%d" % self._rank, their), "nonce": nonce}
+            )
+            if not hmac.compare_digest(str(line.receive()["proof"]), _proof(self._token, "head", nonce)):
+                raise ValueError("whoever answers on %s:%d is not the head of this deployment" % self._address)
+            while True:
+                line.send(self._own())
+                self.order = line.receive()
+                self._heard, self._heard_at = time.monotonic(), _clock()
+                time.sleep(SAY_EVERY_S)
+        finally:
+            line.close()
+
+    def lost(self, join_s: float = JOIN_S) -> Optional[str]:
+        """Why the head counts as lost, or None."""
+        if not self._heard:
+            if time.monotonic() - self._began < join_s:
+                return None
+            return "the head %s never answered on %s:%d (%s)" % ((self.head_name, *self._address, self._error))
+        if time.monotonic() - self._heard > self.patience_s:
+            return "the head %s stopped answering at %s" % (self.head_name, self._heard_at)
+        return None
+
+    def silent_s(self) -> float:
+        """Seconds since the head was last heard, or since the beginning."""
+        return time.monotonic() - (self._heard or self._began)

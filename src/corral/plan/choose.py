@@ -110,12 +110,22 @@ def _closeness(pair: tuple[Form, Candidate]) -> tuple[int, int, int]:
 
 
 def _decide_cpu(form: Form, inventory: Inventory, goal: Goal, fixed: Fixed) -> Decision:
-    chosen = work_out_cpu(form.facts, inventory, goal, fixed)
+    parallel = _cpu_layout(inventory, fixed)
+    chosen = work_out_cpu(form.facts, inventory, goal, fixed, parallel)
     if form.problem:
         chosen = with_problem(chosen, form.problem)
-    if (fixed.tensor or 1) * (fixed.pipeline or 1) * (fixed.data or 1) > 1:
-        chosen = with_problem(chosen, "without a GPU Corral plans one process: TP1 × PP1 × DP1")
+    elif parallel.replica_gpus * parallel.data != inventory.nodes:
+        places = "one process" if inventory.nodes == 1 else f"one process on each of {inventory.nodes} nodes"
+        chosen = with_problem(chosen, f"without a GPU Corral plans {places}; {parallel} is another number")
+    elif why := broken_layout(form.facts, parallel):
+        chosen = with_problem(chosen, why)
     return Decision(form, chosen, [(form, chosen)])
+
+
+def _cpu_layout(inventory: Inventory, fixed: Fixed) -> Parallel:
+    """One rank per node: stages of a pipeline, because a CPU's network is slow, unless a split was asked for."""
+    tensor, data = fixed.tensor or 1, fixed.data or 1
+    return Parallel(tensor, fixed.pipeline or max(1, inventory.nodes // (tensor * data)), data)
 
 
 def _candidates(

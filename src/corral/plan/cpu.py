@@ -21,18 +21,23 @@ _GB_S_PER_CORE, _GB_S_MOST = 8.0, 200.0
 _GFLOPS_PER_CORE = 40.0
 
 
-def work_out_cpu(model: ModelFacts, inventory: Inventory, goal: Goal, fixed: Fixed) -> Candidate:
-    """The one CPU configuration: TP1, a context of at most 8192 unless asked, KV for the concurrency asked."""
+def work_out_cpu(
+    model: ModelFacts, inventory: Inventory, goal: Goal, fixed: Fixed, parallel: Parallel | None = None
+) -> Candidate:
+    """The one CPU configuration: one rank per node, a context of at most 8192 unless asked, KV for the concurrency asked."""
     precision = Precision(fixed.weights or ("bf16" if model.dtype != "fp32" else "fp32"), "auto")
     parts = convert(model, precision if not model.quantisation else Precision(model.weights, "auto"))
+    parallel = parallel or Parallel()
+    here = -(-parts.total // parallel.replica_gpus)  # what of the weights lies on one node
     element = DTYPE_BYTES.get(precision.weights, 2.0)
     asked = fixed.max_model_len or goal.context
     context = asked or min(model.max_context, _CONTEXT)
     seqs = fixed.max_num_seqs or max(goal.concurrency or 0, 16)
     batched = fixed.max_num_batched_tokens or max(2048, seqs)
     activation = int(batched * element * (3 * model.intermediate + 4 * model.hidden) + seqs * model.vocab * 8)
-    per_token = model.kv_bytes_per_token(element)
-    free = inventory.host_available_bytes - parts.total - activation - _PROCESS_BYTES
+    whole_token = model.kv_bytes_per_token(element)
+    per_token = -(-whole_token // parallel.replica_gpus)
+    free = inventory.host_available_bytes - here - activation - _PROCESS_BYTES
     wanted = per_token * context * max(2, min(goal.concurrency or 8, 8))
     space = max(GIB, min(wanted, _KV_MOST, free * 3 // 4)) // GIB * GIB
     if asked and per_token * (context + _BLOCK) > space:
@@ -41,7 +46,7 @@ def work_out_cpu(model: ModelFacts, inventory: Inventory, goal: Goal, fixed: Fix
     tokens = int(blocks / -(-context // _BLOCK) * context)
     problem = ""
     if free < space:
-        need = (parts.total + activation + _PROCESS_BYTES + space) / GIB
+        need = (here + activation + _PROCESS_BYTES + space) / GIB
         problem = f"it needs {need:.1f} GiB of memory and {inventory.host_available_bytes / GIB:.1f} GiB are free"
     elif context > model.max_context:
         problem = f"a context of {context} is beyond the model's {model.max_context}"
@@ -53,8 +58,8 @@ def work_out_cpu(model: ModelFacts, inventory: Inventory, goal: Goal, fixed: Fix
     memory = Memory(
         weights_bytes=parts.total,
         nominal_weights_bytes=round(model.parameters * element),
-        weights_bytes_per_gpu=parts.total,
-        kv_bytes_per_token=per_token,
+        weights_bytes_per_gpu=here,
+        kv_bytes_per_token=whole_token,
         kv_bytes_per_token_per_gpu=per_token,
         kv_cache_bytes_per_gpu=space,
         kv_cache_tokens_per_replica=tokens,
@@ -67,7 +72,7 @@ def work_out_cpu(model: ModelFacts, inventory: Inventory, goal: Goal, fixed: Fix
     )
     settings = Settings(fixed.gpu_memory_utilization or 0.92, batched, seqs, bool(fixed.eager), _BLOCK)
     speed = _speed(model, inventory, parts.total - (0 if model.tied_embeddings else parts.embedding), goal)
-    return Candidate(Parallel(), precision, settings, context, memory, speed, problem)
+    return Candidate(parallel, precision, settings, context, memory, speed, problem)
 
 
 def _speed(model: ModelFacts, inventory: Inventory, read_bytes: int, goal: Goal) -> Speed:
