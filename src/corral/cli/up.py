@@ -15,6 +15,7 @@ from corral.client import CHAT, Client
 from corral.diagnosis import last_lines
 from corral.endpoint import Endpoint
 from corral.errors import CorralError, LaunchError, UsageError
+from corral.folder import open_folder
 from corral.launch import as_shell, refuse_reserved
 from corral.plan import Goal
 from corral.plan.fixed import parse_assignments
@@ -41,6 +42,13 @@ FIRST_QUESTION = "What is the capital of France?"
 @click.option(
     "--flavour", type=click.Choice(["cpu", "cuda"]), help="Engine build (default: cuda where there is a GPU)."
 )
+@click.option("--time", "time_limit", metavar="H:MM:SS", help="On SLURM: how long the job may run.")
+@click.option("--account", help="On SLURM: the account it is charged to.")
+@click.option("--partition", help="On SLURM: the partition (default: the cluster's, or one with GPUs).")
+@click.option("--nodes", type=click.IntRange(min=1), help="On SLURM: nodes (default: as many as the model needs).")
+@click.option("--slurm", "slurm_options", multiple=True, metavar="KEY=VALUE",
+              help="On SLURM: any other option of sbatch, or of the slurm target.")  # fmt: skip
+@click.option("--attach", metavar="NAME", help="Take up an interrupted `corral up` again: wait until NAME is ready.")
 @click.option("--env", "extra_env", multiple=True, metavar="NAME=VALUE", help="Environment variable for the engine.")
 @click.option("--restart", "restarts", type=click.IntRange(0, 100), default=0, help="Restarts after a failure.")
 @click.option("--stall", "stall_s", type=click.FloatRange(min=10), default=600, show_default=True, metavar="SECONDS",
@@ -63,6 +71,12 @@ def command(
     bind: str | None,
     port: int | None,
     flavour: str | None,
+    time_limit: str | None,
+    account: str | None,
+    partition: str | None,
+    nodes: int | None,
+    slurm_options: tuple[str, ...],
+    attach: str | None,
     extra_env: tuple[str, ...],
     restarts: int,
     stall_s: float,
@@ -79,7 +93,11 @@ def command(
     """
     if model and model.startswith("-"):  # `corral up -- --flag value`: everything after -- is the engine's
         engine_args, model = (model, *engine_args), None
+    asked = {"time": time_limit, "account": account, "partition": partition, "nodes": nodes}
+    place = _slurm_place(asked, slurm_options)
     wish = bringup.Wish(
+        target="slurm" if place is not None else "local",
+        place=place or {},
         model=model,
         name=name,
         served_name=served_name,
@@ -101,7 +119,7 @@ def command(
         click.echo(as_shell(spec), nl=False) if shell else print_json(spec)
         return
     with PhaseScreen(quiet=as_json) as screen:
-        status = _bring_up(wish, screen, wait)
+        status = _attach(attach, screen) if attach else _bring_up(wish, screen, wait)
     if not wait:
         _told_started(status, as_json)
         return
@@ -118,9 +136,30 @@ def _bring_up(wish: bringup.Wish, screen: PhaseScreen, wait: bool) -> deployment
     try:
         return bringup.bring_up(wish, screen, wait)
     except LaunchError as error:
-        if log := error.details.get("log"):
-            error.details["log_tail"] = last_lines(Path(log), 15)
+        _with_log(error)
         raise
+
+
+def _attach(name: str, screen: PhaseScreen) -> deployment.Status:
+    try:
+        return bringup.wait_ready(open_folder(name), screen)
+    except LaunchError as error:
+        _with_log(error)
+        raise
+
+
+def _with_log(error: LaunchError) -> None:
+    if log := error.details.get("log"):
+        error.details["log_tail"] = last_lines(Path(log), 15)
+
+
+def _slurm_place(asked: dict[str, Any], pairs: tuple[str, ...]) -> dict[str, object] | None:
+    """Options of the slurm target; None when nothing was said of SLURM."""
+    place: dict[str, object] = {name: value for name, value in asked.items() if value is not None}
+    for pair in pairs:
+        name, _, value = pair.partition("=")
+        place[name] = value or True
+    return place if place or pairs else None
 
 
 def _environment(pairs: tuple[str, ...]) -> dict[str, str]:

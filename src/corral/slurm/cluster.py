@@ -14,7 +14,7 @@ from corral.hardware import GIB, Gpu, Inventory, find_gpu
 from corral.record import nearest
 from corral.slurm.commands import ask, seconds
 
-__all__ = ["Cluster", "NodeShape", "Partition", "Want", "discover", "gpu_of"]
+__all__ = ["Cluster", "NodeShape", "Partition", "Want", "discover", "gpu_kind", "gpu_of"]
 
 MIB = 1 << 20
 # a node in one of these takes no job, now or soon
@@ -86,7 +86,9 @@ class Cluster:
             raise NotFoundError(f"there is no partition {name!r}.", f"There is: {', '.join(guesses)}.")
         if not self.partitions:
             raise NotFoundError("this cluster shows no partition to you.", "`sinfo` lists them; ask for access.")
-        ranked = sorted(self.partitions, key=lambda one: (one.open, not gpus or one.gpus > 0, one.default, one.idle_gpus))
+        ranked = sorted(
+            self.partitions, key=lambda one: (one.open, not gpus or one.gpus > 0, one.default, one.idle_gpus)
+        )
         return ranked[-1]
 
     def shape(self, want: Want) -> tuple[Partition, NodeShape]:
@@ -103,9 +105,9 @@ class Cluster:
         if not enough:
             most = max(shape.usable_nodes for shape in fitting)
             raise DoesNotFitError(
-                f"partition {partition.name} has {most} usable nodes with {_wanted(want)}, and {want.nodes} are asked for.",
+                f"partition {partition.name} has {most} usable nodes with {_wanted(want)}; {want.nodes} are asked.",
                 "Ask for fewer with --nodes, or name another --partition.",
-            )  # fmt: skip
+            )
         best = max(enough, key=lambda one: (one.gpus > 0, one.idle_nodes >= want.nodes, one.gpus, one.usable_nodes))
         return partition, best
 
@@ -132,8 +134,15 @@ def gpu_of(name: str, memory_gib: float | None, partition: str) -> tuple[str, in
         return (found.kind if found else name or "GPU"), int(memory_gib * GIB)
     said = f"calls its GPUs {name!r}, which Corral does not know" if name else "does not say which GPUs it has"
     raise UsageError(
-        f"partition {partition} {said}.", "Name the kind (--slurm gpu=H100) or its memory (--slurm gpu_memory_gib=80)."
+        f"partition {partition} {said}.",
+        "Name the kind (--slurm gpu=H100) or its memory (--slurm gpu_memory_gib=80).",
     )
+
+
+def gpu_kind(name: str) -> str:
+    """The kind of GPU that GRES calls so, for people."""
+    found = _known(name)
+    return found.kind if found else name or "GPU"
 
 
 def _known(name: str) -> Gpu | None:
@@ -229,8 +238,18 @@ def _shapes(members: list[dict[str, str]]) -> tuple[NodeShape, ...]:
         counts.setdefault(bare, Counter()).update(
             nodes=1, usable_nodes=usable, idle_nodes=idle, idle_gpus=max(0, gpus - used) if usable else 0
         )
-    made = [replace(bare, **count) for bare, count in counts.items()]
+    made = [_counted(bare, count) for bare, count in counts.items()]
     return tuple(sorted(made, key=lambda shape: -shape.nodes))
+
+
+def _counted(bare: NodeShape, count: Counter[str]) -> NodeShape:
+    return replace(
+        bare,
+        nodes=count["nodes"],
+        usable_nodes=count["usable_nodes"],
+        idle_nodes=count["idle_nodes"],
+        idle_gpus=count["idle_gpus"],
+    )
 
 
 def _gpus(gres: str) -> tuple[str, int]:

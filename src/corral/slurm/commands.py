@@ -1,10 +1,10 @@
 """SLURM's own commands: submit, look, cancel.
 
-All of the user's jobs are asked for together, in one `squeue` call whose answer is kept for a moment. Answers are read
-in the text forms that every version has; `squeue --json` of 22.05 ignores its filters and sends the whole cluster's
-queue. Every call has a time limit, because clients hang when the controller is dead; a controller that does not
-answer is an `UnreachableError`, never a failed job. Ended jobs are looked up in the accounting where there is one,
-and in the job-completion log where there is none.
+All of the user's jobs are asked for together, in one `squeue` call whose answer is kept for a moment. Answers are
+read in the text forms that every version has; `squeue --json` of 22.05 ignores its filters and sends the whole
+cluster's queue. Every call has a time limit, because clients hang when the controller is dead; a controller that does
+not answer is an `UnreachableError`, never a failed job. Ended jobs are looked up in the accounting where there is
+one, and in the job-completion log where there is none.
 """
 
 from __future__ import annotations
@@ -228,7 +228,9 @@ def submit(script: Path) -> str:
         if process.returncode == 0:
             cancel(_number(out.decode()))
         raise
-    done = Completed(tuple(command), process.returncode, out.decode("utf-8", "replace"), err.decode("utf-8", "replace"))
+    done = Completed(
+        tuple(command), process.returncode, out.decode("utf-8", "replace"), err.decode("utf-8", "replace")
+    )
     if done.code and re.search(UNREACHABLE, done.stderr):
         raise UnreachableError(f"SLURM's controller does not answer: {_last_line(done)}", "Try again later.")
     if done.code:
@@ -242,17 +244,19 @@ def _number(text: str) -> str:
     for line in reversed(text.strip().splitlines()):
         if match := re.fullmatch(r"(\d+)(;\S+)?", line.strip()):
             return match[1]
-    raise CorralError(f"sbatch did not say the number of the job: {text.strip()[-200:]!r}", "Look with `squeue --me`.")
+    raise CorralError(
+        f"sbatch did not say the number of the job: {text.strip()[-200:]!r}", "Look with `squeue --me`."
+    )
 
 
 _REFUSALS = (
     (r"[Ii]nvalid partition", "`corral slurm partitions` lists them; name one with --partition."),
-    (r"[Ii]nvalid account|account/partition combination", "Name an account of yours with --account: `sacctmgr show assoc user=$USER`."),
+    (r"[Ii]nvalid account|account/partition combination", "Name one of yours with --account; `sshare` lists them."),
     (r"[Ii]nvalid qos", "Correct --slurm qos=…"),
-    (r"unrecognized option", "Every `--slurm KEY=VALUE` that Corral does not know is given to sbatch: check its name."),
-    (r"[Nn]ode configuration|not available|count specification", "Ask for less: `corral slurm partitions` shows what nodes have."),
+    (r"unrecognized option", "What Corral does not know of `--slurm KEY=VALUE` goes to sbatch: check the name."),
+    (r"[Nn]ode configuration|not available|count specification", "`corral slurm partitions` shows what nodes have."),
     (r"time limit", "Ask for less with --time: `corral slurm partitions` shows the limits."),
-)  # fmt: skip
+)
 
 
 def _refused(done: Completed) -> CorralError:
