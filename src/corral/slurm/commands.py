@@ -210,6 +210,7 @@ def submit(script: Path) -> str:
     try:
         process = subprocess.Popen(
             command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            umask=0o077,  # which the job inherits
             start_new_session=True,  # Ctrl-C is ours: sbatch must come to an end that we can read
         )  # fmt: skip
     except FileNotFoundError:
