@@ -5,7 +5,7 @@
 
 Options: `die-after-ready=CODE`, `exit=CODE` (before ready), `silent` (no more lines, no CPU), `daemon` (leaves a
 child in a session of its own), `retitled` (a child without the launch's environment), `open` (answers without a key),
-`hang` (stops answering after ready), `slow=SECONDS` (before the port is bound).
+`hang` (stops answering after ready), `slow=SECONDS` (before the port is bound), `worker-exit=CODE` (a headless rank).
 """
 
 from __future__ import annotations
@@ -39,6 +39,15 @@ ANSWER = """{"id": "1", "object": "chat.completion", "created": 1, "model": "m",
 
 def main() -> None:
     words = sys.argv[1:]
+    if "--headless" in words:  # a rank without a server
+        for line in LINES[:6]:
+            print(line, flush=True)
+        options = dict(option.partition("=")[::2] for option in os.environ.get("STUB_OPTIONS", "").split())
+        if "worker-exit" in options:
+            time.sleep(1)
+            print("ValueError: something the engine did not like", flush=True)
+            sys.exit(int(options["worker-exit"]))
+        time.sleep(1000)
     if words[0] == "-m":
         port, key_file = int(words[words.index("--port") + 1]), Path(os.environ["CORRAL_KEY_FILE"])
         host = words[words.index("--host") + 1]

@@ -36,6 +36,7 @@ from corral.record import dump_json, load_json
 from corral.runtimes.base import NodeSide, Runtime, make_runtime
 from corral.state import State
 from corral.targets.base import Queue, Target, load_target
+from corral.tunnel import ensure_tunnel
 
 __all__ = ["Decision", "Reporter", "Wish", "bring_up", "decide", "dry_run"]
 
@@ -57,6 +58,7 @@ class Wish:
     link: str = "auto"
     flavour: str | None = None
     bind: str | None = None
+    expose: bool = False
     port: int | None = None
     goal: Goal = field(default_factory=Goal)
     fixed: Mapping[str, object] = field(default_factory=dict)
@@ -65,6 +67,7 @@ class Wish:
     restarts: int = 0
     stall_s: float = 600.0
     hung_s: float = 300.0
+    patience_s: float = 10.0  # silence after which a node of several counts as lost
 
 
 class Reporter(Protocol):
@@ -120,9 +123,12 @@ def decide(wish: Wish, target: Target) -> Decision:
     return Decision(wish, name, source, served, flavour, plan, inventory)
 
 
-def _sized(wish: Wish) -> tuple[Target, Decision]:
+def _sized(wish: Wish, note: Callable[[str], None] | None = None) -> tuple[Target, Decision]:
     """The target and what is decided for it; where a scheduler gives the nodes, as many as the model needs."""
     target = load_target(wish.target, wish.place)
+    if note:  # a dry run touches no node
+        for text in target.prepare():
+            note(text)
     try:
         return target, decide(wish, target)
     except DoesNotFitError as error:
@@ -139,7 +145,11 @@ def _plan(source: ModelSource, inventory: Inventory, wish: Wish) -> Plan:
     here = model_store.already_here(source)
     facts = read_facts(str(here) if here else source.repo, offline=source.kind == "embedded")
     tuning = calibration.learn(calibration.read(home_dir()), inventory.gpu or "CPU", facts.name)
-    return make_plan(facts, inventory, wish.goal, wish.fixed, tuning)
+    plan = make_plan(facts, inventory, wish.goal, wish.fixed, tuning)
+    if plan.parallel.data > 1 and plan.parallel.replica_gpus > inventory.gpus_per_node:
+        # one deployment joins whole replicas on each node, or one replica over all; several over several is two
+        plan = make_plan(facts, inventory, wish.goal, {**wish.fixed, "data": 1}, tuning)
+    return plan
 
 
 def _flavour(wish: Wish, inventory: Inventory) -> str:
@@ -188,7 +198,7 @@ def _render(
 ) -> LaunchSpec:
     wish, nodes = decision.wish, target.nodes()
     check_arguments(wish.extra_args, runtime.flags())
-    bind = target.default_bind() if wish.bind is None else wish.bind
+    bind = target.default_bind(wish.expose) if wish.bind is None else wish.bind
     chosen = target.choose_ports(bind, wish.port)
     link, why = choose_link(wish.link, nodes, runtime.flags())
     for text in (chosen.note, f"link {link}: {why}" if len(nodes) > 1 else ""):
@@ -211,6 +221,7 @@ def _render(
         extra_env=wish.extra_env,
         stall_s=wish.stall_s,
         hung_s=wish.hung_s,
+        patience_s=wish.patience_s,
         restarts=wish.restarts,
     )
     spec = render(decision.plan, order, runtime)
@@ -230,7 +241,7 @@ def bring_up(wish: Wish, report: Reporter, wait: bool = True) -> deployment.Stat
 
 
 def _bring_up_once(wish: Wish, report: Reporter, wait: bool) -> deployment.Status:
-    target, decision = _sized(wish)
+    target, decision = _sized(wish, report.note)
     record = deployment.Record(
         name=decision.name,
         launch_id=secrets.token_hex(8),
@@ -250,8 +261,8 @@ def _bring_up_once(wish: Wish, report: Reporter, wait: bool) -> deployment.Statu
     with _released_on_failure(folder):
         staging.phase("installing engine")
         runtime = _runtime(decision, target).stage(staging.detail)
-        for carried in runtime.carried:
-            target.place(Path(carried), staging.detail)
+        if runtime.carried:
+            runtime = runtime.moved({path: target.place(Path(path), staging.detail) for path in runtime.carried})
         staging.phase("fetching model")
         path = target.place(model_store.fetch(decision.source, staging.detail), staging.detail)
         spec = _render(decision, target, folder, runtime, path, record.launch_id, report.note)
@@ -318,6 +329,7 @@ def wait_ready(folder: DeploymentFolder, report: Reporter) -> deployment.Status:
     assert final is not None
     if final.state is State.READY:
         learn_from(folder)
+        ensure_tunnel(folder)
         report.phase("ready")
         return final
     reason = final.reason.value if final.reason else ""

@@ -247,7 +247,8 @@ def _heartbeat_age_s(folder: DeploymentFolder) -> float:
 def _diagnosis(folder: DeploymentFolder, last: Event) -> Diagnosis:
     if str(last.get("text", "")).startswith(("/health", "the first completion")):
         return Diagnosis(Reason.ENGINE_EXITED, str(last.get("text")), "The whole log: `corral logs NAME`.")
-    lines = last_lines(folder.rank(0).log, 200, int(last.get("log_from", 0)))
+    failed = int(last.get("failed_rank", 0))
+    lines = last_lines(folder.rank(failed).log, 200, int(last.get("log_from", 0)))
     return diagnose(
         lines,
         last.get("exit_code"),
@@ -297,6 +298,7 @@ def stop(folder: DeploymentFolder) -> Status:
             f"processes of {record.name!r} could not be ended from here.",
             "Run `corral down` on the machine it runs on, or ask its administrator.",
         )
+    folder.tunnel.unlink(missing_ok=True)  # whoever holds it sees that
     return status(folder)
 
 

@@ -86,6 +86,15 @@ class DeploymentFolder:
         return self.path / "token"
 
     @property
+    def tunnel(self) -> Path:
+        """Who holds the tunnel to the endpoint."""
+        return self.path / "tunnel.json"
+
+    @property
+    def tunnel_log(self) -> Path:
+        return self.path / "tunnel.log"
+
+    @property
     def differences(self) -> Path:
         return self.path / "differences.json"
 

@@ -128,11 +128,11 @@ class Order:
     extra_env: Mapping[str, str] = field(default_factory=dict)
     stall_s: float = 600.0
     hung_s: float = 300.0
+    patience_s: float = 10.0  # silence after which an agent of a gang counts as lost; they speak every second
     grace_s: float = 20.0
     restarts: int = 0
 
 
-PATIENCE_S = 10.0  # silence after which an agent of a gang counts as lost; they speak every two seconds
 FILES = (
     PlacedFile("node/agent.py", "agent.py"),
     PlacedFile("node/gang.py", "corral_gang.py"),
@@ -201,7 +201,7 @@ def _gang_spec(order: Order) -> GangSpec | None:
     if len(order.nodes) == 1:
         return None
     names = tuple(node.name for node in order.nodes)
-    return GangSpec(names, order.nodes[0].address, order.ports.gang, str(order.folder.token), PATIENCE_S)
+    return GangSpec(names, order.nodes[0].address, order.ports.gang, str(order.folder.token), order.patience_s)
 
 
 def _rank(plan: Plan, order: Order, runtime: Runtime, linked: LinkedRank) -> RankSpec:

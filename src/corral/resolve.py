@@ -20,6 +20,7 @@ from corral.folder import open_folder
 from corral.record import nearest
 from corral.request_errors import MalformedReplyError, error_from_status
 from corral.state import State
+from corral.tunnel import ensure_tunnel
 
 __all__ = ["HeldKeyEndpoint", "ready_endpoint", "resolve", "served_model"]
 
@@ -78,6 +79,7 @@ def ready_endpoint(name: str) -> Endpoint:
     """The endpoint of a deployment, if it is ready."""
     found = deployment.status(open_folder(name))
     if found.state is State.READY and found.endpoint is not None:
+        ensure_tunnel(open_folder(name))
         return found.endpoint
     if found.state in (State.STOPPED, State.FAILED):
         why = f": {found.text}" if found.text else ""

@@ -22,7 +22,7 @@ from typing import TypeVar
 from corral.errors import AccessError, CorralError, UnreachableError, UsageError
 from corral.shell import Completed
 
-__all__ = ["FAN_OUT", "Ssh", "check_host", "each", "ssh_command"]
+__all__ = ["FAN_OUT", "Ssh", "check_host", "each", "read_hosts", "ssh_command"]
 
 FAN_OUT = 32  # hosts talked to at the same time
 CONNECT_S = 10
@@ -39,6 +39,18 @@ def check_host(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.@:%\[\]-]*", name):
         raise UsageError(f"{name!r} is not the name of a host.", "Give names as ssh knows them, with commas between.")
     return name
+
+
+def read_hosts(text: str) -> tuple[str, ...]:
+    """Hosts from `a,b,c`, or from a file with one per line when the text is `@FILE`; `#` begins a comment."""
+    if text.startswith("@"):
+        try:
+            lines = Path(text[1:]).expanduser().read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"the hosts file {text[1:]!r} cannot be read: {error}.", "One host per line.") from None
+        words = [line.partition("#")[0].split() for line in lines]
+        return tuple(check_host(found[0]) for found in words if found)
+    return tuple(check_host(name.strip()) for name in text.split(",") if name.strip())
 
 
 @dataclass(frozen=True)

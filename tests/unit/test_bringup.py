@@ -26,6 +26,9 @@ class Elsewhere:
     def options(self) -> dict[str, object]:
         return {}
 
+    def prepare(self) -> list[str]:
+        return []
+
     def nodes(self) -> tuple[Node, ...]:
         return (Node("node"),)
 
@@ -38,7 +41,7 @@ class Elsewhere:
     def node_folder(self, folder: object, launch_id: str) -> Any:
         return folder
 
-    def default_bind(self) -> str:
+    def default_bind(self, expose: bool = False) -> str:
         return "127.0.0.1"
 
     def choose_ports(self, bind: str, wanted: int | None) -> ChosenPorts:

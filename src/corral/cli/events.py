@@ -7,6 +7,7 @@ import time
 
 import click
 
+from corral.deployment import status
 from corral.events import Event, read_events
 from corral.folder import open_folder
 
@@ -19,6 +20,7 @@ __all__ = ["command"]
 def command(name: str, as_json: bool) -> None:
     """Print what happened, and when."""
     folder = open_folder(name)
+    status(folder)  # brings here what was written elsewhere
     events = [event for rank in folder.ranks() for event in read_events(rank.events)]
     for event in sorted(events, key=lambda event: event.time_s):
         if as_json:

@@ -28,6 +28,7 @@ __all__ = ["command"]
 def command(name: str, follow: bool, rank: int, lines: int | None, as_json: bool) -> None:
     """Print the engine's log."""
     folder = open_folder(name)
+    status(folder)  # brings here what was written elsewhere
     files = folder.rank(rank)
     known = [other.number for other in folder.ranks()]
     if known and rank not in known:

@@ -19,6 +19,7 @@ from corral.folder import open_folder
 from corral.launch import as_shell, refuse_reserved
 from corral.plan import Goal
 from corral.plan.fixed import parse_assignments
+from corral.ssh import read_hosts
 
 __all__ = ["command"]
 
@@ -42,6 +43,14 @@ FIRST_QUESTION = "What is the capital of France?"
 @click.option(
     "--flavour", type=click.Choice(["cpu", "cuda"]), help="Engine build (default: cuda where there is a GPU)."
 )
+@click.option("--hosts", metavar="A,B,…", help="Run over ssh on these hosts, head first; @FILE: one host per line.")
+@click.option(
+    "--link", type=click.Choice(["auto", "native", "ray"]), help="How several nodes are joined (default: auto)."
+)
+@click.option("--interface", metavar="NAME", help="Network interface between the nodes (default: found).")
+@click.option("--expose", is_flag=True, help="Listen on the cluster's network instead of the node itself.")
+@click.option("--patience", "patience_s", type=click.FloatRange(min=3), default=10, show_default=True,
+              metavar="SECONDS", help="Silence after which a node of several counts as lost.")  # fmt: skip
 @click.option("--time", "time_limit", metavar="H:MM:SS", help="On SLURM: how long the job may run.")
 @click.option("--account", help="On SLURM: the account it is charged to.")
 @click.option("--partition", help="On SLURM: the partition (default: the cluster's, or one with GPUs).")
@@ -71,6 +80,11 @@ def command(
     bind: str | None,
     port: int | None,
     flavour: str | None,
+    hosts: str | None,
+    link: str | None,
+    interface: str | None,
+    expose: bool,
+    patience_s: float,
     time_limit: str | None,
     account: str | None,
     partition: str | None,
@@ -94,10 +108,13 @@ def command(
     if model and model.startswith("-"):  # `corral up -- --flag value`: everything after -- is the engine's
         engine_args, model = (model, *engine_args), None
     asked = {"time": time_limit, "account": account, "partition": partition, "nodes": nodes}
-    place = _slurm_place(asked, slurm_options)
+    target, place = _target(hosts, interface, _slurm_place(asked, slurm_options))
     wish = bringup.Wish(
-        target="slurm" if place is not None else "local",
-        place=place or {},
+        target=target,
+        place=place,
+        link=link or "auto",
+        expose=expose,
+        patience_s=patience_s,
         model=model,
         name=name,
         served_name=served_name,
@@ -160,6 +177,22 @@ def _slurm_place(asked: dict[str, Any], pairs: tuple[str, ...]) -> dict[str, obj
         name, _, value = pair.partition("=")
         place[name] = value or True
     return place if place or pairs else None
+
+
+def _target(
+    hosts: str | None, interface: str | None, slurm: dict[str, object] | None
+) -> tuple[str, dict[str, object]]:
+    """Where it runs: hosts over ssh, a job on SLURM, or here."""
+    named: dict[str, object] = {"interface": interface} if interface else {}
+    if slurm is not None:
+        if hosts is not None:
+            raise UsageError("--hosts is for ssh, the others are for SLURM.", "Leave one of them out.")
+        return "slurm", {**slurm, **named}
+    if hosts is None:
+        if interface is not None:
+            raise UsageError("--interface is for several nodes.", "Add --hosts.")
+        return "local", {}
+    return "ssh", {"hosts": read_hosts(hosts), **named}
 
 
 def _environment(pairs: tuple[str, ...]) -> dict[str, str]:

@@ -196,7 +196,7 @@ class Head:
         return "node_lost", {"text": words, "node": member.name, "failed_rank": member.rank}
 
     def root_cause(self, reason: str, details: Json, ended: float) -> Tuple[str, Json]:
-        """This rank ended at `ended`: because another had? Whoever was first is the cause; the others are heard first."""
+        """This rank ended at `ended`: because another had? Whoever was first is the cause, so all are heard."""
         until = time.monotonic() + self.patience_s + 2
         while time.monotonic() < until:
             for member in self.members:

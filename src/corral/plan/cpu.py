@@ -24,7 +24,7 @@ _GFLOPS_PER_CORE = 40.0
 def work_out_cpu(
     model: ModelFacts, inventory: Inventory, goal: Goal, fixed: Fixed, parallel: Parallel | None = None
 ) -> Candidate:
-    """The one CPU configuration: one rank per node, a context of at most 8192 unless asked, KV for the concurrency asked."""
+    """The one CPU configuration: a rank per node, a context of at most 8192 unless asked, KV as the load asks."""
     precision = Precision(fixed.weights or ("bf16" if model.dtype != "fp32" else "fp32"), "auto")
     parts = convert(model, precision if not model.quantisation else Precision(model.weights, "auto"))
     parallel = parallel or Parallel()

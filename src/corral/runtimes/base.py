@@ -87,6 +87,10 @@ class Runtime(Protocol):
         """Make ready what can be made ready on this machine; the runtime as it is then."""
         ...
 
+    def moved(self, places: Mapping[str, str]) -> Runtime:
+        """The runtime with its carried folders where they lie on the nodes."""
+        ...
+
     def wrap(self, job: Job) -> Wrapped:
         """The command that runs the job on a node. Pure."""
         ...

@@ -28,6 +28,7 @@ class ManagedRuntime:
 
     installed: engines.Engine
     home: str  # on the nodes
+    place: str = ""  # of the engine on the nodes, once it was put there
     name: str = "managed"
 
     @classmethod
@@ -56,6 +57,8 @@ class ManagedRuntime:
     @property
     def _place(self) -> str:
         """Where the engine lies on the nodes."""
+        if self.place:
+            return self.place
         if self.home == str(home_dir()):
             return self.installed.path
         return str(PurePath(self.home) / "engines" / self.installed.name)
@@ -65,6 +68,9 @@ class ManagedRuntime:
 
     def stage(self, progress: Callable[[str], None]) -> ManagedRuntime:
         return replace(self, installed=engines.install(self.installed.flavour, self.installed.version, progress))
+
+    def moved(self, places: Mapping[str, str]) -> ManagedRuntime:
+        return replace(self, place=places[self.installed.path])
 
     def wrap(self, job: Job) -> Wrapped:
         cache = PurePath(self.home) / "cache" / self.installed.name  # compiled code: second starts load it

@@ -65,6 +65,10 @@ class Target(Protocol):
         """What makes the same target again; kept in the deployment's record."""
         ...
 
+    def prepare(self) -> list[str]:
+        """Look at the nodes before anything is decided; refuse what cannot work. Things worth knowing."""
+        ...
+
     def nodes(self) -> tuple[Node, ...]:
         """The nodes, head first."""
         ...
@@ -81,8 +85,8 @@ class Target(Protocol):
         """A deployment's folder as the nodes see it."""
         ...
 
-    def default_bind(self) -> str:
-        """The address a server listens on when the user names none."""
+    def default_bind(self, expose: bool = False) -> str:
+        """The address a server listens on when the user names none: its own node only, or the cluster's network."""
         ...
 
     def choose_ports(self, bind: str, wanted: int | None) -> ChosenPorts:
@@ -141,6 +145,7 @@ class Queue(Protocol):
 
 TARGETS = {
     "local": "corral.targets.local:LocalTarget",
+    "ssh": "corral.targets.ssh:SshTarget",
     "slurm": "corral.targets.slurm:SlurmTarget",
 }
 

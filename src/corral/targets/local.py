@@ -47,6 +47,9 @@ class LocalTarget:
     def options(self) -> dict[str, object]:
         return {}
 
+    def prepare(self) -> list[str]:
+        return []
+
     def nodes(self) -> tuple[Node, ...]:
         return (Node(socket.gethostname()),)
 
@@ -61,8 +64,8 @@ class LocalTarget:
     def node_folder(self, folder: DeploymentFolder, launch_id: str) -> DeploymentFolder:
         return folder
 
-    def default_bind(self) -> str:
-        return "127.0.0.1"
+    def default_bind(self, expose: bool = False) -> str:
+        return "0.0.0.0" if expose else "127.0.0.1"  # noqa: S104 - asked for by the user
 
     def choose_ports(self, bind: str, wanted: int | None) -> ChosenPorts:
         if wanted is not None:

@@ -1,0 +1,41 @@
+"""`corral tunnel NAME`: the endpoint of a deployment elsewhere, on this machine."""
+
+from __future__ import annotations
+
+import click
+
+from corral.deployment import status
+from corral.endpoint import Endpoint
+from corral.folder import open_folder
+from corral.record import load_json
+from corral.tunnel import close_tunnel, ensure_tunnel, hold_tunnel, needs_tunnel, tunnel_holder
+
+__all__ = ["command"]
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("name")
+@click.option("--background", "-b", is_flag=True, help="Open it in the background and return.")
+@click.option("--close", is_flag=True, help="Close the one that is open.")
+def command(name: str, background: bool, close: bool) -> None:
+    """Bring the endpoint of NAME to this machine and keep it here; opens the connection again when it breaks.
+
+    `corral up` opens one in the background by itself; this is for later sessions and other terminals.
+    """
+    folder = open_folder(name)
+    if close:
+        close_tunnel(folder)
+        return
+    url = load_json(Endpoint, folder.endpoint).base_url if folder.endpoint.is_file() else ""
+    if not needs_tunnel(folder):
+        click.echo(f"{name} needs no tunnel: {url or status(folder).state}", err=True)
+        return
+    if holder := tunnel_holder(folder):
+        click.echo(f"{url} (held open by process {holder.pid})")
+        return
+    if background:
+        ensure_tunnel(folder)
+        click.echo(url)
+        return
+    click.echo(f"{url}  (Ctrl-C closes it)", err=True)
+    hold_tunnel(folder, lambda text: click.echo(f"corral: {text}", err=True))

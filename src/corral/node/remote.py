@@ -1,0 +1,148 @@
+"""What the ssh target does on a node, each as one command: place and start, report, stop, remove.
+
+    python3 - start|report|stop|remove ORDER.json-as-argument      (`start` reads a tar archive on standard input)
+
+Prints one JSON object. Standard library only, Python 3.8 or later, nothing of corral: the source travels with the
+command and nothing of it stays behind.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tarfile
+import time
+from typing import Any, Dict, Optional
+
+Json = Dict[str, Any]
+MOST_BYTES = 4 << 20  # of one file in one report
+
+
+def boot_id() -> str:
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip()
+    return ""
+
+
+def alive(path: str) -> Optional[bool]:
+    """Whether the agent whose identity is in this file runs; None when there is no such file."""
+    try:
+        with open(path) as file:
+            agent = json.load(file)
+    except (OSError, ValueError):
+        return None
+    if agent["boot_id"] != boot_id():
+        return False
+    try:
+        with open("/proc/%d/stat" % agent["pid"]) as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return False
+    return int(fields[19]) == agent["start_ticks"] and fields[0] not in "ZX"
+
+
+def start(order: Json) -> Json:
+    """Unpack the archive into the deployment's folder, then start an agent that outlives this session."""
+    os.umask(0o077)
+    folder, rank = order["folder"], order["rank"]
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    with tarfile.open(fileobj=sys.stdin.buffer, mode="r|") as archive:
+        for member in archive:
+            path = os.path.join(folder, member.name)
+            if not member.isfile() or os.path.relpath(path, folder).startswith(".."):
+                raise ValueError("%s does not belong into a deployment" % member.name)
+            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+            source = archive.extractfile(member)
+            assert source is not None
+            with open(path + ".tmp", "wb") as file:
+                shutil.copyfileobj(source, file)
+            os.replace(path + ".tmp", path)
+    place = os.path.join(folder, "rank%d" % rank)
+    with open(os.path.join(place, "agent.log"), "ab") as log:
+        agent = subprocess.Popen(
+            [sys.executable, "-I", os.path.join(folder, "node", "agent.py"), "run", os.path.join(place, "spec.json")],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            cwd=place,
+        )
+    until = time.monotonic() + 60
+    while not os.path.exists(os.path.join(place, "agent.json")):
+        if agent.poll() is not None or time.monotonic() > until:
+            with open(os.path.join(place, "agent.log"), errors="replace") as words:
+                return {"error": "the node agent did not start: %s" % (words.read().strip()[-500:] or "no word")}
+        time.sleep(0.01)
+    return {"pid": agent.pid}
+
+
+def report(order: Json) -> Json:
+    """What the rank wrote since the offsets given, and whether its agent lives."""
+    place = os.path.join(order["folder"], "rank%d" % order["rank"])
+    if not os.path.isdir(place):
+        return {"missing": True, "boot_id": boot_id()}
+    found: Json = {"alive": alive(os.path.join(place, "agent.json")), "boot_id": boot_id(), "files": {}}
+    for name, offset in order["files"].items():
+        with contextlib.suppress(OSError), open(os.path.join(place, name), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            offset = 0 if size < offset else offset  # trimmed by the agent
+            if size - offset > MOST_BYTES and name == "engine.log":
+                offset = size - MOST_BYTES
+            file.seek(offset)
+            data = file.read(MOST_BYTES)
+            found["files"][name] = {"offset": offset, "data": base64.b64encode(data).decode()}
+    for name in ("agent.json", "heartbeat.json"):
+        with contextlib.suppress(OSError, ValueError), open(os.path.join(place, name)) as text:
+            found[name] = json.load(text)
+            found[name + "_age_s"] = max(0.0, time.time() - os.fstat(text.fileno()).st_mtime)
+    return found
+
+
+def stop(order: Json) -> Json:
+    """Ask the agent, wait, and end what an agent that is gone may have left behind."""
+    folder, rank = order["folder"], order["rank"]
+    place = os.path.join(folder, "rank%d" % rank)
+    if not os.path.isdir(place):
+        return {"left": []}
+    with contextlib.suppress(OSError):
+        os.close(os.open(os.path.join(place, "stop"), os.O_WRONLY | os.O_CREAT, 0o600))
+    agent = os.path.join(place, "agent.json")
+    until = time.monotonic() + order["grace_s"]
+    while alive(agent) and time.monotonic() < until:
+        time.sleep(0.1)
+    if alive(agent):  # it hears nothing any more
+        with open(agent) as file:
+            number = json.load(file)["pid"]
+        with contextlib.suppress(OSError):
+            os.kill(number, signal.SIGKILL)
+        time.sleep(1)
+    script = os.path.join(folder, "node", "agent.py")
+    command = [sys.executable, "-I", script, "sweep", order["launch_id"], os.path.join(place, "engine.json")]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=60, check=False)
+    left: Json = json.loads(done.stdout or b'{"left": []}')
+    return left
+
+
+def remove(order: Json) -> Json:
+    """Delete this rank's part; on a shared file system the last node deletes the folder."""
+    folder = order["folder"]
+    if os.path.isfile(os.path.join(folder, "node", "agent.py")) or not os.path.exists(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+    return {"removed": not os.path.exists(folder)}
+
+
+def main() -> None:
+    actions = {"start": start, "report": report, "stop": stop, "remove": remove}
+    found = actions[sys.argv[1]](json.loads(sys.argv[2]))
+    found["host"] = socket.gethostname()
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+main()

@@ -1,0 +1,408 @@
+"""Nodes reached over ssh: agents placed and started there, that outlive the session and hold together by themselves.
+
+What the agents write stays on their nodes and is mirrored into the deployment's folder here whenever somebody looks,
+so that every command that reads a deployment works unchanged. The nodes may share a file system with each other and
+with this machine, or nothing at all. The first host is the head.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import json
+import os
+import secrets
+import socket
+import tarfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import resources
+from pathlib import Path, PurePath
+from typing import Any
+
+from corral.errors import ConflictError, CorralError, LaunchError, UnreachableError, UsageError
+from corral.events import read_events
+from corral.fabric import Fabric, choose_fabric
+from corral.files import make_private_dir, write_atomic
+from corral.folder import DeploymentFolder, RankFolder
+from corral.hardware import Inventory, find_gpu, parse_gpus
+from corral.home import home_dir
+from corral.launch import LaunchSpec, agent_spec, server_url
+from corral.links import Node, Ports
+from corral.record import dump_json, from_json, to_json
+from corral.ssh import Ssh, check_host, each, ssh_command
+from corral.survey import Asked, NodeFacts, survey
+from corral.targets.base import ChosenPorts, Life, Progress
+
+__all__ = ["SshOptions", "SshTarget"]
+
+DEFAULT_PORT = 8000
+DEFAULT_HOME = "~/.local/share/corral"
+REPORT_S = 15.0  # a node that takes longer to say how it stands counts as unreachable for the moment
+STOP_TRIES = 3
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+MIRRORED = ("events.jsonl", "engine.log")
+
+
+@dataclass(frozen=True)
+class SshOptions:
+    """What makes an ssh target."""
+
+    hosts: tuple[str, ...]  # as ssh knows them, head first
+    interface: str | None = None  # found, unless named
+    hca: str | None = None
+    home: str | None = None  # Corral's home on the nodes
+    gpus: str | None = None  # hardware of one node by name, so that a dry run need not ask: 8xH100
+    fabric: str | None = None  # kind of network between the nodes, for the plan: ib-ndr, ethernet-100, …
+    env: dict[str, str] = field(default_factory=dict)  # network variables that the user fixes
+
+    def __post_init__(self) -> None:
+        if not self.hosts:
+            raise UsageError("no host was given.", "Name them: --hosts node00,node01.")
+        for host in self.hosts:
+            check_host(host)
+        doubled = sorted({host for host in self.hosts if self.hosts.count(host) > 1})
+        if doubled:
+            raise UsageError(f"the host {doubled[0]!r} is named twice.", "Name each node once.")
+
+
+class SshTarget:
+    """Starts one agent per host."""
+
+    name = "ssh"
+
+    def __init__(self, chosen: SshOptions) -> None:
+        self.chosen, self.ssh = chosen, Ssh()
+        self._facts: dict[str, NodeFacts] = {}
+        self._reports: dict[str, dict[str, Any] | CorralError] = {}
+        self._shared = False
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, object]) -> SshTarget:
+        return cls(from_json(SshOptions, dict(options), "the ssh target"))
+
+    def options(self) -> dict[str, object]:
+        home = self.home() if self._facts else self.chosen.home
+        found: dict[str, object] = to_json(replace(self.chosen, home=home))
+        return found
+
+    # ------------------------------------------------------------------------------------------ looking at the nodes
+    def prepare(self) -> list[str]:
+        """Ask every node what it is; refuse what cannot work. Things worth knowing, as sentences."""
+        nonce = home_dir() / f".seen-{secrets.token_hex(4)}"
+        make_private_dir(home_dir())
+        write_atomic(nonce, nonce.name)
+        try:
+            found = survey(self.ssh, self.chosen.hosts, Asked(nonces=(str(nonce),)))
+        finally:
+            nonce.unlink(missing_ok=True)
+        self._facts = _all_or_error(found)
+        self._shared = all(facts.nonces.get(str(nonce)) == nonce.name for facts in self._facts.values())
+        _refuse_skew(list(self._facts.values()))
+        return [self._fabric().because] if len(self.chosen.hosts) > 1 else []
+
+    def _looked(self) -> dict[str, NodeFacts]:
+        if not self._facts:
+            self.prepare()
+        return self._facts
+
+    def _fabric(self) -> Fabric:
+        facts = [self._facts[host] for host in self.chosen.hosts]
+        return choose_fabric(facts, self.chosen.interface, self.chosen.hca, self.chosen.env)
+
+    def nodes(self) -> tuple[Node, ...]:
+        if not self._facts and self.chosen.gpus:  # a dry run on named hardware asks nobody
+            network = {"NCCL_SOCKET_IFNAME": self.chosen.interface, "GLOO_SOCKET_IFNAME": self.chosen.interface}
+            env = {name: value for name, value in network.items() if value}
+            return tuple(Node(host, _bare(host), {**env, **self.chosen.env}) for host in self.chosen.hosts)
+        self._looked()
+        if len(self.chosen.hosts) == 1:
+            return (Node(self.chosen.hosts[0]),)
+        fabric = self._fabric()
+        return tuple(Node(host, fabric.addresses[host], fabric.env(host)) for host in self.chosen.hosts)
+
+    def inventory(self) -> Inventory:
+        count, link = len(self.chosen.hosts), self.chosen.fabric or "ib-ndr"
+        if self.chosen.gpus:
+            return parse_gpus(self.chosen.gpus, count, link)
+        return _inventory([self._looked()[host] for host in self.chosen.hosts], link)
+
+    def home(self) -> str:
+        if self.chosen.home and not self.chosen.home.startswith("~"):
+            return self.chosen.home
+        if not self._facts and self.chosen.gpus:
+            return self.chosen.home or DEFAULT_HOME
+        facts = self._looked()
+        if self._shared and not self.chosen.home:
+            return str(home_dir())
+        return (self.chosen.home or DEFAULT_HOME).replace("~", facts[self.chosen.hosts[0]].home, 1)
+
+    def node_folder(self, folder: DeploymentFolder, launch_id: str) -> DeploymentFolder:
+        return DeploymentFolder(Path(self.home()) / "nodes" / f"{folder.path.name}-{launch_id[:8]}")
+
+    def default_bind(self, expose: bool = False) -> str:
+        if not expose:
+            return "127.0.0.1"
+        return self.nodes()[0].address or _bare(self.chosen.hosts[0])
+
+    def choose_ports(self, bind: str, wanted: int | None) -> ChosenPorts:
+        if not self._facts and self.chosen.gpus:
+            return ChosenPorts(Ports(wanted or DEFAULT_PORT, 29501, 29502))
+        head = self.chosen.hosts[0]
+        asked = Asked(ports=(wanted or DEFAULT_PORT,), free_ports=3)
+        facts = _all_or_error(survey(self.ssh, [head], asked))[head]
+        serve, note = wanted or DEFAULT_PORT, ""
+        if facts.taken_ports:
+            taken = facts.taken_ports[0]
+            owner = f"{taken.command or 'a process'} of {taken.user or 'somebody else'}"
+            if wanted is not None:
+                raise ConflictError(
+                    f"port {wanted} on {head} is held by {owner}.", "Leave --port out and a free one is chosen."
+                )
+            serve, note = facts.free_ports[0], f"port {DEFAULT_PORT} on {head} is held by {owner}; using another"
+        return ChosenPorts(Ports(serve, facts.free_ports[1], facts.free_ports[2]), note)
+
+    def base_url(self, bind: str, ports: Ports) -> str:
+        if bind not in LOOPBACK:
+            return server_url(self.nodes()[0].address if bind in ("0.0.0.0", "::") else bind, ports.serve)  # noqa: S104
+        return server_url("127.0.0.1", _free_local_port(ports.serve))  # brought here by a tunnel
+
+    def place(self, path: Path, progress: Progress) -> str:
+        facts = self._looked()
+        destination = PurePath(self.home()) / (
+            path.relative_to(home_dir()) if path.is_relative_to(home_dir()) else PurePath("models") / path.name
+        )
+        from corral.spread import ensure_folder
+
+        addresses = {node.name: node.address or facts[node.name].hostname for node in self.nodes()}
+        return ensure_folder(self.ssh, self.chosen.hosts, path, str(destination), addresses, progress)
+
+    # ----------------------------------------------------------------------------------------------- the agents' life
+    def start(self, spec: LaunchSpec, folder: DeploymentFolder) -> None:
+        there = self.node_folder(folder, spec.launch_id)
+        for rank in spec.ranks:
+            make_private_dir(folder.rank(rank.rank).path)
+        order = {rank.node: rank for rank in spec.ranks}
+
+        def begin(host: str) -> dict[str, Any]:
+            rank = order[host]
+            archive = _archive(spec, folder, {f"rank{rank.rank}/spec.json": agent_spec(spec, rank, there)})
+            return self._do(host, "start", {"folder": str(there.path), "rank": rank.rank}, archive, 90)
+
+        results = each(self.chosen.hosts, begin)
+        failed = {host: _why(found) for host, found in results.items() if _why(found)}
+        if failed:
+            self.stop(folder, spec.launch_id, 5, only=[host for host in self.chosen.hosts if host not in failed])
+            host, why = next(iter(failed.items()))
+            raise LaunchError(
+                f"the agent on {host} could not be started: {why}",
+                "Nothing was left running; run it again.",
+                host=host,
+            )
+        self.refresh(folder)
+
+    def refresh(self, folder: DeploymentFolder) -> None:
+        launch = _launch_id(folder)
+        ranks = [folder.rank(number) for number in range(len(self.chosen.hosts))]
+        if launch is None or all(_last_state(rank) in ("stopped", "failed") for rank in ranks):
+            return  # nothing more can come
+        there = self.node_folder(folder, launch)
+
+        def look(host: str) -> dict[str, Any]:
+            rank = ranks[self.chosen.hosts.index(host)]
+            sizes = {name: _size(rank.path / name) for name in MIRRORED}
+            order = {"folder": str(there.path), "rank": rank.number, "files": sizes}
+            found = self._do(host, "report", order, b"", REPORT_S)
+            _mirror(rank, found)
+            return found
+
+        self._reports = each(self.chosen.hosts, look)
+
+    def life(self, folder: DeploymentFolder) -> Life:
+        head, *others = self.chosen.hosts
+        found = self._reports.get(head)
+        if isinstance(found, CorralError):
+            for number, host in enumerate(others, 1):
+                if ended := _last_word(folder.rank(number)):
+                    return Life(False, where=host, state="failed", reason="node_lost", text=ended)
+            text = f"{found.message.rstrip('.')}; its agents go on without this machine"
+            return Life(None, where=head, state="unknown", text=text, remedy=found.remedy)
+        if found is None or found.get("missing"):
+            return Life(False, where=head)
+        agent = found.get("agent.json") or {}
+        return Life(found.get("alive"), agent.get("boot_id", found["boot_id"]) != found["boot_id"], head)
+
+    def stop(
+        self, folder: DeploymentFolder, launch_id: str, grace_s: float, only: Sequence[str] | None = None
+    ) -> bool:
+        there = self.node_folder(folder, launch_id)
+        waiting = list(self.chosen.hosts if only is None else only)
+        left: dict[str, list[int]] = {}
+        for attempt in range(STOP_TRIES):
+            if attempt:
+                time.sleep(2.0 * attempt)
+            results = each(waiting, lambda host: self._stop_on(host, there, launch_id, grace_s))
+            left |= {host: found for host, found in results.items() if not isinstance(found, CorralError)}
+            unreachable = {host: found for host, found in results.items() if isinstance(found, CorralError)}
+            waiting = list(unreachable)
+            if not waiting:
+                break
+        self.refresh(folder)
+        reached = [host for host in self.chosen.hosts if host not in waiting]
+        if not any(left.values()):
+            each(reached, lambda host: self._do(host, "remove", {"folder": str(there.path)}, b"", 60))
+        if waiting:
+            names, why = ", ".join(waiting), next(iter(unreachable.values()))
+            raise UnreachableError(
+                f"{names} could not be reached, so what runs there may go on: {why.message}",
+                "All else was stopped; agents that have lost their head end by themselves within seconds. "
+                "Run the same `corral down` again when the node is back.",
+                hosts=waiting,
+            )
+        return not any(left.values())
+
+    def _stop_on(self, host: str, there: DeploymentFolder, launch_id: str, grace_s: float) -> list[int]:
+        rank = self.chosen.hosts.index(host)
+        order = {"folder": str(there.path), "rank": rank, "launch_id": launch_id, "grace_s": grace_s + 25}
+        found: list[int] = self._do(host, "stop", order, b"", grace_s + 120)["left"]
+        return found
+
+    def forward(self, folder: DeploymentFolder) -> list[str] | None:
+        launch = json.loads(folder.launch.read_text(encoding="utf-8"))
+        serve = launch["ranks"][0]["serve"]
+        if serve["host"] not in LOOPBACK:
+            return None
+        local = launch["base_url"].rpartition(":")[2].partition("/")[0]
+        options = ["-N", "-T", "-o", "BatchMode=yes", "-o", "ExitOnForwardFailure=yes", "-o", "ControlMaster=no"]
+        options += ["-o", "ControlPath=none", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"]
+        return [*ssh_command(), *options, "-L", f"127.0.0.1:{local}:127.0.0.1:{serve['port']}", self.chosen.hosts[0]]
+
+    def _do(self, host: str, action: str, order: Mapping[str, Any], data: bytes, timeout_s: float) -> dict[str, Any]:
+        source = (resources.files("corral") / "node" / "remote.py").read_text(encoding="utf-8")
+        done = self.ssh.python(host, source, [action, json.dumps(order)], data, timeout_s)
+        done.or_raise(f"on {host}", f"Does `ssh {host} python3 --version` say 3.8 or later?")
+        found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+        return found
+
+
+def _why(found: dict[str, Any] | CorralError) -> str:
+    return found.message if isinstance(found, CorralError) else str(found.get("error", ""))
+
+
+def _bare(host: str) -> str:
+    """The host's own name: without a user."""
+    return host.rpartition("@")[2]
+
+
+def _all_or_error(found: Mapping[str, NodeFacts | CorralError]) -> dict[str, NodeFacts]:
+    """Every node's facts; one error that names each node that could not be asked."""
+    errors = {host: error for host, error in found.items() if isinstance(error, CorralError)}
+    if errors:
+        first = next(iter(errors.values()))
+        message = " ".join(error.message for error in errors.values())
+        raise type(first)(message, first.remedy, hosts=list(errors))
+    return {host: facts for host, facts in found.items() if isinstance(facts, NodeFacts)}
+
+
+def _refuse_skew(facts: Sequence[NodeFacts]) -> None:
+    """Ranks of one replica must be equal: GPUs of one kind and number, one driver."""
+    kinds = {
+        node.host: (tuple(gpu.name for gpu in node.gpus), node.gpus[0].driver if node.gpus else "") for node in facts
+    }
+    first = facts[0].host
+    for host, kind in kinds.items():
+        if kind[0] != kinds[first][0]:
+            says = {h: f"{len(k[0])} × {k[0][0]}" if k[0] else "no GPU" for h, k in kinds.items()}
+            raise ConflictError(
+                f"the nodes differ: {first} has {says[first]}, {host} has {says[host]}.",
+                "Name only nodes with the same GPUs.",
+            )
+
+
+def _inventory(facts: Sequence[NodeFacts], link: str) -> Inventory:
+    """The smallest of what the nodes have: every rank gets the same."""
+    least = min(facts, key=lambda node: node.memory_available_bytes)
+    base = Inventory(
+        None, 1, len(facts), 0, min(node.cores for node in facts), least.memory_bytes, least.memory_available_bytes,
+        link, "probed",
+    )  # fmt: skip
+    gpus = facts[0].gpus
+    if not gpus:
+        return base
+    kind, memory = gpus[0].name, min(gpu.memory_bytes for node in facts for gpu in node.gpus)
+    with contextlib.suppress(UsageError):  # a kind the table lacks is planned by its memory alone
+        known = find_gpu(kind)
+        kind = known.kind
+        memory = known.memory_bytes if abs(memory - known.memory_bytes) < 0.02 * memory else memory
+    return replace(base, gpu=kind, gpus_per_node=len(gpus), memory_bytes_per_gpu=memory, driver=gpus[0].driver)
+
+
+def _free_local_port(wanted: int) -> int:
+    """A port here for the tunnel's near end; the far one's number where it is free."""
+    for port in (wanted, 0):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            number: int = probe.getsockname()[1]
+            return number
+    raise ConflictError("this machine has no free port.", "End something that listens.")
+
+
+def _archive(spec: LaunchSpec, folder: DeploymentFolder, texts: Mapping[str, object]) -> bytes:
+    """The files of one node: Corral's own, the key, the token, the rank's order."""
+    files = {f"node/{file.name}": (resources.files("corral") / file.resource).read_bytes() for file in spec.files}
+    files |= {"key": folder.key.read_bytes(), "token": folder.token.read_bytes()}
+    files |= {name: dump_json(body).encode() for name, body in texts.items()}
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for name, data in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode = len(data), 0o600
+            archive.addfile(entry, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+def _launch_id(folder: DeploymentFolder) -> str | None:
+    with contextlib.suppress(OSError, ValueError):
+        found: str = json.loads(folder.launch.read_text(encoding="utf-8"))["launch_id"]
+        return found
+    return None
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _mirror(rank: RankFolder, found: Mapping[str, Any]) -> None:
+    """Write here what the agent wrote there; one writer at a time is enough, a second one writes the same."""
+    if found.get("missing"):
+        return
+    make_private_dir(rank.path)
+    for name, part in found["files"].items():
+        data = base64.b64decode(part["data"])
+        path = rank.path / name
+        path.touch(mode=0o600)
+        with path.open("r+b") as file:
+            if part["offset"] == 0 and _size(path) and data:
+                file.truncate(0)
+            file.seek(min(part["offset"], _size(path)))
+            file.write(data)
+    for name, path in (("agent.json", rank.agent), ("heartbeat.json", rank.heartbeat)):
+        if found.get(name):
+            write_atomic(path, json.dumps(found[name]))
+            moment = time.time() - float(found[f"{name}_age_s"])
+            os.utime(path, (moment, moment))
+
+
+def _last_word(rank: RankFolder) -> str:
+    """How a rank says that it ended without its head; empty when it does not."""
+    states = [event for event in read_events(rank.events) if event.kind == "state"]
+    if states and states[-1].get("state") == "failed":
+        return str(states[-1].get("text", ""))
+    return ""
+
+
+def _last_state(rank: RankFolder) -> str:
+    states = [event.get("state") for event in read_events(rank.events) if event.kind == "state"]
+    return str(states[-1]) if states else ""
