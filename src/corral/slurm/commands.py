@@ -14,6 +14,7 @@ import os
 import pwd
 import re
 import subprocess
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from pathlib import Path
 from corral.errors import CorralError, UnreachableError, UsageError
 from corral.shell import Completed, run
 
-__all__ = ["Job", "ask", "cancel", "find_job", "forget_answers", "jobs", "seconds", "submit"]
+__all__ = ["Job", "ask", "cancel", "find_job", "forget_answers", "jobs", "refuse_unknown", "seconds", "submit"]
 
 PATIENCE_S = 15.0  # for one command; a living controller answers in well under a second
 FRESH_S = 2.0
@@ -196,6 +197,16 @@ def seconds(text: str) -> float | None:
 
 # ------------------------------------------------------------------------------------------------------------- acting
 SECRET = re.compile(r"TOKEN|SECRET|PASSW|API_?KEY|ACCESS_KEY|CREDENTIAL", re.IGNORECASE)
+
+
+def refuse_unknown(script: str) -> None:
+    """Raise what sbatch would refuse for good (a partition, an account, an option), before anything is fetched."""
+    with tempfile.NamedTemporaryFile("w", suffix=".sh") as file:
+        file.write(script)
+        file.flush()
+        done = ask(["sbatch", "--test-only", file.name])
+    if done.code and any(re.search(pattern, done.stderr) for pattern, _ in _REFUSALS[:4]):
+        raise _refused(done)
 
 
 def submit(script: Path) -> str:

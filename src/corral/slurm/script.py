@@ -52,7 +52,7 @@ def clock(time_s: float) -> str:
 def batch_script(job: BatchJob) -> str:
     """The script as sbatch gets it."""
     shell = "#!/bin/bash -l" if job.modules else "#!/bin/bash"  # a login shell knows `module`
-    drain_s = max(1, job.signal_s - RESERVE_S)
+    drain_s = max(1, job.signal_s - RESERVE_S, job.signal_s // 2)
     srun = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "--label"]
     if job.cpus_per_task:  # srun does not take it over from sbatch
         srun.append(f"--cpus-per-task={job.cpus_per_task}")

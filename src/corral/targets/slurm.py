@@ -8,6 +8,7 @@ Which nodes there will be is known only once the job runs; until then addresses 
 from __future__ import annotations
 
 import contextlib
+import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -175,38 +176,44 @@ class SlurmTarget:
                 time_s=time_s,
             )
 
+        if shutil.which("sbatch"):  # a dry run from a profile's facts needs no cluster
+            with contextlib.suppress(UnreachableError):
+                commands.refuse_unknown(batch_script(self._job("test", "test", "/nonexistent")))
+
     def script(self, spec: LaunchSpec, folder: DeploymentFolder) -> str:
+        title = f"{spec.model} with vLLM {spec.engine} on {self._found().inventory.label}"
+        return batch_script(self._job(spec.deployment, title, str(folder.path)))
+
+    def _job(self, deployment: str, title: str, folder: str) -> BatchJob:
         given, found = self.given, self._found()
         inventory, shape = found.inventory, found.shape
         gpus = inventory.gpus_per_node if inventory.gpu else 0
         whole = given.exclusive or shape is None or not gpus or gpus == shape.gpus
         cpus = given.cpus_per_task or (inventory.cpu_cores if shape else None)
         mem = given.mem or ("" if shape is None else "0" if whole else f"{inventory.host_memory_bytes >> 20}M")
-        return batch_script(
-            BatchJob(
-                deployment=spec.deployment,
-                title=f"{spec.model} with vLLM {spec.engine} on {inventory.label}",
-                folder=str(folder.path),
-                nodes=given.nodes or 1,
-                partition=given.partition or (found.partition.name if found.partition else ""),
-                account=given.account,
-                qos=given.qos,
-                reservation=given.reservation,
-                constraint=given.constraint,
-                gpus_per_node=gpus,
-                cpus_per_task=cpus,
-                mem=mem,
-                exclusive=given.exclusive,
-                time_s=self.time_s(),
-                signal_s=given.signal_s,
-                requeue=given.requeue,
-                job_name=given.job_name,
-                output=given.output,
-                error=given.error,
-                modules=given.modules,
-                python=given.python,
-                extra=given.extra,
-            )
+        return BatchJob(
+            deployment=deployment,
+            title=title,
+            folder=folder,
+            nodes=given.nodes or 1,
+            partition=given.partition or (found.partition.name if found.partition else ""),
+            account=given.account,
+            qos=given.qos,
+            reservation=given.reservation,
+            constraint=given.constraint,
+            gpus_per_node=gpus,
+            cpus_per_task=cpus,
+            mem=mem,
+            exclusive=given.exclusive,
+            time_s=self.time_s(),
+            signal_s=given.signal_s,
+            requeue=given.requeue,
+            job_name=given.job_name,
+            output=given.output,
+            error=given.error,
+            modules=given.modules,
+            python=given.python,
+            extra=given.extra,
         )
 
     # the job
