@@ -34,6 +34,9 @@ STUB = Path(__file__).parent.parent / "stub_engine.py"
 SMALL = ("--partition", "gpu", "--slurm", "gpus_per_node=0", "--slurm", "cpus_per_task=2", "--slurm", "mem=4G")
 
 
+PREEMPTION = {"PreemptType": "preempt/partition_prio", "PreemptMode": "REQUEUE"}
+
+
 @dataclass
 class Login:
     """A user on the login host."""
@@ -108,7 +111,10 @@ def login(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Login]:
     folder = tmp_path_factory.mktemp("slurm")
     folder.parent.chmod(0o755)
     names = ("login", "n1", "n2", "n3")
-    with Hosts(folder / "hosts", names, users=("bob",), shared=[folder]) as hosts, Slurm(hosts) as slurm:
+    with (
+        Hosts(folder / "hosts", names, users=("bob",), shared=[folder]) as hosts,
+        Slurm(hosts, settings=PREEMPTION) as slurm,
+    ):
         home = folder / "corral"
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("CORRAL_HOME", str(home))
@@ -235,6 +241,22 @@ def test_a_job_that_is_requeued_serves_again(login: Login) -> None:
     key = (login.folder("again") / "key").read_text().strip()
     assert request(second, key) == 200
     assert (login.folder("again") / "rank0" / f"life-{login.job('again')}.0" / "events.jsonl").exists()
+
+
+def test_preempted_for_good_or_to_come_back(login: Login) -> None:
+    login.slurm.run("scontrol", "update", "PartitionName=debug", "PriorityTier=10")
+    login.up("evicted", "--slurm", "nodelist=n2", "--slurm", "requeue=false")
+    login.up("returns", "--slurm", "nodelist=n2")
+    rival = ["sbatch", "--parsable", "-p", "debug", "-t5", "-o", "/dev/null", "--exclusive", "--nodelist=n2"]
+    rival_job = login.slurm.run(*rival, "--wrap", "sleep 600").stdout.strip()
+    found = login.wait("evicted", lambda now: now["state"] == "failed")
+    assert found["reason"] == "preempted"
+    login.wait("returns", lambda now: now["state"] == "queued" and ", again," in now["text"])
+    watching = login.start("wait", "returns")
+    login.slurm.run("scancel", rival_job)
+    watching.communicate(timeout=60)
+    assert watching.returncode == 0
+    assert login.corral("down", "returns").returncode == 0
 
 
 def test_a_controller_that_is_gone_makes_nothing_fail(login: Login) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -255,6 +256,22 @@ def test_what_sbatch_refuses(fake: Any, tmp_path: Path, said: str, remedy: str) 
         commands.submit(tmp_path / "job.sh")
     assert said.split(": ")[-1] in caught.value.message
     assert remedy in caught.value.remedy
+
+
+def test_an_interrupt_while_submitting_leaves_no_job(fake: Any, tmp_path: Path) -> None:
+    fake("sbatch", "sleep 0.3; kill -ALRM $PPID; sleep 0.1; echo 42")
+    called = fake("scancel", "exit 0")
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            commands.submit(tmp_path / "job.sh")
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert called.read_text() == "42\n"
 
 
 def test_cancelling_what_is_gone_is_no_error(fake: Any) -> None:
