@@ -185,6 +185,7 @@ def test_two_on_one_node_and_another_user_gets_nothing(login: Login) -> None:
     for name in ("key", "endpoint.json", "job.sh", "job.log", "rank0/spec.json", "rank0/engine.log"):
         tried = login.hosts.exec("n1", ["cat", str(login.folder("one") / name)], user="bob", check=False)
         assert "Permission denied" in tried.stderr
+    assert (login.home / "deployments" / "it%27s 100%25 two" / "job.log").exists()
     shown = login.slurm.run("scontrol", "show", "job", "-dd", login.job("one")).stdout
     shown += login.corral("slurm", "script", "one").stdout
     for pid, line in login.left():
