@@ -215,6 +215,8 @@ REMEDIES = {
     Reason.PORT_TAKEN: "Start it again: another free port is chosen; or name one with --port.",
     Reason.NOT_GUARDED: "The guard was not loaded; report this with `corral logs NAME`. The server was taken down.",
     Reason.AGENT_KILLED: "Start it again with `corral up`; on shared machines, ask who ends processes.",
+    Reason.NODE_LOST: "`corral doctor` looks at the node; then start again (`--restart N` does so when it returns).",
+    Reason.NETWORK: "`corral doctor` shows the interfaces all nodes share; name one with --interface.",
     Reason.WALLTIME: "Start it again with `corral up`, with a longer --time if it was too short.",
     Reason.ENGINE_BROKEN: "Run `corral engine check`; install the engine anew if it fails.",
 }
@@ -251,13 +253,14 @@ def _diagnosis(folder: DeploymentFolder, last: Event) -> Diagnosis:
         return Diagnosis(Reason.ENGINE_EXITED, str(last.get("text")), "The whole log: `corral logs NAME`.")
     failed = int(last.get("failed_rank", 0))
     lines = last_lines(folder.rank(failed).log, 200, int(last.get("log_from", 0)))
-    return diagnose(
+    found = diagnose(
         lines,
         last.get("exit_code"),
         last.get("signal"),
         bool(last.get("kernel_oom_kill")),
         bool(last.get("was_ready")),
     )
+    return replace(found, cause=f"rank {failed} on {last.get('node')}: {found.cause}") if failed else found
 
 
 def _timings(states: list[Event]) -> Timings:

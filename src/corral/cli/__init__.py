@@ -21,6 +21,7 @@ __all__ = ["VERBS", "main"]
 # verb -> (module:attribute, one line for `corral --help`)
 VERBS: dict[str, tuple[str, str]] = {
     "plan": ("corral.cli.plan:command", "Will it fit, how to split it, how fast will it be, and why."),
+    "doctor": ("corral.cli.doctor:command", "What would go wrong on these nodes, with a remedy each."),
     "up": ("corral.cli.up:command", "Serve a model: install, fetch, start, watch until it answers."),
     "ps": ("corral.cli.ps:command", "Deployments and their states."),
     "status": (

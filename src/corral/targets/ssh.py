@@ -40,7 +40,7 @@ __all__ = ["SshOptions", "SshTarget"]
 
 DEFAULT_PORT = 8000
 DEFAULT_HOME = "~/.local/share/corral"
-REPORT_S = 15.0  # a node that takes longer to say how it stands counts as unreachable for the moment
+REPORT_S = 8.0  # a node that takes longer to say how it stands counts as unreachable for the moment
 STOP_TRIES = 3
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MIRRORED = ("events.jsonl", "engine.log")

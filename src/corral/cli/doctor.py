@@ -1,0 +1,92 @@
+"""`corral doctor`: what would go wrong on these nodes, before anything is started on them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import click
+
+from corral.cli.doctor_view import report_lines
+from corral.cli.screen import PhaseScreen, print_json
+from corral.doctor import Level, Question, Report, examine
+from corral.errors import LaunchError, UsageError
+from corral.record import to_json
+from corral.ssh import read_hosts
+
+__all__ = ["command"]
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--hosts", metavar="A,B|@FILE", help="Nodes as ssh knows them (default: this machine).")
+@click.option("--on", "profile", metavar="PROFILE", help="The nodes and runtime of a profile.")
+@click.option("--model", help="Model that all nodes should see: a folder, a name, or owner/name of the hub.")
+@click.option("--runtime", help="How vLLM exists on the nodes (default: managed, or the profile's).")
+@click.option("--interface", metavar="NAME|NETWORK", help="Interface or network between the nodes (default: found).")
+@click.option("--port", "ports", type=click.IntRange(1, 65535), multiple=True, help="Port that must be free.")
+@click.option("--quick", is_flag=True, help="Only what `corral up` looks at: nothing is measured.")
+@click.option("--timeout", "timeout_s", type=click.FloatRange(min=5), default=60, show_default=True,
+              metavar="SECONDS", help="The whole examination ends within this.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="The report as one JSON document.")
+def command(
+    hosts: str | None,
+    profile: str | None,
+    model: str | None,
+    runtime: str | None,
+    interface: str | None,
+    ports: tuple[int, ...],
+    quick: bool,
+    timeout_s: float,
+    as_json: bool,
+) -> int:
+    """Look at nodes and say what would keep a deployment from working there, with a remedy each.
+
+    Nothing is changed and no process is ended. Exit code 8 when something fatal was found.
+    """
+    question = Question(model=model, interface=interface, quick=quick, timeout_s=timeout_s)
+    if profile:
+        question = _of_profile(question, profile)
+    if hosts:
+        question = dataclasses.replace(question, hosts=read_hosts(hosts))
+    if ports:
+        question = dataclasses.replace(question, ports=ports, ports_needed=True)
+    if runtime and runtime != question.runtime:
+        question = dataclasses.replace(question, runtime=runtime, runtime_options={})
+    doubled = sorted({host for host in question.hosts if question.hosts.count(host) > 1})
+    if doubled:
+        raise UsageError(f"the host {doubled[0]!r} is named twice.", "Name each node once.")
+    with PhaseScreen(quiet=as_json) as screen:
+        report = examine(question, screen.phase)
+    _show(report, as_json)
+    return LaunchError.exit_code if report.level == Level.FATAL else 0
+
+
+def _of_profile(question: Question, name: str) -> Question:
+    try:
+        from corral.profile import load_profile  # type: ignore[import-not-found,unused-ignore]
+    except ImportError:
+        raise UsageError("this Corral has no profiles.", "Name the nodes with --hosts.") from None
+    profile = load_profile(name)
+    place: dict[str, Any] = dict(profile.place)
+    if profile.target not in ("local", "ssh"):
+        remedy = "Its nodes are known only inside a job; on a node, `corral doctor` without --on looks at that node."
+        raise UsageError(f"the profile {name!r} is for {profile.target}.", remedy)
+    return dataclasses.replace(
+        question,
+        hosts=tuple(place.get("hosts", ())),
+        interface=question.interface or place.get("interface"),
+        hca=place.get("hca"),
+        home=place.get("home"),
+        env=dict(place.get("env", {})),
+        runtime=profile.runtime,
+        runtime_options=dict(profile.runtime_options),
+    )
+
+
+def _show(report: Report, as_json: bool) -> None:
+    if as_json:
+        states = {host: report.of(host).value for host in report.hosts}
+        print_json({"level": report.level, "states": states, **to_json(report)})
+        return
+    for line in report_lines(report):
+        click.echo(line)

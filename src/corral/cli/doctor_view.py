@@ -1,0 +1,129 @@
+"""A doctor's report for people: one line per node, then what is wrong with a remedy each, then what is right.
+
+Made for 80 columns and more; the same sentence about many nodes is one entry.
+"""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Iterator, Sequence
+
+import click
+
+from corral.doctor import Finding, Level, Report
+from corral.hardware import GIB
+from corral.survey import NodeFacts
+
+__all__ = ["report_lines"]
+
+COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.FATAL: "red"}
+MOST_ROWS = 40
+HEADINGS = ("NODE", "STATE", "PYTHON", "CORES", "MEMORY", "GPUS", "DISK", "ADDRESS")
+SPARED = ("PYTHON", "CORES", "DISK", "MEMORY")  # left out in this order when the terminal is narrow
+_STATE, _WHAT = 9, 12
+
+
+def width() -> int:
+    return max(72, min(120, shutil.get_terminal_size((100, 24)).columns))
+
+
+def report_lines(report: Report) -> Iterator[str]:
+    """The whole report."""
+    columns = width()
+    yield from _table(report, columns)
+    yield ""
+    wrong = [finding for finding in report.findings if finding.level != Level.OK]
+    for group in _grouped(wrong):
+        yield from _entry(group, columns, len(report.hosts))
+    if wrong:
+        yield ""
+    for finding in report.findings:
+        if finding.level == Level.OK:
+            yield from _entry([finding], columns, len(report.hosts))
+    yield ""
+    yield _verdict(report)
+
+
+def _verdict(report: Report) -> str:
+    count = {level: len(_grouped([f for f in report.findings if f.level == level])) for level in Level}
+    if report.level == Level.FATAL:
+        said = f"{count[Level.FATAL]} thing{'s' * (count[Level.FATAL] > 1)} must be put right first"
+    elif report.level == Level.WARNING:
+        said = f"this works; {count[Level.WARNING]} thing{'s' * (count[Level.WARNING] > 1)} to look at"
+    else:
+        said = "all is well"
+    return click.style(said, fg=COLOURS[report.level], bold=True) + f"  ({report.seconds:.1f} s)"
+
+
+def _grouped(findings: Sequence[Finding]) -> list[list[Finding]]:
+    """The same sentence about several nodes together; a node's own name in a sentence does not tell them apart."""
+    groups: dict[tuple[str, str, str], list[Finding]] = {}
+    for finding in findings:
+        plain = finding.text.replace(finding.host, "NODE") if finding.host else finding.text
+        groups.setdefault((finding.level, finding.what, plain), []).append(finding)
+    return list(groups.values())
+
+
+def _entry(group: Sequence[Finding], columns: int, nodes: int) -> Iterator[str]:
+    first = group[0]
+    hosts = [finding.host for finding in group if finding.host]
+    text = first.text
+    if len(hosts) > 1:
+        text = f"{_names(hosts)}: {text.replace(first.host, 'each')}"
+    elif hosts and nodes > 1 and first.host not in text:
+        text = f"{first.host}: {text}"
+    indent = " " * (_STATE + _WHAT)
+    lines = textwrap.wrap(text, columns - len(indent), break_on_hyphens=False) or [""]
+    state = click.style(f"{first.level.value:<{_STATE}}", fg=COLOURS[first.level], bold=first.level == Level.FATAL)
+    yield f"{state}{first.what:<{_WHAT}}{lines[0]}"
+    for line in lines[1:]:
+        yield indent + line
+    if first.remedy:
+        remedy = first.remedy.replace(first.host, "NODE") if len(hosts) > 1 else first.remedy
+        for number, line in enumerate(textwrap.wrap(remedy, columns - len(indent) - 2, break_on_hyphens=False)):
+            yield click.style(f"{indent}{'→ ' if number == 0 else '  '}{line}", dim=True)
+
+
+def _names(hosts: Sequence[str], most: int = 6) -> str:
+    rest = f" and {len(hosts) - most} more" if len(hosts) > most else ""
+    return ", ".join(hosts[:most]) + rest
+
+
+def _table(report: Report, columns: int) -> Iterator[str]:
+    facts = {node.host: node for node in report.nodes}
+    hosts = sorted(report.hosts, key=lambda host: report.of(host) == Level.OK)[:MOST_ROWS]
+    hosts = [host for host in report.hosts if host in hosts]
+    rows = [_row(host, report, facts.get(host)) for host in hosts]
+    shown = list(HEADINGS)
+    for spared in ("", *SPARED):
+        shown = [heading for heading in shown if heading != spared]
+        widths = {h: max(len(h), *(len(row[h]) for row in rows)) for h in shown}
+        if sum(widths.values()) + 2 * (len(shown) - 1) <= columns:
+            break
+    yield click.style("  ".join(h.ljust(widths[h]) for h in shown).rstrip(), bold=True)
+    for host, row in zip(hosts, rows, strict=True):
+        cells = {h: row[h].ljust(widths[h]) for h in shown}
+        cells["STATE"] = click.style(cells["STATE"], fg=COLOURS[report.of(host)])
+        yield "  ".join(cells.values()).rstrip()
+    if len(report.hosts) > len(hosts):
+        yield f"… and {len(report.hosts) - len(hosts)} more nodes that are well"
+
+
+def _row(host: str, report: Report, node: NodeFacts | None) -> dict[str, str]:
+    if node is None:
+        return dict.fromkeys(HEADINGS, "–") | {"NODE": host, "STATE": report.of(host).value}
+    address = report.fabric.addresses.get(host, "–") if report.fabric else "–"
+    free = min((disk.free_bytes for disk in node.disks.values()), default=0)
+    memory = f"{node.memory_available_bytes / GIB:.0f} of {node.memory_bytes / GIB:.0f} GiB"
+    names = sorted({gpu.name.removeprefix("NVIDIA ") for gpu in node.gpus})
+    return {
+        "NODE": host,
+        "STATE": report.of(host).value,
+        "PYTHON": node.python or "–",
+        "CORES": str(node.cores or "–"),
+        "MEMORY": memory if node.memory_bytes else "–",
+        "GPUS": f"{len(node.gpus)} × {'/'.join(names)}" if names else "none",
+        "DISK": f"{free / GIB:.0f} GiB" if node.disks else "–",
+        "ADDRESS": address,
+    }

@@ -1,0 +1,305 @@
+"""Several nodes over real sshd, with a stand-in engine: what is started, seen, lost, named and cleaned up.
+
+The engine is a stand-in so that faults take seconds; real vLLM over the same hosts is in `test_multi_node.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corral import engines
+from corral.files import write_atomic
+from corral.record import dump_json
+from tests.conftest import ROOT
+from tests.testbed import missing
+from tests.testbed.hosts import Hosts
+from tests.tiny_llama import make_tiny_llama
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+NODES = ("node1", "node2")
+
+
+@dataclass
+class Bench:
+    """Hosts, and `corral` on the machine that reaches them."""
+
+    hosts: Hosts
+    env: dict[str, str]
+    model: Path
+
+    def run(self, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "corral", *arguments]
+        return subprocess.run(command, env={**self.env, **env}, capture_output=True, text=True, timeout=180)
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "corral", *arguments]
+        return subprocess.Popen(
+            command, env=self.env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        )
+
+    def up(self, name: str, *options: str) -> subprocess.CompletedProcess[str]:
+        return self.run("up", str(self.model), "--name", name, "--hosts", ",".join(NODES), *options)
+
+    def status(self, name: str) -> Any:
+        return json.loads(self.run("status", name, "--json").stdout)
+
+    def wait(self, name: str, wanted: Callable[[Any], Any], limit_s: float = 90) -> Any:
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline:
+            found = self.status(name)
+            if wanted(found):
+                return found
+            time.sleep(0.2)
+        raise AssertionError(f"never: {found}")
+
+    def engines(self, host: str) -> list[int]:
+        return [pid for pid, line in self.hosts.processes(host) if "stub_engine.py" in line]
+
+    def agents(self, host: str) -> list[int]:
+        return [pid for pid, line in self.hosts.processes(host) if "agent.py" in line]
+
+    def nothing_left(self) -> None:
+        for host in NODES:
+            deadline = time.monotonic() + 30
+            while (left := self.hosts.processes(host)) and time.monotonic() < deadline:
+                time.sleep(0.1)
+            assert not left, f"{host}: {left}"
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    folder = tmp_path_factory.mktemp("ssh")
+    home = folder / "home" / "corral"
+    env = {**os.environ, "HOME": str(folder / "home"), "CORRAL_HOME": str(home)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CORRAL_HOME", str(home))
+        engine = engines.expected("cpu")
+    (Path(engine.path) / "bin").mkdir(parents=True)
+    python = Path(engine.path) / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{ROOT}/tests/stub_engine.py" "$@"\n')
+    python.chmod(0o755)
+    write_atomic(Path(engine.path) / "engine.json", dump_json(engine))
+    with Hosts(folder / "hosts", shared=[folder]) as hosts:
+        env["CORRAL_SSH"] = " ".join(hosts.ssh_command)
+        made = Bench(hosts, env, make_tiny_llama(folder / "tiny"))
+        yield made
+        for host in NODES:
+            if not hosts.pid(host):
+                hosts.power_on(host)
+        made.run("down", "--all")
+
+
+@pytest.fixture
+def ready(bench: Bench, request: pytest.FixtureRequest) -> Iterator[str]:
+    name = request.node.name[:60]
+    done = bench.up(name, *getattr(request, "param", ()))
+    assert done.returncode == 0, done.stderr
+    yield name
+    for host in NODES:
+        if not bench.hosts.pid(host):
+            bench.hosts.power_on(host)
+        bench.hosts.heal(host)
+    assert bench.run("down", name).returncode == 0
+    bench.nothing_left()
+
+
+def noticed(bench: Bench, name: str, since: float) -> Any:
+    """The failure, and how long the agents took to say so: printed, and bounded by the promise of 15 s."""
+    found = bench.wait(name, lambda status: status["state"] == "failed")
+    print(f"\nnoticed after {found['since_s'] - since:.1f} s: {found['text']}")
+    return found
+
+
+def test_from_nothing_to_an_answer_and_back(bench: Bench) -> None:
+    done = bench.up("first")
+    assert done.returncode == 0, done.stderr
+    assert "answered  Paris." in done.stdout
+    assert "link native" in done.stderr
+    found = bench.status("first")
+    assert found["state"] == "ready"
+    assert found["endpoint"]["base_url"].startswith("http://127.0.0.1:")
+    launch = json.loads((Path(bench.env["CORRAL_HOME"]) / "deployments/first/launch.json").read_text())
+    head, worker = launch["ranks"]
+    assert head["env"]["VLLM_HOST_IP"] == bench.hosts.address("node1")
+    assert worker["env"]["GLOO_SOCKET_IFNAME"] == "eth0"
+    assert "--headless" in worker["argv"]
+    assert "--headless" not in head["argv"]
+    key = (Path(bench.env["CORRAL_HOME"]) / "deployments/first/key").read_text().strip()
+    for host in NODES:  # the key is a file, and stands in no process list
+        assert not any(key in line for _, line in bench.hosts.processes(host))
+    events = bench.run("events", "first").stdout
+    assert "rank 1" in events
+    assert bench.run("logs", "first", "--rank", "1").stdout.count("\n") > 3
+    assert bench.run("complete", "--deployment", "first", "Hello").returncode in (0, 2, 10)  # through the tunnel
+    assert bench.run("down", "first").returncode == 0
+    bench.nothing_left()
+    assert not list((Path(bench.env["CORRAL_HOME"]) / "nodes").glob("*"))  # no key stays behind
+
+
+def test_a_node_without_power_is_named_and_the_rest_taken_down(bench: Bench, ready: str) -> None:
+    began = time.time()
+    bench.hosts.power_off("node2")
+    found = noticed(bench, ready, began)
+    assert found["reason"] == "node_lost"
+    assert "node2 stopped answering at" in found["text"]
+    assert "rank 1 last said" in found["text"]
+    assert found["since_s"] - began < 20
+    assert not bench.engines("node1")
+
+
+def test_a_cut_cable_is_named_and_both_sides_end(bench: Bench, ready: str) -> None:
+    began = time.time()
+    bench.hosts.cut("node2")
+    found = noticed(bench, ready, began)
+    assert found["reason"] == "node_lost"
+    assert "node2" in found["text"]
+    deadline = time.monotonic() + 40
+    while bench.engines("node2") and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not bench.engines("node2")  # it lost its head and ended by itself
+
+
+def test_a_lost_head_ends_the_workers(bench: Bench, ready: str) -> None:
+    bench.hosts.power_off("node1")
+    deadline = time.monotonic() + 60
+    while bench.engines("node2") and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not bench.engines("node2")
+    found = bench.wait(ready, lambda status: status["state"] == "failed")
+    assert "the head node1 stopped answering" in found["text"]
+
+
+def test_a_killed_engine_ends_the_gang(bench: Bench, ready: str) -> None:
+    began = time.time()
+    for pid in bench.engines("node1"):
+        os.kill(pid, signal.SIGKILL)
+    noticed(bench, ready, began)
+    assert not bench.engines("node2")
+
+
+def test_a_killed_worker_is_the_cause_not_the_head(bench: Bench, ready: str) -> None:
+    began = time.time()
+    for pid in bench.engines("node2"):
+        os.kill(pid, signal.SIGKILL)
+    found = noticed(bench, ready, began)
+    events = bench.run("events", ready).stdout
+    assert "rank 1 on node2" in events
+    assert found["state"] == "failed"
+    assert not bench.engines("node1")
+
+
+def test_killed_agents_end_the_gang(bench: Bench, ready: str) -> None:
+    began = time.time()
+    for pid in bench.agents("node2"):
+        os.kill(pid, signal.SIGKILL)
+    found = noticed(bench, ready, began)
+    assert "node2" in found["text"]
+    assert not bench.engines("node1")
+
+
+@pytest.mark.parametrize("ready", [("--restart", "2")], indirect=True)
+def test_with_restarts_the_gang_comes_back(bench: Bench, ready: str) -> None:
+    for pid in bench.engines("node2"):
+        os.kill(pid, signal.SIGKILL)
+    found = bench.wait(ready, lambda status: status["restarts"] == 1 and status["state"] == "ready")
+    assert found["endpoint"]
+    assert bench.engines("node1")
+    bench.wait(ready, lambda _: bench.engines("node2"))
+
+
+def test_the_server_outlives_the_command_that_started_it(bench: Bench) -> None:
+    process = bench.start("up", str(bench.model), "--name", "orphan", "--hosts", ",".join(NODES),
+                          "--env", "STUB_OPTIONS=slow=3")  # fmt: skip
+    journal = Path(bench.env["CORRAL_HOME"]) / "deployments/orphan/rank0/agent.json"
+    deadline = time.monotonic() + 60
+    while not journal.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)  # with every ssh it had started
+    process.communicate()
+    done = bench.run("wait", "orphan")
+    assert done.returncode == 0, done.stderr
+    assert bench.run("down", "orphan").returncode == 0
+    bench.nothing_left()
+
+
+def test_a_down_that_cannot_reach_a_node_names_it_and_works_later(bench: Bench) -> None:
+    assert bench.up("cutoff").returncode == 0
+    bench.hosts.cut("node2")
+    try:
+        done = bench.run("down", "cutoff")
+        assert done.returncode == 9
+        assert "node2" in done.stderr
+    finally:
+        bench.hosts.heal("node2")
+    assert bench.run("down", "cutoff").returncode == 0
+    bench.nothing_left()
+
+
+def test_a_wrong_interface_is_refused_with_those_there_are(bench: Bench) -> None:
+    done = bench.up("wrong", "--interface", "eth9")
+    assert done.returncode != 0
+    assert "eth9" in done.stderr
+    assert "eth0" in done.stderr
+    assert not bench.engines("node1")
+
+
+def test_a_taken_port_is_named(bench: Bench) -> None:
+    listener = (
+        "import socket,time; s=socket.create_server(('127.0.0.1', 18000)); print('', flush=True); time.sleep(99)"
+    )
+    with bench.hosts.popen("node1", ["python3", "-c", listener], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout
+        holder.stdout.readline()
+        try:
+            done = bench.up("taken", "--port", "18000")
+        finally:
+            for pid, line in bench.hosts.processes("node1"):
+                if "create_server" in line:
+                    os.kill(pid, signal.SIGKILL)
+    assert done.returncode == 4, done.stderr
+    assert "18000" in done.stderr
+    assert "node1" in done.stderr
+
+
+def test_a_full_disk_on_one_node_stops_the_start_everywhere(bench: Bench) -> None:
+    folder = Path(bench.env["CORRAL_HOME"]) / "nodes"
+    folder.mkdir(exist_ok=True)
+    bench.hosts.limit_disk("node2", folder, 4096)
+    try:
+        done = bench.up("full")
+        assert done.returncode == 8, done.stderr
+        assert "node2" in done.stderr
+        assert "No space left" in done.stderr
+        bench.nothing_left()
+    finally:
+        bench.hosts.exec("node2", ["umount", str(folder)])
+
+
+def test_an_engine_that_ends_at_the_start_is_explained_by_its_rank(bench: Bench) -> None:
+    done = bench.up("bad", "--env", "STUB_OPTIONS=slow=20 worker-exit=1")
+    assert done.returncode == 8
+    assert "rank 1 on node2" in bench.run("events", "bad").stdout
+    bench.nothing_left()
+
+
+def test_a_changed_host_key_is_refused(bench: Bench) -> None:
+    subprocess.run([*bench.hosts.ssh_command, "-O", "exit", "node2"], capture_output=True)
+    bench.hosts.change_host_key("node2")
+    try:
+        done = bench.run("up", str(bench.model), "--name", "key", "--hosts", "node1,node2", TMPDIR="/var/tmp")
+    finally:
+        bench.hosts.trust("node2")
+    assert done.returncode == 6, done.stderr
+    assert "host key" in done.stderr
+    assert "node2" in done.stderr
