@@ -50,9 +50,11 @@ def main() -> None:
         time.sleep(1000)
     if words[0] == "-m":
         port, key_file = int(words[words.index("--port") + 1]), Path(os.environ["CORRAL_KEY_FILE"])
+        host = words[words.index("--host") + 1]
         words = os.environ.get("STUB_OPTIONS", "").split()
     else:
         port, key_file, words = int(words[0]), Path(words[1]), words[2:]
+        host = "127.0.0.1"
     options = dict(option.partition("=")[::2] for option in words)
     key = key_file.read_text().strip()
     if "retitled" in options:  # a child whose environment no longer shows where it belongs
@@ -103,7 +105,7 @@ def main() -> None:
 
     time.sleep(float(options.get("slow", 0)))
 
-    Server(("127.0.0.1", port), Handler).serve_forever()
+    Server((host, port), Handler).serve_forever()
 
 
 if __name__ == "__main__":
