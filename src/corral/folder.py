@@ -9,6 +9,9 @@
       token               by which the agents of several nodes, and Ray, know each other (0600)
       job.json            the batch job, on SLURM; job.sh is its script, job.log its output
       node/               the agent and the guard, as they were at launch
+      successors.json     the deployments that follow this one, where it is kept (see `chain`)
+      wish.json           what they are made from; keep.log says what was done for it
+      proxy.json          the port of `corral proxy`, and who holds it
       rank0/spec.json     what the agent of rank 0 runs
       rank0/events.jsonl  its journal; rank0/heartbeat.json, agent.json, engine.json, stop beside it
       rank0/engine.log    the engine's own words
@@ -93,6 +96,29 @@ class DeploymentFolder:
     @property
     def tunnel_log(self) -> Path:
         return self.path / "tunnel.log"
+
+    @property
+    def successors(self) -> Path:
+        """The deployments that follow this one."""
+        return self.path / "successors.json"
+
+    @property
+    def successors_lock(self) -> Path:
+        return self.path / "successors.lock"
+
+    @property
+    def wish(self) -> Path:
+        """What was asked for, so that a successor can be made from it."""
+        return self.path / "wish.json"
+
+    @property
+    def keep_log(self) -> Path:
+        return self.path / "keep.log"
+
+    @property
+    def proxy(self) -> Path:
+        """The port of the proxy in front of the chain, and who holds it."""
+        return self.path / "proxy.json"
 
     @property
     def differences(self) -> Path:

@@ -18,7 +18,7 @@ ROWS: list[list[str]] = [
     ["slurm", "plan", "engines", "diagnosis", "survey", "fabric", "spread"],
     ["runtimes", "links", "launch", "model_store"],
     ["targets"],
-    ["deployment", "tunnel", "client", "resolve"],
+    ["deployment", "chain", "tunnel", "client", "resolve"],
     ["bringup", "doctor", "pull", "proxy",
      "batch", "bench", "sampling", "fanout", "engine_metrics", "token_bytes", "token_view", "likelihood",
      "score", "score_job", "row_files", "llm", "session", "conversation", "top"],
