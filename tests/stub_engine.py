@@ -5,7 +5,8 @@
 
 Options: `die-after-ready=CODE`, `exit=CODE` (before ready), `silent` (no more lines, no CPU), `daemon` (leaves a
 child in a session of its own), `retitled` (a child without the launch's environment), `open` (answers without a key),
-`hang` (stops answering after ready), `slow=SECONDS` (before the port is bound), `worker-exit=CODE` (a headless rank).
+`hang` (stops answering after ready), `slow=SECONDS` (before the port is bound), `worker-exit=CODE` (a headless rank),
+`busy` (says that a request runs).
 """
 
 from __future__ import annotations
@@ -86,7 +87,10 @@ def main() -> None:
             if "open" not in options and self.headers.get("Authorization") != f"Bearer {key}":
                 return self.answer(401, "")
             if self.path == "/metrics":
-                return self.answer(200, 'vllm:num_requests_running{a="b"} 0\nvllm:generation_tokens_total 1\n')
+                busy = 1 if "busy" in options else 0
+                return self.answer(
+                    200, f'vllm:num_requests_running{{a="b"}} {busy}\nvllm:generation_tokens_total 1\n'
+                )
             return self.answer(200, "{}")
 
         def do_POST(self) -> None:

@@ -162,7 +162,7 @@ def _combine(folder: DeploymentFolder, record: Record, events: list[Event], life
     reason = Reason(last.get("reason")) if last and last.get("reason") else None
     text, remedy = str(last.get("text", "")) if last else "", ""
     since = last.time_s if last else record.created_s
-    if life.state and (state not in ENDED or life.overrules):
+    if life.state and (state not in ENDED or (life.overrules and life.reason != (reason or ""))):
         state, reason = State(life.state), Reason(life.reason) if life.reason else None
         text, remedy = life.text, life.remedy
     elif not folder.rank(0).agent.exists():

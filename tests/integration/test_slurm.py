@@ -6,10 +6,10 @@ Two jobs that must reach their time limits are started first and looked at last,
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -31,7 +31,10 @@ from tests.tiny_llama import make_tiny_llama
 pytestmark = pytest.mark.skipif(bool(missing("slurm")), reason=missing("slurm"))
 
 STUB = Path(__file__).parent.parent / "stub_engine.py"
-SMALL = ("--partition", "gpu", "--slurm", "gpus_per_node=0", "--slurm", "cpus_per_task=2", "--slurm", "mem=2G")
+SMALL = ("--partition", "gpu", "--slurm", "gpus_per_node=0", "--slurm", "cpus_per_task=2", "--slurm", "mem=4G")
+
+
+PREEMPTION = {"PreemptType": "preempt/partition_prio", "PreemptMode": "REQUEUE"}
 
 
 @dataclass
@@ -72,7 +75,7 @@ class Login:
 
         def look() -> bool:
             found[0] = self.status(name)
-            return good(found[0])
+            return "state" in found[0] and good(found[0])
 
         try:
             wait_for(look, timeout_s, name)
@@ -108,7 +111,10 @@ def login(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Login]:
     folder = tmp_path_factory.mktemp("slurm")
     folder.parent.chmod(0o755)
     names = ("login", "n1", "n2", "n3")
-    with Hosts(folder / "hosts", names, users=("bob",), shared=[folder]) as hosts, Slurm(hosts) as slurm:
+    with (
+        Hosts(folder / "hosts", names, users=("bob",), shared=[folder]) as hosts,
+        Slurm(hosts, settings=PREEMPTION) as slurm,
+    ):
         home = folder / "corral"
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("CORRAL_HOME", str(home))
@@ -147,7 +153,11 @@ def test_what_cannot_be_queued_is_refused_and_leaves_nothing(login: Login) -> No
     for words, code, says in (
         (["--partition", "nope"], 3, "there is: gpu, debug"),
         (["--slurm", "partiton=gpu"], 2, "unrecognized option '--partiton=gpu'"),
-        (["--partition", "debug", "--slurm", "gpus_per_node=0", "--time", "10:00"], 5, "gives a job 5 min, and 10 min"),
+        (
+            ["--partition", "debug", "--slurm", "gpus_per_node=0", "--time", "10:00"],
+            5,
+            "gives a job 5 min, and 10 min",
+        ),
         (["--partition", "gpu", "--time", "1:00"], 5, "loading takes about"),
         (["--partition", "gpu", "--slurm", "gpus_per_node=8"], 5, "no node with 8 gpus"),
         (["--slurm", "array=1-3"], 2, "a deployment is one job"),
@@ -168,7 +178,9 @@ def test_two_on_one_node_and_another_user_gets_nothing(login: Login) -> None:
     assert [request(url, key) for url, key in zip(urls, keys, strict=True)] == [200, 200]
     assert request(urls[0], keys[1]) == 401
     ask = ["curl", "-s", "-o", "/dev/null", "-w", "%{http_code}", urls[0] + "/models"]
-    probe = f"import urllib.request as u\ntry: u.urlopen({urls[0] + '/models'!r})\nexcept Exception as e: print(e.code)"
+    probe = (
+        f"import urllib.request as u\ntry: u.urlopen({urls[0] + '/models'!r})\nexcept Exception as e: print(e.code)"
+    )
     assert login.hosts.exec("n1", ["/usr/bin/python3", "-c", probe], user="bob").stdout.strip() == "401", ask
     for name in ("key", "endpoint.json", "job.sh", "job.log", "rank0/spec.json", "rank0/engine.log"):
         tried = login.hosts.exec("n1", ["cat", str(login.folder("one") / name)], user="bob", check=False)
@@ -191,11 +203,15 @@ def test_pending_interrupted_and_taken_up_again(login: Login) -> None:
     nodes = ["--nodelist=n1,n2", "--exclusive", "-N2"]
     blocker = login.slurm.run("sbatch", "--parsable", *nodes, "-o", "/dev/null", "--wrap", "sleep 600").stdout.strip()
     wait_for(lambda: "R" in login.slurm.run("squeue", "-h", "-j", blocker, "-o", "%t").stdout, 20, "the blocker")
-    waiting = login.start("up", str(login.model), "--name", "waits", *SMALL, "--time", "10:00", "--slurm", "nodelist=n1")
+    waiting = login.start(
+        "up", str(login.model), "--name", "waits", *SMALL, "--time", "10:00", "--slurm", "nodelist=n1"
+    )
     found = login.wait("waits", lambda now: now["state"] == "queued" and "Resources" in now["text"])
     assert "the nodes it asks for are in use (Resources)" in found["text"]
     assert "expected to start" in login.wait("waits", lambda now: "expected" in now["text"])["text"]
-    waiting.send_signal(signal.SIGINT)
+    inside = [pid for pid, line in login.hosts.processes("login") if "--name waits" in line]
+    for pid in inside:  # what was started is only the way into the host
+        os.kill(pid, signal.SIGINT)
     _, said = waiting.communicate(timeout=60)
     assert waiting.returncode == 130
     assert "waits in the queue" in said
@@ -227,6 +243,22 @@ def test_a_job_that_is_requeued_serves_again(login: Login) -> None:
     assert (login.folder("again") / "rank0" / f"life-{login.job('again')}.0" / "events.jsonl").exists()
 
 
+def test_preempted_for_good_or_to_come_back(login: Login) -> None:
+    login.slurm.run("scontrol", "update", "PartitionName=debug", "PriorityTier=10")
+    login.up("evicted", "--slurm", "nodelist=n2", "--slurm", "requeue=false")
+    login.up("returns", "--slurm", "nodelist=n2")
+    rival = ["sbatch", "--parsable", "-p", "debug", "-t5", "-o", "/dev/null", "--exclusive", "--nodelist=n2"]
+    rival_job = login.slurm.run(*rival, "--wrap", "sleep 600").stdout.strip()
+    found = login.wait("evicted", lambda now: now["state"] == "failed")
+    assert found["reason"] == "preempted"
+    login.wait("returns", lambda now: now["state"] == "queued" and ", again," in now["text"])
+    watching = login.start("wait", "returns")
+    login.slurm.run("scancel", rival_job)
+    watching.communicate(timeout=60)
+    assert watching.returncode == 0
+    assert login.corral("down", "returns").returncode == 0
+
+
 def test_a_controller_that_is_gone_makes_nothing_fail(login: Login) -> None:
     pend = ["up", str(login.model), "--name", "held", *SMALL, "--time", "10:00", "--slurm", "hold=", "--no-wait"]
     assert login.corral(*pend).returncode == 0
@@ -234,10 +266,10 @@ def test_a_controller_that_is_gone_makes_nothing_fail(login: Login) -> None:
     assert "scontrol release" in held["remedy"]
     login.slurm.stop_controller()
     try:
-        assert login.status("again")["state"] == "ready"  # its agent is heard without the controller
-        found = login.status("held")
-        assert (found["state"], found["reason"]) == ("unknown", None)
-        assert "controller" in found["text"]
+        listed = {one["name"]: one for one in json.loads(login.corral("ps", "--json").stdout)}
+        assert listed["again"]["state"] == "ready"  # its agent is heard without the controller
+        assert (listed["held"]["state"], listed["held"]["reason"]) == ("unknown", None)
+        assert "controller" in listed["held"]["text"]
         assert login.corral("down", "held").returncode == 9
     finally:
         login.slurm.start_controller()

@@ -28,6 +28,7 @@ __all__ = ["Job", "ask", "cancel", "find_job", "forget_answers", "jobs", "refuse
 PATIENCE_S = 15.0  # for one command; a living controller answers in well under a second
 FRESH_S = 2.0
 LAZY_S = 30.0
+SILENCE_S = 10.0
 FIELDS = ("JobID", "State", "Reason", "StartTime", "EndTime", "TimeLeft", "NodeList", "RestartCnt", "exit_code")
 
 
@@ -104,14 +105,29 @@ def jobs() -> dict[str, Job]:
     kept = _kept.get(user)
     if kept and now - kept.at_s < min(LAZY_S, max(FRESH_S, (kept.at_s - kept.same_since_s) / 20)):
         return kept.jobs
-    fields = ",".join(f"{name}:|" for name in FIELDS)
-    done = ask(["squeue", "--noheader", f"--user={user}", "--states=all", f"--Format={fields}"])
-    done.or_raise("SLURM's queue could not be read")
+    done = _ask_queue(user)
     found = {job.id: job for job in map(_job, done.stdout.splitlines()) if job}
     states = {id: (job.state, job.reason) for id, job in found.items()}
     same = kept is not None and states == {id: (job.state, job.reason) for id, job in kept.jobs.items()}
     _kept[user] = _Kept(found, now, kept.same_since_s if same and kept else now)
     return found
+
+
+_silent: list[tuple[float, UnreachableError]] = []  # when the controller was last found not to answer
+
+
+def _ask_queue(user: int) -> Completed:
+    """The queue as text; a controller that just did not answer is not asked again for each deployment of a list."""
+    if _silent and time.monotonic() - _silent[-1][0] < SILENCE_S:
+        raise _silent[-1][1]
+    fields = ",".join(f"{name}:|" for name in FIELDS)
+    try:
+        done = ask(["squeue", "--noheader", f"--user={user}", "--states=all", f"--Format={fields}"])
+    except UnreachableError as error:
+        _silent[:] = [(time.monotonic(), error)]
+        raise
+    _silent.clear()
+    return done.or_raise("SLURM's queue could not be read")
 
 
 def _job(line: str) -> Job | None:
