@@ -61,7 +61,8 @@ async def load(url: str, body: dict[str, Any], seconds: float, concurrency: int)
 
 @contextlib.contextmanager
 def child(*argv: str) -> Any:
-    with subprocess.Popen([sys.executable, *argv], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, *argv], stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdin
         assert process.stdout
         yield json.loads(process.stdout.readline())["url"]
@@ -86,7 +87,8 @@ def main() -> None:
     ]
     print(f"{'':50}{'requests/s':>22}{'chunks/s':>24}{'first token ms':>20}")
     for title, body, concurrency, options in cases:
-        with child("-m", "corral", "fake-server", "--until-eof", *options) as url, child(__file__, "--serve", url) as via:
+        server = ("-m", "corral", "fake-server", "--until-eof", *options)
+        with child(*server) as url, child(__file__, "--serve", url) as via:
             found = [run(load(place, body, given.seconds, concurrency)) for place in (url, via)]
         cells = ""
         for name, width, form in (("requests_s", 22, ",.0f"), ("chunks_s", 24, ",.0f"), ("first_ms", 20, ".2f")):

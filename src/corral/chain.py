@@ -6,12 +6,18 @@ successor that was begun is always known, and `corral down NAME` ends all of the
 
 from __future__ import annotations
 
+import contextlib
+import shlex
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from corral import deployment
-from corral.errors import CorralError
-from corral.files import write_atomic
+from corral.errors import ConflictError, CorralError
+from corral.files import discard_lock, lock_holder, try_lock, write_atomic
 from corral.folder import DeploymentFolder
+from corral.processes import own_identity
 from corral.record import dump_json, load_json
 from corral.state import ENDED, State
 
@@ -19,12 +25,16 @@ __all__ = [
     "Chain",
     "Standing",
     "all_standings",
+    "chain_lock",
     "close_chain",
     "members",
     "read_chain",
+    "refuse_living_chain",
     "successor_name",
     "write_chain",
 ]
+
+OLD_LOCK_S = 900.0  # a submission takes seconds
 
 
 @dataclass(frozen=True)
@@ -91,8 +101,47 @@ def all_standings(folder: DeploymentFolder, known: dict[str, Standing] | None = 
 
 
 def close_chain(folder: DeploymentFolder, why: str) -> list[DeploymentFolder]:
-    """Let nothing more follow; the successors, newest first."""
-    chain = read_chain(folder)
-    if folder.successors.exists() and not chain.closed:
-        write_chain(folder, replace(chain, closed=why))
-    return [DeploymentFolder.of(name) for name in reversed(chain.successors)]
+    """Let nothing more follow; the successors that there are, newest first."""
+    if not folder.successors.exists():
+        return []
+    with chain_lock(folder):
+        chain = read_chain(folder)
+        if not chain.closed:
+            write_chain(folder, replace(chain, closed=why))
+    found = [DeploymentFolder.of(name) for name in reversed(chain.successors)]
+    return [one for one in found if one.record.is_file()]
+
+
+def refuse_living_chain(name: str) -> None:
+    """A name is not free while successors live under it."""
+    folder = DeploymentFolder.of(name)
+    for one in all_standings(folder)[1:] if folder.successors.exists() else []:
+        if one.folder.record.is_file() and one.state not in ENDED:
+            raise ConflictError(
+                f"{one.folder.name!r} follows {name!r} and is {one.state}.",
+                f"Use it, end all of them (`corral down {shlex.quote(name)}`), or take another --name.",
+            )
+
+
+@contextlib.contextmanager
+def chain_lock(folder: DeploymentFolder) -> Iterator[None]:
+    """Only its holder changes a chain. A holder on a node that is gone cannot be asked: its lock grows old."""
+    path = folder.successors_lock
+    while not try_lock(path):
+        holder = lock_holder(path)
+        if holder is not None and (holder.is_gone() or (not holder.is_here() and _age_s(path) > OLD_LOCK_S)):
+            discard_lock(path, holder)
+            continue
+        time.sleep(0.2)
+    try:
+        yield
+    finally:
+        if lock_holder(path) == own_identity():
+            path.unlink(missing_ok=True)
+
+
+def _age_s(path: Path) -> float:
+    try:
+        return time.time() - path.stat().st_mtime
+    except OSError:
+        return 0.0

@@ -21,6 +21,7 @@ Names may hold spaces, quotes and other signs; folder names are made safe by per
 
 from __future__ import annotations
 
+import re
 import secrets
 import shutil
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from corral.files import make_private_dir, write_atomic
 from corral.home import deployments_dir
 from corral.record import nearest
 
-__all__ = ["DeploymentFolder", "all_folders", "checked_name", "open_folder"]
+__all__ = ["DeploymentFolder", "all_folders", "chain_of", "checked_name", "open_folder"]
 
 LONGEST_NAME = 80
 
@@ -44,6 +45,11 @@ def checked_name(name: str) -> str:
     if any(ord(sign) < 32 or ord(sign) == 127 for sign in name):
         raise UsageError(f"{name!r} cannot name a deployment: it holds control characters.", "Use plain text.")
     return name
+
+
+def chain_of(name: str) -> str:
+    """The name that a chain goes by: `NAME` of `NAME~2`."""
+    return re.sub(r"~\d+$", "", name)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ ROWS: list[list[str]] = [
     ["runtimes", "links", "launch", "model_store"],
     ["targets"],
     ["deployment", "chain", "tunnel", "client", "resolve"],
-    ["bringup", "doctor", "pull", "proxy",
+    ["bringup", "keep", "doctor", "pull", "proxy",
      "batch", "bench", "sampling", "fanout", "engine_metrics", "token_bytes", "token_view", "likelihood",
      "score", "score_job", "row_files", "llm", "session", "conversation", "top"],
     ["report"],

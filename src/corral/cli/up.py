@@ -15,7 +15,7 @@ from corral.client import CHAT, Client
 from corral.diagnosis import last_lines
 from corral.endpoint import Endpoint
 from corral.errors import CorralError, LaunchError, UsageError
-from corral.folder import open_folder
+from corral.folder import chain_of, open_folder
 from corral.launch import as_shell, refuse_reserved
 from corral.plan import Goal
 from corral.plan.fixed import parse_assignments
@@ -57,6 +57,8 @@ FIRST_QUESTION = "What is the capital of France?"
 @click.option("--nodes", type=click.IntRange(min=1), help="On SLURM: nodes (default: as many as the model needs).")
 @click.option("--slurm", "slurm_options", multiple=True, metavar="KEY=VALUE",
               help="On SLURM: any other option of sbatch, or of the slurm target.")  # fmt: skip
+@click.option("--keep", is_flag=True, help="On SLURM: submit a successor before the time limit, again and again.")
+@click.option("--max-jobs", type=click.IntRange(min=1), help="With --keep: jobs in all (default: without end).")
 @click.option("--attach", metavar="NAME", help="Take up an interrupted `corral up` again: wait until NAME is ready.")
 @click.option("--env", "extra_env", multiple=True, metavar="NAME=VALUE", help="Environment variable for the engine.")
 @click.option("--restart", "restarts", type=click.IntRange(0, 100), default=0, help="Restarts after a failure.")
@@ -90,6 +92,8 @@ def command(
     partition: str | None,
     nodes: int | None,
     slurm_options: tuple[str, ...],
+    keep: bool,
+    max_jobs: int | None,
     attach: str | None,
     extra_env: tuple[str, ...],
     restarts: int,
@@ -109,7 +113,15 @@ def command(
         engine_args, model = (model, *engine_args), None
     asked = {"time": time_limit, "account": account, "partition": partition, "nodes": nodes}
     target, place = _target(hosts, interface, _slurm_place(asked, slurm_options))
+    if (keep or max_jobs) and (target != "slurm" or not keep):
+        raise UsageError("--keep and --max-jobs are for jobs on SLURM.", "Say --keep with --partition, --time, ….")
+    if keep and name and chain_of(name) != name:
+        raise UsageError(f"{name!r} looks like a successor's name.", "Take a --name that does not end in ~NUMBER.")
+    if keep:
+        place = {**place, "keep": True}
     wish = bringup.Wish(
+        keep=keep,
+        max_jobs=max_jobs,
         target=target,
         place=place,
         link=link or "auto",
