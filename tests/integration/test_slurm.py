@@ -122,7 +122,10 @@ def login(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Login]:
         found = Login(hosts, slurm, home, make_tiny_llama(folder / "tiny"))
         # loading is planned with 30 s, so one minute leaves room for these and no other signals
         found.up("drained", "--slurm", "signal_s=25", "--slurm", "nodelist=n3", time_limit="1:00")
-        found.up("overrun", "--slurm", "signal_s=1", "--slurm", "nodelist=n3", time_limit="1:00")
+        found.up("overrun", "--slurm", "signal_s=25", "--slurm", "nodelist=n3", time_limit="1:00")
+        for pid, line in hosts.processes("n3"):
+            if "agent.py" in line and "/overrun/" in line:
+                os.kill(pid, signal.SIGSTOP)  # it hears no signal, and writes nothing more
         yield found
         found.corral("down", "--all")
 
@@ -185,6 +188,7 @@ def test_two_on_one_node_and_another_user_gets_nothing(login: Login) -> None:
     for name in ("key", "endpoint.json", "job.sh", "job.log", "rank0/spec.json", "rank0/engine.log"):
         tried = login.hosts.exec("n1", ["cat", str(login.folder("one") / name)], user="bob", check=False)
         assert "Permission denied" in tried.stderr
+    assert (login.home / "deployments" / "it%27s 100%25 two" / "job.log").exists()
     shown = login.slurm.run("scontrol", "show", "job", "-dd", login.job("one")).stdout
     shown += login.corral("slurm", "script", "one").stdout
     for pid, line in login.left():

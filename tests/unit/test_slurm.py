@@ -317,6 +317,7 @@ def test_inventories_for_the_planner() -> None:
     with pytest.raises(UsageError, match="does not say which GPUs"):
         found.inventory(cluster.Want("odd"))
     assert found.inventory(cluster.Want("odd", gpu="A40"))[2].gpu == "A40"
+    assert found.inventory(cluster.Want(gpu="A40", gpus_per_node=2))[0].name == "odd"  # the first that may have them
     assert found.inventory(cluster.Want("odd", gpu_memory_gib=24))[2].memory_bytes_per_gpu == 24 << 30
 
 
@@ -456,9 +457,13 @@ def test_a_life_through_the_queue(fake: Any, deployed: DeploymentFolder) -> None
     found = deployment.status(deployed)
     assert found.state is State.QUEUED
     assert found.endpoint is None
+    queue(fake, "CONFIGURING", restarts=1)
+    assert deployment.status(deployed).state is State.STARTING
     queue(fake, "RUNNING", restarts=1)
     assert deployment.status(deployed).state is State.STARTING  # the files are of the earlier life
     agent_says(deployed, "ready", life="7.1")
+    assert deployment.status(deployed).state is State.READY
+    queue(fake, "SIGNALING", restarts=1)
     assert deployment.status(deployed).state is State.READY
 
 

@@ -83,7 +83,7 @@ def _versions(ssh: Ssh | Here, host: str, runtime: Runtime, timeout_s: float) ->
         told = json.loads(done.stdout.strip().splitlines()[-1])
     except (CorralError, ValueError, IndexError):
         return {}
-    return {str(name): str(value) for name, value in told.items()}
+    return {str(name): str(value) for name, value in told.items()} if isinstance(told, dict) else {}
 
 
 def _inside(

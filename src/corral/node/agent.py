@@ -41,6 +41,7 @@ REJOIN_S = 300.0  # with restarts left, how long the nodes of a gang wait for on
 MARKER = "CORRAL_LAUNCH"  # environment variable that every process of a launch carries
 TICK_S = 0.2
 HEARTBEAT_S = 2.0
+STOPPED_S = 6.0  # a rank of several whose processes are all stopped for this long is hung
 DRAIN_LOOK_S = 1.0
 HEALTH_EVERY_S = 5.0
 COMPLETION_EVERY_S = 60.0
@@ -645,6 +646,7 @@ class Worker:
 
     def _watch(self) -> Tuple[str, Json]:
         beat = self.activity_at = time.monotonic()
+        halted = 0
         last_ticks = last_bytes = 0
         checked = 0.0
         window = min(10.0, self.spec["stall_s"] / 4)
@@ -674,6 +676,9 @@ class Worker:
             if now - beat >= HEARTBEAT_S or not checked:
                 beat = now
                 self._beat()
+                halted = halted + 1 if self.spec.get("gang") and self._processes_stopped() else 0
+                if halted * HEARTBEAT_S >= STOPPED_S:
+                    return "engine_hung", {"text": "its processes were stopped by a signal and do nothing"}
                 if self.engine.poll() is None:
                     self.oom_kills = kernel_oom_kills()
                 self._trim_log()
@@ -692,6 +697,12 @@ class Worker:
                     self.phase,
                 )
                 return "stalled", {"text": text}
+
+    def _processes_stopped(self) -> bool:
+        """Whether somebody stopped the whole rank: the others would wait for it."""
+        table = process_table()
+        states = [table[pid][3] for pid in self._engine_processes() if pid in table]
+        return bool(states) and all(state in "Tt" for state in states)
 
     def _drained(self, now: float) -> Optional[Tuple[str, Json]]:
         """A drain, when one is asked for: over when no request runs any more, or when its time is up."""

@@ -84,32 +84,29 @@ class Cluster:
             names = [partition.name for partition in self.partitions]
             guesses = nearest(name, names) or names
             raise NotFoundError(f"there is no partition {name!r}.", f"There is: {', '.join(guesses)}.")
+        return self._ranked(gpus)[0]
+
+    def _ranked(self, gpus: bool) -> list[Partition]:
+        """All partitions, the most likely choice first."""
         if not self.partitions:
             raise NotFoundError("this cluster shows no partition to you.", "`sinfo` lists them; ask for access.")
-        ranked = sorted(
-            self.partitions, key=lambda one: (one.open, not gpus or one.gpus > 0, one.default, one.idle_gpus)
-        )
-        return ranked[-1]
+
+        def rank(one: Partition) -> tuple[bool, bool, bool, int]:
+            return one.open, not gpus or one.gpus > 0, one.default, one.idle_gpus
+
+        return sorted(self.partitions, key=rank, reverse=True)
 
     def shape(self, want: Want) -> tuple[Partition, NodeShape]:
-        """The partition and the nodes that fit what is wanted, those that are free first."""
-        partition = self.partition(want.partition, want.gpus_per_node != 0)
-        fitting = [shape for shape in partition.shapes if _fits(shape, want)]
-        if not fitting:
-            has = "; ".join(_words(shape) for shape in partition.shapes) or "no nodes"
-            raise DoesNotFitError(
-                f"partition {partition.name} has no node with {_wanted(want)}; it has {has}.",
-                "`corral slurm partitions` shows all of them.",
-            )
-        enough = [shape for shape in fitting if shape.usable_nodes >= want.nodes]
-        if not enough:
-            most = max(shape.usable_nodes for shape in fitting)
-            raise DoesNotFitError(
-                f"partition {partition.name} has {most} usable nodes with {_wanted(want)}; {want.nodes} are asked.",
-                "Ask for fewer with --nodes, or name another --partition.",
-            )
-        best = max(enough, key=lambda one: (one.gpus > 0, one.idle_nodes >= want.nodes, one.gpus, one.usable_nodes))
-        return partition, best
+        """The partition and the nodes that fit what is wanted; without a name, the first partition that has them."""
+        if want.partition:
+            return _shape(self.partition(want.partition), want)
+        refusals = []
+        for partition in self._ranked(want.gpus_per_node != 0):
+            try:
+                return _shape(partition, want)
+            except DoesNotFitError as error:
+                refusals.append(error)
+        raise refusals[0]
 
     def inventory(self, want: Want) -> tuple[Partition, NodeShape, Inventory]:
         """The hardware a plan may use, on the nodes that fit what is wanted."""
@@ -123,6 +120,26 @@ class Cluster:
             return partition, shape, base
         kind, gpu_bytes = gpu_of(want.gpu or shape.gpu, want.gpu_memory_gib, partition.name)
         return partition, shape, replace(base, gpu=kind, gpus_per_node=gpus, memory_bytes_per_gpu=gpu_bytes)
+
+
+def _shape(partition: Partition, want: Want) -> tuple[Partition, NodeShape]:
+    """The nodes of a partition that fit, those that are free first."""
+    fitting = [shape for shape in partition.shapes if _fits(shape, want)]
+    if not fitting:
+        has = "; ".join(_words(shape) for shape in partition.shapes) or "no nodes"
+        raise DoesNotFitError(
+            f"partition {partition.name} has no node with {_wanted(want)}; it has {has}.",
+            "`corral slurm partitions` shows all of them.",
+        )
+    enough = [shape for shape in fitting if shape.usable_nodes >= want.nodes]
+    if not enough:
+        most = max(shape.usable_nodes for shape in fitting)
+        raise DoesNotFitError(
+            f"partition {partition.name} has {most} usable nodes with {_wanted(want)}; {want.nodes} are asked.",
+            "Ask for fewer with --nodes, or name another --partition.",
+        )
+    best = max(enough, key=lambda one: (one.gpus > 0, one.idle_nodes >= want.nodes, one.gpus, one.usable_nodes))
+    return partition, best
 
 
 def gpu_of(name: str, memory_gib: float | None, partition: str) -> tuple[str, int]:

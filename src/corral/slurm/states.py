@@ -33,6 +33,7 @@ STATES: dict[str, tuple[State, Reason | None, str, str]] = {
     "RESV_DEL_HOLD": (State.QUEUED, None, "is held: its reservation was deleted", "Start it anew without it."),
     "SPECIAL_EXIT": (State.QUEUED, None, "was put back into the queue by a special exit and is held", ""),
     "CONFIGURING": (State.STARTING, None, "waits for its nodes to boot", ""),
+    "POWER_UP_NODE": (State.STARTING, None, "waits for its nodes to be powered up", ""),
     "RUNNING": (State.STARTING, None, "runs", ""),
     "RESIZING": (State.STARTING, None, "is changing its size", ""),
     "SIGNALING": (State.STARTING, None, "is being sent a signal", ""),

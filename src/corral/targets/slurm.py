@@ -42,6 +42,7 @@ __all__ = ["SlurmTarget", "Submitted"]
 
 DEFAULT_TIME_S = 4 * 3600.0  # where neither the user nor the partition says how long
 END_PATIENCE_S = 90.0  # for a cancelled job: KillWait and epilogues
+RUNS = ("RUNNING", "SIGNALING", "RESIZING")
 SIZES = (2, 3, 4, 8, 16)
 _seen_agents: dict[str, tuple[int, int]] = {}  # the agents' file when SLURM was last asked
 
@@ -336,14 +337,14 @@ def _life(folder: DeploymentFolder, kept: Submitted, job: Job) -> Life:
     if found.ended and kept.stop_asked:
         return Life(False, state=State.STOPPED, reason=Reason.REQUESTED, overrules=True)
     reason = found.reason.value if found.reason else ""
-    if job.state == "RUNNING":
+    if job.state in RUNS:
         if _agents_run(folder, job):
             return Life(True, where=job.nodes)
         text = f"job {job.id} runs on {job.nodes}; its agents are starting"
         return Life(True, where=job.nodes, state=State.STARTING, text=text, overrules=True)
     return Life(
         not found.ended, False, job.nodes, found.state, reason, found.text, found.remedy,
-        overrules=found.caused or found.state is State.DRAINING,
+        overrules=found.caused or found.state in (State.DRAINING, State.STARTING),
     )  # fmt: skip
 
 
@@ -362,7 +363,7 @@ def _unasked(folder: DeploymentFolder, kept: Submitted, error: CorralError) -> L
     """SLURM cannot be asked: the agents' heartbeat may still be heard, and nothing else is known."""
     if not isinstance(error, UnreachableError):
         raise error
-    if folder.rank(0).heartbeat.exists() and kept.last is not None and kept.last.state == "RUNNING":
+    if folder.rank(0).heartbeat.exists() and kept.last is not None and kept.last.state in RUNS:
         return Life(None, where=kept.last.nodes)
     seen = f"job {kept.id} was last seen {kept.last.state.lower()}" if kept.last else f"job {kept.id} was submitted"
     text = f"{error.message.rstrip('.')}; {seen}"
