@@ -1,7 +1,7 @@
 """A stand-in for `vllm serve` that streams paced tokens behind the deployment's real guard; standard library only.
 
-It speaks the engine's log lines, then HTTP/1.1 with keep-alive. `STREAM_TOKENS` and `STREAM_ITL_MS` in its environment
-set how long an answer is; `LOAD_S` how long it takes to be ready.
+It speaks the engine's log lines, then HTTP/1.1 with keep-alive. `STREAM_TOKENS` and `STREAM_ITL_MS` in its
+environment set how long an answer is; `LOAD_S` how long it takes to be ready.
 """
 
 from __future__ import annotations

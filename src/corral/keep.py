@@ -152,8 +152,13 @@ def _load_s(all_of_it: list[DeploymentFolder], status: deployment.Status) -> flo
     return planned or PLANNED_LOAD_S
 
 
-def keep(folder: DeploymentFolder, say: Callable[[str], None], once: bool = False) -> str:
-    """Look after a chain until nothing more will follow; why, in words. With `once`: only what is due now."""
+def keep(
+    folder: DeploymentFolder,
+    say: Callable[[str], None],
+    once: bool = False,
+    wanted: Callable[[], bool] = lambda: True,
+) -> str:
+    """Look after a chain until nothing more will follow, or nobody wants it; why, in words. `once`: what is due."""
     if not folder.wish.is_file():
         raise UsageError(f"{folder.name!r} is not kept.", "Start it with `corral up … --keep`.")
     refusals, told = 0, ""
@@ -179,7 +184,11 @@ def keep(folder: DeploymentFolder, say: Callable[[str], None], once: bool = Fals
             say(step.why)
         if once:
             return read_chain(folder).closed or step.why
-        time.sleep(step.wait_s if step.what == "wait" else 1.0)
+        until = time.monotonic() + (step.wait_s if step.what == "wait" else 1.0)
+        while time.monotonic() < until:
+            if not wanted():
+                return "the job that it was for has ended"
+            time.sleep(min(1.0, max(0.0, until - time.monotonic())))
 
 
 def _passes(error: CorralError) -> bool:

@@ -1,7 +1,6 @@
 """Walltime with a real controller: under constant streaming load through the proxy, jobs follow each other unnoticed.
 
-Each job has one minute, of which SLURM takes the last half minute or so for draining; the engine is a stand-in behind
-the real guard. The chain's keepers run inside the jobs, and one more on the login host beside them.
+Each job has two minutes; SLURM may signal its end up to a minute early. The engine is a stand-in behind the real guard. The chain's keepers run inside the jobs, and one more on the login host beside them.
 """
 
 from __future__ import annotations
@@ -123,7 +122,7 @@ class Load:
 
 
 def test_jobs_follow_each_other_and_no_request_fails(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
-    kept = ("--keep", "--max-jobs", "3", "--slurm", "signal_s=25", "--slurm", "keep_margin_s=8", "--time", "1:00")
+    kept = ("--keep", "--max-jobs", "3", "--slurm", "signal_s=25", "--slurm", "keep_margin_s=5", "--time", "2:00")
     done = cluster.corral("up", str(cluster.model), "--name", "served", *SMALL, *kept, "--json")
     assert done.returncode == 0, done.stderr
     proxy = cluster.start("proxy", "served", "--json", "--bind", cluster.hosts.address("login"))
@@ -171,7 +170,7 @@ async def _two_hand_overs(cluster: Cluster, load: Load) -> None:
 
 
 async def _ended(folder: Path) -> None:
-    deadline = time.monotonic() + 150
+    deadline = time.monotonic() + 200
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError, ValueError):
             lines = (folder / "rank0" / "events.jsonl").read_text().splitlines()
@@ -192,5 +191,8 @@ def test_down_ends_the_whole_chain(cluster: Cluster) -> None:
     assert "served~3: stopped" in done.stdout
     wait_for(lambda: not cluster.slurm.run("squeue", "-h").stdout.strip(), 30, "an empty queue")
     assert cluster.chain("served")["closed"] == "ended by `corral down`"
-    left = [found for node in cluster.slurm.nodes for found in cluster.hosts.processes(node)]
-    assert not left
+
+    def left() -> list[tuple[int, str]]:
+        return [found for node in cluster.slurm.nodes for found in cluster.hosts.processes(node)]
+
+    wait_for(lambda: not left(), 10, f"nothing left, but {left()}")

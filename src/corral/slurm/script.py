@@ -76,7 +76,7 @@ def batch_script(job: BatchJob) -> str:
         "done",
     ]
     if job.keeper:  # an engine that died early has a successor as well
-        lines += [f'{job.keeper} --once >>"$folder/keep.log" 2>&1', 'exit "$code"']
+        lines += ['kill "$keeper"; wait "$keeper"', f'{job.keeper} --once >>"$folder/keep.log" 2>&1', 'exit "$code"']
     return "\n".join(lines) + "\n"
 
 
@@ -85,7 +85,8 @@ def _keep(job: BatchJob) -> list[str]:
         return []
     return [
         "# submits a successor early enough to be loaded before the end",
-        f'{job.keeper} >>"$folder/keep.log" 2>&1 &',
+        f'{job.keeper} --while $$ >>"$folder/keep.log" 2>&1 &',
+        "keeper=$!",
     ]
 
 

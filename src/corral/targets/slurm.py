@@ -43,6 +43,7 @@ __all__ = ["SlurmTarget", "Submitted"]
 DEFAULT_TIME_S = 4 * 3600.0  # where neither the user nor the partition says how long
 END_PATIENCE_S = 90.0  # for a cancelled job: KillWait and epilogues
 RUNS = ("RUNNING", "SIGNALING", "RESIZING")
+SIGNAL_EARLY_S = 60.0  # by so much SLURM may send a signal before its time, says sbatch's manual
 SIZES = (2, 3, 4, 8, 16)
 _seen_agents: dict[str, tuple[int, int]] = {}  # the agents' file when SLURM was last asked
 
@@ -267,7 +268,8 @@ class SlurmTarget:
         if standing(job).state is State.QUEUED:  # what SLURM expects is no promise
             return Lease(kept.submitted_s)
         ends_s = job.end_s or (job.start_s + kept.time_s if job.start_s and kept.time_s else None)
-        return Lease(kept.submitted_s, job.start_s, ends_s - self.given.signal_s if ends_s else None)
+        drains_s = ends_s - self.given.signal_s - SIGNAL_EARLY_S if ends_s else None
+        return Lease(kept.submitted_s, job.start_s, drains_s)
 
     def _look(self, folder: DeploymentFolder, kept: Submitted) -> Job | None:
         """The job now; what has ended stays as it was, and news from the agents make SLURM worth asking again."""
