@@ -1,6 +1,7 @@
 """Walltime with a real controller: under constant streaming load through the proxy, jobs follow each other unnoticed.
 
-Each job has two minutes; SLURM may signal its end up to a minute early. The engine is a stand-in behind the real guard. The chain's keepers run inside the jobs, and one more on the login host beside them.
+Each job has two minutes; SLURM may signal its end up to a minute early. The engine is a stand-in behind the real
+guard. The chain's keepers run inside the jobs, and one more on the login host beside them.
 """
 
 from __future__ import annotations
