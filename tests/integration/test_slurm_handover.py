@@ -183,6 +183,24 @@ async def _ended(folder: Path) -> None:
     raise AssertionError(f"{folder.name} never ended")
 
 
+def test_an_engine_that_dies_after_it_served_has_a_successor_at_once(cluster: Cluster) -> None:
+    kept = ("--keep", "--max-jobs", "2", "--time", "30:00")
+    done = cluster.corral("up", str(cluster.model), "--name", "dies", *SMALL, *kept, "--json")
+    assert done.returncode == 0, done.stderr
+    folder = str(cluster.folder("dies"))
+    for node in cluster.slurm.nodes:
+        for pid, line in cluster.hosts.processes(node):
+            if ENGINE.name in line and folder in Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace"):
+                os.kill(pid, signal.SIGKILL)
+    wait_for((cluster.folder("dies~2") / "job.json").exists, 60, "a successor")
+    done = cluster.corral("wait", "dies~2")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(cluster.corral("status", "dies", "--json").stdout)
+    assert found["state"] == "failed"
+    assert cluster.corral("down", "dies").returncode == 0
+    assert cluster.chain("dies")["successors"] == ["dies~2"]
+
+
 def test_down_ends_the_whole_chain(cluster: Cluster) -> None:
     refused = cluster.corral("up", str(cluster.model), "--name", "served", *SMALL, "--time", "5:00")
     assert refused.returncode == 4

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -14,11 +17,13 @@ import pytest
 from corral.client import CHAT, Client, run
 from corral.endpoint import Endpoint
 from corral.fake import FakeOptions, FakeServer, Pace
+from corral.node import guard
 from corral.proxy import Limits, Proxy, Reading
 from corral.proxy.framing import BadMessageError, Body, request_body, split
 from corral.request_errors import CutStreamError, KeyRefusedError, RequestError
 from corral.state import State
 
+ENGINE = Path(__file__).parent.parent / "streaming_engine.py"
 KEY = "a-key-of-sufficient-length"
 READY, DRAINING, STOPPED, LOADING = State.READY, State.DRAINING, State.STOPPED, State.LOADING
 Answer = Callable[[bytes, bytes], bytes]
@@ -107,10 +112,10 @@ def chat(number: int, tokens: int = 12) -> dict[str, Any]:
 class Load:
     """Streams without pause through the proxy, and what became of them."""
 
-    def __init__(self, proxy: Proxy, streams: int) -> None:
+    def __init__(self, proxy: Proxy, streams: int, key: Path | None = None) -> None:
         self.replies: list[str] = []
         self.failures: list[RequestError] = []
-        self._client = Client(Endpoint(proxy.url, "fake"))
+        self._client = Client(Endpoint(proxy.url, "fake", str(key) if key else None))
         self._stop = False
         self._tasks = [asyncio.ensure_future(self._ask(number)) for number in range(streams)]
 
@@ -250,6 +255,43 @@ async def test_a_draining_servers_503_goes_to_another_and_any_other_503_to_the_c
             assert b"overloaded" in answer
             assert proxy.figures.refused == 1
             assert proxy.figures.failed == 0
+
+
+def test_the_real_guard_of_a_draining_server_costs_nobody_an_answer(tmp_path: Path) -> None:
+    """Nobody tells the proxy that the newer one drains: only its answers do."""
+    (tmp_path / "corral_guard.py").write_bytes(Path(guard.__file__).read_bytes())
+    key, drain = tmp_path / "key", tmp_path / "drain"
+    key.write_text(KEY)
+    key.chmod(0o600)
+
+    async def drained(urls: list[str]) -> tuple[int, int]:
+        async with proxy_to(*urls) as proxy:
+            load = Load(proxy, 8, key)
+            await load.more(30)
+            drain.touch()
+            await until(lambda: proxy.members.all[1].declined)
+            await load.more(30)
+            await load.end()
+            assert not load.failures
+            assert (proxy.members.current or proxy.members.all[1]).name == "m0"
+            return proxy.figures.failed, proxy.figures.retried
+
+    with contextlib.ExitStack() as stack:
+        urls = []
+        for drain_file in ("", str(drain)):
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                port = free.getsockname()[1]
+            env = {"PYTHONPATH": str(tmp_path), "CORRAL_KEY_FILE": str(key), "CORRAL_DRAIN_FILE": drain_file}
+            env |= {"STREAM_ITL_MS": "4", "LOAD_S": "0"}
+            command = [sys.executable, str(ENGINE), "--port", str(port)]
+            server = stack.enter_context(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
+            stack.callback(server.kill)
+            assert server.stdout
+            assert any("Starting vLLM server" in line for line in server.stdout)
+            urls.append(f"http://127.0.0.1:{port}")
+        failed, retried = run(asyncio.wait_for(drained(urls), 60))
+    assert failed == 0
+    assert retried > 0
 
 
 @in_loop
