@@ -28,6 +28,7 @@ __all__ = [
     "chain_lock",
     "close_chain",
     "members",
+    "newest_ready",
     "read_chain",
     "refuse_living_chain",
     "successor_name",
@@ -98,6 +99,13 @@ def all_standings(folder: DeploymentFolder, known: dict[str, Standing] | None = 
             text = error.message if isinstance(error, CorralError) else str(error)
             found.append(Standing(member, None, text))
     return found
+
+
+def newest_ready(folder: DeploymentFolder) -> Standing | None:
+    """The newest successor that is ready; None when nothing follows, or none of it is."""
+    if not folder.successors.exists():
+        return None
+    return next((one for one in reversed(all_standings(folder)[1:]) if one.state is State.READY), None)
 
 
 def close_chain(folder: DeploymentFolder, why: str) -> list[DeploymentFolder]:

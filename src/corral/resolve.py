@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from corral import deployment
-from corral.chain import all_standings
+from corral.chain import newest_ready
 from corral.client import Client
 from corral.endpoint import Endpoint
 from corral.errors import ConflictError, NotFoundError, UsageError
@@ -80,11 +80,8 @@ def ready_endpoint(name: str) -> Endpoint:
     """The endpoint of a deployment, if it is ready."""
     folder = open_folder(name)
     found = deployment.status(folder)
-    if found.state is not State.READY and folder.successors.exists():
-        for one in reversed(all_standings(folder)[1:]):
-            if one.status is not None and one.state is State.READY:
-                found, folder = one.status, one.folder
-                break
+    if found.state is not State.READY and (follows := newest_ready(folder)) and follows.status:
+        found, folder = follows.status, follows.folder
     if found.state is State.READY and found.endpoint is not None:
         ensure_tunnel(folder)
         return found.endpoint

@@ -291,6 +291,10 @@ def test_the_proxy_as_a_command(corral: Corral) -> None:
             assert client.request_sync(CHAT, question).text == "Paris."
             page = client.page_sync("/proxy/status").json()
         assert (page["current"], page["figures"]["answered"]) == ("here", 1)
+        assert corral("env", "here").out.startswith(f"export OPENAI_BASE_URL={url}\n")
+        write_chain(folder, Chain(("here~2",), closed="enough"))
+        assert "followed by  here~2 (unknown); no more: enough" in corral("status", "here").out
+        folder.successors.unlink()
         proxy.send_signal(signal.SIGINT)
         out, _ = proxy.communicate(timeout=30)
     assert proxy.returncode == 0

@@ -159,6 +159,8 @@ def command(
         print_json(_document(status, screen, answer))
     else:
         click.echo("\n" + summary(status, endpoint, answer))
+        if keep:
+            click.echo(f"One address for it and its successors: corral proxy {shlex.quote(status.name)}")
 
 
 def _bring_up(wish: bringup.Wish, screen: PhaseScreen, wait: bool) -> deployment.Status:

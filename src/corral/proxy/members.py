@@ -92,12 +92,12 @@ class Members:
         before = {(one.name, one.url): one for one in self.all}
         found = []
         for reading in readings:
-            member = before.pop((reading.name, reading.url), None)
+            member = before.get((reading.name, reading.url))
             if member is None and not reading.url:  # ended: it has no address any more, but may have requests
                 member = next((one for one in before.values() if one.name == reading.name), None)
-                before.pop((member.name, member.url), None) if member else None
             if member is None:
                 member = Member(reading.name, reading.url, reading.state)
+            before.pop((member.name, member.url), None)
             member.state, member.text = reading.state, reading.text
             if reading.state in (State.QUEUED, State.STARTING, State.LOADING):  # it lives again
                 member.declined = member.was_ready = False

@@ -25,7 +25,7 @@ from corral.record import dump_json, load_json
 from corral.state import State
 from corral.tunnel import ensure_tunnel
 
-__all__ = ["Kept", "Watcher", "port_of", "readings", "run_proxy"]
+__all__ = ["Kept", "Watcher", "held_proxy", "port_of", "readings", "run_proxy"]
 
 FIRST_PORT, PORTS = 18_000, 2_000
 LOOK_S = 1.0
@@ -40,6 +40,10 @@ class Kept:
     port: int
     holder: Identity | None = None
 
+    @property
+    def url(self) -> str:
+        return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
+
 
 def _kept(folder: DeploymentFolder) -> Kept | None:
     with contextlib.suppress(OSError, CorralError):
@@ -47,13 +51,19 @@ def _kept(folder: DeploymentFolder) -> Kept | None:
     return None
 
 
+def held_proxy(folder: DeploymentFolder) -> Kept | None:
+    """The proxy that runs on this machine, if one does."""
+    kept = _kept(folder)
+    return kept if kept and kept.holder and kept.holder.is_here() and not kept.holder.is_gone() else None
+
+
 def port_of(folder: DeploymentFolder, host: str, wanted: int | None) -> int:
     """The port: as asked, as before, or one that depends on the name only, so that it comes back after a new `up`."""
     kept = _kept(folder)
-    if kept and kept.holder and kept.holder.is_here() and not kept.holder.is_gone():
+    if (held := held_proxy(folder)) and held.holder:
         raise ConflictError(
-            f"a proxy for {folder.name!r} runs already: http://{kept.host}:{kept.port} (process {kept.holder.pid}).",
-            f"Use it, or end it: kill {kept.holder.pid}",
+            f"a proxy for {folder.name!r} runs already: {held.url} (process {held.holder.pid}).",
+            f"Use it, or end it: kill {held.holder.pid}",
         )
     if wanted is not None:
         return wanted
