@@ -259,6 +259,7 @@ def _diagnosis(folder: DeploymentFolder, last: Event) -> Diagnosis:
         last.get("signal"),
         bool(last.get("kernel_oom_kill")),
         bool(last.get("was_ready")),
+        bool(last.get("container")),
     )
     return replace(found, cause=f"rank {failed} on {last.get('node')}: {found.cause}") if failed else found
 

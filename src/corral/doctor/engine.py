@@ -73,7 +73,8 @@ def _one_check(
     if done.code == 0:
         lines = done.stdout.strip().splitlines()
         return None, lines[-1].strip() if lines else ""
-    kind = warning if runtime.carried else fatal  # what Corral brings itself need not be there yet
+    # what Corral, or the node's own daemon, brings at the start need not be there yet
+    kind = warning if runtime.carried or check.details.get("pulled_at_start") else fatal
     return kind("runtime", f"{check.what}: {_last_words(done)}", check.remedy, host), ""
 
 
