@@ -39,6 +39,7 @@ class BatchJob:
     modules: tuple[str, ...] = ()
     python: str = "python3"
     extra: Mapping[str, Any] = field(default_factory=dict)
+    keeper: str = ""  # the command that submits a successor, where one is wanted
 
 
 def clock(time_s: float) -> str:
@@ -65,15 +66,28 @@ def batch_script(job: BatchJob) -> str:
         f"# {job.signal_s} s before the end: no new requests; running ones have {drain_s} s",
         f"trap 'echo {drain_s} >\"$folder/rank0/drain\"' USR1",
         *(f"module load {shlex.quote(module)}" for module in job.modules),
+        *_keep(job),
         f'{shlex.join(srun)} {shlex.quote(job.python)} -I "$folder/node/slurm_start.py" "$folder" &',
         "agents=$!",
         "while true; do  # the signal ends a wait, not the agents",
         '    wait "$agents"',
         "    code=$?",
-        '    kill -0 "$agents" 2>/dev/null || exit "$code"',
+        '    kill -0 "$agents" 2>/dev/null || ' + ("break" if job.keeper else 'exit "$code"'),
         "done",
     ]
+    if job.keeper:  # an engine that died early has a successor as well
+        lines += ['kill "$keeper"; wait "$keeper"', f'{job.keeper} --once >>"$folder/keep.log" 2>&1', 'exit "$code"']
     return "\n".join(lines) + "\n"
+
+
+def _keep(job: BatchJob) -> list[str]:
+    if not job.keeper:
+        return []
+    return [
+        "# submits a successor early enough to be loaded before the end",
+        f'{job.keeper} --while $$ >>"$folder/keep.log" 2>&1 &',
+        "keeper=$!",
+    ]
 
 
 def _options(job: BatchJob) -> list[str]:
