@@ -33,9 +33,6 @@ class Silent:
 @pytest.fixture
 def extended(monkeypatch: pytest.MonkeyPatch) -> None:
     """The files of the page as modules, and its rows in the tables."""
-    for table in (RUNTIMES, TARGETS):
-        for name, value in dict(table).items():
-            monkeypatch.setitem(table, name, value)  # what the page adds goes away with the test
     for block in BLOCKS:
         if named := re.match(r"# src/corral/(\S+)\.py\n", block):
             name = "corral." + named[1].replace("/", ".")
@@ -43,8 +40,9 @@ def extended(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setitem(sys.modules, name, module)
             exec(compile(block, name, "exec"), module.__dict__)
         else:
-            table, key, value = re.match(r'(\w+)\["(\w+)"\] = "(\S+)"', block).groups()  # type: ignore[union-attr]
-            monkeypatch.setitem({"RUNTIMES": RUNTIMES, "TARGETS": TARGETS}[table], key, value)
+            row = re.match(r'(\w+)\["(\w+)"\] = "(\S+)"', block)
+            assert row, block
+            monkeypatch.setitem({"RUNTIMES": RUNTIMES, "TARGETS": TARGETS}[row[1]], row[2], row[3])
 
 
 @pytest.mark.usefixtures("extended")
