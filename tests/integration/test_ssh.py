@@ -272,6 +272,17 @@ def test_a_taken_port_is_named(bench: Bench) -> None:
     assert "node1" in done.stderr
 
 
+def test_different_versions_are_named_before_anything_starts(bench: Bench) -> None:
+    bench.hosts.exec("node2", ["sh", "-c", "echo 0.31.0 > /run/stub_version"])
+    try:
+        done = bench.up("skewed")
+    finally:
+        bench.hosts.exec("node2", ["rm", "/run/stub_version"])
+    assert done.returncode == 4, done.stderr
+    assert "node1 has 0.32.0, node2 has 0.31.0" in done.stderr
+    assert not bench.engines("node1")
+
+
 def test_a_full_disk_on_one_node_stops_the_start_everywhere(bench: Bench) -> None:
     folder = Path(bench.env["CORRAL_HOME"]) / "nodes"
     folder.mkdir(exist_ok=True)
