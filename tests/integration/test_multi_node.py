@@ -5,6 +5,7 @@ Float32 and one request at a time, because in bf16 batching alone changes greedy
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
@@ -77,8 +78,9 @@ def test_the_same_words_as_on_one_host(
     endpoint = up(corral, tiny_model, link, split, name)["endpoint"]
     try:
         assert words(endpoint) == expected
-        with pytest.raises(urllib.error.HTTPError, match="401"):
+        with pytest.raises(urllib.error.HTTPError, match="401") as refused:
             urllib.request.urlopen(endpoint["base_url"] + "/models", timeout=30)
+        refused.value.close()
         knock = f"import socket; socket.create_connection(('{hosts.address('node1')}', 8000), 3)"
         assert hosts.exec("node2", ["python3", "-c", knock], check=False).returncode  # on the head's loopback only
     finally:
@@ -91,14 +93,16 @@ def test_a_lost_worker_ends_requests_in_flight_with_an_error(
     corral: Corral, hosts: Hosts, tiny_model: Path, expected: list[list[str]]
 ) -> None:
     endpoint = up(corral, tiny_model, "native", "pipeline=2", "lost")["endpoint"]
-    outcome: list[Exception] = []
+    outcome: list[str] = []
 
     def talk() -> None:
         try:
             while True:
                 ask(endpoint, "Once upon a time", 400)
-        except (OSError, urllib.error.URLError, ValueError) as error:
-            outcome.append(error)
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            outcome.append(repr(error))
+            if isinstance(error, urllib.error.HTTPError):
+                error.close()
 
     client = threading.Thread(target=talk, daemon=True)
     client.start()

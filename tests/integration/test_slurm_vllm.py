@@ -70,7 +70,7 @@ def test_from_the_login_node_to_an_answer_on_a_laptop(
     done = cluster.corral("up", str(tiny_model), "--name", name, *JOB, *split, *OPTIONS)
     log = cluster.corral("logs", name, "-n", "40").stdout
     assert done.returncode == 0, f"{done.stderr}\n{log}"
-    assert "gres=gpu" in cluster.slurm.run("scontrol", "show", "job", "-dd").stdout
+    assert "gres:gpu:h100:1" in cluster.slurm.run("scontrol", "show", "job", "-dd").stdout
     command = [sys.executable, "-m", "corral", "tunnel", name, "--through", "login", "--corral", cluster.far_corral()]
     with subprocess.Popen(command, env=cluster.outside, text=True, stdout=subprocess.PIPE) as tunnel:
         try:

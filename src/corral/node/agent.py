@@ -202,6 +202,7 @@ def end_all(find: Any, grace_s: float) -> None:
     """TERM, wait, KILL whatever `find()` returns, until it returns nothing."""
     deadline = time.monotonic() + grace_s
     send(find(), signal.SIGTERM)
+    send(find(), signal.SIGCONT)  # a stopped process hears nothing until it goes on
     while find() and time.monotonic() < deadline:
         reap()
         time.sleep(0.05)
