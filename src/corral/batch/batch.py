@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from corral.batch.output import BatchWork, export, problem_line
 from corral.batch.places import DeploymentPlace, find_places, gpus_of, served_by
 from corral.batch.run import Listener, Summary, run_job
 from corral.batch.runner import Counts, Runner, Settings
+from corral.batch.shared import brief_lock, gather, join, open_door, work_through
 from corral.batch.table import Table, save_json
 from corral.errors import CorralError, DataError, UsageError
 from corral.events import append_event
@@ -61,6 +63,7 @@ class Result:
     gpus: int | None = None
     gpu_hours: float | None = None
     cost: float | None = None
+    runners: int = 1  # that may have worked on it at once
 
     def to_json(self) -> dict[str, Any]:
         body = to_json(self)
@@ -94,20 +97,21 @@ def carry_out(
     price: float | None = None,
     reporter: Any = None,
     signals: bool = True,
+    jobs: int = 1,
 ) -> Result:
-    """Begin a batch, or continue it; returns when it is done, stopped or cancelled."""
+    """Begin a batch, or continue it; returns when it is done, stopped or cancelled.
+
+    With `jobs` above 1 this is one of up to so many runners that work on it at once, each called like this.
+    """
     if row_order not in ORDERS:
         raise UsageError(f"there is no order {row_order!r}.", f"Known: {', '.join(ORDERS)}.")
     folder = folder_of(order.output, order.ordered)
     new = not folder.path.exists()
     try:
         folder.create()
-        with JobLock(folder.lock, order.output) as lock, _served(where, order, reporter) as served:
-            folder.sweep()
-            made = prepare(order, folder, _kept(where), **served.facts)
-            journal = _Journal(folder, listener)
-            journal.note("begin", f"{'continuing' if made.continued else 'new'}: {made.record.rows} rows")
-            summary = _run(made, order, served.places, settings, journal, lock, row_order, signals)
+        how = _How(order, where, settings, _Journal(folder, listener), row_order, reporter, signals)
+        ended = None if jobs > 1 or folder.shared.is_dir() else _alone(folder, how)
+        made, summary, names = ended or _together(folder, how, jobs)
     except OSError as error:
         raise DataError(
             f"{error.filename or folder.path} cannot be read or written: {error.strerror}.",
@@ -117,38 +121,106 @@ def carry_out(
         if new and not folder.job.exists():  # refused: leave nothing behind
             with contextlib.suppress(OSError):
                 folder.path.rmdir()
-    return _result(made, summary, served.names, price)
+    return replace(_result(made, summary, names, price), runners=jobs)
 
 
-def _run(
-    made: Prepared,
-    order: Order,
-    places: Callable[[], Sequence[Place]],
-    settings: Settings,
-    journal: _Journal,
-    lock: JobLock,
-    row_order: str,
-    signals: bool,
-) -> Summary:
-    folder, record, table = made.folder, made.record, made.table
-    if order.retry_failed:
-        _forget_failed(folder, table)
-    bad = (Entry(p.row, FAILED, problem_line(p, table)) for p in read_problems(folder.problems))
-    work = BatchWork(record.recipe, table, (record.model,) if record.model else (), record.shape, record.answer)
+@dataclass(frozen=True)
+class _How:
+    """What is asked, and how hard to try."""
+
+    order: Order
+    where: Where
+    settings: Settings
+    journal: _Journal
+    row_order: str
+    reporter: Any
+    signals: bool
+
+
+_Ended = tuple[Prepared, Summary, Sequence[str]]  # the job, how it went, the deployments
+
+
+def _alone(folder: JobFolder, how: _How) -> _Ended | None:
+    """The only runner, which holds the job's lock all the time; None when others have begun to share it."""
+    order, journal = how.order, how.journal
+    with JobLock(folder.lock, order.output) as lock:
+        if folder.shared.is_dir():
+            return None
+        with _served(how.where, order, how.reporter) as served:
+            folder.sweep()
+            made = prepare(order, folder, _kept(how.where), **served.facts)
+            journal.note("begin", f"{'continuing' if made.continued else 'new'}: {made.record.rows} rows")
+            table, record = made.table, made.record
+            if order.retry_failed:
+                _forget_failed(folder, table)
+            with _kept_state(folder, journal) as keep:
+                summary = run_job(
+                    folder, table, _work(made), _Lazy(served.places), how.settings, lock=lock, listener=journal,
+                    order=_row_order(table, record, how.row_order), first=_bad(made), signals=how.signals,
+                )  # fmt: skip
+                if summary.state == "done" and not folder.live:
+                    export(folder, table, record.ordered)
+                keep(summary)
+            return made, summary, served.names
+
+
+def _together(folder: JobFolder, how: _How, jobs: int) -> _Ended:
+    """One of several runners; the last one to finish, or any that finds all rows done, puts the output together."""
+    order, journal = how.order, how.journal
+    if how.where.offline is not None and jobs > 1:
+        raise UsageError(
+            "--jobs shares a batch between runners, and each would start the model on these same nodes.",
+            "Start the model once with `corral up` and let the runners use it: --deployment NAME --jobs N.",
+        )
+    with _served(how.where, order, how.reporter) as served:
+        while True:
+            with brief_lock(folder) as lock, open_door(folder, jobs) as others:
+                folder.sweep()
+                made = prepare(order, folder, _kept(how.where), busy=bool(others), **served.facts)
+                joined = join(made, lock, others, jobs, how.row_order, _bad(made), order.retry_failed, journal)
+            company = f", with {len(others)} more at work" if others else ""
+            journal.note("begin", f"{'continuing' if made.continued else 'new'}: {made.record.rows} rows{company}")
+            with _kept_state(folder, journal) as keep:
+                summary = work_through(
+                    made, joined, _work(made), _Lazy(served.places), how.settings, journal,
+                    partial(_row_order, made.table, made.record), how.signals,
+                )  # fmt: skip
+                if summary.state == "done":
+                    gathered = gather(made, summary)
+                    if gathered is None:
+                        order = replace(order, retry_failed=False, force=False)
+                        journal.note("repaired", "results were damaged on disk; their rows are done again")
+                        continue
+                    summary = gathered
+                keep(summary)
+            return made, summary, served.names
+
+
+def _work(made: Prepared) -> BatchWork:
+    record = made.record
+    models = (record.model,) if record.model else ()
+    return BatchWork(record.recipe, made.table, models, record.shape, record.answer)
+
+
+def _bad(made: Prepared) -> Iterator[Entry]:
+    """The error lines of rows that were found bad."""
+    return (Entry(p.row, FAILED, problem_line(p, made.table)) for p in read_problems(made.folder.problems))
+
+
+@contextlib.contextmanager
+def _kept_state(folder: JobFolder, journal: _Journal) -> Iterator[Callable[[Summary], None]]:
+    """Writes down how it ended."""
+
+    def keep(summary: Summary) -> None:
+        _keep_state(folder, summary.state, to_json(summary))
+        journal.note(summary.state, f"{summary.before + summary.fine + summary.failed} of {summary.rows} rows")
+
     try:
-        summary = run_job(
-            folder, table, work, _Lazy(places), settings,
-            lock=lock, listener=journal, order=_row_order(table, record, row_order), first=bad, signals=signals,
-        )  # fmt: skip
-        if summary.state == "done" and not folder.live:
-            export(folder, table, record.ordered)
+        yield keep
     except CorralError as error:
         _keep_state(folder, "failed", error.to_json())
         journal.note("failed", error.message)
         raise
-    _keep_state(folder, summary.state, to_json(summary))
-    journal.note(summary.state, f"{summary.before + summary.fine + summary.failed} of {summary.rows} rows")
-    return summary
 
 
 class _Lazy(Sequence[Place]):

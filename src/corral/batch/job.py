@@ -111,8 +111,12 @@ def prepare(
     models: tuple[str, ...] = (),
     context: int | None = None,
     place: Place | None = None,
+    busy: bool = False,
 ) -> Prepared:
-    """Check the input, compare with what was asked before, write down the job; the lock must be held."""
+    """Check the input, compare with what was asked before, write down the job; the lock must be held.
+
+    `busy` says that other runners work on it: then nothing may change under them.
+    """
     before = load_json(JobRecord, folder.job) if folder.job.is_file() else None
     if before is None:
         _refuse_foreign(order, folder)
@@ -128,7 +132,7 @@ def prepare(
             seen = _check(order, source, recipe, folder, models, context, place)
         record = _record(order, source, seen, folder, model, before, where)
         if before is not None:
-            _compare(before, record, order, folder)
+            _compare(before, record, order, folder, busy)
         if fresh:
             _put_in_place(folder, seen.table, seen.problems)
             seen.table.save(folder.index, {"digest": seen.digest})
@@ -139,7 +143,8 @@ def prepare(
         if before is None and not folder.job.exists():  # refused: leave nothing behind
             shutil.rmtree(folder.path, ignore_errors=True)
         raise
-    folder.cancel.unlink(missing_ok=True)
+    if not busy:
+        folder.cancel.unlink(missing_ok=True)
     return Prepared(folder, record, seen.table, seen.problems, continued=before is not None)
 
 
@@ -276,11 +281,16 @@ def _said(values: dict[str, Any], name: str) -> str:
     return str(values[name]) if name in values else "unset"
 
 
-def _compare(before: JobRecord, now: JobRecord, order: Order, folder: JobFolder) -> None:
+def _compare(before: JobRecord, now: JobRecord, order: Order, folder: JobFolder, busy: bool) -> None:
     """Refuse what would mix results of different questions, or, forced, throw the old ones away."""
     asked = _differences(before, order, replace(now.recipe, kind=before.recipe.kind), now.model)
     if before.recipe.kind != now.recipe.kind:
         asked.append(f"kind of rows {before.recipe.kind} → {now.recipe.kind}")
+    if busy and order.force and (asked or before.digest != now.digest):
+        raise ConflictError(
+            f"{folder.output} is being worked on, and input or settings changed.",
+            "Stop it first with `corral batch cancel`; then --force begins with the new ones.",
+        )
     if asked:
         if not order.force:
             raise ConflictError(
@@ -290,6 +300,7 @@ def _compare(before: JobRecord, now: JobRecord, order: Order, folder: JobFolder)
             )
         for path in (folder.ledger, folder.results, folder.errors, folder.output):
             path.unlink(missing_ok=True)
+        shutil.rmtree(folder.parts, ignore_errors=True)
     elif before.digest != now.digest and not order.force:
         raise ConflictError(
             f"the input changed since {folder.output} was begun ({before.rows} rows then, {now.rows} now).",

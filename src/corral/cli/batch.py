@@ -71,6 +71,8 @@ def _run_options(function: Any) -> Any:
         click.option("--timeout", type=click.FloatRange(min=1), default=3600, show_default=True, metavar="SECONDS",
                      help="How long a server may be silent about one request."),
         click.option("--keep-going", is_flag=True, help="Do not stop when nearly every row fails."),
+        click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, metavar="N",
+                     help="Let up to N runners work on this batch at once: run the same command N times, anywhere."),
         click.option("--price", type=click.FloatRange(min=0), metavar="AMOUNT", help="Per GPU-hour."),
         click.option("--json", "as_json", is_flag=True, help="Progress and summary as JSON lines on stdout."),
     ]  # fmt: skip
@@ -251,6 +253,7 @@ def _carry_out(order: Any, where: Any, given: dict[str, Any]) -> int:
             row_order=given["row_order"],
             price=given["price"],
             reporter=screen.phases,
+            jobs=given["jobs"],
         )
     screen.summary(result)
     return _exit_code(result.summary.state, result.errors is not None)

@@ -56,7 +56,8 @@ class Screen:
         if now - self._told < (0.2 if self._live else 1.0 if self._json else 5.0):
             return
         self._told = now
-        self._seen.append((now, counts.fine + counts.failed, counts.prompt_tokens, counts.output_tokens))
+        done = counts.before + counts.fine + counts.failed  # other runners' too
+        self._seen.append((now, done, counts.prompt_tokens, counts.output_tokens))
         values = self._values(counts, runner)
         if self._json:
             click.echo(json.dumps({"event": "progress", **values}))
@@ -128,7 +129,7 @@ def _print_summary(result: Result) -> None:
     head = "done" if s.state == "done" else f"{s.state}: {s.left:,} rows left"
     lines = [f"{head}: {done:,} of {s.rows:,} rows"]
     if s.before:
-        lines[0] += f" ({s.before:,} from before)"
+        lines[0] += f" ({s.before:,} from before)" if result.runners == 1 else f" ({s.before:,} by other runs)"
     if s.fine or s.failed:
         lines.append(f"  this run   {s.fine:,} answered, {s.failed:,} failed in {duration(s.wall_s)}"
                      f" ({s.rows_per_s:,.1f} rows/s)")  # fmt: skip
@@ -156,9 +157,13 @@ def print_status(standing: Standing, as_json: bool) -> None:
         return
     s = standing
     done = s.fine + s.failed
-    who = f" (process {s.holder.pid} on {s.holder.host})" if s.holder else ""
+    who = ", ".join(f"process {one.pid} on {one.host}" for one in s.runners)
+    who = f" ({who})" if who else ""
     click.echo(f"{s.output}: {s.state}{who}")
     click.echo(f"  rows     {done:,} of {s.rows:,} done, {s.failed:,} failed, {s.rows - done:,} left")
+    if s.blocks is not None:
+        b = s.blocks
+        click.echo(f"  blocks   {b.done:,} of {b.count:,} done, {b.held:,} under way, {b.size:,} rows each")
     click.echo(f"  model    {s.model}")
     click.echo(f"  input    {s.input}")
     click.echo(f"  begun    {since(s.created_s)} ago")
@@ -166,7 +171,7 @@ def print_status(standing: Standing, as_json: bool) -> None:
         click.echo(f"  reason   {s.reason}")
     if s.failed:
         click.echo(f"  failed   {s.errors}")
-    if s.rows - done and not s.holder:
+    if not s.runners and s.state != "done":
         click.echo(f"  continue corral batch resume {s.output}")
 
 
