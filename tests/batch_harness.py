@@ -167,7 +167,12 @@ def torment(
 
 
 def torment_several(
-    nurseries: list[Nursery], argv: list[str], output: Path, kills: int, chance: random.Random, faster: Callable[[], None]
+    nurseries: list[Nursery],
+    argv: list[str],
+    output: Path,
+    kills: int,
+    chance: random.Random,
+    faster: Callable[[], None],
 ) -> tuple[Torment, list[int]]:
     """Let several runners work on one job, kill one of them at a time at random moments, and let it come back.
 
@@ -200,7 +205,9 @@ def torment_several(
 def _tear_part(output: Path, pid: int, chance: random.Random) -> str:
     """Damage the end of what one dead runner wrote."""
     for part in Path(f"{output}.corral").glob(f"shared/parts/*.{pid}.*"):
-        kind, name = chance.choice([("cut", "results.jsonl"), ("cut", "ledger"), ("zeros", "results.jsonl"), ("none", "")])
+        kind, name = chance.choice(
+            [("cut", "results.jsonl"), ("cut", "ledger"), ("zeros", "results.jsonl"), ("none", "")]
+        )
         target = part / name
         if name and target.exists() and (size := target.stat().st_size):
             at = max(0, size - chance.randrange(1, 90))

@@ -1,4 +1,4 @@
-"""Several runners on one batch: each row once, whoever dies; joining, leaving, refusing; the same bytes as one runner."""
+"""Several runners on one batch: each row once, whoever dies; joining, leaving, refusing; as if one had done it."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_a_runner_from_a_lost_host_is_replaced_after_its_silence(tmp_path: Path)
     assert lost.claim(1)
     assert runners_of(folder) == [elsewhere]
     commit(lost, table, range(16))
-    member, feed, done = joined(folder, table)
+    member, feed, _ = joined(folder, table)
     assert [feed.take() for _ in range(33)] == [*range(32, 64), None]
     old = time.time() - 1000
     os.utime(lost.part.holder, (old, old))  # one file: all its claims grow old with it

@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from corral.batch.check import note_beginnings, note_weights, read_problems
 from corral.batch.fleet import Place
 from corral.batch.folder import JobFolder
 from corral.batch.job import Order, Prepared, folder_of, load_record, prepare
 from corral.batch.ledger import FAILED, Entry
+from corral.batch.lengths import Counter, engine_counter, server_counter
 from corral.batch.lock import JobLock
 from corral.batch.output import BatchWork, export, problem_line
 from corral.batch.places import DeploymentPlace, find_places, gpus_of, served_by
@@ -26,6 +27,9 @@ from corral.batch.table import Table, save_json
 from corral.errors import CorralError, DataError, UsageError
 from corral.events import append_event
 from corral.record import to_json
+
+if TYPE_CHECKING:
+    from corral.bringup import Decision
 
 __all__ = ["ORDERS", "Offline", "Result", "Where", "carry_out"]
 
@@ -336,9 +340,9 @@ def _online(where: Where, order: Order) -> _Served:
     first = next((one for one in served if one is not None), None)
     models |= {place.model for place in places if isinstance(place, DeploymentPlace) and not models}
     model = next(iter(models), known or "")
-    facts: dict[str, Any] = {"model": model, "place": places[0]}
+    facts: dict[str, Any] = {"model": model}
     if first is not None:
-        facts |= {"models": first.models, "context": first.context}
+        facts |= {"models": first.models, "context": first.context, "counter": server_counter(places[0])}
     names = tuple(place.name for place in places if isinstance(place, DeploymentPlace))
     return _Served(facts, lambda: places, names)
 
@@ -392,6 +396,7 @@ def _started(offline: Offline, order: Order, reporter: Any) -> Iterator[_Served]
         "model": decision.served_name,
         "models": (decision.served_name,),
         "context": decision.plan.max_model_len,
+        "counter": _tokenizer_here(decision),
     }
     try:
         yield _Served(facts, places, (name,))
@@ -399,6 +404,15 @@ def _started(offline: Offline, order: Order, reporter: Any) -> Iterator[_Served]
         if folder.record.is_file() and (begun or deployment.status(folder).state not in ENDED):
             reporter.phase("stopping the model")
             deployment.stop(folder)
+
+
+def _tokenizer_here(decision: Decision) -> Counter | None:
+    """The model's tokenizer, where model and engine are on this disk already."""
+    from corral import engines, model_store
+
+    model = model_store.already_here(decision.source)
+    engine = engines.find(decision.flavour)
+    return engine_counter(engine.python, model) if model and engine else None
 
 
 def again(output: str) -> tuple[Order, Where]:

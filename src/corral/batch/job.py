@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from corral.batch.check import Problems, Scanned, new_name, read_problems, scan
-from corral.batch.fleet import Place
 from corral.batch.folder import JobFolder, sync_dir
-from corral.batch.lengths import mark_too_long
+from corral.batch.lengths import Counter, mark_too_long
 from corral.batch.output import check_output, is_live, output_kind
 from corral.batch.recipe import AUTO, OPENAI, Recipe
 from corral.batch.rows import Source, open_source
@@ -110,7 +109,7 @@ def prepare(
     model: str,
     models: tuple[str, ...] = (),
     context: int | None = None,
-    place: Place | None = None,
+    counter: Counter | None = None,
     busy: bool = False,
 ) -> Prepared:
     """Check the input, compare with what was asked before, write down the job; the lock must be held.
@@ -129,7 +128,7 @@ def prepare(
         seen = _reuse(before, source, folder) if same else None
         fresh = seen is None
         if seen is None:
-            seen = _check(order, source, recipe, folder, models, context, place)
+            seen = _check(order, source, recipe, folder, models, context, counter)
         record = _record(order, source, seen, folder, model, before, where)
         if before is not None:
             _compare(before, record, order, folder, busy)
@@ -164,13 +163,13 @@ def _check(
     folder: JobFolder,
     models: tuple[str, ...],
     context: int | None,
-    place: Place | None,
+    counter: Counter | None,
 ) -> _Seen:
     """Read the whole input; refuse it when it has problems that are not to be skipped."""
     taken = order.answer if order.shape != OPENAI else None
     scanned = scan(source, recipe, folder, models=models, taken=taken, context=context)
-    if context is not None and place is not None:
-        mark_too_long(scanned, place, context)
+    if context is not None and counter is not None and scanned.long_rows:
+        mark_too_long(scanned, counter, context)
     scanned.problems.close()
     if scanned.problems.count and not order.skip_bad:
         raise _refusal(source, scanned.problems, len(scanned.table))
