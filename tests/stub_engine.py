@@ -5,7 +5,8 @@
 
 Options: `die-after-ready=CODE`, `exit=CODE` (before ready), `silent` (no more lines, no CPU), `daemon` (leaves a
 child in a session of its own), `retitled` (a child without the launch's environment), `open` (answers without a key),
-`hang` (stops answering after ready), `slow=SECONDS` (before the port is bound), `worker-exit=CODE` (a headless rank).
+`hang` (stops answering after ready), `slow=SECONDS` (before the port is bound), `worker-exit=CODE` (a headless rank),
+`busy` (says that a request runs).
 """
 
 from __future__ import annotations
@@ -50,9 +51,11 @@ def main() -> None:
         time.sleep(1000)
     if words[0] == "-m":
         port, key_file = int(words[words.index("--port") + 1]), Path(os.environ["CORRAL_KEY_FILE"])
+        host = words[words.index("--host") + 1]
         words = os.environ.get("STUB_OPTIONS", "").split()
     else:
         port, key_file, words = int(words[0]), Path(words[1]), words[2:]
+        host = "127.0.0.1"
     options = dict(option.partition("=")[::2] for option in words)
     key = key_file.read_text().strip()
     if "retitled" in options:  # a child whose environment no longer shows where it belongs
@@ -84,7 +87,10 @@ def main() -> None:
             if "open" not in options and self.headers.get("Authorization") != f"Bearer {key}":
                 return self.answer(401, "")
             if self.path == "/metrics":
-                return self.answer(200, 'vllm:num_requests_running{a="b"} 0\nvllm:generation_tokens_total 1\n')
+                busy = 1 if "busy" in options else 0
+                return self.answer(
+                    200, f'vllm:num_requests_running{{a="b"}} {busy}\nvllm:generation_tokens_total 1\n'
+                )
             return self.answer(200, "{}")
 
         def do_POST(self) -> None:
@@ -103,7 +109,7 @@ def main() -> None:
 
     time.sleep(float(options.get("slow", 0)))
 
-    Server(("127.0.0.1", port), Handler).serve_forever()
+    Server((host, port), Handler).serve_forever()
 
 
 if __name__ == "__main__":

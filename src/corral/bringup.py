@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from corral import catalogue, deployment, engines, model_store
 from corral.engine_flags import check_arguments
-from corral.errors import DoesNotFitError, LaunchError, UsageError
+from corral.errors import CorralError, DoesNotFitError, LaunchError, UsageError
 from corral.events import Event
 from corral.files import write_atomic
 from corral.folder import DeploymentFolder, checked_name
@@ -35,7 +35,7 @@ from corral.processes import own_identity
 from corral.record import dump_json, load_json
 from corral.runtimes.base import NodeSide, Runtime, make_runtime
 from corral.state import State
-from corral.targets.base import Target, load_target
+from corral.targets.base import Queue, Target, load_target
 from corral.tunnel import ensure_tunnel
 
 __all__ = ["Decision", "Reporter", "Wish", "bring_up", "decide", "dry_run"]
@@ -118,7 +118,27 @@ def decide(wish: Wish, target: Target) -> Decision:
     if plan.precision.how == "checkpoint":  # the plan chose a quantised twin of what was named
         source = replace(model_store.locate(plan.checkpoint), name=source.name)
         model_store.check_access(source)
+    if isinstance(target, Queue):
+        target.check(plan)
     return Decision(wish, name, source, served, flavour, plan, inventory)
+
+
+def _sized(wish: Wish, note: Callable[[str], None] | None = None) -> tuple[Target, Decision]:
+    """The target and what is decided for it; where a scheduler gives the nodes, as many as the model needs."""
+    target = load_target(wish.target, wish.place)
+    if note:  # a dry run touches no node
+        for text in target.prepare():
+            note(text)
+    try:
+        return target, decide(wish, target)
+    except DoesNotFitError as error:
+        if not isinstance(target, Queue) or "nearest" not in error.details:  # other limits do not go away with size
+            raise
+        for nodes in target.sizes():
+            wider = target.resized(nodes)
+            with contextlib.suppress(DoesNotFitError):
+                return wider, decide(wish, wider)
+        raise
 
 
 def _plan(source: ModelSource, inventory: Inventory, wish: Wish) -> Plan:
@@ -155,8 +175,7 @@ def _fitting_model(inventory: Inventory, wish: Wish) -> str:
 
 def dry_run(wish: Wish) -> LaunchSpec:
     """The very LaunchSpec that would run, with nothing installed, fetched or started."""
-    target = load_target(wish.target, wish.place)
-    decision = decide(wish, target)
+    target, decision = _sized(wish)
     here = model_store.already_here(decision.source)
     path = str(here) if here else decision.source.repo
     folder = DeploymentFolder.of(decision.name)
@@ -205,7 +224,8 @@ def _render(
         patience_s=wish.patience_s,
         restarts=wish.restarts,
     )
-    return render(decision.plan, order, runtime)
+    spec = render(decision.plan, order, runtime)
+    return replace(spec, script=target.script(spec, folder)) if isinstance(target, Queue) else spec
 
 
 def bring_up(wish: Wish, report: Reporter, wait: bool = True) -> deployment.Status:
@@ -221,10 +241,7 @@ def bring_up(wish: Wish, report: Reporter, wait: bool = True) -> deployment.Stat
 
 
 def _bring_up_once(wish: Wish, report: Reporter, wait: bool) -> deployment.Status:
-    target = load_target(wish.target, wish.place)
-    for text in target.prepare():
-        report.note(text)
-    decision = decide(wish, target)
+    target, decision = _sized(wish, report.note)
     record = deployment.Record(
         name=decision.name,
         launch_id=secrets.token_hex(8),
@@ -256,8 +273,18 @@ def _bring_up_once(wish: Wish, report: Reporter, wait: bool) -> deployment.Statu
     try:
         return wait_ready(folder, report)
     except KeyboardInterrupt:
-        report.note(f"it goes on starting in the background; to end it: corral down {shlex.quote(decision.name)}")
+        report.note(_interrupted(folder))
         raise
+
+
+def _interrupted(folder: DeploymentFolder) -> str:
+    """What goes on after an interrupted wait, and how to take it up again."""
+    name = shlex.quote(folder.name)
+    with contextlib.suppress(CorralError, OSError):
+        now = deployment.status(folder)
+        if now.state is State.QUEUED:
+            return f"{now.text}. Take it up again: corral up --attach {name}. End it: corral down {name}"
+    return f"it goes on starting in the background; wait: corral up --attach {name}; end it: corral down {name}"
 
 
 @dataclass(frozen=True)
@@ -286,7 +313,7 @@ def _released_on_failure(folder: DeploymentFolder) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if not folder.rank(0).agent.exists():
+        if not folder.rank(0).agent.exists() and not folder.job.exists():
             shutil.rmtree(folder.path, ignore_errors=True)
         raise
 
@@ -337,6 +364,9 @@ def _tell(event: Event, report: Reporter) -> None:
             report.detail("", int(event.get("done", 0)), int(event.get("total")))
     elif event.kind == "observed" and (text := _observed_text(event.details)):
         report.detail(text)
+    elif event.kind == "standing":
+        report.phase(str(event.get("state")))
+        report.detail(str(event.get("text")))
     elif event.kind == "restart":
         report.note(f"restart {event.get('attempt')} of {event.get('of')}: {event.get('text', event.get('reason'))}")
 

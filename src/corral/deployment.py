@@ -117,7 +117,8 @@ def launch(spec: LaunchSpec, plan: Plan, target: Target, record: Record, folder:
     """Write down what will run, then start it."""
     write_atomic(folder.plan, dump_json(plan))
     write_atomic(folder.launch, dump_json(spec))
-    write_atomic(folder.endpoint, dump_json(Endpoint(spec.base_url, spec.served_name, str(folder.key))))
+    if spec.base_url:  # otherwise the head writes it, once it knows its address
+        write_atomic(folder.endpoint, dump_json(Endpoint(spec.base_url, spec.served_name, str(folder.key))))
     write_atomic(folder.record, dump_json(replace(record, engine=spec.engine)))
     target.start(spec, folder)
 
@@ -161,7 +162,7 @@ def _combine(folder: DeploymentFolder, record: Record, events: list[Event], life
     reason = Reason(last.get("reason")) if last and last.get("reason") else None
     text, remedy = str(last.get("text", "")) if last else "", ""
     since = last.time_s if last else record.created_s
-    if life.state and state not in ENDED:
+    if life.state and (state not in ENDED or (life.overrules and life.reason != (reason or ""))):
         state, reason = State(life.state), Reason(life.reason) if life.reason else None
         text, remedy = life.text, life.remedy
     elif not folder.rank(0).agent.exists():
@@ -191,11 +192,17 @@ def _combine(folder: DeploymentFolder, record: Record, events: list[Event], life
         target=record.target,
         created_s=record.created_s,
         since_s=since,
-        endpoint=load_json(Endpoint, folder.endpoint) if state not in ENDED and folder.endpoint.is_file() else None,
+        endpoint=_endpoint(folder, state),
         timings=_timings(states),
         restarts=sum(event.kind == "restart" for event in events),
         observed={key: value for event in events if event.kind == "observed" for key, value in event.details.items()},
     )
+
+
+def _endpoint(folder: DeploymentFolder, state: State) -> Endpoint | None:
+    if state in ENDED or state is State.QUEUED or not folder.endpoint.is_file():
+        return None
+    return load_json(Endpoint, folder.endpoint)
 
 
 SILENT_S = 60.0  # an agent writes a heartbeat every two seconds
@@ -209,6 +216,7 @@ REMEDIES = {
     Reason.AGENT_KILLED: "Start it again with `corral up`; on shared machines, ask who ends processes.",
     Reason.NODE_LOST: "`corral doctor` looks at the node; then start again (`--restart N` does so when it returns).",
     Reason.NETWORK: "`corral doctor` shows the interfaces all nodes share; name one with --interface.",
+    Reason.WALLTIME: "Start it again with `corral up`, with a longer --time if it was too short.",
     Reason.ENGINE_BROKEN: "Run `corral engine check`; install the engine anew if it fails.",
 }
 
@@ -264,7 +272,7 @@ def _timings(states: list[Event]) -> Timings:
 def watch(folder: DeploymentFolder, poll_s: float = 0.1) -> Iterator[Event | Status]:
     """Events as they come, and at the end (ready, or ended) the final status."""
     follower = Follower(folder.rank(0).events)
-    checked = 0.0
+    checked, said = 0.0, ""
     while True:
         settled = False
         for event in follower.new():
@@ -276,6 +284,9 @@ def watch(folder: DeploymentFolder, poll_s: float = 0.1) -> Iterator[Event | Sta
             if now.state is State.READY or now.state in ENDED:
                 yield now
                 return
+            if now.text and now.text != said:  # what only the target knows: a place in a queue
+                said = now.text
+                yield Event(time.time(), "standing", details={"state": now.state.value, "text": said})
         time.sleep(poll_s)
 
 
@@ -300,7 +311,7 @@ def _stop_staging(folder: DeploymentFolder, record: Record) -> Status:
     folder.stop.touch(mode=0o600)
     deadline = time.monotonic() + STAGING_PATIENCE_S
     while time.monotonic() < deadline:
-        if folder.rank(0).agent.exists():  # it got past its last look: an ordinary stop, then
+        if folder.rank(0).agent.exists() or folder.job.exists():  # it got past its last look: an ordinary stop, then
             return stop(folder)
         if not folder.record.is_file() or record.created_by.is_gone():
             return replace(before, state=State.STOPPED, reason=Reason.REQUESTED)

@@ -68,11 +68,15 @@ class Follower:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
+        self._inode = 0
 
     def new(self) -> Iterator[Event]:
         """The events written since the last call."""
         try:
             with self._path.open("rb") as file:
+                inode = os.fstat(file.fileno()).st_ino
+                if inode != self._inode:  # a new journal in the place of the old one: a job's next life
+                    self._inode, self._offset = inode, 0
                 file.seek(self._offset)
                 data = file.read()
         except FileNotFoundError:

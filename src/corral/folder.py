@@ -7,6 +7,7 @@
       endpoint.json       address, model name and where the key is (0600)
       key                 the key itself (0600)
       token               by which the agents of several nodes, and Ray, know each other (0600)
+      job.json            the batch job, on SLURM; job.sh is its script, job.log its output
       node/               the agent and the guard, as they were at launch
       rank0/spec.json     what the agent of rank 0 runs
       rank0/events.jsonl  its journal; rank0/heartbeat.json, agent.json, engine.json, stop beside it
@@ -103,6 +104,20 @@ class DeploymentFolder:
         return self.path / "stop"
 
     @property
+    def job(self) -> Path:
+        """The batch job that runs it, where one does."""
+        return self.path / "job.json"
+
+    @property
+    def script(self) -> Path:
+        """The batch script as it was submitted."""
+        return self.path / "job.sh"
+
+    @property
+    def job_log(self) -> Path:
+        return self.path / "job.log"
+
+    @property
     def node_files(self) -> Path:
         return self.path / "node"
 
@@ -175,6 +190,21 @@ class RankFolder:
     @property
     def stop(self) -> Path:
         return self.path / "stop"
+
+    @property
+    def drain(self) -> Path:
+        """Asks for the end: no new requests, running ones finish; holds the seconds that are left for it."""
+        return self.path / "drain"
+
+    @property
+    def template(self) -> Path:
+        """The spec before the job runs: addresses and ports are still tokens."""
+        return self.path / "template.json"
+
+    @property
+    def address(self) -> Path:
+        """Where the rank found itself, and in which life of its job."""
+        return self.path / "address.json"
 
 
 def all_folders() -> list[DeploymentFolder]:

@@ -105,6 +105,7 @@ class LaunchSpec:
     grace_s: float
     restarts: int
     gang: GangSpec | None = None
+    script: str = ""  # what the target itself runs to start the ranks: a batch script
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,7 @@ FILES = (
     PlacedFile("node/gang.py", "corral_gang.py"),
     PlacedFile("node/guard.py", "corral_guard.py"),
     PlacedFile("node/ray_rank.py", "ray_rank.py"),
+    PlacedFile("node/slurm_start.py", "slurm_start.py"),
 )
 # what in the user's own shell must not reach an engine: secrets, and switches that would open or bypass its door
 UNSET = (
@@ -240,7 +242,7 @@ def _rank(plan: Plan, order: Order, runtime: Runtime, linked: LinkedRank) -> Ran
 def refuse_reserved(names: Iterable[str]) -> None:
     """Variables that decide who may use the endpoint are not the user's to set."""
     for name in names:
-        if name in UNSET or name in ("CORRAL_KEY_FILE", "PYTHONPATH", "CORRAL_LAUNCH", "TMPDIR"):
+        if name in UNSET or name in ("CORRAL_KEY_FILE", "CORRAL_DRAIN_FILE", "PYTHONPATH", "CORRAL_LAUNCH", "TMPDIR"):
             raise UsageError(f"{name} is not passed to an engine.", "It would open or bypass the endpoint's lock.")
 
 
@@ -265,6 +267,7 @@ def _common_env(order: Order, nodes: int) -> dict[str, str]:
     return {
         **(several if nodes > 1 else {}),
         "CORRAL_KEY_FILE": str(order.folder.key),
+        "CORRAL_DRAIN_FILE": str(order.folder.rank(0).drain),
         "PYTHONPATH": str(order.folder.node_files),
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",  # the model is on disk; a start must not depend on the hub
@@ -296,6 +299,7 @@ def agent_spec(spec: LaunchSpec, rank: RankSpec, folder: DeploymentFolder) -> di
         "agent_file": str(files.agent),
         "engine_file": str(files.engine),
         "stop_file": str(files.stop),
+        "drain_file": str(files.drain),
         "stall_s": spec.stall_s,
         "hung_s": spec.hung_s,
         "grace_s": spec.grace_s,
@@ -307,7 +311,9 @@ def agent_spec(spec: LaunchSpec, rank: RankSpec, folder: DeploymentFolder) -> di
 
 
 def as_shell(spec: LaunchSpec) -> str:
-    """The launch as commands a person can paste, one per rank."""
+    """The launch as commands a person can paste, one per rank; or the batch script that a target submits."""
+    if spec.script:
+        return spec.script
     lines = [f"# {spec.deployment}: {spec.model} with vLLM {spec.engine}"]
     key_files = {rank.serve.key_file for rank in spec.ranks if rank.serve}
     node = PurePath(spec.ranks[0].env["PYTHONPATH"])

@@ -15,6 +15,7 @@ __all__ = ["ENDED", "TRANSITIONS", "Reason", "State", "may_follow"]
 class State(enum.StrEnum):
     PLANNED = "planned"
     STAGING = "staging"
+    QUEUED = "queued"
     STARTING = "starting"
     LOADING = "loading"
     READY = "ready"
@@ -50,15 +51,28 @@ class Reason(enum.StrEnum):
     NETWORK = "network"
     NODE_LOST = "node_lost"
     WALLTIME = "walltime"
+    PREEMPTED = "preempted"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    BOOT_FAILED = "boot_failed"
+    JOB_FAILED = "job_failed"
+    JOB_ENDED = "job_ended"
+    JOB_FORGOTTEN = "job_forgotten"
 
 
+# from every state but the last ones a job can go back into its queue
 TRANSITIONS: dict[State, frozenset[State]] = {
     State.PLANNED: frozenset({State.STAGING, State.STARTING, State.STOPPED, State.FAILED}),
-    State.STAGING: frozenset({State.STARTING, State.STOPPED, State.FAILED}),
-    State.STARTING: frozenset({State.LOADING, State.READY, State.STARTING, State.STOPPED, State.FAILED}),
-    State.LOADING: frozenset({State.READY, State.STARTING, State.STOPPED, State.FAILED}),
-    State.READY: frozenset({State.DRAINING, State.STARTING, State.STOPPED, State.FAILED}),
-    State.DRAINING: frozenset({State.STOPPED, State.FAILED}),
+    State.STAGING: frozenset({State.QUEUED, State.STARTING, State.STOPPED, State.FAILED}),
+    State.QUEUED: frozenset({State.STARTING, State.STOPPED, State.FAILED}),
+    State.STARTING: frozenset(
+        {State.LOADING, State.READY, State.STARTING, State.DRAINING, State.QUEUED, State.STOPPED, State.FAILED}
+    ),
+    State.LOADING: frozenset(
+        {State.READY, State.STARTING, State.DRAINING, State.QUEUED, State.STOPPED, State.FAILED}
+    ),
+    State.READY: frozenset({State.DRAINING, State.STARTING, State.QUEUED, State.STOPPED, State.FAILED}),
+    State.DRAINING: frozenset({State.QUEUED, State.STOPPED, State.FAILED}),
     State.STOPPED: frozenset(),
     State.FAILED: frozenset(),
     State.UNKNOWN: frozenset(),

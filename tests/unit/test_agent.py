@@ -134,6 +134,36 @@ def test_phases_and_figures_then_ready_then_stop(run) -> None:
     assert all(may_follow(before, after) for before, after in itertools.pairwise(walked))
 
 
+def test_a_drain_ends_it_when_nothing_runs(run, tmp_path: Path) -> None:
+    one = run(drain_file=str(tmp_path / "drain"))
+    one.wait_state("ready")
+    (tmp_path / "drain").write_text("60\n")
+    one.wait_state("draining")
+    stopped = one.wait_state("stopped")
+    assert stopped.get("reason") == "walltime"
+    assert "all running requests had ended" in stopped.get("text")
+    one.wait_gone()
+    walked = [State(name) for name in one.states()]
+    assert all(may_follow(before, after) for before, after in itertools.pairwise(walked))
+
+
+def test_a_drain_waits_for_requests_but_not_for_ever(run, tmp_path: Path) -> None:
+    one = run("busy", drain_file=str(tmp_path / "drain"))
+    one.wait_state("ready")
+    (tmp_path / "drain").write_text("4\n")
+    stopped = one.wait_state("stopped")
+    assert stopped.get("reason") == "walltime"
+    assert "before all running requests had ended" in stopped.get("text")
+
+
+def test_a_drain_before_it_is_ready_ends_it(run, tmp_path: Path) -> None:
+    (tmp_path / "drain").write_text("60\n")
+    one = run("silent", drain_file=str(tmp_path / "drain"), restarts=3)
+    stopped = one.wait_state("stopped")
+    assert "before it was ready" in stopped.get("text")
+    assert not [event for event in one.events() if event.kind == "restart"]
+
+
 def test_a_stop_file_stops_it(run) -> None:
     one = run()
     one.wait_state("ready")

@@ -130,3 +130,19 @@ def test_no_key_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, conte
         monkeypatch.setenv("CORRAL_KEY_FILE", str(tmp_path / "key"))
     with pytest.raises(RuntimeError, match="corral guard"):
         guard.Guard(app)
+
+
+def test_a_server_that_drains_takes_nothing_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "key").write_text(KEY)
+    monkeypatch.setenv("CORRAL_KEY_FILE", str(tmp_path / "key"))
+    monkeypatch.setenv("CORRAL_DRAIN_FILE", str(tmp_path / "drain"))
+    door = guard.Guard(app)
+    assert call(door, "/v1/completions", KEY, "POST")[0] == 200
+    (tmp_path / "drain").write_text("90")
+    door._looked = float("-inf")  # half a second later
+    status, body = call(door, "/v1/completions", KEY, "POST")
+    assert status == 503
+    assert json.loads(body)["error"]["type"] == "service_unavailable_error"
+    assert call(door, "/v1/completions", "wrong", "POST")[0] == 401
+    assert call(door, "/metrics", KEY)[0] == 200  # the agent counts what still runs
+    assert call(door, "/health")[0] == 200

@@ -112,7 +112,7 @@ class PhaseScreen:
         if total:
             words.append(_amount(done, total) + self._eta(done, total))
         self._detail = " ".join(words)
-        worth_a_line = time.monotonic() - self._told > 2 or 0 < total == done or text.startswith("waiting")
+        worth_a_line = time.monotonic() - self._told > 2 or 0 < total == done or text.startswith(("waiting", "job "))
         if not self._live and self._detail and worth_a_line:
             self._line(f"{self._phase}: {self._detail}")
 

@@ -59,7 +59,7 @@ def _lines(found: Status, answers: bool | None) -> list[str]:
         rows.append(("reason", found.reason.value.replace("_", " ")))
     if found.text:
         rows.append(("because", found.text))
-    if found.remedy and found.state in ENDED:
+    if found.remedy and (found.state in ENDED or found.state in (State.QUEUED, State.UNKNOWN)):
         rows.append(("do", found.remedy))
     rows += [("model", found.model), ("engine", found.engine or "-"), ("target", found.target)]
     if found.endpoint:

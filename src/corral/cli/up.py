@@ -15,6 +15,7 @@ from corral.client import CHAT, Client
 from corral.diagnosis import last_lines
 from corral.endpoint import Endpoint
 from corral.errors import CorralError, LaunchError, UsageError
+from corral.folder import open_folder
 from corral.launch import as_shell, refuse_reserved
 from corral.plan import Goal
 from corral.plan.fixed import parse_assignments
@@ -50,6 +51,13 @@ FIRST_QUESTION = "What is the capital of France?"
 @click.option("--expose", is_flag=True, help="Listen on the cluster's network instead of the node itself.")
 @click.option("--patience", "patience_s", type=click.FloatRange(min=3), default=10, show_default=True,
               metavar="SECONDS", help="Silence after which a node of several counts as lost.")  # fmt: skip
+@click.option("--time", "time_limit", metavar="H:MM:SS", help="On SLURM: how long the job may run.")
+@click.option("--account", help="On SLURM: the account it is charged to.")
+@click.option("--partition", help="On SLURM: the partition (default: the cluster's, or one with GPUs).")
+@click.option("--nodes", type=click.IntRange(min=1), help="On SLURM: nodes (default: as many as the model needs).")
+@click.option("--slurm", "slurm_options", multiple=True, metavar="KEY=VALUE",
+              help="On SLURM: any other option of sbatch, or of the slurm target.")  # fmt: skip
+@click.option("--attach", metavar="NAME", help="Take up an interrupted `corral up` again: wait until NAME is ready.")
 @click.option("--env", "extra_env", multiple=True, metavar="NAME=VALUE", help="Environment variable for the engine.")
 @click.option("--restart", "restarts", type=click.IntRange(0, 100), default=0, help="Restarts after a failure.")
 @click.option("--stall", "stall_s", type=click.FloatRange(min=10), default=600, show_default=True, metavar="SECONDS",
@@ -77,6 +85,12 @@ def command(
     interface: str | None,
     expose: bool,
     patience_s: float,
+    time_limit: str | None,
+    account: str | None,
+    partition: str | None,
+    nodes: int | None,
+    slurm_options: tuple[str, ...],
+    attach: str | None,
     extra_env: tuple[str, ...],
     restarts: int,
     stall_s: float,
@@ -93,7 +107,8 @@ def command(
     """
     if model and model.startswith("-"):  # `corral up -- --flag value`: everything after -- is the engine's
         engine_args, model = (model, *engine_args), None
-    target, place = _target(hosts, interface)
+    asked = {"time": time_limit, "account": account, "partition": partition, "nodes": nodes}
+    target, place = _target(hosts, interface, _slurm_place(asked, slurm_options))
     wish = bringup.Wish(
         target=target,
         place=place,
@@ -121,7 +136,7 @@ def command(
         click.echo(as_shell(spec), nl=False) if shell else print_json(spec)
         return
     with PhaseScreen(quiet=as_json) as screen:
-        status = _bring_up(wish, screen, wait)
+        status = _attach(attach, screen) if attach else _bring_up(wish, screen, wait)
     if not wait:
         _told_started(status, as_json)
         return
@@ -138,18 +153,46 @@ def _bring_up(wish: bringup.Wish, screen: PhaseScreen, wait: bool) -> deployment
     try:
         return bringup.bring_up(wish, screen, wait)
     except LaunchError as error:
-        if log := error.details.get("log"):
-            error.details["log_tail"] = last_lines(Path(log), 15)
+        _with_log(error)
         raise
 
 
-def _target(hosts: str | None, interface: str | None) -> tuple[str, dict[str, object]]:
-    """Where it runs: hosts over ssh, or here."""
+def _attach(name: str, screen: PhaseScreen) -> deployment.Status:
+    try:
+        return bringup.wait_ready(open_folder(name), screen)
+    except LaunchError as error:
+        _with_log(error)
+        raise
+
+
+def _with_log(error: LaunchError) -> None:
+    if log := error.details.get("log"):
+        error.details["log_tail"] = last_lines(Path(log), 15)
+
+
+def _slurm_place(asked: dict[str, Any], pairs: tuple[str, ...]) -> dict[str, object] | None:
+    """Options of the slurm target; None when nothing was said of SLURM."""
+    place: dict[str, object] = {name: value for name, value in asked.items() if value is not None}
+    for pair in pairs:
+        name, _, value = pair.partition("=")
+        place[name] = value or True
+    return place if place or pairs else None
+
+
+def _target(
+    hosts: str | None, interface: str | None, slurm: dict[str, object] | None
+) -> tuple[str, dict[str, object]]:
+    """Where it runs: hosts over ssh, a job on SLURM, or here."""
+    named: dict[str, object] = {"interface": interface} if interface else {}
+    if slurm is not None:
+        if hosts is not None:
+            raise UsageError("--hosts is for ssh, the others are for SLURM.", "Leave one of them out.")
+        return "slurm", {**slurm, **named}
     if hosts is None:
         if interface is not None:
             raise UsageError("--interface is for several nodes.", "Add --hosts.")
         return "local", {}
-    return "ssh", {"hosts": read_hosts(hosts), **({"interface": interface} if interface else {})}
+    return "ssh", {"hosts": read_hosts(hosts), **named}
 
 
 def _environment(pairs: tuple[str, ...]) -> dict[str, str]:

@@ -34,12 +34,14 @@ import time
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 Json = Dict[str, Any]
-FINAL_REASONS = ("requested", "agent_killed", "not_guarded", "port_taken")  # a restart would change nothing
+# a restart would change nothing
+FINAL_REASONS = ("requested", "walltime", "agent_killed", "not_guarded", "port_taken")
 HALTED = "halted"  # a member's rank was taken down because the head said so: the head knows the reason
 REJOIN_S = 300.0  # with restarts left, how long the nodes of a gang wait for one that was lost
 MARKER = "CORRAL_LAUNCH"  # environment variable that every process of a launch carries
 TICK_S = 0.2
 HEARTBEAT_S = 2.0
+DRAIN_LOOK_S = 1.0
 HEALTH_EVERY_S = 5.0
 COMPLETION_EVERY_S = 60.0
 MAX_LOG_BYTES = 64 << 20
@@ -565,7 +567,7 @@ class Worker:
     def _end(self, reason: str, details: Json) -> None:
         if self.head:
             self.head.end(reason, details)
-        self._tell_state("stopped" if reason == "requested" else "failed", reason=reason, **details)
+        self._tell_state("stopped" if reason in ("requested", "walltime") else "failed", reason=reason, **details)
         self.journal.ended = True
 
     def _pause(self, seconds: float) -> bool:
@@ -661,9 +663,12 @@ class Worker:
             others = self._others()
             if others:
                 return others
-            if self.probe and self.probe.fault:
+            drained = self._drained(now)
+            if drained:
+                return drained
+            if self.probe and self.probe.fault and self.state != "draining":
                 return self.probe.fault[0], {"text": self.probe.fault[1]}
-            if self.probe and self.probe.ready and self.state != "ready":
+            if self.probe and self.probe.ready and self.state not in ("ready", "draining"):
                 self._read_log()  # what the engine said before it answered, and no line later
                 self._tell_state("ready", **self.probe.ready)
             if now - beat >= HEARTBEAT_S or not checked:
@@ -680,12 +685,37 @@ class Worker:
                 if ticks - last_ticks > 5 * window or moved - last_bytes > 1 << 20:  # 5% of a core, or 1 MiB
                     self.activity_at = now
                 last_ticks, last_bytes, checked = ticks, moved, now
-            if self.state != "ready" and not self.follower and self._quiet_s(now) > self.spec["stall_s"]:
+            served = self.state in ("ready", "draining")
+            if not served and not self.follower and self._quiet_s(now) > self.spec["stall_s"]:
                 text = "no log line, processor time or disk traffic for %d s while %s" % (
                     self.spec["stall_s"],
                     self.phase,
                 )
                 return "stalled", {"text": text}
+
+    def _drained(self, now: float) -> Optional[Tuple[str, Json]]:
+        """A drain, when one is asked for: over when no request runs any more, or when its time is up."""
+        path = self.spec.get("drain_file")
+        if not path or not os.path.exists(path):
+            return None
+        if self.state not in ("ready", "draining"):
+            return "walltime", {"text": "the time limit was near before it was ready"}
+        if self.state == "ready":
+            seconds = 60.0
+            with contextlib.suppress(OSError, ValueError), open(path) as file:
+                seconds = float(file.read())
+            self.drain_until, self.drain_look, self.idle_looks = now + seconds, now + 2 * DRAIN_LOOK_S, 0
+            self._tell_state("draining", reason="walltime", text="the time limit is near: no new requests")
+        if now >= self.drain_until:
+            return "walltime", {"text": "the time limit came before all running requests had ended"}
+        if now >= self.drain_look:
+            self.drain_look = now + DRAIN_LOOK_S
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                busy = self.probe.server.counters()[0] if self.probe else 0
+                self.idle_looks = 0 if busy else self.idle_looks + 1
+        if self.idle_looks >= 2:
+            return "walltime", {"text": "the time limit was near; all running requests had ended"}
+        return None
 
     def _quiet_s(self, now: float) -> float:
         """Seconds since anything moved on this node or, in a gang, on any."""

@@ -5,6 +5,8 @@
 (sleep, pause, weight updates, RPC into the workers) are open to whoever holds the key. Here the list is of what is
 *open*; everything else answers 403, also paths that a later engine adds.
 
+While the file named by `CORRAL_DRAIN_FILE` exists, new requests are answered 503 and running ones finish.
+
 The key is read once from the file named by `CORRAL_KEY_FILE`; it is in no argument, log or environment variable.
 Standard library only, and nothing of corral: the file is copied to where the engine runs.
 """
@@ -15,6 +17,7 @@ import hashlib
 import hmac
 import json
 import os
+import time
 from typing import Any, Awaitable, Callable, Dict, List, Tuple
 
 Scope = Dict[str, Any]
@@ -78,6 +81,8 @@ class Guard:
     def __init__(self, app: Any) -> None:
         self.app = app
         self._digest = load_digest(dict(os.environ))
+        self._drain_file = os.environ.get("CORRAL_DRAIN_FILE", "")
+        self._looked, self._draining = float("-inf"), False
 
     async def __call__(self, scope: Scope, receive: Any, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -103,14 +108,24 @@ class Guard:
             return 401, "this endpoint needs its owner's key: send 'Authorization: Bearer KEY'"
         if not is_open(path):
             return 403, "this path is closed on endpoints that Corral serves"
+        if scope.get("method") not in ("GET", "HEAD") and self._is_draining():
+            return 503, "this server is about to end: it finishes what runs and takes nothing new"
         return None
+
+    def _is_draining(self) -> bool:
+        """Whether the end is near; looked up twice a second at most, the file may lie on a shared file system."""
+        if self._drain_file and not self._draining and time.monotonic() - self._looked > 0.5:
+            self._looked, self._draining = time.monotonic(), os.path.exists(self._drain_file)
+        return self._draining
 
 
 async def _answer(send: Send, status: int, message: str) -> None:
-    kind = "authentication_error" if status == 401 else "permission_error"
+    kind = {401: "authentication_error", 503: "service_unavailable_error"}.get(status, "permission_error")
     body = json.dumps({"error": {"message": message, "type": kind, "param": None, "code": status}}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
+    if status == 503:
+        headers.append((b"retry-after", b"10"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from corral.errors import UsageError
 from corral.folder import DeploymentFolder
@@ -20,8 +20,9 @@ from corral.links import Node, Ports
 
 if TYPE_CHECKING:
     from corral.hardware import Inventory
+    from corral.plan import Plan
 
-__all__ = ["TARGETS", "ChosenPorts", "Life", "Target", "load_target"]
+__all__ = ["TARGETS", "ChosenPorts", "Life", "Queue", "Target", "load_target"]
 
 Progress = Callable[[str, int, int], None]  # what, done, total
 
@@ -49,6 +50,9 @@ class Life:
     reason: str = ""
     text: str = ""
     remedy: str = ""
+    overrules: bool = (
+        False  # also over an end that the agents wrote: the target caused it, or it is of an earlier life
+    )
 
 
 class Target(Protocol):
@@ -118,9 +122,31 @@ class Target(Protocol):
         ...
 
 
+@runtime_checkable
+class Queue(Protocol):
+    """What a target that hands jobs to a scheduler can do besides."""
+
+    def check(self, plan: Plan) -> None:
+        """Refuse, before anything is queued, a plan that cannot work there."""
+        ...
+
+    def script(self, spec: LaunchSpec, folder: DeploymentFolder) -> str:
+        """The batch script that `start` submits. Pure."""
+        ...
+
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of nodes that may be tried when the user named none; empty when one was named."""
+        ...
+
+    def resized(self, nodes: int) -> Target:
+        """The same target with another number of nodes."""
+        ...
+
+
 TARGETS = {
     "local": "corral.targets.local:LocalTarget",
     "ssh": "corral.targets.ssh:SshTarget",
+    "slurm": "corral.targets.slurm:SlurmTarget",
 }
 
 

@@ -1,0 +1,31 @@
+"""`corral env NAME`: address and key as the shell wants them."""
+
+from __future__ import annotations
+
+import shlex
+
+import click
+
+from corral.deployment import status
+from corral.errors import ConflictError
+from corral.folder import open_folder
+
+__all__ = ["command"]
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("name")
+def command(name: str) -> None:
+    """Print OPENAI_BASE_URL and OPENAI_API_KEY for the shell: eval "$(corral env NAME)".
+
+    The key is printed. Everything that reads the two variables then finds the server: the openai SDK, curl, Corral.
+    """
+    found = status(open_folder(name))
+    if found.endpoint is None:
+        raise ConflictError(
+            f"{found.name!r} has no address now: it is {found.state}.",
+            f"Wait for it: corral wait {shlex.quote(found.name)}",
+            state=found.state.value,
+        )
+    click.echo(f"export OPENAI_BASE_URL={shlex.quote(found.endpoint.root + '/v1')}")
+    click.echo(f"export OPENAI_API_KEY={shlex.quote(found.endpoint.key() or 'none')}")

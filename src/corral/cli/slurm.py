@@ -1,0 +1,66 @@
+"""`corral slurm`: what the cluster has, and what was submitted to it."""
+
+from __future__ import annotations
+
+import click
+
+from corral.cli.screen import duration, print_json, print_table
+from corral.errors import NotFoundError
+from corral.folder import open_folder
+from corral.slurm.cluster import NodeShape, Partition, discover, gpu_kind
+
+__all__ = ["command"]
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def command() -> None:
+    """What a SLURM cluster has, and the batch scripts of deployments."""
+
+
+@command.command()
+@click.option("--json", "as_json", is_flag=True, help="All of it as JSON.")
+def partitions(as_json: bool) -> None:
+    """Partitions: kinds of GPU, nodes, limits, what is idle now."""
+    found = discover()
+    if as_json:
+        print_json(found)
+        return
+    headings = [
+        "PARTITION",
+        "GPUS PER NODE",
+        "NODES",
+        "IDLE NODES",
+        "IDLE GPUS",
+        "CPUS",
+        "MEMORY",
+        "LONGEST",
+        "ACCESS",
+    ]
+    rows = [_row(partition, shape) for partition in found.partitions for shape in partition.shapes]
+    print_table(headings, rows)
+
+
+def _row(partition: Partition, shape: NodeShape) -> list[str]:
+    longest = duration(partition.max_time_s) if partition.max_time_s else "no limit"
+    access = ",".join(partition.accounts) or "all"
+    return [
+        partition.name + ("*" if partition.default else ""),
+        f"{shape.gpus} × {gpu_kind(shape.gpu)}" if shape.gpus else "-",
+        f"{shape.usable_nodes} of {shape.nodes}" if shape.usable_nodes < shape.nodes else str(shape.nodes),
+        str(shape.idle_nodes),
+        str(shape.idle_gpus) if shape.gpus else "-",
+        str(shape.cpus),
+        f"{shape.memory_mib / 1024:.0f} GiB",
+        longest,
+        access if partition.open else "closed",
+    ]
+
+
+@command.command()
+@click.argument("name")
+def script(name: str) -> None:
+    """Print the batch script of deployment NAME as it was submitted."""
+    folder = open_folder(name)
+    if not folder.script.is_file():
+        raise NotFoundError(f"{name!r} was not started through SLURM.", "`corral status` says where it runs.")
+    click.echo(folder.script.read_text(encoding="utf-8"), nl=False)

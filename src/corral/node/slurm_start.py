@@ -1,0 +1,263 @@
+"""What `srun` starts on each node of a job: find addresses and ports, fill in this rank's spec, become the agent.
+
+    python3 -I slurm_start.py FOLDER      # in a job step with one task per node
+
+Which nodes a job gets is known only when it runs. Each rank writes into the shared folder where it can be reached;
+the head waits for all of them, picks a network that joins them and free ports, and writes the rendezvous. Each rank
+then puts addresses and ports in the place of the tokens in its template and becomes its agent. What an earlier life
+of the same job left (SLURM put it back into the queue) is set aside first.
+
+Standard library only, Python 3.8 or later, nothing of corral: the file is copied to where the agents run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import random
+import re
+import socket
+import struct
+import sys
+import time
+from typing import Any, Dict, List, Optional
+
+Json = Dict[str, Any]
+WAIT_S = 600.0  # nodes of one job may be minutes apart: prologues, slow file systems
+UP_AND_RUNNING = 0x1 | 0x40
+VIRTUAL = re.compile(r"^(lo|docker|virbr|veth|br-|cni|flannel|podman|tun|tap)")
+FIRST_PORT, LAST_PORT = 15000, 31999  # below what the kernel gives to outgoing connections
+
+
+# ---------------------------------------------------------------------------------------------------------- addresses
+def interfaces() -> List[Json]:
+    """The node's own IPv4 addresses that others may reach, fastest first."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            if VIRTUAL.match(name):
+                continue
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                flags = struct.unpack("H", fcntl.ioctl(probe, 0x8913, request)[16:18])[0]
+                address = socket.inet_ntoa(fcntl.ioctl(probe, 0x8915, request)[20:24])
+                mask = socket.inet_ntoa(fcntl.ioctl(probe, 0x891B, request)[20:24])
+            except OSError:
+                continue  # no IPv4 address
+            if flags & UP_AND_RUNNING == UP_AND_RUNNING:
+                kind = _read("/sys/class/net/%s/type" % name)
+                speed = _read("/sys/class/net/%s/speed" % name)
+                found.append(
+                    {
+                        "interface": name,
+                        "address": address,
+                        "network": network(address, mask),
+                        "infiniband": kind == "32",
+                        "speed": int(speed) if speed.lstrip("-").isdigit() else 0,
+                    }
+                )
+    return sorted(found, key=lambda one: (not one["infiniband"], -one["speed"]))
+
+
+def _read(path: str) -> str:
+    with contextlib.suppress(OSError), open(path) as file:
+        return file.read().strip()
+    return ""
+
+
+def network(address: str, mask: str) -> str:
+    """The network that an address belongs to, as `10.0.0.0/255.255.255.0`."""
+    pairs = zip(socket.inet_aton(address), socket.inet_aton(mask))  # noqa: B905 - strict is newer than 3.8
+    return "%s/%s" % (".".join(str(a & m) for a, m in pairs), mask)
+
+
+def named_address() -> str:
+    """What this node's name stands for, when it is an address that others may use."""
+    with contextlib.suppress(OSError):
+        address = socket.gethostbyname(socket.gethostname())
+        return "" if address.startswith("127.") else address
+    return ""
+
+
+def choose_network(ranks: List[Json], wanted: str = "") -> List[Json]:
+    """For every rank where the others reach it: all on one network, the head's fastest that joins them."""
+    for head in ranks[0]["candidates"]:
+        if wanted and head["interface"] != wanted:
+            continue
+        joined = [_on_network(rank, head["network"], wanted) for rank in ranks]
+        if all(joined):
+            return [one for one in joined if one]
+    seen = "; ".join(
+        "%s has %s"
+        % (rank["name"], ", ".join("%(interface)s %(address)s" % one for one in rank["candidates"]) or "none")
+        for rank in ranks
+    )
+    what = "interface %s joins" % wanted if wanted else "network joins"
+    raise SystemExit("corral: no %s all nodes of this job: %s" % (what, seen))
+
+
+def _on_network(rank: Json, wanted: str, interface: str) -> Optional[Json]:
+    for one in rank["candidates"]:
+        if one["network"] == wanted and (not interface or one["interface"] == interface):
+            return dict(one)
+    return None
+
+
+def free_ports(count: int) -> List[int]:
+    """Ports that nobody on this node has, chosen at random so that neighbours do not meet."""
+    found: List[int] = []
+    held = []
+    try:
+        for port in random.sample(range(FIRST_PORT, LAST_PORT), 2000):
+            taken = socket.socket()
+            try:
+                taken.bind(("", port))  # without SO_REUSEADDR: what another has bound, even unheard, is taken
+            except OSError:
+                taken.close()
+                continue
+            held.append(taken)
+            found.append(port)
+            if len(found) == count:
+                return found
+    finally:
+        for one in held:
+            one.close()
+    raise SystemExit("corral: no free port between %d and %d on this node" % (FIRST_PORT, LAST_PORT))
+
+
+# -------------------------------------------------------------------------------------------------------------- files
+def write_atomic(path: str, body: Any) -> None:
+    temporary = "%s.%d.tmp" % (path, os.getpid())
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        json.dump(body, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def read_json(path: str) -> Json:
+    """The file's object; empty while it is absent or not whole."""
+    with contextlib.suppress(OSError, ValueError):
+        os.listdir(os.path.dirname(path))  # makes NFS look again
+        with open(path) as file:
+            found = json.load(file)
+            return found if isinstance(found, dict) else {}
+    return {}
+
+
+def set_aside(place: str, life: str) -> None:
+    """Keep what an earlier life of this job wrote for reading, and begin anew."""
+    before = read_json(os.path.join(place, "address.json")).get("life")
+    if before in (None, life):
+        return
+    aside = os.path.join(place, "life-" + str(before).replace("/", "-"))
+    os.makedirs(aside, mode=0o700, exist_ok=True)
+    for name in os.listdir(place):
+        path = os.path.join(place, name)
+        if name != "template.json" and os.path.isfile(path):
+            os.replace(path, os.path.join(aside, name))
+
+
+def wait_for_all(folder: str, count: int, life: str) -> List[Json]:
+    """Every rank's address, once all have written theirs."""
+    until = time.monotonic() + WAIT_S
+    while True:
+        ranks = [read_json(os.path.join(folder, "rank%d" % rank, "address.json")) for rank in range(count)]
+        missing = [str(rank) for rank, found in enumerate(ranks) if found.get("life") != life]
+        if not missing:
+            return ranks
+        if time.monotonic() > until:
+            raise SystemExit("corral: rank %s did not come within %d s" % (", ".join(missing), WAIT_S))
+        time.sleep(0.2)
+
+
+def wait_for_rendezvous(path: str, life: str) -> Json:
+    until = time.monotonic() + 2 * WAIT_S
+    while time.monotonic() < until:
+        found = read_json(path)
+        if found.get("life") == life:
+            return found
+        time.sleep(0.2)
+    raise SystemExit("corral: the head of this job never wrote the addresses")
+
+
+# --------------------------------------------------------------------------------------------------------------- spec
+def fill(value: Any, tokens: Dict[str, str]) -> Any:
+    """The same value with every token in its texts replaced."""
+    if isinstance(value, dict):
+        return {key: fill(one, tokens) for key, one in value.items()}
+    if isinstance(value, list):
+        return [fill(one, tokens) for one in value]
+    if isinstance(value, str) and "@" in value:
+        return re.sub(r"@[A-Z]+(?:_[A-Z]+)*\d*@", lambda found: tokens.get(found[0], found[0]), value)
+    return value
+
+
+def complete(template: Json, meeting: Json, rank: int) -> Json:
+    """The spec of one rank: the template with this job's addresses, ports and names."""
+    ports = meeting["ports"]
+    tokens = {"@PORT@": str(ports["serve"]), "@MASTER_PORT@": str(ports["master"]), "@GANG_PORT@": str(ports["gang"])}
+    tokens.update(("@ADDRESS%d@" % number, address) for number, address in enumerate(meeting["addresses"]))
+    spec: Json = fill(template, tokens)
+    if spec.get("serve") and not spec["serve"]["port"]:
+        spec["serve"]["port"] = ports["serve"]
+    if spec.get("gang"):
+        spec["gang"].update(names=meeting["names"], head=meeting["addresses"][0])
+        spec["gang"]["port"] = spec["gang"].get("port") or ports["gang"]
+    if len(meeting["addresses"]) > 1:
+        for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
+            spec["env"].setdefault(name, meeting["interfaces"][rank])
+    return spec
+
+
+def endpoint(spec: Json, own: Json) -> Json:
+    """Where users find the server: by the address of the node's name, where it listens on that."""
+    host, port = spec["serve"]["host"], spec["serve"]["port"]
+    if host in ("", "0.0.0.0", "::"):  # noqa: S104
+        addresses = [one["address"] for one in own["candidates"]]
+        host = own["named"] if own["named"] in addresses or not addresses else addresses[0]
+    url = "http://[%s]:%d/v1" % (host, port) if ":" in host else "http://%s:%d/v1" % (host, port)
+    return {"base_url": url, "model": spec["serve"]["model"], "key_file": spec["serve"]["key_file"]}
+
+
+def main(folder: str) -> int:
+    os.umask(0o077)
+    rank, count = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
+    life = "%s.%s" % (os.environ["SLURM_JOB_ID"], os.environ.get("SLURM_RESTART_COUNT", "0"))
+    place = os.path.join(folder, "rank%d" % rank)
+    template = read_json(os.path.join(place, "template.json"))
+    if not template:
+        raise SystemExit("corral: %s/template.json is missing: is this folder on a shared file system?" % place)
+    set_aside(place, life)
+    name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    own = {"life": life, "name": name, "named": named_address(), "candidates": interfaces()}
+    write_atomic(os.path.join(place, "address.json"), own)
+    rendezvous = os.path.join(folder, "rendezvous.json")
+    if rank == 0:
+        ranks = wait_for_all(folder, count, life)
+        wanted = template.get("interface", "")
+        chosen = choose_network(ranks, wanted) if count > 1 else []
+        serve, master, gang = free_ports(3)
+        meeting = {
+            "life": life,
+            "names": [one["name"] for one in ranks],
+            "addresses": [one["address"] for one in chosen] or [own["named"] or "127.0.0.1"],
+            "interfaces": [one["interface"] for one in chosen],
+            "ports": {"serve": serve, "master": master, "gang": gang},
+        }
+        write_atomic(rendezvous, meeting)
+    else:
+        meeting = wait_for_rendezvous(rendezvous, life)
+    template.pop("interface", None)
+    spec = complete(template, meeting, rank)
+    write_atomic(os.path.join(place, "spec.json"), spec)
+    if spec.get("serve"):
+        write_atomic(os.path.join(folder, "endpoint.json"), endpoint(spec, own))
+    agent = os.path.join(folder, "node", "agent.py")
+    os.execv(sys.executable, [sys.executable, "-I", agent, "run", os.path.join(place, "spec.json")])  # noqa: S606
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

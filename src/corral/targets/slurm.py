@@ -1,0 +1,367 @@
+"""A SLURM cluster: one batch job per deployment, one agent per node, all files on the shared file system.
+
+Which nodes there will be is known only once the job runs; until then addresses and ports are tokens, which
+`node/slurm_start.py` replaces on the nodes. What SLURM says of the job and what the agents wrote are put together by
+`deployment`; a controller that does not answer leaves the job unknown, never failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from corral.errors import CorralError, DoesNotFitError, UnreachableError
+from corral.files import make_private_dir, write_atomic
+from corral.folder import DeploymentFolder
+from corral.hardware import Inventory
+from corral.home import home_dir
+from corral.launch import LaunchSpec, agent_spec
+from corral.links import Node, Ports
+from corral.record import dump_json, load_json, to_json
+from corral.slurm import commands
+from corral.slurm.cluster import NodeShape, Partition, discover, gpu_of
+from corral.slurm.commands import Job
+from corral.slurm.options import SlurmOptions
+from corral.slurm.script import BatchJob, batch_script
+from corral.slurm.states import standing
+from corral.state import Reason, State
+from corral.targets.base import ChosenPorts, Life, Progress
+
+if TYPE_CHECKING:
+    from corral.plan import Plan
+
+__all__ = ["SlurmTarget", "Submitted"]
+
+DEFAULT_TIME_S = 4 * 3600.0  # where neither the user nor the partition says how long
+END_PATIENCE_S = 90.0  # for a cancelled job: KillWait and epilogues
+RUNS = ("RUNNING", "SIGNALING", "RESIZING")
+SIZES = (2, 3, 4, 8, 16)
+_seen_agents: dict[str, tuple[int, int]] = {}  # the agents' file when SLURM was last asked
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """The job of a deployment, as kept in its folder."""
+
+    id: str
+    submitted_s: float
+    time_s: float | None = None
+    stop_asked: bool = False  # by `corral down`
+    last: Job | None = None  # as SLURM last showed it
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a job will run, as far as it is known before."""
+
+    inventory: Inventory
+    partition: Partition | None = None  # None: facts of a profile, and SLURM was not asked
+    shape: NodeShape | None = None
+
+
+@dataclass
+class SlurmTarget:
+    """Hands deployments to SLURM."""
+
+    given: SlurmOptions
+    name: str = field(default="slurm", init=False)
+    _place: Place | None = field(default=None, init=False)
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, object]) -> SlurmTarget:
+        return cls(SlurmOptions.read(options).facts())
+
+    def options(self) -> dict[str, object]:
+        said = {one.name: getattr(self.given, one.name) for one in fields(SlurmOptions)}
+        defaults = SlurmOptions()
+        return {name: to_json(value) for name, value in said.items() if value != getattr(defaults, name)}
+
+    def prepare(self) -> list[str]:
+        return []
+
+    # what is known before
+
+    def nodes(self) -> tuple[Node, ...]:
+        network = {"NCCL_IB_HCA": self.given.hca} if self.given.hca else {}
+        return tuple(Node(f"rank{rank}", f"@ADDRESS{rank}@", network) for rank in range(self.given.nodes or 1))
+
+    def inventory(self) -> Inventory:
+        return self._found().inventory
+
+    def _found(self) -> Place:
+        if self._place is None:
+            self._place = self._stated() or self._discovered()
+        return self._place
+
+    def _stated(self) -> Place | None:
+        """From a profile's facts: no cluster needs to be asked."""
+        given, facts = self.given, self.given.hardware
+        if not (given.gpu and given.gpus_per_node):
+            return None
+        kind, gpu_bytes = gpu_of(given.gpu, given.gpu_memory_gib, given.partition or "of the profile")
+        memory = int(float(facts.get("memory_gib", 0)) * (1 << 30))
+        cores = given.cpus_per_task or int(facts.get("cpu_cores", 0))
+        nodes = given.nodes or 1
+        made = Inventory(kind, given.gpus_per_node, nodes, gpu_bytes, cores, memory, memory, given.link, "profile")
+        return Place(made)
+
+    def _discovered(self) -> Place:
+        partition, shape, inventory = discover().inventory(self.given.want())
+        return Place(inventory, partition, shape)
+
+    def home(self) -> str:
+        return self.given.home or str(home_dir())
+
+    def node_folder(self, folder: DeploymentFolder, launch_id: str) -> DeploymentFolder:
+        return folder
+
+    def default_bind(self, expose: bool = False) -> str:
+        return "0.0.0.0"  # noqa: S104 - users sit on the login node; every path needs the key
+
+    def choose_ports(self, bind: str, wanted: int | None) -> ChosenPorts:
+        return ChosenPorts(Ports(wanted or 0))
+
+    def base_url(self, bind: str, ports: Ports) -> str:
+        return ""
+
+    def place(self, path: Path, progress: Progress) -> str:
+        return str(path)  # the file system is shared
+
+    def forward(self, folder: DeploymentFolder) -> list[str] | None:
+        return None
+
+    # the queue's own (targets.base.Queue)
+
+    def sizes(self) -> tuple[int, ...]:
+        return () if self.given.nodes else SIZES
+
+    def resized(self, nodes: int) -> SlurmTarget:
+        return SlurmTarget(replace(self.given, nodes=nodes))
+
+    def time_s(self) -> float | None:
+        """How long the job may run: as asked, or as the partition gives, or four hours where it gives no end."""
+        partition = self._found().partition
+        if self.given.time_s:
+            return self.given.time_s
+        if partition and partition.default_time_s:
+            return partition.default_time_s
+        limit = partition.max_time_s if partition else None
+        return min(limit, DEFAULT_TIME_S) if limit else DEFAULT_TIME_S
+
+    def check(self, plan: Plan) -> None:
+        time_s, partition = self.time_s() or 0.0, self._found().partition
+        if partition and partition.max_time_s and time_s > partition.max_time_s:
+            most = _words(partition.max_time_s)
+            raise DoesNotFitError(
+                f"partition {partition.name} gives a job {most}, and {_words(time_s)} are asked for.",
+                "Ask for less with --time, or name another --partition.",
+            )
+        if partition and partition.max_nodes and (self.given.nodes or 1) > partition.max_nodes:
+            raise DoesNotFitError(
+                f"partition {partition.name} gives a job {partition.max_nodes} nodes; {self.given.nodes} are asked.",
+                "Ask for fewer with --nodes, or name another --partition.",
+            )
+        load_s = plan.speed.load_s or 0.0
+        if load_s + self.given.signal_s >= time_s:
+            raise DoesNotFitError(
+                f"loading takes about {_words(load_s)}, and the job has {_words(time_s)}, of which the last "
+                f"{_words(self.given.signal_s)} are for draining: it would end before it answers.",
+                "Ask for more with --time.",
+                load_s=load_s,
+                time_s=time_s,
+            )
+
+        if shutil.which("sbatch"):  # a dry run from a profile's facts needs no cluster
+            with contextlib.suppress(UnreachableError):
+                commands.refuse_unknown(batch_script(self._job("test", "test", "/nonexistent")))
+
+    def script(self, spec: LaunchSpec, folder: DeploymentFolder) -> str:
+        title = f"{spec.model} with vLLM {spec.engine} on {self._found().inventory.label}"
+        return batch_script(self._job(spec.deployment, title, str(folder.path)))
+
+    def _job(self, deployment: str, title: str, folder: str) -> BatchJob:
+        given, found = self.given, self._found()
+        inventory, shape = found.inventory, found.shape
+        gpus = inventory.gpus_per_node if inventory.gpu else 0
+        whole = given.exclusive or shape is None or not gpus or gpus == shape.gpus
+        cpus = given.cpus_per_task or (inventory.cpu_cores if shape else None)
+        mem = given.mem or ("" if shape is None else "0" if whole else f"{inventory.host_memory_bytes >> 20}M")
+        return BatchJob(
+            deployment=deployment,
+            title=title,
+            folder=folder,
+            nodes=given.nodes or 1,
+            partition=given.partition or (found.partition.name if found.partition else ""),
+            account=given.account,
+            qos=given.qos,
+            reservation=given.reservation,
+            constraint=given.constraint,
+            gpus_per_node=gpus,
+            cpus_per_task=cpus,
+            mem=mem,
+            exclusive=given.exclusive,
+            time_s=self.time_s(),
+            signal_s=given.signal_s,
+            requeue=given.requeue,
+            job_name=given.job_name,
+            output=given.output,
+            error=given.error,
+            modules=given.modules,
+            python=given.python,
+            extra=given.extra,
+        )
+
+    # the job
+
+    def start(self, spec: LaunchSpec, folder: DeploymentFolder) -> None:
+        make_private_dir(folder.node_files)
+        for file in spec.files:
+            text = (resources.files("corral") / file.resource).read_text(encoding="utf-8")
+            write_atomic(folder.node_files / file.name, text)
+        for rank in spec.ranks:
+            files = folder.rank(rank.rank)
+            make_private_dir(files.path)
+            template = {**agent_spec(spec, rank, folder), "interface": self.given.interface}
+            write_atomic(files.template, dump_json(template))
+        write_atomic(folder.script, spec.script or self.script(spec, folder), 0o700)
+        id = commands.submit(folder.script)
+        try:
+            write_atomic(folder.job, dump_json(Submitted(id, time.time(), self.time_s())))
+        except BaseException:  # a job that nobody knows of could never be stopped again
+            folder.job.unlink(missing_ok=True)
+            commands.cancel(id)
+            raise
+
+    def refresh(self, folder: DeploymentFolder) -> None:
+        pass  # the agents write into this very folder
+
+    def life(self, folder: DeploymentFolder) -> Life:
+        kept = _submitted(folder)
+        if kept is None:
+            return Life(False)
+        try:
+            job = self._look(folder, kept)
+        except CorralError as error:
+            return _unasked(folder, kept, error)
+        if job is None:
+            return _forgotten(kept)
+        if job != kept.last and (kept.last is None or job.state != kept.last.state):
+            with contextlib.suppress(OSError):
+                write_atomic(folder.job, dump_json(replace(kept, last=job)))
+        return _life(folder, kept, job)
+
+    def _look(self, folder: DeploymentFolder, kept: Submitted) -> Job | None:
+        """The job now; what has ended stays as it was, and news from the agents make SLURM worth asking again."""
+        if kept.last is not None and standing(kept.last).ended:
+            return kept.last
+        agents = _stamp(folder.rank(0).agent)
+        if _seen_agents.get(str(folder.path)) != agents:
+            commands.forget_answers()
+        job = commands.find_job(kept.id)
+        _seen_agents[str(folder.path)] = agents
+        return job
+
+    def stop(self, folder: DeploymentFolder, launch_id: str, grace_s: float) -> bool:
+        kept = _submitted(folder)
+        if kept is None:
+            return True
+        for rank in folder.ranks():
+            rank.stop.touch(mode=0o600)
+        job = self._look(folder, kept)
+        if job is None or standing(job).ended:
+            return True
+        write_atomic(folder.job, dump_json(replace(kept, stop_asked=True)))
+        if standing(job).state is not State.QUEUED:  # the agents take their engines down and say so
+            commands.cancel(kept.id, "TERM")
+            if _is_over(kept.id, grace_s + 20):
+                return True
+        commands.cancel(kept.id)
+        return _is_over(kept.id, END_PATIENCE_S)
+
+
+def _submitted(folder: DeploymentFolder) -> Submitted | None:
+    with contextlib.suppress(FileNotFoundError):
+        return load_json(Submitted, folder.job)
+    return None
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    try:
+        found = path.stat()
+    except OSError:
+        return (0, 0)
+    return (found.st_ino, found.st_mtime_ns)
+
+
+def _is_over(id: str, patience_s: float) -> bool:
+    """Wait until the job has left its nodes."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        commands.forget_answers()
+        job = commands.jobs().get(id)
+        if job is None or standing(job).ended:
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.5)
+
+
+def _life(folder: DeploymentFolder, kept: Submitted, job: Job) -> Life:
+    """What SLURM says, where it says more than the agents do."""
+    found = standing(job, str(folder.job_log))
+    if found.ended and kept.stop_asked:
+        return Life(False, state=State.STOPPED, reason=Reason.REQUESTED, overrules=True)
+    reason = found.reason.value if found.reason else ""
+    if job.state in RUNS:
+        if _agents_run(folder, job):
+            return Life(True, where=job.nodes)
+        text = f"job {job.id} runs on {job.nodes}; its agents are starting"
+        return Life(True, where=job.nodes, state=State.STARTING, text=text, overrules=True)
+    return Life(
+        not found.ended, False, job.nodes, found.state, reason, found.text, found.remedy,
+        overrules=found.caused or found.state in (State.DRAINING, State.STARTING),
+    )  # fmt: skip
+
+
+def _agents_run(folder: DeploymentFolder, job: Job) -> bool:
+    """Whether the agents of this life of the job have begun; what an earlier life wrote does not count."""
+    head = folder.rank(0)
+    if not head.agent.exists():
+        return False
+    with contextlib.suppress(CorralError, OSError):
+        address: dict[str, Any] = load_json(dict, head.address)
+        return bool(address.get("life") == f"{job.id}.{job.restarts}")
+    return False
+
+
+def _unasked(folder: DeploymentFolder, kept: Submitted, error: CorralError) -> Life:
+    """SLURM cannot be asked: the agents' heartbeat may still be heard, and nothing else is known."""
+    if not isinstance(error, UnreachableError):
+        raise error
+    if folder.rank(0).heartbeat.exists() and kept.last is not None and kept.last.state in RUNS:
+        return Life(None, where=kept.last.nodes)
+    seen = f"job {kept.id} was last seen {kept.last.state.lower()}" if kept.last else f"job {kept.id} was submitted"
+    text = f"{error.message.rstrip('.')}; {seen}"
+    return Life(None, state=State.UNKNOWN, text=text, remedy="Wait: the job goes on without the controller.")
+
+
+def _forgotten(kept: Submitted) -> Life:
+    last = kept.last.state.lower() if kept.last else "being submitted"
+    text = f"SLURM no longer knows job {kept.id}, which was last seen {last}"
+    reason = Reason.REQUESTED if kept.stop_asked else Reason.JOB_FORGOTTEN
+    state = State.STOPPED if kept.stop_asked else State.FAILED
+    return Life(False, False, "", state, reason, text, "Start it again with `corral up`.")
+
+
+def _words(seconds: float) -> str:
+    """Seconds as a person says them."""
+    minutes = round(seconds / 60)
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"

@@ -1,0 +1,625 @@
+"""SLURM without SLURM: its commands are small fakes on PATH; scripts are compared with kept ones and shellchecked."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corral import bringup, deployment
+from corral.errors import CorralError, DoesNotFitError, NotFoundError, UnreachableError, UsageError
+from corral.files import write_atomic
+from corral.folder import DeploymentFolder
+from corral.hardware import GPUS
+from corral.node import slurm_start
+from corral.processes import own_identity
+from corral.record import dump_json
+from corral.slurm import cluster, commands
+from corral.slurm.commands import Job, seconds
+from corral.slurm.options import SlurmOptions, mebibytes
+from corral.slurm.script import BatchJob, batch_script, clock
+from corral.slurm.states import STATES, WAITS, standing
+from corral.state import ENDED, TRANSITIONS, Reason, State, may_follow
+from corral.targets.slurm import SlurmTarget, Submitted
+
+GOLDEN = Path(__file__).parent / "golden"
+SHELLCHECK = Path(sys.executable).parent / "shellcheck"
+PARTITIONS = """\
+PartitionName=gpu_h100 AllowGroups=ALL AllowAccounts=ALL Default=NO DefaultTime=01:00:00 MaxNodes=8 MaxTime=3-00:00:00 Nodes=h[1-3] State=UP
+PartitionName=cpu AllowGroups=ALL AllowAccounts=lab,other Default=YES DefaultTime=NONE MaxNodes=UNLIMITED MaxTime=UNLIMITED Nodes=c1 State=UP
+PartitionName=odd AllowGroups=ALL AllowAccounts=ALL Default=NO DefaultTime=NONE MaxNodes=UNLIMITED MaxTime=UNLIMITED Nodes=o1 State=UP
+"""  # noqa: E501
+NODES = """\
+NodeName=h1 Arch=x86_64 CoresPerSocket=48  CPUAlloc=0 CPUTot=96 ActiveFeatures=h100,ib Gres=gpu:nvidia_h100_80gb_hbm3:4(S:0-1) GresUsed=gpu:nvidia_h100_80gb_hbm3:0(IDX:N/A) OS=Linux 5.14 #1 SMP  RealMemory=1500000 State=IDLE Partitions=gpu_h100
+NodeName=h2 CPUAlloc=8 CPUTot=96 ActiveFeatures=h100,ib Gres=gpu:nvidia_h100_80gb_hbm3:4(S:0-1) GresUsed=gpu:nvidia_h100_80gb_hbm3:3(IDX:0-2) RealMemory=1500000 State=MIXED Partitions=gpu_h100
+NodeName=h3 CPUAlloc=0 CPUTot=96 ActiveFeatures=h100,ib Gres=gpu:nvidia_h100_80gb_hbm3:4(S:0-1) GresUsed=gpu:0 RealMemory=1500000 State=IDLE+DRAIN Partitions=gpu_h100 Reason=bad fan = loud [root@2026-11-01T00:00:00]
+NodeName=c1 CPUAlloc=0 CPUTot=64 ActiveFeatures=(null) Gres=(null) RealMemory=256000 State=IDLE Partitions=cpu
+NodeName=o1 CPUAlloc=0 CPUTot=16 ActiveFeatures=(null) Gres=gpu:2,shard:8 RealMemory=64000 State=IDLE Partitions=odd
+"""  # noqa: E501
+KEMPNER: dict[str, object] = {
+    "partition": "kempner_h100",
+    "account": "kempner_lab",
+    "exclusive": True,
+    "mem": 0,
+    "gpus_per_node": 4,
+    "cpus_per_task": 96,
+    "time": "4:00:00",
+    "modules": ["python/3.12.5-fasrc01"],
+    "hardware": {"gpus": "4xH100", "link": "ib-ndr", "cpu_cores": 96, "memory_gib": 1500},
+}
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> None:
+    commands._kept.clear()
+    commands._silent.clear()
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Puts a command on PATH: a shell body; what it was called with is kept in NAME.called."""
+    place = tmp_path / "bin"
+    place.mkdir()
+    monkeypatch.setenv("PATH", f"{place}:{os.environ['PATH']}")
+
+    def make(name: str, body: str) -> Path:
+        called = tmp_path / f"{name}.called"
+        (place / name).write_text(f'#!/bin/sh\nprintf "%s\\n" "$*" >>"{called}"\n{body}\n')
+        (place / name).chmod(0o755)
+        return called
+
+    return make
+
+
+def print_text(text: str) -> str:
+    return f"cat <<'END'\n{text}\nEND"
+
+
+# --------------------------------------------------------------------------------------------------------- states
+def test_every_pair_of_states_is_decided() -> None:
+    for before, after in itertools.product(State, State):
+        assert may_follow(before, after) == (after in TRANSITIONS[before])
+    for state in ENDED | {State.UNKNOWN}:
+        assert not TRANSITIONS[state]
+    living = set(State) - ENDED - {State.UNKNOWN, State.PLANNED, State.STAGING, State.QUEUED}
+    assert all(may_follow(state, State.QUEUED) for state in living)  # a job can be requeued at any time
+    reachable = {State.PLANNED}
+    while new := {after for before in reachable for after in TRANSITIONS[before]} - reachable:
+        reachable |= new
+    assert reachable == set(State) - {State.UNKNOWN}
+
+
+def test_slurms_states_are_told_apart() -> None:
+    ended = {name: standing(Job("7", name)) for name in STATES if standing(Job("7", name)).ended}
+    reasons = {name: found.reason for name, found in ended.items()}
+    assert reasons["TIMEOUT"] is Reason.WALLTIME
+    assert reasons["NODE_FAIL"] is Reason.NODE_LOST
+    assert reasons["OUT_OF_MEMORY"] is Reason.OUT_OF_HOST_MEMORY
+    assert reasons["PREEMPTED"] is Reason.PREEMPTED
+    assert reasons["CANCELLED"] is Reason.CANCELLED
+    told = ["TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "CANCELLED", "BOOT_FAIL", "DEADLINE", "FAILED"]
+    assert len({reasons[name] for name in told}) == len(told)
+    assert all(found.text.startswith("job 7 ") and found.remedy for found in ended.values())
+    assert not [found for found in ended.values() if any(token in found.text for token in ("BY", "CODE", "NODES"))]
+
+
+@pytest.mark.parametrize("word", ["", "SOMETHING_OF_A_LATER_VERSION", "RUNNING|x"])
+def test_a_state_nobody_knows_is_unknown(word: str) -> None:
+    found = standing(Job("7", word))
+    assert found.state is State.UNKNOWN
+    assert not found.ended
+
+
+def test_waiting_is_told_with_its_reason_and_the_expected_start() -> None:
+    noon = time.mktime((2026, 11, 15, 12, 0, 0, 0, 0, -1))
+    found = standing(Job("7", "PENDING", "Priority", start_s=noon + 3600), now_s=noon)
+    assert found.text == (
+        "job 7 waits in the queue: jobs of higher priority come first (Priority); expected to start at 13:00"
+    )
+    again = standing(Job("7", "PENDING", "BeginTime", restarts=1), now_s=noon).text
+    assert again.startswith("job 7, again, waits in the queue")
+    odd = standing(Job("7", "PENDING", "SomethingNew"), now_s=noon)
+    assert odd.text == "job 7 waits in the queue: SLURM says SomethingNew"
+    assert "--account" in standing(Job("7", "PENDING", "InvalidAccount"), now_s=noon).remedy
+    held = standing(Job("7", "PENDING", "JobHeldUser"), now_s=noon)
+    assert "`scontrol release 7`" in held.remedy
+    for reason in WAITS:
+        assert standing(Job("7", "PENDING", reason), now_s=noon).state is State.QUEUED
+
+
+def test_who_cancelled() -> None:
+    assert "cancelled by alice" in standing(Job("7", "CANCELLED", cancelled_by="alice")).text
+    assert "by you or by an administrator" in standing(Job("7", "CANCELLED")).text
+
+
+# ------------------------------------------------------------------------------------------------------- commands
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("30", 1800), ("4:00:00", 14400), ("5:30", 330), ("2-12", 216000), ("1-00:00:00", 86400), ("1-2:30", 95400),
+     ("UNLIMITED", None), ("NONE", None), ("", None), ("4h", None), ("INVALID", None)],
+)  # fmt: skip
+def test_times(text: str, number: float | None) -> None:
+    assert seconds(text) == number
+    if number:
+        assert seconds(clock(number)) == number
+
+
+def test_memory() -> None:
+    assert [mebibytes(text) for text in ("0", "64G", "500000", "1T", "2048K", "x")] == [
+        0,
+        65536,
+        500000,
+        1 << 20,
+        2,
+        None,
+    ]
+
+
+def test_one_call_for_all_jobs_and_not_too_often(fake: Any) -> None:
+    called = fake(
+        "squeue",
+        print_text(
+            "12|RUNNING|None|2026-11-15T18:50:03|2026-11-15T19:50:03|59:00|n[1-2]|0|0|\n"
+            "13|PENDING|Resources|N/A|NONE|4:00:00||2|0|\n"
+            "a line of the site's own\n"
+            "14|PENDING|Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions"
+            "|N/A|N/A|1-00:00:00||0|0|"
+        ),
+    )
+    found = commands.jobs()
+    assert list(found) == ["12", "13", "14"]
+    assert (found["12"].nodes, found["12"].left_s, found["12"].reason) == ("n[1-2]", 3540, "")
+    assert found["12"].end_s - found["12"].start_s == 3600  # type: ignore[operator]
+    assert (found["13"].restarts, found["13"].start_s) == (2, None)
+    assert "down, drained" in standing(found["14"]).text
+    assert commands.jobs() is found
+    assert len(called.read_text().splitlines()) == 1
+    assert f"--user={os.getuid()} --states=all" in called.read_text()
+    commands.forget_answers()
+    commands.jobs()
+    assert len(called.read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1",
+     "echo 'squeue: error: Socket timed out on send/recv operation' >&2; exit 1", "sleep 60"],
+)  # fmt: skip
+def test_a_controller_that_does_not_answer_is_unreachable(
+    fake: Any, body: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands.ask, "__defaults__", (0.3,))
+    called = fake("squeue", body)
+    for _ in range(3):
+        with pytest.raises(UnreachableError, match="controller"):
+            commands.jobs()
+    assert len(called.read_text().splitlines()) == 1  # one wait for a whole list of deployments
+
+
+def test_no_slurm_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(CorralError, match="no login node"):
+        commands.jobs()
+
+
+def test_ended_jobs_come_from_the_accounting_or_the_completion_log(fake: Any) -> None:
+    fake("squeue", "exit 0")
+    body = "CANCELLED by 0|0:15|n1|2026-11-15T18:50:03|2026-11-15T18:50:13"
+    fake("sacct", print_text(body))
+    found = commands.find_job("12")
+    assert found is not None
+    assert (found.state, found.cancelled_by) == ("CANCELLED", "root")
+    none = "echo 'Slurm accounting storage is disabled' >&2; exit 1"
+    fake("sacct", f'case "$*" in *-c*) {print_text("NODE_FAIL|0:0|n1|Unknown|Unknown")}\n;; *) {none};; esac')
+    found = commands.find_job("12")
+    assert found is not None
+    assert found.state == "NODE_FAIL"
+    fake("sacct", none)
+    assert commands.find_job("12") is None
+
+
+def test_submitting_keeps_secrets_and_outer_jobs_out(fake: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_x1y2z3")
+    monkeypatch.setenv("OPENAI_API_KEY", "sk_x1y2z3")
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
+    monkeypatch.setenv("SBATCH_ACCOUNT", "lab")
+    fake("sbatch", f'env >"{tmp_path}/env"; umask >>"{tmp_path}/env"; echo "Welcome to the cluster"; echo "42;test"')
+    assert commands.submit(tmp_path / "job.sh") == "42"
+    env = (tmp_path / "env").read_text()
+    assert not [line for line in env.splitlines() if "x1y2z3" in line]
+    assert "SLURM_JOB_ID" not in env
+    assert "SLURM_CONF=/etc/slurm.conf" in env
+    assert "SBATCH_ACCOUNT=lab" in env
+    assert env.endswith("0077\n")
+
+
+@pytest.mark.parametrize(
+    ("said", "remedy"),
+    [("sbatch: error: invalid partition specified: nope", "--partition"),
+     ("sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified",
+      "--account"),
+     ("sbatch: unrecognized option '--partiton=gpu'", "KEY=VALUE"), ("sbatch: error: odd", "man sbatch")],
+)  # fmt: skip
+def test_what_sbatch_refuses(fake: Any, tmp_path: Path, said: str, remedy: str) -> None:
+    fake("sbatch", f"exec >&2\n{print_text(said)}\nexit 1")
+    with pytest.raises(UsageError) as caught:
+        commands.submit(tmp_path / "job.sh")
+    assert said.split(": ")[-1] in caught.value.message
+    assert remedy in caught.value.remedy
+
+
+def test_an_interrupt_while_submitting_leaves_no_job(fake: Any, tmp_path: Path) -> None:
+    fake("sbatch", "sleep 0.3; kill -ALRM $PPID; sleep 0.1; echo 42")
+    called = fake("scancel", "exit 0")
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            commands.submit(tmp_path / "job.sh")
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert called.read_text() == "42\n"
+
+
+def test_cancelling_what_is_gone_is_no_error(fake: Any) -> None:
+    fake("scancel", "echo 'scancel: error: Kill job error on job id 7: Invalid job id specified' >&2; exit 1")
+    commands.cancel("7")
+    fake("scancel", "echo 'scancel: error: Access/permission denied' >&2; exit 1")
+    with pytest.raises(CorralError, match="permission"):
+        commands.cancel("7")
+
+
+# -------------------------------------------------------------------------------------------------------- cluster
+def test_what_a_cluster_has() -> None:
+    found = cluster.read_cluster(PARTITIONS, NODES)
+    gpu = found.partition("gpu_h100")
+    shape = gpu.shapes[0]
+    assert (shape.gpu, shape.gpus, shape.cpus, shape.nodes) == ("nvidia_h100_80gb_hbm3", 4, 96, 3)
+    assert (shape.usable_nodes, shape.idle_nodes, shape.idle_gpus) == (2, 1, 5)
+    assert (gpu.max_time_s, gpu.default_time_s, gpu.max_nodes) == (259200, 3600, 8)
+    assert found.partition("cpu").accounts == ("lab", "other")
+    assert found.partition("").name == "gpu_h100"  # the default has no GPUs
+    assert found.partition("", gpus=False).name == "cpu"
+    with pytest.raises(NotFoundError, match="no partition 'gpu'"):
+        found.partition("gpu")
+
+
+def test_inventories_for_the_planner() -> None:
+    found = cluster.read_cluster(PARTITIONS, NODES)
+    partition, _, whole = found.inventory(cluster.Want(nodes=2))
+    assert (partition.name, whole.gpu, whole.gpus_per_node, whole.nodes) == ("gpu_h100", "H100-SXM", 4, 2)
+    assert whole.memory_bytes_per_gpu == GPUS["H100-SXM"].memory_bytes
+    _, _, half = found.inventory(cluster.Want(gpus_per_node=2))
+    assert (half.cpu_cores, half.host_memory_bytes >> 20) == (48, 750000)
+    _, _, none = found.inventory(cluster.Want(gpus_per_node=0, cpus_per_task=8, memory_mib=16000))
+    assert (none.gpu, none.cpu_cores, none.host_available_bytes >> 20) == (None, 8, 16000)
+    for want, says in (
+        (cluster.Want("gpu_h100", nodes=3), "has 2 usable nodes"),
+        (cluster.Want("gpu_h100", gpus_per_node=8), "no node with 8 GPUs"),
+        (cluster.Want("gpu_h100", gpu="A100"), "no node with A100"),
+        (cluster.Want("gpu_h100", constraint="rome"), "no node with feature rome"),
+    ):
+        with pytest.raises(DoesNotFitError, match=says):
+            found.inventory(want)
+    with pytest.raises(UsageError, match="does not say which GPUs"):
+        found.inventory(cluster.Want("odd"))
+    assert found.inventory(cluster.Want("odd", gpu="A40"))[2].gpu == "A40"
+    assert found.inventory(cluster.Want(gpu="A40", gpus_per_node=2))[0].name == "odd"  # the first that may have them
+    assert found.inventory(cluster.Want("odd", gpu_memory_gib=24))[2].memory_bytes_per_gpu == 24 << 30
+
+
+# ------------------------------------------------------------------------------------------------------- options
+def test_options_from_words_and_from_profiles() -> None:
+    words = SlurmOptions.read({"exclusive": "true", "nodes": "2", "modules": "a,b", "mail-type": "END", "hold": True})
+    assert (words.exclusive, words.nodes, words.modules) == (True, 2, ("a", "b"))
+    assert words.extra == {"mail-type": "END", "hold": True}
+    made = SlurmTarget.from_options(KEMPNER)
+    assert SlurmTarget.from_options(made.options()) == made  # as kept in the record
+    assert json.loads(json.dumps(made.options())) == made.options()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"time": "soon"}, {"mem": "lots"}, {"nodes": 0}, {"nodes": "x"}, {"exclusive": "maybe"}, {"ntasks": 4},
+     {"wrap": "x"}, {"partition": 'a" --wrap="x'}, {"comment": "a\nb"}, {"bad option": "x"}, {"link": "string"}],
+)  # fmt: skip
+def test_options_that_cannot_be(given: dict[str, object]) -> None:
+    with pytest.raises(UsageError):
+        SlurmOptions.read(given)
+
+
+# --------------------------------------------------------------------------------------------------------- script
+def shellchecked(script: str, path: Path) -> None:
+    path.write_text(script)
+    done = subprocess.run([str(SHELLCHECK), str(path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("model", "nodes", "tensor"), [("llama-3.1-70b", 1, 4), ("llama-3.1-405b", 4, 16)], ids=["70b", "405b"]
+)
+def test_kempners_documented_deployments(
+    model: str, nodes: int, tensor: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CORRAL_HOME", "/n/holylabs/corral")
+    monkeypatch.setenv("PATH", "/nonexistent")  # a dry run from a profile asks no cluster
+    wish = bringup.Wish(
+        model=model, target="slurm", place={**KEMPNER, "nodes": nodes}, fixed={"tensor": tensor, "pipeline": 1}
+    )
+    spec = bringup.dry_run(wish)
+    expected = GOLDEN / f"kempner_{model.rpartition('-')[2]}.sh"
+    if os.environ.get("CORRAL_GOLDEN"):
+        expected.parent.mkdir(exist_ok=True)
+        expected.write_text(spec.script)
+    assert spec.script == expected.read_text()
+    for option in ("--gpus-per-node=4", "--cpus-per-task=96", "--mem=0", "--exclusive", "--time=4:00:00"):
+        assert f"#SBATCH {option}\n" in spec.script  # as the guide has them
+    assert len(spec.ranks) == nodes
+    assert spec.base_url == ""
+    head = " ".join(spec.ranks[0].argv)
+    assert f"--tensor-parallel-size {tensor}" in head
+    assert "--port @PORT@" in head
+    if nodes > 1:
+        assert "--nnodes 4 --node-rank 0 --master-addr @ADDRESS0@ --master-port @MASTER_PORT@" in head
+        assert "--headless" in spec.ranks[3].argv
+        assert spec.ranks[3].env["VLLM_HOST_IP"] == "@ADDRESS3@"
+    monkeypatch.undo()
+    shellchecked(spec.script, tmp_path / "job.sh")
+
+
+def test_as_many_nodes_as_the_model_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    spec = bringup.dry_run(bringup.Wish(model="llama-3.1-405b", target="slurm", place=KEMPNER))
+    assert len(spec.ranks) > 1
+    assert f"#SBATCH --nodes={len(spec.ranks)}\n" in spec.script
+
+
+HOSTILE = ["plain", "it's", "a b", 'quo"te', "$(touch x)", "back`tick", "semi;colon", "100%", "ünïcode", "-rf", "a#b"]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_names_stay_words(name: str, tmp_path: Path) -> None:
+    folder = DeploymentFolder.of(name)
+    script = batch_script(BatchJob(name, name, str(folder.path), 1, modules=("a b",), extra={"comment": "a b"}))
+    shellchecked(script, tmp_path / "job.sh")
+    options = [line for line in script.splitlines() if line.startswith("#SBATCH")]
+    assert not [line for line in options if "$(" in line or "`" in line]
+    quoted = next(line for line in script.splitlines() if line.startswith("folder="))
+    shown = subprocess.run(
+        ["bash", "-c", f'{quoted}; printf %s "$folder"'], capture_output=True, text=True, check=True
+    )
+    assert shown.stdout == str(folder.path)
+
+
+def test_loading_longer_than_the_job_is_refused_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    place = {**KEMPNER, "nodes": 4, "time": "3:00"}
+    with pytest.raises(DoesNotFitError) as caught:
+        bringup.dry_run(bringup.Wish(model="llama-3.1-405b", target="slurm", place=place))
+    assert "loading takes about" in caught.value.message
+    assert "the job has 3 min" in caught.value.message
+    assert caught.value.details["time_s"] == 180
+
+
+# ------------------------------------------------------------------------------------------------------- the target
+@pytest.fixture
+def deployed() -> DeploymentFolder:
+    record = deployment.Record("d", "l1", "m", "m", "slurm", time.time(), own_identity(), place={"partition": "gpu"})
+    folder = deployment.claim(record, lambda _: None)
+    folder.rank(0).path.mkdir()
+    write_atomic(folder.job, dump_json(Submitted("7", time.time(), 3600.0)))
+    return folder
+
+
+def queue(fake: Any, state: str, reason: str = "None", restarts: int = 0) -> None:
+    fake("squeue", print_text(f"7|{state}|{reason}|N/A|N/A|1:00:00|n1|{restarts}|0|") if state else "exit 0")
+    fake("sacct", "exit 1")
+    commands._kept.clear()
+    commands._silent.clear()
+
+
+def agent_says(folder: DeploymentFolder, state: str, reason: str = "", life: str = "7.0") -> None:
+    rank = folder.rank(0)
+    rank.agent.write_text(dump_json(own_identity()))
+    rank.heartbeat.write_text("{}")
+    rank.address.write_text(json.dumps({"life": life}))
+    body = {"t": time.time(), "kind": "state", "rank": 0, "state": state, **({"reason": reason} if reason else {})}
+    with rank.events.open("a") as file:
+        file.write(json.dumps(body) + "\n")
+
+
+def test_a_life_through_the_queue(fake: Any, deployed: DeploymentFolder) -> None:
+    queue(fake, "PENDING", "Resources")
+    assert deployment.status(deployed).state is State.QUEUED
+    queue(fake, "RUNNING")
+    found = deployment.status(deployed)
+    assert found.state is State.STARTING
+    assert "its agents are starting" in found.text
+    agent_says(deployed, "ready")
+    assert deployment.status(deployed).state is State.READY
+    agent_says(deployed, "stopped", "requested")  # what TERM makes of it
+    queue(fake, "COMPLETING")
+    assert deployment.status(deployed).state is State.DRAINING
+    queue(fake, "PENDING", "BeginTime", restarts=1)
+    found = deployment.status(deployed)
+    assert found.state is State.QUEUED
+    assert found.endpoint is None
+    queue(fake, "CONFIGURING", restarts=1)
+    assert deployment.status(deployed).state is State.STARTING
+    queue(fake, "RUNNING", restarts=1)
+    assert deployment.status(deployed).state is State.STARTING  # the files are of the earlier life
+    agent_says(deployed, "ready", life="7.1")
+    assert deployment.status(deployed).state is State.READY
+    queue(fake, "SIGNALING", restarts=1)
+    assert deployment.status(deployed).state is State.READY
+
+
+@pytest.mark.parametrize(
+    ("word", "state", "reason"),
+    [("CANCELLED", "stopped", "cancelled"), ("TIMEOUT", "failed", "walltime"), ("PREEMPTED", "failed", "preempted"),
+     ("NODE_FAIL", "failed", "node_lost"), ("OUT_OF_MEMORY", "failed", "out_of_host_memory"),
+     ("COMPLETED", "stopped", "requested")],
+)  # fmt: skip
+def test_what_slurm_caused_is_not_what_was_asked_for(
+    fake: Any, deployed: DeploymentFolder, word: str, state: str, reason: str
+) -> None:
+    agent_says(deployed, "ready")
+    agent_says(deployed, "stopped", "requested")
+    queue(fake, word)
+    found = deployment.status(deployed)
+    assert (found.state, found.reason) == (state, reason)
+    fake("squeue", "exit 1")  # what has ended is not asked for again
+    commands._kept.clear()
+    assert deployment.status(deployed).reason == reason
+
+
+def test_a_drained_job_stays_drained_whatever_slurm_made_of_it(fake: Any, deployed: DeploymentFolder) -> None:
+    agent_says(deployed, "ready")
+    agent_says(deployed, "stopped", "walltime")
+    queue(fake, "TIMEOUT")  # the controller was away when the job ended
+    assert deployment.status(deployed).state is State.STOPPED
+
+
+def test_unknown_is_never_failed(fake: Any, deployed: DeploymentFolder) -> None:
+    queue(fake, "PENDING", "Priority")
+    deployment.status(deployed)
+    fake("squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
+    commands._kept.clear()
+    found = deployment.status(deployed)
+    assert found.state is State.UNKNOWN
+    assert "last seen pending" in found.text
+    queue(fake, "RUNNING")
+    agent_says(deployed, "ready")
+    assert deployment.status(deployed).state is State.READY
+    fake("squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
+    commands._kept.clear()
+    assert deployment.status(deployed).state is State.READY  # its heartbeat is fresh
+    old = time.time() - 300
+    os.utime(deployed.rank(0).heartbeat, (old, old))
+    commands._silent.clear()
+    assert deployment.status(deployed).state is State.UNKNOWN
+    queue(fake, "NOVEL_STATE")
+    assert deployment.status(deployed).state is State.UNKNOWN
+
+
+def test_a_forgotten_job(fake: Any, deployed: DeploymentFolder) -> None:
+    queue(fake, "RUNNING")
+    deployment.status(deployed)
+    queue(fake, "")
+    found = deployment.status(deployed)
+    assert (found.state, found.reason) == (State.FAILED, Reason.JOB_FORGOTTEN)
+    assert "last seen running" in found.text
+
+
+def once(flag: Path, before: str, after: str) -> str:
+    """A fake that says something else once a file is there."""
+    return f'if [ -e "{flag}" ]; then {print_text(after)}\nelse {print_text(before)}\nfi'
+
+
+def test_stopping_asks_the_agents_first(fake: Any, deployed: DeploymentFolder, tmp_path: Path) -> None:
+    queue(fake, "RUNNING")
+    agent_says(deployed, "ready")
+    ended = tmp_path / "ended"
+    line = "7|{}|None|N/A|N/A|1:00:00|n1|0|0|"
+    body = once(ended, line.format("RUNNING"), line.format("COMPLETED"))
+    fake("squeue", body)
+    called = fake("scancel", f'touch "{ended}"')
+    found = deployment.stop(deployed)
+    assert called.read_text() == "--signal=TERM 7\n"
+    assert deployed.rank(0).stop.exists()
+    assert (found.state, found.reason) == (State.STOPPED, Reason.REQUESTED)
+
+
+def test_stopping_what_waits_cancels_it(fake: Any, deployed: DeploymentFolder, tmp_path: Path) -> None:
+    ended = tmp_path / "ended"
+    line = "7|{}|None|N/A|N/A|1:00:00||0|0|"
+    body = once(ended, line.format("PENDING"), line.format("CANCELLED"))
+    fake("squeue", body)
+    fake("sacct", "exit 1")
+    called = fake("scancel", f'touch "{ended}"')
+    found = deployment.stop(deployed)
+    assert called.read_text() == "7\n"
+    assert (found.state, found.reason) == (State.STOPPED, Reason.REQUESTED)
+
+
+# ----------------------------------------------------------------------------------------------------- on the nodes
+def rank(name: str, *candidates: tuple[str, str]) -> dict[str, Any]:
+    found = [
+        {"interface": i, "address": a, "network": slurm_start.network(a, "255.255.255.0")} for i, a in candidates
+    ]
+    return {"life": "7.0", "name": name, "named": "", "candidates": found}
+
+
+def test_all_ranks_on_one_network() -> None:
+    ranks = [
+        rank("a", ("ib0", "10.1.0.1"), ("eth0", "10.0.0.1")),
+        rank("b", ("eth0", "10.0.0.2"), ("ib0", "10.1.0.2")),
+    ]
+    assert [one["address"] for one in slurm_start.choose_network(ranks)] == ["10.1.0.1", "10.1.0.2"]
+    ranks.append(rank("c", ("eth3", "10.0.0.3")))
+    assert [one["interface"] for one in slurm_start.choose_network(ranks)] == ["eth0", "eth0", "eth3"]
+    with pytest.raises(SystemExit, match=r"interface ib0 joins all nodes.*c has eth3 10\.0\.0\.3"):
+        slurm_start.choose_network(ranks, "ib0")
+    with pytest.raises(SystemExit, match="no network joins"):
+        slurm_start.choose_network([rank("a", ("eth0", "10.0.0.1")), rank("b")])
+
+
+def test_the_nodes_own_interfaces_and_ports() -> None:
+    for found in slurm_start.interfaces():
+        assert found["interface"] != "lo"
+        assert found["network"].count(".") == 6
+    ports = slurm_start.free_ports(3)
+    assert len(set(ports)) == 3
+    assert all(15000 <= port < 32000 for port in ports)
+
+
+def test_the_spec_is_filled_in(tmp_path: Path) -> None:
+    template = {
+        "argv": ["serve", "--port", "@PORT@", "--master-addr", "@ADDRESS0@", "user@host", "@OTHER@"],
+        "env": {"VLLM_HOST_IP": "@ADDRESS1@", "GLOO_SOCKET_IFNAME": "mine"},
+        "serve": {"host": "0.0.0.0", "port": 0, "model": "m", "key_file": "/k"},
+        "gang": {"names": ["rank0", "rank1"], "head": "@ADDRESS0@", "port": 0, "token_file": "/t", "patience_s": 10},
+    }
+    meeting = {
+        "names": ["n1", "n2"], "addresses": ["10.0.0.1", "10.0.0.2"], "interfaces": ["eth0", "eth1"],
+        "ports": {"serve": 1, "master": 2, "gang": 3},
+    }  # fmt: skip
+    spec = slurm_start.complete(template, meeting, 1)
+    assert spec["argv"] == ["serve", "--port", "1", "--master-addr", "10.0.0.1", "user@host", "@OTHER@"]
+    assert spec["env"]["VLLM_HOST_IP"] == "10.0.0.2"
+    assert spec["env"]["NCCL_SOCKET_IFNAME"] == "eth1"
+    assert spec["env"]["GLOO_SOCKET_IFNAME"] == "mine"
+    assert spec["gang"] == {
+        "names": ["n1", "n2"], "head": "10.0.0.1", "port": 3, "token_file": "/t", "patience_s": 10
+    }  # fmt: skip
+    own = {"named": "10.0.0.1", "candidates": [{"address": "10.1.0.1"}, {"address": "10.0.0.1"}]}
+    assert slurm_start.endpoint(spec, own)["base_url"] == "http://10.0.0.1:1/v1"
+
+
+def test_an_earlier_life_is_set_aside(tmp_path: Path) -> None:
+    for name in ("events.jsonl", "stop", "drain", "template.json"):
+        (tmp_path / name).write_text("old")
+    slurm_start.set_aside(str(tmp_path), "7.0")
+    assert (tmp_path / "events.jsonl").exists()  # nothing ran here yet
+    slurm_start.write_atomic(str(tmp_path / "address.json"), {"life": "7.0"})
+    slurm_start.set_aside(str(tmp_path), "7.1")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["life-7.0", "template.json"]
+    assert (tmp_path / "life-7.0" / "stop").exists()
+
+
+def test_what_the_nodes_write_is_private(tmp_path: Path) -> None:
+    slurm_start.write_atomic(str(tmp_path / "spec.json"), {})
+    assert stat.S_IMODE((tmp_path / "spec.json").stat().st_mode) == 0o600
