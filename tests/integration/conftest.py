@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from corral import engines
 from tests.conftest import ROOT
 from tests.tiny_llama import make_tiny_llama
 
@@ -37,6 +38,11 @@ class Corral:
         done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=timeout_s)
         assert not check or done.returncode == 0, f"{arguments}: {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
+
+    @property
+    def engine(self) -> Path:
+        """Where the engine of today's pins lies."""
+        return self.home / "engines" / Path(engines.expected("cpu").path).name
 
     def json(self, *arguments: str, check: bool = True) -> Any:
         return json.loads(self.run(*arguments, "--json", check=check).stdout)

@@ -29,7 +29,7 @@ def test_the_flags_shipped_with_corral_are_those_of_the_engine(corral: Corral) -
     from importlib import resources
 
     script = resources.files("corral") / "engine_side" / "list_flags.py"
-    python = corral.home / "engines" / "cpu-0.32.0" / "bin" / "python"
+    python = corral.engine / "bin" / "python"
     done = subprocess.run([str(python), str(script)], capture_output=True, text=True, env=corral.env, check=True)
     shipped = json.loads((resources.files("corral") / "data" / "engines" / "flags-0.32.0.json").read_text())
     assert json.loads(done.stdout.splitlines()[-1])["flags"] == shipped["flags"]
@@ -55,6 +55,6 @@ def test_an_interrupted_install_leaves_no_engine_and_two_at_once_make_one(corral
     outputs = [process.communicate(timeout=600) for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
     assert sum("waiting for process" in err for _, err in outputs) == 1
-    assert [path.name for path in building.iterdir() if "lock" not in path.name] == ["cpu-0.32.0"]
+    assert [path.name for path in building.iterdir() if "lock" not in path.name] == [corral.engine.name]
     assert here.run("engine", "remove", "cpu").returncode == 0
     assert here.json("engine", "list") == []

@@ -108,7 +108,7 @@ def routes(corral: Corral) -> list[str]:
     """Every path that this vLLM's source registers, found in the installed engine itself."""
     import re
 
-    site = next((corral.home / "engines" / "cpu-0.32.0" / "lib").glob("python3.*")) / "site-packages" / "vllm"
+    site = next(corral.engine.glob("lib/python3.*")) / "site-packages" / "vllm"
     found = set()
     for path in (site / "entrypoints").rglob("*.py"):
         text = path.read_text(errors="replace")

@@ -23,10 +23,10 @@ needs_accounting = pytest.mark.skipif(bool(missing("slurm", "accounting")), reas
 needs_docker = pytest.mark.skipif(bool(missing("containers")), reason=missing("containers"))
 
 
-def traces() -> tuple[set[str], set[str]]:
-    """Links and mounts of the machine."""
-    mounts = {line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()}
-    return {path.name for path in Path("/sys/class/net").iterdir()}, mounts
+def mounts_below(folder: Path) -> list[str]:
+    """The machine's mounts in a folder; others may use the testbed at the same time, so theirs do not count."""
+    lines = Path("/proc/self/mounts").read_text().splitlines()
+    return [line for line in lines if line.split()[1].startswith(str(folder))]
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +59,7 @@ class TestHosts:
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.stdout.split() == ["alice", str(hosts.home("alice"))], done.stderr
         assert hosts.exec("node2", ["id", "-un"], user="alice").stdout == "alice\n"
+        assert hosts.exec("node2", [sys.executable, "-c", "print(1)"], user="alice").stdout == "1\n"
 
     def test_a_cut_cable_and_its_repair(self, hosts: Hosts) -> None:
         hosts.cut("node1")
@@ -105,22 +106,22 @@ class TestHosts:
         assert list(place.iterdir()) == []
 
     def test_nothing_is_left_even_when_the_test_is_killed(self, tmp_path: Path) -> None:
-        before = traces()
         code = (
             "import sys, time; from pathlib import Path; from tests.testbed.hosts import Hosts\n"
             "h = Hosts(Path(sys.argv[1]), ('a', 'b')); h.up(); h.popen('a', ['sleep', '602'])\n"
-            "print(h.pid('a'), flush=True); time.sleep(600)"
+            "print(h.pid('a'), h.link, flush=True); time.sleep(600)"
         )
         command = [sys.executable, "-c", code, str(tmp_path)]
         owner = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         assert owner.stdout
-        first = int(owner.stdout.readline())
-        assert traces() != before
+        first, link = owner.stdout.readline().split()
+        assert (Path("/sys/class/net") / link).exists()
         owner.kill()
         owner.wait()
         owner.stdout.close()
-        wait_for(lambda: traces() == before, 10, "links and mounts to go")
-        wait_for(lambda: _gone(first), 10, "the host to go")
+        wait_for(lambda: not (Path("/sys/class/net") / link).exists(), 10, "the link to go")
+        wait_for(lambda: _gone(int(first)), 10, "the host to go")
+        assert mounts_below(tmp_path) == []
 
 
 def _gone(pid: int) -> bool:
@@ -160,7 +161,6 @@ class TestSlurm:
 @needs_docker
 class TestDocker:
     def test_python_runs_in_an_image_made_here(self, tmp_path: Path) -> None:
-        before = traces()
         with Docker(tmp_path / "docker") as docker:
             docker.import_image("stand-in:1", {"/app/hello.py": "import json, ssl, asyncio; print(json.dumps('hi'))"})
             options = ["--rm", "--network=host", "--gpus=all", "--ipc=host", "--ulimit=memlock=-1"]
@@ -168,7 +168,7 @@ class TestDocker:
             docker.run("run", "--detach", "--network=host", "stand-in:1", "sleep", "604")
             socket = Path(docker.env["DOCKER_HOST"].removeprefix("unix://"))
         assert not socket.parent.exists()
-        wait_for(lambda: traces() == before, 10, "mounts to go")
+        assert mounts_below(tmp_path) == mounts_below(socket.parent) == []
 
     def test_a_host_has_a_docker_of_its_own(self, hosts: Hosts) -> None:
         with Docker(hosts.folder / "docker", hosts, "node1") as docker:

@@ -32,7 +32,7 @@ PAIRS = [
 
 
 def reference(corral: Corral, model: Path, dtype: str, rows: list[dict[str, str]]) -> list[dict[str, Any]]:
-    (python,) = (corral.home / "engines").glob("cpu-*/bin/python")
+    python = corral.engine / "bin" / "python"
     given = "".join(json.dumps(row) + "\n" for row in rows)
     done = subprocess.run(
         [python, REFERENCE, model, dtype], input=given, capture_output=True, text=True, timeout=300,

@@ -1,8 +1,9 @@
 """Hosts: each is a network, uts, ipc, pid and mount namespace with an address, a hostname and an sshd of its own.
 
 Every host sees the machine's files (a cluster with one shared file system), except that `/run`, `/dev/shm` and `/tmp`
-are its own, that accounts and their homes come from the instance's folder, and that directories named `private` are
-empty and its own (node-local disks). What lies below `folder` (or another `shared` path) stays visible everywhere.
+are its own, that accounts and their homes come from the instance's folder (root's real home is out of sight), and
+that directories named `private` are empty and its own (node-local disks). What lies below `folder` stays visible
+everywhere, as do this checkout, this Python and other `shared` paths.
 
 The bridge stands in a namespace too, and everything hangs on pipes held by this process: when it ends, however it
 ends, the kernel takes processes, mounts and links away. No delay and no loss can be simulated; a cut cable can.
@@ -13,11 +14,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pwd
 import random
 import shlex
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -97,11 +100,17 @@ class Hosts:
         self.net = net or _free_net()
         self.users = tuple(users)
         self.private = [Path(path) for path in private]
-        self.shared = [self.folder, CHECKOUT, *(Path(path).resolve() for path in shared)]
+        self.shared = [
+            self.folder,
+            CHECKOUT,
+            Path(sys.base_prefix).resolve(),
+            *(Path(path).resolve() for path in shared),
+        ]
         self.ignored = {"sshd"}  # daemons that belong to the host itself, not to what a test started
         self.ssh_config = self.folder / "ssh_config"
         self.known_hosts = self.folder / "known_hosts"
-        self._tag = f"tb{os.getpid() % 0xFFFFF:x}{random.randrange(0xFFF):03x}"
+        # the machine's end of the cable to the switch: the only thing of ours that the machine sees
+        self.link = f"tb{os.getpid() % 0xFFFFF:x}{random.randrange(0xFFF):03x}"
         self._boxes: dict[str, Box] = {}
         self._switch: Box | None = None
         self._networks: dict[str, tuple[str, tuple[str, ...]]] = {}
@@ -131,6 +140,10 @@ class Hosts:
     def home(self, user: str = "root") -> Path:
         """The home that hosts give to this user; the same on all of them."""
         return self.folder / "home" / user
+
+    def uid(self, user: str) -> int:
+        """The number of one of the `users`, which only the hosts know by name."""
+        return FIRST_UID + self.users.index(user)
 
     def pid(self, host: str) -> int:
         """The host's pid 1 as the machine sees it; 0 when it is off."""
@@ -220,7 +233,7 @@ class Hosts:
         if self._switch:
             self._switch.down()
             self._switch = None
-            wait_for(lambda: not Path(f"/sys/class/net/{self._tag}").exists(), 10, "the machine's link to go")
+            wait_for(lambda: not Path(f"/sys/class/net/{self.link}").exists(), 10, "the machine's link to go")
         self._networks.clear()
 
     def cut(self, host: str, network: str | None = None) -> None:
@@ -375,9 +388,9 @@ class Hosts:
         )
         self._switch.wait_up()
         peer = ["peer", "name", "machine", "netns", str(self._switch.pid)]
-        _run(["ip", "link", "add", self._tag, "type", "veth", *peer])
-        _run(["ip", "addr", "add", f"{self.machine_address}/24", "dev", self._tag])
-        _run(["ip", "link", "set", self._tag, "up"])
+        _run(["ip", "link", "add", self.link, "type", "veth", *peer])
+        _run(["ip", "addr", "add", f"{self.machine_address}/24", "dev", self.link])
+        _run(["ip", "link", "set", self.link, "up"])
         self._switch_ip("link set machine master br-eth0 up")
 
     def _boot(self, hosts: Iterable[str]) -> None:
@@ -400,6 +413,8 @@ class Hosts:
             f"mount -n --rbind /sys/fs/cgroup {stage}/fs/cgroup; mount -n --move {stage} /sys",
         ]
         covers = [(Path("/run"), "755"), (Path("/dev/shm"), "1777"), (Path("/tmp"), "1777")]
+        home = Path(pwd.getpwuid(0).pw_dir)  # closed to other users, who need the interpreter that may lie in it
+        covers += [(home, "755")] if home.is_dir() and home != Path("/") else []
         for cover, mode in [*covers, *((path, "755") for path in self.private)]:
             lines.append(f"mount -n -t tmpfs -o mode={mode} tmpfs {stage}")
             for path in [path for path in self.shared if cover in path.parents]:

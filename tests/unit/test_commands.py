@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from corral import engines
 from corral.node import agent
 from corral.processes import identify
 from tests.unit.conftest import Corral
@@ -182,8 +183,8 @@ def test_an_interrupted_staging_is_told_and_the_name_is_free(corral: Corral) -> 
 
 
 def test_down_while_staging_ends_the_up(corral: Corral) -> None:
-    held = corral.home / "corral" / "engines" / ".cpu-0.32.0.lock"
-    engine = corral.home / "corral" / "engines" / "cpu-0.32.0" / "engine.json"
+    engine = Path(engines.expected("cpu").path) / "engine.json"
+    held = engine.parent.with_name(f".{engine.parent.name}.lock")
     text = engine.read_text()
     engine.unlink()  # so that `up` must install, and waits for the lock
     held.write_text(json.dumps(vars(identify(os.getpid()))))

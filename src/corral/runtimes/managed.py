@@ -61,7 +61,7 @@ class ManagedRuntime:
             return self.place
         if self.home == str(home_dir()):
             return self.installed.path
-        return str(PurePath(self.home) / "engines" / self.installed.name)
+        return str(PurePath(self.home) / "engines" / PurePath(self.installed.path).name)
 
     def flags(self) -> FlagList:
         return engines.flags_of(self.installed)

@@ -15,6 +15,9 @@ files:
 ``imports`` remembers two slow directory scans between starts.
 ``warmup``  what the engine process does early, or not at all.
 ``worker``  the worker class used for pipeline stages with ``--enforce-eager``.
+``ray_detect``, ``ray_platform``, ``communicator``
+            entry point ``vllm.platform_plugins``; lets vLLM's Ray executor run
+            on CPU nodes.  Chosen in processes that use Ray, and only there.
 
 Every patch first checks what it patches; on another version it logs one line
 and leaves vLLM as it is.

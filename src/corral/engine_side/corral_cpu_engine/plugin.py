@@ -100,8 +100,9 @@ def _pipeline_eager_worker() -> None:
     """Choose ``worker.CPUWorker`` for PP > 1 without compilation."""
     from vllm.platforms import current_platform
 
-    cls = type(current_platform)
-    original = cls.__dict__.get("check_and_update_config")
+    name = "check_and_update_config"
+    cls = next(c for c in type(current_platform).__mro__ if name in c.__dict__)  # ``ray_platform`` inherits it
+    original = cls.__dict__.get(name)
     if not isinstance(original, classmethod) or getattr(original.__func__, _MARK, False):
         return
     function = original.__func__

@@ -16,11 +16,11 @@ import argparse
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from typing import List, Optional
 
 JOIN_S = 600.0  # containers may be pulled first; the agents' own rules end a hopeless wait earlier
 CPU_RESOURCE = "corral_cpu"
@@ -31,23 +31,45 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def ray_command(order: argparse.Namespace) -> List[str]:
-    """`ray start` in the foreground."""
+def free_ports(count: int) -> list[int]:
+    """Ports nobody uses on this node now; held together while they are looked for, so that they differ."""
+    held = []
+    try:
+        for _ in range(count):
+            probe = socket.socket()
+            held.append(probe)
+            probe.bind(("", 0))
+        return [probe.getsockname()[1] for probe in held]
+    finally:
+        for probe in held:
+            probe.close()
+
+
+def ray_command(order: argparse.Namespace) -> list[str]:
+    """`ray start` in the foreground, with ports and folders that no other cluster on this node has."""
+    own = ["object-manager", "node-manager", "dashboard-agent-grpc", "runtime-env-agent", "metrics-export"]
+    listen, *ports = free_ports(1 + len(own) + 4 * order.devices + 16)
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
-    command += ["--node-ip-address", order.address]
+    command += ["--node-ip-address", order.address, "--include-log-monitor", "false"]
+    command += ["--temp-dir", os.path.join(tempfile.gettempdir(), "ray")]
+    command += ["--dashboard-agent-listen-port", str(listen)]
+    for name in own:
+        command += ["--%s-port" % name, str(ports.pop())]
     if order.role == "head":
-        command += ["--head", "--port", order.head.rpartition(":")[2], "--include-dashboard=false"]
-        command += ["--temp-dir", os.path.join(tempfile.gettempdir(), "ray")]
+        command += ["--head", "--port", order.head.rpartition(":")[2], "--include-dashboard", "false"]
+        command += ["--ray-client-server-port", str(ports.pop())]
     else:
         command += ["--address", order.head]
+    command += ["--worker-port-list", ",".join(str(port) for port in ports)]
     if order.cpu:
-        command += ["--num-gpus", "0", "--resources", json.dumps({CPU_RESOURCE: order.devices})]
+        command += ["--num-cpus", str(order.devices), "--num-gpus", "0", "--object-store-memory", "100000000"]
+        command += ["--resources", json.dumps({CPU_RESOURCE: order.devices})]
     else:
         command += ["--num-gpus", str(order.devices)]
     return command
 
 
-def joined(order: argparse.Namespace) -> List[str]:
+def joined(order: argparse.Namespace) -> list[str]:
     """Addresses of the nodes that are in the cluster now."""
     import ray
 
@@ -56,7 +78,7 @@ def joined(order: argparse.Namespace) -> List[str]:
     return sorted(node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"])
 
 
-def count_in(order: argparse.Namespace, cluster: "subprocess.Popen[bytes]") -> bool:
+def count_in(order: argparse.Namespace, cluster: subprocess.Popen[bytes]) -> bool:
     """Wait until every node has joined; false when Ray ended or they never come."""
     import ray
 
@@ -78,7 +100,7 @@ def count_in(order: argparse.Namespace, cluster: "subprocess.Popen[bytes]") -> b
     return False
 
 
-def main(argv: List[str]) -> int:
+def main(argv: list[str]) -> int:
     own, _, serve = "\0".join(argv).partition("\0--\0")
     parser = argparse.ArgumentParser()
     parser.add_argument("role", choices=["head", "worker"])
@@ -89,7 +111,7 @@ def main(argv: List[str]) -> int:
     parser.add_argument("--cpu", action="store_true")
     order = parser.parse_args(own.split("\0"))
     cluster = subprocess.Popen(ray_command(order), stdin=subprocess.DEVNULL)
-    server: Optional["subprocess.Popen[bytes]"] = None
+    server: subprocess.Popen[bytes] | None = None
 
     def stop(*_: object) -> None:
         for process in (server, cluster):
