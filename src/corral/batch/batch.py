@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -22,16 +22,16 @@ from corral.batch.output import BatchWork, export, problem_line
 from corral.batch.places import DeploymentPlace, find_places, gpus_of, served_by
 from corral.batch.run import Listener, Summary, run_job
 from corral.batch.runner import Counts, Runner, Settings
-from corral.batch.shared import brief_lock, gather, join, open_door, work_through
+from corral.batch.shared import Sharing, brief_lock, gather, join, open_door, work_through
 from corral.batch.table import Table, save_json
 from corral.errors import CorralError, DataError, UsageError
 from corral.events import append_event
 from corral.record import to_json
 
 if TYPE_CHECKING:
-    from corral.bringup import Decision
+    from corral.bringup import Decision, Wish
 
-__all__ = ["ORDERS", "Offline", "Result", "Where", "carry_out"]
+__all__ = ["ORDERS", "Offline", "Result", "Served", "Where", "again", "carry_out", "facts_of", "kept", "offline_name"]
 
 ORDERS = ("input", "longest-first", "prefix-first")
 
@@ -44,6 +44,24 @@ class Offline:
     context: int | None = None
     fixed: tuple[str, ...] = ()
     engine_args: tuple[str, ...] = ()
+    more: Mapping[str, Any] = field(default_factory=dict)  # other fields of a wish: target, place, runtime, …
+
+    def to_json(self) -> dict[str, Any]:
+        body: dict[str, Any] = to_json(self)
+        return body if self.more else {name: value for name, value in body.items() if name != "more"}
+
+    def wish(self, name: str, **more: Any) -> Wish:
+        """What `corral up` would be asked."""
+        from corral.bringup import Wish
+        from corral.plan import Goal
+        from corral.plan.fixed import parse_assignments
+
+        said = dict(self.more)
+        goal = Goal(**{**said.pop("goal", {}), **({"context": self.context} if self.context else {}),
+                       "goal": "throughput"})  # fmt: skip
+        said["fixed"] = {**said.get("fixed", {}), **parse_assignments(self.fixed)}
+        said["extra_args"] = (*said.get("extra_args", ()), *self.engine_args)
+        return Wish(**{"restarts": 3, **said, "model": self.model, "name": name, "goal": goal, **more})
 
 
 @dataclass(frozen=True)
@@ -101,11 +119,13 @@ def carry_out(
     price: float | None = None,
     reporter: Any = None,
     signals: bool = True,
-    jobs: int = 1,
+    sharing: Sharing | None = None,
+    serve: Callable[[], contextlib.AbstractContextManager[Served]] | None = None,
 ) -> Result:
     """Begin a batch, or continue it; returns when it is done, stopped or cancelled.
 
-    With `jobs` above 1 this is one of up to so many runners that work on it at once, each called like this.
+    With `sharing` this is one of several runners that work on it at once, each called like this. `serve` says who
+    serves the model when that cannot be told from `where`.
     """
     if row_order not in ORDERS:
         raise UsageError(f"there is no order {row_order!r}.", f"Known: {', '.join(ORDERS)}.")
@@ -113,9 +133,10 @@ def carry_out(
     new = not folder.path.exists()
     try:
         folder.create()
-        how = _How(order, where, settings, _Journal(folder, listener), row_order, reporter, signals)
-        ended = None if jobs > 1 or folder.shared.is_dir() else _alone(folder, how)
-        made, summary, names = ended or _together(folder, how, jobs)
+        sharing, serve = sharing or Sharing(), serve or partial(_served, where, order, reporter)
+        how = _How(order, where, settings, _Journal(folder, listener), row_order, signals, serve)
+        ended = None if sharing.wanted or folder.shared.is_dir() else _alone(folder, how)
+        made, summary, names = ended or _together(folder, how, sharing)
     except OSError as error:
         raise DataError(
             f"{error.filename or folder.path} cannot be read or written: {error.strerror}.",
@@ -125,7 +146,7 @@ def carry_out(
         if new and not folder.job.exists():  # refused: leave nothing behind
             with contextlib.suppress(OSError):
                 folder.path.rmdir()
-    return replace(_result(made, summary, names, price), runners=jobs)
+    return replace(_result(made, summary, names, price), runners=sharing.runners)
 
 
 @dataclass(frozen=True)
@@ -137,8 +158,8 @@ class _How:
     settings: Settings
     journal: _Journal
     row_order: str
-    reporter: Any
     signals: bool
+    serve: Callable[[], contextlib.AbstractContextManager[Served]]
 
 
 _Ended = tuple[Prepared, Summary, Sequence[str]]  # the job, how it went, the deployments
@@ -150,9 +171,9 @@ def _alone(folder: JobFolder, how: _How) -> _Ended | None:
     with JobLock(folder.lock, order.output) as lock:
         if folder.shared.is_dir():
             return None
-        with _served(how.where, order, how.reporter) as served:
+        with how.serve() as served:
             folder.sweep()
-            made = prepare(order, folder, _kept(how.where), **served.facts)
+            made = prepare(order, folder, kept(how.where), **served.facts)
             journal.note("begin", f"{'continuing' if made.continued else 'new'}: {made.record.rows} rows")
             table, record = made.table, made.record
             if order.retry_failed:
@@ -168,20 +189,20 @@ def _alone(folder: JobFolder, how: _How) -> _Ended | None:
             return made, summary, served.names
 
 
-def _together(folder: JobFolder, how: _How, jobs: int) -> _Ended:
+def _together(folder: JobFolder, how: _How, sharing: Sharing) -> _Ended:
     """One of several runners; the last one to finish, or any that finds all rows done, puts the output together."""
     order, journal = how.order, how.journal
-    if how.where.offline is not None and jobs > 1:
+    if how.where.offline is not None and sharing.counted and sharing.runners > 1:
         raise UsageError(
             "--jobs shares a batch between runners, and each would start the model on these same nodes.",
             "Start the model once with `corral up` and let the runners use it: --deployment NAME --jobs N.",
         )
-    with _served(how.where, order, how.reporter) as served:
+    with how.serve() as served:
         while True:
-            with brief_lock(folder) as lock, open_door(folder, jobs) as others:
+            with brief_lock(folder) as lock, open_door(folder, sharing) as others:
                 folder.sweep()
-                made = prepare(order, folder, _kept(how.where), busy=bool(others), **served.facts)
-                joined = join(made, lock, others, jobs, how.row_order, _bad(made), order.retry_failed, journal)
+                made = prepare(order, folder, kept(how.where), busy=bool(others), **served.facts)
+                joined = join(made, lock, others, sharing, how.row_order, _bad(made), order.retry_failed, journal)
             company = f", with {len(others)} more at work" if others else ""
             journal.note("begin", f"{'continuing' if made.continued else 'new'}: {made.record.rows} rows{company}")
             with _kept_state(folder, journal) as keep:
@@ -269,13 +290,13 @@ def _keep_state(folder: JobFolder, state: str, details: Any) -> None:
         save_json(folder.state, {"state": state, "at_s": time.time(), "details": details})
 
 
-def _kept(where: Where) -> dict[str, Any]:
+def kept(where: Where) -> dict[str, Any]:
     """Where it runs, as kept with the job for `corral batch resume`."""
     return {
         "deployments": where.deployments,
         "urls": where.urls,
         "key_file": str(Path(where.key_file).absolute()) if where.key_file else None,
-        "offline": to_json(where.offline) if where.offline else None,
+        "offline": where.offline.to_json() if where.offline else None,
     }
 
 
@@ -301,7 +322,7 @@ def _result(made: Prepared, summary: Summary, names: Sequence[str], price: float
 
 
 @dataclass(frozen=True)
-class _Served:
+class Served:
     """What `prepare` needs to know of the model, and how to find the places that serve it."""
 
     facts: dict[str, Any]
@@ -310,7 +331,7 @@ class _Served:
 
 
 @contextlib.contextmanager
-def _served(where: Where, order: Order, reporter: Any) -> Iterator[_Served]:
+def _served(where: Where, order: Order, reporter: Any) -> Iterator[Served]:
     if where.offline is None:
         yield _online(where, order)
         return
@@ -320,7 +341,7 @@ def _served(where: Where, order: Order, reporter: Any) -> Iterator[_Served]:
         yield served
 
 
-def _online(where: Where, order: Order) -> _Served:
+def _online(where: Where, order: Order) -> Served:
     known = _known_model(order)
     try:
         places = find_places(where.deployments, where.urls, where.key_file, known)
@@ -332,7 +353,7 @@ def _online(where: Where, order: Order) -> _Served:
         def unavailable() -> Sequence[Place]:
             raise failure
 
-        return _Served({"model": known}, unavailable)
+        return Served({"model": known}, unavailable)
     served = [served_by(place) for place in places]
     models = {one.models[0] for one in served if one is not None}
     if len(models) > 1:
@@ -344,7 +365,7 @@ def _online(where: Where, order: Order) -> _Served:
     if first is not None:
         facts |= {"models": first.models, "context": first.context, "counter": server_counter(places[0])}
     names = tuple(place.name for place in places if isinstance(place, DeploymentPlace))
-    return _Served(facts, lambda: places, names)
+    return Served(facts, lambda: places, names)
 
 
 def _known_model(order: Order) -> str | None:
@@ -361,25 +382,15 @@ def offline_name(output: str) -> str:
 
 
 @contextlib.contextmanager
-def _started(offline: Offline, order: Order, reporter: Any) -> Iterator[_Served]:
+def _started(offline: Offline, order: Order, reporter: Any) -> Iterator[Served]:
     """Decide now, start when the input has been checked, stop at the end, whatever the end is."""
     from corral import bringup, deployment
     from corral.folder import DeploymentFolder
-    from corral.plan import Goal
-    from corral.plan.fixed import parse_assignments
     from corral.state import ENDED
-    from corral.targets.base import load_target
 
     name = offline_name(order.output)
-    wish = bringup.Wish(
-        model=offline.model,
-        name=name,
-        goal=Goal(context=offline.context, goal="throughput"),
-        fixed=parse_assignments(offline.fixed),
-        extra_args=offline.engine_args,
-        restarts=3,
-    )
-    decision = bringup.decide(wish, load_target(wish.target, wish.place))
+    wish = offline.wish(name)
+    _, decision = bringup.sized(wish, reporter.note)
     folder = DeploymentFolder.of(name)
     begun: list[bool] = []
 
@@ -392,18 +403,23 @@ def _started(offline: Offline, order: Order, reporter: Any) -> Iterator[_Served]
             bringup.bring_up(wish, reporter)
         return [DeploymentPlace(name)]
 
-    facts = {
+    facts = facts_of(decision)
+    try:
+        yield Served(facts, places, (name,))
+    finally:
+        if folder.record.is_file() and (begun or deployment.status(folder).state not in ENDED):
+            reporter.phase("stopping the model")
+            deployment.stop(folder)
+
+
+def facts_of(decision: Decision) -> dict[str, Any]:
+    """What `prepare` needs to know of a model that is not there yet."""
+    return {
         "model": decision.served_name,
         "models": (decision.served_name,),
         "context": decision.plan.max_model_len,
         "counter": _tokenizer_here(decision),
     }
-    try:
-        yield _Served(facts, places, (name,))
-    finally:
-        if folder.record.is_file() and (begun or deployment.status(folder).state not in ENDED):
-            reporter.phase("stopping the model")
-            deployment.stop(folder)
 
 
 def _tokenizer_here(decision: Decision) -> Counter | None:
@@ -435,7 +451,13 @@ def again(output: str) -> tuple[Order, Where]:
         record.deployments,
         record.urls,
         record.key_file,
-        Offline(offline["model"], offline["context"], tuple(offline["fixed"]), tuple(offline["engine_args"]))
+        Offline(
+            offline["model"],
+            offline["context"],
+            tuple(offline["fixed"]),
+            tuple(offline["engine_args"]),
+            offline.get("more", {}),
+        )
         if offline
         else None,
     )

@@ -13,6 +13,7 @@
       state.json                  how it last ended, and its summary
       events.jsonl                starts, stops, endpoint losses
       cancel                      somebody asks the runner to stop
+      jobs/4711.json              a job of a scheduler that works on it (`queued`)
       shared/                     only while several runners may work on it (`shared`)
         division.json             how the rows are cut into blocks
         blocks/000017             who does this block: a link to the `holder` file of a runner
@@ -89,6 +90,10 @@ class JobFolder:
     @property
     def cancel(self) -> Path:
         return self.path / "cancel"
+
+    @property
+    def jobs(self) -> Path:
+        return self.path / "jobs"
 
     @property
     def shared(self) -> Path:

@@ -16,6 +16,8 @@ from corral.batch.job import JobRecord, load_record
 from corral.batch.ledger import read_ledger
 from corral.batch.lock import holder_of
 from corral.batch.parts import all_parts, claim_path, runners_of
+from corral.batch.queued import Standing as JobStanding
+from corral.batch.queued import cancel_waiting, standings
 from corral.batch.recipe import Recipe
 from corral.batch.rows import open_source
 from corral.processes import Identity
@@ -40,6 +42,7 @@ class Standing:
     holder: Identity | None
     runners: tuple[Identity, ...] = ()  # all who work on it
     blocks: Blocks | None = None  # when several may
+    jobs: tuple[JobStanding, ...] = ()  # of a scheduler
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,11 @@ def inspect(output: str) -> Standing:
     runners = runners_of(folder) or [one for one in (holder_of(folder.lock),) if one is not None]
     holder = runners[0] if runners else None
     state, reason = _state(folder, fine + failed >= record.rows, holder is not None)
+    jobs = standings(folder)
+    if state not in ("running", "done") and (alive := [job for job in jobs if not job.ended]):
+        state, reason = alive[0].state, ""
+    elif jobs and state not in ("running", "done"):
+        reason = jobs[-1].text
     return Standing(
         output=output,
         errors=str(folder.errors),
@@ -95,6 +103,7 @@ def inspect(output: str) -> Standing:
         holder=holder,
         runners=tuple(runners),
         blocks=_blocks(folder, record, done),
+        jobs=tuple(jobs),
     )
 
 
@@ -135,6 +144,11 @@ def ask_to_stop(output: str) -> str:
     """Ask the runner of a job to stop; returns what will happen, in words."""
     folder, _ = load_record(output)
     runners = runners_of(folder) or [one for one in (holder_of(folder.lock),) if one is not None]
+    waiting = cancel_waiting(folder) if folder.jobs.is_dir() else []
+    if waiting:
+        gone = f"{output}: took job {', '.join(waiting)} out of the queue"
+        if not runners:
+            return f"{gone}; `corral batch resume` continues"
     if not runners:
         return f"{output}: nobody is working on it"
     descriptor = os.open(folder.cancel, os.O_WRONLY | os.O_CREAT, 0o600)

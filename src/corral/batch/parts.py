@@ -26,7 +26,7 @@ from corral.batch.table import Table
 from corral.files import discard_lock, lock_holder, try_lock
 from corral.processes import Identity
 
-__all__ = ["Member", "Others", "all_parts", "claim_path", "runners_of"]
+__all__ = ["Member", "Others", "all_parts", "bury", "claim_path", "runners_of"]
 
 
 def all_parts(folder: JobFolder) -> list[PartFolder]:
@@ -40,6 +40,19 @@ def runners_of(folder: JobFolder) -> list[Identity]:
     """Who works on it now."""
     found = (holder_of(part.holder) for part in all_parts(folder))
     return [holder for holder in found if holder is not None]
+
+
+def bury(part: PartFolder) -> None:
+    """Take the claims of a runner away that is known to be dead; what it wrote counts."""
+    found = lock_holder(part.holder)
+    if found is None:
+        return
+    job = JobFolder(part.output)
+    with contextlib.suppress(FileNotFoundError):
+        for claim in job.blocks.iterdir():
+            if lock_holder(claim) == found:
+                claim.unlink(missing_ok=True)
+    part.holder.unlink(missing_ok=True)
 
 
 def claim_path(folder: JobFolder, block: int) -> Path:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from corral.batch.fleet import Place
 from corral.batch.folder import JobFolder
@@ -43,6 +44,7 @@ class Summary:
     example: str = ""
     repaired: tuple[str, ...] = ()
     peak_in_flight: int = 0
+    stopped_by: str = ""  # the signal
 
     @property
     def rows_per_s(self) -> float:
@@ -144,6 +146,7 @@ class Job:
         self._looked = 0.0
         self._peak = 0
         self._cancelled = False
+        self._stopped_by = ""
 
     async def run(
         self,
@@ -157,7 +160,7 @@ class Job:
     ) -> Summary:
         outbox = Outbox(self._ledger, self._on_commit)
         runner = Runner(work, reader, feed, done, places, outbox, self._counts, settings, self._listener.note)
-        restore = _on_signals(runner, self._listener) if signals else None
+        restore = self._on_signals(runner) if signals else None
         try:
             await runner.run(self._tick)
         finally:
@@ -187,6 +190,7 @@ class Job:
             example=c.example,
             repaired=tuple(self._ledger.repaired),
             peak_in_flight=self._peak,
+            stopped_by=self._stopped_by,
         )
 
     def _on_commit(self, count: int) -> None:
@@ -207,25 +211,27 @@ class Job:
                 runner.stop()  # at once
         self._listener.tick(self._counts, runner)
 
+    def _on_signals(self, runner: Runner) -> Callable[[], None]:
+        """Ctrl-C, SIGTERM and SIGUSR1 (a walltime warning) stop gently; a second one gives up what is under way."""
+        loop = asyncio.get_running_loop()
 
-def _on_signals(runner: Runner, listener: Listener) -> Callable[[], None]:
-    """Ctrl-C, SIGTERM and SIGUSR1 (a walltime warning) stop gently; a second one gives up what is under way."""
-    import asyncio
+        def stop(name: str) -> None:
+            again = runner.stopped
+            text = (
+                "giving up what is under way" if again else "finishing what is under way; once more to leave at once"
+            )
+            self._listener.note("stopping", f"{name}: {text}")
+            self._stopped_by = self._stopped_by or name
+            runner.stop()
 
-    loop = asyncio.get_running_loop()
-
-    def stop(name: str) -> None:
-        again = runner.stopped
-        text = "giving up what is under way" if again else "finishing what is under way; once more to leave at once"
-        listener.note("stopping", f"{name}: {text}")
-        runner.stop()
-
-    names: list[Any] = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
-    for name in names:
-        loop.add_signal_handler(name, stop, name.name)
-
-    def restore() -> None:
+        names = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+        before = [signal.getsignal(name) for name in names]
         for name in names:
-            loop.remove_signal_handler(name)
+            loop.add_signal_handler(name, stop, name.name)
 
-    return restore
+        def restore() -> None:
+            for name, handler in zip(names, before, strict=True):
+                loop.remove_signal_handler(name)
+                signal.signal(name, handler)
+
+        return restore

@@ -16,16 +16,17 @@ import contextlib
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from corral.batch.blocks import BlockFeed, Division, block_size, load_division
 from corral.batch.fleet import Place
-from corral.batch.folder import JobFolder, sync_dir
+from corral.batch.folder import JobFolder, PartFolder, sync_dir
 from corral.batch.job import JobRecord, Prepared
 from corral.batch.ledger import Entry, Ledger, Tally
 from corral.batch.lock import JobLock, beating
 from corral.batch.output import export
-from corral.batch.parts import Member, Others, all_parts, runners_of
+from corral.batch.parts import Member, Others, all_parts, bury, runners_of
 from corral.batch.run import Job, Listener, Summary, commit_first
 from corral.batch.runner import Counts, Settings, Work
 from corral.batch.table import RowReader
@@ -35,10 +36,23 @@ from corral.files import write_atomic
 from corral.processes import Identity
 from corral.record import dump_json, load_json
 
-__all__ = ["Joined", "brief_lock", "gather", "join", "open_door", "work_through"]
+__all__ = ["Joined", "Sharing", "brief_lock", "forget_failed", "gather", "join", "open_door", "work_through"]
 
 MANY_PARTS = 64  # after so many lives they are gathered before going on
 ALONE_S = 5.0  # a lock that is held longer than this, with no sign of sharing, is that of a lone runner
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How a runner shares its batch with others."""
+
+    runners: int = 1  # that may work on it at once
+    counted: bool = True  # whether one too many is refused; a scheduler's jobs were counted when they were queued
+    life: Path | None = None  # where a runner that may be put back into a queue keeps the name of its part
+
+    @property
+    def wanted(self) -> bool:
+        return self.runners > 1 or not self.counted
 
 
 @contextlib.contextmanager
@@ -62,13 +76,15 @@ def brief_lock(folder: JobFolder, patient: Callable[[], bool] | None = None) -> 
 
 
 @contextlib.contextmanager
-def open_door(folder: JobFolder, runners: int) -> Iterator[list[Identity]]:
+def open_door(folder: JobFolder, sharing: Sharing) -> Iterator[list[Identity]]:
     """Show that the batch is shared, refuse one too many; gives those who are there. Closed again when refused."""
     folder.shared.mkdir(mode=0o700, exist_ok=True)
+    if sharing.life is not None and sharing.life.is_file():  # its scheduler has ended that life before this one
+        bury(PartFolder(folder.output, folder.live, sharing.life.read_text().strip()))
     others = runners_of(folder)
     try:
-        if len(others) >= runners:
-            raise _too_many(folder, others, runners)
+        if sharing.counted and len(others) >= sharing.runners:
+            raise _too_many(folder, others, sharing.runners)
         if others and folder.cancel.exists():
             raise ConflictError(f"{folder.output} is being stopped.", "Run the same command again in a moment.")
         yield others
@@ -100,7 +116,7 @@ def join(
     made: Prepared,
     lock: JobLock,
     others: Sequence[Identity],
-    runners: int,
+    sharing: Sharing,
     row_order: str,
     first: Iterable[Entry],
     retry_failed: bool,
@@ -130,13 +146,30 @@ def join(
         ledger.close()
         _drop_empty(folder)
     if division is None or not others:
-        division = Division(block_size(len(table), runners), row_order, made.record.digest)
+        division = Division(block_size(len(table), sharing.runners), row_order, made.record.digest)
         write_atomic(folder.division, dump_json(division))
     member = Member(folder)
+    if sharing.life is not None:
+        write_atomic(sharing.life, member.part.name)
     member.join()
     own = Ledger(member.part, table)
     own.open()
     return Joined(member, division, tally, own)
+
+
+def forget_failed(made: Prepared, lock: JobLock) -> None:
+    """Let failed rows be tried again; the job's lock is held and nobody works on it."""
+    folder = made.folder
+    ledger = Ledger(folder, made.table, lock.check)
+    try:
+        ledger.open()
+        ledger.collect(all_parts(folder))
+        shutil.rmtree(folder.parts, ignore_errors=True)
+        ledger.close()
+        ledger.open(forget_failed=True)
+    finally:
+        ledger.close()
+        _drop_empty(folder)
 
 
 def _drop_empty(folder: JobFolder) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import sys
 import time
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
     from corral.batch.batch import Result
     from corral.batch.inspect import Checked, Standing
     from corral.batch.runner import Counts, Runner
+    from corral.batch.submit import Submitted
 
-__all__ = ["Screen", "print_check", "print_status"]
+__all__ = ["Screen", "print_check", "print_status", "print_submitted", "wait_for_jobs"]
 
 
 class Screen:
@@ -164,6 +166,9 @@ def print_status(standing: Standing, as_json: bool) -> None:
     if s.blocks is not None:
         b = s.blocks
         click.echo(f"  blocks   {b.done:,} of {b.count:,} done, {b.held:,} under way, {b.size:,} rows each")
+    for job in s.jobs:
+        if not job.ended or job is s.jobs[-1]:
+            click.echo(f"  job      {job.text}{f' ({job.remedy})' if job.remedy and not job.ended else ''}")
     click.echo(f"  model    {s.model}")
     click.echo(f"  input    {s.input}")
     click.echo(f"  begun    {since(s.created_s)} ago")
@@ -171,8 +176,46 @@ def print_status(standing: Standing, as_json: bool) -> None:
         click.echo(f"  reason   {s.reason}")
     if s.failed:
         click.echo(f"  failed   {s.errors}")
-    if not s.runners and s.state != "done":
+    if not s.runners and s.state != "done" and all(job.ended for job in s.jobs):
         click.echo(f"  continue corral batch resume {s.output}")
+
+
+def print_submitted(queued: Submitted, as_json: bool) -> None:
+    """What is in the queue now, and how to follow it."""
+    if as_json:
+        click.echo(json.dumps({"event": "queued", "jobs": queued.jobs, "rows": queued.rows, "done": queued.done}))
+        return
+    if queued.done:
+        click.echo(f"already complete: {queued.rows:,} rows in {queued.output}", err=True)
+        return
+    jobs = f"job {queued.jobs[0]}" if len(queued.jobs) == 1 else f"jobs {', '.join(queued.jobs)}"
+    output = shlex.quote(queued.output)
+    click.echo(f"queued: {jobs}, for {queued.rows:,} rows", err=True)
+    click.echo(f"  how far    corral batch status {output}", err=True)
+    click.echo(f"  stop       corral batch cancel {output}", err=True)
+
+
+def wait_for_jobs(output: str, poll_s: float = 2.0) -> int:
+    """Follow a batch in a queue until it is done, or nobody works on it any more."""
+    from corral.batch.inspect import inspect
+    from corral.errors import LaunchError
+
+    told = ""
+    while True:
+        now = inspect(output)
+        done = now.fine + now.failed
+        line = f"{now.state}: {done:,} of {now.rows:,} rows" + "".join(f"; {j.text}" for j in now.jobs if not j.ended)
+        if line != told:
+            click.echo(line, err=True)
+            told = line
+        if now.state == "done":
+            return 1 if now.failed else 0
+        if not now.runners and all(job.ended for job in now.jobs):
+            raise LaunchError(
+                f"no job works on {output} any more; {now.rows - done:,} rows are left ({now.reason or now.state}).",
+                f"Everything up to here is kept; continue: corral batch resume {shlex.quote(output)}",
+            )
+        time.sleep(poll_s)
 
 
 def print_check(checked: Checked, as_json: bool) -> None:

@@ -142,6 +142,14 @@ class Queue(Protocol):
         """The same target with another number of nodes."""
         ...
 
+    def job_of(self, folder: DeploymentFolder) -> str:
+        """The name of the deployment's job in the queue."""
+        ...
+
+    def hand_on(self, folder: DeploymentFolder, current: str) -> str:
+        """Queue the same job once more, to start when the current one is over; its name."""
+        ...
+
 
 TARGETS = {
     "local": "corral.targets.local:LocalTarget",
