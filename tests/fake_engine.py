@@ -26,6 +26,7 @@ def main() -> None:
     lived.touch()
     options = FakeOptions(
         model=given("--served-model-name"),
+        host=given("--host"),
         port=int(given("--port")),
         key_file=Path(os.environ["CORRAL_KEY_FILE"]),
         answer_tokens=(2, 6),
