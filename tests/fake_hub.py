@@ -65,7 +65,7 @@ class FakeHub:
         files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
         if rest and rest[0] == "tree":
             body: object = [
-                {"type": "file", "path": name, "size": (folder / name).stat().st_size, "oid": _etag(folder / name)}
+                {"type": "file", "path": name, "size": (folder / name).stat().st_size, **_hashes(folder / name)}
                 for name in files
             ]
         else:
@@ -94,7 +94,18 @@ class FakeHub:
 
 
 def _etag(path: Path) -> str:
-    return hashlib.sha1(path.read_bytes()).hexdigest()
+    """As the real hub: the sha256 of weights (which it keeps apart), git's own hash of everything else."""
+    body = path.read_bytes()
+    if path.suffix == ".safetensors":
+        return hashlib.sha256(body).hexdigest()
+    return hashlib.sha1(b"blob %d\0" % len(body) + body).hexdigest()
+
+
+def _hashes(path: Path) -> dict[str, object]:
+    if path.suffix != ".safetensors":
+        return {"oid": _etag(path)}
+    pointer = {"oid": _etag(path), "size": path.stat().st_size, "pointerSize": 130}
+    return {"oid": hashlib.sha1(_etag(path).encode()).hexdigest(), "lfs": pointer}
 
 
 def _send(

@@ -104,8 +104,7 @@ def decide(wish: Wish, target: Target) -> Decision:
     source = model_store.locate(reference)
     served = model_store.served_name(source, wish.served_name)
     name = checked_name(served if wish.name is None else wish.name)
-    if flags := engines.shipped_flags():
-        check_arguments(wish.extra_args, flags)
+    check_arguments(wish.extra_args, _runtime(wish, target, flavour).flags())
     model_store.check_access(source)
     plan = _plan(source, inventory, wish)
     if not plan.fits:
@@ -179,12 +178,14 @@ def dry_run(wish: Wish) -> LaunchSpec:
     here = model_store.already_here(decision.source)
     path = str(here) if here else decision.source.repo
     folder = DeploymentFolder.of(decision.name)
-    return _render(decision, target, folder, _runtime(decision, target), path, "dry-run", lambda _: None)
+    return _render(
+        decision, target, folder, _runtime(wish, target, decision.flavour), path, "dry-run", lambda _: None
+    )
 
 
-def _runtime(decision: Decision, target: Target) -> Runtime:
-    node = NodeSide(target.home(), decision.flavour, engines.PINNED_VERSION)
-    return make_runtime(decision.wish.runtime, decision.wish.runtime_options, node)
+def _runtime(wish: Wish, target: Target, flavour: str) -> Runtime:
+    node = NodeSide(target.home(), flavour, engines.PINNED_VERSION)
+    return make_runtime(wish.runtime, wish.runtime_options, node)
 
 
 def _render(
@@ -260,9 +261,10 @@ def _bring_up_once(wish: Wish, report: Reporter, wait: bool) -> deployment.Statu
     staging = _Stoppable(report, folder)
     with _released_on_failure(folder):
         staging.phase("installing engine")
-        runtime = _runtime(decision, target).stage(staging.detail)
+        runtime = _runtime(wish, target, decision.flavour).stage(staging.detail)
         if runtime.carried:
             runtime = runtime.moved({path: target.place(Path(path), staging.detail) for path in runtime.carried})
+        target.verify(runtime.check())
         staging.phase("fetching model")
         path = target.place(model_store.fetch(decision.source, staging.detail), staging.detail)
         spec = _render(decision, target, folder, runtime, path, record.launch_id, report.note)

@@ -7,6 +7,7 @@ after a reboot, "stopped: the machine restarted".
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import time
@@ -240,10 +241,11 @@ def _lost(machine_restarted: bool) -> tuple[State, Reason, str, str]:
 
 
 def _heartbeat_age_s(folder: DeploymentFolder) -> float:
-    try:
-        return time.time() - folder.rank(0).heartbeat.stat().st_mtime
-    except OSError:
-        return 1e9
+    head = folder.rank(0)
+    for file in (head.heartbeat, head.agent):  # a new agent has not beaten yet
+        with contextlib.suppress(OSError):
+            return time.time() - file.stat().st_mtime
+    return 1e9
 
 
 def _diagnosis(folder: DeploymentFolder, last: Event) -> Diagnosis:
@@ -257,6 +259,7 @@ def _diagnosis(folder: DeploymentFolder, last: Event) -> Diagnosis:
         last.get("signal"),
         bool(last.get("kernel_oom_kill")),
         bool(last.get("was_ready")),
+        bool(last.get("container")),
     )
     return replace(found, cause=f"rank {failed} on {last.get('node')}: {found.cause}") if failed else found
 

@@ -39,7 +39,96 @@ class Diagnosis:
     evidence: str = ""  # the line that said so
 
 
+# what a runtime says before there is any engine; these stand first, because their words end a log
+RUNTIME_SIGNATURES: tuple[Signature, ...] = (
+    Signature(
+        Reason.NO_RUNTIME,
+        r"corral: (?:there is no command (\S+)|(\S+) does not work) on this node",
+        "the command {1}{2} is not on the node, or does not work there",
+        "Install it there, name it with --runtime-option, or choose another --runtime.",
+    ),
+    Signature(
+        Reason.NO_RUNTIME,
+        r"corral: the conda environment (.+?) could not be activated",
+        "the conda environment {1} could not be activated",
+        "`conda env list` on the node shows its environments; name one with --runtime-option env=….",
+    ),
+    Signature(
+        Reason.NO_RUNTIME,
+        r"corral: the module (\S+) could not be loaded",
+        "the module {1} could not be loaded",
+        "`module avail` (with Lmod `module spider {1}`) on the node lists what there is.",
+    ),
+    Signature(
+        Reason.NO_RUNTIME,
+        r"permission denied while trying to connect to the [Dd]ocker|dial unix \S+: connect: permission denied",
+        "this user may not use the Docker daemon of the node",
+        "Ask to be put into the group `docker` (then log in anew), or use --runtime podman or apptainer.",
+    ),
+    Signature(
+        Reason.NO_RUNTIME,
+        r"Cannot connect to the Docker daemon(?: at (\S+?)\. )?|Cannot connect to Podman",
+        "the container daemon of the node does not answer {1}",
+        "Start it (`systemctl start docker`), and check DOCKER_HOST and `docker context ls`.",
+    ),
+    Signature(
+        Reason.NO_GPU,
+        r"could not select device driver|unresolvable CDI devices ([^\n]+)|nvidia-container-cli: ([^\n]+)"
+        r"|unknown or invalid runtime name: nvidia",
+        "containers cannot use this node's GPUs {1}{2}",
+        "Install the NVIDIA Container Toolkit there (for Podman also `nvidia-ctk cdi generate`), and check that"
+        " `nvidia-smi` works outside a container.",
+    ),
+    Signature(
+        Reason.NAME_TAKEN,
+        r"container name \"/?([^\"]+)\" is already in use",
+        "another container is called {1}, and it is not this launch's",
+        "See whose it is (`docker ps -a --filter name={1}`); remove it if nobody needs it, or take another --name.",
+    ),
+    Signature(
+        Reason.NO_IMAGE,
+        r"pull access denied for ([^\s,]+)|manifest for (\S+) not found|(\S+): (?:image not known|manifest unknown)"
+        r"|requested access to the resource is denied|unauthorized: authentication required|No such image: (\S+)",
+        "there is no image {1}{2}{3}{4}, or this user may not pull it",
+        "Check its name and tag; for a private one log in on the node first (`docker login`).",
+    ),
+    Signature(
+        Reason.NO_IMAGE,
+        r"Unable to find image '([^']+)' locally\n(?:docker: |[^\n]*Error response)"
+        r"|docker: Error response from daemon: (?:Get|Head|toomanyrequests|net/http|failed to register layer)",
+        "the image {1} is not on the node and could not be pulled",
+        "Pull it where there is a network (`docker pull`), or bring it there with `docker save` and `docker load`.",
+    ),
+    Signature(
+        Reason.NO_IMAGE,
+        r"could not open image (\S+?):|initializing source (\S+?):|[Ff]ailed to (?:pull|build) (?:image )?(\S+?):",
+        "the image {1}{2}{3} is not there and could not be pulled",
+        "Check its path or name; pull it where there is a network and copy it to the node.",
+    ),
+    Signature(
+        Reason.ENGINE_BROKEN,
+        r"exec: \"([^\"]+)\": executable file not found|executable file [`']?(\S+?)[`']? not found in \$PATH"
+        r"|exec (\S+) failed: No such file or directory",
+        "the image has no command {1}{2}{3}",
+        "Use an image with vLLM in it, such as vllm/vllm-openai.",
+    ),
+    Signature(
+        Reason.BAD_ARGUMENT,
+        r"bind source path does not exist: ([^\n]+)|statfs ([^\n]+): no such file or directory"
+        r"|mount source (\S+) doesn't exist",
+        "a folder to be mounted is not on the node: {1}{2}{3}",
+        "Correct --runtime-option mounts=…, or make the folder there.",
+    ),
+    Signature(
+        Reason.BAD_ARGUMENT,
+        r"unknown (?:shorthand )?flag: (\S+)",
+        "the container's client refused an argument: {1}",
+        "Correct --runtime-option args=…; `corral up --dry-run` shows the whole command.",
+    ),
+)
+
 SIGNATURES: tuple[Signature, ...] = (
+    *RUNTIME_SIGNATURES,
     Signature(
         Reason.PORT_TAKEN,
         r"(?:Errno 98\]|address already in use|Address already in use)",
@@ -200,6 +289,9 @@ SIGNATURES: tuple[Signature, ...] = (
 # what can only go wrong before a server has answered: later, such a line is somebody's bad request
 START_ONLY = frozenset(
     {
+        Reason.NO_RUNTIME,
+        Reason.NO_IMAGE,
+        Reason.NAME_TAKEN,
         Reason.PORT_TAKEN,
         Reason.BAD_ARGUMENT,
         Reason.BAD_PARALLELISM,
@@ -231,6 +323,7 @@ def diagnose(
     signal: int | None = None,
     kernel_oom_kill: bool = False,
     was_ready: bool = False,
+    container: bool = False,
 ) -> Diagnosis:
     """The cause of an engine's end, from the end of its log and the way it ended."""
     if kernel_oom_kill:
@@ -245,6 +338,14 @@ def diagnose(
             continue
         if match := re.search(row.pattern, text, re.DOTALL):
             return Diagnosis(row.reason, _fill(row.cause, match), _fill(row.remedy, match), _line_of(text, match))
+    if container and signal in (9, 15):
+        word = "killed" if signal == 9 else "stopped"
+        return Diagnosis(
+            Reason.ENGINE_EXITED,
+            f"somebody {word} the engine's container (signal {signal}): by `docker kill`, `stop` or `rm -f`, as an"
+            " administrator, or the kernel for lack of memory",
+            "Ask who looks after the containers of that node; start it again with `corral up`.",
+        )
     if signal == 9:
         return Diagnosis(
             Reason.ENGINE_EXITED,

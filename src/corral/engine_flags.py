@@ -1,7 +1,8 @@
 """The engine's own flags: are these arguments ones that this vLLM accepts?
 
 vLLM drops and renames flags with nearly every release, and a job may wait a night in a queue before it says so.
-The list for the pinned version ships with Corral; for other versions it is asked from the engine once and kept.
+The list for the pinned version ships with Corral; for other managed versions it is asked from the engine once and
+kept; for an environment or image whose vLLM is not known, only the flags that Corral owns are refused.
 Checked are names and missing values; what a value means is left to vLLM.
 """
 
@@ -16,7 +17,7 @@ from importlib import resources
 from corral.errors import EngineError, UsageError
 from corral.record import nearest
 
-__all__ = ["OWNED", "FlagList", "check_arguments", "shipped_flags"]
+__all__ = ["OWNED", "FlagList", "check_arguments", "flags_or_guess", "shipped_flags"]
 
 # flags that documents of this field still show, and what to do instead
 REMOVED = {
@@ -68,6 +69,7 @@ class FlagList:
 
     version: str
     takes_value: Mapping[str, bool]
+    complete: bool = True  # False: another version's list, good for guesses and no ground to refuse anything
 
     @classmethod
     def parse(cls, text: str) -> FlagList:
@@ -79,6 +81,14 @@ def shipped_flags(version: str) -> FlagList | None:
     """The list that came with Corral, if it knows this version."""
     file = resources.files("corral") / "data" / "engines" / f"flags-{version}.json"
     return FlagList.parse(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
+def flags_or_guess(version: str, guess_from: str) -> FlagList:
+    """The shipped list of a version, or for one that Corral does not know (or "") that of another as a guess."""
+    if shipped := shipped_flags(version):
+        return shipped
+    near = shipped_flags(guess_from)
+    return FlagList(version or "(version unknown)", near.takes_value if near else {}, complete=False)
 
 
 def _name(argument: str) -> str:
@@ -104,9 +114,13 @@ def check_arguments(arguments: Sequence[str], flags: FlagList) -> None:
             )
         if name in OWNED:
             raise UsageError(f"{name} is set by Corral itself.", f"Use instead: {OWNED[name]}.")
+        index += 1
+        if not flags.complete:  # only vLLM itself knows this version's flags, and how many values each takes
+            while index < len(arguments) and not re.match(r"--?[A-Za-z]", arguments[index]):
+                index += 1
+            continue
         if name not in flags.takes_value:
             raise _unknown(name, flags)
-        index += 1
         carries_value = "=" in argument or argument.startswith("-O")
         if flags.takes_value[name] and not carries_value:
             if index >= len(arguments) or re.match(r"--?[A-Za-z]", arguments[index]):

@@ -185,20 +185,22 @@ def _routed(
 def _forced(facts: Sequence[NodeFacts], wanted: str) -> tuple[tuple[_Place, ...], str, list[str]]:
     """What the user asked for, or an error that shows what there is."""
     network = _as_network(wanted)
-    own, lacking = {}, []
+    own: dict[str, list[_Place]] = {}
+    lacking: dict[str, list[str]] = {}
     for node in facts:
         places = [p for p in _places(node) if (p.address.ip in network if network else p.interface.name == wanted)]
         own[node.host] = [place for place in places if place.interface.up and place.interface.carrier is not False]
         if not own[node.host]:
-            lacking.append(f"{node.host} {_why_not(node, wanted, network)}")
+            lacking.setdefault(_why_not(node, wanted, network), []).append(node.host)
     if lacking:
-        raise UsageError(f"--interface {wanted} cannot be used: {'; '.join(lacking)}.", _listing(facts))
+        why = "; ".join(f"{reason} on {_some(hosts)}" for reason, hosts in lacking.items())
+        raise UsageError(f"--interface {wanted} cannot be used: {why}.", _listing(facts))
     if network:
         chosen = tuple(max(places, key=_preference) for places in own.values())
     else:
         chosen = next(iter(_shared(facts, own)), ())
     if not chosen or len({place.address.ip for place in chosen}) < len(facts):
-        said = ", ".join(f"{host} {places[0].address}" for host, places in own.items())
+        said = _some([f"{host} {places[0].address}" for host, places in own.items()])
         raise UsageError(f"--interface {wanted} does not join the nodes: they have {said} there.", _listing(facts))
     return chosen, f"{_names(chosen)}: asked for", []
 
@@ -206,12 +208,12 @@ def _forced(facts: Sequence[NodeFacts], wanted: str) -> tuple[tuple[_Place, ...]
 def _why_not(node: NodeFacts, wanted: str, network: IPv4Network | None) -> str:
     row = node.interface(wanted)
     if network:
-        return "has no address in it"
+        return "no address in it"
     if row is None:
-        return f"has no {wanted}"
+        return "no such interface"
     if not row.up or row.carrier is False:
-        return "has it down"
-    return "has no IPv4 address on it"
+        return "it is down"
+    return "it has no IPv4 address"
 
 
 def _as_network(text: str) -> IPv4Network | None:
@@ -257,7 +259,7 @@ def _adapters(facts: Sequence[NodeFacts], wanted: str | None) -> tuple[dict[str,
             return {host: _fastest(ports) for host, ports in active.items()}, False, ""
     for what, active in (("active InfiniBand ports", infiniband), ("RDMA ports on the nodes' network", compute)):
         if any(active.values()):
-            lacking = ", ".join(host for host, ports in active.items() if not ports)
+            lacking = _some([host for host, ports in active.items() if not ports])
             return {}, True, f"{lacking} has no {what} and other nodes do: NCCL uses sockets on all"
     if any(ethernet.values()):
         return {}, True, "the RDMA ports are those of the management network: NCCL uses sockets"
@@ -314,10 +316,19 @@ def _names(chosen: Sequence[_Place]) -> str:
     return ", ".join(f"{name} on {', '.join(hosts)}" for name, hosts in by_name.items())
 
 
+def _some(words: Sequence[str], most: int = 6) -> str:
+    return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
+
+
 def _speed(chosen: Sequence[_Place]) -> str:
-    if all(place.interface.speed_mbps == 0 and place.speed <= SLOWEST_MBPS for place in chosen):
+    if all(_guessed(place) for place in chosen):
         return "speed not known"
     return f"{min(place.speed for place in chosen) / 1000:g} Gb/s"
+
+
+def _guessed(place: _Place) -> bool:
+    row = place.interface
+    return place.speed <= SLOWEST_MBPS and (row.kind == "veth" or not row.speed_mbps)
 
 
 def _listing(facts: Sequence[NodeFacts], most: int = 8) -> str:

@@ -227,7 +227,7 @@ def _rank(plan: Plan, order: Order, runtime: Runtime, linked: LinkedRank) -> Ran
         argv=tuple(argv),
         env=env,
         cwd=str(files.path),
-        visible=(order.model_path, str(order.folder.node_files), str(order.folder.key), str(order.folder.token)),
+        visible=(order.model_path, str(order.folder.node_files), *_secret_files(order)),
         writable=(str(files.path),),
         gpus=plan.inventory.gpu is not None,
         fabric=len(order.nodes) > 1,
@@ -237,6 +237,11 @@ def _rank(plan: Plan, order: Order, runtime: Runtime, linked: LinkedRank) -> Ran
         linked.rank, linked.node.name, wrapped.argv, wrapped.env, UNSET, str(files.path), serve, wrapped.cleanup,
         wrapped.pid_query,
     )  # fmt: skip
+
+
+def _secret_files(order: Order) -> tuple[str, ...]:
+    """Files that an engine reads its secrets from; no secret reaches it in any other way."""
+    return (str(order.folder.key), *([str(order.folder.token)] if len(order.nodes) > 1 else []))
 
 
 def refuse_reserved(names: Iterable[str]) -> None:

@@ -53,6 +53,9 @@ class Elsewhere:
     def place(self, path: object, progress: object) -> str:
         return str(path)
 
+    def verify(self, checks: object) -> None:
+        pass
+
     def refresh(self, folder: object) -> None:
         pass
 

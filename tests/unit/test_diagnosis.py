@@ -51,6 +51,39 @@ TOLD = [
     ("RuntimeError: No CUDA GPUs are available", Reason.NO_GPU, "sees no GPU"),
     ("ImportError: /env/vllm/_C.abi3.so: undefined symbol: _ZN3c104cuda9SetDevice", Reason.ENGINE_BROKEN, "PyTorch"),
     ("ModuleNotFoundError: No module named 'uvloop'", Reason.ENGINE_BROKEN, "lacks the module uvloop"),
+    ("corral: there is no command docker on this node", Reason.NO_RUNTIME, "command docker is not on the node"),
+    ("EnvironmentNameNotFound: Could not find conda environment: vllm\n"
+     "corral: the conda environment vllm could not be activated", Reason.NO_RUNTIME, "conda environment vllm"),
+    ("Lmod has detected the following error: The following module(s) are unknown: \"cuda/99\"\n"
+     "corral: the module cuda/99 could not be loaded", Reason.NO_RUNTIME, "module cuda/99 could not be loaded"),
+    ("docker: permission denied while trying to connect to the Docker daemon socket at unix:///var/run/docker.sock:"
+     " Get \"http://%2Fvar%2Frun%2Fdocker.sock/_ping\": dial unix /var/run/docker.sock: connect: permission denied.",
+     Reason.NO_RUNTIME, "may not use the Docker daemon"),
+    ("docker: Cannot connect to the Docker daemon at unix:///var/run/docker.sock. Is the docker daemon running?",
+     Reason.NO_RUNTIME, "does not answer unix:///var/run/docker.sock"),
+    ("docker: Error response from daemon: could not select device driver \"\" with capabilities: [[gpu]].",
+     Reason.NO_GPU, "cannot use this node's GPUs"),
+    ("Error: setting up CDI devices: unresolvable CDI devices nvidia.com/gpu=all",
+     Reason.NO_GPU, "nvidia.com/gpu=all"),
+    ("docker: Error response from daemon: Conflict. The container name \"/corral-m-0-1a2b\" is already in use by"
+     " container \"b4967544966242c68\". You have to remove (or rename) that container to be able to reuse that name.",
+     Reason.NAME_TAKEN, "another container is called corral-m-0-1a2b"),
+    ("Error: creating container storage: the container name \"corral-m-0-1a2b\" is already in use by 3e7b",
+     Reason.NAME_TAKEN, "another container is called corral-m-0-1a2b"),
+    ("Unable to find image 'me/private:1' locally\ndocker: Error response from daemon: pull access denied for"
+     " me/private, repository does not exist or may require 'docker login'", Reason.NO_IMAGE, "no image me/private,"),
+    ("docker: Error response from daemon: manifest for vllm/vllm-openai:v9.9.9 not found: manifest unknown",
+     Reason.NO_IMAGE, "vllm/vllm-openai:v9.9.9"),
+    ("Error: localhost/nosuch:1: image not known", Reason.NO_IMAGE, "no image localhost/nosuch:1"),
+    ("Unable to find image 'nosuch:1' locally\ndocker: Error response from daemon: Get \"https://hub/v2/\": dial tcp:"
+     " lookup hub: no such host", Reason.NO_IMAGE, "nosuch:1 is not on the node and could not be pulled"),
+    ("FATAL:   could not open image /images/vllm.sif: failed to retrieve path", Reason.NO_IMAGE, "/images/vllm.sif"),
+    ("docker: Error response from daemon: runc create failed: exec: \"vllm\": executable file not found in $PATH",
+     Reason.ENGINE_BROKEN, "the image has no command vllm"),
+    ("[FATAL tini (7)] exec vllm failed: No such file or directory", Reason.ENGINE_BROKEN, "has no command vllm"),
+    ("docker: Error response from daemon: invalid mount config: bind source path does not exist: /no",
+     Reason.BAD_ARGUMENT, "not on the node: /no"),
+    ("unknown flag: --gpu\nSee 'docker run --help'.", Reason.BAD_ARGUMENT, "--gpu"),
     ("ValueError: kv_cache_dtype fp7 is unknown", Reason.BAD_ARGUMENT, "kv_cache_dtype fp7 is unknown"),
 ]  # fmt: skip
 

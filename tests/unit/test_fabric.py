@@ -150,13 +150,13 @@ def test_a_tunnel_may_be_asked_for() -> None:
 @pytest.mark.parametrize(
     ("wanted", "word"),
     [
-        ("eth7", "n1 has no eth7; n2 has no eth7"),
-        ("down0", "has it down"),
+        ("eth7", "no such interface on n1, n2"),
+        ("down0", "it is down on n1, n2"),
         ("bare0", "no IPv4 address"),
         ("docker0", "does not join"),
         ("lo", "does not join"),
         ("apart0", "n1 10.1.0.1/24, n2 10.2.0.2/24"),
-        ("10.99.0.0/16", "has no address in it"),
+        ("10.99.0.0/16", "no address in it"),
         ("10.99.0.0/99", "neither an interface nor a network"),
     ],
 )
@@ -243,7 +243,7 @@ def test_one_node_is_trivial() -> None:
     assert fabric.env("droplet-0") == {}
     assert choose_fabric([NodeFacts("bare")]).addresses == {"bare": "127.0.0.1"}
     assert choose_fabric(digitalocean_droplets(1), interface="eth1").addresses == {"droplet-0": "10.110.0.2"}
-    with pytest.raises(CorralError, match="has no eth77"):
+    with pytest.raises(CorralError, match="no such interface"):
         choose_fabric(digitalocean_droplets(1), interface="eth77")
     with pytest.raises(UsageError):
         choose_fabric([])

@@ -15,7 +15,7 @@ ROWS: list[list[str]] = [
     ["errors", "record", "state", "home", "processes", "files", "events", "shell", "ssh", "folder", "profile",
      "pip_configuration", "engine_flags", "endpoint", "architecture", "catalogue", "hub", "weights", "model",
      "hardware", "probe", "fake", "alarm", "request_errors", "reply", "wire", "pool"],
-    ["slurm", "plan", "engines", "diagnosis", "survey", "fabric", "spread"],
+    ["slurm", "plan", "engines", "diagnosis", "survey", "fabric", "couriers", "spread"],
     ["runtimes", "links", "launch", "model_store"],
     ["targets"],
     ["deployment", "tunnel", "client", "resolve"],

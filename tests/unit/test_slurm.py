@@ -387,6 +387,22 @@ def test_as_many_nodes_as_the_model_needs(monkeypatch: pytest.MonkeyPatch) -> No
     assert f"#SBATCH --nodes={len(spec.ranks)}\n" in spec.script
 
 
+def test_gpus_need_not_be_typed(fake: Any) -> None:
+    fake("scontrol", f'case "$*" in *partition*) {print_text(PARTITIONS)}\n;; *) {print_text(NODES)}\n;; esac')
+    tested = fake("sbatch", "exit 0")
+    spec = bringup.dry_run(bringup.Wish(model="llama-3.1-70b", target="slurm", fixed={"tensor": 4}))
+    said = [line.removeprefix("#SBATCH --") for line in spec.script.splitlines() if line.startswith("#SBATCH")]
+    for option in ("partition=gpu_h100", "nodes=1", "gpus-per-node=4", "cpus-per-task=96", "mem=0", "time=1:00:00"):
+        assert option in said
+    assert "--tensor-parallel-size 4" in " ".join(spec.ranks[0].argv)
+    assert "--test-only" in tested.read_text()
+    fake("sbatch", "echo 'sbatch: error: Invalid account or account/partition combination specified' >&2; exit 1")
+    with pytest.raises(UsageError, match="Invalid account"):  # before an engine or a model is fetched
+        bringup.dry_run(bringup.Wish(model="llama-3.1-70b", target="slurm", place={"account": "x"}))
+    with pytest.raises(DoesNotFitError, match="gives a job 72 h"):
+        bringup.dry_run(bringup.Wish(model="llama-3.1-70b", target="slurm", place={"time": "4-00:00:00"}))
+
+
 HOSTILE = ["plain", "it's", "a b", 'quo"te', "$(touch x)", "back`tick", "semi;colon", "100%", "ünïcode", "-rf", "a#b"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import click
 
@@ -66,7 +67,7 @@ def _of_profile(question: Question, name: str) -> Question:
     except ImportError:
         raise UsageError("this Corral has no profiles.", "Name the nodes with --hosts.") from None
     profile = load_profile(name)
-    place = dict(profile.place)
+    place: dict[str, Any] = dict(profile.place)
     if profile.target not in ("local", "ssh"):
         remedy = "Its nodes are known only inside a job; on a node, `corral doctor` without --on looks at that node."
         raise UsageError(f"the profile {name!r} is for {profile.target}.", remedy)

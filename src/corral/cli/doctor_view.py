@@ -20,7 +20,7 @@ __all__ = ["report_lines"]
 COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.FATAL: "red"}
 MOST_ROWS = 40
 HEADINGS = ("NODE", "STATE", "PYTHON", "CORES", "MEMORY", "GPUS", "DISK", "ADDRESS")
-SPARED = ("PYTHON", "CORES", "DISK")  # left out in this order when the terminal is narrow
+SPARED = ("PYTHON", "CORES", "DISK", "MEMORY")  # left out in this order when the terminal is narrow
 _STATE, _WHAT = 9, 12
 
 

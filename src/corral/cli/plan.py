@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -14,6 +15,7 @@ from corral.model import ModelFacts, read_facts
 from corral.plan import Goal, calibration, make_plan
 from corral.plan.choose import compare
 from corral.plan.fixed import KEYS, parse_assignments
+from corral.profile import Profile, load_profile
 from corral.record import dump_json, to_json
 
 __all__ = ["command"]
@@ -21,13 +23,14 @@ __all__ = ["command"]
 
 @click.command(epilog=f"--set takes {', '.join(KEYS)}. Exits 0 when it fits, {DoesNotFitError.exit_code} when not.")
 @click.argument("model", required=False)
+@click.option("--on", "on", metavar="PROFILE", envvar="CORRAL_PROFILE", help="Hardware and defaults of a profile.")
 @click.option("--gpus", metavar="NxKIND", help="Hardware, for example 8xH100 (default: this machine's own).")
 @click.option("--nodes", type=int, metavar="N", help="Equal nodes of that hardware.")
-@click.option("--link", type=click.Choice(list(LINKS)), default="ib-ndr", show_default=True, help="Between nodes.")
+@click.option("--link", type=click.Choice(list(LINKS)), help="Between nodes (default: ib-ndr).")
 @click.option("--context", type=int, metavar="TOKENS", help="Longest request (default: the model's own, if it fits).")
 @click.option("--concurrency", type=int, metavar="N", help="Requests at once.")
 @click.option(
-    "--goal", type=click.Choice(["balanced", "latency", "throughput"]), default="balanced", show_default=True
+    "--goal", type=click.Choice(["balanced", "latency", "throughput"]), help="What comes first (default: balanced)."
 )
 @click.option(
     "--prompt", "prompt_tokens", type=int, default=512, show_default=True, help="Prompt tokens of a request."
@@ -46,12 +49,13 @@ __all__ = ["command"]
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 def command(
     model: str | None,
+    on: str | None,
     gpus: str | None,
     nodes: int | None,
-    link: str,
+    link: str | None,
     context: int | None,
     concurrency: int | None,
-    goal: str,
+    goal: str | None,
     prompt_tokens: int,
     output_tokens: int,
     price: float | None,
@@ -67,14 +71,19 @@ def command(
     """Plan how to run MODEL: a folder, a Hugging Face repository, or a catalogue name."""
     if learned:
         return _show_lessons(as_json)
+    profile = load_profile(on)
+    said = profile.settings.defaults
+    model = said.model if model is None else model
     if model is None:
         raise UsageError("No model was named.", "For example: corral plan llama-3.1-8b --gpus 1xH100.")
-    wish = Goal(context, concurrency, goal, prompt_tokens, output_tokens, price, storage)
-    fixed = parse_assignments(assignments)
+    context = said.context if context is None else context
+    concurrency = said.concurrency if concurrency is None else concurrency
+    wish = Goal(context, concurrency, goal or said.goal or "balanced", prompt_tokens, output_tokens, price, storage)
+    fixed = {**said.set, **parse_assignments(assignments)}
     facts = read_facts(model, os.environ.get("HF_TOKEN"), offline or os.environ.get("HF_HUB_OFFLINE") == "1")
     if needing:
         return _show_needs(facts, wish, gpus, as_json)
-    inventory = _inventory(gpus, nodes, link)
+    inventory = _inventory(profile, gpus, nodes, link)
     tuning = calibration.learn(calibration.read(home_dir()), inventory.gpu or "CPU", facts.name)
     if comparing:
         return _show_comparison(compare(facts, inventory, wish, fixed, tuning), as_json)
@@ -92,9 +101,16 @@ def command(
     return 0 if plan.fits else DoesNotFitError.exit_code
 
 
-def _inventory(gpus: str | None, nodes: int | None, link: str) -> Inventory:
+def _inventory(profile: Profile, gpus: str | None, nodes: int | None, link: str | None) -> Inventory:
     if gpus is not None:
-        return parse_gpus(gpus, nodes, link)
+        return parse_gpus(gpus, nodes, link or "ib-ndr")
+    if named := profile.inventory(nodes):
+        return replace(named, link=link or named.link)
+    if profile.target != "local":
+        raise UsageError(
+            f"the profile {profile.name!r} does not say what its nodes hold.",
+            'Add [hardware] gpus = "8xH100" to it, or give --gpus.',
+        )
     if nodes is not None and nodes != 1:
         raise UsageError("--nodes needs --gpus: what the other nodes hold is not known here.", "Add --gpus 8xH100.")
     return probe()

@@ -19,6 +19,8 @@ from corral.folder import open_folder
 from corral.launch import as_shell, refuse_reserved
 from corral.plan import Goal
 from corral.plan.fixed import parse_assignments
+from corral.profile import load_profile, merged, with_storage
+from corral.runtimes.base import RUNTIMES, parse_options
 from corral.ssh import read_hosts
 
 __all__ = ["command"]
@@ -28,12 +30,13 @@ FIRST_QUESTION = "What is the capital of France?"
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("model", required=False)
+@click.option("--on", "on", metavar="PROFILE", envvar="CORRAL_PROFILE", help="Where to run (`corral profile list`).")
 @click.option("--name", help="Name of the deployment (default: the model's name).")
 @click.option("--served-name", help="Model name that clients say (default: the model's name).")
 @click.option("--context", type=click.IntRange(min=1), help="Longest request in tokens (default: the plan's choice).")
 @click.option("--concurrency", type=click.IntRange(min=1), help="Requests at once that the plan must hold.")
 @click.option(
-    "--goal", type=click.Choice(["balanced", "latency", "throughput"]), default="balanced", show_default=True
+    "--goal", type=click.Choice(["balanced", "latency", "throughput"]), help="What comes first (default: balanced)."
 )
 @click.option(
     "--set", "fixed", multiple=True, metavar="KEY=VALUE", help="Fix one field of the plan (see `corral plan`)."
@@ -51,6 +54,10 @@ FIRST_QUESTION = "What is the capital of France?"
 @click.option("--expose", is_flag=True, help="Listen on the cluster's network instead of the node itself.")
 @click.option("--patience", "patience_s", type=click.FloatRange(min=3), default=10, show_default=True,
               metavar="SECONDS", help="Silence after which a node of several counts as lost.")  # fmt: skip
+@click.option("--runtime", type=click.Choice(list(RUNTIMES)),
+              help="How vLLM exists where it runs (default: managed; see docs/runtimes.md).")  # fmt: skip
+@click.option("--runtime-option", "runtime_options", multiple=True, metavar="KEY=VALUE",
+              help="Option of that runtime: image=…, env=…, path=…; lists as mounts='[\"/data\"]'.")  # fmt: skip
 @click.option("--time", "time_limit", metavar="H:MM:SS", help="On SLURM: how long the job may run.")
 @click.option("--account", help="On SLURM: the account it is charged to.")
 @click.option("--partition", help="On SLURM: the partition (default: the cluster's, or one with GPUs).")
@@ -59,9 +66,9 @@ FIRST_QUESTION = "What is the capital of France?"
               help="On SLURM: any other option of sbatch, or of the slurm target.")  # fmt: skip
 @click.option("--attach", metavar="NAME", help="Take up an interrupted `corral up` again: wait until NAME is ready.")
 @click.option("--env", "extra_env", multiple=True, metavar="NAME=VALUE", help="Environment variable for the engine.")
-@click.option("--restart", "restarts", type=click.IntRange(0, 100), default=0, help="Restarts after a failure.")
-@click.option("--stall", "stall_s", type=click.FloatRange(min=10), default=600, show_default=True, metavar="SECONDS",
-              help="Give up on a start that shows no sign of progress for this long.")  # fmt: skip
+@click.option("--restart", "restarts", type=click.IntRange(0, 100), help="Restarts after a failure (default: 0).")
+@click.option("--stall", "stall_s", type=click.FloatRange(min=10), metavar="SECONDS",
+              help="Give up on a start that shows no sign of progress for this long (default: 600).")  # fmt: skip
 @click.option("--hung", "hung_s", type=click.FloatRange(min=10), default=300, show_default=True, metavar="SECONDS",
               help="Give up on a running server that answers nothing and moves no token for this long.")  # fmt: skip
 @click.option("--wait/--no-wait", default=True, help="Wait until it is ready (default), or only start it.")
@@ -71,11 +78,12 @@ FIRST_QUESTION = "What is the capital of France?"
 @click.argument("engine_args", nargs=-1, type=click.UNPROCESSED)
 def command(
     model: str | None,
+    on: str | None,
     name: str | None,
     served_name: str | None,
     context: int | None,
     concurrency: int | None,
-    goal: str,
+    goal: str | None,
     fixed: tuple[str, ...],
     bind: str | None,
     port: int | None,
@@ -85,6 +93,8 @@ def command(
     interface: str | None,
     expose: bool,
     patience_s: float,
+    runtime: str | None,
+    runtime_options: tuple[str, ...],
     time_limit: str | None,
     account: str | None,
     partition: str | None,
@@ -92,8 +102,8 @@ def command(
     slurm_options: tuple[str, ...],
     attach: str | None,
     extra_env: tuple[str, ...],
-    restarts: int,
-    stall_s: float,
+    restarts: int | None,
+    stall_s: float | None,
     hung_s: float,
     wait: bool,
     dry_run: bool,
@@ -108,27 +118,35 @@ def command(
     if model and model.startswith("-"):  # `corral up -- --flag value`: everything after -- is the engine's
         engine_args, model = (model, *engine_args), None
     asked = {"time": time_limit, "account": account, "partition": partition, "nodes": nodes}
-    target, place = _target(hosts, interface, _slurm_place(asked, slurm_options))
-    wish = bringup.Wish(
-        target=target,
-        place=place,
-        link=link or "auto",
-        expose=expose,
-        patience_s=patience_s,
-        model=model,
-        name=name,
-        served_name=served_name,
-        flavour=flavour,
-        bind=bind,
-        port=port,
-        goal=Goal(context=context, concurrency=concurrency, goal=goal),
-        fixed=parse_assignments(fixed),
-        extra_args=engine_args,
-        extra_env=_environment(extra_env),
-        restarts=restarts,
-        stall_s=stall_s,
-        hung_s=hung_s,
-    )
+    target, place = _target(hosts, interface, _slurm_place(asked, slurm_options), on)
+    flags = {
+        "target": target,
+        "place": place,
+        "link": link,
+        "expose": expose or None,
+        "patience_s": patience_s,
+        "model": model,
+        "name": name,
+        "served_name": served_name,
+        "flavour": flavour,
+        "runtime": runtime,
+        "runtime_options": parse_options(runtime_options) or None,
+        "bind": bind,
+        "port": port,
+        "context": context,
+        "concurrency": concurrency,
+        "goal": goal,
+        "fixed": parse_assignments(fixed),
+        "extra_args": engine_args,
+        "extra_env": _environment(extra_env),
+        "restarts": restarts,
+        "stall_s": stall_s,
+        "hung_s": hung_s,
+    }
+    profile = load_profile(on)
+    options = with_storage(profile, merged(profile, flags))
+    refuse_reserved(options["extra_env"])
+    wish = bringup.Wish(**{**options, "goal": Goal(**options["goal"])})
     if shell and not dry_run:
         raise UsageError("--shell shows the commands of a dry run.", "Add --dry-run.")
     if dry_run:
@@ -136,6 +154,8 @@ def command(
         click.echo(as_shell(spec), nl=False) if shell else print_json(spec)
         return
     with PhaseScreen(quiet=as_json) as screen:
+        if any(layer.kind == "project" for layer in profile.layers):  # found by where one stands: never silently
+            screen.note(f"profile {on}: {' over '.join(layer.label for layer in reversed(profile.layers))}")
         status = _attach(attach, screen) if attach else _bring_up(wish, screen, wait)
     if not wait:
         _told_started(status, as_json)
@@ -180,19 +200,19 @@ def _slurm_place(asked: dict[str, Any], pairs: tuple[str, ...]) -> dict[str, obj
 
 
 def _target(
-    hosts: str | None, interface: str | None, slurm: dict[str, object] | None
-) -> tuple[str, dict[str, object]]:
-    """Where it runs: hosts over ssh, a job on SLURM, or here."""
-    named: dict[str, object] = {"interface": interface} if interface else {}
+    hosts: str | None, interface: str | None, slurm: dict[str, object] | None, on: str | None
+) -> tuple[str | None, dict[str, object]]:
+    """Where it runs, as far as the command line says: hosts over ssh, a job on SLURM, or what the profile says."""
+    if hosts is not None and slurm is not None:
+        raise UsageError("--hosts is for ssh, the others are for SLURM.", "Leave one of them out.")
+    if hosts is None and slurm is None and on is None and interface is not None:
+        raise UsageError("--interface is for several nodes.", "Add --hosts.")
+    place: dict[str, object] = {"interface": interface} if interface else {}
+    if hosts is not None:
+        return "ssh", {"hosts": read_hosts(hosts), **place}
     if slurm is not None:
-        if hosts is not None:
-            raise UsageError("--hosts is for ssh, the others are for SLURM.", "Leave one of them out.")
-        return "slurm", {**slurm, **named}
-    if hosts is None:
-        if interface is not None:
-            raise UsageError("--interface is for several nodes.", "Add --hosts.")
-        return "local", {}
-    return "ssh", {"hosts": read_hosts(hosts), **named}
+        return (None if on else "slurm"), {**slurm, **place}
+    return None, place
 
 
 def _environment(pairs: tuple[str, ...]) -> dict[str, str]:

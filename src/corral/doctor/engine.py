@@ -73,7 +73,8 @@ def _one_check(
     if done.code == 0:
         lines = done.stdout.strip().splitlines()
         return None, lines[-1].strip() if lines else ""
-    kind = warning if runtime.carried else fatal  # what Corral brings itself need not be there yet
+    # what Corral, or the node's own daemon, brings at the start need not be there yet
+    kind = warning if runtime.carried or check.details.get("pulled_at_start") else fatal
     return kind("runtime", f"{check.what}: {_last_words(done)}", check.remedy, host), ""
 
 
@@ -83,7 +84,7 @@ def _versions(ssh: Ssh | Here, host: str, runtime: Runtime, timeout_s: float) ->
         told = json.loads(done.stdout.strip().splitlines()[-1])
     except (CorralError, ValueError, IndexError):
         return {}
-    return {str(name): str(value) for name, value in told.items()}
+    return {str(name): str(value) for name, value in told.items()} if isinstance(told, dict) else {}
 
 
 def _inside(

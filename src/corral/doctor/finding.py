@@ -63,7 +63,7 @@ class Report:
         return worst(self.findings)
 
     def of(self, host: str) -> Level:
-        """How a node stands; what concerns all concerns each."""
+        """How a node stands by itself, whatever is wrong between them."""
         return worst(finding for finding in self.findings if finding.host == host)
 
     @property

@@ -9,10 +9,12 @@ from corral.errors import CorralError
 from corral.hardware import GIB
 from corral.survey import OLDEST_PYTHON, NodeFacts
 
-__all__ = ["groups", "judge_answers", "judge_facts", "judge_model", "judge_versions"]
+__all__ = ["TMP", "groups", "judge_answers", "judge_facts", "judge_model", "judge_versions"]
 
 LEAST_DISK, GOOD_DISK = 2 * GIB, 20 * GIB
+LEAST_TMP, GOOD_TMP = 64 << 20, GIB
 LEAST_SHM, GOOD_SHM = 128 << 20, GIB  # Docker's own 64 MiB ends the first NCCL communicator
+TMP = "/tmp"  # noqa: S108
 GOOD_MEMORY = 2 * GIB
 GOOD_FILES = 4096
 GOOD_MEMLOCK = GIB
@@ -53,10 +55,10 @@ def judge_answers(found: Mapping[str, NodeFacts | CorralError]) -> list[Finding]
     return findings
 
 
-def judge_facts(facts: Sequence[NodeFacts], ports_needed: bool = False) -> list[Finding]:
+def judge_facts(facts: Sequence[NodeFacts], ports: Sequence[int] = (), ports_needed: bool = False) -> list[Finding]:
     """Everything that the facts alone show."""
     judges: tuple[Judge, ...] = (_python, _parts, _gpus, _gpu_use, _memory, _disk, _shm, _limits, _clock, _token)
-    return [*(finding for judge in judges for finding in judge(facts)), *_ports(facts, ports_needed)]
+    return [*(finding for judge in judges for finding in judge(facts)), *_ports(facts, ports, ports_needed)]
 
 
 def _python(facts: Sequence[NodeFacts]) -> list[Finding]:
@@ -133,13 +135,14 @@ def _disk(facts: Sequence[NodeFacts]) -> list[Finding]:
     for node in facts:
         for path, disk in node.disks.items():
             text, remedy = f"{gib(disk.free_bytes)} free at {path}", f"Free some space: ssh {node.host} df -h"
-            if disk.free_bytes < LEAST_DISK:
+            least_free, good = (LEAST_TMP, GOOD_TMP) if path == TMP else (LEAST_DISK, GOOD_DISK)
+            if disk.free_bytes < least_free:
                 found.append(fatal("disk", f"only {text}", remedy, node.host))
-            elif disk.free_bytes < GOOD_DISK:
+            elif disk.free_bytes < good:
                 found.append(warning("disk", f"only {text}", remedy, node.host))
             else:
-                least.append((disk.free_bytes, path))
-    return found or ([ok("disk", f"at least {gib(min(least)[0])} free")] if least else [])
+                least.append(disk.free_bytes)
+    return found or ([ok("disk", f"at least {gib(min(least))} free")] if least else [])
 
 
 def _shm(facts: Sequence[NodeFacts]) -> list[Finding]:
@@ -189,7 +192,7 @@ def _token(facts: Sequence[NodeFacts]) -> list[Finding]:
     return [ok("hub token", f"{where}; only gated models need one, and `corral pull` uses this machine's")]
 
 
-def _ports(facts: Sequence[NodeFacts], needed: bool) -> list[Finding]:
+def _ports(facts: Sequence[NodeFacts], ports: Sequence[int], needed: bool) -> list[Finding]:
     found = []
     for node in facts:
         for taken in node.taken_ports:
@@ -200,7 +203,8 @@ def _ports(facts: Sequence[NodeFacts], needed: bool) -> list[Finding]:
                 found.append(fatal("ports", text, "Choose another port, or none and a free one is taken.", node.host))
             else:
                 found.append(warning("ports", text, "Nothing to do: `corral up` takes a free one.", node.host))
-    return found or [ok("ports", "free")]
+    told = ", ".join(map(str, ports))
+    return found or ([ok("ports", f"{told} {'is' if len(ports) == 1 else 'are'} free")] if ports else [])
 
 
 def judge_versions(versions: Mapping[str, Mapping[str, str]]) -> list[Finding]:

@@ -1,12 +1,15 @@
 """The node agent: starts one rank of the engine, watches it, tells what happens, and takes it down whole.
 
     python3 agent.py run SPEC.json      # run until the engine ends or a stop is asked for
-    python3 agent.py sweep LAUNCH_ID [ENGINE.json...]    # end whatever a launch left behind (when its agent is gone)
+    python3 agent.py sweep LAUNCH_ID [ENGINE.json...]    # end whatever a launch left behind (when its agent is gone);
+                                        # a spec.json beside an ENGINE.json says how to remove its container
 
 Two processes share the work. The *keeper* is the parent and does almost nothing, so that almost nothing can go wrong
 with it; the *worker* starts the engine in a session of its own, turns its log into events, probes it and stops it.
 If the worker dies, the keeper ends every process of the engine and writes why; if the keeper dies, the worker does.
-Both are subreapers, so no child of the engine escapes by losing its parent.
+Both are subreapers, so no child of the engine escapes by losing its parent. A container's processes are no children:
+the spec says how to find them (`pid_query`) and how to remove the container (`cleanup`), and both processes, and a
+sweep, do so.
 
 What it writes, all inside the deployment's folder: events (append-only, synced), a heartbeat, the engine's log. It
 never reads an exit code of 0 as success: any exit nobody asked for is a failure. It never judges by a deadline, only
@@ -41,14 +44,17 @@ REJOIN_S = 300.0  # with restarts left, how long the nodes of a gang wait for on
 MARKER = "CORRAL_LAUNCH"  # environment variable that every process of a launch carries
 TICK_S = 0.2
 HEARTBEAT_S = 2.0
+STOPPED_S = 6.0  # a rank of several whose processes are all stopped for this long is hung
 DRAIN_LOOK_S = 1.0
 HEALTH_EVERY_S = 5.0
 COMPLETION_EVERY_S = 60.0
 MAX_LOG_BYTES = 64 << 20
+CLEANUP_ATTEMPTS = 15
 
 # ---------------------------------------------------------------------------------------------- the engine's words
 # (pattern, phase or None, names of the groups as observed values)
 PHASES = [
+    (r"Unable to find image '|Trying to pull |Starting to build|Converting OCI blobs", "pulling image", ()),
     (r"Starting to load model", "loading", ()),
     (r"Loading \S+ checkpoint shards:\s+\d+% Completed \| (\d+)/(\d+)", "loading", ("done", "total")),
     (r"Time spent downloading weights", "loading", ()),
@@ -178,6 +184,13 @@ def send(pids: Set[int], number: int) -> None:
             os.kill(pid, number)
 
 
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"
+
+
 def reap() -> None:
     """Collect ended children that were handed to us."""
     with contextlib.suppress(ChildProcessError):
@@ -242,6 +255,17 @@ def sockets_of(pids: Set[int]) -> Set[str]:
                     link = os.readlink("/proc/%d/fd/%s" % (pid, name))
                     if link.startswith("socket:["):
                         found.add(link[8:-1])
+    return found
+
+
+def listener_users(port: int) -> Set[int]:
+    """Users whose sockets listen on a port."""
+    found = set()
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/net/" + table) as file:
+            for fields in (line.split() for line in file.readlines()[1:]):
+                if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
+                    found.add(int(fields[7]))
     return found
 
 
@@ -311,6 +335,101 @@ def identity(pid: int) -> Json:
     return {"pid": pid, "host": socket.gethostname(), "boot_id": boot, "start_ticks": ticks}
 
 
+# -------------------------------------------------------------------------------------------------------- container
+class Container:
+    """The container of a rank whose runtime is one; nothing at all for every other rank.
+
+    Its processes belong to a daemon. They are told by their control group, which names the container and which
+    everybody may read; the number that the daemon gives is one of the daemon's own process namespace, and may mean
+    somebody else's process here.
+    """
+
+    def __init__(self, spec: Json) -> None:
+        self.cleanup: List[List[str]] = spec.get("cleanup") or []
+        self.query: List[str] = spec.get("pid_query") or []
+        self.env = {k: v for k, v in os.environ.items() if k not in spec.get("unset_env", [])}
+        self.id = ""
+        self.asked = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self.query)
+
+    def forget(self) -> None:
+        """A new one is about to start."""
+        self.id, self.asked = "", 0.0
+
+    def look(self, every_s: float = 1.0) -> str:
+        """The container's id once it runs; its client is not asked again after that, nor too often before."""
+        if self.query and not self.id and time.monotonic() - self.asked >= every_s:
+            words = self._run(self.query)[1].split()
+            self.asked = time.monotonic()
+            if len(words) >= 2 and len(words[1]) >= 12:
+                self.id = words[1]
+        return self.id
+
+    def processes(self) -> Set[int]:
+        """Every process in the container that can be seen from here."""
+        found: Set[int] = set()
+        if not self.look():
+            return found
+        for pid, row in process_table().items():
+            with contextlib.suppress(OSError), open("/proc/%d/cgroup" % pid) as file:
+                if row[3] not in "ZX" and self.id in file.read():
+                    found.add(pid)
+        return found
+
+    def owns(self, sockets: Set[str], port: int) -> bool:
+        """Whether these sockets, which listen on a port and are no child's, are the container's, as far as one sees.
+
+        Of another user's processes (root's, in a container of a plain user's) only the user can be seen; of processes
+        in a namespace beside ours nothing at all.
+        """
+        if not self.look(0.0):
+            return False
+        inside = self.processes()
+        users = set()
+        for pid in inside:
+            try:
+                os.listdir("/proc/%d/fd" % pid)
+            except PermissionError:
+                with contextlib.suppress(OSError):
+                    users.add(os.stat("/proc/%d" % pid).st_uid)
+            except OSError:
+                pass
+        return not inside or not sockets - sockets_of(inside) or bool(users & listener_users(port))
+
+    def remove(self) -> None:
+        """Take the container away, whatever state it is in."""
+        for argv in self.cleanup:
+            for _ in range(CLEANUP_ATTEMPTS):  # a daemon refuses while it is itself removing the container
+                if self._run(argv, 40)[0] in (0, 127):  # 127: there is no client
+                    break
+                time.sleep(0.2)
+        if self.id:
+            end_all(self.processes, 0.0)  # the daemon did not answer
+
+    def is_left(self) -> bool:
+        self.id = ""
+        return bool(self.look(0.0))
+
+    def _run(self, argv: List[str], timeout_s: float = 20) -> Tuple[int, str]:
+        try:
+            done = subprocess.run(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                timeout=timeout_s,
+                env=self.env,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return 1, ""
+        if done.returncode:
+            sys.stderr.write("%s: %s\n" % (argv[3:] or argv, done.stderr.decode("utf-8", "replace").strip()))
+        return done.returncode, done.stdout.decode("utf-8", "replace")
+
+
 # ------------------------------------------------------------------------------------------------------- the server
 class Server:
     """The engine's HTTP side, as seen from its own node."""
@@ -368,9 +487,9 @@ class Server:
 class Probe(threading.Thread):
     """Asks the server, off the main loop: first until it is ready, then whether it still lives."""
 
-    def __init__(self, server: Server, hung_s: float, gang: Optional[Json] = None) -> None:
+    def __init__(self, server: Server, hung_s: float, container: Container, gang: Optional[Json] = None) -> None:
         super().__init__(daemon=True)
-        self.server, self.hung_s = server, hung_s
+        self.server, self.hung_s, self.container = server, hung_s, container
         # over several nodes a rank can be gone while /health still says 200: idle ones are asked often
         self.answer_s = min(float(gang["patience_s"]), hung_s) if gang else hung_s
         self.look_every_s = min(HEALTH_EVERY_S, hung_s / 4, *([self.answer_s / 4] if gang else []))
@@ -391,7 +510,8 @@ class Probe(threading.Thread):
             if not self.server.accepts():
                 continue
             # vLLM binds early and listens late: another server may answer here in the meantime, and is not ours
-            if listeners(self.server.host, self.server.port) - sockets_of(descendants(os.getpid())):
+            strange = listeners(self.server.host, self.server.port) - sockets_of(descendants(os.getpid()))
+            if strange and not self.container.owns(strange, self.server.port):
                 self.fault = ("port_taken", "another process took port %d first" % self.server.port)
                 return
             try:
@@ -470,6 +590,7 @@ class Worker:
         self.phase = "starting"
         self.log_offset = 0
         self.last_progress: Tuple[Any, ...] = ()
+        self.container = Container(spec)
         self.progress: Json = {}
         self.head: Any = None  # of a gang, when this rank leads it
         self.follower: Any = None  # of a gang, when another does
@@ -588,6 +709,7 @@ class Worker:
         self.log_offset = os.path.getsize(self.spec["log"]) if os.path.exists(self.spec["log"]) else 0
         self.log_from = self.log_offset
         self.oom_kills = kernel_oom_kills()
+        self.container.forget()
         self.ended, self.running, self.activity_at = None, True, time.monotonic()
         try:
             self.engine = self._start()
@@ -598,7 +720,7 @@ class Worker:
             write_atomic(self.spec["engine_file"], identity(self.engine.pid))
         self._tell_state("starting", attempt=attempt, pid=self.engine.pid)
         serve, gang = self.spec.get("serve"), self.spec.get("gang")
-        self.probe = Probe(Server(serve), self.spec["hung_s"], gang) if serve else None
+        self.probe = Probe(Server(serve), self.spec["hung_s"], self.container, gang) if serve else None
         if self.probe:
             self.probe.start()
         reason, details = self._watch()
@@ -611,7 +733,9 @@ class Worker:
                 details["kernel_oom_kill"] = True
         if self.state == "ready":
             self._tell_state("draining")  # not ready any more, and not yet gone
-        end_all(self._engine_processes, self.spec["grace_s"])
+        # a container's client passes the signal on and stays until the container has ended
+        end_all(self._own_processes if self.container else self._engine_processes, self.spec["grace_s"])
+        self.container.remove()
         self.running = False
         self._read_log()
         return reason, details
@@ -637,14 +761,18 @@ class Worker:
         finally:
             os.close(log)
 
-    def _engine_processes(self) -> Set[int]:
+    def _own_processes(self) -> Set[int]:
         found = descendants(os.getpid())
         if not found and self.engine.poll() is None:
             found = {self.engine.pid}
         return found
 
+    def _engine_processes(self) -> Set[int]:
+        return self._own_processes() | self.container.processes()
+
     def _watch(self) -> Tuple[str, Json]:
         beat = self.activity_at = time.monotonic()
+        halted = 0
         last_ticks = last_bytes = 0
         checked = 0.0
         window = min(10.0, self.spec["stall_s"] / 4)
@@ -674,6 +802,9 @@ class Worker:
             if now - beat >= HEARTBEAT_S or not checked:
                 beat = now
                 self._beat()
+                halted = halted + 1 if self.spec.get("gang") and self._processes_stopped() else 0
+                if halted * HEARTBEAT_S >= STOPPED_S:
+                    return "engine_hung", {"text": "its processes were stopped by a signal and do nothing"}
                 if self.engine.poll() is None:
                     self.oom_kills = kernel_oom_kills()
                 self._trim_log()
@@ -692,6 +823,12 @@ class Worker:
                     self.phase,
                 )
                 return "stalled", {"text": text}
+
+    def _processes_stopped(self) -> bool:
+        """Whether somebody stopped the whole rank: the others would wait for it."""
+        table = process_table()
+        states = [table[pid][3] for pid in self._engine_processes() if pid in table]
+        return bool(states) and all(state in "Tt" for state in states)
 
     def _drained(self, now: float) -> Optional[Tuple[str, Json]]:
         """A drain, when one is asked for: over when no request runs any more, or when its time is up."""
@@ -741,9 +878,14 @@ class Worker:
     def _exit_reason(self, code: int) -> Tuple[str, Json]:
         if self._stop_asked():
             return "requested", {}
+        if self.container and 128 < code <= 128 + 64:
+            code = 128 - code  # a container's client tells a signal this way
         details: Json = {"exit_code": code if code >= 0 else None, "signal": -code if code < 0 else None}
-        how = "with code %d" % code if code >= 0 else "by signal %d (%s)" % (-code, signal.Signals(-code).name)
-        details["text"] = "the engine ended %s while %s, and nobody asked it to" % (how, self.phase)
+        how = "with code %d" % code if code >= 0 else "by signal %d (%s)" % (-code, signal_name(-code))
+        what = "the engine"
+        if self.container:
+            what, details["container"] = "the engine's container", True
+        details["text"] = "%s ended %s while %s, and nobody asked it to" % (what, how, self.phase)
         return "engine_exited", details
 
     def _tell_state(self, state: str, **details: Any) -> None:
@@ -841,6 +983,7 @@ def keep(spec_path: str) -> int:
         if pid == worker:
             break
     end_all(lambda: descendants(os.getpid()) | marked(spec["launch_id"], [spec["engine_file"]]), 3.0)
+    Container(spec).remove()
     shutil.rmtree(private_tmp(spec["launch_id"]), ignore_errors=True)
     if os.WIFSIGNALED(status):
         text = "the agent was killed by signal %d; the engine was taken down" % os.WTERMSIG(status)
@@ -849,15 +992,30 @@ def keep(spec_path: str) -> int:
     return os.WEXITSTATUS(status)
 
 
+def containers_of(launch_id: str, engine_files: Sequence[str]) -> List[Container]:
+    """The containers of a launch, as the specs beside these files tell."""
+    found = []
+    for path in engine_files:
+        with contextlib.suppress(OSError, ValueError), open(os.path.join(os.path.dirname(path), "spec.json")) as file:
+            spec = json.load(file)
+            if spec.get("launch_id") == launch_id and spec.get("cleanup"):
+                found.append(Container(spec))
+    return found
+
+
 def main(argv: List[str]) -> int:
     if len(argv) == 2 and argv[0] == "run":
         return keep(argv[1])
     if len(argv) >= 2 and argv[0] == "sweep":
+        containers = containers_of(argv[1], argv[2:])
         end_all(lambda: marked(argv[1], argv[2:]), 5.0)
+        for container in containers:
+            container.remove()
         left = marked(argv[1], argv[2:])
+        containers_left = [container.id for container in containers if container.is_left()]
         shutil.rmtree(private_tmp(argv[1]), ignore_errors=True)
-        sys.stdout.write(json.dumps({"left": sorted(left)}) + "\n")
-        return 1 if left else 0
+        sys.stdout.write(json.dumps({"left": sorted(left), "containers": containers_left}) + "\n")
+        return 1 if left or containers_left else 0
     sys.stderr.write(__doc__ or "")
     return 2
 

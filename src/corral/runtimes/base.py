@@ -8,14 +8,29 @@ profile's `[runtime]` table or from `--runtime-option`.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, get_type_hints
 
 from corral.engine_flags import FlagList
-from corral.errors import UsageError
+from corral.errors import DataError, UsageError
+from corral.record import from_json, nearest
 
-__all__ = ["RUNTIMES", "Job", "NodeSide", "Runtime", "Wrapped", "make_runtime"]
+__all__ = [
+    "RUNTIMES",
+    "Job",
+    "NodeCheck",
+    "NodeSide",
+    "Runtime",
+    "Wrapped",
+    "make_runtime",
+    "parse_options",
+    "read_options",
+]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -50,7 +65,7 @@ class Wrapped:
     argv: tuple[str, ...]
     env: dict[str, str]
     cleanup: tuple[tuple[str, ...], ...] = ()  # run by the agent after the engine ended, and when it sweeps
-    pid_query: tuple[str, ...] = ()  # prints the process number of a container's first process
+    pid_query: tuple[str, ...] = ()  # prints "PID ID" of a running container's first process, or nothing
 
 
 class Runtime(Protocol):
@@ -114,13 +129,61 @@ class NodeCheck:
 
 RUNTIMES = {
     "managed": "corral.runtimes.managed:ManagedRuntime",
+    "venv": "corral.runtimes.venv:VenvRuntime",
+    "conda": "corral.runtimes.conda:CondaRuntime",
+    "module": "corral.runtimes.module:ModuleRuntime",
+    "docker": "corral.runtimes.docker:DockerRuntime",
+    "podman": "corral.runtimes.podman:PodmanRuntime",
+    "apptainer": "corral.runtimes.apptainer:ApptainerRuntime",
 }
+
+
+def read_options(kind: type[T], options: Mapping[str, object], runtime: str) -> T:
+    """A runtime's options as its own dataclass, strictly; but one text may stand for a list of one."""
+    hints = get_type_hints(kind)
+    given = {
+        key: [value] if hints.get(key) == tuple[str, ...] and isinstance(value, str) else value
+        for key, value in options.items()
+    }
+    try:
+        return from_json(kind, given, f"runtime {runtime}")
+    except DataError as error:  # given by the user, so a matter of usage
+        raise UsageError(error.message, error.remedy) from None
+
+
+def parse_options(pairs: Iterable[str]) -> dict[str, object]:
+    """`KEY=VALUE` texts as a table: values are TOML, or else plain text; `options.env=x` reaches into a table."""
+    found: dict[str, object] = {}
+    for pair in pairs:
+        key, separator, text = pair.partition("=")
+        parts = key.strip().split(".")
+        if not separator or not all(re.fullmatch(r"[A-Za-z][\w-]*", part) for part in parts):
+            raise UsageError(f"{pair!r} is not KEY=VALUE.", "Write it as image=vllm/vllm-openai:v0.32.0.")
+        table: dict[str, object] = found
+        for part in parts[:-1]:
+            inner = table.setdefault(part, {})
+            if not isinstance(inner, dict):
+                raise UsageError(f"{part!r} is given both as a value and as a table.", "Give it once.")
+            table = inner
+        if parts[-1] in table:
+            raise UsageError(f"{key.strip()!r} is given twice.", 'Several values are a list: KEY=\'["a", "b"]\'.')
+        table[parts[-1]] = _value(text)
+    return found
+
+
+def _value(text: str) -> object:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except (tomllib.TOMLDecodeError, KeyError):
+        return text
 
 
 def make_runtime(name: str, options: Mapping[str, object], node: NodeSide) -> Runtime:
     """A runtime by name, with its options checked."""
     if name not in RUNTIMES:
-        raise UsageError(f"there is no runtime {name!r}.", f"Known: {', '.join(RUNTIMES)}.")
+        guess = nearest(name, list(RUNTIMES), 1)
+        hint = f"Did you mean {guess[0]!r}? " if guess else ""
+        raise UsageError(f"there is no runtime {name!r}.", f"{hint}Known: {', '.join(RUNTIMES)}.")
     module, _, attribute = RUNTIMES[name].partition(":")
     made: Runtime = getattr(importlib.import_module(module), attribute).from_options(options, node)
     return made

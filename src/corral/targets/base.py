@@ -8,7 +8,7 @@ partition), which are kept with the deployment, so that a later command finds th
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -21,6 +21,7 @@ from corral.links import Node, Ports
 if TYPE_CHECKING:
     from corral.hardware import Inventory
     from corral.plan import Plan
+    from corral.runtimes.base import NodeCheck
 
 __all__ = ["TARGETS", "ChosenPorts", "Life", "Queue", "Target", "load_target"]
 
@@ -99,6 +100,10 @@ class Target(Protocol):
 
     def place(self, path: Path, progress: Progress) -> str:
         """Make sure that a folder of this machine is on every node; its path there."""
+        ...
+
+    def verify(self, checks: Sequence[NodeCheck]) -> None:
+        """Ask every node what the runtime wants to know before a start; refuse nodes that lack it or differ."""
         ...
 
     def start(self, spec: LaunchSpec, folder: DeploymentFolder) -> None:

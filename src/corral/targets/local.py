@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +26,7 @@ from corral.targets.base import ChosenPorts, Life, Progress
 
 if TYPE_CHECKING:
     from corral.hardware import Inventory
+    from corral.runtimes.base import NodeCheck
 
 __all__ = ["LocalTarget"]
 
@@ -99,6 +100,9 @@ class LocalTarget:
             make_private_dir(files.path)
             write_atomic(files.spec, dump_json(agent_spec(spec, rank, folder)))
             _start_agent(folder, files)
+
+    def verify(self, checks: Sequence[NodeCheck]) -> None:
+        pass  # what is missing on this machine the engine says itself, and at once
 
     def refresh(self, folder: DeploymentFolder) -> None:
         pass  # the agents write into this very folder
@@ -213,4 +217,4 @@ def _sweep(folder: DeploymentFolder, launch_id: str) -> bool:
     if not agent.is_file():
         return True
     engines = [str(rank.engine) for rank in folder.ranks()]
-    return run([_plain_python(), "-I", str(agent), "sweep", launch_id, *engines], timeout_s=60).code == 0
+    return run([_plain_python(), "-I", str(agent), "sweep", launch_id, *engines], timeout_s=120).code == 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
@@ -35,6 +35,7 @@ from corral.targets.base import ChosenPorts, Life, Progress
 
 if TYPE_CHECKING:
     from corral.plan import Plan
+    from corral.runtimes.base import NodeCheck
 
 __all__ = ["SlurmTarget", "Submitted"]
 
@@ -120,6 +121,9 @@ class SlurmTarget:
 
     def node_folder(self, folder: DeploymentFolder, launch_id: str) -> DeploymentFolder:
         return folder
+
+    def verify(self, checks: Sequence[NodeCheck]) -> None:
+        pass  # the nodes are known only once the job runs; its log says what they lack
 
     def default_bind(self, expose: bool = False) -> str:
         return "0.0.0.0"  # noqa: S104 - users sit on the login node; every path needs the key

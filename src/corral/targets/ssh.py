@@ -20,9 +20,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path, PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from corral.errors import ConflictError, CorralError, LaunchError, UnreachableError, UsageError
+from corral.errors import ConflictError, CorralError, EngineError, LaunchError, UnreachableError, UsageError
 from corral.events import read_events
 from corral.fabric import Fabric, choose_fabric
 from corral.files import make_private_dir, write_atomic
@@ -35,6 +35,9 @@ from corral.record import dump_json, from_json, to_json
 from corral.ssh import Ssh, check_host, each, ssh_command
 from corral.survey import Asked, NodeFacts, survey
 from corral.targets.base import ChosenPorts, Life, Progress
+
+if TYPE_CHECKING:
+    from corral.runtimes.base import NodeCheck
 
 __all__ = ["SshOptions", "SshTarget"]
 
@@ -178,6 +181,26 @@ class SshTarget:
 
         addresses = {node.name: node.address or facts[node.name].hostname for node in self.nodes()}
         return ensure_folder(self.ssh, self.chosen.hosts, path, str(destination), addresses, progress)
+
+    def verify(self, checks: Sequence[NodeCheck]) -> None:
+        for check in checks:
+            found = each(self.chosen.hosts, lambda host, check=check: self._ask(host, check))  # type: ignore[misc]
+            said: dict[str, str] = {}
+            for host, answer in found.items():
+                if isinstance(answer, CorralError):
+                    raise answer
+                said[host] = answer
+            if check.reports and len(set(said.values())) > 1:
+                rows = ", ".join(f"{host} has {text}" for host, text in said.items())
+                raise ConflictError(f"{check.reports} differs between the nodes: {rows}.", check.remedy)
+
+    def _ask(self, host: str, check: NodeCheck) -> str:
+        done = self.ssh.run(host, check.argv, timeout_s=check.timeout_s)
+        words = (done.stdout.strip() or done.stderr.strip()).splitlines()
+        last = words[-1] if words else ""
+        if done.code:
+            raise EngineError(f"{check.what} does not work on {host}: {last or 'it said nothing'}", check.remedy)
+        return last
 
     # ----------------------------------------------------------------------------------------------- the agents' life
     def start(self, spec: LaunchSpec, folder: DeploymentFolder) -> None:

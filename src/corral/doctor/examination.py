@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from corral.doctor.engine import check_runtime, judge_all_reduce, run_all_reduce
 from corral.doctor.finding import Finding, Level, Pair, Report, fatal, ok, warning
-from corral.doctor.judge import judge_answers, judge_facts, judge_model
+from corral.doctor.judge import TMP, judge_answers, judge_facts, judge_model
 from corral.doctor.wire import judge_wire, run_wire
 from corral.errors import CorralError
 from corral.fabric import Fabric, choose_fabric
@@ -27,8 +27,9 @@ __all__ = ["Question", "examine", "quick_check"]
 HERE = "here"
 NODE_HOME = "~/.local/share/corral"  # where Corral lives on nodes that do not share this machine's files
 WIDTH = 128  # hosts asked at the same time: most of what a thread does is wait
-SURVEY_S = 30.0
+SURVEY_S = 15.0  # an ssh that does not connect gives up after ten
 QUICK_S = 20.0
+WIRE_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class _Examination:
         question = self.question
         self.progress(f"asking {len(self.hosts)} nodes" if question.hosts else "looking at this machine")
         asked = Asked(
-            disks=(question.home or (NODE_HOME if question.hosts else str(home_dir())), "/tmp"),  # noqa: S108
+            disks=(question.home or (NODE_HOME if question.hosts else str(home_dir())), TMP),
             paths=(model_path,) if model_path else (),
             ports=question.ports,
             free_ports=2,
@@ -104,12 +105,10 @@ class _Examination:
         with _mark(bool(question.hosts)) as mark:
             found = self._ask(replace(asked, nonces=(mark,) if mark else ()))
         self.facts = [facts for facts in found.values() if isinstance(facts, NodeFacts)]
-        self.shared = bool(mark and self.facts) and all(
-            mark.endswith(node.nonces[mark] or "-") for node in self.facts
-        )
-        self.findings += judge_answers(found)
+        self.shared = bool(mark and self.facts) and all(node.nonces.get(mark) for node in self.facts)
+        self.findings += judge_answers(found) if question.hosts else []
         if self.facts:
-            self.findings += judge_facts(self.facts, question.ports_needed)
+            self.findings += judge_facts(self.facts, question.ports, question.ports_needed)
         if model_path:
             self.findings += judge_model(self.facts, model_path)
 
@@ -163,7 +162,7 @@ class _Examination:
         count = len(self.facts)
         self.progress(f"measuring the network: {count * (count - 1) // 2} pairs")
         able = [node for node in self.facts if node.free_ports]
-        result = run_wire(self.ssh, able, self.fabric, min(30.0, self.left_s - 1))
+        result = run_wire(self.ssh, able, self.fabric, min(WIRE_S, self.left_s - 1))
         found, self.pairs = judge_wire(result, self.fabric)
         self.findings += found
 
@@ -251,7 +250,8 @@ def examine(question: Question, progress: Progress = _silent) -> Report:
     several = len(run.facts) > 1 and run.fabric is not None
     if several and run.enough("network", 5):
         run.wires()
-    if several and runtime is not None and run.enough("all-reduce", 15):
+    walled = any(finding.what == "firewall" for finding in run.report().fatal)  # it would only wait for its limit
+    if several and runtime is not None and not walled and run.enough("all-reduce", 15):
         run.add_up(runtime)
     return run.report()
 

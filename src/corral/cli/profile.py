@@ -1,0 +1,222 @@
+"""`corral profile`: places to run, written once and used by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from corral.cli.screen import print_json, print_table
+from corral.engine_flags import check_arguments
+from corral.errors import ConflictError, CorralError, DataError, UsageError
+from corral.profile import Profile, all_profiles, load_profile, merged, places
+from corral.profile.drafting import as_toml, draft, parse_value, with_value
+from corral.profile.reading import parse
+
+__all__ = ["command"]
+
+HELP = {"help_option_names": ["-h", "--help"]}
+
+
+@click.group(context_settings=HELP)
+def command() -> None:
+    """Profiles say where and how to run; `corral up MODEL --on NAME` uses one. docs/profiles.md lists the keys."""
+
+
+@command.command("init", context_settings=HELP)
+@click.argument("name")
+@click.option("--from", "example", metavar="EXAMPLE", help="Begin with a shipped example (`corral profile list`).")
+@click.option("--hosts", metavar="A,B,…", help="Hosts for ssh, head first.")
+@click.option("--set", "pairs", multiple=True, metavar="TABLE.KEY=VALUE", help="Set a key: slurm.account=my_lab.")
+@click.option("--project", is_flag=True, help="Write .corral/profiles here instead of the user's own folder.")
+@click.option("--force", is_flag=True, help="Overwrite a profile of that name.")
+@click.option("--json", "as_json", is_flag=True)
+def init(
+    name: str,
+    example: str | None,
+    hosts: str | None,
+    pairs: tuple[str, ...],
+    project: bool,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Write a commented profile called NAME, to be edited. Exits 4 when there is one already."""
+    places.check_name(name)
+    folder = places.project_folders()[0] if project else places.user_folder()
+    path = folder / f"{name}.toml"
+    if not force and (path.exists() or path.is_symlink()):
+        raise ConflictError(
+            f"{path} is there already.", "Edit it, choose another name, or overwrite it with --force."
+        )
+    text = _first_text(example, _assignments(hosts, pairs))
+    parse(text, str(path))
+    _write(path, text)
+    profile = load_profile(name, {})
+    if as_json:
+        print_json({"name": name, "path": str(path), "to_fill_in": profile.placeholders()})
+        return
+    click.echo(f"{path} is written.")
+    if profile.placeholders():
+        click.echo(f"Fill in: {', '.join(profile.placeholders())}")
+    click.echo(f"Then: corral profile check {name}")
+
+
+def _assignments(hosts: str | None, pairs: tuple[str, ...]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if hosts is not None:
+        found["ssh.hosts"] = [host.strip() for host in hosts.split(",") if host.strip()]
+    for pair in pairs:
+        key, sign, value = pair.partition("=")
+        if not sign or not key.strip():
+            raise UsageError(f"--set {pair!r} is not TABLE.KEY=VALUE.", "For example --set slurm.account=my_lab.")
+        found[key.strip()] = parse_value(value.strip())
+    return found
+
+
+def _first_text(example: str | None, assignments: dict[str, Any]) -> str:
+    if example is not None:
+        text = places.example(example).read_text(encoding="utf-8")
+    else:
+        tables = {key.partition(".")[0] for key in assignments}
+        target = next((table for table in ("ssh", "slurm") if table in tables), "local")
+        text = draft({"target": assignments.pop("target", target)})
+    for key, value in assignments.items():
+        text = with_value(text, key, value)
+    return text
+
+
+def _write(path: Path, text: str) -> None:
+    from corral.files import write_atomic
+
+    if path.is_dir() and not path.is_symlink():
+        raise ConflictError(f"{path} is a folder.", "Move it away.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, text, 0o644)
+
+
+@command.command("list", context_settings=HELP)
+@click.option("--json", "as_json", is_flag=True)
+def list_profiles(as_json: bool) -> None:
+    """Every profile: the project's, your own, and shipped examples."""
+    found = all_profiles()
+    if as_json:
+        print_json([
+            {"name": one.name, "where": one.kinds, "path": one.path, "target": one.profile and one.profile.target,
+             "description": one.profile and one.profile.settings.description,
+             "error": one.error and one.error.message}
+            for one in found
+        ])  # fmt: skip
+        return
+    rows = []
+    for one in found:
+        target = one.profile.target if one.profile else "broken"
+        words = one.profile.settings.description if one.profile else one.error.message if one.error else ""
+        rows.append([one.name, " over ".join(one.kinds), target, words])
+    print_table(["NAME", "WHERE", "TARGET", "DESCRIPTION"], rows)
+
+
+@command.command("show", context_settings=HELP)
+@click.argument("name")
+@click.option("--all", "everything", is_flag=True, help="Also keys that nothing is said about.")
+@click.option("--json", "as_json", is_flag=True)
+def show(name: str, everything: bool, as_json: bool) -> None:
+    """What a profile says, resolved, and where each value comes from: a file and line, a variable, a default."""
+    profile = load_profile(name)
+    rows = [row for row in profile.rows() if everything or row[1] not in (None, "", (), {})]
+    if as_json:
+        values = [{"key": key, "value": value, "from": origin} for key, value, origin in rows]
+        files = [layer.label for layer in reversed(profile.layers)]
+        print_json({"name": name, "files": files, "values": values, "to_fill_in": profile.placeholders()})
+        return
+    print_table(["KEY", "VALUE", "FROM"], [[key, _shown(value), origin] for key, value, origin in rows])
+    if profile.placeholders():
+        click.echo(f"To fill in: {', '.join(profile.placeholders())}", err=True)
+
+
+def _shown(value: object) -> str:
+    return "-" if value is None else as_toml(value)
+
+
+@command.command("check", context_settings=HELP)
+@click.argument("names", nargs=-1)
+@click.option("--json", "as_json", is_flag=True)
+def check(names: tuple[str, ...], as_json: bool) -> int:
+    """Check profiles (default: all but the shipped examples) without touching a node.
+
+    Exits 0 when all is well, 3 when there is no such profile, 10 when one of them cannot be used as it stands.
+    """
+    chosen = names or tuple(one.name for one in all_profiles() if one.kinds != ("example",))
+    for name in chosen:
+        places.find(name)
+    found = {name: _problems_of(name) for name in chosen}
+    if as_json:
+        print_json({name: [_as_document(error) for error in errors] for name, errors in found.items()})
+    for name, errors in found.items():
+        if not as_json:
+            click.echo(f"{name}: {'ok' if not errors else ''}".rstrip())
+            for error in errors:
+                click.echo(f"  {error.message}")
+                click.echo(f"    → {error.remedy}")
+    if not chosen and not as_json:
+        click.echo("No profiles of your own. `corral profile init NAME --from EXAMPLE` begins one.", err=True)
+    return DataError.exit_code if any(found.values()) else 0
+
+
+def _as_document(error: CorralError) -> dict[str, str]:
+    return {"kind": type(error).__name__, "message": error.message, "remedy": error.remedy}
+
+
+def _problems_of(name: str) -> list[CorralError]:
+    try:
+        profile = load_profile(name, {})
+    except CorralError as error:
+        return [error]
+    questions = (_check_wish, _check_runtime, _check_target, _check_arguments, _check_environment, _check_plan)
+    problems = []
+    for question in questions:
+        try:
+            question(profile)
+        except CorralError as error:
+            problems.append(error)
+    return problems
+
+
+def _check_wish(profile: Profile) -> None:
+    merged(profile, {})
+
+
+def _check_runtime(profile: Profile) -> None:
+    from corral.engines import PINNED_VERSION
+    from corral.runtimes.base import NodeSide, make_runtime
+
+    named = profile.inventory()
+    flavour = "cpu" if named and named.gpu is None else "cuda"
+    home = profile.settings.storage.home or "~/.local/share/corral"
+    make_runtime(profile.runtime, profile.runtime_options, NodeSide(home, flavour, PINNED_VERSION))
+
+
+def _check_target(profile: Profile) -> None:
+    from corral.targets.base import load_target
+
+    if profile.target != "ssh" or profile.hosts:  # hosts may come with the command
+        load_target(profile.target, profile.place)
+
+
+def _check_arguments(profile: Profile) -> None:
+    from corral import engines
+
+    if flags := engines.shipped_flags():
+        check_arguments(profile.settings.engine.args, flags)
+
+
+def _check_environment(profile: Profile) -> None:
+    from corral.launch import refuse_reserved
+
+    refuse_reserved({**profile.settings.network.env, **profile.settings.engine.env})
+
+
+def _check_plan(profile: Profile) -> None:
+    from corral.plan.fixed import read_fixed
+
+    read_fixed(profile.settings.defaults.set)

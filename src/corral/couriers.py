@@ -1,0 +1,134 @@
+"""The near end of a courier: one `node/courier.py` on a host, or here, spoken to in lines of JSON.
+
+Nothing is placed on the host: the source travels on standard input, before the order. The courier ends when this
+process closes the connection or dies. Tokens go through standard input only.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import shlex
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib import resources
+from typing import Any
+
+from corral.errors import CorralError, UnreachableError
+from corral.ssh import Ssh
+
+__all__ = ["HERE", "Courier", "Event", "ask_courier"]
+
+HERE = "this machine"
+Event = dict[str, Any]
+
+
+@lru_cache(maxsize=1)
+def _source() -> bytes:
+    return (resources.files("corral") / "node" / "courier.py").read_bytes()
+
+
+def _argv(ssh: Ssh, host: str, command: str) -> list[str]:
+    boot = f"import sys; exec(compile(sys.stdin.buffer.read({len(_source())}), 'courier', 'exec'))"
+    if host == HERE:
+        return [sys.executable, "-I", "-c", boot, command]
+    return [*ssh.prefix(host), "--", shlex.join(["python3", "-I", "-c", boot, command])]
+
+
+@dataclass
+class Courier:
+    """One running courier; its events go to `inbox` as (courier, event), the last one being `gone`."""
+
+    ssh: Ssh
+    host: str
+    command: str
+    inbox: queue.Queue[tuple[Courier, Event]]
+    token: str = ""
+    _process: subprocess.Popen[bytes] = field(init=False)
+    _writing: threading.Lock = field(default_factory=threading.Lock)
+
+    def start(self, order: Mapping[str, Any]) -> None:
+        self._process = subprocess.Popen(
+            _argv(self.ssh, self.host, self.command),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is ours to handle: the couriers end when their input does
+        )
+        self._said: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._errors = threading.Thread(target=self._read_errors, daemon=True)
+        self._errors.start()
+        self._reader.start()
+        self.send(order, before=_source())
+
+    def send(self, message: Mapping[str, Any], payload: bytes = b"", before: bytes = b"") -> bool:
+        """Say something; False when nobody listens any more."""
+        assert self._process.stdin is not None
+        try:
+            with self._writing:
+                self._process.stdin.write(before + json.dumps(message).encode() + b"\n" + payload)
+                self._process.stdin.flush()
+        except (OSError, ValueError):
+            return False
+        return True
+
+    def close(self) -> None:
+        """End it: its input ends, and so does it."""
+        assert self._process.stdin is not None
+        try:
+            with self._writing:
+                self._process.stdin.close()
+        except OSError:
+            pass
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        for stream, thread in ((self._process.stdout, self._reader), (self._process.stderr, self._errors)):
+            thread.join(5)
+            if stream is not None and not thread.is_alive():
+                stream.close()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            try:
+                event = json.loads(line)
+            except ValueError:  # a login script that prints
+                continue
+            if isinstance(event, dict) and "event" in event:
+                self.inbox.put((self, event))
+        code = self._process.wait()
+        self._errors.join(5)
+        said = self._said[-1] if self._said else f"its courier ended with code {code}"
+        self.inbox.put((self, {"event": "gone", "code": code, "text": said}))
+
+    def _read_errors(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            if text := line.decode("utf-8", "replace").strip():
+                self._said = [*self._said[-20:], text]
+
+
+def ask_courier(ssh: Ssh, host: str, command: str, order: Mapping[str, Any], wanted: Sequence[str]) -> Event:
+    """Run a courier for a single answer."""
+    inbox: queue.Queue[tuple[Courier, Event]] = queue.Queue()
+    courier = Courier(ssh, host, command, inbox)
+    courier.start(order)
+    try:
+        while True:
+            _, event = inbox.get()
+            if event["event"] in wanted:
+                return event
+            if event["event"] == "failed":
+                raise CorralError(f"{host}: {event['text']}", "", host=host, status=event.get("status"))
+            if event["event"] == "gone":
+                raise UnreachableError(f"{host}: {event['text']}", f"Try `ssh {host}` by hand.", host=host)
+    finally:
+        courier.close()

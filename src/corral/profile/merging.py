@@ -1,0 +1,103 @@
+"""A profile and the options of one command to the keyword arguments of a wish. Pure; an option given always wins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from corral.errors import UsageError
+from corral.hardware import parse_gpus
+from corral.profile.contract import is_placeholder, time_s
+from corral.profile.profile import Profile
+
+__all__ = ["merged"]
+
+# options of a command that a profile knows nothing of, or leaves to the wish's own default
+PASSED_ON = ("name", "served_name", "flavour", "hung_s", "patience_s")
+GOAL = ("context", "concurrency", "goal")
+
+
+def merged(profile: Profile, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments for `bringup.Wish`, with `goal` as those of `Goal`.
+
+    `flags` has the wish's own names, and `context`, `concurrency` and `goal`; None means: not given. A wish's
+    default holds where neither says anything, so that there is one place for defaults.
+    """
+    given = {name: value for name, value in flags.items() if value is not None}
+    if unknown := given.keys() - {*PASSED_ON, *GOAL, *_said_by(Profile()), "extra_args", "extra_env", "fixed"}:
+        raise TypeError(f"a wish has no {', '.join(sorted(unknown))}")
+    said = _said_by(profile)
+    if given.get("target", profile.target) != profile.target:
+        said["place"] = {}
+    if given.get("runtime", profile.runtime) != profile.runtime:
+        said["runtime_options"] = {}
+    if "bind" in given or "expose" in given:  # one question with two answers: a given one takes the place of both
+        said["bind"] = said["expose"] = None
+    defaults, engine = profile.settings.defaults, profile.settings.engine
+    result = {name: given.get(name, value) for name, value in said.items()}
+    result["place"] = {**said["place"], **given.get("place", {})}
+    result["runtime_options"] = {**said["runtime_options"], **given.get("runtime_options", {})}
+    result["goal"] = {name: given.get(name, getattr(defaults, name)) for name in GOAL}
+    result["fixed"] = {**defaults.set, **given.get("fixed", {})}
+    result["extra_args"] = (*engine.args, *given.get("extra_args", ()))  # of two equal flags vLLM takes the last
+    result["extra_env"] = {**profile.settings.network.env, **engine.env, **given.get("extra_env", {})}
+    result |= {name: given[name] for name in PASSED_ON if name in given}
+    result["goal"] = {name: value for name, value in result["goal"].items() if value is not None}
+    result = {name: value for name, value in result.items() if value is not None}
+    _refuse_placeholders(profile, result)
+    _refuse_beyond_limits(profile, result)
+    return result
+
+
+def _said_by(profile: Profile) -> dict[str, Any]:
+    settings = profile.settings
+    return {
+        "model": settings.defaults.model,
+        "target": profile.target,
+        "place": profile.place,
+        "runtime": profile.runtime,
+        "runtime_options": profile.runtime_options,
+        "link": profile.link,
+        "bind": settings.endpoint.bind,
+        "expose": settings.endpoint.expose,
+        "port": settings.endpoint.port,
+        "restarts": settings.defaults.restart,
+        "stall_s": settings.defaults.stall,
+    }
+
+
+def _refuse_placeholders(profile: Profile, result: Mapping[str, Any]) -> None:
+    open_keys = [
+        name for name, value in {**result["place"], **result["runtime_options"]}.items() if is_placeholder(value)
+    ]
+    open_keys += [name for name in ("model", "bind") if is_placeholder(result.get(name))]
+    if open_keys:
+        name, files = profile.name, [layer for layer in profile.layers if layer.kind != "environment"]
+        remedy = f"Make it your own: `corral profile init my-{name} --from {name}`, and fill in what stands in <>."
+        if files and files[-1].kind != "example":
+            remedy = f"Fill in what stands in <> in {files[-1].label}."
+        raise UsageError(f"the profile {name!r} leaves {', '.join(open_keys)} to you.", remedy, keys=open_keys)
+
+
+def _refuse_beyond_limits(profile: Profile, result: Mapping[str, Any]) -> None:
+    limits, place = profile.settings.limits, result["place"]
+    nodes = _number(place.get("nodes")) or len(place.get("hosts", ())) or 1
+    gpus = place.get("gpus") or place.get("hardware", {}).get("gpus")
+    per_node = _number(place.get("gpus_per_node", parse_gpus(gpus).gpus_per_node if gpus else 0))
+    asked_s, most_s = time_s(str(place.get("time", "0"))), time_s(limits.max_time or "0")
+    for key, asked, most in (
+        ("max_nodes", nodes, limits.max_nodes),
+        ("max_gpus", nodes * per_node, limits.max_gpus),
+        ("max_time", asked_s, most_s),
+    ):
+        if most and asked and asked > most:
+            what = {"max_nodes": "nodes", "max_gpus": "GPUs", "max_time": "seconds"}[key]
+            raise UsageError(
+                f"{asked:,} {what} are more than the {most:,} that the profile {profile.name!r} allows.",
+                f"Ask for less, or change limits.{key} ({profile.origin(f'limits.{key}')}).",
+            )
+
+
+def _number(value: object) -> int:
+    """A number, also from words of the command line; what is none is for the target to refuse."""
+    return int(str(value)) if str(value).isdecimal() else 0

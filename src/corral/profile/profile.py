@@ -1,0 +1,315 @@
+"""A profile as its users see it: the layers of its files and the environment, resolved once.
+
+Flag > environment > project's file > user's file > default. `merged` makes of a profile and the options of a command
+the keyword arguments of a wish; an option that was given always wins.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from corral.errors import CorralError, DataError
+from corral.hardware import GIB, Inventory, parse_gpus
+from corral.profile import places
+from corral.profile.contract import Settings, all_keys, is_placeholder, time_s
+from corral.profile.reading import Layer, build, read_file, read_text
+from corral.ssh import check_host
+
+__all__ = ["ENVIRONMENT", "Listed", "Profile", "all_profiles", "assemble", "load_profile"]
+
+# variable -> the key it stands for; a key of another target than the profile's does not apply
+ENVIRONMENT = {
+    "CORRAL_MODEL": "defaults.model",
+    "CORRAL_CONTEXT": "defaults.context",
+    "CORRAL_CONCURRENCY": "defaults.concurrency",
+    "CORRAL_GOAL": "defaults.goal",
+    "CORRAL_RESTART": "defaults.restart",
+    "CORRAL_STALL": "defaults.stall",
+    "CORRAL_RUNTIME": "runtime.name",
+    "CORRAL_LINK": "link.name",
+    "CORRAL_BIND": "endpoint.bind",
+    "CORRAL_PORT": "endpoint.port",
+    "CORRAL_HOSTS": "ssh.hosts",
+    "CORRAL_PARTITION": "slurm.partition",
+    "CORRAL_ACCOUNT": "slurm.account",
+}
+TARGET_TABLES = ("ssh", "slurm")  # tables that only the target of their name reads
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Where and how to run, resolved; an empty one says nothing."""
+
+    name: str = ""
+    settings: Settings = field(default_factory=Settings)
+    layers: tuple[Layer, ...] = ()  # the strongest last
+
+    @property
+    def target(self) -> str:
+        return self.settings.target
+
+    @property
+    def runtime(self) -> str:
+        return self.settings.runtime.name
+
+    @property
+    def runtime_options(self) -> dict[str, object]:
+        return dict(self.settings.runtime.options)
+
+    @property
+    def link(self) -> str:
+        return self.settings.link.name
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return self.settings.ssh.hosts
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes it speaks of."""
+        facts = self.settings.hardware
+        named = parse_gpus(facts.gpus).nodes if facts.gpus else 1
+        return self.settings.slurm.nodes or len(self.hosts) or facts.nodes or named
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """The options of its target; only what is said is in it."""
+        return _PLACES[self.target](self.settings)
+
+    def inventory(self, nodes: int | None = None) -> Inventory | None:
+        """The hardware it names, or None when it names none."""
+        facts = self.settings.hardware
+        cores, host_bytes = facts.cpu_cores or 0, int((facts.memory_gib or 0) * GIB)
+        if facts.gpus:
+            one = parse_gpus(facts.gpus, None, facts.link or "ib-ndr")
+            named = replace(one, nodes=nodes or self.nodes)
+            return replace(named, cpu_cores=cores, host_memory_bytes=host_bytes, host_available_bytes=host_bytes)
+        if cores and host_bytes:
+            many = nodes or self.nodes
+            return Inventory(None, 1, many, 0, cores, host_bytes, host_bytes, link=facts.link or "ib-ndr")
+        return None
+
+    def origin(self, dotted: str) -> str:
+        """Where a value comes from: FILE:LINE, a variable, or `default`."""
+        for layer in reversed(self.layers):
+            if _has(layer.values, dotted):
+                return layer.at(dotted)
+        if dotted == "ssh.hosts" and self.settings.ssh.hosts_file:
+            return self.origin("ssh.hosts_file")
+        return "default"
+
+    def from_environment(self, dotted: str) -> bool:
+        return any(layer.kind == "environment" and _has(layer.values, dotted) for layer in self.layers)
+
+    def rows(self) -> list[tuple[str, object, str]]:
+        """Every key with its value and where that comes from."""
+        found: list[tuple[str, object, str]] = []
+        for key in all_keys():
+            table = getattr(self.settings, key.table) if key.table else self.settings
+            value = getattr(table, key.name)
+            prefix = key.table if key.dotted == "runtime.options" else key.dotted  # they stand in [runtime] itself
+            if isinstance(value, Mapping) and (value or prefix != key.dotted):
+                found += [(f"{prefix}.{name}", item, self.origin(f"{prefix}.{name}")) for name, item in value.items()]
+            else:
+                found.append((key.dotted, value, self.origin(key.dotted)))
+        return found
+
+    def placeholders(self) -> list[str]:
+        """Keys whose value only the user can know, and has not said yet."""
+        return [dotted for dotted, value, _ in self.rows() if is_placeholder(value)]
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One name in the list of profiles: the profile, or what is wrong with it."""
+
+    name: str
+    kinds: tuple[str, ...]
+    path: Path
+    profile: Profile | None = None
+    error: CorralError | None = None
+
+
+def load_profile(name: str | None, environ: Mapping[str, str] | None = None) -> Profile:
+    """The profile of a name, with what the environment says on top; without a name, only that."""
+    layers = [read_file(place.path, place.kind) for place in places.find(name)] if name else []
+    return assemble(name or "", layers, os.environ if environ is None else environ)
+
+
+def all_profiles() -> list[Listed]:
+    """Every profile there is, broken ones with their error."""
+    found = []
+    for name in places.known_names():
+        files = places.find(name)
+        kinds, path = tuple(place.kind for place in reversed(files)), files[-1].path
+        try:
+            found.append(Listed(name, kinds, path, load_profile(name, {})))
+        except CorralError as error:
+            found.append(Listed(name, kinds, path, error=error))
+    return found
+
+
+def assemble(name: str, layers: Iterable[Layer], environ: Mapping[str, str]) -> Profile:
+    """Layers, the strongest last, made one and checked as a whole."""
+    stack: list[Layer] = []
+    for layer in layers:
+        stack = [*(_yielding(below, layer) for below in stack), layer]
+    target = next((layer.values["target"] for layer in reversed(stack) if "target" in layer.values), "local")
+    if above := _environment_layer(environ, str(target)):
+        build(Settings, above.values, above)
+        stack = [*(_yielding(below, above) for below in stack), above]
+    values: dict[str, Any] = {}
+    for layer in stack:
+        values = _laid_over(values, layer.values)
+    whole = Layer("", name or "the environment", values)
+    profile = Profile(name, build(Settings, values, whole), tuple(stack))
+    profile = _with_hosts_file(profile)
+    _check_whole(profile)
+    return profile
+
+
+def _yielding(below: Layer, above: Layer) -> Layer:
+    """A lower layer without what another choice above makes meaningless: options of another runtime or target."""
+    values = dict(below.values)
+    chosen = above.values.get("runtime", {}).get("name")
+    if chosen is not None and chosen != values.get("runtime", {}).get("name", "managed"):
+        values.pop("runtime", None)
+    if above.values.get("target", values.get("target")) != values.get("target"):
+        for table in TARGET_TABLES:
+            values.pop(table, None)
+    return replace(below, values=values)
+
+
+def _laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    laid = dict(below)
+    for name, value in above.items():
+        both = isinstance(value, Mapping) and isinstance(below.get(name), Mapping)
+        laid[name] = _laid_over(below[name], value) if both else value
+    return laid
+
+
+def _environment_layer(environ: Mapping[str, str], target: str) -> Layer | None:
+    kinds = {key.dotted: key.takes for key in all_keys()}
+    values: dict[str, dict[str, object]] = {}
+    origins = {}
+    for variable, dotted in ENVIRONMENT.items():
+        table, _, name = dotted.partition(".")
+        text = environ.get(variable, "").strip()
+        if text and (table not in TARGET_TABLES or table == target):
+            values.setdefault(table, {})[name] = _typed(text, kinds[dotted])
+            origins[dotted] = variable
+    return Layer("environment", "the environment", values, origins) if values else None
+
+
+def _typed(text: str, takes: str) -> object:
+    """Text of the environment as a TOML file would hold it; what is no number stays text, and is refused as such."""
+    if takes.startswith("a list"):
+        return [part.strip() for part in text.split(",") if part.strip()]
+    try:
+        return int(text) if takes == "a whole number" else float(text) if takes == "a number" else text
+    except ValueError:
+        return text
+
+
+def _with_hosts_file(profile: Profile) -> Profile:
+    """The hosts that a hosts file names, one per line, further words on a line (slots=8) left aside."""
+    ssh = profile.settings.ssh
+    if ssh.hosts_file is None:
+        return profile
+    if ssh.hosts:
+        if profile.from_environment("ssh.hosts"):  # said on top of the files
+            return profile
+        raise DataError(
+            f"{profile.origin('ssh.hosts_file')}: [ssh] has both hosts and hosts_file.", "Keep one of them."
+        )
+    layer = next(layer for layer in reversed(profile.layers) if _has(layer.values, "ssh.hosts_file"))
+    path = Path(layer.label).parent / Path(ssh.hosts_file).expanduser()
+    try:
+        lines = read_text(path).splitlines()
+        hosts = [check_host(words[0]) for line in lines if (words := line.partition("#")[0].split())]
+    except CorralError as error:
+        at = profile.origin("ssh.hosts_file")
+        raise DataError(f"{at}: the hosts file cannot be used: {error.message}", "One host per line.") from None
+    unique = tuple(dict.fromkeys(hosts))
+    return replace(profile, settings=replace(profile.settings, ssh=replace(ssh, hosts=unique)))
+
+
+def _check_whole(profile: Profile) -> None:
+    """What no single key shows: tables of another target, and numbers that contradict each other."""
+    settings, at = profile.settings, profile.origin
+    for table in TARGET_TABLES:
+        if table != profile.target and any(table in layer.values for layer in profile.layers):
+            where = next(layer.at(table) for layer in reversed(profile.layers) if table in layer.values)
+            raise DataError(
+                f"{where}: [{table}] is there, but the target is {profile.target!r}.",
+                f'Say target = "{table}" at the top, or take [{table}] out.',
+            )
+    named = parse_gpus(settings.hardware.gpus) if settings.hardware.gpus else None
+    if named and named.nodes > 1 and profile.nodes != named.nodes:
+        _contradiction(at("hardware.gpus"), f"hardware.gpus says {named.nodes} nodes", f"{profile.nodes} are named")
+    per_node = settings.slurm.gpus_per_node
+    if named and per_node is not None and per_node > named.gpus_per_node:
+        _contradiction(
+            at("slurm.gpus_per_node"), f"slurm.gpus_per_node is {per_node}", f"a node has {settings.hardware.gpus}"
+        )
+    if settings.endpoint.bind is not None and settings.endpoint.expose is not None:
+        _contradiction(at("endpoint.expose"), "[endpoint] says bind", "it says expose")
+    limit = settings.limits.max_time
+    if limit and settings.slurm.time and (time_s(settings.slurm.time) or 0) > (time_s(limit) or 0):
+        _contradiction(at("slurm.time"), f"slurm.time is {settings.slurm.time}", f"limits.max_time is {limit}")
+
+
+def _contradiction(where: str, one: str, other: str) -> None:
+    raise DataError(f"{where}: {one}, but {other}.", "Let them agree, or keep one of them.")
+
+
+def _ssh_place(settings: Settings) -> dict[str, object]:
+    facts = settings.hardware
+    named = parse_gpus(facts.gpus) if facts.gpus else None
+    return _only_said({
+        "hosts": list(settings.ssh.hosts),
+        "gpus": f"{named.gpus_per_node}x{named.gpu}" if named else None,  # of one node
+        "fabric": facts.link,
+        "interface": settings.network.interface,
+        "hca": settings.network.hca,
+        "env": dict(settings.network.env),
+        "home": settings.storage.home,
+    })  # fmt: skip
+
+
+def _slurm_place(settings: Settings) -> dict[str, object]:
+    return _only_said({
+        **vars(settings.slurm),
+        "modules": list(settings.slurm.modules),
+        "extra": dict(settings.slurm.extra),
+        "nodes": settings.slurm.nodes or settings.hardware.nodes,
+        "hardware": _only_said(vars(settings.hardware)),
+        "interface": settings.network.interface,
+        "hca": settings.network.hca,
+        "max_jobs": settings.limits.max_jobs,
+        **vars(settings.storage),
+    })  # fmt: skip
+
+
+def _only_said(values: Mapping[str, object]) -> dict[str, object]:
+    return {name: value for name, value in values.items() if value is not None and value not in ([], {}, ())}
+
+
+_PLACES: dict[str, Callable[[Settings], dict[str, object]]] = {
+    "local": lambda _: {},
+    "ssh": _ssh_place,
+    "slurm": _slurm_place,
+}
+
+
+def _has(values: Mapping[str, Any], dotted: str) -> bool:
+    here: Any = values
+    for part in dotted.split("."):
+        if not isinstance(here, Mapping) or part not in here:
+            return False
+        here = here[part]
+    return True

@@ -1,0 +1,164 @@
+"""A profile's text to its keys, strictly: an unknown key, a wrong type or an impossible value names its line."""
+
+from __future__ import annotations
+
+import re
+import stat
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+from corral.errors import AccessError, DataError
+from corral.profile.contract import Settings, all_keys, takes
+from corral.record import nearest
+
+__all__ = ["Layer", "build", "key_lines", "parse", "read_file", "read_text"]
+
+MOST_BYTES = 256 * 1024  # the largest profile anybody writes by hand is a hundredth of this
+_HEADER = re.compile(r"^\s*\[\s*([A-Za-z0-9_.\"'\s-]+?)\s*\]\s*(?:#.*)?$")
+_ASSIGNMENT = re.compile(r"^\s*([A-Za-z0-9_-]+(?:\s*\.\s*[A-Za-z0-9_-]+)*)\s*=")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Values from one place, and where in it each key stands."""
+
+    kind: str  # example | user | project | environment
+    label: str  # a path, or "the environment"
+    values: Mapping[str, Any]
+    places: Mapping[str, str] = field(default_factory=dict)  # dotted key -> "FILE:LINE" or a variable's name
+
+    def at(self, dotted: str) -> str:
+        """The place of a key, or of the nearest table around it."""
+        while dotted:
+            if dotted in self.places:
+                return self.places[dotted]
+            dotted = dotted.rpartition(".")[0]
+        return self.label
+
+
+def read_file(path: Path, kind: str) -> Layer:
+    """One file as a layer; its keys are checked."""
+    return parse(read_text(path), str(path), kind)
+
+
+def parse(text: str, label: str, kind: str = "user") -> Layer:
+    """A profile's text as a layer; its keys are checked."""
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise DataError(f"{label} is not TOML: {error}.", "Correct that line; text needs quotes.") from None
+    except RecursionError:
+        raise DataError(f"{label} is not a profile: it is nested too deeply.", "Tables go one deep.") from None
+    places = {key: f"{label}:{line}" for key, line in key_lines(text).items()}
+    layer = Layer(kind, label, values, places)
+    build(Settings, values, layer)
+    return layer
+
+
+def read_text(path: Path) -> str:
+    """A small text file, whatever may lie there instead."""
+    try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise DataError(f"{path} is not a file.", "Move it away.")
+        if found.st_size > MOST_BYTES:
+            said = f"{path} has {found.st_size:,} bytes; {MOST_BYTES:,} are read at most."
+            raise DataError(said, "Is it the right file?")
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise DataError(f"{path}:{line} is not UTF-8 text.", "Save it as UTF-8.") from None
+    except PermissionError:
+        raise AccessError(f"{path} may not be read.", f"Make it readable: chmod u+r {path}") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}.", "Check the path.") from None
+
+
+def key_lines(text: str) -> dict[str, int]:
+    """Dotted key -> line. Reads only what profiles look like; a key it misses is reported with its table's line."""
+    found: dict[str, int] = {}
+    table = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := _HEADER.match(line):
+            table = re.sub(r"[\s\"']", "", header[1])
+            found.setdefault(table, number)
+        elif assignment := _ASSIGNMENT.match(line):
+            name = re.sub(r"\s", "", assignment[1])
+            found.setdefault(f"{table}.{name}" if table else name, number)
+    return found
+
+
+def build(kind: Any, data: Any, layer: Layer, where: str = "") -> Any:
+    """The dataclass of a table from its values."""
+    if not isinstance(data, Mapping):
+        raise DataError(
+            f"{layer.at(where)}: {where} must be a table, not {data!r}.", f"Write [{where}] and its keys below it."
+        )
+    entries = {entry.name: entry for entry in fields(kind)}
+    rest = next((name for name, entry in entries.items() if entry.metadata.get("rest")), "")
+    hints, values, others = get_type_hints(kind), {}, {}
+    for name, value in data.items():
+        dotted = f"{where}.{name}" if where else name
+        if name == rest or name not in entries:
+            if not rest:
+                raise _unknown(name, where, list(entries), layer)
+            others[name] = value
+        elif is_dataclass(hints[name]):
+            values[name] = build(hints[name], value, layer, dotted)
+        else:
+            values[name] = _value(hints[name], value, dotted, layer)
+            check = entries[name].metadata["check"]
+            expected = check(values[name]) if check and values[name] is not None else ""
+            if expected:
+                raise _wrong(dotted, expected, value, layer)
+    if rest:
+        values[rest] = others
+    return kind(**values)
+
+
+def _unknown(name: str, table: str, known: list[str], layer: Layer) -> DataError:
+    dotted = f"{table}.{name}" if table else name
+    inside = f"[{table}]" if table else "a profile"
+    elsewhere = [key.table for key in all_keys() if key.name == name and key.table]
+    if elsewhere:
+        remedy = f"{name!r} belongs into [{elsewhere[0]}]."
+    elif guess := nearest(name, known, 1):
+        remedy = f"Did you mean {guess[0]!r}?"
+    else:
+        remedy = f"Known: {', '.join(known)}."
+    return DataError(f"{layer.at(dotted)}: {inside} has no key {name!r}.", remedy, key=dotted)
+
+
+def _wrong(dotted: str, expected: str, value: object, layer: Layer) -> DataError:
+    shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "…"
+    remedy = "Put quotes around it." if expected == "text" and isinstance(value, (int, float)) else "Correct it."
+    return DataError(f"{layer.at(dotted)}: {dotted} must be {expected}, not {shown}.", remedy, key=dotted)
+
+
+def _value(kind: Any, value: Any, dotted: str, layer: Layer) -> Any:
+    """The value, if it has the type; a whole number is also a number, and true is not 1."""
+    options = [option for option in get_args(kind) if option is not type(None)] or [kind]
+    if get_origin(kind) is tuple:
+        return tuple(_items(value, dotted, layer))
+    if get_origin(kind) is not None and isinstance(get_origin(kind), type) and issubclass(get_origin(kind), Mapping):
+        if not isinstance(value, Mapping):
+            raise _wrong(dotted, "a table", value, layer)
+        inner = get_args(kind)[1]
+        return {name: _value(inner, item, f"{dotted}.{name}", layer) for name, item in value.items()}
+    if type(value) in options:
+        return value
+    if float in options and type(value) is int:
+        return float(value)
+    raise _wrong(dotted, takes(kind), value, layer)
+
+
+def _items(value: Any, dotted: str, layer: Layer) -> list[str]:
+    if not isinstance(value, list):
+        raise _wrong(dotted, 'a list such as ["one", "two"]', value, layer)
+    for item in value:
+        if not isinstance(item, str):
+            raise _wrong(dotted, "a list of text", value, layer)
+    return value

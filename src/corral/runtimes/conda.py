@@ -1,0 +1,108 @@
+"""The conda runtime: vLLM in a conda environment of the user's own, by name or by prefix.
+
+The environment is activated as in a shell (`conda shell.bash hook`, `conda activate`), because its packages set
+variables in activation scripts (CUDA_HOME, library paths) that a bare `PREFIX/bin/python` would lack. The shell is
+then replaced by the engine. `conda run` is not used: it stays in between, and a signal sent to it never reaches the
+engine. The shell is no login shell: profiles may print, change folders, or activate something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from corral.engine_flags import FlagList, flags_or_guess
+from corral.errors import UsageError
+from corral.runtimes.base import Job, NodeCheck, NodeSide, Wrapped, read_options
+from corral.runtimes.venv import SERVE_MODULE, VERSION_QUESTION, kept_caches
+
+__all__ = ["CondaOptions", "CondaRuntime"]
+
+# $1: the conda command, or "" to find it; $2: the environment
+ENTER = """\
+conda=$1 wanted=$2; shift 2
+if [ -z "$conda" ]; then
+    for found in "$CONDA_EXE" "$(type -P conda)" "$HOME"/{miniforge3,mambaforge,miniconda3,anaconda3}/bin/conda \\
+        /opt/{conda,miniforge3,miniconda3,anaconda3}/bin/conda; do
+        if [ -x "$found" ]; then conda=$found; break; fi
+    done
+fi
+if [ -n "$conda" ]; then
+    hook=$("$conda" shell.bash hook) || { echo "corral: $conda does not work on this node" >&2; exit 1; }
+    eval "$hook"
+    conda activate "$wanted" || { echo "corral: the conda environment $wanted could not be activated" >&2; exit 1; }
+elif [ -x "$wanted/bin/python" ]; then
+    export PATH="$wanted/bin:$PATH" CONDA_PREFIX="$wanted"
+else
+    echo "corral: there is no command conda on this node" >&2; exit 127
+fi
+unset PYTHONHOME
+exec "$@"
+"""
+
+
+@dataclass(frozen=True)
+class CondaOptions:
+    """What the user says about a conda environment."""
+
+    env: str  # a name, or a prefix (a path)
+    conda: str = ""  # the conda command; found on the node when not named
+    version: str = ""  # of its vLLM, where known: its flags are then checked before a start
+
+
+@dataclass(frozen=True)
+class CondaRuntime:
+    """vLLM from a conda environment that somebody else looks after."""
+
+    options: CondaOptions
+    node: NodeSide
+    name: str = "conda"
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, object], node: NodeSide) -> CondaRuntime:
+        read = read_options(CondaOptions, options, "conda")
+        if not read.env.strip() or read.env.startswith("-"):
+            raise UsageError(f"{read.env!r} names no conda environment.", "Give its name or its whole path.")
+        return cls(read, node)
+
+    @property
+    def engine(self) -> str:
+        return f"conda {self.options.env}"
+
+    @property
+    def python(self) -> tuple[str, ...]:
+        return ("python",)
+
+    @property
+    def serve(self) -> tuple[str, ...]:
+        return (*self.python, *SERVE_MODULE)
+
+    @property
+    def carried(self) -> tuple[str, ...]:
+        return ()
+
+    def flags(self) -> FlagList:
+        return flags_or_guess(self.options.version, self.node.version)
+
+    def stage(self, progress: Callable[[str], None]) -> CondaRuntime:
+        return self
+
+    def moved(self, places: Mapping[str, str]) -> CondaRuntime:
+        return self
+
+    def wrap(self, job: Job) -> Wrapped:
+        return Wrapped(self._entered(job.argv), {**kept_caches(self.node.home, "conda"), **job.env})
+
+    def _entered(self, argv: tuple[str, ...]) -> tuple[str, ...]:
+        return ("bash", "-c", ENTER, "corral-conda", self.options.conda, self.options.env, *argv)
+
+    def check(self) -> tuple[NodeCheck, ...]:
+        return (
+            NodeCheck(
+                f"vLLM in the conda environment {self.options.env}",
+                self._entered((*self.python, "-c", VERSION_QUESTION)),
+                "`conda env list` on the node shows what there is; `conda install` or `pip install vllm` into it.",
+                reports="vllm",
+                timeout_s=180,
+            ),
+        )

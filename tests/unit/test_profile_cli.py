@@ -1,0 +1,294 @@
+"""`corral profile`, and `--on` of `corral up` and `corral plan`, as people use them; their page is true."""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from corral.cli import main
+from corral.links import Ports
+from corral.profile import ENVIRONMENT, places
+from corral.profile.contract import all_keys
+from corral.runtimes.base import RUNTIMES
+from corral.targets.base import ChosenPorts
+from corral.targets.local import LocalTarget
+from tests.conftest import ROOT
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def corral(clean_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    for name in [*ENVIRONMENT, "CORRAL_PROFILE"]:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(LocalTarget, "choose_ports", lambda self, bind, wanted: ChosenPorts(Ports(wanted or 8000)))
+    work = clean_home / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+
+    def run(*words: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as caught:
+            main(list(words))
+        said = capsys.readouterr()
+        return int(caught.value.code or 0), said.out, said.err
+
+    return run
+
+
+def own(name: str, text: str) -> Path:
+    path = places.user_folder() / f"{name}.toml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+# --------------------------------------------------------------------------------------------------------------- init
+def test_init_writes_a_commented_draft_that_checks(corral: Command) -> None:
+    code, out, _ = corral("profile", "init", "box")
+    path = places.user_folder() / "box.toml"
+    assert code == 0
+    assert str(path) in out
+    text = path.read_text()
+    assert all(f"{key.name} = " in text or key.name == "options" for key in all_keys())
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+    assert corral("profile", "check", "box")[:2] == (0, "box: ok\n")
+
+
+def test_init_never_overwrites_unless_forced(corral: Command) -> None:
+    path = own("box", 'description = "precious"\n')
+    code, _, err = corral("profile", "init", "box")
+    assert code == 4
+    assert "--force" in err
+    assert "precious" in path.read_text()
+    assert corral("profile", "init", "box", "--force")[0] == 0
+    assert "precious" not in path.read_text()
+    path.unlink()
+    path.symlink_to(path.parent / "nowhere")
+    assert corral("profile", "init", "box")[0] == 4
+
+
+def test_init_from_an_example_keeps_its_comments_and_sets_values(corral: Command) -> None:
+    code, out, _ = corral("profile", "init", "k", "--from", "kempner", "--set", "slurm.account=lab", "--json")
+    assert code == 0
+    assert json.loads(out)["to_fill_in"] == ["slurm.partition"]
+    text = (places.user_folder() / "k.toml").read_text()
+    assert 'account = "lab"' in text
+    assert "What the document did" in text
+
+
+def test_init_with_hosts(corral: Command) -> None:
+    assert corral("profile", "init", "two", "--hosts", "a, b", "--set", "hardware.gpus=8xH100")[0] == 0
+    code, out, _ = corral("profile", "show", "two", "--json")
+    values = {row["key"]: row["value"] for row in json.loads(out)["values"]}
+    assert code == 0
+    assert values["target"] == "ssh"
+    assert values["ssh.hosts"] == ["a", "b"]
+    assert values["hardware.gpus"] == "8xH100"
+
+
+def test_init_in_a_project(corral: Command) -> None:
+    assert corral("profile", "init", "here", "--project")[0] == 0
+    assert Path(".corral/profiles/here.toml").is_file()
+    assert "project" in corral("profile", "list")[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("../x",), 2, "cannot be the name"),
+        (("x", "--from", "kempnr"), 3, "there is no example"),
+        (("x", "--from", "../kempner"), 2, "cannot be the name"),
+        (("x", "--set", "slurm"), 2, "not TABLE.KEY=VALUE"),
+        (("x", "--set", "slurm.acount=a"), 2, "Did you mean slurm.account?"),
+        (("x", "--set", "endpoint.port=high"), 10, "endpoint.port must be a whole number"),
+        (("x", "--hosts", "-oProxyCommand=boom"), 10, "hosts as ssh knows them"),
+    ],
+)
+def test_init_refuses_and_writes_nothing(corral: Command, words: tuple[str, ...], code: int, said: str) -> None:
+    found, _, err = corral("profile", "init", *words)
+    assert found == code
+    assert said in err
+    assert not places.user_folder().exists()
+
+
+# ------------------------------------------------------------------------------------------------------ list and show
+def test_list(corral: Command) -> None:
+    own("mine", 'target = "ssh"\ndescription = "two boxes"\n[ssh]\nhosts = ["a", "b"]\n')
+    own("broken", "target = \n")
+    code, out, _ = corral("profile", "list")
+    assert code == 0
+    assert re.search(r"mine +user +ssh +two boxes", out)
+    assert re.search(r"broken +user +broken +.*broken.toml is not TOML", out)
+    assert re.search(r"kempner +example +slurm", out)
+    rows = {row["name"]: row for row in json.loads(corral("profile", "list", "--json")[1])}
+    assert rows["mine"]["where"] == ["user"]
+    assert rows["broken"]["error"]
+    assert rows["broken"]["target"] is None
+
+
+def test_show_says_where_each_value_comes_from(corral: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = own("mine", 'target = "ssh"\n[ssh]\nhosts = ["a"]\n[runtime]\nname = "docker"\nimage = "x"\n')
+    monkeypatch.setenv("CORRAL_CONTEXT", "4096")
+    code, out, _ = corral("profile", "show", "mine")
+    assert code == 0
+    assert re.search(rf'ssh\.hosts +\["a"\] +{path}:3', out)
+    assert re.search(rf'runtime\.image +"x" +{path}:6', out)
+    assert re.search(r"defaults\.context +4096 +CORRAL_CONTEXT", out)
+    assert re.search(r'link\.name +"auto" +default', out)
+    assert "defaults.stall" not in out
+    assert "defaults.stall" in corral("profile", "show", "mine", "--all")[1]
+    assert corral("profile", "show", "nobody")[0] == 3
+
+
+# -------------------------------------------------------------------------------------------------------------- check
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('[engine]\nargs = ["--swap-space", "16"]\n', "has no --swap-space any more"),
+        ('[engine]\nargs = ["--port", "1"]\n', "--port is set by Corral itself"),
+        ('[engine]\nenv = { HF_TOKEN = "x" }\n', "HF_TOKEN is not passed to an engine"),
+        ("[defaults]\nset = { tenser = 8 }\n", "Did you mean tensor?"),
+        ('[runtime]\nname = "dokcer"\n', "there is no runtime 'dokcer'"),
+        ('[runtime]\nname = "managed"\nimage = "x"\n', "the managed runtime has no option 'image'"),
+        ('[defaults]\nmodel = "<your model>"\n', "leaves model to you"),
+        ('target = "local"\n[limits]\nmax_nodes = 0\n', "1 or more"),
+        ("[nonsense]\n", "no key 'nonsense'"),
+    ],
+)
+def test_check_finds_what_would_fail_later(corral: Command, text: str, said: str) -> None:
+    own("mine", text)
+    code, out, _ = corral("profile", "check", "mine")
+    assert code == 10
+    assert said in out
+    document = json.loads(corral("profile", "check", "mine", "--json")[1])
+    assert document["mine"][0]["kind"].endswith("Error")
+
+
+def test_check_names_every_problem_at_once(corral: Command) -> None:
+    own("mine", '[engine]\nargs = ["--nope"]\nenv = { HF_TOKEN = "x" }\n[defaults]\nset = { tenser = 8 }\n')
+    assert len(json.loads(corral("profile", "check", "mine", "--json")[1])["mine"]) == 3
+
+
+def test_check_of_all_leaves_the_examples_aside(corral: Command) -> None:
+    assert corral("profile", "check")[0] == 0
+    own("good", "")
+    own("bad", "x = 1\n")
+    code, out, _ = corral("profile", "check")
+    assert code == 10
+    assert "good: ok" in out
+    assert "kempner" not in out
+    assert corral("profile", "check", "nobody")[0] == 3
+
+
+@pytest.mark.skipif("docker" not in RUNTIMES, reason="this version has not the runtime docker")
+def test_the_examples_that_need_nothing_filled_in_check(corral: Command) -> None:
+    names = ("single-node-docker", "digitalocean-baremetal", "digitalocean-droplet")
+    assert corral("profile", "check", *names)[0] == 0
+
+
+# --------------------------------------------------------------------------------------------------------------- --on
+def test_up_on_a_profile_renders_what_it_says(corral: Command, tiny_model: Path) -> None:
+    own(
+        "mine",
+        f'[defaults]\nmodel = "{tiny_model}"\ncontext = 128\nrestart = 2\nstall = 77\n'
+        '[engine]\nargs = ["--enforce-eager"]\nenv = { A_B = "c" }\n[endpoint]\nport = 8123\n',
+    )
+    code, out, err = corral("up", "--on", "mine", "--dry-run")
+    assert code == 0, err
+    spec = json.loads(out)
+    argv = spec["ranks"][0]["argv"]
+    assert argv[argv.index("--max-model-len") + 1] == "128"
+    assert argv[argv.index("--port") + 1] == "8123"
+    assert argv.count("--enforce-eager") >= 1
+    assert spec["ranks"][0]["env"]["A_B"] == "c"
+    assert (spec["restarts"], spec["stall_s"]) == (2, 77)
+    flags = ("--context", "64", "--restart", "0", "--stall", "99", "--env", "A_B=d", "--port", "8124")
+    spec = json.loads(corral("up", "--on", "mine", *flags, "--dry-run")[1])
+    argv = spec["ranks"][0]["argv"]
+    assert argv[argv.index("--max-model-len") + 1] == "64"
+    assert argv[argv.index("--port") + 1] == "8124"
+    assert spec["ranks"][0]["env"]["A_B"] == "d"
+    assert (spec["restarts"], spec["stall_s"]) == (0, 99)
+
+
+def test_up_without_a_profile_is_as_it_was(corral: Command, tiny_model: Path) -> None:
+    spec = json.loads(corral("up", str(tiny_model), "--dry-run", "--port", "8125")[1])
+    assert (spec["restarts"], spec["stall_s"], spec["hung_s"], spec["target"]) == (0, 600, 300, "local")
+
+
+def test_the_environment_names_the_profile_and_single_values(
+    corral: Command, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own("mine", f'[defaults]\nmodel = "{tiny_model}"\ncontext = 128\n[endpoint]\nport = 8126\n')
+    monkeypatch.setenv("CORRAL_PROFILE", "mine")
+    monkeypatch.setenv("CORRAL_CONTEXT", "96")
+    argv = json.loads(corral("up", "--dry-run")[1])["ranks"][0]["argv"]
+    assert argv[argv.index("--max-model-len") + 1] == "96"
+    assert argv[argv.index("--port") + 1] == "8126"
+
+
+def test_up_refuses_secrets_and_locks_in_a_profile(corral: Command, tiny_model: Path) -> None:
+    own("mine", '[engine]\nenv = { VLLM_API_KEY = "x" }\n')
+    code, _, err = corral("up", str(tiny_model), "--on", "mine", "--dry-run")
+    assert code == 2
+    assert "VLLM_API_KEY is not passed" in err
+
+
+def test_up_refuses_an_unknown_or_unfinished_profile(corral: Command) -> None:
+    assert corral("up", "--on", "nobody", "--dry-run")[0] == 3
+    code, _, err = corral("up", "--on", "kempner", "--dry-run")
+    assert code == 2
+    assert "leaves partition, account to you" in err
+
+
+def test_plan_on_a_profile(corral: Command) -> None:
+    own("mine", 'target = "ssh"\n[hardware]\ngpus = "8xH100"\nnodes = 2\nlink = "ethernet-100"\n'
+        '[defaults]\nmodel = "llama-3.1-405b"\ncontext = 8192\nset = { tensor = 8, pipeline = 2 }\n')  # fmt: skip
+    code, out, _ = corral("plan", "--on", "mine", "--offline", "--json")
+    plan = json.loads(out)
+    assert code == 0
+    assert (plan["inventory"]["nodes"], plan["inventory"]["link"]) == (2, "ethernet-100")
+    assert plan["parallel"] == {"tensor": 8, "pipeline": 2, "data": 1}
+    assert plan["max_model_len"] == 8192
+    flags = ("--nodes", "4", "--link", "ib-ndr", "--set", "pipeline=4", "--context", "4096")
+    plan = json.loads(corral("plan", "--on", "mine", "--offline", "--json", *flags)[1])
+    assert (plan["inventory"]["nodes"], plan["inventory"]["link"]) == (4, "ib-ndr")
+    assert plan["parallel"]["pipeline"] == 4
+    assert plan["max_model_len"] == 4096
+    bare = json.loads(corral("plan", "llama-3.1-8b", "--on", "mine", "--gpus", "2xH200", "--offline", "--json",
+                             "--set", "tensor=2", "--set", "pipeline=1")[1])  # fmt: skip
+    assert bare["inventory"]["gpu"] == "H200"
+
+
+def test_plan_on_a_profile_without_hardware(corral: Command) -> None:
+    own("mine", 'target = "ssh"\n')
+    code, _, err = corral("plan", "llama-3.1-8b", "--on", "mine", "--offline")
+    assert code == 2
+    assert "does not say what its nodes hold" in err
+
+
+# ----------------------------------------------------------------------------------------------------------- the page
+PAGE = ROOT / "docs" / "profiles.md"
+
+
+def test_the_page_lists_every_key_as_it_is() -> None:
+    section = PAGE.read_text().split("## The keys")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `(.+?)` \| (.+?) \| (.+) \|$", section, re.MULTILINE)
+    written = {name: (takes, doc) for name, takes, doc in rows}
+    assert written == {key.dotted: (key.takes, key.doc) for key in all_keys()}
+
+
+def test_the_page_lists_every_variable() -> None:
+    rows = dict(re.findall(r"^\| `(CORRAL_\w+)` \| `(.+?)` \|$", PAGE.read_text(), re.MULTILINE))
+    assert rows == {**ENVIRONMENT, "CORRAL_PROFILE": "--on"}
+
+
+def test_the_page_names_every_example() -> None:
+    text = PAGE.read_text()
+    for path in places.example("kempner").parent.glob("*.toml"):
+        assert f"`{path.stem}`" in text

@@ -1,0 +1,39 @@
+"""A deployment brought up by the name of a profile, with the stand-in engine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.unit.conftest import Corral
+
+
+def test_a_profile_is_enough_to_bring_a_model_up(corral: Corral, clean_home: Path, tmp_path: Path) -> None:
+    mine = clean_home / ".config" / "corral" / "profiles" / "box.toml"
+    mine.parent.mkdir(parents=True)
+    mine.write_text(f'[storage]\nmodels = "{corral.model.parent}"\n[defaults]\ncontext = 128\nrestart = 1\n')
+    project = tmp_path / ".corral" / "profiles" / "box.toml"
+    project.parent.mkdir(parents=True)
+    project.write_text(f'[defaults]\nmodel = "{corral.model.name}"\n[engine]\nenv = {{ SAID_BY = "project" }}\n')
+    done = subprocess.run(
+        [sys.executable, "-m", "corral", "up", "--on", "box", "--name", "boxed", "--no-wait"],
+        cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert f"note: profile box: {project} over {mine}" in done.stderr
+    assert corral("wait", "boxed").code == 0
+    status = corral.wait_state("boxed", "ready")
+    assert status["model"] == corral.model.name
+    assert corral("down", "boxed").code == 0
+
+
+def test_what_a_profile_gets_wrong_is_said_before_anything_starts(corral: Corral, clean_home: Path) -> None:
+    mine = clean_home / ".config" / "corral" / "profiles" / "box.toml"
+    mine.parent.mkdir(parents=True)
+    mine.write_text('[engine]\nargs = ["--swap-space", "16"]\n')
+    done = corral("up", str(corral.model), "--on", "box")
+    assert done.code == 7
+    assert "--swap-space" in done.err
+    assert corral("ps", "--json").json() == []

@@ -1,0 +1,333 @@
+"""The documented deployments, as the shipped examples lead to them: option by option, and word by word.
+
+Every option that a document shows is either in the commands of today, or in the table with why it is gone. The whole
+text is kept in tests/unit/golden/profiles; `CORRAL_GOLDEN=write` writes it anew, to be read before it is committed.
+An example whose target or runtime is not there is skipped.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corral import engines, hardware
+from corral.cli import main
+from corral.engine_flags import REMOVED
+from corral.links import Ports
+from corral.profile import ENVIRONMENT, load_profile, places
+from corral.runtimes.base import RUNTIMES
+from corral.targets import local
+from corral.targets.base import TARGETS, ChosenPorts
+
+GOLDEN = Path(__file__).parent / "golden" / "profiles"
+HOME = "/srv/corral-home"
+
+
+@dataclass(frozen=True)
+class Option:
+    """What a document shows, and what became of it: the words of today, or why there are none."""
+
+    documented: str
+    today: str = ""  # words of the command, or NAME=VALUE of the environment of every rank
+    gone: str = ""
+
+
+@dataclass(frozen=True)
+class Case:
+    example: str
+    init: tuple[str, ...] = ()  # how a user makes it their own; nothing: used as it is shipped
+    up: tuple[str, ...] = ()
+    ranks: int = 1
+    link: str = "single"
+    hardware: str = ""  # of this machine, for the local target
+    script: tuple[str, ...] = ()  # documented lines of a batch script, all of them still there
+    options: tuple[Option, ...] = ()
+    label: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.label or self.example
+
+
+IMAGE = "vllm/vllm-openai:v0.32.0"
+TERMINAL = Option("run_cluster.sh in an open terminal", gone="an agent on every node starts its container")
+RAY = Option("ray start / ray status by hand", "ray_rank.py head")
+
+
+def digitalocean(example: str, interface: str) -> Case:
+    return Case(
+        example,
+        up=("--hosts", "10.0.0.1,10.0.0.2"),
+        ranks=2,
+        link="ray",
+        options=(
+            TERMINAL,
+            RAY,
+            Option("vllm/vllm-openai", IMAGE),
+            Option(f"-e NCCL_SOCKET_IFNAME={interface}", f"NCCL_SOCKET_IFNAME={interface}"),
+            Option(f"-e GLOO_SOCKET_IFNAME={interface}", f"GLOO_SOCKET_IFNAME={interface}"),
+            Option("--enforce-eager", "--enforce-eager"),
+            Option("--tensor-parallel-size 8", "--tensor-parallel-size 8"),
+            Option("--pipeline-parallel-size 2", "--pipeline-parallel-size 2"),
+            Option("--distributed-executor-backend ray", "--distributed-executor-backend ray"),
+            Option("--dtype float16", "--dtype float16"),
+            Option("--gpu-memory-utilization 0.99", "--gpu-memory-utilization 0.99"),
+            Option("--max-model-len 8192", "--max-model-len 8192"),
+            Option("--max-num-batched-tokens 65536", "--max-num-batched-tokens 65536"),
+            Option("--enable-chunked-prefill=False", "--no-enable-chunked-prefill"),
+            Option("--ipc=host", "--ipc=host"),
+            Option("--gpus all", "--gpus all"),
+        ),
+    )
+
+
+def kempner(label: str, nodes: int, tensor: int, settings: tuple[str, ...], *options: Option) -> Case:
+    return Case(
+        "kempner",
+        init=("--set", "slurm.partition=gpu_h100", "--set", "slurm.account=my_lab", *settings),
+        ranks=nodes,
+        link="ray" if nodes > 1 else "single",
+        label=label,
+        script=tuple(
+            f"#SBATCH --{word}"
+            for word in (
+                f"nodes={nodes}",
+                "gpus-per-node=4",
+                "cpus-per-task=96",
+                "mem=0",
+                "exclusive",
+                "time=4:00:00",
+            )
+        ),
+        options=(
+            Option("module load python/…", "python --"),
+            Option("conda activate vllm-inference", "vllm-inference"),
+            Option(f"--tensor-parallel-size {tensor}", f"--tensor-parallel-size {tensor}"),
+            Option("sleep 5", gone="the head waits until every node has joined"),
+            *options,
+        ),
+    )
+
+
+CASES = (
+    Case(
+        "single-node-docker",
+        up=("llama-3.1-70b-instruct", "--set", "tensor=8", "--set", "data=1"),
+        hardware="8xH100",
+        label="single-node-docker-70b",
+        options=(
+            Option("vllm/vllm-openai", IMAGE),
+            Option("--gpus all", "--gpus all"),
+            Option("--ipc=host", "--ipc=host"),
+            Option("--tensor-parallel-size 8", "--tensor-parallel-size 8"),
+            Option("-p 8000:8000", "--port 8000"),
+            Option("--runtime nvidia", gone="--gpus all alone does it"),
+            Option("--swap-space 16", gone="vLLM no longer swaps KV blocks"),
+            Option("--disable-log-requests", gone="requests are not logged unless asked for"),
+        ),
+    ),
+    Case(
+        "single-node-docker",
+        up=("llama-3.1-8b-instruct",),
+        hardware="1xH100",
+        label="single-node-docker-8b",
+        options=(
+            Option("vllm/vllm-openai", IMAGE),
+            Option("--gpus all", "--gpus all"),
+            Option("--swap-space 16", gone="vLLM no longer swaps KV blocks"),
+        ),
+    ),
+    Case(
+        "single-node-docker",
+        up=("llama-3.1-405b-instruct-fp8", "--set", "tensor=8"),
+        hardware="8xH100",
+        label="single-node-docker-405b-fp8",
+        options=(Option("--tensor-parallel-size 8", "--tensor-parallel-size 8"),),
+    ),
+    Case(
+        "lambda-1cc",
+        init=("--hosts", "10.0.0.1,10.0.0.2,10.0.0.3,10.0.0.4", "--set", "storage.home=/home/ubuntu/fs/corral"),
+        ranks=4,
+        link="ray",
+        options=(
+            TERMINAL,
+            RAY,
+            Option("vllm/vllm-openai", IMAGE),
+            Option("--tensor-parallel-size 8", "--tensor-parallel-size 8"),
+            Option("--pipeline-parallel-size 4", "--pipeline-parallel-size 4"),
+            Option("--privileged", gone="only InfiniBand devices and locked memory are given"),
+            Option("NCCL_IB_HCA=mlx5", gone="found on the nodes; a dry run asks none"),
+            Option("HF_HOME on the shared file system", "/home/ubuntu/fs/corral/cache"),
+            Option("--ipc=host", "--ipc=host"),
+            Option("--gpus all", "--gpus all"),
+        ),
+    ),
+    digitalocean("digitalocean-baremetal", "bond0"),
+    digitalocean("digitalocean-droplet", "eth2"),
+    kempner("kempner-405b", 4, 16, (), RAY, Option("--enforce-eager", "--enforce-eager")),
+    kempner(
+        "kempner-70b",
+        1,
+        4,
+        (
+            "--set",
+            "slurm.nodes=1",
+            "--set",
+            "defaults.set={tensor = 4}",
+            "--set",
+            "defaults.model=llama-3.1-70b-instruct",
+        ),
+    ),
+)
+BY_NAME = [pytest.param(case, id=case.name) for case in CASES]
+
+
+def missing(case: Case) -> str:
+    """Which part of this example does not exist in this version; empty when all do."""
+    profile = load_profile(case.example, {})
+    inside = profile.runtime_options.get("inside")
+    for name in (profile.runtime, inside):
+        if name is not None and name not in RUNTIMES:
+            return f"the runtime {name}"
+    if profile.target not in TARGETS:
+        return f"the target {profile.target}"
+    try:
+        importlib.import_module(TARGETS[profile.target].partition(":")[0])
+    except ModuleNotFoundError as error:
+        return f"{error.name}, which the target {profile.target} needs"
+    return ""
+
+
+Command = Callable[..., str]
+
+
+@pytest.fixture
+def corral(clean_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """`corral` in this process, on a machine whose name, home and free ports are always the same."""
+    for name in [*ENVIRONMENT, "CORRAL_PROFILE"]:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CORRAL_HOME", HOME)  # paths are part of the text; nothing is written there
+    monkeypatch.chdir(clean_home)
+    monkeypatch.setattr("socket.gethostname", lambda: "this-machine")
+    monkeypatch.setattr(local.LocalTarget, "choose_ports", lambda *_: ChosenPorts(Ports(8000)))
+
+    def run(*words: str) -> str:
+        with pytest.raises(SystemExit) as caught:
+            main(list(words))
+        said = capsys.readouterr()
+        assert caught.value.code in (0, None), said.err
+        return said.out
+
+    return run
+
+
+@pytest.fixture
+def led(corral: Command, monkeypatch: pytest.MonkeyPatch) -> Callable[[Case, bool], str]:
+    """What an example leads to: the text to paste, or the LaunchSpec."""
+
+    def run(case: Case, shell: bool) -> str:
+        if why := missing(case):
+            pytest.skip(f"this version has not {why}")
+        if case.hardware:
+            monkeypatch.setattr(hardware, "probe", lambda: hardware.parse_gpus(case.hardware))
+        name = case.example
+        if case.init:
+            name = "mine"
+            corral("profile", "init", name, "--from", case.example, "--force", *case.init)
+        return corral("up", *case.up, "--on", name, "--dry-run", *(["--shell"] if shell else []))
+
+    return run
+
+
+Led = Callable[[Case, bool], str]
+
+
+@pytest.mark.parametrize("case", BY_NAME)
+def test_every_documented_option_is_there_or_gone_for_a_reason(case: Case, led: Led) -> None:
+    spec: dict[str, Any] = json.loads(led(case, False))
+    assert len(spec["ranks"]) == case.ranks
+    assert spec["link"] == case.link
+    head = f" {shlex.join(spec['ranks'][0]['argv'])} "
+    for option in case.options:
+        assert bool(option.today) != bool(option.gone), option
+        if re.fullmatch(r"[A-Z_]+=.*", option.today):
+            name, _, value = option.today.partition("=")
+            assert all(rank["env"][name] == value for rank in spec["ranks"]), option
+        elif option.today:
+            assert option.today in head, option
+        else:
+            assert f" {option.documented} " not in head, option
+            assert not any(option.documented.partition("=")[0] in rank["env"] for rank in spec["ranks"])
+
+
+@pytest.mark.parametrize("case", BY_NAME)
+def test_todays_vllm_has_every_flag(case: Case, led: Led) -> None:
+    flags = engines.shipped_flags()
+    assert flags is not None
+    for rank in json.loads(led(case, False))["ranks"]:
+        words = rank["argv"]
+        assert not set(words) & set(REMOVED)
+        if "serve" in words:
+            after = words[words.index("serve") + 1 :]
+            used = {word.partition("=")[0] for word in after if word.startswith("--")}
+            assert used <= set(flags.takes_value)
+
+
+@pytest.mark.parametrize("case", BY_NAME)
+def test_every_rank_of_several_says_its_own_address(case: Case, led: Led) -> None:
+    spec = json.loads(led(case, False))
+    if case.ranks > 1 and load_profile(case.example, {}).target == "ssh":
+        addresses = [rank["env"]["VLLM_HOST_IP"] for rank in spec["ranks"]]
+        assert addresses == [f"10.0.0.{number + 1}" for number in range(case.ranks)]
+        assert all(rank["env"]["RAY_AUTH_MODE"] == "token" for rank in spec["ranks"])
+
+
+@pytest.mark.parametrize("case", BY_NAME)
+def test_the_whole_text(case: Case, led: Led) -> None:
+    text = led(case, True)
+    file = GOLDEN / f"{case.name}.sh"
+    if os.environ.get("CORRAL_GOLDEN") == "write":
+        GOLDEN.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    assert set(case.script) <= set(text.splitlines())
+    assert file.is_file(), f"read and keep it: CORRAL_GOLDEN=write pytest {__file__}"
+    assert text == file.read_text()
+
+
+@pytest.mark.parametrize("case", BY_NAME)
+def test_what_is_gone_is_explained_in_the_example_itself(case: Case) -> None:
+    comment = "".join(line for line in places.example(case.example).read_text().splitlines() if line.startswith("#"))
+    for option in case.options:
+        if option.gone:
+            assert option.documented.split()[0] in comment, option
+
+
+def test_every_example_has_a_case() -> None:
+    shipped = {path.stem for path in places.example("kempner").parent.glob("*.toml")}
+    assert {case.example for case in CASES} == shipped
+
+
+def test_no_golden_text_is_left_over() -> None:
+    assert {file.stem for file in GOLDEN.glob("*.sh")} <= {case.name for case in CASES}
+
+
+@pytest.mark.parametrize("case", BY_NAME)
+def test_plan_on_an_example(case: Case, corral: Command) -> None:
+    """The named hardware of an example is enough to plan on; this needs neither its target nor its runtime."""
+    if case.hardware:
+        pytest.skip("plans on the machine it runs on")
+    plan = json.loads(corral("plan", "--on", case.example, "--offline", "--json"))
+    assert plan["fits"]
+    sizes = load_profile(case.example, {}).settings.defaults.set
+    assert plan["parallel"]["tensor"] == sizes["tensor"]
+    assert plan["parallel"]["pipeline"] == sizes.get("pipeline", 1)
+    assert plan["inventory"]["source"] == "named"
