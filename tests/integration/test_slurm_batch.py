@@ -144,8 +144,9 @@ def test_two_jobs_share_a_batch_and_end_themselves(login: Login) -> None:
     assert "runs on" in again.stderr
     login.wait(output, lambda now: now["state"] == "done")
     login.complete(output, 600)
-    for job in now["jobs"]:
-        wait_for(lambda id=job["id"]: login.exit_code(id) == "0:0" and login.over(id), 60, "the job's end")
+    ids = [job["id"] for job in now["jobs"]]
+    wait_for(lambda: all(login.over(id) for id in ids), 60, "the jobs' end")
+    assert [login.exit_code(id) for id in ids] == ["0:0", "0:0"]
     assert "already complete" in login.corral("batch", "resume", str(output)).stderr
 
 

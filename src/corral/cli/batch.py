@@ -145,7 +145,7 @@ def run(**given: Any) -> int:
         retry_failed=given["retry_failed"],
     )
     more = _place(given)
-    model = given["model"] or more.get("model")
+    model = more.get("model") or given["model"]
     offline = Offline(model, given["context"], given["fixed"], (), more) if model else None
     where = Where(given["deployments"], given["urls"], given["key_file"], offline)
     if given["engine"] == "ray-data":
@@ -239,25 +239,24 @@ def _place(given: dict[str, Any]) -> dict[str, Any]:
         raise UsageError(f"--{said[0]} says where to start a model.", "Name it: --model MODEL.")
     if given["hosts"] and slurm:
         raise UsageError("--hosts is for ssh, the others are for SLURM.", "Leave one of them out.")
-    flags: dict[str, Any] = {"place": slurm, "target": "slurm"}
+    flags: dict[str, Any] = {"place": slurm, **({} if given["on"] else {"target": "slurm"})}
     if given["hosts"]:
         from corral.ssh import read_hosts
 
         flags = {"place": {"hosts": read_hosts(given["hosts"])}, "target": "ssh"}
     if not given["on"]:
         return flags
-    return _from_profile(given, {} if said == ["on"] else flags)
+    return _from_profile(given, flags)
 
 
 def _from_profile(given: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
-    from importlib import import_module
-
+    from corral.launch import refuse_reserved
+    from corral.profile import load_profile, merged, with_storage
     from corral.record import to_json
 
-    profiles = import_module("corral.profile")
-    profile = profiles.load_profile(given["on"])
-    told = {name: value for name, value in {**flags, "model": given["model"]}.items() if value is not None}
-    wish: dict[str, Any] = profiles.with_storage(profile, profiles.merged(profile, told))
+    profile = load_profile(given["on"])
+    wish = with_storage(profile, merged(profile, {**flags, "model": given["model"]}))
+    refuse_reserved(wish.get("extra_env", {}))
     return {name: to_json(value) for name, value in wish.items()}
 
 

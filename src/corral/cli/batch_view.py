@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from collections import deque
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -144,7 +145,8 @@ def _print_summary(result: Result) -> None:
     if result.gpu_hours is not None:
         cost = f", cost {result.cost:.2f}" if result.cost is not None else ""
         lines.append(f"  GPU-hours  {result.gpu_hours:.3f} on {result.gpus}{cost}")
-    lines.append(f"  output     {result.output}" + ("" if s.state == "done" else " (so far)"))
+    so_far = " (so far)" if Path(result.output).exists() else " (made at the end)"
+    lines.append(f"  output     {result.output}" + ("" if s.state == "done" else so_far))
     if result.errors:
         lines.append(f"  failed     {result.errors}")
     if s.state != "done":
