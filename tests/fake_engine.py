@@ -14,6 +14,9 @@ from corral.fake import FakeOptions, Pace, parse_fault, run
 
 def main() -> None:
     words = sys.argv[1:]
+    if not any(word.startswith("--served-model-name") for word in words):  # only asked whether it is there
+        print("fake")
+        return
 
     def given(flag: str) -> str:
         joined = [word.partition("=")[2] for word in words if word.startswith(flag + "=")]

@@ -6,6 +6,7 @@ The batch that must run into its time limit is started first and looked at last,
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -43,7 +44,7 @@ class Login:
 
     def corral(self, *arguments: str, rate: int = 0) -> subprocess.CompletedProcess[str]:
         env = {"CORRAL_HOME": str(self.folder / "corral"), "PYTHONPATH": str(SOURCE), "HF_HUB_OFFLINE": "1",
-               "FAKE_RATE": str(rate)}  # fmt: skip
+               "FAKE_RATE": str(rate), "XDG_CONFIG_HOME": str(self.folder / "config")}  # fmt: skip
         command = [sys.executable, "-m", "corral", *arguments]
         return self.hosts.exec("login", command, env=env, check=False, timeout=240)
 
@@ -148,6 +149,31 @@ def test_two_jobs_share_a_batch_and_end_themselves(login: Login) -> None:
     wait_for(lambda: all(login.over(id) for id in ids), 60, "the jobs' end")
     assert [login.exit_code(id) for id in ids] == ["0:0", "0:0"]
     assert "already complete" in login.corral("batch", "resume", str(output)).stderr
+
+
+def test_a_profile_says_where_and_one_may_wait(login: Login) -> None:
+    profile = login.folder / "config" / "corral" / "profiles" / "small.toml"
+    profile.parent.mkdir(parents=True)
+    table = 'partition = "gpu"\ngpus_per_node = 0\ncpus_per_task = 2\nmem = "4G"\ntime = "10:00"\n'
+    profile.write_text(f'target = "slurm"\n[slurm]\n{table}[defaults]\nmodel = "{login.model}"\n')
+    given, output = login.rows("profile", 200)
+    done = login.corral("batch", given, "-o", str(output), "--on", "small", "--slurm", "exclude=n1", "--wait")
+    assert done.returncode == 0, done.stderr
+    login.complete(output, 200)
+    record = json.loads(Path(f"{output}.corral/job.json").read_text())
+    assert record["offline"]["more"]["place"]["exclude"] == "n1"
+
+
+def test_over_ssh_the_model_runs_there_and_the_batch_here(login: Login) -> None:
+    given, output = login.rows("ssh", 200)
+    env = {**os.environ, "CORRAL_HOME": str(login.folder / "corral"), "HOME": str(login.folder), "FAKE_RATE": "0",
+           "PYTHONPATH": str(SOURCE), "CORRAL_SSH": " ".join(login.hosts.ssh_command)}  # fmt: skip
+    words = ["batch", given, "-o", str(output), "--model", str(login.model), "--hosts", "n2"]
+    command = [sys.executable, "-m", "corral", *words]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    login.complete(output, 200)
+    assert not [line for _, line in login.hosts.processes("n2") if "fake_engine" in line and "batch-ssh" in line]
 
 
 def test_a_cancelled_job_says_how_to_go_on(login: Login) -> None:
