@@ -15,7 +15,8 @@ lint: .venv/.test-installed
 unit: .venv/.test-installed  ## seconds, no network, no engine
 	$(PYTEST) tests/unit --numprocesses 4 --dist worksteal --reruns 2
 
-integration: .venv/.test-installed  ## real vLLM on the CPU (installed on first use into .scratch/)
+integration: .venv/.test-installed  ## real vLLM on the CPU (installed into .scratch/), real sshd, SLURM and Docker
+	tools/install_testbed.sh --with-accounting
 	$(PYTEST) tests/integration --reruns 1
 
 e2e: .venv/.test-installed  ## pages in a real browser (Debian's chromium, installed when missing)

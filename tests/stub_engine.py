@@ -51,7 +51,7 @@ def main() -> None:
         time.sleep(1000)
     if words[0] == "-m":
         port, key_file = int(words[words.index("--port") + 1]), Path(os.environ["CORRAL_KEY_FILE"])
-        host = words[words.index("--host") + 1]
+        host = words[words.index("--host") + 1] if "--host" in words else "127.0.0.1"
         words = os.environ.get("STUB_OPTIONS", "").split()
     else:
         port, key_file, words = int(words[0]), Path(words[1]), words[2:]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from corral import catalogue, deployment, engines, model_store
+from corral.chain import Chain, refuse_living_chain, write_chain
 from corral.engine_flags import check_arguments
 from corral.errors import CorralError, DoesNotFitError, LaunchError, UsageError
 from corral.events import Event
@@ -67,6 +68,9 @@ class Wish:
     restarts: int = 0
     stall_s: float = 600.0
     hung_s: float = 300.0
+    keep: bool = False  # successors follow (see `chain`)
+    max_jobs: int | None = None
+    follows: str = ""  # the chain that this one continues
     patience_s: float = 10.0  # silence after which a node of several counts as lost
 
 
@@ -257,9 +261,11 @@ def _bring_up_once(wish: Wish, report: Reporter, wait: bool) -> deployment.Statu
         for reason in decision.plan.reasons:
             if reason.field == "precision.weights":
                 report.note(f"weights in {reason.value}: {reason.because}")
+    refuse_living_chain(decision.name)
     folder = deployment.claim(record, lambda who: report.note(f"waiting for {who}, which uses the same name"))
     staging = _Stoppable(report, folder)
     with _released_on_failure(folder):
+        _join_chain(wish, decision, folder)
         staging.phase("installing engine")
         runtime = _runtime(wish, target, decision.flavour).stage(staging.detail)
         if runtime.carried:
@@ -287,6 +293,18 @@ def _interrupted(folder: DeploymentFolder) -> str:
         if now.state is State.QUEUED:
             return f"{now.text}. Take it up again: corral up --attach {name}. End it: corral down {name}"
     return f"it goes on starting in the background; wait: corral up --attach {name}; end it: corral down {name}"
+
+
+def _join_chain(wish: Wish, decision: Decision, folder: DeploymentFolder) -> None:
+    """A successor has its chain's key, so that clients' keys stay valid; a first keeps what others are made from."""
+    if wish.follows:
+        write_atomic(folder.key, DeploymentFolder.of(wish.follows).key.read_text(encoding="utf-8"))
+    elif wish.keep:
+        given = Path(wish.model).expanduser() if wish.model else None
+        model = str(given.resolve()) if given and given.exists() else wish.model or decision.source.name
+        kept = replace(wish, model=model, name=folder.name, served_name=decision.served_name)
+        write_atomic(folder.wish, dump_json(kept))
+        write_chain(folder, Chain(max_jobs=wish.max_jobs))
 
 
 @dataclass(frozen=True)

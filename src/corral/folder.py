@@ -9,6 +9,9 @@
       token               by which the agents of several nodes, and Ray, know each other (0600)
       job.json            the batch job, on SLURM; job.sh is its script, job.log its output
       node/               the agent and the guard, as they were at launch
+      successors.json     the deployments that follow this one, where it is kept (see `chain`)
+      wish.json           what they are made from; keep.log says what was done for it
+      proxy.json          the port of `corral proxy`, and who holds it
       rank0/spec.json     what the agent of rank 0 runs
       rank0/events.jsonl  its journal; rank0/heartbeat.json, agent.json, engine.json, stop beside it
       rank0/engine.log    the engine's own words
@@ -18,6 +21,7 @@ Names may hold spaces, quotes and other signs; folder names are made safe by per
 
 from __future__ import annotations
 
+import re
 import secrets
 import shutil
 from dataclasses import dataclass
@@ -29,7 +33,7 @@ from corral.files import make_private_dir, write_atomic
 from corral.home import deployments_dir
 from corral.record import nearest
 
-__all__ = ["DeploymentFolder", "all_folders", "checked_name", "open_folder"]
+__all__ = ["DeploymentFolder", "all_folders", "chain_of", "checked_name", "open_folder"]
 
 LONGEST_NAME = 80
 
@@ -41,6 +45,11 @@ def checked_name(name: str) -> str:
     if any(ord(sign) < 32 or ord(sign) == 127 for sign in name):
         raise UsageError(f"{name!r} cannot name a deployment: it holds control characters.", "Use plain text.")
     return name
+
+
+def chain_of(name: str) -> str:
+    """The name that a chain goes by: `NAME` of `NAME~2`."""
+    return re.sub(r"~\d+$", "", name)
 
 
 @dataclass(frozen=True)
@@ -93,6 +102,29 @@ class DeploymentFolder:
     @property
     def tunnel_log(self) -> Path:
         return self.path / "tunnel.log"
+
+    @property
+    def successors(self) -> Path:
+        """The deployments that follow this one."""
+        return self.path / "successors.json"
+
+    @property
+    def successors_lock(self) -> Path:
+        return self.path / "successors.lock"
+
+    @property
+    def wish(self) -> Path:
+        """What was asked for, so that a successor can be made from it."""
+        return self.path / "wish.json"
+
+    @property
+    def keep_log(self) -> Path:
+        return self.path / "keep.log"
+
+    @property
+    def proxy(self) -> Path:
+        """The port of the proxy in front of the chain, and who holds it."""
+        return self.path / "proxy.json"
 
     @property
     def differences(self) -> Path:

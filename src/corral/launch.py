@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from corral.errors import UsageError
 from corral.folder import DeploymentFolder
-from corral.links import Gang, LinkedRank, Node, Ports, link_ranks
+from corral.links import RAY_SCRIPT, Gang, LinkedRank, Node, Ports, link_ranks
 from corral.record import to_json
 from corral.runtimes.base import Job, Runtime
 from corral.shell import quote_command
@@ -137,7 +137,7 @@ FILES = (
     PlacedFile("node/agent.py", "agent.py"),
     PlacedFile("node/gang.py", "corral_gang.py"),
     PlacedFile("node/guard.py", "corral_guard.py"),
-    PlacedFile("engine_side/ray_rank.py", "ray_rank.py"),
+    PlacedFile("engine_side/ray_rank.py", RAY_SCRIPT),
     PlacedFile("node/slurm_start.py", "slurm_start.py"),
 )
 # what in the user's own shell must not reach an engine: secrets, and switches that would open or bypass its door
@@ -315,24 +315,35 @@ def agent_spec(spec: LaunchSpec, rank: RankSpec, folder: DeploymentFolder) -> di
     }
 
 
+def _secrets(spec: LaunchSpec) -> list[str]:
+    """The files that must hold random words before a launch by hand."""
+    keys = {rank.serve.key_file for rank in spec.ranks if rank.serve}
+    return sorted(keys | ({spec.gang.token_file} if spec.gang else set()))
+
+
+def _worn(spec: LaunchSpec) -> list[PlacedFile]:
+    """The files of Corral's that the engines themselves need, without agents."""
+    needed = ("corral_guard.py", RAY_SCRIPT) if spec.link == "ray" else ("corral_guard.py",)
+    return [file for file in spec.files if file.name in needed]
+
+
 def as_shell(spec: LaunchSpec) -> str:
     """The launch as commands a person can paste, one per rank; or the batch script that a target submits."""
     if spec.script:
         return spec.script
-    lines = [f"# {spec.deployment}: {spec.model} with vLLM {spec.engine}"]
-    key_files = {rank.serve.key_file for rank in spec.ranks if rank.serve}
     node = PurePath(spec.ranks[0].env["PYTHONPATH"])
+    lines = [f"# {spec.deployment}: {spec.model} with vLLM {spec.engine}"]
+    if spec.gang:
+        lines.append("# on every node; the key and the token must be the same on all (on a shared file system: once)")
     lines.append("umask 077")
     lines.append(quote_command(["mkdir", "-p", str(node), *(rank.cwd for rank in spec.ranks)]))
-    for file in sorted(key_files):
+    for file in _secrets(spec):
         lines.append(quote_command(["openssl", "rand", "-hex", "24", "-out", file]))
-    lines.append(
-        'guard=$(python3 -c "import corral.node.guard as g; print(g.__file__)")  # from Corral\'s environment'
-    )
-    lines.append(f'cp "$guard" {quote_command([str(node / "corral_guard.py")])}')
+    lines.append('corral=$(python3 -c "import corral; print(*corral.__path__)")  # from Corral\'s environment')
+    lines += [f'cp "$corral"/{file.resource} {quote_command([str(node / file.name)])}' for file in _worn(spec)]
     for rank in spec.ranks:
         unset = [word for name in rank.unset_env for word in ("-u", name)]
         assignments = [f"{key}={value}" for key, value in sorted(rank.env.items())]
-        lines.append(f"# rank {rank.rank} on {rank.node}")
+        lines.append(f"# rank {rank.rank}, on {rank.node}")
         lines.append(quote_command(["env", "-C", rank.cwd, *unset, *assignments, *rank.argv]))
     return "\n".join(lines) + "\n"

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from corral import deployment
+from corral.chain import newest_ready
 from corral.client import Client
 from corral.endpoint import Endpoint
 from corral.errors import ConflictError, NotFoundError, UsageError
@@ -77,9 +78,12 @@ def _with_model(url: str, key_file: str | None, key: str | None, model: str | No
 
 def ready_endpoint(name: str) -> Endpoint:
     """The endpoint of a deployment, if it is ready."""
-    found = deployment.status(open_folder(name))
+    folder = open_folder(name)
+    found = deployment.status(folder)
+    if found.state is not State.READY and (follows := newest_ready(folder)) and follows.status:
+        found, folder = follows.status, follows.folder
     if found.state is State.READY and found.endpoint is not None:
-        ensure_tunnel(open_folder(name))
+        ensure_tunnel(folder)
         return found.endpoint
     if found.state in (State.STOPPED, State.FAILED):
         why = f": {found.text}" if found.text else ""

@@ -7,23 +7,40 @@ happens to the connection. The process ends by itself when the deployment has en
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from corral.deployment import Record, target_of
-from corral.errors import CorralError, UnreachableError
+from corral.endpoint import Endpoint
+from corral.errors import CorralError, NotFoundError, UnreachableError
 from corral.events import read_events
-from corral.files import write_atomic
+from corral.files import make_private_dir, write_atomic
 from corral.folder import DeploymentFolder
+from corral.home import home_dir
 from corral.processes import Identity, own_identity
-from corral.record import dump_json, load_json
+from corral.record import dump_json, from_json, load_json
+from corral.ssh import Ssh, ssh_command
 
-__all__ = ["close_tunnel", "ensure_tunnel", "hold_tunnel", "needs_tunnel", "tunnel_holder"]
+__all__ = [
+    "Distant",
+    "close_tunnel",
+    "ensure_tunnel",
+    "find_distant",
+    "hold_distant",
+    "hold_tunnel",
+    "needs_tunnel",
+    "tunnel_holder",
+]
 
 PAUSES_S = (0.2, 1, 2, 5, 10)
 OPEN_S = 20.0
@@ -69,11 +86,6 @@ def ensure_tunnel(folder: DeploymentFolder) -> None:
 
 
 def _open(folder: DeploymentFolder) -> bool:
-    import socket
-    from urllib.parse import urlsplit
-
-    from corral.endpoint import Endpoint
-
     if tunnel_holder(folder) is None:
         return False
     address = urlsplit(load_json(Endpoint, folder.endpoint).base_url)
@@ -140,3 +152,71 @@ def close_tunnel(folder: DeploymentFolder) -> None:
     if holder:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(holder.pid, signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class Distant:
+    """A deployment of another machine's home, reached through that machine."""
+
+    through: str  # the host whose `corral` knows the deployment: a login node
+    endpoint: Endpoint  # as that host reaches it
+    local_port: int
+    key_file: Path  # the key, brought here
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self.local_port}/v1"
+
+    def command(self) -> list[str]:
+        far = urlsplit(self.endpoint.base_url)
+        return [*forwarding(), "-L", f"127.0.0.1:{self.local_port}:{far.hostname}:{far.port}", self.through]
+
+
+def forwarding() -> list[str]:
+    """ssh, told to do nothing but forward, and to end when it cannot."""
+    options = ["-N", "-T", "-o", "BatchMode=yes", "-o", "ExitOnForwardFailure=yes", "-o", "ControlMaster=no"]
+    options += ["-o", "ControlPath=none", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"]
+    return [*ssh_command(), *options]
+
+
+def find_distant(name: str, through: str, program: Sequence[str], port: int | None) -> Distant:
+    """Ask the other machine's `corral` where the deployment is, and bring its key here."""
+    ssh = Ssh()
+    done = ssh.run(through, [*program, "status", name, "--json"], timeout_s=60)
+    try:
+        found = json.loads(done.stdout)
+        endpoint = from_json(Endpoint, found["endpoint"]) if found.get("endpoint") else None
+    except (ValueError, KeyError, TypeError):
+        words = (done.stderr.strip() or done.stdout.strip() or "no word").splitlines()
+        raise UnreachableError(
+            f"`{shlex.join(program)}` on {through} did not say where {name!r} is: {words[-1]}",
+            "Name the command as it is called there: --corral /path/to/corral.",
+        ) from None
+    if endpoint is None or endpoint.key_file is None:
+        raise NotFoundError(f"{name!r} on {through} is {found['state']}: {found['text'] or 'no endpoint yet'}.",
+                            f"Wait for it there: corral wait {shlex.quote(name)}")  # fmt: skip
+    key = ssh.run(through, ["cat", endpoint.key_file], timeout_s=30, check=True).stdout
+    kept = home_dir() / "distant" / f"{through}-{DeploymentFolder.of(name).path.name}"
+    make_private_dir(kept)
+    write_atomic(kept / "key", key)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", port or 0))
+        number: int = probe.getsockname()[1]
+    return Distant(through, endpoint, number, kept / "key")
+
+
+def hold_distant(distant: Distant, say: Callable[[str], None]) -> None:
+    """Keep the forward open until interrupted."""
+    failures = 0
+    with _ended_on_signals():
+        while True:
+            began = time.monotonic()
+            process = subprocess.Popen(distant.command(), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+            try:
+                said = process.communicate()[1].decode("utf-8", "replace").strip()
+            finally:
+                process.terminate()
+            failures = 0 if time.monotonic() - began > 30 else failures + 1
+            pause = PAUSES_S[min(failures, len(PAUSES_S) - 1)]
+            say(f"the connection ended ({said.splitlines()[-1] if said else 'no word'}); again in {pause:g} s")
+            time.sleep(pause)

@@ -53,9 +53,9 @@ def words(endpoint: dict[str, str]) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def expected(corral: Corral, tiny_model: Path) -> list[list[str]]:
-    up = corral.json("up", str(tiny_model), "--name", "one", "--port", free_port(), *OPTIONS, *FLOAT32)
+    done = corral.run("up", str(tiny_model), "--name", "one", "--port", free_port(), "--json", *OPTIONS, *FLOAT32)
     try:
-        return words(up["endpoint"])
+        return words(json.loads(done.stdout)["endpoint"])
     finally:
         corral.run("down", "one")
 

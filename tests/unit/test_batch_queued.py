@@ -82,6 +82,7 @@ class Target:
     def sizes(self) -> tuple[int, ...]: ...  # type: ignore[empty-body]
     def resized(self, nodes: int) -> Any: ...
     def job_of(self, folder: Any) -> str: ...  # type: ignore[empty-body]
+    def lease(self, folder: Any) -> Any: ...
 
     def hand_on(self, folder: Any, current: str) -> str:
         self.after.append(current)

@@ -14,6 +14,7 @@ from corral import deployment
 from corral.endpoint import Endpoint
 from corral.errors import AccessError, ConflictError, NotFoundError, UnreachableError, UsageError
 from corral.fake import FakeOptions, FakeServer
+from corral.folder import DeploymentFolder
 from corral.record import to_json
 from corral.resolve import HeldKeyEndpoint, resolve
 from corral.state import State
@@ -95,7 +96,7 @@ def test_the_only_ready_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_deployment_that_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("corral.resolve.open_folder", lambda name: name)
+    monkeypatch.setattr("corral.resolve.open_folder", DeploymentFolder.of)
     monkeypatch.setattr(deployment, "status", lambda _: ready("b", State.LOADING))
     with pytest.raises(ConflictError, match="loading"):
         resolve("b", environ={})

@@ -33,6 +33,8 @@ VERBS: dict[str, tuple[str, str]] = {
     "wait": ("corral.cli.wait:command", "Wait until a deployment is ready."),
     "down": ("corral.cli.down:command", "Stop a deployment and leave nothing behind."),
     "tunnel": ("corral.cli.tunnel:command", "Bring the endpoint of a deployment elsewhere to this machine."),
+    "proxy": ("corral.cli.proxy:command", "One address that stays, while servers behind it come and go."),
+    "keep": ("corral.cli.keep:command", "Submit successors of a job before its time limit (see `up --keep`)."),
     "complete": ("corral.cli.complete:command", "Continue a text; show the probabilities of its tokens."),
     "chat": ("corral.cli.chat:command", "Talk with a model in the terminal."),
     "score": ("corral.cli.score:command", "Likelihoods of texts, continuations and choices; resumable."),

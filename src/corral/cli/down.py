@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from corral import deployment
+from corral.chain import close_chain
 from corral.cli.screen import print_json
 from corral.errors import CorralError, UsageError
 from corral.folder import DeploymentFolder, all_folders, open_folder
@@ -19,13 +20,16 @@ __all__ = ["command"]
 @click.option("--purge", is_flag=True, help="Also delete the deployment's folder: logs, events, key.")
 @click.option("--json", "as_json", is_flag=True, help="The final statuses as JSON.")
 def command(names: tuple[str, ...], every: bool, purge: bool, as_json: bool) -> None:
-    """Stop deployments: the engine is asked, given time, then ended; every process of it is gone afterwards."""
+    """Stop deployments: the engine is asked, given time, then ended; every process of it is gone afterwards.
+
+    The successors of a deployment that is kept end with it.
+    """
     if bool(names) == every:
         raise UsageError("say which deployment to stop.", "`corral down NAME`, or `corral down --all`.")
     folders = all_folders() if every else [open_folder(name) for name in names]
     stopped = []
     failures: list[CorralError] = []
-    for folder in folders:
+    for folder in _with_successors(folders):
         try:
             stopped.append(_stop(folder, purge, quiet=as_json))
         except CorralError as error:
@@ -34,6 +38,15 @@ def command(names: tuple[str, ...], every: bool, purge: bool, as_json: bool) -> 
         print_json(stopped)
     if failures:
         raise failures[0]
+
+
+def _with_successors(folders: list[DeploymentFolder]) -> list[DeploymentFolder]:
+    """Each before the one it follows; nothing more will follow any of them."""
+    found: dict[str, DeploymentFolder] = {}
+    for folder in folders:
+        for one in [*close_chain(folder, "ended by `corral down`"), folder]:
+            found.setdefault(one.name, one)
+    return list(found.values())
 
 
 def _stop(folder: DeploymentFolder, purge: bool, quiet: bool) -> deployment.Status:

@@ -6,9 +6,12 @@ import shlex
 
 import click
 
+from corral.chain import newest_ready
 from corral.deployment import status
 from corral.errors import ConflictError
 from corral.folder import open_folder
+from corral.proxy import held_proxy
+from corral.state import State
 
 __all__ = ["command"]
 
@@ -20,12 +23,17 @@ def command(name: str) -> None:
 
     The key is printed. Everything that reads the two variables then finds the server: the openai SDK, curl, Corral.
     """
-    found = status(open_folder(name))
+    folder = open_folder(name)
+    found = status(folder)
+    if found.state is not State.READY and (follows := newest_ready(folder)) and follows.status:
+        found = follows.status
+    proxy = held_proxy(folder)
     if found.endpoint is None:
         raise ConflictError(
             f"{found.name!r} has no address now: it is {found.state}.",
             f"Wait for it: corral wait {shlex.quote(found.name)}",
             state=found.state.value,
         )
-    click.echo(f"export OPENAI_BASE_URL={shlex.quote(found.endpoint.root + '/v1')}")
+    root = proxy.url if proxy else found.endpoint.root  # the proxy's address stays
+    click.echo(f"export OPENAI_BASE_URL={shlex.quote(root + '/v1')}")
     click.echo(f"export OPENAI_API_KEY={shlex.quote(found.endpoint.key() or 'none')}")

@@ -7,10 +7,11 @@ from urllib.parse import urlsplit
 
 import click
 
+from corral.chain import all_standings, read_chain
 from corral.cli.screen import duration, print_json, since
 from corral.deployment import Status, status
 from corral.endpoint import Endpoint
-from corral.folder import open_folder
+from corral.folder import DeploymentFolder, open_folder
 from corral.plan.reconcile import Differences
 from corral.record import load_json, to_json
 from corral.state import ENDED, State
@@ -30,9 +31,20 @@ def command(name: str, as_json: bool) -> None:
     if as_json:
         print_json({**to_json(found), "answers": answers, "plan_against_engine": compared})
     else:
-        click.echo("\n".join(_lines(found, answers) + (_compared_lines(compared) if compared else [])))
+        click.echo(
+            "\n".join(_lines(found, answers) + _followers(folder) + (_compared_lines(compared) if compared else []))
+        )
     if found.state is State.FAILED:
         raise SystemExit(8)
+
+
+def _followers(folder: DeploymentFolder) -> list[str]:
+    """The successors of a deployment that is kept."""
+    if not folder.successors.exists():
+        return []
+    found = [f"{one.folder.name} ({one.state})" for one in all_standings(folder)[1:]]
+    closed = read_chain(folder).closed
+    return [f"{'followed by':<13}{', '.join(found) or 'nothing yet'}" + (f"; no more: {closed}" if closed else "")]
 
 
 def _answers(endpoint: Endpoint) -> bool:

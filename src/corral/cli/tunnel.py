@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import shlex
+
 import click
 
 from corral.deployment import status
 from corral.endpoint import Endpoint
 from corral.folder import open_folder
 from corral.record import load_json
-from corral.tunnel import close_tunnel, ensure_tunnel, hold_tunnel, needs_tunnel, tunnel_holder
+from corral.tunnel import (
+    close_tunnel,
+    ensure_tunnel,
+    find_distant,
+    hold_distant,
+    hold_tunnel,
+    needs_tunnel,
+    tunnel_holder,
+)
 
 __all__ = ["command"]
 
@@ -17,11 +27,17 @@ __all__ = ["command"]
 @click.argument("name")
 @click.option("--background", "-b", is_flag=True, help="Open it in the background and return.")
 @click.option("--close", is_flag=True, help="Close the one that is open.")
-def command(name: str, background: bool, close: bool) -> None:
+@click.option("--through", metavar="HOST", help="The deployment belongs to Corral on HOST, a login node for example.")
+@click.option("--corral", "program", default="corral", show_default=True, help="With --through: the command there.")
+@click.option("--port", type=click.IntRange(1, 65535), help="With --through: the port here (default: a free one).")
+def command(name: str, background: bool, close: bool, through: str | None, program: str, port: int | None) -> None:
     """Bring the endpoint of NAME to this machine and keep it here; opens the connection again when it breaks.
 
     `corral up` opens one in the background by itself; this is for later sessions and other terminals.
     """
+    if through is not None:
+        _through(name, through, program, port)
+        return
     folder = open_folder(name)
     if close:
         close_tunnel(folder)
@@ -39,3 +55,11 @@ def command(name: str, background: bool, close: bool) -> None:
         return
     click.echo(f"{url}  (Ctrl-C closes it)", err=True)
     hold_tunnel(folder, lambda text: click.echo(f"corral: {text}", err=True))
+
+
+def _through(name: str, through: str, program: str, port: int | None) -> None:
+    distant = find_distant(name, through, shlex.split(program), port)
+    click.echo(f"export OPENAI_BASE_URL={distant.base_url}")
+    click.echo(f'export OPENAI_API_KEY="$(cat {shlex.quote(str(distant.key_file))})"')
+    click.echo(f"{name} through {through}  (Ctrl-C closes it)", err=True)
+    hold_distant(distant, lambda text: click.echo(f"corral: {text}", err=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from corral.client import CHAT, Client
 from corral.diagnosis import last_lines
 from corral.endpoint import Endpoint
 from corral.errors import CorralError, LaunchError, UsageError
-from corral.folder import open_folder
+from corral.folder import chain_of, open_folder
 from corral.launch import as_shell, refuse_reserved
 from corral.plan import Goal
 from corral.plan.fixed import parse_assignments
@@ -64,6 +65,8 @@ FIRST_QUESTION = "What is the capital of France?"
 @click.option("--nodes", type=click.IntRange(min=1), help="On SLURM: nodes (default: as many as the model needs).")
 @click.option("--slurm", "slurm_options", multiple=True, metavar="KEY=VALUE",
               help="On SLURM: any other option of sbatch, or of the slurm target.")  # fmt: skip
+@click.option("--keep", is_flag=True, help="On SLURM: submit a successor before the time limit, again and again.")
+@click.option("--max-jobs", type=click.IntRange(min=1), help="With --keep: jobs in all (default: without end).")
 @click.option("--attach", metavar="NAME", help="Take up an interrupted `corral up` again: wait until NAME is ready.")
 @click.option("--env", "extra_env", multiple=True, metavar="NAME=VALUE", help="Environment variable for the engine.")
 @click.option("--restart", "restarts", type=click.IntRange(0, 100), help="Restarts after a failure (default: 0).")
@@ -100,6 +103,8 @@ def command(
     partition: str | None,
     nodes: int | None,
     slurm_options: tuple[str, ...],
+    keep: bool,
+    max_jobs: int | None,
     attach: str | None,
     extra_env: tuple[str, ...],
     restarts: int | None,
@@ -146,7 +151,7 @@ def command(
     profile = load_profile(on)
     options = with_storage(profile, merged(profile, flags))
     refuse_reserved(options["extra_env"])
-    wish = bringup.Wish(**{**options, "goal": Goal(**options["goal"])})
+    wish = _kept(bringup.Wish(**{**options, "goal": Goal(**options["goal"])}), keep, max_jobs)
     if shell and not dry_run:
         raise UsageError("--shell shows the commands of a dry run.", "Add --dry-run.")
     if dry_run:
@@ -167,6 +172,23 @@ def command(
         print_json(_document(status, screen, answer))
     else:
         click.echo("\n" + summary(status, endpoint, answer))
+        if keep:
+            click.echo(f"One address for it and its successors: corral proxy {shlex.quote(status.name)}")
+
+
+def _kept(wish: bringup.Wish, keep: bool, max_jobs: int | None) -> bringup.Wish:
+    """The same wish with successors, where they are asked for and possible."""
+    if not keep and not max_jobs:
+        return wish
+    if wish.target != "slurm" or not keep:
+        raise UsageError("--keep and --max-jobs are for jobs on SLURM.", "Say --keep with --partition, --time, ….")
+    if wish.name and chain_of(wish.name) != wish.name:
+        raise UsageError(
+            f"{wish.name!r} looks like a successor's name.", "Take a --name that does not end in ~NUMBER."
+        )
+    limit = max_jobs or wish.place.get("max_jobs")
+    jobs = int(limit) if isinstance(limit, int | str) else None
+    return replace(wish, keep=True, max_jobs=jobs, place={**wish.place, "keep": True})
 
 
 def _bring_up(wish: bringup.Wish, screen: PhaseScreen, wait: bool) -> deployment.Status:

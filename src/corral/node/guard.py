@@ -125,7 +125,7 @@ async def _answer(send: Send, status: int, message: str) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
-    if status == 503:
-        headers.append((b"retry-after", b"10"))
+    if status == 503:  # the second is for `corral proxy`: ask another server, this one is about to end
+        headers += [(b"retry-after", b"10"), (b"x-corral-state", b"draining")]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

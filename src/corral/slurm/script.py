@@ -40,6 +40,7 @@ class BatchJob:
     python: str = "python3"
     runner: tuple[str, ...] = ()  # a command that uses the deployment; the job ends with it, and with its code
     extra: Mapping[str, Any] = field(default_factory=dict)
+    keeper: str = ""  # the command that submits a successor, where one is wanted
 
 
 def clock(time_s: float) -> str:
@@ -65,10 +66,13 @@ def batch_script(job: BatchJob) -> str:
         f"folder={shlex.quote(job.folder)}",
         *(_drain(job.signal_s, drain_s) if not job.runner else _hand_on(job.signal_s)),
         *(f"module load {shlex.quote(module)}" for module in job.modules),
+        *_keep(job),
         f'{shlex.join(srun)} {shlex.quote(job.python)} -I "$folder/node/slurm_start.py" "$folder" &',
         "agents=$!",
-        *(_wait("agents", 'exit "$code"') if not job.runner else _run(job.runner, drain_s)),
+        *(_run(job.runner, drain_s) if job.runner else _wait("agents", "break" if job.keeper else 'exit "$code"')),
     ]
+    if job.keeper:  # an engine that died early has a successor as well
+        lines += ['kill "$keeper"; wait "$keeper"', f'{job.keeper} --once >>"$folder/keep.log" 2>&1', 'exit "$code"']
     return "\n".join(lines) + "\n"
 
 
@@ -105,6 +109,16 @@ def _wait(whom: str, then: str) -> list[str]:
         "    code=$?",
         f'    kill -0 "${whom}" 2>/dev/null || {then}',
         "done",
+    ]
+
+
+def _keep(job: BatchJob) -> list[str]:
+    if not job.keeper:
+        return []
+    return [
+        "# submits a successor early enough to be loaded before the end",
+        f'{job.keeper} --while $$ >>"$folder/keep.log" 2>&1 &',
+        "keeper=$!",
     ]
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from corral.plan import Plan
     from corral.runtimes.base import NodeCheck
 
-__all__ = ["TARGETS", "ChosenPorts", "Life", "Queue", "Target", "load_target"]
+__all__ = ["TARGETS", "ChosenPorts", "Lease", "Life", "Queue", "Target", "load_target"]
 
 Progress = Callable[[str, int, int], None]  # what, done, total
 
@@ -54,6 +54,15 @@ class Life:
     overrules: bool = (
         False  # also over an end that the agents wrote: the target caused it, or it is of an earlier life
     )
+
+
+@dataclass(frozen=True)
+class Lease:
+    """How long a deployment has its nodes; None: not known yet."""
+
+    submitted_s: float
+    started_s: float | None = None
+    last_request_s: float | None = None  # from then on it drains
 
 
 class Target(Protocol):
@@ -153,6 +162,10 @@ class Queue(Protocol):
 
     def hand_on(self, folder: DeploymentFolder, current: str) -> str:
         """Queue the same job once more, to start when the current one is over; its name."""
+        ...
+
+    def lease(self, folder: DeploymentFolder) -> Lease | None:
+        """How long the nodes are held; None when nothing was submitted, or nobody knows any more."""
         ...
 
 

@@ -8,7 +8,9 @@ Which nodes there will be is known only once the job runs; until then addresses 
 from __future__ import annotations
 
 import contextlib
+import shlex
 import shutil
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from corral.errors import CorralError, DoesNotFitError, UnreachableError
 from corral.files import make_private_dir, write_atomic
-from corral.folder import DeploymentFolder
+from corral.folder import DeploymentFolder, chain_of
 from corral.hardware import Inventory
 from corral.home import home_dir
 from corral.launch import LaunchSpec, agent_spec
@@ -31,7 +33,7 @@ from corral.slurm.options import SlurmOptions
 from corral.slurm.script import BatchJob, batch_script
 from corral.slurm.states import standing
 from corral.state import Reason, State
-from corral.targets.base import ChosenPorts, Life, Progress
+from corral.targets.base import ChosenPorts, Lease, Life, Progress
 
 if TYPE_CHECKING:
     from corral.plan import Plan
@@ -42,6 +44,7 @@ __all__ = ["SlurmTarget", "Submitted"]
 DEFAULT_TIME_S = 4 * 3600.0  # where neither the user nor the partition says how long
 END_PATIENCE_S = 90.0  # for a cancelled job: KillWait and epilogues
 RUNS = ("RUNNING", "SIGNALING", "RESIZING")
+SIGNAL_EARLY_S = 60.0  # by so much SLURM may send a signal before its time, says sbatch's manual
 SIZES = (2, 3, 4, 8, 16)
 _seen_agents: dict[str, tuple[int, int]] = {}  # the agents' file when SLURM was last asked
 
@@ -220,6 +223,7 @@ class SlurmTarget:
             python=given.python,
             runner=given.runner,
             extra=given.extra,
+            keeper=_keeper(deployment) if given.keep else "",
         )
 
     # the job
@@ -272,6 +276,17 @@ class SlurmTarget:
                 write_atomic(folder.job, dump_json(replace(kept, last=job)))
         return _life(folder, kept, job)
 
+    def lease(self, folder: DeploymentFolder) -> Lease | None:
+        kept = _submitted(folder)
+        job = self._look(folder, kept) if kept else None
+        if kept is None or job is None:
+            return None
+        if standing(job).state is State.QUEUED:  # what SLURM expects is no promise
+            return Lease(kept.submitted_s)
+        ends_s = job.end_s or (job.start_s + kept.time_s if job.start_s and kept.time_s else None)
+        drains_s = ends_s - self.given.signal_s - SIGNAL_EARLY_S if ends_s else None
+        return Lease(kept.submitted_s, job.start_s, drains_s)
+
     def _look(self, folder: DeploymentFolder, kept: Submitted) -> Job | None:
         """The job now; what has ended stays as it was, and news from the agents make SLURM worth asking again."""
         if kept.last is not None and standing(kept.last).ended:
@@ -299,6 +314,12 @@ class SlurmTarget:
                 return True
         commands.cancel(kept.id)
         return _is_over(kept.id, END_PATIENCE_S)
+
+
+def _keeper(deployment: str) -> str:
+    """The command that looks after what follows; the nodes share this machine's file system, and so this Python."""
+    home = f"CORRAL_HOME={shlex.quote(str(home_dir()))}"
+    return f"{home} {shlex.join([sys.executable, '-m', 'corral', 'keep', chain_of(deployment)])}"
 
 
 def _submitted(folder: DeploymentFolder) -> Submitted | None:

@@ -32,6 +32,7 @@ from corral.home import home_dir
 from corral.launch import LaunchSpec, agent_spec, server_url
 from corral.links import Node, Ports
 from corral.record import dump_json, from_json, to_json
+from corral.spread import ensure_folder
 from corral.ssh import Ssh, check_host, each, ssh_command
 from corral.survey import Asked, NodeFacts, survey
 from corral.targets.base import ChosenPorts, Life, Progress
@@ -174,11 +175,11 @@ class SshTarget:
 
     def place(self, path: Path, progress: Progress) -> str:
         facts = self._looked()
+        if self._shared and not self.chosen.home and path.is_relative_to(home_dir()):
+            return str(path)  # one home for this machine and all nodes
         destination = PurePath(self.home()) / (
             path.relative_to(home_dir()) if path.is_relative_to(home_dir()) else PurePath("models") / path.name
         )
-        from corral.spread import ensure_folder
-
         addresses = {node.name: node.address or facts[node.name].hostname for node in self.nodes()}
         return ensure_folder(self.ssh, self.chosen.hosts, path, str(destination), addresses, progress)
 

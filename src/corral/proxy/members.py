@@ -1,0 +1,176 @@
+"""The members of a chain as the proxy sees them: who takes new requests, who is avoided for a while, who has ended.
+
+Two sources: what is known of the deployments (`update`, every second or two), and what the proxy meets itself: a
+refused connection sets a member aside for a moment, a "draining" answer for good. The newest ready member takes all
+new requests; one of unknown state that was ready before comes after those that are known to be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from corral.state import ENDED, State
+
+if TYPE_CHECKING:
+    from corral.proxy.relay import Relay
+    from corral.proxy.upstream import Upstream
+
+__all__ = ["Member", "Members", "Reading"]
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is known of one deployment of the chain."""
+
+    name: str
+    state: State
+    url: str = ""  # without /v1; empty when it has no address
+    text: str = ""
+
+
+@dataclass(eq=False)
+class Member:
+    """One server that requests may be sent to: a deployment at one address."""
+
+    name: str
+    url: str
+    state: State
+    text: str = ""
+    was_ready: bool = False
+    declined: bool = False  # it said that it drains
+    down_until_s: float = 0.0
+    pause_s: float = 0.0
+    idle: list[Upstream] = field(default_factory=list)
+    active: set[Relay] = field(default_factory=set)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        parts = urlsplit(self.url)
+        return parts.hostname or "", parts.port or 80
+
+    @property
+    def host(self) -> bytes:
+        return urlsplit(self.url).netloc.encode()
+
+    def rank(self) -> int:
+        """How gladly a new request is given to it: 2 ready, 1 perhaps, 0 not."""
+        if self.declined or not self.url:
+            return 0
+        if self.state is State.READY:
+            return 2
+        return 1 if self.state is State.UNKNOWN and self.was_ready else 0
+
+    def failed(self, now_s: float) -> None:
+        """Avoid it for a moment, longer each time."""
+        if now_s >= self.down_until_s:  # several requests that meet one failure are one failure
+            self.pause_s = min(LONGEST_PAUSE_S, max(FIRST_PAUSE_S, self.pause_s * 2))
+            self.down_until_s = now_s + self.pause_s
+
+    def worked(self) -> None:
+        self.pause_s = self.down_until_s = 0.0
+
+
+class Members:
+    """The chain, oldest first, and the requests that wait for one of it to be ready."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, say: Callable[[str], None]) -> None:
+        self._loop, self._say = loop, say
+        self.all: list[Member] = []
+        self.current: Member | None = None
+        self.switch_overs = 0
+        self._waiting: dict[Relay, None] = {}
+        self._alarm: asyncio.TimerHandle | None = None
+
+    def update(self, readings: list[Reading]) -> None:
+        """Take over what is known now; connections and marks of a member at the same address stay."""
+        before = {(one.name, one.url): one for one in self.all}
+        found = []
+        for reading in readings:
+            member = before.get((reading.name, reading.url))
+            if member is None and not reading.url:  # ended: it has no address any more, but may have requests
+                member = next((one for one in before.values() if one.name == reading.name), None)
+            if member is None:
+                member = Member(reading.name, reading.url, reading.state)
+            before.pop((member.name, member.url), None)
+            member.state, member.text = reading.state, reading.text
+            if reading.state in (State.QUEUED, State.STARTING, State.LOADING):  # it lives again
+                member.declined = member.was_ready = False
+            member.was_ready = member.was_ready or reading.state is State.READY
+            found.append(member)
+        for gone in before.values():  # another address, or out of the chain: its running requests go on
+            gone.state = State.STOPPED
+            self._close_idle(gone)
+        kept = [one for one in before.values() if one.active]
+        self.all = [*kept, *found]
+        for member in self.all:
+            if member.state in ENDED:
+                self._close_idle(member)
+        self.wake()
+
+    @staticmethod
+    def _close_idle(member: Member) -> None:
+        for connection in member.idle:
+            connection.drop()
+        member.idle.clear()
+
+    def choose(self, now_s: float) -> Member | None:
+        """Who takes a new request now."""
+        best: Member | None = None
+        for member in self.all:  # of equals the newest
+            if member.down_until_s <= now_s and member.rank() and (best is None or member.rank() >= best.rank()):
+                best = member
+        if best is not None and best is not self.current:
+            if self.current is not None:
+                self.switch_overs += 1
+                self._say(f"new requests go to {best.name}")
+            self.current = best
+        return best
+
+    def other(self, member: Member, now_s: float) -> bool:
+        """Whether somebody else is ready."""
+        return any(one is not member and one.rank() and one.down_until_s <= now_s for one in self.all)
+
+    def standing(self) -> str:
+        """All members in words."""
+        words = [f"{one.name} is {'draining' if one.declined and one.state is State.READY else one.state}"
+                 for one in self.all]  # fmt: skip
+        return ", ".join(words) or "there is no deployment"
+
+    # waiting
+
+    def wait(self, relay: Relay) -> None:
+        """Wake this request when something changes."""
+        self._waiting[relay] = None
+        self._set_alarm()
+
+    def forget(self, relay: Relay) -> None:
+        self._waiting.pop(relay, None)
+
+    def wake(self) -> None:
+        waiting, self._waiting = self._waiting, {}
+        for relay in waiting:
+            relay.attempt()
+
+    def _set_alarm(self) -> None:
+        """Look again when the first member that is avoided may be tried once more."""
+        if self._alarm is not None:
+            return
+        times = [one.down_until_s for one in self.all if one.rank() and one.down_until_s]
+        if times:
+            self._alarm = self._loop.call_later(max(0.0, min(times) - self._loop.time()) + 0.001, self._alarmed)
+
+    def _alarmed(self) -> None:
+        self._alarm = None
+        self.wake()
+
+    def close(self) -> None:
+        if self._alarm:
+            self._alarm.cancel()
+        for member in self.all:
+            self._close_idle(member)

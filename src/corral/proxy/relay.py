@@ -1,0 +1,329 @@
+"""One request on its way: given to a member, perhaps to another one, held while none is ready, its answer passed on.
+
+Until the first byte of an answer has gone to the client nothing is lost: the request is kept and sent again when a
+member refuses the connection, drops it, or says that it drains. From then on a failure ends the client's connection
+before the announced end of the answer, which every client sees as an error.
+
+A request that three servers dropped without a word is not given to a fourth: it may be what ends them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from corral.proxy.framing import Body, Headers, error_answer, forwarded
+from corral.proxy.upstream import Upstream
+from corral.state import State
+
+if TYPE_CHECKING:
+    from corral.proxy.front import Front
+    from corral.proxy.members import Member
+    from corral.proxy.server import Proxy
+
+__all__ = ["Relay", "Request"]
+
+MOST_DROPS = 3
+LARGEST_DECLINE_BYTES = 1 << 16
+DRAINING_HEADER = b"x-corral-state"  # what the guard of a draining server adds to its 503
+_now = time.monotonic
+
+
+@dataclass(frozen=True)
+class Request:
+    """A whole request, as it was read from a client."""
+
+    method: bytes
+    path: bytes
+    headers: Headers
+    body: tuple[bytes, ...]
+    size: int  # of the body
+    http_10: bool = False
+
+    def parts(self, host: bytes) -> list[bytes]:
+        """What is sent to a member; the key goes on untouched, the server decides about it."""
+        kept = forwarded(self.headers, frozenset((b"host", b"content-length", b"expect")))
+        length = b"content-length: %d\r\n" % self.size if self.size or self.method in _WITH_BODY else b""
+        head = b"%b %b HTTP/1.1\r\nhost: %b\r\n%b%b\r\n" % (self.method, self.path, host, kept, length)
+        return [head, *self.body]
+
+
+_WITH_BODY = frozenset((b"POST", b"PUT", b"PATCH"))
+
+
+class Relay:
+    """The life of one request."""
+
+    def __init__(self, proxy: Proxy, front: Front, request: Request) -> None:
+        self._proxy, self._front = proxy, front
+        self._request: Request | None = request
+        self.method = request.method
+        self.wants_payload = False  # the answer's framing cannot be passed on as it is
+        self._http_10 = request.http_10
+        self._member: Member | None = None
+        self._answered_by: Member | None = None
+        self._upstream: Upstream | None = None
+        self._opening: asyncio.Task[None] | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+        self._held_since_s = 0.0
+        self._drops = self._stale = self._declines = self._status = 0
+        self._answering = self._chunked = self._rechunk = self._over = False
+        self._decline: list[bytes] | None = None  # a 503 that may not be the last word
+        self._decline_head: tuple[bytes, Headers, bool] = (b"", [], False)
+        self._began_s = self.moved_s = _now()
+
+    def start(self) -> None:
+        self._proxy.figures.began(self._began_s)
+        self.attempt()
+
+    # towards a member
+
+    def attempt(self) -> None:
+        """Give the request to who takes new ones, or wait for somebody."""
+        if self._over or self._request is None:
+            return
+        members, now = self._proxy.members, self._proxy.loop.time()
+        member = members.choose(now)
+        if member is None:
+            self._hold()
+            return
+        self._member = member
+        member.active.add(self)
+        while member.idle:
+            upstream = member.idle.pop()
+            if upstream.open:
+                self._send(upstream)
+                return
+        self._opening = self._proxy.loop.create_task(self._open(member))
+
+    async def _open(self, member: Member) -> None:
+        try:
+            async with asyncio.timeout(self._proxy.limits.connect_s):
+                _, upstream = await self._proxy.loop.create_connection(lambda: Upstream(member), *member.address)
+        except (OSError, TimeoutError):
+            self._opening = None
+            self._proxy.figures.retried += 1
+            self._leave(member, failed=True)
+            self.attempt()
+            return
+        self._opening = None
+        if self._over or self._member is not member:
+            upstream.drop()
+        else:
+            self._send(upstream)
+
+    def _send(self, upstream: Upstream) -> None:
+        assert self._request is not None
+        self._end_hold()
+        self._upstream = upstream
+        self.moved_s = _now()
+        upstream.send(self, self._request.parts(upstream.member.host))
+
+    def _leave(self, member: Member, failed: bool = False) -> None:
+        member.active.discard(self)
+        self._member = self._upstream = None
+        if failed:
+            member.failed(self._proxy.loop.time())
+
+    # holding
+
+    def _hold(self) -> None:
+        proxy = self._proxy
+        assert self._request is not None
+        if self._request.path.partition(b"?")[0] == b"/health":  # asked in order to know now
+            self._fail(503, "not ready: " + proxy.members.standing())
+            return
+        if not self._held_since_s:
+            self._held_since_s = proxy.loop.time()
+            proxy.figures.held += 1
+            self._deadline = proxy.loop.call_later(proxy.limits.hold_s, self._too_long)
+        proxy.members.wait(self)
+
+    def _end_hold(self) -> None:
+        if self._held_since_s:
+            held = self._proxy.loop.time() - self._held_since_s
+            self._proxy.figures.longest_hold_s = max(self._proxy.figures.longest_hold_s, held)
+            self._held_since_s = 0.0
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _too_long(self) -> None:
+        self._end_hold()
+        if self._opening is not None:  # to a server that is said to be ready and does not accept
+            self._opening.cancel()
+        if self._member is not None:
+            self._leave(self._member)
+        held = f"no server was ready within {self._proxy.limits.hold_s:g} s"
+        self._fail(503, f"{held}: {self._proxy.members.standing()}. Try again later.")
+
+    # from the member
+
+    def head(self, status: int, rest: bytes, headers: Headers, body: Body) -> None:
+        """The head of an answer; a 503 is looked at before it is passed on."""
+        self._status = status
+        if status == 503 and not body.until_eof and self._request is not None:
+            said = any(name == DRAINING_HEADER and value == b"draining" for name, value in headers)
+            self._decline, self._decline_head = [], (rest, headers, said)
+            self._set_framing(body)
+            return
+        if self._member is not None:
+            self._member.worked()
+        self._set_framing(body)
+        self._pass_head(rest, headers)
+
+    def _set_framing(self, body: Body) -> None:
+        self._rechunk = body.until_eof and not self._http_10
+        self.wants_payload = self._rechunk or (body.chunked and self._http_10)
+        self._chunked = body.chunked and not self._http_10
+
+    def _pass_head(self, rest: bytes, headers: Headers) -> None:
+        now = _now()
+        figures = self._proxy.figures
+        figures.longest_wait_s = max(figures.longest_wait_s, now - self._began_s)
+        self._answering = True
+        self._forget_request()
+        framing = b"transfer-encoding: chunked\r\n" if self._chunked or self._rechunk else b""
+        close = b"connection: close\r\n" if self._front.closing else b""
+        self._front.write(b"HTTP/1.1 %b\r\n%b%b%b\r\n" % (rest, forwarded(headers), framing, close))
+        self._moved(now, first=True)
+
+    def data(self, data: bytes) -> None:
+        """Bytes of the answer's body."""
+        if self._decline is not None:
+            self._decline.append(data)
+            if sum(map(len, self._decline)) > LARGEST_DECLINE_BYTES:
+                self._accept_decline()
+            return
+        self._moved(_now())
+        self._front.write(b"%x\r\n%b\r\n" % (len(data), data) if self._rechunk else data)
+
+    def _moved(self, now: float, first: bool = False) -> None:
+        figures = self._proxy.figures
+        gap = now - self.moved_s
+        if not first and gap > figures.longest_stream_gap_s:
+            figures.longest_stream_gap_s = gap
+        self.moved_s = now
+        figures.moved(now)
+
+    def member_done(self, member: Member) -> None:
+        """The whole answer was read."""
+        self._answered_by = member
+        self._leave(member)
+
+    def complete(self) -> None:
+        """The answer is whole: pass on what is left of it, or try elsewhere when it was a 503."""
+        if self._decline is not None:
+            if self._declined():
+                return
+            self._accept_decline()
+        if self._rechunk:
+            self._front.write(b"0\r\n\r\n")
+        self._finish(answered=True)
+
+    def _declined(self) -> bool:
+        """Whether the 503 is one that another member, now or soon, can do better than; if so it is asked."""
+        members, now, member = self._proxy.members, self._proxy.loop.time(), self._answered_by
+        assert member is not None
+        if self._decline_head[2] or member.state is State.DRAINING:
+            member.declined = True
+        elif members.other(member, now) and self._declines < MOST_DROPS:
+            self._declines += 1
+            member.failed(now)
+        else:
+            return False
+        self._decline = None
+        self._proxy.figures.retried += 1
+        self.attempt()
+        return True
+
+    def _accept_decline(self) -> None:
+        parts, self._decline = self._decline or [], None
+        self._pass_head(self._decline_head[0], self._decline_head[1])
+        for part in parts:
+            self._front.write(part)
+
+    def broke(self, how: str, stale: bool = False) -> None:
+        """The connection to the member is gone before the answer was whole."""
+        member = self._member
+        if self._over or member is None:
+            return
+        if self._answering:
+            self._leave(member, failed=True)
+            self._finish(answered=False)
+            self._front.cut()
+            return
+        self._decline = None
+        self._proxy.figures.retried += 1
+        if stale and self._stale < 3:  # a kept connection that the server had closed says nothing about the server
+            self._stale += 1
+            self._leave(member)
+        else:
+            self._leave(member, failed=True)
+            self._drops += 1
+            if self._drops >= MOST_DROPS:
+                self._fail(502, f"the server dropped the request {MOST_DROPS} times without an answer: {how}.")
+                return
+        self.attempt()
+
+    def give_up(self, silent_since_s: float) -> None:
+        """The member has ended; an answer that has not moved since then will not move again."""
+        if self._upstream is not None and self.moved_s < silent_since_s:
+            self._upstream.drop()
+            self.broke("the server has ended")
+
+    # the end
+
+    def abandon(self) -> None:
+        """The client is gone: the member is told by closing the connection."""
+        if self._over:
+            return
+        member, upstream = self._member, self._upstream
+        if member is not None:
+            self._leave(member)
+        if upstream is not None:
+            upstream.drop()
+        if self._opening is not None:
+            self._opening.cancel()
+        self._proxy.figures.left += 1
+        self._close()
+
+    def pause(self, paused: bool) -> None:
+        """The client reads slowly: so do we."""
+        if self._upstream is not None:
+            self._upstream.pause(paused)
+
+    def _fail(self, status: int, message: str) -> None:
+        kind = "service_unavailable_error" if status == 503 else "bad_gateway_error"
+        error = {"message": f"corral proxy: {message}", "type": kind, "param": None, "code": status}
+        extra = b"retry-after: 10\r\n" if status == 503 else b""
+        self._front.write(error_answer(status, json.dumps({"error": error}).encode(), extra))
+        self._finish(answered=False)
+        self._front.done()
+
+    def _finish(self, answered: bool) -> None:
+        figures = self._proxy.figures
+        if answered:
+            figures.answered += 1
+            figures.refused += self._status >= 400
+        else:
+            figures.failed += 1
+        self._close()
+        if answered:
+            self._front.done()
+
+    def _close(self) -> None:
+        self._over = True
+        self._proxy.figures.running -= 1
+        self._proxy.members.forget(self)
+        self._forget_request()
+        if self._deadline is not None:
+            self._deadline.cancel()
+
+    def _forget_request(self) -> None:
+        if self._request is not None:
+            self._proxy.held_bytes -= self._request.size
+            self._request = None

@@ -1,0 +1,109 @@
+"""The proxy itself: one fixed address, in front of whichever member of a chain is ready.
+
+It holds no key: requests are passed on as they come, and the guard of the server decides. Headers and bodies are
+never logged. Not covered: TLS, HTTP/2, changes of protocol (WebSocket).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from corral.proxy.figures import Figures
+from corral.proxy.front import Front
+from corral.proxy.members import Members
+from corral.state import ENDED
+
+__all__ = ["Limits", "Proxy"]
+
+SWEEP_S = 1.0
+ENDED_SILENCE_S = 5.0  # a server that has ended sends nothing more: what still waits on it is given up
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long and how much."""
+
+    hold_s: float = 120.0  # a request waits this long for somebody to be ready
+    connect_s: float = 5.0
+    read_s: float = 30.0  # for the head of a request, and for its body beyond what a slow line explains
+    idle_s: float = 300.0
+    connections: int = 4096
+    body_bytes: int = 256 << 20
+    held_bytes: int = 2 << 30  # of all requests together that may have to be sent again
+
+
+class Proxy:
+    """Everything inside one event loop."""
+
+    def __init__(self, limits: Limits | None = None, say: Callable[[str], None] = lambda _: None) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.limits = limits or Limits()
+        self.figures = Figures()
+        self.members = Members(self.loop, say)
+        self.fronts: set[Front] = set()
+        self.held_bytes = 0
+        self.ending = False
+        self.url = ""
+        self._server: asyncio.Server | None = None
+        self._sweeper: asyncio.TimerHandle | None = None
+
+    async def listen(self, host: str, port: int) -> None:
+        """Accept clients; port 0 takes a free one."""
+        raise_file_limit(2 * self.limits.connections + 64)
+        self._server = await self.loop.create_server(lambda: Front(self), host, port, backlog=1024)
+        number = self._server.sockets[0].getsockname()[1]
+        self.url = f"http://[{host}]:{number}" if ":" in host else f"http://{host}:{number}"
+        self._sweep()
+
+    def status(self) -> dict[str, Any]:
+        """What `/proxy/status` shows."""
+        self.figures.switch_overs = self.members.switch_overs
+        members = [
+            {"name": one.name, "state": one.state.value, "url": one.url, "declined": one.declined,
+             "running": len(one.active), "text": one.text}
+            for one in self.members.all
+        ]  # fmt: skip
+        current = self.members.current.name if self.members.current else None
+        return {"current": current, "members": members, "figures": self.figures.to_json()}
+
+    def _sweep(self) -> None:
+        now = time.monotonic()
+        for front in list(self.fronts):
+            front.sweep(now)
+        for member in self.members.all:
+            if member.state in ENDED:
+                for relay in list(member.active):
+                    relay.give_up(now - ENDED_SILENCE_S)
+        self._sweeper = self.loop.call_later(SWEEP_S, self._sweep)
+
+    async def close(self, patience_s: float = 0.0) -> None:
+        """Accept nobody any more; running requests have some time to end."""
+        self.ending = True
+        if self._server:
+            self._server.close()
+        until = self.loop.time() + patience_s
+        while self.figures.running and self.loop.time() < until:
+            await asyncio.sleep(0.05)
+        if self._sweeper:
+            self._sweeper.cancel()
+        for front in list(self.fronts):
+            front.close()
+        self.members.close()
+        await asyncio.sleep(0)
+        self.figures.switch_overs = self.members.switch_overs
+
+
+def raise_file_limit(wanted: int) -> None:
+    """Each request takes two open files: lift the soft limit as far as the hard one allows."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    target = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < target:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))

@@ -1,0 +1,76 @@
+"""The examples of docs/extending.md, run as they stand there."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import types
+
+import pytest
+
+from corral import bringup, deployment
+from corral.errors import UsageError
+from corral.folder import open_folder
+from corral.runtimes.base import RUNTIMES
+from corral.targets.base import TARGETS
+from tests.conftest import ROOT
+from tests.unit.conftest import Corral
+
+PAGE = (ROOT / "docs" / "extending.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+class Silent:
+    def phase(self, name: str) -> None: ...
+
+    def detail(self, text: str, done: int = 0, total: int = 0) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+@pytest.fixture
+def extended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files of the page as modules, and its rows in the tables."""
+    for block in BLOCKS:
+        if named := re.match(r"# src/corral/(\S+)\.py\n", block):
+            name = "corral." + named[1].replace("/", ".")
+            module = types.ModuleType(name)
+            monkeypatch.setitem(sys.modules, name, module)
+            exec(compile(block, name, "exec"), module.__dict__)
+        else:
+            row = re.match(r'(\w+)\["(\w+)"\] = "(\S+)"', block)
+            assert row, block
+            monkeypatch.setitem({"RUNTIMES": RUNTIMES, "TARGETS": TARGETS}[row[1]], row[2], row[3])
+
+
+@pytest.mark.usefixtures("extended")
+def test_a_new_runtime_is_one_file_and_one_row(corral: Corral) -> None:
+    wish = bringup.Wish(
+        model=str(corral.model), name="polite", runtime="polite", runtime_options={"niceness": 7}, port=None
+    )
+    found = bringup.bring_up(wish, Silent())
+    try:
+        assert found.state == "ready"
+        assert found.endpoint
+        engine = json.loads(open_folder("polite").rank(0).engine.read_text())
+        lower = os.getpriority(os.PRIO_PROCESS, engine["pid"]) - os.getpriority(os.PRIO_PROCESS, 0)
+        assert lower == 7
+    finally:
+        deployment.stop(open_folder("polite"))
+    with pytest.raises(UsageError, match="nicenes"):
+        bringup.dry_run(bringup.Wish(model=str(corral.model), runtime="polite", runtime_options={"nicenes": 1}))
+
+
+@pytest.mark.usefixtures("extended")
+def test_a_new_target_is_one_file_and_one_row(corral: Corral) -> None:
+    place = {"first_port": 19000, "last_port": 19400}
+    found = bringup.bring_up(bringup.Wish(model=str(corral.model), name="desk", target="desk", place=place), Silent())
+    try:
+        assert found.state == "ready"
+        assert found.endpoint
+        assert 19000 <= int(found.endpoint.root.rpartition(":")[2]) <= 19400
+        assert deployment.status(open_folder("desk")).target == "desk"
+    finally:
+        assert deployment.stop(open_folder("desk")).state == "stopped"
