@@ -166,6 +166,60 @@ def torment(
     return Torment(kills, torn, fruitful, counted, nursery.wait())
 
 
+def torment_several(
+    nurseries: list[Nursery],
+    argv: list[str],
+    output: Path,
+    kills: int,
+    chance: random.Random,
+    faster: Callable[[], None],
+) -> tuple[Torment, list[int]]:
+    """Let several runners work on one job, kill one of them at a time at random moments, and let it come back.
+
+    Also tears what killed runners wrote. Gives the exit codes of those that lived to the end.
+    """
+    torn: dict[str, int] = {}
+    pids = [nursery.start(*argv) for nursery in nurseries]
+    longest_s, counted, fruitful = 0.12, 0, 0
+    for _ in range(kills):
+        time.sleep(chance.uniform(0.002, longest_s))
+        victim = chance.randrange(len(nurseries))
+        with suppress(ProcessLookupError):
+            os.kill(pids[victim], signal.SIGKILL)
+        code = nurseries[victim].wait()
+        if code != -signal.SIGKILL:
+            raise AssertionError(f"a runner ended with {code} before it could be killed")
+        now = _counted(output)
+        fruitful += now > counted
+        longest_s = longest_s * 1.1 if now == counted else max(0.12, longest_s * 0.95)
+        counted = now
+        kind = _tear_part(output, pids[victim], chance)
+        torn[kind] = torn.get(kind, 0) + 1
+        pids[victim] = nurseries[victim].start(*argv)
+    before_last = _counted(output)
+    faster()
+    codes = [nursery.wait() for nursery in nurseries]
+    return Torment(kills, torn, fruitful, before_last, max(codes)), codes
+
+
+def _tear_part(output: Path, pid: int, chance: random.Random) -> str:
+    """Damage the end of what one dead runner wrote."""
+    for part in Path(f"{output}.corral").glob(f"shared/parts/*.{pid}.*"):
+        kind, name = chance.choice(
+            [("cut", "results.jsonl"), ("cut", "ledger"), ("zeros", "results.jsonl"), ("none", "")]
+        )
+        target = part / name
+        if name and target.exists() and (size := target.stat().st_size):
+            at = max(0, size - chance.randrange(1, 90))
+            with target.open("r+b") as file:
+                file.truncate(at)
+                if kind == "zeros":
+                    file.write(bytes(size - at))
+            return f"{kind} {name}"
+    return "none"
+
+
 def _counted(output: Path) -> int:
-    ledger = Path(f"{output}.corral") / "ledger"
-    return ledger.stat().st_size // 40 if ledger.exists() else 0
+    job = Path(f"{output}.corral")
+    ledgers = [job / "ledger", *job.glob("shared/parts/*/ledger")]
+    return sum(ledger.stat().st_size // 40 for ledger in ledgers if ledger.exists())

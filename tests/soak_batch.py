@@ -1,4 +1,4 @@
-"""The crash test, for as long as you like: `python tests/soak_batch.py --kills 2000 [--rows 20000] [--seed 1]`.
+"""The crash test, for as long as you like: `python tests/soak_batch.py --kills 2000 [--rows N] [--runners 3]`.
 
 Kills the runner with SIGKILL at random moments, tears its files in between, with every fault of the fake server on,
 and compares the result with that of an undisturbed run, byte for byte.
@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tests.batch_harness import Nursery, control, fake_server, torment, write_rows
+from tests.batch_harness import Nursery, control, fake_server, torment, torment_several, write_rows
 
 FAULTS = ["status:code=503,p=0.03", "status:code=500,p=0.03", "reset:p=0.02", "reset:when=mid,p=0.02", "cut:p=0.02",
           "abort:p=0.02", "garbage:p=0.02", "split:p=0.05", "slow:p=0.05,factor=4"]  # fmt: skip
@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=2000)
     parser.add_argument("--rows", type=int, default=0, help="default: 25 per kill")
     parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--runners", type=int, default=1, help="that work on it at once (--jobs)")
     given = parser.parse_args()
     count = given.rows or 25 * given.kills
     print(f"{given.kills} kills over {count} rows, seed {given.seed}", flush=True)
@@ -39,12 +40,19 @@ def main() -> None:
         subprocess.run([sys.executable, "-m", "corral", *argv, "-o", str(calm)], check=True)
         control(url, "faults", {"faults": FAULTS})
         control(url, "pace", {"ttft_s": 0.02})
-        nursery = Nursery(folder / "log")
-        ended = torment(
-            nursery, [*argv, "-o", str(output), "--concurrency", "4"], output, given.kills, random.Random(given.seed),
-            lambda: control(url, "pace", {"ttft_s": 0.0}),
-        )  # fmt: skip
-        nursery.close()
+        nurseries = [Nursery(folder / "log") for _ in range(given.runners)]
+        words, chance = [*argv, "-o", str(output), "--concurrency", "4"], random.Random(given.seed)
+
+        def faster() -> None:
+            control(url, "pace", {"ttft_s": 0.0})
+
+        if given.runners == 1:
+            ended = torment(nurseries[0], words, output, given.kills, chance, faster)
+        else:
+            words += ["--jobs", str(given.runners)]
+            ended, _ = torment_several(nurseries, words, output, given.kills, chance, faster)
+        for nursery in nurseries:
+            nursery.close()
         same = sorted(calm.read_bytes().splitlines()) == sorted(output.read_bytes().splitlines())
         print(json.dumps({**vars(ended),
                           "byte_identical": same}))  # fmt: skip

@@ -39,7 +39,7 @@ from corral.state import State
 from corral.targets.base import Queue, Target, load_target
 from corral.tunnel import ensure_tunnel
 
-__all__ = ["Decision", "Reporter", "Wish", "bring_up", "decide", "dry_run"]
+__all__ = ["Decision", "Reporter", "Wish", "bring_up", "decide", "dry_run", "sized"]
 
 
 PORT_ATTEMPTS = 3  # a port that was free when chosen can be taken before the engine binds it
@@ -126,7 +126,7 @@ def decide(wish: Wish, target: Target) -> Decision:
     return Decision(wish, name, source, served, flavour, plan, inventory)
 
 
-def _sized(wish: Wish, note: Callable[[str], None] | None = None) -> tuple[Target, Decision]:
+def sized(wish: Wish, note: Callable[[str], None] | None = None) -> tuple[Target, Decision]:
     """The target and what is decided for it; where a scheduler gives the nodes, as many as the model needs."""
     target = load_target(wish.target, wish.place)
     if note:  # a dry run touches no node
@@ -178,7 +178,7 @@ def _fitting_model(inventory: Inventory, wish: Wish) -> str:
 
 def dry_run(wish: Wish) -> LaunchSpec:
     """The very LaunchSpec that would run, with nothing installed, fetched or started."""
-    target, decision = _sized(wish)
+    target, decision = sized(wish)
     here = model_store.already_here(decision.source)
     path = str(here) if here else decision.source.repo
     folder = DeploymentFolder.of(decision.name)
@@ -246,7 +246,7 @@ def bring_up(wish: Wish, report: Reporter, wait: bool = True) -> deployment.Stat
 
 
 def _bring_up_once(wish: Wish, report: Reporter, wait: bool) -> deployment.Status:
-    target, decision = _sized(wish, report.note)
+    target, decision = sized(wish, report.note)
     record = deployment.Record(
         name=decision.name,
         launch_id=secrets.token_hex(8),

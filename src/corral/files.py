@@ -80,6 +80,8 @@ def discard_lock(path: Path, seen: Identity) -> None:
     """Remove a dead holder's lock, but never one that a third process has taken in the meantime."""
     aside = path.with_name(f"{path.name}.stale.{os.getpid()}")
     with contextlib.suppress(FileNotFoundError):
+        if lock_holder(path) != seen:
+            return
         path.rename(aside)
         if lock_holder(aside) != seen:
             with contextlib.suppress(FileExistsError):

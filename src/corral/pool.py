@@ -237,9 +237,11 @@ class Pool:
                                                    "Check the address and its certificate."))  # fmt: skip
         except OSError as error:
             self._addresses = []
-            self._settle(exchange, ServerGoneError(
+            gone = ServerGoneError(
                 f"{self.where} cannot be reached: {error.strerror or error}.", "Is the server running?"
-            ))  # fmt: skip
+            )
+            gone.reached = False
+            self._settle(exchange, gone)
         except asyncio.CancelledError:
             self._settle(exchange, ServerGoneError("The client was closed.", "Open a new one."))
             raise

@@ -53,7 +53,10 @@ class RequestError(CorralError):
 
 
 class ServerGoneError(RequestError, UnreachableError):
+    """`reached` is False when no connection could be made: the request cannot have done anything."""
+
     retryable = True
+    reached: bool = True
 
 
 class TimedOutError(RequestError, UnreachableError):

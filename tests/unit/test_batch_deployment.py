@@ -75,6 +75,20 @@ def test_a_bad_input_is_refused_before_a_model_is_started(answering: Corral, tmp
     assert [entry.name for entry in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
+def test_offline_counts_long_prompts_with_the_tokenizer_on_disk(answering: Corral, tmp_path: Path) -> None:
+    python = Path(engines.expected("cpu").path) / "bin" / "python"
+    counts = 'case "$1" in *count_tokens.py) test -f "$2/tokenizer.json" && exec sed "s/.*/5000/";; esac\n'
+    python.write_text(python.read_text().replace("exec", counts + "exec", 1))
+    given, output = rows(tmp_path, 3)
+    with Path(given).open("a") as file:
+        file.write(json.dumps({"id": "long", "prompt": "x y " * 3000}) + "\n")
+    argv = ["batch", given, "-o", str(output), "--model", str(answering.model), "--context", "1000"]
+    done = answering(*argv)
+    assert done.code == 10, done.err
+    assert "line 4 has 5000 tokens; the context holds 1000" in done.err
+    assert "starting" not in done.err
+
+
 def test_several_deployments_must_be_chosen_from(answering: Corral, tmp_path: Path) -> None:
     given, output = rows(tmp_path, 40)
     for name in ("a", "b"):

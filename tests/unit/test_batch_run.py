@@ -480,8 +480,10 @@ def test_without_metrics_throughput_is_the_guide() -> None:
 
 
 def test_errors_are_judged() -> None:
-    assert judge(ServerGoneError("http://x cannot be reached: refused.")) is Verdict.AWAY
     assert judge(ServerGoneError("http://x closed the connection")) is Verdict.GONE
+    nobody = ServerGoneError("http://x refused")
+    nobody.reached = False
+    assert judge(nobody) is Verdict.AWAY
     assert judge(OverloadedError("429")) is Verdict.LATER
     for status, verdict in ((400, Verdict.ROW), (401, Verdict.FATAL), (404, Verdict.FATAL), (500, Verdict.AGAIN)):
         assert judge(error_from_status(status, b"", None, "x")) is verdict

@@ -339,8 +339,9 @@ def test_nobody_there() -> None:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{held.getsockname()[1]}"
-        with Client(Endpoint(url, "x")) as client, pytest.raises(ServerGoneError, match="cannot be reached"):
+        with Client(Endpoint(url, "x")) as client, pytest.raises(ServerGoneError, match="cannot be reached") as gone:
             client.request_sync(COMPLETIONS, ASK)
+        assert not gone.value.reached
     with Client(Endpoint("http://no-such-host.invalid:1", "x")) as client, pytest.raises(ServerGoneError):
         client.request_sync(COMPLETIONS, ASK)
 

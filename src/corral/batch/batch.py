@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from corral.batch.check import note_beginnings, note_weights, read_problems
 from corral.batch.fleet import Place
 from corral.batch.folder import JobFolder
 from corral.batch.job import Order, Prepared, folder_of, load_record, prepare
 from corral.batch.ledger import FAILED, Entry
+from corral.batch.lengths import Counter, engine_counter, server_counter
 from corral.batch.lock import JobLock
 from corral.batch.output import BatchWork, export, problem_line
 from corral.batch.places import DeploymentPlace, find_places, gpus_of, served_by
 from corral.batch.run import Listener, Summary, run_job
 from corral.batch.runner import Counts, Runner, Settings
+from corral.batch.shared import Sharing, brief_lock, gather, join, open_door, work_through
 from corral.batch.table import Table, save_json
 from corral.errors import CorralError, DataError, UsageError
 from corral.events import append_event
 from corral.record import to_json
 
-__all__ = ["ORDERS", "Offline", "Result", "Where", "carry_out"]
+if TYPE_CHECKING:
+    from corral.bringup import Decision, Wish
+
+__all__ = ["ORDERS", "Offline", "Result", "Served", "Where", "again", "carry_out", "facts_of", "kept", "offline_name"]
 
 ORDERS = ("input", "longest-first", "prefix-first")
 
@@ -38,6 +44,24 @@ class Offline:
     context: int | None = None
     fixed: tuple[str, ...] = ()
     engine_args: tuple[str, ...] = ()
+    more: Mapping[str, Any] = field(default_factory=dict)  # other fields of a wish: target, place, runtime, …
+
+    def to_json(self) -> dict[str, Any]:
+        body: dict[str, Any] = to_json(self)
+        return body if self.more else {name: value for name, value in body.items() if name != "more"}
+
+    def wish(self, name: str, **more: Any) -> Wish:
+        """What `corral up` would be asked."""
+        from corral.bringup import Wish
+        from corral.plan import Goal
+        from corral.plan.fixed import parse_assignments
+
+        said = dict(self.more)
+        goal = Goal(**{**said.pop("goal", {}), **({"context": self.context} if self.context else {}),
+                       "goal": "throughput"})  # fmt: skip
+        said["fixed"] = {**said.get("fixed", {}), **parse_assignments(self.fixed)}
+        said["extra_args"] = (*said.get("extra_args", ()), *self.engine_args)
+        return Wish(**{"restarts": 3, **said, "model": self.model, "name": name, "goal": goal, **more})
 
 
 @dataclass(frozen=True)
@@ -61,6 +85,7 @@ class Result:
     gpus: int | None = None
     gpu_hours: float | None = None
     cost: float | None = None
+    runners: int = 1  # that may have worked on it at once
 
     def to_json(self) -> dict[str, Any]:
         body = to_json(self)
@@ -94,20 +119,24 @@ def carry_out(
     price: float | None = None,
     reporter: Any = None,
     signals: bool = True,
+    sharing: Sharing | None = None,
+    serve: Callable[[], contextlib.AbstractContextManager[Served]] | None = None,
 ) -> Result:
-    """Begin a batch, or continue it; returns when it is done, stopped or cancelled."""
+    """Begin a batch, or continue it; returns when it is done, stopped or cancelled.
+
+    With `sharing` this is one of several runners that work on it at once, each called like this. `serve` says who
+    serves the model when that cannot be told from `where`.
+    """
     if row_order not in ORDERS:
         raise UsageError(f"there is no order {row_order!r}.", f"Known: {', '.join(ORDERS)}.")
     folder = folder_of(order.output, order.ordered)
     new = not folder.path.exists()
     try:
         folder.create()
-        with JobLock(folder.lock, order.output) as lock, _served(where, order, reporter) as served:
-            folder.sweep()
-            made = prepare(order, folder, _kept(where), **served.facts)
-            journal = _Journal(folder, listener)
-            journal.note("begin", f"{'continuing' if made.continued else 'new'}: {made.record.rows} rows")
-            summary = _run(made, order, served.places, settings, journal, lock, row_order, signals)
+        sharing, serve = sharing or Sharing(), serve or partial(_served, where, order, reporter)
+        how = _How(order, where, settings, _Journal(folder, listener), row_order, signals, serve)
+        ended = None if sharing.wanted or folder.shared.is_dir() else _alone(folder, how)
+        made, summary, names = ended or _together(folder, how, sharing)
     except OSError as error:
         raise DataError(
             f"{error.filename or folder.path} cannot be read or written: {error.strerror}.",
@@ -117,38 +146,106 @@ def carry_out(
         if new and not folder.job.exists():  # refused: leave nothing behind
             with contextlib.suppress(OSError):
                 folder.path.rmdir()
-    return _result(made, summary, served.names, price)
+    return replace(_result(made, summary, names, price), runners=sharing.runners)
 
 
-def _run(
-    made: Prepared,
-    order: Order,
-    places: Callable[[], Sequence[Place]],
-    settings: Settings,
-    journal: _Journal,
-    lock: JobLock,
-    row_order: str,
-    signals: bool,
-) -> Summary:
-    folder, record, table = made.folder, made.record, made.table
-    if order.retry_failed:
-        _forget_failed(folder, table)
-    bad = (Entry(p.row, FAILED, problem_line(p, table)) for p in read_problems(folder.problems))
-    work = BatchWork(record.recipe, table, (record.model,) if record.model else (), record.shape, record.answer)
+@dataclass(frozen=True)
+class _How:
+    """What is asked, and how hard to try."""
+
+    order: Order
+    where: Where
+    settings: Settings
+    journal: _Journal
+    row_order: str
+    signals: bool
+    serve: Callable[[], contextlib.AbstractContextManager[Served]]
+
+
+_Ended = tuple[Prepared, Summary, Sequence[str]]  # the job, how it went, the deployments
+
+
+def _alone(folder: JobFolder, how: _How) -> _Ended | None:
+    """The only runner, which holds the job's lock all the time; None when others have begun to share it."""
+    order, journal = how.order, how.journal
+    with JobLock(folder.lock, order.output) as lock:
+        if folder.shared.is_dir():
+            return None
+        with how.serve() as served:
+            folder.sweep()
+            made = prepare(order, folder, kept(how.where), **served.facts)
+            journal.note("begin", f"{'continuing' if made.continued else 'new'}: {made.record.rows} rows")
+            table, record = made.table, made.record
+            if order.retry_failed:
+                _forget_failed(folder, table)
+            with _kept_state(folder, journal) as keep:
+                summary = run_job(
+                    folder, table, _work(made), _Lazy(served.places), how.settings, lock=lock, listener=journal,
+                    order=_row_order(table, record, how.row_order), first=_bad(made), signals=how.signals,
+                )  # fmt: skip
+                if summary.state == "done" and not folder.live:
+                    export(folder, table, record.ordered)
+                keep(summary)
+            return made, summary, served.names
+
+
+def _together(folder: JobFolder, how: _How, sharing: Sharing) -> _Ended:
+    """One of several runners; the last one to finish, or any that finds all rows done, puts the output together."""
+    order, journal = how.order, how.journal
+    if how.where.offline is not None and sharing.counted and sharing.runners > 1:
+        raise UsageError(
+            "--jobs shares a batch between runners, and each would start the model on these same nodes.",
+            "Start the model once with `corral up` and let the runners use it: --deployment NAME --jobs N.",
+        )
+    with how.serve() as served:
+        while True:
+            with brief_lock(folder) as lock, open_door(folder, sharing) as others:
+                folder.sweep()
+                made = prepare(order, folder, kept(how.where), busy=bool(others), **served.facts)
+                joined = join(made, lock, others, sharing, how.row_order, _bad(made), order.retry_failed, journal)
+            company = f", with {len(others)} more at work" if others else ""
+            journal.note("begin", f"{'continuing' if made.continued else 'new'}: {made.record.rows} rows{company}")
+            with _kept_state(folder, journal) as keep:
+                summary = work_through(
+                    made, joined, _work(made), _Lazy(served.places), how.settings, journal,
+                    partial(_row_order, made.table, made.record), how.signals,
+                )  # fmt: skip
+                if summary.state == "done":
+                    gathered = gather(made, summary)
+                    if gathered is None:
+                        order = replace(order, retry_failed=False, force=False)
+                        journal.note("repaired", "results were damaged on disk; their rows are done again")
+                        continue
+                    summary = gathered
+                keep(summary)
+            return made, summary, served.names
+
+
+def _work(made: Prepared) -> BatchWork:
+    record = made.record
+    models = (record.model,) if record.model else ()
+    return BatchWork(record.recipe, made.table, models, record.shape, record.answer)
+
+
+def _bad(made: Prepared) -> Iterator[Entry]:
+    """The error lines of rows that were found bad."""
+    return (Entry(p.row, FAILED, problem_line(p, made.table)) for p in read_problems(made.folder.problems))
+
+
+@contextlib.contextmanager
+def _kept_state(folder: JobFolder, journal: _Journal) -> Iterator[Callable[[Summary], None]]:
+    """Writes down how it ended."""
+
+    def keep(summary: Summary) -> None:
+        _keep_state(folder, summary.state, to_json(summary))
+        journal.note(summary.state, f"{summary.before + summary.fine + summary.failed} of {summary.rows} rows")
+
     try:
-        summary = run_job(
-            folder, table, work, _Lazy(places), settings,
-            lock=lock, listener=journal, order=_row_order(table, record, row_order), first=bad, signals=signals,
-        )  # fmt: skip
-        if summary.state == "done" and not folder.live:
-            export(folder, table, record.ordered)
+        yield keep
     except CorralError as error:
         _keep_state(folder, "failed", error.to_json())
         journal.note("failed", error.message)
         raise
-    _keep_state(folder, summary.state, to_json(summary))
-    journal.note(summary.state, f"{summary.before + summary.fine + summary.failed} of {summary.rows} rows")
-    return summary
 
 
 class _Lazy(Sequence[Place]):
@@ -193,13 +290,13 @@ def _keep_state(folder: JobFolder, state: str, details: Any) -> None:
         save_json(folder.state, {"state": state, "at_s": time.time(), "details": details})
 
 
-def _kept(where: Where) -> dict[str, Any]:
+def kept(where: Where) -> dict[str, Any]:
     """Where it runs, as kept with the job for `corral batch resume`."""
     return {
         "deployments": where.deployments,
         "urls": where.urls,
         "key_file": str(Path(where.key_file).absolute()) if where.key_file else None,
-        "offline": to_json(where.offline) if where.offline else None,
+        "offline": where.offline.to_json() if where.offline else None,
     }
 
 
@@ -225,7 +322,7 @@ def _result(made: Prepared, summary: Summary, names: Sequence[str], price: float
 
 
 @dataclass(frozen=True)
-class _Served:
+class Served:
     """What `prepare` needs to know of the model, and how to find the places that serve it."""
 
     facts: dict[str, Any]
@@ -234,7 +331,7 @@ class _Served:
 
 
 @contextlib.contextmanager
-def _served(where: Where, order: Order, reporter: Any) -> Iterator[_Served]:
+def _served(where: Where, order: Order, reporter: Any) -> Iterator[Served]:
     if where.offline is None:
         yield _online(where, order)
         return
@@ -244,7 +341,7 @@ def _served(where: Where, order: Order, reporter: Any) -> Iterator[_Served]:
         yield served
 
 
-def _online(where: Where, order: Order) -> _Served:
+def _online(where: Where, order: Order) -> Served:
     known = _known_model(order)
     try:
         places = find_places(where.deployments, where.urls, where.key_file, known)
@@ -256,7 +353,7 @@ def _online(where: Where, order: Order) -> _Served:
         def unavailable() -> Sequence[Place]:
             raise failure
 
-        return _Served({"model": known}, unavailable)
+        return Served({"model": known}, unavailable)
     served = [served_by(place) for place in places]
     models = {one.models[0] for one in served if one is not None}
     if len(models) > 1:
@@ -264,11 +361,11 @@ def _online(where: Where, order: Order) -> _Served:
     first = next((one for one in served if one is not None), None)
     models |= {place.model for place in places if isinstance(place, DeploymentPlace) and not models}
     model = next(iter(models), known or "")
-    facts: dict[str, Any] = {"model": model, "place": places[0]}
+    facts: dict[str, Any] = {"model": model}
     if first is not None:
-        facts |= {"models": first.models, "context": first.context}
+        facts |= {"models": first.models, "context": first.context, "counter": server_counter(places[0])}
     names = tuple(place.name for place in places if isinstance(place, DeploymentPlace))
-    return _Served(facts, lambda: places, names)
+    return Served(facts, lambda: places, names)
 
 
 def _known_model(order: Order) -> str | None:
@@ -285,25 +382,15 @@ def offline_name(output: str) -> str:
 
 
 @contextlib.contextmanager
-def _started(offline: Offline, order: Order, reporter: Any) -> Iterator[_Served]:
+def _started(offline: Offline, order: Order, reporter: Any) -> Iterator[Served]:
     """Decide now, start when the input has been checked, stop at the end, whatever the end is."""
     from corral import bringup, deployment
     from corral.folder import DeploymentFolder
-    from corral.plan import Goal
-    from corral.plan.fixed import parse_assignments
     from corral.state import ENDED
-    from corral.targets.base import load_target
 
     name = offline_name(order.output)
-    wish = bringup.Wish(
-        model=offline.model,
-        name=name,
-        goal=Goal(context=offline.context, goal="throughput"),
-        fixed=parse_assignments(offline.fixed),
-        extra_args=offline.engine_args,
-        restarts=3,
-    )
-    decision = bringup.decide(wish, load_target(wish.target, wish.place))
+    wish = offline.wish(name)
+    _, decision = bringup.sized(wish, reporter.note)
     folder = DeploymentFolder.of(name)
     begun: list[bool] = []
 
@@ -316,17 +403,32 @@ def _started(offline: Offline, order: Order, reporter: Any) -> Iterator[_Served]
             bringup.bring_up(wish, reporter)
         return [DeploymentPlace(name)]
 
-    facts = {
-        "model": decision.served_name,
-        "models": (decision.served_name,),
-        "context": decision.plan.max_model_len,
-    }
+    facts = facts_of(decision)
     try:
-        yield _Served(facts, places, (name,))
+        yield Served(facts, places, (name,))
     finally:
         if folder.record.is_file() and (begun or deployment.status(folder).state not in ENDED):
             reporter.phase("stopping the model")
             deployment.stop(folder)
+
+
+def facts_of(decision: Decision) -> dict[str, Any]:
+    """What `prepare` needs to know of a model that is not there yet."""
+    return {
+        "model": decision.served_name,
+        "models": (decision.served_name,),
+        "context": decision.plan.max_model_len,
+        "counter": _tokenizer_here(decision),
+    }
+
+
+def _tokenizer_here(decision: Decision) -> Counter | None:
+    """The model's tokenizer, where model and engine are on this disk already."""
+    from corral import engines, model_store
+
+    model = model_store.already_here(decision.source)
+    engine = engines.find(decision.flavour)
+    return engine_counter(engine.python, model) if model and engine else None
 
 
 def again(output: str) -> tuple[Order, Where]:
@@ -349,7 +451,13 @@ def again(output: str) -> tuple[Order, Where]:
         record.deployments,
         record.urls,
         record.key_file,
-        Offline(offline["model"], offline["context"], tuple(offline["fixed"]), tuple(offline["engine_args"]))
+        Offline(
+            offline["model"],
+            offline["context"],
+            tuple(offline["fixed"]),
+            tuple(offline["engine_args"]),
+            offline.get("more", {}),
+        )
         if offline
         else None,
     )

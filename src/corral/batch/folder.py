@@ -13,6 +13,11 @@
       state.json                  how it last ended, and its summary
       events.jsonl                starts, stops, endpoint losses
       cancel                      somebody asks the runner to stop
+      jobs/4711.json              a job of a scheduler that works on it (`queued`)
+      shared/                     only while several runners may work on it (`shared`)
+        division.json             how the rows are cut into blocks
+        blocks/000017             who does this block: a link to the `holder` file of a runner
+        parts/HOST.PID.XXXXXX/    what one runner wrote: holder (who, and alive when touched), ledger, results, errors
 
 Everything of a job lies beside its output, so that it is found again by who knows the output's name.
 """
@@ -23,7 +28,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["COMPRESSIONS", "JobFolder", "sync_dir"]
+__all__ = ["COMPRESSIONS", "JobFolder", "PartFolder", "sync_dir"]
 
 COMPRESSIONS = (".gz", ".zst")
 
@@ -86,6 +91,26 @@ class JobFolder:
     def cancel(self) -> Path:
         return self.path / "cancel"
 
+    @property
+    def jobs(self) -> Path:
+        return self.path / "jobs"
+
+    @property
+    def shared(self) -> Path:
+        return self.path / "shared"
+
+    @property
+    def division(self) -> Path:
+        return self.shared / "division.json"
+
+    @property
+    def blocks(self) -> Path:
+        return self.shared / "blocks"
+
+    @property
+    def parts(self) -> Path:
+        return self.shared / "parts"
+
     def create(self) -> None:
         """Make the folder and its parents; it holds prompts, so only the owner may read it."""
         self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -96,6 +121,33 @@ class JobFolder:
         for pattern in (".*.tmp", "*.new"):
             for left in self.path.glob(pattern):
                 left.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class PartFolder(JobFolder):
+    """The results of one runner among several: files that nobody else ever writes."""
+
+    name: str = ""
+
+    @property
+    def path(self) -> Path:
+        return JobFolder(self.output).parts / self.name
+
+    @property
+    def results(self) -> Path:
+        return self.path / "results.jsonl"
+
+    @property
+    def errors(self) -> Path:
+        return self.path / "errors.jsonl"
+
+    @property
+    def holder(self) -> Path:
+        return self.path / "holder"
+
+    @property
+    def cancel(self) -> Path:
+        return JobFolder(self.output).cancel
 
 
 def sync_dir(path: Path) -> None:

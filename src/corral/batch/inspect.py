@@ -9,16 +9,20 @@ from pathlib import Path
 
 import msgspec
 
+from corral.batch.blocks import held_blocks, load_division
 from corral.batch.check import Problem, read_problems, scan
 from corral.batch.folder import JobFolder
-from corral.batch.job import load_record
-from corral.batch.ledger import FINE, read_ledger
+from corral.batch.job import JobRecord, load_record
+from corral.batch.ledger import read_ledger
 from corral.batch.lock import holder_of
+from corral.batch.parts import all_parts, claim_path, runners_of
+from corral.batch.queued import Standing as JobStanding
+from corral.batch.queued import cancel_waiting, standings
 from corral.batch.recipe import Recipe
 from corral.batch.rows import open_source
 from corral.processes import Identity
 
-__all__ = ["Checked", "Standing", "ask_to_stop", "check_input", "inspect"]
+__all__ = ["Blocks", "Checked", "Standing", "ask_to_stop", "check_input", "inspect"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,19 @@ class Standing:
     input: str
     created_s: float
     holder: Identity | None
+    runners: tuple[Identity, ...] = ()  # all who work on it
+    blocks: Blocks | None = None  # when several may
+    jobs: tuple[JobStanding, ...] = ()  # of a scheduler
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A batch that several runners may work on is done in blocks of rows."""
+
+    size: int
+    count: int
+    done: int
+    held: int
 
 
 @dataclass(frozen=True)
@@ -57,14 +74,21 @@ class Checked:
 def inspect(output: str) -> Standing:
     """How a job stands, from its ledger: what it says is on disk."""
     folder, record = load_record(output)
-    fine = failed = 0
-    for entry in read_ledger(folder):
-        if entry.kind == FINE:
-            fine += 1
-        else:
-            failed += 1
-    holder = holder_of(folder.lock)
+    counts, done = [0, 0], bytearray(record.rows)
+    for one in (folder, *all_parts(folder)):
+        for entry in read_ledger(one):
+            if entry.row < record.rows and not done[entry.row]:
+                done[entry.row] = 1
+                counts[entry.kind] += 1
+    fine, failed = counts
+    runners = runners_of(folder) or [one for one in (holder_of(folder.lock),) if one is not None]
+    holder = runners[0] if runners else None
     state, reason = _state(folder, fine + failed >= record.rows, holder is not None)
+    jobs = standings(folder)
+    if state not in ("running", "done") and (alive := [job for job in jobs if not job.ended]):
+        state, reason = alive[0].state, ""
+    elif jobs and state not in ("running", "done"):
+        reason = jobs[-1].text
     return Standing(
         output=output,
         errors=str(folder.errors),
@@ -77,7 +101,28 @@ def inspect(output: str) -> Standing:
         input=record.input,
         created_s=record.created_s,
         holder=holder,
+        runners=tuple(runners),
+        blocks=_blocks(folder, record, done),
+        jobs=tuple(jobs),
     )
+
+
+def _blocks(folder: JobFolder, record: JobRecord, done: bytearray) -> Blocks | None:
+    """How the blocks stand; in another order than the input's, what is done is only estimated from the rows."""
+    division = load_division(folder)
+    if division is None:
+        return None
+    count, size = division.count(record.rows), division.size
+    if division.row_order == "input":
+        finished = {n for n in range(count) if done.find(0, n * size, (n + 1) * size) < 0}
+    else:
+        finished = set(range(sum(done) // size))
+    try:
+        held = held_blocks(folder)
+    except FileNotFoundError:
+        held = set()
+    live = sum(holder_of(claim_path(folder, n)) is not None for n in held - finished)
+    return Blocks(size, count, len(finished), live)
 
 
 def _state(folder: JobFolder, complete: bool, held: bool) -> tuple[str, str]:
@@ -87,7 +132,7 @@ def _state(folder: JobFolder, complete: bool, held: bool) -> tuple[str, str]:
         kept = msgspec.json.decode(folder.state.read_bytes())
     except (OSError, msgspec.DecodeError):
         kept = {"state": "", "details": {}}
-    if complete and (folder.live or kept["state"] == "done"):
+    if complete and (folder.live or kept["state"] == "done") and not folder.shared.is_dir():
         return "done", ""
     if kept["state"] in ("stopped", "cancelled", "failed"):
         reason = kept["details"].get("error", {}).get("message", "") if kept["state"] == "failed" else ""
@@ -98,12 +143,18 @@ def _state(folder: JobFolder, complete: bool, held: bool) -> tuple[str, str]:
 def ask_to_stop(output: str) -> str:
     """Ask the runner of a job to stop; returns what will happen, in words."""
     folder, _ = load_record(output)
-    holder = holder_of(folder.lock)
-    if holder is None:
+    runners = runners_of(folder) or [one for one in (holder_of(folder.lock),) if one is not None]
+    waiting = cancel_waiting(folder) if folder.jobs.is_dir() else []
+    if waiting:
+        gone = f"{output}: took job {', '.join(waiting)} out of the queue"
+        if not runners:
+            return f"{gone}; `corral batch resume` continues"
+    if not runners:
         return f"{output}: nobody is working on it"
     descriptor = os.open(folder.cancel, os.O_WRONLY | os.O_CREAT, 0o600)
     os.close(descriptor)
-    return f"{output}: asked process {holder.pid} on {holder.host} to stop; `corral batch resume` continues"
+    who = ", ".join(f"process {one.pid} on {one.host}" for one in runners)
+    return f"{output}: asked {who} to stop; `corral batch resume` continues"
 
 
 def check_input(given: str, format_: str | None, recipe: Recipe) -> Checked:

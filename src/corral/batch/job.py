@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from corral.batch.check import Problems, Scanned, new_name, read_problems, scan
-from corral.batch.fleet import Place
 from corral.batch.folder import JobFolder, sync_dir
-from corral.batch.lengths import mark_too_long
+from corral.batch.lengths import Counter, mark_too_long
 from corral.batch.output import check_output, is_live, output_kind
 from corral.batch.recipe import AUTO, OPENAI, Recipe
 from corral.batch.rows import Source, open_source
@@ -110,9 +109,13 @@ def prepare(
     model: str,
     models: tuple[str, ...] = (),
     context: int | None = None,
-    place: Place | None = None,
+    counter: Counter | None = None,
+    busy: bool = False,
 ) -> Prepared:
-    """Check the input, compare with what was asked before, write down the job; the lock must be held."""
+    """Check the input, compare with what was asked before, write down the job; the lock must be held.
+
+    `busy` says that other runners work on it: then nothing may change under them.
+    """
     before = load_json(JobRecord, folder.job) if folder.job.is_file() else None
     if before is None:
         _refuse_foreign(order, folder)
@@ -125,10 +128,10 @@ def prepare(
         seen = _reuse(before, source, folder) if same else None
         fresh = seen is None
         if seen is None:
-            seen = _check(order, source, recipe, folder, models, context, place)
+            seen = _check(order, source, recipe, folder, models, context, counter)
         record = _record(order, source, seen, folder, model, before, where)
         if before is not None:
-            _compare(before, record, order, folder)
+            _compare(before, record, order, folder, busy)
         if fresh:
             _put_in_place(folder, seen.table, seen.problems)
             seen.table.save(folder.index, {"digest": seen.digest})
@@ -139,7 +142,8 @@ def prepare(
         if before is None and not folder.job.exists():  # refused: leave nothing behind
             shutil.rmtree(folder.path, ignore_errors=True)
         raise
-    folder.cancel.unlink(missing_ok=True)
+    if not busy:
+        folder.cancel.unlink(missing_ok=True)
     return Prepared(folder, record, seen.table, seen.problems, continued=before is not None)
 
 
@@ -159,13 +163,13 @@ def _check(
     folder: JobFolder,
     models: tuple[str, ...],
     context: int | None,
-    place: Place | None,
+    counter: Counter | None,
 ) -> _Seen:
     """Read the whole input; refuse it when it has problems that are not to be skipped."""
     taken = order.answer if order.shape != OPENAI else None
     scanned = scan(source, recipe, folder, models=models, taken=taken, context=context)
-    if context is not None and place is not None:
-        mark_too_long(scanned, place, context)
+    if context is not None and counter is not None and scanned.long_rows:
+        mark_too_long(scanned, counter, context)
     scanned.problems.close()
     if scanned.problems.count and not order.skip_bad:
         raise _refusal(source, scanned.problems, len(scanned.table))
@@ -276,11 +280,16 @@ def _said(values: dict[str, Any], name: str) -> str:
     return str(values[name]) if name in values else "unset"
 
 
-def _compare(before: JobRecord, now: JobRecord, order: Order, folder: JobFolder) -> None:
+def _compare(before: JobRecord, now: JobRecord, order: Order, folder: JobFolder, busy: bool) -> None:
     """Refuse what would mix results of different questions, or, forced, throw the old ones away."""
     asked = _differences(before, order, replace(now.recipe, kind=before.recipe.kind), now.model)
     if before.recipe.kind != now.recipe.kind:
         asked.append(f"kind of rows {before.recipe.kind} → {now.recipe.kind}")
+    if busy and order.force and (asked or before.digest != now.digest):
+        raise ConflictError(
+            f"{folder.output} is being worked on, and input or settings changed.",
+            "Stop it first with `corral batch cancel`; then --force begins with the new ones.",
+        )
     if asked:
         if not order.force:
             raise ConflictError(
@@ -290,6 +299,7 @@ def _compare(before: JobRecord, now: JobRecord, order: Order, folder: JobFolder)
             )
         for path in (folder.ledger, folder.results, folder.errors, folder.output):
             path.unlink(missing_ok=True)
+        shutil.rmtree(folder.parts, ignore_errors=True)
     elif before.digest != now.digest and not order.force:
         raise ConflictError(
             f"the input changed since {folder.output} was begun ({before.rows} rows then, {now.rows} now).",

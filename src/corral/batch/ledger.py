@@ -17,10 +17,11 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import msgspec
 
@@ -28,12 +29,13 @@ from corral.batch.folder import JobFolder, sync_dir
 from corral.batch.table import Table
 from corral.errors import DataError
 
-__all__ = ["FAILED", "FINE", "Entry", "Ledger", "Record", "Tally", "read_ledger"]
+__all__ = ["FAILED", "FINE", "RECORD_BYTES", "Entry", "Finder", "Ledger", "Record", "Tally", "read_ledger"]
 
 FINE, FAILED = 0, 1
 _FIELDS = struct.Struct("<QQQIII")
 _RECORD = struct.Struct("<QQQIIII")
-_CHUNK = _RECORD.size * 16384
+RECORD_BYTES = _RECORD.size
+_CHUNK = RECORD_BYTES * 16384
 
 
 class Record(NamedTuple):
@@ -129,7 +131,22 @@ class Ledger:
         return _records(self._ledger_fd)
 
     def line(self, record: Record) -> bytes:
-        return os.pread(self._fds[record.kind], record.length, record.end - record.length)
+        return _line(self._fds, record)
+
+    def collect(self, parts: Sequence[JobFolder], beat: Callable[[], None] = lambda: None) -> Tally:
+        """Take in what counts in other ledgers, in one step: a row with results in several keeps the first."""
+        with ExitStack() as stack:
+            others = [stack.enter_context(_reading(part)) for part in parts]
+            try:
+                return self._rewrite(Finder(self._table), [source for source in others if source], beat)
+            except OSError as error:
+                for copy, _ in self._copies():
+                    copy.unlink(missing_ok=True)
+                raise DataError(
+                    f"the results cannot be put together in {self._folder.output}: {error.strerror or error}.",
+                    "All of them are kept. Make room for a second copy, then run the same command again.",
+                    errno=error.errno,
+                ) from error
 
     # Inside
 
@@ -142,7 +159,7 @@ class Ledger:
         tally = Tally(bytearray(len(self._table)))
         sizes = [os.fstat(fd).st_size for fd in self._fds]
         self._ends, self._ledger_end = [0, 0], 0
-        find = _Finder(self._table, forget_failed)
+        find = Finder(self._table, forget_failed)
         kept, stale, lost = 0, 0, 0
         last: list[Record | None] = [None, None]
         counts = [0, 0]
@@ -160,41 +177,41 @@ class Ledger:
                 kept += 1
         size = os.fstat(self._ledger_fd).st_size
         self._ledger_end = kept * _RECORD.size
-        broken = any(record is not None and not self._is_line(record) for record in last)
+        broken = any(record is not None and not _is_line(self._fds, record) for record in last)
         if stale or lost or broken or find.moved:
-            return self._rewrite(find)
+            return self._rewrite(find, [])
         if size != self._ledger_end:
             os.ftruncate(self._ledger_fd, self._ledger_end)
             self.repaired.append("dropped a torn record from the ledger")
         tally.fine, tally.failed = counts
         return tally
 
-    def _is_line(self, record: Record) -> bool:
-        line = self.line(record)
-        if len(line) != record.length or not line.endswith(b"\n") or b"\n" in line[:-1]:
-            return False
-        try:
-            msgspec.json.decode(line)
-        except msgspec.DecodeError:
-            return False
-        return True
-
-    def _rewrite(self, find: _Finder) -> Tally:
-        """Copy the lines that count into new files, with a new ledger: rows changed, or a disk lost data."""
+    def _rewrite(self, find: Finder, others: list[_Source], beat: Callable[[], None] = lambda: None) -> Tally:
+        """Copy the lines that count into new files, with a new ledger: rows changed, a disk lost data, or others
+        have results too."""
         fresh = Tally(bytearray(len(self._table)))
-        files = [copy.open("wb") for copy, _ in self._copies()]
-        counts, dropped = [0, 0], 0
+        files = [_fresh(copy) for copy, _ in self._copies()]
+        own = _Source(self._fds, self._ledger_fd)
+        counts, dropped, ends = [0, 0], 0, [0, 0]
         try:
-            for record in _records(self._ledger_fd):
+            for source, record in _all_records([own, *others]):
                 row = find(record)
-                if row < 0 or fresh.done[row] or not self._is_line(record):
+                beat()
+                if row >= 0 and fresh.done[row]:  # two runners did it: the first counts
+                    dropped += source is own
+                    continue
+                line = _line(source.fds, record) if row >= 0 else b""
+                if not _is_whole(line, record):
                     dropped += 1
                     continue
                 fresh.done[row] = 1
-                counts[record.kind] += 1
-                files[record.kind].write(self.line(record))
-                kind, end = record.kind, files[record.kind].tell()
-                fields = _FIELDS.pack(self._table.ids[row], self._table.contents[row], end, row, record.length, kind)
+                kind = record.kind
+                counts[kind] += 1
+                ends[kind] += len(line)
+                files[kind].write(line)
+                fields = _FIELDS.pack(
+                    self._table.ids[row], self._table.contents[row], ends[kind], row, record.length, kind
+                )
                 files[2].write(fields + zlib.crc32(fields).to_bytes(4, "little"))
             for file in files:
                 file.flush()
@@ -210,6 +227,7 @@ class Ledger:
         return fresh
 
     def _replace(self) -> None:
+        self._guard()
         self.close()
         self._marker.touch()
         sync_dir(self._folder.path)
@@ -236,22 +254,77 @@ class Ledger:
         self._marker.unlink(missing_ok=True)
 
 
-def read_ledger(folder: JobFolder) -> Iterable[Record]:
-    """The records of a job that somebody else may be working on."""
+def read_ledger(folder: JobFolder, at: int = 0) -> Iterable[Record]:
+    """The records of a job that somebody else may be working on; `at` is how many bytes of it were read before."""
     try:
         descriptor = os.open(folder.ledger, os.O_RDONLY)
     except FileNotFoundError:
         return
     try:
-        yield from _records(descriptor)
+        yield from _records(descriptor, at)
     finally:
         os.close(descriptor)
 
 
-class _Finder:
+class _Source(NamedTuple):
+    """The open files of a ledger: its two files of lines, and its records."""
+
+    fds: list[int]
+    ledger_fd: int
+
+
+@contextmanager
+def _reading(folder: JobFolder) -> Iterator[_Source | None]:
+    """Another ledger, for reading; None when it has nothing yet."""
+    opened: list[int] = []
+    try:
+        for path in (folder.results, folder.errors, folder.ledger):
+            opened.append(os.open(path, os.O_RDONLY))
+        yield _Source(opened[:2], opened[2])
+    except FileNotFoundError:
+        if len(opened) == 3:
+            raise
+        yield None
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+
+
+def _fresh(path: Path) -> IO[bytes]:
+    """A file that nobody else has open, also not one who still writes an older copy."""
+    path.unlink(missing_ok=True)
+    return path.open("xb")
+
+
+def _all_records(sources: Iterable[_Source]) -> Iterator[tuple[_Source, Record]]:
+    for source in sources:
+        for record in _records(source.ledger_fd):
+            yield source, record
+
+
+def _line(fds: Sequence[int], record: Record) -> bytes:
+    return os.pread(fds[record.kind], record.length, record.end - record.length)
+
+
+def _is_line(fds: Sequence[int], record: Record) -> bool:
+    return _is_whole(_line(fds, record), record)
+
+
+def _is_whole(line: bytes, record: Record) -> bool:
+    """Whether the bytes are one line of JSON, as they were when they were committed."""
+    if len(line) != record.length or not line.endswith(b"\n") or b"\n" in line[:-1]:
+        return False
+    try:
+        msgspec.json.decode(line)
+    except msgspec.DecodeError:
+        return False
+    return True
+
+
+class Finder:
     """Finds the row a record belongs to: by its hint, else by a search over all ids."""
 
-    def __init__(self, table: Table, forget_failed: bool) -> None:
+    def __init__(self, table: Table, forget_failed: bool = False) -> None:
         self._table, self._forget_failed = table, forget_failed
         self._by_id: dict[int, int] | None = None
         self.moved = 0
@@ -271,9 +344,9 @@ class _Finder:
         return found
 
 
-def _records(descriptor: int) -> Iterable[Record]:
+def _records(descriptor: int, at: int = 0) -> Iterable[Record]:
     """The whole records of a ledger, up to the first torn one."""
-    at, size, crc32 = 0, _RECORD.size, zlib.crc32
+    size, crc32 = _RECORD.size, zlib.crc32
     while chunk := os.pread(descriptor, _CHUNK, at):
         whole = len(chunk) // size * size
         view = memoryview(chunk)

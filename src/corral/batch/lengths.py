@@ -1,66 +1,112 @@
-"""Prompts longer than the context, found before they are sent: counted by the server's own tokenizer."""
+"""Prompts longer than the context, found before they are sent: counted by the model's own tokenizer.
+
+A running server is asked. Where none runs yet, the tokenizer on disk is used inside the engine's environment; where
+either is missing nothing is counted, and the server will refuse what is too long, row by row.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from subprocess import DEVNULL, PIPE, SubprocessError, run
+from typing import Any
+
+import msgspec
 
 from corral.batch.check import Problem, Scanned
 from corral.batch.fleet import Place
-from corral.batch.recipe import Parsed
 from corral.batch.table import BAD, RowReader
-from corral.client import Client, run
+from corral.client import Client
+from corral.client import run as run_loop
 from corral.endpoint import Endpoint
 from corral.errors import CorralError
 
-__all__ = ["mark_too_long"]
+__all__ = ["Counter", "engine_counter", "mark_too_long", "server_counter"]
 
 _AT_ONCE = 32
+_GROUP = 4096
+_COUNT_S = 600
+
+Question = Mapping[str, Any]  # {"prompt": …} or {"messages": …}
+Counter = Callable[[Sequence[Question]], Sequence[int]]  # their tokens; 0 where it cannot be told
 
 
-def mark_too_long(scanned: Scanned, place: Place, context: int) -> None:
-    """Mark rows whose tokens, with those they ask for, exceed the context; does nothing while the server is away."""
-    endpoint = place.find()
-    if endpoint is None or not scanned.long_rows:
-        return
-    counts = run(_count(endpoint, scanned))
+def mark_too_long(scanned: Scanned, counter: Counter, context: int) -> None:
+    """Mark rows whose tokens, with those they ask for, exceed the context."""
     table = scanned.table
-    for row, (tokens, wanted) in zip(scanned.long_rows, counts, strict=True):
-        if tokens + max(1, wanted) > context and not table.flags[row]:
-            asks = f" and asks for {wanted}" if wanted else ""
-            text = f"has {tokens} tokens{asks}; the context holds {context}"
-            table.flags[row] = BAD
-            identity = scanned.recipe.read(_raw(scanned, row), table.lines[row]).id
-            scanned.problems.add(Problem(row, table.lines[row], text, identity))
+    for rows, parsed in _groups(scanned):
+        counts = counter([_question(body) for _, body in parsed])
+        for row, (identity, body), tokens in zip(rows, parsed, counts, strict=True):
+            wanted = int(body.get("max_tokens") or body.get("max_completion_tokens") or 0)
+            if tokens and tokens + max(1, wanted) > context and not table.flags[row]:
+                asks = f" and asks for {wanted}" if wanted else ""
+                text = f"has {tokens} tokens{asks}; the context holds {context}"
+                table.flags[row] = BAD
+                scanned.problems.add(Problem(row, table.lines[row], text, identity))
 
 
-def _raw(scanned: Scanned, row: int) -> bytes:
-    reader = RowReader(scanned.table)
+def _groups(scanned: Scanned) -> Iterator[tuple[list[int], list[tuple[str, dict[str, Any]]]]]:
+    """The rows in question with their ids and bodies, some at a time."""
+    reader, table = RowReader(scanned.table), scanned.table
     try:
-        return reader.raw(row)
+        for start in range(0, len(scanned.long_rows), _GROUP):
+            rows = scanned.long_rows[start : start + _GROUP]
+            parsed = (scanned.recipe.read(reader.raw(row), table.lines[row]) for row in rows)
+            yield rows, [(one.id, one.body) for one in parsed]
     finally:
         reader.close()
 
 
-async def _count(endpoint: Endpoint, scanned: Scanned) -> Sequence[tuple[int, int]]:
-    """Prompt tokens and wanted tokens of every row in question."""
-    reader, table = RowReader(scanned.table), scanned.table
-    found: list[tuple[int, int]] = []
+def _question(body: Mapping[str, Any]) -> Question:
+    return {"messages": body["messages"]} if "messages" in body else {"prompt": body["prompt"]}
+
+
+# A server
+
+
+def server_counter(place: Place) -> Counter | None:
+    """Asks a server; None while it is away."""
+    endpoint = place.find()
+    return None if endpoint is None else lambda questions: run_loop(_ask(endpoint, questions))
+
+
+async def _ask(endpoint: Endpoint, questions: Sequence[Question]) -> Sequence[int]:
+    found: list[int] = []
     async with Client(endpoint, stall_s=60) as client:
-        for start in range(0, len(scanned.long_rows), _AT_ONCE):
-            rows = scanned.long_rows[start : start + _AT_ONCE]
-            parsed = [scanned.recipe.read(reader.raw(row), table.lines[row]) for row in rows]
-            found += await asyncio.gather(*(_tokens(client, one) for one in parsed))
-    reader.close()
+        for start in range(0, len(questions), _AT_ONCE):
+            found += await asyncio.gather(*(_tokens(client, one) for one in questions[start : start + _AT_ONCE]))
     return found
 
 
-async def _tokens(client: Client, parsed: Parsed) -> tuple[int, int]:
-    body = parsed.body
-    wanted = int(body.get("max_tokens") or body.get("max_completion_tokens") or 0)
-    ask = {"messages": body["messages"]} if "messages" in body else {"prompt": body["prompt"]}
+async def _tokens(client: Client, question: Question) -> int:
     try:
-        page = await client.page("/tokenize", {"model": client.endpoint.model, **ask}, timeout_s=60)
-        return (int(page.json()["count"]) if page.status == 200 else 0), wanted
+        page = await client.page("/tokenize", {"model": client.endpoint.model, **question}, timeout_s=60)
+        return int(page.json()["count"]) if page.status == 200 else 0
     except (CorralError, KeyError, TypeError, ValueError):
-        return 0, wanted
+        return 0
+
+
+# A tokenizer on disk
+
+
+def engine_counter(python: str, model: Path) -> Counter:
+    """Uses the tokenizer of a model folder in an engine's environment."""
+
+    def count(questions: Sequence[Question]) -> Sequence[int]:
+        script = resources.files("corral") / "engine_side" / "count_tokens.py"
+        with tempfile.TemporaryFile() as asked:  # a pipe both ways could fill up on either side
+            for one in questions:
+                asked.write(msgspec.json.encode(one) + b"\n")
+            asked.seek(0)
+            try:
+                done = run([python, str(script), str(model)], stdin=asked, stdout=PIPE, stderr=DEVNULL,
+                           timeout=_COUNT_S, check=False)  # fmt: skip
+                found = [int(line) for line in done.stdout.split()]
+            except (OSError, ValueError, SubprocessError):
+                found = []
+        return found if len(found) == len(questions) else [0] * len(questions)
+
+    return count

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -17,10 +19,30 @@ from corral.errors import ConflictError
 from corral.files import discard_lock, lock_holder, try_lock
 from corral.processes import Identity, own_identity
 
-__all__ = ["JobLock", "holder_of"]
+__all__ = ["JobLock", "beating", "holder_of"]
 
 TOUCH_S = 10.0
 SILENT_S = 120.0
+POLL_S = 0.05
+
+
+@contextlib.contextmanager
+def beating(path: Path) -> Iterator[None]:
+    """Touch a lock from a thread while something long is done: a model loads, files are copied."""
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(TOUCH_S):
+            with contextlib.suppress(OSError):
+                os.utime(path)
+
+    thread = threading.Thread(target=beat, name="corral-beat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def holder_of(path: Path) -> Identity | None:
@@ -30,11 +52,18 @@ def holder_of(path: Path) -> Identity | None:
 
 
 class JobLock:
-    """Holds a job while the `with` block runs; refuses when somebody else does, and says who."""
+    """Holds a job while the `with` block runs; refuses when somebody else does, and says who.
 
-    def __init__(self, path: Path, what: str) -> None:
-        self._path, self._what = path, what
+    `patient` is asked, while somebody else holds it, whether to wait.
+    """
+
+    def __init__(self, path: Path, what: str, patient: Callable[[], bool] = lambda: False) -> None:
+        self._path, self._what, self._patient = path, what, patient
         self._touched = 0.0
+
+    @property
+    def path(self) -> Path:
+        return self._path
 
     def __enter__(self) -> JobLock:
         while not try_lock(self._path):
@@ -42,6 +71,9 @@ class JobLock:
             if found is None:
                 continue  # released in this moment
             if not _is_stale(self._path, found):
+                if self._patient():
+                    time.sleep(POLL_S)
+                    continue
                 raise ConflictError(
                     f"{self._what} is being worked on by process {found.pid} on {found.host}.",
                     "Let it finish, or stop it with `corral batch cancel`.",

@@ -133,6 +133,8 @@ def run_on_ray(
     folder = folder_of(order.output, order.ordered)
     folder.create()
     with JobLock(folder.lock, order.output) as lock:
+        if folder.shared.is_dir():
+            raise UsageError(f"{order.output} is shared (--jobs).", "Finish it with `corral batch resume`.")
         folder.sweep()
         made = prepare(order, folder, {"offline": {"model": model, "engine": "ray-data"}}, model=model)
         listener.note("begin", f"{'continuing' if made.continued else 'new'}: {made.record.rows} rows, on Ray Data")

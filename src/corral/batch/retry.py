@@ -40,7 +40,7 @@ class Verdict(enum.Enum):
 def judge(error: RequestError) -> Verdict:
     """What to do after this error."""
     if isinstance(error, ServerGoneError):
-        return Verdict.AWAY if "cannot be reached" in error.message else Verdict.GONE
+        return Verdict.GONE if error.reached else Verdict.AWAY
     if isinstance(error, OverloadedError):
         return Verdict.LATER
     if isinstance(error, (KeyRefusedError, UnknownModelError, UnknownPathError)):

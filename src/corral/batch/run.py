@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from corral.batch.fleet import Place
 from corral.batch.folder import JobFolder
 from corral.batch.ledger import Entry, Ledger, Tally
-from corral.batch.lock import JobLock
+from corral.batch.lock import JobLock, beating
 from corral.batch.outbox import Outbox
-from corral.batch.runner import Counts, Runner, Settings, Work
+from corral.batch.runner import Counts, Feed, InOrder, Runner, Settings, Work
 from corral.batch.table import RowReader, Table
 from corral.client import run as run_loop
 
-__all__ = ["Listener", "Quiet", "Summary", "run_job"]
+__all__ = ["Job", "Listener", "Quiet", "Summary", "commit_first", "run_job"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Summary:
     example: str = ""
     repaired: tuple[str, ...] = ()
     peak_in_flight: int = 0
+    stopped_by: str = ""  # the signal
 
     @property
     def rows_per_s(self) -> float:
@@ -98,55 +100,67 @@ def run_job(
         for text in ledger.repaired:
             listener.note("repaired", text)
         counts = Counts(rows=len(table), before=tally.fine + tally.failed)
-        _commit_first(first, tally, ledger, counts)
-        job = _Job(folder, ledger, lock, listener, counts)
+        counts.failed += commit_first(first, tally, ledger)
+        counts.errors.update({"InvalidRow": counts.failed} if counts.failed else {})
+        job = Job(folder, ledger, listener, counts, lock.touch)
         if not counts.left:
             return job.summary(None, 0)
-        found = list(places)  # may look for, or start, a server
-        rows = range(len(table)) if order is None else order
+        with beating(lock.path):
+            found = list(places)  # may look for, or start, a server
+        feed = InOrder(range(len(table)) if order is None else order, tally.done)
         reader = RowReader(table)
         try:
-            return run_loop(job.run(work, reader, rows, tally.done, found, settings, signals))
+            return run_loop(job.run(work, reader, feed, tally.done, found, settings, signals))
         finally:
             reader.close()
     finally:
         ledger.close()
 
 
-def _commit_first(first: Iterable[Entry], tally: Tally, ledger: Ledger, counts: Counts) -> None:
-    """Write the results that need no request, a group at a time."""
+def commit_first(first: Iterable[Entry], tally: Tally, ledger: Ledger) -> int:
+    """Write the results that need no request, a group at a time; their number."""
+    count = 0
     fresh = (entry for entry in first if not tally.done[entry.row])
     while group := list(itertools.islice(fresh, 10_000)):
         ledger.commit(group)
         for entry in group:
             tally.done[entry.row] = 1
-        counts.failed += len(group)
-        counts.errors["InvalidRow"] += len(group)
+        count += len(group)
+    return count
 
 
-class _Job:
-    """One run of a job inside the event loop."""
+class Job:
+    """One run of a job inside the event loop; `look` is called every second, and `is_over` may end it."""
 
-    def __init__(self, folder: JobFolder, ledger: Ledger, lock: JobLock, listener: Listener, counts: Counts) -> None:
-        self._folder, self._ledger, self._lock, self._listener = folder, ledger, lock, listener
-        self._counts = counts
+    def __init__(
+        self,
+        folder: JobFolder,
+        ledger: Ledger,
+        listener: Listener,
+        counts: Counts,
+        look: Callable[[], None],
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._folder, self._ledger, self._listener, self._look = folder, ledger, listener, look
+        self._counts, self._is_over = counts, is_over
         self._looked = 0.0
         self._peak = 0
         self._cancelled = False
+        self._stopped_by = ""
 
     async def run(
         self,
         work: Work,
         reader: RowReader,
-        order: Sequence[int],
+        feed: Feed,
         done: bytearray,
         places: Sequence[Place],
         settings: Settings,
         signals: bool,
     ) -> Summary:
         outbox = Outbox(self._ledger, self._on_commit)
-        runner = Runner(work, reader, order, done, places, outbox, self._counts, settings, self._listener.note)
-        restore = _on_signals(runner, self._listener) if signals else None
+        runner = Runner(work, reader, feed, done, places, outbox, self._counts, settings, self._listener.note)
+        restore = self._on_signals(runner) if signals else None
         try:
             await runner.run(self._tick)
         finally:
@@ -156,7 +170,7 @@ class _Job:
 
     def summary(self, runner: Runner | None, groups: int) -> Summary:
         c = self._counts
-        state = "done" if not c.left else "cancelled" if self._cancelled else "stopped"
+        state = "done" if not c.left or self._is_over() else "cancelled" if self._cancelled else "stopped"
         return Summary(
             state=state,
             rows=c.rows,
@@ -176,6 +190,7 @@ class _Job:
             example=c.example,
             repaired=tuple(self._ledger.repaired),
             peak_in_flight=self._peak,
+            stopped_by=self._stopped_by,
         )
 
     def _on_commit(self, count: int) -> None:
@@ -186,32 +201,37 @@ class _Job:
         now = time.monotonic()
         if now - self._looked > 1.0:
             self._looked = now
-            self._lock.touch()
+            self._look()
             if self._folder.cancel.exists() and not runner.stopped:
                 self._cancelled = True
                 self._listener.note("cancelled", "asked to stop; rows under way may finish")
                 runner.stop()
+            if self._is_over():
+                runner.stop()
+                runner.stop()  # at once
         self._listener.tick(self._counts, runner)
 
+    def _on_signals(self, runner: Runner) -> Callable[[], None]:
+        """Ctrl-C, SIGTERM and SIGUSR1 (a walltime warning) stop gently; a second one gives up what is under way."""
+        loop = asyncio.get_running_loop()
 
-def _on_signals(runner: Runner, listener: Listener) -> Callable[[], None]:
-    """Ctrl-C, SIGTERM and SIGUSR1 (a walltime warning) stop gently; a second one gives up what is under way."""
-    import asyncio
+        def stop(name: str) -> None:
+            again = runner.stopped
+            text = (
+                "giving up what is under way" if again else "finishing what is under way; once more to leave at once"
+            )
+            self._listener.note("stopping", f"{name}: {text}")
+            self._stopped_by = self._stopped_by or name
+            runner.stop()
 
-    loop = asyncio.get_running_loop()
-
-    def stop(name: str) -> None:
-        again = runner.stopped
-        text = "giving up what is under way" if again else "finishing what is under way; once more to leave at once"
-        listener.note("stopping", f"{name}: {text}")
-        runner.stop()
-
-    names: list[Any] = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
-    for name in names:
-        loop.add_signal_handler(name, stop, name.name)
-
-    def restore() -> None:
+        names = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
+        before = [signal.getsignal(name) for name in names]
         for name in names:
-            loop.remove_signal_handler(name)
+            loop.add_signal_handler(name, stop, name.name)
 
-    return restore
+        def restore() -> None:
+            for name, handler in zip(names, before, strict=True):
+                loop.remove_signal_handler(name)
+                signal.signal(name, handler)
+
+        return restore

@@ -13,7 +13,7 @@ import heapq
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -28,7 +28,7 @@ from corral.client import Reply
 from corral.errors import CorralError, EngineError, UnreachableError
 from corral.request_errors import RequestError
 
-__all__ = ["Ask", "Counts", "Request", "Runner", "Settings", "Work"]
+__all__ = ["Ask", "Counts", "Feed", "InOrder", "Request", "Runner", "Settings", "Work"]
 
 
 class Request(NamedTuple):
@@ -56,6 +56,23 @@ class Work(Protocol):
 
     def failure(self, number: int, raw: bytes, error: CorralError) -> bytes:
         """The row's line in the error file, with its line feed."""
+
+
+class Feed(Protocol):
+    """Where the next row comes from."""
+
+    def take(self) -> int | None:
+        """The number of a row to be sent now; None when there is none, now or at all."""
+
+
+class InOrder:
+    """All rows that are not done yet, in a given order."""
+
+    def __init__(self, order: Sequence[int], done: bytearray) -> None:
+        self._rows = (number for number in order if not done[number])
+
+    def take(self) -> int | None:
+        return next(self._rows, None)
 
 
 @dataclass(frozen=True)
@@ -123,7 +140,7 @@ class Runner:
         self,
         work: Work,
         reader: RowReader,
-        order: Sequence[int],
+        feed: Feed,
         done: bytearray,
         places: Sequence[Place],
         outbox: Outbox,
@@ -133,7 +150,7 @@ class Runner:
     ) -> None:
         self._work, self._reader, self._done, self._outbox = work, reader, done, outbox
         self.counts, self.settings, self._on_note = counts, settings, on_note
-        self._next_rows: Iterator[int] = (number for number in order if not done[number])
+        self._feed = feed
         self._retries: list[tuple[float, int, _Flight, int]] = []  # due, tie, flight, part
         self._tie = itertools.count()
         self._flights: dict[int, _Flight] = {}
@@ -201,7 +218,7 @@ class Runner:
         if self._retries and self._retries[0][0] <= time.monotonic():
             _, _, flight, part = heapq.heappop(self._retries)
             return flight, part
-        while (number := next(self._next_rows, None)) is not None:
+        while (number := self._feed.take()) is not None:
             try:
                 raw = self._reader.raw(number)
             except CorralError as error:
@@ -238,6 +255,7 @@ class Runner:
             return
         error = future.exception()
         if self._done[flight.number]:
+            self._flights.pop(flight.number, None)
             self._fill(lane)
             return
         if error is None:
@@ -346,6 +364,8 @@ class Runner:
         self.counts.limit = sum(lane.pace.limit for lane in self.lanes if lane.up)
         if not any(lane.up for lane in self.lanes):
             self._trouble_since = self._trouble_since or now
+        elif not self._flights:  # nothing is under way here: other runners have what is left
+            self._trouble_since = None
         if self._trouble_since and now - self._trouble_since > self.settings.patience_s and self._stop_by is None:
             self._fail(
                 UnreachableError(

@@ -71,8 +71,30 @@ def _run_options(function: Any) -> Any:
         click.option("--timeout", type=click.FloatRange(min=1), default=3600, show_default=True, metavar="SECONDS",
                      help="How long a server may be silent about one request."),
         click.option("--keep-going", is_flag=True, help="Do not stop when nearly every row fails."),
+        click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, metavar="N",
+                     help="Let up to N runners work on this batch at once: run the same command N times, anywhere; "
+                          "on SLURM, N jobs are queued."),
+        click.option("--max-jobs", type=click.IntRange(min=1), metavar="N",
+                     help="On SLURM: how often a job that runs out of time is queued again (default: 10 in all)."),
+        click.option("--wait", is_flag=True, help="On SLURM: wait until the batch is done."),
         click.option("--price", type=click.FloatRange(min=0), metavar="AMOUNT", help="Per GPU-hour."),
         click.option("--json", "as_json", is_flag=True, help="Progress and summary as JSON lines on stdout."),
+    ]  # fmt: skip
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+def _place_options(function: Any) -> Any:
+    options = [
+        click.option("--on", metavar="PROFILE", help="With --model: where to run it (`corral profile list`)."),
+        click.option("--hosts", metavar="A,B,…", help="With --model: over ssh on these hosts; @FILE: one per line."),
+        click.option("--time", "time_limit", metavar="H:MM:SS", help="On SLURM: how long one job may run."),
+        click.option("--account", help="On SLURM: the account it is charged to."),
+        click.option("--partition", help="On SLURM: the partition."),
+        click.option("--nodes", type=click.IntRange(min=1), help="On SLURM: nodes of one job."),
+        click.option("--slurm", "slurm_options", multiple=True, metavar="KEY=VALUE",
+                     help="On SLURM: any other option of sbatch, or of the slurm target."),
     ]  # fmt: skip
     for option in reversed(options):
         function = option(function)
@@ -88,6 +110,7 @@ def _run_options(function: Any) -> Any:
 @click.option("--model", help="Start this model, run, stop it: the offline mode.")
 @click.option("--context", type=click.IntRange(min=1), help="With --model: longest request in tokens.")
 @click.option("--set", "fixed", multiple=True, metavar="KEY=VALUE", help="With --model: fix a field of the plan.")
+@_place_options
 @click.option("--engine", type=click.Choice(["http", "ray-data"]), default="http", show_default=True,
               help="ray-data: on an existing Ray cluster, with --model a path or a Hugging Face id.")  # fmt: skip
 @_recipe_options
@@ -121,7 +144,9 @@ def run(**given: Any) -> int:
         force=given["force"],
         retry_failed=given["retry_failed"],
     )
-    offline = Offline(given["model"], given["context"], given["fixed"]) if given["model"] else None
+    more = _place(given)
+    model = more.get("model") or given["model"]
+    offline = Offline(model, given["context"], given["fixed"], (), more) if model else None
     where = Where(given["deployments"], given["urls"], given["key_file"], offline)
     if given["engine"] == "ray-data":
         return _ray(order, given)
@@ -199,6 +224,42 @@ def serve(**given: Any) -> int:
     return serve_forever(options)
 
 
+def _place(given: dict[str, Any]) -> dict[str, Any]:
+    """Where the model is to run, as fields of a wish; empty for here."""
+    slurm: dict[str, object] = {"time": given["time_limit"]}
+    slurm |= {name: given[name] for name in ("account", "partition", "nodes")}
+    slurm = {name: value for name, value in slurm.items() if value is not None}
+    for pair in given["slurm_options"]:
+        name, _, value = pair.partition("=")
+        slurm[name] = value or True
+    said = [name for name in ("on", "hosts") if given[name]] + (["slurm"] if slurm else [])
+    if not said:
+        return {}
+    if "on" not in said and not given["model"]:
+        raise UsageError(f"--{said[0]} says where to start a model.", "Name it: --model MODEL.")
+    if given["hosts"] and slurm:
+        raise UsageError("--hosts is for ssh, the others are for SLURM.", "Leave one of them out.")
+    flags: dict[str, Any] = {"place": slurm, **({} if given["on"] else {"target": "slurm"})}
+    if given["hosts"]:
+        from corral.ssh import read_hosts
+
+        flags = {"place": {"hosts": read_hosts(given["hosts"])}, "target": "ssh"}
+    if not given["on"]:
+        return flags
+    return _from_profile(given, flags)
+
+
+def _from_profile(given: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
+    from corral.launch import refuse_reserved
+    from corral.profile import load_profile, merged, with_storage
+    from corral.record import to_json
+
+    profile = load_profile(given["on"])
+    wish = with_storage(profile, merged(profile, {**flags, "model": given["model"]}))
+    refuse_reserved(wish.get("extra_env", {}))
+    return {name: to_json(value) for name, value in wish.items()}
+
+
 def _recipe(given: dict[str, Any]) -> Any:
     from corral.batch.params import parse_assignments
     from corral.batch.recipe import Recipe
@@ -238,9 +299,58 @@ def _settings(given: dict[str, Any]) -> Any:
     )
 
 
+RUNNER_WORDS = {"row_order": "order", "concurrency": "concurrency", "attempts": "attempts", "backoff": "backoff",
+                "patience": "patience", "timeout": "timeout"}  # fmt: skip
+
+
+def _submit(order: Any, where: Any, given: dict[str, Any]) -> int:
+    """Queue it; and wait, when asked to."""
+    from corral.batch.submit import submit
+    from corral.cli.batch_view import print_submitted, wait_for_jobs
+
+    words = [word for name, option in RUNNER_WORDS.items() if given[name] is not None
+             for word in (f"--{option}", str(given[name]))]  # fmt: skip
+    words += ["--keep-going"] if given["keep_going"] else []
+    screen = Screen(given["as_json"], order.output)
+    with screen:
+        queued = submit(order, where, given["jobs"], given["max_jobs"], words, screen.phases)
+    print_submitted(queued, given["as_json"])
+    return wait_for_jobs(order.output) if given["wait"] and not queued.done else 0
+
+
+@command.command("in-job", context_settings=HELP, hidden=True)
+@click.argument("output")
+@click.option("--deployment", required=True)
+@_run_options
+def in_job(output: str, deployment: str, **given: Any) -> int:
+    """The runner beside a model in a job of a scheduler; queued by `corral batch`."""
+    import os
+
+    from corral.batch.in_job import InJob, run_in_job
+
+    here = InJob(deployment, given["jobs"], given["max_jobs"] or 10, int(os.environ.get("CORRAL_AGENTS", "0")))
+    screen = Screen(given["as_json"], output)
+    with screen:
+        settings = replace(_settings(given), drain_s=float(os.environ.get("CORRAL_DRAIN_S", "60")))
+        outcome = run_in_job(output, here, settings, screen, row_order=given["row_order"])
+    if outcome.result:
+        screen.summary(outcome.result)
+    if outcome.text:
+        click.echo(outcome.text, err=True)
+    if outcome.next_job:
+        return 0
+    return (
+        _exit_code(outcome.result.summary.state, outcome.result.errors is not None) if outcome.result else INTERRUPTED
+    )
+
+
 def _carry_out(order: Any, where: Any, given: dict[str, Any]) -> int:
     from corral.batch.batch import carry_out
+    from corral.batch.shared import Sharing
+    from corral.batch.submit import is_queued
 
+    if is_queued(where):
+        return _submit(order, where, given)
     screen = Screen(given["as_json"], order.output)
     with screen:
         result = carry_out(
@@ -251,6 +361,7 @@ def _carry_out(order: Any, where: Any, given: dict[str, Any]) -> int:
             row_order=given["row_order"],
             price=given["price"],
             reporter=screen.phases,
+            sharing=Sharing(given["jobs"]),
         )
     screen.summary(result)
     return _exit_code(result.summary.state, result.errors is not None)

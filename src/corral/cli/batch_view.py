@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import sys
 import time
 from collections import deque
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +20,9 @@ if TYPE_CHECKING:
     from corral.batch.batch import Result
     from corral.batch.inspect import Checked, Standing
     from corral.batch.runner import Counts, Runner
+    from corral.batch.submit import Submitted
 
-__all__ = ["Screen", "print_check", "print_status"]
+__all__ = ["Screen", "print_check", "print_status", "print_submitted", "wait_for_jobs"]
 
 
 class Screen:
@@ -56,7 +59,8 @@ class Screen:
         if now - self._told < (0.2 if self._live else 1.0 if self._json else 5.0):
             return
         self._told = now
-        self._seen.append((now, counts.fine + counts.failed, counts.prompt_tokens, counts.output_tokens))
+        done = counts.before + counts.fine + counts.failed  # other runners' too
+        self._seen.append((now, done, counts.prompt_tokens, counts.output_tokens))
         values = self._values(counts, runner)
         if self._json:
             click.echo(json.dumps({"event": "progress", **values}))
@@ -128,7 +132,7 @@ def _print_summary(result: Result) -> None:
     head = "done" if s.state == "done" else f"{s.state}: {s.left:,} rows left"
     lines = [f"{head}: {done:,} of {s.rows:,} rows"]
     if s.before:
-        lines[0] += f" ({s.before:,} from before)"
+        lines[0] += f" ({s.before:,} from before)" if result.runners == 1 else f" ({s.before:,} by other runs)"
     if s.fine or s.failed:
         lines.append(f"  this run   {s.fine:,} answered, {s.failed:,} failed in {duration(s.wall_s)}"
                      f" ({s.rows_per_s:,.1f} rows/s)")  # fmt: skip
@@ -141,7 +145,8 @@ def _print_summary(result: Result) -> None:
     if result.gpu_hours is not None:
         cost = f", cost {result.cost:.2f}" if result.cost is not None else ""
         lines.append(f"  GPU-hours  {result.gpu_hours:.3f} on {result.gpus}{cost}")
-    lines.append(f"  output     {result.output}" + ("" if s.state == "done" else " (so far)"))
+    so_far = " (so far)" if Path(result.output).exists() else " (made at the end)"
+    lines.append(f"  output     {result.output}" + ("" if s.state == "done" else so_far))
     if result.errors:
         lines.append(f"  failed     {result.errors}")
     if s.state != "done":
@@ -156,9 +161,16 @@ def print_status(standing: Standing, as_json: bool) -> None:
         return
     s = standing
     done = s.fine + s.failed
-    who = f" (process {s.holder.pid} on {s.holder.host})" if s.holder else ""
+    who = ", ".join(f"process {one.pid} on {one.host}" for one in s.runners)
+    who = f" ({who})" if who else ""
     click.echo(f"{s.output}: {s.state}{who}")
     click.echo(f"  rows     {done:,} of {s.rows:,} done, {s.failed:,} failed, {s.rows - done:,} left")
+    if s.blocks is not None:
+        b = s.blocks
+        click.echo(f"  blocks   {b.done:,} of {b.count:,} done, {b.held:,} under way, {b.size:,} rows each")
+    for job in s.jobs:
+        if not job.ended or job is s.jobs[-1]:
+            click.echo(f"  job      {job.text}{f' ({job.remedy})' if job.remedy and not job.ended else ''}")
     click.echo(f"  model    {s.model}")
     click.echo(f"  input    {s.input}")
     click.echo(f"  begun    {since(s.created_s)} ago")
@@ -166,8 +178,46 @@ def print_status(standing: Standing, as_json: bool) -> None:
         click.echo(f"  reason   {s.reason}")
     if s.failed:
         click.echo(f"  failed   {s.errors}")
-    if s.rows - done and not s.holder:
+    if not s.runners and s.state != "done" and all(job.ended for job in s.jobs):
         click.echo(f"  continue corral batch resume {s.output}")
+
+
+def print_submitted(queued: Submitted, as_json: bool) -> None:
+    """What is in the queue now, and how to follow it."""
+    if as_json:
+        click.echo(json.dumps({"event": "queued", "jobs": queued.jobs, "rows": queued.rows, "done": queued.done}))
+        return
+    if queued.done:
+        click.echo(f"already complete: {queued.rows:,} rows in {queued.output}", err=True)
+        return
+    jobs = f"job {queued.jobs[0]}" if len(queued.jobs) == 1 else f"jobs {', '.join(queued.jobs)}"
+    output = shlex.quote(queued.output)
+    click.echo(f"queued: {jobs}, for {queued.rows:,} rows", err=True)
+    click.echo(f"  how far    corral batch status {output}", err=True)
+    click.echo(f"  stop       corral batch cancel {output}", err=True)
+
+
+def wait_for_jobs(output: str, poll_s: float = 2.0) -> int:
+    """Follow a batch in a queue until it is done, or nobody works on it any more."""
+    from corral.batch.inspect import inspect
+    from corral.errors import LaunchError
+
+    told = ""
+    while True:
+        now = inspect(output)
+        done = now.fine + now.failed
+        line = f"{now.state}: {done:,} of {now.rows:,} rows" + "".join(f"; {j.text}" for j in now.jobs if not j.ended)
+        if line != told:
+            click.echo(line, err=True)
+            told = line
+        if now.state == "done":
+            return 1 if now.failed else 0
+        if not now.runners and all(job.ended for job in now.jobs):
+            raise LaunchError(
+                f"no job works on {output} any more; {now.rows - done:,} rows are left ({now.reason or now.state}).",
+                f"Everything up to here is kept; continue: corral batch resume {shlex.quote(output)}",
+            )
+        time.sleep(poll_s)
 
 
 def print_check(checked: Checked, as_json: bool) -> None:

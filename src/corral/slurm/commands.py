@@ -225,7 +225,7 @@ def refuse_unknown(script: str) -> None:
         raise _refused(done)
 
 
-def submit(script: Path) -> str:
+def submit(script: Path, *options: str) -> str:
     """Queue a batch script; the number of the job. What sbatch refuses is refused with its own words.
 
     A job inherits the environment of `sbatch`: what looks like a secret stays behind, and so does what an outer job
@@ -233,7 +233,7 @@ def submit(script: Path) -> str:
     """
     env = {name: value for name, value in os.environ.items() if not SECRET.search(name)}
     env = {name: value for name, value in env.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
-    command = ["sbatch", "--parsable", str(script)]
+    command = ["sbatch", "--parsable", *options, str(script)]
     try:
         process = subprocess.Popen(
             command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,

@@ -41,6 +41,7 @@ class SlurmOptions:
     error: str = ""
     modules: tuple[str, ...] = ()
     python: str = "python3"  # on the nodes, for the agents
+    runner: tuple[str, ...] = ()  # a command that uses the model; the job ends with it (`corral batch`)
     interface: str = ""  # between the nodes; found when empty
     hca: str = ""  # RDMA adapters, for NCCL
     gpu: str = ""
@@ -139,7 +140,7 @@ OURS = {
     "test-only": "nothing would be started",
     "wait": "Corral waits itself",
 }
-_LISTS = {"modules"}
+_LISTS = {"modules", "runner"}
 
 
 def _value(name: str, kind: str, value: object) -> Any:

@@ -38,6 +38,7 @@ class BatchJob:
     error: str = ""
     modules: tuple[str, ...] = ()
     python: str = "python3"
+    runner: tuple[str, ...] = ()  # a command that uses the deployment; the job ends with it, and with its code
     extra: Mapping[str, Any] = field(default_factory=dict)
     keeper: str = ""  # the command that submits a successor, where one is wanted
 
@@ -63,21 +64,52 @@ def batch_script(job: BatchJob) -> str:
         f"# {_plain(job.title)}, for the deployment {_plain(job.deployment)}; one agent of Corral's per node",
         "umask 077",
         f"folder={shlex.quote(job.folder)}",
-        f"# {job.signal_s} s before the end: no new requests; running ones have {drain_s} s",
-        f"trap 'echo {drain_s} >\"$folder/rank0/drain\"' USR1",
+        *(_drain(job.signal_s, drain_s) if not job.runner else _hand_on(job.signal_s)),
         *(f"module load {shlex.quote(module)}" for module in job.modules),
         *_keep(job),
         f'{shlex.join(srun)} {shlex.quote(job.python)} -I "$folder/node/slurm_start.py" "$folder" &',
         "agents=$!",
-        "while true; do  # the signal ends a wait, not the agents",
-        '    wait "$agents"',
-        "    code=$?",
-        '    kill -0 "$agents" 2>/dev/null || ' + ("break" if job.keeper else 'exit "$code"'),
-        "done",
+        *(_run(job.runner, drain_s) if job.runner else _wait("agents", "break" if job.keeper else 'exit "$code"')),
     ]
     if job.keeper:  # an engine that died early has a successor as well
         lines += ['kill "$keeper"; wait "$keeper"', f'{job.keeper} --once >>"$folder/keep.log" 2>&1', 'exit "$code"']
     return "\n".join(lines) + "\n"
+
+
+def _drain(signal_s: int, drain_s: int) -> list[str]:
+    return [
+        f"# {signal_s} s before the end: no new requests; running ones have {drain_s} s",
+        f"trap 'echo {drain_s} >\"$folder/rank0/drain\"' USR1",
+    ]
+
+
+def _hand_on(signal_s: int) -> list[str]:
+    return [
+        f"# {signal_s} s before the end: the runner finishes what is under way and submits the next job",
+        "trap 'kill -USR1 \"$runner\" 2>/dev/null' USR1",
+    ]
+
+
+def _run(runner: tuple[str, ...], drain_s: int) -> list[str]:
+    """The job ends with its runner, and takes the agents down."""
+    return [
+        f'CORRAL_AGENTS="$agents" CORRAL_DRAIN_S={drain_s} {shlex.join(runner)} &',
+        "runner=$!",
+        *_wait("runner", "break"),
+        'for rank in "$folder"/rank*; do : >"$rank/stop"; done',
+        'wait "$agents"',
+        'exit "$code"',
+    ]
+
+
+def _wait(whom: str, then: str) -> list[str]:
+    return [
+        f"while true; do  # the signal ends a wait, not the {whom}",
+        f'    wait "${whom}"',
+        "    code=$?",
+        f'    kill -0 "${whom}" 2>/dev/null || {then}',
+        "done",
+    ]
 
 
 def _keep(job: BatchJob) -> list[str]:

@@ -156,6 +156,14 @@ class Queue(Protocol):
         """The same target with another number of nodes."""
         ...
 
+    def job_of(self, folder: DeploymentFolder) -> str:
+        """The name of the deployment's job in the queue."""
+        ...
+
+    def hand_on(self, folder: DeploymentFolder, current: str) -> str:
+        """Queue the same job once more, to start when the current one is over; its name."""
+        ...
+
     def lease(self, folder: DeploymentFolder) -> Lease | None:
         """How long the nodes are held; None when nothing was submitted, or nobody knows any more."""
         ...

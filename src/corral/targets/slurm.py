@@ -221,6 +221,7 @@ class SlurmTarget:
             error=given.error,
             modules=given.modules,
             python=given.python,
+            runner=given.runner,
             extra=given.extra,
             keeper=_keeper(deployment) if given.keep else "",
         )
@@ -245,6 +246,17 @@ class SlurmTarget:
             folder.job.unlink(missing_ok=True)
             commands.cancel(id)
             raise
+
+    def job_of(self, folder: DeploymentFolder) -> str:
+        """The number of the deployment's job."""
+        kept = _submitted(folder)
+        return kept.id if kept else ""
+
+    def hand_on(self, folder: DeploymentFolder, current: str) -> str:
+        """Submit the same job once more, to start when the current one is over; its number."""
+        id = commands.submit(folder.script, f"--dependency=afterany:{current}")
+        write_atomic(folder.job, dump_json(Submitted(id, time.time(), self.given.time_s)))
+        return id
 
     def refresh(self, folder: DeploymentFolder) -> None:
         pass  # the agents write into this very folder

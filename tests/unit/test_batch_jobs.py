@@ -1,0 +1,230 @@
+"""Several runners on one batch: each row once, whoever dies; joining, leaving, refusing; as if one had done it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corral.batch import Table
+from corral.batch.blocks import BlockFeed, Division, block_size
+from corral.batch.folder import JobFolder
+from corral.batch.inspect import inspect
+from corral.batch.ledger import FAILED, FINE, Entry, Ledger
+from corral.batch.parts import Member, Others, all_parts, claim_path, runners_of
+from corral.processes import Identity
+from tests.batch_harness import Nursery, control, fake_server, torment_several, write_rows
+
+ANSWERS = ("--answer-tokens", "4-16")
+FAULTS = ("status:code=503,p=0.02", "status:code=500,p=0.02", "reset:p=0.02", "cut:p=0.02", "abort:p=0.02")
+
+
+def batch(url: str, rows: Path, output: Path, *more: str) -> list[str]:
+    return ["batch", str(rows), "-o", str(output), "--url", url, "--backoff", "0.01", "--attempts", "50", *more]
+
+
+def run(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "corral", *argv], capture_output=True, text=True, timeout=120)
+
+
+def start(*argv: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "corral", *argv]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def until(condition: Callable[[], Any], what: str) -> Any:
+    for _ in range(1200):
+        if found := condition():
+            return found
+        time.sleep(0.05)
+    raise AssertionError(f"never: {what}")
+
+
+@pytest.fixture
+def nurseries(tmp_path: Path) -> Iterator[list[Nursery]]:
+    made = [Nursery(tmp_path / "nursery.log") for _ in range(3)]
+    yield made
+    for one in made:
+        one.close()
+
+
+def test_sixty_kills_among_three_runners_lose_and_double_nothing(tmp_path: Path, nurseries: list[Nursery]) -> None:
+    rows, output, calm = tmp_path / "rows.jsonl", tmp_path / "out.jsonl", tmp_path / "calm.jsonl"
+    write_rows(rows, 3000)
+    with fake_server(*ANSWERS) as url:
+        assert run(*batch(url, rows, calm, "--ordered")).returncode == 0
+        control(url, "faults", {"faults": list(FAULTS)})
+        control(url, "pace", {"ttft_s": 0.03})
+        slowly = batch(url, rows, output, "--ordered", "--jobs", "3", "--concurrency", "4")
+        ended, codes = torment_several(
+            nurseries, slowly, output, 60, random.Random(3), lambda: control(url, "pace", {"ttft_s": 0.0})
+        )
+    assert codes == [0, 0, 0], (tmp_path / "nursery.log").read_text()[-3000:]
+    assert ended.fruitful >= 20, f"the kills must hit a job that is under way: {ended}"
+    assert 0 < ended.before_last < 3000
+    assert output.read_bytes() == calm.read_bytes()
+    left = sorted(path.name for path in Path(f"{output}.corral").iterdir())
+    assert left == ["events.jsonl", "job.json", "ledger", "results.jsonl", "rows.index", "state.json"]
+
+
+def test_runners_join_are_counted_shown_and_stopped_together(tmp_path: Path) -> None:
+    rows, output = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    write_rows(rows, 2000)
+    with fake_server(*ANSWERS) as url:
+        control(url, "pace", {"ttft_s": 0.05})
+        argv = batch(url, rows, output, "--jobs", "2", "--concurrency", "4")
+        runners = [start(*argv) for _ in range(2)]
+        until(lambda: len(runners_of(JobFolder(output))) == 2, "two runners")
+        until(lambda: len(list(JobFolder(output).blocks.glob("0*"))) >= 2, "two blocks claimed")
+        until(lambda: inspect(str(output)).fine > 20, "some rows done")
+        standing = inspect(str(output))
+        assert standing.state == "running"
+        assert {one.pid for one in standing.runners} == {one.pid for one in runners}
+        assert standing.blocks is not None
+        assert standing.blocks.held >= 2
+        shown = run("batch", "status", str(output)).stdout
+        assert "under way, 16 rows each" in shown
+        third = run(*argv)
+        assert third.returncode == 4
+        assert "--jobs 3" in third.stderr
+        plain = run(*batch(url, rows, output, "--concurrency", "4"))
+        assert plain.returncode == 4
+        other = run(*batch(url, rows, output, "--jobs", "3", "--max-tokens", "3", "--force"))
+        assert other.returncode == 4
+        assert "cancel" in other.stderr
+        assert run("batch", "cancel", str(output)).returncode == 0
+        assert [runner.wait(60) for runner in runners] == [130, 130]
+        for runner in runners:
+            runner.communicate()
+        assert inspect(str(output)).state == "cancelled"
+        assert not output.exists()
+        control(url, "pace", {"ttft_s": 0.0})
+        done = run("batch", "resume", str(output))  # one alone finishes what two began
+        assert done.returncode == 0, done.stderr
+    ids = [json.loads(line)["custom_id"] for line in output.read_text().splitlines()]
+    assert sorted(ids) == sorted(f"id-{n}" for n in range(2000))
+    assert not JobFolder(output).shared.exists()
+
+
+def test_a_lone_batch_is_continued_by_several_and_keeps_what_it_has(tmp_path: Path) -> None:
+    rows, output = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    write_rows(rows, 800)
+    with fake_server(*ANSWERS) as url:
+        control(url, "pace", {"ttft_s": 0.05})
+        alone = start(*batch(url, rows, output, "--concurrency", "4"))
+        until(lambda: output.exists() and output.stat().st_size > 2000, "results")
+        alone.send_signal(signal.SIGINT)
+        assert alone.wait(60) == 130
+        alone.communicate()
+        kept = output.read_bytes()
+        control(url, "pace", {"ttft_s": 0.001})
+        runners = [start(*batch(url, rows, output, "--jobs", "3", "--concurrency", "8")) for _ in range(3)]
+        ends = [runner.communicate(timeout=60) for runner in runners]
+        assert [runner.returncode for runner in runners] == [0, 0, 0], ends
+    assert output.read_bytes().startswith(kept)
+    assert len({json.loads(line)["custom_id"] for line in output.read_text().splitlines()}) == 800
+    assert len(output.read_text().splitlines()) == 800
+
+
+def test_a_runner_from_a_lost_host_is_replaced_after_its_silence(tmp_path: Path) -> None:
+    folder, table = shared(tmp_path, 64)
+    lost = Member(folder)
+    lost.join()
+    elsewhere = Identity(pid=1, host="elsewhere", boot_id="", start_ticks=0)
+    lost.part.holder.write_text(json.dumps(vars(elsewhere)))
+    assert lost.claim(0)
+    assert lost.claim(1)
+    assert runners_of(folder) == [elsewhere]
+    commit(lost, table, range(16))
+    member, feed, _ = joined(folder, table)
+    assert [feed.take() for _ in range(33)] == [*range(32, 64), None]
+    old = time.time() - 1000
+    os.utime(lost.part.holder, (old, old))  # one file: all its claims grow old with it
+    assert runners_of(folder) == [member_identity(member)]
+    feed._not_before = 0.0
+    assert [feed.take() for _ in range(17)] == [*range(16, 32), None]  # what it has written counts
+    assert member.claims == {1, 2, 3}
+    lost.leave()  # it comes back: what is not its own any more stays
+    assert claim_path(folder, 1).exists()
+
+
+def test_a_row_done_by_two_counts_once_and_damage_is_found(tmp_path: Path) -> None:
+    folder, table = shared(tmp_path, 40)
+    one, two = Member(folder), Member(folder)
+    one.join()
+    two.join()
+    commit(one, table, range(25))
+    commit(two, table, range(20, 40), failed={39})
+    size = one.part.results.stat().st_size
+    with one.part.results.open("r+b") as file:  # the disk lost the end of what it had promised
+        file.truncate(size - 3)
+    ledger = Ledger(folder, table)
+    ledger.open()
+    tally = ledger.collect(all_parts(folder))
+    ledger.close()
+    assert (tally.fine, tally.failed) == (39, 1)  # row 24 is lost with `one`, and there with `two`
+    lines = [json.loads(line)["row"] for line in folder.results.read_text().splitlines()]
+    assert sorted(lines) == list(range(39))
+    again = Ledger(folder, table)
+    assert again.open().fine == 39
+    again.collect(all_parts(folder))  # a second time changes nothing
+    again.close()
+    assert len(folder.results.read_text().splitlines()) == 39
+
+
+def test_one_who_is_gathered_away_notices(tmp_path: Path) -> None:
+    folder, table = shared(tmp_path, 40)
+    member, feed, _ = joined(folder, table)
+    for path in (folder.parts, folder.blocks):
+        subprocess.run(["rm", "-r", str(path)], check=True)
+    assert feed.take() is None
+    assert member.lost
+    member.leave()
+
+
+def test_blocks_are_many_and_small_enough() -> None:
+    assert block_size(1_000_000, 4) == 1024
+    assert block_size(10_000, 4) == 39
+    assert block_size(10, 4) == 16
+    assert Division(16, "input", "").count(33) == 3
+
+
+def shared(place: Path, rows: int) -> tuple[JobFolder, Table]:
+    data = place / "rows"
+    data.write_bytes(b"x" * rows)
+    table = Table(data)
+    for row in range(rows):
+        table.add(row + 1, 7, row, 1, row + 1)
+    folder = JobFolder(place / "out.jsonl")
+    folder.create()
+    folder.shared.mkdir()
+    return folder, table
+
+
+def joined(folder: JobFolder, table: Table) -> tuple[Member, BlockFeed, bytearray]:
+    member, done = Member(folder), bytearray(len(table))
+    member.join()
+    others = Others(folder, table, member.part.name, done)
+    feed = BlockFeed(folder, member, Division(16, "input", ""), range(len(table)), done, others, lambda _: None)
+    return member, feed, done
+
+
+def member_identity(member: Member) -> Identity:
+    return Identity(**json.loads(member.part.holder.read_text()))
+
+
+def commit(member: Member, table: Table, rows: range, failed: set[int] | None = None) -> None:
+    ledger = Ledger(member.part, table)
+    ledger.open()
+    lines = [(row, json.dumps({"row": row}).encode() + b"\n") for row in rows]
+    ledger.commit(Entry(row, FAILED if row in (failed or ()) else FINE, line) for row, line in lines)
+    ledger.close()

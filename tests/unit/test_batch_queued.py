@@ -1,0 +1,182 @@
+"""Batches in a queue, without one: the script with a runner, handing on, what is refused, where it is kept."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corral.batch import in_job
+from corral.batch.batch import Offline, Result, Where, again, carry_out
+from corral.batch.folder import JobFolder
+from corral.batch.in_job import InJob
+from corral.batch.inspect import inspect
+from corral.batch.job import Order, load_record
+from corral.batch.parts import Member, bury, claim_path, runners_of
+from corral.batch.queued import add_job, jobs_of
+from corral.batch.run import Quiet, Summary
+from corral.batch.runner import Settings
+from corral.batch.shared import Sharing
+from corral.batch.submit import is_queued
+from corral.errors import UnreachableError
+from corral.fake import FakeOptions, FakeServer
+from corral.slurm import commands
+from corral.slurm.commands import Job
+from corral.slurm.script import BatchJob, batch_script
+from tests.unit.conftest import Corral
+
+SHELLCHECK = Path(sys.executable).parent / "shellcheck"
+RUNNER = ("env", "CORRAL_HOME=/sh are/corral", "python", "-m", "corral", "batch", "in-job", "/sh are/it's out.jsonl")
+
+
+def test_the_script_ends_with_its_runner_and_takes_the_agents_down(tmp_path: Path) -> None:
+    script = batch_script(BatchJob("b", "t", "/home/b", 2, signal_s=120, runner=RUNNER, requeue=True))
+    assert "in-job '/sh are/it'\"'\"'s out.jsonl' &" in script
+    assert "CORRAL_DRAIN_S=90 " in script
+    assert "#SBATCH --requeue\n" in script
+    assert script.endswith('wait "$agents"\nexit "$code"\n')
+    path = tmp_path / "job.sh"
+    path.write_text(script)
+    if SHELLCHECK.exists():
+        done = subprocess.run([str(SHELLCHECK), str(path)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
+    assert "runner" not in batch_script(BatchJob("b", "t", "/home/b", 2))
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    """A finished small batch that was begun as one on SLURM."""
+    rows, output = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    rows.write_text("".join(json.dumps({"id": n, "prompt": "x"}) + "\n" for n in range(5)))
+    more = {"target": "slurm", "place": {"partition": "gpu", "time": "1:00:00"}}
+    offline = Offline("m", more=more)
+    with FakeServer(FakeOptions(model="m", answer_tokens=(1, 2))) as server:
+        order = Order(input=str(rows), output=str(output))
+        carry_out(order, Where(urls=(server.url,)), Settings(), Quiet(), signals=False)
+    kept = JobFolder(output).job
+    body = json.loads(kept.read_text())
+    kept.write_text(json.dumps({**body, "urls": [], "offline": offline.to_json()}))
+    return output
+
+
+def summary(fine: int, state: str = "stopped") -> Summary:
+    return Summary(state, 5, 0, fine, 0, 5 - fine, 1.0, 0, 0, 0, 0, 0, 0, 0)
+
+
+def result(fine: int, output: Path) -> Result:
+    return Result(summary(fine), str(output), None, "m")
+
+
+class Target:
+    """Hands on without a queue."""
+
+    def __init__(self) -> None:
+        self.after: list[str] = []
+
+    def check(self, plan: Any) -> None: ...
+    def script(self, spec: Any, folder: Any) -> str: ...  # type: ignore[empty-body]
+    def sizes(self) -> tuple[int, ...]: ...  # type: ignore[empty-body]
+    def resized(self, nodes: int) -> Any: ...
+    def job_of(self, folder: Any) -> str: ...  # type: ignore[empty-body]
+    def lease(self, folder: Any) -> Any: ...
+
+    def hand_on(self, folder: Any, current: str) -> str:
+        self.after.append(current)
+        return f"{int(current) + 1}"
+
+
+@pytest.fixture
+def target(monkeypatch: pytest.MonkeyPatch) -> Target:
+    made = Target()
+    monkeypatch.setattr("corral.deployment.target_of", lambda _: made)
+    monkeypatch.setattr(in_job, "load_json", lambda kind, path: None)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    return made
+
+
+def test_a_job_is_handed_on_as_often_as_allowed_and_only_when_it_helps(output: Path, target: Target) -> None:
+    here = InJob("d", max_jobs=2)
+    folder = JobFolder(output)
+    add_job(folder, "7", "d")
+    add_job(folder, "3", "another")
+    none = in_job._hand_on(str(output), here, result(0, output))
+    assert not none.next_job
+    assert "did not get one row done" in none.text
+    done = in_job._hand_on(str(output), here, result(3, output))
+    assert (done.next_job, target.after) == ("8", ["7"])
+    assert [job.id for job in jobs_of(folder, "d")] == ["7", "8"]
+    last = in_job._hand_on(str(output), here, result(3, output))
+    assert not last.next_job
+    assert "corral batch resume" in last.text
+
+
+def test_where_it_runs_is_kept_and_found_again(output: Path) -> None:
+    _, where = again(str(output))
+    assert where.offline is not None
+    assert is_queued(where)
+    wish = where.offline.wish("x", place={"time": "2:00:00"})
+    assert (wish.target, wish.model, wish.place, wish.restarts) == ("slurm", "m", {"time": "2:00:00"}, 3)
+    assert not is_queued(Where(offline=Offline("m")))
+    assert "more" not in Offline("m").to_json()  # as before there were other places
+
+
+def test_status_shows_jobs_and_never_calls_unknown_failed(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, _ = load_record(str(output))
+    add_job(folder, "41", "d")
+    folder.shared.mkdir()  # not put together yet
+    known: dict[str, Job | None] = {"41": Job("41", "PENDING", "Priority")}
+    monkeypatch.setattr(commands, "find_job", known.get)
+    now = inspect(str(output))
+    assert (now.state, now.jobs[0].waiting) == ("queued", True)
+    assert "jobs of higher priority" in now.jobs[0].text
+    known["41"] = Job("41", "CANCELLED", nodes="n1", cancelled_by="root")
+    now = inspect(str(output))
+    assert "was cancelled by root" in now.reason
+
+    def silent(id: str) -> Job:
+        raise UnreachableError("no answer", "later")
+
+    monkeypatch.setattr(commands, "find_job", silent)
+    assert (inspect(str(output)).state, inspect(str(output)).jobs[0].ended) == ("unknown", None)
+
+
+def test_the_next_life_takes_over_at_once(tmp_path: Path) -> None:
+    folder = JobFolder(tmp_path / "out.jsonl")
+    folder.create()
+    folder.shared.mkdir()
+    lost, other = Member(folder), Member(folder)
+    lost.join()
+    other.join()
+    elsewhere = {"pid": 1, "host": "elsewhere", "boot_id": "", "start_ticks": 0}
+    lost.part.holder.write_text(json.dumps(elsewhere))
+    assert lost.claim(0)
+    assert other.claim(1)
+    bury(lost.part)
+    assert not claim_path(folder, 0).exists()
+    assert claim_path(folder, 1).exists()
+    assert len(runners_of(folder)) == 1
+    lost.touch()
+    assert lost.lost  # were it still alive, it would see that it counts no more
+
+
+def test_several_runners_do_not_each_start_a_model_here(corral: Corral, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "x"}\n')
+    argv = ["batch", str(rows), "-o", str(tmp_path / "o.jsonl")]
+    done = corral(*argv, "--model", str(corral.model), "--jobs", "2")
+    assert done.code == 2
+    assert "corral up" in done.err
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+    assert corral(*argv, "--hosts", "a,b").code == 2
+    assert corral(*argv, "--partition", "gpu").code == 2
+    both = corral(*argv, "--model", "x", "--hosts", "a", "--partition", "gpu")
+    assert "Leave one of them out" in both.err
+
+
+def test_a_runner_of_a_scheduler_is_not_counted() -> None:
+    assert Sharing(1, counted=False).wanted
+    assert not Sharing(1).wanted
