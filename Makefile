@@ -2,9 +2,9 @@
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest
 
-.PHONY: test lint unit integration e2e bench-start lock clean
+.PHONY: test lint unit cluster integration e2e bench-start lock clean
 
-test: lint unit integration e2e  ## everything a change must pass
+test: lint unit cluster integration e2e  ## everything a change must pass
 
 lint: .venv/.test-installed
 	$(PYTHON) -m ruff check .
@@ -15,7 +15,11 @@ lint: .venv/.test-installed
 unit: .venv/.test-installed  ## seconds, no network, no engine
 	$(PYTEST) tests/unit --numprocesses 4 --dist worksteal --reruns 2
 
-integration: .venv/.test-installed  ## real vLLM on the CPU (installed into .scratch/), real sshd, SLURM and Docker
+cluster: .venv/.test-installed  ## real sshd, SLURM and Docker on simulated hosts, with stand-in engines
+	tools/install_testbed.sh --with-accounting
+	$(PYTEST) tests/cluster --numprocesses 3 --dist loadfile --reruns 1
+
+integration: .venv/.test-installed  ## real vLLM on the CPU (installed into .scratch/), on one host and on several
 	tools/install_testbed.sh --with-accounting
 	$(PYTEST) tests/integration --reruns 1
 
