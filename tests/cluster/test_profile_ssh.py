@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.test_ssh import NODES, Bench, bench
+from tests.cluster.test_ssh import NODES, Bench, bench
 from tests.testbed import missing
 
 __all__ = ["bench"]
