@@ -147,6 +147,27 @@ def test_from_nothing_to_an_answer_and_back(bench: Bench) -> None:
     assert not list((Path(bench.env["CORRAL_HOME"]) / "nodes").glob("*"))  # no key stays behind
 
 
+def test_exposed_it_answers_on_the_clusters_network_and_only_with_the_key(bench: Bench) -> None:
+    done = bench.up("exposed", "--expose", "--json")
+    assert done.returncode == 0, done.stderr
+    endpoint = json.loads(done.stdout)["endpoint"]
+    assert endpoint["base_url"].startswith(f"http://{bench.hosts.address('node1')}:")
+    key = Path(endpoint["key_file"]).read_text().strip()
+    ask = (
+        "import sys, urllib.request, urllib.error\n"
+        "request = urllib.request.Request(sys.argv[1] + '/models')\n"
+        "key = sys.stdin.read()\n"
+        "key and request.add_header('Authorization', 'Bearer ' + key)\n"
+        "try: print(urllib.request.urlopen(request, timeout=10).status)\n"
+        "except urllib.error.HTTPError as error: print(error.code)"
+    )
+    for given, expected in ((key, "200"), ("", "401")):
+        answer = bench.hosts.exec("head", ["python3", "-c", ask, endpoint["base_url"]], input=given)
+        assert answer.stdout.strip() == expected
+    assert bench.run("down", "exposed").returncode == 0
+    bench.nothing_left()
+
+
 def test_a_node_without_power_is_named_and_the_rest_taken_down(bench: Bench, ready: str) -> None:
     began = time.time()
     bench.hosts.power_off("node2")
