@@ -13,7 +13,7 @@ lint: .venv/.test-installed
 	.venv/bin/shellcheck corral tools/*.sh .ci/run
 
 unit: .venv/.test-installed  ## seconds, no network, no engine
-	$(PYTEST) tests/unit --numprocesses 4 --dist worksteal --reruns 2
+	$(PYTEST) tests/unit --numprocesses 4 --dist worksteal --reruns 2 --timeout 240
 
 cluster: .venv/.test-installed  ## real sshd, SLURM and Docker on simulated hosts, with stand-in engines
 	tools/install_testbed.sh --with-accounting

@@ -113,6 +113,12 @@ class FakeQueue:
 
     def resized(self, nodes: int) -> Any: ...
 
+    def job_of(self, folder: DeploymentFolder) -> str:
+        return "1"
+
+    def hand_on(self, folder: DeploymentFolder, current: str) -> str:
+        return "2"
+
     def lease(self, folder: DeploymentFolder) -> Lease:
         return Lease(NOW - 10, NOW, self.last_request_s)
 
