@@ -149,7 +149,8 @@ def _plan(source: ModelSource, inventory: Inventory, wish: Wish) -> Plan:
     facts = read_facts(str(here) if here else source.repo, offline=source.kind == "embedded")
     tuning = calibration.learn(calibration.read(home_dir()), inventory.gpu or "CPU", facts.name)
     plan = make_plan(facts, inventory, wish.goal, wish.fixed, tuning)
-    if plan.parallel.data > 1 and plan.parallel.replica_gpus > inventory.gpus_per_node:
+    spans = plan.parallel.replica_gpus > inventory.gpus_per_node
+    if plan.parallel.data > 1 and (spans or (wish.link == "ray" and inventory.nodes > 1)):
         # one deployment joins whole replicas on each node, or one replica over all; several over several is two
         plan = make_plan(facts, inventory, wish.goal, {**wish.fixed, "data": 1}, tuning)
     return plan
@@ -333,7 +334,7 @@ def _released_on_failure(folder: DeploymentFolder) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if not folder.rank(0).agent.exists() and not folder.job.exists():
+        if not any(mark.exists() for mark in (folder.rank(0).agent, folder.job, folder.started)):
             shutil.rmtree(folder.path, ignore_errors=True)
         raise
 

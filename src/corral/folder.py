@@ -95,6 +95,11 @@ class DeploymentFolder:
         return self.path / "token"
 
     @property
+    def started(self) -> Path:
+        """An agent may run somewhere: the folder must not go away before that is known to be over."""
+        return self.path / "started"
+
+    @property
     def tunnel(self) -> Path:
         """Who holds the tunnel to the endpoint."""
         return self.path / "tunnel.json"

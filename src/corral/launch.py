@@ -192,6 +192,7 @@ def _gang(plan: Plan, order: Order) -> Gang:
         order.ports,
         per_node,
         plan.parallel.data,
+        plan.parallel.replica_gpus,
         str(order.folder.node_files),
         plan.inventory.gpu is None,
     )

@@ -44,6 +44,7 @@ class Gang:
     ports: Ports
     ranks_per_node: int = 1  # GPUs of one replica on one node
     replicas: int = 1
+    replica_ranks: int = 0  # of all nodes together; 0: not known
     node_files: str = ""  # folder on the nodes where Corral's own files lie
     cpu: bool = False
 
@@ -87,6 +88,8 @@ def _native(gang: Gang) -> tuple[LinkedRank, ...]:
 
 def _ray(gang: Gang) -> tuple[LinkedRank, ...]:
     head, count = gang.nodes[0], len(gang.nodes)
+    if gang.replicas > 1:
+        raise UsageError(f"Ray joins one replica, not {gang.replicas}.", "Use --link native, or --set data=1.")
     port = str(gang.ports.master or "@MASTER_PORT@")
     ranks = []
     for rank, node in enumerate(gang.nodes):
@@ -106,7 +109,17 @@ def link_ranks(link: str, gang: Gang) -> tuple[LinkedRank, ...]:
     """The ranks of a deployment over these nodes, head first."""
     if link not in LINKS:
         raise UsageError(f"there is no link {link!r}.", f"Known: {', '.join(LINKS)}.")
+    _refuse_uneven(gang)
     return LINKS[link](gang)
+
+
+def _refuse_uneven(gang: Gang) -> None:
+    """Every node has the same part: ranks that do not come out even would wait for each other for ever."""
+    count = len(gang.nodes)
+    if gang.replicas > 1 and gang.replicas % count:
+        raise UsageError(f"{gang.replicas} replicas cannot be shared evenly by {count} nodes.", "Change --set data=…")
+    if gang.replicas == 1 and gang.replica_ranks and gang.replica_ranks % count:
+        raise UsageError(f"{gang.replica_ranks} ranks cannot be shared evenly by {count} nodes.", "Name fewer nodes.")
 
 
 def choose_link(wanted: str, nodes: Sequence[object], flags: FlagList) -> tuple[str, str]:

@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -106,21 +107,34 @@ def hold_tunnel(folder: DeploymentFolder, say: Callable[[str], None]) -> None:
     with _ended_on_signals():
         while _wanted(folder, mine):
             began = time.monotonic()
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
-            try:
+            with _forwarding(command) as (process, words):
                 while process.poll() is None and _wanted(folder, mine):
                     time.sleep(0.5)
-            finally:
-                process.terminate()
-                said = process.communicate()[1].decode("utf-8", "replace").strip()
+            said = words()
             if _wanted(folder, mine):
                 failures = 0 if time.monotonic() - began > 30 else failures + 1
                 pause = PAUSES_S[min(failures, len(PAUSES_S) - 1)]
-                say(f"the connection ended ({said.splitlines()[-1] if said else 'no word'}); again in {pause:g} s")
+                say(f"the connection ended ({said}); again in {pause:g} s")
                 time.sleep(pause)
     with contextlib.suppress(OSError):
         if folder.tunnel.read_text() == mine:
             folder.tunnel.unlink()
+
+
+@contextlib.contextmanager
+def _forwarding(command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], str]]]:
+    """ssh while it forwards, and its last words; they go to a file, because a full pipe would stop it."""
+    with tempfile.TemporaryFile() as log:
+        last = ["no word"]
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=log)
+        try:
+            yield process, lambda: last[0]
+        finally:
+            process.terminate()
+            process.wait()
+            log.seek(max(0, log.seek(0, os.SEEK_END) - 2000))
+            lines = log.read().decode("utf-8", "replace").strip().splitlines()
+            last[0] = lines[-1] if lines else "no word"
 
 
 @contextlib.contextmanager
@@ -169,7 +183,8 @@ class Distant:
 
     def command(self) -> list[str]:
         far = urlsplit(self.endpoint.base_url)
-        return [*forwarding(), "-L", f"127.0.0.1:{self.local_port}:{far.hostname}:{far.port}", self.through]
+        host = f"[{far.hostname}]" if ":" in (far.hostname or "") else far.hostname
+        return [*forwarding(), "-L", f"127.0.0.1:{self.local_port}:{host}:{far.port}", self.through]
 
 
 def forwarding() -> list[str]:
@@ -211,12 +226,10 @@ def hold_distant(distant: Distant, say: Callable[[str], None]) -> None:
     with _ended_on_signals():
         while True:
             began = time.monotonic()
-            process = subprocess.Popen(distant.command(), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
-            try:
-                said = process.communicate()[1].decode("utf-8", "replace").strip()
-            finally:
-                process.terminate()
+            with _forwarding(distant.command()) as (process, words):
+                process.wait()
+            said = words()
             failures = 0 if time.monotonic() - began > 30 else failures + 1
             pause = PAUSES_S[min(failures, len(PAUSES_S) - 1)]
-            say(f"the connection ended ({said.splitlines()[-1] if said else 'no word'}); again in {pause:g} s")
+            say(f"the connection ended ({said}); again in {pause:g} s")
             time.sleep(pause)

@@ -602,10 +602,30 @@ def test_the_nodes_own_interfaces_and_ports() -> None:
     assert all(15000 <= port < 32000 for port in ports)
 
 
+def at(interface: str, address: str, network: str) -> dict[str, object]:
+    return {"interface": interface, "address": address, "network": network}
+
+
+def test_a_network_per_rack_and_addresses_that_are_the_same_everywhere() -> None:
+    usb = at("usb0", "192.168.9.2", "192.168.9.0/24")  # a management port with one address on every node
+    racks = [
+        {
+            "name": f"n{number}",
+            "named": f"10.{number}.0.5",
+            "candidates": [usb, at("ib0", f"10.{number}.0.5", f"r{number}")],
+        }
+        for number in (1, 2)
+    ]
+    assert [one["address"] for one in slurm_start.choose_network(racks)] == ["10.1.0.5", "10.2.0.5"]
+    assert [one["address"] for one in slurm_start.choose_network(racks, "ib0")] == ["10.1.0.5", "10.2.0.5"]
+    with pytest.raises(SystemExit, match="usb0"):
+        slurm_start.choose_network(racks, "usb0")
+
+
 def test_the_spec_is_filled_in(tmp_path: Path) -> None:
     template = {
         "argv": ["serve", "--port", "@PORT@", "--master-addr", "@ADDRESS0@", "user@host", "@OTHER@"],
-        "env": {"VLLM_HOST_IP": "@ADDRESS1@", "GLOO_SOCKET_IFNAME": "mine"},
+        "env": {"VLLM_HOST_IP": "@ADDRESS1@", "NCCL_SOCKET_IFNAME": "=@INTERFACE1@", "GLOO_SOCKET_IFNAME": "mine"},
         "serve": {"host": "0.0.0.0", "port": 0, "model": "m", "key_file": "/k"},
         "gang": {"names": ["rank0", "rank1"], "head": "@ADDRESS0@", "port": 0, "token_file": "/t", "patience_s": 10},
     }
@@ -613,10 +633,10 @@ def test_the_spec_is_filled_in(tmp_path: Path) -> None:
         "names": ["n1", "n2"], "addresses": ["10.0.0.1", "10.0.0.2"], "interfaces": ["eth0", "eth1"],
         "ports": {"serve": 1, "master": 2, "gang": 3},
     }  # fmt: skip
-    spec = slurm_start.complete(template, meeting, 1)
+    spec = slurm_start.complete(template, meeting)
     assert spec["argv"] == ["serve", "--port", "1", "--master-addr", "10.0.0.1", "user@host", "@OTHER@"]
     assert spec["env"]["VLLM_HOST_IP"] == "10.0.0.2"
-    assert spec["env"]["NCCL_SOCKET_IFNAME"] == "eth1"
+    assert spec["env"]["NCCL_SOCKET_IFNAME"] == "=eth1"
     assert spec["env"]["GLOO_SOCKET_IFNAME"] == "mine"
     assert spec["gang"] == {
         "names": ["n1", "n2"], "head": "10.0.0.1", "port": 3, "token_file": "/t", "patience_s": 10

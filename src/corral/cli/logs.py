@@ -57,7 +57,7 @@ def _new_lines(log: Path, offset: int, following: DeploymentFolder | None) -> It
                 offset = 0
             with log.open("rb") as file:
                 file.seek(offset)
-                data = file.read()
+                data = file.read().replace(b"\0", b"")  # holes of a mirrored log
             offset += len(data)
             *whole, rest = (rest + data).split(b"\n")
             for line in whole:

@@ -410,7 +410,10 @@ class Container:
             end_all(self.processes, 0.0)  # the daemon did not answer
 
     def is_left(self) -> bool:
+        """Whether it is still there, or nobody can say that it is not."""
         self.id = ""
+        if self.query and self._run(self.query)[0] not in (0, 127):
+            return True
         return bool(self.look(0.0))
 
     def _run(self, argv: List[str], timeout_s: float = 20) -> Tuple[int, str]:
@@ -558,10 +561,14 @@ class Probe(threading.Thread):
             self.fault = ("engine_hung", "no answer and no token for %d s" % self.hung_s)
 
     def _ask(self) -> Tuple[int, str]:
-        """One token from an idle engine; silence is a fault."""
+        """One token from an idle engine; silence is a fault, unless somebody else's long prompt came just before."""
         try:
             return self.server.complete(timeout_s=self.answer_s)
         except socket.timeout:
+            busy, tokens = self.server.counters()
+            if busy > 1 or tokens != self._tokens:
+                self._moved = time.monotonic()
+                return 200, ""
             text = "an idle engine did not answer a completion of one token within %d s" % self.answer_s
             self.fault = ("engine_hung", text)
             raise
@@ -596,6 +603,7 @@ class Worker:
         self.head: Any = None  # of a gang, when this rank leads it
         self.follower: Any = None  # of a gang, when another does
         self.running = False
+        self.epoch = 0  # of the gang's attempt that this member runs
         self.ended: Optional[Json] = None  # how this rank's last attempt ended
         self.activity_at = self.ended_at = time.monotonic()
 
@@ -606,7 +614,7 @@ class Worker:
             return self._follow()
         if gang:
             try:
-                self.head = gang_module().Head(gang, self._standing)
+                self.head = gang_module().Head(gang, self._standing, self._beat_sometimes)
             except OSError as error:
                 text = "the head cannot listen on %s:%s for the other nodes: %s" % (gang["head"], gang["port"], error)
                 self._end("network", {"text": text})
@@ -636,11 +644,18 @@ class Worker:
         if not self.head:
             return None
         hindrance: Optional[Tuple[str, Json]] = self.head.gather(
-            lambda: self._stop_asked() or os.getppid() != self.keeper, *([REJOIN_S] if attempt > 1 else [])
+            self._hindrance, *([REJOIN_S] if attempt > 1 else [])
         )
         if hindrance is None:
             self.head.run(attempt)
         return hindrance
+
+    def _hindrance(self) -> str:
+        """Why there is no point in waiting any longer; empty while there is."""
+        self._beat_sometimes()
+        if self._stop_asked():
+            return "requested"
+        return "agent_killed" if os.getppid() != self.keeper else ""
 
     def _follow(self) -> int:
         """A member's life: run when the head says so, stop when it says so or is lost."""
@@ -661,7 +676,7 @@ class Worker:
                 self._end("node_lost", {"text": lost, "node": self.follower.head_name})
                 return 0
             if order.get("run") and not lost and order["epoch"] > epoch:
-                epoch = order["epoch"]
+                self.epoch = epoch = order["epoch"]
                 reason, details = self._run_once(epoch)
                 if reason != HALTED:
                     text = details.get("text", "")
@@ -870,7 +885,7 @@ class Worker:
             lost = self.follower.lost()
             if lost:
                 return "node_lost", {"text": lost, "node": self.follower.head_name}
-            if order and (order.get("end") or not order.get("run")):
+            if order and (order.get("end") or not order.get("run") or order["epoch"] != self.epoch):
                 return HALTED, {}
             if self.state != "ready" and order.get("head", {}).get("state") == "ready":
                 self._tell_state("ready")

@@ -72,6 +72,7 @@ class Member:
     def __init__(self, rank: int, name: str) -> None:
         self.rank, self.name = rank, name
         self.connected = False
+        self.line: Any = None  # the newest connection
         self.heard = 0.0  # monotonic; 0 before the first word
         self.heard_at = ""  # the same as people say it
         self.said: Json = {}
@@ -91,9 +92,10 @@ class Member:
 class Head:
     """The head's side: counts members in, gives orders, notices who is lost."""
 
-    def __init__(self, gang: Json, own: Any) -> None:
+    def __init__(self, gang: Json, own: Any, tick: Any = lambda: None) -> None:
         with open(gang["token_file"], "rb") as file:
             self._token = file.read().strip()
+        self._tick = tick  # called while it waits for others
         self.patience_s = float(gang["patience_s"])
         self.members = [Member(rank, name) for rank, name in enumerate(gang["names"]) if rank]
         self._own = own  # returns this rank's own state, for the members
@@ -121,7 +123,7 @@ class Head:
         member = None
         try:
             member = self._greet(line)
-            member.connected = True
+            member.line, member.connected = line, True
             while True:
                 said = line.receive()
                 with self._lock:
@@ -132,7 +134,7 @@ class Head:
         except (OSError, ValueError, KeyError, TypeError):
             pass
         finally:
-            if member is not None:
+            if member is not None and member.line is line:  # it may have come back on another one meanwhile
                 member.connected = False
             line.close()
 
@@ -153,8 +155,9 @@ class Head:
             missing = [member for member in self.members if not self._idle(member)]
             if not missing:
                 return None
-            if stop_asked():
-                return "requested", {}
+            hindrance = stop_asked()
+            if hindrance:
+                return hindrance, {}
             if time.monotonic() > until:
                 names = ", ".join(member.name for member in missing)
                 heard = "has" if len(missing) == 1 else "have"
@@ -207,6 +210,7 @@ class Head:
                     return self._lost(member)
             if all(member.heard > ended + 1.5 * SAY_EVERY_S for member in self.members):
                 break
+            self._tick()
             time.sleep(0.1)
         return reason, details
 
@@ -222,6 +226,7 @@ class Head:
         while time.monotonic() < until:
             if not any(member.connected and member.said.get("running") for member in self.members):
                 return
+            self._tick()
             time.sleep(0.1)
 
     def end(self, reason: str, details: Json) -> None:

@@ -61,9 +61,11 @@ def start(order: Json) -> Json:
             os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
             source = archive.extractfile(member)
             assert source is not None
-            with open(path + ".tmp", "wb") as file:
+            # nodes that share a home unpack the same files at the same moment
+            temporary = "%s.%s.%d.tmp" % (path, socket.gethostname(), os.getpid())
+            with open(temporary, "wb") as file:
                 shutil.copyfileobj(source, file)
-            os.replace(path + ".tmp", path)
+            os.replace(temporary, path)
     place = os.path.join(folder, "rank%d" % rank)
     with open(os.path.join(place, "agent.log"), "ab") as log:
         agent = subprocess.Popen(
@@ -126,7 +128,7 @@ def stop(order: Json) -> Json:
     script = os.path.join(folder, "node", "agent.py")
     command = [sys.executable, "-I", script, "sweep", order["launch_id"], os.path.join(place, "engine.json")]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=60, check=False)
-    left: Json = json.loads(done.stdout or b'{"left": []}')
+    left: Json = json.loads(done.stdout or b'{"left": ["the sweep said nothing"]}')
     return left
 
 

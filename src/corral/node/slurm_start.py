@@ -46,7 +46,7 @@ def interfaces() -> List[Json]:
                 mask = socket.inet_ntoa(fcntl.ioctl(probe, 0x891B, request)[20:24])
             except OSError:
                 continue  # no IPv4 address
-            if flags & UP_AND_RUNNING == UP_AND_RUNNING:
+            if flags & UP_AND_RUNNING == UP_AND_RUNNING and not address.startswith("169.254."):
                 kind = _read("/sys/class/net/%s/type" % name)
                 speed = _read("/sys/class/net/%s/speed" % name)
                 found.append(
@@ -87,8 +87,11 @@ def choose_network(ranks: List[Json], wanted: str = "") -> List[Json]:
         if wanted and head["interface"] != wanted:
             continue
         joined = [_on_network(rank, head["network"], wanted) for rank in ranks]
-        if all(joined):
+        if all(joined) and _all_differ(joined):
             return [one for one in joined if one]
+    routed = [_by_name(rank, wanted) for rank in ranks]  # a network per rack, with routing between them
+    if all(routed) and _all_differ(routed):
+        return [one for one in routed if one]
     seen = "; ".join(
         "%s has %s"
         % (rank["name"], ", ".join("%(interface)s %(address)s" % one for one in rank["candidates"]) or "none")
@@ -96,6 +99,18 @@ def choose_network(ranks: List[Json], wanted: str = "") -> List[Json]:
     )
     what = "interface %s joins" % wanted if wanted else "network joins"
     raise SystemExit("corral: no %s all nodes of this job: %s" % (what, seen))
+
+
+def _all_differ(found: List[Optional[Json]]) -> bool:
+    return len({one["address"] for one in found if one}) == len(found)
+
+
+def _by_name(rank: Json, interface: str) -> Optional[Json]:
+    """The interface wanted, or the one that the node's own name stands for."""
+    for one in rank["candidates"]:
+        if one["interface"] == interface if interface else one["address"] == rank["named"]:
+            return dict(one)
+    return None
 
 
 def _on_network(rank: Json, wanted: str, interface: str) -> Optional[Json]:
@@ -195,20 +210,18 @@ def fill(value: Any, tokens: Dict[str, str]) -> Any:
     return value
 
 
-def complete(template: Json, meeting: Json, rank: int) -> Json:
+def complete(template: Json, meeting: Json) -> Json:
     """The spec of one rank: the template with this job's addresses, ports and names."""
     ports = meeting["ports"]
     tokens = {"@PORT@": str(ports["serve"]), "@MASTER_PORT@": str(ports["master"]), "@GANG_PORT@": str(ports["gang"])}
     tokens.update(("@ADDRESS%d@" % number, address) for number, address in enumerate(meeting["addresses"]))
+    tokens.update(("@INTERFACE%d@" % number, name) for number, name in enumerate(meeting["interfaces"]))
     spec: Json = fill(template, tokens)
     if spec.get("serve") and not spec["serve"]["port"]:
         spec["serve"]["port"] = ports["serve"]
     if spec.get("gang"):
         spec["gang"].update(names=meeting["names"], head=meeting["addresses"][0])
         spec["gang"]["port"] = spec["gang"].get("port") or ports["gang"]
-    if len(meeting["addresses"]) > 1:
-        for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
-            spec["env"].setdefault(name, meeting["interfaces"][rank])
     return spec
 
 
@@ -251,7 +264,7 @@ def main(folder: str) -> int:
     else:
         meeting = wait_for_rendezvous(rendezvous, life)
     template.pop("interface", None)
-    spec = complete(template, meeting, rank)
+    spec = complete(template, meeting)
     write_atomic(os.path.join(place, "spec.json"), spec)
     if spec.get("serve"):
         write_atomic(os.path.join(folder, "endpoint.json"), endpoint(spec, own))

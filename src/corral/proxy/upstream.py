@@ -116,6 +116,8 @@ class Upstream(asyncio.Protocol):
         relay.member_done(self.member)
         if keep and self.open and self.member.rank():
             self.reused = True
+            if self._transport is not None:
+                self._transport.resume_reading()  # a slow client may have paused it with its last bytes
             self.member.idle.append(self)
         elif self._transport is not None:
             self._transport.close()

@@ -225,6 +225,14 @@ def refuse_unknown(script: str) -> None:
         raise _refused(done)
 
 
+def _option_of(variable: str) -> str:
+    """The option that a variable of the user's shell stands for: it would overrule what the script says."""
+    if not variable.startswith("SBATCH_"):
+        return "none"
+    name = variable.removeprefix("SBATCH_").lower().replace("_", "-")
+    return "--" + {"timelimit": "time", "mem-per-node": "mem"}.get(name, name)
+
+
 def submit(script: Path, *options: str) -> str:
     """Queue a batch script; the number of the job. What sbatch refuses is refused with its own words.
 
@@ -233,6 +241,8 @@ def submit(script: Path, *options: str) -> str:
     """
     env = {name: value for name, value in os.environ.items() if not SECRET.search(name)}
     env = {name: value for name, value in env.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
+    said = script.read_text(encoding="utf-8") if script.is_file() else ""
+    env = {name: value for name, value in env.items() if f"#SBATCH {_option_of(name)}" not in said}
     command = ["sbatch", "--parsable", *options, str(script)]
     try:
         process = subprocess.Popen(

@@ -8,6 +8,7 @@ Which nodes there will be is known only once the job runs; until then addresses 
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 import shutil
 import sys
@@ -18,7 +19,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from corral.errors import CorralError, DoesNotFitError, UnreachableError
+from corral.errors import CorralError, DoesNotFitError, UnreachableError, UsageError
 from corral.files import make_private_dir, write_atomic
 from corral.folder import DeploymentFolder, chain_of
 from corral.hardware import Inventory
@@ -92,8 +93,15 @@ class SlurmTarget:
     # what is known before
 
     def nodes(self) -> tuple[Node, ...]:
-        network = {"NCCL_IB_HCA": self.given.hca} if self.given.hca else {}
-        return tuple(Node(f"rank{rank}", f"@ADDRESS{rank}@", network) for rank in range(self.given.nodes or 1))
+        count = self.given.nodes or 1
+        return tuple(Node(f"rank{rank}", f"@ADDRESS{rank}@", self._network(rank, count)) for rank in range(count))
+
+    def _network(self, rank: int, count: int) -> dict[str, str]:
+        """Named here, so that they also enter containers; their values are found on the nodes."""
+        found = {"NCCL_IB_HCA": self.given.hca} if self.given.hca else {}
+        if count > 1:
+            found |= {"NCCL_SOCKET_IFNAME": f"=@INTERFACE{rank}@", "GLOO_SOCKET_IFNAME": f"@INTERFACE{rank}@"}
+        return found
 
     def inventory(self) -> Inventory:
         return self._found().inventory
@@ -120,7 +128,12 @@ class SlurmTarget:
         return Place(inventory, partition, shape)
 
     def home(self) -> str:
-        return self.given.home or str(home_dir())
+        if not self.given.home:
+            return str(home_dir())
+        home = Path(os.path.expandvars(self.given.home)).expanduser()  # the file system is shared with the nodes
+        if not home.is_absolute():
+            raise UsageError(f"Corral's home on the nodes cannot be {self.given.home!r}.", "Give an absolute path.")
+        return str(home)
 
     def node_folder(self, folder: DeploymentFolder, launch_id: str) -> DeploymentFolder:
         return folder

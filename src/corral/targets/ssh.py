@@ -13,6 +13,7 @@ import io
 import json
 import os
 import secrets
+import shlex
 import socket
 import tarfile
 import time
@@ -188,6 +189,8 @@ class SshTarget:
             found = each(self.chosen.hosts, lambda host, check=check: self._ask(host, check))  # type: ignore[misc]
             said: dict[str, str] = {}
             for host, answer in found.items():
+                if isinstance(answer, EngineError) and check.details.get("pulled_at_start"):
+                    continue  # not there yet is not wrong
                 if isinstance(answer, CorralError):
                     raise answer
                 said[host] = answer
@@ -215,17 +218,29 @@ class SshTarget:
             archive = _archive(spec, folder, {f"rank{rank.rank}/spec.json": agent_spec(spec, rank, there)})
             return self._do(host, "start", {"folder": str(there.path), "rank": rank.rank}, archive, 90)
 
-        results = each(self.chosen.hosts, begin)
+        folder.started.touch(mode=0o600)
+        try:
+            results = each(self.chosen.hosts, begin)
+        except BaseException:  # interrupted: an agent without a folder could never be stopped again
+            self._undo(folder, spec.launch_id)
+            raise
         failed = {host: _why(found) for host, found in results.items() if _why(found)}
         if failed:
-            self.stop(folder, spec.launch_id, 5, only=[host for host in self.chosen.hosts if host not in failed])
             host, why = next(iter(failed.items()))
-            raise LaunchError(
-                f"the agent on {host} could not be started: {why}",
-                "Nothing was left running; run it again.",
-                host=host,
-            )
+            left = self._undo(folder, spec.launch_id)
+            remedy = left or "Nothing was left running; run it again."
+            raise LaunchError(f"the agent on {host} could not be started: {why}", remedy, host=host)
         self.refresh(folder)
+
+    def _undo(self, folder: DeploymentFolder, launch_id: str) -> str:
+        """Stop whatever a start may have begun, also on hosts that only did not answer; what is left, in words."""
+        try:
+            if self.stop(folder, launch_id, 5):
+                folder.started.unlink(missing_ok=True)
+                return ""
+        except CorralError as error:
+            return f"{error.message} {error.remedy}"
+        return f"Something is left there: `corral down {shlex.quote(folder.name)}`."
 
     def refresh(self, folder: DeploymentFolder) -> None:
         launch = _launch_id(folder)
@@ -258,12 +273,10 @@ class SshTarget:
         agent = found.get("agent.json") or {}
         return Life(found.get("alive"), agent.get("boot_id", found["boot_id"]) != found["boot_id"], head)
 
-    def stop(
-        self, folder: DeploymentFolder, launch_id: str, grace_s: float, only: Sequence[str] | None = None
-    ) -> bool:
+    def stop(self, folder: DeploymentFolder, launch_id: str, grace_s: float) -> bool:
         there = self.node_folder(folder, launch_id)
-        waiting = list(self.chosen.hosts if only is None else only)
-        left: dict[str, list[int]] = {}
+        waiting = list(self.chosen.hosts)
+        left: dict[str, list[Any]] = {}
         for attempt in range(STOP_TRIES):
             if attempt:
                 time.sleep(2.0 * attempt)
@@ -274,9 +287,8 @@ class SshTarget:
             if not waiting:
                 break
         self.refresh(folder)
-        reached = [host for host in self.chosen.hosts if host not in waiting]
-        if not any(left.values()):
-            each(reached, lambda host: self._do(host, "remove", {"folder": str(there.path)}, b"", 60))
+        if not waiting and not any(left.values()):  # the folders say how to find what is left, so they go last
+            each(self.chosen.hosts, lambda host: self._do(host, "remove", {"folder": str(there.path)}, b"", 60))
         if waiting:
             names, why = ", ".join(waiting), next(iter(unreachable.values()))
             raise UnreachableError(
@@ -287,11 +299,11 @@ class SshTarget:
             )
         return not any(left.values())
 
-    def _stop_on(self, host: str, there: DeploymentFolder, launch_id: str, grace_s: float) -> list[int]:
+    def _stop_on(self, host: str, there: DeploymentFolder, launch_id: str, grace_s: float) -> list[Any]:
         rank = self.chosen.hosts.index(host)
         order = {"folder": str(there.path), "rank": rank, "launch_id": launch_id, "grace_s": grace_s + 25}
-        found: list[int] = self._do(host, "stop", order, b"", grace_s + 120)["left"]
-        return found
+        found = self._do(host, "stop", order, b"", grace_s + 120)
+        return [*found["left"], *found.get("containers", [])]
 
     def forward(self, folder: DeploymentFolder) -> list[str] | None:
         launch = json.loads(folder.launch.read_text(encoding="utf-8"))
@@ -299,9 +311,10 @@ class SshTarget:
         if serve["host"] not in LOOPBACK:
             return None
         local = launch["base_url"].rpartition(":")[2].partition("/")[0]
+        far = "[::1]" if serve["host"] == "::1" else "127.0.0.1"
         options = ["-N", "-T", "-o", "BatchMode=yes", "-o", "ExitOnForwardFailure=yes", "-o", "ControlMaster=no"]
         options += ["-o", "ControlPath=none", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"]
-        return [*ssh_command(), *options, "-L", f"127.0.0.1:{local}:127.0.0.1:{serve['port']}", self.chosen.hosts[0]]
+        return [*ssh_command(), *options, "-L", f"127.0.0.1:{local}:{far}:{serve['port']}", self.chosen.hosts[0]]
 
     def _do(self, host: str, action: str, order: Mapping[str, Any], data: bytes, timeout_s: float) -> dict[str, Any]:
         source = (resources.files("corral") / "node" / "remote.py").read_text(encoding="utf-8")
@@ -410,7 +423,7 @@ def _mirror(rank: RankFolder, found: Mapping[str, Any]) -> None:
         with path.open("r+b") as file:
             if part["offset"] == 0 and _size(path) and data:
                 file.truncate(0)
-            file.seek(min(part["offset"], _size(path)))
+            file.seek(part["offset"])  # what was left out of a long log stays a hole, so that offsets agree
             file.write(data)
     for name, path in (("agent.json", rank.agent), ("heartbeat.json", rank.heartbeat)):
         if found.get(name):
