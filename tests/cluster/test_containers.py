@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -62,7 +63,8 @@ class Podman:
             '[containers]\ndefault_ulimits = ["nofile=1024:1024", "nproc=4096:4096"]\n'
             '[engine]\nruntime = "runc"\ncgroup_manager = "cgroupfs"\nevents_logger = "file"\n'
         )
-        own = f"--root {folder}/root --runroot {folder}/run"
+        self.runroot = tempfile.mkdtemp(prefix="pm")  # Podman wants 50 characters at most
+        own = f"--root {folder}/root --runroot {self.runroot}"
         self.program.write_text(f'#!/bin/sh\nCONTAINERS_CONF={settings} exec podman {own} "$@"\n')
         self.program.chmod(0o755)
         self.env: dict[str, str] = {}
@@ -152,6 +154,7 @@ def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Podman]:
     one.import_image(IMAGE, FILES)
     yield one
     one.run("system", "reset", "--force", check=False)
+    shutil.rmtree(one.runroot, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
