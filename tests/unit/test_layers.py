@@ -16,7 +16,7 @@ ROWS: list[list[str]] = [
      "pip_configuration", "engine_flags", "endpoint", "architecture", "catalogue", "hub", "weights", "model",
      "hardware", "probe", "fake", "alarm", "request_errors", "reply", "wire", "pool"],
     ["slurm", "plan", "engines", "diagnosis", "survey", "fabric", "couriers", "spread"],
-    ["runtimes", "links", "launch", "model_store"],
+    ["runtimes", "links", "launch", "mirror", "model_store"],
     ["targets"],
     ["deployment", "chain", "tunnel", "client", "resolve"],
     ["bringup", "keep", "doctor", "pull", "proxy",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import json
 from urllib.parse import urlsplit
 
 import click
@@ -28,11 +29,14 @@ def command(name: str, as_json: bool) -> None:
     found = status(folder)
     compared = load_json(Differences, folder.differences) if folder.differences.is_file() else None
     answers = _answers(found.endpoint) if found.state is State.READY and found.endpoint else None
+    nodes = _nodes(folder)
     if as_json:
-        print_json({**to_json(found), "answers": answers, "plan_against_engine": compared})
+        print_json({**to_json(found), "answers": answers, "plan_against_engine": compared, "nodes": nodes})
     else:
         click.echo(
-            "\n".join(_lines(found, answers) + _followers(folder) + (_compared_lines(compared) if compared else []))
+            "\n".join(
+                _lines(found, answers, nodes) + _followers(folder) + (_compared_lines(compared) if compared else [])
+            )
         )
     if found.state is State.FAILED:
         raise SystemExit(8)
@@ -60,7 +64,16 @@ def _answers(endpoint: Endpoint) -> bool:
         connection.close()
 
 
-def _lines(found: Status, answers: bool | None) -> list[str]:
+def _nodes(folder: DeploymentFolder) -> list[str]:
+    """The nodes it runs on, head first; as far as they were known when it was launched."""
+    try:
+        spec = json.loads(folder.launch.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    return [str(rank["node"]) for rank in spec["ranks"]] if len(spec["ranks"]) > 1 else []
+
+
+def _lines(found: Status, answers: bool | None, nodes: list[str]) -> list[str]:
     rows = [("name", found.name), ("state", f"{found.state} for {since(found.since_s)}")]
     if answers is False:
         rows.append(("but", "its server does not answer at this moment"))
@@ -74,6 +87,8 @@ def _lines(found: Status, answers: bool | None) -> list[str]:
     if found.remedy and (found.state in ENDED or found.state in (State.QUEUED, State.UNKNOWN)):
         rows.append(("do", found.remedy))
     rows += [("model", found.model), ("engine", found.engine or "-"), ("target", found.target)]
+    if nodes:
+        rows.append(("nodes", f"{nodes[0]} (head), {', '.join(nodes[1:])}"))
     if found.endpoint:
         rows += [("endpoint", found.endpoint.base_url), ("key", found.endpoint.key_file or "none")]
     if found.timings.ready_s is not None:

@@ -7,15 +7,11 @@ with this machine, or nothing at all. The first host is the head.
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import io
 import json
-import os
 import secrets
 import shlex
 import socket
-import tarfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,15 +20,15 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from corral.errors import ConflictError, CorralError, EngineError, LaunchError, UnreachableError, UsageError
-from corral.events import read_events
 from corral.fabric import Fabric, choose_fabric
 from corral.files import make_private_dir, write_atomic
-from corral.folder import DeploymentFolder, RankFolder
+from corral.folder import DeploymentFolder
 from corral.hardware import Inventory, find_gpu, parse_gpus
 from corral.home import home_dir
 from corral.launch import LaunchSpec, agent_spec, server_url
 from corral.links import Node, Ports
-from corral.record import dump_json, from_json, to_json
+from corral.mirror import last_state, last_word, mirror, mirrored_sizes, pack
+from corral.record import from_json, to_json
 from corral.spread import ensure_folder
 from corral.ssh import Ssh, check_host, each, ssh_command
 from corral.survey import Asked, NodeFacts, survey
@@ -48,7 +44,6 @@ DEFAULT_HOME = "~/.local/share/corral"
 REPORT_S = 8.0  # a node that takes longer to say how it stands counts as unreachable for the moment
 STOP_TRIES = 3
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-MIRRORED = ("events.jsonl", "engine.log")
 
 
 @dataclass(frozen=True)
@@ -215,7 +210,7 @@ class SshTarget:
 
         def begin(host: str) -> dict[str, Any]:
             rank = order[host]
-            archive = _archive(spec, folder, {f"rank{rank.rank}/spec.json": agent_spec(spec, rank, there)})
+            archive = pack(spec, folder, {f"rank{rank.rank}/spec.json": agent_spec(spec, rank, there)})
             return self._do(host, "start", {"folder": str(there.path), "rank": rank.rank}, archive, 90)
 
         folder.started.touch(mode=0o600)
@@ -245,16 +240,16 @@ class SshTarget:
     def refresh(self, folder: DeploymentFolder) -> None:
         launch = _launch_id(folder)
         ranks = [folder.rank(number) for number in range(len(self.chosen.hosts))]
-        if launch is None or all(_last_state(rank) in ("stopped", "failed") for rank in ranks):
+        if launch is None or all(last_state(rank) in ("stopped", "failed") for rank in ranks):
             return  # nothing more can come
         there = self.node_folder(folder, launch)
 
         def look(host: str) -> dict[str, Any]:
             rank = ranks[self.chosen.hosts.index(host)]
-            sizes = {name: _size(rank.path / name) for name in MIRRORED}
+            sizes = mirrored_sizes(rank)
             order = {"folder": str(there.path), "rank": rank.number, "files": sizes}
             found = self._do(host, "report", order, b"", REPORT_S)
-            _mirror(rank, found)
+            mirror(rank, found)
             return found
 
         self._reports = each(self.chosen.hosts, look)
@@ -264,7 +259,7 @@ class SshTarget:
         found = self._reports.get(head)
         if isinstance(found, CorralError):
             for number, host in enumerate(others, 1):
-                if ended := _last_word(folder.rank(number)):
+                if ended := last_word(folder.rank(number)):
                     return Life(False, where=host, state="failed", reason="node_lost", text=ended)
             text = f"{found.message.rstrip('.')}; its agents go on without this machine"
             return Life(None, where=head, state="unknown", text=text, remedy=found.remedy)
@@ -386,60 +381,8 @@ def _free_local_port(wanted: int) -> int:
     raise ConflictError("this machine has no free port.", "End something that listens.")
 
 
-def _archive(spec: LaunchSpec, folder: DeploymentFolder, texts: Mapping[str, object]) -> bytes:
-    """The files of one node: Corral's own, the key, the token, the rank's order."""
-    files = {f"node/{file.name}": (resources.files("corral") / file.resource).read_bytes() for file in spec.files}
-    files |= {"key": folder.key.read_bytes(), "token": folder.token.read_bytes()}
-    files |= {name: dump_json(body).encode() for name, body in texts.items()}
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
-        for name, data in files.items():
-            entry = tarfile.TarInfo(name)
-            entry.size, entry.mode = len(data), 0o600
-            archive.addfile(entry, io.BytesIO(data))
-    return buffer.getvalue()
-
-
 def _launch_id(folder: DeploymentFolder) -> str | None:
     with contextlib.suppress(OSError, ValueError):
         found: str = json.loads(folder.launch.read_text(encoding="utf-8"))["launch_id"]
         return found
     return None
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
-
-
-def _mirror(rank: RankFolder, found: Mapping[str, Any]) -> None:
-    """Write here what the agent wrote there; one writer at a time is enough, a second one writes the same."""
-    if found.get("missing"):
-        return
-    make_private_dir(rank.path)
-    for name, part in found["files"].items():
-        data = base64.b64decode(part["data"])
-        path = rank.path / name
-        path.touch(mode=0o600)
-        with path.open("r+b") as file:
-            if part["offset"] == 0 and _size(path) and data:
-                file.truncate(0)
-            file.seek(part["offset"])  # what was left out of a long log stays a hole, so that offsets agree
-            file.write(data)
-    for name, path in (("agent.json", rank.agent), ("heartbeat.json", rank.heartbeat)):
-        if found.get(name):
-            write_atomic(path, json.dumps(found[name]))
-            moment = time.time() - float(found[f"{name}_age_s"])
-            os.utime(path, (moment, moment))
-
-
-def _last_word(rank: RankFolder) -> str:
-    """How a rank says that it ended without its head; empty when it does not."""
-    states = [event for event in read_events(rank.events) if event.kind == "state"]
-    if states and states[-1].get("state") == "failed":
-        return str(states[-1].get("text", ""))
-    return ""
-
-
-def _last_state(rank: RankFolder) -> str:
-    states = [event.get("state") for event in read_events(rank.events) if event.kind == "state"]
-    return str(states[-1]) if states else ""
