@@ -9,8 +9,10 @@ Needs root and the packages of ``tools/install_testbed.sh``; ``missing()`` says 
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
+import subprocess
 
 COMMANDS = {
     "hosts": ("ssh", "sshd", "ip", "unshare", "nsenter"),
@@ -26,4 +28,12 @@ def missing(*parts: str) -> str:
     if os.geteuid() != 0:
         return "the testbed needs root"
     absent = [name for part in ("hosts", *parts) for name in COMMANDS[part] if not shutil.which(name, path=PATH)]
-    return f"run tools/install_testbed.sh: {', '.join(absent)} not found" if absent else ""
+    if absent:
+        return f"run tools/install_testbed.sh: {', '.join(absent)} not found"
+    return "" if _namespaces() else "this machine makes no namespaces"
+
+
+@functools.cache
+def _namespaces() -> bool:
+    command = ["unshare", "--net", "--uts", "--ipc", "--pid", "--mount", "--fork", "true"]
+    return subprocess.run(command, capture_output=True).returncode == 0
