@@ -90,7 +90,8 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{ROOT}/tests/stub_engine.py" "$@"\n')
     python.chmod(0o755)
     write_atomic(Path(engine.path) / "engine.json", dump_json(engine))
-    with Hosts(folder / "hosts", shared=[folder]) as hosts:
+    (folder / "local").mkdir()
+    with Hosts(folder / "hosts", shared=[folder], private=[folder / "local"]) as hosts:
         env["CORRAL_SSH"] = " ".join(hosts.ssh_command)
         made = Bench(hosts, env, make_tiny_llama(folder / "tiny"))
         yield made
@@ -145,6 +146,25 @@ def test_from_nothing_to_an_answer_and_back(bench: Bench) -> None:
     assert bench.run("down", "first").returncode == 0
     bench.nothing_left()
     assert not list((Path(bench.env["CORRAL_HOME"]) / "nodes").glob("*"))  # no key stays behind
+
+
+def test_nodes_that_share_nothing_get_the_engine_and_the_model(bench: Bench) -> None:
+    local = bench.hosts.folder.parent / "local"  # another empty disk on every node
+    profiles = Path(bench.env["HOME"]) / ".config/corral/profiles"
+    profiles.mkdir(parents=True)
+    text = f'target = "ssh"\n[ssh]\nhosts = {json.dumps(NODES)}\n[storage]\nhome = "{local}"\n'
+    (profiles / "apart.toml").write_text(text)
+    for turn in ("copied", "found"):
+        done = bench.run("up", str(bench.model), "--name", "apart", "--on", "apart", "--json")
+        assert done.returncode == 0, f"{turn}: {done.stderr}"
+        launch = json.loads((Path(bench.env["CORRAL_HOME"]) / "deployments/apart/launch.json").read_text())
+        assert all(rank["argv"][0].startswith(f"{local}/engines/") for rank in launch["ranks"])
+        assert launch["model_path"] == f"{local}/models/tiny"
+        for host in NODES:
+            there = bench.hosts.exec(host, ["ls", f"{local}/models/tiny"]).stdout.split()
+            assert {path.name for path in bench.model.iterdir()} <= set(there)
+        assert bench.run("down", "apart").returncode == 0
+        bench.nothing_left()
 
 
 def test_exposed_it_answers_on_the_clusters_network_and_only_with_the_key(bench: Bench) -> None:
