@@ -273,7 +273,7 @@ def _bring_up_once(wish: Wish, report: Reporter, wait: bool) -> deployment.Statu
             runtime = runtime.moved({path: target.place(Path(path), staging.detail) for path in runtime.carried})
         target.verify(runtime.check())
         staging.phase("fetching model")
-        path = target.place(model_store.fetch(decision.source, staging.detail), staging.detail)
+        path = _bring_model(decision, target, staging)
         spec = _render(decision, target, folder, runtime, path, record.launch_id, report.note)
         staging.phase("starting")
         deployment.launch(spec, decision.plan, target, record, folder)
@@ -306,6 +306,24 @@ def _join_chain(wish: Wish, decision: Decision, folder: DeploymentFolder) -> Non
         kept = replace(wish, model=model, name=folder.name, served_name=decision.served_name)
         write_atomic(folder.wish, dump_json(kept))
         write_chain(folder, Chain(max_jobs=wish.max_jobs))
+
+
+def _bring_model(decision: Decision, target: Target, staging: _Stoppable) -> str:
+    """The model's folder on the nodes. What only the hub has goes to them straight, not by way of this machine."""
+    source, hosts = decision.source, target.fetching_hosts()
+    if not hosts or source.kind != "hub" or model_store.already_here(source):
+        return target.place(model_store.fetch(source, staging.detail), staging.detail)
+    if found := target.find_model(source.name, decision.plan.memory.weights_bytes * 9 // 10):
+        return found
+    from corral.pull import PullOrder, pull
+
+    addresses = {node.name: node.address for node in target.nodes() if node.address}
+    order = PullOrder(source.repo, hosts, f"{target.home()}/models/{source.name}", addresses=addresses)
+    result = pull(order, lambda far: staging.detail(f"{far.host}: {far.what}", far.done_bytes, far.total_bytes))
+    if result.failed:
+        first = result.failed[0]
+        raise LaunchError(f"the model did not reach {first.host}: {first.text}", first.remedy, host=first.host)
+    return result.folder
 
 
 @dataclass(frozen=True)

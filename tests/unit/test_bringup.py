@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +14,27 @@ from corral.links import Node, Ports
 from corral.targets.base import ChosenPorts, Life
 
 
+class Silent:
+    def phase(self, name: str) -> None: ...
+
+    def detail(self, text: str, done: int = 0, total: int = 0) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+class Folder:
+    """A deployment that nobody stopped."""
+
+    def __init__(self, path: Path) -> None:
+        self.stop, self.record = path / "stop", path / "record"
+        self.record.touch()
+
+
 class Elsewhere:
     """A target with the hardware it is given; nothing can be started on it."""
+
+    hosts: tuple[str, ...] = ()
+    found: str | None = None
 
     name = "elsewhere"
 
@@ -52,6 +73,12 @@ class Elsewhere:
 
     def place(self, path: object, progress: object) -> str:
         return str(path)
+
+    def fetching_hosts(self) -> tuple[str, ...]:
+        return self.hosts
+
+    def find_model(self, name: str, at_least_bytes: int) -> str | None:
+        return self.found
 
     def verify(self, checks: object) -> None:
         pass
@@ -108,3 +135,22 @@ def test_flavours() -> None:
         bringup.decide(bringup.Wish(flavour="cuda"), Elsewhere(None))
     with pytest.raises(UsageError, match="no engine flavour"):
         bringup.decide(bringup.Wish(flavour="tpu"), Elsewhere(None))
+
+
+def test_a_model_of_the_hub_goes_straight_to_the_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    target = Elsewhere("8xH100x2")
+    target.hosts = ("node00", "node01")
+    decision = bringup.decide(bringup.Wish(model="llama-3.1-405b"), target)
+    staging = bringup._Stoppable(Silent(), Folder(tmp_path))  # type: ignore[arg-type]
+    orders = []
+
+    def pull(order: Any, report: Any) -> Any:
+        orders.append(order)
+        return types.SimpleNamespace(failed=(), folder=order.to)
+
+    monkeypatch.setattr("corral.pull.pull", pull)
+    assert bringup._bring_model(decision, target, staging) == "/home/models/llama-3.1-405b"
+    assert orders[0].hosts == target.hosts
+    target.found = "/home/models/there"  # brought by an earlier `corral pull`: nothing moves
+    assert bringup._bring_model(decision, target, staging) == "/home/models/there"
+    assert len(orders) == 1

@@ -111,6 +111,14 @@ class Target(Protocol):
         """Make sure that a folder of this machine is on every node; its path there."""
         ...
 
+    def fetching_hosts(self) -> tuple[str, ...]:
+        """Hosts that fetch a model of the hub themselves, instead of by way of this machine; empty: this one does."""
+        ...
+
+    def find_model(self, name: str, at_least_bytes: int) -> str | None:
+        """Where every node already has a model that was brought there; None when they have not, or nobody looked."""
+        ...
+
     def verify(self, checks: Sequence[NodeCheck]) -> None:
         """Ask every node what the runtime wants to know before a start; refuse nodes that lack it or differ."""
         ...

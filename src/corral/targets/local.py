@@ -101,6 +101,12 @@ class LocalTarget:
             write_atomic(files.spec, dump_json(agent_spec(spec, rank, folder)))
             _start_agent(folder, files)
 
+    def fetching_hosts(self) -> tuple[str, ...]:
+        return ()
+
+    def find_model(self, name: str, at_least_bytes: int) -> str | None:
+        return None  # what this machine has, the nodes see
+
     def verify(self, checks: Sequence[NodeCheck]) -> None:
         pass  # what is missing on this machine the engine says itself, and at once
 

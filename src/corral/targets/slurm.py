@@ -138,6 +138,12 @@ class SlurmTarget:
     def node_folder(self, folder: DeploymentFolder, launch_id: str) -> DeploymentFolder:
         return folder
 
+    def fetching_hosts(self) -> tuple[str, ...]:
+        return ()
+
+    def find_model(self, name: str, at_least_bytes: int) -> str | None:
+        return None  # what this machine has, the nodes see
+
     def verify(self, checks: Sequence[NodeCheck]) -> None:
         pass  # the nodes are known only once the job runs; its log says what they lack
 

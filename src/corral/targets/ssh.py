@@ -179,6 +179,16 @@ class SshTarget:
         addresses = {node.name: node.address or facts[node.name].hostname for node in self.nodes()}
         return ensure_folder(self.ssh, self.chosen.hosts, path, str(destination), addresses, progress)
 
+    def fetching_hosts(self) -> tuple[str, ...]:
+        return () if self._shared and not self.chosen.home else self.chosen.hosts
+
+    def find_model(self, name: str, at_least_bytes: int) -> str | None:
+        folder = f"{self.home()}/models/{name}"
+        found = _all_or_error(survey(self.ssh, self.chosen.hosts, Asked(paths=(folder,))))
+        seen = [facts.paths.get(folder) for facts in found.values()]
+        sizes = {one.size_bytes if one and one.exists and one.readable and one.whole else 0 for one in seen}
+        return folder if len(sizes) == 1 and min(sizes) >= at_least_bytes > 0 else None
+
     def verify(self, checks: Sequence[NodeCheck]) -> None:
         for check in checks:
             found = each(self.chosen.hosts, lambda host, check=check: self._ask(host, check))  # type: ignore[misc]
