@@ -14,6 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from corral.doctor.examination import SURVEY_S
 from corral.ssh import Ssh
 from corral.survey import Asked, NodeFacts, survey
 
@@ -38,7 +39,7 @@ def main() -> None:
         os.environ["CORRAL_SSH"] = str(program)
         hosts = [f"hung-{i}" for i in range(hung)] + [f"node-{i}" for i in range(count - hung)]
         began = time.monotonic()
-        found = survey(Ssh(), hosts, Asked(), timeout_s=15, width=128)
+        found = survey(Ssh(), hosts, Asked(), timeout_s=SURVEY_S, width=128)
         took = time.monotonic() - began
     well = [facts for facts in found.values() if isinstance(facts, NodeFacts)]
     print(f"{count} hosts, {hung} of them hung: {took:.1f} s; {len(well)} answered, {os.cpu_count()} cores here")

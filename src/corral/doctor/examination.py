@@ -27,7 +27,7 @@ __all__ = ["Question", "examine", "quick_check"]
 HERE = "here"
 NODE_HOME = "~/.local/share/corral"  # where Corral lives on nodes that do not share this machine's files
 WIDTH = 128  # hosts asked at the same time: most of what a thread does is wait
-SURVEY_S = 15.0  # an ssh that does not connect gives up after ten
+SURVEY_S = 9.0  # hung hosts cost this much, together; an ssh that does not connect gives up earlier
 QUICK_S = 20.0
 WIRE_S = 30.0
 
@@ -64,7 +64,7 @@ class _Examination:
         self.question, self.progress = question, progress
         self.began = time.monotonic()
         self.hosts = question.hosts or (HERE,)
-        connect_s = max(2, min(10, int(question.timeout_s / 3)))
+        connect_s = max(2, min(6, int(question.timeout_s / 3)))
         self.ssh: Ssh | Here = Ssh(connect_s) if question.hosts else Here()
         self.findings: list[Finding] = []
         self.facts: list[NodeFacts] = []
