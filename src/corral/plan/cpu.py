@@ -17,7 +17,7 @@ _BLOCK = 128  # vLLM's CPU platform
 _PROCESS_BYTES = int(1.5 * GIB)  # Python, torch and the compiled model, two processes; seen with SmolLM2
 _CONTEXT = 8192  # longer prompts take minutes on a CPU
 _KV_MOST = 4 * GIB
-_THROUGHPUT_SEQS = 128  # 1.8 times the tokens of 32 at once, measured with SmolLM2 on two cores (docs/log.md)
+_THROUGHPUT_SEQS = 128  # more tokens/s than 32 at once with SmolLM2 on two cores (docs/log.md)
 _GB_S_PER_CORE, _GB_S_MOST = 8.0, 200.0
 _GFLOPS_PER_CORE = 40.0
 
