@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from corral.errors import UsageError
 from corral.record import nearest
 
-__all__ = ["GIB", "GPUS", "LINKS", "Gpu", "Inventory", "Link", "find_gpu", "parse_gpus", "probe"]
+__all__ = ["GIB", "GPUS", "LINKS", "Gpu", "Inventory", "Link", "find_gpu", "parse_gpus", "probe", "recognise"]
 
 GIB = 1 << 30
 
@@ -177,6 +177,16 @@ def _kind_and_nodes(text: str) -> tuple[Gpu, int | None]:
     return find_gpu(split[1]), int(split[2])
 
 
+def recognise(name: str, memory_bytes: int) -> tuple[str, int]:
+    """Kind and memory of a GPU as a driver calls it; a kind the table lacks is planned by its memory alone."""
+    try:
+        gpu = find_gpu(name)
+    except UsageError:
+        return name, memory_bytes
+    near = abs(memory_bytes - gpu.memory_bytes) < 0.02 * memory_bytes  # the table has what CUDA reports
+    return gpu.kind, gpu.memory_bytes if near else memory_bytes
+
+
 def probe() -> Inventory:
     """This machine's own hardware: its GPUs, or its CPU when there are none."""
     from corral.probe import cpu_facts, gpu_facts
@@ -186,12 +196,5 @@ def probe() -> Inventory:
     base = Inventory(None, 1, 1, 0, cores, total, available, source="probed")
     if seen is None:
         return base
-    kind, memory = seen.name, seen.memory_bytes
-    try:
-        gpu = find_gpu(seen.name)
-        kind = gpu.kind
-        if abs(memory - gpu.memory_bytes) < 0.02 * memory:  # the table has what CUDA reports, NVML a little more
-            memory = gpu.memory_bytes
-    except UsageError:
-        pass  # a kind the table lacks: planned by its memory alone
+    kind, memory = recognise(seen.name, seen.memory_bytes)
     return replace(base, gpu=kind, gpus_per_node=seen.count, memory_bytes_per_gpu=memory, driver=seen.driver)

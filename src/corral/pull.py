@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -271,9 +270,3 @@ def _arrival(outcome: Outcome, speed: Any) -> Arrival:
         text=outcome.text,
         remedy=outcome.remedy,
     )
-
-
-def again_command(result: Pull) -> str:
-    """What to run when some hosts failed."""
-    hosts = ",".join(arrival.host for arrival in result.hosts)
-    return f"corral pull {shlex.quote(result.model)} --hosts {shlex.quote(hosts)} --to {shlex.quote(result.folder)}"

@@ -22,7 +22,7 @@ from typing import TypeVar
 from corral.errors import AccessError, CorralError, UnreachableError, UsageError
 from corral.shell import Completed
 
-__all__ = ["FAN_OUT", "Ssh", "check_host", "each", "read_hosts", "ssh_command"]
+__all__ = ["FAN_OUT", "Ssh", "check_host", "each", "forwarding", "read_hosts", "ssh_command"]
 
 FAN_OUT = 32  # hosts talked to at the same time
 CONNECT_S = 10
@@ -32,6 +32,13 @@ Result = TypeVar("Result")
 def ssh_command() -> list[str]:
     """The ssh to use: `CORRAL_SSH`, or plain `ssh`."""
     return shlex.split(os.environ.get("CORRAL_SSH", "")) or ["ssh"]
+
+
+def forwarding() -> list[str]:
+    """ssh, told to do nothing but forward, and to end when it cannot."""
+    options = ["-N", "-T", "-o", "BatchMode=yes", "-o", "ExitOnForwardFailure=yes", "-o", "ControlMaster=no"]
+    options += ["-o", "ControlPath=none", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"]
+    return [*ssh_command(), *options]
 
 
 def check_host(name: str) -> str:

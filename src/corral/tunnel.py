@@ -30,7 +30,7 @@ from corral.folder import DeploymentFolder
 from corral.home import home_dir
 from corral.processes import Identity, own_identity
 from corral.record import dump_json, from_json, load_json
-from corral.ssh import Ssh, ssh_command
+from corral.ssh import Ssh, forwarding
 
 __all__ = [
     "Distant",
@@ -185,13 +185,6 @@ class Distant:
         far = urlsplit(self.endpoint.base_url)
         host = f"[{far.hostname}]" if ":" in (far.hostname or "") else far.hostname
         return [*forwarding(), "-L", f"127.0.0.1:{self.local_port}:{host}:{far.port}", self.through]
-
-
-def forwarding() -> list[str]:
-    """ssh, told to do nothing but forward, and to end when it cannot."""
-    options = ["-N", "-T", "-o", "BatchMode=yes", "-o", "ExitOnForwardFailure=yes", "-o", "ControlMaster=no"]
-    options += ["-o", "ControlPath=none", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"]
-    return [*ssh_command(), *options]
 
 
 def find_distant(name: str, through: str, program: Sequence[str], port: int | None) -> Distant:

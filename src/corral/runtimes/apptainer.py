@@ -15,9 +15,8 @@ from pathlib import PurePath
 
 from corral.engine_flags import FlagList, flags_or_guess
 from corral.errors import UsageError
-from corral.runtimes.base import Job, NodeCheck, NodeSide, Wrapped, read_options
+from corral.runtimes.base import Job, NodeCheck, NodeSide, Wrapped, kept_caches, read_options
 from corral.runtimes.container import Mount, default_image, mounts_of, version_of_image
-from corral.runtimes.venv import kept_caches
 
 __all__ = ["ApptainerOptions", "ApptainerRuntime"]
 

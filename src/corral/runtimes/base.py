@@ -12,6 +12,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any, Protocol, TypeVar, get_type_hints
 
 from corral.engine_flags import FlagList
@@ -25,6 +26,7 @@ __all__ = [
     "NodeSide",
     "Runtime",
     "Wrapped",
+    "kept_caches",
     "make_runtime",
     "parse_options",
     "read_options",
@@ -136,6 +138,12 @@ RUNTIMES = {
     "podman": "corral.runtimes.podman:PodmanRuntime",
     "apptainer": "corral.runtimes.apptainer:ApptainerRuntime",
 }
+
+
+def kept_caches(home: str, name: str) -> dict[str, str]:
+    """Where compiled code is kept between starts, so that a second start loads it."""
+    cache = PurePath(home) / "cache" / name
+    return {"VLLM_CACHE_ROOT": str(cache / "vllm"), "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor")}
 
 
 def read_options(kind: type[T], options: Mapping[str, object], runtime: str) -> T:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from corral.engine_flags import FlagList, flags_or_guess
 from corral.errors import UsageError
-from corral.runtimes.base import Job, NodeCheck, NodeSide, Wrapped, read_options
-from corral.runtimes.venv import SERVE_MODULE, VERSION_QUESTION, kept_caches
+from corral.runtimes.base import Job, NodeCheck, NodeSide, Wrapped, kept_caches, read_options
+from corral.runtimes.venv import SERVE_MODULE, VERSION_QUESTION
 
 __all__ = ["CondaOptions", "CondaRuntime"]
 

@@ -22,8 +22,7 @@ from typing import Self
 
 from corral.engine_flags import FlagList, flags_or_guess
 from corral.errors import UsageError
-from corral.runtimes.base import Job, NodeCheck, NodeSide, Wrapped, read_options
-from corral.runtimes.venv import kept_caches
+from corral.runtimes.base import Job, NodeCheck, NodeSide, Wrapped, kept_caches, read_options
 
 __all__ = [
     "ContainerOptions",

@@ -10,7 +10,7 @@ from corral import engines
 from corral.engine_flags import FlagList
 from corral.errors import UsageError
 from corral.home import home_dir
-from corral.runtimes.base import Job, NodeCheck, NodeSide, Wrapped
+from corral.runtimes.base import Job, NodeCheck, NodeSide, Wrapped, kept_caches
 
 __all__ = ["ManagedRuntime"]
 
@@ -73,9 +73,7 @@ class ManagedRuntime:
         return replace(self, place=places[self.installed.path])
 
     def wrap(self, job: Job) -> Wrapped:
-        cache = PurePath(self.home) / "cache" / self.installed.name  # compiled code: second starts load it
-        own = {"VLLM_CACHE_ROOT": str(cache / "vllm"), "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor")}
-        return Wrapped(job.argv, {**own, **job.env})
+        return Wrapped(job.argv, {**kept_caches(self.home, self.installed.name), **job.env})
 
     def check(self) -> tuple[NodeCheck, ...]:
         versions = "import importlib.metadata as m; print(m.version('vllm'))"

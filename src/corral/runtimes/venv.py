@@ -8,9 +8,9 @@ from pathlib import PurePath
 
 from corral.engine_flags import FlagList, flags_or_guess
 from corral.errors import UsageError
-from corral.runtimes.base import Job, NodeCheck, NodeSide, Wrapped, read_options
+from corral.runtimes.base import Job, NodeCheck, NodeSide, Wrapped, kept_caches, read_options
 
-__all__ = ["SERVE_MODULE", "VERSION_QUESTION", "VenvOptions", "VenvRuntime", "kept_caches"]
+__all__ = ["SERVE_MODULE", "VERSION_QUESTION", "VenvOptions", "VenvRuntime"]
 
 # not the `vllm` script: its first line names the interpreter it was installed with, which breaks when moved
 SERVE_MODULE = ("-m", "vllm.entrypoints.cli.main", "serve")
@@ -25,12 +25,6 @@ class VenvOptions:
 
     path: str
     version: str = ""  # of its vLLM, where known: its flags are then checked before a start
-
-
-def kept_caches(home: str, name: str) -> dict[str, str]:
-    """Where compiled code is kept between starts, so that a second start loads it."""
-    cache = PurePath(home) / "cache" / name
-    return {"VLLM_CACHE_ROOT": str(cache / "vllm"), "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor")}
 
 
 @dataclass(frozen=True)

@@ -23,14 +23,14 @@ from corral.errors import ConflictError, CorralError, EngineError, LaunchError, 
 from corral.fabric import Fabric, choose_fabric
 from corral.files import make_private_dir, write_atomic
 from corral.folder import DeploymentFolder
-from corral.hardware import Inventory, find_gpu, parse_gpus
+from corral.hardware import Inventory, parse_gpus, recognise
 from corral.home import home_dir
 from corral.launch import LaunchSpec, agent_spec, server_url
 from corral.links import Node, Ports
 from corral.mirror import last_state, last_word, mirror, mirrored_sizes, pack
 from corral.record import from_json, to_json
 from corral.spread import ensure_folder
-from corral.ssh import Ssh, check_host, each, ssh_command
+from corral.ssh import Ssh, check_host, each, forwarding
 from corral.survey import Asked, NodeFacts, survey
 from corral.targets.base import ChosenPorts, Life, Progress
 
@@ -317,9 +317,7 @@ class SshTarget:
             return None
         local = launch["base_url"].rpartition(":")[2].partition("/")[0]
         far = "[::1]" if serve["host"] == "::1" else "127.0.0.1"
-        options = ["-N", "-T", "-o", "BatchMode=yes", "-o", "ExitOnForwardFailure=yes", "-o", "ControlMaster=no"]
-        options += ["-o", "ControlPath=none", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"]
-        return [*ssh_command(), *options, "-L", f"127.0.0.1:{local}:{far}:{serve['port']}", self.chosen.hosts[0]]
+        return [*forwarding(), "-L", f"127.0.0.1:{local}:{far}:{serve['port']}", self.chosen.hosts[0]]
 
     def _do(self, host: str, action: str, order: Mapping[str, Any], data: bytes, timeout_s: float) -> dict[str, Any]:
         source = (resources.files("corral") / "node" / "remote.py").read_text(encoding="utf-8")
@@ -374,10 +372,7 @@ def _inventory(facts: Sequence[NodeFacts], link: str) -> Inventory:
     if not gpus:
         return base
     kind, memory = gpus[0].name, min(gpu.memory_bytes for node in facts for gpu in node.gpus)
-    with contextlib.suppress(UsageError):  # a kind the table lacks is planned by its memory alone
-        known = find_gpu(kind)
-        kind = known.kind
-        memory = known.memory_bytes if abs(memory - known.memory_bytes) < 0.02 * memory else memory
+    kind, memory = recognise(kind, memory)
     return replace(base, gpu=kind, gpus_per_node=len(gpus), memory_bytes_per_gpu=memory, driver=gpus[0].driver)
 
 
