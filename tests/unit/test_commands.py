@@ -247,6 +247,7 @@ def test_a_port_taken_while_the_engine_starts(corral: Corral, fixed: bool) -> No
         time.sleep(0.01)
     port = int(json.loads(launch.read_text())["base_url"].split(":")[2].split("/")[0])
     with socket.socket() as rival:
+        rival.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier test may linger
         rival.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         rival.bind(("127.0.0.1", port))
         rival.listen()
