@@ -171,7 +171,7 @@ def cost(given: argparse.Namespace, name: str, kind: str) -> float | None:
 
 
 def climb(given: argparse.Namespace, name: str, kind: str, begin: float) -> float:
-    """The highest rung held: steps of 1.3 up, then one step of 1.14 between."""
+    """The highest rung held: steps of 1.3 until one fails, then between the two until they are 8% apart."""
     held, rate, failed = 0.0, begin, 0.0
     for _ in range(given.rungs):
         good, words = rung(given, name, kind, rate)
@@ -179,16 +179,15 @@ def climb(given: argparse.Namespace, name: str, kind: str, begin: float) -> floa
         chunks = rate * KINDS[kind][0]
         print(f"  {name:9} {kind:9} {rate:9,.0f} req/s ({chunks:9,.0f} chunks/s): {how}; {words}", flush=True)
         if good:
-            held = max(held, rate)
-            rate = rate * 1.3 if not failed else (held * failed) ** 0.5
+            held = rate
         else:
             failed = rate
-            if not held:
-                rate /= 1.7
-            elif failed / held < 1.2:
+        if held and failed:
+            if failed / held < 1.08:
                 break
-            else:
-                rate = (held * failed) ** 0.5
+            rate = (held * failed) ** 0.5
+        else:
+            rate = rate * 1.3 if held else rate / 1.7
     return held
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from corral.errors import ConflictError, UsageError
+from corral.fake import words
 from corral.fake.app import App, FakeOptions
 from corral.fake.faults import parse_fault
 from corral.fake.http import Connection
@@ -114,6 +116,7 @@ async def serve(options: FakeOptions, stop: asyncio.Event, ready: Callable[[App,
         stop.set()
 
     app = App(options, loop, die)
+    words.tape()  # now, not in the first request: its log would show a first token late by as long
     listener = _listen(options)
     host, port = listener.getsockname()[:2]
     server = await loop.create_server(lambda: Connection(app), sock=listener, backlog=4096)
@@ -215,6 +218,8 @@ def run(options: FakeOptions, until_eof: bool = False) -> int:
             loop.add_reader(0, read)
 
         def ready(_: App, url: str) -> None:
+            gc.collect()
+            gc.freeze()  # what is here stays: a full collection would stop the clock for all requests
             print(json.dumps({"url": url, "pid": os.getpid(), "model": options.model}), flush=True)  # noqa: T201
 
         died = await serve(options, stop, ready)
