@@ -5,6 +5,7 @@ in turn (twice, in both orders), then stopped; then the engine itself runs the s
 settings, and `vllm run-batch` does. Printed are output tokens per second without start-up, and the ratios.
 
     python benchmarks/batch_engines.py [--rows 96] [--tokens 64] [--model smollm2] [--skip run-batch]
+                                       [--up "--runtime venv --runtime-option path=/opt/vllm -- --load-format dummy"]
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -23,6 +25,15 @@ from pathlib import Path
 from typing import Any
 
 NAME = "batchtest-speed"
+ENGINE_FLAGS: dict[str, Callable[[str], Any]] = {
+    "--dtype": str,
+    "--load-format": str,
+    "--max-model-len": int,
+    "--max-num-batched-tokens": int,
+    "--max-num-seqs": int,
+    "--gpu-memory-utilization": float,
+    "--kv-cache-memory-bytes": int,
+}
 OFFLINE = """
 import json, sys, time
 from vllm import LLM, SamplingParams
@@ -82,21 +93,14 @@ def with_engine(spec: dict[str, Any], prompts: list[str], tokens: int, place: Pa
     """`LLM.generate` in the engine's own environment, with the settings of the server."""
     rank = spec["ranks"][0]
     argv: list[str] = rank["argv"]
-
-    def given(flag: str, of: Callable[[str], Any]) -> Any:
-        return of(argv[argv.index(flag) + 1])
-
-    engine = {
-        "model": spec["model_path"],
-        "dtype": given("--dtype", str),
-        "max_model_len": given("--max-model-len", int),
-        "max_num_batched_tokens": given("--max-num-batched-tokens", int),
-        "max_num_seqs": given("--max-num-seqs", int),
-    }
+    engine = {"model": spec["model_path"], "enable_prefix_caching": True}
+    for flag, read in ENGINE_FLAGS.items():
+        if flag in argv:
+            engine[flag[2:].replace("-", "_")] = read(argv[argv.index(flag) + 1])
     (place / "ask.json").write_text(json.dumps({"engine": engine, "prompts": prompts, "tokens": tokens}))
     (place / "offline.py").write_text(OFFLINE)
-    done = subprocess.run([argv[0], str(place / "offline.py"), str(place / "ask.json")], env=_all_cores(rank),
-                          capture_output=True, text=True, timeout=900)  # fmt: skip
+    command = [*_python(argv), str(place / "offline.py"), str(place / "ask.json")]
+    done = subprocess.run(command, env=_all_cores(rank), capture_output=True, text=True, timeout=900, check=False)
     line = next((line for line in done.stdout.splitlines() if line.startswith("RESULT")), None)
     if line is None:
         raise SystemExit(f"LLM.generate: {done.stderr[-2000:]}")
@@ -115,8 +119,8 @@ def with_run_batch(spec: dict[str, Any], prompts: list[str], tokens: int, place:
                     "messages": [{"role": "user", "content": prompt}]}  # fmt: skip
             row = {"custom_id": str(number), "method": "POST", "url": "/v1/chat/completions", "body": body}
             file.write(json.dumps(row) + "\n")
-    flags = argv[argv.index("--max-model-len") : argv.index("--host")]
-    command = [argv[0], "-m", "vllm.entrypoints.openai.run_batch", "-i", str(rows), "-o", str(output),
+    flags = [word for flag in ENGINE_FLAGS if flag in argv for word in (flag, argv[argv.index(flag) + 1])]
+    command = [*_python(argv), "-m", "vllm.entrypoints.openai.run_batch", "-i", str(rows), "-o", str(output),
                "--model", spec["model_path"], *flags]  # fmt: skip
     began = time.perf_counter()
     process = subprocess.Popen(
@@ -138,6 +142,11 @@ def with_run_batch(spec: dict[str, Any], prompts: list[str], tokens: int, place:
     return counted / (ended - (started or began)), counted / (ended - began)
 
 
+def _python(argv: list[str]) -> list[str]:
+    """The words that start the engine's Python."""
+    return argv[: argv.index("-m")]
+
+
 def _all_cores(rank: dict[str, Any]) -> dict[str, str]:
     """As Corral's launcher does on small machines: vLLM's automatic binding would leave a core idle."""
     return {**_env(rank), "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}"}
@@ -153,7 +162,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=96)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--seqs", type=int, default=32)
+    parser.add_argument("--seqs", type=int, help="max_num_seqs of the server (default: the plan's)")
+    parser.add_argument("--up", default="", help="further words for `corral up`")
     parser.add_argument("--skip", action="append", default=[], choices=["llm", "run-batch"])
     given = parser.parse_args()
     prompts = prompts_of(given.rows)
@@ -162,9 +172,11 @@ def main() -> None:
         place = Path(folder)
         rows = place / "rows.jsonl"
         rows.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
-        setup = ["--name", NAME, "--context", "2048", "--set", f"max_num_seqs={given.seqs}"]
-        spec = json.loads(corral("up", given.model, *setup, "--dry-run").stdout)
-        corral("up", given.model, *setup, "--json")
+        setup = ["--name", NAME, "--context", "2048"]
+        setup += ["--set", f"max_num_seqs={given.seqs}"] if given.seqs else []
+        more = shlex.split(given.up)
+        spec = json.loads(corral("up", given.model, *setup, "--dry-run", *more).stdout)
+        corral("up", given.model, *setup, "--json", *more)
         try:
             status = json.loads(corral("status", NAME, "--json").stdout)
             url = status["endpoint"]["base_url"].removesuffix("/v1") + "/v1/completions"

@@ -12,7 +12,7 @@ import secrets
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -312,7 +312,8 @@ def _bring_model(decision: Decision, target: Target, staging: _Stoppable) -> str
     """The model's folder on the nodes. What only the hub has goes to them straight, not by way of this machine."""
     source, hosts = decision.source, target.fetching_hosts()
     if not hosts or source.kind != "hub" or model_store.already_here(source):
-        return target.place(model_store.fetch(source, staging.detail), staging.detail)
+        invented = "dummy" in _values_of("--load-format", decision.wish.extra_args)  # vLLM makes up the weights
+        return target.place(model_store.fetch(source, staging.detail, weights=not invented), staging.detail)
     if found := target.find_model(source.name, decision.plan.memory.weights_bytes * 9 // 10):
         return found
     from corral.pull import PullOrder, pull
@@ -324,6 +325,12 @@ def _bring_model(decision: Decision, target: Target, staging: _Stoppable) -> str
         first = result.failed[0]
         raise LaunchError(f"the model did not reach {first.host}: {first.text}", first.remedy, host=first.host)
     return result.folder
+
+
+def _values_of(flag: str, arguments: Sequence[str]) -> list[str]:
+    """What a flag is given, as `--flag value` or `--flag=value`."""
+    pairs = itertools.pairwise(arguments)
+    return [b for a, b in pairs if a == flag] + [a.partition("=")[2] for a in arguments if a.startswith(flag + "=")]
 
 
 @dataclass(frozen=True)

@@ -122,10 +122,11 @@ def _cached_snapshot(repo: str) -> Path | None:
     return folder
 
 
-def fetch(source: ModelSource, progress: FetchProgress) -> Path:
-    """The model's folder on this machine, downloaded or converted first if need be."""
+def fetch(source: ModelSource, progress: FetchProgress, weights: bool = True) -> Path:
+    """The model's folder on this machine, downloaded or converted first if need be; without weights, as it lies."""
     if found := already_here(source):
-        verify_folder(found)
+        if weights:
+            verify_folder(found)
         return found
     if source.kind == "embedded":
         return _fetch_embedded(source, progress)

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import click
 
+from corral import __version__
 from corral.errors import INTERRUPTED, CorralError
 from corral.record import nearest
 
@@ -79,7 +80,7 @@ class VerbGroup(click.Group):
 
 
 @click.command(cls=VerbGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="corral", message="corral %(version)s")
+@click.version_option(__version__, message="corral %(version)s")
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
 def root(debug: bool) -> None:
     """Corral puts open models to work on whatever you have."""

@@ -17,7 +17,8 @@ _BLOCK = 128  # vLLM's CPU platform
 _PROCESS_BYTES = int(1.5 * GIB)  # Python, torch and the compiled model, two processes; seen with SmolLM2
 _CONTEXT = 8192  # longer prompts take minutes on a CPU
 _KV_MOST = 4 * GIB
-_THROUGHPUT_SEQS = 128  # more tokens/s than 32 at once with SmolLM2 on two cores (docs/log.md)
+_SEQS = 128  # vLLM's own default here; twice the tokens/s of 32 at once with SmolLM2 on two cores (docs/log.md)
+_LATENCY_SEQS = 16
 _GB_S_PER_CORE, _GB_S_MOST = 8.0, 200.0
 _GFLOPS_PER_CORE = 40.0
 
@@ -33,7 +34,7 @@ def work_out_cpu(
     element = DTYPE_BYTES.get(precision.weights, 2.0)
     asked = fixed.max_model_len or goal.context
     context = asked or min(model.max_context, _CONTEXT)
-    seqs = fixed.max_num_seqs or max(goal.concurrency or 0, _THROUGHPUT_SEQS if goal.goal == "throughput" else 16)
+    seqs = fixed.max_num_seqs or max(goal.concurrency or 0, _LATENCY_SEQS if goal.goal == "latency" else _SEQS)
     batched = fixed.max_num_batched_tokens or max(2048, seqs)
     activation = int(batched * element * (3 * model.intermediate + 4 * model.hidden) + seqs * model.vocab * 8)
     whole_token = model.kv_bytes_per_token(element)
