@@ -164,10 +164,11 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--seqs", type=int, help="max_num_seqs of the server (default: the plan's)")
     parser.add_argument("--up", default="", help="further words for `corral up`")
-    parser.add_argument("--skip", action="append", default=[], choices=["llm", "run-batch"])
+    parser.add_argument("--skip", action="append", default=[], choices=["threads", "llm", "run-batch"])
     given = parser.parse_args()
     prompts = prompts_of(given.rows)
-    speeds: dict[str, list[float]] = {"corral batch": [], "20 threads + requests": []}
+    names = ["corral batch", "20 threads + requests"]
+    speeds: dict[str, list[float]] = {name: [] for name in names if name == names[0] or "threads" not in given.skip}
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         rows = place / "rows.jsonl"
@@ -182,8 +183,8 @@ def main() -> None:
             url = status["endpoint"]["base_url"].removesuffix("/v1") + "/v1/completions"
             key = Path(status["endpoint"]["key_file"]).read_text().strip()
             with_threads(prompts[:20], url, key, status["endpoint"]["model"], 8)
-            for turn in (0, 1, 1, 0):
-                name = list(speeds)[turn]
+            for turn in (0, 0) if "threads" in given.skip else (0, 1, 1, 0):
+                name = names[turn]
                 if turn:
                     speed = with_threads(prompts, url, key, status["endpoint"]["model"], given.tokens)
                 else:

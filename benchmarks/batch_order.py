@@ -7,9 +7,9 @@ Without a deployment: longest-first, on the fake server, which runs 16 sequences
 lengths are drawn from a heavy-tailed distribution (8 to 512 tokens), a long one among the last in input order, as
 happens to everybody.
 
-With one: prefix-first, on that server. `--groups` documents of `--words` words each are asked `--each` questions, in a
-random order, as in a table sorted by question. Shown is when the documents together are larger than the KV cache and
-when they are not; every run has documents of its own, so that none finds what another left in the cache.
+With one: prefix-first, on that server. `--groups` documents of `--words` words each are asked `--each` questions, in
+random order; then the same with an eighth of the documents, which may all fit into the KV cache. Every run has
+documents of its own, so that none finds what another left in the cache.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from typing import Any
 
 def batch(rows: list[dict[str, Any]], order: str, place: Path, *server: str) -> dict[str, Any]:
     """The summary of one batch."""
-    path, output = place / f"{order}.jsonl", place / f"{order}-out.jsonl"
+    folder = Path(tempfile.mkdtemp(dir=place))
+    path, output = folder / "rows.jsonl", folder / "out.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     argv = ["batch", str(path), "-o", str(output), *server, "--order", order, "--json"]
     done = subprocess.run([sys.executable, "-m", "corral", *argv], capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stderr)
     summary: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    output.unlink()
     return summary
 
 
@@ -63,7 +63,7 @@ def longest_first(given: argparse.Namespace, place: Path) -> None:
 def questions(groups: int, each: int, words: int, seed: int) -> list[dict[str, Any]]:
     """Rows about documents of their own, in random order."""
     chance = random.Random(seed)
-    plain = "river stone light window garden letter morning road winter paper table voice answer number".split()
+    plain = ["river", "stone", "light", "window", "garden", "letter", "morning", "road", "winter", "paper", "table"]
     rows = []
     for number in range(groups):
         text = f"Document {seed}-{number}: " + " ".join(chance.choice(plain) for _ in range(words))
@@ -98,7 +98,8 @@ def prefix_first(given: argparse.Namespace, place: Path) -> None:
             after = prefix_counts(given.deployment)
             times[order].append(found["wall_s"])
             share = (after[1] - before[1]) / (after[0] - before[0])
-            print(f"{groups:9} {order:13} {found['wall_s']:7.2f} {found['prompt_tokens']:14,} {share:15.0%}", flush=True)
+            tokens = found["prompt_tokens"]
+            print(f"{groups:9} {order:13} {found['wall_s']:7.2f} {tokens:14,} {share:15.0%}", flush=True)
         print(f"{groups:9} input / prefix-first: {sum(times['input']) / sum(times['prefix-first']):.2f}", flush=True)
 
 

@@ -189,6 +189,9 @@ class Moving:
             self._urls.pop(0)
         return Endpoint(url, "fake") if url else None
 
+    def seats(self) -> None:
+        return None
+
 
 class Plain:
     """The smallest work there is; two requests make one row when asked to."""
@@ -469,6 +472,30 @@ def test_the_pace_follows_the_server() -> None:
     fixed = Pace(fixed=5)
     fixed.overloaded(now=1)
     assert fixed.limit == 5
+
+
+def test_the_pace_rises_quickly_until_the_server_was_full_once() -> None:
+    pace = Pace(start=256)
+    assert pace.look_s < 1
+    pace.seen(Gauges(running=0), in_flight=256, now=10)
+    assert pace.limit == 256  # the figures may be older than our requests
+    pace.seen(Gauges(running=256), in_flight=256, now=10.25)
+    assert pace.limit == 512
+    pace.seen(Gauges(running=300), in_flight=512, now=10.5)
+    assert pace.limit == 512
+    pace.seen(Gauges(running=512), in_flight=512, now=10.75)
+    assert pace.limit == 1024
+    pace.seen(Gauges(running=512, waiting=512), in_flight=1024, now=11)
+    assert (pace.limit, pace.look_s) == (640, 1.0)
+    pace.seen(Gauges(running=640), in_flight=640, now=20)
+    assert pace.limit == 960  # from now on by half
+
+
+def test_the_pace_begins_at_what_the_plan_lets_run() -> None:
+    small, large, fixed = Pace(start=256), Pace(start=256, highest=1024), Pace(fixed=5)
+    for pace, seats in ((small, 16), (large, 2048), (fixed, 512), (small, None)):
+        pace.told(seats)
+    assert (small.limit, large.limit, fixed.limit) == (24, 2560, 5)
 
 
 def test_without_metrics_throughput_is_the_guide() -> None:

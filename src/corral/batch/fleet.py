@@ -1,8 +1,9 @@
 """The endpoints of a job: each a lane with its own connections, pace and health.
 
 A lane that loses its server stops sending, finds its place again (a deployment may come back on another port with
-another key), asks `/health` until it is served, and goes on. Once a second it reads `/metrics`: for its pace, for the
-progress shown to people, and to notice an engine that answers `/health` but computes nothing.
+another key), asks `/health` until it is served, and goes on. It reads `/metrics` once a second, more often while the
+pace still seeks its level: for that, for the progress shown to people, and to notice an engine that answers `/health`
+but computes nothing.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ class Place(Protocol):
     def find(self) -> Endpoint | None:
         """The endpoint, or None while there is none."""
 
+    def seats(self) -> int | None:
+        """How many requests its engines run at once, where their plan tells."""
+
 
 class FixedPlace:
     """An endpoint that stays where it is."""
@@ -41,6 +45,9 @@ class FixedPlace:
 
     def find(self) -> Endpoint:
         return self._endpoint
+
+    def seats(self) -> None:
+        return None
 
 
 class Lane:
@@ -119,6 +126,7 @@ class Lane:
         if told:
             self._on_note("back", f"{self.place.name} is there after {time.monotonic() - began:.1f} s")
         self.up = True
+        self.pace.told(self.place.seats())
         self._progress = (0.0, time.monotonic())
         self._on_up(self)
 
@@ -143,7 +151,7 @@ class Lane:
         """Follow the server's metrics, or its throughput where it has none."""
         before, then = 0, time.monotonic()
         while True:
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(self.pace.look_s)
             if not self.up or self.client is None:
                 continue
             gauges = None

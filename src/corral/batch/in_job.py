@@ -21,6 +21,7 @@ from typing import Any
 from corral import deployment
 from corral.batch.batch import Result, Served, again, carry_out
 from corral.batch.job import load_record
+from corral.batch.places import seats_in
 from corral.batch.queued import add_job, cancel_waiting, jobs_of
 from corral.batch.run import Listener
 from corral.batch.runner import Counts, Runner, Settings
@@ -80,6 +81,9 @@ class _HerePlace:
             if meeting.get("life") == self._here.life:
                 return load_json(Endpoint, folder.endpoint)
         return None
+
+    def seats(self) -> int | None:
+        return seats_in(self._here.folder)
 
 
 class _Watch:

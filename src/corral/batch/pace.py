@@ -1,10 +1,12 @@
 """How many requests to keep under way at one endpoint: enough to keep the engine full, and no more.
 
-The number starts high, because a vLLM engine is only full when something waits for it, and then follows what the
-server shows once a second:
+The number starts high, because a vLLM engine is only full when something waits for it: at what the deployment's plan
+lets run at once and a queue behind it, or at 256 where no plan tells. Then it follows what the server shows, once a
+second:
 
 - a queue longer than a quarter of what runs (and 8): down to what runs plus that; more would only sit there;
-- nothing waits, the KV cache has room, and we were at our limit: up by half;
+- nothing waits, the KV cache has room, and we were at our limit: up by half; until the server was full for the first
+  time it is asked four times a second, and the number doubled whenever all that was sent is running;
 - preemptions since the last look: down by a fifth: work is being thrown away;
 - 429 or 503: down by three tenths, at most once per second.
 
@@ -60,6 +62,11 @@ def read_gauges(page: bytes) -> Gauges | None:
     return gauges if found else None
 
 
+def _with_queue(running: float) -> float:
+    """What runs, and a queue that is never empty when a place becomes free."""
+    return running + max(8.0, running / 4)
+
+
 class Pace:
     """The limit of one endpoint; fixed when `fixed` is given."""
 
@@ -68,13 +75,26 @@ class Pace:
         self.limit = fixed or start
         self._preemptions: float | None = None
         self._shrunk_at = -10.0
+        self._grown_at: float | None = None
+        self._level = fixed is not None  # the server was full once: from here on the number only follows it
         self._rate = 0.0
         self._rose = False
+
+    @property
+    def look_s(self) -> float:
+        """How long to wait before the next look at the server."""
+        return 1.0 if self._level else 0.25
+
+    def told(self, seats: int | None) -> None:
+        """The deployment's plan says how many requests run at once there."""
+        if seats and self._fixed is None and not self._level:
+            self._highest = max(self._highest, _with_queue(seats))
+            self._set(_with_queue(seats))
 
     def overloaded(self, now: float) -> None:
         """The server said 429 or 503."""
         if self._fixed is None and now - self._shrunk_at >= 1.0:
-            self._shrunk_at = now
+            self._shrunk_at, self._level = now, True
             self._set(self.limit * 0.7)
 
     def gone(self) -> None:
@@ -86,13 +106,19 @@ class Pace:
         if self._fixed is not None:
             return
         before, self._preemptions = self._preemptions, gauges.preemptions
-        spare = max(8.0, gauges.running / 4)
+        self._grown_at = now if self._grown_at is None else self._grown_at
+        full = _with_queue(gauges.running)
+        self._level |= bool(gauges.waiting)
         if before is not None and gauges.preemptions > before:
+            self._level = True
             self._set(min(self.limit, gauges.running + gauges.waiting) * 0.8)
-        elif gauges.waiting > spare:
-            self._set(min(self.limit, gauges.running + spare))
+        elif gauges.running + gauges.waiting > full:
+            self._set(min(self.limit, full))
         elif not gauges.waiting and in_flight >= self.limit and gauges.kv_use < 0.9 and now - self._shrunk_at > 5.0:
-            self._set(self.limit * 1.5)
+            if not self._level and gauges.running >= 0.9 * in_flight:
+                self._grow(2.0, now)
+            elif now - self._grown_at > 0.9:
+                self._grow(1.5, now)
 
     def finished(self, per_s: float, in_flight: int, now: float) -> None:
         """Follow throughput, for servers without metrics; called about once a second."""
@@ -105,6 +131,10 @@ class Pace:
         elif in_flight >= self.limit and per_s > self._rate * 1.05:
             self._rose, self._rate = True, per_s
             self._set(self.limit * 1.5)
+
+    def _grow(self, factor: float, now: float) -> None:
+        self._grown_at = now
+        self._set(self.limit * factor)
 
     def _set(self, value: float) -> None:
         self.limit = max(1, min(self._highest, round(value)))

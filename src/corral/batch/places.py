@@ -19,12 +19,12 @@ from corral.batch.fleet import FixedPlace, Place
 from corral.client import Client
 from corral.endpoint import Endpoint
 from corral.errors import CorralError, NotFoundError, UnreachableError, UsageError
-from corral.folder import all_folders, open_folder
+from corral.folder import DeploymentFolder, all_folders, open_folder
 from corral.plan import Plan
 from corral.record import load_json
 from corral.state import ENDED, State
 
-__all__ = ["DeploymentPlace", "Served", "find_places", "gpus_of", "served_by"]
+__all__ = ["DeploymentPlace", "Served", "find_places", "gpus_of", "plan_in", "seats_in", "served_by"]
 
 
 class DeploymentPlace:
@@ -46,6 +46,12 @@ class DeploymentPlace:
         except NotFoundError:
             return None
         return now.endpoint if now.state is State.READY else None
+
+    def seats(self) -> int | None:
+        try:
+            return seats_in(open_folder(self.name))
+        except CorralError:
+            return None
 
 
 ASKED_AGAIN = 3
@@ -143,10 +149,24 @@ def _key_from_environment() -> str | None:
     return path
 
 
+def plan_in(folder: DeploymentFolder) -> Plan | None:
+    """The plan a deployment was started with; None where it cannot be read."""
+    try:
+        return load_json(Plan, folder.plan)
+    except (CorralError, OSError):
+        return None
+
+
+def seats_in(folder: DeploymentFolder) -> int | None:
+    """How many requests a deployment's engines run at once, by its plan."""
+    plan = plan_in(folder)
+    return plan.settings.max_num_seqs * plan.parallel.data if plan else None
+
+
 def gpus_of(name: str) -> int | None:
     """How many GPUs a deployment has, from its plan; None when it has none or they are not known."""
     try:
-        plan = load_json(Plan, open_folder(name).plan)
-    except (CorralError, OSError):
+        plan = plan_in(open_folder(name))
+    except CorralError:
         return None
-    return plan.parallel.replica_gpus * plan.parallel.data if plan.inventory.gpu else None
+    return plan.parallel.replica_gpus * plan.parallel.data if plan and plan.inventory.gpu else None
