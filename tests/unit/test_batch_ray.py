@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from corral.batch.batch import Offline, again
 from corral.batch.job import Order
-from corral.batch.ray_data import Answer, read_answer, run_on_ray
+from corral.batch.ray_data import Answer, engine_settings, read_answer, run_on_ray
 from corral.batch.recipe import Recipe
 from corral.batch.run import Quiet
 from corral.errors import UsageError
+
+MODEL = Offline("model", engine="ray-data")
 
 
 class Brittle:
@@ -45,20 +48,20 @@ def test_one_bad_row_costs_one_row(tmp_path: Path) -> None:
     prompts = [f"p{n}" for n in range(40)]
     prompts[5], prompts[17], prompts[30] = "poison", "bad", "lost"
     engine = Brittle()
-    result = run_on_ray(order(tmp_path, prompts), "model", Quiet(), engine=engine)
+    result = run_on_ray(order(tmp_path, prompts), MODEL, Quiet(), engine=engine)
     assert (result.summary.fine, result.summary.failed, result.summary.left) == (37, 3, 0)
     lines = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
     assert {line["id"] for line in lines} == set(range(40)) - {5, 17, 30}
     assert all(line["response"] == f"re p{line['id']}" for line in lines)
     errors = [json.loads(line) for line in (tmp_path / "o.errors.jsonl").read_text().splitlines()]
     assert {error["custom_id"] for error in errors} == {"5", "17", "30"}
-    again = run_on_ray(order(tmp_path, prompts), "model", Quiet(), engine=Brittle())
+    again = run_on_ray(order(tmp_path, prompts), MODEL, Quiet(), engine=Brittle())
     assert again.summary.before == 40
 
 
 def test_a_pass_that_dies_loses_nothing_that_was_answered(tmp_path: Path) -> None:
     engine = Brittle(dies_at=7)
-    result = run_on_ray(order(tmp_path, [f"p{n}" for n in range(20)]), "model", Quiet(), engine=engine)
+    result = run_on_ray(order(tmp_path, [f"p{n}" for n in range(20)]), MODEL, Quiet(), engine=engine)
     assert result.summary.fine == 20
     assert engine.passes == [20, 13, 6]
 
@@ -67,14 +70,15 @@ def test_openai_rows_and_chat(tmp_path: Path) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 4, "stop": "x"}
     row = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
     (tmp_path / "in.jsonl").write_text(json.dumps(row) + "\n")
-    run_on_ray(Order(str(tmp_path / "in.jsonl"), str(tmp_path / "o.jsonl")), "model", Quiet(), engine=Brittle())
+    run_on_ray(Order(str(tmp_path / "in.jsonl"), str(tmp_path / "o.jsonl")), MODEL, Quiet(), engine=Brittle())
     line = json.loads((tmp_path / "o.jsonl").read_text())
     assert line["response"]["body"]["choices"][0]["message"]["content"] == "re hi"
     assert line["response"]["body"]["usage"]["total_tokens"] == 5
+    assert line["response"]["body"]["choices"][0]["finish_reason"] == "stop"  # two of four tokens
 
 
 def test_what_ray_cannot_do_goes_to_the_error_file(tmp_path: Path) -> None:
-    result = run_on_ray(order(tmp_path, ["p"], recipe=Recipe(params={"n": 2})), "model", Quiet(), engine=Brittle())
+    result = run_on_ray(order(tmp_path, ["p"], recipe=Recipe(params={"n": 2})), MODEL, Quiet(), engine=Brittle())
     assert result.summary.failed == 1
 
 
@@ -86,4 +90,17 @@ def test_rays_rows_are_read() -> None:
 
 def test_without_ray_it_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="ray is needed"):
-        run_on_ray(order(tmp_path, ["p"]), "model", Quiet())
+        run_on_ray(order(tmp_path, ["p"]), MODEL, Quiet())
+
+
+def test_resume_finds_the_engine_again(tmp_path: Path) -> None:
+    model = Offline("model", 512, ("eager=true",), engine="ray-data")
+    run_on_ray(order(tmp_path, ["p"]), model, Quiet(), engine=Brittle())
+    assert again(str(tmp_path / "o.jsonl"))[1].offline == model
+
+
+def test_what_is_set_reaches_the_engine() -> None:
+    given = engine_settings(Offline("m", 512, ("eager=true", "tensor=2", "max_num_seqs=64"), engine="ray-data"))
+    assert given == {"max_model_len": 512, "enforce_eager": True, "tensor_parallel_size": 2, "max_num_seqs": 64}
+    with pytest.raises(UsageError, match="--set data does not go with"):
+        engine_settings(Offline("m", fixed=("data=2",), engine="ray-data"))

@@ -45,10 +45,12 @@ class Offline:
     fixed: tuple[str, ...] = ()
     engine_args: tuple[str, ...] = ()
     more: Mapping[str, Any] = field(default_factory=dict)  # other fields of a wish: target, place, runtime, …
+    engine: str = "http"  # or "ray-data": then Ray starts it (see `ray_data`)
 
     def to_json(self) -> dict[str, Any]:
+        plain = {"more": {}, "engine": "http"}  # left out, as before they existed
         body: dict[str, Any] = to_json(self)
-        return body if self.more else {name: value for name, value in body.items() if name != "more"}
+        return {name: value for name, value in body.items() if plain.get(name) != value}
 
     def wish(self, name: str, **more: Any) -> Wish:
         """What `corral up` would be asked."""
@@ -453,10 +455,11 @@ def again(output: str) -> tuple[Order, Where]:
         record.key_file,
         Offline(
             offline["model"],
-            offline["context"],
-            tuple(offline["fixed"]),
-            tuple(offline["engine_args"]),
+            offline.get("context"),
+            tuple(offline.get("fixed", ())),
+            tuple(offline.get("engine_args", ())),
             offline.get("more", {}),
+            offline.get("engine", "http"),
         )
         if offline
         else None,

@@ -88,7 +88,7 @@ class Pace:
     def told(self, seats: int | None) -> None:
         """The deployment's plan says how many requests run at once there."""
         if seats and self._fixed is None and not self._level:
-            self._highest = max(self._highest, _with_queue(seats))
+            self._highest = max(self._highest, round(_with_queue(seats)))
             self._set(_with_queue(seats))
 
     def overloaded(self, now: float) -> None:

@@ -11,6 +11,9 @@ on a file system that all nodes see. Not covered: several answers per prompt, lo
 
 from __future__ import annotations
 
+import logging
+import os
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from corral.batch.batch import Result
+from corral.batch.batch import Offline, Result
 from corral.batch.check import read_problems
 from corral.batch.folder import JobFolder
 from corral.batch.job import Order, Prepared, folder_of, prepare
@@ -31,11 +34,28 @@ from corral.batch.run import Listener, Summary
 from corral.batch.table import RowReader
 from corral.client import CHAT, Choice, Reply, Timing, Usage
 from corral.errors import CorralError, EngineError, UnreachableError, UsageError
+from corral.plan.fixed import parse_assignments, read_fixed
 
-__all__ = ["Engine", "RayEngine", "run_on_ray"]
+__all__ = ["Engine", "RayEngine", "engine_settings", "run_on_ray"]
 
 _encode = msgspec.json.Encoder().encode
 _GROUP, _GROUP_S = 256, 1.0
+_TOLD_S = 10.0
+_DEFAULT_TOKENS = 16  # of a completion that does not say how many, in vLLM
+_ENGINE_NAMES = {
+    "tensor": "tensor_parallel_size",
+    "pipeline": "pipeline_parallel_size",
+    "max_model_len": "max_model_len",
+    "kv": "kv_cache_dtype",
+    "gpu_memory_utilization": "gpu_memory_utilization",
+    "max_num_batched_tokens": "max_num_batched_tokens",
+    "max_num_seqs": "max_num_seqs",
+    "eager": "enforce_eager",
+}
+_NOT_ENGINE = {
+    "data": "--concurrency N starts N engines.",
+    "weights": "Name a checkpoint with those weights: --model PATH.",
+}
 _NOT_PARAMS = {"prompt", "messages", "model", "stream", "max_completion_tokens", "tools", "tool_choice"}
 
 
@@ -47,7 +67,6 @@ class Answer(NamedTuple):
     error: str = ""
     prompt_tokens: int = 0
     output_tokens: int = 0
-    finish_reason: str = "stop"
 
 
 class Engine(Protocol):
@@ -58,10 +77,10 @@ class Engine(Protocol):
 
 
 class RayEngine:
-    """`ray.data.llm` with a vLLM engine per worker."""
+    """`ray.data.llm` with `replicas` vLLM engines."""
 
-    def __init__(self, model: str, concurrency: int = 1, engine_kwargs: dict[str, Any] | None = None) -> None:
-        self._model, self._concurrency, self._kwargs = model, concurrency, engine_kwargs or {}
+    def __init__(self, model: str, replicas: int = 1, engine_kwargs: dict[str, Any] | None = None) -> None:
+        self._model, self._replicas, self._kwargs = model, replicas, engine_kwargs or {}
         self._ray = optional("ray", "run on Ray Data (in the cluster's own environment)")
         optional("ray.data.llm", "run on Ray Data")
 
@@ -70,13 +89,15 @@ class RayEngine:
 
         ray = self._ray
         self._connect()
+        ray.data.DataContext.get_current().enable_progress_bars = False
+        logging.getLogger("ray.data").setLevel(logging.WARNING)  # a block of lines every ten seconds otherwise
         settings: dict[str, Any] = {}
         if not ray.cluster_resources().get("GPU"):  # otherwise it would wait for one for ever
             settings = {"placement_group_config": {"bundles": [{"CPU": 1}]}, "log_engine_metrics": False}
         config = vLLMEngineProcessorConfig(
             model_source=self._model,
             engine_kwargs=self._kwargs,
-            concurrency=self._concurrency,
+            concurrency=self._replicas,
             batch_size=64,
             should_continue_on_error=True,
             chat_template_stage=chat,
@@ -91,6 +112,7 @@ class RayEngine:
     def _connect(self) -> None:
         if self._ray.is_initialized():
             return
+        _refuse_dead_address(os.environ.get("RAY_ADDRESS", ""))
         try:
             self._ray.init(address="auto", log_to_driver=False)  # RAY_ADDRESS, or a cluster on this node
         except ConnectionError as error:
@@ -98,6 +120,20 @@ class RayEngine:
                 f"there is no Ray cluster here: {str(error).splitlines()[0]}",
                 "Start one (`ray start --head`), run this on one of its nodes, or set RAY_ADDRESS.",
             ) from error
+
+
+def _refuse_dead_address(address: str) -> None:
+    """Ray itself would try for ever to reach an address where nobody is."""
+    host, colon, port = address.rpartition(":")
+    if not colon or "/" in host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+    except OSError as error:
+        raise UnreachableError(
+            f"there is no Ray cluster at {address} (RAY_ADDRESS): {error.strerror or error}.",
+            "Start one (`ray start --head`), or correct RAY_ADDRESS.",
+        ) from None
 
 
 def _unpack(row: dict[str, Any]) -> dict[str, Any]:
@@ -116,30 +152,33 @@ def read_answer(row: dict[str, Any]) -> Answer:
         error=str(row.get("__inference_error__") or ""),
         prompt_tokens=int(row.get("num_input_tokens") or 0),
         output_tokens=int(row.get("num_generated_tokens") or 0),
-        finish_reason=str(row.get("finish_reason") or "stop"),
     )
 
 
+def engine_settings(offline: Offline) -> dict[str, Any]:
+    """What was asked of the plan, under the names that vLLM's engine knows."""
+    context = {"max_model_len": offline.context} if offline.context else {}
+    fixed = read_fixed({**context, **parse_assignments(offline.fixed)})
+    for name, remedy in _NOT_ENGINE.items():
+        if getattr(fixed, name) is not None:
+            raise UsageError(f"--set {name} does not go with --engine ray-data.", remedy)
+    return {ours: getattr(fixed, name) for name, ours in _ENGINE_NAMES.items() if getattr(fixed, name) is not None}
+
+
 def run_on_ray(
-    order: Order,
-    model: str,
-    listener: Listener,
-    *,
-    concurrency: int = 1,
-    context: int | None = None,
-    engine: Engine | None = None,
+    order: Order, offline: Offline, listener: Listener, *, replicas: int = 1, engine: Engine | None = None
 ) -> Result:
     """Begin a batch on Ray Data, or continue it."""
+    model, settings = offline.model, engine_settings(offline)
     folder = folder_of(order.output, order.ordered)
     folder.create()
     with JobLock(folder.lock, order.output) as lock:
         if folder.shared.is_dir():
             raise UsageError(f"{order.output} is shared (--jobs).", "Finish it with `corral batch resume`.")
         folder.sweep()
-        made = prepare(order, folder, {"offline": {"model": model, "engine": "ray-data"}}, model=model)
+        made = prepare(order, folder, {"offline": offline.to_json()}, model=model)
         listener.note("begin", f"{'continuing' if made.continued else 'new'}: {made.record.rows} rows, on Ray Data")
-        settings = {"max_model_len": context} if context else {}
-        run = _Run(made, engine or RayEngine(model, concurrency, settings), listener, lock)
+        run = _Run(made, engine or RayEngine(model, replicas, settings), listener, lock)
         summary = run.run()
         if not folder.live:
             export(folder, made.table, made.record.ordered)
@@ -160,19 +199,20 @@ class _Run:
         self._began = time.monotonic()
         self._fine = self._failed = self._prompt = self._output = self._passes = 0
         self._group: list[Entry] = []
-        self._committed = time.monotonic()
+        self._committed = self._told = time.monotonic()
+        self._before = 0
 
     def run(self) -> Summary:
         tally = self._ledger.open()
         self._done = tally.done
-        before = tally.fine + tally.failed
+        before = self._before = tally.fine + tally.failed
         try:
             for problem in read_problems(self._folder.problems):
                 self._settle(problem.row, FAILED, problem_line(problem, self._made.table))
             for chat, numbers in self._kinds():
                 self._pass(numbers, chat)
-            self._commit()
         finally:
+            self._commit()
             self._ledger.close()
             self._reader.close()
         rows = len(self._made.table)
@@ -205,6 +245,7 @@ class _Run:
             with rows.open("wb") as file:
                 for number in numbers:
                     file.write(self._line(number))
+            self._listener.note("starting", f"Ray starts the engine for {len(numbers)} rows")
             for answer in self._engine.answers(rows, chat):
                 self._take(answer)
         except CorralError:
@@ -256,8 +297,13 @@ class _Run:
             self._fine += 1
         else:
             self._failed += 1
-        if len(self._group) >= _GROUP or time.monotonic() - self._committed > _GROUP_S:
+        now = time.monotonic()
+        if len(self._group) >= _GROUP or now - self._committed > _GROUP_S:
             self._commit()
+        if now - self._told > _TOLD_S:
+            self._told = now
+            done, rate = self._before + self._fine + self._failed, self._output / (now - self._began)
+            self._listener.note("progress", f"{done} of {len(self._made.table)} rows, {rate:,.0f} output tok/s")
 
     def _commit(self) -> None:
         if self._group:
@@ -274,6 +320,8 @@ def _params(parsed: Parsed) -> dict[str, Any]:
     if params.get("n", 1) != 1 or body.get("tools") or params.get("logprobs") or params.get("prompt_logprobs"):
         raise UsageError("Ray Data gives one plain answer per row: no n, tools or logprobs.", "Use --engine http.")
     params.pop("n", None)
+    if parsed.path == CHAT:
+        params.setdefault("max_tokens", None)  # as a server does; the engine alone would stop after 16
     if wanted := body.get("max_completion_tokens"):
         params["max_tokens"] = wanted
     if isinstance(params.get("stop"), str):
@@ -284,8 +332,10 @@ def _params(parsed: Parsed) -> dict[str, Any]:
 def _as_reply(answer: Answer, parsed: Parsed, model: str) -> Reply:
     """The answer in the shape that a server would have given it."""
     chat = parsed.path == CHAT
+    asked = _params(parsed).get("max_tokens", _DEFAULT_TOKENS)
+    finish = "length" if asked and answer.output_tokens >= asked else "stop"  # Ray Data does not tell
     message = {"role": "assistant", "content": answer.text}
-    choice: dict[str, Any] = {"index": 0, "finish_reason": answer.finish_reason}
+    choice: dict[str, Any] = {"index": 0, "finish_reason": finish}
     choice |= {"message": message} if chat else {"text": answer.text}
     total = answer.prompt_tokens + answer.output_tokens
     usage = Usage(answer.prompt_tokens, answer.output_tokens, total)
@@ -301,5 +351,5 @@ def _as_reply(answer: Answer, parsed: Parsed, model: str) -> Reply:
             "total_tokens": total,
         },
     }
-    choices = [Choice(0, answer.text, answer.finish_reason)]
+    choices = [Choice(0, answer.text, finish)]
     return Reply(choices, usage, Timing(0, 0, 0, 0, []), f"ray-{answer.number}", model, 200, _encode(body))

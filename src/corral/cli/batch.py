@@ -146,10 +146,11 @@ def run(**given: Any) -> int:
     )
     more = _place(given)
     model = more.get("model") or given["model"]
-    offline = Offline(model, given["context"], given["fixed"], (), more) if model else None
+    engine = given["engine"]
+    if engine == "ray-data" and not model:
+        raise UsageError("--engine ray-data needs the model.", "Give --model PATH, or a Hugging Face id.")
+    offline = Offline(model, given["context"], given["fixed"], (), more, engine) if model else None
     where = Where(given["deployments"], given["urls"], given["key_file"], offline)
-    if given["engine"] == "ray-data":
-        return _ray(order, given)
     return _carry_out(order, where, given)
 
 
@@ -349,6 +350,8 @@ def _carry_out(order: Any, where: Any, given: dict[str, Any]) -> int:
     from corral.batch.shared import Sharing
     from corral.batch.submit import is_queued
 
+    if where.offline and where.offline.engine == "ray-data":
+        return _ray(order, where.offline, given)
     if is_queued(where):
         return _submit(order, where, given)
     screen = Screen(given["as_json"], order.output)
@@ -373,15 +376,11 @@ def _exit_code(state: str, failed: bool) -> int:
     return UNFINISHED if failed else 0
 
 
-def _ray(order: Any, given: dict[str, Any]) -> int:
+def _ray(order: Any, offline: Any, given: dict[str, Any]) -> int:
     from corral.batch.ray_data import run_on_ray
 
-    if not given["model"]:
-        raise UsageError("--engine ray-data needs the model.", "Give --model PATH, or a Hugging Face id.")
     screen = Screen(given["as_json"], order.output)
     with screen:
-        result = run_on_ray(
-            order, given["model"], screen, concurrency=given["concurrency"] or 1, context=given["context"]
-        )
+        result = run_on_ray(order, offline, screen, replicas=given["concurrency"] or 1)
     screen.summary(result)
     return _exit_code(result.summary.state, result.errors is not None)

@@ -1,0 +1,135 @@
+"""A batch on a real Ray cluster, by real `ray.data.llm` with real vLLM on the CPU.
+
+Corral lies in the cluster's environment, as its documentation says: here the managed engine's packages, with what Ray
+Data needs besides.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.integration.conftest import KEPT, Corral, free_port
+
+
+@dataclass
+class Cluster:
+    """A Ray cluster of one node, and the environment that runs on it."""
+
+    python: Path
+    env: dict[str, str]
+
+    def batch(self, *arguments: str) -> subprocess.Popen[str]:
+        command = [str(self.python), "-m", "corral", "batch", *arguments]
+        return subprocess.Popen(command, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def environment(engine: Path) -> Path:
+    """The engine's packages, Ray Data's further needs, and Corral as it lies here."""
+    place = KEPT / f"ray-data-{engine.name}"
+    if (place / "made").is_file():
+        return place / "bin" / "python"
+    shutil.rmtree(place, ignore_errors=True)
+    subprocess.run([engine / "bin" / "python", "-m", "venv", "--without-pip", place], check=True)
+    packages = next((place / "lib").glob("python3*")) / "site-packages"
+    (packages / "engine.pth").write_text(f"{next((engine / 'lib').glob('python3*')) / 'site-packages'}\n")
+    further = ["pyarrow", "pandas", "python-dateutil", "six", "pytz", "tzdata"]  # numpy is the engine's
+    install = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", str(place / "bin" / "python")]
+    subprocess.run([*install, "--no-deps", *further, "--editable", str(ROOT)], check=True)
+    (place / "made").touch()
+    return place / "bin" / "python"
+
+
+@pytest.fixture(scope="module")
+def cluster(corral: Corral, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    corral.run("pull", "smollm2")
+    python = environment(corral.engine.resolve())
+    scratch = tmp_path_factory.mktemp("r", numbered=True)
+    env = {**os.environ, "CORRAL_HOME": str(scratch / "home"), "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    env |= {"PATH": f"{python.parent}:{env['PATH']}", "RAY_USAGE_STATS_ENABLED": "0"}
+    env.pop("PYTHONPATH", None)
+    port = free_port()
+    start = [
+        str(python),
+        "-m",
+        "ray.scripts.scripts",
+        "start",
+        "--head",
+        "--block",
+        "--port",
+        port,
+        "--num-cpus",
+        "4",
+    ]
+    short = tempfile.mkdtemp(prefix="ray-")  # Ray's socket paths must stay below 108 characters
+    start += ["--num-cpus", "4", "--include-dashboard=false", "--temp-dir", short]
+    with (scratch / "ray.log").open("w") as log:
+        ray = subprocess.Popen(start, env=env, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        while "Ray runtime started" not in (scratch / "ray.log").read_text():
+            assert ray.poll() is None, (scratch / "ray.log").read_text()
+            time.sleep(0.2)
+        yield Cluster(python, {**env, "RAY_ADDRESS": f"127.0.0.1:{port}"})
+    finally:
+        ray.terminate()
+        ray.wait(60)
+        shutil.rmtree(short, ignore_errors=True)
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_killed_in_the_middle_every_row_has_one_result(cluster: Cluster, corral: Corral, tmp_path: Path) -> None:
+    rows = [{"id": n, "prompt": f"Story {n} begins: once", "max_tokens": 4 + n % 3} for n in range(400)]
+    rows[17] |= {"min_tokens": 50}  # more than its most: vLLM refuses it, and this row alone
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    output = tmp_path / "out.jsonl"
+    command = [str(tmp_path / "in.jsonl"), "-o", str(output), "--engine", "ray-data", "--model"]
+    command += [str(corral.home / "models" / "smollm2"), "--context", "512", "--set", "eager=true"]
+    command += ["--temperature", "0"]
+    first = cluster.batch(*command)
+    until = time.monotonic() + 400
+    while not lines(output) and first.poll() is None and time.monotonic() < until:
+        time.sleep(0.05)
+    first.kill()
+    said = first.communicate()[0]
+    assert 0 < len(lines(output)) < 399, said
+    again = cluster.batch(*command)
+    said = again.communicate(timeout=500)[0]
+    assert again.returncode == 1, said  # finished, one row in the error file
+    found = lines(output)
+    assert sorted(int(str(line["id"])) for line in found) == [n for n in range(400) if n != 17], said
+    assert all(line["response"] for line in found)
+    assert all(
+        line["completion_tokens"] == 4 + int(str(line["id"])) % 3 or line["finish_reason"] == "stop" for line in found
+    )
+    errors = lines(tmp_path / "out.errors.jsonl")
+    assert [error["custom_id"] for error in errors] == ["17"]
+    assert "min_tokens" in json.dumps(errors)
+    resumed = subprocess.run(
+        [cluster.python, "-m", "corral", "batch", "resume", output], env=cluster.env, capture_output=True, text=True
+    )
+    assert "400" in resumed.stdout + resumed.stderr, resumed.stderr  # nothing to do, and it knows where it ran
+
+
+def test_without_a_cluster_it_says_so(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("Hello\n")
+    nowhere = Cluster(cluster.python, {**cluster.env, "RAY_ADDRESS": f"127.0.0.1:{free_port()}"})
+    run = nowhere.batch(
+        str(tmp_path / "in.txt"), "-o", str(tmp_path / "o.jsonl"), "--engine", "ray-data", "--model", "m"
+    )
+    said = run.communicate(timeout=200)[0]
+    assert run.returncode == 9, said
+    assert "Ray cluster" in said
