@@ -54,6 +54,7 @@ def test_one_stream_of_an_8b_on_an_h100_is_judged_by_memory_bandwidth(plan: Plan
         (replace(CALM, peak_waiting=9, peak_running=10_000), summary(3000, 20.0, 64), "max_num_seqs"),
         (CALM, summary(14_000, 30.0, 400), "arithmetic"),
         (CALM, summary(100, 30.0, 4), "few requests"),
+        (replace(CALM, peak_waiting=3), summary(9_000, 20.0, 256), "API server"),
     ],
 )
 def test_the_likeliest_cause_is_named_with_advice(

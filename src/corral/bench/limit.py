@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from corral.bench.metrics import Summary
 from corral.bench.server_metrics import ServerDelta
 from corral.plan import Plan
-from corral.plan.speed import predict
+from corral.plan.speed import Efficiency, predict
 
 __all__ = ["Cost", "Limit", "cost_of", "distance", "roof"]
 
@@ -125,6 +125,12 @@ def _reason(
     if decode >= 0.6:
         lighter = "a smaller model" if on_cpu else "fp8/int4 weights"
         return "memory bandwidth", f"more requests at once (they share each read of the weights), or {lighter}"
+    streamed = Efficiency().frontend_tokens_s * plan.parallel.data
+    if not on_cpu and summary.output_throughput >= 0.65 * streamed:
+        return (
+            f"the API server: one process streams some {streamed / plan.parallel.data:,.0f} tokens a second",
+            "more API server processes (`-- --api-server-count 4`) or replicas; `corral batch` does not stream",
+        )
     if summary.mean_concurrency < 0.5 * settings.max_num_seqs and not waiting:
         if settings.eager:
             return "kernel launches (eager mode)", "start without eager mode, and offer more requests at once"
