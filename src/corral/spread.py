@@ -30,7 +30,7 @@ __all__ = ["Origin", "Outcome", "Progress", "ensure_folder", "plan_sources", "sa
 
 GIVER = "the source"
 HUB = "the hub"
-SMALL_BYTES = 1 << 20  # as in node/courier.py: smaller files travel whole
+SMALL_BYTES = 1 << 20  # as in node/courier/fetch.py: smaller files travel whole
 FRAME_BYTES = 1 << 20
 LOOKS = 10  # network file systems may show a new file late
 

@@ -12,7 +12,7 @@ import pytest
 from corral.bundle import bundle
 
 SOURCE = Path(__file__).parent.parent.parent / "src" / "corral"
-PACKAGES = ["node/agent"]
+PACKAGES = ["node/agent", "node/courier"]
 
 
 def run(text: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
