@@ -1,4 +1,4 @@
-"""The near end of a courier: one `node/courier.py` on a host, or here, spoken to in lines of JSON.
+"""The near end of a courier: one `node/courier` on a host, or here, spoken to in lines of JSON.
 
 Nothing is placed on the host: the source travels on standard input, before the order. The courier ends when this
 process closes the connection or dies. Tokens go through standard input only.
@@ -15,9 +15,9 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from importlib import resources
 from typing import Any
 
+from corral.bundle import bundle
 from corral.errors import CorralError, UnreachableError
 from corral.ssh import Ssh
 
@@ -29,7 +29,7 @@ Event = dict[str, Any]
 
 @lru_cache(maxsize=1)
 def _source() -> bytes:
-    return (resources.files("corral") / "node" / "courier.py").read_bytes()
+    return bundle("node/courier").encode()
 
 
 def _argv(ssh: Ssh, host: str, command: str) -> list[str]:

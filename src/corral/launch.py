@@ -43,7 +43,7 @@ GUARD = "corral_guard.Guard"
 class PlacedFile:
     """A file of Corral's that must lie beside the engine."""
 
-    resource: str  # inside the corral package
+    resource: str  # inside the corral package; a folder becomes one file
     name: str  # inside the deployment's `node` folder
 
 
@@ -134,8 +134,7 @@ class Order:
 
 
 FILES = (
-    PlacedFile("node/agent.py", "agent.py"),
-    PlacedFile("node/gang.py", "corral_gang.py"),
+    PlacedFile("node/agent", "agent.py"),
     PlacedFile("node/guard.py", "corral_guard.py"),
     PlacedFile("engine_side/ray_rank.py", RAY_SCRIPT),
     PlacedFile("node/slurm_start.py", "slurm_start.py"),

@@ -13,10 +13,10 @@ import os
 import tarfile
 import time
 from collections.abc import Mapping
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from corral.bundle import bundle
 from corral.events import read_events
 from corral.files import make_private_dir, write_atomic
 from corral.folder import DeploymentFolder, RankFolder
@@ -30,7 +30,7 @@ MIRRORED = ("events.jsonl", "engine.log")
 
 def pack(spec: LaunchSpec, folder: DeploymentFolder, texts: Mapping[str, object]) -> bytes:
     """The files of one node: Corral's own, the key, the token, the rank's order."""
-    files = {f"node/{file.name}": (resources.files("corral") / file.resource).read_bytes() for file in spec.files}
+    files = {f"node/{file.name}": bundle(file.resource).encode() for file in spec.files}
     files |= {"key": folder.key.read_bytes(), "token": folder.token.read_bytes()}
     files |= {name: dump_json(body).encode() for name, body in texts.items()}
     buffer = io.BytesIO()

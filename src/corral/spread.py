@@ -5,7 +5,7 @@ uplink and downlink each carry the folder once, so 16 nodes take the time of one
 of a megabyte. (A tree that waits for whole copies needs log2(16) = 4; one that pipelines with two children per node
 needs 2, because its uplinks carry everything twice.) A slow node delays those behind it, but the slowest node decides
 when a deployment can start in any case. When a node is lost, those behind it go to the one before it and continue
-where they were; whom each may ask, and in which order, is decided here, purely, before anything moves.
+where they were; whom each may ask, and in which order, is decided before anything moves (`transfer_plan.py`).
 
 Nodes that see the same storage are found by a file that one writes and the others look for; it is filled once. Files
 on this machine go to the first node over the ssh connection itself, so nodes need not reach this machine.
@@ -25,12 +25,13 @@ from typing import Any
 from corral.couriers import HERE, Courier, Event
 from corral.errors import ConflictError, CorralError, DataError, UsageError
 from corral.ssh import Ssh, each
+from corral.transfer_plan import plan_sources, same_storage
 
-__all__ = ["Origin", "Outcome", "Progress", "ensure_folder", "plan_sources", "same_storage", "spread"]
+__all__ = ["Origin", "Outcome", "Progress", "ensure_folder", "spread"]
 
 GIVER = "the source"
 HUB = "the hub"
-SMALL_BYTES = 1 << 20  # as in node/courier.py: smaller files travel whole
+SMALL_BYTES = 1 << 20  # as in node/courier/fetch.py: smaller files travel whole
 FRAME_BYTES = 1 << 20
 LOOKS = 10  # network file systems may show a new file late
 
@@ -79,44 +80,6 @@ class Outcome:
 Report = Callable[[Progress], None]
 
 
-# ------------------------------------------------------------------------------------------------ deciding
-def plan_sources(
-    receivers: Sequence[str], have_bytes: Mapping[str, int], heads: Sequence[str]
-) -> dict[str, tuple[str, ...]]:
-    """Whom each receiver asks, best first: the one before it in its chain, then those before that, then other heads.
-
-    One chain per head (somebody who has everything). Nobody is the first choice of two, and nobody is ever asked
-    by somebody before it in the chain, so no two can wait for each other. Who has most goes first, to be ahead of
-    those behind it. Without a head the first receiver asks nobody: its bytes are pushed.
-    """
-    order = sorted(receivers, key=lambda host: -have_bytes.get(host, 0))
-    if not heads:
-        return {host: tuple(reversed(order[:place])) for place, host in enumerate(order)}
-    chains: list[list[str]] = [[head] for head in heads]
-    plan = {}
-    for number, host in enumerate(order):
-        chain = chains[number % len(chains)]
-        others = [head for head in heads if head != chain[0]]
-        plan[host] = (*reversed(chain), *others)
-        chain.append(host)
-    return plan
-
-
-def same_storage(seen: Mapping[str, Iterable[str]]) -> list[tuple[str, ...]]:
-    """Groups of hosts that see one storage, from who saw whose file; in the order given."""
-    groups: list[set[str]] = []
-    for host, others in seen.items():
-        joined = {host, *others}
-        for group in [group for group in groups if group & joined]:
-            joined |= group
-            groups.remove(group)
-        groups.append(joined)
-    order = list(seen)
-    ranked = [tuple(sorted((host for host in group if host in seen), key=order.index)) for group in groups]
-    return sorted((group for group in ranked if group), key=lambda group: order.index(group[0]))
-
-
-# ------------------------------------------------------------------------------------------------ doing
 def ensure_folder(
     ssh: Ssh,
     hosts: Sequence[str],

@@ -103,22 +103,26 @@ def hold_tunnel(folder: DeploymentFolder, say: Callable[[str], None]) -> None:
         return
     write_atomic(folder.tunnel, dump_json(own_identity()))
     mine = folder.tunnel.read_text()
-    failures = 0
-    with _ended_on_signals():
-        while _wanted(folder, mine):
-            began = time.monotonic()
-            with _forwarding(command) as (process, words):
-                while process.poll() is None and _wanted(folder, mine):
-                    time.sleep(0.5)
-            said = words()
-            if _wanted(folder, mine):
-                failures = 0 if time.monotonic() - began > 30 else failures + 1
-                pause = PAUSES_S[min(failures, len(PAUSES_S) - 1)]
-                say(f"the connection ended ({said}); again in {pause:g} s")
-                time.sleep(pause)
+    _hold(command, say, lambda: _wanted(folder, mine))
     with contextlib.suppress(OSError):
         if folder.tunnel.read_text() == mine:
             folder.tunnel.unlink()
+
+
+def _hold(command: Sequence[str], say: Callable[[str], None], wanted: Callable[[], bool]) -> None:
+    """Run ssh while it is wanted, again whenever it ends; the pauses grow while it ends soon."""
+    failures = 0
+    with _ended_on_signals():
+        while wanted():
+            began = time.monotonic()
+            with _forwarding(command) as (process, words):
+                while process.poll() is None and wanted():
+                    time.sleep(0.5)
+            if wanted():
+                failures = 0 if time.monotonic() - began > 30 else failures + 1
+                pause = PAUSES_S[min(failures, len(PAUSES_S) - 1)]
+                say(f"the connection ended ({words()}); again in {pause:g} s")
+                time.sleep(pause)
 
 
 @contextlib.contextmanager
@@ -215,14 +219,4 @@ def find_distant(name: str, through: str, program: Sequence[str], port: int | No
 
 def hold_distant(distant: Distant, say: Callable[[str], None]) -> None:
     """Keep the forward open until interrupted."""
-    failures = 0
-    with _ended_on_signals():
-        while True:
-            began = time.monotonic()
-            with _forwarding(distant.command()) as (process, words):
-                process.wait()
-            said = words()
-            failures = 0 if time.monotonic() - began > 30 else failures + 1
-            pause = PAUSES_S[min(failures, len(PAUSES_S) - 1)]
-            say(f"the connection ended ({said}); again in {pause:g} s")
-            time.sleep(pause)
+    _hold(distant.command(), say, lambda: True)

@@ -22,9 +22,10 @@ from typing import Any
 
 import pytest
 
+from corral.bundle import bundle
 from corral.events import read_events
 from corral.launch import UNSET
-from corral.node import agent
+from corral.node.agent.processes import descendants, process_table
 from corral.runtimes.base import Job, NodeSide, make_runtime
 from tests import testbed
 from tests.conftest import ROOT
@@ -282,7 +283,7 @@ def test_a_container_does_not_outlive_its_agent(either: Bed, victims: str) -> No
         pytest.skip("without catatonit the stand-in is a container's first process, and those ignore signals")
     either.up("one")
     keeper = either.pid_of_agent("one")
-    (worker,) = [pid for pid, row in agent.process_table().items() if row[0] == keeper]
+    (worker,) = [pid for pid, row in process_table().items() if row[0] == keeper]
     for pid in {"worker": [worker], "keeper": [keeper], "both": [keeper, worker]}[victims]:
         os.kill(pid, signal.SIGKILL)
     until(lambda: not either.containers())
@@ -293,7 +294,7 @@ def test_a_container_that_lost_everybody_is_swept(either: Bed) -> None:
     """Agent and client are killed at once: nobody is left who could pass a signal on."""
     either.up("one")
     keeper = either.pid_of_agent("one")
-    everybody = {keeper} | agent.descendants(keeper)
+    everybody = {keeper} | descendants(keeper)
     for pid in everybody:
         os.kill(pid, signal.SIGSTOP)  # so that none of them sees another one go
     for pid in everybody:
@@ -329,7 +330,7 @@ def test_a_server_that_nobody_may_look_into_is_still_ours(docker: Docker, tmp_pa
         **{key: str(folder / name) for key, name in names.items()},
     }  # fmt: skip
     (folder / "spec.json").write_text(json.dumps(spec))
-    (folder / "agent.py").write_text(Path(agent.__file__).read_text())
+    (folder / "agent.py").write_text(bundle("node/agent"))
     for path in (folder, *folder.iterdir()):
         os.chown(path, 65534, 65534)
     for parent in (*folder.parents, Path(docker.env["DOCKER_HOST"].removeprefix("unix://")).parent):

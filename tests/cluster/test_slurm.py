@@ -20,9 +20,7 @@ from typing import Any
 import pytest
 
 import corral as package
-from corral import engines
-from corral.files import write_atomic
-from corral.record import dump_json
+from tests.stand_in import install_stand_in
 from tests.testbed import missing
 from tests.testbed.hosts import Hosts, wait_for
 from tests.testbed.slurm import Slurm
@@ -116,9 +114,7 @@ def login(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Login]:
         Slurm(hosts, settings=PREEMPTION) as slurm,
     ):
         home = folder / "corral"
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("CORRAL_HOME", str(home))
-            _install_stub()
+        install_stand_in(home, STUB, python="/usr/bin/python3")
         found = Login(hosts, slurm, home, make_tiny_llama(folder / "tiny"))
         # loading is planned with 30 s, so one minute leaves room for these and no other signals
         found.up("drained", "--slurm", "signal_s=25", "--slurm", "nodelist=n3", time_limit="1:00")
@@ -128,15 +124,6 @@ def login(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Login]:
                 os.kill(pid, signal.SIGSTOP)  # it hears no signal, and writes nothing more
         yield found
         found.corral("down", "--all")
-
-
-def _install_stub() -> None:
-    engine = engines.expected("cpu")
-    python = Path(engine.path) / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\nexec /usr/bin/python3 "{STUB}" "$@"\n')
-    python.chmod(0o755)
-    write_atomic(Path(engine.path) / "engine.json", dump_json(engine))
 
 
 def test_what_the_cluster_has(login: Login) -> None:
@@ -320,9 +307,7 @@ def test_down_leaves_an_empty_queue_and_no_process(login: Login) -> None:
 def test_accounts_and_who_cancelled(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> None:
     folder = tmp_path_factory.mktemp("accounting")
     with Hosts(folder / "hosts", ("login", "n1"), shared=[folder]) as hosts, Slurm(hosts, accounting=True) as slurm:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("CORRAL_HOME", str(folder / "corral"))
-            _install_stub()
+        install_stand_in(folder / "corral", STUB, python="/usr/bin/python3")
         login = Login(hosts, slurm, folder / "corral", make_tiny_llama(folder / "tiny"))
         refused = login.corral("up", str(login.model), *SMALL, "--time", "10:00", "--account", "nobody")
         assert refused.returncode == 2

@@ -17,9 +17,7 @@ from typing import Any
 import pytest
 
 import corral as package
-from corral import engines
-from corral.files import write_atomic
-from corral.record import dump_json
+from tests.stand_in import install_stand_in
 from tests.testbed import missing
 from tests.testbed.hosts import Hosts, wait_for
 from tests.testbed.slurm import Slurm
@@ -101,9 +99,7 @@ def login(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Login]:
     folder = tmp_path_factory.mktemp("batch")
     folder.parent.chmod(0o755)
     with Hosts(folder / "hosts", ("login", "n1", "n2", "n3"), shared=[folder]) as hosts, Slurm(hosts) as slurm:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("CORRAL_HOME", str(folder / "corral"))
-            _install_fake()
+        install_stand_in(folder / "corral", ENGINE, source=SOURCE)
         found = Login(hosts, slurm, folder, make_tiny_llama(folder / "tiny"))
         # loading is planned with 30 s: one minute leaves room for this signal
         found.batch("limit", "--slurm", "signal_s=25", "--slurm", "nodelist=n1", time_limit="1:00", rate=40)
@@ -111,17 +107,6 @@ def login(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Login]:
         for output in folder.glob("*.jsonl.corral"):
             found.corral("batch", "cancel", str(output.with_suffix("")))
         found.corral("down", "--all")
-
-
-def _install_fake() -> None:
-    engine = engines.expected("cpu")
-    python = Path(engine.path) / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text(
-        f'#!/bin/sh\nexport PYTHONPATH="{SOURCE}:$PYTHONPATH"\nexec "{sys.executable}" "{ENGINE}" "$@"\n'
-    )
-    python.chmod(0o755)
-    write_atomic(Path(engine.path) / "engine.json", dump_json(engine))
 
 
 def test_what_cannot_work_is_refused_before_it_is_queued(login: Login) -> None:

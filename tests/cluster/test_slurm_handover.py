@@ -21,12 +21,10 @@ from typing import Any
 import pytest
 
 import corral as package
-from corral import engines
 from corral.client import CHAT, Client, run
 from corral.endpoint import Endpoint
-from corral.files import write_atomic
-from corral.record import dump_json
 from corral.request_errors import RequestError
+from tests.stand_in import install_stand_in
 from tests.testbed import missing
 from tests.testbed.hosts import Hosts, wait_for
 from tests.testbed.slurm import Slurm
@@ -45,14 +43,7 @@ class Cluster:
     def __init__(self, hosts: Hosts, slurm: Slurm, folder: Path) -> None:
         self.hosts, self.slurm, self.home = hosts, slurm, folder / "corral"
         self.model = make_tiny_llama(folder / "tiny")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("CORRAL_HOME", str(self.home))
-            engine = engines.expected("cpu")
-            python = Path(engine.path) / "bin" / "python"
-            python.parent.mkdir(parents=True)
-            python.write_text(f'#!/bin/sh\nexec /usr/bin/python3 "{ENGINE}" "$@"\n')
-            python.chmod(0o755)
-            write_atomic(Path(engine.path) / "engine.json", dump_json(engine))
+        install_stand_in(self.home, ENGINE, python="/usr/bin/python3")
 
     @property
     def env(self) -> dict[str, str]:

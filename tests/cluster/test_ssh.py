@@ -18,10 +18,8 @@ from typing import Any
 
 import pytest
 
-from corral import engines
-from corral.files import write_atomic
-from corral.record import dump_json
 from tests.conftest import ROOT
+from tests.stand_in import install_stand_in
 from tests.testbed import missing
 from tests.testbed.hosts import Hosts
 from tests.tiny_llama import make_tiny_llama
@@ -82,14 +80,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     folder = tmp_path_factory.mktemp("ssh")
     home = folder / "home" / "corral"
     env = {**os.environ, "HOME": str(folder / "home"), "CORRAL_HOME": str(home)}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CORRAL_HOME", str(home))
-        engine = engines.expected("cpu")
-    (Path(engine.path) / "bin").mkdir(parents=True)
-    python = Path(engine.path) / "bin" / "python"
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{ROOT}/tests/stub_engine.py" "$@"\n')
-    python.chmod(0o755)
-    write_atomic(Path(engine.path) / "engine.json", dump_json(engine))
+    install_stand_in(home, ROOT / "tests" / "stub_engine.py")
     (folder / "local").mkdir()
     with Hosts(folder / "hosts", shared=[folder], private=[folder / "local"]) as hosts:
         env["CORRAL_SSH"] = " ".join(hosts.ssh_command)

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 
-from corral.node import agent
+from corral.node.agent.processes import descendants, marked
 from corral.node.guard import OPEN_WITHOUT_KEY
 from tests.integration.conftest import FAST, Corral
 
@@ -141,7 +141,7 @@ def test_administrative_paths_are_closed_even_with_the_key(server: dict[str, Any
 
 def test_the_key_is_nowhere_but_in_its_file(corral: Corral, server: dict[str, Any], key: str) -> None:
     record = json.loads((corral.home / "deployments/serving/deployment.json").read_text())
-    processes = agent.marked(record["launch_id"])
+    processes = marked(record["launch_id"])
     assert processes
     for pid in processes:
         assert key.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -178,7 +178,7 @@ def wait_state(corral: Corral, name: str, state: str, limit_s: float = 120) -> A
 
 def left(corral: Corral, launch_id: str) -> set[int]:
     """Processes of the launch, also those that wrote a title over their environment."""
-    return agent.marked(launch_id, [str(corral.home / "deployments/mortal/rank0/engine.json")])
+    return marked(launch_id, [str(corral.home / "deployments/mortal/rank0/engine.json")])
 
 
 def test_kill_9_of_the_engine_then_of_the_agent_then_of_the_cli(corral: Corral, tiny_model: Path) -> None:
@@ -186,7 +186,7 @@ def test_kill_9_of_the_engine_then_of_the_agent_then_of_the_cli(corral: Corral, 
     up = corral.json("up", str(tiny_model), "--name", "mortal", *FAST)
     record = json.loads((corral.home / "deployments/mortal/deployment.json").read_text())
     engine = json.loads(corral.run("events", "mortal", "--json").stdout.splitlines()[0])["pid"]
-    names = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in agent.descendants(engine)}
+    names = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants(engine)}
     (core,) = [pid for pid, name in names.items() if name.startswith(b"VLLM::EngineCore")]
     os.kill(core, signal.SIGKILL)  # vLLM's server then exits by itself, with code 0
     failed = wait_state(corral, "mortal", "failed")

@@ -1,4 +1,4 @@
-"""A stand-in engine in the place of the installed one, so that whole commands run in a second."""
+"""`corral` as a user has it, with a stand-in engine; a start that nobody watches."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from typing import Any
 
 import pytest
 
-from corral import engines
-from corral.files import write_atomic
-from corral.record import dump_json
+from tests.stand_in import install_stand_in
 from tests.tiny_llama import make_tiny_llama
 
 STUB = Path(__file__).parent.parent / "stub_engine.py"
@@ -63,6 +61,16 @@ class Corral:
         raise AssertionError(f"{name} never became {state}: {found}")
 
 
+class Silent:
+    """Watches a start and shows nothing of it."""
+
+    def phase(self, name: str) -> None: ...
+
+    def detail(self, text: str, done: int = 0, total: int = 0) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_llama(tmp_path_factory.mktemp("model") / "tiny")
@@ -70,13 +78,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def corral(clean_home: Path, tiny_model: Path) -> Iterator[Corral]:
-    engine = engines.expected("cpu")
-    place = Path(engine.path)
-    (place / "bin").mkdir(parents=True)
-    python = place / "bin" / "python"
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{STUB}" "$@"\n')
-    python.chmod(0o755)
-    write_atomic(place / "engine.json", dump_json(engine))
+    install_stand_in(clean_home / "corral", STUB)
     command = Corral(clean_home, tiny_model, dict(os.environ))
     yield command
     command("down", "--all")

@@ -17,12 +17,13 @@ from typing import Any
 
 import pytest
 
+from corral.bundle import bundle
 from corral.events import Event, read_events
-from corral.node import agent
+from corral.node.agent import engine_log, journal, processes
 from corral.state import Reason, State, may_follow
 
 STUB = Path(__file__).parent.parent / "stub_engine.py"
-AGENT = Path(agent.__file__)
+AGENT = bundle("node/agent")
 
 
 def free_port() -> int:
@@ -64,8 +65,9 @@ class Run:
             **changes,
         }
         (folder / "spec.json").write_text(json.dumps(spec))
+        (folder / "agent.py").write_text(AGENT)
         self.process = subprocess.Popen(
-            [sys.executable, "-I", str(AGENT), "run", str(folder / "spec.json")], start_new_session=True
+            [sys.executable, "-I", str(folder / "agent.py"), "run", str(folder / "spec.json")], start_new_session=True
         )
 
     def events(self) -> list[Event]:
@@ -89,12 +91,12 @@ class Run:
         return found[-1]
 
     def left(self) -> set[int]:
-        return agent.marked(self.launch_id, [str(self.folder / "engine.json")])
+        return processes.marked(self.launch_id, [str(self.folder / "engine.json")])
 
     def wait_gone(self) -> None:
         self.process.wait(30)
         assert not self.left()
-        assert not Path(agent.private_tmp(self.launch_id)).exists()
+        assert not Path(journal.private_tmp(self.launch_id)).exists()
 
 
 @pytest.fixture
@@ -110,7 +112,7 @@ def run(tmp_path: Path):
         if each.process.poll() is None:
             each.process.kill()
             each.process.wait()
-        agent.end_all(each.left, 0.2)
+        processes.end_all(each.left, 0.2)
 
 
 def test_phases_and_figures_then_ready_then_stop(run) -> None:
@@ -242,7 +244,7 @@ def test_killing_the_agent_takes_the_engine_down(run, which: str) -> None:
     one = run("daemon")
     one.wait_state("ready")
     keeper = one.process.pid
-    worker = next(pid for pid, row in agent.process_table().items() if row[0] == keeper)
+    worker = next(pid for pid, row in processes.process_table().items() if row[0] == keeper)
     os.kill(keeper if which == "keeper" else worker, signal.SIGKILL)
     failed = one.wait_state("failed")
     assert failed.get("reason") == "agent_killed"
@@ -252,12 +254,12 @@ def test_killing_the_agent_takes_the_engine_down(run, which: str) -> None:
 def test_sweep_ends_what_a_double_kill_left(run) -> None:
     one = run("daemon")
     one.wait_state("ready")
-    worker = next(pid for pid, row in agent.process_table().items() if row[0] == one.process.pid)
+    worker = next(pid for pid, row in processes.process_table().items() if row[0] == one.process.pid)
     os.kill(worker, signal.SIGSTOP)
     os.kill(one.process.pid, signal.SIGKILL)
     os.kill(worker, signal.SIGKILL)
     one.process.wait()
-    command = [sys.executable, str(AGENT), "sweep", one.launch_id, str(one.folder / "engine.json")]
+    command = [sys.executable, str(one.folder / "agent.py"), "sweep", one.launch_id, str(one.folder / "engine.json")]
     subprocess.run(command, check=True, capture_output=True)
     assert not one.left()
 
@@ -267,15 +269,15 @@ def test_processes_without_their_environment_are_found_by_their_session(run) -> 
     one = run("retitled")
     one.wait_state("ready")
     child = int((one.folder / "child").read_text())
-    worker = next(pid for pid, row in agent.process_table().items() if row[0] == one.process.pid)
+    worker = next(pid for pid, row in processes.process_table().items() if row[0] == one.process.pid)
     engine = one.wait_state("starting").get("pid")
     os.kill(worker, signal.SIGSTOP)
     for pid in (one.process.pid, worker, engine):
         os.kill(pid, signal.SIGKILL)
     one.process.wait()
-    one.wait_for(lambda: agent.marked(one.launch_id) == set())  # the environment alone finds nothing
+    one.wait_for(lambda: processes.marked(one.launch_id) == set())  # the environment alone finds nothing
     assert one.left() == {child}
-    agent.end_all(one.left, 0.2)
+    processes.end_all(one.left, 0.2)
     assert not one.left()
 
 
@@ -297,7 +299,6 @@ def test_the_key_is_in_no_event_and_no_argument(run) -> None:
 
 
 def test_words_of_the_agent_are_words_of_the_state_machine() -> None:
-    source = AGENT.read_text()
     for name in (
         "engine_exited",
         "engine_hung",
@@ -307,7 +308,7 @@ def test_words_of_the_agent_are_words_of_the_state_machine() -> None:
         "engine_broken",
         "port_taken",
     ):
-        assert name in source
+        assert name in AGENT
         assert Reason(name)
 
 
@@ -329,10 +330,12 @@ def test_words_of_the_agent_are_words_of_the_state_machine() -> None:
     ],
 )
 def test_log_lines(line: str, phase: str, values: dict[str, Any]) -> None:
-    assert agent.read_line(line) == (phase, values)
+    assert engine_log.read_line(line) == (phase, values)
 
 
 def test_lines_that_only_wait_are_no_progress() -> None:
-    assert agent.WAITING.search("INFO shm_broadcast: No available shared memory broadcast block found in 60 seconds.")
-    assert agent.WAITING.search("Waiting for 1 local, 0 remote core engine proc(s) to start.")
-    assert not agent.WAITING.search("Loading safetensors checkpoint shards: 1% Completed | 1/191")
+    assert engine_log.WAITING.search(
+        "INFO shm_broadcast: No available shared memory broadcast block found in 60 seconds."
+    )
+    assert engine_log.WAITING.search("Waiting for 1 local, 0 remote core engine proc(s) to start.")
+    assert not engine_log.WAITING.search("Loading safetensors checkpoint shards: 1% Completed | 1/191")

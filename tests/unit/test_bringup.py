@@ -12,14 +12,7 @@ from corral import bringup, hardware
 from corral.errors import DoesNotFitError, UsageError
 from corral.links import Node, Ports
 from corral.targets.base import ChosenPorts, Life
-
-
-class Silent:
-    def phase(self, name: str) -> None: ...
-
-    def detail(self, text: str, done: int = 0, total: int = 0) -> None: ...
-
-    def note(self, text: str) -> None: ...
+from tests.unit.conftest import Silent
 
 
 class Folder:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from corral import engines
-from corral.node import agent
+from corral.node.agent.processes import marked, process_table
 from corral.processes import identify
 from tests.unit.conftest import Corral
 from tests.unit.test_agent import free_port
@@ -23,7 +23,7 @@ from tests.unit.test_agent import free_port
 
 def launched(corral: Corral, name: str) -> set[int]:
     record = json.loads((corral.home / "corral" / "deployments" / name / "deployment.json").read_text())
-    return agent.marked(record["launch_id"])
+    return marked(record["launch_id"])
 
 
 def test_up_use_down(corral: Corral) -> None:
@@ -147,7 +147,7 @@ def test_cli_killed_while_loading_leaves_a_server_that_becomes_ready(corral: Cor
 def test_agent_killed_with_its_keeper_is_a_failure_and_down_cleans_up(corral: Corral) -> None:
     assert corral("up", str(corral.model), "--json").code == 0
     keeper = json.loads((corral.home / "corral/deployments/tiny/rank0/agent.json").read_text())["pid"]
-    worker = next(pid for pid, row in agent.process_table().items() if row[0] == keeper)
+    worker = next(pid for pid, row in process_table().items() if row[0] == keeper)
     os.kill(worker, signal.SIGSTOP)
     os.kill(keeper, signal.SIGKILL)
     os.kill(worker, signal.SIGKILL)

@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 
+from corral.bundle import bundle
 from tests.fake_hub import FakeHub
 
-COURIER = Path(__file__).parent.parent.parent / "src" / "corral" / "node" / "courier.py"
+COURIER = bundle("node/courier").encode()
+BOOT = f"import sys; exec(compile(sys.stdin.buffer.read({len(COURIER)}), 'courier', 'exec'))"
 Json = dict[str, Any]
 
 
@@ -26,11 +28,13 @@ class Talk:
 
     def __init__(self, command: str, **order: Any) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-I", str(COURIER), command],
+            [sys.executable, "-I", "-c", BOOT, command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
+        assert self.process.stdin is not None
+        self.process.stdin.write(COURIER)
         self.say(**order)
         self.where: Json = {}
 

@@ -16,18 +16,10 @@ from corral.folder import open_folder
 from corral.runtimes.base import RUNTIMES
 from corral.targets.base import TARGETS
 from tests.conftest import ROOT
-from tests.unit.conftest import Corral
+from tests.unit.conftest import Corral, Silent
 
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-
-
-class Silent:
-    def phase(self, name: str) -> None: ...
-
-    def detail(self, text: str, done: int = 0, total: int = 0) -> None: ...
-
-    def note(self, text: str) -> None: ...
 
 
 @pytest.fixture

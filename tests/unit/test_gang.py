@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from corral.node import gang
+from corral.node.agent import gang
 
 PATIENCE_S = 2.0
 

@@ -13,9 +13,10 @@ SOURCE = Path(__file__).parent.parent.parent / "src" / "corral"
 # row -> modules; a module may import from its own row or lower ones
 ROWS: list[list[str]] = [
     ["errors", "record", "state", "home", "processes", "files", "events", "shell", "ssh", "folder", "profile",
-     "pip_configuration", "engine_flags", "endpoint", "architecture", "catalogue", "hub", "weights", "model",
-     "hardware", "probe", "fake", "alarm", "request_errors", "reply", "wire", "pool"],
-    ["slurm", "plan", "engines", "diagnosis", "survey", "fabric", "couriers", "spread"],
+     "bundle", "pip_configuration", "engine_flags", "endpoint", "architecture", "catalogue", "hub", "weights",
+     "model", "hardware", "probe", "fake", "alarm", "request_errors", "reply", "wire", "pool"],
+    ["slurm", "plan", "engines", "diagnosis", "survey", "fabric", "couriers", "transfer_plan",
+     "spread"],
     ["runtimes", "links", "launch", "mirror", "model_store"],
     ["targets"],
     ["deployment", "chain", "tunnel", "client", "resolve"],
@@ -75,17 +76,26 @@ def test_targets_do_not_import_each_other() -> None:
         assert not any(f"corral.targets.{other} " in text for other in others)
 
 
-def test_the_nodes_files_need_only_the_standard_library() -> None:
-    for path in (SOURCE / "node").glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and node.module:
-                names = [node.module]
-            for name in names:
-                assert name.split(".")[0] in sys.stdlib_module_names
+NODE_FILES = sorted((SOURCE / "node").rglob("*.py"))
 
 
-@pytest.mark.parametrize("path", sorted((SOURCE / "node").glob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", NODE_FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_the_nodes_files_need_only_the_standard_library(path: Path) -> None:
+    package = path.parent != SOURCE / "node"
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            assert package, "only the parts of a package travel together"
+            assert node.level == 1, "a package travels without what is above it"
+            assert not node.module or (path.parent / f"{node.module}.py").is_file()
+            continue
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module]
+        for name in names:
+            assert name.split(".")[0] in sys.stdlib_module_names
+
+
+@pytest.mark.parametrize("path", NODE_FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_the_nodes_files_are_python_38(path: Path) -> None:
     ast.parse(path.read_text(), feature_version=(3, 8))
 

@@ -9,14 +9,13 @@ inside is the launch's own folder; HOME inside is a kept folder of Corral's, bec
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from corral.engine_flags import FlagList, flags_or_guess
 from corral.errors import UsageError
 from corral.runtimes.base import Job, NodeCheck, NodeSide, Wrapped, kept_caches, read_options
-from corral.runtimes.container import Mount, default_image, mounts_of, version_of_image
+from corral.runtimes.container import ImageOptions, InImage, Mount, default_image, mounts_of
 
 __all__ = ["ApptainerOptions", "ApptainerRuntime"]
 
@@ -37,11 +36,9 @@ exec "$client" exec --bind "${TMPDIR:-/tmp}:/tmp" "$@"
 
 
 @dataclass(frozen=True)
-class ApptainerOptions:
-    """What the user says about Apptainer."""
+class ApptainerOptions(ImageOptions):
+    """What the user says about Apptainer; its images are .sif files, or docker://…."""
 
-    image: str = ""  # a .sif file, or docker://…; default: vLLM's own, of the pinned version
-    version: str = ""  # of its vLLM, where its name does not tell
     gpus: bool | None = None  # NVIDIA's libraries from the host (--nv); default: when the plan has GPUs
     mounts: tuple[str, ...] = ()  # "/data", "/data:/inside", "/data:/inside:rw"
     args: tuple[str, ...] = ()  # further words for `apptainer exec`
@@ -49,7 +46,7 @@ class ApptainerOptions:
 
 
 @dataclass(frozen=True)
-class ApptainerRuntime:
+class ApptainerRuntime(InImage):
     """A rank in an Apptainer image."""
 
     options: ApptainerOptions
@@ -76,27 +73,6 @@ class ApptainerRuntime:
     @property
     def engine(self) -> str:
         return f"apptainer {self.image}"
-
-    @property
-    def serve(self) -> tuple[str, ...]:
-        return ("vllm", "serve")
-
-    @property
-    def python(self) -> tuple[str, ...]:
-        return ("python3",)
-
-    @property
-    def carried(self) -> tuple[str, ...]:
-        return ()
-
-    def flags(self) -> FlagList:
-        return flags_or_guess(self.options.version or version_of_image(self.image), self.node.version)
-
-    def stage(self, progress: Callable[[str], None]) -> ApptainerRuntime:
-        return self
-
-    def moved(self, places: Mapping[str, str]) -> ApptainerRuntime:
-        return self
 
     def wrap(self, job: Job) -> Wrapped:
         name = "apptainer-" + re.sub(r"[^A-Za-z0-9_.-]+", "-", self.image).strip("-.")[-80:]

@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import Any, Protocol, TypeVar, get_type_hints
+from typing import Any, Protocol, Self, TypeVar, get_type_hints
 
 from corral.engine_flags import FlagList
 from corral.errors import DataError, UsageError
@@ -24,6 +24,7 @@ __all__ = [
     "Job",
     "NodeCheck",
     "NodeSide",
+    "OnTheNodes",
     "Runtime",
     "Wrapped",
     "kept_caches",
@@ -115,6 +116,20 @@ class Runtime(Protocol):
     def check(self) -> tuple[NodeCheck, ...]:
         """Commands for a node that tell whether this runtime can run there. Pure."""
         ...
+
+
+class OnTheNodes:
+    """The part of a runtime whose vLLM is on the nodes, or fetched by them: nothing of this machine goes there."""
+
+    @property
+    def carried(self) -> tuple[str, ...]:
+        return ()
+
+    def stage(self, progress: Callable[[str], None]) -> Self:
+        return self
+
+    def moved(self, places: Mapping[str, str]) -> Self:
+        return self
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ engine. The shell is no login shell: profiles may print, change folders, or acti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from corral.engine_flags import FlagList, flags_or_guess
 from corral.errors import UsageError
-from corral.runtimes.base import Job, NodeCheck, NodeSide, Wrapped, kept_caches, read_options
+from corral.runtimes.base import Job, NodeCheck, NodeSide, OnTheNodes, Wrapped, kept_caches, read_options
 from corral.runtimes.venv import SERVE_MODULE, VERSION_QUESTION
 
 __all__ = ["CondaOptions", "CondaRuntime"]
@@ -51,7 +51,7 @@ class CondaOptions:
 
 
 @dataclass(frozen=True)
-class CondaRuntime:
+class CondaRuntime(OnTheNodes):
     """vLLM from a conda environment that somebody else looks after."""
 
     options: CondaOptions
@@ -77,18 +77,8 @@ class CondaRuntime:
     def serve(self) -> tuple[str, ...]:
         return (*self.python, *SERVE_MODULE)
 
-    @property
-    def carried(self) -> tuple[str, ...]:
-        return ()
-
     def flags(self) -> FlagList:
         return flags_or_guess(self.options.version, self.node.version)
-
-    def stage(self, progress: Callable[[str], None]) -> CondaRuntime:
-        return self
-
-    def moved(self, places: Mapping[str, str]) -> CondaRuntime:
-        return self
 
     def wrap(self, job: Job) -> Wrapped:
         return Wrapped(self._entered(job.argv), {**kept_caches(self.node.home, "conda"), **job.env})

@@ -15,18 +15,20 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Self
 
 from corral.engine_flags import FlagList, flags_or_guess
 from corral.errors import UsageError
-from corral.runtimes.base import Job, NodeCheck, NodeSide, Wrapped, kept_caches, read_options
+from corral.runtimes.base import Job, NodeCheck, NodeSide, OnTheNodes, Wrapped, kept_caches, read_options
 
 __all__ = [
     "ContainerOptions",
     "ContainerRuntime",
+    "ImageOptions",
+    "InImage",
     "Mount",
     "container_name",
     "default_image",
@@ -132,11 +134,39 @@ def version_of_image(image: str) -> str:
 
 
 @dataclass(frozen=True)
-class ContainerOptions:
-    """What the user says about containers."""
+class ImageOptions:
+    """What the user says about any image."""
 
     image: str = ""  # default: vLLM's own, of the pinned version
-    version: str = ""  # of its vLLM, where its tag does not tell
+    version: str = ""  # of its vLLM, where its name does not tell
+
+
+class InImage(OnTheNodes):
+    """The part of a runtime whose vLLM is in an image, which each node fetches by itself when it starts."""
+
+    options: ImageOptions
+    node: NodeSide
+
+    @property
+    def image(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def serve(self) -> tuple[str, ...]:
+        return ("vllm", "serve")
+
+    @property
+    def python(self) -> tuple[str, ...]:
+        return ("python3",)
+
+    def flags(self) -> FlagList:
+        return flags_or_guess(self.options.version or version_of_image(self.image), self.node.version)
+
+
+@dataclass(frozen=True)
+class ContainerOptions(ImageOptions):
+    """What the user says about containers."""
+
     gpus: str = ""  # "all", "none", or numbers: "0,1"; default: all when the plan has GPUs
     ipc: str = "host"  # "host", or "private" with shm_size
     shm_size: str = ""  # /dev/shm of its own: "16g"
@@ -151,7 +181,7 @@ class ContainerOptions:
 
 
 @dataclass(frozen=True)
-class ContainerRuntime:
+class ContainerRuntime(InImage):
     """A rank in a container; `DockerRuntime` and `PodmanRuntime` say where they differ."""
 
     options: ContainerOptions
@@ -194,27 +224,6 @@ class ContainerRuntime:
     @property
     def engine(self) -> str:
         return f"{self.name} {self.image}"
-
-    @property
-    def serve(self) -> tuple[str, ...]:
-        return ("vllm", "serve")
-
-    @property
-    def python(self) -> tuple[str, ...]:
-        return ("python3",)
-
-    @property
-    def carried(self) -> tuple[str, ...]:
-        return ()
-
-    def flags(self) -> FlagList:
-        return flags_or_guess(self.options.version or version_of_image(self.image), self.node.version)
-
-    def stage(self, progress: Callable[[str], None]) -> Self:
-        return self  # each node pulls its image when it starts: it is the node's daemon that must have it
-
-    def moved(self, places: Mapping[str, str]) -> Self:
-        return self
 
     def wrap(self, job: Job) -> Wrapped:
         run, name, cache = f"{job.launch_id}.{job.rank}", container_name(job, self.node.home), self._cache

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 
 from corral.engine_flags import FlagList, flags_or_guess
 from corral.errors import UsageError
-from corral.runtimes.base import Job, NodeCheck, NodeSide, Wrapped, kept_caches, read_options
+from corral.runtimes.base import Job, NodeCheck, NodeSide, OnTheNodes, Wrapped, kept_caches, read_options
 
 __all__ = ["SERVE_MODULE", "VERSION_QUESTION", "VenvOptions", "VenvRuntime"]
 
@@ -28,7 +28,7 @@ class VenvOptions:
 
 
 @dataclass(frozen=True)
-class VenvRuntime:
+class VenvRuntime(OnTheNodes):
     """vLLM from a virtual environment that somebody else looks after."""
 
     options: VenvOptions
@@ -54,18 +54,8 @@ class VenvRuntime:
     def serve(self) -> tuple[str, ...]:
         return (*self.python, *SERVE_MODULE)
 
-    @property
-    def carried(self) -> tuple[str, ...]:
-        return ()
-
     def flags(self) -> FlagList:
         return flags_or_guess(self.options.version, self.node.version)
-
-    def stage(self, progress: Callable[[str], None]) -> VenvRuntime:
-        return self
-
-    def moved(self, places: Mapping[str, str]) -> VenvRuntime:
-        return self
 
     def wrap(self, job: Job) -> Wrapped:
         argv = ("sh", "-c", ENTER, "corral-venv", str(PurePath(self.options.path)), *job.argv)

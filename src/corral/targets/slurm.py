@@ -15,10 +15,10 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from corral.bundle import bundle
 from corral.errors import CorralError, DoesNotFitError, UnreachableError, UsageError
 from corral.files import make_private_dir, write_atomic
 from corral.folder import DeploymentFolder, chain_of
@@ -250,8 +250,7 @@ class SlurmTarget:
     def start(self, spec: LaunchSpec, folder: DeploymentFolder) -> None:
         make_private_dir(folder.node_files)
         for file in spec.files:
-            text = (resources.files("corral") / file.resource).read_text(encoding="utf-8")
-            write_atomic(folder.node_files / file.name, text)
+            write_atomic(folder.node_files / file.name, bundle(file.resource))
         for rank in spec.ranks:
             files = folder.rank(rank.rank)
             make_private_dir(files.path)

@@ -7,8 +7,6 @@ that lost its head takes its own rank down, because a headless engine would live
 
 Both sides prove that they know the deployment's token (HMAC over the other's random number); the token itself never
 travels. What is said is not secret. One JSON object per line.
-
-Standard library only, Python 3.8 or later, nothing of corral: the file is copied to where the agents run.
 """
 
 from __future__ import annotations

@@ -1,0 +1,20 @@
+"""The node agent: starts one rank of the engine, watches it, tells what happens, and takes it down whole.
+
+    python3 agent.py run SPEC.json      # run until the engine ends or a stop is asked for
+    python3 agent.py sweep LAUNCH_ID [ENGINE.json...]    # end whatever a launch left behind (when its agent is gone);
+                                        # a spec.json beside an ENGINE.json says how to remove its container
+
+Two processes share the work. The *keeper* is the parent and does almost nothing, so that almost nothing can go wrong
+with it; the *worker* starts the engine in a session of its own, turns its log into events, probes it and stops it.
+If the worker dies, the keeper ends every process of the engine and writes why; if the keeper dies, the worker does.
+Both are subreapers, so no child of the engine escapes by losing its parent. A container's processes are no children:
+the spec says how to find them (`pid_query`) and how to remove the container (`cleanup`), and both processes, and a
+sweep, do so.
+
+What it writes, all inside the deployment's folder: events (append-only, synced), a heartbeat, the engine's log. It
+never reads an exit code of 0 as success: any exit nobody asked for is a failure. It never judges by a deadline, only
+by a stall: no new log line that means progress, no processor time, no disk traffic for `stall_s`.
+
+Standard library only, Python 3.8 or later, nothing of corral: the package is copied, as one file, to where the engine
+runs (`corral/bundle.py`).
+"""

@@ -1,0 +1,159 @@
+"""The engine's HTTP side: whether it is ready, guarded and ours, and whether it still lives."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import socket
+import threading
+import time
+from typing import Any, Dict, Optional, Tuple
+
+from .container import Container
+from .processes import descendants
+from .sockets import listeners, sockets_of
+
+Json = Dict[str, Any]
+HEALTH_EVERY_S = 5.0
+COMPLETION_EVERY_S = 60.0
+
+
+class Server:
+    """The engine's HTTP side, as seen from its own node."""
+
+    def __init__(self, serve: Json) -> None:
+        everywhere = serve["host"] in ("0.0.0.0", "::", "")  # noqa: S104
+        self.host = "127.0.0.1" if everywhere else serve["host"]
+        self.port, self.model, self.key_file = serve["port"], serve["model"], serve["key_file"]
+
+    def call(
+        self, method: str, path: str, body: Any = None, key: bool = True, timeout_s: float = 10
+    ) -> Tuple[int, str]:
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
+        try:
+            headers = {"Content-Type": "application/json"}
+            if key:
+                with open(self.key_file) as file:
+                    headers["Authorization"] = "Bearer " + file.read().strip()
+            connection.request(method, path, None if body is None else json.dumps(body), headers)
+            response = connection.getresponse()
+            return response.status, response.read().decode("utf-8", "replace")
+        finally:
+            connection.close()
+
+    def accepts(self) -> bool:
+        try:
+            socket.create_connection((self.host, self.port), 1).close()
+        except OSError:
+            return False
+        return True
+
+    def complete(self, timeout_s: float) -> Tuple[int, str]:
+        body = {"model": self.model, "prompt": "Hello", "max_tokens": 1, "temperature": 0}
+        return self.call("POST", "/v1/completions", body, timeout_s=timeout_s)
+
+    def counters(self) -> Tuple[float, float]:
+        """(requests running or waiting, a sum that moves while they do) from the engine's own metrics.
+
+        Tokens are counted when a prompt is done; the share of the KV cache in use also moves within a long prompt.
+        """
+        status, text = self.call("GET", "/metrics")
+        if status != 200:
+            raise OSError("metrics answered %d" % status)
+        names = {"vllm:num_requests_running": 0, "vllm:num_requests_waiting": 0}
+        moving = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total", "vllm:kv_cache_usage_perc")
+        names.update(dict.fromkeys(moving, 1))
+        sums = [0.0, 0.0]
+        for line in text.splitlines():
+            name = line.partition("{")[0].partition(" ")[0]
+            if name in names:
+                sums[names[name]] += float(line.rpartition(" ")[2])
+        return sums[0], sums[1]
+
+
+class Probe(threading.Thread):
+    """Asks the server, off the main loop: first until it is ready, then whether it still lives."""
+
+    def __init__(self, server: Server, hung_s: float, container: Container, gang: Optional[Json] = None) -> None:
+        super().__init__(daemon=True)
+        self.server, self.hung_s, self.container = server, hung_s, container
+        # over several nodes a rank can be gone while /health still says 200: idle ones are asked often
+        self.answer_s = min(float(gang["patience_s"]), hung_s) if gang else hung_s
+        self.look_every_s = min(HEALTH_EVERY_S, hung_s / 4, *([self.answer_s / 4] if gang else []))
+        self.ask_every_s = self.answer_s / 2 if gang else COMPLETION_EVERY_S
+        self.ready: Optional[Json] = None
+        self.fault: Optional[Tuple[str, str]] = None  # (reason, text)
+        self.stopping = threading.Event()
+        self.refusals = 0  # completions in a row that the server could not answer
+
+    def run(self) -> None:
+        with contextlib.suppress(Exception):
+            self._until_ready()
+        while self.fault is None and not self.stopping.wait(self.look_every_s):
+            self._watch()
+
+    def _until_ready(self) -> None:
+        while not self.stopping.wait(1.0 if self.refusals else 0.1):
+            if not self.server.accepts():
+                continue
+            # vLLM binds early and listens late: another server may answer here in the meantime, and is not ours
+            strange = listeners(self.server.host, self.server.port) - sockets_of(descendants(os.getpid()))
+            if strange and not self.container.owns(strange, self.server.port):
+                self.fault = ("port_taken", "another process took port %d first" % self.server.port)
+                return
+            try:
+                if self.server.call("GET", "/health", key=False)[0] != 200:
+                    continue
+                if self.server.call("GET", "/v1/models", key=False)[0] not in (401, 403):
+                    self.fault = ("not_guarded", "the server answers without a key")
+                    return
+                began = time.monotonic()
+                status, text = self.server.complete(timeout_s=self.hung_s)
+            except (OSError, http.client.HTTPException):
+                continue
+            if status == 200:
+                self.ready = {"first_completion_s": round(time.monotonic() - began, 3)}
+                self._moved, self._tokens, self._asked = time.monotonic(), -1.0, time.monotonic()
+                return
+            self.refusals += 1
+            if status < 500 or self.refusals >= 20:
+                self.fault = ("engine_exited", "the first completion was answered %d: %s" % (status, text[:300]))
+                return
+
+    def _watch(self) -> None:
+        now = time.monotonic()
+        try:
+            if self.server.call("GET", "/health", key=False)[0] == 503:
+                self.fault = ("engine_exited", "/health says that the engine behind the server is dead")
+                return
+            busy, tokens = self.server.counters()
+            if tokens != self._tokens:
+                self._tokens, self._moved = tokens, now
+            elif not busy and now - self._asked >= self.ask_every_s:
+                self._asked = now
+                self._moved = now
+                status, text = self._ask()
+                self.refusals = self.refusals + 1 if status >= 500 else 0
+                if self.refusals >= 3:
+                    self.fault = ("engine_exited", "completions are answered %d: %s" % (status, text[:300]))
+            elif not busy:
+                self._moved = now
+        except (OSError, http.client.HTTPException):
+            pass
+        if self.fault is None and time.monotonic() - self._moved > self.hung_s:
+            self.fault = ("engine_hung", "no answer and no token for %d s" % self.hung_s)
+
+    def _ask(self) -> Tuple[int, str]:
+        """One token from an idle engine; silence is a fault, unless somebody else's long prompt came just before."""
+        try:
+            return self.server.complete(timeout_s=self.answer_s)
+        except socket.timeout:
+            busy, tokens = self.server.counters()
+            if busy > 1 or tokens != self._tokens:
+                self._moved = time.monotonic()
+                return 200, ""
+            text = "an idle engine did not answer a completion of one token within %d s" % self.answer_s
+            self.fault = ("engine_hung", text)
+            raise

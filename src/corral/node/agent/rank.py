@@ -1,0 +1,261 @@
+"""One rank's engine: started, watched through its log, its processes and its server, and taken down whole."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import subprocess
+import time
+from typing import Any, Dict, Optional, Set, Tuple
+
+from .container import Container
+from .engine_log import PROGRESS_NAMES, WAITING, EngineLog, read_line
+from .journal import Journal, private_tmp, write_atomic
+from .probe import Probe, Server
+from .processes import (
+    MARKER,
+    descendants,
+    disk_bytes,
+    end_all,
+    identity,
+    kernel_oom_kills,
+    prepare_engine,
+    process_table,
+    signal_name,
+)
+
+Json = Dict[str, Any]
+TICK_S = 0.2
+HEARTBEAT_S = 2.0
+STOPPED_S = 6.0  # a rank of several whose processes are all stopped for this long is hung
+DRAIN_LOOK_S = 1.0
+
+
+class Rank:
+    """Runs the engine, once per attempt; what other ranks mean for it, a `Worker` knows."""
+
+    def __init__(self, spec: Json, journal: Journal) -> None:
+        self.spec = spec
+        self.journal = journal
+        self.keeper = os.getppid()
+        self.state = "starting"
+        self.phase = "starting"
+        self.progress: Json = {}
+        self.last_progress: Tuple[Any, ...] = ()
+        self.log = EngineLog(spec["log"])
+        self.container = Container(spec)
+        self.running = False
+        self.ended: Optional[Json] = None  # how this rank's last attempt ended
+        self.activity_at = self.ended_at = time.monotonic()
+
+    # ------------------------------------------------------------------------------- what several ranks change in it
+    def _others(self) -> Optional[Tuple[str, Json]]:
+        """Why this rank must end because of others, if it must."""
+        return None
+
+    def _quiet_s(self, now: float) -> float:
+        """Seconds since anything moved."""
+        return now - self.activity_at
+
+    # -------------------------------------------------------------------------------------------------- one attempt
+    def _run_once(self, attempt: int) -> Tuple[str, Json]:
+        """Start the engine and stay with it to its end: (reason, details)."""
+        log_from = self.log.skip()
+        self.oom_kills = kernel_oom_kills()
+        self.container.forget()
+        self.ended, self.running, self.activity_at = None, True, time.monotonic()
+        try:
+            self.engine = self._start()
+        except OSError as error:
+            self.running = False
+            return "engine_broken", {"text": "the engine could not be started: %s" % error}
+        with contextlib.suppress(OSError):
+            write_atomic(self.spec["engine_file"], identity(self.engine.pid))
+        self._tell_state("starting", attempt=attempt, pid=self.engine.pid)
+        serve, gang = self.spec.get("serve"), self.spec.get("gang")
+        self.probe = Probe(Server(serve), self.spec["hung_s"], self.container, gang) if serve else None
+        if self.probe:
+            self.probe.start()
+        reason, details = self._watch()
+        self.ended_at = time.monotonic()
+        if self.probe:
+            self.probe.stopping.set()
+        if reason == "engine_exited":
+            details.update(was_ready=self.state == "ready", log_from=log_from)
+            if kernel_oom_kills() > self.oom_kills:  # within the last heartbeat
+                details["kernel_oom_kill"] = True
+        if self.state == "ready":
+            self._tell_state("draining")  # not ready any more, and not yet gone
+        # a container's client passes the signal on and stays until the container has ended
+        end_all(self._own_processes if self.container else self._engine_processes, self.spec["grace_s"])
+        self.container.remove()
+        self.running = False
+        self._read_log()
+        return reason, details
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        env = {k: v for k, v in os.environ.items() if k not in self.spec.get("unset_env", [])}
+        env.update(self.spec["env"])
+        env[MARKER] = self.spec["launch_id"]
+        env["TMPDIR"] = private_tmp(self.spec["launch_id"])
+        os.makedirs(env["TMPDIR"], mode=0o700, exist_ok=True)
+        log = os.open(self.spec["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            return subprocess.Popen(
+                self.spec["argv"],
+                env=env,
+                cwd=self.spec["cwd"],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=prepare_engine,
+            )
+        finally:
+            os.close(log)
+
+    def _own_processes(self) -> Set[int]:
+        found = descendants(os.getpid())
+        if not found and self.engine.poll() is None:
+            found = {self.engine.pid}
+        return found
+
+    def _engine_processes(self) -> Set[int]:
+        return self._own_processes() | self.container.processes()
+
+    def _watch(self) -> Tuple[str, Json]:
+        beat = self.activity_at = time.monotonic()
+        halted = 0
+        last_ticks = last_bytes = 0
+        checked = 0.0
+        window = min(10.0, self.spec["stall_s"] / 4)
+        while True:
+            time.sleep(TICK_S)
+            now = time.monotonic()
+            if self._read_log():
+                self.activity_at = now
+            code = self.engine.poll()
+            if code is not None:
+                return self._exit_reason(code)
+            if self._stop_asked():
+                return "requested", {}
+            if os.getppid() != self.keeper:
+                return "agent_killed", {"text": "the agent's keeper process was killed"}
+            others = self._others()
+            if others:
+                return others
+            drained = self._drained(now)
+            if drained:
+                return drained
+            if self.probe and self.probe.fault and self.state != "draining":
+                return self.probe.fault[0], {"text": self.probe.fault[1]}
+            if self.probe and self.probe.ready and self.state not in ("ready", "draining"):
+                self._read_log()  # what the engine said before it answered, and no line later
+                self._tell_state("ready", **self.probe.ready)
+            if now - beat >= HEARTBEAT_S or not checked:
+                beat = now
+                self._beat()
+                halted = halted + 1 if self.spec.get("gang") and self._processes_stopped() else 0
+                if halted * HEARTBEAT_S >= STOPPED_S:
+                    return "engine_hung", {"text": "its processes were stopped by a signal and do nothing"}
+                if self.engine.poll() is None:
+                    self.oom_kills = kernel_oom_kills()
+                self.log.trim()
+            if now - checked >= window:
+                processes = self._engine_processes()
+                table = process_table()
+                ticks = sum(table[pid][2] for pid in processes if pid in table)
+                moved = disk_bytes(processes)
+                if ticks - last_ticks > 5 * window or moved - last_bytes > 1 << 20:  # 5% of a core, or 1 MiB
+                    self.activity_at = now
+                last_ticks, last_bytes, checked = ticks, moved, now
+            served = self.state in ("ready", "draining")
+            if not served and self._quiet_s(now) > self.spec["stall_s"]:
+                text = "no log line, processor time or disk traffic for %d s while %s" % (
+                    self.spec["stall_s"],
+                    self.phase,
+                )
+                return "stalled", {"text": text}
+
+    def _processes_stopped(self) -> bool:
+        """Whether somebody stopped the whole rank: the others would wait for it."""
+        table = process_table()
+        states = [table[pid][3] for pid in self._engine_processes() if pid in table]
+        return bool(states) and all(state in "Tt" for state in states)
+
+    def _drained(self, now: float) -> Optional[Tuple[str, Json]]:
+        """A drain, when one is asked for: over when no request runs any more, or when its time is up."""
+        path = self.spec.get("drain_file")
+        if not path or not os.path.exists(path):
+            return None
+        if self.state not in ("ready", "draining"):
+            return "walltime", {"text": "the time limit was near before it was ready"}
+        if self.state == "ready":
+            seconds = 60.0
+            with contextlib.suppress(OSError, ValueError), open(path) as file:
+                seconds = float(file.read())
+            self.drain_until, self.drain_look, self.idle_looks = now + seconds, now + 2 * DRAIN_LOOK_S, 0
+            self._tell_state("draining", reason="walltime", text="the time limit is near: no new requests")
+        if now >= self.drain_until:
+            return "walltime", {"text": "the time limit came before all running requests had ended"}
+        if now >= self.drain_look:
+            self.drain_look = now + DRAIN_LOOK_S
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                busy = self.probe.server.counters()[0] if self.probe else 0
+                self.idle_looks = 0 if busy else self.idle_looks + 1
+        if self.idle_looks >= 2:
+            return "walltime", {"text": "the time limit was near; all running requests had ended"}
+        return None
+
+    def _exit_reason(self, code: int) -> Tuple[str, Json]:
+        if self._stop_asked():
+            return "requested", {}
+        if self.container and 128 < code <= 128 + 64:
+            code = 128 - code  # a container's client tells a signal this way
+        details: Json = {"exit_code": code if code >= 0 else None, "signal": -code if code < 0 else None}
+        how = "with code %d" % code if code >= 0 else "by signal %d (%s)" % (-code, signal_name(-code))
+        what = "the engine"
+        if self.container:
+            what, details["container"] = "the engine's container", True
+        details["text"] = "%s ended %s while %s, and nobody asked it to" % (what, how, self.phase)
+        return "engine_exited", details
+
+    def _stop_asked(self) -> bool:
+        return os.path.exists(self.spec["stop_file"])
+
+    def _tell_state(self, state: str, **details: Any) -> None:
+        self.state = state
+        if state in ("starting", "loading", "ready"):
+            self.phase = state
+        self.journal.write("state", state=state, **details)
+        self._beat()
+
+    def _beat(self) -> None:
+        with contextlib.suppress(OSError):
+            write_atomic(self.spec["heartbeat"], {"t": time.time(), "state": self.state, "phase": self.phase})
+
+    def _read_log(self) -> bool:
+        """Turn new log lines into events; whether any of them means progress."""
+        progress = False
+        for line in self.log.new_lines():
+            progress = progress or not WAITING.search(line)
+            if self.state == "ready":
+                continue
+            found = read_line(line)
+            if found:
+                self._note(*found)
+        return progress
+
+    def _note(self, phase: Optional[str], values: Json) -> None:
+        if phase == "loading" and self.state == "starting":
+            self._tell_state("loading")
+        progress = {name: values.pop(name) for name in PROGRESS_NAMES if name in values}
+        key = (phase, *progress.values())
+        if phase and (phase != self.phase or progress) and key != self.last_progress:
+            self.last_progress = key
+            self.phase = phase
+            self.progress = progress
+            self.journal.write("phase", phase=phase, **progress)
+        if values:
+            self.journal.write("observed", **values)

@@ -1,0 +1,158 @@
+"""A rank's course through attempts, restarts and, over several nodes, what the gang means for it."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any, Dict, Optional, Tuple
+
+from .gang import Follower, Head
+from .journal import Journal
+from .rank import HEARTBEAT_S, TICK_S, Rank
+
+Json = Dict[str, Any]
+# a restart would change nothing
+FINAL_REASONS = ("requested", "walltime", "agent_killed", "not_guarded", "port_taken")
+HALTED = "halted"  # a member's rank was taken down because the head said so: the head knows the reason
+REJOIN_S = 300.0  # with restarts left, how long the nodes of a gang wait for one that was lost
+
+
+class Worker(Rank):
+    """Runs the engine once or, with restarts, several times; alone, or as the head or a member of a gang."""
+
+    def __init__(self, spec: Json, journal: Journal) -> None:
+        super().__init__(spec, journal)
+        self.head: Optional[Head] = None  # of a gang, when this rank leads it
+        self.follower: Optional[Follower] = None  # of a gang, when another does
+        self.epoch = 0  # of the gang's attempt that this member runs
+        self.beaten = 0.0
+
+    def run(self) -> int:
+        gang = self.spec.get("gang")
+        if gang and self.spec["rank"]:
+            self.follower = Follower(gang, self.spec["rank"], self._standing)
+            return self._follow(self.follower)
+        if gang:
+            try:
+                self.head = Head(gang, self._standing, self._beat_sometimes)
+            except OSError as error:
+                text = "the head cannot listen on %s:%s for the other nodes: %s" % (gang["head"], gang["port"], error)
+                self._end("network", {"text": text})
+                return 0
+        return self._lead()
+
+    def _lead(self) -> int:
+        attempts = 1 + int(self.spec.get("restarts", 0))
+        for attempt in range(1, attempts + 1):
+            reason, details = self._gather(attempt) or self._run_once(attempt)
+            if self.head:
+                if reason == "engine_exited" and "failed_rank" not in details:
+                    reason, details = self.head.root_cause(reason, details, self.ended_at)
+                self.head.halt(self.spec["grace_s"] + 15)
+            if attempt == attempts or reason in FINAL_REASONS:
+                self._end(reason, details)
+                return 0
+            self.journal.write("restart", attempt=attempt, of=attempts - 1, reason=reason, **details)
+            self._tell_state("starting", restarting=True)
+            if not self._pause(min(30.0, 2.0 ** (attempt - 1))):
+                self._end("requested" if self._stop_asked() else "agent_killed", {})
+                return 0
+        return 0
+
+    def _gather(self, attempt: int) -> Optional[Tuple[str, Json]]:
+        """Count the other nodes in, then let all start; what hinders, or None."""
+        if not self.head:
+            return None
+        hindrance = self.head.gather(self._hindrance, *([REJOIN_S] if attempt > 1 else []))
+        if hindrance is None:
+            self.head.run(attempt)
+        return hindrance
+
+    def _hindrance(self) -> str:
+        """Why there is no point in waiting any longer; empty while there is."""
+        self._beat_sometimes()
+        if self._stop_asked():
+            return "requested"
+        return "agent_killed" if os.getppid() != self.keeper else ""
+
+    def _follow(self, follower: Follower) -> int:
+        """A member's life: run when the head says so, stop when it says so or is lost."""
+        epoch = 0
+        while True:
+            order = follower.order
+            lost = follower.lost()
+            if order.get("end"):
+                self._end(order["end"], {"text": order.get("text", "")})
+                return 0
+            if self._stop_asked() or os.getppid() != self.keeper:
+                reason = "requested" if self._stop_asked() else "agent_killed"
+                self.ended = {"epoch": order.get("epoch", 0), "reason": reason, "text": "", "ago_s": 0}
+                time.sleep(2.5)  # the head hears it
+                self._end(reason, {})
+                return 0
+            if lost and not (epoch and self.spec.get("restarts") and follower.silent_s() < REJOIN_S):
+                self._end("node_lost", {"text": lost, "node": follower.head_name})
+                return 0
+            if order.get("run") and not lost and order["epoch"] > epoch:
+                self.epoch = epoch = order["epoch"]
+                reason, details = self._run_once(epoch)
+                if reason != HALTED:
+                    text = details.get("text", "")
+                    self.ended = {"epoch": epoch, "reason": reason, "text": text, "details": details}
+                    self.journal.write("rank_ended", reason=reason, **details)
+                self._tell_state("starting", waiting_for=follower.head_name)
+            time.sleep(TICK_S)
+            self._beat_sometimes()
+
+    def _others(self) -> Optional[Tuple[str, Json]]:
+        """What the rest of the gang means for this rank, if it must end."""
+        if self.head:
+            return self.head.fault()
+        if self.follower:
+            order = self.follower.order
+            lost = self.follower.lost()
+            if lost:
+                return "node_lost", {"text": lost, "node": self.follower.head_name}
+            if order and (order.get("end") or not order.get("run") or order["epoch"] != self.epoch):
+                return HALTED, {}
+            if self.state != "ready" and order.get("head", {}).get("state") == "ready":
+                self._tell_state("ready")
+        return None
+
+    def _quiet_s(self, now: float) -> float:
+        """Seconds since anything moved on this node or, in a gang, on any; its head judges a member."""
+        if self.follower:
+            return 0.0
+        own = super()._quiet_s(now)
+        return min(own, self.head.quiet_s()) if self.head else own
+
+    def _standing(self) -> Json:
+        """How this rank stands, for the other agents of the gang."""
+        now = time.monotonic()
+        ended = dict(self.ended, ago_s=round(now - self.ended_at, 2)) if self.ended else None
+        found = {"state": self.state, "phase": self.phase, "running": self.running, "ended": ended}
+        found["quiet_s"] = round(now - self.activity_at, 1)
+        found.update(self.progress)
+        return found
+
+    def _beat_sometimes(self) -> None:
+        now = time.monotonic()
+        if now - self.beaten >= HEARTBEAT_S:
+            self.beaten = now
+            self._beat()
+
+    def _end(self, reason: str, details: Json) -> None:
+        if self.head:
+            self.head.end(reason, details)
+        self._tell_state("stopped" if reason in ("requested", "walltime") else "failed", reason=reason, **details)
+        self.journal.ended = True
+
+    def _pause(self, seconds: float) -> bool:
+        """Wait before a restart; false when it is not wanted any more."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if self._stop_asked() or os.getppid() != self.keeper:
+                return False
+            time.sleep(TICK_S)
+            self._beat()
+        return True

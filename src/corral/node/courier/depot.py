@@ -1,0 +1,117 @@
+"""Files as they are here, whole or growing, and everybody who waits for their bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import socket
+import threading
+import time
+from typing import IO, Any, List, Optional, Tuple
+
+from .folders import inside
+from .talk import Json
+
+
+class Item:
+    """One file of the manifest as it is here: how many of its bytes, and where."""
+
+    def __init__(self, number: int, row: Json, folder: str) -> None:
+        self.number, self.path, self.size = number, str(row["path"]), int(row["size"])
+        self.kind, self.mode = str(row["kind"]), int(row.get("mode", 0o644))
+        self.mtime_ns: Optional[int] = row.get("mtime_ns")
+        self.target = str(row.get("target", ""))
+        self.sha256, self.git_sha1 = row.get("sha256"), row.get("git_sha1")
+        self.place = inside(folder, self.path)
+        self.at = self.place  # where the bytes are now
+        self.have, self.done, self.generation, self.damaged = 0, False, 0, 0
+        self.claimed = False
+
+    @property
+    def part(self) -> str:
+        name = hashlib.sha1(f"{self.size}:{self.sha256 or self.git_sha1}".encode()).hexdigest()[:8]  # noqa: S324
+        return os.path.join(os.path.dirname(self.place), f".{os.path.basename(self.place)}.{name}.corral-part")
+
+    def fits(self, digest: "Digest") -> bool:
+        if self.sha256:
+            return hmac.compare_digest(digest.sha256.hexdigest(), self.sha256)
+        return hmac.compare_digest(digest.git.hexdigest(), str(self.git_sha1))
+
+
+class Digest:
+    """The hash a file is judged by, grown block by block."""
+
+    def __init__(self, item: Item) -> None:
+        self.sha256 = hashlib.sha256()
+        self.git = hashlib.sha1(b"blob %d\0" % item.size)  # noqa: S324
+        self.both = not item.sha256
+
+    def update(self, block: Any) -> None:
+        self.sha256.update(block)
+        if self.both:
+            self.git.update(block)
+
+
+class Depot:
+    """The items of one folder and everybody who waits for their bytes."""
+
+    def __init__(self, items: List[Item], uplink_bytes_per_s: float = 0) -> None:
+        self.items = items
+        self.changed = threading.Condition()
+        self.uplink, self.free_at_s = uplink_bytes_per_s, 0.0
+        self.sent_bytes, self.active_s = 0, time.monotonic()
+
+    def grow(self, item: Item, have: int, done: bool = False) -> None:
+        with self.changed:
+            item.have, item.done = have, done
+            item.at = item.place if done else item.part
+            self.active_s = time.monotonic()
+            self.changed.notify_all()
+
+    def reset(self, item: Item) -> None:
+        with self.changed:
+            item.have, item.generation = 0, item.generation + 1
+            self.changed.notify_all()
+
+    def open(self, item: Item, offset: int, timeout_s: float) -> Tuple[IO[bytes], int]:
+        """The file, once it has bytes after `offset`, and which attempt at it this is."""
+        with self.changed:
+            ready = self.changed.wait_for(lambda: item.done or item.have > offset, timeout_s)
+            if not ready:
+                raise TimeoutError(item.path)
+            return open(item.at, "rb", buffering=0), item.generation
+
+    def available(self, item: Item, offset: int, generation: int, timeout_s: float) -> int:
+        with self.changed:
+            self.changed.wait_for(lambda: item.done or item.have > offset or item.generation != generation, timeout_s)
+            if item.generation != generation:
+                raise ConnectionError(f"{item.path} is fetched anew")
+            return item.size if item.done else item.have
+
+    def send(self, sock: socket.socket, item: Item, offset: int, end: int, timeout_s: float) -> None:
+        if offset >= end:
+            return
+        file, generation = self.open(item, offset, timeout_s)
+        with file:
+            while offset < end:
+                until = min(end, self.available(item, offset, generation, timeout_s))
+                if until <= offset:
+                    raise TimeoutError(item.path)
+                count = sock.sendfile(file, offset, self.portion(until - offset))
+                if not count:
+                    raise ConnectionError(f"{item.path} is shorter than it was")
+                offset += count
+                self.sent_bytes += count
+                self.active_s = time.monotonic()
+
+    def portion(self, wanted: int) -> int:
+        """How much may go out now: everything, unless the uplink is limited."""
+        if not self.uplink:
+            return min(wanted, 16 << 20)
+        count = min(wanted, max(16 << 10, int(self.uplink / 50)))
+        with self.changed:
+            start_s = max(time.monotonic(), self.free_at_s)
+            self.free_at_s = start_s + count / self.uplink
+        time.sleep(max(0.0, start_s - time.monotonic()))
+        return count

@@ -1,0 +1,112 @@
+"""Hashes of files: computed once, and remembered while the file is what it was."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import hashlib
+import json
+import os
+import re
+import socket
+import tempfile
+import threading
+from typing import Any, Callable, Dict, List, Optional, Sequence
+
+from .talk import Json, Pace, tell
+
+HASHES_FILE = ".corral-hashes.json"
+
+
+class Hashes:
+    """Known hashes of a folder's files, valid while a file's size, times and inode are what they were."""
+
+    def __init__(self, folder: str, own: bool) -> None:
+        self.place = os.path.join(folder, HASHES_FILE)  # travels with the data, also to other nodes that see it
+        if not own and not os.path.exists(self.place):
+            cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+            name = f"{socket.gethostname()}:{os.path.realpath(folder)}"
+            self.place = os.path.join(cache, "corral", "hashes", hashlib.sha1(name.encode()).hexdigest() + ".json")  # noqa: S324
+        self.lock = threading.Lock()
+        try:
+            with open(self.place, encoding="utf-8") as file:
+                self.known: Dict[str, List[Any]] = json.load(file)
+        except (OSError, ValueError):
+            self.known = {}
+
+    def get(self, path: str, place: str) -> Optional[str]:
+        found = self.known.get(path)
+        return str(found[0]) if found and found[1:] == self.key(place) else None
+
+    def put(self, path: str, place: str, sha256: str) -> None:
+        with self.lock:
+            self.known[path] = [sha256, *self.key(place)]
+
+    @staticmethod
+    def key(place: str) -> List[int]:
+        found = os.stat(place)
+        return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+
+    def save(self) -> None:
+        with contextlib.suppress(OSError):  # a folder that cannot be written to is hashed again next time
+            os.makedirs(os.path.dirname(self.place), exist_ok=True)
+            handle, temporary = tempfile.mkstemp(prefix=".corral-hashes.", dir=os.path.dirname(self.place))
+            with os.fdopen(handle, "w", encoding="utf-8") as file, self.lock:
+                json.dump(self.known, file)
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, self.place)
+
+
+def sha256_of(place: str, on_bytes: Callable[[int], None]) -> str:
+    digest, buffer = hashlib.sha256(), bytearray(1 << 20)
+    with open(place, "rb", buffering=0) as file:
+        while True:
+            count = file.readinto(buffer)
+            if not count:
+                return digest.hexdigest()
+            digest.update(memoryview(buffer)[:count])
+            on_bytes(count)
+
+
+def git_sha1_of(place: str) -> str:
+    with open(place, "rb") as file:
+        return git_sha1(file.read())
+
+
+def git_sha1(body: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(body) + body).hexdigest()  # noqa: S324
+
+
+def promised_hash(place: str) -> Optional[str]:
+    """A hub cache names large files by their hash."""
+    if not os.path.islink(place):
+        return None
+    real = os.path.realpath(place)
+    name = os.path.basename(real)
+    named = os.path.basename(os.path.dirname(real)) == "blobs" and re.fullmatch("[0-9a-f]{64}", name)
+    return name if named else None
+
+
+def hash_files(folder: str, rows: Sequence[Json], how: str, hashes: Hashes) -> None:
+    """Put `sha256` into the rows. `known`: only what is known already; `all`: hash the rest; `again`: hash all."""
+    todo = []
+    for row in rows:
+        if row["kind"] != "file":
+            continue
+        place = os.path.join(folder, row["path"])
+        found = None if how == "again" else hashes.get(row["path"], place) or promised_hash(place)
+        if found:
+            row["sha256"] = found
+        elif how != "known":
+            todo.append(row)
+    pace = Pace(lambda done, total: tell("hashing", done=done, total=total), sum(row["size"] for row in todo))
+
+    def work(row: Json) -> None:
+        place = os.path.join(folder, row["path"])
+        row["sha256"] = sha256_of(place, pace.add)
+        hashes.put(row["path"], place, row["sha256"])
+
+    with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        list(pool.map(work, todo))
+    if todo:
+        hashes.save()
