@@ -1,8 +1,9 @@
 """`corral batch` beside vLLM's own offline `LLM.generate`, `vllm run-batch`, and the 20-thread requests script.
 
 One machine, one engine, one run: the server that Corral starts is measured with `corral batch` and the threads script
-in turn (twice, in both orders), then stopped; then the engine itself runs the same prompts in process with the same
-settings, and `vllm run-batch` does. Printed are output tokens per second without start-up, and the ratios.
+in turn (in both orders), then stopped; then the engine itself runs the same prompts in process with the same
+settings, and `vllm run-batch` does. Both are warmed up by 160 short answers. Printed are output tokens per second
+without start-up, and the ratios.
 
     python benchmarks/batch_engines.py [--rows 96] [--tokens 64] [--model smollm2] [--skip run-batch]
                                        [--up "--runtime venv --runtime-option path=/opt/vllm -- --load-format dummy"]
@@ -41,11 +42,13 @@ if __name__ == "__main__":
     ask = json.load(open(sys.argv[1]))
     llm = LLM(**ask["engine"])
     params = SamplingParams(temperature=0, max_tokens=ask["tokens"], ignore_eos=True)
-    llm.generate(ask["prompts"][:4], params, use_tqdm=False)
-    began = time.perf_counter()
-    found = llm.generate(ask["prompts"], params, use_tqdm=False)
-    took = time.perf_counter() - began
-    print("RESULT", json.dumps({"s": took, "tokens": sum(len(f.outputs[0].token_ids) for f in found)}), flush=True)
+    few = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    llm.generate(ask["prompts"][:160], few, use_tqdm=False)
+    for _ in range(ask["repeat"]):
+        began = time.perf_counter()
+        found = llm.generate(ask["prompts"], params, use_tqdm=False)
+        took = time.perf_counter() - began
+        print("RESULT", sum(len(f.outputs[0].token_ids) for f in found) / took, flush=True)
 """
 
 
@@ -89,7 +92,7 @@ def with_threads(prompts: list[str], url: str, key: str, model: str, tokens: int
     return counted[0] / (time.perf_counter() - began)
 
 
-def with_engine(spec: dict[str, Any], prompts: list[str], tokens: int, place: Path) -> float:
+def with_engine(spec: dict[str, Any], prompts: list[str], tokens: int, repeat: int, place: Path) -> list[float]:
     """`LLM.generate` in the engine's own environment, with the settings of the server."""
     rank = spec["ranks"][0]
     argv: list[str] = rank["argv"]
@@ -97,15 +100,15 @@ def with_engine(spec: dict[str, Any], prompts: list[str], tokens: int, place: Pa
     for flag, read in ENGINE_FLAGS.items():
         if flag in argv:
             engine[flag[2:].replace("-", "_")] = read(argv[argv.index(flag) + 1])
-    (place / "ask.json").write_text(json.dumps({"engine": engine, "prompts": prompts, "tokens": tokens}))
+    ask = {"engine": engine, "prompts": prompts, "tokens": tokens, "repeat": repeat}
+    (place / "ask.json").write_text(json.dumps(ask))
     (place / "offline.py").write_text(OFFLINE)
     command = [*_python(argv), str(place / "offline.py"), str(place / "ask.json")]
     done = subprocess.run(command, env=_all_cores(rank), capture_output=True, text=True, timeout=900, check=False)
-    line = next((line for line in done.stdout.splitlines() if line.startswith("RESULT")), None)
-    if line is None:
+    speeds = [float(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT")]
+    if len(speeds) != repeat:
         raise SystemExit(f"LLM.generate: {done.stderr[-2000:]}")
-    result = json.loads(line[7:])
-    return float(result["tokens"] / result["s"])
+    return speeds
 
 
 def with_run_batch(spec: dict[str, Any], prompts: list[str], tokens: int, place: Path) -> tuple[float, float]:
@@ -163,6 +166,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--seqs", type=int, help="max_num_seqs of the server (default: the plan's)")
+    parser.add_argument("--repeat", type=int, default=2, help="runs of each (default 2)")
     parser.add_argument("--up", default="", help="further words for `corral up`")
     parser.add_argument("--skip", action="append", default=[], choices=["threads", "llm", "run-batch"])
     given = parser.parse_args()
@@ -182,8 +186,11 @@ def main() -> None:
             status = json.loads(corral("status", NAME, "--json").stdout)
             url = status["endpoint"]["base_url"].removesuffix("/v1") + "/v1/completions"
             key = Path(status["endpoint"]["key_file"]).read_text().strip()
-            with_threads(prompts[:20], url, key, status["endpoint"]["model"], 8)
-            for turn in (0, 0) if "threads" in given.skip else (0, 1, 1, 0):
+            warm = place / "warm.jsonl"
+            warm.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts[:160]))
+            with_corral(warm, place / "warm-out.jsonl", 8)
+            turns = [0] * given.repeat if "threads" in given.skip else [0, 1, 1, 0] * (given.repeat // 2)
+            for turn in turns:
                 name = names[turn]
                 if turn:
                     speed = with_threads(prompts, url, key, status["endpoint"]["model"], given.tokens)
@@ -194,16 +201,15 @@ def main() -> None:
         finally:
             corral("down", NAME)
         if "llm" not in given.skip:
-            speeds["LLM.generate"] = [with_engine(spec, prompts, given.tokens, place)]
-            print(f"LLM.generate: {speeds['LLM.generate'][0]:.1f} tok/s", flush=True)
+            speeds["LLM.generate"] = with_engine(spec, prompts, given.tokens, given.repeat, place)
         if "run-batch" not in given.skip:
             own, whole = with_run_batch(spec, prompts, given.tokens, place)
             speeds["vllm run-batch (own work)"], speeds["vllm run-batch (with start)"] = [own], [whole]
     ours = sum(speeds["corral batch"]) / len(speeds["corral batch"])
-    print(f"\n{'contender':30} {'out tok/s':>10} {'corral / it':>12}")
+    print(f"\n{'contender':30} {'out tok/s':>10} {'corral / it':>12}   each run")
     for name, found in speeds.items():
         mean = sum(found) / len(found)
-        print(f"{name:30} {mean:10.1f} {ours / mean:12.2f}")
+        print(f"{name:30} {mean:10.1f} {ours / mean:12.2f}   {', '.join(f'{speed:,.0f}' for speed in found)}")
 
 
 if __name__ == "__main__":
