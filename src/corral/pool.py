@@ -23,7 +23,7 @@ from corral.reply import Assembly, read_reply
 from corral.request_errors import KeyRefusedError, RequestError, ServerGoneError, TimedOutError, error_from_status
 from corral.wire import Exchange, Wire
 
-__all__ = ["Limits", "Page", "Pool"]
+__all__ = ["Limits", "Page", "Pool", "open_files"]
 
 _now = time.monotonic_ns
 _STALE_NS = 1_000_000_000  # idle for this long: the server may have closed it
@@ -59,7 +59,7 @@ class Pool:
         self.endpoint, self.limits, self._on_refused_key = endpoint, limits, on_refused_key
         self.where = endpoint.root
         parts = urlsplit(endpoint.root)
-        _raise_file_limit(limits.connections + 256)
+        open_files(limits.connections + 256)
         self._host, self._port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._idle: list[Wire] = []
@@ -228,10 +228,12 @@ class Pool:
             async with asyncio.timeout(self.limits.connect_s):
                 wire = await self._connect()
         except TimeoutError:
-            self._settle(exchange, TimedOutError(
+            late = TimedOutError(
                 f"{self.where} did not accept a connection within {self.limits.connect_s:g} s.",
                 "Check the address and the network.",
-            ))  # fmt: skip
+            )
+            late.reached = False
+            self._settle(exchange, late)
         except ssl.SSLError as error:
             self._settle(exchange, ServerGoneError(f"No TLS connection to {self.where}: {error.reason}.",
                                                    "Check the address and its certificate."))  # fmt: skip
@@ -314,14 +316,17 @@ class Pool:
         self._next()
 
 
-def _raise_file_limit(wanted: int) -> None:
-    """Each connection is an open file: lift the soft limit as far as the hard one allows."""
+def open_files(wanted: int = 1 << 20) -> int:
+    """How many files, connections among them, this process may open; the soft limit is lifted as far as it goes."""
     try:
         import resource
     except ImportError:
-        return
+        return wanted
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < target:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+    if soft == resource.RLIM_INFINITY or soft >= target:
+        return wanted if soft == resource.RLIM_INFINITY else soft
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+        return target
+    return soft

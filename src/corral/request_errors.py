@@ -60,7 +60,10 @@ class ServerGoneError(RequestError, UnreachableError):
 
 
 class TimedOutError(RequestError, UnreachableError):
+    """`reached` is False when the time passed before there was a connection."""
+
     retryable = True
+    reached: bool = True
 
 
 class OverloadedError(RequestError, UnreachableError):

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from corral.batch.batch import Offline, again
-from corral.batch.job import Order
+from corral.batch.inspect import inspect
+from corral.batch.job import Order, folder_of
 from corral.batch.ray_data import Answer, engine_settings, read_answer, run_on_ray
 from corral.batch.recipe import Recipe
 from corral.batch.run import Quiet
-from corral.errors import UsageError
+from corral.errors import EngineError, UsageError
 
 MODEL = Offline("model", engine="ray-data")
 
@@ -104,3 +106,55 @@ def test_what_is_set_reaches_the_engine() -> None:
     assert given == {"max_model_len": 512, "enforce_eager": True, "tensor_parallel_size": 2, "max_num_seqs": 64}
     with pytest.raises(UsageError, match="--set data does not go with"):
         engine_settings(Offline("m", fixed=("data=2",), engine="ray-data"))
+
+
+class Dead:
+    """An engine that never starts."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def answers(self, rows: Path, chat: bool) -> Iterator[Answer]:
+        self.passes += 1
+        raise RuntimeError("no such model")
+        yield
+
+
+def test_an_engine_that_never_starts_ends_the_job(tmp_path: Path) -> None:
+    dead = Dead()
+    asked = order(tmp_path, [f"p{n}" for n in range(64)])
+    with pytest.raises(EngineError, match="no such model"):
+        run_on_ray(asked, MODEL, Quiet(), engine=dead)
+    assert dead.passes == 3  # all, the first alone, the last alone
+    assert run_on_ray(asked, MODEL, Quiet(), engine=Brittle()).summary.fine == 64
+
+
+def test_a_poisonous_first_row_is_not_taken_for_a_dead_engine(tmp_path: Path) -> None:
+    engine = Brittle()
+    result = run_on_ray(order(tmp_path, ["poison", *(f"p{n}" for n in range(9))]), MODEL, Quiet(), engine=engine)
+    assert (result.summary.fine, result.summary.failed) == (9, 1)
+
+
+def test_failed_rows_are_tried_again_on_request(tmp_path: Path) -> None:
+    asked = order(tmp_path, ["p", "bad"])
+    assert run_on_ray(asked, MODEL, Quiet(), engine=Brittle()).summary.failed == 1
+    again = Brittle()
+    run_on_ray(replace(asked, retry_failed=True), MODEL, Quiet(), engine=again)
+    assert again.passes == [1]
+
+
+def test_cancel_stops_it_and_status_knows(tmp_path: Path) -> None:
+    asked = order(tmp_path, [f"p{n}" for n in range(600)])
+
+    class Cancelling(Brittle):
+        def answers(self, rows: Path, chat: bool) -> Iterator[Answer]:
+            for answer in super().answers(rows, chat):
+                folder_of(asked.output, False).cancel.touch()
+                yield answer
+
+    summary = run_on_ray(asked, MODEL, Quiet(), engine=Cancelling()).summary
+    assert summary.state == "cancelled"
+    assert 0 < summary.fine < 600
+    assert inspect(asked.output).state == "cancelled"
+    assert run_on_ray(asked, MODEL, Quiet(), engine=Brittle()).summary.state == "done"
+    assert inspect(asked.output).state == "done"

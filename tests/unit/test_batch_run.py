@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from corral.batch.pace import Gauges, Pace, read_gauges
 from corral.batch.recipe import Recipe
 from corral.batch.retry import Verdict, backoff_s, judge
 from corral.batch.run import Quiet, Summary, run_job
-from corral.batch.runner import Ask, Request, Settings
+from corral.batch.runner import Ask, Counts, Request, Runner, Settings
 from corral.batch.table import Table, hash64
 from corral.client import Reply
 from corral.endpoint import Endpoint
@@ -41,7 +41,7 @@ from corral.errors import (
 )
 from corral.fake import FakeOptions, FakeServer
 from corral.fake import Pace as FakePace
-from corral.request_errors import OverloadedError, ServerGoneError, error_from_status
+from corral.request_errors import OverloadedError, ServerGoneError, TimedOutError, error_from_status
 
 QUICK = Settings(backoff_s=0.01, longest_backoff_s=0.05, drain_s=1.0)
 
@@ -347,6 +347,66 @@ def test_bad_rows_stop_everything_or_are_skipped(work: Work) -> None:
     assert work.run(skip_bad=True).before == 6
 
 
+class Recorded(Quiet):
+    """Keeps what it is told; `on_answer` is called once the first rows are there."""
+
+    def __init__(self, on_answer: Callable[[], None] = lambda: None) -> None:
+        self.kinds: list[str] = []
+        self.texts: list[str] = []
+        self._on_answer = on_answer
+        self._called = False
+
+    def note(self, kind: str, text: str) -> None:
+        self.kinds.append(kind)
+        self.texts.append(text)
+
+    def tick(self, counts: Counts, runner: Runner) -> None:
+        if counts.fine and not self._called:
+            self._called = True
+            self._on_answer()
+
+
+def test_a_server_that_falls_silent_is_waited_for(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "corral", "fake-server", "--until-eof", "--ttft-ms", "50"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        url = json.loads(server.stdout.readline())["url"]
+
+        class Listener(Recorded):
+            def note(self, kind: str, text: str) -> None:
+                super().note(kind, text)
+                if kind == "hung":
+                    server.send_signal(signal.SIGCONT)
+
+        listener = Listener(lambda: server.send_signal(signal.SIGSTOP))
+        (tmp_path / "in.jsonl").write_text("".join(f'{{"prompt": "Row {n}"}}\n' for n in range(400)))
+        order = Order(str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"))
+        settings = replace(QUICK, concurrency=20, hang_s=0.5)
+        summary = carry_out(order, Where(urls=(url,)), settings, listener, signals=False).summary
+        assert (summary.fine, summary.losses) == (400, 1)
+        assert "answered nothing" in " ".join(listener.texts)
+        server.communicate("")
+
+
+def test_answers_that_will_be_cut_short_are_told_before(work: Work) -> None:
+    work.rows(2)
+    told = Recorded()
+    carry_out(work.order(), Where(urls=(work.server.url,)), QUICK, told, signals=False)
+    assert any("after 16 tokens" in text for text in told.texts)
+    work.rows(2, max_tokens=4)
+    told = Recorded()
+    carry_out(
+        work.order(output=str(work.place / "b.jsonl")), Where(urls=(work.server.url,)), QUICK, told, signals=False
+    )
+    assert not any("16 tokens" in text for text in told.texts)
+
+
+def test_a_prompt_made_long_by_its_template_is_found_too(work: Work) -> None:
+    work.rows(1)
+    with pytest.raises(DataError, match="the context holds 512"):
+        work.run(recipe=Recipe(template="word " * 600 + "{{prompt}}"))
+
+
 def test_prompts_longer_than_the_context_are_found_before_they_are_sent(work: Work) -> None:
     work.rows(2)
     with work.input.open("a") as file:
@@ -458,6 +518,9 @@ vllm:generation_tokens_total{engine="0",model_name="m"} 1e+06
 
 def test_the_pace_follows_the_server() -> None:
     pace = Pace(start=256)
+    pace.seen(Gauges(running=30, waiting=202), in_flight=232, now=9)
+    assert pace.limit == 256  # it may still be taking in what was sent
+    pace.seen(Gauges(running=32, waiting=200), in_flight=232, now=9.5)
     pace.seen(Gauges(running=32, waiting=200), in_flight=232, now=10)
     assert pace.limit == 40  # what runs, and a queue of a quarter (at least 8)
     pace.seen(Gauges(running=40, waiting=0, kv_use=0.3), in_flight=40, now=20)
@@ -485,7 +548,9 @@ def test_the_pace_rises_quickly_until_the_server_was_full_once() -> None:
     assert pace.limit == 512
     pace.seen(Gauges(running=512), in_flight=512, now=10.75)
     assert pace.limit == 1024
-    pace.seen(Gauges(running=512, waiting=512), in_flight=1024, now=11)
+    pace.seen(Gauges(running=700, waiting=324), in_flight=1024, now=11)
+    assert (pace.limit, pace.look_s) == (1024, 0.25)  # still rising
+    pace.seen(Gauges(running=512, waiting=512), in_flight=1024, now=11.25)
     assert (pace.limit, pace.look_s) == (640, 1.0)
     pace.seen(Gauges(running=640), in_flight=640, now=20)
     assert pace.limit == 960  # from now on by half
@@ -496,6 +561,10 @@ def test_the_pace_begins_at_what_the_plan_lets_run() -> None:
     for pace, seats in ((small, 16), (large, 2048), (fixed, 512), (small, None)):
         pace.told(seats)
     assert (small.limit, large.limit, fixed.limit) == (24, 2560, 5)
+    few = Pace(start=256, most=100)
+    few.told(512)
+    assert few.limit == 100  # connections that may be open
+    assert Pace(fixed=500, most=100).limit == 100
 
 
 def test_without_metrics_throughput_is_the_guide() -> None:
@@ -511,6 +580,10 @@ def test_errors_are_judged() -> None:
     nobody = ServerGoneError("http://x refused")
     nobody.reached = False
     assert judge(nobody) is Verdict.AWAY
+    late = TimedOutError("http://x did not accept a connection")
+    assert judge(late) is Verdict.AGAIN
+    late.reached = False
+    assert judge(late) is Verdict.AWAY
     assert judge(OverloadedError("429")) is Verdict.LATER
     for status, verdict in ((400, Verdict.ROW), (401, Verdict.FATAL), (404, Verdict.FATAL), (500, Verdict.AGAIN)):
         assert judge(error_from_status(status, b"", None, "x")) is verdict

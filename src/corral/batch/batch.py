@@ -23,7 +23,8 @@ from corral.batch.places import DeploymentPlace, find_places, gpus_of, served_by
 from corral.batch.run import Listener, Summary, run_job
 from corral.batch.runner import Counts, Runner, Settings
 from corral.batch.shared import Sharing, brief_lock, gather, join, open_door, work_through
-from corral.batch.table import Table, save_json
+from corral.batch.table import RowReader, Table, save_json
+from corral.client import CHAT
 from corral.errors import CorralError, DataError, UsageError
 from corral.events import append_event
 from corral.record import to_json
@@ -31,7 +32,21 @@ from corral.record import to_json
 if TYPE_CHECKING:
     from corral.bringup import Decision, Wish
 
-__all__ = ["ORDERS", "Offline", "Result", "Served", "Where", "again", "carry_out", "facts_of", "kept", "offline_name"]
+__all__ = [
+    "ORDERS",
+    "Journal",
+    "Offline",
+    "Result",
+    "Served",
+    "Where",
+    "again",
+    "carry_out",
+    "facts_of",
+    "forget_failed",
+    "kept",
+    "kept_state",
+    "offline_name",
+]
 
 ORDERS = ("input", "longest-first", "prefix-first")
 
@@ -45,10 +60,11 @@ class Offline:
     fixed: tuple[str, ...] = ()
     engine_args: tuple[str, ...] = ()
     more: Mapping[str, Any] = field(default_factory=dict)  # other fields of a wish: target, place, runtime, …
-    engine: str = "http"  # or "ray-data": then Ray starts it (see `ray_data`)
+    engine: str = "http"  # or "ray-data": then Ray starts it (see `ray_data`) …
+    replicas: int = 1  # … so many times
 
     def to_json(self) -> dict[str, Any]:
-        plain = {"more": {}, "engine": "http"}  # left out, as before they existed
+        plain = {"more": {}, "engine": "http", "replicas": 1}  # left out, as before they existed
         body: dict[str, Any] = to_json(self)
         return {name: value for name, value in body.items() if plain.get(name) != value}
 
@@ -96,7 +112,7 @@ class Result:
         return {**body.pop("summary"), **body}
 
 
-class _Journal:
+class Journal:
     """A listener that also writes notes into the job's journal."""
 
     def __init__(self, folder: JobFolder, inner: Listener) -> None:
@@ -136,7 +152,7 @@ def carry_out(
     try:
         folder.create()
         sharing, serve = sharing or Sharing(), serve or partial(_served, where, order, reporter)
-        how = _How(order, where, settings, _Journal(folder, listener), row_order, signals, serve)
+        how = _How(order, where, settings, Journal(folder, listener), row_order, signals, serve)
         ended = None if sharing.wanted or folder.shared.is_dir() else _alone(folder, how)
         made, summary, names = ended or _together(folder, how, sharing)
     except OSError as error:
@@ -158,7 +174,7 @@ class _How:
     order: Order
     where: Where
     settings: Settings
-    journal: _Journal
+    journal: Journal
     row_order: str
     signals: bool
     serve: Callable[[], contextlib.AbstractContextManager[Served]]
@@ -177,10 +193,11 @@ def _alone(folder: JobFolder, how: _How) -> _Ended | None:
             folder.sweep()
             made = prepare(order, folder, kept(how.where), **served.facts)
             journal.note("begin", f"{'continuing' if made.continued else 'new'}: {made.record.rows} rows")
+            _tell_short_answers(made, journal)
             table, record = made.table, made.record
             if order.retry_failed:
-                _forget_failed(folder, table)
-            with _kept_state(folder, journal) as keep:
+                forget_failed(folder, table)
+            with kept_state(folder, journal) as keep:
                 summary = run_job(
                     folder, table, _work(made), _Lazy(served.places), how.settings, lock=lock, listener=journal,
                     order=_row_order(table, record, how.row_order), first=_bad(made), signals=how.signals,
@@ -207,7 +224,7 @@ def _together(folder: JobFolder, how: _How, sharing: Sharing) -> _Ended:
                 joined = join(made, lock, others, sharing, how.row_order, _bad(made), order.retry_failed, journal)
             company = f", with {len(others)} more at work" if others else ""
             journal.note("begin", f"{'continuing' if made.continued else 'new'}: {made.record.rows} rows{company}")
-            with _kept_state(folder, journal) as keep:
+            with kept_state(folder, journal) as keep:
                 summary = work_through(
                     made, joined, _work(made), _Lazy(served.places), how.settings, journal,
                     partial(_row_order, made.table, made.record), how.signals,
@@ -223,6 +240,24 @@ def _together(folder: JobFolder, how: _How, sharing: Sharing) -> _Ended:
             return made, summary, served.names
 
 
+def _tell_short_answers(made: Prepared, journal: Journal) -> None:
+    """A completion that does not say how many tokens it wants gets 16 from vLLM, and nobody expects that."""
+    first = next((number for number in range(len(made.table)) if not made.table.flags[number]), None)
+    if first is None or made.continued:
+        return
+    reader = RowReader(made.table)
+    try:
+        parsed = made.record.recipe.read(reader.raw(first), made.table.lines[first])
+    except CorralError:
+        return
+    finally:
+        reader.close()
+    if parsed.path != CHAT and not parsed.body.get("max_tokens"):
+        journal.note(
+            "short", "answers end after 16 tokens, vLLM's default for plain prompts; --max-tokens N for more"
+        )
+
+
 def _work(made: Prepared) -> BatchWork:
     record = made.record
     models = (record.model,) if record.model else ()
@@ -235,7 +270,7 @@ def _bad(made: Prepared) -> Iterator[Entry]:
 
 
 @contextlib.contextmanager
-def _kept_state(folder: JobFolder, journal: _Journal) -> Iterator[Callable[[Summary], None]]:
+def kept_state(folder: JobFolder, journal: Journal) -> Iterator[Callable[[Summary], None]]:
     """Writes down how it ended."""
 
     def keep(summary: Summary) -> None:
@@ -269,7 +304,7 @@ class _Lazy(Sequence[Place]):
         return len(self._places())
 
 
-def _forget_failed(folder: JobFolder, table: Table) -> None:
+def forget_failed(folder: JobFolder, table: Table) -> None:
     from corral.batch.ledger import Ledger
 
     ledger = Ledger(folder, table)
@@ -460,6 +495,7 @@ def again(output: str) -> tuple[Order, Where]:
             tuple(offline.get("engine_args", ())),
             offline.get("more", {}),
             offline.get("engine", "http"),
+            offline.get("replicas", 1),
         )
         if offline
         else None,

@@ -26,6 +26,7 @@ __all__ = ["Problem", "Problems", "Scanned", "new_name", "note_beginnings", "not
 
 SHOWN = 50
 _PREFIX_BYTES = 256
+_ADDED_TOKENS = 8  # that a tokenizer puts around a prompt; a chat template's are outweighed by the JSON of messages
 
 
 class Scanned(NamedTuple):
@@ -124,7 +125,7 @@ def scan(
             table.add(name_hash, hash64(item.raw), offset, len(item.raw), item.line, BAD if problem else 0)
             if problem:
                 problems.add(Problem(number, item.line, problem, identity))
-            elif parsed is not None and context is not None and _may_be_long(parsed, item.raw, context):
+            elif parsed is not None and context is not None and _may_be_long(parsed, context):
                 long_rows.append(number)
         if spool is not None:
             spool.flush()
@@ -136,10 +137,10 @@ def scan(
     return Scanned(table, problems, long_rows, recipe)
 
 
-def _may_be_long(parsed: Parsed, raw: bytes, context: int) -> bool:
-    """A token is at least a byte: only rows with more bytes than the context has tokens need counting."""
+def _may_be_long(parsed: Parsed, context: int) -> bool:
+    """A token is at least a byte: only prompts with more bytes than the context has tokens need counting."""
     wanted = parsed.body.get("max_tokens") or parsed.body.get("max_completion_tokens") or 0
-    return len(raw) + wanted > context
+    return len(_prompt(parsed.body)) + _ADDED_TOKENS + wanted > context
 
 
 def note_beginnings(table: Table, recipe: Recipe) -> None:

@@ -9,7 +9,6 @@ but computes nothing.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -74,6 +73,7 @@ class Lane:
         self.gauges: Gauges | None = None
         self.first_gauges: Gauges | None = None
         self._progress: tuple[float, float] = (0.0, 0.0)  # (sum of counters, when it last grew)
+        self._finished = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._old: list[Client] = []
         self._probing = False
@@ -154,28 +154,34 @@ class Lane:
             await asyncio.sleep(self.pace.look_s)
             if not self.up or self.client is None:
                 continue
-            gauges = None
-            with contextlib.suppress(CorralError):
-                page = await self.client.page("/metrics", timeout_s=10)
+            gauges, answers = None, True
+            try:
+                page = await self.client.page("/metrics", timeout_s=min(10.0, self._hang_s))
                 gauges = read_gauges(page.body) if page.status == 200 else None
+            except CorralError:
+                answers = False
             now = time.monotonic()
             if gauges:
                 self.gauges = gauges
                 self.first_gauges = self.first_gauges or gauges
                 self.pace.seen(gauges, self.in_flight, now)
-                self._check_hang(gauges, now)
-            else:
+            elif answers:
                 self.pace.finished((self.finished - before) / (now - then), self.in_flight, now)
+            if gauges or not answers:
+                self._check_hang(gauges, now)
             before, then = self.finished, now
             self._on_up(self)
 
-    def _check_hang(self, gauges: Gauges, now: float) -> None:
-        """An engine with work that counts no token for long is dead, whatever /health says."""
-        done = gauges.generated + gauges.prompted + self.finished
-        if not self.in_flight or done != self._progress[0]:
+    def _check_hang(self, gauges: Gauges | None, now: float) -> None:
+        """A server with work that counts no token for long, or says nothing, is dead, whatever /health says."""
+        done = self.finished + (gauges.generated + gauges.prompted if gauges else 0)
+        moved = done != self._progress[0] if gauges else self.finished != self._finished
+        self._finished = self.finished
+        if not self.in_flight or moved:
             self._progress = (done, now)
         elif now - self._progress[1] > self._hang_s and self.client is not None:
-            self._on_note("hung", f"{self.place.name} has work but made no token for {self._hang_s:g} s")
+            what = "has work but made no token" if gauges else "answered nothing"
+            self._on_note("hung", f"{self.place.name} {what} for {self._hang_s:g} s")
             self._old.append(self.client)
             stuck, self.client = self.client, None
             self._spawn(stuck.close())

@@ -4,7 +4,8 @@ The number starts high, because a vLLM engine is only full when something waits 
 lets run at once and a queue behind it, or at 256 where no plan tells. Then it follows what the server shows, once a
 second:
 
-- a queue longer than a quarter of what runs (and 8): down to what runs plus that; more would only sit there;
+- a queue longer than a quarter of what runs (and 8), and no more of it running than at the last look: down to what
+  runs plus that; more would only sit there. (An engine takes in a burst over seconds: what still rises is not full.)
 - nothing waits, the KV cache has room, and we were at our limit: up by half; until the server was full for the first
   time it is asked four times a second, and the number doubled whenever all that was sent is running;
 - preemptions since the last look: down by a fifth: work is being thrown away;
@@ -70,9 +71,11 @@ def _with_queue(running: float) -> float:
 class Pace:
     """The limit of one endpoint; fixed when `fixed` is given."""
 
-    def __init__(self, start: int = 256, highest: int = 1024, fixed: int | None = None) -> None:
-        self._fixed, self._highest = fixed, max(highest, start)
-        self.limit = fixed or start
+    def __init__(self, start: int = 256, highest: int = 1024, fixed: int | None = None, most: int = 1 << 20) -> None:
+        self._fixed, self._most = fixed, most  # `most`: connections that this process may open
+        self._highest = max(highest, start)
+        self.limit = min(fixed or start, most)
+        self._running: float | None = None
         self._preemptions: float | None = None
         self._shrunk_at = -10.0
         self._grown_at: float | None = None
@@ -99,7 +102,7 @@ class Pace:
 
     def gone(self) -> None:
         """The server was lost and has to fill again: start where it was, it will say when that is too much."""
-        self._preemptions, self._rate, self._rose = None, 0.0, False
+        self._preemptions, self._running, self._rate, self._rose = None, None, 0.0, False
 
     def seen(self, gauges: Gauges, in_flight: int, now: float) -> None:
         """Follow the server's own numbers."""
@@ -108,11 +111,13 @@ class Pace:
         before, self._preemptions = self._preemptions, gauges.preemptions
         self._grown_at = now if self._grown_at is None else self._grown_at
         full = _with_queue(gauges.running)
-        self._level |= bool(gauges.waiting)
+        rising = self._running is None or gauges.running > 1.05 * self._running
+        self._running = gauges.running
+        self._level |= bool(gauges.waiting) and not rising
         if before is not None and gauges.preemptions > before:
             self._level = True
             self._set(min(self.limit, gauges.running + gauges.waiting) * 0.8)
-        elif gauges.running + gauges.waiting > full:
+        elif gauges.running + gauges.waiting > full and not rising:
             self._set(min(self.limit, full))
         elif not gauges.waiting and in_flight >= self.limit and gauges.kv_use < 0.9 and now - self._shrunk_at > 5.0:
             if not self._level and gauges.running >= 0.9 * in_flight:
@@ -122,6 +127,7 @@ class Pace:
 
     def finished(self, per_s: float, in_flight: int, now: float) -> None:
         """Follow throughput, for servers without metrics; called about once a second."""
+        self._level = True  # nothing will say when it is
         if self._fixed is not None or now - self._shrunk_at <= 5.0:
             return
         if self._rose and per_s < self._rate * 1.05:
@@ -137,4 +143,4 @@ class Pace:
         self._set(self.limit * factor)
 
     def _set(self, value: float) -> None:
-        self.limit = max(1, min(self._highest, round(value)))
+        self.limit = max(1, min(self._highest, self._most, round(value)))

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,12 +23,12 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from corral.batch.batch import Offline, Result
+from corral.batch.batch import Journal, Offline, Result, forget_failed, kept_state
 from corral.batch.check import read_problems
 from corral.batch.folder import JobFolder
 from corral.batch.job import Order, Prepared, folder_of, prepare
 from corral.batch.ledger import FAILED, FINE, Entry, Ledger
-from corral.batch.lock import JobLock
+from corral.batch.lock import JobLock, beating
 from corral.batch.output import BatchWork, export, problem_line
 from corral.batch.recipe import Parsed
 from corral.batch.rows import optional
@@ -165,25 +167,32 @@ def engine_settings(offline: Offline) -> dict[str, Any]:
     return {ours: getattr(fixed, name) for name, ours in _ENGINE_NAMES.items() if getattr(fixed, name) is not None}
 
 
-def run_on_ray(
-    order: Order, offline: Offline, listener: Listener, *, replicas: int = 1, engine: Engine | None = None
-) -> Result:
+def run_on_ray(order: Order, offline: Offline, listener: Listener, *, engine: Engine | None = None) -> Result:
     """Begin a batch on Ray Data, or continue it."""
     model, settings = offline.model, engine_settings(offline)
     folder = folder_of(order.output, order.ordered)
     folder.create()
-    with JobLock(folder.lock, order.output) as lock:
+    journal = Journal(folder, listener)
+    with JobLock(folder.lock, order.output) as lock, beating(folder.lock):
         if folder.shared.is_dir():
             raise UsageError(f"{order.output} is shared (--jobs).", "Finish it with `corral batch resume`.")
         folder.sweep()
         made = prepare(order, folder, {"offline": offline.to_json()}, model=model)
-        listener.note("begin", f"{'continuing' if made.continued else 'new'}: {made.record.rows} rows, on Ray Data")
-        run = _Run(made, engine or RayEngine(model, replicas, settings), listener, lock)
-        summary = run.run()
-        if not folder.live:
-            export(folder, made.table, made.record.ordered)
+        journal.note("begin", f"{'continuing' if made.continued else 'new'}: {made.record.rows} rows, on Ray Data")
+        if order.retry_failed:
+            forget_failed(folder, made.table)
+        with kept_state(folder, journal) as keep:
+            run = _Run(made, engine or RayEngine(model, offline.replicas, settings), journal, lock)
+            summary = run.run()
+            if summary.state == "done" and not folder.live:
+                export(folder, made.table, made.record.ordered)
+            keep(summary)
     failed = folder.errors.exists() and folder.errors.stat().st_size > 0
     return Result(summary, str(folder.output), str(folder.errors) if failed else None, model)
+
+
+class _CancelledError(Exception):
+    """`corral batch cancel` was called."""
 
 
 class _Run:
@@ -201,23 +210,33 @@ class _Run:
         self._group: list[Entry] = []
         self._committed = self._told = time.monotonic()
         self._before = 0
+        self._answered = False
 
     def run(self) -> Summary:
         tally = self._ledger.open()
         self._done = tally.done
         before = self._before = tally.fine + tally.failed
+        state, restore = "done", signal.getsignal(signal.SIGTERM)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
         try:
             for problem in read_problems(self._folder.problems):
                 self._settle(problem.row, FAILED, problem_line(problem, self._made.table))
             for chat, numbers in self._kinds():
                 self._pass(numbers, chat)
+        except _CancelledError:
+            state = "cancelled"
+        except KeyboardInterrupt:
+            state = "stopped"
         finally:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, restore)
             self._commit()
             self._ledger.close()
             self._reader.close()
         rows = len(self._made.table)
         return Summary(
-            state="done", rows=rows, before=before, fine=self._fine, failed=self._failed,
+            state=state, rows=rows, before=before, fine=self._fine, failed=self._failed,
             left=rows - before - self._fine - self._failed, wall_s=time.monotonic() - self._began,
             prompt_tokens=self._prompt, cached_tokens=0, output_tokens=self._output, retries=self._passes,
             losses=0, stolen=0, groups=0, repaired=tuple(self._ledger.repaired),
@@ -239,26 +258,11 @@ class _Run:
 
     def _pass(self, numbers: Sequence[int], chat: bool) -> None:
         """Do these rows; what is left after a pass that died is tried again, in halves when it brought nothing."""
-        rows = self._folder.path / "ray-rows.jsonl"
-        failure: Exception | None = None
-        try:
-            with rows.open("wb") as file:
-                for number in numbers:
-                    file.write(self._line(number))
-            self._listener.note("starting", f"Ray starts the engine for {len(numbers)} rows")
-            for answer in self._engine.answers(rows, chat):
-                self._take(answer)
-        except CorralError:
-            raise
-        except Exception as error:  # Ray's errors have no common root
-            failure = error
-        finally:
-            rows.unlink(missing_ok=True)
+        why = self._try(numbers, chat)
         left = [number for number in numbers if not self._done[number]]
         if not left:
             return
         self._passes += 1
-        why = failure or EngineError("Ray Data returned no row for it.")
         self._listener.note("again", f"{len(left)} rows left after: {str(why)[:300]}")
         if len(left) < len(numbers):
             self._pass(left, chat)
@@ -266,9 +270,41 @@ class _Run:
             alone = EngineError(f"Ray Data failed on this row alone: {why}")
             self._settle(left[0], FAILED, self._work.failure(left[0], self._reader.raw(left[0]), alone))
         else:
+            if not self._answered:
+                left = self._probe(left, chat, why)
             middle = len(left) // 2
-            self._pass(left[:middle], chat)
-            self._pass(left[middle:], chat)
+            for half in (left[:middle], left[middle:]):
+                if half:
+                    self._pass(half, chat)
+
+    def _probe(self, numbers: list[int], chat: bool, why: Exception) -> list[int]:
+        """Nothing was ever answered: is it a row, or the engine? The first and the last alone tell; what is left."""
+        for number in (numbers[0], numbers[-1]):
+            self._try([number], chat)
+            if self._answered:
+                return [number for number in numbers if not self._done[number]]
+        raise EngineError(
+            f"the engine answered no row, not even one alone: {str(why)[:500]}",
+            "Check the model's path and the cluster (`ray status`, Ray's logs); then run the same command again.",
+        )
+
+    def _try(self, numbers: Sequence[int], chat: bool) -> Exception:
+        """One pass of the engine; why rows may be left after it."""
+        rows = self._folder.path / "ray-rows.jsonl"
+        try:
+            with rows.open("wb") as file:
+                for number in numbers:
+                    file.write(self._line(number))
+            self._listener.note("starting", f"Ray starts the engine for {len(numbers)} rows")
+            for answer in self._engine.answers(rows, chat):
+                self._take(answer)
+        except (CorralError, _CancelledError):
+            raise
+        except Exception as error:  # Ray's errors have no common root
+            return error
+        finally:
+            rows.unlink(missing_ok=True)
+        return EngineError("Ray Data returned no row for it.")
 
     def _line(self, number: int) -> bytes:
         parsed: Parsed = self._work.ask(number, self._reader.raw(number)).context
@@ -277,6 +313,7 @@ class _Run:
         return _encode(row) + b"\n"
 
     def _take(self, answer: Answer) -> None:
+        self._answered = True
         raw = self._reader.raw(answer.number)
         if answer.error:
             error = EngineError(answer.error)
@@ -300,6 +337,8 @@ class _Run:
         now = time.monotonic()
         if len(self._group) >= _GROUP or now - self._committed > _GROUP_S:
             self._commit()
+            if self._folder.cancel.exists():
+                raise _CancelledError
         if now - self._told > _TOLD_S:
             self._told = now
             done, rate = self._before + self._fine + self._failed, self._output / (now - self._began)

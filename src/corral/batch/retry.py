@@ -21,6 +21,7 @@ from corral.request_errors import (
     OverloadedError,
     RequestError,
     ServerGoneError,
+    TimedOutError,
     UnknownModelError,
     UnknownPathError,
 )
@@ -39,8 +40,10 @@ class Verdict(enum.Enum):
 
 def judge(error: RequestError) -> Verdict:
     """What to do after this error."""
+    if isinstance(error, (ServerGoneError, TimedOutError)) and not error.reached:
+        return Verdict.AWAY
     if isinstance(error, ServerGoneError):
-        return Verdict.GONE if error.reached else Verdict.AWAY
+        return Verdict.GONE
     if isinstance(error, OverloadedError):
         return Verdict.LATER
     if isinstance(error, (KeyRefusedError, UnknownModelError, UnknownPathError)):

@@ -107,6 +107,7 @@ def run_job(
             return job.summary(None, 0)
         with beating(lock.path):
             found = list(places)  # may look for, or start, a server
+            counts.began = time.monotonic()
         feed = InOrder(range(len(table)) if order is None else order, tally.done)
         reader = RowReader(table)
         try:

@@ -26,7 +26,10 @@ from corral.batch.retry import Verdict, backoff_s, judge
 from corral.batch.table import RowReader
 from corral.client import Reply
 from corral.errors import CorralError, EngineError, UnreachableError
+from corral.pool import open_files
 from corral.request_errors import RequestError
+
+_OTHER_FILES = 64  # that a process has open besides its connections
 
 __all__ = ["Ask", "Counts", "Feed", "InOrder", "Request", "Runner", "Settings", "Work"]
 
@@ -160,11 +163,11 @@ class Runner:
         self._failure: CorralError | None = None
         self._changed = asyncio.Event()
         self._mean_s = 1.0
-        share = settings.concurrency
+        most = max(1, (open_files() - _OTHER_FILES) // max(1, len(places)))
         self.lanes = [
             Lane(
                 place,
-                Pace(settings.start, settings.highest, share),
+                Pace(settings.start, settings.highest, settings.concurrency, most),
                 stall_s=settings.stall_s,
                 hang_s=settings.hang_s,
                 on_up=self._fill,

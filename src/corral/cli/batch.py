@@ -149,7 +149,16 @@ def run(**given: Any) -> int:
     engine = given["engine"]
     if engine == "ray-data" and not model:
         raise UsageError("--engine ray-data needs the model.", "Give --model PATH, or a Hugging Face id.")
-    offline = Offline(model, given["context"], given["fixed"], (), more, engine) if model else None
+    for option in ("urls", "deployments", "jobs") if engine == "ray-data" else ():
+        if given[option]:
+            raise UsageError(
+                "--engine ray-data has its own engines: no --url, --deployment or --jobs.", "Leave them out."
+            )
+    if engine == "ray-data" and more:
+        raise UsageError("--engine ray-data runs on a Ray cluster that is there, not on --on, --hosts or SLURM.",
+                         "Start this command on a node of that cluster, or set RAY_ADDRESS.")  # fmt: skip
+    replicas = (given["concurrency"] or 1) if engine == "ray-data" else 1
+    offline = Offline(model, given["context"], given["fixed"], (), more, engine, replicas) if model else None
     where = Where(given["deployments"], given["urls"], given["key_file"], offline)
     return _carry_out(order, where, given)
 
@@ -381,6 +390,6 @@ def _ray(order: Any, offline: Any, given: dict[str, Any]) -> int:
 
     screen = Screen(given["as_json"], order.output)
     with screen:
-        result = run_on_ray(order, offline, screen, replicas=given["concurrency"] or 1)
+        result = run_on_ray(order, replace(offline, replicas=given["concurrency"] or offline.replicas), screen)
     screen.summary(result)
     return _exit_code(result.summary.state, result.errors is not None)
