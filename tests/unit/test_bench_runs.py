@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 
 from corral.bench.datasets import body_of, load_prompts, path_of
-from corral.bench.spec import Workload
+from corral.bench.schedule import send_times
+from corral.bench.series import _probe_spec
+from corral.bench.spec import Workload, parse_slos
 from corral.bench.store import runs_dir
 from corral.bench.vocabulary import WORDS, Vocabulary, learn_vocabulary
 from corral.cli import main
+from corral.cli.bench_options import make_spec
 from corral.client import Client, run
 from corral.endpoint import Endpoint
 from corral.errors import DataError
@@ -345,6 +348,35 @@ def test_a_trace_is_replayed_at_its_own_times(bench, server: FakeServer, tmp_pat
     assert said.json()["input_lens"] == [10, 11, 12, 13, 14]
     rows = [json.loads(line) for line in (runs_dir() / "t" / "rows.jsonl").read_text().splitlines()]
     assert [row["intended_ns"] for row in rows] == [n * 40_000_000 for n in range(5)]
+
+
+@pytest.mark.parametrize(("option", "loads", "labels"), [
+    ("--request-rate", "50,500", ["50 req/s, Poisson", "500 req/s, Poisson"]),
+    ("--concurrency", "1,4", ["concurrency 1", "concurrency 4"]),
+])  # fmt: skip
+def test_a_sweep_with_a_trace_varies_the_load_it_names(
+    bench, server: FakeServer, tmp_path: Path, option: str, loads: str, labels: list[str]
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 10, "output_length": 2}\n' * 10)
+    said = bench("sweep", "--url", server.url, "--dataset", "trace", "--dataset-path", str(trace), option, loads,
+                 "--percentiles", "50", "--json", "--name", "s")  # fmt: skip
+    assert [run["load"] for run in said.json()["runs"]] == labels
+    rows = [json.loads(line) for line in (runs_dir() / "s" / "p01" / "rows.jsonl").read_text().splitlines()]
+    assert len({row["intended_ns"] for row in rows}) == 10  # the trace's own times are all 0
+
+
+@pytest.mark.parametrize("arrival", ["poisson", "constant"])
+def test_a_search_with_a_trace_probes_at_the_rates_it_names(arrival: str, tmp_path: Path) -> None:
+    given = dict.fromkeys(("seed", "warmup"), None)
+    given |= {"dataset": "trace", "dataset_path": str(tmp_path / "t"), "arrival": arrival, "percentiles": "99"}
+    given |= {"input_len": 8, "output_len": 8, "range_ratio": 0.0, "prefix_len": 0, "num_prefixes": 1, "turns": 1,
+              "chat": False, "ignore_eos": True, "temperature": 0.0, "goodput": "", "stall_s": 9.0}  # fmt: skip
+    base = make_spec(given)
+    for rate in (1.0, 100.0):
+        probe = _probe_spec(base, parse_slos("ttft_p99=1s"), "rate", rate, 15.0, 1)
+        assert probe.load.arrival == arrival
+        assert send_times(probe.load, 50, 1, [0.0] * 50)[-1] == pytest.approx(50 / rate * 1e9, rel=0.01)
 
 
 def test_ctrl_c_keeps_what_was_measured(server: FakeServer, bench) -> None:

@@ -66,10 +66,15 @@ def reseeded(spec: Spec, number: int) -> Spec:
     return replace(spec, workload=replace(spec.workload, seed=(spec.workload.seed + 7919 * number) % 2**31))
 
 
+def _at_rate(load: Load, rate: float) -> Load:
+    """The same load at another rate; a trace's own times would leave the rate without effect."""
+    return replace(load, rate=rate, arrival="poisson" if load.arrival == "trace" else load.arrival)
+
+
 def sweep_specs(base: Spec, concurrencies: Sequence[int] = (), rates: Sequence[float] = ()) -> list[Spec]:
     """One spec for each point of the curve."""
-    loads = [replace(base.load, concurrency=n, rate=None) for n in concurrencies]
-    loads += [replace(base.load, rate=rate) for rate in rates]
+    loads = [Load(concurrency=n, seconds=base.load.seconds) for n in concurrencies]
+    loads += [_at_rate(base.load, rate) for rate in rates]
     specs = []
     for number, load in enumerate(loads):
         spec = reseeded(replace(base, load=load), number)
@@ -156,7 +161,7 @@ def _steady_rate(finished: Finished) -> float:
 
 def _probe_spec(base: Spec, slos: Sequence[Slo], over: str, offered: float, seconds: float, number: int) -> Spec:
     if over == "rate":
-        load = replace(base.load, rate=offered, concurrency=None, seconds=None)
+        load = replace(_at_rate(base.load, offered), concurrency=None, seconds=None)
         count = probe_requests(slos, offered, seconds)
     else:
         load = Load(concurrency=int(offered), seconds=seconds * 4)

@@ -148,7 +148,7 @@ def _figures(folder: Path) -> dict[str, Any]:
 @click.option("--repeat", default=1, show_default=True, help="Measure this many times, for confidence intervals.")
 def run(repeat: int, **given: Any) -> int:
     """Measure one load: closed loop (--concurrency) or open loop (--request-rate)."""
-    spec = make_spec(given)
+    spec = make_spec(given, replay=True)
     if repeat > 1:
         return _series(given, "repeat", [reseeded(spec, n) for n in range(repeat)])
     line = _Line()

@@ -72,9 +72,9 @@ load_options = _apply(
 )
 
 
-def make_spec(given: dict[str, Any]) -> Spec:
-    """The spec that the options describe; a trace is replayed at its own times unless a load is given."""
-    replay = given["dataset"] == "trace" and given.get("rate") is None and given.get("concurrency") is None
+def make_spec(given: dict[str, Any], *, replay: bool = False) -> Spec:
+    """The spec that the options describe; with `replay`, a trace keeps its own times unless a load is given."""
+    replay = replay and given["dataset"] == "trace" and given.get("rate") is None and given.get("concurrency") is None
     load = Load(
         concurrency=given.get("concurrency"),
         rate=given.get("rate"),
