@@ -134,7 +134,7 @@ def summarise(
 
 def _is_good(row: Row, promises: Sequence[Slo]) -> bool:
     for promise in promises:
-        value = {"ttft": row.ttft_s, "tpot": row.tpot_s or 0.0, "e2el": row.e2el_s}.get(promise.metric, 0.0)
+        value = {"ttft": row.ttft_s, "tpot": row.tpot_s or 0.0, "e2el": row.e2el_s}[promise.metric]
         if value * 1000 > promise.limit_ms:
             return False
     return True

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from corral.bench.spec import ARRIVALS, DATASETS, Load, Spec, Workload, parse_percentiles, parse_slos
+from corral.bench.spec import ARRIVALS, DATASETS, Load, Spec, Workload, parse_goodput, parse_percentiles
 from corral.errors import UsageError
 from corral.plan import Plan
 from corral.record import load_json
@@ -56,7 +56,9 @@ work_options = _apply(
     click.option("--seed", type=int, help="Of prompts and send times (default: a new one, saved with the run)."),
     click.option("--warmup", type=int, help="Requests before the measurement (default: one per place, at most 16)."),
     click.option("--percentiles", default="90,99", show_default=True),
-    click.option("--goodput", "goodput", default="", metavar="SLOS", help="Count good requests: ttft=1s,tpot=50ms."),
+    click.option(
+        "--goodput", "goodput", default="", metavar="SLOS", help="Count good requests: ttft=1s,tpot=50ms."
+    ),
     click.option("--stall", "stall_s", default=600.0, show_default=True, help="Seconds a server may be silent."),
 )
 
@@ -108,7 +110,7 @@ def make_spec(given: dict[str, Any], *, replay: bool = False) -> Spec:
         load,
         warmup=warmup,
         percentiles=parse_percentiles(given["percentiles"]),
-        goodput=parse_slos(given["goodput"]) if given["goodput"] else (),
+        goodput=parse_goodput(given["goodput"]),
         stall_s=given["stall_s"],
     )
 
