@@ -150,6 +150,12 @@ def test_an_answer_of_one_token_has_no_tpot() -> None:
     assert s.tpot.mean == 10.0
 
 
+@pytest.mark.parametrize("promise", ["tpot_p99=50ms", "tpot_mean=50ms", "itl_median=9ms"])
+def test_a_promise_about_the_time_between_tokens_needs_two(promise: str) -> None:
+    with pytest.raises(UsageError, match="no answer had the two tokens"):
+        statistic(summarise([row(tokens=1)], 1.0), parse_slos(promise)[0])
+
+
 def test_nothing_measured_gives_zeros_not_a_crash() -> None:
     s = summarise([failure()], 1.0)
     assert (s.completed, s.output_throughput, s.ttft.count) == (0, 0.0, 0)

@@ -379,6 +379,13 @@ def test_a_search_with_a_trace_probes_at_the_rates_it_names(arrival: str, tmp_pa
         assert send_times(probe.load, 50, 1, [0.0] * 50)[-1] == pytest.approx(50 / rate * 1e9, rel=0.01)
 
 
+def test_a_search_for_a_tpot_of_answers_with_one_token_is_refused(bench, server: FakeServer) -> None:
+    said = bench("search", "--url", server.url, "--slo", "ttft_p99=1s,tpot_p99=50ms", "--output-len", "1")
+    assert said.code == 2
+    assert "tpot_p99 ≤ 50 ms cannot be judged with --output-len 1" in said.err
+    assert bench("list", "--json").json() == []
+
+
 def test_ctrl_c_keeps_what_was_measured(server: FakeServer, bench) -> None:
     import signal
     import subprocess

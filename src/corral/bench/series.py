@@ -12,7 +12,7 @@ from corral.bench import store
 from corral.bench.measure import Bench, Finished
 from corral.bench.search import Probe, Searching, passes, probe_requests
 from corral.bench.spec import Load, Slo, Spec
-from corral.errors import CorralError
+from corral.errors import CorralError, UsageError
 
 __all__ = ["measure_series", "quick_specs", "search_limit", "sweep_specs"]
 
@@ -117,6 +117,12 @@ async def search_limit(
     on_probe: Callable[[Probe, Finished], None] | None = None,
 ) -> tuple[Searching, list[Finished]]:
     """Find the highest rate (or concurrency) that keeps every promise; every probe is a saved run."""
+    for slo in slos:
+        if base.workload.one_token and slo.metric in ("tpot", "itl"):
+            raise UsageError(
+                f"{slo} cannot be judged with --output-len 1: {slo.metric} needs two tokens.",
+                "Raise --output-len, or promise ttft or e2el.",
+            )
     book = _Book("search", folder)
     wanted = tuple(sorted({*base.percentiles, *(slo.percentile for slo in slos), 99.0}))
     base = replace(base, percentiles=wanted)

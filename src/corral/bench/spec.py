@@ -58,6 +58,11 @@ class Workload:
         return self.dataset in ("prefix_repetition", "multi_turn")
 
     @property
+    def one_token(self) -> bool:
+        """Whether every answer asked for is one token, so that there is no time between two."""
+        return self.output_len == 1 and self.dataset not in ("custom", "batch", "trace")
+
+    @property
     def synthetic(self) -> bool:
         return self.dataset in ("random", "prefix_repetition", "multi_turn", "trace")
 

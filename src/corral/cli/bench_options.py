@@ -56,9 +56,7 @@ work_options = _apply(
     click.option("--seed", type=int, help="Of prompts and send times (default: a new one, saved with the run)."),
     click.option("--warmup", type=int, help="Requests before the measurement (default: one per place, at most 16)."),
     click.option("--percentiles", default="90,99", show_default=True),
-    click.option(
-        "--goodput", "goodput", default="", metavar="SLOS", help="Count good requests: ttft=1s,tpot=50ms."
-    ),
+    click.option("--goodput", "goodput", default="", metavar="SLOS", help="Count good requests: ttft=1s,tpot=50ms."),
     click.option("--stall", "stall_s", default=600.0, show_default=True, help="Seconds a server may be silent."),
 )
 
