@@ -55,6 +55,8 @@ def bench(capsys: pytest.CaptureFixture[str]):
     return call
 
 
+CHAT_LINE = json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {
+    "model": "other", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}})  # fmt: skip
 SMALL = ("--input-len", "24", "--output-len", "6", "--percentiles", "50")
 
 
@@ -147,7 +149,19 @@ def test_bodies_are_streamed_seeded_and_of_the_right_path() -> None:
         ("custom", "\n", "no request"),
         ("trace", '{"timestamp": 1, "input_length": "x", "output_length": 3}\n', "line 1"),
         ("batch", '{"custom_id": "a", "body": {"input": "x"}}\n', "line 1"),
+        ("batch", '{"prompt": "a"}\n{"prompts": "a"}\n', "line 2 .* lacks 'prompt' or 'messages'"),
+        ("batch", '{"prompt": "a", "max_tokens": "many"}\n', "line 1 .* not 'many'"),
+        ("batch", CHAT_LINE.replace("3", '"many"'), "line 1 .* not 'many'"),
+        ("batch", CHAT_LINE.replace("hi", "\\ud800 hi"), "line 1 .* not valid JSON"),
         ("sharegpt", '{"a": 1}', "not a ShareGPT file"),
+        ("sharegpt", '[{"conversations": [{"value": "\\ud800"}, {}]}]', r"conversation 1 .* '\\ud800'"),
+        ("custom", '{"prompt": "a"}\n{"prompt": "a", "timestamp": "soon"}\n', "line 2 .* 'soon'"),
+        ("custom", '{"prompt": "a", "timestamp": Infinity}\n', "line 1 .* inf"),
+        ("custom", '{"prompt": "a", "output_tokens": NaN}\n', "line 1 .* nan"),
+        ("custom", '{"prompt": "\\ud800"}\n', r"line 1 .* '\\ud800'"),
+        ("custom", "[" * 100_000, "line 1 .* is not JSON"),
+        ("trace", '{"timestamp": NaN, "input_length": 1, "output_length": 3}\n', "line 1 .* nan"),
+        ("trace", '{"timestamp": 0, "input_length": -1, "output_length": 3}\n', "line 1 .* -1"),
     ],
 )
 def test_a_malformed_file_is_named_by_its_line(tmp_path: Path, dataset: str, text: str, where: str) -> None:
@@ -167,11 +181,23 @@ def test_files_of_the_field_are_read(tmp_path: Path) -> None:
     share.write_text(json.dumps([{"conversations": talk}, {"conversations": talk[:1]}]))
     assert [p.content for p in load_prompts(Workload(dataset="sharegpt", file=str(share)), None)] == ["hi"]
     batch = tmp_path / "batch.jsonl"
-    body = {"model": "other", "messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
-    batch.write_text(json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}))
+    batch.write_text(CHAT_LINE)
     (prompt,) = load_prompts(Workload(dataset="batch", file=str(batch)), None)
     assert path_of(prompt, Workload()) == "/v1/chat/completions"
     assert json.loads(body_of(prompt, Workload(), "served", 0))["model"] == "served"
+
+
+def test_plain_rows_are_read_as_corral_batch_reads_them(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"id": 1, "prompt": "x", "max_tokens": 5}\n{"messages": [{"role": "user", "content": "y"}]}\n')
+    work = Workload(dataset="batch", file=str(path))
+    one, two = load_prompts(work, None)
+    assert (path_of(one, work), path_of(two, work)) == ("/v1/completions", "/v1/chat/completions")
+    sent = json.loads(body_of(one, work, "served", 0))
+    assert (sent["model"], sent["prompt"], sent["max_tokens"], one.output_tokens) == ("served", "x", 5, 5)
+    assert "id" not in sent
+    chat = Workload(dataset="batch", file=str(path), chat=True)
+    assert {path_of(prompt, chat) for prompt in load_prompts(chat, None)} == {"/v1/chat/completions"}
 
 
 # Runs
