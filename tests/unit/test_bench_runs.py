@@ -412,7 +412,8 @@ def test_a_search_for_a_tpot_of_answers_with_one_token_is_refused(bench, server:
     assert bench("list", "--json").json() == []
 
 
-def test_ctrl_c_keeps_what_was_measured(server: FakeServer, bench) -> None:
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_an_interruption_keeps_what_was_measured(server: FakeServer, bench, name: str) -> None:
     import signal
     import subprocess
     import sys
@@ -427,7 +428,7 @@ def test_ctrl_c_keeps_what_was_measured(server: FakeServer, bench) -> None:
         while server.app.requests < before + 20:
             assert process.poll() is None
             time.sleep(0.02)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.Signals[name])
         process.communicate(timeout=60)
     assert process.returncode == 130
     known = bench("report", "cut", "--json").json()

@@ -17,7 +17,6 @@ from typing import Any
 
 import msgspec
 
-from corral.batch.recipe import PLAIN, Recipe
 from corral.bench.spec import Workload
 from corral.bench.vocabulary import Vocabulary
 from corral.errors import DataError
@@ -212,6 +211,8 @@ def _trace(workload: Workload, words: Vocabulary) -> list[Prompt]:
 
 def _batch(workload: Workload, _: Vocabulary) -> list[Prompt]:
     """Rows as `corral batch` reads them: whole requests, or prompts and messages with their parameters."""
+    from corral.batch.recipe import PLAIN, Recipe  # only this dataset needs it
+
     prompts, recipe = [], Recipe()
     for number, line in _texts(workload):
         try:
