@@ -19,7 +19,7 @@ from corral.bench.rows import Row, read_rows, write_rows
 from corral.bench.schedule import send_times
 from corral.bench.search import Probe, Searching, backlog_slope, passes
 from corral.bench.server_metrics import ServerDelta, cache_config, read_sample
-from corral.bench.spec import Load, Spec, Workload, parse_percentiles, parse_slos
+from corral.bench.spec import Load, Spec, Workload, parse_goodput, parse_percentiles, parse_slos
 from corral.errors import DataError, UsageError
 from corral.fake.metrics import Metrics
 
@@ -106,6 +106,7 @@ def test_a_service_level_that_makes_no_sense_is_refused(text: str) -> None:
         lambda: Load(rate=-1.0),
         lambda: Load(arrival="ramp", rate=1.0),
         lambda: parse_percentiles("99,101"),
+        lambda: parse_goodput("ttft=1s,itl=1ms"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(make: object) -> None:
@@ -147,6 +148,12 @@ def test_an_answer_of_one_token_has_no_tpot() -> None:
     s = summarise([row(tokens=1), row(tokens=3, gap_ms=10.0)], 1.0)
     assert s.tpot.count == 1
     assert s.tpot.mean == 10.0
+
+
+@pytest.mark.parametrize("promise", ["tpot_p99=50ms", "tpot_mean=50ms", "itl_median=9ms"])
+def test_a_promise_about_the_time_between_tokens_needs_two(promise: str) -> None:
+    with pytest.raises(UsageError, match="no answer had the two tokens"):
+        statistic(summarise([row(tokens=1)], 1.0), parse_slos(promise)[0])
 
 
 def test_nothing_measured_gives_zeros_not_a_crash() -> None:

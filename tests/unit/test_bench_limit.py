@@ -54,7 +54,7 @@ def test_one_stream_of_an_8b_on_an_h100_is_judged_by_memory_bandwidth(plan: Plan
         (replace(CALM, peak_waiting=9, peak_running=10_000), summary(3000, 20.0, 64), "max_num_seqs"),
         (CALM, summary(14_000, 30.0, 400), "arithmetic"),
         (CALM, summary(100, 30.0, 4), "few requests"),
-        (replace(CALM, peak_waiting=3), summary(9_000, 20.0, 256), "API server"),
+        (replace(CALM, peak_waiting=3), summary(9_000, 20.0, 256), "scheduling"),  # the roofline has no more either
     ],
 )
 def test_the_likeliest_cause_is_named_with_advice(
@@ -64,6 +64,53 @@ def test_the_likeliest_cause_is_named_with_advice(
     assert found is not None
     assert words in found.limited_by
     assert found.advice
+
+
+def streamed(concurrency: int, tokens_per_s: float) -> Summary:
+    """128 + 128 tokens; most of the time between two tokens is a step."""
+    whole = summary(tokens_per_s, 0.9 * concurrency / tokens_per_s * 1000, concurrency)
+    return replace(whole, input_tokens=128_000, output_tokens=128_000, total_token_throughput=2 * tokens_per_s)
+
+
+@pytest.mark.parametrize(
+    ("concurrency", "tokens_per_s", "words"),
+    [(1, 204.5, "bandwidth"), (16, 2_938, "bandwidth"), (64, 8_304, "few requests"), (256, 13_327, "API server")],
+)
+def test_the_api_server_is_named_only_where_it_was_the_limit_of_an_h200(
+    concurrency: int, tokens_per_s: float, words: str
+) -> None:
+    """Measured points; docs/log.md."""
+    on_h200 = make_plan(read_facts("llama-3.1-8b"), parse_gpus("H200"))
+    found = distance(on_h200, streamed(concurrency, tokens_per_s), replace(CALM, peak_running=concurrency), 1)
+    assert found is not None
+    assert words in found.limited_by
+
+
+def test_more_api_servers_are_not_advised_to_who_has_them() -> None:
+    on_h200 = make_plan(read_facts("llama-3.1-8b"), parse_gpus("H200"))
+    one, four, unknown = (distance(on_h200, streamed(256, 13_327), CALM, n) for n in (1, 4, None))
+    assert one is not None
+    assert four is not None
+    assert unknown is not None
+    assert "--api-server-count 4" in one.advice
+    assert "API server" not in four.limited_by
+    assert (four.roof_tokens_per_s or 0) > (one.roof_tokens_per_s or 0)
+    assert "API server" in unknown.limited_by
+    assert "count" not in unknown.advice
+
+
+@pytest.mark.parametrize(
+    ("flags", "count"),
+    [
+        ((), None),
+        (("--max-num-seqs 16",), 1),
+        (("--enforce-eager", "--api-server-count 4"), 4),
+        (("--api-server-count=2",), 2),
+        (("--api_server_count 3",), 3),
+    ],
+)
+def test_api_servers_are_counted_from_the_flags(flags: tuple[str, ...], count: int | None) -> None:
+    assert Fingerprint({}, flags).api_servers == count
 
 
 def test_the_roof_rises_with_concurrency(plan: Plan) -> None:

@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 
 from corral.bench.datasets import body_of, load_prompts, path_of
-from corral.bench.spec import Workload
+from corral.bench.schedule import send_times
+from corral.bench.series import _probe_spec
+from corral.bench.spec import Workload, parse_slos
 from corral.bench.store import runs_dir
 from corral.bench.vocabulary import WORDS, Vocabulary, learn_vocabulary
 from corral.cli import main
+from corral.cli.bench_options import make_spec
 from corral.client import Client, run
 from corral.endpoint import Endpoint
 from corral.errors import DataError
@@ -52,6 +55,8 @@ def bench(capsys: pytest.CaptureFixture[str]):
     return call
 
 
+CHAT_LINE = json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {
+    "model": "other", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}})  # fmt: skip
 SMALL = ("--input-len", "24", "--output-len", "6", "--percentiles", "50")
 
 
@@ -144,7 +149,19 @@ def test_bodies_are_streamed_seeded_and_of_the_right_path() -> None:
         ("custom", "\n", "no request"),
         ("trace", '{"timestamp": 1, "input_length": "x", "output_length": 3}\n', "line 1"),
         ("batch", '{"custom_id": "a", "body": {"input": "x"}}\n', "line 1"),
+        ("batch", '{"prompt": "a"}\n{"prompts": "a"}\n', "line 2 .* lacks 'prompt' or 'messages'"),
+        ("batch", '{"prompt": "a", "max_tokens": "many"}\n', "line 1 .* not 'many'"),
+        ("batch", CHAT_LINE.replace("3", '"many"'), "line 1 .* not 'many'"),
+        ("batch", CHAT_LINE.replace("hi", "\\ud800 hi"), "line 1 .* not valid JSON"),
         ("sharegpt", '{"a": 1}', "not a ShareGPT file"),
+        ("sharegpt", '[{"conversations": [{"value": "\\ud800"}, {}]}]', r"conversation 1 .* '\\ud800'"),
+        ("custom", '{"prompt": "a"}\n{"prompt": "a", "timestamp": "soon"}\n', "line 2 .* 'soon'"),
+        ("custom", '{"prompt": "a", "timestamp": Infinity}\n', "line 1 .* inf"),
+        ("custom", '{"prompt": "a", "output_tokens": NaN}\n', "line 1 .* nan"),
+        ("custom", '{"prompt": "\\ud800"}\n', r"line 1 .* '\\ud800'"),
+        ("custom", "[" * 100_000, "line 1 .* is not JSON"),
+        ("trace", '{"timestamp": NaN, "input_length": 1, "output_length": 3}\n', "line 1 .* nan"),
+        ("trace", '{"timestamp": 0, "input_length": -1, "output_length": 3}\n', "line 1 .* -1"),
     ],
 )
 def test_a_malformed_file_is_named_by_its_line(tmp_path: Path, dataset: str, text: str, where: str) -> None:
@@ -164,11 +181,23 @@ def test_files_of_the_field_are_read(tmp_path: Path) -> None:
     share.write_text(json.dumps([{"conversations": talk}, {"conversations": talk[:1]}]))
     assert [p.content for p in load_prompts(Workload(dataset="sharegpt", file=str(share)), None)] == ["hi"]
     batch = tmp_path / "batch.jsonl"
-    body = {"model": "other", "messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
-    batch.write_text(json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}))
+    batch.write_text(CHAT_LINE)
     (prompt,) = load_prompts(Workload(dataset="batch", file=str(batch)), None)
     assert path_of(prompt, Workload()) == "/v1/chat/completions"
     assert json.loads(body_of(prompt, Workload(), "served", 0))["model"] == "served"
+
+
+def test_plain_rows_are_read_as_corral_batch_reads_them(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"id": 1, "prompt": "x", "max_tokens": 5}\n{"messages": [{"role": "user", "content": "y"}]}\n')
+    work = Workload(dataset="batch", file=str(path))
+    one, two = load_prompts(work, None)
+    assert (path_of(one, work), path_of(two, work)) == ("/v1/completions", "/v1/chat/completions")
+    sent = json.loads(body_of(one, work, "served", 0))
+    assert (sent["model"], sent["prompt"], sent["max_tokens"], one.output_tokens) == ("served", "x", 5, 5)
+    assert "id" not in sent
+    chat = Workload(dataset="batch", file=str(path), chat=True)
+    assert {path_of(prompt, chat) for prompt in load_prompts(chat, None)} == {"/v1/chat/completions"}
 
 
 # Runs
@@ -347,7 +376,44 @@ def test_a_trace_is_replayed_at_its_own_times(bench, server: FakeServer, tmp_pat
     assert [row["intended_ns"] for row in rows] == [n * 40_000_000 for n in range(5)]
 
 
-def test_ctrl_c_keeps_what_was_measured(server: FakeServer, bench) -> None:
+@pytest.mark.parametrize(("option", "loads", "labels"), [
+    ("--request-rate", "50,500", ["50 req/s, Poisson", "500 req/s, Poisson"]),
+    ("--concurrency", "1,4", ["concurrency 1", "concurrency 4"]),
+])  # fmt: skip
+def test_a_sweep_with_a_trace_varies_the_load_it_names(
+    bench, server: FakeServer, tmp_path: Path, option: str, loads: str, labels: list[str]
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 10, "output_length": 2}\n' * 10)
+    said = bench("sweep", "--url", server.url, "--dataset", "trace", "--dataset-path", str(trace), option, loads,
+                 "--percentiles", "50", "--json", "--name", "s")  # fmt: skip
+    assert [run["load"] for run in said.json()["runs"]] == labels
+    rows = [json.loads(line) for line in (runs_dir() / "s" / "p01" / "rows.jsonl").read_text().splitlines()]
+    assert len({row["intended_ns"] for row in rows}) == 10  # the trace's own times are all 0
+
+
+@pytest.mark.parametrize("arrival", ["poisson", "constant"])
+def test_a_search_with_a_trace_probes_at_the_rates_it_names(arrival: str, tmp_path: Path) -> None:
+    given = dict.fromkeys(("seed", "warmup"), None)
+    given |= {"dataset": "trace", "dataset_path": str(tmp_path / "t"), "arrival": arrival, "percentiles": "99"}
+    given |= {"input_len": 8, "output_len": 8, "range_ratio": 0.0, "prefix_len": 0, "num_prefixes": 1, "turns": 1,
+              "chat": False, "ignore_eos": True, "temperature": 0.0, "goodput": "", "stall_s": 9.0}  # fmt: skip
+    base = make_spec(given)
+    for rate in (1.0, 100.0):
+        probe = _probe_spec(base, parse_slos("ttft_p99=1s"), "rate", rate, 15.0, 1)
+        assert probe.load.arrival == arrival
+        assert send_times(probe.load, 50, 1, [0.0] * 50)[-1] == pytest.approx(50 / rate * 1e9, rel=0.01)
+
+
+def test_a_search_for_a_tpot_of_answers_with_one_token_is_refused(bench, server: FakeServer) -> None:
+    said = bench("search", "--url", server.url, "--slo", "ttft_p99=1s,tpot_p99=50ms", "--output-len", "1")
+    assert said.code == 2
+    assert "tpot_p99 ≤ 50 ms cannot be judged with --output-len 1" in said.err
+    assert bench("list", "--json").json() == []
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_an_interruption_keeps_what_was_measured(server: FakeServer, bench, name: str) -> None:
     import signal
     import subprocess
     import sys
@@ -362,7 +428,7 @@ def test_ctrl_c_keeps_what_was_measured(server: FakeServer, bench) -> None:
         while server.app.requests < before + 20:
             assert process.poll() is None
             time.sleep(0.02)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.Signals[name])
         process.communicate(timeout=60)
     assert process.returncode == 130
     known = bench("report", "cut", "--json").json()

@@ -2,7 +2,7 @@
 
 A new dataset is one function and one row of `LOADERS`. Files are read whole before anything is sent, and a line that
 cannot be used is named by its number. Formats are those of `vllm bench serve`: ShareGPT JSON, custom JSONL with
-`prompt` and `output_tokens`; further the batch file of `corral batch`, and traces with `timestamp` (ms),
+`prompt` and `output_tokens`; further the rows of `corral batch` (JSONL), and traces with `timestamp` (ms),
 `input_length` and `output_length`.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +120,8 @@ def _multi_turn(workload: Workload, words: Vocabulary) -> list[Prompt]:
     ]
 
 
-def _lines(workload: Workload) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a JSONL file with their line numbers; blank lines are skipped."""
+def _texts(workload: Workload) -> Iterator[tuple[int, str]]:
+    """The lines of a file with their numbers; blank ones are skipped."""
     path = Path(str(workload.file)).expanduser()
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -130,33 +130,68 @@ def _lines(workload: Workload) -> Iterator[tuple[int, dict[str, Any]]]:
     except UnicodeDecodeError as error:
         at = path.read_bytes()[: error.start].count(b"\n") + 1
         raise DataError(f"line {at} of {path} is not UTF-8 text.", "Save the file as UTF-8.") from error
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
+    return ((number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip())
+
+
+def _lines(workload: Workload) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of a JSONL file with their line numbers."""
+    for number, line in _texts(workload):
+        where = f"line {number} of {workload.file}"
         try:
             value = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"line {number} of {path} is not JSON: {error}.", "Correct the line.") from error
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{where} is not JSON: {error}.", "Correct the line.") from error
         if not isinstance(value, dict):
-            raise DataError(f"line {number} of {path} is not a JSON object.", "Correct the line.")
+            raise DataError(f"{where} is not a JSON object.", "Correct the line.")
+        if "\\u" in line:
+            _check_text(json.dumps(value, ensure_ascii=False), where)
         yield number, value
 
 
+def _check_text(text: str, where: str) -> None:
+    """JSON can name half of a character, which no request can carry."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(text[error.start])
+        raise DataError(f"{where} contains half of a surrogate pair: {half}.", "Correct the text.") from error
+
+
 def _field(workload: Workload, number: int, value: dict[str, Any], name: str, kind: type | tuple[type, ...]) -> Any:
-    if not isinstance(value.get(name), kind) or isinstance(value.get(name), bool):
-        raise DataError(f'line {number} of {workload.file} has no usable "{name}".', "Correct the line.")
-    return value[name]
+    found = value.get(name)
+    if not isinstance(found, kind) or isinstance(found, bool):
+        raise _unusable(workload, number, value, name)
+    return found
+
+
+def _number(
+    workload: Workload, number: int, value: dict[str, Any], name: str, low: float, high: float, *, whole: bool = False
+) -> float:
+    found: float = _field(workload, number, value, name, int if whole else (int, float))
+    if not low <= found <= high:  # nor is NaN
+        raise _unusable(workload, number, value, name)
+    return found
+
+
+def _unusable(workload: Workload, number: int, value: dict[str, Any], name: str) -> DataError:
+    shown = f": {ascii(value[name])[:60]}" if name in value else ""
+    return DataError(f'line {number} of {workload.file} has no usable "{name}"{shown}.', "Correct the line.")
+
+
+_LONGEST = 10**8  # tokens, as for --input-len
+_LATEST = 1e18
 
 
 def _custom(workload: Workload, _: Vocabulary) -> list[Prompt]:
     prompts = []
     for number, value in _lines(workload):
         content = _field(workload, number, value, "prompt", (str, list))
-        output = workload.output_len
+        output, stamp = workload.output_len, None
         if value.get("output_tokens") is not None:
-            output = int(_field(workload, number, value, "output_tokens", (int, float)))
-        stamp = value.get("timestamp")
-        prompts.append(Prompt(content, None, max(1, output), float(stamp) if stamp is not None else None))
+            output = int(_number(workload, number, value, "output_tokens", 0, _LONGEST))
+        if value.get("timestamp") is not None:
+            stamp = float(_number(workload, number, value, "timestamp", -_LATEST, _LATEST))
+        prompts.append(Prompt(content, None, max(1, output), stamp))
         if len(prompts) == workload.num_prompts:
             break
     return prompts
@@ -165,9 +200,9 @@ def _custom(workload: Workload, _: Vocabulary) -> list[Prompt]:
 def _trace(workload: Workload, words: Vocabulary) -> list[Prompt]:
     dice, prompts = _dice(workload), []
     for number, value in _lines(workload):
-        stamp = _field(workload, number, value, "timestamp", (int, float)) / 1000
-        length = _field(workload, number, value, "input_length", int)
-        output = _field(workload, number, value, "output_length", int)
+        stamp = _number(workload, number, value, "timestamp", -_LATEST, _LATEST) / 1000
+        length = int(_number(workload, number, value, "input_length", 0, _LONGEST, whole=True))
+        output = int(_number(workload, number, value, "output_length", 0, _LONGEST, whole=True))
         prompts.append(Prompt(words.draw(length, dice), length if words.exact else None, max(1, output), stamp))
         if len(prompts) == workload.num_prompts:
             break
@@ -175,11 +210,20 @@ def _trace(workload: Workload, words: Vocabulary) -> list[Prompt]:
 
 
 def _batch(workload: Workload, _: Vocabulary) -> list[Prompt]:
-    prompts = []
-    for number, value in _lines(workload):
-        body = _field(workload, number, value, "body", dict)
-        if not ("messages" in body or "prompt" in body):
-            raise DataError(f"line {number} of {workload.file} asks for no completion.", "Leave such lines out.")
+    """Rows as `corral batch` reads them: whole requests, or prompts and messages with their parameters."""
+    from corral.batch.recipe import PLAIN, Recipe  # only this dataset needs it
+
+    prompts, recipe = [], Recipe()
+    for number, line in _texts(workload):
+        try:
+            recipe = recipe.settled(line.encode())
+            if recipe.kind == PLAIN and workload.chat:
+                recipe = replace(recipe, chat=True)
+            body = recipe.read(line.encode(), number).body
+        except (DataError, RecursionError) as error:
+            raise DataError(
+                f"line {number} of {workload.file} {error}.", "Correct the line, or leave it out."
+            ) from error
         output = body.get("max_completion_tokens") or body.get("max_tokens") or 0
         prompts.append(Prompt("", None, int(output), body={k: v for k, v in body.items() if k != "model"}))
         if len(prompts) == workload.num_prompts:
@@ -192,16 +236,18 @@ def _sharegpt(workload: Workload, _: Vocabulary) -> list[Prompt]:
     path = Path(str(workload.file)).expanduser()
     try:
         data = json.loads(path.read_text(encoding="utf-8-sig"))
-        talks = [talk["conversations"] for talk in data if len(talk["conversations"]) >= 2]
-        texts = [str(talk[0]["value"]) for talk in talks]
+        talks = [(n, talk["conversations"]) for n, talk in enumerate(data, 1) if len(talk["conversations"]) >= 2]
+        texts = [(n, str(talk[0]["value"])) for n, talk in talks]
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.", "Check --dataset-path.") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(
             f"{path} is not a ShareGPT file: {error}.", "Give a list of conversations as JSON."
         ) from error
+    for n, text in texts:
+        _check_text(text, f"conversation {n} of {path}")
     _dice(workload).shuffle(texts)
-    return [Prompt(text, None, workload.output_len) for text in texts[: workload.num_prompts]]
+    return [Prompt(text, None, workload.output_len) for _, text in texts[: workload.num_prompts]]
 
 
 LOADERS: dict[str, Callable[[Workload, Vocabulary], list[Prompt]]] = {

@@ -37,6 +37,15 @@ class Fingerprint:
     hardware: dict[str, str] = field(default_factory=dict)
     generator: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def api_servers(self) -> int | None:
+        """API server processes that the flags ask for, 1 where they ask for none; None where there are no flags."""
+        for flag in self.flags:
+            name, _, value = flag.replace("=", " ", 1).partition(" ")
+            if name.replace("_", "-") == "--api-server-count" and value.isdecimal():
+                return int(value)
+        return 1 if self.flags else None
+
 
 def find_folder(client: Client) -> DeploymentFolder | None:
     """The deployment of this home that serves this address, if one does."""

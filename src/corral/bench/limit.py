@@ -8,6 +8,7 @@ prefill share. Rates are the vendors' for GPUs in the table; on a CPU they are t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from corral.bench.metrics import Summary
@@ -15,7 +16,7 @@ from corral.bench.server_metrics import ServerDelta
 from corral.plan import Plan
 from corral.plan.speed import Efficiency, predict
 
-__all__ = ["Cost", "Limit", "cost_of", "distance", "roof"]
+__all__ = ["Cost", "FrontEnd", "Limit", "cost_of", "distance", "roof"]
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,13 @@ def _rates(plan: Plan) -> _Rates | None:
     return _Rates(implied, 2 * plan.model.active_parameters * speed.prefill_tokens_per_s, f"the plan ({speed.basis})")
 
 
-def distance(plan: Plan, summary: Summary, server: ServerDelta | None) -> Limit | None:
-    """How far from the limit; None when nothing is known of the hardware or nothing was measured."""
+def distance(
+    plan: Plan, summary: Summary, server: ServerDelta | None, api_servers: int | None = None
+) -> Limit | None:
+    """How far from the limit; None when nothing is known of the hardware or nothing was measured.
+
+    `api_servers` are the processes that stream, None where nobody told: then one for each replica is assumed.
+    """
     rates = _rates(plan)
     if rates is None or not summary.output_tokens or not summary.itl.median:
         return None
@@ -102,15 +108,59 @@ def distance(plan: Plan, summary: Summary, server: ServerDelta | None) -> Limit 
     prefill = None
     if summary.mean_concurrency <= 1.5 and summary.ttft.median:
         prefill = mean_input / (summary.ttft.median / 1000) * per_token / (rates.flops * parallel.replica_gpus)
-    why, advice = _reason(plan, summary, server, decode, compute)
-    return Limit(decode, prefill, compute, roof(plan, running * parallel.data, mean_input, mean_output), why, advice,
-                 rates.basis)  # fmt: skip
+    front = FrontEnd.of(plan, api_servers)
+    load = (running * parallel.data, mean_input, mean_output)
+    reachable, unbound = roof(plan, *load, front.tokens_s), roof(plan, *load, math.inf)
+    bound = front.binds(summary.output_throughput, reachable, unbound)
+    why, advice = _reason(plan, summary, server, decode, compute, front if bound else None)
+    return Limit(decode, prefill, compute, reachable, why, advice, rates.basis)
+
+
+@dataclass(frozen=True)
+class FrontEnd:
+    """The API server processes of all replicas."""
+
+    processes: int
+    told: bool  # by the deployment's flags
+
+    @classmethod
+    def of(cls, plan: Plan, api_servers: int | None) -> FrontEnd:
+        return cls(max(plan.parallel.data, api_servers or 1), api_servers is not None)
+
+    @property
+    def tokens_s(self) -> float:
+        return Efficiency().frontend_tokens_s * self.processes
+
+    def binds(self, measured: float, reachable: float | None, unbound: float | None) -> bool:
+        """Whether these processes are the limit: the roofline says so, and the measured rate is near theirs.
+
+        An H200 at 64 requests at once streams 8,304 tokens a second and has no more to give; at 256 it would.
+        """
+        if not reachable or not unbound:
+            return False
+        return unbound >= 1.1 * reachable and unbound > measured >= 0.65 * self.tokens_s
+
+    @property
+    def verdict(self) -> tuple[str, str]:
+        rate = f"{Efficiency().frontend_tokens_s:,.0f} tokens a second"
+        more = f" (`-- --api-server-count {max(4, 2 * self.processes)}`)" if self.told else ""
+        return (
+            f"the {self.processes} API server processes: each streams some {rate}"
+            if self.told and self.processes > 1
+            else f"the API server: one process streams some {rate}",
+            f"more API server processes{more} or replicas; `corral batch` does not stream",
+        )
 
 
 def _reason(
-    plan: Plan, summary: Summary, server: ServerDelta | None, decode: float, compute: float
+    plan: Plan,
+    summary: Summary,
+    server: ServerDelta | None,
+    decode: float,
+    compute: float,
+    front: FrontEnd | None,
 ) -> tuple[str, str]:
-    """The first cause that fits, gravest first, and what would likely help."""
+    """The first cause that fits, gravest first, and what would likely help; `front` when it binds."""
     settings = plan.settings
     full = server is not None and (server.preemptions >= 1 or server.peak_kv_use > 0.95)
     waiting = server is not None and server.peak_waiting >= 1
@@ -125,12 +175,8 @@ def _reason(
     if decode >= 0.6:
         lighter = "a smaller model" if on_cpu else "fp8/int4 weights"
         return "memory bandwidth", f"more requests at once (they share each read of the weights), or {lighter}"
-    streamed = Efficiency().frontend_tokens_s * plan.parallel.data
-    if not on_cpu and summary.output_throughput >= 0.65 * streamed:
-        return (
-            f"the API server: one process streams some {streamed / plan.parallel.data:,.0f} tokens a second",
-            "more API server processes (`-- --api-server-count 4`) or replicas; `corral batch` does not stream",
-        )
+    if front is not None:
+        return front.verdict
     if summary.mean_concurrency < 0.5 * settings.max_num_seqs and not waiting:
         if settings.eager:
             return "kernel launches (eager mode)", "start without eager mode, and offer more requests at once"
@@ -140,8 +186,10 @@ def _reason(
     return "overheads outside the model (scheduler, tokenizer, streaming)", "more API server processes, or replicas"
 
 
-def roof(plan: Plan, concurrency: float, input_len: float, output_len: float) -> float | None:
-    """Output tokens per second that the plan predicts for a load."""
+def roof(
+    plan: Plan, concurrency: float, input_len: float, output_len: float, streamed_tokens_s: float | None = None
+) -> float | None:
+    """Output tokens per second that the plan predicts for a load, with API servers that stream so many."""
     n, before, after = max(1, round(concurrency)), max(1, round(input_len)), max(1, round(output_len))
     speed = plan.speed
     if plan.inventory.kind is None:
@@ -150,5 +198,10 @@ def roof(plan: Plan, concurrency: float, input_len: float, output_len: float) ->
         step = max(1 / speed.decode_tokens_per_s, n / speed.prefill_tokens_per_s)
         return n * after / (n * before / speed.prefill_tokens_per_s + after * step)
     goal = replace(plan.goal, prompt_tokens=before, output_tokens=after)
-    made = predict(plan.model, plan.inventory, plan.parallel, plan.precision, plan.settings, plan.memory, goal, n)
+    rates = Efficiency()
+    if streamed_tokens_s is not None:
+        rates = replace(rates, frontend_tokens_s=streamed_tokens_s / plan.parallel.data)
+    made = predict(
+        plan.model, plan.inventory, plan.parallel, plan.precision, plan.settings, plan.memory, goal, n, rates
+    )
     return made.throughput_tokens_per_s

@@ -156,7 +156,7 @@ class Bench:
             problems=problems,
             notes=(words.note,) if words and words.note else (),
             server=server,
-            limit=distance(plan, summary, server) if plan else None,
+            limit=distance(plan, summary, server, self._fingerprint.api_servers) if plan else None,
             cost=cost_of(summary, gpus, self._price),
             plan=plan,
             heartbeat_ms=_thinned(outcome.heartbeat_s),

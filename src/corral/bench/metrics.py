@@ -15,6 +15,7 @@ from typing import Any
 
 from corral.bench.rows import Row
 from corral.bench.spec import METRICS, Slo
+from corral.errors import UsageError
 
 __all__ = ["Spread", "Summary", "details", "gaps_s", "percentile", "spread", "statistic", "summarise", "vllm_keys"]
 
@@ -134,7 +135,7 @@ def summarise(
 
 def _is_good(row: Row, promises: Sequence[Slo]) -> bool:
     for promise in promises:
-        value = {"ttft": row.ttft_s, "tpot": row.tpot_s or 0.0, "e2el": row.e2el_s}.get(promise.metric, 0.0)
+        value = {"ttft": row.ttft_s, "tpot": row.tpot_s or 0.0, "e2el": row.e2el_s}[promise.metric]
         if value * 1000 > promise.limit_ms:
             return False
     return True
@@ -156,6 +157,9 @@ def _peaks(good: Sequence[Row]) -> tuple[float, int]:
 def statistic(summary: Summary, slo: Slo) -> float:
     """The value in ms that a promise is about."""
     found = summary.of(slo.metric)
+    if not found.count:
+        why = f"no answer had the two tokens that {slo.metric} needs" if summary.completed else "nothing was answered"
+        raise UsageError(f"{slo} cannot be judged: {why}.", "Raise --output-len, or promise ttft or e2el.")
     if slo.statistic in ("mean", "median"):
         return float(getattr(found, slo.statistic))
     return dict(found.percentiles)[slo.percentile]

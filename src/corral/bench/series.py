@@ -12,7 +12,7 @@ from corral.bench import store
 from corral.bench.measure import Bench, Finished
 from corral.bench.search import Probe, Searching, passes, probe_requests
 from corral.bench.spec import Load, Slo, Spec
-from corral.errors import CorralError
+from corral.errors import CorralError, UsageError
 
 __all__ = ["measure_series", "quick_specs", "search_limit", "sweep_specs"]
 
@@ -66,10 +66,15 @@ def reseeded(spec: Spec, number: int) -> Spec:
     return replace(spec, workload=replace(spec.workload, seed=(spec.workload.seed + 7919 * number) % 2**31))
 
 
+def _at_rate(load: Load, rate: float) -> Load:
+    """The same load at another rate; a trace's own times would leave the rate without effect."""
+    return replace(load, rate=rate, arrival="poisson" if load.arrival == "trace" else load.arrival)
+
+
 def sweep_specs(base: Spec, concurrencies: Sequence[int] = (), rates: Sequence[float] = ()) -> list[Spec]:
     """One spec for each point of the curve."""
-    loads = [replace(base.load, concurrency=n, rate=None) for n in concurrencies]
-    loads += [replace(base.load, rate=rate) for rate in rates]
+    loads = [Load(concurrency=n, seconds=base.load.seconds) for n in concurrencies]
+    loads += [_at_rate(base.load, rate) for rate in rates]
     specs = []
     for number, load in enumerate(loads):
         spec = reseeded(replace(base, load=load), number)
@@ -112,6 +117,12 @@ async def search_limit(
     on_probe: Callable[[Probe, Finished], None] | None = None,
 ) -> tuple[Searching, list[Finished]]:
     """Find the highest rate (or concurrency) that keeps every promise; every probe is a saved run."""
+    for slo in slos:
+        if base.workload.one_token and slo.metric in ("tpot", "itl"):
+            raise UsageError(
+                f"{slo} cannot be judged with --output-len 1: {slo.metric} needs two tokens.",
+                "Raise --output-len, or promise ttft or e2el.",
+            )
     book = _Book("search", folder)
     wanted = tuple(sorted({*base.percentiles, *(slo.percentile for slo in slos), 99.0}))
     base = replace(base, percentiles=wanted)
@@ -156,7 +167,7 @@ def _steady_rate(finished: Finished) -> float:
 
 def _probe_spec(base: Spec, slos: Sequence[Slo], over: str, offered: float, seconds: float, number: int) -> Spec:
     if over == "rate":
-        load = replace(base.load, rate=offered, concurrency=None, seconds=None)
+        load = replace(_at_rate(base.load, offered), concurrency=None, seconds=None)
         count = probe_requests(slos, offered, seconds)
     else:
         load = Load(concurrency=int(offered), seconds=seconds * 4)

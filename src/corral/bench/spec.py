@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from corral.errors import UsageError
 from corral.record import nearest
 
-__all__ = ["ARRIVALS", "DATASETS", "METRICS", "Load", "Slo", "Spec", "Workload", "parse_percentiles", "parse_slos"]
+__all__ = ["ARRIVALS", "DATASETS", "METRICS", "Load", "Slo", "Spec", "Workload", "parse_goodput", "parse_percentiles",
+           "parse_slos"]  # fmt: skip
 
 DATASETS = ("random", "sharegpt", "custom", "prefix_repetition", "batch", "multi_turn", "trace")
 ARRIVALS = ("poisson", "constant", "gamma", "ramp", "trace")
@@ -55,6 +56,11 @@ class Workload:
     def shares_prefixes(self) -> bool:
         """Whether requests are meant to hit the prefix cache."""
         return self.dataset in ("prefix_repetition", "multi_turn")
+
+    @property
+    def one_token(self) -> bool:
+        """Whether every answer asked for is one token, so that there is no time between two."""
+        return self.output_len == 1 and self.dataset not in ("custom", "batch", "trace")
 
     @property
     def synthetic(self) -> bool:
@@ -143,6 +149,17 @@ def parse_slos(text: str) -> tuple[Slo, ...]:
     if not found:
         raise UsageError("no service level was given.", "For example: --slo ttft_p99=1s,tpot_p99=50ms.")
     return tuple(found)
+
+
+def parse_goodput(text: str) -> tuple[Slo, ...]:
+    """`ttft=1s,tpot=50ms` as limits of every single request; no limits for an empty text."""
+    limits = parse_slos(text) if text else ()
+    if any(limit.metric == "itl" for limit in limits):
+        raise UsageError(
+            f"--goodput {text!r}: a request has no one ITL, so it cannot be judged by it.",
+            "Limit tpot, its mean time per token; known are ttft, tpot and e2el.",
+        )
+    return limits
 
 
 def parse_percentiles(text: str) -> tuple[float, ...]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import signal
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +73,42 @@ def _bench(given: dict[str, Any], line: _Line) -> Bench:
 
 def _go(work: Coroutine[Any, Any, Any], line: _Line) -> Any:
     try:
-        return run_loop(work)
+        return run_loop(_until_terminated(work))
     finally:
         line.clear()
+
+
+async def _until_terminated(work: Coroutine[Any, Any, Any]) -> Any:
+    """SIGTERM ends the work as Ctrl-C does, so that what was measured is kept: schedulers and `timeout` send it."""
+    loop, task, told = asyncio.get_running_loop(), asyncio.current_task(), []
+
+    def end() -> None:
+        told.append(signal.SIGTERM)
+        if task is not None:
+            task.cancel()
+
+    loop.add_signal_handler(signal.SIGTERM, end)
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if told:
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def _new_folder(label: str, name: str) -> Iterator[Path]:
+    """Where runs are saved; one that never began leaves nothing behind."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    folder = store.new_folder(label, name=name)
+    try:
+        yield folder
+    finally:
+        if not any(folder.iterdir()):
+            folder.rmdir()
+        signal.signal(signal.SIGTERM, before)
 
 
 @click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
@@ -100,23 +136,14 @@ def _refuse_options_before(context: click.Context) -> None:
 def _series(given: dict[str, Any], kind: str, specs: list[Any]) -> int:
     line = _Line()
     bench = _bench(given, line)
-    folder = store.new_folder(kind, name=given["run_name"])
+    with _new_folder(kind, given["run_name"]) as folder:
 
-    async def work() -> list[Finished]:
-        async with bench:
-            return await measure_series(bench, kind, specs, folder)
+        async def work() -> list[Finished]:
+            async with bench:
+                return await measure_series(bench, kind, specs, folder)
 
-    try:
         done = _go(work(), line)
-    finally:
-        _forget_if_empty(folder)
     return _show_series(folder, [finished.run for finished in done], given["as_json"])
-
-
-def _forget_if_empty(folder: Path) -> None:
-    """A run that never began leaves nothing behind."""
-    if not any(folder.iterdir()):
-        folder.rmdir()
 
 
 def _show_series(folder: Path, runs: list[store.Run], as_json: bool) -> int:
@@ -148,21 +175,18 @@ def _figures(folder: Path) -> dict[str, Any]:
 @click.option("--repeat", default=1, show_default=True, help="Measure this many times, for confidence intervals.")
 def run(repeat: int, **given: Any) -> int:
     """Measure one load: closed loop (--concurrency) or open loop (--request-rate)."""
-    spec = make_spec(given)
+    spec = make_spec(given, replay=True)
     if repeat > 1:
         return _series(given, "repeat", [reseeded(spec, n) for n in range(repeat)])
     line = _Line()
     bench = _bench(given, line)
-    folder = store.new_folder(spec.load.label, name=given["run_name"])
+    with _new_folder(spec.load.label, given["run_name"]) as folder:
 
-    async def work() -> Finished:
-        async with bench:
-            return await bench.run(spec, folder)
+        async def work() -> Finished:
+            async with bench:
+                return await bench.run(spec, folder)
 
-    try:
         finished = _go(work(), line)
-    finally:
-        _forget_if_empty(folder)
     if given["as_json"]:
         print_json({**_figures(folder), "folder": str(folder)})
     else:
@@ -221,23 +245,21 @@ def search(
     spec = make_spec(given)
     line = _Line()
     bench = _bench(given, line)
-    folder = store.new_folder("search", name=given["run_name"])
 
     def tell(probe: Any, _: Finished) -> None:
         line.clear()
         click.echo(f"{probe.load:9.4g}  {'meets it' if probe.passed else 'fails: ' + probe.why}", err=True)
 
-    async def work() -> Any:
-        async with bench:
-            return await search_limit(
-                bench, spec, slos, folder, over=over, seconds=probe_seconds, tolerance=tolerance, most=max_probes,
-                saturate=saturate, on_probe=tell,
-            )  # fmt: skip
+    with _new_folder("search", given["run_name"]) as folder:
 
-    try:
+        async def work() -> Any:
+            async with bench:
+                return await search_limit(
+                    bench, spec, slos, folder, over=over, seconds=probe_seconds, tolerance=tolerance, most=max_probes,
+                    saturate=saturate, on_probe=tell,
+                )  # fmt: skip
+
         found, done = _go(work(), line)
-    finally:
-        _forget_if_empty(folder)
     _show_series(folder, [finished.run for finished in done], given["as_json"])
     return 0 if found.best is not None else INVALID
 

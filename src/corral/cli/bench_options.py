@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from corral.bench.spec import ARRIVALS, DATASETS, Load, Spec, Workload, parse_percentiles, parse_slos
+from corral.bench.spec import ARRIVALS, DATASETS, Load, Spec, Workload, parse_goodput, parse_percentiles
 from corral.errors import UsageError
 from corral.plan import Plan
 from corral.record import load_json
@@ -72,9 +72,9 @@ load_options = _apply(
 )
 
 
-def make_spec(given: dict[str, Any]) -> Spec:
-    """The spec that the options describe; a trace is replayed at its own times unless a load is given."""
-    replay = given["dataset"] == "trace" and given.get("rate") is None and given.get("concurrency") is None
+def make_spec(given: dict[str, Any], *, replay: bool = False) -> Spec:
+    """The spec that the options describe; with `replay`, a trace keeps its own times unless a load is given."""
+    replay = replay and given["dataset"] == "trace" and given.get("rate") is None and given.get("concurrency") is None
     load = Load(
         concurrency=given.get("concurrency"),
         rate=given.get("rate"),
@@ -108,7 +108,7 @@ def make_spec(given: dict[str, Any]) -> Spec:
         load,
         warmup=warmup,
         percentiles=parse_percentiles(given["percentiles"]),
-        goodput=parse_slos(given["goodput"]) if given["goodput"] else (),
+        goodput=parse_goodput(given["goodput"]),
         stall_s=given["stall_s"],
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 from corral.bench.gate import needed
-from corral.bench.limit import roof
+from corral.bench.limit import FrontEnd, roof
 from corral.bench.metrics import Spread, gaps_s
 from corral.bench.rows import Row
 from corral.bench.server_metrics import ServerSample
@@ -294,7 +294,8 @@ def _curves(runs: Sequence[Run]) -> list[str]:
     throughput = [curve("measured", [run.summary.output_throughput for run in ordered])]
     plan, work = ordered[0].plan, ordered[0].spec.workload
     if plan is not None and not rates:
-        roofs = [roof(plan, x, work.input_len, work.output_len) for x in xs]
+        streamed = FrontEnd.of(plan, ordered[0].fingerprint.api_servers).tokens_s
+        roofs = [roof(plan, x, work.input_len, work.output_len, streamed) for x in xs]
         points = tuple((x, r) for x, r in zip(xs, roofs, strict=True) if r is not None)
         throughput.append(Curve("the plan's roofline", points, 2, dashed=True, dots=False))
     top = _top(runs)
