@@ -202,9 +202,7 @@ def away(*_: object) -> int:
     raise OSError(errno.EIO, "Input/output error")
 
 
-def test_a_disk_that_is_away_is_told_and_what_counted_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_away_is_told_and_what_counted_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, table = JobFolder(tmp_path / "o.jsonl"), table_of(20)
     make(folder, table, [[1, 2]])
     ledger = Ledger(folder, table)
@@ -235,7 +233,7 @@ def test_a_commit_that_fails_in_any_way_fails_the_job(tmp_path: Path, error: Exc
         outbox.add(Entry(3, FINE, line(3)))
         await outbox.drain()
 
-    with pytest.raises(DataError, match="odd|Too many open files") as told:
+    with pytest.raises(DataError, match=r"odd|Too many open files") as told:
         asyncio.run(work())
     assert "Everything up to here is kept" in told.value.remedy
     ledger.close()

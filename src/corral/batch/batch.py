@@ -141,7 +141,7 @@ def carry_out(
         made, summary, names = ended or _together(folder, how, sharing)
     except OSError as error:
         raise DataError(
-            f"{error.filename or folder.path} cannot be read or written: {error.strerror}.",
+            f"{error.filename or folder.path} cannot be read or written: {error.strerror or error}.",
             "Check the disk and the permissions, then run the same command again.",
         ) from error
     finally:
