@@ -435,7 +435,7 @@ def _tokenizer_here(decision: Decision) -> Counter | None:
 
 def again(output: str) -> tuple[Order, Where]:
     """The order and the place of an existing job, for `corral batch resume`."""
-    folder, record = load_record(output)
+    _, record = load_record(output)
     order = Order(
         input=record.input,
         output=output,
@@ -445,9 +445,8 @@ def again(output: str) -> tuple[Order, Where]:
         answer=record.answer,
         ordered=record.ordered,
         skip_bad=record.skip_bad,
+        saved=record.input == "-",  # what came through stdin is in the spool
     )
-    if record.input == "-":  # what came through stdin is in the spool
-        order = replace(order, input=str(folder.spool), input_format="jsonl")
     offline = record.offline
     where = Where(
         record.deployments,
