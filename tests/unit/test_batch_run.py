@@ -430,8 +430,8 @@ def test_what_came_through_stdin_is_resumed_as_it_was_read(
     summary = carry_out(replace(order, retry_failed=True), where, QUICK, Quiet(), signals=False).summary
     assert (summary.state, summary.before + summary.fine, summary.failed) == ("done", 40, 0)
     assert JobFolder(work.output).job.read_bytes() == record
-    (JobFolder(work.output).index).unlink()
-    with pytest.raises(DataError, match="not in .* as they were kept"):
+    JobFolder(work.output).index.unlink()
+    with pytest.raises(DataError, match=r"not in .* as they were kept"):
         carry_out(order, where, QUICK, Quiet(), signals=False)
 
 

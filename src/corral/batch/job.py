@@ -117,6 +117,8 @@ def prepare(
 
     `busy` says that other runners work on it: then nothing may change under them.
     """
+    if not busy:  # left from an earlier run; one that comes while the input is checked counts
+        folder.cancel.unlink(missing_ok=True)
     before = load_json(JobRecord, folder.job) if folder.job.is_file() else None
     if before is None:
         _refuse_foreign(order, folder)
@@ -143,8 +145,6 @@ def prepare(
         if before is None and not folder.job.exists():  # refused: leave nothing behind
             shutil.rmtree(folder.path, ignore_errors=True)
         raise
-    if not busy:
-        folder.cancel.unlink(missing_ok=True)
     return Prepared(folder, record, seen.table, seen.problems, continued=before is not None)
 
 
