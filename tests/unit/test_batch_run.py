@@ -487,6 +487,38 @@ def test_the_command_line_from_stdin_to_a_signal_to_the_end(work: Work) -> None:
     assert len(work.lines()) == 100
 
 
+@pytest.mark.parametrize("words", [["--json"], []])
+def test_a_reader_of_the_progress_who_leaves_does_not_end_the_batch(work: Work, words: list[str]) -> None:
+    work.rows(30)
+    work.server.set_faults("status:code=400,match=Row 7")
+    argv = [
+        sys.executable,
+        "-m",
+        "corral",
+        "batch",
+        str(work.input),
+        "-o",
+        str(work.output),
+        "--url",
+        work.server.url,
+    ]
+    read, write = os.pipe()
+    os.close(read)
+    told = None if words else write  # without --json all is said on stderr
+    run = subprocess.run(
+        [*argv, *words], stdout=write, stderr=told or subprocess.PIPE, stdin=subprocess.DEVNULL, timeout=60
+    )
+    os.close(write)
+    assert (run.returncode, run.stderr or b"") == (1, b"")  # that of a batch with a row in the error file
+    assert len(work.lines()) == 29
+    work.input.write_text("{bad\n")
+    read, write = os.pipe()
+    os.close(read)
+    refused = subprocess.run([*argv, *words], stdout=write, stderr=write, stdin=subprocess.DEVNULL, timeout=60)
+    os.close(write)
+    assert refused.returncode == DataError.exit_code
+
+
 def test_gauges_are_read_from_vllms_page() -> None:
     page = b"""# HELP x
 vllm:num_requests_running{engine="0",model_name="m"} 12.0

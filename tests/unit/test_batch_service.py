@@ -15,8 +15,8 @@ from typing import Any
 import openai
 import pytest
 
-from corral.batch import job, workers
-from corral.batch.batch import Where
+from corral.batch import check, job, workers
+from corral.batch.batch import Where, carry_out
 from corral.batch.runner import Settings
 from corral.batch.service import BatchService, ServiceOptions
 from corral.fake import FakeOptions, FakeServer, Pace
@@ -131,9 +131,9 @@ def test_cancel_while_validating(
         return wait
 
     if when == "while the input is read":
-        monkeypatch.setattr(job, "scan", held(job.scan))
+        monkeypatch.setattr(job, "scan", held(check.scan))
     else:
-        monkeypatch.setattr(workers, "carry_out", held(workers.carry_out))
+        monkeypatch.setattr(workers, "carry_out", held(carry_out))
     with BatchService(options(server, tmp_path / "kept")) as service, sdk(service) as client:
         batch = create(client, upload(client, [row(n) for n in range(20)]))
         assert reached.wait(60)
