@@ -104,7 +104,9 @@ def test_a_file_that_is_not_compressed_or_damaged_is_refused(tmp_path: Path, end
 
 
 @pytest.mark.parametrize(
-    "content", [gzip.compress(b"x\n" * 5000)[:20], b"plain", gzip.compress(b"abc")[:-8] + b"x" * 8]
+    "content",
+    [gzip.compress(b"x\n" * 5000)[:20], b"plain", gzip.compress(b"abc")[:-8] + b"x" * 8],
+    ids=["cut", "plain", "damaged"],
 )
 def test_a_damaged_input_to_score_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "a.jsonl.gz"
