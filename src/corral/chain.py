@@ -144,8 +144,9 @@ def chain_lock(folder: DeploymentFolder) -> Iterator[None]:
     try:
         yield
     finally:
-        if lock_holder(path) == own_identity():
-            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it is known to be stale once we are gone
+            if lock_holder(path) == own_identity():
+                path.unlink(missing_ok=True)
 
 
 def _age_s(path: Path) -> float:

@@ -59,8 +59,9 @@ def exclusive_lock(path: Path, on_wait: Callable[[str], None], poll_s: float = 0
     try:
         yield
     finally:
-        if lock_holder(path) == own_identity():
-            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it is known to be stale once we are gone
+            if lock_holder(path) == own_identity():
+                path.unlink(missing_ok=True)
 
 
 def try_lock(path: Path) -> bool:
@@ -90,11 +91,21 @@ def discard_lock(path: Path, seen: Identity) -> None:
 
 
 def lock_holder(path: Path) -> Identity | None:
-    """Who is written in a lock file; a file that nobody could have written as a lock names somebody long gone."""
+    """Who is written in a lock file; a file that nobody could have written as a lock names somebody long gone.
+
+    A lock that is there and cannot be read (no file descriptor left, a disk that is away) says nothing about its
+    holder: that error is raised.
+    """
     try:
-        body: dict[str, Any] = json.loads(path.read_text())
-        return Identity(**body)
-    except (OSError, ValueError, TypeError):
-        if path.exists():  # no lock of ours is ever torn: something else wrote it
-            return Identity(pid=0, host=socket.gethostname(), boot_id="", start_ticks=0)
+        text = path.read_bytes()
+    except FileNotFoundError:
         return None
+    except OSError:
+        if path.exists():
+            raise
+        return None  # removed while it was read, as NFS tells it
+    try:
+        body: dict[str, Any] = json.loads(text)
+        return Identity(**body)
+    except (ValueError, TypeError):  # no lock of ours is ever torn: something else wrote it
+        return Identity(pid=0, host=socket.gethostname(), boot_id="", start_ticks=0)

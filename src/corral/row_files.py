@@ -10,6 +10,7 @@ import csv
 import gzip
 import io
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -103,7 +104,9 @@ def _text_rows(path: Path, name: str) -> Iterator[bytes]:
             else:
                 for line in file:
                     yield line.rstrip(b"\r\n")
-    except (UnicodeDecodeError, csv.Error, gzip.BadGzipFile, EOFError) as error:
+    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+        raise DataError(f"{path} is cut off or damaged ({error}).", "Copy or make it again.") from None
+    except (UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path} cannot be read: {error}.", "Save it as UTF-8, whole.") from None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
 import os
 import random
@@ -18,8 +20,10 @@ from corral.batch import lock as lock_module
 from corral.batch.folder import JobFolder
 from corral.batch.ledger import FAILED, FINE, Entry, Ledger, read_ledger
 from corral.batch.lock import JobLock, holder_of
+from corral.batch.outbox import Outbox
 from corral.batch.table import Table, hash64
-from corral.errors import ConflictError
+from corral.errors import ConflictError, DataError
+from corral.files import lock_holder
 from corral.processes import own_identity
 
 
@@ -176,3 +180,60 @@ def test_a_torn_lock_is_nobodys(tmp_path: Path) -> None:
     path.write_text("{")
     with JobLock(path, "out.jsonl"):
         pass
+
+
+def test_a_lock_that_cannot_be_read_names_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "lock"
+
+    def none_left(self: Path) -> bytes:
+        raise OSError(errno.EMFILE, "Too many open files", str(self))
+
+    with JobLock(path, "out.jsonl") as lock:
+        monkeypatch.setattr(Path, "read_bytes", none_left)
+        with pytest.raises(OSError, match="Too many open files"):
+            lock_holder(path)
+        with pytest.raises(OSError, match="Too many open files"):
+            lock.check()
+        assert lock_holder(tmp_path / "none") is None
+    assert path.exists()  # left for the next one, who sees that we are gone
+
+
+def away(*_: object) -> int:
+    raise OSError(errno.EIO, "Input/output error")
+
+
+def test_a_disk_that_is_away_is_told_and_what_counted_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, table = JobFolder(tmp_path / "o.jsonl"), table_of(20)
+    make(folder, table, [[1, 2]])
+    ledger = Ledger(folder, table)
+    ledger.open()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", away)
+        patch.setattr(os, "ftruncate", away)  # cutting back fails too
+        with pytest.raises(DataError, match=r"o\.jsonl cannot be written: Input/output error") as told:
+            ledger.commit([Entry(3, FINE, line(3))])
+    assert "Make room" not in told.value.remedy
+    ledger.close()
+    assert state(folder, table)[0] == {1, 2}
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EMFILE, "Too many open files", "lock"), RuntimeError("odd")])
+def test_a_commit_that_fails_in_any_way_fails_the_job(tmp_path: Path, error: Exception) -> None:
+    folder, table = JobFolder(tmp_path / "o.jsonl"), table_of(20)
+    folder.create()
+
+    def guard() -> None:
+        raise error
+
+    ledger = Ledger(folder, table, guard)
+    ledger.open()
+
+    async def work() -> None:
+        outbox = Outbox(ledger, lambda _: None)
+        outbox.add(Entry(3, FINE, line(3)))
+        await outbox.drain()
+
+    with pytest.raises(DataError, match=r"odd|Too many open files") as told:
+        asyncio.run(work())
+    assert "Everything up to here is kept" in told.value.remedy
+    ledger.close()

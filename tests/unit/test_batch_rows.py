@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from corral import row_files
 from corral.batch.check import read_problems, scan
 from corral.batch.folder import JobFolder
 from corral.batch.inspect import check_input
 from corral.batch.params import parse_assignments, problem_with
 from corral.batch.recipe import OPENAI, PLAIN, Recipe
 from corral.batch.rows import open_source
-from corral.batch.table import RowReader, Table
+from corral.batch.table import RowReader, Table, hash64
 from corral.errors import CorralError, DataError, NotFoundError, UsageError
 
 
@@ -62,6 +63,56 @@ def test_parquet_and_zst(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl.zst"
     path.write_bytes(zstandard.compress(b'{"prompt":"one"}\n{"prompt":"two"}\n'))
     assert prompts(path, tmp_path) == ["one", "two"]
+
+
+def test_zst_of_several_frames(tmp_path: Path) -> None:
+    zstandard = pytest.importorskip("zstandard")
+    path = tmp_path / "a.txt.zst"
+    skipped = b"\x50\x2a\x4d\x18\x04\x00\x00\x00note"
+    lines = [f"{n} {'x' * (n % 50)}" for n in range(20_000)]
+    text = "".join(f"{line}\n" for line in lines).encode()
+    path.write_bytes(zstandard.compress(text[:100_001]) + skipped + zstandard.compress(text[100_001:]))
+    assert prompts(path, tmp_path) == lines
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.01, 0.5, 0.99])
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+@pytest.mark.parametrize("name", ["a.txt", "a.csv", "a.json"])
+def test_a_compressed_file_that_is_cut_off_is_refused(tmp_path: Path, name: str, ending: str, keep: float) -> None:
+    text = {"a.txt": "{}\n" * 5000, "a.csv": "prompt\n" + "{}\n" * 5000, "a.json": json.dumps(["{}"] * 5000)}[name]
+    whole = text.format(*(hash64(b"%d" % n) for n in range(5000))).encode()
+    pack = gzip.compress if ending == ".gz" else pytest.importorskip("zstandard").compress
+    packed = pack(whole)
+    path = tmp_path / (name + ending)
+    path.write_bytes(packed)
+    assert check_input(str(path), None, Recipe()).rows == 5000
+    path.write_bytes(packed[: int(len(packed) * keep)])
+    with pytest.raises(DataError, match="is cut off or damaged"):
+        check_input(str(path), None, Recipe())
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+def test_a_file_that_is_not_compressed_or_damaged_is_refused(tmp_path: Path, ending: str) -> None:
+    pack = gzip.compress if ending == ".gz" else pytest.importorskip("zstandard").compress
+    packed = bytearray(pack("".join(f"{hash64(b'%d' % n)}\n" for n in range(5000)).encode()))
+    packed[len(packed) // 2 : len(packed) // 2 + 100] = b"\xff" * 100
+    path = tmp_path / f"a.txt{ending}"
+    for content in (b"plain text\n", bytes(packed)):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match="is cut off or damaged"):
+            check_input(str(path), None, Recipe())
+
+
+@pytest.mark.parametrize(
+    "content",
+    [gzip.compress(b"x\n" * 5000)[:20], b"plain", gzip.compress(b"abc")[:-8] + b"x" * 8],
+    ids=["cut", "plain", "damaged"],
+)
+def test_a_damaged_input_to_score_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match="is cut off or damaged"):
+        row_files.scan(path, tmp_path / "spool")
 
 
 def test_all_problems_are_told_by_line_not_only_the_first(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import io
 import json
 import os
 import signal
@@ -467,6 +468,51 @@ def test_stopping_and_resuming_by_name(work: Work) -> None:
     assert inspect(str(work.output)).state == "done"
 
 
+@pytest.mark.parametrize(
+    ("format_", "text"),
+    [
+        ("csv", "id,prompt\n" + "".join(f'{n},"Row\n{n}"\n' for n in range(40))),
+        ("csv", "prompt\n" + "".join(f"Row {n}\n" for n in range(40))),
+        ("jsonl", "".join(f'{{"prompt": "Row {n}"}}\n\n' for n in range(40))),
+        ("text", "".join(f"Row {n}\n\n" for n in range(40))),
+    ],
+)
+def test_what_came_through_stdin_is_resumed_as_it_was_read(
+    work: Work, monkeypatch: pytest.MonkeyPatch, format_: str, text: str
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    work.server.set_faults("status:code=400,match=7")
+    assert work.run(input="-", input_format=format_).failed
+    work.server.set_faults()
+    record = JobFolder(work.output).job.read_bytes()
+    monkeypatch.setattr(sys, "stdin", None)  # resume may be called anywhere
+    order, where = again(str(work.output))
+    summary = carry_out(replace(order, retry_failed=True), where, QUICK, Quiet(), signals=False).summary
+    assert (summary.state, summary.before + summary.fine, summary.failed) == ("done", 40, 0)
+    assert JobFolder(work.output).job.read_bytes() == record
+    JobFolder(work.output).index.unlink()
+    with pytest.raises(DataError, match=r"not in .* as they were kept"):
+        carry_out(order, where, QUICK, Quiet(), signals=False)
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_job_with_a_spool_is_resumed_from_anywhere(
+    work: Work, monkeypatch: pytest.MonkeyPatch, moved: bool
+) -> None:
+    source = work.place / "in.csv"
+    source.write_text("prompt\n" + "".join(f"Row {n}\n" for n in range(40)))
+    place = work.place / "sub"
+    place.mkdir()
+    monkeypatch.chdir(work.place)
+    work.server.set_faults("status:code=400,match=7")
+    assert work.run(input=str(source), output="sub/o.jsonl").failed
+    work.server.set_faults()
+    monkeypatch.chdir(place.rename(work.place / "other") if moved else place)
+    order, where = again("o.jsonl")
+    summary = carry_out(replace(order, retry_failed=True), where, QUICK, Quiet(), signals=False).summary
+    assert (summary.state, summary.before + summary.fine, summary.failed) == ("done", 40, 0)
+
+
 def test_the_command_line_from_stdin_to_a_signal_to_the_end(work: Work) -> None:
     work.server.set_pace(FakePace(requests_per_s=10))
     argv = [sys.executable, "-m", "corral", "batch", "-", "-o", str(work.output), "--url", work.server.url,
@@ -499,6 +545,38 @@ def test_the_command_line_from_stdin_to_a_signal_to_the_end(work: Work) -> None:
     assert done.returncode == 0, done.stderr
     assert "done: 100 of 100 rows" in done.stderr
     assert len(work.lines()) == 100
+
+
+@pytest.mark.parametrize("words", [["--json"], []])
+def test_a_reader_of_the_progress_who_leaves_does_not_end_the_batch(work: Work, words: list[str]) -> None:
+    work.rows(30)
+    work.server.set_faults("status:code=400,match=Row 7")
+    argv = [
+        sys.executable,
+        "-m",
+        "corral",
+        "batch",
+        str(work.input),
+        "-o",
+        str(work.output),
+        "--url",
+        work.server.url,
+    ]
+    read, write = os.pipe()
+    os.close(read)
+    told = None if words else write  # without --json all is said on stderr
+    run = subprocess.run(
+        [*argv, *words], stdout=write, stderr=told or subprocess.PIPE, stdin=subprocess.DEVNULL, timeout=60
+    )
+    os.close(write)
+    assert (run.returncode, run.stderr or b"") == (1, b"")  # that of a batch with a row in the error file
+    assert len(work.lines()) == 29
+    work.input.write_text("{bad\n")
+    read, write = os.pipe()
+    os.close(read)
+    refused = subprocess.run([*argv, *words], stdout=write, stderr=write, stdin=subprocess.DEVNULL, timeout=60)
+    os.close(write)
+    assert refused.returncode == DataError.exit_code
 
 
 def test_gauges_are_read_from_vllms_page() -> None:

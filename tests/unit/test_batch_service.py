@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -14,7 +15,8 @@ from typing import Any
 import openai
 import pytest
 
-from corral.batch.batch import Where
+from corral.batch import check, job, workers
+from corral.batch.batch import Where, carry_out
 from corral.batch.runner import Settings
 from corral.batch.service import BatchService, ServiceOptions
 from corral.fake import FakeOptions, FakeServer, Pace
@@ -112,6 +114,33 @@ def test_cancel_keeps_what_is_done(server: FakeServer, tmp_path: Path) -> None:
         stopped = ended(client, batch.id)
         assert stopped.status == "cancelled"
         assert client.files.content(stopped.output_file_id).text
+
+
+@pytest.mark.parametrize("when", ["before the folder is made", "while the input is read"])
+def test_cancel_while_validating(
+    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    reached, go = threading.Event(), threading.Event()
+
+    def held(real: Any) -> Any:
+        def wait(*args: Any, **more: Any) -> Any:
+            reached.set()
+            assert go.wait(60)
+            return real(*args, **more)
+
+        return wait
+
+    if when == "while the input is read":
+        monkeypatch.setattr(job, "scan", held(check.scan))
+    else:
+        monkeypatch.setattr(workers, "carry_out", held(carry_out))
+    with BatchService(options(server, tmp_path / "kept")) as service, sdk(service) as client:
+        batch = create(client, upload(client, [row(n) for n in range(20)]))
+        assert reached.wait(60)
+        assert client.batches.cancel(batch.id).status == "cancelling"
+        go.set()
+        stopped = ended(client, batch.id)
+        assert (stopped.status, stopped.output_file_id) == ("cancelled", None)
 
 
 def test_a_restart_continues(server: FakeServer, tmp_path: Path) -> None:

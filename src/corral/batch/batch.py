@@ -157,7 +157,7 @@ def carry_out(
         made, summary, names = ended or _together(folder, how, sharing)
     except OSError as error:
         raise DataError(
-            f"{error.filename or folder.path} cannot be read or written: {error.strerror}.",
+            f"{error.filename or folder.path} cannot be read or written: {error.strerror or error}.",
             "Check the disk and the permissions, then run the same command again.",
         ) from error
     finally:
@@ -470,7 +470,7 @@ def _tokenizer_here(decision: Decision) -> Counter | None:
 
 def again(output: str) -> tuple[Order, Where]:
     """The order and the place of an existing job, for `corral batch resume`."""
-    folder, record = load_record(output)
+    _, record = load_record(output)
     order = Order(
         input=record.input,
         output=output,
@@ -480,9 +480,8 @@ def again(output: str) -> tuple[Order, Where]:
         answer=record.answer,
         ordered=record.ordered,
         skip_bad=record.skip_bad,
+        saved=record.input == "-",  # what came through stdin is in the spool
     )
-    if record.input == "-":  # what came through stdin is in the spool
-        order = replace(order, input=str(folder.spool), input_format="jsonl")
     offline = record.offline
     where = Where(
         record.deployments,

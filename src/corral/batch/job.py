@@ -43,6 +43,7 @@ class Order:
     skip_bad: bool = False
     force: bool = False
     retry_failed: bool = False
+    saved: bool = False  # the rows are those that were checked and kept: the input cannot be read again
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,8 @@ def prepare(
 
     `busy` says that other runners work on it: then nothing may change under them.
     """
+    if not busy:  # left from an earlier run; one that comes while the input is checked counts
+        folder.cancel.unlink(missing_ok=True)
     before = load_json(JobRecord, folder.job) if folder.job.is_file() else None
     if before is None:
         _refuse_foreign(order, folder)
@@ -125,7 +128,7 @@ def prepare(
     recipe = replace(order.recipe, text_cells=order.recipe.text_cells or source.format in ("csv", "tsv"))
     same = before is not None and _differences(before, order, recipe, model) == []
     try:
-        seen = _reuse(before, source, folder) if same else None
+        seen = _saved(before, folder) if order.saved else _reuse(before, source, folder) if same else None
         fresh = seen is None
         if seen is None:
             seen = _check(order, source, recipe, folder, models, context, counter)
@@ -142,8 +145,6 @@ def prepare(
         if before is None and not folder.job.exists():  # refused: leave nothing behind
             shutil.rmtree(folder.path, ignore_errors=True)
         raise
-    if not busy:
-        folder.cancel.unlink(missing_ok=True)
     return Prepared(folder, record, seen.table, seen.problems, continued=before is not None)
 
 
@@ -244,6 +245,21 @@ def _reuse(before: JobRecord | None, source: Source, folder: JobFolder) -> _Seen
         return None
     if before.input != str(source.path.absolute() if source.path else "-"):
         return None
+    return _load(before, folder)
+
+
+def _saved(before: JobRecord | None, folder: JobFolder) -> _Seen:
+    """The table of an input that came through stdin."""
+    seen = _load(before, folder) if before is not None else None
+    if seen is None:
+        raise DataError(
+            f"the rows of {folder.output} are not in {folder.path} as they were kept.",
+            "Give the input once more: run the command it was begun with.",
+        )
+    return seen
+
+
+def _load(before: JobRecord, folder: JobFolder) -> _Seen | None:
     loaded = Table.load(folder.index)
     if loaded is None or loaded[1].get("digest") != before.digest:
         return None

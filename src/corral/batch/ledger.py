@@ -14,11 +14,12 @@ files are cut back to the last commit, which needs no space.
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -112,9 +113,10 @@ class Ledger:
             _append(self._ledger_fd, records, self._ledger_end)
         except OSError as error:
             self._cut_back()
+            cure = "Make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Check the disk"
             raise DataError(
-                f"{self._folder.output} cannot be written: {error.strerror}.",
-                "Everything up to here is kept. Make room, then run the same command again; it continues.",
+                f"{self._folder.output} cannot be written: {error.strerror or error}.",
+                f"Everything up to here is kept. {cure}, then run the same command again; it continues.",
                 errno=error.errno,
             ) from error
         self._ends = ends
@@ -151,8 +153,10 @@ class Ledger:
     # Inside
 
     def _cut_back(self) -> None:
+        """Leave nothing that does not count; where even that fails, the next `open` does it."""
         for descriptor, end in (*zip(self._fds, self._ends, strict=True), (self._ledger_fd, self._ledger_end)):
-            os.ftruncate(descriptor, end)
+            with suppress(OSError):  # the error that led here is the one to tell
+                os.ftruncate(descriptor, end)
 
     def _scan(self, forget_failed: bool) -> Tally:
         """Read the ledger; keep the records whose row still is what it was and whose line is there."""

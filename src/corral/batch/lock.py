@@ -87,11 +87,12 @@ class JobLock:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if lock_holder(self._path) != own_identity():
-            return  # it was taken over
-        self._path.unlink(missing_ok=True)
-        for left in self._path.parent.glob(f"{self._path.name}.*"):  # of runners that were killed just then
-            left.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it is known to be stale once we are gone; how it ended is to be told
+            if lock_holder(self._path) != own_identity():
+                return  # it was taken over
+            self._path.unlink(missing_ok=True)
+            for left in self._path.parent.glob(f"{self._path.name}.*"):  # of runners that were killed just then
+                left.unlink(missing_ok=True)
 
     def check(self) -> None:
         """Refuse to go on when somebody took the job over: this process was stopped for long, or cut off."""

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from corral.batch.ledger import Entry, Ledger
-from corral.errors import CorralError
+from corral.errors import CorralError, DataError
 
 __all__ = ["Outbox"]
 
@@ -65,7 +65,15 @@ class Outbox:
                 self.groups += 1
                 self._on_commit(len(group))
                 await asyncio.sleep(min(LONGEST_S, max(SHORTEST_S, 9 * took)))
-        except CorralError as error:
-            self.failure = error
+        except Exception as error:  # whatever it is, its group does not count: nobody may think it does
+            self.failure = error if isinstance(error, CorralError) else _told(error)
         finally:
             self._running = None
+
+
+def _told(error: Exception) -> DataError:
+    reason = error if isinstance(error, OSError) else repr(error)
+    return DataError(
+        f"results cannot be written: {reason}.",
+        "Everything up to here is kept. Remove the cause, then run the same command again; it continues.",
+    )

@@ -11,9 +11,11 @@ from __future__ import annotations
 import codecs
 import contextlib
 import csv
+import gzip
 import io
 import json
 import sys
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,22 +74,70 @@ class Source:
         if self.format == "parquet":
             yield from _parquet(self)
             return
-        with contextlib.ExitStack() as stack:
-            yield from _READERS[self.format](self._open(stack))
+        try:
+            with contextlib.ExitStack() as stack:
+                yield from _READERS[self.format](self._open(stack))
+        except _damage(self.compression) as error:
+            raise DataError(
+                f"{self.name} is cut off or damaged ({error}).",
+                f"Copy or make it again; `{_TESTS[self.compression]} {self.path}` tests it.",
+            ) from None
 
     def _open(self, stack: contextlib.ExitStack) -> BinaryIO:
         raw: BinaryIO = sys.stdin.buffer
         if self.path is not None:
             raw = stack.enter_context(self.path.open("rb", buffering=1 << 20))
+        if self.compression and self.path is not None and self.path.is_file() and not self.path.stat().st_size:
+            raise EOFError("it is empty")
         if self.compression == ".gz":
-            import gzip
-
             return stack.enter_context(gzip.open(raw))  # type: ignore[return-value]
         if self.compression == ".zst":
             zstandard = optional("zstandard", "read .zst files")
-            stream = zstandard.ZstdDecompressor().stream_reader(raw)
-            return stack.enter_context(io.BufferedReader(stream, 1 << 20))
+            return stack.enter_context(io.BufferedReader(_Pieces(_zst_pieces(raw, zstandard)), 1 << 20))
         return raw
+
+
+_TESTS = {".gz": "gzip -t", ".zst": "zstd -t"}
+
+
+def _damage(compression: str) -> tuple[type[Exception], ...]:
+    """What a reader of compressed data raises when the data ends too early or is none of its own."""
+    if not compression:
+        return ()
+    known = (EOFError, zlib.error, gzip.BadGzipFile)
+    return (*known, optional("zstandard", "read .zst files").ZstdError) if compression == ".zst" else known
+
+
+def _zst_pieces(file: BinaryIO, zstandard: Any) -> Iterator[bytes]:
+    """What the frames of a file hold; unlike zstandard's own reader, it notices an end inside a frame."""
+    decompressor, frame, data = zstandard.ZstdDecompressor(), None, b""
+    while data := data or file.read(1 << 14):
+        frame = frame or decompressor.decompressobj()
+        yield frame.decompress(data)
+        data = frame.unused_data if frame.eof else b""
+        frame = None if frame.eof else frame
+    if frame is not None:
+        raise EOFError("it ends inside a frame")
+
+
+class _Pieces(io.RawIOBase):
+    """A file of bytes that come in pieces of any length."""
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces, self._rest = pieces, memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._rest:
+            piece = next(self._pieces, None)
+            if piece is None:
+                return 0
+            self._rest = memoryview(piece)
+        count = min(len(buffer), len(self._rest))
+        buffer[:count], self._rest = self._rest[:count], self._rest[count:]
+        return count
 
 
 def optional(module: str, purpose: str) -> Any:

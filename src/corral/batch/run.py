@@ -163,6 +163,7 @@ class Job:
         runner = Runner(work, reader, feed, done, places, outbox, self._counts, settings, self._listener.note)
         restore = self._on_signals(runner) if signals else None
         try:
+            self._heed_cancel(runner)  # it may have come while the input was checked: then nothing is sent
             await runner.run(self._tick)
         finally:
             if restore:
@@ -203,14 +204,17 @@ class Job:
         if now - self._looked > 1.0:
             self._looked = now
             self._look()
-            if self._folder.cancel.exists() and not runner.stopped:
-                self._cancelled = True
-                self._listener.note("cancelled", "asked to stop; rows under way may finish")
-                runner.stop()
+            self._heed_cancel(runner)
             if self._is_over():
                 runner.stop()
                 runner.stop()  # at once
         self._listener.tick(self._counts, runner)
+
+    def _heed_cancel(self, runner: Runner) -> None:
+        if self._folder.cancel.exists() and not runner.stopped:
+            self._cancelled = True
+            self._listener.note("cancelled", "asked to stop; rows under way may finish")
+            runner.stop()
 
     def _on_signals(self, runner: Runner) -> Callable[[], None]:
         """Ctrl-C, SIGTERM and SIGUSR1 (a walltime warning) stop gently; a second one gives up what is under way."""

@@ -75,7 +75,9 @@ class Table:
 
     def save(self, path: Path, about: dict[str, Any]) -> None:
         """Write the table in one step; its presence says that the check is complete."""
-        head = msgspec.json.encode({**about, "version": VERSION, "rows": len(self), "data": str(self.data)})
+        beside = self.data.parent == path.parent  # then it moves with the table, and its name is enough
+        data = self.data.name if beside else str(self.data.absolute())
+        head = msgspec.json.encode({**about, "version": VERSION, "rows": len(self), "data": data})
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         with temporary.open("wb") as file:
             file.write(head + b"\n")
@@ -93,7 +95,10 @@ class Table:
                 about = msgspec.json.decode(file.readline())
                 if about["version"] != VERSION:
                     return None
-                table = cls(Path(about["data"]))
+                data = Path(about["data"])
+                if not data.is_absolute() or data.parent.name == path.parent.name:
+                    data = path.parent / data.name  # it lay beside the table, wherever that was
+                table = cls(data)
                 for name, _ in _COLUMNS:
                     getattr(table, name).fromfile(file, about["rows"])
         except FileNotFoundError:

@@ -45,8 +45,7 @@ class Workers:
     def cancel(self, identity: str) -> dict[str, Any]:
         """Ask a batch to stop; one that has not begun stops at once."""
         batch = self._store.change(identity, "cancelling")
-        with contextlib.suppress(OSError):
-            JobFolder(self._store.output_of(identity)).cancel.touch()
+        _ask_to_stop(self._store, identity)
         return batch
 
     def close(self) -> None:
@@ -54,8 +53,7 @@ class Workers:
         self._stop.set()
         for batch in self._store.batches():
             if batch["status"] in ("in_progress", "validating"):
-                with contextlib.suppress(OSError):
-                    JobFolder(self._store.output_of(batch["id"])).cancel.touch()
+                _ask_to_stop(self._store, batch["id"])
         for _ in self._threads:
             self._queue.put(None)
         for thread in self._threads:
@@ -121,6 +119,11 @@ class Workers:
         self._store.change(identity, "failed", errors={"object": "list", "data": errors})
 
 
+def _ask_to_stop(store: Store, identity: str) -> None:
+    with contextlib.suppress(OSError):  # it has no folder yet: its status says it (`_Watch`)
+        JobFolder(store.output_of(identity)).cancel.touch()
+
+
 def _count_lines(path: Any) -> int:
     if not path.exists():
         return 0
@@ -144,7 +147,9 @@ class _Watch:
 
     def note(self, kind: str, text: str) -> None:
         if kind == "begin":  # the input was found good
-            self._store.change(self._identity, "in_progress")
+            now = self._store.change(self._identity, "in_progress")
+            if now["status"] == "cancelling":  # asked before the job could hear it
+                _ask_to_stop(self._store, self._identity)
 
     def tick(self, counts: Counts, runner: Runner) -> None:
         now = time.monotonic()

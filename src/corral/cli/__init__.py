@@ -130,12 +130,14 @@ def main(argv: list[str] | None = None) -> NoReturn:
 
 
 def _report(error: CorralError, as_json: bool) -> None:
+    from corral.cli.screen import tell  # a reader who left must not change the exit code
+
     if as_json:
-        click.echo(json.dumps(error.to_json(), ensure_ascii=False))
-    click.echo(f"corral: {error.message}", err=True)
+        tell(json.dumps(error.to_json(), ensure_ascii=False))
+    tell(f"corral: {error.message}", err=True)
     if error.remedy:
-        click.echo(f"  → {error.remedy}", err=True)
+        tell(f"  → {error.remedy}", err=True)
     if tail := error.details.get("log_tail"):
-        click.echo(click.style("\n  last lines of the log:", dim=True), err=True)
+        tell(click.style("\n  last lines of the log:", dim=True), err=True)
         for line in tail:
-            click.echo(f"  | {line}", err=True)
+            tell(f"  | {line}", err=True)

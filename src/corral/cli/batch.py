@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from corral.cli.batch_view import Screen, print_check, print_status
+from corral.cli.screen import tell
 from corral.errors import INTERRUPTED, UsageError
 
 __all__ = ["command"]
@@ -346,7 +347,7 @@ def in_job(output: str, deployment: str, **given: Any) -> int:
     if outcome.result:
         screen.summary(outcome.result)
     if outcome.text:
-        click.echo(outcome.text, err=True)
+        tell(outcome.text, err=True)
     if outcome.next_job:
         return 0
     return (

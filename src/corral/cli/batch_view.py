@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from corral.cli.screen import PhaseScreen, duration, print_json, since
+from corral.cli.screen import PhaseScreen, duration, print_json, since, tell
 
 if TYPE_CHECKING:
     from corral.batch.batch import Result
@@ -50,9 +50,9 @@ class Screen:
     def note(self, kind: str, text: str) -> None:
         self._clear()
         if self._json:
-            click.echo(json.dumps({"event": kind, "text": text}, ensure_ascii=False))
+            tell(json.dumps({"event": kind, "text": text}, ensure_ascii=False))
         elif kind != "done":
-            click.echo(f"[{time.monotonic() - self._began:7.1f} s] {kind}: {text}", err=True)
+            tell(f"[{time.monotonic() - self._began:7.1f} s] {kind}: {text}", err=True)
 
     def tick(self, counts: Counts, runner: Runner) -> None:
         now = time.monotonic()
@@ -63,18 +63,17 @@ class Screen:
         self._seen.append((now, done, counts.prompt_tokens, counts.output_tokens))
         values = self._values(counts, runner)
         if self._json:
-            click.echo(json.dumps({"event": "progress", **values}))
+            tell(json.dumps({"event": "progress", **values}))
         elif self._live:
             width = shutil.get_terminal_size().columns - 1
-            sys.stderr.write(f"\r\033[2K{_line(values)[:width]}")
-            sys.stderr.flush()
+            tell(f"\r\033[2K{_line(values)[:width]}", err=True, nl=False)
             self._drawn = True
         else:
-            click.echo(f"[{now - self._began:7.1f} s] {_line(values)}", err=True)
+            tell(f"[{now - self._began:7.1f} s] {_line(values)}", err=True)
 
     def summary(self, result: Result) -> None:
         if self._json:
-            click.echo(json.dumps({"event": "summary", **result.to_json()}, ensure_ascii=False))
+            tell(json.dumps({"event": "summary", **result.to_json()}, ensure_ascii=False))
             return
         _print_summary(result)
 
@@ -100,8 +99,7 @@ class Screen:
 
     def _clear(self) -> None:
         if self._drawn:
-            sys.stderr.write("\r\033[2K")
-            sys.stderr.flush()
+            tell("\r\033[2K", err=True, nl=False)
             self._drawn = False
 
 
@@ -127,7 +125,7 @@ def _print_summary(result: Result) -> None:
     s = result.summary
     done = s.before + s.fine + s.failed
     if s.state == "done" and not s.fine and not s.failed and s.before:
-        click.echo(f"already complete: {s.rows:,} rows in {result.output}", err=True)
+        tell(f"already complete: {s.rows:,} rows in {result.output}", err=True)
         return
     head = "done" if s.state == "done" else f"{s.state}: {s.left:,} rows left"
     lines = [f"{head}: {done:,} of {s.rows:,} rows"]
@@ -151,7 +149,7 @@ def _print_summary(result: Result) -> None:
         lines.append(f"  failed     {result.errors}")
     if s.state != "done":
         lines.append(f"  continue   corral batch resume {result.output}")
-    click.echo("\n".join(lines), err=True)
+    tell("\n".join(lines), err=True)
 
 
 def print_status(standing: Standing, as_json: bool) -> None:
@@ -185,16 +183,16 @@ def print_status(standing: Standing, as_json: bool) -> None:
 def print_submitted(queued: Submitted, as_json: bool) -> None:
     """What is in the queue now, and how to follow it."""
     if as_json:
-        click.echo(json.dumps({"event": "queued", "jobs": queued.jobs, "rows": queued.rows, "done": queued.done}))
+        tell(json.dumps({"event": "queued", "jobs": queued.jobs, "rows": queued.rows, "done": queued.done}))
         return
     if queued.done:
-        click.echo(f"already complete: {queued.rows:,} rows in {queued.output}", err=True)
+        tell(f"already complete: {queued.rows:,} rows in {queued.output}", err=True)
         return
     jobs = f"job {queued.jobs[0]}" if len(queued.jobs) == 1 else f"jobs {', '.join(queued.jobs)}"
     output = shlex.quote(queued.output)
-    click.echo(f"queued: {jobs}, for {queued.rows:,} rows", err=True)
-    click.echo(f"  how far    corral batch status {output}", err=True)
-    click.echo(f"  stop       corral batch cancel {output}", err=True)
+    tell(f"queued: {jobs}, for {queued.rows:,} rows", err=True)
+    tell(f"  how far    corral batch status {output}", err=True)
+    tell(f"  stop       corral batch cancel {output}", err=True)
 
 
 def wait_for_jobs(output: str, poll_s: float = 2.0) -> int:
@@ -208,7 +206,7 @@ def wait_for_jobs(output: str, poll_s: float = 2.0) -> int:
         done = now.fine + now.failed
         line = f"{now.state}: {done:,} of {now.rows:,} rows" + "".join(f"; {j.text}" for j in now.jobs if not j.ended)
         if line != told:
-            click.echo(line, err=True)
+            tell(line, err=True)
             told = line
         if now.state == "done":
             return 1 if now.failed else 0

@@ -6,7 +6,9 @@ elsewhere (logs, pipes, CI) every phase is a plain line. All of it goes to stder
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -17,7 +19,18 @@ import click
 
 from corral.record import to_json
 
-__all__ = ["PhaseScreen", "duration", "print_json", "print_table", "since"]
+__all__ = ["PhaseScreen", "duration", "print_json", "print_table", "since", "tell"]
+
+
+def tell(text: str, err: bool = False, nl: bool = True) -> None:
+    """Say how the work goes. A reader who left (`| head -1`) must not end it: from then on nothing is said."""
+    try:
+        click.echo(text, err=err, nl=nl)
+    except OSError:
+        with contextlib.suppress(OSError, ValueError):  # what stands for the stream may have no descriptor
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, (sys.stderr if err else sys.stdout).fileno())
+            os.close(nowhere)
 
 
 def print_json(value: Any) -> None:
@@ -119,7 +132,7 @@ class PhaseScreen:
     def note(self, text: str) -> None:
         self._clear()
         if not self._quiet:
-            click.echo(f"  note: {text}", err=True)
+            tell(f"  note: {text}", err=True)
 
     def _eta(self, done: int, total: int) -> str:
         now = time.monotonic()
@@ -133,7 +146,7 @@ class PhaseScreen:
     def _line(self, text: str) -> None:
         self._told = time.monotonic()
         if not self._quiet:
-            click.echo(f"[{self._told - self._began:7.1f} s] {text}", err=True)
+            tell(f"[{self._told - self._began:7.1f} s] {text}", err=True)
 
     def _finish_phase(self, failed: bool = False) -> None:
         if not self._phase:
@@ -146,7 +159,7 @@ class PhaseScreen:
             if self._phase == "ready":
                 took = time.monotonic() - self._began
             detail = f"  {self._detail}" if self._detail else ""
-            click.echo(f"{mark} {self._phase:<18} {duration(took):>12}{click.style(detail, dim=True)}", err=True)
+            tell(f"{mark} {self._phase:<18} {duration(took):>12}{click.style(detail, dim=True)}", err=True)
         elif self._phase == "ready":
             self._line("ready")
         self._phase = ""
