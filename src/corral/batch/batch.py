@@ -253,9 +253,7 @@ def _tell_short_answers(made: Prepared, journal: Journal) -> None:
     finally:
         reader.close()
     if parsed.path != CHAT and not parsed.body.get("max_tokens"):
-        journal.note(
-            "short", "answers end after 16 tokens, vLLM's default for plain prompts; --max-tokens N for more"
-        )
+        journal.note("note", "answers end after 16 tokens, vLLM's default for plain prompts: give --max-tokens")
 
 
 def _work(made: Prepared) -> BatchWork:
