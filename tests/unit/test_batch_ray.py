@@ -15,6 +15,7 @@ from corral.batch.job import Order, folder_of
 from corral.batch.ray_data import Answer, engine_settings, read_answer, run_on_ray
 from corral.batch.recipe import Recipe
 from corral.batch.run import Quiet
+from corral.cli import main
 from corral.errors import EngineError, UsageError
 
 MODEL = Offline("model", engine="ray-data")
@@ -158,3 +159,24 @@ def test_cancel_stops_it_and_status_knows(tmp_path: Path) -> None:
     assert inspect(asked.output).state == "cancelled"
     assert run_on_ray(asked, MODEL, Quiet(), engine=Brittle()).summary.state == "done"
     assert inspect(asked.output).state == "done"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([], "needs the model"),
+        (["--model", "m"], "ray is needed"),
+        (["--model", "m", "--jobs", "2"], "starts its own engines"),
+        (["--model", "m", "--url", "http://127.0.0.1:1"], "starts its own engines"),
+        (["--model", "m", "--hosts", "a,b"], "on a Ray cluster that is there"),
+    ],
+)
+def test_the_command_refuses_what_ray_cannot_use(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: list[str], words: str
+) -> None:
+    (tmp_path / "in.txt").write_text("p\n")
+    argv = ["batch", str(tmp_path / "in.txt"), "-o", str(tmp_path / "o.jsonl"), "--engine", "ray-data", *given]
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err

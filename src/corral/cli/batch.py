@@ -148,16 +148,8 @@ def run(**given: Any) -> int:
     more = _place(given)
     model = more.get("model") or given["model"]
     engine = given["engine"]
-    if engine == "ray-data" and not model:
-        raise UsageError("--engine ray-data needs the model.", "Give --model PATH, or a Hugging Face id.")
-    for option in ("urls", "deployments", "jobs") if engine == "ray-data" else ():
-        if given[option]:
-            raise UsageError(
-                "--engine ray-data has its own engines: no --url, --deployment or --jobs.", "Leave them out."
-            )
-    if engine == "ray-data" and more:
-        raise UsageError("--engine ray-data runs on a Ray cluster that is there, not on --on, --hosts or SLURM.",
-                         "Start this command on a node of that cluster, or set RAY_ADDRESS.")  # fmt: skip
+    if engine == "ray-data":
+        _check_ray(given, model, more)
     replicas = (given["concurrency"] or 1) if engine == "ray-data" else 1
     offline = Offline(model, given["context"], given["fixed"], (), more, engine, replicas) if model else None
     where = Where(given["deployments"], given["urls"], given["key_file"], offline)
@@ -384,6 +376,19 @@ def _exit_code(state: str, failed: bool) -> int:
     if state != "done":
         return INTERRUPTED
     return UNFINISHED if failed else 0
+
+
+def _check_ray(given: dict[str, Any], model: str | None, more: dict[str, Any]) -> None:
+    """Refuse what Ray Data cannot use, instead of leaving it out in silence."""
+    if not model:
+        raise UsageError("--engine ray-data needs the model.", "Give --model PATH, or a Hugging Face id.")
+    if given["urls"] or given["deployments"] or given["jobs"] > 1:
+        raise UsageError("--engine ray-data starts its own engines.", "Leave out --url, --deployment and --jobs.")
+    if more:
+        raise UsageError(
+            "--engine ray-data runs on a Ray cluster that is there, not on --on, --hosts or SLURM.",
+            "Start this command on a node of that cluster, or set RAY_ADDRESS.",
+        )
 
 
 def _ray(order: Any, offline: Any, given: dict[str, Any]) -> int:
