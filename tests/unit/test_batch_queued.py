@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from corral.batch import in_job
-from corral.batch.batch import Offline, Result, Where, again, carry_out
+from corral.batch.batch import Result, again, carry_out
 from corral.batch.folder import JobFolder
 from corral.batch.in_job import InJob
 from corral.batch.inspect import inspect
@@ -20,6 +20,7 @@ from corral.batch.parts import Member, bury, claim_path, runners_of
 from corral.batch.queued import add_job, jobs_of
 from corral.batch.run import Quiet, Summary
 from corral.batch.runner import Settings
+from corral.batch.serving import Offline, Where
 from corral.batch.shared import Sharing
 from corral.batch.submit import is_queued
 from corral.errors import UnreachableError

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from corral.batch import FixedPlace, JobFolder, JobLock
-from corral.batch.batch import Where, again, carry_out
+from corral.batch.batch import again, carry_out
 from corral.batch.fleet import Place
 from corral.batch.inspect import ask_to_stop, inspect
 from corral.batch.job import Order
@@ -28,6 +28,7 @@ from corral.batch.recipe import Recipe
 from corral.batch.retry import Verdict, backoff_s, judge
 from corral.batch.run import Quiet, Summary, run_job
 from corral.batch.runner import Ask, Counts, Request, Runner, Settings
+from corral.batch.serving import Where
 from corral.batch.table import Table, hash64
 from corral.client import Reply
 from corral.endpoint import Endpoint

@@ -16,9 +16,10 @@ import openai
 import pytest
 
 from corral.batch import check, job, workers
-from corral.batch.batch import Where, carry_out
+from corral.batch.batch import carry_out
 from corral.batch.runner import Settings
 from corral.batch.service import BatchService, ServiceOptions
+from corral.batch.serving import Where
 from corral.fake import FakeOptions, FakeServer, Pace
 
 

@@ -1,27 +1,25 @@
-"""`corral batch` as a function: find or start the model, check, run, write the output, tell how it went."""
+"""`corral batch` as a function: check, run, write the output, tell how it went; `serving` has the model."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from hashlib import blake2b
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from corral.batch.check import note_beginnings, note_weights, read_problems
 from corral.batch.fleet import Place
 from corral.batch.folder import JobFolder
 from corral.batch.job import Order, Prepared, folder_of, load_record, prepare
 from corral.batch.ledger import FAILED, Entry
-from corral.batch.lengths import Counter, engine_counter, server_counter
 from corral.batch.lock import JobLock
 from corral.batch.output import BatchWork, export, problem_line
-from corral.batch.places import DeploymentPlace, find_places, gpus_of, served_by
+from corral.batch.places import gpus_of
 from corral.batch.run import Listener, Summary, run_job
 from corral.batch.runner import Counts, Runner, Settings
+from corral.batch.serving import Offline, Served, Where, kept, served_for
 from corral.batch.shared import Sharing, brief_lock, gather, join, open_door, work_through
 from corral.batch.table import RowReader, Table, save_json
 from corral.client import CHAT
@@ -29,67 +27,9 @@ from corral.errors import CorralError, DataError, UsageError
 from corral.events import append_event
 from corral.record import to_json
 
-if TYPE_CHECKING:
-    from corral.bringup import Decision, Wish
-
-__all__ = [
-    "ORDERS",
-    "Journal",
-    "Offline",
-    "Result",
-    "Served",
-    "Where",
-    "again",
-    "carry_out",
-    "facts_of",
-    "forget_failed",
-    "kept",
-    "kept_state",
-    "offline_name",
-]
+__all__ = ["ORDERS", "Journal", "Result", "again", "carry_out", "forget_failed", "kept_state"]
 
 ORDERS = ("input", "longest-first", "prefix-first")
-
-
-@dataclass(frozen=True)
-class Offline:
-    """A model that the batch starts for itself and stops at the end."""
-
-    model: str
-    context: int | None = None
-    fixed: tuple[str, ...] = ()
-    engine_args: tuple[str, ...] = ()
-    more: Mapping[str, Any] = field(default_factory=dict)  # other fields of a wish: target, place, runtime, …
-    engine: str = "http"  # or "ray-data": then Ray starts it (see `ray_data`) …
-    replicas: int = 1  # … so many times
-
-    def to_json(self) -> dict[str, Any]:
-        plain = {"more": {}, "engine": "http", "replicas": 1}  # left out, as before they existed
-        body: dict[str, Any] = to_json(self)
-        return {name: value for name, value in body.items() if plain.get(name) != value}
-
-    def wish(self, name: str, **more: Any) -> Wish:
-        """What `corral up` would be asked."""
-        from corral.bringup import Wish
-        from corral.plan import Goal
-        from corral.plan.fixed import parse_assignments
-
-        said = dict(self.more)
-        goal = Goal(**{**said.pop("goal", {}), **({"context": self.context} if self.context else {}),
-                       "goal": "throughput"})  # fmt: skip
-        said["fixed"] = {**said.get("fixed", {}), **parse_assignments(self.fixed)}
-        said["extra_args"] = (*said.get("extra_args", ()), *self.engine_args)
-        return Wish(**{"restarts": 3, **said, "model": self.model, "name": name, "goal": goal, **more})
-
-
-@dataclass(frozen=True)
-class Where:
-    """Which endpoints to use."""
-
-    deployments: tuple[str, ...] = ()
-    urls: tuple[str, ...] = ()
-    key_file: str | None = None
-    offline: Offline | None = None
 
 
 @dataclass(frozen=True)
@@ -151,7 +91,7 @@ def carry_out(
     new = not folder.path.exists()
     try:
         folder.create()
-        sharing, serve = sharing or Sharing(), serve or partial(_served, where, order, reporter)
+        sharing, serve = sharing or Sharing(), serve or partial(served_for, where, order, reporter)
         how = _How(order, where, settings, Journal(folder, listener), row_order, signals, serve)
         ended = None if sharing.wanted or folder.shared.is_dir() else _alone(folder, how)
         made, summary, names = ended or _together(folder, how, sharing)
@@ -325,16 +265,6 @@ def _keep_state(folder: JobFolder, state: str, details: Any) -> None:
         save_json(folder.state, {"state": state, "at_s": time.time(), "details": details})
 
 
-def kept(where: Where) -> dict[str, Any]:
-    """Where it runs, as kept with the job for `corral batch resume`."""
-    return {
-        "deployments": where.deployments,
-        "urls": where.urls,
-        "key_file": str(Path(where.key_file).absolute()) if where.key_file else None,
-        "offline": where.offline.to_json() if where.offline else None,
-    }
-
-
 def _result(made: Prepared, summary: Summary, names: Sequence[str], price: float | None) -> Result:
     folder = made.folder
     gpus = sum(gpus_of(name) or 0 for name in names) or None
@@ -351,119 +281,6 @@ def _result(made: Prepared, summary: Summary, names: Sequence[str], price: float
         gpu_hours=hours,
         cost=hours * price if hours is not None and price is not None else None,
     )
-
-
-# The model
-
-
-@dataclass(frozen=True)
-class Served:
-    """What `prepare` needs to know of the model, and how to find the places that serve it."""
-
-    facts: dict[str, Any]
-    places: Callable[[], Sequence[Place]]
-    names: tuple[str, ...] = ()  # of deployments
-
-
-@contextlib.contextmanager
-def _served(where: Where, order: Order, reporter: Any) -> Iterator[Served]:
-    if where.offline is None:
-        yield _online(where, order)
-        return
-    if where.deployments or where.urls:
-        raise UsageError("--model starts a model; --deployment and --url use running ones.", "Give one of them.")
-    with _started(where.offline, order, reporter) as served:
-        yield served
-
-
-def _online(where: Where, order: Order) -> Served:
-    known = _known_model(order)
-    try:
-        places = find_places(where.deployments, where.urls, where.key_file, known)
-    except CorralError as error:
-        if known is None:
-            raise
-        failure = error  # the job may be done already, and then needs nobody
-
-        def unavailable() -> Sequence[Place]:
-            raise failure
-
-        return Served({"model": known}, unavailable)
-    served = [served_by(place) for place in places]
-    models = {one.models[0] for one in served if one is not None}
-    if len(models) > 1:
-        raise UsageError(f"the endpoints serve different models: {', '.join(sorted(models))}.", "Use those of one.")
-    first = next((one for one in served if one is not None), None)
-    models |= {place.model for place in places if isinstance(place, DeploymentPlace) and not models}
-    model = next(iter(models), known or "")
-    facts: dict[str, Any] = {"model": model}
-    if first is not None:
-        facts |= {"models": first.models, "context": first.context, "counter": server_counter(places[0])}
-    names = tuple(place.name for place in places if isinstance(place, DeploymentPlace))
-    return Served(facts, lambda: places, names)
-
-
-def _known_model(order: Order) -> str | None:
-    try:
-        return load_record(order.output)[1].model
-    except CorralError:
-        return None
-
-
-def offline_name(output: str) -> str:
-    """The deployment's name: the same for the same output, so that a second start finds what the first left."""
-    path = Path(output).absolute()
-    return f"batch-{path.stem[:40]}-{blake2b(str(path).encode(), digest_size=3).hexdigest()}"
-
-
-@contextlib.contextmanager
-def _started(offline: Offline, order: Order, reporter: Any) -> Iterator[Served]:
-    """Decide now, start when the input has been checked, stop at the end, whatever the end is."""
-    from corral import bringup, deployment
-    from corral.folder import DeploymentFolder
-    from corral.state import ENDED
-
-    name = offline_name(order.output)
-    wish = offline.wish(name)
-    _, decision = bringup.sized(wish, reporter.note)
-    folder = DeploymentFolder.of(name)
-    begun: list[bool] = []
-
-    def places() -> Sequence[Place]:
-        begun.append(True)
-        running = folder.record.is_file() and deployment.status(folder).state not in ENDED
-        if running:
-            bringup.wait_ready(folder, reporter)
-        else:
-            bringup.bring_up(wish, reporter)
-        return [DeploymentPlace(name)]
-
-    facts = facts_of(decision)
-    try:
-        yield Served(facts, places, (name,))
-    finally:
-        if folder.record.is_file() and (begun or deployment.status(folder).state not in ENDED):
-            reporter.phase("stopping the model")
-            deployment.stop(folder)
-
-
-def facts_of(decision: Decision) -> dict[str, Any]:
-    """What `prepare` needs to know of a model that is not there yet."""
-    return {
-        "model": decision.served_name,
-        "models": (decision.served_name,),
-        "context": decision.plan.max_model_len,
-        "counter": _tokenizer_here(decision),
-    }
-
-
-def _tokenizer_here(decision: Decision) -> Counter | None:
-    """The model's tokenizer, where model and engine are on this disk already."""
-    from corral import engines, model_store
-
-    model = model_store.already_here(decision.source)
-    engine = engines.find(decision.flavour)
-    return engine_counter(engine.python, model) if model and engine else None
 
 
 def again(output: str) -> tuple[Order, Where]:

@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from corral import deployment
-from corral.batch.batch import Result, Served, again, carry_out
+from corral.batch.batch import Result, again, carry_out
 from corral.batch.job import load_record
 from corral.batch.places import seats_in
 from corral.batch.queued import add_job, cancel_waiting, jobs_of
 from corral.batch.run import Listener
 from corral.batch.runner import Counts, Runner, Settings
+from corral.batch.serving import Served
 from corral.batch.shared import Sharing
 from corral.endpoint import Endpoint
 from corral.errors import CorralError, LaunchError

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from corral.batch.batch import Journal, Offline, Result, forget_failed, kept_state
+from corral.batch.batch import Journal, Result, forget_failed, kept_state
 from corral.batch.check import read_problems
 from corral.batch.folder import JobFolder
 from corral.batch.job import Order, Prepared, folder_of, prepare
@@ -33,6 +33,7 @@ from corral.batch.output import BatchWork, export, problem_line
 from corral.batch.recipe import Parsed
 from corral.batch.rows import optional
 from corral.batch.run import Listener, Summary
+from corral.batch.serving import Offline
 from corral.batch.table import RowReader
 from corral.client import CHAT, Choice, Reply, Timing, Usage
 from corral.errors import CorralError, EngineError, UnreachableError, UsageError

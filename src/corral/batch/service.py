@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from corral.batch.batch import Where
 from corral.batch.lock import JobLock
 from corral.batch.multipart import read_form
 from corral.batch.runner import Settings
+from corral.batch.serving import Where
 from corral.batch.store import Store
 from corral.batch.workers import Workers
 from corral.client import CHAT, COMPLETIONS

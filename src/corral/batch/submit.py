@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from corral import bringup, deployment
-from corral.batch.batch import Where, facts_of, kept, offline_name
 from corral.batch.folder import JobFolder
 from corral.batch.job import Order, folder_of, prepare
 from corral.batch.ledger import read_ledger
 from corral.batch.parts import runners_of
 from corral.batch.queued import Standing, add_job, standings
+from corral.batch.serving import Where, facts_of, kept, offline_name
 from corral.batch.shared import brief_lock, forget_failed
 from corral.errors import ConflictError
 from corral.folder import DeploymentFolder

@@ -130,8 +130,8 @@ def run(**given: Any) -> int:
     or the settings changed; 9 the server stayed away; 10 the input is bad or the disk is full; 130 interrupted. After
     all but 0 and 1, the same command continues.
     """
-    from corral.batch.batch import Offline, Where
     from corral.batch.job import Order
+    from corral.batch.serving import Offline, Where
 
     order = Order(
         input=given["input"],
@@ -211,8 +211,8 @@ def check(as_json: bool, **given: Any) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON line when ready.")
 def serve(**given: Any) -> int:
     """OpenAI's batch API (/v1/files, /v1/batches) in front of your own model."""
-    from corral.batch.batch import Where
     from corral.batch.service import ServiceOptions, serve_forever
+    from corral.batch.serving import Where
 
     options = ServiceOptions(
         folder=given["folder"],
