@@ -20,9 +20,12 @@ import random
 import subprocess
 import sys
 import tempfile
-import urllib.request
 from pathlib import Path
 from typing import Any
+
+from corral.batch.pace import read_gauges
+from corral.client import Client
+from corral.resolve import ready_endpoint
 
 
 def batch(rows: list[dict[str, Any]], order: str, place: Path, *server: str) -> dict[str, Any]:
@@ -75,16 +78,13 @@ def questions(groups: int, each: int, words: int, seed: int) -> list[dict[str, A
 
 def prefix_counts(deployment: str) -> tuple[float, float]:
     """Prompt tokens that were looked up in the server's prefix cache so far, and those found."""
-    asked = [sys.executable, "-m", "corral", "status", deployment, "--json"]
-    endpoint = json.loads(subprocess.run(asked, capture_output=True, text=True, check=True).stdout)["endpoint"]
-    key = Path(endpoint["key_file"]).read_text().strip()
-    url = endpoint["base_url"].removesuffix("/v1") + "/metrics"
-    asking = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"})
-    with urllib.request.urlopen(asking) as page:
-        lines = page.read().decode().splitlines()
-    names = ("vllm:prefix_cache_queries_total{", "vllm:prefix_cache_hits_total{")
-    queries, hits = (sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name)) for name in names)
-    return queries, hits
+    client = Client(ready_endpoint(deployment))
+    try:
+        gauges = read_gauges(client.page_sync("/metrics", timeout_s=10).body)
+    finally:
+        client.close_sync()
+    assert gauges is not None
+    return gauges.queries, gauges.hits
 
 
 def prefix_first(given: argparse.Namespace, place: Path) -> None:

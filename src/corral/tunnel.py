@@ -28,6 +28,7 @@ from corral.events import read_events
 from corral.files import make_private_dir, write_atomic
 from corral.folder import DeploymentFolder
 from corral.home import home_dir
+from corral.interruption import terminated_as_interrupted
 from corral.processes import Identity, own_identity
 from corral.record import dump_json, from_json, load_json
 from corral.ssh import Ssh, forwarding
@@ -112,7 +113,7 @@ def hold_tunnel(folder: DeploymentFolder, say: Callable[[str], None]) -> None:
 def _hold(command: Sequence[str], say: Callable[[str], None], wanted: Callable[[], bool]) -> None:
     """Run ssh while it is wanted, again whenever it ends; the pauses grow while it ends soon."""
     failures = 0
-    with _ended_on_signals():
+    with terminated_as_interrupted():  # so that ssh never outlives it
         while wanted():
             began = time.monotonic()
             with _forwarding(command) as (process, words):
@@ -139,16 +140,6 @@ def _forwarding(command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[bytes
             log.seek(max(0, log.seek(0, os.SEEK_END) - 2000))
             lines = log.read().decode("utf-8", "replace").strip().splitlines()
             last[0] = lines[-1] if lines else "no word"
-
-
-@contextlib.contextmanager
-def _ended_on_signals() -> Iterator[None]:
-    """TERM ends the loop as Ctrl-C does, so that ssh never outlives it."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _wanted(folder: DeploymentFolder, mine: str) -> bool:

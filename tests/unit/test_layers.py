@@ -12,9 +12,9 @@ SOURCE = Path(__file__).parent.parent.parent / "src" / "corral"
 
 # row -> modules; a module may import from its own row or lower ones
 ROWS: list[list[str]] = [
-    ["errors", "record", "state", "home", "processes", "files", "events", "shell", "ssh", "folder", "profile",
-     "bundle", "pip_configuration", "engine_flags", "endpoint", "architecture", "catalogue", "hub", "weights",
-     "model", "hardware", "probe", "fake", "alarm", "request_errors", "reply", "wire", "pool"],
+    ["errors", "record", "state", "home", "processes", "interruption", "files", "events", "shell", "ssh", "folder",
+     "profile", "bundle", "pip_configuration", "engine_flags", "endpoint", "architecture", "catalogue", "hub",
+     "weights", "model", "hardware", "probe", "fake", "alarm", "request_errors", "reply", "wire", "pool"],
     ["slurm", "plan", "engines", "diagnosis", "survey", "fabric", "couriers", "transfer_plan",
      "spread"],
     ["runtimes", "links", "launch", "mirror", "model_store"],

@@ -27,7 +27,17 @@ from corral.errors import CorralError, DataError, UsageError
 from corral.events import append_event
 from corral.record import to_json
 
-__all__ = ["ORDERS", "Journal", "Result", "again", "carry_out", "forget_failed", "kept_state"]
+__all__ = [
+    "ORDERS",
+    "Journal",
+    "Result",
+    "again",
+    "bad_rows",
+    "carry_out",
+    "forget_failed",
+    "kept_state",
+    "work_of",
+]
 
 ORDERS = ("input", "longest-first", "prefix-first")
 
@@ -139,8 +149,8 @@ def _alone(folder: JobFolder, how: _How) -> _Ended | None:
                 forget_failed(folder, table)
             with kept_state(folder, journal) as keep:
                 summary = run_job(
-                    folder, table, _work(made), _Lazy(served.places), how.settings, lock=lock, listener=journal,
-                    order=_row_order(table, record, how.row_order), first=_bad(made), signals=how.signals,
+                    folder, table, work_of(made), _Lazy(served.places), how.settings, lock=lock, listener=journal,
+                    order=_row_order(table, record, how.row_order), first=bad_rows(made), signals=how.signals,
                 )  # fmt: skip
                 if summary.state == "done" and not folder.live:
                     export(folder, table, record.ordered)
@@ -161,12 +171,12 @@ def _together(folder: JobFolder, how: _How, sharing: Sharing) -> _Ended:
             with brief_lock(folder) as lock, open_door(folder, sharing) as others:
                 folder.sweep()
                 made = prepare(order, folder, kept(how.where), busy=bool(others), **served.facts)
-                joined = join(made, lock, others, sharing, how.row_order, _bad(made), order.retry_failed, journal)
+                joined = join(made, lock, others, sharing, how.row_order, bad_rows(made), order.retry_failed, journal)
             company = f", with {len(others)} more at work" if others else ""
             journal.note("begin", f"{'continuing' if made.continued else 'new'}: {made.record.rows} rows{company}")
             with kept_state(folder, journal) as keep:
                 summary = work_through(
-                    made, joined, _work(made), _Lazy(served.places), how.settings, journal,
+                    made, joined, work_of(made), _Lazy(served.places), how.settings, journal,
                     partial(_row_order, made.table, made.record), how.signals,
                 )  # fmt: skip
                 if summary.state == "done":
@@ -196,13 +206,14 @@ def _tell_short_answers(made: Prepared, journal: Journal) -> None:
         journal.note("note", "answers end after 16 tokens, vLLM's default for plain prompts: give --max-tokens")
 
 
-def _work(made: Prepared) -> BatchWork:
+def work_of(made: Prepared) -> BatchWork:
+    """What a job does with its rows."""
     record = made.record
     models = (record.model,) if record.model else ()
     return BatchWork(record.recipe, made.table, models, record.shape, record.answer)
 
 
-def _bad(made: Prepared) -> Iterator[Entry]:
+def bad_rows(made: Prepared) -> Iterator[Entry]:
     """The error lines of rows that were found bad."""
     return (Entry(p.row, FAILED, problem_line(p, made.table)) for p in read_problems(made.folder.problems))
 
@@ -269,7 +280,7 @@ def _result(made: Prepared, summary: Summary, names: Sequence[str], price: float
     folder = made.folder
     gpus = sum(gpus_of(name) or 0 for name in names) or None
     hours = gpus * summary.wall_s / 3600 if gpus else None
-    failed = folder.errors.exists() and folder.errors.stat().st_size > 0
+    failed = folder.has_errors
     if not failed:
         folder.errors.unlink(missing_ok=True)
     return Result(

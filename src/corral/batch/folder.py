@@ -51,6 +51,10 @@ class JobFolder:
         return self.output.with_name(name.removesuffix(".jsonl") + ".errors.jsonl")
 
     @property
+    def has_errors(self) -> bool:
+        return self.errors.exists() and self.errors.stat().st_size > 0
+
+    @property
     def results(self) -> Path:
         """Where results are appended as they arrive."""
         return self.output if self.live else self.path / "results.jsonl"

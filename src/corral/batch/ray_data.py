@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,13 +21,12 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from corral.batch.batch import Journal, Result, forget_failed, kept_state
-from corral.batch.check import read_problems
+from corral.batch.batch import Journal, Result, bad_rows, forget_failed, kept_state, work_of
 from corral.batch.folder import JobFolder
 from corral.batch.job import Order, Prepared, folder_of, prepare
 from corral.batch.ledger import FAILED, FINE, Entry, Ledger
 from corral.batch.lock import JobLock, beating
-from corral.batch.output import BatchWork, export, problem_line
+from corral.batch.output import export
 from corral.batch.recipe import Parsed
 from corral.batch.rows import optional
 from corral.batch.run import Listener, Summary
@@ -37,6 +34,7 @@ from corral.batch.serving import Offline
 from corral.batch.table import RowReader
 from corral.client import CHAT, Choice, Reply, Timing, Usage
 from corral.errors import CorralError, EngineError, UnreachableError, UsageError
+from corral.interruption import terminated_as_interrupted
 from corral.plan.fixed import parse_assignments, read_fixed
 
 __all__ = ["Engine", "RayEngine", "engine_settings", "run_on_ray"]
@@ -188,8 +186,7 @@ def run_on_ray(order: Order, offline: Offline, listener: Listener, *, engine: En
             if summary.state == "done" and not folder.live:
                 export(folder, made.table, made.record.ordered)
             keep(summary)
-    failed = folder.errors.exists() and folder.errors.stat().st_size > 0
-    return Result(summary, str(folder.output), str(folder.errors) if failed else None, model)
+    return Result(summary, str(folder.output), str(folder.errors) if folder.has_errors else None, model)
 
 
 class _CancelledError(Exception):
@@ -202,8 +199,7 @@ class _Run:
     def __init__(self, made: Prepared, engine: Engine, listener: Listener, lock: JobLock) -> None:
         self._made, self._engine, self._listener, self._lock = made, engine, listener, lock
         self._folder: JobFolder = made.folder
-        record = made.record
-        self._work = BatchWork(record.recipe, made.table, (record.model,), record.shape, record.answer)
+        self._work = work_of(made)
         self._ledger = Ledger(made.folder, made.table, lock.check)
         self._reader = RowReader(made.table)
         self._began = time.monotonic()
@@ -217,21 +213,18 @@ class _Run:
         tally = self._ledger.open()
         self._done = tally.done
         before = self._before = tally.fine + tally.failed
-        state, restore = "done", signal.getsignal(signal.SIGTERM)
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+        state = "done"
         try:
-            for problem in read_problems(self._folder.problems):
-                self._settle(problem.row, FAILED, problem_line(problem, self._made.table))
-            for chat, numbers in self._kinds():
-                self._pass(numbers, chat)
+            with terminated_as_interrupted():
+                for entry in bad_rows(self._made):
+                    self._settle(*entry)
+                for chat, numbers in self._kinds():
+                    self._pass(numbers, chat)
         except _CancelledError:
             state = "cancelled"
         except KeyboardInterrupt:
             state = "stopped"
         finally:
-            if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGTERM, restore)
             self._commit()
             self._ledger.close()
             self._reader.close()

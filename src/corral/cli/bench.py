@@ -29,6 +29,7 @@ from corral.cli.bench_view import compare, list_runs, report
 from corral.cli.screen import print_json
 from corral.client import run as run_loop
 from corral.errors import UsageError
+from corral.interruption import terminated_as_interrupted
 from corral.resolve import resolve
 
 __all__ = ["command"]
@@ -101,14 +102,13 @@ async def _until_terminated(work: Coroutine[Any, Any, Any]) -> Any:
 @contextlib.contextmanager
 def _new_folder(label: str, name: str) -> Iterator[Path]:
     """Where runs are saved; one that never began leaves nothing behind."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    folder = store.new_folder(label, name=name)
-    try:
-        yield folder
-    finally:
-        if not any(folder.iterdir()):
-            folder.rmdir()
-        signal.signal(signal.SIGTERM, before)
+    with terminated_as_interrupted():
+        folder = store.new_folder(label, name=name)
+        try:
+            yield folder
+        finally:
+            if not any(folder.iterdir()):
+                folder.rmdir()
 
 
 @click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
