@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from corral.batch.pace import read_gauges
-from corral.client import Client
-from corral.resolve import ready_endpoint
+from corral.client.client import Client
+from corral.lifecycle.resolve import ready_endpoint
 
 
 def batch(rows: list[dict[str, Any]], order: str, place: Path, *server: str) -> dict[str, Any]:

@@ -25,9 +25,9 @@ from typing import Any
 from corral.bench.measure import Bench, Finished
 from corral.bench.metrics import vllm_keys
 from corral.bench.spec import Load, Spec, Workload
-from corral.client import run
-from corral.endpoint import Endpoint
-from corral.resolve import resolve
+from corral.client.client import run
+from corral.client.endpoint import Endpoint
+from corral.lifecycle.resolve import resolve
 
 FIGURES = (
     "request_throughput",

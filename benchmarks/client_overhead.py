@@ -55,8 +55,8 @@ async def closed_loop(one: Callable[[int], Awaitable[int]], seconds: float, conc
 
 
 async def with_corral(url: str, body: dict[str, Any], seconds: float, concurrency: int) -> dict[str, float]:
-    from corral.client import Client
-    from corral.endpoint import Endpoint
+    from corral.client.client import Client
+    from corral.client.endpoint import Endpoint
 
     async with Client(Endpoint(url, "fake")) as client:
 
@@ -146,8 +146,8 @@ def with_requests(url: str, body: dict[str, Any], seconds: float) -> dict[str, f
 
 async def truth(url: str, log: Path, seconds: float) -> None:
     """How much later than the server's own clock says does the client see first and last tokens."""
-    from corral.client import Client
-    from corral.endpoint import Endpoint
+    from corral.client.client import Client
+    from corral.client.endpoint import Endpoint
 
     replies = []
     names = itertools.count()
@@ -174,7 +174,7 @@ def contender(name: str, url: str, kind: str, seconds: float) -> dict[str, float
     body = STREAM if kind == "stream" else WHOLE
     if name == "requests":
         return with_requests(url, body, seconds)
-    from corral.client import run
+    from corral.client.client import run
 
     work = {"corral": with_corral, "aiohttp": with_aiohttp, "openai": with_openai}[name]
     return run(work(url, body, seconds, CONCURRENCY))
@@ -225,7 +225,7 @@ def main() -> None:
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
             assert server.stdout
             assert server.stdin
-            from corral.client import run
+            from corral.client.client import run
 
             run(truth(json.loads(server.stdout.readline())["url"], log, given.seconds))
             server.stdin.close()

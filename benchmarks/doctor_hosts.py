@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 
 from corral.doctor.examination import SURVEY_S
+from corral.hardware.survey import Asked, NodeFacts, survey
 from corral.ssh import Ssh
-from corral.survey import Asked, NodeFacts, survey
 
 SSH = """#!/bin/sh
 for word; do

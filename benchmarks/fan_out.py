@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tests.fake_ssh import make_fake_ssh
 
-from corral.spread import Origin, Outcome, Progress, spread
 from corral.ssh import Ssh
+from corral.transfer.spread import Origin, Outcome, Progress, spread
 
 
 def sha256(path: Path) -> str:

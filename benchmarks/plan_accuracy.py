@@ -33,8 +33,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from corral.hardware import GIB, Inventory, parse_gpus, probe
-from corral.model import facts_from_folder
+from corral.hardware.inventory import GIB, Inventory, parse_gpus, probe
+from corral.models.facts import facts_from_folder
 from corral.plan import Goal, Plan, make_plan
 from corral.plan.candidate import Tuning
 from corral.plan.memory import Coefficients

@@ -24,8 +24,8 @@ STREAM = {**WHOLE, "max_tokens": 128, "stream": True}
 
 async def serve(url: str) -> None:
     """The proxy alone, in front of one server, until standard input ends."""
+    from corral.deployment.state import State
     from corral.proxy import Proxy, Reading
-    from corral.state import State
 
     proxy = Proxy()
     await proxy.listen("127.0.0.1", 0)
@@ -37,8 +37,8 @@ async def serve(url: str) -> None:
 
 async def load(url: str, body: dict[str, Any], seconds: float, concurrency: int) -> dict[str, float]:
     """Requests/s, chunks/s and the median time to the first token at a concurrency."""
-    from corral.client import Client
-    from corral.endpoint import Endpoint
+    from corral.client.client import Client
+    from corral.client.endpoint import Endpoint
 
     counts, firsts, stop = [0, 0], [], time.perf_counter() + seconds
     async with Client(Endpoint(url, "fake")) as client:
@@ -70,7 +70,7 @@ def child(*argv: str) -> Any:
 
 
 def main() -> None:
-    from corral.client import run
+    from corral.client.client import run
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=5.0)

@@ -19,8 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from corral.client import COMPLETIONS, Client, run
-from corral.endpoint import Endpoint
+from corral.client.client import COMPLETIONS, Client, run
+from corral.client.endpoint import Endpoint
 
 CORRAL = [sys.executable, "-m", "corral"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from corral import engines
+from corral.engines import environments as engines
 from corral.files import write_atomic
 from corral.record import dump_json
 

@@ -13,15 +13,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from corral.endpoint import Endpoint
+    from corral.client.endpoint import Endpoint
+    from corral.client.errors import RequestError
+    from corral.client.reply import Piece, Reply, Token
     from corral.errors import CorralError
-    from corral.likelihood import Score, ScoreOptions
-    from corral.llm import LLM, AsyncLLM
-    from corral.reply import Piece, Reply, Token
-    from corral.request_errors import RequestError
-    from corral.score import Scores
-    from corral.session import connect, up
-    from corral.token_view import TokenView
+    from corral.llm.llm import LLM, AsyncLLM
+    from corral.llm.session import connect, up
+    from corral.llm.token_view import TokenView
+    from corral.score.likelihood import Score, ScoreOptions
+    from corral.score.score import Scores
 
 __version__ = "0.1.0"
 __all__ = [
@@ -43,20 +43,20 @@ __all__ = [
 ]
 
 _HOMES = {
-    "LLM": "llm",
-    "AsyncLLM": "llm",
+    "LLM": "llm.llm",
+    "AsyncLLM": "llm.llm",
     "CorralError": "errors",
-    "Endpoint": "endpoint",
-    "Piece": "reply",
-    "Reply": "reply",
-    "RequestError": "request_errors",
-    "Score": "likelihood",
-    "ScoreOptions": "likelihood",
-    "Scores": "score",
-    "Token": "reply",
-    "TokenView": "token_view",
-    "connect": "session",
-    "up": "session",
+    "Endpoint": "client.endpoint",
+    "Piece": "client.reply",
+    "Reply": "client.reply",
+    "RequestError": "client.errors",
+    "Score": "score.likelihood",
+    "ScoreOptions": "score.likelihood",
+    "Scores": "score.score",
+    "Token": "client.reply",
+    "TokenView": "llm.token_view",
+    "connect": "llm.session",
+    "up": "llm.session",
 }
 
 

@@ -23,8 +23,8 @@ from typing import Any
 import pytest
 
 from corral.bundle import bundle
-from corral.events import read_events
-from corral.launch import UNSET
+from corral.deployment.events import read_events
+from corral.launch.render import UNSET
 from corral.node.agent.processes import descendants, process_table
 from corral.runtimes.base import Job, NodeSide, make_runtime
 from tests import testbed

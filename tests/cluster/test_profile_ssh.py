@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,7 @@ from tests.cluster.test_ssh import NODES, Bench, bench
 from tests.testbed import missing
 
 __all__ = ["bench"]
-pytestmark = [
-    pytest.mark.skipif(bool(missing()), reason=missing()),
-    pytest.mark.skipif(find_spec("corral.spread") is None, reason="this version cannot bring files to nodes"),
-]
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
 
 def test_two_nodes_by_the_name_of_a_profile(bench: Bench) -> None:

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from corral.errors import DataError
-from corral.spread import Origin, Progress, spread
 from corral.ssh import Ssh
+from corral.transfer.spread import Origin, Progress, spread
 from tests.testbed import missing
 from tests.testbed.hosts import Hosts
 

@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 
 import corral as package
-from corral.client import CHAT, Client, run
-from corral.endpoint import Endpoint
-from corral.request_errors import RequestError
+from corral.client.client import CHAT, Client, run
+from corral.client.endpoint import Endpoint
+from corral.client.errors import RequestError
 from tests.stand_in import install_stand_in
 from tests.testbed import missing
 from tests.testbed.hosts import Hosts, wait_for

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from corral import engines
+from corral.engines import environments as engines
 from tests.conftest import ROOT
 from tests.tiny_llama import make_tiny_llama
 

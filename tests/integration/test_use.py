@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import corral as library
-from corral.llm import LLM
-from corral.request_errors import BadRequestError, KeyRefusedError, PromptTooLongError
-from corral.resolve import HeldKeyEndpoint
+from corral.client.errors import BadRequestError, KeyRefusedError, PromptTooLongError
+from corral.lifecycle.resolve import HeldKeyEndpoint
+from corral.llm.llm import LLM
 from tests.conftest import ROOT
 from tests.integration.conftest import Corral, free_port
 from tests.tiny_llama import make_tiny_llama

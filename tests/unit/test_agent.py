@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from corral.bundle import bundle
-from corral.events import Event, read_events
+from corral.deployment.events import Event, read_events
+from corral.deployment.state import Reason, State, may_follow
 from corral.node.agent import engine_log, journal, processes
-from corral.state import Reason, State, may_follow
 
 STUB = Path(__file__).parent.parent / "stub_engine.py"
 AGENT = bundle("node/agent")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from corral import engines
+from corral.engines import environments as engines
 from tests.unit.conftest import Corral
 from tests.unit.test_agent import free_port
 

@@ -93,7 +93,7 @@ class Target:
 @pytest.fixture
 def target(monkeypatch: pytest.MonkeyPatch) -> Target:
     made = Target()
-    monkeypatch.setattr("corral.deployment.target_of", lambda _: made)
+    monkeypatch.setattr("corral.lifecycle.deployments.target_of", lambda _: made)
     monkeypatch.setattr(in_job, "load_json", lambda kind, path: None)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     return made

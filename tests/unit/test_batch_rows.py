@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corral import row_files
 from corral.batch.check import read_problems, scan
 from corral.batch.folder import JobFolder
 from corral.batch.inspect import check_input
@@ -20,6 +19,7 @@ from corral.batch.recipe import OPENAI, PLAIN, Recipe
 from corral.batch.rows import open_source
 from corral.batch.table import RowReader, Table, hash64
 from corral.errors import CorralError, DataError, NotFoundError, UsageError
+from corral.score import row_files
 
 
 def prompts(path: Path, tmp_path: Path, **recipe: Any) -> list[str]:

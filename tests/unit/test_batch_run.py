@@ -30,8 +30,9 @@ from corral.batch.run import Quiet, Summary, run_job
 from corral.batch.runner import Ask, Counts, Request, Runner, Settings
 from corral.batch.serving import Where
 from corral.batch.table import Table, hash64
-from corral.client import Reply
-from corral.endpoint import Endpoint
+from corral.client.client import Reply
+from corral.client.endpoint import Endpoint
+from corral.client.errors import OverloadedError, ServerGoneError, TimedOutError, error_from_status
 from corral.errors import (
     AccessError,
     ConflictError,
@@ -43,7 +44,6 @@ from corral.errors import (
 )
 from corral.fake import FakeOptions, FakeServer
 from corral.fake import Pace as FakePace
-from corral.request_errors import OverloadedError, ServerGoneError, TimedOutError, error_from_status
 
 QUICK = Settings(backoff_s=0.01, longest_backoff_s=0.05, drain_s=1.0)
 

@@ -11,8 +11,8 @@ from corral.bench.fingerprint import Fingerprint, differences
 from corral.bench.limit import cost_of, distance, roof
 from corral.bench.metrics import Spread, Summary
 from corral.bench.server_metrics import ServerDelta
-from corral.hardware import parse_gpus
-from corral.model import read_facts
+from corral.hardware.inventory import parse_gpus
+from corral.models.facts import read_facts
 from corral.plan import Plan, make_plan
 from corral.report.svg import Curve, chart, histogram, ticks
 from corral.report.terminal_plots import bar, sparkline

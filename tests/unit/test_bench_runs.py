@@ -18,8 +18,8 @@ from corral.bench.store import runs_dir
 from corral.bench.vocabulary import WORDS, Vocabulary, learn_vocabulary
 from corral.cli import main
 from corral.cli.bench_options import make_spec
-from corral.client import Client, run
-from corral.endpoint import Endpoint
+from corral.client.client import Client, run
+from corral.client.endpoint import Endpoint
 from corral.errors import DataError
 from corral.fake import FakeOptions, FakeServer, Pace, parse_fault
 from corral.fake.words import encode

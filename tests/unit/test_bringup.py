@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from corral import bringup, hardware
 from corral.errors import DoesNotFitError, UsageError
-from corral.links import Node, Ports
+from corral.hardware import inventory as hardware
+from corral.launch.links import Node, Ports
+from corral.lifecycle import bringup
 from corral.targets.base import ChosenPorts, Life
 from tests.unit.conftest import Silent
 
@@ -141,7 +142,7 @@ def test_a_model_of_the_hub_goes_straight_to_the_nodes(monkeypatch: pytest.Monke
         orders.append(order)
         return types.SimpleNamespace(failed=(), folder=order.to)
 
-    monkeypatch.setattr("corral.pull.pull", pull)
+    monkeypatch.setattr("corral.transfer.pull.pull", pull)
     assert bringup._bring_model(decision, target, staging) == "/home/models/llama-3.1-405b"
     assert orders[0].hosts == target.hosts
     target.found = "/home/models/there"  # brought by an earlier `corral pull`: nothing moves

@@ -21,11 +21,9 @@ from typing import Any, cast
 
 import pytest
 
-from corral.client import CHAT, COMPLETIONS, Client, Piece, Reply, run
-from corral.endpoint import Endpoint
-from corral.errors import AccessError, CorralError, EngineError, NotFoundError, UnreachableError, UsageError
-from corral.fake import FakeOptions, FakeServer, Pace, parse_fault
-from corral.request_errors import (
+from corral.client.client import CHAT, COMPLETIONS, Client, Piece, Reply, run
+from corral.client.endpoint import Endpoint
+from corral.client.errors import (
     AbortedError,
     BadRequestError,
     CutStreamError,
@@ -41,7 +39,9 @@ from corral.request_errors import (
     UnknownPathError,
     error_from_status,
 )
-from corral.wire import EventSplitter, Exchange, Wire
+from corral.client.http1 import EventSplitter, Exchange, Wire
+from corral.errors import AccessError, CorralError, EngineError, NotFoundError, UnreachableError, UsageError
+from corral.fake import FakeOptions, FakeServer, Pace, parse_fault
 
 ASK = {"prompt": "San Francisco is a", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 
@@ -327,7 +327,7 @@ def test_too_long_in_other_words(words: str, prompt: int | None, limit: int) -> 
 
 
 def test_an_error_chunk_keeps_its_code(server: FakeServer) -> None:
-    from corral.request_errors import error_from_chunk
+    from corral.client.errors import error_from_chunk
 
     refused = error_from_chunk(b'{"error": {"message": "bad", "code": 400}}', "here")
     assert isinstance(refused, BadRequestError)
@@ -670,8 +670,8 @@ def test_sync_calls_from_many_threads(server: FakeServer) -> None:
 def test_ctrl_c_is_clean() -> None:
     with FakeServer(FakeOptions(faults=(parse_fault("hang"),))) as server:
         script = textwrap.dedent(f"""
-            from corral.client import Client
-            from corral.endpoint import Endpoint
+            from corral.client.client import Client
+            from corral.client.endpoint import Endpoint
             print("ready", flush=True)
             try:
                 with Client(Endpoint({server.url!r}, "fake")) as client:

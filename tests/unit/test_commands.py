@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from corral import engines
+from corral.engines import environments as engines
 from corral.node.agent.processes import marked, process_table
 from corral.processes import identify
 from tests.unit.conftest import Corral

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from corral.diagnosis import SIGNATURES, diagnose, last_lines
-from corral.state import Reason
+from corral.deployment.diagnosis import SIGNATURES, diagnose, last_lines
+from corral.deployment.state import Reason
 
 LOGS = Path(__file__).parent / "logs"
 

@@ -21,11 +21,9 @@ from corral.doctor.engine import judge_all_reduce, read_all_reduce
 from corral.doctor.judge import judge_facts, judge_model, judge_versions
 from corral.doctor.wire import WireResult, judge_wire, stream_time_s
 from corral.errors import UsageError
-from corral.fabric import choose_fabric
-from corral.hardware import GIB
-from corral.record import to_json
-from corral.shell import Completed
-from corral.survey import (
+from corral.hardware.fabric import choose_fabric
+from corral.hardware.inventory import GIB
+from corral.hardware.survey import (
     Disk,
     GpuFacts,
     GpuProcess,
@@ -37,6 +35,8 @@ from corral.survey import (
     ReadSpeed,
     TakenPort,
 )
+from corral.record import to_json
+from corral.shell import Completed
 from tests.unit.machines import lambda_1cc
 
 H100 = "NVIDIA H100 80GB HBM3"

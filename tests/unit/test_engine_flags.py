@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from corral.engine_flags import FlagList, check_arguments, shipped_flags
-from corral.engines import PINNED_VERSION
+from corral.engines.environments import PINNED_VERSION
+from corral.engines.flags import FlagList, check_arguments, shipped_flags
 from corral.errors import CorralError, EngineError, UsageError
 
 

@@ -10,9 +10,9 @@ import types
 
 import pytest
 
-from corral import bringup, deployment
+from corral.deployment.folder import open_folder
 from corral.errors import UsageError
-from corral.folder import open_folder
+from corral.lifecycle import bringup, deployments
 from corral.runtimes.base import RUNTIMES
 from corral.targets.base import TARGETS
 from tests.conftest import ROOT
@@ -50,7 +50,7 @@ def test_a_new_runtime_is_one_file_and_one_row(corral: Corral) -> None:
         lower = os.getpriority(os.PRIO_PROCESS, engine["pid"]) - os.getpriority(os.PRIO_PROCESS, 0)
         assert lower == 7
     finally:
-        deployment.stop(open_folder("polite"))
+        deployments.stop(open_folder("polite"))
     with pytest.raises(UsageError, match="nicenes"):
         bringup.dry_run(bringup.Wish(model=str(corral.model), runtime="polite", runtime_options={"nicenes": 1}))
 
@@ -63,6 +63,6 @@ def test_a_new_target_is_one_file_and_one_row(corral: Corral) -> None:
         assert found.state == "ready"
         assert found.endpoint
         assert 19000 <= int(found.endpoint.root.rpartition(":")[2]) <= 19400
-        assert deployment.status(open_folder("desk")).target == "desk"
+        assert deployments.status(open_folder("desk")).target == "desk"
     finally:
-        assert deployment.stop(open_folder("desk")).state == "stopped"
+        assert deployments.stop(open_folder("desk")).state == "stopped"

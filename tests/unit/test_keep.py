@@ -13,9 +13,17 @@ from typing import Any
 
 import pytest
 
-from corral import bringup, deployment
-from corral import keep as keeping
-from corral.chain import (
+from corral.client.client import CHAT, Client
+from corral.client.endpoint import Endpoint
+from corral.deployment.folder import DeploymentFolder, chain_of
+from corral.deployment.state import Reason, State
+from corral.errors import ConflictError, CorralError, UnreachableError, UsageError
+from corral.files import write_atomic
+from corral.lifecycle import bringup, deployments
+from corral.lifecycle import renewal as keeping
+from corral.lifecycle.deployments import Record, Status, Timings
+from corral.lifecycle.renewal import Facts, keep, next_step
+from corral.lifecycle.successors import (
     Chain,
     all_standings,
     chain_lock,
@@ -25,18 +33,10 @@ from corral.chain import (
     refuse_living_chain,
     write_chain,
 )
-from corral.client import CHAT, Client
-from corral.deployment import Record, Status, Timings
-from corral.endpoint import Endpoint
-from corral.errors import ConflictError, CorralError, UnreachableError, UsageError
-from corral.files import write_atomic
-from corral.folder import DeploymentFolder, chain_of
-from corral.keep import Facts, keep, next_step
 from corral.processes import Identity, own_identity
 from corral.proxy import Kept, port_of
 from corral.record import dump_json, load_json
 from corral.slurm.script import BatchJob, batch_script
-from corral.state import Reason, State
 from corral.targets.base import Lease, Queue
 from tests.unit.conftest import Corral
 
@@ -136,8 +136,8 @@ def first(monkeypatch: pytest.MonkeyPatch) -> DeploymentFolder:
     write_atomic(folder.wish, dump_json(bringup.Wish(model="m", name=folder.name, keep=True, port=8000)))
     write_chain(folder, Chain(max_jobs=4))
     folder.job.write_text("{}")
-    monkeypatch.setattr(deployment, "status", lambda one: status_of(one, State.READY))
-    monkeypatch.setattr(deployment, "target_of", lambda _: FakeQueue())
+    monkeypatch.setattr(deployments, "status", lambda one: status_of(one, State.READY))
+    monkeypatch.setattr(deployments, "target_of", lambda _: FakeQueue())
     monkeypatch.setattr(bringup, "bring_up", submitted)
     monkeypatch.setattr(keeping, "RETRY_S", 0.01)
     return folder
@@ -163,7 +163,7 @@ def test_many_keepers_submit_one_successor(first: DeploymentFolder, monkeypatch:
     def status(one: DeploymentFolder) -> Status:
         return status_of(one, State.READY if one.name == first.name else State.LOADING)
 
-    monkeypatch.setattr(deployment, "status", status)
+    monkeypatch.setattr(deployments, "status", status)
     said: list[str] = []
     keepers = [threading.Thread(target=keep, args=(first, said.append, True)) for _ in range(6)]
     for keeper in keepers:
@@ -190,7 +190,7 @@ def test_a_chain_ends_at_its_last_job(first: DeploymentFolder, monkeypatch: pyte
         keep(first, lambda _: None, once=True)
     assert read_chain(first).successors == ("it's kept~2", "it's kept~3", "it's kept~4")
     assert not read_chain(first).closed
-    monkeypatch.setattr(deployment, "status", lambda one: status_of(one, State.STOPPED, Reason.WALLTIME))
+    monkeypatch.setattr(deployments, "status", lambda one: status_of(one, State.STOPPED, Reason.WALLTIME))
     assert keep(first, lambda _: None) == "it's kept~4 was the last of 4"
     assert [one.state for one in all_standings(first)] == [State.STOPPED] * 4
 
@@ -247,7 +247,7 @@ def test_a_successor_has_the_chains_key_and_a_wish_comes_back_from_its_file(firs
 
 def test_a_lock_of_a_node_that_is_gone_grows_old(first: DeploymentFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     write_atomic(first.successors_lock, dump_json(Identity(1, "elsewhere", "x", 1)))
-    monkeypatch.setattr("corral.chain.OLD_LOCK_S", -1.0)
+    monkeypatch.setattr("corral.lifecycle.successors.OLD_LOCK_S", -1.0)
     with chain_lock(first):
         pass
     assert not first.successors_lock.exists()

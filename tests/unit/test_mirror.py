@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from corral.folder import RankFolder
-from corral.mirror import last_state, mirror, mirrored_sizes
+from corral.deployment.folder import RankFolder
+from corral.targets.remote_files import last_state, mirror, mirrored_sizes
 from tests.conftest import ROOT
 
 REMOTE = ROOT / "src" / "corral" / "node" / "remote.py"

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from corral import catalogue
 from corral.errors import AccessError, CorralError, DataError, NotFoundError, UnreachableError
-from corral.model import ModelFacts, facts_from_config, facts_from_entry, facts_from_folder, read_facts
+from corral.models import catalogue
+from corral.models.facts import ModelFacts, facts_from_config, facts_from_entry, facts_from_folder, read_facts
 from corral.record import from_json, to_json
 
 
@@ -253,7 +253,7 @@ def _hub(monkeypatch: pytest.MonkeyPatch, outcome: object) -> None:
             raise outcome
         return outcome
 
-    monkeypatch.setattr("corral.hub.read_repository", read_repository)
+    monkeypatch.setattr("corral.models.hub.read_repository", read_repository)
 
 
 def test_hub_facts(monkeypatch):
@@ -286,7 +286,7 @@ def test_offline_never_asks_the_hub(monkeypatch):
 
 
 def test_hub_errors_are_told_in_sentences():
-    from corral.hub import hub_error
+    from corral.models.hub import hub_error
 
     told = hub_error("a/b", OSError("x"))
     assert isinstance(told, UnreachableError)

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from corral.cli import main
-from corral.hardware import Inventory
-from corral.model import read_facts
+from corral.hardware.inventory import Inventory
+from corral.models.facts import read_facts
 from corral.plan import Goal, Plan, make_plan
 from corral.plan.calibration import append, learn, read
 from corral.plan.reconcile import Observed, read_log, reconcile

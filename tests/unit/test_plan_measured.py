@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from corral.hardware import GIB, parse_gpus
-from corral.model import facts_from_config, read_facts
+from corral.hardware.inventory import GIB, parse_gpus
+from corral.models.facts import facts_from_config, read_facts
 from corral.plan import Goal, Plan, make_plan
 from corral.plan.candidate import Tuning
 from corral.plan.memory import Coefficients

@@ -6,9 +6,9 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corral.catalogue import CATALOGUE
-from corral.hardware import GPUS, Inventory
-from corral.model import facts_from_config, facts_from_entry
+from corral.hardware.inventory import GPUS, Inventory
+from corral.models.catalogue import CATALOGUE
+from corral.models.facts import facts_from_config, facts_from_entry
 from corral.plan import Goal, Parallel, Plan, make_plan
 from corral.plan.constraints import broken_layout, broken_settings, partition
 from corral.plan.layouts import place

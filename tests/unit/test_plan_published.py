@@ -6,8 +6,8 @@ and DigitalOcean guides (layouts, 99% utilisation), vllm issue 6746 (79,392 toke
 
 import pytest
 
-from corral.hardware import GIB, parse_gpus
-from corral.model import read_facts
+from corral.hardware.inventory import GIB, parse_gpus
+from corral.models.facts import read_facts
 from corral.plan import Goal, Plan, make_plan
 from corral.plan.need import by_arithmetic, needs
 

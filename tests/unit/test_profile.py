@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.bringup import Wish
 from corral.errors import AccessError, CorralError, DataError, NotFoundError, UsageError
+from corral.lifecycle.bringup import Wish
 from corral.plan import Goal
 from corral.plan.fixed import KEYS
 from corral.profile import ENVIRONMENT, Profile, all_profiles, load_profile, merged, places, with_storage

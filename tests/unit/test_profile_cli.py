@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from corral.cli import main
-from corral.links import Ports
+from corral.launch.links import Ports
 from corral.profile import ENVIRONMENT, places
 from corral.profile.contract import all_keys
 from corral.runtimes.base import RUNTIMES

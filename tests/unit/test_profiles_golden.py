@@ -19,10 +19,11 @@ from typing import Any
 
 import pytest
 
-from corral import engines, hardware
 from corral.cli import main
-from corral.engine_flags import REMOVED
-from corral.links import Ports
+from corral.engines import environments as engines
+from corral.engines.flags import REMOVED
+from corral.hardware import inventory as hardware
+from corral.launch.links import Ports
 from corral.profile import ENVIRONMENT, load_profile, places
 from corral.runtimes.base import RUNTIMES
 from corral.targets import local

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from corral.client import CHAT, Client, run
-from corral.endpoint import Endpoint
+from corral.client.client import CHAT, Client, run
+from corral.client.endpoint import Endpoint
+from corral.client.errors import CutStreamError, KeyRefusedError, RequestError
+from corral.deployment.state import State
 from corral.fake import FakeOptions, FakeServer, Pace
 from corral.node import guard
 from corral.proxy import Limits, Proxy, Reading
 from corral.proxy.framing import BadMessageError, Body, request_body, split
-from corral.request_errors import CutStreamError, KeyRefusedError, RequestError
-from corral.state import State
 
 ENGINE = Path(__file__).parent.parent / "streaming_engine.py"
 KEY = "a-key-of-sufficient-length"

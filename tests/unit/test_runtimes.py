@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from corral import engines
-from corral.diagnosis import diagnose, last_lines
-from corral.engine_flags import FlagList, check_arguments
+from corral.deployment.diagnosis import diagnose, last_lines
+from corral.deployment.state import Reason
+from corral.engines import environments as engines
+from corral.engines.flags import FlagList, check_arguments
 from corral.errors import EngineError, UsageError
-from corral.launch import UNSET
+from corral.launch.render import UNSET
 from corral.runtimes.base import RUNTIMES, Job, NodeSide, Runtime, make_runtime, parse_options
 from corral.runtimes.container import Mount, container_name
-from corral.state import Reason
 from tests.unit.test_agent import Run, free_port
 
 HERE = Path(__file__).parent.parent

@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 
-from corral import bringup, deployment
+from corral.deployment.folder import DeploymentFolder
+from corral.deployment.state import ENDED, TRANSITIONS, Reason, State, may_follow
 from corral.errors import CorralError, DoesNotFitError, NotFoundError, UnreachableError, UsageError
 from corral.files import write_atomic
-from corral.folder import DeploymentFolder
-from corral.hardware import GPUS
+from corral.hardware.inventory import GPUS
+from corral.lifecycle import bringup, deployments
 from corral.node import slurm_start
 from corral.processes import own_identity
 from corral.record import dump_json
@@ -28,7 +29,6 @@ from corral.slurm.commands import Job, seconds
 from corral.slurm.options import SlurmOptions, mebibytes
 from corral.slurm.script import BatchJob, batch_script, clock
 from corral.slurm.states import STATES, WAITS, standing
-from corral.state import ENDED, TRANSITIONS, Reason, State, may_follow
 from corral.targets.slurm import SlurmTarget, Submitted
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -433,8 +433,8 @@ def test_loading_longer_than_the_job_is_refused_with_numbers(monkeypatch: pytest
 # ------------------------------------------------------------------------------------------------------- the target
 @pytest.fixture
 def deployed() -> DeploymentFolder:
-    record = deployment.Record("d", "l1", "m", "m", "slurm", time.time(), own_identity(), place={"partition": "gpu"})
-    folder = deployment.claim(record, lambda _: None)
+    record = deployments.Record("d", "l1", "m", "m", "slurm", time.time(), own_identity(), place={"partition": "gpu"})
+    folder = deployments.claim(record, lambda _: None)
     folder.rank(0).path.mkdir()
     write_atomic(folder.job, dump_json(Submitted("7", time.time(), 3600.0)))
     return folder
@@ -459,28 +459,28 @@ def agent_says(folder: DeploymentFolder, state: str, reason: str = "", life: str
 
 def test_a_life_through_the_queue(fake: Any, deployed: DeploymentFolder) -> None:
     queue(fake, "PENDING", "Resources")
-    assert deployment.status(deployed).state is State.QUEUED
+    assert deployments.status(deployed).state is State.QUEUED
     queue(fake, "RUNNING")
-    found = deployment.status(deployed)
+    found = deployments.status(deployed)
     assert found.state is State.STARTING
     assert "its agents are starting" in found.text
     agent_says(deployed, "ready")
-    assert deployment.status(deployed).state is State.READY
+    assert deployments.status(deployed).state is State.READY
     agent_says(deployed, "stopped", "requested")  # what TERM makes of it
     queue(fake, "COMPLETING")
-    assert deployment.status(deployed).state is State.DRAINING
+    assert deployments.status(deployed).state is State.DRAINING
     queue(fake, "PENDING", "BeginTime", restarts=1)
-    found = deployment.status(deployed)
+    found = deployments.status(deployed)
     assert found.state is State.QUEUED
     assert found.endpoint is None
     queue(fake, "CONFIGURING", restarts=1)
-    assert deployment.status(deployed).state is State.STARTING
+    assert deployments.status(deployed).state is State.STARTING
     queue(fake, "RUNNING", restarts=1)
-    assert deployment.status(deployed).state is State.STARTING  # the files are of the earlier life
+    assert deployments.status(deployed).state is State.STARTING  # the files are of the earlier life
     agent_says(deployed, "ready", life="7.1")
-    assert deployment.status(deployed).state is State.READY
+    assert deployments.status(deployed).state is State.READY
     queue(fake, "SIGNALING", restarts=1)
-    assert deployment.status(deployed).state is State.READY
+    assert deployments.status(deployed).state is State.READY
 
 
 @pytest.mark.parametrize(
@@ -495,47 +495,47 @@ def test_what_slurm_caused_is_not_what_was_asked_for(
     agent_says(deployed, "ready")
     agent_says(deployed, "stopped", "requested")
     queue(fake, word)
-    found = deployment.status(deployed)
+    found = deployments.status(deployed)
     assert (found.state, found.reason) == (state, reason)
     fake("squeue", "exit 1")  # what has ended is not asked for again
     commands._kept.clear()
-    assert deployment.status(deployed).reason == reason
+    assert deployments.status(deployed).reason == reason
 
 
 def test_a_drained_job_stays_drained_whatever_slurm_made_of_it(fake: Any, deployed: DeploymentFolder) -> None:
     agent_says(deployed, "ready")
     agent_says(deployed, "stopped", "walltime")
     queue(fake, "TIMEOUT")  # the controller was away when the job ended
-    assert deployment.status(deployed).state is State.STOPPED
+    assert deployments.status(deployed).state is State.STOPPED
 
 
 def test_unknown_is_never_failed(fake: Any, deployed: DeploymentFolder) -> None:
     queue(fake, "PENDING", "Priority")
-    deployment.status(deployed)
+    deployments.status(deployed)
     fake("squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
     commands._kept.clear()
-    found = deployment.status(deployed)
+    found = deployments.status(deployed)
     assert found.state is State.UNKNOWN
     assert "last seen pending" in found.text
     queue(fake, "RUNNING")
     agent_says(deployed, "ready")
-    assert deployment.status(deployed).state is State.READY
+    assert deployments.status(deployed).state is State.READY
     fake("squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
     commands._kept.clear()
-    assert deployment.status(deployed).state is State.READY  # its heartbeat is fresh
+    assert deployments.status(deployed).state is State.READY  # its heartbeat is fresh
     old = time.time() - 300
     os.utime(deployed.rank(0).heartbeat, (old, old))
     commands._silent.clear()
-    assert deployment.status(deployed).state is State.UNKNOWN
+    assert deployments.status(deployed).state is State.UNKNOWN
     queue(fake, "NOVEL_STATE")
-    assert deployment.status(deployed).state is State.UNKNOWN
+    assert deployments.status(deployed).state is State.UNKNOWN
 
 
 def test_a_forgotten_job(fake: Any, deployed: DeploymentFolder) -> None:
     queue(fake, "RUNNING")
-    deployment.status(deployed)
+    deployments.status(deployed)
     queue(fake, "")
-    found = deployment.status(deployed)
+    found = deployments.status(deployed)
     assert (found.state, found.reason) == (State.FAILED, Reason.JOB_FORGOTTEN)
     assert "last seen running" in found.text
 
@@ -553,7 +553,7 @@ def test_stopping_asks_the_agents_first(fake: Any, deployed: DeploymentFolder, t
     body = once(ended, line.format("RUNNING"), line.format("COMPLETED"))
     fake("squeue", body)
     called = fake("scancel", f'touch "{ended}"')
-    found = deployment.stop(deployed)
+    found = deployments.stop(deployed)
     assert called.read_text() == "--signal=TERM 7\n"
     assert deployed.rank(0).stop.exists()
     assert (found.state, found.reason) == (State.STOPPED, Reason.REQUESTED)
@@ -566,7 +566,7 @@ def test_stopping_what_waits_cancels_it(fake: Any, deployed: DeploymentFolder, t
     fake("squeue", body)
     fake("sacct", "exit 1")
     called = fake("scancel", f'touch "{ended}"')
-    found = deployment.stop(deployed)
+    found = deployments.stop(deployed)
     assert called.read_text() == "7\n"
     assert (found.state, found.reason) == (State.STOPPED, Reason.REQUESTED)
 

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corral.errors import ConflictError, CorralError, DataError, UsageError
-from corral.spread import Origin, Outcome, Progress, ensure_folder, spread
 from corral.ssh import Ssh
-from corral.transfer_plan import plan_sources, same_storage
+from corral.transfer.sources import plan_sources, same_storage
+from corral.transfer.spread import Origin, Outcome, Progress, ensure_folder, spread
 from tests.fake_ssh import make_fake_ssh
 
 HOSTS = ["n0", "n1", "n2", "n3"]

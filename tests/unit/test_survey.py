@@ -14,8 +14,8 @@ from types import ModuleType
 import pytest
 
 from corral.errors import CorralError, UnreachableError
+from corral.hardware.survey import Asked, Here, NodeFacts, read_answer, survey, survey_host
 from corral.shell import Completed
-from corral.survey import Asked, Here, NodeFacts, read_answer, survey, survey_host
 from tests.conftest import ROOT
 
 SCRIPT = ROOT / "src" / "corral" / "node" / "survey.py"

@@ -21,10 +21,10 @@ from typing import Any
 import pytest
 
 from corral.cli import main
-from corral.conversation import COMMANDS, Conversation
+from corral.client.sampling import PARAMETERS, STRUCTURED
 from corral.errors import DataError, UsageError
 from corral.fake import FakeOptions, FakeServer, Pace
-from corral.sampling import PARAMETERS, STRUCTURED
+from corral.llm.conversation import COMMANDS, Conversation
 
 COMMAND = [sys.executable, "-m", "corral"]
 

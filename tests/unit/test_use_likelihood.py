@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corral.errors import DataError, UsageError
-from corral.likelihood import Row, Score, ScoreOptions, TokenScore, cut, read_row, split_pair, total
+from corral.score.likelihood import Row, Score, ScoreOptions, TokenScore, cut, read_row, split_pair, total
 
 
 def lm_eval_windows(tokens: list[int], prefix: int, max_seq_len: int) -> list[tuple[list[int], list[int]]]:

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 import corral
-from corral.client import run
+from corral.client.client import run
+from corral.client.errors import BadRequestError, CutStreamError, PromptTooLongError, RequestError, ServerGoneError
 from corral.errors import UsageError
 from corral.fake import FakeOptions, FakeServer, Pace, parse_fault
-from corral.llm import LLM, AsyncLLM, request_for
-from corral.request_errors import BadRequestError, CutStreamError, PromptTooLongError, RequestError, ServerGoneError
+from corral.llm.llm import LLM, AsyncLLM, request_for
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def test_the_public_surface() -> None:
 
 
 def test_importing_corral_is_quick() -> None:
-    heavy = ("msgspec", "click", "rich", "asyncio", "corral.llm")
+    heavy = ("msgspec", "click", "rich", "asyncio", "corral.llm.llm")
     code = f"import sys, corral; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

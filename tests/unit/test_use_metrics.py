@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from corral.client import run
-from corral.endpoint import Endpoint
-from corral.engine_metrics import Load, Reading, parse
+from corral.client.client import run
+from corral.client.endpoint import Endpoint
+from corral.client.metrics import Load, Reading, parse
 from corral.fake import FakeServer
-from corral.llm import LLM
-from corral.top import Watch
+from corral.llm.llm import LLM
+from corral.llm.top import Watch
 
 PAGE = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from corral import deployment
-from corral.endpoint import Endpoint
+from corral.client.endpoint import Endpoint
+from corral.deployment.folder import DeploymentFolder
+from corral.deployment.state import State
 from corral.errors import AccessError, ConflictError, NotFoundError, UnreachableError, UsageError
 from corral.fake import FakeOptions, FakeServer
-from corral.folder import DeploymentFolder
+from corral.lifecycle import deployments
+from corral.lifecycle.resolve import HeldKeyEndpoint, resolve
 from corral.record import to_json
-from corral.resolve import HeldKeyEndpoint, resolve
-from corral.state import State
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +28,22 @@ def server() -> Iterator[FakeServer]:
 
 def ready(name: str, state: State = State.READY) -> Any:
     endpoint = Endpoint(f"http://127.0.0.1:1/{name}", name) if state is State.READY else None
-    return deployment.Status(
-        name, state, None, "its text", "", "", None, None, name, "", "local", 0.0, 0.0, endpoint, deployment.Timings()
+    return deployments.Status(
+        name,
+        state,
+        None,
+        "its text",
+        "",
+        "",
+        None,
+        None,
+        name,
+        "",
+        "local",
+        0.0,
+        0.0,
+        endpoint,
+        deployments.Timings(),
     )
 
 
@@ -84,7 +98,7 @@ def test_nobody_there() -> None:
 
 def test_the_only_ready_one(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [ready("a"), ready("b", State.LOADING), ready("c", State.FAILED)]
-    monkeypatch.setattr(deployment, "statuses", lambda: found)
+    monkeypatch.setattr(deployments, "statuses", lambda: found)
     assert resolve(environ={}).model == "a"
     assert resolve(model="adapter", environ={}).model == "adapter"
     found.append(ready("d"))
@@ -96,19 +110,19 @@ def test_the_only_ready_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_deployment_that_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("corral.resolve.open_folder", DeploymentFolder.of)
-    monkeypatch.setattr(deployment, "status", lambda _: ready("b", State.LOADING))
+    monkeypatch.setattr("corral.lifecycle.resolve.open_folder", DeploymentFolder.of)
+    monkeypatch.setattr(deployments, "status", lambda _: ready("b", State.LOADING))
     with pytest.raises(ConflictError, match="loading"):
         resolve("b", environ={})
-    monkeypatch.setattr(deployment, "status", lambda _: ready("b", State.FAILED))
+    monkeypatch.setattr(deployments, "status", lambda _: ready("b", State.FAILED))
     with pytest.raises(NotFoundError, match="its text"):
         resolve("b", environ={})
-    monkeypatch.setattr(deployment, "status", lambda _: replace(ready("b"), endpoint=Endpoint("http://x", "b")))
+    monkeypatch.setattr(deployments, "status", lambda _: replace(ready("b"), endpoint=Endpoint("http://x", "b")))
     assert resolve("b", environ={}).model == "b"
 
 
 def test_servers_of_several_models(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    from corral.client import Client, Page
+    from corral.client.client import Client, Page
 
     cards: list[dict[str, Any]] = [{"id": "base", "parent": None}, {"id": "adapter", "parent": "base"}]
     monkeypatch.setattr(Client, "page_sync", lambda *_, **__: Page(200, json.dumps({"data": cards}).encode()))

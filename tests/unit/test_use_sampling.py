@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from corral.client.sampling import PARAMETERS, STRUCTURED, Sampling, parse_assignment, request_fields
 from corral.errors import UsageError
-from corral.sampling import PARAMETERS, STRUCTURED, Sampling, parse_assignment, request_fields
 
 
 def test_the_types_name_every_parameter() -> None:

@@ -18,14 +18,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from corral.client import Client, run
-from corral.endpoint import Endpoint
+from corral.client.client import Client, run
+from corral.client.endpoint import Endpoint
+from corral.client.errors import ServerGoneError
 from corral.errors import ConflictError, DataError, UsageError
 from corral.fake import FakeOptions, FakeServer, Pace
-from corral.likelihood import ScoreOptions
-from corral.request_errors import ServerGoneError
-from corral.score import Scorer, TokenGate
-from corral.score_job import JobReport, score_file
+from corral.score.job import JobReport, score_file
+from corral.score.likelihood import ScoreOptions
+from corral.score.score import Scorer, TokenGate
 
 ROWS: list[dict[str, Any]] = [
     {"id": "t", "text": "the quick brown fox"},
@@ -124,7 +124,7 @@ def test_the_boundary_is_where_lm_eval_puts_it(server: FakeServer) -> None:
     async def main() -> None:
         async with Client(Endpoint(server.url, "fake")) as client:
             scorer = Scorer(client, ScoreOptions(per_token=True))
-            from corral.likelihood import read_row
+            from corral.score.likelihood import read_row
 
             for context, continuation in (
                 ("Paris is", " big"),

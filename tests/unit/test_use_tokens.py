@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from corral.reply import Token
-from corral.token_bytes import exact, spelling, token_id
-from corral.token_view import TokenView, harmless, label, signs, visible, width
+from corral.client.reply import Token
+from corral.llm.token_bytes import exact, spelling, token_id
+from corral.llm.token_view import TokenView, harmless, label, signs, visible, width
 
 
 def token(piece: bytes, p: float | None = 0.5, number: int = 1, rank: int | None = 1) -> Token:

@@ -22,9 +22,9 @@ from corral.batch.runner import Counts, Runner, Settings
 from corral.batch.serving import Offline, Served, Where, kept, served_for
 from corral.batch.shared import Sharing, brief_lock, gather, join, open_door, work_through
 from corral.batch.table import RowReader, Table, save_json
-from corral.client import CHAT
+from corral.client.client import CHAT
+from corral.deployment.events import append_event
 from corral.errors import CorralError, DataError, UsageError
-from corral.events import append_event
 from corral.record import to_json
 
 __all__ = [

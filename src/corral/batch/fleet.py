@@ -14,10 +14,10 @@ from collections.abc import Callable
 from typing import Protocol
 
 from corral.batch.pace import Gauges, Pace, read_gauges
-from corral.client import Client
-from corral.endpoint import Endpoint
+from corral.client.client import Client
+from corral.client.endpoint import Endpoint
+from corral.client.errors import RequestError
 from corral.errors import CorralError
-from corral.request_errors import RequestError
 
 __all__ = ["FixedPlace", "Lane", "Place"]
 

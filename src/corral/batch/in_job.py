@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from corral import deployment
 from corral.batch.batch import Result, again, carry_out
 from corral.batch.job import load_record
 from corral.batch.places import seats_in
@@ -27,9 +26,10 @@ from corral.batch.run import Listener
 from corral.batch.runner import Counts, Runner, Settings
 from corral.batch.serving import Served
 from corral.batch.shared import Sharing
-from corral.endpoint import Endpoint
+from corral.client.endpoint import Endpoint
+from corral.deployment.folder import DeploymentFolder
 from corral.errors import CorralError, LaunchError
-from corral.folder import DeploymentFolder
+from corral.lifecycle import deployments
 from corral.record import load_json
 from corral.targets.base import Queue
 
@@ -169,7 +169,7 @@ def _hand_on(output: str, here: InJob, result: Result | None) -> Outcome:
         return Outcome(result, text=f"{text}. Ask for more with --time. {_continue(output)}")
     if count >= here.max_jobs:
         return Outcome(result, text=f"{count} jobs were used (--max-jobs). {_continue(output)}")
-    target = deployment.target_of(load_json(deployment.Record, here.folder.record))
+    target = deployments.target_of(load_json(deployments.Record, here.folder.record))
     assert isinstance(target, Queue)
     id = target.hand_on(here.folder, here.id)
     add_job(folder, id, here.deployment)
@@ -178,7 +178,7 @@ def _hand_on(output: str, here: InJob, result: Result | None) -> Outcome:
 
 def _model_gone(output: str, here: InJob) -> LaunchError:
     try:
-        now = deployment.status(here.folder)
+        now = deployments.status(here.folder)
         text, remedy = f"{now.state}: {now.text}", now.remedy
     except CorralError as error:
         text, remedy = error.message, error.remedy

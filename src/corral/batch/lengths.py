@@ -19,9 +19,9 @@ import msgspec
 from corral.batch.check import Problem, Scanned
 from corral.batch.fleet import Place
 from corral.batch.table import BAD, RowReader
-from corral.client import Client
-from corral.client import run as run_loop
-from corral.endpoint import Endpoint
+from corral.client.client import Client
+from corral.client.client import run as run_loop
+from corral.client.endpoint import Endpoint
 from corral.errors import CorralError
 
 __all__ = ["Counter", "engine_counter", "mark_too_long", "server_counter"]

@@ -26,7 +26,7 @@ from corral.batch.recipe import Recipe
 from corral.batch.rows import optional
 from corral.batch.runner import Ask, Request
 from corral.batch.table import Table, hash64
-from corral.client import Reply
+from corral.client.client import Reply
 from corral.errors import CorralError, DataError, UsageError
 
 __all__ = ["BatchWork", "check_output", "export", "is_live", "output_kind", "problem_line"]

@@ -14,15 +14,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from corral import deployment
 from corral.batch.fleet import FixedPlace, Place
-from corral.client import Client
-from corral.endpoint import Endpoint
+from corral.client.client import Client
+from corral.client.endpoint import Endpoint
+from corral.deployment.folder import DeploymentFolder, all_folders, open_folder
+from corral.deployment.state import ENDED, State
 from corral.errors import CorralError, NotFoundError, UnreachableError, UsageError
-from corral.folder import DeploymentFolder, all_folders, open_folder
+from corral.lifecycle import deployments
 from corral.plan import Plan
 from corral.record import load_json
-from corral.state import ENDED, State
 
 __all__ = ["DeploymentPlace", "Served", "find_places", "gpus_of", "plan_in", "seats_in", "served_by"]
 
@@ -37,12 +37,12 @@ class DeploymentPlace:
     @property
     def model(self) -> str:
         """The name it serves, also while it is away."""
-        return load_json(deployment.Record, open_folder(self.name).record).served_name
+        return load_json(deployments.Record, open_folder(self.name).record).served_name
 
     def find(self) -> Endpoint | None:
         """Its endpoint while it is ready."""
         try:
-            now = deployment.status(open_folder(self.name))
+            now = deployments.status(open_folder(self.name))
         except NotFoundError:
             return None
         return now.endpoint if now.state is State.READY else None
@@ -92,7 +92,7 @@ def served_by(place: Place) -> Served | None:
     finally:
         client.close_sync()
     if page.status != 200:
-        from corral.request_errors import error_from_status
+        from corral.client.errors import error_from_status
 
         raise error_from_status(page.status, page.body, None, endpoint.root)
     cards = page.json()["data"]
@@ -120,7 +120,7 @@ def _only_deployment() -> Place:
     alive = []
     for folder in all_folders():
         try:
-            now = deployment.status(folder)
+            now = deployments.status(folder)
         except CorralError:
             continue
         if now.state not in ENDED:

@@ -10,12 +10,12 @@ import time
 from dataclasses import dataclass
 
 from corral.batch.folder import JobFolder
+from corral.deployment.state import State
 from corral.errors import CorralError
 from corral.files import make_private_dir, write_atomic
 from corral.record import dump_json, load_json
 from corral.slurm import commands
 from corral.slurm.states import standing
-from corral.state import State
 
 __all__ = ["QueuedJob", "Standing", "add_job", "cancel_waiting", "jobs_of", "standings"]
 

@@ -32,7 +32,7 @@ from corral.batch.rows import optional
 from corral.batch.run import Listener, Summary
 from corral.batch.serving import Offline
 from corral.batch.table import RowReader
-from corral.client import CHAT, Choice, Reply, Timing, Usage
+from corral.client.client import CHAT, Choice, Reply, Timing, Usage
 from corral.errors import CorralError, EngineError, UnreachableError, UsageError
 from corral.interruption import terminated_as_interrupted
 from corral.plan.fixed import parse_assignments, read_fixed

@@ -8,7 +8,7 @@
     AWAY      the server cannot be reached: wait for it; counts nothing
     FATAL     nothing will ever work (key refused, model unknown): stop
 
-The table of errors themselves is in `corral.request_errors`.
+The table of errors themselves is in `corral.client.errors`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import enum
 import random
 
-from corral.request_errors import (
+from corral.client.errors import (
     KeyRefusedError,
     OverloadedError,
     RequestError,

@@ -17,7 +17,7 @@ from corral.batch.lock import JobLock, beating
 from corral.batch.outbox import Outbox
 from corral.batch.runner import Counts, Feed, InOrder, Runner, Settings, Work
 from corral.batch.table import RowReader, Table
-from corral.client import run as run_loop
+from corral.client.client import run as run_loop
 
 __all__ = ["Job", "Listener", "Quiet", "Summary", "commit_first", "run_job"]
 

@@ -24,10 +24,10 @@ from corral.batch.outbox import Outbox
 from corral.batch.pace import Pace
 from corral.batch.retry import Verdict, backoff_s, judge
 from corral.batch.table import RowReader
-from corral.client import Reply
+from corral.client.client import Reply
+from corral.client.errors import RequestError
+from corral.client.pool import open_files
 from corral.errors import CorralError, EngineError, UnreachableError
-from corral.pool import open_files
-from corral.request_errors import RequestError
 
 _OTHER_FILES = 64  # that a process has open besides its connections
 

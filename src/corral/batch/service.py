@@ -26,8 +26,8 @@ from corral.batch.runner import Settings
 from corral.batch.serving import Where
 from corral.batch.store import Store
 from corral.batch.workers import Workers
-from corral.client import CHAT, COMPLETIONS
-from corral.endpoint import Endpoint
+from corral.client.client import CHAT, COMPLETIONS
+from corral.client.endpoint import Endpoint
 from corral.errors import ConflictError, CorralError, NotFoundError, UsageError
 from corral.home import home_dir
 

@@ -17,7 +17,7 @@ from corral.errors import CorralError, UsageError
 from corral.record import to_json
 
 if TYPE_CHECKING:
-    from corral.bringup import Decision, Wish
+    from corral.lifecycle.bringup import Decision, Wish
 
 __all__ = ["Offline", "Served", "Where", "facts_of", "kept", "offline_name", "served_for"]
 
@@ -41,7 +41,7 @@ class Offline:
 
     def wish(self, name: str, **more: Any) -> Wish:
         """What `corral up` would be asked."""
-        from corral.bringup import Wish
+        from corral.lifecycle.bringup import Wish
         from corral.plan import Goal
         from corral.plan.fixed import parse_assignments
 
@@ -137,9 +137,9 @@ def offline_name(output: str) -> str:
 @contextlib.contextmanager
 def _started(offline: Offline, order: Order, reporter: Any) -> Iterator[Served]:
     """Decide now, start when the input has been checked, stop at the end, whatever the end is."""
-    from corral import bringup, deployment
-    from corral.folder import DeploymentFolder
-    from corral.state import ENDED
+    from corral.deployment.folder import DeploymentFolder
+    from corral.deployment.state import ENDED
+    from corral.lifecycle import bringup, deployments
 
     name = offline_name(order.output)
     wish = offline.wish(name)
@@ -149,7 +149,7 @@ def _started(offline: Offline, order: Order, reporter: Any) -> Iterator[Served]:
 
     def places() -> Sequence[Place]:
         begun.append(True)
-        running = folder.record.is_file() and deployment.status(folder).state not in ENDED
+        running = folder.record.is_file() and deployments.status(folder).state not in ENDED
         if running:
             bringup.wait_ready(folder, reporter)
         else:
@@ -160,9 +160,9 @@ def _started(offline: Offline, order: Order, reporter: Any) -> Iterator[Served]:
     try:
         yield Served(facts, places, (name,))
     finally:
-        if folder.record.is_file() and (begun or deployment.status(folder).state not in ENDED):
+        if folder.record.is_file() and (begun or deployments.status(folder).state not in ENDED):
             reporter.phase("stopping the model")
-            deployment.stop(folder)
+            deployments.stop(folder)
 
 
 def facts_of(decision: Decision) -> dict[str, Any]:
@@ -177,7 +177,8 @@ def facts_of(decision: Decision) -> dict[str, Any]:
 
 def _tokenizer_here(decision: Decision) -> Counter | None:
     """The model's tokenizer, where model and engine are on this disk already."""
-    from corral import engines, model_store
+    from corral.engines import environments as engines
+    from corral.models import store as model_store
 
     model = model_store.already_here(decision.source)
     engine = engines.find(decision.flavour)

@@ -30,7 +30,7 @@ from corral.batch.parts import Member, Others, all_parts, bury, runners_of
 from corral.batch.run import Job, Listener, Summary, commit_first
 from corral.batch.runner import Counts, Settings, Work
 from corral.batch.table import RowReader
-from corral.client import run as run_loop
+from corral.client.client import run as run_loop
 from corral.errors import ConflictError
 from corral.files import write_atomic
 from corral.processes import Identity

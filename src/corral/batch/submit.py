@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from corral import bringup, deployment
 from corral.batch.folder import JobFolder
 from corral.batch.job import Order, folder_of, prepare
 from corral.batch.ledger import read_ledger
@@ -22,10 +21,11 @@ from corral.batch.parts import runners_of
 from corral.batch.queued import Standing, add_job, standings
 from corral.batch.serving import Where, facts_of, kept, offline_name
 from corral.batch.shared import brief_lock, forget_failed
+from corral.deployment.folder import DeploymentFolder
+from corral.deployment.state import ENDED
 from corral.errors import ConflictError
-from corral.folder import DeploymentFolder
 from corral.home import home_dir
-from corral.state import ENDED
+from corral.lifecycle import bringup, deployments
 from corral.targets.base import Queue, load_target
 
 __all__ = ["MAX_JOBS", "Submitted", "is_queued", "submit"]
@@ -106,7 +106,7 @@ def _free(name: str, count: int) -> list[str]:
     while len(found) < count:
         number += 1
         folder = DeploymentFolder.of(f"{name}-{number}")
-        if not folder.record.is_file() or deployment.status(folder).state in ENDED:
+        if not folder.record.is_file() or deployments.status(folder).state in ENDED:
             found.append(f"{name}-{number}")
     return found
 

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import corral
 from corral.bench.server_metrics import cache_config
-from corral.client import Client
-from corral.deployment import status
+from corral.client.client import Client
+from corral.client.errors import RequestError
+from corral.deployment.folder import DeploymentFolder, all_folders
+from corral.deployment.state import ENDED
 from corral.errors import CorralError
-from corral.folder import DeploymentFolder, all_folders
+from corral.hardware.probe import gpu_facts
+from corral.lifecycle.deployments import status
 from corral.plan import Plan
-from corral.probe import gpu_facts
 from corral.record import load_json
-from corral.request_errors import RequestError
-from corral.state import ENDED
 
 __all__ = ["Fingerprint", "differences", "find_folder", "read_plan", "take"]
 

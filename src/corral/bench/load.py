@@ -21,8 +21,8 @@ from corral.alarm import Alarm
 from corral.bench.datasets import Prompt, body_of, path_of
 from corral.bench.rows import Row
 from corral.bench.spec import Load, Workload
-from corral.client import Client, Reply
-from corral.request_errors import (
+from corral.client.client import Client, Reply
+from corral.client.errors import (
     KeyRefusedError,
     RequestError,
     ServerGoneError,

@@ -19,11 +19,11 @@ from corral.bench.schedule import send_times
 from corral.bench.server_metrics import ServerSample, Watcher, delta
 from corral.bench.spec import Load, Spec, Workload
 from corral.bench.vocabulary import Vocabulary, learn_vocabulary
-from corral.client import Client
-from corral.endpoint import Endpoint
+from corral.client.client import Client
+from corral.client.endpoint import Endpoint
+from corral.client.errors import KeyRefusedError, ServerGoneError
 from corral.errors import AccessError, CorralError, EngineError, UnreachableError, UsageError
 from corral.plan import Plan
-from corral.request_errors import KeyRefusedError, ServerGoneError
 
 __all__ = ["Bench", "Finished"]
 

@@ -9,8 +9,8 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from corral.client import Client
-from corral.request_errors import RequestError
+from corral.client.client import Client
+from corral.client.errors import RequestError
 
 __all__ = ["ServerDelta", "ServerSample", "Watcher", "cache_config", "delta", "read_sample"]
 

@@ -12,8 +12,8 @@ import asyncio
 import random
 from dataclasses import dataclass
 
-from corral.client import Client
-from corral.request_errors import RequestError
+from corral.client.client import Client
+from corral.client.errors import RequestError
 
 __all__ = ["WORDS", "Vocabulary", "learn_vocabulary"]
 

@@ -253,7 +253,7 @@ def _place(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _from_profile(given: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
-    from corral.launch import refuse_reserved
+    from corral.launch.render import refuse_reserved
     from corral.profile import load_profile, merged, with_storage
     from corral.record import to_json
 

@@ -27,10 +27,10 @@ from corral.cli.bench_options import (
 )
 from corral.cli.bench_view import compare, list_runs, report
 from corral.cli.screen import print_json
-from corral.client import run as run_loop
+from corral.client.client import run as run_loop
 from corral.errors import UsageError
 from corral.interruption import terminated_as_interrupted
-from corral.resolve import resolve
+from corral.lifecycle.resolve import resolve
 
 __all__ = ["command"]
 

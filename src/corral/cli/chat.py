@@ -13,8 +13,8 @@ from corral.cli.use_options import endpoint_options, sampling_options, taken_sam
 from corral.errors import CorralError
 
 if TYPE_CHECKING:
-    from corral.conversation import Conversation
-    from corral.llm import LLM
+    from corral.llm.conversation import Conversation
+    from corral.llm.llm import LLM
 
 __all__ = ["command"]
 
@@ -29,10 +29,10 @@ def command(system: str | None, load: str | None, **given: Any) -> None:
 
     Without a terminal, every line of standard input is one message.
     """
-    from corral.conversation import Conversation
-    from corral.llm import LLM
-    from corral.resolve import resolve
-    from corral.sampling import request_fields
+    from corral.client.sampling import request_fields
+    from corral.lifecycle.resolve import resolve
+    from corral.llm.conversation import Conversation
+    from corral.llm.llm import LLM
 
     sampling = taken_sampling(given)
     request_fields(sampling, chat=True)

@@ -25,8 +25,8 @@ def command(prompt: str | None, file: str | None, as_json: bool, **given: Any) -
 
     With --logprobs or --prompt-logprobs each token is shown with its probability, its rank and the alternatives.
     """
-    from corral.llm import LLM, request_for
-    from corral.resolve import resolve
+    from corral.lifecycle.resolve import resolve
+    from corral.llm.llm import LLM, request_for
 
     text = _prompt(prompt, file)
     sampling = taken_sampling(given)
@@ -76,7 +76,7 @@ def _stream(llm: Any, text: str, sampling: dict[str, Any]) -> None:
 
 def shown(text: str) -> str:
     """The text as it is for files and pipes, and without control signs for a terminal."""
-    from corral.token_view import harmless
+    from corral.llm.token_view import harmless
 
     return harmless(text) if sys.stdout.isatty() else text
 
@@ -94,7 +94,7 @@ def _show_several(choices: list[Any]) -> None:
 
 
 def _show_tokens(llm: Any, text: str, sampling: dict[str, Any]) -> None:
-    from corral.client import wait
+    from corral.client.client import wait
 
     view, reply = wait(llm.aio.explained(text, **sampling))
     click.echo(shown(reply.text))

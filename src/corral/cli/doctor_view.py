@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 import click
 
 from corral.doctor import Finding, Level, Report
-from corral.hardware import GIB
-from corral.survey import NodeFacts
+from corral.hardware.inventory import GIB
+from corral.hardware.survey import NodeFacts
 
 __all__ = ["report_lines"]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import click
 
-from corral import deployment
-from corral.chain import close_chain
 from corral.cli.screen import print_json
+from corral.deployment.folder import DeploymentFolder, all_folders, open_folder
+from corral.deployment.state import ENDED
 from corral.errors import CorralError, UsageError
-from corral.folder import DeploymentFolder, all_folders, open_folder
-from corral.state import ENDED
+from corral.lifecycle import deployments
+from corral.lifecycle.successors import close_chain
 
 __all__ = ["command"]
 
@@ -49,9 +49,9 @@ def _with_successors(folders: list[DeploymentFolder]) -> list[DeploymentFolder]:
     return list(found.values())
 
 
-def _stop(folder: DeploymentFolder, purge: bool, quiet: bool) -> deployment.Status:
-    before = deployment.status(folder)
-    after = deployment.stop(folder)
+def _stop(folder: DeploymentFolder, purge: bool, quiet: bool) -> deployments.Status:
+    before = deployments.status(folder)
+    after = deployments.stop(folder)
     if not quiet:
         word = "was not running" if before.state in ENDED else "stopped"
         click.echo(f"{folder.name}: {word}")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from corral import engines
 from corral.cli.screen import PhaseScreen, duration, print_json, print_table
+from corral.engines import environments as engines
 from corral.errors import ConflictError
 
 __all__ = ["command"]
@@ -67,8 +67,8 @@ def check(flavour: str | None, version: str, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True)
 def remove(flavour: str, version: str, as_json: bool) -> None:
     """Delete an engine's environment; refused while a deployment runs from it."""
-    from corral.deployment import statuses
-    from corral.state import ENDED
+    from corral.deployment.state import ENDED
+    from corral.lifecycle.deployments import statuses
 
     for status in statuses():
         if status.engine == f"{flavour}-{version}" and status.state not in ENDED:

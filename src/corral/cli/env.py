@@ -6,12 +6,12 @@ import shlex
 
 import click
 
-from corral.chain import newest_ready
-from corral.deployment import status
+from corral.deployment.folder import open_folder
+from corral.deployment.state import State
 from corral.errors import ConflictError
-from corral.folder import open_folder
+from corral.lifecycle.deployments import status
+from corral.lifecycle.successors import newest_ready
 from corral.proxy import held_proxy
-from corral.state import State
 
 __all__ = ["command"]
 

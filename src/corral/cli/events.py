@@ -7,9 +7,9 @@ import time
 
 import click
 
-from corral.deployment import status
-from corral.events import Event, read_events
-from corral.folder import open_folder
+from corral.deployment.events import Event, read_events
+from corral.deployment.folder import open_folder
+from corral.lifecycle.deployments import status
 
 __all__ = ["command"]
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import click
 
-from corral.chain import chain_lock, read_chain, write_chain
-from corral.folder import open_folder
-from corral.keep import keep
+from corral.deployment.folder import open_folder
+from corral.lifecycle.renewal import keep
+from corral.lifecycle.successors import chain_lock, read_chain, write_chain
 from corral.processes import identify
 
 __all__ = ["command"]

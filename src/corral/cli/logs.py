@@ -10,11 +10,11 @@ from pathlib import Path
 
 import click
 
-from corral.deployment import status
-from corral.diagnosis import last_lines
+from corral.deployment.diagnosis import last_lines
+from corral.deployment.folder import DeploymentFolder, open_folder
+from corral.deployment.state import ENDED
 from corral.errors import NotFoundError
-from corral.folder import DeploymentFolder, open_folder
-from corral.state import ENDED
+from corral.lifecycle.deployments import status
 
 __all__ = ["command"]
 

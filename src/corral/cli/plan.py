@@ -9,9 +9,9 @@ from typing import Any
 import click
 
 from corral.errors import DoesNotFitError, UsageError
-from corral.hardware import LINKS, Inventory, find_gpu, parse_gpus, probe
+from corral.hardware.inventory import LINKS, Inventory, find_gpu, parse_gpus, probe
 from corral.home import home_dir
-from corral.model import ModelFacts, read_facts
+from corral.models.facts import ModelFacts, read_facts
 from corral.plan import Goal, calibration, make_plan
 from corral.plan.choose import compare
 from corral.plan.fixed import KEYS, parse_assignments

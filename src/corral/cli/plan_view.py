@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import click
 
-from corral.hardware import GIB
+from corral.hardware.inventory import GIB
 from corral.plan import Plan
 from corral.plan.candidate import Candidate
 from corral.plan.need import Need

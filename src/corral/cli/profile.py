@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from corral.cli.screen import print_json, print_table
-from corral.engine_flags import check_arguments
+from corral.engines.flags import check_arguments
 from corral.errors import ConflictError, CorralError, DataError, UsageError
 from corral.profile import Profile, all_profiles, load_profile, merged, places
 from corral.profile.drafting import as_toml, draft, parse_value, with_value
@@ -187,7 +187,7 @@ def _check_wish(profile: Profile) -> None:
 
 
 def _check_runtime(profile: Profile) -> None:
-    from corral.engines import PINNED_VERSION
+    from corral.engines.environments import PINNED_VERSION
     from corral.runtimes.base import NodeSide, make_runtime
 
     named = profile.inventory()
@@ -204,14 +204,14 @@ def _check_target(profile: Profile) -> None:
 
 
 def _check_arguments(profile: Profile) -> None:
-    from corral import engines
+    from corral.engines import environments as engines
 
     if flags := engines.shipped_flags():
         check_arguments(profile.settings.engine.args, flags)
 
 
 def _check_environment(profile: Profile) -> None:
-    from corral.launch import refuse_reserved
+    from corral.launch.render import refuse_reserved
 
     refuse_reserved({**profile.settings.network.env, **profile.settings.engine.env})
 

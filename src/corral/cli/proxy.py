@@ -7,7 +7,7 @@ import shlex
 import click
 
 from corral.cli.screen import print_json
-from corral.folder import open_folder
+from corral.deployment.folder import open_folder
 from corral.proxy import Limits, run_proxy, summary
 
 __all__ = ["command"]

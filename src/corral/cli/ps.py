@@ -5,8 +5,8 @@ from __future__ import annotations
 import click
 
 from corral.cli.screen import print_json, print_table, since
-from corral.deployment import Status, statuses
-from corral.state import ENDED
+from corral.deployment.state import ENDED
+from corral.lifecycle.deployments import Status, statuses
 
 __all__ = ["command"]
 

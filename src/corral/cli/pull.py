@@ -13,8 +13,8 @@ import click
 
 from corral.cli.screen import duration, print_json, print_table
 from corral.errors import CorralError, UsageError
-from corral.pull import Arrival, Pull, PullOrder, pull
-from corral.spread import Progress
+from corral.transfer.pull import Arrival, Pull, PullOrder, pull
+from corral.transfer.spread import Progress
 
 __all__ = ["command"]
 

@@ -49,9 +49,9 @@ def command(source: Path, output: Path, patience_s: float, restart: bool, as_jso
 
     The same command again continues after any interruption. Bad rows go to OUTPUT.errors.jsonl with their reason.
     """
-    from corral.likelihood import ScoreOptions
-    from corral.resolve import resolve
-    from corral.score_job import score_file
+    from corral.lifecycle.resolve import resolve
+    from corral.score.job import score_file
+    from corral.score.likelihood import ScoreOptions
 
     names = ("too_long", "window", "overlap", "prefix", "special_tokens", "top", "per_token", "concurrency",
              "memory_gib", "vocabulary")  # fmt: skip

@@ -5,8 +5,8 @@ from __future__ import annotations
 import click
 
 from corral.cli.screen import duration, print_json, print_table
+from corral.deployment.folder import open_folder
 from corral.errors import NotFoundError
-from corral.folder import open_folder
 from corral.slurm.cluster import NodeShape, Partition, discover, gpu_kind
 
 __all__ = ["command"]

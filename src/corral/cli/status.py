@@ -8,14 +8,14 @@ from urllib.parse import urlsplit
 
 import click
 
-from corral.chain import all_standings, read_chain
 from corral.cli.screen import duration, print_json, since
-from corral.deployment import Status, status
-from corral.endpoint import Endpoint
-from corral.folder import DeploymentFolder, open_folder
+from corral.client.endpoint import Endpoint
+from corral.deployment.folder import DeploymentFolder, open_folder
+from corral.deployment.state import ENDED, State
+from corral.lifecycle.deployments import Status, status
+from corral.lifecycle.successors import all_standings, read_chain
 from corral.plan.reconcile import Differences
 from corral.record import load_json, to_json
-from corral.state import ENDED, State
 
 __all__ = ["command"]
 

@@ -13,8 +13,8 @@ from corral.cli.screen import print_json, print_table
 from corral.errors import NotFoundError
 
 if TYPE_CHECKING:
-    from corral.endpoint import Endpoint
-    from corral.top import Line
+    from corral.client.endpoint import Endpoint
+    from corral.llm.top import Line
 
 __all__ = ["command"]
 
@@ -33,7 +33,7 @@ def command(
     names: tuple[str, ...], url: str | None, key_file: str | None, interval_s: float, once: bool, as_json: bool
 ) -> None:
     """Requests running and waiting, KV-cache use, tokens per second and time to first token, per deployment."""
-    from corral.client import run
+    from corral.client.client import run
 
     servers = _servers(names, url, key_file)
     if not servers:
@@ -49,15 +49,15 @@ def command(
 
 
 def _servers(names: tuple[str, ...], url: str | None, key_file: str | None) -> list[tuple[str, Endpoint]]:
-    from corral import deployment
-    from corral.resolve import ready_endpoint, resolve
-    from corral.state import State
+    from corral.deployment.state import State
+    from corral.lifecycle import deployments
+    from corral.lifecycle.resolve import ready_endpoint, resolve
 
     if url is not None:
         return [(url, resolve(url=url, key_file=key_file))]
     if names:
         return [(name, ready_endpoint(name)) for name in names]
-    ready = [status for status in deployment.statuses() if status.state is State.READY]
+    ready = [status for status in deployments.statuses() if status.state is State.READY]
     found = [(status.name, status.endpoint) for status in ready if status.endpoint is not None]
     if not found:
         import os
@@ -69,7 +69,7 @@ def _servers(names: tuple[str, ...], url: str | None, key_file: str | None) -> l
 
 
 async def _twice(servers: list[tuple[str, Endpoint]], interval_s: float) -> list[Line]:
-    from corral.top import Watch
+    from corral.llm.top import Watch
 
     watch = Watch(servers)
     try:
@@ -83,7 +83,7 @@ async def _twice(servers: list[tuple[str, Endpoint]], interval_s: float) -> list
 async def _live(names: tuple[str, ...], url: str | None, key_file: str | None, interval_s: float) -> None:
     from rich.live import Live
 
-    from corral.top import Watch
+    from corral.llm.top import Watch
 
     watch = Watch(_servers(names, url, key_file))
     looked = time.monotonic()

@@ -6,11 +6,10 @@ import shlex
 
 import click
 
-from corral.deployment import status
-from corral.endpoint import Endpoint
-from corral.folder import open_folder
-from corral.record import load_json
-from corral.tunnel import (
+from corral.client.endpoint import Endpoint
+from corral.deployment.folder import open_folder
+from corral.lifecycle.deployments import status
+from corral.lifecycle.tunnel import (
     close_tunnel,
     ensure_tunnel,
     find_distant,
@@ -19,6 +18,7 @@ from corral.tunnel import (
     needs_tunnel,
     tunnel_holder,
 )
+from corral.record import load_json
 
 __all__ = ["command"]
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import click
 
-from corral import bringup, deployment
 from corral.cli.screen import PhaseScreen, duration, print_json
-from corral.client import CHAT, Client
-from corral.diagnosis import last_lines
-from corral.endpoint import Endpoint
+from corral.client.client import CHAT, Client
+from corral.client.endpoint import Endpoint
+from corral.deployment.diagnosis import last_lines
+from corral.deployment.folder import chain_of, open_folder
 from corral.errors import CorralError, LaunchError, UsageError
-from corral.folder import chain_of, open_folder
-from corral.launch import as_shell, refuse_reserved
+from corral.launch.render import as_shell, refuse_reserved
+from corral.lifecycle import bringup, deployments
 from corral.plan import Goal
 from corral.plan.fixed import parse_assignments
 from corral.profile import load_profile, merged, with_storage
@@ -191,7 +191,7 @@ def _kept(wish: bringup.Wish, keep: bool, max_jobs: int | None) -> bringup.Wish:
     return replace(wish, keep=True, max_jobs=jobs, place={**wish.place, "keep": True})
 
 
-def _bring_up(wish: bringup.Wish, screen: PhaseScreen, wait: bool) -> deployment.Status:
+def _bring_up(wish: bringup.Wish, screen: PhaseScreen, wait: bool) -> deployments.Status:
     try:
         return bringup.bring_up(wish, screen, wait)
     except LaunchError as error:
@@ -199,7 +199,7 @@ def _bring_up(wish: bringup.Wish, screen: PhaseScreen, wait: bool) -> deployment
         raise
 
 
-def _attach(name: str, screen: PhaseScreen) -> deployment.Status:
+def _attach(name: str, screen: PhaseScreen) -> deployments.Status:
     try:
         return bringup.wait_ready(open_folder(name), screen)
     except LaunchError as error:
@@ -248,14 +248,14 @@ def _environment(pairs: tuple[str, ...]) -> dict[str, str]:
     return found
 
 
-def _told_started(status: deployment.Status, as_json: bool) -> None:
+def _told_started(status: deployments.Status, as_json: bool) -> None:
     if as_json:
         print_json(status)
     else:
         click.echo(f"{status.name} is starting; `corral wait {shlex.quote(status.name)}` waits until it is ready.")
 
 
-def _document(status: deployment.Status, screen: PhaseScreen, answer: str) -> dict[str, Any]:
+def _document(status: deployments.Status, screen: PhaseScreen, answer: str) -> dict[str, Any]:
     assert status.endpoint is not None
     times = {name.replace(" ", "_") + "_s": round(took, 2) for name, took in screen.times.items()}
     return {
@@ -282,7 +282,7 @@ def ask(endpoint: Endpoint) -> str:
         client.close_sync()
 
 
-def summary(status: deployment.Status, endpoint: Endpoint, answer: str) -> str:
+def summary(status: deployments.Status, endpoint: Endpoint, answer: str) -> str:
     """What a newcomer needs next: where it is, how to call it, how to stop it."""
     key_file = shlex.quote(endpoint.key_file or "")
     name = shlex.quote(status.name)

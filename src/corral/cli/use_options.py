@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import click
 
+from corral.client.sampling import PARAMETERS, STRUCTURED, parse_assignment
 from corral.errors import UsageError
-from corral.sampling import PARAMETERS, STRUCTURED, parse_assignment
 
 __all__ = ["endpoint_options", "sampling_options", "taken_sampling"]
 
@@ -71,7 +71,7 @@ def _meta(kind: str) -> str:
 
 
 def taken_sampling(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampling parameters among a command's options, as `corral.llm` takes them."""
+    """The sampling parameters among a command's options, as `corral.llm.llm` takes them."""
     found = {name: value for name in PARAMETERS if (value := given.get(name)) not in (None, ())}
     for name in STRUCTURED:
         value = given.get(name)

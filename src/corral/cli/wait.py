@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import click
 
-from corral.bringup import wait_ready
 from corral.cli.screen import PhaseScreen, print_json
-from corral.folder import open_folder
+from corral.deployment.folder import open_folder
+from corral.lifecycle.bringup import wait_ready
 
 __all__ = ["command"]
 

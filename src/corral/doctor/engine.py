@@ -17,11 +17,11 @@ from typing import Any
 from corral.doctor.finding import Finding, fatal, ok, warning
 from corral.doctor.judge import judge_versions
 from corral.errors import CorralError
-from corral.fabric import Fabric
+from corral.hardware.fabric import Fabric
+from corral.hardware.survey import Here, NodeFacts
 from corral.runtimes.base import Job, NodeCheck, Runtime
 from corral.shell import Completed
 from corral.ssh import Ssh, each
-from corral.survey import Here, NodeFacts
 
 __all__ = ["check_runtime", "judge_all_reduce", "run_all_reduce"]
 

@@ -14,13 +14,13 @@ from corral.doctor.finding import Finding, Level, Pair, Report, fatal, ok, warni
 from corral.doctor.judge import TMP, judge_answers, judge_facts, judge_model
 from corral.doctor.wire import judge_wire, run_wire
 from corral.errors import CorralError
-from corral.fabric import Fabric, choose_fabric
 from corral.files import write_atomic
+from corral.hardware.fabric import Fabric, choose_fabric
+from corral.hardware.survey import Asked, Here, NodeFacts, survey
 from corral.home import home_dir
-from corral.model_store import already_here, check_access, locate
+from corral.models.store import already_here, check_access, locate
 from corral.runtimes.base import NodeSide, Runtime, make_runtime
 from corral.ssh import Ssh
-from corral.survey import Asked, Here, NodeFacts, survey
 
 __all__ = ["Question", "examine", "quick_check"]
 
@@ -146,7 +146,7 @@ class _Examination:
         return runtime if len(self.versions) == len(hosts) else None
 
     def _runtime(self) -> Runtime:
-        from corral.engines import PINNED_VERSION
+        from corral.engines.environments import PINNED_VERSION
 
         flavour = "cuda" if any(node.gpus for node in self.facts) else "cpu"
         home = self.question.home or (NODE_HOME if self.question.hosts else str(home_dir()))

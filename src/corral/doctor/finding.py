@@ -6,8 +6,8 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from corral.fabric import Fabric
-from corral.survey import NodeFacts
+from corral.hardware.fabric import Fabric
+from corral.hardware.survey import NodeFacts
 
 __all__ = ["Finding", "Level", "Pair", "Report", "fatal", "ok", "warning"]
 

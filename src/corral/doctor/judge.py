@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from corral.doctor.finding import Finding, fatal, ok, warning
 from corral.errors import CorralError
-from corral.hardware import GIB
-from corral.survey import OLDEST_PYTHON, NodeFacts
+from corral.hardware.inventory import GIB
+from corral.hardware.survey import OLDEST_PYTHON, NodeFacts
 
 __all__ = ["TMP", "groups", "judge_answers", "judge_facts", "judge_model", "judge_versions"]
 

@@ -13,9 +13,9 @@ from typing import Any
 from corral.doctor.finding import Finding, Pair, fatal, ok, warning
 from corral.doctor.judge import names
 from corral.errors import CorralError
-from corral.fabric import Fabric
+from corral.hardware.fabric import Fabric
+from corral.hardware.survey import Here, NodeFacts
 from corral.ssh import Ssh, each
-from corral.survey import Here, NodeFacts
 
 __all__ = ["WireResult", "judge_wire", "run_wire", "stream_time_s"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from corral.hardware import GIB, Inventory
-from corral.model import ModelFacts
+from corral.hardware.inventory import GIB, Inventory
+from corral.models.facts import ModelFacts
 from corral.plan.constraints import broken_settings
 from corral.plan.contract import Goal, Memory, Parallel, Precision, Settings, Speed
 from corral.plan.fixed import Fixed

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from corral.hardware import Inventory
-from corral.model import ModelFacts
+from corral.hardware.inventory import Inventory
+from corral.models.facts import ModelFacts
 from corral.plan.candidate import Candidate, Tuning, with_problem, work_out
 from corral.plan.constraints import broken_layout
 from corral.plan.contract import VERSION, Cost, Goal, Nearest, Parallel, Plan, Reason, Rejected

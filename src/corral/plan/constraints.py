@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from corral.model import ModelFacts
+from corral.models.facts import ModelFacts
 from corral.plan.contract import Parallel, Settings
 
 __all__ = ["broken_layout", "broken_settings", "partition"]

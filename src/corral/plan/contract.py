@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from corral.errors import UsageError
-from corral.hardware import Inventory
-from corral.model import ModelFacts
+from corral.hardware.inventory import Inventory
+from corral.models.facts import ModelFacts
 
 __all__ = [
     "VERSION",

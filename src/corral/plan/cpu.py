@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from corral.architecture import DTYPE_BYTES
-from corral.hardware import GIB, Inventory
-from corral.model import ModelFacts
+from corral.hardware.inventory import GIB, Inventory
+from corral.models.architecture import DTYPE_BYTES
+from corral.models.facts import ModelFacts
 from corral.plan.candidate import Candidate
 from corral.plan.contract import Goal, Memory, Parallel, Precision, Settings, Speed
 from corral.plan.fixed import Fixed

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from corral.hardware import GIB
-from corral.model import ModelFacts
+from corral.hardware.inventory import GIB
+from corral.models.facts import ModelFacts
 from corral.plan.contract import Parallel, Precision, Settings
 
 __all__ = ["cpu_environment", "engine_args"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from corral.hardware import GIB
+from corral.hardware.inventory import GIB
 from corral.plan.contract import Plan
 
 __all__ = ["explain"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from corral.hardware import Inventory
-from corral.model import ModelFacts
+from corral.hardware.inventory import Inventory
+from corral.models.facts import ModelFacts
 from corral.plan.constraints import broken_layout
 from corral.plan.contract import Parallel, Rejected
 from corral.plan.fixed import Fixed

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from corral.architecture import DTYPE_BYTES, Parts, Quantisation, stored
-from corral.hardware import GIB, Inventory
-from corral.model import ModelFacts
+from corral.hardware.inventory import GIB, Inventory
+from corral.models.architecture import DTYPE_BYTES, Parts, Quantisation, stored
+from corral.models.facts import ModelFacts
 from corral.plan.constraints import partition
 from corral.plan.contract import Memory, Parallel, Precision, Settings
 

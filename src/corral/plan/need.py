@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil
 
-from corral.architecture import DTYPE_BYTES
-from corral.hardware import GPUS, Gpu, Inventory
-from corral.model import ModelFacts
+from corral.hardware.inventory import GPUS, Gpu, Inventory
+from corral.models.architecture import DTYPE_BYTES
+from corral.models.facts import ModelFacts
 from corral.plan.candidate import Tuning
 from corral.plan.choose import decide
 from corral.plan.contract import Goal

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from corral import catalogue
-from corral.hardware import Inventory
-from corral.model import ModelFacts, facts_from_entry
+from corral.hardware.inventory import Inventory
+from corral.models import catalogue
+from corral.models.facts import ModelFacts, facts_from_entry
 from corral.plan.contract import Precision
 from corral.plan.fixed import Fixed
 

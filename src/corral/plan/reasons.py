@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from corral.hardware import GIB, Inventory
-from corral.model import ModelFacts
+from corral.hardware.inventory import GIB, Inventory
+from corral.models.facts import ModelFacts
 from corral.plan.candidate import Candidate, Tuning
 from corral.plan.contract import Goal, Memory, Reason, Rejected
 from corral.plan.fixed import Fixed

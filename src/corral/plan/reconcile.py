@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from corral.hardware import GIB
+from corral.hardware.inventory import GIB
 from corral.plan.contract import Plan
 
 __all__ = ["Difference", "Differences", "Observed", "read_log", "reconcile"]

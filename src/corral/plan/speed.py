@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from corral.architecture import DTYPE_BYTES
-from corral.hardware import LINKS, Gpu, Inventory
-from corral.model import ModelFacts
+from corral.hardware.inventory import LINKS, Gpu, Inventory
+from corral.models.architecture import DTYPE_BYTES
+from corral.models.facts import ModelFacts
 from corral.plan.constraints import partition
 from corral.plan.contract import Goal, Memory, Parallel, Precision, Settings, Speed
 from corral.plan.memory import convert

@@ -12,7 +12,7 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, get_args, get_type_hints
 
 from corral.errors import UsageError
-from corral.hardware import LINKS, parse_gpus
+from corral.hardware.inventory import LINKS, parse_gpus
 from corral.ssh import check_host
 
 __all__ = ["Key", "Settings", "all_keys", "is_placeholder", "takes", "time_s"]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from corral.errors import UsageError
-from corral.hardware import parse_gpus
+from corral.hardware.inventory import parse_gpus
 from corral.profile.contract import is_placeholder, time_s
 from corral.profile.profile import Profile
 

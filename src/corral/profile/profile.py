@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from corral.errors import CorralError, DataError
-from corral.hardware import GIB, Inventory, parse_gpus
+from corral.hardware.inventory import GIB, Inventory, parse_gpus
 from corral.profile import places
 from corral.profile.contract import Settings, all_keys, is_placeholder, time_s
 from corral.profile.reading import Layer, build, read_file, read_text

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from corral.state import ENDED, State
+from corral.deployment.state import ENDED, State
 
 if TYPE_CHECKING:
     from corral.proxy.relay import Relay

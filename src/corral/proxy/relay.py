@@ -15,9 +15,9 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from corral.deployment.state import State
 from corral.proxy.framing import Body, Headers, error_answer, forwarded
 from corral.proxy.upstream import Upstream
-from corral.state import State
 
 if TYPE_CHECKING:
     from corral.proxy.front import Front

@@ -12,18 +12,18 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from corral.chain import Standing, all_standings
-from corral.client import run as run_loop
+from corral.client.client import run as run_loop
+from corral.deployment.folder import DeploymentFolder
+from corral.deployment.state import State
 from corral.errors import ConflictError, CorralError, UsageError
 from corral.files import write_atomic
-from corral.folder import DeploymentFolder
+from corral.lifecycle.successors import Standing, all_standings
+from corral.lifecycle.tunnel import ensure_tunnel
 from corral.processes import Identity, own_identity, port_owner
 from corral.proxy.figures import Figures
 from corral.proxy.members import Reading
 from corral.proxy.server import Limits, Proxy
 from corral.record import dump_json, load_json
-from corral.state import State
-from corral.tunnel import ensure_tunnel
 
 __all__ = ["Kept", "Watcher", "held_proxy", "port_of", "readings", "run_proxy"]
 

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from corral.deployment.state import ENDED
 from corral.proxy.figures import Figures
 from corral.proxy.front import Front
 from corral.proxy.members import Members
-from corral.state import ENDED
 
 __all__ = ["Limits", "Proxy"]
 

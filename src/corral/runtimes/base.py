@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, Protocol, Self, TypeVar, get_type_hints
 
-from corral.engine_flags import FlagList
+from corral.engines.flags import FlagList
 from corral.errors import DataError, UsageError
 from corral.record import from_json, nearest
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from corral.engine_flags import FlagList, flags_or_guess
+from corral.engines.flags import FlagList, flags_or_guess
 from corral.errors import UsageError
 from corral.runtimes.base import Job, NodeCheck, NodeSide, OnTheNodes, Wrapped, kept_caches, read_options
 from corral.runtimes.venv import SERVE_MODULE, VERSION_QUESTION

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
-from corral import engines
-from corral.engine_flags import FlagList
+from corral.engines import environments as engines
+from corral.engines.flags import FlagList
 from corral.errors import UsageError
 from corral.home import home_dir
 from corral.runtimes.base import Job, NodeCheck, NodeSide, Wrapped, kept_caches

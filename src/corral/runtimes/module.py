@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from corral.engine_flags import FlagList
+from corral.engines.flags import FlagList
 from corral.errors import UsageError
 from corral.runtimes.base import Job, NodeCheck, NodeSide, Runtime, Wrapped, make_runtime, read_options
 

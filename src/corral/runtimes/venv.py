@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from corral.engine_flags import FlagList, flags_or_guess
+from corral.engines.flags import FlagList, flags_or_guess
 from corral.errors import UsageError
 from corral.runtimes.base import Job, NodeCheck, NodeSide, OnTheNodes, Wrapped, kept_caches, read_options
 

@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from corral.errors import DoesNotFitError, NotFoundError, UsageError
-from corral.hardware import GIB, Gpu, Inventory, find_gpu
+from corral.hardware.inventory import GIB, Gpu, Inventory, find_gpu
 from corral.record import nearest
 from corral.slurm.commands import ask, seconds
 

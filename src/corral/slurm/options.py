@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from corral.errors import UsageError
-from corral.hardware import LINKS, parse_gpus
+from corral.hardware.inventory import LINKS, parse_gpus
 from corral.slurm.cluster import Want
 from corral.slurm.commands import seconds
 

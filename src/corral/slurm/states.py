@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from corral.deployment.state import Reason, State
 from corral.slurm.commands import Job
-from corral.state import Reason, State
 
 __all__ = ["STATES", "WAITS", "Standing", "standing"]
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from corral.deployment.folder import DeploymentFolder
 from corral.errors import UsageError
-from corral.folder import DeploymentFolder
-from corral.launch import LaunchSpec
-from corral.links import Node, Ports
+from corral.launch.links import Node, Ports
+from corral.launch.render import LaunchSpec
 
 if TYPE_CHECKING:
-    from corral.hardware import Inventory
+    from corral.hardware.inventory import Inventory
     from corral.plan import Plan
     from corral.runtimes.base import NodeCheck
 

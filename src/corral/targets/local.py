@@ -13,19 +13,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from corral.bundle import bundle
+from corral.deployment.folder import DeploymentFolder, RankFolder
 from corral.errors import ConflictError, LaunchError, UsageError
 from corral.files import make_private_dir, write_atomic
-from corral.folder import DeploymentFolder, RankFolder
 from corral.home import home_dir
-from corral.launch import LaunchSpec, agent_spec, server_url
-from corral.links import Node, Ports
+from corral.launch.links import Node, Ports
+from corral.launch.render import LaunchSpec, agent_spec, server_url
 from corral.processes import Identity, only_lingering, port_owner
 from corral.record import dump_json, load_json
 from corral.shell import run
 from corral.targets.base import ChosenPorts, Life, Progress
 
 if TYPE_CHECKING:
-    from corral.hardware import Inventory
+    from corral.hardware.inventory import Inventory
     from corral.runtimes.base import NodeCheck
 
 __all__ = ["LocalTarget"]
@@ -55,7 +55,7 @@ class LocalTarget:
         return (Node(socket.gethostname()),)
 
     def inventory(self) -> Inventory:
-        from corral.hardware import probe
+        from corral.hardware.inventory import probe
 
         return probe()
 

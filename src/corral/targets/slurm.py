@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from corral.bundle import bundle
+from corral.deployment.folder import DeploymentFolder, chain_of
+from corral.deployment.state import Reason, State
 from corral.errors import CorralError, DoesNotFitError, UnreachableError, UsageError
 from corral.files import make_private_dir, write_atomic
-from corral.folder import DeploymentFolder, chain_of
-from corral.hardware import Inventory
+from corral.hardware.inventory import Inventory
 from corral.home import home_dir
-from corral.launch import LaunchSpec, agent_spec
-from corral.links import Node, Ports
+from corral.launch.links import Node, Ports
+from corral.launch.render import LaunchSpec, agent_spec
 from corral.record import dump_json, load_json, to_json
 from corral.slurm import commands
 from corral.slurm.cluster import NodeShape, Partition, discover, gpu_of
@@ -33,7 +34,6 @@ from corral.slurm.commands import Job
 from corral.slurm.options import SlurmOptions
 from corral.slurm.script import BatchJob, batch_script
 from corral.slurm.states import standing
-from corral.state import Reason, State
 from corral.targets.base import ChosenPorts, Lease, Life, Progress
 
 if TYPE_CHECKING:

@@ -19,20 +19,20 @@ from importlib import resources
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
+from corral.deployment.folder import DeploymentFolder
 from corral.errors import ConflictError, CorralError, EngineError, LaunchError, UnreachableError, UsageError
-from corral.fabric import Fabric, choose_fabric
 from corral.files import make_private_dir, write_atomic
-from corral.folder import DeploymentFolder
-from corral.hardware import Inventory, parse_gpus, recognise
+from corral.hardware.fabric import Fabric, choose_fabric
+from corral.hardware.inventory import Inventory, parse_gpus, recognise
+from corral.hardware.survey import Asked, NodeFacts, survey
 from corral.home import home_dir
-from corral.launch import LaunchSpec, agent_spec, server_url
-from corral.links import Node, Ports
-from corral.mirror import last_state, last_word, mirror, mirrored_sizes, pack
+from corral.launch.links import Node, Ports
+from corral.launch.render import LaunchSpec, agent_spec, server_url
 from corral.record import from_json, to_json
-from corral.spread import ensure_folder
 from corral.ssh import Ssh, check_host, each, forwarding
-from corral.survey import Asked, NodeFacts, survey
 from corral.targets.base import ChosenPorts, Life, Progress
+from corral.targets.remote_files import last_state, last_word, mirror, mirrored_sizes, pack
+from corral.transfer.spread import ensure_folder
 
 if TYPE_CHECKING:
     from corral.runtimes.base import NodeCheck

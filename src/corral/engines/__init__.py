@@ -1,0 +1,1 @@
+"""vLLM's environments: installing them, and the flags that they accept."""

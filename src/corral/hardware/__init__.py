@@ -1,0 +1,1 @@
+"""What machines are: named, probed, surveyed; and the networks between them."""

@@ -1,0 +1,1 @@
+"""Plan and nodes to commands: what each rank runs, and how ranks find each other."""

@@ -1,0 +1,1 @@
+"""A deployment from wish to end: bringing up, state, successors, renewal, tunnels, and which server is meant."""

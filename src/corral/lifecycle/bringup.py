@@ -1,0 +1,433 @@
+"""From a wish to a running deployment: locate, decide, stage, launch, watch. What `corral up` and Python share.
+
+The order is chosen so that what can be refused is refused first: an unknown model, a flag this vLLM does not have, a
+gated repository, a model that does not fit. Only then is a name taken, an engine installed, a model fetched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import secrets
+import shlex
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from corral.deployment.events import Event
+from corral.deployment.folder import DeploymentFolder, checked_name
+from corral.deployment.state import State
+from corral.engines import environments as engines
+from corral.engines.flags import check_arguments
+from corral.errors import CorralError, DoesNotFitError, LaunchError, UsageError
+from corral.files import write_atomic
+from corral.hardware.inventory import Inventory
+from corral.home import home_dir
+from corral.launch.links import choose_link
+from corral.launch.render import LaunchSpec, Order, render
+from corral.lifecycle import deployments
+from corral.lifecycle.successors import Chain, refuse_living_chain, write_chain
+from corral.lifecycle.tunnel import ensure_tunnel
+from corral.models import catalogue
+from corral.models import store as model_store
+from corral.models.facts import read_facts
+from corral.models.store import EMBEDDED, ModelSource
+from corral.plan import Goal, Plan, calibration, make_plan
+from corral.plan.reconcile import read_log, reconcile
+from corral.processes import own_identity
+from corral.record import dump_json, load_json
+from corral.runtimes.base import NodeSide, Runtime, make_runtime
+from corral.targets.base import Queue, Target, load_target
+
+__all__ = ["Decision", "Reporter", "Wish", "bring_up", "decide", "dry_run", "sized"]
+
+
+PORT_ATTEMPTS = 3  # a port that was free when chosen can be taken before the engine binds it
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the user asked for; None means: Corral chooses."""
+
+    model: str | None = None
+    name: str | None = None
+    served_name: str | None = None
+    target: str = "local"
+    place: Mapping[str, object] = field(default_factory=dict)  # the target's own options: hosts, a partition, …
+    runtime: str = "managed"
+    runtime_options: Mapping[str, object] = field(default_factory=dict)
+    link: str = "auto"
+    flavour: str | None = None
+    bind: str | None = None
+    expose: bool = False
+    port: int | None = None
+    goal: Goal = field(default_factory=Goal)
+    fixed: Mapping[str, object] = field(default_factory=dict)
+    extra_args: tuple[str, ...] = ()
+    extra_env: Mapping[str, str] = field(default_factory=dict)
+    restarts: int = 0
+    stall_s: float = 600.0
+    hung_s: float = 300.0
+    keep: bool = False  # successors follow (see `chain`)
+    max_jobs: int | None = None
+    follows: str = ""  # the chain that this one continues
+    patience_s: float = 10.0  # silence after which a node of several counts as lost
+
+
+class Reporter(Protocol):
+    """Somebody who is told what is happening."""
+
+    def phase(self, name: str) -> None:
+        """A new phase begins."""
+
+    def detail(self, text: str, done: int = 0, total: int = 0) -> None:
+        """How far the phase is."""
+
+    def note(self, text: str) -> None:
+        """Something worth knowing that does not stop anything."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Everything decided before the first byte is fetched."""
+
+    wish: Wish
+    name: str
+    source: ModelSource
+    served_name: str
+    flavour: str
+    plan: Plan
+    inventory: Inventory
+
+
+def decide(wish: Wish, target: Target) -> Decision:
+    """Choose and check; raises what can be refused now. Installs, fetches and starts nothing."""
+    inventory = target.inventory()
+    flavour = _flavour(wish, inventory)
+    reference = wish.model or _fitting_model(inventory, wish)
+    source = model_store.locate(reference)
+    served = model_store.served_name(source, wish.served_name)
+    name = checked_name(served if wish.name is None else wish.name)
+    check_arguments(wish.extra_args, _runtime(wish, target, flavour).flags())
+    model_store.check_access(source)
+    plan = _plan(source, inventory, wish)
+    if not plan.fits:
+        options = "; ".join(f"{near.what} ({near.change})" for near in plan.nearest)
+        raise DoesNotFitError(
+            f"{source.name} does not fit: {plan.reason}",
+            f"What would: {options}." if options else "`corral plan MODEL --need` shows what it needs.",
+            nearest=[near.what for near in plan.nearest],
+        )
+    if plan.precision.how == "checkpoint":  # the plan chose a quantised twin of what was named
+        source = replace(model_store.locate(plan.checkpoint), name=source.name)
+        model_store.check_access(source)
+    if isinstance(target, Queue):
+        target.check(plan)
+    return Decision(wish, name, source, served, flavour, plan, inventory)
+
+
+def sized(wish: Wish, note: Callable[[str], None] | None = None) -> tuple[Target, Decision]:
+    """The target and what is decided for it; where a scheduler gives the nodes, as many as the model needs."""
+    target = load_target(wish.target, wish.place)
+    if note:  # a dry run touches no node
+        for text in target.prepare():
+            note(text)
+    try:
+        return target, decide(wish, target)
+    except DoesNotFitError as error:
+        if not isinstance(target, Queue) or "nearest" not in error.details:  # other limits do not go away with size
+            raise
+        for nodes in target.sizes():
+            wider = target.resized(nodes)
+            with contextlib.suppress(DoesNotFitError):
+                return wider, decide(wish, wider)
+        raise
+
+
+def _plan(source: ModelSource, inventory: Inventory, wish: Wish) -> Plan:
+    here = model_store.already_here(source)
+    facts = read_facts(str(here) if here else source.repo, offline=source.kind == "embedded")
+    tuning = calibration.learn(calibration.read(home_dir()), inventory.gpu or "CPU", facts.name)
+    plan = make_plan(facts, inventory, wish.goal, wish.fixed, tuning)
+    spans = plan.parallel.replica_gpus > inventory.gpus_per_node
+    if plan.parallel.data > 1 and (spans or (wish.link == "ray" and inventory.nodes > 1)):
+        # one deployment joins whole replicas on each node, or one replica over all; several over several is two
+        plan = make_plan(facts, inventory, wish.goal, {**wish.fixed, "data": 1}, tuning)
+    return plan
+
+
+def _flavour(wish: Wish, inventory: Inventory) -> str:
+    flavour = wish.flavour or ("cuda" if inventory.gpu else "cpu")
+    if flavour not in engines.FLAVOURS:
+        raise UsageError(f"there is no engine flavour {flavour!r}.", f"Known: {', '.join(engines.FLAVOURS)}.")
+    if flavour == "cuda" and not inventory.gpu:
+        raise UsageError("this machine has no GPU that the CUDA engine could use.", "Use --flavour cpu.")
+    return flavour
+
+
+def _fitting_model(inventory: Inventory, wish: Wish) -> str:
+    """On a CPU the embedded default; on GPUs the largest instruct model that fits as stored (8 bits or more)."""
+    if not inventory.gpu:
+        return EMBEDDED
+    entries = [e for e in catalogue.CATALOGUE.values() if "instruct" in e.name and e.weights in ("bf16", "fp8")]
+    for entry in sorted(entries, key=lambda entry: (-entry.parameters, entry.weights != "bf16")):
+        plan = make_plan(read_facts(entry.name, offline=True), inventory, wish.goal, wish.fixed)
+        if plan.fits and plan.precision.how == "native":
+            return entry.name
+    return EMBEDDED
+
+
+def dry_run(wish: Wish) -> LaunchSpec:
+    """The very LaunchSpec that would run, with nothing installed, fetched or started."""
+    target, decision = sized(wish)
+    here = model_store.already_here(decision.source)
+    path = str(here) if here else decision.source.repo
+    folder = DeploymentFolder.of(decision.name)
+    return _render(
+        decision, target, folder, _runtime(wish, target, decision.flavour), path, "dry-run", lambda _: None
+    )
+
+
+def _runtime(wish: Wish, target: Target, flavour: str) -> Runtime:
+    node = NodeSide(target.home(), flavour, engines.PINNED_VERSION)
+    return make_runtime(wish.runtime, wish.runtime_options, node)
+
+
+def _render(
+    decision: Decision,
+    target: Target,
+    folder: DeploymentFolder,
+    runtime: Runtime,
+    model_path: str,
+    launch_id: str,
+    note: Callable[[str], None],
+) -> LaunchSpec:
+    wish, nodes = decision.wish, target.nodes()
+    check_arguments(wish.extra_args, runtime.flags())
+    bind = target.default_bind(wish.expose) if wish.bind is None else wish.bind
+    chosen = target.choose_ports(bind, wish.port)
+    link, why = choose_link(wish.link, nodes, runtime.flags())
+    for text in (chosen.note, f"link {link}: {why}" if len(nodes) > 1 else ""):
+        if text:
+            note(text)
+    order = Order(
+        deployment=decision.name,
+        launch_id=launch_id,
+        folder=target.node_folder(folder, launch_id),
+        model=decision.source.name,
+        model_path=model_path,
+        served_name=decision.served_name,
+        target=target.name,
+        link=link,
+        nodes=nodes,
+        host=bind,
+        ports=chosen.ports,
+        base_url=target.base_url(bind, chosen.ports),
+        extra_args=wish.extra_args,
+        extra_env=wish.extra_env,
+        stall_s=wish.stall_s,
+        hung_s=wish.hung_s,
+        patience_s=wish.patience_s,
+        restarts=wish.restarts,
+    )
+    spec = render(decision.plan, order, runtime)
+    return replace(spec, script=target.script(spec, folder)) if isinstance(target, Queue) else spec
+
+
+def bring_up(wish: Wish, report: Reporter, wait: bool = True) -> deployments.Status:
+    """Do all of it; returns the ready deployment (or, without waiting, the starting one)."""
+    for _ in range(PORT_ATTEMPTS - 1):
+        try:
+            return _bring_up_once(wish, report, wait)
+        except LaunchError as error:
+            if error.details.get("reason") != "port_taken" or wish.port is not None:
+                raise
+            report.note(f"{error.message} Starting again on another port.")
+    return _bring_up_once(wish, report, wait)
+
+
+def _bring_up_once(wish: Wish, report: Reporter, wait: bool) -> deployments.Status:
+    target, decision = sized(wish, report.note)
+    record = deployments.Record(
+        name=decision.name,
+        launch_id=secrets.token_hex(8),
+        model=decision.source.name,
+        served_name=decision.served_name,
+        target=target.name,
+        place=target.options(),
+        created_s=time.time(),
+        created_by=own_identity(),
+    )
+    if decision.plan.precision.how != "native":  # never silently
+        for reason in decision.plan.reasons:
+            if reason.field == "precision.weights":
+                report.note(f"weights in {reason.value}: {reason.because}")
+    refuse_living_chain(decision.name)
+    folder = deployments.claim(record, lambda who: report.note(f"waiting for {who}, which uses the same name"))
+    staging = _Stoppable(report, folder)
+    with _released_on_failure(folder):
+        _join_chain(wish, decision, folder)
+        staging.phase("installing engine")
+        runtime = _runtime(wish, target, decision.flavour).stage(staging.detail)
+        if runtime.carried:
+            runtime = runtime.moved({path: target.place(Path(path), staging.detail) for path in runtime.carried})
+        target.verify(runtime.check())
+        staging.phase("fetching model")
+        path = _bring_model(decision, target, staging)
+        spec = _render(decision, target, folder, runtime, path, record.launch_id, report.note)
+        staging.phase("starting")
+        deployments.launch(spec, decision.plan, target, record, folder)
+    if not wait:
+        return deployments.status(folder)
+    try:
+        return wait_ready(folder, report)
+    except KeyboardInterrupt:
+        report.note(_interrupted(folder))
+        raise
+
+
+def _interrupted(folder: DeploymentFolder) -> str:
+    """What goes on after an interrupted wait, and how to take it up again."""
+    name = shlex.quote(folder.name)
+    with contextlib.suppress(CorralError, OSError):
+        now = deployments.status(folder)
+        if now.state is State.QUEUED:
+            return f"{now.text}. Take it up again: corral up --attach {name}. End it: corral down {name}"
+    return f"it goes on starting in the background; wait: corral up --attach {name}; end it: corral down {name}"
+
+
+def _join_chain(wish: Wish, decision: Decision, folder: DeploymentFolder) -> None:
+    """A successor has its chain's key, so that clients' keys stay valid; a first keeps what others are made from."""
+    if wish.follows:
+        write_atomic(folder.key, DeploymentFolder.of(wish.follows).key.read_text(encoding="utf-8"))
+    elif wish.keep:
+        given = Path(wish.model).expanduser() if wish.model else None
+        model = str(given.resolve()) if given and given.exists() else wish.model or decision.source.name
+        kept = replace(wish, model=model, name=folder.name, served_name=decision.served_name)
+        write_atomic(folder.wish, dump_json(kept))
+        write_chain(folder, Chain(max_jobs=wish.max_jobs))
+
+
+def _bring_model(decision: Decision, target: Target, staging: _Stoppable) -> str:
+    """The model's folder on the nodes. What only the hub has goes to them straight, not by way of this machine."""
+    source, hosts = decision.source, target.fetching_hosts()
+    if not hosts or source.kind != "hub" or model_store.already_here(source):
+        invented = "dummy" in _values_of("--load-format", decision.wish.extra_args)  # vLLM makes up the weights
+        return target.place(model_store.fetch(source, staging.detail, weights=not invented), staging.detail)
+    if found := target.find_model(source.name, decision.plan.memory.weights_bytes * 9 // 10):
+        return found
+    from corral.transfer.pull import PullOrder, pull
+
+    addresses = {node.name: node.address for node in target.nodes() if node.address}
+    order = PullOrder(source.repo, hosts, f"{target.home()}/models/{source.name}", addresses=addresses)
+    result = pull(order, lambda far: staging.detail(f"{far.host}: {far.what}", far.done_bytes, far.total_bytes))
+    if result.failed:
+        first = result.failed[0]
+        raise LaunchError(f"the model did not reach {first.host}: {first.text}", first.remedy, host=first.host)
+    return result.folder
+
+
+def _values_of(flag: str, arguments: Sequence[str]) -> list[str]:
+    """What a flag is given, as `--flag value` or `--flag=value`."""
+    pairs = itertools.pairwise(arguments)
+    return [b for a, b in pairs if a == flag] + [a.partition("=")[2] for a in arguments if a.startswith(flag + "=")]
+
+
+@dataclass(frozen=True)
+class _Stoppable:
+    """Passes on what is happening, and gives up at the next word when `corral down` asked for it."""
+
+    report: Reporter
+    folder: DeploymentFolder
+
+    def phase(self, name: str) -> None:
+        self._check()
+        self.report.phase(name)
+
+    def detail(self, text: str, done: int = 0, total: int = 0) -> None:
+        self._check()
+        self.report.detail(text, done, total)
+
+    def _check(self) -> None:
+        if self.folder.stop.exists() or not self.folder.record.is_file():
+            raise LaunchError(f"{self.folder.name!r} was stopped by `corral down` before it started.", "")
+
+
+@contextlib.contextmanager
+def _released_on_failure(folder: DeploymentFolder) -> Iterator[None]:
+    """Nothing was started: the name is free again."""
+    try:
+        yield
+    except BaseException:
+        if not any(mark.exists() for mark in (folder.rank(0).agent, folder.job, folder.started)):
+            shutil.rmtree(folder.path, ignore_errors=True)
+        raise
+
+
+def wait_ready(folder: DeploymentFolder, report: Reporter) -> deployments.Status:
+    """Follow a deployment until it is ready; raise its reason when it ends instead."""
+    final: deployments.Status | None = None
+    for item in deployments.watch(folder):
+        if isinstance(item, Event):
+            _tell(item, report)
+        else:
+            final = item
+    assert final is not None
+    if final.state is State.READY:
+        learn_from(folder)
+        ensure_tunnel(folder)
+        report.phase("ready")
+        return final
+    reason = final.reason.value if final.reason else ""
+    log = folder.rank(0).log
+    raise LaunchError(
+        f"{final.name!r} {final.state}: {final.text}.",
+        final.remedy,
+        name=final.name,
+        state=final.state.value,
+        reason=reason,
+        log=str(log),
+    )
+
+
+def learn_from(folder: DeploymentFolder) -> None:
+    """Hold the plan against what the engine reported, once per deployment, and keep the lesson for later plans."""
+    if folder.differences.exists() or not folder.plan.is_file():
+        return
+    with folder.rank(0).log.open(encoding="utf-8", errors="replace") as lines:
+        observed = read_log(itertools.islice(lines, 20_000))
+    differences = reconcile(load_json(Plan, folder.plan), observed)
+    write_atomic(folder.differences, dump_json(differences))
+    calibration.append(home_dir(), differences)
+
+
+def _tell(event: Event, report: Reporter) -> None:
+    if event.kind == "state" and event.get("state") in ("starting", "loading"):
+        report.phase(str(event.get("state")))
+    elif event.kind == "phase":
+        report.phase(str(event.get("phase")))
+        if event.get("total"):
+            report.detail("", int(event.get("done", 0)), int(event.get("total")))
+    elif event.kind == "observed" and (text := _observed_text(event.details)):
+        report.detail(text)
+    elif event.kind == "standing":
+        report.phase(str(event.get("state")))
+        report.detail(str(event.get("text")))
+    elif event.kind == "restart":
+        report.note(f"restart {event.get('attempt')} of {event.get('of')}: {event.get('text', event.get('reason'))}")
+
+
+OBSERVED_WORDS = {
+    "weights_gib": "weights {} GiB",
+    "load_s": "loaded in {} s",
+    "compile_s": "compiled in {} s",
+    "kv_tokens": "KV cache {:,} tokens",
+    "graph_gib": "graphs {} GiB",
+}
+
+
+def _observed_text(values: Mapping[str, Any]) -> str:
+    return ", ".join(words.format(values[name]) for name, words in OBSERVED_WORDS.items() if name in values)

@@ -1,0 +1,325 @@
+"""A deployment's life: launch, watch, wait, stop. The state machine over what agents write and targets know.
+
+State is computed, never trusted: the journal says what the agent last wrote, the target says whether the agent still
+runs, and only both together make a state. A journal that ends in "ready" without a living agent is a failure, or,
+after a reboot, "stopped: the machine restarted".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from corral.client.endpoint import Endpoint
+from corral.deployment.diagnosis import Diagnosis, diagnose, last_lines
+from corral.deployment.events import Event, Follower, read_events
+from corral.deployment.folder import DeploymentFolder, all_folders
+from corral.deployment.state import ENDED, Reason, State
+from corral.errors import ConflictError, CorralError, LaunchError
+from corral.files import exclusive_lock, write_atomic
+from corral.home import deployments_dir
+from corral.launch.render import LaunchSpec
+from corral.processes import Identity
+from corral.record import dump_json, load_json
+from corral.targets.base import Life, Target, load_target
+
+if TYPE_CHECKING:  # the planner is not needed to look at a deployment
+    from corral.plan import Plan
+
+__all__ = ["Record", "Status", "Timings", "claim", "launch", "status", "statuses", "stop", "target_of", "watch"]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What was launched, as kept in the deployment's folder."""
+
+    name: str
+    launch_id: str
+    model: str
+    served_name: str
+    target: str
+    created_s: float
+    created_by: Identity
+    engine: str = ""  # known once staged
+    place: dict[str, Any] = field(default_factory=dict)  # what makes the target again: hosts, a partition, …
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds since the launch at which things were reached; None when they were not."""
+
+    loading_s: float | None = None
+    ready_s: float | None = None
+    ended_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Status:
+    """A deployment as it stands now."""
+
+    name: str
+    state: State
+    reason: Reason | None
+    text: str
+    remedy: str
+    phase: str
+    done: int | None
+    total: int | None
+    model: str
+    engine: str
+    target: str
+    created_s: float
+    since_s: float  # wall-clock time of the last change of state
+    endpoint: Endpoint | None
+    timings: Timings
+    restarts: int = 0
+    observed: dict[str, Any] = field(default_factory=dict)
+
+
+def claim(record: Record, on_wait: Callable[[str], None]) -> DeploymentFolder:
+    """Take a name for a new deployment; refuse it while another holds it, and say who."""
+    name = record.name
+    folder = DeploymentFolder.of(name)
+    with exclusive_lock(deployments_dir() / f".{folder.path.name}.lock", on_wait):
+        if folder.record.is_file():
+            _refuse_living(folder)
+        folder.create()
+        write_atomic(folder.record, dump_json(record))
+    return folder
+
+
+def _refuse_living(folder: DeploymentFolder) -> None:
+    """Only an ended deployment gives its name away, and only when nothing of it is left."""
+    current = status(folder)
+    before = load_json(Record, folder.record)
+    if current.state not in ENDED:
+        who = f"process {before.created_by.pid} on {before.created_by.host}"
+        name = shlex.quote(before.name)
+        raise ConflictError(
+            f"{before.name!r} is already {current.state}, started by {who}.",
+            f"Use it (`corral status {name}`), end it (`corral down {name}`), or take another --name.",
+            name=before.name,
+            state=current.state.value,
+            endpoint=current.endpoint.base_url if current.endpoint else None,
+        )
+    if not target_of(before).stop(folder, before.launch_id, 20):
+        raise ConflictError(
+            f"processes of the last {before.name!r} are still there and cannot be ended from here.",
+            "Run `corral down` on the machine it ran on, or take another --name.",
+        )
+
+
+def launch(spec: LaunchSpec, plan: Plan, target: Target, record: Record, folder: DeploymentFolder) -> None:
+    """Write down what will run, then start it."""
+    write_atomic(folder.plan, dump_json(plan))
+    write_atomic(folder.launch, dump_json(spec))
+    if spec.base_url:  # otherwise the head writes it, once it knows its address
+        write_atomic(folder.endpoint, dump_json(Endpoint(spec.base_url, spec.served_name, str(folder.key))))
+    write_atomic(folder.record, dump_json(replace(record, engine=spec.engine)))
+    target.start(spec, folder)
+
+
+def status(folder: DeploymentFolder) -> Status:
+    """How a deployment stands, from its journal and its target."""
+    record = load_json(Record, folder.record)
+    target = target_of(record)
+    target.refresh(folder)
+    return _combine(folder, record, read_events(folder.rank(0).events), target.life(folder))
+
+
+def target_of(record: Record) -> Target:
+    """The target a deployment was started on, with the same nodes."""
+    return load_target(record.target, record.place)
+
+
+def statuses() -> list[Status]:
+    """Every deployment of this home; one whose files cannot be read is shown as unknown, and hides no other."""
+    found = []
+    for folder in all_folders():
+        try:
+            found.append(status(folder))
+        except (CorralError, OSError) as error:
+            found.append(_unreadable(folder, error))
+    return found
+
+
+def _unreadable(folder: DeploymentFolder, error: Exception) -> Status:
+    why = error.message if isinstance(error, CorralError) else str(error)
+    remedy = f"Delete {folder.path} if nothing of it runs."
+    return Status(
+        folder.name, State.UNKNOWN, None, why, remedy, "unknown", None, None, "-", "-", "-", 0.0, 0.0, None, Timings()
+    )
+
+
+def _combine(folder: DeploymentFolder, record: Record, events: list[Event], life: Life) -> Status:
+    states = [event for event in events if event.kind == "state"]
+    last = states[-1] if states else None
+    state = State(last.get("state")) if last else State.STARTING
+    reason = Reason(last.get("reason")) if last and last.get("reason") else None
+    text, remedy = str(last.get("text", "")) if last else "", ""
+    since = last.time_s if last else record.created_s
+    if life.state and (state not in ENDED or (life.overrules and life.reason != (reason or ""))):
+        state, reason = State(life.state), Reason(life.reason) if life.reason else None
+        text, remedy = life.text, life.remedy
+    elif not folder.rank(0).agent.exists():
+        state, reason, text, remedy = _staged(record)
+    elif state not in ENDED and life.alive is False:
+        state, reason, text, remedy = _lost(life.machine_restarted)
+    elif state not in ENDED and _heartbeat_age_s(folder) > SILENT_S:
+        state, text = State.UNKNOWN, f"its agent on {life.where} has written nothing for {SILENT_S:.0f} s"
+    if state is State.FAILED and reason is Reason.ENGINE_EXITED and last:
+        found = _diagnosis(folder, last)
+        reason, text, remedy = found.reason, found.cause, found.remedy
+    elif state is State.FAILED and not remedy:
+        remedy = REMEDIES.get(reason or Reason.ENGINE_EXITED, "The whole log: `corral logs NAME`.")
+    phases = [event for event in events if event.kind in ("phase", "state")]
+    phase = phases[-1] if phases else None
+    return Status(
+        name=record.name,
+        state=state,
+        reason=reason,
+        text=text,
+        remedy=remedy.replace("NAME", shlex.quote(record.name)),
+        phase=str(phase.get("phase") or phase.get("state")) if phase else state.value,
+        done=phase.get("done") if phase else None,
+        total=phase.get("total") if phase else None,
+        model=record.served_name,
+        engine=record.engine,
+        target=record.target,
+        created_s=record.created_s,
+        since_s=since,
+        endpoint=_endpoint(folder, state),
+        timings=_timings(states),
+        restarts=sum(event.kind == "restart" for event in events),
+        observed={key: value for event in events if event.kind == "observed" for key, value in event.details.items()},
+    )
+
+
+def _endpoint(folder: DeploymentFolder, state: State) -> Endpoint | None:
+    if state in ENDED or state is State.QUEUED or not folder.endpoint.is_file():
+        return None
+    return load_json(Endpoint, folder.endpoint)
+
+
+SILENT_S = 60.0  # an agent writes a heartbeat every two seconds
+STAGING_PATIENCE_S = 60.0
+
+REMEDIES = {
+    Reason.STALLED: "`corral logs NAME` shows its last words; start it again, with a longer --stall if it was slow.",
+    Reason.ENGINE_HUNG: "Start it again (`--restart 3` does so by itself); the log may say what it waited for.",
+    Reason.PORT_TAKEN: "Start it again: another free port is chosen; or name one with --port.",
+    Reason.NOT_GUARDED: "The guard was not loaded; report this with `corral logs NAME`. The server was taken down.",
+    Reason.AGENT_KILLED: "Start it again with `corral up`; on shared machines, ask who ends processes.",
+    Reason.NODE_LOST: "`corral doctor` looks at the node; then start again (`--restart N` does so when it returns).",
+    Reason.NETWORK: "`corral doctor` shows the interfaces all nodes share; name one with --interface.",
+    Reason.WALLTIME: "Start it again with `corral up`, with a longer --time if it was too short.",
+    Reason.ENGINE_BROKEN: "Run `corral engine check`; install the engine anew if it fails.",
+}
+
+
+def _staged(record: Record) -> tuple[State, Reason | None, str, str]:
+    """A deployment whose agent was not started yet lives and dies with the command that makes it."""
+    if not record.created_by.is_here():
+        return State.UNKNOWN, None, f"being made by a command on {record.created_by.host}; look from there", ""
+    if not record.created_by.is_gone():
+        return State.STAGING, None, "installing the engine or fetching the model", ""
+    text = "the command that was making it ended before the engine started"
+    return State.STOPPED, Reason.INTERRUPTED, text, "Run the same `corral up` again; finished downloads are kept."
+
+
+def _lost(machine_restarted: bool) -> tuple[State, Reason, str, str]:
+    if machine_restarted:
+        text = "the machine was restarted"
+        return State.STOPPED, Reason.MACHINE_RESTARTED, text, "Start it again with `corral up`."
+    text = "its agent is gone without a word: it was killed together with its keeper"
+    return State.FAILED, Reason.AGENT_KILLED, text, "Run `corral down NAME` to clear what is left, then `corral up`."
+
+
+def _heartbeat_age_s(folder: DeploymentFolder) -> float:
+    head = folder.rank(0)
+    for file in (head.heartbeat, head.agent):  # a new agent has not beaten yet
+        with contextlib.suppress(OSError):
+            return time.time() - file.stat().st_mtime
+    return 1e9
+
+
+def _diagnosis(folder: DeploymentFolder, last: Event) -> Diagnosis:
+    if str(last.get("text", "")).startswith(("/health", "the first completion")):
+        return Diagnosis(Reason.ENGINE_EXITED, str(last.get("text")), "The whole log: `corral logs NAME`.")
+    failed = int(last.get("failed_rank", 0))
+    lines = last_lines(folder.rank(failed).log, 200, int(last.get("log_from", 0)))
+    found = diagnose(
+        lines,
+        last.get("exit_code"),
+        last.get("signal"),
+        bool(last.get("kernel_oom_kill")),
+        bool(last.get("was_ready")),
+        bool(last.get("container")),
+    )
+    return replace(found, cause=f"rank {failed} on {last.get('node')}: {found.cause}") if failed else found
+
+
+def _timings(states: list[Event]) -> Timings:
+    reached: dict[str, float] = {}
+    for event in states:
+        name = "ended" if event.get("state") in ("stopped", "failed") else str(event.get("state"))
+        reached[name] = event.elapsed_s
+    return Timings(reached.get("loading"), reached.get("ready"), reached.get("ended"))
+
+
+def watch(folder: DeploymentFolder, poll_s: float = 0.1) -> Iterator[Event | Status]:
+    """Events as they come, and at the end (ready, or ended) the final status."""
+    follower = Follower(folder.rank(0).events)
+    checked, said = 0.0, ""
+    while True:
+        settled = False
+        for event in follower.new():
+            yield event
+            settled = event.kind == "state" and event.get("state") in ("ready", "stopped", "failed")
+        if settled or time.monotonic() - checked > 2:
+            checked = time.monotonic()
+            now = status(folder)
+            if now.state is State.READY or now.state in ENDED:
+                yield now
+                return
+            if now.text and now.text != said:  # what only the target knows: a place in a queue
+                said = now.text
+                yield Event(time.time(), "standing", details={"state": now.state.value, "text": said})
+        time.sleep(poll_s)
+
+
+def stop(folder: DeploymentFolder) -> Status:
+    """End a deployment and make sure that nothing of it is left."""
+    record = load_json(Record, folder.record)
+    if status(folder).state is State.STAGING:
+        return _stop_staging(folder, record)
+    spec = json.loads(folder.launch.read_text(encoding="utf-8")) if folder.launch.is_file() else {}
+    if not target_of(record).stop(folder, record.launch_id, float(spec.get("grace_s", 20))):
+        raise LaunchError(
+            f"processes of {record.name!r} could not be ended from here.",
+            "Run `corral down` on the machine it runs on, or ask its administrator.",
+        )
+    folder.tunnel.unlink(missing_ok=True)  # whoever holds it sees that
+    return status(folder)
+
+
+def _stop_staging(folder: DeploymentFolder, record: Record) -> Status:
+    """Ask the command that is making it to give up, and wait until it has."""
+    before = status(folder)
+    folder.stop.touch(mode=0o600)
+    deadline = time.monotonic() + STAGING_PATIENCE_S
+    while time.monotonic() < deadline:
+        if folder.rank(0).agent.exists() or folder.job.exists():  # it got past its last look: an ordinary stop, then
+            return stop(folder)
+        if not folder.record.is_file() or record.created_by.is_gone():
+            return replace(before, state=State.STOPPED, reason=Reason.REQUESTED)
+        time.sleep(0.1)
+    raise LaunchError(
+        f"{record.name!r} is still being made by process {record.created_by.pid}; it will give up before it starts.",
+        f"To end it at once: kill {record.created_by.pid}",
+    )

@@ -1,0 +1,156 @@
+"""A deployment and its successors: `NAME`, `NAME~2`, `NAME~3`, …, one after the other under one name and one key.
+
+The list is a file in the first one's folder. A name is written into it before the deployment is made, so that a
+successor that was begun is always known, and `corral down NAME` ends all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from corral.deployment.folder import DeploymentFolder
+from corral.deployment.state import ENDED, State
+from corral.errors import ConflictError, CorralError
+from corral.files import discard_lock, lock_holder, try_lock, write_atomic
+from corral.lifecycle import deployments
+from corral.processes import own_identity
+from corral.record import dump_json, load_json
+
+__all__ = [
+    "Chain",
+    "Standing",
+    "all_standings",
+    "chain_lock",
+    "close_chain",
+    "members",
+    "newest_ready",
+    "read_chain",
+    "refuse_living_chain",
+    "successor_name",
+    "write_chain",
+]
+
+OLD_LOCK_S = 900.0  # a submission takes seconds
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What follows a deployment."""
+
+    successors: tuple[str, ...] = ()
+    max_jobs: int | None = None  # of the whole chain; None: without end
+    closed: str = ""  # why nothing more will follow; empty while something may
+
+
+@dataclass(frozen=True)
+class Standing:
+    """One deployment of a chain, as far as it could be asked."""
+
+    folder: DeploymentFolder
+    status: deployments.Status | None  # None: it could not be asked
+    text: str = ""
+    stamp: tuple[int, int] = (0, 0)  # of its record: another deployment of the same name has another
+
+    @property
+    def state(self) -> State:
+        return self.status.state if self.status else State.UNKNOWN
+
+
+def read_chain(folder: DeploymentFolder) -> Chain:
+    """The chain that a deployment begins; an empty one when nothing follows it."""
+    try:
+        return load_json(Chain, folder.successors)
+    except FileNotFoundError:
+        return Chain()
+
+
+def write_chain(folder: DeploymentFolder, chain: Chain) -> None:
+    write_atomic(folder.successors, dump_json(chain))
+
+
+def successor_name(name: str, number: int) -> str:
+    """The name of the number-th of a chain; the first has the chain's own."""
+    return name if number == 1 else f"{name}~{number}"
+
+
+def members(folder: DeploymentFolder) -> list[DeploymentFolder]:
+    """All of a chain, oldest first."""
+    return [folder, *map(DeploymentFolder.of, read_chain(folder).successors)]
+
+
+def all_standings(folder: DeploymentFolder, known: dict[str, Standing] | None = None) -> list[Standing]:
+    """How each of a chain stands; those that are `known` to have ended are not asked again."""
+    found = []
+    for member in members(folder):
+        before = (known or {}).get(member.name)
+        try:
+            record = member.record.stat()
+            stamp = (record.st_ino, record.st_mtime_ns)
+            if before is not None and before.state in ENDED and before.stamp == stamp:
+                found.append(before)
+                continue
+            found.append(Standing(member, deployments.status(member), stamp=stamp))
+        except (CorralError, OSError) as error:
+            text = error.message if isinstance(error, CorralError) else str(error)
+            found.append(Standing(member, None, text))
+    return found
+
+
+def newest_ready(folder: DeploymentFolder) -> Standing | None:
+    """The newest successor that is ready; None when nothing follows, or none of it is."""
+    if not folder.successors.exists():
+        return None
+    return next((one for one in reversed(all_standings(folder)[1:]) if one.state is State.READY), None)
+
+
+def close_chain(folder: DeploymentFolder, why: str) -> list[DeploymentFolder]:
+    """Let nothing more follow; the successors that there are, newest first."""
+    if not folder.successors.exists():
+        return []
+    with chain_lock(folder):
+        chain = read_chain(folder)
+        if not chain.closed:
+            write_chain(folder, replace(chain, closed=why))
+    found = [DeploymentFolder.of(name) for name in reversed(chain.successors)]
+    return [one for one in found if one.record.is_file()]
+
+
+def refuse_living_chain(name: str) -> None:
+    """A name is not free while successors live under it."""
+    folder = DeploymentFolder.of(name)
+    for one in all_standings(folder)[1:] if folder.successors.exists() else []:
+        if one.folder.record.is_file() and one.state not in ENDED:
+            raise ConflictError(
+                f"{one.folder.name!r} follows {name!r} and is {one.state}.",
+                f"Use it, end all of them (`corral down {shlex.quote(name)}`), or take another --name.",
+            )
+
+
+@contextlib.contextmanager
+def chain_lock(folder: DeploymentFolder) -> Iterator[None]:
+    """Only its holder changes a chain. A holder on a node that is gone cannot be asked: its lock grows old."""
+    path = folder.successors_lock
+    while not try_lock(path):
+        holder = lock_holder(path)
+        if holder is not None and (holder.is_gone() or (not holder.is_here() and _age_s(path) > OLD_LOCK_S)):
+            discard_lock(path, holder)
+            continue
+        time.sleep(0.2)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # it is known to be stale once we are gone
+            if lock_holder(path) == own_identity():
+                path.unlink(missing_ok=True)
+
+
+def _age_s(path: Path) -> float:
+    try:
+        return time.time() - path.stat().st_mtime
+    except OSError:
+        return 0.0

@@ -1,0 +1,1 @@
+"""The Python face of a served model, and chats in a terminal."""

@@ -1,0 +1,139 @@
+"""A conversation with a model: its messages, and the slash commands of `corral chat`. The terminal is elsewhere."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from corral.client.sampling import parse_assignment, request_fields
+from corral.errors import DataError, UsageError
+from corral.files import write_atomic
+from corral.record import nearest
+
+__all__ = ["COMMANDS", "Conversation", "Turn"]
+
+COMMANDS: dict[str, str] = {
+    "/help": "this list",
+    "/system TEXT": "set the system message (without TEXT: show it; `/system -` removes it)",
+    "/retry": "ask the last question again",
+    "/new": "forget the conversation, keep the system message and the settings",
+    "/set NAME=VALUE": "change a sampling parameter; without one, show them",
+    "/save FILE": "write the conversation as JSON (messages of the OpenAI API); `/load FILE` reads it",
+    "/load FILE": "go on with a saved conversation",
+    "/quit": "leave (Ctrl-D does, too)",
+}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What an entered line leads to: an answer to be asked for, words to be shown, or the end."""
+
+    ask: bool = False
+    say: str = ""
+    end: bool = False
+
+
+@dataclass
+class Conversation:
+    """Messages and sampling parameters."""
+
+    system: str | None = None
+    messages: list[dict[str, str]] = field(default_factory=list)
+    sampling: dict[str, Any] = field(default_factory=dict)
+
+    def to_send(self) -> list[dict[str, str]]:
+        """The messages as the server gets them."""
+        head = [{"role": "system", "content": self.system}] if self.system else []
+        return [*head, *self.messages]
+
+    def enter(self, line: str) -> Turn:
+        """Take one line of the user: a command, or something to say."""
+        text = line.strip()
+        if not text:
+            return Turn()
+        if not text.startswith("/"):
+            self.messages.append({"role": "user", "content": text})
+            return Turn(ask=True)
+        command, _, rest = text.partition(" ")
+        known = [name.split()[0] for name in COMMANDS]
+        if command not in known:
+            guess = nearest(command, known, 1)
+            return Turn(
+                say=f"there is no {command}; " + (f"did you mean {guess[0]}?" if guess else "/help lists all")
+            )
+        turn: Turn = getattr(self, f"_{command[1:]}")(rest.strip())
+        return turn
+
+    def answered(self, text: str) -> None:
+        """Keep the model's answer, whole or broken off."""
+        self.messages.append({"role": "assistant", "content": text})
+
+    def unanswered(self) -> None:
+        """The question failed: take it back, so that the next one does not repeat it."""
+        if self.messages and self.messages[-1]["role"] == "user":
+            self.messages.pop()
+
+    def _help(self, _: str) -> Turn:
+        width = max(map(len, COMMANDS))
+        return Turn(say="\n".join(f"{name:<{width}}  {text}" for name, text in COMMANDS.items()))
+
+    def _system(self, text: str) -> Turn:
+        if not text:
+            return Turn(say=self.system or "(no system message)")
+        self.system = None if text == "-" else text
+        return Turn(say="system message removed" if text == "-" else "system message set")
+
+    def _retry(self, _: str) -> Turn:
+        while self.messages and self.messages[-1]["role"] != "user":
+            self.messages.pop()
+        return Turn(ask=True) if self.messages else Turn(say="there is no question to ask again")
+
+    def _new(self, _: str) -> Turn:
+        self.messages.clear()
+        return Turn(say="a new conversation")
+
+    def _set(self, text: str) -> Turn:
+        if text:
+            name, value = parse_assignment(text)
+            changed = {**self.sampling, name: value}
+            request_fields(changed, chat=True)
+            self.sampling = {key: setting for key, setting in changed.items() if setting is not None}
+        shown = ", ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in self.sampling.items())
+        return Turn(say=shown or "(the server's defaults)")
+
+    def _save(self, text: str) -> Turn:
+        path = _path(text, "/save")
+        try:
+            write_atomic(path, json.dumps(self.to_send(), indent=2, ensure_ascii=False) + "\n")
+        except OSError as error:
+            raise DataError(f"{path} cannot be written: {error.strerror}.", "Choose another file.") from None
+        return Turn(say=f"{len(self.messages)} messages saved to {path}")
+
+    def _load(self, text: str) -> Turn:
+        path = _path(text, "/load")
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            messages = [{"role": str(item["role"]), "content": str(item["content"])} for item in found]
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}.", "Check the name.") from None
+        except (ValueError, TypeError, KeyError):
+            raise DataError(f"{path} holds no conversation.", "It must be a JSON list of messages.") from None
+        self.system = messages[0]["content"] if messages and messages[0]["role"] == "system" else None
+        self.messages = messages[1:] if self.system is not None else messages
+        return Turn(say=f"{len(self.messages)} messages loaded")
+
+    def _quit(self, _: str) -> Turn:
+        return Turn(end=True)
+
+
+def _path(text: str, command: str) -> Path:
+    try:
+        names = shlex.split(text)
+    except ValueError:
+        names = [text]
+    if len(names) != 1:
+        raise UsageError(f"{command} needs one file name.", f"For example {command} talk.json.")
+    return Path(names[0]).expanduser()

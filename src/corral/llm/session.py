@@ -1,0 +1,110 @@
+"""`corral.up` and `corral.connect`: from a name to a model that can be used in Python."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from corral.deployment.folder import all_folders, open_folder
+from corral.errors import ConflictError
+from corral.lifecycle import bringup, deployments
+from corral.lifecycle.resolve import ready_endpoint, resolve
+from corral.llm.llm import LLM
+from corral.plan import Goal
+from corral.processes import own_identity
+from corral.record import load_json
+
+__all__ = ["connect", "up"]
+
+
+class _Lines:
+    """Tells on stderr what `up` is doing, a line for each phase."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet, self._began, self._phase = quiet, time.monotonic(), ""
+
+    def phase(self, name: str) -> None:
+        if name != self._phase:
+            self._phase = name
+            self._write(name)
+
+    def detail(self, text: str, done: int = 0, total: int = 0) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        self._write(f"note: {text}")
+
+    def _write(self, text: str) -> None:
+        if not self._quiet:
+            sys.stderr.write(f"[{time.monotonic() - self._began:6.1f} s] {text}\n")
+
+
+def up(
+    model: str | None = None,
+    *,
+    name: str | None = None,
+    context: int | None = None,
+    concurrency: int | None = None,
+    goal: str = "balanced",
+    fixed: Mapping[str, object] | None = None,
+    engine_args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    port: int | None = None,
+    reuse: bool = False,
+    quiet: bool = False,
+) -> LLM:
+    """Serve a model (a catalogue name, a Hugging Face id, a folder; without one, what fits) and connect to it.
+
+    Leaving the `with` of what it returns, or its `close()`, stops the server. With `reuse`, a deployment of that name
+    that is ready already is used instead, and is left running.
+    """
+    wish = bringup.Wish(
+        model=model,
+        name=name,
+        port=port,
+        goal=Goal(context=context, concurrency=concurrency, goal=goal),
+        fixed=dict(fixed or {}),
+        extra_args=tuple(engine_args),
+        extra_env=dict(env or {}),
+    )
+    began_s = time.time()
+    try:
+        status = bringup.bring_up(wish, _Lines(quiet))
+    except ConflictError as error:
+        if reuse and error.details.get("state") == "ready":
+            return LLM(ready_endpoint(str(error.details["name"])))
+        raise
+    except KeyboardInterrupt:
+        _stop_own(began_s)  # a program that is interrupted leaves nothing behind; `corral up` in a shell goes on
+        raise
+    assert status.endpoint is not None
+    folder = open_folder(status.name)
+    return LLM(status.endpoint, on_exit=lambda: _stop(folder.name))
+
+
+def _stop(name: str) -> None:
+    deployments.stop(open_folder(name))
+
+
+def _stop_own(since_s: float) -> None:
+    """End what this process began to start since then."""
+    for folder in all_folders():
+        record = load_json(deployments.Record, folder.record)
+        if record.created_by == own_identity() and record.created_s >= since_s:
+            deployments.stop(folder)
+
+
+def connect(
+    name: str | None = None,
+    *,
+    url: str | None = None,
+    key: str | None = None,
+    key_file: str | None = None,
+    model: str | None = None,
+    stall_s: float = 600.0,
+    timeout_s: float | None = None,
+) -> LLM:
+    """Use a running server: a deployment by name, any address, what `OPENAI_BASE_URL` says, or the only ready one."""
+    endpoint = resolve(name, url=url, key=key, key_file=key_file, model=model)
+    return LLM(endpoint, stall_s=stall_s, timeout_s=timeout_s)

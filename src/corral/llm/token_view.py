@@ -1,0 +1,216 @@
+"""Tokens with their probabilities, for people: a table, a heat map for terminals, and the same as HTML for notebooks.
+
+Signs made of several tokens (an emoji, a rare ideograph) are drawn once, in the colour of their joint probability;
+the table has each token of its own, pieces of signs as bytes. Control signs and blanks are made visible.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from corral.client.reply import Token
+
+__all__ = ["Sign", "TokenView", "harmless", "label", "signs", "table_rows"]
+
+# probability at least -> (256-colour background for terminals, the same for HTML)
+_SHADES = (
+    (0.9, 120, "#87ff87"), (0.6, 157, "#afffaf"), (0.3, 229, "#ffffaf"), (0.1, 222, "#ffd787"),
+    (0.03, 216, "#ffaf87"), (0.01, 210, "#ff8787"), (0.0, 203, "#ff5f5f"),
+)  # fmt: skip
+_VISIBLE = {"\n": "⏎", "\t": "⇥", "\r": "␍"}
+
+
+@dataclass(frozen=True)
+class Sign:
+    """A stretch of text that one token, or several together, make."""
+
+    text: str
+    logprob: float | None
+    tokens: tuple[Token, ...]
+
+    @property
+    def probability(self) -> float | None:
+        return None if self.logprob is None else math.exp(self.logprob)
+
+
+def _is_start_of_sign(data: bytes) -> bool:
+    """Whether more bytes could make these whole: cut UTF-8, not broken UTF-8."""
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        return error.reason == "unexpected end of data" and error.end == len(data)
+    return False
+
+
+def signs(tokens: Sequence[Token]) -> list[Sign]:
+    """The tokens put together into whole signs."""
+    found: list[Sign] = []
+    held: list[Token] = []
+    data = b""
+    for token in tokens:
+        if token.bytes is None:
+            found += _flush(held, data)
+            held, data = [], b""
+            found.append(Sign(token.text or "�", token.logprob, (token,)))
+            continue
+        held.append(token)
+        data += bytes(token.bytes)
+        if not _is_start_of_sign(data):
+            found += _flush(held, data)
+            held, data = [], b""
+    return found + _flush(held, data)
+
+
+def _flush(held: list[Token], data: bytes) -> list[Sign]:
+    if not held:
+        return []
+    values = [token.logprob for token in held]
+    known = [value for value in values if value is not None]
+    return [Sign(data.decode("utf-8", "replace"), sum(known) if len(known) == len(values) else None, tuple(held))]
+
+
+def label(token: Token) -> str:
+    """A token in one visible word: text as it is, blanks marked, pieces of signs as their bytes."""
+    if token.bytes is not None:
+        try:
+            text = bytes(token.bytes).decode()
+        except UnicodeDecodeError:
+            return "⟨" + " ".join(f"{byte:02X}" for byte in token.bytes) + "⟩"
+    else:
+        text = token.text
+        if not text or "\ufffd" in text:
+            return f"⟨id {token.id}⟩" if token.id is not None else "⟨part of a sign⟩"
+    return visible(text)
+
+
+def visible(text: str) -> str:
+    """Text with its blanks and control signs made visible."""
+    return "".join(
+        "·" if sign == " " else _VISIBLE.get(sign) or (sign if _printable(sign) else f"⟨U+{ord(sign):04X}⟩")
+        for sign in text
+    )
+
+
+def harmless(text: str) -> str:
+    """Text for a terminal: control signs, with which a model could move the cursor or set the title, are replaced."""
+    if text.isprintable():
+        return text
+    return "".join(sign if sign in "\n\t" or unicodedata.category(sign) != "Cc" else "\ufffd" for sign in text)
+
+
+def _printable(sign: str) -> bool:
+    return sign.isprintable() and not unicodedata.combining(sign)
+
+
+def width(text: str) -> int:
+    """Columns that a text takes on a terminal."""
+    return sum(
+        2 if unicodedata.east_asian_width(sign) in "WF" else 0 if sign in "\u200d\ufe0f" else 1 for sign in text
+    )
+
+
+def percent(logprob: float | None) -> str:
+    if logprob is None:
+        return "-"
+    share = 100 * math.exp(logprob)
+    return f"{share:.1f}%" if share >= 0.1 else f"{share:.1e}%"
+
+
+def table_rows(tokens: Sequence[Token]) -> list[list[str]]:
+    """One row for each token: place, token, id, probability, log-probability, rank, alternatives."""
+    rows = []
+    for place, token in enumerate(tokens):
+        others = "  ".join(f"{label(other)} {percent(other.logprob)}" for other in token.top)
+        value = "-" if token.logprob is None else f"{token.logprob:.4f}"
+        rank = str(token.rank) if token.rank is not None else "-" if token.logprob is None else f">{len(token.top)}"
+        number = "-" if token.id is None else str(token.id)
+        rows.append([str(place), label(token), number, percent(token.logprob), value, rank, others])
+    return rows
+
+
+def _shade(probability: float | None) -> tuple[int, str] | None:
+    if probability is None:
+        return None
+    return next((colour, name) for least, colour, name in _SHADES if probability >= least)
+
+
+@dataclass(frozen=True)
+class TokenView:
+    """The tokens of a prompt and of its answer, to be shown."""
+
+    prompt_tokens: tuple[Token, ...]
+    tokens: tuple[Token, ...]
+
+    HEADINGS = ("#", "TOKEN", "ID", "PROBABILITY", "LOGPROB", "RANK", "ALTERNATIVES")
+
+    @property
+    def text(self) -> str:
+        """The answer."""
+        return "".join(sign.text for sign in signs(self.tokens))
+
+    def table(self) -> str:
+        """The table as plain text, prompt first."""
+        parts = []
+        for title, tokens in (("prompt", self.prompt_tokens), ("answer", self.tokens)):
+            if tokens:
+                parts += [title, *_aligned([list(self.HEADINGS), *table_rows(tokens)]), ""]
+        return "\n".join(parts)
+
+    def ansi(self) -> str:
+        """The heat map for a terminal: prompt, then answer, each sign on the colour of its probability."""
+        parts = []
+        for title, tokens in (("prompt", self.prompt_tokens), ("answer", self.tokens)):
+            if tokens:
+                parts += [title, "".join(map(_painted, signs(tokens))), ""]
+        scale = "".join(
+            f"\033[30;48;5;{colour}m {'≥' if least else '<'}{least or _SHADES[-2][0]:.0%} \033[0m"
+            for least, colour, _ in _SHADES
+        )
+        return "\n".join([*parts, scale])
+
+    def _repr_html_(self) -> str:
+        blocks = []
+        for title, tokens in (("prompt", self.prompt_tokens), ("answer", self.tokens)):
+            if tokens:
+                blocks.append(f"<div><b>{title}</b></div><div>{''.join(map(_html_sign, signs(tokens)))}</div>")
+        scale = "".join(
+            f'<span style="background:{name};color:#000;padding:0 .5em">'
+            f"{'≥' if least else '&lt;'}{least or _SHADES[-2][0]:.0%}</span>"
+            for least, _, name in _SHADES
+        )
+        style = "font-family:monospace;line-height:1.7"
+        return f'<div style="{style}">{"".join(blocks)}<div style="margin-top:.5em">{scale}</div></div>'
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    widths = [max(width(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  " + "  ".join(cell + " " * (wide - width(cell)) for cell, wide in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def _painted(sign: Sign) -> str:
+    shade = _shade(sign.probability)
+    text = sign.text.replace("\t", "    ").replace("\r", "␍")
+    text = "".join(s if s == "\n" or s.isprintable() or s in "\u200d\ufe0f" else "�" for s in text)
+    if shade is None:
+        return text
+    # a line end inside a coloured stretch would colour the rest of the line
+    return "\n".join(
+        f"\033[30;48;5;{shade[0]}m{part}\033[0m" if part else "" for part in text.replace("\n", "⏎\n").split("\n")
+    )
+
+
+def _html_sign(sign: Sign) -> str:
+    shade = _shade(sign.probability)
+    lines = [f"{label(token)}: {percent(token.logprob)}, rank {token.rank or '-'}" for token in sign.tokens]
+    lines += [f"  {label(other)} {percent(other.logprob)}" for other in sign.tokens[-1].top]
+    title = html.escape("\n".join(lines), quote=True)
+    shown = html.escape(sign.text).replace("\n", "⏎<br>").replace(" ", "&nbsp;" if sign.text == " " else " ")
+    background = f"background:{shade[1]};color:#000" if shade else ""
+    return f'<span title="{title}" style="{background}">{shown}</span>'

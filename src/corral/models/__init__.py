@@ -1,0 +1,1 @@
+"""What models are, read without torch: facts, weights, the hub, the catalogue, and the folder an engine loads."""

@@ -1,0 +1,132 @@
+"""What safetensors headers say: every tensor's name, type and size, without its data and without torch.
+
+A file starts with eight bytes (the header's length, little-endian) and that much JSON. Sharded models name their
+files in `model.safetensors.index.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from corral.errors import DataError
+from corral.models.architecture import Parts
+
+__all__ = ["Tensor", "by_dtype", "by_part", "folder_tensors", "header_tensors", "read_header"]
+
+_LARGEST_HEADER = 100_000_000  # the format's own limit
+_BITS = {
+    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I64": 64, "I32": 32,
+    "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tensor:
+    name: str
+    dtype: str
+    elements: int
+
+    @property
+    def size_bytes(self) -> int:
+        return self.elements * _BITS.get(self.dtype, 16) // 8
+
+
+def read_header(path: Path) -> Mapping[str, Any]:
+    """The header of one safetensors file."""
+    cut = DataError(f"{path} is cut off or is not a safetensors file.", "Download it again.")
+    try:
+        with path.open("rb") as file:
+            start = file.read(8)
+            if len(start) < 8:
+                raise cut
+            (length,) = struct.unpack("<Q", start)
+            if not 2 <= length <= _LARGEST_HEADER:
+                raise cut
+            body = file.read(length)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.", "Check the path and its permissions.") from error
+    try:
+        header = json.loads(body)
+    except ValueError:
+        raise cut from None
+    if len(body) < length or not isinstance(header, dict):
+        raise cut
+    return header
+
+
+def header_tensors(header: Mapping[str, Any], where: str) -> list[Tensor]:
+    """The tensors a header lists."""
+    try:
+        return [
+            Tensor(name, str(row["dtype"]), prod(int(n) for n in row["shape"]))
+            for name, row in header.items()
+            if name != "__metadata__"
+        ]
+    except (KeyError, TypeError, ValueError):
+        raise DataError(f"{where} has a malformed safetensors header.", "Download it again.") from None
+
+
+def folder_tensors(folder: Path) -> list[Tensor]:
+    """All tensors of a model folder; empty when it holds no safetensors."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise DataError(f"{index} is not a safetensors index.", "Download it again.") from None
+        missing = [name for name in names if not (folder / name).exists()]
+        if missing:
+            raise DataError(
+                f"{folder} lacks {len(missing)} of {len(names)} weight files, first {missing[0]}.",
+                "Finish the download.",
+            )
+        files = [folder / name for name in names]
+    else:
+        files = sorted(p for p in folder.glob("*.safetensors") if not p.name.startswith("consolidated"))
+    return [tensor for file in files for tensor in header_tensors(read_header(file), str(file))]
+
+
+def by_dtype(tensors: Iterable[Tensor]) -> dict[str, int]:
+    """Bytes per stored type."""
+    sums: Counter[str] = Counter()
+    for tensor in tensors:
+        sums[tensor.dtype] += tensor.size_bytes
+    return dict(sums)
+
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.\d+\.")
+_WHERE = (
+    ("key_value", re.compile(r"\.(?:k_proj|v_proj)\.(?:weight|qweight|weight_packed)")),
+    ("query_output", re.compile(r"\.(?:q_proj|o_proj|qkv_proj|dense|out_proj|query_key_value)\.(?:weight|qweight)")),
+    ("mlp", re.compile(r"\.(?:mlp|block_sparse_moe|feed_forward|experts)\..*(?:weight|qweight)")),
+)
+
+
+def by_part(tensors: Iterable[Tensor]) -> Parts:
+    """Bytes per part, by the names Hugging Face models use; what fits no name counts as small (kept on each rank)."""
+    sums: Counter[str] = Counter()
+    for tensor in tensors:
+        sums[_part(tensor)] += tensor.size_bytes
+    return Parts(**sums)
+
+
+def _part(tensor: Tensor) -> str:
+    name = tensor.name
+    if not _LAYER.search(name):
+        if "embed" in name or "wte" in name:
+            return "embedding"
+        return "head" if "lm_head" in name else "small"
+    if "norm" in name or name.endswith((".gate.weight", ".bias")):
+        return "small"
+    for part, pattern in _WHERE:
+        if pattern.search(name):
+            return part
+    return "mlp" if tensor.elements > 1 << 20 else "small"

@@ -1,0 +1,289 @@
+"""Scoring against a server: rows in, likelihoods out, with no more prompt tokens in flight than its memory allows.
+
+The tokens are made by the server's own tokenizer (`/tokenize`) and sent as ids to `/v1/completions` with
+`prompt_logprobs`, so that exactly those tokens are scored. vLLM computes the logits of all prompt tokens of a step at
+once, in float32 over the whole vocabulary; too many of them end the engine (vllm 38830). `ScoreOptions.memory_gib`
+bounds what is in flight; a single row beyond the bound goes alone, or in windows if that is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import statistics
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from corral.client.client import COMPLETIONS, Client
+from corral.client.errors import MalformedReplyError, PromptTooLongError, RequestError, error_from_status
+from corral.client.fanout import patient
+from corral.errors import CorralError, DataError, EngineError, UsageError
+from corral.score.likelihood import (
+    Likelihood,
+    Row,
+    Score,
+    ScoreOptions,
+    Span,
+    TokenScore,
+    cut,
+    read_row,
+    split_pair,
+    total,
+)
+
+__all__ = ["BadRow", "Scorer", "Scores", "score_rows", "summary"]
+
+
+class TokenGate:
+    """Lets tokens through up to a limit, first come first served; more than the limit goes alone."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = self._free = limit
+        self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @contextlib.asynccontextmanager
+    async def hold(self, tokens: int) -> AsyncIterator[None]:
+        """Hold this many tokens of the limit."""
+        amount = min(tokens, self._limit)
+        if self._queue or amount > self._free:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._queue.append((amount, turn))
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():
+                    self._give_back(amount)
+                raise
+        else:
+            self._free -= amount
+        try:
+            yield
+        finally:
+            self._give_back(amount)
+
+    def _give_back(self, amount: int) -> None:
+        self._free += amount
+        while self._queue and (self._queue[0][1].cancelled() or self._queue[0][0] <= self._free):
+            asked, turn = self._queue.popleft()
+            if not turn.cancelled():
+                self._free -= asked
+                turn.set_result(None)
+
+
+class Scorer:
+    """Scores rows on one server."""
+
+    def __init__(self, client: Client, options: ScoreOptions) -> None:
+        self.client, self.options = client, options
+        self._gate = TokenGate(options.tokens_in_flight)
+        self._capacity = 0
+        self._prefix: tuple[int, ...] | None = None
+        self._begun = asyncio.Lock()
+
+    async def score(self, row: Row) -> Score:
+        """The result of one row; raises what is wrong with it, or with the server."""
+        await self._begin()
+        if row.text is not None:
+            tokens = [*self._prefix_tokens(), *await self._encode(row.text, special=False)]
+            return Score.of(row, [await self._likelihood(row, tokens, len(self._prefix_tokens()))])
+        pairs = [split_pair(row.context, continuation) for continuation in row.continuations]
+        context = await self._encode(pairs[0][0], self.options.special_tokens) if pairs[0][0] else []
+        wholes = await asyncio.gather(*(self._whole(*pair) for pair in pairs))
+        first = len(context) if pairs[0][0] else len(self._prefix_tokens())
+        found = await asyncio.gather(*(self._likelihood(row, tokens, first) for tokens in wholes))
+        return Score.of(row, found)
+
+    async def _whole(self, context: str, continuation: str) -> list[int]:
+        if context:
+            return await self._encode(context + continuation, self.options.special_tokens)
+        return [*self._prefix_tokens(), *await self._encode(continuation, special=False)]
+
+    async def _begin(self) -> None:
+        """Learn the model's length and the token before texts, once."""
+        async with self._begun:
+            if self._prefix is not None:
+                return
+            answer = await self._ask_tokens("", True)
+            self._capacity = int(answer["max_model_len"]) - 1
+            if self.options.window is not None:
+                self._capacity = min(self._capacity, self.options.window)
+            if self.options.prefix == "auto":
+                prefix = answer["tokens"]
+            elif self.options.prefix == "none":
+                prefix = []
+            else:
+                prefix = (await self._ask_tokens(self.options.prefix, False))["tokens"]
+                if len(prefix) != 1:
+                    raise UsageError(
+                        f"the prefix {self.options.prefix!r} is {len(prefix)} tokens.",
+                        "Give one, such as <|endoftext|>.",
+                    )
+            self._prefix = tuple(prefix)
+
+    def _prefix_tokens(self) -> tuple[int, ...]:
+        return self._prefix or ()
+
+    async def _ask_tokens(self, text: str, special: bool) -> Any:
+        body = {"model": self.client.endpoint.model, "prompt": text, "add_special_tokens": special}
+        for attempt in range(3):
+            try:
+                page = await self.client.page("/tokenize", body, timeout_s=120)
+                break
+            except RequestError as error:
+                if not error.retryable or attempt == 2:
+                    raise
+                await asyncio.sleep(0.5 * 2**attempt)
+        if page.status == 404:
+            raise EngineError(
+                f"{self.client.endpoint.root} has no /tokenize.", "Scoring needs vLLM's; another proxy may hide it."
+            )
+        if page.status != 200:
+            raise error_from_status(page.status, page.body, None, self.client.endpoint.root)
+        return page.json()
+
+    async def _encode(self, text: str, special: bool) -> list[int]:
+        found: list[int] = (await self._ask_tokens(text, special))["tokens"]
+        return found
+
+    async def _likelihood(self, row: Row, tokens: Sequence[int], first: int) -> Likelihood:
+        if first >= len(tokens):
+            raise DataError(f"row {row.id!r}: the continuation adds no token to its context.", "Correct the row.")
+        if len(tokens) > self._capacity and self.options.too_long == "refuse":
+            raise PromptTooLongError(
+                f"row {row.id!r} has {len(tokens)} tokens, and a window holds {self._capacity}.",
+                "Score it in windows (--too-long window), or serve the model with a longer context.",
+            )
+        spans = cut(tokens, first, self._capacity, self.options.overlap)
+        scored = await asyncio.gather(*map(self._span, spans))
+        kept = self.options.per_token or self.options.top > 0
+        return total([score for scores in scored for score in scores], len(spans), kept)
+
+    async def _span(self, span: Span) -> list[TokenScore]:
+        body = {
+            "prompt": list(span.tokens),
+            "max_tokens": 1,
+            "temperature": 0,
+            "prompt_logprobs": self.options.top,
+        }
+        async with self._gate.hold(len(span.tokens)):
+            reply = await patient(self.client, COMPLETIONS, body)
+        values = reply.choices[0].prompt_logprobs
+        if not isinstance(values, list) or len(values) != len(span.tokens):
+            raise MalformedReplyError(
+                f"{self.client.endpoint.root} did not give the prompt's log-probabilities.", "Scoring needs vLLM."
+            )
+        places = range(span.first, len(span.tokens))
+        return [_token_score(span.tokens[at], values[at], self.options.top) for at in places]
+
+
+def _token_score(token: int, values: Mapping[str, Any], top: int) -> TokenScore:
+    own = values[str(token)]
+    best = sorted(values.items(), key=lambda item: item[1]["rank"])[:top] if top else []
+    alternatives = tuple(
+        {"id": int(number), "text": value.get("decoded_token") or "", "logprob": value["logprob"]}
+        for number, value in best
+    )
+    return TokenScore(token, own.get("decoded_token") or "", own["logprob"], own.get("rank"), alternatives)
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A row that could not be scored, and why."""
+
+    id: str
+    number: int
+    kind: str
+    message: str
+    remedy: str
+
+
+class Scores(Sequence[Score]):
+    """Results in the order of their rows; `bad` has those that could not be scored."""
+
+    def __init__(self, scores: Sequence[Score], bad: Sequence[BadRow]) -> None:
+        self._scores, self.bad = tuple(scores), tuple(bad)
+
+    def __len__(self) -> int:
+        return len(self._scores)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._scores[index]
+
+    def __iter__(self) -> Iterator[Score]:
+        return iter(self._scores)
+
+    def __repr__(self) -> str:
+        return f"Scores({len(self)} rows, {len(self.bad)} bad)"
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """The results as `corral score` writes them."""
+        return [score.to_json() for score in self._scores]
+
+    def to_pandas(self) -> Any:
+        """A data frame with one row for each result."""
+        try:
+            import pandas as pd
+        except ImportError:
+            raise EngineError("pandas is not installed.", "pip install pandas, or use to_dicts().") from None
+        return pd.DataFrame(self.to_dicts())
+
+    def summary(self) -> dict[str, Any]:
+        """Counts and means over all rows."""
+        return summary([score.to_json() for score in self._scores], len(self.bad))
+
+
+def summary(results: Iterable[Mapping[str, Any]], bad: int) -> dict[str, Any]:
+    """What a run gave: rows, tokens, mean log-probability per token, perplexity, accuracy where answers are known."""
+    rows = tokens = 0
+    whole = 0.0
+    rights: list[bool] = []
+    norms: list[bool] = []
+    for result in results:
+        rows += 1
+        tokens += result["tokens"]
+        whole += result["sum_logprob"]
+        if result.get("correct") is not None:
+            rights.append(result["correct"])
+            norms.append(result["correct_norm"])
+    found: dict[str, Any] = {"rows": rows, "bad": bad, "tokens": tokens}
+    if tokens:
+        mean = whole / tokens
+        found |= {"mean_logprob": mean, "perplexity": math.exp(-mean) if mean > -700 else None}
+    if rights:
+        found |= {"accuracy": statistics.fmean(rights), "accuracy_norm": statistics.fmean(norms)}
+    return found
+
+
+async def score_rows(client: Client, rows: Iterable[Mapping[str, Any]], options: ScoreOptions) -> Scores:
+    """Score rows that are in memory; bad ones are set apart, a failure of the server is raised."""
+    scorer = Scorer(client, options)
+    scores: dict[int, Score] = {}
+    bad: list[BadRow] = []
+    numbered = enumerate(rows, 1)
+
+    async def worker() -> None:
+        for number, data in numbered:
+            try:
+                scores[number] = await scorer.score(read_row(data, number))
+            except (DataError, UsageError) as error:
+                if isinstance(error, UsageError) and not isinstance(error, RequestError):
+                    raise
+                bad.append(bad_row(data, number, error))
+
+    workers = [asyncio.ensure_future(worker()) for _ in range(options.concurrency)]
+    try:
+        await asyncio.gather(*workers)
+    finally:
+        for task in workers:
+            task.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+    return Scores([scores[number] for number in sorted(scores)], sorted(bad, key=lambda row: row.number))
+
+
+def bad_row(data: Any, number: int, error: CorralError) -> BadRow:
+    """A quarantined row."""
+    name = str(data.get("id", number)) if isinstance(data, Mapping) else str(number)
+    return BadRow(name, number, type(error).__name__, error.message, error.remedy)

@@ -1,0 +1,1 @@
+"""Weights to this machine, to shared storage, or onto every node."""

@@ -1,0 +1,470 @@
+"""One folder onto many nodes in about the time of one copy, whatever happens to one of them.
+
+The nodes form a chain: each takes from the one before it and hands on what it has *while it still arrives*. A node's
+uplink and downlink each carry the folder once, so 16 nodes take the time of one copy plus 16 times the first quarter
+of a megabyte. (A tree that waits for whole copies needs log2(16) = 4; one that pipelines with two children per node
+needs 2, because its uplinks carry everything twice.) A slow node delays those behind it, but the slowest node decides
+when a deployment can start in any case. When a node is lost, those behind it go to the one before it and continue
+where they were; whom each may ask, and in which order, is decided before anything moves (`transfer_plan.py`).
+
+Nodes that see the same storage are found by a file that one writes and the others look for; it is filled once. Files
+on this machine go to the first node over the ssh connection itself, so nodes need not reach this machine.
+"""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from corral.errors import ConflictError, CorralError, DataError, UsageError
+from corral.ssh import Ssh, each
+from corral.transfer.courier import HERE, Courier, Event
+from corral.transfer.sources import plan_sources, same_storage
+
+__all__ = ["Origin", "Outcome", "Progress", "ensure_folder", "spread"]
+
+GIVER = "the source"
+HUB = "the hub"
+SMALL_BYTES = 1 << 20  # as in node/courier/fetch.py: smaller files travel whole
+FRAME_BYTES = 1 << 20
+LOOKS = 10  # network file systems may show a new file late
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a folder comes from: a folder here or on a host, or the hub, whose files are known beforehand."""
+
+    path: str = ""
+    host: str = HERE
+    leave_out: tuple[str, ...] = ()
+    links_out: str = "follow"  # links that lead out of the folder: follow (models), keep (environments)
+    hub_url: str = ""
+    hub_token: str | None = field(default=None, repr=False)
+    files: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far one host is."""
+
+    host: str
+    what: str  # hashing, checking, receiving, done, failed, or a note
+    done_bytes: int = 0
+    total_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one host."""
+
+    host: str
+    state: str  # arrived, already (nothing was missing), shared (another host filled this storage), failed
+    total_bytes: int = 0
+    moved_bytes: int = 0
+    seconds: float = 0.0
+    text: str = ""
+    remedy: str = ""
+    damaged: tuple[str, ...] = ()  # files that were there and wrong, and were fetched again
+
+    @property
+    def ok(self) -> bool:
+        return self.state != "failed"
+
+
+Report = Callable[[Progress], None]
+
+
+def ensure_folder(
+    ssh: Ssh,
+    hosts: Sequence[str],
+    path: Path,
+    destination: str,
+    addresses: Mapping[str, str],
+    progress: Callable[[str, int, int], None],
+    leave_out: Sequence[str] = (),
+) -> str:
+    """Make a folder of this machine visible on every host under `destination`; nothing moves where it is already.
+
+    "Already" means the same names and sizes, and the same hashes where they are known without reading the files.
+    """
+    environment = (path / "pyvenv.cfg").exists() or (path / "conda-meta").exists()
+    origin = Origin(str(path), leave_out=tuple(leave_out), links_out="keep" if environment else "follow")
+    far: dict[str, Progress] = {}
+
+    def report(step: Progress) -> None:
+        done, total = step.done_bytes, step.total_bytes
+        if total and step.what not in ("hashing", "checking"):  # what moves is told for all hosts together
+            far[step.host] = step
+            done = sum(item.done_bytes for item in far.values())
+            total = sum(item.total_bytes for item in far.values())
+        progress(f"{path.name}: {step.what} on {step.host}", done, total)
+
+    outcomes = spread(ssh, hosts, origin, destination, addresses, report, check="known")
+    if failed := [outcome for outcome in outcomes.values() if not outcome.ok]:
+        told = "; ".join(f"{outcome.host}: {outcome.text}" for outcome in failed)
+        raise CorralError(
+            f"{path.name} did not reach {len(failed)} of {len(outcomes)} hosts: {told}",
+            failed[0].remedy or "Run it again: what has arrived is kept.",
+            hosts=[outcome.host for outcome in failed],
+        )
+    return destination
+
+
+def spread(
+    ssh: Ssh,
+    hosts: Sequence[str],
+    source: Origin,
+    destination: str,
+    addresses: Mapping[str, str],
+    report: Report,
+    check: str = "hash",
+    stall_s: float = 120,
+    uplink_bytes_per_s: float = 0,
+    storage: str = "any",
+) -> dict[str, Outcome]:
+    """Bring a folder to `destination` on every host. A host that fails is named in its outcome; the others complete.
+
+    `check` says how what is already there is judged: `known` by size and known hashes, `hash` by hash (computed where
+    it is not known), `again` by hash in any case. `storage` may insist: `shared` by all hosts, or each its `own`.
+    """
+    run = _Run(ssh, tuple(dict.fromkeys(hosts)), source, destination, addresses, report, check, stall_s)
+    run.uplink_bytes_per_s, run.storage = uplink_bytes_per_s, storage
+    try:
+        return run.go()
+    finally:
+        run.close()
+
+
+@dataclass
+class _Run:
+    ssh: Ssh
+    hosts: tuple[str, ...]
+    source: Origin
+    destination: str
+    addresses: Mapping[str, str]
+    report: Report
+    check: str
+    stall_s: float
+    uplink_bytes_per_s: float = 0
+    storage: str = "any"
+    inbox: queue.Queue[tuple[Courier, Event]] = field(default_factory=queue.Queue)
+    couriers: dict[str, Courier] = field(default_factory=dict)
+    places: dict[str, Event] = field(default_factory=dict)  # where each courier listens
+    nonces: dict[str, str] = field(default_factory=dict)
+    heard: dict[tuple[str, str], Event] = field(default_factory=dict)
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    damaged: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    sources: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    lost: set[str] = field(default_factory=set)
+    at_source: set[str] = field(default_factory=set)
+    pushed: str = ""  # the host that gets its files from this machine, over ssh
+    files: list[Mapping[str, Any]] = field(default_factory=list)
+
+    # -- the course of things
+    def go(self) -> dict[str, Outcome]:
+        self._start()
+        groups = self._groups()
+        self._insist(groups)
+        self.files = list(self.source.files) or self._said(GIVER, "manifest")["files"]
+        if not self.files:
+            raise DataError(f"{self.source.path or HUB} holds no files.", "Check the name of the folder.")
+        writers = {group[0]: group for group in groups}
+        needs = self._compare(list(writers))
+        self._refuse_full_disks(needs)
+        self._transfer(needs)
+        for writer, group in writers.items():
+            self._look_on_others(writer, group)
+        return {host: self.outcomes[host] for host in self.hosts}
+
+    def close(self) -> None:
+        for courier in self.couriers.values():
+            courier.send({"do": "end"})
+        threads = [threading.Thread(target=courier.close) for courier in self.couriers.values()]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    # -- listening
+    def _next(self) -> tuple[str, Event]:
+        courier, event = self.inbox.get()
+        name = next(name for name, known in self.couriers.items() if known is courier)
+        self._note(name, event)
+        return name, event
+
+    def _note(self, name: str, event: Event) -> None:
+        kind = event["event"]
+        if kind in ("hashing", "checking", "progress"):
+            what = "receiving" if kind == "progress" else kind
+            host = (self.source.host if name == GIVER else name) or HERE
+            self.report(Progress(host, what, event["done"], event["total"]))
+        elif kind == "damaged":
+            self.report(Progress(name, f"{event['path']} came damaged from {event['source']}; again"))
+        elif kind == "failed":
+            self._failed(name, event["text"])
+        elif kind == "gone":
+            self.lost.add(name)
+            self._failed(name, f"lost: {event['text']}")
+        else:
+            self.heard[name, kind] = event
+
+    def _failed(self, name: str, text: str, remedy: str = "") -> None:
+        self.lost.add(name)
+        if name == GIVER:
+            self.heard.setdefault((GIVER, "failed"), {"event": "failed", "text": text})
+        elif name not in self.outcomes:
+            self.outcomes[name] = Outcome(name, "failed", text=text, remedy=remedy)
+            self.report(Progress(name, f"failed: {text}"))
+
+    def _said(self, name: str, kind: str) -> Event:
+        """Wait for one courier's word."""
+        while (name, kind) not in self.heard:
+            if name in self.lost:
+                where = self.source.host if name == GIVER else name
+                text = self.heard.get((name, "failed"), {}).get("text", "lost")
+                raise CorralError(f"{where}: {text}", "Check the folder and the host.", host=where)
+            self._next()
+        return self.heard.pop((name, kind))
+
+    def _all_said(self, names: Iterable[str], kind: str) -> dict[str, Event]:
+        """Wait for all of them; who fails is left out."""
+        found = {}
+        for name in names:
+            if name not in self.lost:
+                try:
+                    found[name] = self._said(name, kind)
+                except CorralError:
+                    continue
+        return found
+
+    # -- starting
+    def _start(self) -> None:
+        remote = [host for host in self.hosts if host != HERE]
+        check = "import sys; sys.exit(sys.version_info < (3, 8))"
+        for host, done in each(remote, lambda host: self.ssh.run(host, ["python3", "-c", check])).items():
+            if isinstance(done, CorralError):
+                self._failed(host, done.message, done.remedy)
+            elif done.code:
+                self._failed(host, "it has no python3 of version 3.8 or later.", "Install python3 there.")
+        if self.source.path:
+            same = self.source.path == self.destination
+            order: dict[str, Any] = {"folder": self.source.path, "leave_out": self.source.leave_out}
+            order["links_out"] = self.source.links_out
+            order["hash"] = "all" if self.check == "hash" else self.check
+            self._courier(GIVER, self.source.host, "serve", order, nonce=same)
+        for host in self.hosts:
+            if host not in self.lost:
+                order = {"folder": self.destination, "stall_s": self.stall_s}
+                self._courier(host, host, "fetch", order, nonce=True)
+        self.places = self._all_said([host for host in self.hosts if host in self.couriers], "listening")
+        if self.source.path:
+            self.places[GIVER] = self._said(GIVER, "listening")
+
+    def _courier(self, name: str, host: str, command: str, order: dict[str, Any], nonce: bool) -> None:
+        courier = Courier(self.ssh, host, command, self.inbox, token=secrets.token_hex(24))
+        self.couriers[name] = courier
+        if nonce:
+            self.nonces[name] = order["nonce"] = secrets.token_hex(8)
+        order["address"] = "127.0.0.1" if host == HERE else self.addresses.get(host, "")
+        order["token"] = courier.token
+        order["uplink_bytes_per_s"] = self.uplink_bytes_per_s
+        courier.start(order)
+
+    def _groups(self) -> list[tuple[str, ...]]:
+        names = [name for name in self.nonces if name not in self.lost]
+        for name in names:
+            self.couriers[name].send({"do": "look", "names": list(self.nonces.values())})
+        whose = {nonce: name for name, nonce in self.nonces.items()}
+        replies = self._all_said(names, "seen")
+        groups = same_storage({name: [whose[nonce] for nonce in reply["names"]] for name, reply in replies.items()})
+        alone = [group for group in groups if GIVER not in group]
+        for group in groups:
+            if GIVER in group:  # these see the source itself: one look at names and sizes is enough
+                self.at_source |= {host for host in group if host != GIVER}
+                alone += [(host,) for host in group if host != GIVER]
+        return alone
+
+    def _insist(self, groups: Sequence[tuple[str, ...]]) -> None:
+        shared = next((group for group in groups if len(group) > 1), None)
+        if self.storage == "shared" and len(groups) > 1:
+            one, other = groups[0][0], groups[1][0]
+            raise UsageError(
+                f"{self.destination} on {one} is not the storage that {other} sees under that name.",
+                "Name a folder on shared storage with --to, or use --local-disk.",
+            )
+        if self.storage == "own" and shared:
+            raise UsageError(
+                f"{self.destination} is one storage for {', '.join(shared)}, not a local disk.",
+                "Name a folder on the nodes' own disks with --to, or use --shared.",
+            )
+
+    # -- what is missing where
+    def _compare(self, hosts: Sequence[str]) -> dict[str, Event]:
+        for host in hosts:
+            check = "sizes" if host in self.at_source else self.check
+            self.couriers[host].send({"do": "compare", "files": self.files, "check": check})
+        needs = self._all_said(hosts, "need")
+        for host, need in needs.items():
+            self.damaged[host] = tuple(need["damaged"])
+            if need["foreign"]:
+                raise ConflictError(
+                    f"{self.destination} on {host} holds another model: its config.json differs.",
+                    "Name another folder with --to, or delete that one. Nothing was moved.",
+                    host=host,
+                )
+            if need["damaged"]:
+                self.report(Progress(host, f"{len(need['damaged'])} damaged, first {need['damaged'][0]}"))
+        return needs
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(int(row["size"]) for row in self.files)
+
+    def _refuse_full_disks(self, needs: Mapping[str, Event]) -> None:
+        full = {host: need for host, need in needs.items() if need["bytes"] > need["free_bytes"]}
+        if full:
+            told = "; ".join(
+                f"{host} needs {need['bytes'] / 1e9:.2f} GB and has {need['free_bytes'] / 1e9:.2f} GB free"
+                for host, need in full.items()
+            )
+            raise DataError(
+                f"{self.destination} is too small: {told}.",
+                "Free space there, or name another folder with --to. Nothing was moved.",
+                hosts=list(full),
+            )
+
+    # -- moving
+    def _transfer(self, needs: Mapping[str, Event]) -> None:
+        receivers = [host for host, need in needs.items() if need["files"]]
+        for host in needs:
+            if host not in receivers:
+                self.outcomes[host] = Outcome(host, "already", self.total_bytes)
+                self.report(Progress(host, "already there", self.total_bytes, self.total_bytes))
+        if not receivers:
+            return
+        hashes = self._hashes(needs)
+        heads = [host for host in needs if host not in receivers]
+        if self.source.path and (self.source.host != HERE or HERE in receivers):
+            heads.insert(0, GIVER)
+        have = {host: int(need["have_bytes"]) for host, need in needs.items()}
+        self.sources = plan_sources(receivers, have, heads or ([HUB] if self.source.hub_url else []))
+        if self.source.hub_url and heads:  # whoever has it is nearer than the hub, which remains as a last resort
+            self.sources = {host: (*asked, HUB) for host, asked in self.sources.items()}
+        for host in receivers:
+            self.couriers[host].send({"do": "go", "hashes": hashes, "sources": self._rows(host)})
+        self._follow(receivers)
+
+    def _hashes(self, needs: Mapping[str, Event]) -> dict[str, str]:
+        """Files that somebody lacks and whose hash nobody knew so far."""
+        unknown = sorted({number for need in needs.values() for number in need["unknown"]})
+        if not unknown:
+            return {}
+        self.couriers[GIVER].send({"do": "hash", "files": unknown})
+        found: dict[str, str] = self._said(GIVER, "hashes")["hashes"]
+        return found
+
+    def _rows(self, host: str) -> list[dict[str, Any]]:
+        rows = []
+        for name in self.sources[host]:
+            if name == HUB:
+                rows.append({"name": HUB, "kind": "hub", "url": self.source.hub_url, "token": self.source.hub_token})
+            elif name not in self.lost and not (name == GIVER and self.source.host == HERE and host != HERE):
+                courier = self.couriers[name]
+                where = self.places[name]
+                address = f"[{where['address']}]" if ":" in where["address"] else where["address"]
+                shown = self.source.host if name == GIVER else name
+                rows.append({"name": shown, "url": f"http://{address}:{where['port']}", "token": courier.token})
+        return rows
+
+    def _follow(self, receivers: Sequence[str]) -> None:
+        """Until every receiver is done or lost; those behind a lost one are told to pass it by."""
+        self._push_where_needed(receivers)
+        while waiting := [host for host in receivers if host not in self.outcomes]:
+            name, event = self._next()
+            kind = event["event"]
+            if kind == "done":
+                self.outcomes[name] = Outcome(
+                    name, "arrived", self.total_bytes, event["bytes"], event["seconds"], damaged=self.damaged[name]
+                )
+                self.report(Progress(name, "done", self.total_bytes, self.total_bytes))
+            elif kind in ("failed", "gone"):
+                for host in waiting:
+                    if name in self.sources[host] and host in self.couriers and host not in self.lost:
+                        self.couriers[host].send({"do": "sources", "sources": self._rows(host)})
+                self._push_where_needed(receivers)
+
+    def _push_where_needed(self, receivers: Sequence[str]) -> None:
+        """The first receiver that has nobody to ask gets its files from here; nobody does when they are not here."""
+        if self.pushed and self.pushed not in self.lost and self.pushed not in self.outcomes:
+            return
+        while orphans := [host for host in receivers if host not in self.outcomes and not self._rows(host)]:
+            if self.source.host == HERE and self.source.path:
+                self.pushed = orphans[0]
+                threading.Thread(target=self._push, args=(self.pushed,), daemon=True).start()
+                return
+            reason = self.heard.get((GIVER, "failed"), {}).get("text", "no source is left")
+            for host in orphans:  # and then those who had only these to ask
+                self._failed(host, f"{self.source.host}: {reason}", "Run it again: what has arrived is kept.")
+
+    def _push(self, host: str) -> None:
+        """Send what the host lacks down its ssh connection, and again what went wrong, until it is done."""
+        courier = self.couriers[host]
+        while host not in self.outcomes and host not in self.lost:
+            self.heard.pop((host, "held"), None)
+            if not courier.send({"do": "held"}):
+                return
+            while (host, "held") not in self.heard:
+                if host in self.outcomes or host in self.lost:
+                    return
+                time.sleep(0.02)
+            held = self.heard.pop((host, "held"))["held"]
+            small_first = sorted(held, key=lambda row: self.files[row[0]]["size"] >= SMALL_BYTES)
+            for number, have in small_first:
+                if not self._push_file(courier, number, have):
+                    return
+
+    def _push_file(self, courier: Courier, number: int, offset: int) -> bool:
+        path = Path(self.source.path).expanduser() / self.files[number]["path"]
+        try:
+            with path.open("rb") as file:
+                file.seek(offset)
+                while block := file.read(FRAME_BYTES):
+                    if self.uplink_bytes_per_s:
+                        time.sleep(len(block) / self.uplink_bytes_per_s)
+                    order = {"do": "data", "file": number, "offset": offset, "length": len(block)}
+                    if courier.host in self.lost or not courier.send(order, block):
+                        return False
+                    offset += len(block)
+        except OSError as error:
+            self.inbox.put((courier, {"event": "failed", "text": f"{path} cannot be read here: {error.strerror}."}))
+            return False
+        return True
+
+    # -- storage that several hosts see
+    def _look_on_others(self, writer: str, group: Sequence[str]) -> None:
+        outcome = self.outcomes[writer]
+        for host in group[1:]:
+            if host in self.outcomes:
+                continue
+            if not outcome.ok:
+                self._failed(host, f"{writer}, which fills the same storage, failed: {outcome.text}", outcome.remedy)
+            elif self._sees_all(host):
+                self.outcomes[host] = replace(outcome, host=host, state="shared", moved_bytes=0, seconds=0.0)
+                self.report(Progress(host, f"sees what {writer} has", self.total_bytes, self.total_bytes))
+            else:
+                self._failed(host, f"it does not see what {writer} wrote into {self.destination}.", "Is it mounted?")
+
+    def _sees_all(self, host: str) -> bool:
+        for _ in range(LOOKS):
+            self.couriers[host].send({"do": "compare", "files": self.files, "check": "sizes"})
+            need = self._all_said([host], "need").get(host)
+            if need is None or not need["files"]:
+                return need is not None
+            time.sleep(1)
+        return False
