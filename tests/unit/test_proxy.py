@@ -8,6 +8,7 @@ import json
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from corral.client.errors import CutStreamError, KeyRefusedError, RequestError
 from corral.deployment.state import State
 from corral.fake import FakeOptions, FakeServer, Pace
 from corral.node import guard
-from corral.proxy import Limits, Proxy, Reading
+from corral.proxy import Proxy, ProxyLimits, Reading
 from corral.proxy.framing import BadMessageError, Body, request_body, split
 
 ENGINE = Path(__file__).parent.parent / "streaming_engine.py"
@@ -39,7 +40,7 @@ def in_loop(work: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]
 
 @contextlib.asynccontextmanager
 async def proxy_to(*urls: str, **limits: Any) -> AsyncIterator[Proxy]:
-    proxy = Proxy(Limits(**limits))
+    proxy = Proxy(ProxyLimits(**limits))
     await proxy.listen("127.0.0.1", 0)
     proxy.members.update(ready(*urls))
     try:
@@ -223,7 +224,7 @@ async def test_a_refused_connection_is_tried_elsewhere_and_an_ended_server_is_gi
             await until(lambda: bool(proxy.members.all[1].active))
             proxy.members.update([Reading("m0", READY, b.url), Reading("m1", STOPPED)])
             for relay in list(proxy.members.all[1].active):
-                relay.give_up(relay.moved_s + 1)  # what the sweep does after some seconds
+                relay.give_up(time.monotonic() + 1)  # what the sweep does after some seconds
             assert (await waiting).text
 
 

@@ -8,7 +8,7 @@ import click
 
 from corral.cli.screen import print_json
 from corral.deployment.folder import open_folder
-from corral.proxy import Limits, run_proxy, summary
+from corral.proxy import ProxyLimits, run_proxy, summary
 
 __all__ = ["command"]
 
@@ -35,7 +35,7 @@ def command(name: str, port: int | None, bind: str, hold_s: float, as_json: bool
         )
 
     say = (lambda _: None) if as_json else (lambda text: click.echo(f"corral: {text}", err=True))
-    figures = run_proxy(folder, bind, port, Limits(hold_s=hold_s), ready, say)
+    figures = run_proxy(folder, bind, port, ProxyLimits(hold_s=hold_s), ready, say)
     if as_json:
         print_json(figures.to_json())
     else:

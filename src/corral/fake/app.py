@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-import os
 import re
 import traceback
 import zlib
@@ -27,14 +26,15 @@ from urllib.parse import unquote
 from corral.errors import CorralError
 from corral.fake import words
 from corral.fake.ask import Ask, RefusedError, messages_text, read_ask
-from corral.fake.exchange import Exchange
+from corral.fake.exchange import Context, Exchange, refuse
 from corral.fake.faults import Fault, FaultBook, parse_fault
 from corral.fake.http import Connection, header, response
 from corral.fake.metrics import Metrics
 from corral.fake.pace import Engine, Job, Pace
 from corral.fake.shapes import dumps
+from corral.fake.truth_log import TruthLog
 
-__all__ = ["App", "FakeOptions", "TruthLog"]
+__all__ = ["App", "FakeOptions"]
 
 _BLOCK_BYTES = 64  # about 16 tokens: the block of the prefix cache
 _CACHE_BLOCKS = 200_000
@@ -61,44 +61,20 @@ class FakeOptions:
     faults: tuple[Fault, ...] = ()
 
 
-class TruthLog:
-    """Appends lines to a file in blocks, so that logging costs a request next to nothing."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644) if path else -1
-        self._lines: list[bytes] = []
-
-    def add(self, line: bytes) -> None:
-        if self._fd >= 0:
-            self._lines.append(line)
-            if len(self._lines) >= 512:
-                self.flush()
-
-    def flush(self) -> None:
-        if self._lines:
-            os.write(self._fd, b"".join(self._lines))
-            self._lines.clear()
-
-    def close(self) -> None:
-        self.flush()
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-
 class App:
     """The server's state inside its event loop."""
 
     def __init__(
         self, options: FakeOptions, loop: asyncio.AbstractEventLoop, on_death: Callable[[int], None]
     ) -> None:
-        self.options, self.loop, self.on_death = options, loop, on_death
+        self.options = options
         self.connections: set[Connection] = set()
         self.engine = Engine(loop, options.pace)
         self.metrics = Metrics()
         self.book = FaultBook(seed=options.seed)
         self.book.set(options.faults)
         self.log = TruthLog(options.log)
+        self._context = Context(options.model, options.created, self.engine, self.metrics, self.log, on_death)
         self.requests = 0
         self.key = b"Bearer " + options.key_file.read_bytes().strip() if options.key_file else b""
         self.healthy = True
@@ -133,16 +109,11 @@ class App:
             else:
                 raise RefusedError(404, "Not Found", "Not Found")
         except RefusedError as refused:
-            self.refuse(to, refused)
+            refuse(to, refused)
         except Exception as error:
             # A fault of the fake itself must look like a server error, not like a hang.
             traceback.print_exc()
-            self.refuse(to, RefusedError(500, f"fake server: {error}", "InternalServerError"))
-
-    def refuse(self, to: Connection, refused: RefusedError) -> None:
-        extra = b"retry-after: %g\r\n" % refused.retry_after if refused.retry_after else b""
-        to.send(response(refused.status, refused.body(), extra=extra))
-        to.done()
+            refuse(to, RefusedError(500, f"fake server: {error}", "InternalServerError"))
 
     def _json(self, to: Connection, value: Any, status: int = 200) -> None:
         to.send(response(status, dumps(value)))
@@ -186,7 +157,9 @@ class App:
             fault = self.book.choose(self.requests, ask.keys[0] ^ zlib.crc32(raw), prompt)
         given = header(head, b"x-request-id") if b"equest-" in head else None
         name = re.sub(r"[^\w.:-]", "", given.decode("latin-1")) if given else f"{ask.keys[0]:016x}"
-        exchange = Exchange(self, to, ask, ("chatcmpl-" if chat else "cmpl-") + name, fault, arrival, self.requests)
+        exchange = Exchange(
+            self._context, to, ask, ("chatcmpl-" if chat else "cmpl-") + name, fault, arrival, self.requests
+        )
         if fault is not None and exchange.strikes_at_once(fault):
             return
         answers = [self._answer(ask, i, c, fault) for i in range(len(ask.prompts)) for c in range(ask.n)]

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from corral.fake.ask import Ask, RefusedError
 from corral.fake.faults import Fault
 from corral.fake.http import Connection, response
+from corral.fake.metrics import Metrics
+from corral.fake.pace import Engine, Job
 from corral.fake.shapes import Stream, error_event, framed, full_body
+from corral.fake.truth_log import TruthLog
 from corral.fake.words import Answer
 
-if TYPE_CHECKING:
-    from corral.fake.app import App
-    from corral.fake.pace import Job
-
-__all__ = ["Exchange"]
+__all__ = ["Context", "Exchange", "refuse"]
 
 _STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -24,18 +25,37 @@ _MID = ("reset", "cut", "error", "abort", "hang", "garbage")
 _KINDS = {400: "BadRequestError", 429: "Too Many Requests", 503: "ServiceUnavailableError"}
 
 
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What an exchange needs of the server that it belongs to."""
+
+    model: str
+    created: int
+    engine: Engine
+    metrics: Metrics
+    log: TruthLog
+    on_death: Callable[[int], None]
+
+
+def refuse(to: Connection, refused: RefusedError) -> None:
+    """Answer a request with an error, as the engine would."""
+    extra = b"retry-after: %g\r\n" % refused.retry_after if refused.retry_after else b""
+    to.send(response(refused.status, refused.body(), extra=extra))
+    to.done()
+
+
 class Exchange:
     """The engine's sink for one request."""
 
     __slots__ = (
-        "_answers", "_app", "_ask", "_break_at", "_cached", "_fault", "_instant", "_job", "_name", "_number",
+        "_answers", "_ask", "_break_at", "_cached", "_context", "_fault", "_instant", "_job", "_name", "_number",
         "_parts", "_stream", "_to", "arrival_ns",
     )  # fmt: skip
 
     def __init__(
-        self, app: App, to: Connection, ask: Ask, name: str, fault: Fault | None, arrival_ns: int, number: int
+        self, context: Context, to: Connection, ask: Ask, name: str, fault: Fault | None, arrival_ns: int, number: int
     ) -> None:
-        self._app, self._to, self._ask, self._name, self._fault = app, to, ask, name, fault
+        self._context, self._to, self._ask, self._name, self._fault = context, to, ask, name, fault
         self.arrival_ns, self._number = arrival_ns, number
         self._answers: list[Answer] = []
         self._job: Job | None = None
@@ -48,20 +68,16 @@ class Exchange:
         kind = fault.kind
         if kind == "status":
             code = fault.code if fault.code > 0 else 500
-            self._app.refuse(
-                self._to,
-                RefusedError(
-                    code, fault.message, _KINDS.get(code, "InternalServerError"), retry_after=fault.retry_after
-                ),
-            )
+            error = _KINDS.get(code, "InternalServerError")
+            refuse(self._to, RefusedError(code, fault.message, error, retry_after=fault.retry_after))
         elif kind == "die":
-            self._app.on_death(max(0, fault.code))
+            self._context.on_death(max(0, fault.code))
         elif kind == "reset" and fault.when == "before":
             self._to.reset()
         elif kind == "hang" and fault.when == "before":
             pass
         elif kind == "error" and not self._ask.stream:
-            self._app.refuse(self._to, RefusedError(500, "Internal server error", "InternalServerError"))
+            refuse(self._to, RefusedError(500, "Internal server error", "InternalServerError"))
         elif kind == "garbage" and not self._ask.stream:
             self._to.send(response(200, b'{"id":"cmpl-garbage","choices":[{"text": <html>'))
             self._to.done()
@@ -81,8 +97,8 @@ class Exchange:
             self._break_at = fault.at if fault.at >= 0 else job.steps // 2
             self._break_at = min(self._break_at, max(0, job.steps - 1))
         if self._ask.stream:
-            o = self._app.options
-            self._stream = Stream(self._ask, self._name, o.created, o.model, answers)
+            context = self._context
+            self._stream = Stream(self._ask, self._name, context.created, context.model, answers)
             self._write(_STREAM_HEAD)
 
     def emit(self, step: int, now: int) -> None:
@@ -113,7 +129,7 @@ class Exchange:
     def lost(self) -> None:
         """The client went away."""
         if self._job is not None and self._job.epoch >= 0:
-            self._app.engine.cancel(self._job)
+            self._context.engine.cancel(self._job)
             self._log(time.monotonic_ns(), "gone")
 
     def _write(self, data: bytes, skip: bool = False) -> None:
@@ -126,12 +142,12 @@ class Exchange:
 
     def _finish_full(self) -> bool:
         """Send an answer that is not streamed, or break off in it; True when it went out whole."""
-        fault, o = self._fault, self._app.options
+        fault, context = self._fault, self._context
         if fault is not None and fault.kind == "abort":
             for answer in self._answers:
                 keep = min(answer.count, max(0, self._break_at))
                 answer.texts, answer.finish_reason = answer.texts[:keep], "abort"
-        body = full_body(self._ask, self._name, o.created, o.model, self._answers)
+        body = full_body(self._ask, self._name, context.created, context.model, self._answers)
         whole = response(200, body)
         if fault is None or fault.kind not in ("reset", "cut", "hang"):
             self._to.send(whole)
@@ -142,17 +158,17 @@ class Exchange:
 
     def _break(self) -> None:
         """Break off the answer here, as the fault says."""
-        fault, app, to = self._fault, self._app, self._to
+        fault, to = self._fault, self._to
         assert fault is not None
         assert self._job is not None
         to.on_lost = None
         if self._job.running:
-            app.engine.cancel(self._job)
+            self._context.engine.cancel(self._job)
         self._job.epoch = -1
         to.send(b"".join(self._parts))
         self._log(time.monotonic_ns(), fault.kind)
         if fault.kind == "reset":
-            app.loop.call_later(0.005, to.reset)  # let the bytes so far arrive first
+            asyncio.get_running_loop().call_later(0.005, to.reset)  # let the bytes so far arrive first
         elif fault.kind == "cut":
             if fault.clean and self._stream is not None:
                 to.send(b"0\r\n\r\n")
@@ -178,7 +194,7 @@ class Exchange:
         return framed(b'%b,"choices":[{"index":0,%b,%b}]}' % (self._stream.top, text, end))
 
     def _log(self, now: int, finish: str) -> None:
-        job, metrics = self._job, self._app.metrics
+        job, metrics = self._job, self._context.metrics
         tokens = 0
         start = first = 0
         if job is not None:
@@ -194,7 +210,7 @@ class Exchange:
                 metrics.itl.add((now - first) / 1e9 / (job.steps - 1), job.steps - 1)
         ask = self._ask
         fault = b'"%b"' % self._fault.kind.encode() if self._fault else b"null"
-        self._app.log.add(
+        self._context.log.add(
             b'{"n":%d,"id":"%b","chat":%b,"stream":%b,"arrival_ns":%d,"start_ns":%d,"first_ns":%d,"last_ns":%d,'
             b'"prompt_tokens":%d,"cached_tokens":%d,"completion_tokens":%d,"finish":"%b","fault":%b}\n'
             % (

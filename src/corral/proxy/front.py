@@ -8,15 +8,13 @@ import json
 import socket
 import struct
 import time
-from typing import TYPE_CHECKING, cast
+from typing import Any, Protocol, cast
 
 from corral.proxy.framing import BadMessageError, Body, Headers, error_answer, has_token, request_body, split
+from corral.proxy.host import Host
 from corral.proxy.relay import Relay, Request
 
-if TYPE_CHECKING:
-    from corral.proxy.server import Proxy
-
-__all__ = ["Front"]
+__all__ = ["Front", "FrontHost"]
 
 LARGEST_HEAD_BYTES = 1 << 16
 LARGEST_AHEAD_BYTES = 1 << 18  # of requests sent before the last was answered
@@ -24,11 +22,20 @@ SLOWEST_BYTES_PER_S = 16_384
 _now = time.monotonic
 
 
+class FrontHost(Host, Protocol):
+    """The proxy, seen from one of its clients' connections."""
+
+    fronts: set[Front]
+    ending: bool
+
+    def status(self) -> dict[str, Any]: ...
+
+
 class Front(asyncio.Protocol):
     """Reads requests, hands each to a relay, writes its answer."""
 
-    def __init__(self, proxy: Proxy) -> None:
-        self._proxy = proxy
+    def __init__(self, host: FrontHost) -> None:
+        self._host = host
         self._transport: asyncio.Transport | None = None
         self._buffer = b""
         self._first: tuple[bytes, bytes, bool] | None = None  # method, path, whether it is HTTP/1.0
@@ -43,13 +50,13 @@ class Front(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        self._proxy.fronts.add(self)
-        if len(self._proxy.fronts) > self._proxy.limits.connections:
+        self._host.fronts.add(self)
+        if len(self._host.fronts) > self._host.limits.connections:
             self._refuse(503, "too many connections")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        self._proxy.fronts.discard(self)
+        self._host.fronts.discard(self)
         self._release()
         relay, self._relay = self._relay, None
         if relay is not None:
@@ -77,7 +84,7 @@ class Front(asyncio.Protocol):
     def done(self) -> None:
         """The request is answered: on to the next."""
         self._relay, self._since_s = None, _now()
-        if self.closing or self._proxy.ending:
+        if self.closing or self._host.ending:
             self.close()
             return
         if self._paused and self._transport is not None:
@@ -145,8 +152,8 @@ class Front(asyncio.Protocol):
         if len(words) != 3 or words[2] not in (b"HTTP/1.1", b"HTTP/1.0") or not words[1].startswith(b"/"):
             raise BadMessageError("no request line")
         body = request_body(headers)
-        if body.left > self._proxy.limits.body_bytes and not body.chunked:
-            self._refuse(413, f"the request is longer than {self._proxy.limits.body_bytes:,} bytes")
+        if body.left > self._host.limits.body_bytes and not body.chunked:
+            self._refuse(413, f"the request is longer than {self._host.limits.body_bytes:,} bytes")
             return False
         old = words[2] == b"HTTP/1.0"
         self._first, self._headers, self._body = (words[0], words[1], old), headers, body
@@ -165,10 +172,10 @@ class Front(asyncio.Protocol):
             self._parts += arrived
             grown = sum(map(len, arrived))
             self._size += grown
-            self._proxy.held_bytes += grown
-            if self._size > self._proxy.limits.body_bytes:
-                self._refuse(413, f"the request is longer than {self._proxy.limits.body_bytes:,} bytes")
-            elif self._proxy.held_bytes > self._proxy.limits.held_bytes:
+            self._host.held_bytes += grown
+            if self._size > self._host.limits.body_bytes:
+                self._refuse(413, f"the request is longer than {self._host.limits.body_bytes:,} bytes")
+            elif self._host.held_bytes > self._host.limits.held_bytes:
                 self._refuse(503, "too many large requests at once")
         if body.complete and not self.closing:
             self._handle()
@@ -181,29 +188,29 @@ class Front(asyncio.Protocol):
         request = Request(method, path, self._headers, tuple(self._parts), self._size, old)
         self._parts, self._size, self._body = [], 0, None  # the bytes are the request's now
         if path.partition(b"?")[0] == b"/proxy/status":
-            self._proxy.held_bytes -= request.size
+            self._host.held_bytes -= request.size
             self._status_page()
             return
-        self._relay = Relay(self._proxy, self, request)
+        self._relay = Relay(self._host, self, request)
         self._relay.start()
 
     def _status_page(self) -> None:
         if not self.from_this_machine:
             self._refuse(403, "this path is for the proxy's own machine")
             return
-        self.write(error_answer(200, json.dumps(self._proxy.status()).encode()))
+        self.write(error_answer(200, json.dumps(self._host.status()).encode()))
         self.done()
 
     def _release(self) -> None:
-        self._proxy.held_bytes -= self._size
+        self._host.held_bytes -= self._size
         self._parts, self._size = [], 0
 
     def _refuse(self, status: int, message: str) -> None:
         """Answer what cannot be passed on, and close: what follows cannot be understood."""
         self.closing = True
         self._release()
-        self._proxy.figures.requests += 1
-        self._proxy.figures.failed += 1
+        self._host.figures.requests += 1
+        self._host.figures.failed += 1
         error = {
             "message": f"corral proxy: {message}",
             "type": "invalid_request_error",
@@ -216,7 +223,7 @@ class Front(asyncio.Protocol):
 
     def sweep(self, now_s: float) -> None:
         """End connections that send too slowly, or nothing for long."""
-        waited, limits = now_s - self._since_s, self._proxy.limits
+        waited, limits = now_s - self._since_s, self._host.limits
         if self._relay is not None or self.closing:
             return
         if self._body is not None:

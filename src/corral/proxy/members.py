@@ -8,18 +8,16 @@ new requests; one of unknown state that was ready before comes after those that 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 from urllib.parse import urlsplit
 
 from corral.deployment.state import ENDED, State
+from corral.proxy.upstream import Upstream
 
-if TYPE_CHECKING:
-    from corral.proxy.relay import Relay
-    from corral.proxy.upstream import Upstream
-
-__all__ = ["Member", "Members", "Reading"]
+__all__ = ["Member", "Members", "Reading", "Waiter"]
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 
@@ -32,6 +30,16 @@ class Reading:
     state: State
     url: str = ""  # without /v1; empty when it has no address
     text: str = ""
+
+
+class Waiter(Protocol):
+    """A request, as the members see it: it waits for one of them, or for the answer of one."""
+
+    def attempt(self) -> None:
+        """Something has changed: try again."""
+
+    def give_up(self, silent_since_s: float) -> None:
+        """The member has ended; an answer that has not moved since then will not move again."""
 
 
 @dataclass(eq=False)
@@ -47,7 +55,7 @@ class Member:
     down_until_s: float = 0.0
     pause_s: float = 0.0
     idle: list[Upstream] = field(default_factory=list)
-    active: set[Relay] = field(default_factory=set)
+    active: set[Waiter] = field(default_factory=set)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -75,6 +83,17 @@ class Member:
     def worked(self) -> None:
         self.pause_s = self.down_until_s = 0.0
 
+    def take_back(self, connection: Upstream) -> bool:
+        """Keep a connection for the next request, if there may be one."""
+        if not self.rank():
+            return False
+        self.idle.append(connection)
+        return True
+
+    def lost(self, connection: Upstream) -> None:
+        with contextlib.suppress(ValueError):
+            self.idle.remove(connection)
+
 
 class Members:
     """The chain, oldest first, and the requests that wait for one of it to be ready."""
@@ -84,7 +103,7 @@ class Members:
         self.all: list[Member] = []
         self.current: Member | None = None
         self.switch_overs = 0
-        self._waiting: dict[Relay, None] = {}
+        self._waiting: dict[Waiter, None] = {}
         self._alarm: asyncio.TimerHandle | None = None
 
     def update(self, readings: list[Reading]) -> None:
@@ -144,18 +163,18 @@ class Members:
 
     # waiting
 
-    def wait(self, relay: Relay) -> None:
+    def wait(self, waiter: Waiter) -> None:
         """Wake this request when something changes."""
-        self._waiting[relay] = None
+        self._waiting[waiter] = None
         self._set_alarm()
 
-    def forget(self, relay: Relay) -> None:
-        self._waiting.pop(relay, None)
+    def forget(self, waiter: Waiter) -> None:
+        self._waiting.pop(waiter, None)
 
     def wake(self) -> None:
         waiting, self._waiting = self._waiting, {}
-        for relay in waiting:
-            relay.attempt()
+        for waiter in waiting:
+            waiter.attempt()
 
     def _set_alarm(self) -> None:
         """Look again when the first member that is avoided may be tried once more."""

@@ -13,18 +13,15 @@ import asyncio
 import json
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from corral.deployment.state import State
 from corral.proxy.framing import Body, Headers, error_answer, forwarded
+from corral.proxy.host import Host
+from corral.proxy.members import Member
 from corral.proxy.upstream import Upstream
 
-if TYPE_CHECKING:
-    from corral.proxy.front import Front
-    from corral.proxy.members import Member
-    from corral.proxy.server import Proxy
-
-__all__ = ["Relay", "Request"]
+__all__ = ["Downstream", "Relay", "Request"]
 
 MOST_DROPS = 3
 LARGEST_DECLINE_BYTES = 1 << 16
@@ -54,11 +51,23 @@ class Request:
 _WITH_BODY = frozenset((b"POST", b"PUT", b"PATCH"))
 
 
+class Downstream(Protocol):
+    """Who asked: takes the bytes of an answer."""
+
+    closing: bool  # no further request is read from it
+
+    def write(self, data: bytes) -> None: ...
+
+    def done(self) -> None: ...
+
+    def cut(self) -> None: ...
+
+
 class Relay:
     """The life of one request."""
 
-    def __init__(self, proxy: Proxy, front: Front, request: Request) -> None:
-        self._proxy, self._front = proxy, front
+    def __init__(self, host: Host, client: Downstream, request: Request) -> None:
+        self._host, self._client = host, client
         self._request: Request | None = request
         self.method = request.method
         self.wants_payload = False  # the answer's framing cannot be passed on as it is
@@ -76,7 +85,7 @@ class Relay:
         self._began_s = self.moved_s = _now()
 
     def start(self) -> None:
-        self._proxy.figures.began(self._began_s)
+        self._host.figures.began(self._began_s)
         self.attempt()
 
     # towards a member
@@ -85,7 +94,7 @@ class Relay:
         """Give the request to who takes new ones, or wait for somebody."""
         if self._over or self._request is None:
             return
-        members, now = self._proxy.members, self._proxy.loop.time()
+        members, now = self._host.members, self._host.loop.time()
         member = members.choose(now)
         if member is None:
             self._hold()
@@ -95,17 +104,17 @@ class Relay:
         while member.idle:
             upstream = member.idle.pop()
             if upstream.open:
-                self._send(upstream)
+                self._send(member, upstream)
                 return
-        self._opening = self._proxy.loop.create_task(self._open(member))
+        self._opening = self._host.loop.create_task(self._open(member))
 
     async def _open(self, member: Member) -> None:
         try:
-            async with asyncio.timeout(self._proxy.limits.connect_s):
-                _, upstream = await self._proxy.loop.create_connection(lambda: Upstream(member), *member.address)
+            async with asyncio.timeout(self._host.limits.connect_s):
+                _, upstream = await self._host.loop.create_connection(lambda: Upstream(member), *member.address)
         except (OSError, TimeoutError):
             self._opening = None
-            self._proxy.figures.retried += 1
+            self._host.figures.retried += 1
             self._leave(member, failed=True)
             self.attempt()
             return
@@ -113,39 +122,39 @@ class Relay:
         if self._over or self._member is not member:
             upstream.drop()
         else:
-            self._send(upstream)
+            self._send(member, upstream)
 
-    def _send(self, upstream: Upstream) -> None:
+    def _send(self, member: Member, upstream: Upstream) -> None:
         assert self._request is not None
         self._end_hold()
         self._upstream = upstream
         self.moved_s = _now()
-        upstream.send(self, self._request.parts(upstream.member.host))
+        upstream.send(self, self._request.parts(member.host))
 
     def _leave(self, member: Member, failed: bool = False) -> None:
         member.active.discard(self)
         self._member = self._upstream = None
         if failed:
-            member.failed(self._proxy.loop.time())
+            member.failed(self._host.loop.time())
 
     # holding
 
     def _hold(self) -> None:
-        proxy = self._proxy
+        host = self._host
         assert self._request is not None
         if self._request.path.partition(b"?")[0] == b"/health":  # asked in order to know now
-            self._fail(503, "not ready: " + proxy.members.standing())
+            self._fail(503, "not ready: " + host.members.standing())
             return
         if not self._held_since_s:
-            self._held_since_s = proxy.loop.time()
-            proxy.figures.held += 1
-            self._deadline = proxy.loop.call_later(proxy.limits.hold_s, self._too_long)
-        proxy.members.wait(self)
+            self._held_since_s = host.loop.time()
+            host.figures.held += 1
+            self._deadline = host.loop.call_later(host.limits.hold_s, self._too_long)
+        host.members.wait(self)
 
     def _end_hold(self) -> None:
         if self._held_since_s:
-            held = self._proxy.loop.time() - self._held_since_s
-            self._proxy.figures.longest_hold_s = max(self._proxy.figures.longest_hold_s, held)
+            held = self._host.loop.time() - self._held_since_s
+            self._host.figures.longest_hold_s = max(self._host.figures.longest_hold_s, held)
             self._held_since_s = 0.0
         if self._deadline is not None:
             self._deadline.cancel()
@@ -157,8 +166,8 @@ class Relay:
             self._opening.cancel()
         if self._member is not None:
             self._leave(self._member)
-        held = f"no server was ready within {self._proxy.limits.hold_s:g} s"
-        self._fail(503, f"{held}: {self._proxy.members.standing()}. Try again later.")
+        held = f"no server was ready within {self._host.limits.hold_s:g} s"
+        self._fail(503, f"{held}: {self._host.members.standing()}. Try again later.")
 
     # from the member
 
@@ -182,13 +191,13 @@ class Relay:
 
     def _pass_head(self, rest: bytes, headers: Headers) -> None:
         now = _now()
-        figures = self._proxy.figures
+        figures = self._host.figures
         figures.longest_wait_s = max(figures.longest_wait_s, now - self._began_s)
         self._answering = True
         self._forget_request()
         framing = b"transfer-encoding: chunked\r\n" if self._chunked or self._rechunk else b""
-        close = b"connection: close\r\n" if self._front.closing else b""
-        self._front.write(b"HTTP/1.1 %b\r\n%b%b%b\r\n" % (rest, forwarded(headers), framing, close))
+        close = b"connection: close\r\n" if self._client.closing else b""
+        self._client.write(b"HTTP/1.1 %b\r\n%b%b%b\r\n" % (rest, forwarded(headers), framing, close))
         self._moved(now, first=True)
 
     def data(self, data: bytes) -> None:
@@ -199,20 +208,21 @@ class Relay:
                 self._accept_decline()
             return
         self._moved(_now())
-        self._front.write(b"%x\r\n%b\r\n" % (len(data), data) if self._rechunk else data)
+        self._client.write(b"%x\r\n%b\r\n" % (len(data), data) if self._rechunk else data)
 
     def _moved(self, now: float, first: bool = False) -> None:
-        figures = self._proxy.figures
+        figures = self._host.figures
         gap = now - self.moved_s
         if not first and gap > figures.longest_stream_gap_s:
             figures.longest_stream_gap_s = gap
         self.moved_s = now
         figures.moved(now)
 
-    def member_done(self, member: Member) -> None:
+    def read(self) -> None:
         """The whole answer was read."""
-        self._answered_by = member
-        self._leave(member)
+        self._answered_by = member = self._member
+        if member is not None:
+            self._leave(member)
 
     def complete(self) -> None:
         """The answer is whole: pass on what is left of it, or try elsewhere when it was a 503."""
@@ -221,12 +231,12 @@ class Relay:
                 return
             self._accept_decline()
         if self._rechunk:
-            self._front.write(b"0\r\n\r\n")
+            self._client.write(b"0\r\n\r\n")
         self._finish(answered=True)
 
     def _declined(self) -> bool:
         """Whether the 503 is one that another member, now or soon, can do better than; if so it is asked."""
-        members, now, member = self._proxy.members, self._proxy.loop.time(), self._answered_by
+        members, now, member = self._host.members, self._host.loop.time(), self._answered_by
         assert member is not None
         if self._decline_head[2] or member.state is State.DRAINING:
             member.declined = True
@@ -236,7 +246,7 @@ class Relay:
         else:
             return False
         self._decline = None
-        self._proxy.figures.retried += 1
+        self._host.figures.retried += 1
         self.attempt()
         return True
 
@@ -244,7 +254,7 @@ class Relay:
         parts, self._decline = self._decline or [], None
         self._pass_head(self._decline_head[0], self._decline_head[1])
         for part in parts:
-            self._front.write(part)
+            self._client.write(part)
 
     def broke(self, how: str, stale: bool = False) -> None:
         """The connection to the member is gone before the answer was whole."""
@@ -254,10 +264,10 @@ class Relay:
         if self._answering:
             self._leave(member, failed=True)
             self._finish(answered=False)
-            self._front.cut()
+            self._client.cut()
             return
         self._decline = None
-        self._proxy.figures.retried += 1
+        self._host.figures.retried += 1
         if stale and self._stale < 3:  # a kept connection that the server had closed says nothing about the server
             self._stale += 1
             self._leave(member)
@@ -288,7 +298,7 @@ class Relay:
             upstream.drop()
         if self._opening is not None:
             self._opening.cancel()
-        self._proxy.figures.left += 1
+        self._host.figures.left += 1
         self._close()
 
     def pause(self, paused: bool) -> None:
@@ -300,12 +310,12 @@ class Relay:
         kind = "service_unavailable_error" if status == 503 else "bad_gateway_error"
         error = {"message": f"corral proxy: {message}", "type": kind, "param": None, "code": status}
         extra = b"retry-after: 10\r\n" if status == 503 else b""
-        self._front.write(error_answer(status, json.dumps({"error": error}).encode(), extra))
+        self._client.write(error_answer(status, json.dumps({"error": error}).encode(), extra))
         self._finish(answered=False)
-        self._front.done()
+        self._client.done()
 
     def _finish(self, answered: bool) -> None:
-        figures = self._proxy.figures
+        figures = self._host.figures
         if answered:
             figures.answered += 1
             figures.refused += self._status >= 400
@@ -313,17 +323,17 @@ class Relay:
             figures.failed += 1
         self._close()
         if answered:
-            self._front.done()
+            self._client.done()
 
     def _close(self) -> None:
         self._over = True
-        self._proxy.figures.running -= 1
-        self._proxy.members.forget(self)
+        self._host.figures.running -= 1
+        self._host.members.forget(self)
         self._forget_request()
         if self._deadline is not None:
             self._deadline.cancel()
 
     def _forget_request(self) -> None:
         if self._request is not None:
-            self._proxy.held_bytes -= self._request.size
+            self._host.held_bytes -= self._request.size
             self._request = None

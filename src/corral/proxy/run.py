@@ -21,8 +21,9 @@ from corral.lifecycle.successors import Standing, all_standings
 from corral.lifecycle.tunnel import ensure_tunnel
 from corral.processes import Identity, own_identity, port_owner
 from corral.proxy.figures import Figures
+from corral.proxy.host import ProxyLimits
 from corral.proxy.members import Reading
-from corral.proxy.server import Limits, Proxy
+from corral.proxy.server import Proxy
 from corral.record import dump_json, load_json
 
 __all__ = ["Kept", "Watcher", "held_proxy", "port_of", "readings", "run_proxy"]
@@ -135,7 +136,7 @@ def run_proxy(
     folder: DeploymentFolder,
     host: str,
     port: int | None,
-    limits: Limits,
+    limits: ProxyLimits,
     ready: Callable[[str], None],
     say: Callable[[str], None],
 ) -> Figures:
@@ -148,7 +149,7 @@ async def _serve(
     folder: DeploymentFolder,
     host: str,
     port: int,
-    limits: Limits,
+    limits: ProxyLimits,
     ready: Callable[[str], None],
     say: Callable[[str], None],
 ) -> Figures:

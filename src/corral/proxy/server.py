@@ -10,39 +10,26 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from corral.deployment.state import ENDED
 from corral.proxy.figures import Figures
 from corral.proxy.front import Front
+from corral.proxy.host import ProxyLimits
 from corral.proxy.members import Members
 
-__all__ = ["Limits", "Proxy"]
+__all__ = ["Proxy"]
 
 SWEEP_S = 1.0
 ENDED_SILENCE_S = 5.0  # a server that has ended sends nothing more: what still waits on it is given up
 
 
-@dataclass(frozen=True)
-class Limits:
-    """How long and how much."""
-
-    hold_s: float = 120.0  # a request waits this long for somebody to be ready
-    connect_s: float = 5.0
-    read_s: float = 30.0  # for the head of a request, and for its body beyond what a slow line explains
-    idle_s: float = 300.0
-    connections: int = 4096
-    body_bytes: int = 256 << 20
-    held_bytes: int = 2 << 30  # of all requests together that may have to be sent again
-
-
 class Proxy:
     """Everything inside one event loop."""
 
-    def __init__(self, limits: Limits | None = None, say: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(self, limits: ProxyLimits | None = None, say: Callable[[str], None] = lambda _: None) -> None:
         self.loop = asyncio.get_running_loop()
-        self.limits = limits or Limits()
+        self.limits = limits or ProxyLimits()
         self.figures = Figures()
         self.members = Members(self.loop, say)
         self.fronts: set[Front] = set()
@@ -77,8 +64,8 @@ class Proxy:
             front.sweep(now)
         for member in self.members.all:
             if member.state in ENDED:
-                for relay in list(member.active):
-                    relay.give_up(now - ENDED_SILENCE_S)
+                for waiter in list(member.active):
+                    waiter.give_up(now - ENDED_SILENCE_S)
         self._sweeper = self.loop.call_later(SWEEP_S, self._sweep)
 
     async def close(self, patience_s: float = 0.0) -> None:

@@ -5,25 +5,48 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from typing import TYPE_CHECKING, cast
+from typing import Protocol, cast
 
-from corral.proxy.framing import BadMessageError, Body, answer_body, has_token, split
+from corral.proxy.framing import BadMessageError, Body, Headers, answer_body, has_token, split
 
-if TYPE_CHECKING:
-    from corral.proxy.members import Member
-    from corral.proxy.relay import Relay
-
-__all__ = ["Upstream"]
+__all__ = ["Owner", "Receiver", "Upstream"]
 
 LARGEST_HEAD_BYTES = 1 << 17
+
+
+class Receiver(Protocol):
+    """The request that a connection carries, as the connection sees it."""
+
+    method: bytes
+    wants_payload: bool  # its answer's bytes without their framing
+
+    def head(self, status: int, rest: bytes, headers: Headers, body: Body) -> None: ...
+
+    def data(self, data: bytes) -> None: ...
+
+    def read(self) -> None:
+        """The whole answer was read: the connection is no longer the request's."""
+
+    def complete(self) -> None:
+        """The connection is with its owner again, or closed."""
+
+    def broke(self, how: str, stale: bool = False) -> None: ...
+
+
+class Owner(Protocol):
+    """Whose connections these are: it takes one back for the next request, and is told of one that ended."""
+
+    def take_back(self, connection: Upstream) -> bool: ...
+
+    def lost(self, connection: Upstream) -> None: ...
 
 
 class Upstream(asyncio.Protocol):
     """Bytes of an answer go to the request that the connection carries; a connection without one is idle."""
 
-    def __init__(self, member: Member) -> None:
-        self.member = member
-        self.relay: Relay | None = None
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+        self._receiver: Receiver | None = None
         self.reused = False
         self._transport: asyncio.Transport | None = None
         self._head = b""
@@ -43,15 +66,15 @@ class Upstream(asyncio.Protocol):
     def open(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
-    def send(self, relay: Relay, parts: list[bytes]) -> None:
+    def send(self, receiver: Receiver, parts: list[bytes]) -> None:
         """Carry a request."""
         assert self._transport is not None
-        self.relay, self._head, self._body, self._keep = relay, b"", None, True
+        self._receiver, self._head, self._body, self._keep = receiver, b"", None, True
         self._transport.writelines(parts)
 
     def drop(self) -> None:
         """Close at once, whatever it carries; nobody is told."""
-        self.relay = None
+        self._receiver = None
         if self._transport is not None:
             self._transport.abort()
 
@@ -60,20 +83,20 @@ class Upstream(asyncio.Protocol):
             self._transport.pause_reading() if paused else self._transport.resume_reading()
 
     def data_received(self, data: bytes) -> None:
-        relay = self.relay
-        if relay is None:  # nothing was asked
+        receiver = self._receiver
+        if receiver is None:  # nothing was asked
             self.drop()
             return
         try:
             if self._body is None:
-                self._read_head(relay, data)
+                self._read_head(receiver, data)
             else:
-                self._read_body(relay, self._body, data)
+                self._read_body(receiver, self._body, data)
         except BadMessageError as error:
             self.drop()
-            relay.broke(f"its answer holds {error}")
+            receiver.broke(f"its answer holds {error}")
 
-    def _read_head(self, relay: Relay, data: bytes) -> None:
+    def _read_head(self, receiver: Receiver, data: bytes) -> None:
         data = self._head + data
         end = data.find(b"\r\n\r\n")
         if end < 0:
@@ -91,47 +114,45 @@ class Upstream(asyncio.Protocol):
         if status < 200:
             self._head = b""
             if data[end + 4 :]:
-                self._read_head(relay, data[end + 4 :])
+                self._read_head(receiver, data[end + 4 :])
             return
-        body = self._body = answer_body(relay.method, status, headers)
+        body = self._body = answer_body(receiver.method, status, headers)
         closes = has_token(headers, b"connection", b"close")
         self._keep = version == b"HTTP/1.1" and not closes and not body.until_eof
-        relay.head(status, rest, headers, body)
-        if self.relay is relay:  # it may have been dropped meanwhile
-            self._read_body(relay, body, data[end + 4 :])
+        receiver.head(status, rest, headers, body)
+        if self._receiver is receiver:  # it may have been dropped meanwhile
+            self._read_body(receiver, body, data[end + 4 :])
 
-    def _read_body(self, relay: Relay, body: Body, data: bytes) -> None:
-        payload: list[bytes] | None = [] if relay.wants_payload else None
+    def _read_body(self, receiver: Receiver, body: Body, data: bytes) -> None:
+        payload: list[bytes] | None = [] if receiver.wants_payload else None
         used = body.feed(data, payload)
         if payload is not None:
             for part in payload:
-                relay.data(part)
+                receiver.data(part)
         elif used:
-            relay.data(data if used == len(data) else data[:used])
-        if body.complete and self.relay is relay:
-            self._finish(relay, keep=self._keep and used == len(data))
+            receiver.data(data if used == len(data) else data[:used])
+        if body.complete and self._receiver is receiver:
+            self._finish(receiver, keep=self._keep and used == len(data))
 
-    def _finish(self, relay: Relay, keep: bool) -> None:
-        self.relay = self._body = None
-        relay.member_done(self.member)
-        if keep and self.open and self.member.rank():
+    def _finish(self, receiver: Receiver, keep: bool) -> None:
+        self._receiver = self._body = None
+        receiver.read()
+        if keep and self.open and self._owner.take_back(self):
             self.reused = True
             if self._transport is not None:
                 self._transport.resume_reading()  # a slow client may have paused it with its last bytes
-            self.member.idle.append(self)
         elif self._transport is not None:
             self._transport.close()
-        relay.complete()
+        receiver.complete()
 
     def eof_received(self) -> None:
-        relay, body = self.relay, self._body
-        if relay is not None and body is not None and body.until_eof:
-            self._finish(relay, keep=False)
+        receiver, body = self._receiver, self._body
+        if receiver is not None and body is not None and body.until_eof:
+            self._finish(receiver, keep=False)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        with contextlib.suppress(ValueError):
-            self.member.idle.remove(self)
-        relay, self.relay = self.relay, None
-        if relay is not None:
-            relay.broke("the connection was reset" if exc else "the connection ended", stale=self.reused)
+        self._owner.lost(self)
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.broke("the connection was reset" if exc else "the connection ended", stale=self.reused)

@@ -1,0 +1,35 @@
+"""What a request may use of the proxy that it passes through."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Protocol
+
+from corral.proxy.figures import Figures
+from corral.proxy.members import Members
+
+__all__ = ["Host", "ProxyLimits"]
+
+
+@dataclass(frozen=True)
+class ProxyLimits:
+    """How long and how much."""
+
+    hold_s: float = 120.0  # a request waits this long for somebody to be ready
+    connect_s: float = 5.0
+    read_s: float = 30.0  # for the head of a request, and for its body beyond what a slow line explains
+    idle_s: float = 300.0
+    connections: int = 4096
+    body_bytes: int = 256 << 20
+    held_bytes: int = 2 << 30  # of all requests together that may have to be sent again
+
+
+class Host(Protocol):
+    """The proxy, seen from inside one request."""
+
+    loop: asyncio.AbstractEventLoop
+    limits: ProxyLimits
+    figures: Figures
+    members: Members
+    held_bytes: int
