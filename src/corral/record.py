@@ -127,7 +127,9 @@ def _build_record(kind: type, data: Any, where: str) -> Any:
 def _build_sequence(origin: Any, args: tuple[Any, ...], data: Any, where: str) -> Any:
     if not isinstance(data, (list, tuple)):
         raise _wrong(where, "a list", data)
-    if origin is tuple and len(args) == 2 and args[1] is not Ellipsis:
+    if origin is tuple and Ellipsis not in args:
+        if len(data) != len(args):
+            raise _wrong(where, f"a list of {len(args)} values", data)
         return tuple(_build(a, v, f"{where}[{i}]") for i, (a, v) in enumerate(zip(args, data, strict=True)))
     items = [_build(args[0], v, f"{where}[{i}]") for i, v in enumerate(data)]
     return items if origin is list else tuple(items)

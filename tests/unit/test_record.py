@@ -69,6 +69,35 @@ def test_bad_data_is_told_by_place(data: object, words: str) -> None:
     assert words in caught.value.message
 
 
+@dataclass(frozen=True)
+class Fixed:
+    alone: tuple[int] = (0,)
+    pair: tuple[str, float] = ("", 0.0)
+    triple: tuple[str, int, Inner | None] = ("", 0, None)
+
+
+@pytest.mark.parametrize("value", [Fixed(), Fixed((3,), ("a", 1.5), ("b", 2, Inner(4)))])
+def test_tuples_of_a_fixed_length_keep_the_type_of_each_place(value: Fixed) -> None:
+    assert from_json(Fixed, to_json(value)) == value
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"alone": []}, "Fixed.alone must be a list of 1 values, not []"),
+        ({"pair": ["a"]}, "Fixed.pair must be a list of 2 values, not ['a']"),
+        ({"pair": ["a", 1.0, 2.0]}, "Fixed.pair must be a list of 2 values"),
+        ({"triple": ["a", 1]}, "Fixed.triple must be a list of 3 values"),
+        ({"triple": ["a", "b", None]}, "Fixed.triple[1] must be a whole number, not 'b'"),
+        ({"triple": ["a", 1, {"count": "x"}]}, "Fixed.triple[2].count must be a whole number"),
+    ],
+)
+def test_a_tuple_of_another_length_or_type_is_told_by_place(data: object, words: str) -> None:
+    with pytest.raises(DataError) as caught:
+        from_json(Fixed, data)
+    assert words in caught.value.message
+
+
 def test_unknown_key_names_the_nearest() -> None:
     with pytest.raises(DataError) as caught:
         from_json(Outer, {"name": "x", "inner": {"count": 1}, "colur": "red"})
