@@ -157,3 +157,10 @@ def test_the_end_of_a_huge_log_with_progress_bars(tmp_path: Path) -> None:
     log.write_bytes(b"x\n" * 500_000 + b"\rLoading 1%\rLoading 2%\nlast\n\xff\n")
     assert last_lines(log, 3) == ["Loading 2%", "last", "\ufffd"]
     assert last_lines(tmp_path / "none") == []
+
+
+def test_what_a_log_says_is_never_a_template() -> None:
+    found = diagnose(["corral: the module NAME{2}/1.0 could not be loaded"], exit_code=1, name="my-model")
+    assert "NAME{2}/1.0" in found.cause
+    assert "`module spider NAME{2}/1.0`" in found.remedy
+    assert diagnose(["all well"], exit_code=0, name="'my model'").remedy.endswith("`corral logs 'my model'`.")

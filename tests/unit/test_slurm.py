@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from corral.hardware.inventory import GPUS
 from corral.lifecycle import bringup, deployments
 from corral.node import slurm_start
 from corral.processes import own_identity
-from corral.record import dump_json
+from corral.record import dump_json, load_json
 from corral.slurm import cluster, commands
 from corral.slurm.commands import Job, seconds
 from corral.slurm.options import SlurmOptions, mebibytes
@@ -139,6 +140,16 @@ def test_waiting_is_told_with_its_reason_and_the_expected_start() -> None:
 def test_who_cancelled() -> None:
     assert "cancelled by alice" in standing(Job("7", "CANCELLED", cancelled_by="alice")).text
     assert "by you or by an administrator" in standing(Job("7", "CANCELLED")).text
+
+
+def test_names_that_look_like_words_of_a_sentence_stay_as_they_are() -> None:
+    lost = standing(Job("7", "NODE_FAIL", nodes="STANDBY01,NODES02"))
+    assert lost.text == "job 7 lost a node of STANDBY01,NODES02"
+    failed = standing(Job("7", "FAILED", exit_code="1:0"), "/home/JOB/{job}/CATALOG/job.log")
+    assert failed.remedy == "Its output: `/home/JOB/{job}/CATALOG/job.log`."
+    assert standing(Job("7", "CANCELLED", cancelled_by="{nodes}")).text == "job 7 was cancelled by {nodes}"
+    assert "{by} on BY01" in standing(Job("7", "PENDING", "{by} on BY01")).text
+    assert not any("{" in standing(Job("7", name)).text + standing(Job("7", name)).remedy for name in STATES)
 
 
 # ------------------------------------------------------------------------------------------------------- commands
@@ -500,6 +511,17 @@ def test_what_slurm_caused_is_not_what_was_asked_for(
     fake("squeue", "exit 1")  # what has ended is not asked for again
     commands._kept.clear()
     assert deployments.status(deployed).reason == reason
+
+
+def test_a_remedy_keeps_the_names_in_it(fake: Any, deployed: DeploymentFolder) -> None:
+    """Only Corral's own templates take the deployment's name; a path that has NAME in it is a path."""
+    queue(fake, "FAILED")
+    moved = DeploymentFolder(deployed.path.rename(deployed.path.with_name("NAMEs")))
+    record = load_json(deployments.Record, moved.record)
+    write_atomic(moved.record, dump_json(replace(record, name="my model")))
+    assert deployments.status(moved).remedy == f"Its output: `{moved.job_log}`."
+    agent_says(moved, "failed", "stalled")
+    assert deployments.status(moved).remedy.startswith("`corral logs 'my model'` shows")
 
 
 def test_a_drained_job_stays_drained_whatever_slurm_made_of_it(fake: Any, deployed: DeploymentFolder) -> None:

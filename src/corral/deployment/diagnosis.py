@@ -324,8 +324,9 @@ def diagnose(
     kernel_oom_kill: bool = False,
     was_ready: bool = False,
     container: bool = False,
+    name: str = "NAME",
 ) -> Diagnosis:
-    """The cause of an engine's end, from the end of its log and the way it ended."""
+    """The cause of an engine's end, from the end of its log and the way it ended; `name` as the shell takes it."""
     if kernel_oom_kill:
         return Diagnosis(
             Reason.OUT_OF_HOST_MEMORY,
@@ -354,19 +355,19 @@ def diagnose(
         )
     if error := _last_error(lines):
         return Diagnosis(
-            Reason.ENGINE_EXITED, f"the engine ended with: {error}", "The whole log: `corral logs NAME`."
+            Reason.ENGINE_EXITED, f"the engine ended with: {error}", f"The whole log: `corral logs {name}`."
         )
     how = f"with code {exit_code}" if exit_code is not None else f"by signal {signal}" if signal else "by itself"
     return Diagnosis(
         Reason.ENGINE_EXITED,
         f"the engine ended {how} without saying why",
-        "Start it again (`--restart 3` does so by itself); if it repeats, the whole log is in `corral logs NAME`.",
+        f"Start it again (`--restart 3` does so by itself); if it repeats, the whole log is in `corral logs {name}`.",
     )
 
 
 def _fill(text: str, match: re.Match[str]) -> str:
-    for number in range(1, (match.re.groups or 0) + 1):
-        text = text.replace(f"{{{number}}}", (match.group(number) or "").strip())
+    """The text with the pattern's groups in it, in one pass: what a log says may itself hold braces."""
+    text = re.sub(r"\{(\d)\}", lambda found: (match.group(int(found[1])) or "").strip(), text)
     return " ".join(text.split()).replace(" )", ")").replace("(--context )", "(--context)")
 
 

@@ -157,6 +157,7 @@ def _unreadable(folder: DeploymentFolder, error: Exception) -> Status:
 
 
 def _combine(folder: DeploymentFolder, record: Record, events: list[Event], life: Life) -> Status:
+    name = shlex.quote(record.name)
     states = [event for event in events if event.kind == "state"]
     last = states[-1] if states else None
     state = State(last.get("state")) if last else State.STARTING
@@ -169,14 +170,14 @@ def _combine(folder: DeploymentFolder, record: Record, events: list[Event], life
     elif not folder.rank(0).agent.exists():
         state, reason, text, remedy = _staged(record)
     elif state not in ENDED and life.alive is False:
-        state, reason, text, remedy = _lost(life.machine_restarted)
+        state, reason, text, remedy = _lost(life.machine_restarted, name)
     elif state not in ENDED and _heartbeat_age_s(folder) > SILENT_S:
         state, text = State.UNKNOWN, f"its agent on {life.where} has written nothing for {SILENT_S:.0f} s"
     if state is State.FAILED and reason is Reason.ENGINE_EXITED and last:
-        found = _diagnosis(folder, last)
+        found = _diagnosis(folder, last, name)
         reason, text, remedy = found.reason, found.cause, found.remedy
     elif state is State.FAILED and not remedy:
-        remedy = REMEDIES.get(reason or Reason.ENGINE_EXITED, "The whole log: `corral logs NAME`.")
+        remedy = REMEDIES.get(reason or Reason.ENGINE_EXITED, WHOLE_LOG).format(name=name)
     phases = [event for event in events if event.kind in ("phase", "state")]
     phase = phases[-1] if phases else None
     return Status(
@@ -184,7 +185,7 @@ def _combine(folder: DeploymentFolder, record: Record, events: list[Event], life
         state=state,
         reason=reason,
         text=text,
-        remedy=remedy.replace("NAME", shlex.quote(record.name)),
+        remedy=remedy,
         phase=str(phase.get("phase") or phase.get("state")) if phase else state.value,
         done=phase.get("done") if phase else None,
         total=phase.get("total") if phase else None,
@@ -209,11 +210,12 @@ def _endpoint(folder: DeploymentFolder, state: State) -> Endpoint | None:
 SILENT_S = 60.0  # an agent writes a heartbeat every two seconds
 STAGING_PATIENCE_S = 60.0
 
+WHOLE_LOG = "The whole log: `corral logs {name}`."
 REMEDIES = {
-    Reason.STALLED: "`corral logs NAME` shows its last words; start it again, with a longer --stall if it was slow.",
+    Reason.STALLED: "`corral logs {name}` shows its last lines; start again, with a longer --stall if it was slow.",
     Reason.ENGINE_HUNG: "Start it again (`--restart 3` does so by itself); the log may say what it waited for.",
     Reason.PORT_TAKEN: "Start it again: another free port is chosen; or name one with --port.",
-    Reason.NOT_GUARDED: "The guard was not loaded; report this with `corral logs NAME`. The server was taken down.",
+    Reason.NOT_GUARDED: "The guard was not loaded; report this with `corral logs {name}`. The server was taken down.",
     Reason.AGENT_KILLED: "Start it again with `corral up`; on shared machines, ask who ends processes.",
     Reason.NODE_LOST: "`corral doctor` looks at the node; then start again (`--restart N` does so when it returns).",
     Reason.NETWORK: "`corral doctor` shows the interfaces all nodes share; name one with --interface.",
@@ -232,12 +234,17 @@ def _staged(record: Record) -> tuple[State, Reason | None, str, str]:
     return State.STOPPED, Reason.INTERRUPTED, text, "Run the same `corral up` again; finished downloads are kept."
 
 
-def _lost(machine_restarted: bool) -> tuple[State, Reason, str, str]:
+def _lost(machine_restarted: bool, name: str) -> tuple[State, Reason, str, str]:
     if machine_restarted:
         text = "the machine was restarted"
         return State.STOPPED, Reason.MACHINE_RESTARTED, text, "Start it again with `corral up`."
     text = "its agent is gone without a word: it was killed together with its keeper"
-    return State.FAILED, Reason.AGENT_KILLED, text, "Run `corral down NAME` to clear what is left, then `corral up`."
+    return (
+        State.FAILED,
+        Reason.AGENT_KILLED,
+        text,
+        f"Run `corral down {name}` to clear what is left, then `corral up`.",
+    )
 
 
 def _heartbeat_age_s(folder: DeploymentFolder) -> float:
@@ -248,9 +255,9 @@ def _heartbeat_age_s(folder: DeploymentFolder) -> float:
     return 1e9
 
 
-def _diagnosis(folder: DeploymentFolder, last: Event) -> Diagnosis:
+def _diagnosis(folder: DeploymentFolder, last: Event, name: str) -> Diagnosis:
     if str(last.get("text", "")).startswith(("/health", "the first completion")):
-        return Diagnosis(Reason.ENGINE_EXITED, str(last.get("text")), "The whole log: `corral logs NAME`.")
+        return Diagnosis(Reason.ENGINE_EXITED, str(last.get("text")), WHOLE_LOG.format(name=name))
     failed = int(last.get("failed_rank", 0))
     lines = last_lines(folder.rank(failed).log, 200, int(last.get("log_from", 0)))
     found = diagnose(
@@ -260,6 +267,7 @@ def _diagnosis(folder: DeploymentFolder, last: Event) -> Diagnosis:
         bool(last.get("kernel_oom_kill")),
         bool(last.get("was_ready")),
         bool(last.get("container")),
+        name,
     )
     return replace(found, cause=f"rank {failed} on {last.get('node')}: {found.cause}") if failed else found
 

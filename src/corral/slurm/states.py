@@ -23,12 +23,12 @@ class Standing:
     caused: bool = False
 
 
-# SLURM's word -> (state, reason, what happened, what to do)
+# SLURM's word -> (state, reason, what happened, what to do); in braces what is known of the job
 _AGAIN = "Start it again with `corral up`."
 STATES: dict[str, tuple[State, Reason | None, str, str]] = {
     "PENDING": (State.QUEUED, None, "waits in the queue", ""),
     "REQUEUED": (State.QUEUED, None, "was put back into the queue", ""),
-    "REQUEUE_HOLD": (State.QUEUED, None, "was put back into the queue and is held", "`scontrol release JOB`"),
+    "REQUEUE_HOLD": (State.QUEUED, None, "was put back into the queue and is held", "`scontrol release {job}`"),
     "REQUEUE_FED": (State.QUEUED, None, "was put back into the queue of its federation", ""),
     "RESV_DEL_HOLD": (State.QUEUED, None, "is held: its reservation was deleted", "Start it anew without it."),
     "SPECIAL_EXIT": (State.QUEUED, None, "was put back into the queue by a special exit and is held", ""),
@@ -38,12 +38,12 @@ STATES: dict[str, tuple[State, Reason | None, str, str]] = {
     "RESIZING": (State.STARTING, None, "is changing its size", ""),
     "SIGNALING": (State.STARTING, None, "is being sent a signal", ""),
     "SUSPENDED": (State.UNKNOWN, None, "was suspended by SLURM: nothing answers until it goes on", ""),
-    "STOPPED": (State.UNKNOWN, None, "was stopped by a signal but keeps its nodes", "`scontrol resume JOB`"),
+    "STOPPED": (State.UNKNOWN, None, "was stopped by a signal but keeps its nodes", "`scontrol resume {job}`"),
     "COMPLETING": (State.DRAINING, None, "is ending", ""),
     "STAGE_OUT": (State.DRAINING, None, "is ending: its files are copied out", ""),
-    "COMPLETED": (State.FAILED, Reason.JOB_ENDED, "ended, and its agents left no word", "Its output: `LOG`."),
-    "FAILED": (State.FAILED, Reason.JOB_FAILED, "failed with exit code CODE", "Its output: `LOG`."),
-    "LAUNCH_FAILED": (State.FAILED, Reason.JOB_FAILED, "could not be launched on NODES", "Its output: `LOG`."),
+    "COMPLETED": (State.FAILED, Reason.JOB_ENDED, "ended, and its agents left no word", "Its output: `{log}`."),
+    "FAILED": (State.FAILED, Reason.JOB_FAILED, "failed with exit code {code}", "Its output: `{log}`."),
+    "LAUNCH_FAILED": (State.FAILED, Reason.JOB_FAILED, "could not be launched on {nodes}", "Its output: `{log}`."),
     "RECONFIG_FAIL": (State.FAILED, Reason.NODE_LOST, "ended because a node could not be set up", _AGAIN),
     "TIMEOUT": (
         State.FAILED,
@@ -52,8 +52,8 @@ STATES: dict[str, tuple[State, Reason | None, str, str]] = {
         "Ask for more with --time; --slurm signal_s=… drains earlier.",
     ),
     "DEADLINE": (State.FAILED, Reason.DEADLINE, "could not end before its deadline", "Leave --deadline out."),
-    "NODE_FAIL": (State.FAILED, Reason.NODE_LOST, "lost a node of NODES", _AGAIN),
-    "BOOT_FAIL": (State.FAILED, Reason.BOOT_FAILED, "ended because its nodes did not boot: NODES", _AGAIN),
+    "NODE_FAIL": (State.FAILED, Reason.NODE_LOST, "lost a node of {nodes}", _AGAIN),
+    "BOOT_FAIL": (State.FAILED, Reason.BOOT_FAILED, "ended because its nodes did not boot: {nodes}", _AGAIN),
     "OUT_OF_MEMORY": (
         State.FAILED,
         Reason.OUT_OF_HOST_MEMORY,
@@ -62,7 +62,7 @@ STATES: dict[str, tuple[State, Reason | None, str, str]] = {
     ),
     "PREEMPTED": (State.FAILED, Reason.PREEMPTED, "had to make room for a job of higher priority",
                   f"{_AGAIN} With --slurm requeue=true it comes back by itself."),
-    "CANCELLED": (State.STOPPED, Reason.CANCELLED, "was cancelled BY", _AGAIN),
+    "CANCELLED": (State.STOPPED, Reason.CANCELLED, "was cancelled {by}", _AGAIN),
     "REVOKED": (State.STOPPED, Reason.CANCELLED, "was taken by a sibling in the federation", _AGAIN),
 }  # fmt: skip
 NOT_KNOWN = (State.UNKNOWN, None, "is in a state that Corral does not know", "")
@@ -75,9 +75,9 @@ WAITS = {
     "Priority": ("jobs of higher priority come first", ""),
     "BeginTime": ("it may not start before a set time", ""),
     "Dependency": ("it waits for another job", ""),
-    "JobHeldUser": ("it is held by its user", "`scontrol release JOB` lets it go."),
+    "JobHeldUser": ("it is held by its user", "`scontrol release {job}` lets it go."),
     "JobHeldAdmin": ("it is held by an administrator", "Ask the cluster's administrators."),
-    "launch failed requeued held": ("it could not be launched and is held", "`scontrol release JOB` tries again."),
+    "launch failed requeued held": ("it could not be launched and is held", "`scontrol release {job}` tries again."),
     "Reservation": ("its reservation has not begun", ""),
     "ReqNodeNotAvail": ("nodes it needs are down, drained or reserved", ""),
     "Nodes required for job are DOWN": ("nodes it needs are down, drained or reserved", ""),
@@ -101,7 +101,14 @@ WAITS = {
 def standing(job: Job, log: str = "job.log", now_s: float | None = None) -> Standing:
     """A job in Corral's words."""
     state, reason, what, remedy = STATES.get(job.state, NOT_KNOWN)
-    text = f"job {job.id} {what}"
+    known = {
+        "job": job.id,
+        "log": log,
+        "code": job.exit_code,
+        "nodes": job.nodes or "its nodes",
+        "by": f"by {job.cancelled_by}" if job.cancelled_by else "by `scancel`: by you or by an administrator",
+    }
+    text = f"job {job.id} {what.format_map(known)}"
     if state is State.QUEUED:
         why, help_ = _wait(job.reason)
         again = ", again," if job.restarts and job.state == "PENDING" else ""
@@ -109,10 +116,7 @@ def standing(job: Job, log: str = "job.log", now_s: float | None = None) -> Stan
         remedy = help_ or remedy
     if job.state not in STATES:
         text += f": {job.state}"
-    by = f"by {job.cancelled_by}" if job.cancelled_by else "by `scancel`: by you or by an administrator"
-    for token, value in (("BY", by), ("CODE", job.exit_code), ("NODES", job.nodes or "its nodes")):
-        text = text.replace(token, value)
-    remedy = remedy.replace("JOB", job.id).replace("LOG", log)
+    remedy = remedy.format_map(known)
     ended = state in (State.FAILED, State.STOPPED)
     return Standing(state, reason, text, remedy, ended, job.state in CAUSED or state is State.QUEUED)
 
