@@ -23,7 +23,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from corral.batch.pace import read_gauges
+from corral.batch.core.pace import read_gauges
 from corral.client.client import Client
 from corral.lifecycle.resolve import ready_endpoint
 

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from corral.batch import Table
-from corral.batch.blocks import BlockFeed, Division, block_size
-from corral.batch.folder import JobFolder
+from corral.batch.core.folder import JobFolder
+from corral.batch.core.ledger import FAILED, FINE, Entry, Ledger
 from corral.batch.inspect import inspect
-from corral.batch.ledger import FAILED, FINE, Entry, Ledger
-from corral.batch.parts import Member, Others, all_parts, claim_path, runners_of
+from corral.batch.sharing.blocks import BlockFeed, Division, block_size
+from corral.batch.sharing.parts import Member, Others, all_parts, claim_path, runners_of
 from corral.processes import Identity
 from tests.batch_harness import Nursery, control, fake_server, torment_several, write_rows
 

@@ -16,12 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corral.batch import lock as lock_module
-from corral.batch.folder import JobFolder
-from corral.batch.ledger import FAILED, FINE, Entry, Ledger, read_ledger
-from corral.batch.lock import JobLock, holder_of
-from corral.batch.outbox import Outbox
-from corral.batch.table import Table, hash64
+from corral.batch.core import lock as lock_module
+from corral.batch.core.folder import JobFolder
+from corral.batch.core.ledger import FAILED, FINE, Entry, Ledger, read_ledger
+from corral.batch.core.lock import JobLock, holder_of
+from corral.batch.core.outbox import Outbox
+from corral.batch.core.table import Table, hash64
 from corral.errors import ConflictError, DataError
 from corral.files import lock_holder
 from corral.processes import own_identity
@@ -155,7 +155,7 @@ def test_the_second_runner_is_refused_and_told_who_is_first(tmp_path: Path) -> N
 
 def test_a_lock_of_a_dead_process_is_taken(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    code = "import sys, os; from pathlib import Path; from corral.batch.lock import JobLock\n"
+    code = "import sys, os; from pathlib import Path; from corral.batch.core.lock import JobLock\n"
     code += "JobLock(Path(sys.argv[1]), 'x').__enter__(); os._exit(9)"
     subprocess.run([sys.executable, "-c", code, str(path)], check=False)
     assert path.exists()

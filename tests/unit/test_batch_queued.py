@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
-from corral.batch import in_job
 from corral.batch.batch import Result, again, carry_out
-from corral.batch.folder import JobFolder
-from corral.batch.in_job import InJob
+from corral.batch.core.folder import JobFolder
+from corral.batch.core.run import Quiet, Summary
+from corral.batch.core.runner import Settings
 from corral.batch.inspect import inspect
 from corral.batch.job import Order, load_record
-from corral.batch.parts import Member, bury, claim_path, runners_of
-from corral.batch.queued import add_job, jobs_of
-from corral.batch.run import Quiet, Summary
-from corral.batch.runner import Settings
+from corral.batch.jobs import in_job
+from corral.batch.jobs.in_job import InJob
+from corral.batch.jobs.queued import add_job, jobs_of
+from corral.batch.jobs.submit import is_queued
 from corral.batch.serving import Offline, Where
-from corral.batch.shared import Sharing
-from corral.batch.submit import is_queued
+from corral.batch.sharing.parts import Member, bury, claim_path, runners_of
+from corral.batch.sharing.shared import Sharing
 from corral.errors import UnreachableError
 from corral.fake import FakeOptions, FakeServer
 from corral.slurm import commands

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from corral.batch.batch import again
+from corral.batch.core.run import Quiet
+from corral.batch.input.recipe import Recipe
 from corral.batch.inspect import inspect
 from corral.batch.job import Order, folder_of
 from corral.batch.ray_data import Answer, engine_settings, read_answer, run_on_ray
-from corral.batch.recipe import Recipe
-from corral.batch.run import Quiet
 from corral.batch.serving import Offline
 from corral.cli import main
 from corral.errors import EngineError, UsageError

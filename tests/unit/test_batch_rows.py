@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corral.batch.check import read_problems, scan
-from corral.batch.folder import JobFolder
+from corral.batch.core.folder import JobFolder
+from corral.batch.core.table import RowReader, Table, hash64
+from corral.batch.input.check import read_problems, scan
+from corral.batch.input.params import parse_assignments, problem_with
+from corral.batch.input.recipe import OPENAI, PLAIN, Recipe
+from corral.batch.input.rows import open_source
 from corral.batch.inspect import check_input
-from corral.batch.params import parse_assignments, problem_with
-from corral.batch.recipe import OPENAI, PLAIN, Recipe
-from corral.batch.rows import open_source
-from corral.batch.table import RowReader, Table, hash64
 from corral.errors import CorralError, DataError, NotFoundError, UsageError
 from corral.score import row_files
 

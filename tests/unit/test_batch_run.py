@@ -20,16 +20,16 @@ import pytest
 
 from corral.batch import FixedPlace, JobFolder, JobLock
 from corral.batch.batch import again, carry_out
-from corral.batch.fleet import Place
+from corral.batch.core.fleet import Place
+from corral.batch.core.pace import Gauges, Pace, read_gauges
+from corral.batch.core.retry import Verdict, backoff_s, judge
+from corral.batch.core.run import Quiet, Summary, run_job
+from corral.batch.core.runner import Ask, Counts, Request, Runner, Settings
+from corral.batch.core.table import Table, hash64
+from corral.batch.input.recipe import Recipe
 from corral.batch.inspect import ask_to_stop, inspect
 from corral.batch.job import Order
-from corral.batch.pace import Gauges, Pace, read_gauges
-from corral.batch.recipe import Recipe
-from corral.batch.retry import Verdict, backoff_s, judge
-from corral.batch.run import Quiet, Summary, run_job
-from corral.batch.runner import Ask, Counts, Request, Runner, Settings
 from corral.batch.serving import Where
-from corral.batch.table import Table, hash64
 from corral.client.client import Reply
 from corral.client.endpoint import Endpoint
 from corral.client.errors import OverloadedError, ServerGoneError, TimedOutError, error_from_status

@@ -15,10 +15,12 @@ from typing import Any
 import openai
 import pytest
 
-from corral.batch import check, job, workers
+from corral.batch import job
 from corral.batch.batch import carry_out
-from corral.batch.runner import Settings
-from corral.batch.service import BatchService, ServiceOptions
+from corral.batch.core.runner import Settings
+from corral.batch.input import check
+from corral.batch.service import workers
+from corral.batch.service.server import BatchService, ServiceOptions
 from corral.batch.serving import Where
 from corral.fake import FakeOptions, FakeServer, Pace
 

@@ -79,11 +79,7 @@ def test_only_the_ground_lies_loose() -> None:
     assert sorted(path.stem for path in SOURCE.glob("*.py")) == sorted([*GROUND, *DOORS])
 
 
-def test_no_circle_of_imports() -> None:
-    """Neither between packages nor inside one, imports within functions included."""
-    graph = {
-        name_of(path): imported(path) for path in modules() if path.relative_to(SOURCE).parts[0] not in STANDALONE
-    }
+def refuse_circles(graph: dict[str, set[str]]) -> None:
     done: set[str] = set()
 
     def walk(name: str, trail: tuple[str, ...]) -> None:
@@ -96,6 +92,27 @@ def test_no_circle_of_imports() -> None:
     for name in sorted(graph):
         if name not in DOORS:
             walk(name, ())
+
+
+def test_no_circle_of_imports() -> None:
+    """Neither between packages nor inside one, imports within functions included."""
+    graph = {
+        name_of(path): imported(path) for path in modules() if path.relative_to(SOURCE).parts[0] not in STANDALONE
+    }
+    refuse_circles(graph)
+
+
+def test_no_circle_between_the_parts_of_batch() -> None:
+    """Its subpackages, and the modules that tie them, each count as one."""
+    graph: dict[str, set[str]] = {}
+    for path in (SOURCE / "batch").rglob("*.py"):
+        part = path.relative_to(SOURCE / "batch").parts[0].removesuffix(".py")
+        if part not in DOORS:
+            others = {name.split(".")[1] for name in imported(path) if name.startswith("batch.")}
+            graph.setdefault(part, set()).update(others - {part})
+    assert {"core", "input", "sharing", "service", "jobs"} <= graph.keys()
+    assert not graph["core"], "the core knows nothing of what stands on it"
+    refuse_circles(graph)
 
 
 def test_targets_do_not_import_each_other() -> None:

@@ -28,13 +28,13 @@ disk. `check.scan` reads every input format into a Table.
 
 from __future__ import annotations
 
-from corral.batch.fleet import FixedPlace, Place
-from corral.batch.folder import JobFolder
-from corral.batch.ledger import FAILED, FINE, Entry, Ledger
-from corral.batch.lock import JobLock, holder_of
-from corral.batch.run import Listener, Quiet, Summary, run_job
-from corral.batch.runner import Ask, Counts, Request, Runner, Settings, Work
-from corral.batch.table import BAD, RowReader, Table, hash64
+from corral.batch.core.fleet import FixedPlace, Place
+from corral.batch.core.folder import JobFolder
+from corral.batch.core.ledger import FAILED, FINE, Entry, Ledger
+from corral.batch.core.lock import JobLock, holder_of
+from corral.batch.core.run import Listener, Quiet, Summary, run_job
+from corral.batch.core.runner import Ask, Counts, Request, Runner, Settings, Work
+from corral.batch.core.table import BAD, RowReader, Table, hash64
 
 __all__ = [
     "BAD",

@@ -9,19 +9,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from corral.batch.check import note_beginnings, note_weights, read_problems
-from corral.batch.fleet import Place
-from corral.batch.folder import JobFolder
+from corral.batch.core.fleet import Place
+from corral.batch.core.folder import JobFolder
+from corral.batch.core.ledger import FAILED, Entry
+from corral.batch.core.lock import JobLock
+from corral.batch.core.run import Listener, Summary, run_job
+from corral.batch.core.runner import Counts, Runner, Settings
+from corral.batch.core.table import RowReader, Table, save_json
+from corral.batch.input.check import note_beginnings, note_weights, read_problems
 from corral.batch.job import Order, Prepared, folder_of, load_record, prepare
-from corral.batch.ledger import FAILED, Entry
-from corral.batch.lock import JobLock
 from corral.batch.output import BatchWork, export, problem_line
 from corral.batch.places import gpus_of
-from corral.batch.run import Listener, Summary, run_job
-from corral.batch.runner import Counts, Runner, Settings
 from corral.batch.serving import Offline, Served, Where, kept, served_for
-from corral.batch.shared import Sharing, brief_lock, gather, join, open_door, work_through
-from corral.batch.table import RowReader, Table, save_json
+from corral.batch.sharing.shared import Sharing, brief_lock, gather, join, open_door, work_through
 from corral.client.client import CHAT
 from corral.deployment.events import append_event
 from corral.errors import CorralError, DataError, UsageError
@@ -254,7 +254,7 @@ class _Lazy(Sequence[Place]):
 
 
 def forget_failed(folder: JobFolder, table: Table) -> None:
-    from corral.batch.ledger import Ledger
+    from corral.batch.core.ledger import Ledger
 
     ledger = Ledger(folder, table)
     ledger.open(forget_failed=True)

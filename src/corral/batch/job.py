@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from corral.batch.check import Problems, Scanned, new_name, read_problems, scan
-from corral.batch.folder import JobFolder, sync_dir
-from corral.batch.lengths import Counter, mark_too_long
+from corral.batch.core.folder import JobFolder, sync_dir
+from corral.batch.core.table import Table
+from corral.batch.input.check import Problems, Scanned, new_name, read_problems, scan
+from corral.batch.input.lengths import Counter, mark_too_long
+from corral.batch.input.recipe import AUTO, OPENAI, Recipe
+from corral.batch.input.rows import Source, open_source
 from corral.batch.output import check_output, is_live, output_kind
-from corral.batch.recipe import AUTO, OPENAI, Recipe
-from corral.batch.rows import Source, open_source
-from corral.batch.table import Table
 from corral.errors import ConflictError, DataError, NotFoundError, UsageError
 from corral.files import write_atomic
 from corral.record import dump_json, load_json, to_json

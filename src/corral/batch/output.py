@@ -19,13 +19,13 @@ from typing import IO, Any
 
 import msgspec
 
-from corral.batch.check import Problem
-from corral.batch.folder import COMPRESSIONS, JobFolder, sync_dir
-from corral.batch.ledger import FINE, Ledger, Record
-from corral.batch.recipe import Recipe
-from corral.batch.rows import optional
-from corral.batch.runner import Ask, Request
-from corral.batch.table import Table, hash64
+from corral.batch.core.folder import COMPRESSIONS, JobFolder, sync_dir
+from corral.batch.core.ledger import FINE, Ledger, Record
+from corral.batch.core.runner import Ask, Request
+from corral.batch.core.table import Table, hash64
+from corral.batch.input.check import Problem
+from corral.batch.input.recipe import Recipe
+from corral.batch.input.rows import optional
 from corral.client.client import Reply
 from corral.errors import CorralError, DataError, UsageError
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from corral.batch.fleet import FixedPlace, Place
+from corral.batch.core.fleet import FixedPlace, Place
 from corral.client.client import Client
 from corral.client.endpoint import Endpoint
 from corral.deployment.folder import DeploymentFolder, all_folders, open_folder

@@ -22,16 +22,16 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from corral.batch.batch import Journal, Result, bad_rows, forget_failed, kept_state, work_of
-from corral.batch.folder import JobFolder
+from corral.batch.core.folder import JobFolder
+from corral.batch.core.ledger import FAILED, FINE, Entry, Ledger
+from corral.batch.core.lock import JobLock, beating
+from corral.batch.core.run import Listener, Summary
+from corral.batch.core.table import RowReader
+from corral.batch.input.recipe import Parsed
+from corral.batch.input.rows import optional
 from corral.batch.job import Order, Prepared, folder_of, prepare
-from corral.batch.ledger import FAILED, FINE, Entry, Ledger
-from corral.batch.lock import JobLock, beating
 from corral.batch.output import export
-from corral.batch.recipe import Parsed
-from corral.batch.rows import optional
-from corral.batch.run import Listener, Summary
 from corral.batch.serving import Offline
-from corral.batch.table import RowReader
 from corral.client.client import CHAT, Choice, Reply, Timing, Usage
 from corral.errors import CorralError, EngineError, UnreachableError, UsageError
 from corral.interruption import terminated_as_interrupted

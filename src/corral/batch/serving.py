@@ -9,9 +9,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from corral.batch.fleet import Place
+from corral.batch.core.fleet import Place
+from corral.batch.input.lengths import Counter, engine_counter, server_counter
 from corral.batch.job import Order, load_record
-from corral.batch.lengths import Counter, engine_counter, server_counter
 from corral.batch.places import DeploymentPlace, find_places, served_by
 from corral.errors import CorralError, UsageError
 from corral.record import to_json

@@ -211,7 +211,7 @@ def _trace(workload: Workload, words: Vocabulary) -> list[Prompt]:
 
 def _batch(workload: Workload, _: Vocabulary) -> list[Prompt]:
     """Rows as `corral batch` reads them: whole requests, or prompts and messages with their parameters."""
-    from corral.batch.recipe import PLAIN, Recipe  # only this dataset needs it
+    from corral.batch.input.recipe import PLAIN, Recipe  # only this dataset needs it
 
     prompts, recipe = [], Recipe()
     for number, line in _texts(workload):

@@ -211,7 +211,7 @@ def check(as_json: bool, **given: Any) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON line when ready.")
 def serve(**given: Any) -> int:
     """OpenAI's batch API (/v1/files, /v1/batches) in front of your own model."""
-    from corral.batch.service import ServiceOptions, serve_forever
+    from corral.batch.service.server import ServiceOptions, serve_forever
     from corral.batch.serving import Where
 
     options = ServiceOptions(
@@ -264,8 +264,8 @@ def _from_profile(given: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any
 
 
 def _recipe(given: dict[str, Any]) -> Any:
-    from corral.batch.params import parse_assignments
-    from corral.batch.recipe import Recipe
+    from corral.batch.input.params import parse_assignments
+    from corral.batch.input.recipe import Recipe
 
     params = parse_assignments(given["params"])
     for name in ("max_tokens", "temperature", "top_p", "seed", "n"):
@@ -290,7 +290,7 @@ def _recipe(given: dict[str, Any]) -> Any:
 
 
 def _settings(given: dict[str, Any]) -> Any:
-    from corral.batch.runner import Settings
+    from corral.batch.core.runner import Settings
 
     return Settings(
         concurrency=given["concurrency"],
@@ -308,7 +308,7 @@ RUNNER_WORDS = {"row_order": "order", "concurrency": "concurrency", "attempts": 
 
 def _submit(order: Any, where: Any, given: dict[str, Any]) -> int:
     """Queue it; and wait, when asked to."""
-    from corral.batch.submit import submit
+    from corral.batch.jobs.submit import submit
     from corral.cli.batch_view import print_submitted, wait_for_jobs
 
     words = [word for name, option in RUNNER_WORDS.items() if given[name] is not None
@@ -329,7 +329,7 @@ def in_job(output: str, deployment: str, **given: Any) -> int:
     """The runner beside a model in a job of a scheduler; queued by `corral batch`."""
     import os
 
-    from corral.batch.in_job import InJob, run_in_job
+    from corral.batch.jobs.in_job import InJob, run_in_job
 
     here = InJob(deployment, given["jobs"], given["max_jobs"] or 10, int(os.environ.get("CORRAL_AGENTS", "0")))
     screen = Screen(given["as_json"], output)
@@ -349,8 +349,8 @@ def in_job(output: str, deployment: str, **given: Any) -> int:
 
 def _carry_out(order: Any, where: Any, given: dict[str, Any]) -> int:
     from corral.batch.batch import carry_out
-    from corral.batch.shared import Sharing
-    from corral.batch.submit import is_queued
+    from corral.batch.jobs.submit import is_queued
+    from corral.batch.sharing.shared import Sharing
 
     if where.offline and where.offline.engine == "ray-data":
         return _ray(order, where.offline, given)

@@ -18,9 +18,9 @@ from corral.cli.screen import PhaseScreen, duration, print_json, since, tell
 
 if TYPE_CHECKING:
     from corral.batch.batch import Result
+    from corral.batch.core.runner import Counts, Runner
     from corral.batch.inspect import Checked, Standing
-    from corral.batch.runner import Counts, Runner
-    from corral.batch.submit import Submitted
+    from corral.batch.jobs.submit import Submitted
 
 __all__ = ["Screen", "print_check", "print_status", "print_submitted", "wait_for_jobs"]
 

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from corral.batch import FAILED, FINE, Entry, JobFolder, JobLock, Ledger, RowReader, Table
-from corral.batch.outbox import Outbox
+from corral.batch.core.outbox import Outbox
 from corral.client.client import Client
 from corral.client.client import run as run_loop
 from corral.client.endpoint import Endpoint

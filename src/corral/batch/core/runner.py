@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from corral.batch.fleet import Lane, Place
-from corral.batch.ledger import FAILED, FINE, Entry
-from corral.batch.outbox import Outbox
-from corral.batch.pace import Pace
-from corral.batch.retry import Verdict, backoff_s, judge
-from corral.batch.table import RowReader
+from corral.batch.core.fleet import Lane, Place
+from corral.batch.core.ledger import FAILED, FINE, Entry
+from corral.batch.core.outbox import Outbox
+from corral.batch.core.pace import Pace
+from corral.batch.core.retry import Verdict, backoff_s, judge
+from corral.batch.core.table import RowReader
 from corral.client.client import Reply
 from corral.client.errors import RequestError
 from corral.client.pool import open_files

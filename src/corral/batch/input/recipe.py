@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from corral.batch.params import PARAMETERS, from_text, problem_with
+from corral.batch.input.params import PARAMETERS, from_text, problem_with
 from corral.client.client import CHAT, COMPLETIONS
 from corral.errors import DataError, UsageError
 from corral.record import nearest

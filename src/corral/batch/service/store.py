@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from corral.batch.table import save_json
+from corral.batch.core.table import save_json
 from corral.errors import NotFoundError
 from corral.files import make_private_dir, write_atomic
 

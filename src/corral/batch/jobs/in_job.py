@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from corral.batch.batch import Result, again, carry_out
+from corral.batch.core.run import Listener
+from corral.batch.core.runner import Counts, Runner, Settings
 from corral.batch.job import load_record
+from corral.batch.jobs.queued import add_job, cancel_waiting, jobs_of
 from corral.batch.places import seats_in
-from corral.batch.queued import add_job, cancel_waiting, jobs_of
-from corral.batch.run import Listener
-from corral.batch.runner import Counts, Runner, Settings
 from corral.batch.serving import Served
-from corral.batch.shared import Sharing
+from corral.batch.sharing.shared import Sharing
 from corral.client.endpoint import Endpoint
 from corral.deployment.folder import DeploymentFolder
 from corral.errors import CorralError, LaunchError

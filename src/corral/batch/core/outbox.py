@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from corral.batch.ledger import Entry, Ledger
+from corral.batch.core.ledger import Entry, Ledger
 from corral.errors import CorralError, DataError
 
 __all__ = ["Outbox"]

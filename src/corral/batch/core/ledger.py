@@ -26,8 +26,8 @@ from typing import IO, NamedTuple
 
 import msgspec
 
-from corral.batch.folder import JobFolder, sync_dir
-from corral.batch.table import Table
+from corral.batch.core.folder import JobFolder, sync_dir
+from corral.batch.core.table import Table
 from corral.errors import DataError
 
 __all__ = ["FAILED", "FINE", "RECORD_BYTES", "Entry", "Finder", "Ledger", "Record", "Tally", "read_ledger"]

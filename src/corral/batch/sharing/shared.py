@@ -19,17 +19,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from corral.batch.blocks import BlockFeed, Division, block_size, load_division
-from corral.batch.fleet import Place
-from corral.batch.folder import JobFolder, PartFolder, sync_dir
+from corral.batch.core.fleet import Place
+from corral.batch.core.folder import JobFolder, PartFolder, sync_dir
+from corral.batch.core.ledger import Entry, Ledger, Tally
+from corral.batch.core.lock import JobLock, beating
+from corral.batch.core.run import Job, Listener, Summary, commit_first
+from corral.batch.core.runner import Counts, Settings, Work
+from corral.batch.core.table import RowReader
 from corral.batch.job import JobRecord, Prepared
-from corral.batch.ledger import Entry, Ledger, Tally
-from corral.batch.lock import JobLock, beating
 from corral.batch.output import export
-from corral.batch.parts import Member, Others, all_parts, bury, runners_of
-from corral.batch.run import Job, Listener, Summary, commit_first
-from corral.batch.runner import Counts, Settings, Work
-from corral.batch.table import RowReader
+from corral.batch.sharing.blocks import BlockFeed, Division, block_size, load_division
+from corral.batch.sharing.parts import Member, Others, all_parts, bury, runners_of
 from corral.client.client import run as run_loop
 from corral.errors import ConflictError
 from corral.files import write_atomic

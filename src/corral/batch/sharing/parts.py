@@ -19,10 +19,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from corral.batch.folder import JobFolder, PartFolder, sync_dir
-from corral.batch.ledger import RECORD_BYTES, Finder, read_ledger
-from corral.batch.lock import TOUCH_S, holder_of
-from corral.batch.table import Table
+from corral.batch.core.folder import JobFolder, PartFolder, sync_dir
+from corral.batch.core.ledger import RECORD_BYTES, Finder, read_ledger
+from corral.batch.core.lock import TOUCH_S, holder_of
+from corral.batch.core.table import Table
 from corral.files import discard_lock, lock_holder, try_lock
 from corral.processes import Identity
 

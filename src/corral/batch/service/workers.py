@@ -13,12 +13,12 @@ import time
 from typing import Any
 
 from corral.batch.batch import carry_out
-from corral.batch.folder import JobFolder
+from corral.batch.core.folder import JobFolder
+from corral.batch.core.runner import Counts, Runner, Settings
+from corral.batch.input.recipe import OPENAI, Recipe
 from corral.batch.job import Order
-from corral.batch.recipe import OPENAI, Recipe
-from corral.batch.runner import Counts, Runner, Settings
+from corral.batch.service.store import ENDED, Store
 from corral.batch.serving import Where
-from corral.batch.store import ENDED, Store
 from corral.errors import CorralError, NotFoundError, UnreachableError
 
 __all__ = ["Workers"]

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from corral.batch.lock import JobLock
-from corral.batch.multipart import read_form
-from corral.batch.runner import Settings
+from corral.batch.core.lock import JobLock
+from corral.batch.core.runner import Settings
+from corral.batch.service.multipart import read_form
+from corral.batch.service.store import Store
+from corral.batch.service.workers import Workers
 from corral.batch.serving import Where
-from corral.batch.store import Store
-from corral.batch.workers import Workers
 from corral.client.client import CHAT, COMPLETIONS
 from corral.client.endpoint import Endpoint
 from corral.errors import ConflictError, CorralError, NotFoundError, UsageError

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from corral.batch.fleet import Place
-from corral.batch.folder import JobFolder
-from corral.batch.ledger import Entry, Ledger, Tally
-from corral.batch.lock import JobLock, beating
-from corral.batch.outbox import Outbox
-from corral.batch.runner import Counts, Feed, InOrder, Runner, Settings, Work
-from corral.batch.table import RowReader, Table
+from corral.batch.core.fleet import Place
+from corral.batch.core.folder import JobFolder
+from corral.batch.core.ledger import Entry, Ledger, Tally
+from corral.batch.core.lock import JobLock, beating
+from corral.batch.core.outbox import Outbox
+from corral.batch.core.runner import Counts, Feed, InOrder, Runner, Settings, Work
+from corral.batch.core.table import RowReader, Table
 from corral.client.client import run as run_loop
 
 __all__ = ["Job", "Listener", "Quiet", "Summary", "commit_first", "run_job"]

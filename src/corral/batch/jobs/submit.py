@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from corral.batch.folder import JobFolder
+from corral.batch.core.folder import JobFolder
+from corral.batch.core.ledger import read_ledger
 from corral.batch.job import Order, folder_of, prepare
-from corral.batch.ledger import read_ledger
-from corral.batch.parts import runners_of
-from corral.batch.queued import Standing, add_job, standings
+from corral.batch.jobs.queued import Standing, add_job, standings
 from corral.batch.serving import Where, facts_of, kept, offline_name
-from corral.batch.shared import brief_lock, forget_failed
+from corral.batch.sharing.parts import runners_of
+from corral.batch.sharing.shared import brief_lock, forget_failed
 from corral.deployment.folder import DeploymentFolder
 from corral.deployment.state import ENDED
 from corral.errors import ConflictError

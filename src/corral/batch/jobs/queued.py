@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from corral.batch.folder import JobFolder
+from corral.batch.core.folder import JobFolder
 from corral.deployment.state import State
 from corral.errors import CorralError
 from corral.files import make_private_dir, write_atomic

@@ -16,10 +16,10 @@ from typing import IO, Any, NamedTuple
 
 import msgspec
 
-from corral.batch.folder import JobFolder
-from corral.batch.recipe import OPENAI, Parsed, Recipe
-from corral.batch.rows import Source
-from corral.batch.table import BAD, RowReader, Table, hash64
+from corral.batch.core.folder import JobFolder
+from corral.batch.core.table import BAD, RowReader, Table, hash64
+from corral.batch.input.recipe import OPENAI, Parsed, Recipe
+from corral.batch.input.rows import Source
 from corral.errors import DataError
 
 __all__ = ["Problem", "Problems", "Scanned", "new_name", "note_beginnings", "note_weights", "read_problems", "scan"]

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from corral.batch.pace import Gauges, Pace, read_gauges
+from corral.batch.core.pace import Gauges, Pace, read_gauges
 from corral.client.client import Client
 from corral.client.endpoint import Endpoint
 from corral.client.errors import RequestError

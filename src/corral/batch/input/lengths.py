@@ -16,9 +16,9 @@ from typing import Any
 
 import msgspec
 
-from corral.batch.check import Problem, Scanned
-from corral.batch.fleet import Place
-from corral.batch.table import BAD, RowReader
+from corral.batch.core.fleet import Place
+from corral.batch.core.table import BAD, RowReader
+from corral.batch.input.check import Problem, Scanned
 from corral.client.client import Client
 from corral.client.client import run as run_loop
 from corral.client.endpoint import Endpoint

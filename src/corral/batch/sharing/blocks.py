@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from corral.batch.folder import JobFolder
-from corral.batch.parts import Member, Others
+from corral.batch.core.folder import JobFolder
+from corral.batch.sharing.parts import Member, Others
 from corral.record import load_json
 
 __all__ = ["BlockFeed", "Division", "block_size", "held_blocks", "load_division"]

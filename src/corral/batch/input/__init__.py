@@ -1,0 +1,1 @@
+"""From input files to checked rows: formats, recipes, parameters, lengths."""

@@ -1,0 +1,1 @@
+"""Batches as jobs of a scheduler: submitted, counted, and run inside one."""

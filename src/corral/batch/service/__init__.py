@@ -1,0 +1,1 @@
+"""OpenAI's batch API over HTTP, in front of the same runner."""

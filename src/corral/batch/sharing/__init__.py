@@ -1,0 +1,1 @@
+"""Several runners on one batch: parts, blocks, and putting them together."""
