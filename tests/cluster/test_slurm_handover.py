@@ -114,11 +114,11 @@ class Load:
 
 
 def test_jobs_follow_each_other_and_no_request_fails(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
-    kept = ("--keep", "--max-jobs", "3", "--slurm", "signal_s=25", "--slurm", "keep_margin_s=5", "--time", "2:00")
+    kept = ("--renew", "--max-jobs", "3", "--slurm", "signal_s=25", "--slurm", "renew_margin_s=5", "--time", "2:00")
     done = cluster.corral("up", str(cluster.model), "--name", "served", *SMALL, *kept, "--json")
     assert done.returncode == 0, done.stderr
     proxy = cluster.start("proxy", "served", "--json", "--bind", cluster.hosts.address("login"))
-    keeper = cluster.start("keep", "served")
+    keeper = cluster.start("renew", "served")
     try:
         place = cluster.folder("served") / "proxy.json"
         wait_for(place.exists, 20, "the proxy")
@@ -135,7 +135,7 @@ def test_jobs_follow_each_other_and_no_request_fails(cluster: Cluster, capsys: p
 
         run(through())
     finally:
-        for words in ("corral proxy served", "corral keep served"):
+        for words in ("corral proxy served", "corral renew served"):
             cluster.interrupt(words)
         out, err = proxy.communicate(timeout=30)
         keeper.communicate(timeout=30)
@@ -175,7 +175,7 @@ async def _ended(folder: Path) -> None:
 
 
 def test_an_engine_that_dies_after_it_served_has_a_successor_at_once(cluster: Cluster) -> None:
-    kept = ("--keep", "--max-jobs", "2", "--time", "30:00")
+    kept = ("--renew", "--max-jobs", "2", "--time", "30:00")
     done = cluster.corral("up", str(cluster.model), "--name", "dies", *SMALL, *kept, "--json")
     assert done.returncode == 0, done.stderr
     folder = str(cluster.folder("dies"))

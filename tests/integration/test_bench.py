@@ -107,7 +107,7 @@ def test_figures_are_what_vllms_own_code_makes_of_the_same_rows(corral: Corral) 
 def test_real_vllm_is_measured_with_exact_lengths(corral: Corral, tiny_model: Path) -> None:
     corral.run("up", str(tiny_model), "--name", "measured", *FAST)
     try:
-        done = corral.run("bench", "run", "--on", "measured", "--concurrency", "4", "--num-prompts", "24",
+        done = corral.run("bench", "run", "--deployment", "measured", "--concurrency", "4", "--num-prompts", "24",
                           "--input-len", "20", "--output-len", "8", "--percentiles", "50", "--json",
                           "--name", "real", check=False)  # fmt: skip
         body = json.loads(done.stdout)

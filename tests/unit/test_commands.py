@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from corral.cli import VERBS
 from corral.engines import environments as engines
 from corral.node.agent.processes import marked, process_table
 from corral.processes import identify
@@ -66,6 +68,34 @@ def test_up_use_down(corral: Corral) -> None:
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, f"others can read {path}"
         if path.is_file() and path.name != "key":
             assert key not in path.read_text(errors="replace"), f"the key is in {path}"
+
+
+def test_a_name_can_be_left_out_where_only_one_is_meant(corral: Corral) -> None:
+    nothing = corral("status")
+    assert nothing.code == 3
+    assert "corral up" in nothing.err
+    corral("up", str(corral.model), "--name", "ended")
+    corral("down")
+    assert corral("status", "--json").json()["name"] == "ended"  # the only one there is
+    corral("up", str(corral.model), "--name", "a")
+    assert corral("status", "--json").json()["name"] == "a"  # the only one that has not ended
+    corral("up", str(corral.model), "--name", "b")
+    both = corral("down")
+    assert both.code == 2
+    assert "a, b" in both.err
+    assert corral("down", "a", "b").code == 0
+
+
+def test_on_means_a_profile_everywhere() -> None:
+    for verb, (place, _) in VERBS.items():
+        module, _, attribute = place.partition(":")
+        todo = [getattr(importlib.import_module(module), attribute)]
+        while todo:
+            command = todo.pop()
+            todo += getattr(command, "commands", {}).values()
+            for option in command.params:
+                assert "--on" not in option.opts or option.metavar == "PROFILE", f"corral {verb} … {command.name}"
+                assert "--deployment" not in option.opts or option.metavar == "NAME" or option.required, verb
 
 
 def test_the_plain_screen_and_the_summary(corral: Corral) -> None:
@@ -299,7 +329,7 @@ def test_dry_run_as_shell_commands(corral: Corral, tmp_path: Path) -> None:
         (["up", "--env", "x"], 2, "NAME=VALUE"),
         (["up", "--set", "tensr=2"], 2, "tensor"),
         (["status", "nobody"], 3, "no deployment is called 'nobody'"),
-        (["down"], 2, "which deployment"),
+        (["down"], 3, "no deployment yet"),
         (["logs", "nobody"], 3, "no deployment"),
         (["sttus"], 2, "status"),
         (["engine", "check", "cuda"], 3, "not installed"),

@@ -125,7 +125,7 @@ def command(context: click.Context, /, **given: Any) -> int:
 
 
 def _refuse_options_before(context: click.Context) -> None:
-    """`corral bench --on x run` would measure something else than x: options belong after the subcommand."""
+    """`corral bench --deployment x run` would measure something else than x: options belong after the subcommand."""
     for name in context.params:
         if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
             flag = next(p.opts[0] for p in context.command.params if p.name == name)

@@ -29,7 +29,9 @@ def _apply(*options: Decorator) -> Decorator:
 
 
 server_options = _apply(
-    click.option("--on", "name", metavar="NAME", help="The deployment to measure (default: the only ready one)."),
+    click.option(
+        "--deployment", "-d", "name", metavar="NAME", help="The deployment to measure (default: the only ready one)."
+    ),
     click.option("--url", help="A server that Corral did not start."),
     click.option("--key-file", type=click.Path(), help="File with its key."),
     click.option("--model", help="The served model's name, where there are several."),

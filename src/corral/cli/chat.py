@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from corral.cli.complete import shown
-from corral.cli.use_options import endpoint_options, sampling_options, taken_sampling
+from corral.cli.use_options import deployment_argument, sampling_options, server_options, taken_sampling
 from corral.errors import CorralError
 
 if TYPE_CHECKING:
@@ -20,14 +20,16 @@ __all__ = ["command"]
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 118})
+@deployment_argument
 @click.option("--system", metavar="TEXT", help="System message.")
 @click.option("--load", metavar="FILE", help="Go on with a conversation that /save wrote.")
-@endpoint_options
+@server_options
 @sampling_options
-def command(system: str | None, load: str | None, **given: Any) -> None:
-    """Talk with a model. /help lists the commands; Ctrl-C stops an answer, Ctrl-D ends the talk.
+def command(name: str | None, system: str | None, load: str | None, **given: Any) -> None:
+    """Talk with NAME, or with the only model that is ready.
 
-    Without a terminal, every line of standard input is one message.
+    /help lists the commands; Ctrl-C stops an answer, Ctrl-D ends the talk. Without a terminal, every line of standard
+    input is one message.
     """
     from corral.client.sampling import request_fields
     from corral.lifecycle.resolve import resolve
@@ -37,7 +39,7 @@ def command(system: str | None, load: str | None, **given: Any) -> None:
     sampling = taken_sampling(given)
     request_fields(sampling, chat=True)
     talk = Conversation(system=system, sampling=sampling)
-    endpoint = resolve(given["name"], url=given["url"], key_file=given["key_file"], model=given["model"])
+    endpoint = resolve(name, url=given["url"], key_file=given["key_file"], model=given["model"])
     if load:
         talk.enter(f"/load {load}")
         talk.system = system or talk.system

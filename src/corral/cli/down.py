@@ -5,11 +5,11 @@ from __future__ import annotations
 import click
 
 from corral.cli.screen import print_json
-from corral.deployment.folder import DeploymentFolder, all_folders, open_folder
+from corral.deployment.folder import DeploymentFolder, all_folders
 from corral.deployment.state import ENDED
 from corral.errors import CorralError, UsageError
 from corral.lifecycle import deployments
-from corral.lifecycle.successors import close_chain
+from corral.lifecycle.successors import choose_folder, close_chain
 
 __all__ = ["command"]
 
@@ -22,11 +22,11 @@ __all__ = ["command"]
 def command(names: tuple[str, ...], every: bool, purge: bool, as_json: bool) -> None:
     """Stop deployments: the engine is asked, given time, then ended; every process of it is gone afterwards.
 
-    The successors of a deployment that is kept end with it.
+    Without a name it stops the only deployment that runs. The successors of a deployment end with it.
     """
-    if bool(names) == every:
-        raise UsageError("say which deployment to stop.", "`corral down NAME`, or `corral down --all`.")
-    folders = all_folders() if every else [open_folder(name) for name in names]
+    if names and every:
+        raise UsageError("both names and --all were given.", "`corral down NAME`, or `corral down --all`.")
+    folders = all_folders() if every else [choose_folder(name) for name in names or (None,)]
     stopped = []
     failures: list[CorralError] = []
     for folder in _with_successors(folders):

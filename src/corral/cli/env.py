@@ -6,24 +6,24 @@ import shlex
 
 import click
 
-from corral.deployment.folder import open_folder
+from corral.cli.use_options import deployment_argument
 from corral.deployment.state import State
 from corral.errors import ConflictError
 from corral.lifecycle.deployments import status
-from corral.lifecycle.successors import newest_ready
+from corral.lifecycle.successors import choose_folder, newest_ready
 from corral.proxy import held_proxy
 
 __all__ = ["command"]
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("name")
-def command(name: str) -> None:
+@deployment_argument
+def command(name: str | None) -> None:
     """Print OPENAI_BASE_URL and OPENAI_API_KEY for the shell: eval "$(corral env NAME)".
 
     The key is printed. Everything that reads the two variables then finds the server: the openai SDK, curl, Corral.
     """
-    folder = open_folder(name)
+    folder = choose_folder(name)
     found = status(folder)
     if found.state is not State.READY and (follows := newest_ready(folder)) and follows.status:
         found = follows.status

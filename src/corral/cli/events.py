@@ -7,19 +7,20 @@ import time
 
 import click
 
+from corral.cli.use_options import deployment_argument
 from corral.deployment.events import Event, read_events
-from corral.deployment.folder import open_folder
 from corral.lifecycle.deployments import status
+from corral.lifecycle.successors import choose_folder
 
 __all__ = ["command"]
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("name")
+@deployment_argument
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
-def command(name: str, as_json: bool) -> None:
+def command(name: str | None, as_json: bool) -> None:
     """Print what happened, and when."""
-    folder = open_folder(name)
+    folder = choose_folder(name)
     status(folder)  # brings here what was written elsewhere
     events = [event for rank in folder.ranks() for event in read_events(rank.events)]
     for event in sorted(events, key=lambda event: event.time_s):

@@ -10,31 +10,35 @@ from pathlib import Path
 
 import click
 
+from corral.cli.use_options import deployment_argument
 from corral.deployment.diagnosis import last_lines
-from corral.deployment.folder import DeploymentFolder, open_folder
+from corral.deployment.folder import DeploymentFolder
 from corral.deployment.state import ENDED
 from corral.errors import NotFoundError
 from corral.lifecycle.deployments import status
+from corral.lifecycle.successors import choose_folder
 
 __all__ = ["command"]
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("name")
+@deployment_argument
 @click.option("--follow", "-f", is_flag=True, help="Go on as the log grows, until the deployment ends.")
 @click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Which rank's log.")
 @click.option("--lines", "-n", type=click.IntRange(min=1), help="Only the last lines.")
 @click.option("--json", "as_json", is_flag=True, help='Each line as {"rank", "line"}.')
-def command(name: str, follow: bool, rank: int, lines: int | None, as_json: bool) -> None:
+def command(name: str | None, follow: bool, rank: int, lines: int | None, as_json: bool) -> None:
     """Print the engine's log."""
-    folder = open_folder(name)
+    folder = choose_folder(name)
     status(folder)  # brings here what was written elsewhere
     files = folder.rank(rank)
     known = [other.number for other in folder.ranks()]
     if known and rank not in known:
-        raise NotFoundError(f"{name!r} has no rank {rank}.", f"It has: {', '.join(map(str, known))}.")
+        raise NotFoundError(f"{folder.name!r} has no rank {rank}.", f"It has: {', '.join(map(str, known))}.")
     if not files.log.exists() and not follow:
-        raise NotFoundError(f"{name!r} has written no log yet.", f"Follow it: corral logs {shlex.quote(name)} -f")
+        raise NotFoundError(
+            f"{folder.name!r} has written no log yet.", f"Follow it: corral logs {shlex.quote(folder.name)} -f"
+        )
     offset = 0
     if lines:
         for line in last_lines(files.log, lines):

@@ -7,26 +7,27 @@ import shlex
 import click
 
 from corral.cli.screen import print_json
-from corral.deployment.folder import open_folder
+from corral.cli.use_options import deployment_argument
+from corral.lifecycle.successors import choose_folder
 from corral.proxy import ProxyLimits, run_proxy, summary
 
 __all__ = ["command"]
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("name")
+@deployment_argument
 @click.option("--port", type=click.IntRange(1, 65535), help="Port (default: the one it had before, or a free one).")
 @click.option("--bind", metavar="ADDRESS", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--hold", "hold_s", type=click.FloatRange(min=0), default=120, show_default=True, metavar="SECONDS",
               help="How long a request waits while no server is ready.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="The figures as JSON when it ends.")
-def command(name: str, port: int | None, bind: str, hold_s: float, as_json: bool) -> None:
+def command(name: str | None, port: int | None, bind: str, hold_s: float, as_json: bool) -> None:
     """Give NAME and its successors one address: new requests go to the newest server that is ready.
 
     Running requests finish where they began; a server that drains or refuses before it answered is no error. Clients
     send the deployment's key as ever. Ctrl-C ends it and prints what went through.
     """
-    folder = open_folder(name)
+    folder = choose_folder(name)
 
     def ready(url: str) -> None:
         click.echo(f"{url}/v1  (Ctrl-C ends it)", err=True)

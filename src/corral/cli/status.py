@@ -9,11 +9,12 @@ from urllib.parse import urlsplit
 import click
 
 from corral.cli.screen import duration, print_json, since
+from corral.cli.use_options import deployment_argument
 from corral.client.endpoint import Endpoint
-from corral.deployment.folder import DeploymentFolder, open_folder
+from corral.deployment.folder import DeploymentFolder
 from corral.deployment.state import ENDED, State
 from corral.lifecycle.deployments import Status, status
-from corral.lifecycle.successors import all_standings, read_chain
+from corral.lifecycle.successors import all_standings, choose_folder, read_chain
 from corral.plan.reconcile import Differences
 from corral.record import load_json, to_json
 
@@ -21,11 +22,11 @@ __all__ = ["command"]
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("name")
+@deployment_argument
 @click.option("--json", "as_json", is_flag=True, help="The whole status as JSON.")
-def command(name: str, as_json: bool) -> None:
+def command(name: str | None, as_json: bool) -> None:
     """Show one deployment: state, reason, endpoint, what the engine reported. Exit code 8 when it has failed."""
-    folder = open_folder(name)
+    folder = choose_folder(name)
     found = status(folder)
     compared = load_json(Differences, folder.differences) if folder.differences.is_file() else None
     answers = _answers(found.endpoint) if found.state is State.READY and found.endpoint else None
@@ -43,7 +44,7 @@ def command(name: str, as_json: bool) -> None:
 
 
 def _followers(folder: DeploymentFolder) -> list[str]:
-    """The successors of a deployment that is kept."""
+    """The successors of a deployment that is renewed."""
     if not folder.successors.exists():
         return []
     found = [f"{one.folder.name} ({one.state})" for one in all_standings(folder)[1:]]

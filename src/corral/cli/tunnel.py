@@ -6,9 +6,11 @@ import shlex
 
 import click
 
+from corral.cli.use_options import deployment_argument
 from corral.client.endpoint import Endpoint
-from corral.deployment.folder import open_folder
+from corral.errors import UsageError
 from corral.lifecycle.deployments import status
+from corral.lifecycle.successors import choose_folder
 from corral.lifecycle.tunnel import (
     close_tunnel,
     ensure_tunnel,
@@ -24,27 +26,33 @@ __all__ = ["command"]
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("name")
+@deployment_argument
 @click.option("--background", "-b", is_flag=True, help="Open it in the background and return.")
 @click.option("--close", is_flag=True, help="Close the one that is open.")
 @click.option("--through", metavar="HOST", help="The deployment belongs to Corral on HOST, a login node for example.")
 @click.option("--corral", "program", default="corral", show_default=True, help="With --through: the command there.")
 @click.option("--port", type=click.IntRange(1, 65535), help="With --through: the port here (default: a free one).")
-def command(name: str, background: bool, close: bool, through: str | None, program: str, port: int | None) -> None:
+def command(
+    name: str | None, background: bool, close: bool, through: str | None, program: str, port: int | None
+) -> None:
     """Bring the endpoint of NAME to this machine and keep it here; opens the connection again when it breaks.
 
     `corral up` opens one in the background by itself; this is for later sessions and other terminals.
     """
     if through is not None:
+        if name is None:
+            raise UsageError(
+                "--through needs the name of a deployment there.", f"`ssh {through} corral ps` lists them."
+            )
         _through(name, through, program, port)
         return
-    folder = open_folder(name)
+    folder = choose_folder(name)
     if close:
         close_tunnel(folder)
         return
     url = load_json(Endpoint, folder.endpoint).base_url if folder.endpoint.is_file() else ""
     if not needs_tunnel(folder):
-        click.echo(f"{name} needs no tunnel: {url or status(folder).state}", err=True)
+        click.echo(f"{folder.name} needs no tunnel: {url or status(folder).state}", err=True)
         return
     if holder := tunnel_holder(folder):
         click.echo(f"{url} (held open by process {holder.pid})")

@@ -65,8 +65,8 @@ FIRST_QUESTION = "What is the capital of France?"
 @click.option("--nodes", type=click.IntRange(min=1), help="On SLURM: nodes (default: as many as the model needs).")
 @click.option("--slurm", "slurm_options", multiple=True, metavar="KEY=VALUE",
               help="On SLURM: any other option of sbatch, or of the slurm target.")  # fmt: skip
-@click.option("--keep", is_flag=True, help="On SLURM: submit a successor before the time limit, again and again.")
-@click.option("--max-jobs", type=click.IntRange(min=1), help="With --keep: jobs in all (default: without end).")
+@click.option("--renew", is_flag=True, help="On SLURM: submit a successor before the time limit, again and again.")
+@click.option("--max-jobs", type=click.IntRange(min=1), help="With --renew: jobs in all (default: without end).")
 @click.option("--attach", metavar="NAME", help="Take up an interrupted `corral up` again: wait until NAME is ready.")
 @click.option("--env", "extra_env", multiple=True, metavar="NAME=VALUE", help="Environment variable for the engine.")
 @click.option("--restart", "restarts", type=click.IntRange(0, 100), help="Restarts after a failure (default: 0).")
@@ -103,7 +103,7 @@ def command(
     partition: str | None,
     nodes: int | None,
     slurm_options: tuple[str, ...],
-    keep: bool,
+    renew: bool,
     max_jobs: int | None,
     attach: str | None,
     extra_env: tuple[str, ...],
@@ -151,7 +151,7 @@ def command(
     profile = load_profile(on)
     options = with_storage(profile, merged(profile, flags))
     refuse_reserved(options["extra_env"])
-    wish = _kept(bringup.Wish(**{**options, "goal": Goal(**options["goal"])}), keep, max_jobs)
+    wish = _renewed(bringup.Wish(**{**options, "goal": Goal(**options["goal"])}), renew, max_jobs)
     if shell and not dry_run:
         raise UsageError("--shell shows the commands of a dry run.", "Add --dry-run.")
     if dry_run:
@@ -172,23 +172,23 @@ def command(
         print_json(_document(status, screen, answer))
     else:
         click.echo("\n" + summary(status, endpoint, answer))
-        if keep:
+        if renew:
             click.echo(f"One address for it and its successors: corral proxy {shlex.quote(status.name)}")
 
 
-def _kept(wish: bringup.Wish, keep: bool, max_jobs: int | None) -> bringup.Wish:
+def _renewed(wish: bringup.Wish, renew: bool, max_jobs: int | None) -> bringup.Wish:
     """The same wish with successors, where they are asked for and possible."""
-    if not keep and not max_jobs:
+    if not renew and not max_jobs:
         return wish
-    if wish.target != "slurm" or not keep:
-        raise UsageError("--keep and --max-jobs are for jobs on SLURM.", "Say --keep with --partition, --time, ….")
+    if wish.target != "slurm" or not renew:
+        raise UsageError("--renew and --max-jobs are for jobs on SLURM.", "Say --renew with --partition, --time, ….")
     if wish.name and chain_of(wish.name) != wish.name:
         raise UsageError(
             f"{wish.name!r} looks like a successor's name.", "Take a --name that does not end in ~NUMBER."
         )
     limit = max_jobs or wish.place.get("max_jobs")
     jobs = int(limit) if isinstance(limit, int | str) else None
-    return replace(wish, keep=True, max_jobs=jobs, place={**wish.place, "keep": True})
+    return replace(wish, renew=True, max_jobs=jobs, place={**wish.place, "renew": True})
 
 
 def _bring_up(wish: bringup.Wish, screen: PhaseScreen, wait: bool) -> deployments.Status:

@@ -11,23 +11,32 @@ import click
 from corral.client.sampling import PARAMETERS, STRUCTURED, parse_assignment
 from corral.errors import UsageError
 
-__all__ = ["endpoint_options", "sampling_options", "taken_sampling"]
+__all__ = ["deployment_argument", "endpoint_options", "sampling_options", "server_options", "taken_sampling"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 _KINDS: dict[str, Any] = {"int": int, "float": float, "text": str, "texts": str, "ints": int}
 
 
+def deployment_argument(command: F) -> F:
+    """[NAME]: the deployment that the verb is about; it may be left out when there is only one."""
+    return click.argument("name", required=False)(command)
+
+
 def endpoint_options(command: F) -> F:
-    """--name, --url, --key-file, --model."""
+    """--deployment and what `server_options` has: for verbs whose object is something else, an input for example."""
+    help_text = "Deployment to use (default: the only one that is ready)."
+    return click.option("--deployment", "-d", "name", metavar="NAME", help=help_text)(server_options(command))
+
+
+def server_options(command: F) -> F:
+    """--url, --key-file, --model: any server."""
     for option in reversed(
         (
-            click.option("--deployment", "--name", "name", metavar="NAME",
-                         help="Deployment to use (default: the only one that is ready)."),
             click.option("--url", help="Address of any OpenAI-compatible server (default: OPENAI_BASE_URL if set)."),
             click.option("--key-file", metavar="FILE", help="File with its key (default: OPENAI_API_KEY if set)."),
             click.option("--model", metavar="NAME", help="Served model, when the server has several."),
         )
-    ):  # fmt: skip
+    ):
         command = option(command)
     return command
 

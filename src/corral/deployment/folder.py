@@ -9,8 +9,8 @@
       token               by which the agents of several nodes, and Ray, know each other (0600)
       job.json            the batch job, on SLURM; job.sh is its script, job.log its output
       node/               the agent and the guard, as they were at launch
-      successors.json     the deployments that follow this one, where it is kept (see `chain`)
-      wish.json           what they are made from; keep.log says what was done for it
+      successors.json     the deployments that follow this one, where it is renewed
+      wish.json           what they are made from; renewal.log says what was done for it
       proxy.json          the port of `corral proxy`, and who holds it
       rank0/spec.json     what the agent of rank 0 runs
       rank0/events.jsonl  its journal; rank0/heartbeat.json, agent.json, engine.json, stop beside it
@@ -123,8 +123,8 @@ class DeploymentFolder:
         return self.path / "wish.json"
 
     @property
-    def keep_log(self) -> Path:
-        return self.path / "keep.log"
+    def renewal_log(self) -> Path:
+        return self.path / "renewal.log"
 
     @property
     def proxy(self) -> Path:

@@ -71,7 +71,7 @@ class Wish:
     restarts: int = 0
     stall_s: float = 600.0
     hung_s: float = 300.0
-    keep: bool = False  # successors follow (see `chain`)
+    renew: bool = False  # successors follow (see `lifecycle.successors`)
     max_jobs: int | None = None
     follows: str = ""  # the chain that this one continues
     patience_s: float = 10.0  # silence after which a node of several counts as lost
@@ -303,7 +303,7 @@ def _join_chain(wish: Wish, decision: Decision, folder: DeploymentFolder) -> Non
     """A successor has its chain's key, so that clients' keys stay valid; a first keeps what others are made from."""
     if wish.follows:
         write_atomic(folder.key, DeploymentFolder.of(wish.follows).key.read_text(encoding="utf-8"))
-    elif wish.keep:
+    elif wish.renew:
         given = Path(wish.model).expanduser() if wish.model else None
         model = str(given.resolve()) if given and given.exists() else wish.model or decision.source.name
         kept = replace(wish, model=model, name=folder.name, served_name=decision.served_name)

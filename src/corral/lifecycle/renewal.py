@@ -20,7 +20,7 @@ from corral.lifecycle.successors import chain_lock, members, read_chain, success
 from corral.record import load_json
 from corral.targets.base import Lease, Queue
 
-__all__ = ["Facts", "Step", "keep", "look", "next_step"]
+__all__ = ["Facts", "Step", "look", "next_step", "renew"]
 
 LOOK_S = 15.0
 RETRY_S = 30.0
@@ -110,7 +110,7 @@ def look(folder: DeploymentFolder) -> Facts:
     record = load_json(deployments.Record, last.record)
     target = deployments.target_of(record)
     lease = target.lease(last) if isinstance(target, Queue) else None
-    margin = record.place.get("keep_margin_s")
+    margin = record.place.get("renew_margin_s")
     return replace(
         base,
         state=status.state,
@@ -152,7 +152,7 @@ def _load_s(all_of_it: list[DeploymentFolder], status: deployments.Status) -> fl
     return planned or PLANNED_LOAD_S
 
 
-def keep(
+def renew(
     folder: DeploymentFolder,
     say: Callable[[str], None],
     once: bool = False,
@@ -160,7 +160,7 @@ def keep(
 ) -> str:
     """Look after a chain until nothing more will follow, or nobody wants it; why, in words. `once`: what is due."""
     if not folder.wish.is_file():
-        raise UsageError(f"{folder.name!r} is not kept.", "Start it with `corral up … --keep`.")
+        raise UsageError(f"{folder.name!r} was not started with --renew.", "Start it with `corral up MODEL --renew`.")
     refusals, told = 0, ""
     while True:
         if closed := read_chain(folder).closed:

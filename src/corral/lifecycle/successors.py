@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from corral.deployment.folder import DeploymentFolder
+from corral.deployment.folder import DeploymentFolder, all_folders, chain_of, open_folder
 from corral.deployment.state import ENDED, State
-from corral.errors import ConflictError, CorralError
+from corral.errors import ConflictError, CorralError, NotFoundError, UsageError
 from corral.files import discard_lock, lock_holder, try_lock, write_atomic
 from corral.lifecycle import deployments
 from corral.processes import own_identity
@@ -26,6 +26,7 @@ __all__ = [
     "Standing",
     "all_standings",
     "chain_lock",
+    "choose_folder",
     "close_chain",
     "members",
     "newest_ready",
@@ -106,6 +107,22 @@ def newest_ready(folder: DeploymentFolder) -> Standing | None:
     if not folder.successors.exists():
         return None
     return next((one for one in reversed(all_standings(folder)[1:]) if one.state is State.READY), None)
+
+
+def choose_folder(name: str | None) -> DeploymentFolder:
+    """The deployment of that name; without a name the only one there is, or the only one that has not ended."""
+    if name is not None:
+        return open_folder(name)
+    folders = [folder for folder in all_folders() if chain_of(folder.name) == folder.name]
+    if not folders:
+        raise NotFoundError("there is no deployment yet.", "Start one: corral up MODEL.")
+    if len(folders) > 1:
+        living = [one for one in folders if any(member.state not in ENDED for member in all_standings(one))]
+        folders = living or folders
+    if len(folders) > 1:
+        names = ", ".join(folder.name for folder in folders)
+        raise UsageError(f"there are {len(folders)} deployments: {names}.", "Say which one you mean, by its name.")
+    return folders[0]
 
 
 def close_chain(folder: DeploymentFolder, why: str) -> list[DeploymentFolder]:

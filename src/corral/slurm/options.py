@@ -53,8 +53,8 @@ class SlurmOptions:
     hf_home: str = ""
     shared: bool = True
     max_jobs: int | None = None
-    keep: bool = False  # a successor is submitted before the end
-    keep_margin_s: float | None = None  # how much earlier than measured load and queue times ask for
+    renew: bool = False  # a successor is submitted before the end
+    renew_margin_s: float | None = None  # how much earlier than measured load and queue times ask for
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod

@@ -40,7 +40,7 @@ class BatchJob:
     python: str = "python3"
     runner: tuple[str, ...] = ()  # a command that uses the deployment; the job ends with it, and with its code
     extra: Mapping[str, Any] = field(default_factory=dict)
-    keeper: str = ""  # the command that submits a successor, where one is wanted
+    renewer: str = ""  # the command that submits a successor, where one is wanted
 
 
 def clock(time_s: float) -> str:
@@ -66,13 +66,17 @@ def batch_script(job: BatchJob) -> str:
         f"folder={shlex.quote(job.folder)}",
         *(_drain(job.signal_s, drain_s) if not job.runner else _hand_on(job.signal_s)),
         *(f"module load {shlex.quote(module)}" for module in job.modules),
-        *_keep(job),
+        *_renew(job),
         f'{shlex.join(srun)} {shlex.quote(job.python)} -I "$folder/node/slurm_start.py" "$folder" &',
         "agents=$!",
-        *(_run(job.runner, drain_s) if job.runner else _wait("agents", "break" if job.keeper else 'exit "$code"')),
+        *(_run(job.runner, drain_s) if job.runner else _wait("agents", "break" if job.renewer else 'exit "$code"')),
     ]
-    if job.keeper:  # an engine that died early has a successor as well
-        lines += ['kill "$keeper"; wait "$keeper"', f'{job.keeper} --once >>"$folder/keep.log" 2>&1', 'exit "$code"']
+    if job.renewer:  # an engine that died early has a successor as well
+        lines += [
+            'kill "$renewer"; wait "$renewer"',
+            f'{job.renewer} --once >>"$folder/renewal.log" 2>&1',
+            'exit "$code"',
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -112,13 +116,13 @@ def _wait(whom: str, then: str) -> list[str]:
     ]
 
 
-def _keep(job: BatchJob) -> list[str]:
-    if not job.keeper:
+def _renew(job: BatchJob) -> list[str]:
+    if not job.renewer:
         return []
     return [
         "# submits a successor early enough to be loaded before the end",
-        f'{job.keeper} --while $$ >>"$folder/keep.log" 2>&1 &',
-        "keeper=$!",
+        f'{job.renewer} --while $$ >>"$folder/renewal.log" 2>&1 &',
+        "renewer=$!",
     ]
 
 

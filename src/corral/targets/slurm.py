@@ -242,7 +242,7 @@ class SlurmTarget:
             python=given.python,
             runner=given.runner,
             extra=given.extra,
-            keeper=_keeper(deployment) if given.keep else "",
+            renewer=_renewer(deployment) if given.renew else "",
         )
 
     # the job
@@ -334,10 +334,10 @@ class SlurmTarget:
         return _is_over(kept.id, END_PATIENCE_S)
 
 
-def _keeper(deployment: str) -> str:
+def _renewer(deployment: str) -> str:
     """The command that looks after what follows; the nodes share this machine's file system, and so this Python."""
     home = f"CORRAL_HOME={shlex.quote(str(home_dir()))}"
-    return f"{home} {shlex.join([sys.executable, '-m', 'corral', 'keep', chain_of(deployment)])}"
+    return f"{home} {shlex.join([sys.executable, '-m', 'corral', 'renew', chain_of(deployment)])}"
 
 
 def _submitted(folder: DeploymentFolder) -> Submitted | None:

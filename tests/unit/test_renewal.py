@@ -19,10 +19,9 @@ from corral.deployment.folder import DeploymentFolder, chain_of
 from corral.deployment.state import Reason, State
 from corral.errors import ConflictError, CorralError, UnreachableError, UsageError
 from corral.files import write_atomic
-from corral.lifecycle import bringup, deployments
-from corral.lifecycle import renewal as keeping
+from corral.lifecycle import bringup, deployments, renewal
 from corral.lifecycle.deployments import Record, Status, Timings
-from corral.lifecycle.renewal import Facts, keep, next_step
+from corral.lifecycle.renewal import Facts, next_step, renew
 from corral.lifecycle.successors import (
     Chain,
     all_standings,
@@ -124,7 +123,7 @@ class FakeQueue:
 
 
 def record_of(folder: DeploymentFolder) -> Record:
-    return Record(folder.name, "id", "m", "m", "slurm", NOW, own_identity(), place={"keep_margin_s": 5})
+    return Record(folder.name, "id", "m", "m", "slurm", NOW, own_identity(), place={"renew_margin_s": 5})
 
 
 @pytest.fixture
@@ -133,13 +132,13 @@ def first(monkeypatch: pytest.MonkeyPatch) -> DeploymentFolder:
     folder = DeploymentFolder.of("it's kept")
     folder.create()
     write_atomic(folder.record, dump_json(record_of(folder)))
-    write_atomic(folder.wish, dump_json(bringup.Wish(model="m", name=folder.name, keep=True, port=8000)))
+    write_atomic(folder.wish, dump_json(bringup.Wish(model="m", name=folder.name, renew=True, port=8000)))
     write_chain(folder, Chain(max_jobs=4))
     folder.job.write_text("{}")
     monkeypatch.setattr(deployments, "status", lambda one: status_of(one, State.READY))
     monkeypatch.setattr(deployments, "target_of", lambda _: FakeQueue())
     monkeypatch.setattr(bringup, "bring_up", submitted)
-    monkeypatch.setattr(keeping, "RETRY_S", 0.01)
+    monkeypatch.setattr(renewal, "RETRY_S", 0.01)
     return folder
 
 
@@ -159,17 +158,17 @@ def test_the_fake_is_a_queue() -> None:
     assert isinstance(FakeQueue(), Queue)
 
 
-def test_many_keepers_submit_one_successor(first: DeploymentFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_renewers_submit_one_successor(first: DeploymentFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     def status(one: DeploymentFolder) -> Status:
         return status_of(one, State.READY if one.name == first.name else State.LOADING)
 
     monkeypatch.setattr(deployments, "status", status)
     said: list[str] = []
-    keepers = [threading.Thread(target=keep, args=(first, said.append, True)) for _ in range(6)]
-    for keeper in keepers:
-        keeper.start()
-    for keeper in keepers:
-        keeper.join()
+    renewers = [threading.Thread(target=renew, args=(first, said.append, True)) for _ in range(6)]
+    for renewer in renewers:
+        renewer.start()
+    for renewer in renewers:
+        renewer.join()
     assert read_chain(first).successors == ("it's kept~2",)
     assert len([text for text in said if text.startswith("submitting")]) == 1
     assert not first.successors_lock.exists()
@@ -180,18 +179,18 @@ def test_what_a_dead_keeper_began_is_made_again_under_the_same_name(first: Deplo
     half = members(first)[1]
     half.create()
     write_atomic(half.record, dump_json(record_of(half)))
-    keep(first, lambda _: None, once=True)
+    renew(first, lambda _: None, once=True)
     assert read_chain(first).successors == ("it's kept~2",)
     assert half.job.exists()
 
 
 def test_a_chain_ends_at_its_last_job(first: DeploymentFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(6):
-        keep(first, lambda _: None, once=True)
+        renew(first, lambda _: None, once=True)
     assert read_chain(first).successors == ("it's kept~2", "it's kept~3", "it's kept~4")
     assert not read_chain(first).closed
     monkeypatch.setattr(deployments, "status", lambda one: status_of(one, State.STOPPED, Reason.WALLTIME))
-    assert keep(first, lambda _: None) == "it's kept~4 was the last of 4"
+    assert renew(first, lambda _: None) == "it's kept~4 was the last of 4"
     assert [one.state for one in all_standings(first)] == [State.STOPPED] * 4
 
 
@@ -205,28 +204,28 @@ def test_a_silent_controller_is_waited_for_and_a_refusal_ends_the_chain(
 
     monkeypatch.setattr(bringup, "bring_up", refuses)
     said: list[str] = []
-    assert keep(first, said.append) == "sbatch refused."
+    assert renew(first, said.append) == "sbatch refused."
     assert len([text for text in said if text == "no answer."]) == 9
     assert len(answers) == 4
 
 
 def test_a_keeper_ends_with_its_job(first: DeploymentFolder) -> None:
     write_chain(first, Chain(max_jobs=1))
-    assert keep(first, lambda _: None, wanted=lambda: False) == "the job that it was for has ended"
+    assert renew(first, lambda _: None, wanted=lambda: False) == "the job that it was for has ended"
 
 
 def test_closing_a_chain(first: DeploymentFolder) -> None:
-    keep(first, lambda _: None, once=True)
+    renew(first, lambda _: None, once=True)
     assert [one.name for one in close_chain(first, "ended")] == ["it's kept~2"]
-    assert keep(first, lambda _: None) == "ended"
+    assert renew(first, lambda _: None) == "ended"
     with pytest.raises(ConflictError, match='kept~2" follows'):
         refuse_living_chain(first.name)
 
 
 def test_a_deployment_that_is_not_kept(first: DeploymentFolder) -> None:
     first.wish.unlink()
-    with pytest.raises(UsageError, match="not kept"):
-        keep(first, lambda _: None)
+    with pytest.raises(UsageError, match="--renew"):
+        renew(first, lambda _: None)
 
 
 def test_a_successor_has_the_chains_key_and_a_wish_comes_back_from_its_file(first: DeploymentFolder) -> None:
@@ -254,18 +253,18 @@ def test_a_lock_of_a_node_that_is_gone_grows_old(first: DeploymentFolder, monkey
 
 
 def test_the_script_of_a_kept_job(tmp_path: Path) -> None:
-    job = BatchJob("m", "t", "/shared/m", 1, keeper="CORRAL_HOME=/shared /opt/python -m corral keep m")
+    job = BatchJob("m", "t", "/shared/m", 1, renewer="CORRAL_HOME=/shared /opt/python -m corral renew m")
     script = tmp_path / "job.sh"
     script.write_text(batch_script(job))
     shellcheck = str(Path(sys.executable).parent / "shellcheck")
     done = subprocess.run([shellcheck, str(script)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
-    assert 'keep m --while $$ >>"$folder/keep.log" 2>&1 &\n' in script.read_text()
-    assert script.read_text().endswith('keep m --once >>"$folder/keep.log" 2>&1\nexit "$code"\n')
+    assert 'renew m --while $$ >>"$folder/renewal.log" 2>&1 &\n' in script.read_text()
+    assert script.read_text().endswith('renew m --once >>"$folder/renewal.log" 2>&1\nexit "$code"\n')
 
 
-def test_keep_needs_a_time_limit(corral: Corral) -> None:
-    done = corral("up", str(corral.model), "--keep")
+def test_renew_needs_a_time_limit(corral: Corral) -> None:
+    done = corral("up", str(corral.model), "--renew")
     assert done.code == 2
     assert "jobs on SLURM" in done.err
 

@@ -1,4 +1,4 @@
-"""`corral keep NAME`: submit successors of a deployment that has a time limit."""
+"""`corral renew NAME`: submit successors of a deployment that has a time limit."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from dataclasses import replace
 
 import click
 
-from corral.deployment.folder import open_folder
-from corral.lifecycle.renewal import keep
-from corral.lifecycle.successors import chain_lock, read_chain, write_chain
+from corral.cli.use_options import deployment_argument
+from corral.lifecycle.renewal import renew
+from corral.lifecycle.successors import chain_lock, choose_folder, read_chain, write_chain
 from corral.processes import identify
 
 __all__ = ["command"]
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("name")
+@deployment_argument
 @click.option("--max-jobs", type=click.IntRange(min=1), help="Jobs in all, from now on.")
 @click.option("--while", "parent", type=click.IntRange(min=1), metavar="PID", help="End when this process has ended.")
 @click.option("--once", is_flag=True, help="Only what is due now.")
-def command(name: str, max_jobs: int | None, parent: int | None, once: bool) -> None:
-    """Look after NAME, started with `corral up … --keep`: submit a successor before each time limit.
+def command(name: str | None, max_jobs: int | None, parent: int | None, once: bool) -> None:
+    """Look after NAME, started with `corral up … --renew`: submit a successor before each time limit.
 
     The jobs do this by themselves. By hand it is for clusters whose nodes may not submit jobs, from a login node; it
     does no harm twice.
     """
-    folder = open_folder(name)
+    folder = choose_folder(name)
     if max_jobs is not None:
         with chain_lock(folder):
             write_chain(folder, replace(read_chain(folder), max_jobs=max_jobs))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a submission under way is undone, not left unknown
     wanted = identify(parent) if parent else None
-    why = keep(
+    why = renew(
         folder,
         lambda text: click.echo(f"{time.strftime('%H:%M:%S')} {text}"),
         once,
         lambda: wanted is None or not wanted.is_gone(),
     )
-    click.echo(f"{name}: {why}", err=True)
+    click.echo(f"{folder.name}: {why}", err=True)
