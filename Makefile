@@ -39,4 +39,4 @@ lock: .venv/.test-installed  ## resolve the engines' pinned packages anew
 	touch $@
 
 clean:
-	rm -rf .venv .venv.lock .scratch .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-* .venv.lock .scratch .mypy_cache .ruff_cache .pytest_cache .hypothesis
