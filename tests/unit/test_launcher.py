@@ -1,7 +1,7 @@
 """The launcher's environments: one for each kind of host that shares a checkout, and none is ever cleared.
 
-The Python that the launcher finds is a stand-in (a few lines of shell): it "makes" an environment, "installs" into it,
-and says by which base it runs. Another host is the same checkout with another base Python, or without the first one's.
+The Python that the launcher finds is a stand-in, a few lines of shell that "make" an environment and "install" into
+it. Another host is the same checkout with another base Python, or without the first one's.
 """
 
 from __future__ import annotations
