@@ -256,7 +256,7 @@ def _heartbeat_age_s(folder: DeploymentFolder) -> float:
 
 
 def _diagnosis(folder: DeploymentFolder, last: Event, name: str) -> Diagnosis:
-    if str(last.get("text", "")).startswith(("/health", "the first completion")):
+    if last.get("explained"):
         return Diagnosis(Reason.ENGINE_EXITED, str(last.get("text")), WHOLE_LOG.format(name=name))
     failed = int(last.get("failed_rank", 0))
     lines = last_lines(folder.rank(failed).log, 200, int(last.get("log_from", 0)))

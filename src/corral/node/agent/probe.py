@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 import os
 import socket
 import threading
 import time
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple
 
 from .container import Container
 from .processes import descendants
@@ -73,77 +72,105 @@ class Server:
         return sums[0], sums[1]
 
 
+class Fault(NamedTuple):
+    """What is wrong with a server."""
+
+    reason: str
+    text: str
+    explained: bool = False  # the text says it all: the engine's log need not be searched for a cause
+
+    def details(self) -> Json:
+        return {"text": self.text, "explained": self.explained}
+
+
 class Probe(threading.Thread):
     """Asks the server, off the main loop: first until it is ready, then whether it still lives."""
 
-    def __init__(self, server: Server, hung_s: float, container: Container, gang: Optional[Json] = None) -> None:
+    def __init__(
+        self, server: Server, hung_s: float, container: Container, tell: Callable[[str], None], gang: Optional[Json]
+    ) -> None:
         super().__init__(daemon=True)
-        self.server, self.hung_s, self.container = server, hung_s, container
+        self.server, self.hung_s, self.container, self.tell = server, hung_s, container, tell
         # over several nodes a rank can be gone while /health still says 200: idle ones are asked often
         self.answer_s = min(float(gang["patience_s"]), hung_s) if gang else hung_s
         self.look_every_s = min(HEALTH_EVERY_S, hung_s / 4, *([self.answer_s / 4] if gang else []))
         self.ask_every_s = self.answer_s / 2 if gang else COMPLETION_EVERY_S
         self.ready: Optional[Json] = None
-        self.fault: Optional[Tuple[str, str]] = None  # (reason, text)
+        self.fault: Optional[Fault] = None
         self.stopping = threading.Event()
         self.refusals = 0  # completions in a row that the server could not answer
+        self.trouble = ""  # what last went wrong in a look itself
 
     def run(self) -> None:
-        with contextlib.suppress(Exception):
-            self._until_ready()
-        while self.fault is None and not self.stopping.wait(self.look_every_s):
-            self._watch()
+        while self.fault is None and not self.stopping.wait(self._pause_s()):
+            self._look()
 
-    def _until_ready(self) -> None:
-        while not self.stopping.wait(1.0 if self.refusals else 0.1):
-            if not self.server.accepts():
-                continue
-            # vLLM binds early and listens late: another server may answer here in the meantime, and is not ours
-            strange = listeners(self.server.host, self.server.port) - sockets_of(descendants(os.getpid()))
-            if strange and not self.container.owns(strange, self.server.port):
-                self.fault = ("port_taken", "another process took port %d first" % self.server.port)
-                return
-            try:
-                if self.server.call("GET", "/health", key=False)[0] != 200:
-                    continue
-                if self.server.call("GET", "/v1/models", key=False)[0] not in (401, 403):
-                    self.fault = ("not_guarded", "the server answers without a key")
-                    return
-                began = time.monotonic()
-                status, text = self.server.complete(timeout_s=self.hung_s)
-            except (OSError, http.client.HTTPException):
-                continue
-            if status == 200:
-                self.ready = {"first_completion_s": round(time.monotonic() - began, 3)}
-                self._moved, self._tokens, self._asked = time.monotonic(), -1.0, time.monotonic()
-                return
-            self.refusals += 1
-            if status < 500 or self.refusals >= 20:
-                self.fault = ("engine_exited", "the first completion was answered %d: %s" % (status, text[:300]))
-                return
+    def _pause_s(self) -> float:
+        if self.ready:
+            return self.look_every_s
+        return 1.0 if self.refusals else 0.1
+
+    def _look(self) -> None:
+        """One look. One that fails is told, and is one without an answer: a server must never go unwatched."""
+        try:
+            if self.ready:
+                self._watch()
+            else:
+                self._try_first()
+        except (OSError, http.client.HTTPException):
+            pass  # nobody answers yet, or just now
+        except Exception as error:
+            trouble = "%s: %s" % (type(error).__name__, error)
+            if trouble != self.trouble:
+                self.trouble = trouble
+                self.tell(trouble)
+        if self.ready and self.fault is None and time.monotonic() - self._moved > self.hung_s:
+            last = " (the last look failed: %s)" % self.trouble if self.trouble else ""
+            self.fault = Fault("engine_hung", "no answer and no token for %d s%s" % (self.hung_s, last))
+
+    def _try_first(self) -> None:
+        if not self.server.accepts():
+            return
+        # vLLM binds early and listens late: another server may answer here in the meantime, and is not ours
+        strange = listeners(self.server.host, self.server.port) - sockets_of(descendants(os.getpid()))
+        if strange and not self.container.owns(strange, self.server.port):
+            self.fault = Fault("port_taken", "another process took port %d first" % self.server.port)
+            return
+        if self.server.call("GET", "/health", key=False)[0] != 200:
+            return
+        if self.server.call("GET", "/v1/models", key=False)[0] not in (401, 403):
+            self.fault = Fault("not_guarded", "the server answers without a key")
+            return
+        began = time.monotonic()
+        status, text = self.server.complete(timeout_s=self.hung_s)
+        if status == 200:
+            self._moved, self._tokens, self._asked = time.monotonic(), -1.0, time.monotonic()
+            self.ready = {"first_completion_s": round(time.monotonic() - began, 3)}
+            return
+        self.refusals += 1
+        if status < 500 or self.refusals >= 20:
+            self.fault = Fault(
+                "engine_exited", "the first completion was answered %d: %s" % (status, text[:300]), True
+            )
 
     def _watch(self) -> None:
         now = time.monotonic()
-        try:
-            if self.server.call("GET", "/health", key=False)[0] == 503:
-                self.fault = ("engine_exited", "/health says that the engine behind the server is dead")
-                return
-            busy, tokens = self.server.counters()
-            if tokens != self._tokens:
-                self._tokens, self._moved = tokens, now
-            elif not busy and now - self._asked >= self.ask_every_s:
-                self._asked = now
-                self._moved = now
-                status, text = self._ask()
-                self.refusals = self.refusals + 1 if status >= 500 else 0
-                if self.refusals >= 3:
-                    self.fault = ("engine_exited", "completions are answered %d: %s" % (status, text[:300]))
-            elif not busy:
-                self._moved = now
-        except (OSError, http.client.HTTPException):
-            pass
-        if self.fault is None and time.monotonic() - self._moved > self.hung_s:
-            self.fault = ("engine_hung", "no answer and no token for %d s" % self.hung_s)
+        if self.server.call("GET", "/health", key=False)[0] == 503:
+            self.fault = Fault("engine_exited", "/health says that the engine behind the server is dead", True)
+            return
+        busy, tokens = self.server.counters()
+        self.trouble = ""
+        if tokens != self._tokens:
+            self._tokens, self._moved = tokens, now
+        elif not busy and now - self._asked >= self.ask_every_s:
+            self._asked = now
+            self._moved = now
+            status, text = self._ask()
+            self.refusals = self.refusals + 1 if status >= 500 else 0
+            if self.refusals >= 3:
+                self.fault = Fault("engine_exited", "completions are answered %d: %s" % (status, text[:300]))
+        elif not busy:
+            self._moved = now
 
     def _ask(self) -> Tuple[int, str]:
         """One token from an idle engine; silence is a fault, unless somebody else's long prompt came just before."""
@@ -155,5 +182,5 @@ class Probe(threading.Thread):
                 self._moved = time.monotonic()
                 return 200, ""
             text = "an idle engine did not answer a completion of one token within %d s" % self.answer_s
-            self.fault = ("engine_hung", text)
+            self.fault = Fault("engine_hung", text)
             raise

@@ -73,10 +73,7 @@ class Rank:
         with contextlib.suppress(OSError):
             write_atomic(self.spec["engine_file"], identity(self.engine.pid))
         self._tell_state("starting", attempt=attempt, pid=self.engine.pid)
-        serve, gang = self.spec.get("serve"), self.spec.get("gang")
-        self.probe = Probe(Server(serve), self.spec["hung_s"], self.container, gang) if serve else None
-        if self.probe:
-            self.probe.start()
+        self.probe = self._probe()
         reason, details = self._watch()
         self.ended_at = time.monotonic()
         if self.probe:
@@ -93,6 +90,18 @@ class Rank:
         self.running = False
         self._read_log()
         return reason, details
+
+    def _probe(self) -> Optional[Probe]:
+        """Who asks the server of this rank, already at it; None where the rank serves nothing."""
+        serve, gang = self.spec.get("serve"), self.spec.get("gang")
+        if not serve:
+            return None
+        probe = Probe(Server(serve), self.spec["hung_s"], self.container, self._tell_trouble, gang)
+        probe.start()
+        return probe
+
+    def _tell_trouble(self, text: str) -> None:
+        self.journal.write("trouble", text="the server could not be looked at: %s" % text)
 
     def _start(self) -> "subprocess.Popen[bytes]":
         env = {k: v for k, v in os.environ.items() if k not in self.spec.get("unset_env", [])}
@@ -149,7 +158,10 @@ class Rank:
             if drained:
                 return drained
             if self.probe and self.probe.fault and self.state != "draining":
-                return self.probe.fault[0], {"text": self.probe.fault[1]}
+                return self.probe.fault.reason, {
+                    "text": self.probe.fault.text,
+                    "explained": self.probe.fault.explained,
+                }
             if self.probe and self.probe.ready and self.state not in ("ready", "draining"):
                 self._read_log()  # what the engine said before it answered, and no line later
                 self._tell_state("ready", **self.probe.ready)
