@@ -4,13 +4,17 @@ import json
 import struct
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from huggingface_hub import HfApi
+from huggingface_hub.errors import NotASafetensorsRepoError
 
 from corral.errors import AccessError, CorralError, DataError, NotFoundError, UnreachableError
 from corral.models import catalogue
 from corral.models.facts import ModelFacts, facts_from_config, facts_from_entry, facts_from_folder, read_facts
+from corral.models.hub import Repository, read_repository
 from corral.record import from_json, to_json
 
 
@@ -257,9 +261,42 @@ def _hub(monkeypatch: pytest.MonkeyPatch, outcome: object) -> None:
 
 
 def test_hub_facts(monkeypatch):
-    _hub(monkeypatch, (PUBLISHED["Qwen/Qwen2.5-7B"][0], None, False))
+    _hub(monkeypatch, Repository(PUBLISHED["Qwen/Qwen2.5-7B"][0], None, True, ("a word",)))
     facts = read_facts("Qwen/Qwen2.5-7B")
+    assert (facts.gated, facts.notes) == (True, ("a word",))
     assert (facts.source, facts.parameters, facts.location) == ("hub", 7_615_616_512, "Qwen/Qwen2.5-7B")
+
+
+@pytest.mark.parametrize(
+    ("info", "headers", "gated", "notes"),
+    [
+        (None, None, True, []),
+        (None, NotASafetensorsRepoError("none"), True, ["holds no safetensors"]),
+        (ConnectionError("cut"), None, None, ["whether it is gated is not known", "ConnectionError"]),
+        (None, TimeoutError("slow"), True, ["headers could not be read", "TimeoutError"]),
+        (TimeoutError("a"), TimeoutError("b"), None, ["whether it is gated", "headers could not be read"]),
+    ],
+)
+def test_what_the_hub_does_not_say_is_not_known(monkeypatch, info, headers, gated, notes):
+    """An error is neither 'not gated' nor 'no tensors': it is told, and each question is asked for itself."""
+
+    def answer(error, value):
+        if error is not None:
+            raise error
+        return value
+
+    tensor = SimpleNamespace(dtype="BF16", shape=[2, 3])
+    files = {"a.safetensors": SimpleNamespace(tensors={"model.embed_tokens.weight": tensor})}
+    monkeypatch.setattr("corral.models.hub._config_text", lambda *_: json.dumps({"model_type": "llama"}))
+    monkeypatch.setattr(HfApi, "model_info", lambda *_, **__: answer(info, SimpleNamespace(gated="manual")))
+    monkeypatch.setattr(
+        HfApi, "get_safetensors_metadata", lambda *_, **__: answer(headers, SimpleNamespace(files_metadata=files))
+    )
+    found = read_repository("a/b", None)
+    assert found.gated is gated
+    assert (found.tensors is None) == (headers is not None)
+    assert all(word in " ".join(found.notes) for word in notes)
+    assert bool(found.notes) == bool(notes)
 
 
 def test_gated_repository_falls_back_to_the_catalogue_with_a_word(monkeypatch):

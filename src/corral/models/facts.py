@@ -54,7 +54,7 @@ class ModelFacts:
     experts_per_token: int = 0
     sliding_window: int | None = None
     sliding_layers: int = 0
-    gated: bool = False
+    gated: bool | None = False  # None: the hub did not say
     notes: tuple[str, ...] = ()
 
     def kv_bytes_per_token(self, element_bytes: float = 2.0) -> int:
@@ -183,13 +183,14 @@ def _from_hub(repo: str, token: str | None, entry: catalogue.Entry | None) -> Mo
     from corral.models.hub import read_repository
 
     try:
-        config, tensors, gated = read_repository(repo, token)
+        found = read_repository(repo, token)
     except CorralError as error:
         if entry is None:
             raise
         known = facts_from_entry(entry)
         return replace(known, notes=(*known.notes, f"from the catalogue: {error.message}"))
-    return replace(facts_from_config(config, repo, repo, "hub", tensors), gated=gated)
+    facts = facts_from_config(found.config, repo, repo, "hub", found.tensors)
+    return replace(facts, gated=found.gated, notes=(*facts.notes, *found.notes))
 
 
 def _unknown_name(name: str, why: str = "") -> NotFoundError:

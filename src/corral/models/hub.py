@@ -8,33 +8,63 @@ from __future__ import annotations
 import errno
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from corral.errors import AccessError, CorralError, DataError, NotFoundError, UnreachableError
 from corral.models.weights import Tensor, header_tensors
 
-__all__ = ["hub_error", "read_repository"]
+__all__ = ["Repository", "hub_error", "read_repository"]
 
 _TIMEOUT_S = 10.0
 
 
-def read_repository(repo: str, token: str | None) -> tuple[Mapping[str, Any], list[Tensor] | None, bool]:
-    """The config, the tensors (None when the headers cannot be read), and whether the repository is gated."""
-    from huggingface_hub import HfApi
+@dataclass(frozen=True)
+class Repository:
+    """What a repository says of itself without its weights."""
 
+    config: Mapping[str, Any]
+    tensors: list[Tensor] | None = None  # None: it has no safetensors, or their headers could not be read
+    gated: bool | None = None  # None: the hub did not say
+    notes: tuple[str, ...] = ()  # what could not be learnt, and why
+
+
+def read_repository(repo: str, token: str | None) -> Repository:
+    """The config, and what else the hub tells; only a config that cannot be read is an error."""
     try:
         config = json.loads(_config_text(repo, token))
     except ValueError as error:
         raise DataError(f"The config.json of {repo} is not valid JSON.", "Report it to its owner.") from error
-    api = HfApi(token=token)
+    gated, unsaid = _is_gated(repo, token)
+    tensors, unread = _tensors(repo, token)
+    return Repository(config, tensors, gated, tuple(note for note in (unsaid, unread) if note))
+
+
+def _is_gated(repo: str, token: str | None) -> tuple[bool | None, str]:
+    """Whether the repository is gated; where the hub does not say, None and why."""
+    from huggingface_hub import HfApi
+
     try:
-        gated = bool(api.model_info(repo, timeout=_TIMEOUT_S, expand=["gated"]).gated)
-        files = api.get_safetensors_metadata(repo, timeout=_TIMEOUT_S).files_metadata
-    except Exception:
-        return config, None, False  # a repository without safetensors, or one only its config could be read from
+        return bool(HfApi(token=token).model_info(repo, timeout=_TIMEOUT_S, expand=["gated"]).gated), ""
+    except Exception as error:  # the library raises its own tree and its HTTP client's
+        return None, f"whether it is gated is not known: {hub_error(repo, error).message}"
+
+
+def _tensors(repo: str, token: str | None) -> tuple[list[Tensor] | None, str]:
+    """The tensors of the headers; where there are none, or they cannot be read, None and why."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import NotASafetensorsRepoError
+
+    try:
+        files = HfApi(token=token).get_safetensors_metadata(repo, timeout=_TIMEOUT_S).files_metadata
+    except NotASafetensorsRepoError:
+        return None, f"{repo} holds no safetensors: sizes are computed from its config"
+    except Exception as error:
+        why = hub_error(repo, error).message
+        return None, f"the tensor headers could not be read ({why}): sizes are computed from its config"
     rows = {n: {"dtype": t.dtype, "shape": t.shape} for f in files.values() for n, t in f.tensors.items()}
-    return config, header_tensors(rows, repo), gated
+    return header_tensors(rows, repo), ""
 
 
 def _config_text(repo: str, token: str | None) -> str:
