@@ -23,7 +23,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from corral.batch.core.pace import read_gauges
+from corral.client import metrics
 from corral.client.client import Client
 from corral.lifecycle.resolve import ready_endpoint
 
@@ -80,11 +80,11 @@ def prefix_counts(deployment: str) -> tuple[float, float]:
     """Prompt tokens that were looked up in the server's prefix cache so far, and those found."""
     client = Client(ready_endpoint(deployment))
     try:
-        gauges = read_gauges(client.page_sync("/metrics", timeout_s=10).body)
+        reading = metrics.parse(client.page_sync("/metrics", timeout_s=10).body, 0.0)
     finally:
         client.close_sync()
-    assert gauges is not None
-    return gauges.queries, gauges.hits
+    assert reading.prefix_queries is not None
+    return reading.prefix_queries, reading.prefix_hits or 0.0
 
 
 def prefix_first(given: argparse.Namespace, place: Path) -> None:

@@ -21,7 +21,7 @@ import pytest
 from corral.batch import FixedPlace, JobFolder, JobLock
 from corral.batch.batch import again, carry_out
 from corral.batch.core.fleet import Place
-from corral.batch.core.pace import Gauges, Pace, read_gauges
+from corral.batch.core.pace import Pace
 from corral.batch.core.retry import Verdict, backoff_s, judge
 from corral.batch.core.run import Quiet, Summary, run_job
 from corral.batch.core.runner import Ask, Counts, Request, Runner, Settings
@@ -33,6 +33,7 @@ from corral.batch.serving import Where
 from corral.client.client import Reply
 from corral.client.endpoint import Endpoint
 from corral.client.errors import OverloadedError, ServerGoneError, TimedOutError, error_from_status
+from corral.client.metrics import Reading
 from corral.errors import (
     AccessError,
     ConflictError,
@@ -580,33 +581,18 @@ def test_a_reader_of_the_progress_who_leaves_does_not_end_the_batch(work: Work, 
     assert refused.returncode == DataError.exit_code
 
 
-def test_gauges_are_read_from_vllms_page() -> None:
-    page = b"""# HELP x
-vllm:num_requests_running{engine="0",model_name="m"} 12.0
-vllm:num_requests_running{engine="1",model_name="m"} 3.0
-vllm:num_requests_waiting{engine="0",model_name="m"} 4.0
-vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.5
-vllm:num_preemptions_total{engine="0",model_name="m"} 7.0
-vllm:generation_tokens_total{engine="0",model_name="m"} 1e+06
-"""
-    gauges = read_gauges(page)
-    assert gauges is not None
-    assert (gauges.running, gauges.waiting, gauges.kv_use, gauges.preemptions) == (15, 4, 0.5, 7)
-    assert read_gauges(b"process_cpu_seconds_total 3\n") is None
-
-
 def test_the_pace_follows_the_server() -> None:
     pace = Pace(start=256)
-    pace.seen(Gauges(running=30, waiting=202), in_flight=232, now=9)
+    pace.seen(Reading(0.0, running=30, waiting=202), in_flight=232, now=9)
     assert pace.limit == 256  # it may still be taking in what was sent
-    pace.seen(Gauges(running=32, waiting=200), in_flight=232, now=9.5)
-    pace.seen(Gauges(running=32, waiting=200), in_flight=232, now=10)
+    pace.seen(Reading(0.0, running=32, waiting=200), in_flight=232, now=9.5)
+    pace.seen(Reading(0.0, running=32, waiting=200), in_flight=232, now=10)
     assert pace.limit == 40  # what runs, and a queue of a quarter (at least 8)
-    pace.seen(Gauges(running=40, waiting=0, kv_use=0.3), in_flight=40, now=20)
+    pace.seen(Reading(0.0, running=40, waiting=0, kv_use_fullest=0.3), in_flight=40, now=20)
     assert pace.limit == 60
-    pace.seen(Gauges(running=60, waiting=0, kv_use=0.97), in_flight=60, now=21)
+    pace.seen(Reading(0.0, running=60, waiting=0, kv_use_fullest=0.97), in_flight=60, now=21)
     assert pace.limit == 60  # the cache is full
-    pace.seen(Gauges(running=60, waiting=0, preemptions=3), in_flight=60, now=22)
+    pace.seen(Reading(0.0, running=60, waiting=0, preemptions=3), in_flight=60, now=22)
     assert pace.limit == 48
     pace.overloaded(now=23)
     pace.overloaded(now=23.5)
@@ -619,19 +605,19 @@ def test_the_pace_follows_the_server() -> None:
 def test_the_pace_rises_quickly_until_the_server_was_full_once() -> None:
     pace = Pace(start=256)
     assert pace.look_s < 1
-    pace.seen(Gauges(running=0), in_flight=256, now=10)
+    pace.seen(Reading(0.0, running=0), in_flight=256, now=10)
     assert pace.limit == 256  # the figures may be older than our requests
-    pace.seen(Gauges(running=256), in_flight=256, now=10.25)
+    pace.seen(Reading(0.0, running=256), in_flight=256, now=10.25)
     assert pace.limit == 512
-    pace.seen(Gauges(running=300), in_flight=512, now=10.5)
+    pace.seen(Reading(0.0, running=300), in_flight=512, now=10.5)
     assert pace.limit == 512
-    pace.seen(Gauges(running=512), in_flight=512, now=10.75)
+    pace.seen(Reading(0.0, running=512), in_flight=512, now=10.75)
     assert pace.limit == 1024
-    pace.seen(Gauges(running=700, waiting=324), in_flight=1024, now=11)
+    pace.seen(Reading(0.0, running=700, waiting=324), in_flight=1024, now=11)
     assert (pace.limit, pace.look_s) == (1024, 0.25)  # still rising
-    pace.seen(Gauges(running=512, waiting=512), in_flight=1024, now=11.25)
+    pace.seen(Reading(0.0, running=512, waiting=512), in_flight=1024, now=11.25)
     assert (pace.limit, pace.look_s) == (640, 1.0)
-    pace.seen(Gauges(running=640), in_flight=640, now=20)
+    pace.seen(Reading(0.0, running=640), in_flight=640, now=20)
     assert pace.limit == 960  # from now on by half
 
 

@@ -18,8 +18,9 @@ from corral.bench.metrics import details, percentile, spread, statistic, summari
 from corral.bench.rows import Row, read_rows, write_rows
 from corral.bench.schedule import send_times
 from corral.bench.search import Probe, Searching, backlog_slope, passes
-from corral.bench.server_metrics import ServerDelta, cache_config, read_sample
+from corral.bench.server_metrics import ServerDelta, sample_of
 from corral.bench.spec import Load, Spec, Workload, parse_goodput, parse_percentiles, parse_slos
+from corral.client.metrics import cache_config, parse
 from corral.errors import DataError, UsageError
 from corral.fake.metrics import Metrics
 
@@ -181,15 +182,15 @@ def test_a_summary_can_be_made_again_from_saved_rows(tmp_path) -> None:
 
 
 def test_vllms_metrics_page_is_read() -> None:
-    page = Metrics(prompt_tokens=10, prefix_queries=8, prefix_hits=2).text(
+    text = Metrics(prompt_tokens=10, prefix_queries=8, prefix_hits=2).text(
         "m", {"num_requests_running": 3.0, "kv_cache_usage_perc": 0.5}, 4, {"block_size": "16", "engine": "0"}
     )
-    sample = read_sample(page, 1.5)
+    sample = sample_of(parse(text.encode(), 1.5))
     assert sample is not None
     assert (sample.running, sample.kv_use, sample.preemptions) == (3.0, 0.5, 4.0)
     assert (sample.prefix_hits, sample.prompt_tokens, sample.at_s) == (2.0, 10.0, 1.5)
-    assert cache_config(page) == {"block_size": "16", "engine": "0"}
-    assert read_sample("# nothing here\n", 0.0) is None
+    assert cache_config(text.encode()) == {"block_size": "16", "engine": "0"}
+    assert sample_of(parse(b"# nothing here\n", 0.0)) is None
 
 
 # The gate

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import corral
-from corral.bench.server_metrics import cache_config
 from corral.client.client import Client
 from corral.client.errors import RequestError
+from corral.client.metrics import cache_config
 from corral.deployment.folder import DeploymentFolder, all_folders
 from corral.deployment.state import ENDED
 from corral.errors import CorralError
@@ -73,7 +73,7 @@ async def take(client: Client, folder: DeploymentFolder | None, plan: Plan | Non
             if card.get("id") == client.endpoint.model:
                 server |= {"model_root": str(card.get("root")), "max_model_len": str(card.get("max_model_len"))}
         page = await client.page("/metrics", timeout_s=10)
-        cache = cache_config(page.body.decode("utf-8", "replace")) if page.status == 200 else {}
+        cache = cache_config(page.body) if page.status == 200 else {}
     except (RequestError, ValueError, AttributeError):
         pass  # a server without these pages is still measured; the fields stay empty
     flags: tuple[str, ...] = ()

@@ -1,6 +1,7 @@
 """What the server says of itself while it is measured: queue, KV use, preemptions, prefix hits, from `/metrics`.
 
-Counters are summed over engines, shares averaged. A server without these names gives nothing, and the report says so.
+How several engines become one number: `client.metrics`. A server without these names gives nothing, and the report
+says so.
 """
 
 from __future__ import annotations
@@ -11,20 +12,9 @@ from dataclasses import dataclass
 
 from corral.client.client import Client
 from corral.client.errors import RequestError
+from corral.client.metrics import Reading, parse
 
-__all__ = ["ServerDelta", "ServerSample", "Watcher", "cache_config", "delta", "read_sample"]
-
-_NAMES = {
-    "vllm:num_requests_running": "running",
-    "vllm:num_requests_waiting": "waiting",
-    "vllm:kv_cache_usage_perc": "kv_use",
-    "vllm:num_preemptions_total": "preemptions",
-    "vllm:prefix_cache_hits_total": "prefix_hits",
-    "vllm:prefix_cache_queries_total": "prefix_queries",
-    "vllm:prompt_tokens_total": "prompt_tokens",
-    "vllm:generation_tokens_total": "generation_tokens",
-    "vllm:request_success_total": "finished",
-}
+__all__ = ["ServerDelta", "ServerSample", "Watcher", "delta", "sample_of"]
 
 
 @dataclass(frozen=True)
@@ -58,38 +48,22 @@ class ServerDelta:
     running_before: float
 
 
-def read_sample(page: str, at_s: float) -> ServerSample | None:
-    """The values of interest in a Prometheus page, or None when it has none of them."""
-    sums: dict[str, float] = {}
-    engines = 0
-    for line in page.splitlines():
-        if not line.startswith("vllm:"):
-            continue
-        name = line[: line.find("{")] if "{" in line else line.split(" ", 1)[0]
-        field = _NAMES.get(name)
-        if field is None:
-            continue
-        try:
-            value = float(line.rsplit(" ", 1)[1])
-        except ValueError:
-            continue
-        engines += field == "kv_use"
-        sums[field] = sums.get(field, 0.0) + value
-    if not sums:
+def sample_of(reading: Reading) -> ServerSample | None:
+    """What is kept of a reading; None when the server said nothing."""
+    if not reading.known:
         return None
-    if engines > 1:
-        sums["kv_use"] /= engines
-    return ServerSample(at_s, **sums)
-
-
-def cache_config(page: str) -> dict[str, str]:
-    """The labels of `vllm:cache_config_info`."""
-    for line in page.splitlines():
-        if line.startswith("vllm:cache_config_info{"):
-            inside = line[line.find("{") + 1 : line.rfind("}")]
-            pairs = (part.partition("=") for part in inside.split('",'))
-            return {key.strip(): value.strip('"') for key, _, value in pairs}
-    return {}
+    return ServerSample(
+        reading.at_s,
+        reading.running or 0.0,
+        reading.waiting or 0.0,
+        reading.kv_use or 0.0,
+        reading.preemptions or 0.0,
+        reading.prefix_hits or 0.0,
+        reading.prefix_queries or 0.0,
+        reading.prompt_tokens or 0.0,
+        reading.generated_tokens or 0.0,
+        reading.finished or 0.0,
+    )
 
 
 def delta(samples: list[ServerSample]) -> ServerDelta | None:
@@ -125,7 +99,7 @@ class Watcher:
             page = await self._client.page("/metrics", timeout_s=10)
         except RequestError:
             return False
-        sample = read_sample(page.body.decode("utf-8", "replace"), at) if page.status == 200 else None
+        sample = sample_of(parse(page.body, at)) if page.status == 200 else None
         if sample is not None:
             self.samples.append(sample)
         return sample is not None

@@ -81,7 +81,7 @@ class Screen:
         first, last = self._seen[0], self._seen[-1]
         span = last[0] - first[0]
         rate = [(b - a) / span if span > 0.5 else 0.0 for a, b in zip(first[1:], last[1:], strict=True)]
-        kv = [lane.gauges.kv_use for lane in runner.lanes if lane.gauges and lane.up]
+        kv = [lane.reading.kv_use or 0.0 for lane in runner.lanes if lane.reading and lane.up]
         return {
             "rows": counts.rows,
             "done": counts.before + counts.fine + counts.failed,

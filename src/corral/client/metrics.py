@@ -1,22 +1,23 @@
 """What vLLM's `/metrics` says about itself: requests running and waiting, KV cache, tokens, times. Parsed, typed.
 
-Counters and histograms only grow, so speeds come from two readings: `Load.between(before, after)`. Values of several
-engines (data parallel) are added up; the KV use is their mean. A server without these metrics gives None fields.
+Counters and histograms only grow, so speeds come from two readings: `Load.between(before, after)`. A server without
+these metrics gives None fields.
+
+A server with several engines (data parallel) has one series for each. Counts and tokens are added up, and so is the
+room of the KV caches. `kv_use` is the mean over the engines, the share of all that room; `kv_use_fullest` is that of
+the fullest engine, which is where requests are preempted first. A series that stands twice counts once.
 """
 
 from __future__ import annotations
 
-import re
 import time
 from dataclasses import dataclass
 
 from corral.client.client import Client
 from corral.client.errors import error_from_status
+from corral.client.prometheus import Sample, samples
 
-__all__ = ["Load", "Reading", "parse", "read"]
-
-_LINE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)(?:\s+\d+)?$")
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+__all__ = ["Load", "Reading", "cache_config", "parse", "read"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class Reading:
     running: int | None = None
     waiting: int | None = None
     kv_use: float | None = None  # 0 to 1
-    kv_tokens: int | None = None  # how many the cache holds
+    kv_use_fullest: float | None = None
+    kv_tokens: int | None = None  # how many the caches hold
     prompt_tokens: float | None = None
     generated_tokens: float | None = None
     ttft_sum_s: float | None = None
@@ -35,6 +37,12 @@ class Reading:
     prefix_queries: float | None = None
     prefix_hits: float | None = None
     preemptions: float | None = None
+    finished: float | None = None  # requests, whatever their end
+
+    @property
+    def known(self) -> bool:
+        """Whether the page said anything: it came from a vLLM."""
+        return self != Reading(self.at_s)
 
 
 @dataclass(frozen=True)
@@ -80,42 +88,48 @@ _SUMS = {
     "vllm:prefix_cache_queries_total": "prefix_queries",
     "vllm:prefix_cache_hits_total": "prefix_hits",
     "vllm:num_preemptions_total": "preemptions",
+    "vllm:request_success_total": "finished",
 }
-_KV_USE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")  # the second: before 0.10
+_KV_USE, _KV_USE_ONCE = "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"  # the second: before 0.10
+_CACHE = "vllm:cache_config_info"
+_WANTED = frozenset((*_SUMS, _KV_USE, _KV_USE_ONCE, _CACHE))
 
 
-def parse(text: str, at_s: float) -> Reading:
+def parse(page: bytes, at_s: float) -> Reading:
     """A reading from the page's text; lines it does not know are skipped."""
+    found = {(one.name, one.label_text): one for one in samples(page, _WANTED) if one.value >= 0}
     sums: dict[str, float] = {}
-    uses: list[float] = []
-    kv_tokens: int | None = None
-    for line in text.splitlines():
-        found = None if line.startswith("#") else _LINE.match(line)
-        if found is None:
-            continue
-        name = found["name"]
-        if name == "vllm:cache_config_info":
-            kv_tokens = _cache_tokens(dict(_LABEL.findall(found["labels"] or ""))) or kv_tokens
-            continue
-        try:
-            value = float(found["value"])
-        except ValueError:
-            continue
-        if name in _KV_USE:
-            uses.append(value)
-        elif name in _SUMS:
-            sums[_SUMS[name]] = sums.get(_SUMS[name], 0.0) + value
+    for one in found.values():
+        if field := _SUMS.get(one.name):
+            sums[field] = sums.get(field, 0.0) + one.value
     counts = {name: int(sums.pop(name)) for name in ("running", "waiting") if name in sums}
-    use = sum(uses) / len(uses) if uses else None
+    uses = _values(found, _KV_USE) or _values(found, _KV_USE_ONCE)
+    sizes = [_cache_tokens(one.labels) for one in found.values() if one.name == _CACHE]
     return Reading(
-        at_s, counts.get("running"), counts.get("waiting"), use, kv_tokens, **{str(k): v for k, v in sums.items()}
+        at_s,
+        counts.get("running"),
+        counts.get("waiting"),
+        kv_use=sum(uses) / len(uses) if uses else None,
+        kv_use_fullest=max(uses, default=None),
+        kv_tokens=sum(size for size in sizes if size) or None,
+        **sums,
     )
 
 
+def _values(found: dict[tuple[str, str], Sample], name: str) -> list[float]:
+    return [one.value for one in found.values() if one.name == name]
+
+
 def _cache_tokens(labels: dict[str, str]) -> int | None:
-    blocks = labels.get("num_gpu_blocks", "")
-    size = labels.get("block_size", "")
-    return int(blocks) * int(size) if blocks.isdigit() and size.isdigit() else None
+    blocks, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
+    if not (blocks.isdecimal() and size.isdecimal() and len(blocks) <= 12 and len(size) <= 6):
+        return None
+    return int(blocks) * int(size)
+
+
+def cache_config(page: bytes) -> dict[str, str]:
+    """What the first engine says about its cache."""
+    return next((one.labels for one in samples(page, (_CACHE,))), {})
 
 
 async def read(client: Client) -> Reading:
@@ -123,4 +137,4 @@ async def read(client: Client) -> Reading:
     page = await client.page("/metrics", timeout_s=10)
     if page.status != 200:
         raise error_from_status(page.status, page.body, None, client.endpoint.root)
-    return parse(page.body.decode("utf-8", "replace"), time.monotonic())
+    return parse(page.body, time.monotonic())

@@ -51,7 +51,8 @@ class Metrics:
 
     def text(self, model: str, gauges: dict[str, float], preemptions: int, cache: dict[str, str]) -> str:
         """The page that `/metrics` serves."""
-        labels = f'engine="0",model_name="{model}"'
+        name = model.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        labels = f'engine="0",model_name="{name}"'
         lines: list[str] = []
         for name, value in gauges.items():
             lines += [f"# HELP vllm:{name} {name}", f"# TYPE vllm:{name} gauge", f"vllm:{name}{{{labels}}} {value}"]

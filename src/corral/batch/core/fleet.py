@@ -13,10 +13,12 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from corral.batch.core.pace import Gauges, Pace, read_gauges
+from corral.batch.core.pace import Pace
+from corral.client import metrics
 from corral.client.client import Client
 from corral.client.endpoint import Endpoint
 from corral.client.errors import RequestError
+from corral.client.metrics import Reading
 from corral.errors import CorralError
 
 __all__ = ["FixedPlace", "Lane", "Place"]
@@ -70,8 +72,7 @@ class Lane:
         self.in_flight = 0
         self.finished = 0
         self.losses = 0
-        self.gauges: Gauges | None = None
-        self.first_gauges: Gauges | None = None
+        self.reading: Reading | None = None
         self._progress: tuple[float, float] = (0.0, 0.0)  # (sum of counters, when it last grew)
         self._finished = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -154,33 +155,35 @@ class Lane:
             await asyncio.sleep(self.pace.look_s)
             if not self.up or self.client is None:
                 continue
-            gauges, answers = None, True
+            reading: Reading | None = None
+            answers = True
             try:
                 page = await self.client.page("/metrics", timeout_s=min(10.0, self._hang_s))
-                gauges = read_gauges(page.body) if page.status == 200 else None
+                if page.status == 200 and (found := metrics.parse(page.body, time.monotonic())).known:
+                    reading = found
             except CorralError:
                 answers = False
             now = time.monotonic()
-            if gauges:
-                self.gauges = gauges
-                self.first_gauges = self.first_gauges or gauges
-                self.pace.seen(gauges, self.in_flight, now)
+            if reading is not None:
+                self.reading = reading
+                self.pace.seen(reading, self.in_flight, now)
             elif answers:
                 self.pace.finished((self.finished - before) / (now - then), self.in_flight, now)
-            if gauges or not answers:
-                self._check_hang(gauges, now)
+            if reading or not answers:
+                self._check_hang(reading, now)
             before, then = self.finished, now
             self._on_up(self)
 
-    def _check_hang(self, gauges: Gauges | None, now: float) -> None:
+    def _check_hang(self, reading: Reading | None, now: float) -> None:
         """A server with work that counts no token for long, or says nothing, is dead, whatever /health says."""
-        done = self.finished + (gauges.generated + gauges.prompted if gauges else 0)
-        moved = done != self._progress[0] if gauges else self.finished != self._finished
+        tokens = (reading.generated_tokens or 0) + (reading.prompt_tokens or 0) if reading else 0
+        done = self.finished + tokens
+        moved = done != self._progress[0] if reading else self.finished != self._finished
         self._finished = self.finished
         if not self.in_flight or moved:
             self._progress = (done, now)
         elif now - self._progress[1] > self._hang_s and self.client is not None:
-            what = "has work but made no token" if gauges else "answered nothing"
+            what = "has work but made no token" if reading else "answered nothing"
             self._on_note("hung", f"{self.place.name} {what} for {self._hang_s:g} s")
             self._old.append(self.client)
             stuck, self.client = self.client, None

@@ -17,50 +17,9 @@ down when the rise brought nothing and answers only became slower.
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
+from corral.client.metrics import Reading
 
-__all__ = ["Gauges", "Pace", "read_gauges"]
-
-_LINE = re.compile(rb"^vllm:(\w+?)(?:_total)?(?:\{[^}]*\})? ([0-9.eE+-]+)$", re.M)
-_NAMES = {
-    b"num_requests_running": "running",
-    b"num_requests_waiting": "waiting",
-    b"kv_cache_usage_perc": "kv_use",
-    b"num_preemptions": "preemptions",
-    b"generation_tokens": "generated",
-    b"prompt_tokens": "prompted",
-    b"prefix_cache_hits": "hits",
-    b"prefix_cache_queries": "queries",
-}
-
-
-@dataclass
-class Gauges:
-    """What `/metrics` shows; counters since the server started, summed over its engines."""
-
-    running: float = 0.0
-    waiting: float = 0.0
-    kv_use: float = 0.0
-    preemptions: float = 0.0
-    generated: float = 0.0
-    prompted: float = 0.0
-    hits: float = 0.0
-    queries: float = 0.0
-
-
-def read_gauges(page: bytes) -> Gauges | None:
-    """The gauges in a Prometheus page of vLLM; None when it is not one."""
-    gauges, found = Gauges(), False
-    for name, value in _LINE.findall(page):
-        field = _NAMES.get(name)
-        if field == "kv_use":
-            gauges.kv_use = max(gauges.kv_use, float(value))
-            found = True
-        elif field:
-            setattr(gauges, field, getattr(gauges, field) + float(value))
-            found = True
-    return gauges if found else None
+__all__ = ["Pace"]
 
 
 def _with_queue(running: float) -> float:
@@ -104,23 +63,25 @@ class Pace:
         """The server was lost and has to fill again: start where it was, it will say when that is too much."""
         self._preemptions, self._running, self._rate, self._rose = None, None, 0.0, False
 
-    def seen(self, gauges: Gauges, in_flight: int, now: float) -> None:
+    def seen(self, reading: Reading, in_flight: int, now: float) -> None:
         """Follow the server's own numbers."""
         if self._fixed is not None:
             return
-        before, self._preemptions = self._preemptions, gauges.preemptions
+        running, waiting, preemptions = reading.running or 0, reading.waiting or 0, reading.preemptions or 0.0
+        before, self._preemptions = self._preemptions, preemptions
         self._grown_at = now if self._grown_at is None else self._grown_at
-        full = _with_queue(gauges.running)
-        rising = self._running is None or gauges.running > 1.05 * self._running
-        self._running = gauges.running
-        self._level |= bool(gauges.waiting) and not rising
-        if before is not None and gauges.preemptions > before:
+        full = _with_queue(running)
+        rising = self._running is None or running > 1.05 * self._running
+        self._running = running
+        self._level |= bool(waiting) and not rising
+        room = (reading.kv_use_fullest or 0.0) < 0.9
+        if before is not None and preemptions > before:
             self._level = True
-            self._set(min(self.limit, gauges.running + gauges.waiting) * 0.8)
-        elif gauges.running + gauges.waiting > full and not rising:
+            self._set(min(self.limit, running + waiting) * 0.8)
+        elif running + waiting > full and not rising:
             self._set(min(self.limit, full))
-        elif not gauges.waiting and in_flight >= self.limit and gauges.kv_use < 0.9 and now - self._shrunk_at > 5.0:
-            if not self._level and gauges.running >= 0.9 * in_flight:
+        elif not waiting and in_flight >= self.limit and room and now - self._shrunk_at > 5.0:
+            if not self._level and running >= 0.9 * in_flight:
                 self._grow(2.0, now)
             elif now - self._grown_at > 0.9:
                 self._grow(1.5, now)

@@ -11,6 +11,7 @@ import time
 from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple
 
 from .container import Container
+from .metrics import figures
 from .processes import descendants
 from .sockets import listeners, sockets_of
 
@@ -61,15 +62,9 @@ class Server:
         status, text = self.call("GET", "/metrics")
         if status != 200:
             raise OSError("metrics answered %d" % status)
-        names = {"vllm:num_requests_running": 0, "vllm:num_requests_waiting": 0}
-        moving = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total", "vllm:kv_cache_usage_perc")
-        names.update(dict.fromkeys(moving, 1))
-        sums = [0.0, 0.0]
-        for line in text.splitlines():
-            name = line.partition("{")[0].partition(" ")[0]
-            if name in names:
-                sums[names[name]] += float(line.rpartition(" ")[2])
-        return sums[0], sums[1]
+        found = figures(text)
+        busy = found.get("running", 0.0) + found.get("waiting", 0.0)
+        return busy, sum(found.get(name, 0.0) for name in ("generated_tokens", "prompt_tokens", "kv_use"))
 
 
 class Fault(NamedTuple):
