@@ -80,9 +80,17 @@ SERVING = Facts(NOW, "m", State.READY, served=True, last_request_s=NOW + 3600, q
 )
 def test_what_is_due(changes: dict[str, Any], what: str, says: str) -> None:
     step = next_step(replace(SERVING, **changes))
-    assert step.what == what
+    assert step.action == what
     assert says in step.why
     assert 0 < step.wait_s <= 15 or what != "wait"
+
+
+def test_a_wait_is_told_once_whatever_the_name_says() -> None:
+    """Two chains whose names begin alike, and figures that change: the topic decides, not words of the sentence."""
+    one = next_step(replace(SERVING, name="waits for x"))
+    assert next_step(replace(SERVING, name="waits for x", now_s=NOW + 60)).is_told_as(one.topic)
+    assert not next_step(replace(SERVING, name="waits for y")).is_told_as(one.topic)
+    assert not next_step(replace(SERVING, name="waits for x", state=State.QUEUED)).is_told_as(one.topic)
 
 
 def test_a_look_is_no_later_than_what_is_due() -> None:

@@ -7,6 +7,7 @@ every job of the chain, on a login node), because only who holds the chain's loc
 
 from __future__ import annotations
 
+import enum
 import shutil
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from corral.lifecycle.successors import chain_lock, members, read_chain, success
 from corral.record import load_json
 from corral.targets.base import Lease, Queue
 
-__all__ = ["Facts", "Step", "look", "next_step", "renew"]
+__all__ = ["Action", "Facts", "Step", "look", "next_step", "renew"]
 
 LOOK_S = 15.0
 RETRY_S = 30.0
@@ -59,13 +60,25 @@ class Facts:
         return self.queue_s + self.load_s + margin
 
 
+class Action(enum.StrEnum):
+    """What renewal does next."""
+
+    WAIT = "wait"
+    SUBMIT = "submit"  # a successor
+    CLOSE = "close"  # nothing more will follow
+
+
 @dataclass(frozen=True)
 class Step:
-    """What to do now: "wait" some seconds, "submit" a successor, or "close" the chain."""
+    """What to do now, and why."""
 
-    what: str
+    action: Action
     why: str
     wait_s: float = LOOK_S
+    topic: str = ""  # waits on one topic are told once, though the figures in `why` change
+
+    def is_told_as(self, topic: str) -> bool:
+        return not self.why or self.topic == topic
 
 
 def next_step(facts: Facts) -> Step:
@@ -73,29 +86,34 @@ def next_step(facts: Facts) -> Step:
     if facts.state in ENDED:
         return _after_the_end(facts)
     if facts.last_request_s is None or facts.state in (State.QUEUED, State.STAGING, State.STARTING, State.LOADING):
-        return Step("wait", f"{facts.name} is {facts.state}")
+        return _waiting(facts, f"is {facts.state}")
     if facts.max_jobs is not None and facts.jobs >= facts.max_jobs:
-        return Step("wait", f"{facts.name} is the last of {facts.max_jobs}")
+        return _waiting(facts, f"is the last of {facts.max_jobs}")
     left = facts.last_request_s - facts.now_s
     if left > facts.lead_s:
-        return Step("wait", f"{facts.name} serves for {left:.0f} s more", min(LOOK_S, left - facts.lead_s))
+        return replace(_waiting(facts, "serves", f" for {left:.0f} s more"), wait_s=min(LOOK_S, left - facts.lead_s))
     parts = f"queue {facts.queue_s:.0f} s, load {facts.load_s:.0f} s"
     return Step(
-        "submit", f"{facts.name} serves for {left:.0f} s more, and a successor needs {facts.lead_s:.0f} ({parts})"
+        Action.SUBMIT,
+        f"{facts.name} serves for {left:.0f} s more, and a successor needs {facts.lead_s:.0f} ({parts})",
     )
+
+
+def _waiting(facts: Facts, what: str, how_long: str = "") -> Step:
+    return Step(Action.WAIT, f"{facts.name} {what}{how_long}", topic=f"{facts.name} {what}")
 
 
 def _after_the_end(facts: Facts) -> Step:
     why = facts.reason.value.replace("_", " ") if facts.reason else "no reason known"
     if facts.reason in (Reason.REQUESTED, Reason.CANCELLED):
-        return Step("close", f"{facts.name} was ended: {why}")
+        return Step(Action.CLOSE, f"{facts.name} was ended: {why}")
     if not facts.served and facts.reason not in BAD_LUCK:
-        return Step("close", f"{facts.name} was never ready: {why}")
+        return Step(Action.CLOSE, f"{facts.name} was never ready: {why}")
     if facts.max_jobs is not None and facts.jobs >= facts.max_jobs and facts.reason is not Reason.INTERRUPTED:
-        return Step("close", f"{facts.name} was the last of {facts.max_jobs}")
+        return Step(Action.CLOSE, f"{facts.name} was the last of {facts.max_jobs}")
     if facts.unlucky >= MOST_REFUSALS:
-        return Step("close", f"the last {facts.unlucky} were never ready: {why}")
-    return Step("submit", f"{facts.name} has ended: {why}")
+        return Step(Action.CLOSE, f"the last {facts.unlucky} were never ready: {why}")
+    return Step(Action.SUBMIT, f"{facts.name} has ended: {why}")
 
 
 def look(folder: DeploymentFolder) -> Facts:
@@ -165,26 +183,26 @@ def renew(
     while True:
         if closed := read_chain(folder).closed:
             return closed
-        step = Step("wait", "")
+        step = Step(Action.WAIT, "")
         try:
             step = next_step(look(folder))
-            if step.what != "wait":
+            if step.action is not Action.WAIT:
                 step = _act(folder, say)
             refusals = 0
         except CorralError as error:  # SLURM does not answer, or will not have it
             refusals += not _passes(error)
             say(f"{error.message} {error.remedy}".strip())
-            step = Step("wait", "", RETRY_S)
+            step = Step(Action.WAIT, "", RETRY_S)
             if refusals >= MOST_REFUSALS:
                 with chain_lock(folder):
                     write_chain(folder, replace(read_chain(folder), closed=error.message))
                 continue
-        if step.what == "wait" and step.why and step.why.partition(" for ")[0] != told:
-            told = step.why.partition(" for ")[0]
+        if step.action is Action.WAIT and not step.is_told_as(told):
+            told = step.topic
             say(step.why)
         if once:
             return read_chain(folder).closed or step.why
-        until = time.monotonic() + (step.wait_s if step.what == "wait" else 1.0)
+        until = time.monotonic() + (step.wait_s if step.action is Action.WAIT else 1.0)
         while time.monotonic() < until:
             if not wanted():
                 return "the job that it was for has ended"
@@ -202,13 +220,13 @@ def _act(folder: DeploymentFolder, say: Callable[[str], None]) -> Step:
     with chain_lock(folder):
         chain = read_chain(folder)
         if chain.closed:
-            return Step("wait", "")
+            return Step(Action.WAIT, "")
         facts = look(folder)
         step = next_step(facts)
-        if step.what == "close":
+        if step.action is Action.CLOSE:
             say(f"nothing more follows: {step.why}")
             write_chain(folder, replace(chain, closed=step.why))
-        elif step.what == "submit":
+        elif step.action is Action.SUBMIT:
             again = facts.reason is Reason.INTERRUPTED and facts.jobs > 1
             name = facts.name if again else successor_name(folder.name, facts.jobs + 1)
             say(f"submitting {name}: {step.why}")
