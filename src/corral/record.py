@@ -19,10 +19,13 @@ from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from corral.errors import DataError
+from corral.untrusted import parse_json, plain
 
 __all__ = ["dump_json", "from_json", "load_json", "nearest", "to_json"]
 
 T = TypeVar("T")
+LONGEST_SHOWN = 200  # characters of a wrong value in a message
+SCALARS = {str: "text", int: "a whole number", float: "a number", bool: "true or false", dict: "an object"}
 
 
 def nearest(word: str, known: Sequence[str], count: int = 3) -> list[str]:
@@ -52,10 +55,7 @@ def dump_json(value: Any) -> str:
 
 def load_json(cls: type[T], path: Path) -> T:
     """Read one record from a file."""
-    try:
-        return from_json(cls, json.loads(path.read_text(encoding="utf-8")))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} is not valid JSON: {error}", "Restore the file or delete it.") from error
+    return from_json(cls, parse_json(path.read_bytes(), str(path), remedy="Restore the file or delete it."))
 
 
 def from_json(cls: type[T], data: Any, where: str = "") -> T:
@@ -69,7 +69,8 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _wrong(where: str, wanted: str, data: Any) -> DataError:
-    return DataError(f"{where} must be {wanted}, not {data!r}.", "Correct the value.")
+    shown = plain(repr(data), LONGEST_SHOWN)
+    return DataError(f"{plain(where)} must be {wanted}, not {shown}.", "Correct the value.")
 
 
 def _build(kind: Any, data: Any, where: str) -> Any:
@@ -114,7 +115,7 @@ def _build_record(kind: type, data: Any, where: str) -> Any:
         if key not in fields:
             guess = nearest(str(key), list(fields), 1)
             hint = f"Did you mean {guess[0]!r}?" if guess else "Known keys: " + ", ".join(fields)
-            raise DataError(f"{where} has an unknown key {key!r}.", hint)
+            raise DataError(f"{plain(where)} has an unknown key {plain(repr(key), LONGEST_SHOWN)}.", hint)
     hints, values = _hints(kind), {}
     for name, field in fields.items():
         if name in data:
@@ -140,7 +141,6 @@ def _build_scalar(kind: Any, data: Any, where: str) -> Any:
         return float(data)
     if kind is int and isinstance(data, bool):
         raise _wrong(where, "a whole number", data)
-    if kind in (str, int, float, bool) and not isinstance(data, kind):
-        names = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
-        raise _wrong(where, names[kind], data)
+    if kind in SCALARS and not isinstance(data, kind):
+        raise _wrong(where, SCALARS[kind], data)
     return data

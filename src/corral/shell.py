@@ -1,18 +1,23 @@
 """Running foreign commands: one door, so that tests can put a fake behind it.
 
 Commands are argument lists, never shell text. A command that is missing, hangs, or fails becomes one clear error.
+What a command on another machine may say is bounded (`capture`): it is not trusted with this machine's memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import subprocess
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import IO
 
-from corral.errors import CorralError, UnreachableError
+from corral.errors import CorralError, DataError, UnreachableError
 
-__all__ = ["Completed", "quote_command", "run", "stream"]
+__all__ = ["Completed", "capture", "quote_command", "run", "stream"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,54 @@ class Completed:
         words = (self.stderr.strip() or self.stdout.strip()).splitlines()
         said = words[-1] if words else "it said nothing"
         raise CorralError(f"{what}: `{self.argv[0]}` ended with code {self.code}: {said}", remedy)
+
+
+def capture(argv: Sequence[str], stdin: bytes, timeout_s: float, most_bytes: int) -> tuple[int, bytes, bytes]:
+    """Run a command whose words are not trusted: its exit code and what it said, or an error when it says too much.
+
+    Raises what `subprocess.run` raises for a command that is missing or takes too long.
+    """
+    until = time.monotonic() + timeout_s
+    heard = {"stdout": bytearray(), "stderr": bytearray()}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(list(argv), stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0) as process:
+        listeners = [
+            threading.Thread(target=_listen, args=(process, stream, heard[name], most_bytes), daemon=True)
+            for name, stream in (("stdout", process.stdout), ("stderr", process.stderr))
+        ]
+        for thread in [*listeners, threading.Thread(target=_speak, args=(process.stdin, stdin), daemon=True)]:
+            thread.start()
+        try:
+            code = process.wait(timeout_s)
+            for thread in listeners:  # a process that it left behind may still hold its output
+                thread.join(max(0.0, until - time.monotonic()))
+                if thread.is_alive():
+                    raise subprocess.TimeoutExpired(list(argv), timeout_s)
+        except BaseException:
+            process.kill()
+            raise
+    if any(len(words) > most_bytes for words in heard.values()):
+        raise DataError(f"`{argv[0]}` said more than {most_bytes >> 20} MiB and was cut off.", "Look at the host.")
+    return code, bytes(heard["stdout"]), bytes(heard["stderr"])
+
+
+def _speak(stream: IO[bytes] | None, words: bytes) -> None:
+    assert stream is not None
+    with contextlib.suppress(OSError, ValueError):  # it ended without hearing everything
+        rest = memoryview(words)
+        while rest:
+            rest = rest[stream.write(rest) :]
+        stream.close()
+
+
+def _listen(process: subprocess.Popen[bytes], stream: IO[bytes] | None, heard: bytearray, most_bytes: int) -> None:
+    assert stream is not None
+    with contextlib.suppress(OSError, ValueError):
+        while block := stream.read(1 << 16):
+            heard += block
+            if len(heard) > most_bytes:
+                process.kill()
+                return
 
 
 def quote_command(argv: Sequence[str]) -> str:

@@ -20,12 +20,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from corral.errors import AccessError, CorralError, UnreachableError, UsageError
-from corral.shell import Completed
+from corral.shell import Completed, capture
+from corral.untrusted import plain
 
-__all__ = ["FAN_OUT", "Ssh", "check_host", "each", "forwarding", "read_hosts", "ssh_command"]
+__all__ = ["FAN_OUT", "MOST_SAID_BYTES", "Ssh", "check_host", "each", "forwarding", "read_hosts", "ssh_command"]
 
 FAN_OUT = 32  # hosts talked to at the same time
 CONNECT_S = 10
+MOST_SAID_BYTES = 64 << 20  # by one command on a host; a report holds two files of 4 MiB in base64
 Result = TypeVar("Result")
 
 
@@ -72,7 +74,7 @@ class Ssh:
         """Run a command on a host to its end. With `check`, an exit code other than 0 is an error."""
         command = [*self.prefix(host), "--", shlex.join(argv)]
         try:
-            done = subprocess.run(command, input=stdin, capture_output=True, timeout=timeout_s, check=False)
+            code, said, complained = capture(command, stdin, timeout_s, MOST_SAID_BYTES)
         except FileNotFoundError:
             raise CorralError(f"the command {command[0]!r} is not on this machine.", "Install OpenSSH.") from None
         except subprocess.TimeoutExpired:
@@ -81,10 +83,10 @@ class Ssh:
                 "Is the node up? Try `ssh` to it by hand.",
                 host=host,
             ) from None
-        out, err = done.stdout.decode("utf-8", "replace"), done.stderr.decode("utf-8", "replace")
-        if done.returncode == 255:
+        out, err = plain(said.decode("utf-8", "replace")), plain(complained.decode("utf-8", "replace"))
+        if code == 255:
             raise _connection_error(host, err)
-        completed = Completed(tuple(argv), done.returncode, out, err)
+        completed = Completed(tuple(argv), code, out, err)
         return completed.or_raise(f"on {host}") if check else completed
 
     def python(

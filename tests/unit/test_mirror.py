@@ -6,11 +6,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from corral.deployment.folder import RankFolder
+from corral.targets.remote_answers import Report, read_report
 from corral.targets.remote_files import last_state, mirror, mirrored_sizes
 from tests.conftest import ROOT
 
@@ -23,10 +23,11 @@ def sides(tmp_path: Path) -> tuple[Path, RankFolder]:
     return tmp_path / "there" / "rank0", RankFolder(tmp_path / "here" / "rank0")
 
 
-def bring(there: Path, here: RankFolder) -> dict[str, Any]:
-    order = json.dumps({"folder": str(there.parent), "rank": 0, "files": mirrored_sizes(here)})
-    done = subprocess.run([sys.executable, str(REMOTE), "report", order], capture_output=True, check=True)
-    found: dict[str, Any] = json.loads(done.stdout)
+def bring(there: Path, here: RankFolder) -> Report:
+    sizes = mirrored_sizes(here)
+    order = json.dumps({"folder": str(there.parent), "rank": 0, "files": sizes})
+    done = subprocess.run([sys.executable, str(REMOTE), "report", order], capture_output=True, check=True, text=True)
+    found = read_report(done.stdout, "a", sizes)
     mirror(here, found)
     return found
 
@@ -39,7 +40,8 @@ def test_pieces_make_the_whole_and_only_what_is_new_travels(sides: tuple[Path, R
     with (there / "engine.log").open("a") as log:
         log.write("two\n")
     found = bring(there, here)
-    assert found["files"]["engine.log"]["offset"] == 4
+    assert found.pieces is not None
+    assert found.pieces["engine.log"].offset == 4
     assert here.log.read_text() == "one\ntwo\n"
     assert here.log.stat().st_mode & 0o077 == 0
     assert last_state(here) == "starting"
@@ -71,5 +73,5 @@ def test_a_node_that_has_forgotten_it_changes_nothing(sides: tuple[Path, RankFol
     (there / "engine.log").write_text("kept\n")
     bring(there, here)
     there.rename(tmp_path / "gone")
-    assert bring(there, here)["missing"]
+    assert bring(there, here).missing
     assert here.log.read_text() == "kept\n"

@@ -16,6 +16,7 @@ import click
 from corral import __version__
 from corral.errors import INTERRUPTED, CorralError
 from corral.record import nearest
+from corral.untrusted import plain, plain_json
 
 __all__ = ["VERBS", "main"]
 
@@ -130,14 +131,15 @@ def main(argv: list[str] | None = None) -> NoReturn:
 
 
 def _report(error: CorralError, as_json: bool) -> None:
+    """Say it; words of other machines and of files are in it, and none of them may speak to the terminal."""
     from corral.cli.screen import tell  # a reader who left must not change the exit code
 
     if as_json:
-        tell(json.dumps(error.to_json(), ensure_ascii=False))
-    tell(f"corral: {error.message}", err=True)
+        tell(json.dumps(plain_json(error.to_json()), ensure_ascii=False))
+    tell(plain(f"corral: {error.message}"), err=True)
     if error.remedy:
-        tell(f"  → {error.remedy}", err=True)
+        tell(plain(f"  → {error.remedy}"), err=True)
     if tail := error.details.get("log_tail"):
         tell(click.style("\n  last lines of the log:", dim=True), err=True)
         for line in tail:
-            tell(f"  | {line}", err=True)
+            tell(plain(f"  | {line}"), err=True)

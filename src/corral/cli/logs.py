@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import time
 from collections.abc import Iterator
@@ -17,8 +18,12 @@ from corral.deployment.state import ENDED
 from corral.errors import NotFoundError
 from corral.lifecycle.deployments import status
 from corral.lifecycle.successors import choose_folder
+from corral.untrusted import plain
 
 __all__ = ["command"]
+
+BLOCK_BYTES = LONGEST_LINE_BYTES = 1 << 20
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -49,7 +54,10 @@ def command(name: str | None, follow: bool, rank: int, lines: int | None, as_jso
 
 
 def _show(line: str, rank: int, as_json: bool) -> None:
-    click.echo(json.dumps({"rank": rank, "line": line}, ensure_ascii=False) if as_json else line)
+    # an engine's log may hold anything, also what would speak to the terminal
+    click.echo(
+        json.dumps({"rank": rank, "line": line}, ensure_ascii=False) if as_json else plain(COLOUR.sub("", line))
+    )
 
 
 def _new_lines(log: Path, offset: int, following: DeploymentFolder | None) -> Iterator[str]:
@@ -59,15 +67,21 @@ def _new_lines(log: Path, offset: int, following: DeploymentFolder | None) -> It
         if log.exists():
             if log.stat().st_size < offset:  # trimmed by the agent
                 offset = 0
-            with log.open("rb") as file:
-                file.seek(offset)
-                data = file.read().replace(b"\0", b"")  # holes of a mirrored log
-            offset += len(data)
-            *whole, rest = (rest + data).split(b"\n")
-            for line in whole:
-                yield line.decode("utf-8", "replace").rpartition("\r")[2]
+            for block in _blocks(log, offset):
+                offset += len(block)
+                *whole, rest = (rest + block.replace(b"\0", b"")).split(b"\n")  # zeros: holes of a mirrored log
+                rest = rest[-LONGEST_LINE_BYTES:]
+                for line in whole:
+                    yield line.decode("utf-8", "replace").rpartition("\r")[2]
         if ended:
             if rest:
                 yield rest.decode("utf-8", "replace").rpartition("\r")[2]
             return
         time.sleep(0.2)
+
+
+def _blocks(log: Path, offset: int) -> Iterator[bytes]:
+    with log.open("rb") as file:
+        file.seek(offset)
+        while block := file.read(BLOCK_BYTES):
+            yield block

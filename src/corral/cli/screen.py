@@ -18,6 +18,7 @@ from typing import Any
 import click
 
 from corral.record import to_json
+from corral.untrusted import plain
 
 __all__ = ["PhaseScreen", "duration", "print_json", "print_table", "since", "tell"]
 
@@ -112,7 +113,7 @@ class PhaseScreen:
         if name == self._phase:
             return
         self._finish_phase()
-        self._phase, self._detail = name, ""
+        self._phase, self._detail = plain(name), ""
         self._phase_began = time.monotonic()
         self._progress_began = (0.0, 0)
         if not self._live and name != "ready":
@@ -124,7 +125,7 @@ class PhaseScreen:
         words = [text.rpartition("\r")[2].strip()] if text.strip() else []
         if total:
             words.append(_amount(done, total) + self._eta(done, total))
-        self._detail = " ".join(words)
+        self._detail = plain(" ".join(words))
         worth_a_line = time.monotonic() - self._told > 2 or 0 < total == done or text.startswith(("waiting", "job "))
         if not self._live and self._detail and worth_a_line:
             self._line(f"{self._phase}: {self._detail}")
@@ -132,7 +133,7 @@ class PhaseScreen:
     def note(self, text: str) -> None:
         self._clear()
         if not self._quiet:
-            tell(f"  note: {text}", err=True)
+            tell(plain(f"  note: {text}"), err=True)
 
     def _eta(self, done: int, total: int) -> str:
         now = time.monotonic()

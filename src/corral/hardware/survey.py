@@ -9,16 +9,19 @@ from __future__ import annotations
 import dataclasses
 import importlib.resources
 import json
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from ipaddress import IPv4Interface
 
-from corral.errors import CorralError, UnreachableError
+from corral.errors import CorralError, DataError, UnreachableError
 from corral.record import from_json, to_json
-from corral.shell import Completed
-from corral.ssh import FAN_OUT, Ssh, each
+from corral.shell import Completed, capture
+from corral.ssh import FAN_OUT, MOST_SAID_BYTES, Ssh, each
+from corral.untrusted import last_object, plain
 
 __all__ = [
     "OLDEST_PYTHON",
@@ -39,6 +42,9 @@ __all__ = [
 ]
 
 OLDEST_PYTHON = (3, 8)
+MOST_ANSWER_BYTES = 8 << 20
+MOST = 1 << 60  # of bytes, cores, megabits
+PLAIN_NAME = re.compile(r"[A-Za-z0-9_.:@+-]{1,64}")  # of an interface or adapter; it becomes an environment variable
 
 
 @dataclass(frozen=True)
@@ -193,13 +199,12 @@ class Here:
 
     def run(self, host: str, argv: Sequence[str], stdin: bytes = b"", timeout_s: float = 60) -> Completed:
         try:
-            done = subprocess.run(list(argv), input=stdin, capture_output=True, timeout=timeout_s, check=False)
+            code, said, complained = capture(list(argv), stdin, timeout_s, MOST_SAID_BYTES)
         except FileNotFoundError:
             return Completed(tuple(argv), 127, "", f"{argv[0]}: not found")
         except subprocess.TimeoutExpired:
             raise UnreachableError(f"`{argv[0]}` did not end within {timeout_s:g} s.", "Try again later.") from None
-        out, err = done.stdout.decode("utf-8", "replace"), done.stderr.decode("utf-8", "replace")
-        return Completed(tuple(argv), done.returncode, out, err)
+        return Completed(tuple(argv), code, said.decode("utf-8", "replace"), complained.decode("utf-8", "replace"))
 
     def python(
         self, host: str, source: str, arguments: Sequence[str] = (), stdin: bytes = b"", timeout_s: float = 60
@@ -231,21 +236,58 @@ def read_answer(host: str, done: Completed, asked_at_s: float, took_s: float) ->
         raise CorralError(
             f"{host} has no python3.", "Install Python 3.8 or later there; nothing else is needed.", host=host
         )
-    line = next((row for row in reversed(done.stdout.splitlines()) if row.startswith("{")), "")
-    if done.code != 0 or not line:
+    if done.code != 0 or "{" not in done.stdout:
         said = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
         raise CorralError(
-            f"{host} could not be looked at: its python3 said {said!r}.",
+            f"{host} could not be looked at: its python3 said {plain(said, 300)!r}.",
             f"Corral needs Python 3.8 or later there: ssh {host} python3 --version",
             host=host,
         )
+    what = f"the answer of {host}"
     try:
-        body = json.loads(line)
-    except json.JSONDecodeError:
-        raise UnreachableError(f"the answer of {host} was cut off.", "Try again.", host=host) from None
-    ahead, error = _clock(asked_at_s, body["began_s"], body["ended_s"], took_s)
-    body |= {"host": host, "clock_ahead_s": ahead, "clock_error_s": error, "asked_s": took_s}
-    return from_json(NodeFacts, body, f"the answer of {host}")
+        body = last_object(done.stdout, what, MOST_ANSWER_BYTES)
+    except DataError as error:
+        raise UnreachableError(f"{error.message.rstrip('.')}: was it cut off?", "Try again.", host=host) from None
+    facts = _with_plain_names(from_json(NodeFacts, {**body, "host": host, "asked_s": took_s}, what))
+    _refuse_impossible(facts)
+    ahead_s, error_s = _clock(asked_at_s, facts.began_s, facts.ended_s, took_s)
+    return dataclasses.replace(facts, clock_ahead_s=ahead_s, clock_error_s=error_s)
+
+
+def _with_plain_names(facts: NodeFacts) -> NodeFacts:
+    """Without interfaces and adapters whose names could not stand in an environment variable."""
+    interfaces = tuple(row for row in facts.interfaces if PLAIN_NAME.fullmatch(row.name))
+    rdma = tuple(port for port in facts.rdma if PLAIN_NAME.fullmatch(port.device))
+    return dataclasses.replace(facts, interfaces=interfaces, rdma=rdma)
+
+
+def _refuse_impossible(facts: NodeFacts) -> None:
+    """Values that would reach a path, an address or a division elsewhere."""
+    ports = (*facts.free_ports, *(taken.port for taken in facts.taken_ports))
+    numbers = [facts.cores, facts.memory_bytes, facts.memory_available_bytes]
+    numbers += [number for gpu in facts.gpus for number in (gpu.index, gpu.memory_bytes, gpu.used_bytes)]
+    numbers += [number for disk in facts.disks.values() for number in (disk.total_bytes, disk.free_bytes)]
+    numbers += [number for path in facts.paths.values() for number in (path.size_bytes, path.files)]
+    numbers += [number for row in facts.interfaces for number in (row.speed_mbps, row.mtu)]
+    wrong: list[object] = [port for port in ports if not 0 < port < 65536]
+    wrong += [number for number in numbers if not 0 <= number <= MOST]
+    wrong += [port.rate_gbps for port in facts.rdma if not 0 <= port.rate_gbps <= MOST]
+    wrong += [text for row in facts.interfaces for text in row.ipv4 if not _is_ipv4(text)]
+    if facts.home and (not facts.home.startswith("/") or ".." in facts.home.split("/")):
+        wrong.append(facts.home)
+    if facts.read_speed and not (facts.read_speed.seconds > 0 and 0 <= facts.read_speed.read_bytes <= MOST):
+        wrong.append(facts.read_speed.seconds)
+    if wrong:
+        what = f"the answer of {facts.host} holds {str(wrong[0])[:100]!r}, which cannot be."
+        raise DataError(what, "Look at the node.", host=facts.host)
+
+
+def _is_ipv4(text: str) -> bool:
+    try:
+        IPv4Interface(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _clock(asked_s: float, began_s: float, ended_s: float, took_s: float) -> tuple[float, float]:

@@ -6,26 +6,23 @@ folder works on nodes elsewhere too. A long log is brought from its end; what wa
 
 from __future__ import annotations
 
-import base64
 import io
-import json
 import os
 import tarfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from corral.bundle import bundle
 from corral.deployment.events import read_events
 from corral.deployment.folder import DeploymentFolder, RankFolder
 from corral.files import make_private_dir, write_atomic
 from corral.launch.render import LaunchSpec
+from corral.processes import Identity
 from corral.record import dump_json
+from corral.targets.remote_answers import MIRRORED, Heartbeat, Report
 
 __all__ = ["last_state", "last_word", "mirror", "mirrored_sizes", "pack"]
-
-MIRRORED = ("events.jsonl", "engine.log")
 
 
 def pack(spec: LaunchSpec, folder: DeploymentFolder, texts: Mapping[str, object]) -> bytes:
@@ -51,25 +48,28 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def mirror(rank: RankFolder, found: Mapping[str, Any]) -> None:
+def mirror(rank: RankFolder, found: Report) -> None:
     """Write here what the agent wrote there; one writer at a time is enough, a second one writes the same."""
-    if found.get("missing"):
+    if found.missing:
         return
     make_private_dir(rank.path)
-    for name, part in found["files"].items():
-        data = base64.b64decode(part["data"])
-        path = rank.path / name
-        path.touch(mode=0o600)
-        with path.open("r+b") as file:
-            if part["offset"] == 0 and _size(path) and data:
+    for name, piece in (found.pieces or {}).items():
+        descriptor = os.open(rank.path / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(descriptor, "r+b") as file:
+            if piece.offset == 0 and piece.data:
                 file.truncate(0)
-            file.seek(part["offset"])  # what was left out of a long log stays a hole, so that offsets agree
-            file.write(data)
-    for name, path in (("agent.json", rank.agent), ("heartbeat.json", rank.heartbeat)):
-        if found.get(name):
-            write_atomic(path, json.dumps(found[name]))
-            moment = time.time() - float(found[f"{name}_age_s"])
-            os.utime(path, (moment, moment))
+            file.seek(piece.offset)  # what was left out of a long log stays a hole, so that offsets agree
+            file.write(piece.data)
+    _mirror_record(rank.agent, found.agent, found.agent_age_s)
+    _mirror_record(rank.heartbeat, found.heartbeat, found.heartbeat_age_s)
+
+
+def _mirror_record(path: Path, record: Identity | Heartbeat | None, age_s: float) -> None:
+    """A small file, as old here as it is there."""
+    if record is not None:
+        write_atomic(path, dump_json(record))
+        moment = time.time() - age_s
+        os.utime(path, (moment, moment))
 
 
 def last_word(rank: RankFolder) -> str:

@@ -31,6 +31,7 @@ from corral.launch.render import LaunchSpec, agent_spec, server_url
 from corral.record import from_json, to_json
 from corral.ssh import Ssh, check_host, each, forwarding
 from corral.targets.base import ChosenPorts, Life, Progress
+from corral.targets.remote_answers import Report, Started, read_report, read_started, read_stopped
 from corral.targets.remote_files import last_state, last_word, mirror, mirrored_sizes, pack
 from corral.transfer.spread import ensure_folder
 
@@ -76,7 +77,7 @@ class SshTarget:
     def __init__(self, chosen: SshOptions) -> None:
         self.chosen, self.ssh = chosen, Ssh()
         self._facts: dict[str, NodeFacts] = {}
-        self._reports: dict[str, dict[str, Any] | CorralError] = {}
+        self._reports: dict[str, Report | CorralError] = {}
         self._shared = False
 
     @classmethod
@@ -91,15 +92,15 @@ class SshTarget:
     # ------------------------------------------------------------------------------------------ looking at the nodes
     def prepare(self) -> list[str]:
         """Ask every node what it is; refuse what cannot work. Things worth knowing, as sentences."""
-        nonce = home_dir() / f".seen-{secrets.token_hex(4)}"
+        nonce, content = home_dir() / f".seen-{secrets.token_hex(4)}", secrets.token_hex(16)
         make_private_dir(home_dir())
-        write_atomic(nonce, nonce.name)
+        write_atomic(nonce, content)
         try:
             found = survey(self.ssh, self.chosen.hosts, Asked(nonces=(str(nonce),)))
         finally:
             nonce.unlink(missing_ok=True)
         self._facts = _all_or_error(found)
-        self._shared = all(facts.nonces.get(str(nonce)) == nonce.name for facts in self._facts.values())
+        self._shared = all(facts.nonces.get(str(nonce)) == content for facts in self._facts.values())
         _refuse_skew(list(self._facts.values()))
         return [self._fabric().because] if len(self.chosen.hosts) > 1 else []
 
@@ -218,10 +219,11 @@ class SshTarget:
             make_private_dir(folder.rank(rank.rank).path)
         order = {rank.node: rank for rank in spec.ranks}
 
-        def begin(host: str) -> dict[str, Any]:
+        def begin(host: str) -> Started:
             rank = order[host]
             archive = pack(spec, folder, {f"rank{rank.rank}/spec.json": agent_spec(spec, rank, there)})
-            return self._do(host, "start", {"folder": str(there.path), "rank": rank.rank}, archive, 90)
+            said = self._do(host, "start", {"folder": str(there.path), "rank": rank.rank}, archive, 90)
+            return read_started(said, host)
 
         folder.started.touch(mode=0o600)
         try:
@@ -254,11 +256,11 @@ class SshTarget:
             return  # nothing more can come
         there = self.node_folder(folder, launch)
 
-        def look(host: str) -> dict[str, Any]:
+        def look(host: str) -> Report:
             rank = ranks[self.chosen.hosts.index(host)]
             sizes = mirrored_sizes(rank)
             order = {"folder": str(there.path), "rank": rank.number, "files": sizes}
-            found = self._do(host, "report", order, b"", REPORT_S)
+            found = read_report(self._do(host, "report", order, b"", REPORT_S), host, sizes)
             mirror(rank, found)
             return found
 
@@ -273,15 +275,15 @@ class SshTarget:
                     return Life(False, where=host, state="failed", reason="node_lost", text=ended)
             text = f"{found.message.rstrip('.')}; its agents go on without this machine"
             return Life(None, where=head, state="unknown", text=text, remedy=found.remedy)
-        if found is None or found.get("missing"):
+        if found is None or found.missing:
             return Life(False, where=head)
-        agent = found.get("agent.json") or {}
-        return Life(found.get("alive"), agent.get("boot_id", found["boot_id"]) != found["boot_id"], head)
+        restarted = found.agent is not None and found.agent.boot_id != found.boot_id
+        return Life(found.alive, restarted, head)
 
     def stop(self, folder: DeploymentFolder, launch_id: str, grace_s: float) -> bool:
         there = self.node_folder(folder, launch_id)
         waiting = list(self.chosen.hosts)
-        left: dict[str, list[Any]] = {}
+        left: dict[str, tuple[int | str, ...]] = {}
         for attempt in range(STOP_TRIES):
             if attempt:
                 time.sleep(2.0 * attempt)
@@ -304,11 +306,11 @@ class SshTarget:
             )
         return not any(left.values())
 
-    def _stop_on(self, host: str, there: DeploymentFolder, launch_id: str, grace_s: float) -> list[Any]:
+    def _stop_on(self, host: str, there: DeploymentFolder, launch_id: str, grace_s: float) -> tuple[int | str, ...]:
         rank = self.chosen.hosts.index(host)
         order = {"folder": str(there.path), "rank": rank, "launch_id": launch_id, "grace_s": grace_s + 25}
-        found = self._do(host, "stop", order, b"", grace_s + 120)
-        return [*found["left"], *found.get("containers", [])]
+        found = read_stopped(self._do(host, "stop", order, b"", grace_s + 120), host)
+        return (*found.left, *found.containers)
 
     def forward(self, folder: DeploymentFolder) -> list[str] | None:
         launch = json.loads(folder.launch.read_text(encoding="utf-8"))
@@ -319,16 +321,15 @@ class SshTarget:
         far = "[::1]" if serve["host"] == "::1" else "127.0.0.1"
         return [*forwarding(), "-L", f"127.0.0.1:{local}:{far}:{serve['port']}", self.chosen.hosts[0]]
 
-    def _do(self, host: str, action: str, order: Mapping[str, Any], data: bytes, timeout_s: float) -> dict[str, Any]:
+    def _do(self, host: str, action: str, order: Mapping[str, Any], data: bytes, timeout_s: float) -> str:
+        """What the host says to a command of `node/remote.py`; nobody has looked at it yet."""
         source = (resources.files("corral") / "node" / "remote.py").read_text(encoding="utf-8")
         done = self.ssh.python(host, source, [action, json.dumps(order)], data, timeout_s)
-        done.or_raise(f"on {host}", f"Does `ssh {host} python3 --version` say 3.8 or later?")
-        found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-        return found
+        return done.or_raise(f"on {host}", f"Does `ssh {host} python3 --version` say 3.8 or later?").stdout
 
 
-def _why(found: dict[str, Any] | CorralError) -> str:
-    return found.message if isinstance(found, CorralError) else str(found.get("error", ""))
+def _why(found: Started | CorralError) -> str:
+    return found.message if isinstance(found, CorralError) else found.error
 
 
 def _bare(host: str) -> str:

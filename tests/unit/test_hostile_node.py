@@ -1,0 +1,231 @@
+"""A node that lies: nothing it says writes outside a rank's folder, ends in a traceback, or takes all memory."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corral.deployment.events import read_events
+from corral.deployment.folder import DeploymentFolder, RankFolder
+from corral.errors import CorralError, DataError
+from corral.hardware.survey import NodeFacts, read_answer
+from corral.lifecycle.deployments import Record, Status, statuses
+from corral.processes import own_identity
+from corral.record import dump_json
+from corral.shell import Completed, capture
+from corral.targets.remote_answers import MIRRORED, read_report, read_started, read_stopped
+from corral.targets.remote_files import mirror
+from corral.untrusted import parse_json, plain
+
+
+def piece(data: bytes, offset: object = 0) -> dict[str, object]:
+    return {"offset": offset, "data": base64.b64encode(data).decode()}
+
+
+def report(**changed: object) -> dict[str, object]:
+    agent = {"pid": 7, "host": "n", "boot_id": "b", "start_ticks": 9}
+    found: dict[str, object] = {"alive": True, "boot_id": "b", "files": {"engine.log": piece(b"hello\n")}}
+    found |= {"agent.json": agent, "agent.json_age_s": 1.5, "host": "n"}
+    found |= {"heartbeat.json": {"t": 1.0, "state": "ready", "phase": "ready"}, "heartbeat.json_age_s": 0.5}
+    return {**found, **changed}
+
+
+# ------------------------------------------------------------------------------------------------- the whole attack
+@pytest.fixture
+def lying_node(clean_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Status]:
+    """A deployment on a node whose every answer is the one given; returns what `corral ps` then shows."""
+    folder = DeploymentFolder.of("prey")
+    folder.create()
+    record = Record("prey", "ab" * 16, "m", "m", "ssh", 1.0, own_identity(), "0.32.0", {"hosts": ["a"], "home": "/h"})
+    folder.record.write_text(dump_json(record))
+    folder.launch.write_text(json.dumps({"launch_id": "ab" * 16}))
+
+    def answer(body: Any) -> Status:
+        script = tmp_path / "ssh"
+        text = body if isinstance(body, str) else json.dumps(body)
+        (tmp_path / "answer").write_text(text)
+        script.write_text(f'#!/bin/sh\ncase "$1" in -G) exit;; esac\ncat >/dev/null\ncat "{tmp_path}/answer"\n')
+        script.chmod(0o755)
+        monkeypatch.setenv("CORRAL_SSH", str(script))
+        (found,) = statuses()
+        return found
+
+    return answer
+
+
+def test_the_harness_shows_an_honest_node(lying_node: Callable[[Any], Status]) -> None:
+    line = json.dumps({"t": 5.0, "kind": "state", "state": "ready"}).encode() + b"\n"
+    found = lying_node(report(files={"events.jsonl": piece(line)}))
+    assert found.state == "ready"
+
+
+@pytest.mark.parametrize("name", ["{home}/.bashrc", "../../../../.bashrc", "agent.json", "sub/dir", "", ".", "key"])
+def test_a_report_cannot_choose_a_file(
+    lying_node: Callable[[Any], Status], clean_home: Path, name: str, tmp_path: Path
+) -> None:
+    (clean_home / ".bashrc").write_text("mine\n")
+    before = sorted(path for path in tmp_path.rglob("*") if path.is_file())
+    found = lying_node(report(files={name.format(home=clean_home): piece(b"owned\n")}))
+    assert "nobody asked for" in found.text
+    assert (clean_home / ".bashrc").read_text() == "mine\n"
+    after = sorted(path for path in tmp_path.rglob("*") if path.is_file() and path.name not in ("ssh", "answer"))
+    assert [path for path in after if path not in before] == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "", "no answer at all", "{", "[]", "{}" * 3, "null\n", "[" * 200_000, '{"a":' * 200_000, '{"alive": NaN}',
+        json.dumps(report(files=[1])), json.dumps(report(files={"engine.log": 5})),
+        json.dumps(report(files={"engine.log": {"offset": "0", "data": ""}})),
+        json.dumps(report(files={"engine.log": {"offset": True, "data": ""}})),
+        json.dumps(report(files={"engine.log": piece(b"x", -1)})),
+        json.dumps(report(files={"engine.log": {"offset": 0, "data": "*"}})),
+        json.dumps(report(files={"engine.log": piece(b"x" * ((4 << 20) + 1))})),
+        json.dumps(report(files={"events.jsonl": piece(b"x", 7)})),
+        json.dumps(report(alive="yes")), json.dumps(report(boot_id=5)),
+        json.dumps(report(**{"agent.json": {"pid": "7"}})), json.dumps(report(**{"agent.json": [1]})),
+        json.dumps(report(**{"agent.json_age_s": -5})), json.dumps(report(**{"agent.json_age_s": 1e300})),
+        json.dumps(report(**{"heartbeat.json": "x"})), json.dumps(report(surprise=1)),
+        '{"alive": ' + "9" * 5000 + "}", '{"alive": 1e999}',
+    ],
+    ids=range(27),
+)  # fmt: skip
+def test_answers_that_cannot_be_meant_are_one_sentence(lying_node: Callable[[Any], Status], body: str) -> None:
+    found = lying_node(body)
+    assert found.state == "unknown"
+    assert "a" in found.text
+
+
+def test_a_far_offset_makes_no_endless_file(tmp_path: Path) -> None:
+    here = RankFolder(tmp_path / "rank0")
+    found = read_report(json.dumps(report(files={"engine.log": piece(b"x", 1 << 50)})), "a", {"engine.log": 0})
+    mirror(here, found)
+    assert not here.log.exists()
+    near = read_report(json.dumps(report(files={"engine.log": piece(b"x", 5)})), "a", {"engine.log": 0})
+    mirror(here, near)
+    assert here.log.stat().st_size == 6 < MIRRORED["engine.log"]
+
+
+def test_a_planted_link_is_not_followed(tmp_path: Path) -> None:
+    here = RankFolder(tmp_path / "rank0")
+    here.path.mkdir()
+    (tmp_path / "prey").write_text("mine")
+    here.log.symlink_to(tmp_path / "prey")
+    with pytest.raises(OSError):
+        mirror(here, read_report(json.dumps(report()), "a", {}))
+    assert (tmp_path / "prey").read_text() == "mine"
+
+
+# ------------------------------------------------------------------------------------------------------ the journal
+LINES = [
+    {"kind": "state", "state": "owned"}, {"kind": "state", "state": ["ready"]}, {"kind": "state"},
+    {"kind": "state", "state": "unknown"}, {"kind": 5, "state": "ready"},
+    {"kind": "state", "state": "ready", "t": 1e300},
+    {"kind": "state", "state": "ready", "rank": -1}, {"kind": "state", "state": "ready", "elapsed_s": "x"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", LINES, ids=range(len(LINES)))
+def test_events_that_no_agent_writes_are_passed_over(
+    lying_node: Callable[[Any], Status], line: dict[str, Any]
+) -> None:
+    good = {"t": 5.0, "kind": "state", "state": "loading"}
+    data = b"".join(json.dumps({"t": 6.0, **row}).encode() + b"\n" for row in (good, line))
+    assert lying_node(report(files={"events.jsonl": piece(data)})).state == "loading"
+
+
+def test_details_of_the_wrong_type_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    body = {"t": 5.0, "kind": "state", "state": "failed", "reason": "magic", "text": ["x"], "failed_rank": "../..",
+            "log_from": -1, "done": 1.5, "exit_code": "x", "other": 5}  # fmt: skip
+    path.write_text(json.dumps(body) + "\n" + json.dumps({"t": 6, "kind": "observed", "kv_tokens": "x", "load_s": 2}))
+    with path.open("a") as file:
+        file.write("\n" + '{"t":5,"kind":"x","deep":' + "[" * 5000 + "]" * 5000 + "}\n")
+    state, observed = read_events(path)
+    assert state.details == {"state": "failed", "other": 5}
+    assert observed.details == {"load_s": 2}
+
+
+# --------------------------------------------------------------------------------------------------- other answers
+@pytest.mark.parametrize("text", ['{"left": 5}', '{"left": [[1]]}', "{}", '{"left": [], "containers": "x"}', ""])
+def test_a_stop_that_says_nonsense_is_an_error(text: str) -> None:
+    with pytest.raises(DataError):
+        read_stopped(text, "a")
+
+
+def test_a_start_that_says_nonsense_is_an_error() -> None:
+    assert read_started('{"pid": 5, "host": "n"}', "a").pid == 5
+    with pytest.raises(DataError):
+        read_started('{"pid": {}}', "a")
+
+
+SURVEYS: list[dict[str, Any]] = [
+    {"free_ports": [70000]}, {"free_ports": ["x"]}, {"home": "relative"}, {"home": "/x/../../etc"}, {"cores": -1},
+    {"memory_bytes": 1 << 70}, {"interfaces": [{"name": "eth0", "ipv4": ["not an address"]}]}, {"interfaces": {}},
+    {"read_speed": {"file": "f", "read_bytes": 1, "seconds": 0}}, {"rdma": [{"device": "m", "rate_gbps": -1}]},
+    {"began_s": "x"}, {"gpus": [{"index": 0}]}, {"disks": {"/": {"total_bytes": -5, "free_bytes": 0}}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("body", SURVEYS, ids=[next(iter(body)) for body in SURVEYS])
+def test_a_survey_that_cannot_be_is_refused(body: dict[str, Any]) -> None:
+    with pytest.raises(CorralError):
+        read_answer("a", Completed(("python3",), 0, json.dumps(body), ""), 0.0, 1.0)
+
+
+def test_names_that_are_no_names_of_interfaces_are_left_out() -> None:
+    body = {"interfaces": [{"name": "eth0\nLD_PRELOAD=x"}, {"name": "eth0"}], "rdma": [{"device": "a b"}]}
+    facts = read_answer("a", Completed(("python3",), 0, json.dumps(body), ""), 0.0, 1.0)
+    assert isinstance(facts, NodeFacts)
+    assert [row.name for row in facts.interfaces] == ["eth0"]
+    assert facts.rdma == ()
+
+
+def test_a_host_that_never_stops_talking_is_cut_off() -> None:
+    with pytest.raises(DataError, match="cut off"):
+        capture([sys.executable, "-c", "while True: print('x' * 65536)"], b"", 60, 1 << 20)
+
+
+def test_capture_hears_both_and_speaks() -> None:
+    script = "import sys; data = sys.stdin.buffer.read(); print(len(data)); print('e', file=sys.stderr); sys.exit(3)"
+    assert capture([sys.executable, "-c", script], b"x" * 3_000_000, 60, 1 << 20) == (3, b"3000000\n", b"e\n")
+    with pytest.raises(subprocess.TimeoutExpired):
+        capture([sys.executable, "-c", "import time; time.sleep(60)"], b"", 0.2, 1 << 20)
+
+
+def test_words_of_a_node_do_not_speak_to_the_terminal(lying_node: Callable[[Any], Status]) -> None:
+    text = "\x1b]0;title\x07\x1b[2Jgone \ud800 \u202e"
+    line = json.dumps({"t": 5.0, "kind": "state", "state": "loading", "text": text}).encode() + b"\n"
+    found = lying_node(report(files={"events.jsonl": piece(line)}))
+    assert found.text.encode()  # no lone surrogates either
+    assert not any(character < " " or character == "\u202e" for character in found.text)
+    assert plain("a\tb\nc\x1b[31m") == "a\tb\nc�[31m"
+
+
+@pytest.mark.parametrize("data", [b"\xff", b"[" * 100_000, b'{"a":' * 100, b"1" * 50, b"NaN", b"-Infinity", b"1e400"])
+def test_json_that_is_none_is_one_sentence(data: bytes) -> None:
+    with pytest.raises(DataError, match="the text"):
+        parse_json(data, "the text")
+
+
+def test_json_that_is_too_long_is_not_parsed() -> None:
+    with pytest.raises(DataError, match="at most"):
+        parse_json(b" " * 100, "the text", 99)
+
+
+def test_the_mirrored_files_are_private(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        mirror(RankFolder(tmp_path / "rank0"), read_report(json.dumps(report()), "a", {}))
+    finally:
+        os.umask(before)
+    assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path / "rank0").iterdir())
