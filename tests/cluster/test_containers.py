@@ -24,8 +24,10 @@ import pytest
 
 from corral.bundle import bundle
 from corral.deployment.events import read_events
+from corral.deployment.patience import Patience
 from corral.launch.render import UNSET
 from corral.node.agent.processes import descendants, process_table
+from corral.record import to_json
 from corral.runtimes.base import Job, NodeSide, make_runtime
 from tests import testbed
 from tests.conftest import ROOT
@@ -324,7 +326,8 @@ def test_a_server_that_nobody_may_look_into_is_still_ours(docker: Docker, tmp_pa
              "engine_file": "engine.json", "stop_file": "stop"}  # fmt: skip
     spec = {
         "launch_id": launch_id, "deployment": "d", "rank": 0, "argv": wrapped.argv, "env": wrapped.env,
-        "unset_env": UNSET, "cwd": str(folder), "stall_s": 600, "hung_s": 600, "grace_s": 5, "restarts": 0,
+        "unset_env": UNSET, "cwd": str(folder),
+        "patience": to_json(Patience(hung_s=600, grace_s=5)),
         "serve": {"host": "127.0.0.1", "port": port, "model": "m", "key_file": str(folder / "key")},
         "cleanup": wrapped.cleanup, "pid_query": wrapped.pid_query,
         **{key: str(folder / name) for key, name in names.items()},

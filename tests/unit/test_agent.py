@@ -19,10 +19,12 @@ import pytest
 
 from corral.bundle import bundle
 from corral.deployment.events import Event, read_events
+from corral.deployment.patience import Patience
 from corral.deployment.state import Reason, State, may_follow
 from corral.node.agent import engine_log, journal, processes
 from corral.node.agent.container import Container
 from corral.node.agent.probe import Probe, Server
+from corral.record import to_json
 
 STUB = Path(__file__).parent.parent / "stub_engine.py"
 AGENT = bundle("node/agent")
@@ -38,7 +40,9 @@ def free_port() -> int:
 class Run:
     """One agent with a stand-in engine."""
 
-    def __init__(self, folder: Path, options: list[str], **changes: Any) -> None:
+    def __init__(
+        self, folder: Path, options: list[str], patience: dict[str, Any] | None = None, **changes: Any
+    ) -> None:
         self.folder = folder
         self.launch_id = secrets.token_hex(8)
         key = folder / "key"
@@ -60,10 +64,7 @@ class Run:
             "agent_file": str(folder / "agent.json"),
             "engine_file": str(folder / "engine.json"),
             "stop_file": str(folder / "stop"),
-            "stall_s": 600,
-            "hung_s": 600,
-            "grace_s": 5,
-            "restarts": 0,
+            "patience": to_json(Patience(**{"hung_s": 600, "grace_s": 5, **(patience or {})})),
             **changes,
         }
         (folder / "spec.json").write_text(json.dumps(spec))
@@ -105,8 +106,8 @@ class Run:
 def run(tmp_path: Path):
     runs: list[Run] = []
 
-    def start(*options: str, **changes: Any) -> Run:
-        runs.append(Run(tmp_path, list(options), **changes))
+    def start(*options: str, patience: dict[str, Any] | None = None, **changes: Any) -> Run:
+        runs.append(Run(tmp_path, list(options), patience, **changes))
         return runs[-1]
 
     yield start
@@ -162,7 +163,7 @@ def test_a_drain_waits_for_requests_but_not_for_ever(run, tmp_path: Path) -> Non
 
 def test_a_drain_before_it_is_ready_ends_it(run, tmp_path: Path) -> None:
     (tmp_path / "drain").write_text("60\n")
-    one = run("silent", drain_file=str(tmp_path / "drain"), restarts=3)
+    one = run("silent", drain_file=str(tmp_path / "drain"), patience={"restarts": 3})
     stopped = one.wait_state("stopped")
     assert "before it was ready" in stopped.get("text")
     assert not [event for event in one.events() if event.kind == "restart"]
@@ -203,7 +204,7 @@ def test_engine_killed_by_signal(run) -> None:
 
 
 def test_restarts_are_bounded(run) -> None:
-    one = run("die-after-ready=0", restarts=1)
+    one = run("die-after-ready=0", patience={"restarts": 1})
     one.wait_state("failed")
     once = ["starting", "loading", "ready", "draining"]
     assert one.states() == [*once, "starting", *once, "failed"]  # between them it is starting, never ready
@@ -212,14 +213,14 @@ def test_restarts_are_bounded(run) -> None:
 
 
 def test_a_silent_start_is_a_stall(run) -> None:
-    one = run("silent", stall_s=2)
+    one = run("silent", patience={"stall_s": 2})
     failed = one.wait_state("failed")
     assert failed.get("reason") == "stalled"
     one.wait_gone()
 
 
 def test_a_server_that_stops_answering_is_hung(run) -> None:
-    one = run("hang", hung_s=3)
+    one = run("hang", patience={"hung_s": 3})
     one.wait_state("ready")
     assert one.wait_state("failed").get("reason") == "engine_hung"
     one.wait_gone()
@@ -363,7 +364,7 @@ class OddServer(Server):
 
 def watched(pages: list[str], hung_s: float, ends_dead: bool = False) -> tuple[Probe, list[str]]:
     told: list[str] = []
-    probe = Probe(OddServer(pages, ends_dead), hung_s, Container({}), told.append, None)
+    probe = Probe(OddServer(pages, ends_dead), {"hung_s": hung_s}, Container({}), told.append, False)
     probe.look_every_s = 0.001
     probe.start()
     probe.join(30)

@@ -120,7 +120,7 @@ def test_where_it_runs_is_kept_and_found_again(output: Path) -> None:
     assert where.offline is not None
     assert is_queued(where)
     wish = where.offline.wish("x", place={"time": "2:00:00"})
-    assert (wish.target, wish.model, wish.place, wish.restarts) == ("slurm", "m", {"time": "2:00:00"}, 3)
+    assert (wish.target, wish.model, wish.place, wish.patience.restarts) == ("slurm", "m", {"time": "2:00:00"}, 3)
     assert not is_queued(Where(offline=Offline("m")))
     assert "more" not in Offline("m").to_json()  # as before there were other places
 

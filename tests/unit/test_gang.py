@@ -44,13 +44,13 @@ def spec(tmp_path: Path) -> dict[str, Any]:
         port = probe.getsockname()[1]
     return {
         "names": ["n0", "n1", "n2"], "head": "127.0.0.1", "port": port,
-        "token_file": str(tmp_path / "token"), "patience_s": PATIENCE_S,
+        "token_file": str(tmp_path / "token"),
     }  # fmt: skip
 
 
 @pytest.fixture
 def head(spec: dict[str, Any]) -> Iterator[gang.Head]:
-    made = gang.Head(spec, Rank())
+    made = gang.Head(spec, PATIENCE_S, Rank())
     yield made
     made.end("requested", {})
 
@@ -60,7 +60,7 @@ def test_members_are_counted_in_and_told_what_to_do(spec: dict[str, Any], head: 
     assert missing
     assert missing[0] == "node_lost"
     ranks = [Rank(), Rank()]
-    members = [gang.Follower(spec, number, rank) for number, rank in enumerate(ranks, 1)]
+    members = [gang.Follower(spec, PATIENCE_S, number, rank) for number, rank in enumerate(ranks, 1)]
     assert head.gather(lambda: "") is None
     head.run(1)
     wait_for(lambda: all(one.order.get("run") and one.order["epoch"] == 1 for one in members))
@@ -82,7 +82,7 @@ def test_waiting_ends_when_somebody_wants_it_to(head: gang.Head) -> None:
 def test_whoever_ended_first_is_the_cause(spec: dict[str, Any], head: gang.Head) -> None:
     ranks = [Rank(), Rank()]
     for number, rank in enumerate(ranks, 1):
-        gang.Follower(spec, number, rank)
+        gang.Follower(spec, PATIENCE_S, number, rank)
     assert head.gather(lambda: "") is None
     head.run(1)
     now = time.monotonic()
@@ -95,7 +95,7 @@ def test_whoever_ended_first_is_the_cause(spec: dict[str, Any], head: gang.Head)
 
 def test_a_stranger_without_the_token_never_joins(spec: dict[str, Any], head: gang.Head, tmp_path: Path) -> None:
     (tmp_path / "wrong").write_text("guess")
-    stranger = gang.Follower({**spec, "token_file": str(tmp_path / "wrong")}, 1, Rank())
+    stranger = gang.Follower({**spec, "token_file": str(tmp_path / "wrong")}, PATIENCE_S, 1, Rank())
     wait_for(lambda: stranger._error)
     assert not head.members[0].connected
     assert stranger.order == {}
@@ -103,7 +103,7 @@ def test_a_stranger_without_the_token_never_joins(spec: dict[str, Any], head: ga
 
 def test_silence_is_loss_on_both_sides(spec: dict[str, Any], head: gang.Head) -> None:
     hung = Rank()
-    members = [gang.Follower(spec, 1, hung), gang.Follower(spec, 2, Rank())]
+    members = [gang.Follower(spec, PATIENCE_S, 1, hung), gang.Follower(spec, PATIENCE_S, 2, Rank())]
     assert head.gather(lambda: "") is None
     head.run(1)
     stuck = time.monotonic() + 3 * PATIENCE_S
@@ -115,11 +115,11 @@ def test_silence_is_loss_on_both_sides(spec: dict[str, Any], head: gang.Head) ->
 
 
 def test_an_old_connection_that_ends_late_does_not_hide_the_new_one(spec: dict[str, Any], head: gang.Head) -> None:
-    gang.Follower(spec, 2, Rank())
-    first = gang.Follower(spec, 1, Rank())
+    gang.Follower(spec, PATIENCE_S, 2, Rank())
+    first = gang.Follower(spec, PATIENCE_S, 1, Rank())
     assert head.gather(lambda: "") is None
     old = head.members[0].line
-    gang.Follower(spec, 1, Rank())
+    gang.Follower(spec, PATIENCE_S, 1, Rank())
     wait_for(lambda: head.members[0].line is not old)
     old.close()
     wait_for(lambda: first._error)

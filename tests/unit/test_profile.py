@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from corral.errors import AccessError, CorralError, DataError, NotFoundError, UsageError
 from corral.lifecycle.bringup import Wish
-from corral.plan import Goal
 from corral.plan.fixed import KEYS
 from corral.profile import ENVIRONMENT, Profile, all_profiles, load_profile, merged, places, with_storage
 from corral.profile.contract import all_keys, time_s
@@ -343,8 +342,7 @@ def test_flag_over_environment_over_project_over_user_over_default(
     profile = load_profile("c", {"CORRAL_CONTEXT": "3000", "CORRAL_CONCURRENCY": "3"})
     found = merged(profile, {"context": 4000, "port": None})
     assert found["goal"] == {"context": 4000, "concurrency": 3, "goal": "throughput"}
-    assert found["restarts"] == 1
-    assert "stall_s" not in found  # nobody said: the wish's own default
+    assert found["patience"] == {"restarts": 1}  # nobody said more: the defaults of `Patience`
     assert found["place"]["account"] == "lab"
     assert found["place"]["partition"] == "project"
     assert found["extra_env"] == {"A": "user", "B": "project"}
@@ -428,20 +426,20 @@ def test_a_profile_becomes_a_wish() -> None:
         "runtime_options": {"image": "img"},
         "link": "ray",
         "port": 9000,
-        "stall_s": 1200.0,
+        "patience": {"stall_s": 1200.0},
         "goal": {"context": 8192},
         "fixed": {"tensor": 8, "pipeline": 2},
         "extra_args": ("--enforce-eager",),
         "extra_env": {"NCCL_DEBUG": "INFO", "X": "1"},
     }  # fmt: skip
-    wish = Wish(**{**found, "goal": Goal(**found["goal"])})
+    wish = Wish.of(found)
     assert wish.goal.goal == "balanced"
-    assert wish.restarts == 0
+    assert wish.patience.restarts == 0
 
 
 def test_nothing_said_is_the_wish_as_it_was() -> None:
     found = merged(Profile(), {"context": None, "extra_args": (), "fixed": {}})
-    assert Wish(**{**found, "goal": Goal(**found["goal"])}) == Wish()
+    assert Wish.of(found) == Wish()
 
 
 def test_an_option_given_always_wins() -> None:
@@ -460,8 +458,9 @@ def test_an_option_given_always_wins() -> None:
     assert found["extra_args"] == ("--enforce-eager", "--max-num-seqs", "4")
     assert found["extra_env"]["X"] == "2"
     assert found["runtime_options"] == {"image": "mine"}
-    given = ("model", "link", "port", "restarts", "stall_s", "name", "bind", "hung_s")
-    assert [found[key] for key in given] == ["other", "native", 1, 0, 10.0, "n", "0.0.0.0", 11.0]
+    given = ("model", "link", "port", "name", "bind")
+    assert [found[key] for key in given] == ["other", "native", 1, "n", "0.0.0.0"]
+    assert found["patience"] == {"restarts": 0, "stall_s": 10.0, "hung_s": 11.0}
 
 
 def test_another_target_or_runtime_on_the_command_line_leaves_the_profiles_options_behind() -> None:

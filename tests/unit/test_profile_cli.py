@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from corral.cli import main
+from corral.deployment.patience import Patience
 from corral.launch.links import Ports
 from corral.profile import ENVIRONMENT, places
 from corral.profile.contract import all_keys
+from corral.record import to_json
 from corral.runtimes.base import RUNTIMES
 from corral.targets.base import ChosenPorts
 from corral.targets.local import LocalTarget
@@ -206,19 +208,19 @@ def test_up_on_a_profile_renders_what_it_says(corral: Command, tiny_model: Path)
     assert argv[argv.index("--port") + 1] == "8123"
     assert argv.count("--enforce-eager") >= 1
     assert spec["ranks"][0]["env"]["A_B"] == "c"
-    assert (spec["restarts"], spec["stall_s"]) == (2, 77)
+    assert (spec["patience"]["restarts"], spec["patience"]["stall_s"]) == (2, 77)
     flags = ("--context", "64", "--restart", "0", "--stall", "99", "--env", "A_B=d", "--port", "8124")
     spec = json.loads(corral("up", "--on", "mine", *flags, "--dry-run")[1])
     argv = spec["ranks"][0]["argv"]
     assert argv[argv.index("--max-model-len") + 1] == "64"
     assert argv[argv.index("--port") + 1] == "8124"
     assert spec["ranks"][0]["env"]["A_B"] == "d"
-    assert (spec["restarts"], spec["stall_s"]) == (0, 99)
+    assert (spec["patience"]["restarts"], spec["patience"]["stall_s"]) == (0, 99)
 
 
 def test_up_without_a_profile_is_as_it_was(corral: Command, tiny_model: Path) -> None:
     spec = json.loads(corral("up", str(tiny_model), "--dry-run", "--port", "8125")[1])
-    assert (spec["restarts"], spec["stall_s"], spec["hung_s"], spec["target"]) == (0, 600, 300, "local")
+    assert (spec["patience"], spec["target"]) == (to_json(Patience()), "local")
 
 
 def test_the_environment_names_the_profile_and_single_values(

@@ -649,7 +649,7 @@ def test_the_spec_is_filled_in(tmp_path: Path) -> None:
         "argv": ["serve", "--port", "@PORT@", "--master-addr", "@ADDRESS0@", "user@host", "@OTHER@"],
         "env": {"VLLM_HOST_IP": "@ADDRESS1@", "NCCL_SOCKET_IFNAME": "=@INTERFACE1@", "GLOO_SOCKET_IFNAME": "mine"},
         "serve": {"host": "0.0.0.0", "port": 0, "model": "m", "key_file": "/k"},
-        "gang": {"names": ["rank0", "rank1"], "head": "@ADDRESS0@", "port": 0, "token_file": "/t", "patience_s": 10},
+        "gang": {"names": ["rank0", "rank1"], "head": "@ADDRESS0@", "port": 0, "token_file": "/t"},
     }
     meeting = {
         "names": ["n1", "n2"], "addresses": ["10.0.0.1", "10.0.0.2"], "interfaces": ["eth0", "eth1"],
@@ -661,7 +661,7 @@ def test_the_spec_is_filled_in(tmp_path: Path) -> None:
     assert spec["env"]["NCCL_SOCKET_IFNAME"] == "=eth1"
     assert spec["env"]["GLOO_SOCKET_IFNAME"] == "mine"
     assert spec["gang"] == {
-        "names": ["n1", "n2"], "head": "10.0.0.1", "port": 3, "token_file": "/t", "patience_s": 10
+        "names": ["n1", "n2"], "head": "10.0.0.1", "port": 3, "token_file": "/t"
     }  # fmt: skip
     own = {"named": "10.0.0.1", "candidates": [{"address": "10.1.0.1"}, {"address": "10.0.0.1"}]}
     assert slurm_start.endpoint(spec, own)["base_url"] == "http://10.0.0.1:1/v1"

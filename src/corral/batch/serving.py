@@ -42,15 +42,15 @@ class Offline:
     def wish(self, name: str, **more: Any) -> Wish:
         """What `corral up` would be asked."""
         from corral.lifecycle.bringup import Wish
-        from corral.plan import Goal
         from corral.plan.fixed import parse_assignments
 
         said = dict(self.more)
-        goal = Goal(**{**said.pop("goal", {}), **({"context": self.context} if self.context else {}),
-                       "goal": "throughput"})  # fmt: skip
+        context = {"context": self.context} if self.context else {}
+        said["goal"] = {**said.get("goal", {}), **context, "goal": "throughput"}
+        said["patience"] = {"restarts": 3, **said.get("patience", {})}
         said["fixed"] = {**said.get("fixed", {}), **parse_assignments(self.fixed)}
         said["extra_args"] = (*said.get("extra_args", ()), *self.engine_args)
-        return Wish(**{"restarts": 3, **said, "model": self.model, "name": name, "goal": goal, **more})
+        return Wish.of({**said, "model": self.model, "name": name, **more})
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from corral.client.client import CHAT, Client
 from corral.client.endpoint import Endpoint
 from corral.deployment.diagnosis import last_lines
 from corral.deployment.folder import chain_of, open_folder
+from corral.deployment.patience import Patience
 from corral.errors import CorralError, LaunchError, UsageError
 from corral.launch.render import as_shell, refuse_reserved
 from corral.lifecycle import bringup, deployments
-from corral.plan import Goal
 from corral.plan.fixed import parse_assignments
 from corral.profile import load_profile, merged, with_storage
 from corral.runtimes.base import RUNTIMES, parse_options
@@ -53,8 +53,9 @@ FIRST_QUESTION = "What is the capital of France?"
 )
 @click.option("--interface", metavar="NAME", help="Network interface between the nodes (default: found).")
 @click.option("--expose", is_flag=True, help="Listen on the cluster's network instead of the node itself.")
-@click.option("--patience", "patience_s", type=click.FloatRange(min=3), default=10, show_default=True,
-              metavar="SECONDS", help="Silence after which a node of several counts as lost.")  # fmt: skip
+@click.option("--patience", "node_s", type=click.FloatRange(min=3), metavar="SECONDS",
+              help="Silence after which a node of several counts as lost"
+                   f" (default: {Patience.node_s:g}).")  # fmt: skip
 @click.option("--runtime", type=click.Choice(list(RUNTIMES)),
               help="How vLLM exists where it runs (default: managed; see docs/runtimes.md).")  # fmt: skip
 @click.option("--runtime-option", "runtime_options", multiple=True, metavar="KEY=VALUE",
@@ -71,9 +72,11 @@ FIRST_QUESTION = "What is the capital of France?"
 @click.option("--env", "extra_env", multiple=True, metavar="NAME=VALUE", help="Environment variable for the engine.")
 @click.option("--restart", "restarts", type=click.IntRange(0, 100), help="Restarts after a failure (default: 0).")
 @click.option("--stall", "stall_s", type=click.FloatRange(min=10), metavar="SECONDS",
-              help="Give up on a start that shows no sign of progress for this long (default: 600).")  # fmt: skip
-@click.option("--hung", "hung_s", type=click.FloatRange(min=10), default=300, show_default=True, metavar="SECONDS",
-              help="Give up on a running server that answers nothing and moves no token for this long.")  # fmt: skip
+              help="Give up on a start that shows no sign of progress for this long"
+                   f" (default: {Patience.stall_s:g}).")  # fmt: skip
+@click.option("--hung", "hung_s", type=click.FloatRange(min=10), metavar="SECONDS",
+              help="Give up on a running server that answers nothing and moves no token for this long"
+                   f" (default: {Patience.hung_s:g}).")  # fmt: skip
 @click.option("--wait/--no-wait", default=True, help="Wait until it is ready (default), or only start it.")
 @click.option("--dry-run", is_flag=True, help="Print the LaunchSpec that would run, and stop.")
 @click.option("--shell", is_flag=True, help="With --dry-run: print commands to paste instead.")
@@ -95,7 +98,7 @@ def command(
     link: str | None,
     interface: str | None,
     expose: bool,
-    patience_s: float,
+    node_s: float | None,
     runtime: str | None,
     runtime_options: tuple[str, ...],
     time_limit: str | None,
@@ -109,7 +112,7 @@ def command(
     extra_env: tuple[str, ...],
     restarts: int | None,
     stall_s: float | None,
-    hung_s: float,
+    hung_s: float | None,
     wait: bool,
     dry_run: bool,
     shell: bool,
@@ -129,7 +132,7 @@ def command(
         "place": place,
         "link": link,
         "expose": expose or None,
-        "patience_s": patience_s,
+        "node_s": node_s,
         "model": model,
         "name": name,
         "served_name": served_name,
@@ -151,7 +154,7 @@ def command(
     profile = load_profile(on)
     options = with_storage(profile, merged(profile, flags))
     refuse_reserved(options["extra_env"])
-    wish = _renewed(bringup.Wish(**{**options, "goal": Goal(**options["goal"])}), renew, max_jobs)
+    wish = _renewed(bringup.Wish.of(options), renew, max_jobs)
     if shell and not dry_run:
         raise UsageError("--shell shows the commands of a dry run.", "Add --dry-run.")
     if dry_run:

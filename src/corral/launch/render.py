@@ -12,6 +12,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from corral.deployment.folder import DeploymentFolder
+from corral.deployment.patience import Patience
 from corral.errors import UsageError
 from corral.launch.links import RAY_SCRIPT, Gang, LinkedRank, Node, Ports, link_ranks
 from corral.record import to_json
@@ -35,7 +36,7 @@ __all__ = [
     "server_url",
 ]
 
-VERSION = 1
+VERSION = 2
 GUARD = "corral_guard.Guard"
 
 
@@ -80,7 +81,6 @@ class GangSpec:
     head: str  # address
     port: int
     token_file: str
-    patience_s: float
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,7 @@ class LaunchSpec:
     base_url: str
     ranks: tuple[RankSpec, ...]
     files: tuple[PlacedFile, ...]
-    stall_s: float
-    hung_s: float
-    grace_s: float
-    restarts: int
+    patience: Patience
     gang: GangSpec | None = None
     script: str = ""  # what the target itself runs to start the ranks: a batch script
 
@@ -126,11 +123,7 @@ class Order:
     base_url: str
     extra_args: tuple[str, ...] = ()
     extra_env: Mapping[str, str] = field(default_factory=dict)
-    stall_s: float = 600.0
-    hung_s: float = 300.0
-    patience_s: float = 10.0  # silence after which an agent of a gang counts as lost; they speak every second
-    grace_s: float = 20.0
-    restarts: int = 0
+    patience: Patience = field(default_factory=Patience)
 
 
 FILES = (
@@ -176,10 +169,7 @@ def render(plan: Plan, order: Order, runtime: Runtime) -> LaunchSpec:
         base_url=order.base_url,
         ranks=tuple(_rank(plan, order, runtime, linked) for linked in link_ranks(order.link, _gang(plan, order))),
         files=FILES,
-        stall_s=order.stall_s,
-        hung_s=order.hung_s,
-        grace_s=order.grace_s,
-        restarts=order.restarts,
+        patience=order.patience,
         gang=_gang_spec(order),
     )
 
@@ -201,7 +191,7 @@ def _gang_spec(order: Order) -> GangSpec | None:
     if len(order.nodes) == 1:
         return None
     names = tuple(node.name for node in order.nodes)
-    return GangSpec(names, order.nodes[0].address, order.ports.gang, str(order.folder.token), order.patience_s)
+    return GangSpec(names, order.nodes[0].address, order.ports.gang, str(order.folder.token))
 
 
 def _rank(plan: Plan, order: Order, runtime: Runtime, linked: LinkedRank) -> RankSpec:
@@ -305,10 +295,7 @@ def agent_spec(spec: LaunchSpec, rank: RankSpec, folder: DeploymentFolder) -> di
         "engine_file": str(files.engine),
         "stop_file": str(files.stop),
         "drain_file": str(files.drain),
-        "stall_s": spec.stall_s,
-        "hung_s": spec.hung_s,
-        "grace_s": spec.grace_s,
-        "restarts": spec.restarts,
+        "patience": to_json(spec.patience),
         "cleanup": [list(argv) for argv in rank.cleanup],
         "pid_query": list(rank.pid_query),
         "gang": to_json(spec.gang),

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from corral.deployment.events import Event
 from corral.deployment.folder import DeploymentFolder, checked_name
+from corral.deployment.patience import Patience
 from corral.deployment.state import State
 from corral.engines import environments as engines
 from corral.engines.flags import check_arguments
@@ -68,13 +69,16 @@ class Wish:
     fixed: Mapping[str, object] = field(default_factory=dict)
     extra_args: tuple[str, ...] = ()
     extra_env: Mapping[str, str] = field(default_factory=dict)
-    restarts: int = 0
-    stall_s: float = 600.0
-    hung_s: float = 300.0
+    patience: Patience = field(default_factory=Patience)
     renew: bool = False  # successors follow (see `lifecycle.successors`)
     max_jobs: int | None = None
     follows: str = ""  # the chain that this one continues
-    patience_s: float = 10.0  # silence after which a node of several counts as lost
+
+    @classmethod
+    def of(cls, said: Mapping[str, Any]) -> Wish:
+        """From keyword arguments, where `goal` and `patience` are keyword arguments themselves (see `merged`)."""
+        goal, patience = Goal(**said.get("goal", {})), Patience(**said.get("patience", {}))
+        return cls(**{**said, "goal": goal, "patience": patience})
 
 
 class Reporter(Protocol):
@@ -228,10 +232,7 @@ def _render(
         base_url=target.base_url(bind, chosen.ports),
         extra_args=wish.extra_args,
         extra_env=wish.extra_env,
-        stall_s=wish.stall_s,
-        hung_s=wish.hung_s,
-        patience_s=wish.patience_s,
-        restarts=wish.restarts,
+        patience=wish.patience,
     )
     spec = render(decision.plan, order, runtime)
     return replace(spec, script=target.script(spec, folder)) if isinstance(target, Queue) else spec

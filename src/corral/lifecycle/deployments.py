@@ -19,6 +19,7 @@ from corral.client.endpoint import Endpoint
 from corral.deployment.diagnosis import Diagnosis, diagnose, last_lines
 from corral.deployment.events import Event, Follower, read_events
 from corral.deployment.folder import DeploymentFolder, all_folders
+from corral.deployment.patience import Patience
 from corral.deployment.state import ENDED, Reason, State
 from corral.errors import ConflictError, CorralError, LaunchError
 from corral.files import exclusive_lock, write_atomic
@@ -306,14 +307,20 @@ def stop(folder: DeploymentFolder) -> Status:
     record = load_json(Record, folder.record)
     if status(folder).state is State.STAGING:
         return _stop_staging(folder, record)
-    spec = json.loads(folder.launch.read_text(encoding="utf-8")) if folder.launch.is_file() else {}
-    if not target_of(record).stop(folder, record.launch_id, float(spec.get("grace_s", 20))):
+    if not target_of(record).stop(folder, record.launch_id, _grace_s(folder)):
         raise LaunchError(
             f"processes of {record.name!r} could not be ended from here.",
             "Run `corral down` on the machine it runs on, or ask its administrator.",
         )
     folder.tunnel.unlink(missing_ok=True)  # whoever holds it sees that
     return status(folder)
+
+
+def _grace_s(folder: DeploymentFolder) -> float:
+    """How long its engines have to end by themselves."""
+    with contextlib.suppress(OSError, ValueError, KeyError):  # not launched yet, or by another version
+        return float(json.loads(folder.launch.read_text(encoding="utf-8"))["patience"]["grace_s"])
+    return Patience().grace_s
 
 
 def _stop_staging(folder: DeploymentFolder, record: Record) -> Status:

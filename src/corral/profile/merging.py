@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
+from corral.deployment.patience import Patience
 from corral.errors import UsageError
 from corral.hardware.inventory import parse_gpus
 from corral.profile.contract import is_placeholder, time_s
@@ -13,18 +15,20 @@ from corral.profile.profile import Profile
 __all__ = ["merged"]
 
 # options of a command that a profile knows nothing of, or leaves to the wish's own default
-PASSED_ON = ("name", "served_name", "flavour", "hung_s", "patience_s")
+PASSED_ON = ("name", "served_name", "flavour")
 GOAL = ("context", "concurrency", "goal")
+PATIENCE = tuple(field.name for field in fields(Patience))
 
 
 def merged(profile: Profile, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments for `bringup.Wish`, with `goal` as those of `Goal`.
+    """Keyword arguments for `bringup.Wish.of`, with `goal` and `patience` as those of `Goal` and `Patience`.
 
-    `flags` has the wish's own names, and `context`, `concurrency` and `goal`; None means: not given. A wish's
+    `flags` has the wish's own names, and those of the goal and the patience; None means: not given. Their own
     default holds where neither says anything, so that there is one place for defaults.
     """
     given = {name: value for name, value in flags.items() if value is not None}
-    if unknown := given.keys() - {*PASSED_ON, *GOAL, *_said_by(Profile()), "extra_args", "extra_env", "fixed"}:
+    known = {*PASSED_ON, *GOAL, *PATIENCE, *_said_by(Profile()), "extra_args", "extra_env", "fixed"}
+    if unknown := given.keys() - known:
         raise TypeError(f"a wish has no {', '.join(sorted(unknown))}")
     said = _said_by(profile)
     if given.get("target", profile.target) != profile.target:
@@ -43,6 +47,9 @@ def merged(profile: Profile, flags: Mapping[str, Any]) -> dict[str, Any]:
     result["extra_env"] = {**profile.settings.network.env, **engine.env, **given.get("extra_env", {})}
     result |= {name: given[name] for name in PASSED_ON if name in given}
     result["goal"] = {name: value for name, value in result["goal"].items() if value is not None}
+    said_patience = {"restarts": defaults.restart, "stall_s": defaults.stall}
+    patience = {name: given.get(name, said_patience.get(name)) for name in PATIENCE}
+    result["patience"] = {name: value for name, value in patience.items() if value is not None}
     result = {name: value for name, value in result.items() if value is not None}
     _refuse_placeholders(profile, result)
     _refuse_beyond_limits(profile, result)
@@ -61,8 +68,6 @@ def _said_by(profile: Profile) -> dict[str, Any]:
         "bind": settings.endpoint.bind,
         "expose": settings.endpoint.expose,
         "port": settings.endpoint.port,
-        "restarts": settings.defaults.restart,
-        "stall_s": settings.defaults.stall,
     }
 
 

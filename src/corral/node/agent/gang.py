@@ -1,7 +1,7 @@
 """How the agents of several nodes hold together, without the machine that started them.
 
 The head's agent listens; every other agent keeps a connection to it and says every two seconds how its rank stands.
-The head answers with an order: which attempt to run, or to stop, or that it is over and why. Silence for `patience_s`
+The head answers with an order: which attempt to run, or to stop, or that it is over and why. Silence for `node_s`
 on either side means that the other is lost: the head then takes every rank down and says which node it was; a member
 that lost its head takes its own rank down, because a headless engine would live on for ever.
 
@@ -90,11 +90,11 @@ class Member:
 class Head:
     """The head's side: counts members in, gives orders, notices who is lost."""
 
-    def __init__(self, gang: Json, own: Any, tick: Any = lambda: None) -> None:
+    def __init__(self, gang: Json, node_s: float, own: Any, tick: Any = lambda: None) -> None:
         with open(gang["token_file"], "rb") as file:
             self._token = file.read().strip()
         self._tick = tick  # called while it waits for others
-        self.patience_s = float(gang["patience_s"])
+        self.node_s = node_s
         self.members = [Member(rank, name) for rank, name in enumerate(gang["names"]) if rank]
         self._own = own  # returns this rank's own state, for the members
         self._order: Json = {"epoch": 0, "run": False, "end": None}
@@ -117,7 +117,7 @@ class Head:
             threading.Thread(target=self._talk, args=(connection,), daemon=True).start()
 
     def _talk(self, connection: socket.socket) -> None:
-        line = Line(connection, self.patience_s)
+        line = Line(connection, self.node_s)
         member = None
         try:
             member = self._greet(line)
@@ -182,8 +182,8 @@ class Head:
         return None
 
     def _is_lost(self, member: Member) -> bool:
-        patience_s = self.patience_s if member.connected else min(CLOSED_S, self.patience_s)
-        return time.monotonic() - member.heard > patience_s
+        node_s = self.node_s if member.connected else min(CLOSED_S, self.node_s)
+        return time.monotonic() - member.heard > node_s
 
     def _ended(self, member: Member, ended: Json) -> Tuple[str, Json]:
         reason = str(ended.get("reason"))
@@ -198,7 +198,7 @@ class Head:
 
     def root_cause(self, reason: str, details: Json, ended: float) -> Tuple[str, Json]:
         """This rank ended at `ended`: because another had? Whoever was first is the cause, so all are heard."""
-        until = time.monotonic() + self.patience_s + 2
+        until = time.monotonic() + self.node_s + 2
         while time.monotonic() < until:
             for member in self.members:
                 theirs = member.ended(self._order["epoch"])
@@ -243,10 +243,10 @@ class Head:
 class Follower:
     """A member's side: says how its rank stands, and knows the last order."""
 
-    def __init__(self, gang: Json, rank: int, own: Any) -> None:
+    def __init__(self, gang: Json, node_s: float, rank: int, own: Any) -> None:
         with open(gang["token_file"], "rb") as file:
             self._token = file.read().strip()
-        self.patience_s = float(gang["patience_s"])
+        self.node_s = node_s
         self.head_name = gang["names"][0]
         self._address = (gang["head"], int(gang["port"]))
         self._rank, self._own = rank, own
@@ -266,8 +266,8 @@ class Follower:
             time.sleep(0.3)
 
     def _talk(self) -> None:
-        connection = socket.create_connection(self._address, timeout=min(5.0, self.patience_s))
-        line = Line(connection, self.patience_s)
+        connection = socket.create_connection(self._address, timeout=min(5.0, self.node_s))
+        line = Line(connection, self.node_s)
         try:
             nonce = os.urandom(16).hex()
             their = str(line.receive()["nonce"])
@@ -290,7 +290,7 @@ class Follower:
             if time.monotonic() - self._began < join_s:
                 return None
             return "the head %s never answered on %s:%d (%s)" % ((self.head_name, *self._address, self._error))
-        if time.monotonic() - self._heard > self.patience_s:
+        if time.monotonic() - self._heard > self.node_s:
             return "the head %s stopped answering at %s" % (self.head_name, self._heard_at)
         return None
 

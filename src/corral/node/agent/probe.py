@@ -82,12 +82,13 @@ class Probe(threading.Thread):
     """Asks the server, off the main loop: first until it is ready, then whether it still lives."""
 
     def __init__(
-        self, server: Server, hung_s: float, container: Container, tell: Callable[[str], None], gang: Optional[Json]
+        self, server: Server, patience: Json, container: Container, tell: Callable[[str], None], gang: bool
     ) -> None:
         super().__init__(daemon=True)
-        self.server, self.hung_s, self.container, self.tell = server, hung_s, container, tell
+        self.server, self.container, self.tell = server, container, tell
+        self.hung_s = hung_s = float(patience["hung_s"])
         # over several nodes a rank can be gone while /health still says 200: idle ones are asked often
-        self.answer_s = min(float(gang["patience_s"]), hung_s) if gang else hung_s
+        self.answer_s = min(float(patience["node_s"]), hung_s) if gang else hung_s
         self.look_every_s = min(HEALTH_EVERY_S, hung_s / 4, *([self.answer_s / 4] if gang else []))
         self.ask_every_s = self.answer_s / 2 if gang else COMPLETION_EVERY_S
         self.ready: Optional[Json] = None

@@ -37,6 +37,7 @@ class Rank:
 
     def __init__(self, spec: Json, journal: Journal) -> None:
         self.spec = spec
+        self.patience: Json = spec["patience"]
         self.journal = journal
         self.keeper = os.getppid()
         self.state = "starting"
@@ -85,7 +86,7 @@ class Rank:
         if self.state == "ready":
             self._tell_state("draining")  # not ready any more, and not yet gone
         # a container's client passes the signal on and stays until the container has ended
-        end_all(self._own_processes if self.container else self._engine_processes, self.spec["grace_s"])
+        end_all(self._own_processes if self.container else self._engine_processes, self.patience["grace_s"])
         self.container.remove()
         self.running = False
         self._read_log()
@@ -96,7 +97,7 @@ class Rank:
         serve, gang = self.spec.get("serve"), self.spec.get("gang")
         if not serve:
             return None
-        probe = Probe(Server(serve), self.spec["hung_s"], self.container, self._tell_trouble, gang)
+        probe = Probe(Server(serve), self.patience, self.container, self._tell_trouble, bool(gang))
         probe.start()
         return probe
 
@@ -138,7 +139,7 @@ class Rank:
         halted = 0
         last_ticks = last_bytes = 0
         checked = 0.0
-        window = min(10.0, self.spec["stall_s"] / 4)
+        window = min(10.0, self.patience["stall_s"] / 4)
         while True:
             time.sleep(TICK_S)
             now = time.monotonic()
@@ -183,9 +184,9 @@ class Rank:
                     self.activity_at = now
                 last_ticks, last_bytes, checked = ticks, moved, now
             served = self.state in ("ready", "draining")
-            if not served and self._quiet_s(now) > self.spec["stall_s"]:
+            if not served and self._quiet_s(now) > self.patience["stall_s"]:
                 text = "no log line, processor time or disk traffic for %d s while %s" % (
-                    self.spec["stall_s"],
+                    self.patience["stall_s"],
                     self.phase,
                 )
                 return "stalled", {"text": text}

@@ -22,19 +22,20 @@ class Worker(Rank):
 
     def __init__(self, spec: Json, journal: Journal) -> None:
         super().__init__(spec, journal)
+        self.restarts = int(spec["patience"]["restarts"])
         self.head: Optional[Head] = None  # of a gang, when this rank leads it
         self.follower: Optional[Follower] = None  # of a gang, when another does
         self.epoch = 0  # of the gang's attempt that this member runs
         self.beaten = 0.0
 
     def run(self) -> int:
-        gang = self.spec.get("gang")
+        gang, node_s = self.spec.get("gang"), self.patience["node_s"]
         if gang and self.spec["rank"]:
-            self.follower = Follower(gang, self.spec["rank"], self._standing)
+            self.follower = Follower(gang, node_s, self.spec["rank"], self._standing)
             return self._follow(self.follower)
         if gang:
             try:
-                self.head = Head(gang, self._standing, self._beat_sometimes)
+                self.head = Head(gang, node_s, self._standing, self._beat_sometimes)
             except OSError as error:
                 text = "the head cannot listen on %s:%s for the other nodes: %s" % (gang["head"], gang["port"], error)
                 self._end("network", {"text": text})
@@ -42,13 +43,13 @@ class Worker(Rank):
         return self._lead()
 
     def _lead(self) -> int:
-        attempts = 1 + int(self.spec.get("restarts", 0))
+        attempts = 1 + self.restarts
         for attempt in range(1, attempts + 1):
             reason, details = self._gather(attempt) or self._run_once(attempt)
             if self.head:
                 if reason == "engine_exited" and "failed_rank" not in details:
                     reason, details = self.head.root_cause(reason, details, self.ended_at)
-                self.head.halt(self.spec["grace_s"] + 15)
+                self.head.halt(self.patience["grace_s"] + 15)
             if attempt == attempts or reason in FINAL_REASONS:
                 self._end(reason, details)
                 return 0
@@ -90,7 +91,7 @@ class Worker(Rank):
                 time.sleep(2.5)  # the head hears it
                 self._end(reason, {})
                 return 0
-            if lost and not (epoch and self.spec.get("restarts") and follower.silent_s() < REJOIN_S):
+            if lost and not (epoch and self.restarts and follower.silent_s() < REJOIN_S):
                 self._end("node_lost", {"text": lost, "node": follower.head_name})
                 return 0
             if order.get("run") and not lost and order["epoch"] > epoch:
