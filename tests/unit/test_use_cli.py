@@ -98,6 +98,44 @@ def test_the_table_of_tokens(server: FakeServer) -> None:
     assert "\x1b" not in done.stdout
 
 
+def test_several_answers_with_their_tokens(server: FakeServer) -> None:
+    done = corral(server, "complete", "a", "-n", "2", "--logprobs", "1", "--max-tokens", "3")
+    assert done.returncode == 0, done.stderr
+    assert "[1]" in done.stderr
+    assert "[2]" in done.stderr
+    assert done.stdout.count("PROBABILITY") == 2
+
+
+def test_a_chat_shows_the_probabilities_it_was_asked_for(server: FakeServer) -> None:
+    done = corral(server, "chat", "--logprobs", "1", "--max-tokens", "3", given="hello\n/exit\nnever read\n")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("PROBABILITY") == 1
+    refused = corral(server, "chat", given="/set n=2\n/set prompt_logprobs=1\n/bye\nnever read\n")
+    assert refused.returncode == 0
+    assert "one answer" in refused.stderr
+    assert "prompt_logprobs" in refused.stderr
+    assert refused.stdout == ""
+
+
+def test_an_error_begins_on_a_line_of_its_own(server: FakeServer) -> None:
+    server.set_faults("cut")
+    try:
+        done = subprocess.run(
+            [*COMMAND, "complete", "a", "--url", server.url, "--max-tokens", "20"],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60,
+        )  # fmt: skip
+    finally:
+        server.set_faults()
+    assert re.search(r"^corral: ", done.stdout, re.MULTILINE), done.stdout
+
+
+def test_words_of_other_tools_are_understood() -> None:
+    for word, verb in (("serve", "corral up"), ("ls", "corral ps"), ("stop", "corral down"), ("help", "--help")):
+        done = corral(None, word)
+        assert done.returncode == 2
+        assert verb in done.stderr
+
+
 def test_every_parameter_is_in_the_help() -> None:
     for verb in ("complete", "chat"):
         done = corral(None, verb, "--help")
@@ -121,6 +159,8 @@ def test_every_parameter_is_in_the_help() -> None:
         (["complete", "word " * 9000], 2, "too long"),
         (["complete", "a", "--logprobs", "99"], 2, "99"),
         (["chat", "--min-p", "2"], 2, "0 to 1"),
+        (["chat", "-n", "2"], 2, "corral complete -n"),
+        (["chat", "--prompt-logprobs", "1"], 2, "corral complete --prompt-logprobs"),
         (["score", "-i", "/nowhere.jsonl", "-o", "x.jsonl"], 10, "no file"),
     ],
 )
@@ -271,8 +311,7 @@ def test_top(server: FakeServer) -> None:
 
 def test_top_live_leaves_cleanly(server: FakeServer) -> None:
     terminal = Terminal("top", "--url", server.url, "--interval", "0.2")
-    terminal.until("KV USE")
-    terminal.until("░")
+    terminal.until("TOK/S")
     terminal.type("\x03")
     assert terminal.end() == 0
     assert "Traceback" not in terminal.seen

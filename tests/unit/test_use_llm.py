@@ -64,6 +64,15 @@ def test_both_faces_have_the_same_methods() -> None:
     }
 
 
+def test_what_is_no_prompt_is_refused(llm: LLM) -> None:
+    with pytest.raises(corral.CorralError, match="one text was given"):
+        llm.map("hello")
+    with pytest.raises(corral.CorralError, match="one text was given"):
+        llm.replies("hello")
+    with pytest.raises(corral.CorralError, match="a prompt cannot be 5"):
+        llm.complete(5)  # type: ignore[arg-type]
+
+
 def test_complete_and_chat(llm: LLM) -> None:
     reply = llm.complete("San Francisco is a", max_tokens=7, temperature=0)
     assert reply.usage is not None

@@ -1,4 +1,4 @@
-"""Tokens as people see them: pieces of signs, blanks, colours; and how their bytes are learnt."""
+"""Tokens as people see them: pieces of characters, blanks, colours; and how their bytes are learnt."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from corral.client.reply import Token
 from corral.llm.token_bytes import exact, spelling, token_id
-from corral.llm.token_view import TokenView, harmless, label, signs, visible, width
+from corral.llm.token_view import TokenView, characters, harmless, label, visible, width
 
 
 def token(piece: bytes, p: float | None = 0.5, number: int = 1, rank: int | None = 1) -> Token:
@@ -21,29 +21,29 @@ PARTY = "🎉".encode()
 
 
 def test_an_emoji_of_three_tokens_is_one_sign_of_joint_probability() -> None:
-    found = signs([token(b"a", 0.9), token(PARTY[:2], 0.5), token(PARTY[2:3], 0.5), token(PARTY[3:], 0.4)])
-    assert [sign.text for sign in found] == ["a", "🎉"]
+    found = characters([token(b"a", 0.9), token(PARTY[:2], 0.5), token(PARTY[2:3], 0.5), token(PARTY[3:], 0.4)])
+    assert [character.text for character in found] == ["a", "🎉"]
     assert found[1].probability == pytest.approx(0.1)
     assert len(found[1].tokens) == 3
 
 
 def test_broken_bytes_do_not_swallow_what_follows() -> None:
-    assert [sign.text for sign in signs([token(b"\xf0\x9f"), token(b"abc")])] == ["\ufffdabc"]
-    assert [sign.text for sign in signs([token(b"\xff"), token(b"abc")])] == ["\ufffd", "abc"]
-    assert [sign.text for sign in signs([token(b"ok"), token(b"\xe4\xb8")])] == ["ok", "\ufffd"]
+    assert [character.text for character in characters([token(b"\xf0\x9f"), token(b"abc")])] == ["\ufffdabc"]
+    assert [character.text for character in characters([token(b"\xff"), token(b"abc")])] == ["\ufffd", "abc"]
+    assert [character.text for character in characters([token(b"ok"), token(b"\xe4\xb8")])] == ["ok", "\ufffd"]
 
 
 def test_a_token_that_ends_one_sign_and_begins_another() -> None:
     two = "東京".encode()
-    found = signs([token(two[:2]), token(two[2:4]), token(two[4:])])
-    assert "".join(sign.text for sign in found) == "東京"
+    found = characters([token(two[:2]), token(two[2:4]), token(two[4:])])
+    assert "".join(character.text for character in found) == "東京"
 
 
 def test_tokens_of_unknown_bytes_stand_alone() -> None:
     unknown = Token("", -1.0, 1, 77)
-    assert [sign.text for sign in signs([token(b"a"), unknown, token(b"b")])] == ["a", "�", "b"]
+    assert [character.text for character in characters([token(b"a"), unknown, token(b"b")])] == ["a", "�", "b"]
     assert label(unknown) == "⟨id 77⟩"
-    assert label(Token("�", -1.0)) == "⟨part of a sign⟩"
+    assert label(Token("�", -1.0)) == "⟨part of a character⟩"
 
 
 def test_labels() -> None:
@@ -110,5 +110,5 @@ def test_exact_tokens_by_id() -> None:
     assert label(found.top[1]) == "⟨id 8⟩"
     assert token_id(Token("token_id:12", None)) == 12
     assert exact(Token("plain", -1.0), {}).bytes == tuple(b"plain")
-    # the server guesses a sign from the bytes before; of a piece with unknown bytes only the id is certain
+    # the server guesses a character from the bytes before; of a piece with unknown bytes only the id is certain
     assert label(exact(Token("🎭", -1.0, 2, 9), {9: None})) == "⟨id 9⟩"

@@ -52,6 +52,25 @@ VERBS: dict[str, tuple[str, str]] = {
 }
 
 
+# what people type who come from other tools
+OTHER_WORDS = {
+    "serve": "`corral up`",
+    "start": "`corral up`",
+    "launch": "`corral up`",
+    "run": "`corral up MODEL`, `corral complete` or `corral batch`",
+    "list": "`corral ps`",
+    "ls": "`corral ps`",
+    "stop": "`corral down`",
+    "rm": "`corral down --purge`",
+    "kill": "`corral down`",
+    "help": "`corral --help`",
+    "download": "`corral pull`",
+    "generate": "`corral complete`",
+    "ask": "`corral chat`",
+    "keep": "`corral renew`",
+}
+
+
 class VerbGroup(click.Group):
     """A group that imports a verb's module only when the verb is used."""
 
@@ -70,8 +89,10 @@ class VerbGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in VERBS:
-            guesses = nearest(args[0], list(VERBS))
-            hint = f" Did you mean {', '.join(guesses)}?" if guesses else " `corral --help` lists the verbs."
+            guesses = OTHER_WORDS.get(args[0]) or ", ".join(
+                f"`corral {verb}`" for verb in nearest(args[0], list(VERBS))
+            )
+            hint = f" Did you mean {guesses}?" if guesses else " `corral --help` lists the verbs."
             raise click.UsageError(f"there is no verb {args[0]!r}.{hint}", ctx)
         return super().resolve_command(ctx, args)
 
@@ -92,8 +113,9 @@ def root(debug: bool) -> None:
 def main(argv: list[str] | None = None) -> NoReturn:
     """Run the command line and exit with a documented code."""
     args = sys.argv[1:] if argv is None else argv
+    colour = False if os.environ.get("NO_COLOR") else None  # as no-color.org asks; None: on a terminal
     try:
-        code: Any = root.main(args=args, prog_name="corral", standalone_mode=False)
+        code: Any = root.main(args=args, prog_name="corral", standalone_mode=False, color=colour)
     except CorralError as error:
         if os.environ.get("CORRAL_DEBUG"):
             raise

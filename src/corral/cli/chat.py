@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from corral.cli.complete import shown
+from corral.cli.complete import show_views, shown
 from corral.cli.use_options import deployment_argument, sampling_options, server_options, taken_sampling
 from corral.errors import CorralError
 
@@ -31,13 +32,12 @@ def command(name: str | None, system: str | None, load: str | None, **given: Any
     /help lists the commands; Ctrl-C stops an answer, Ctrl-D ends the talk. Without a terminal, every line of standard
     input is one message.
     """
-    from corral.client.sampling import request_fields
     from corral.lifecycle.resolve import resolve
-    from corral.llm.conversation import Conversation
+    from corral.llm.conversation import Conversation, check_chat
     from corral.llm.llm import LLM
 
     sampling = taken_sampling(given)
-    request_fields(sampling, chat=True)
+    check_chat(sampling)
     talk = Conversation(system=system, sampling=sampling)
     endpoint = resolve(name, url=given["url"], key_file=given["key_file"], model=given["model"])
     if load:
@@ -88,7 +88,7 @@ def _read_line() -> str:
 
 def _bright(mark: str) -> str:
     # \001 and \002 keep readline from counting the colour as columns
-    return f"\001\033[1;36m\002{mark}\001\033[0m\002"
+    return mark if os.environ.get("NO_COLOR") else f"\001\033[1;36m\002{mark}\001\033[0m\002"
 
 
 def _piped() -> str:
@@ -99,6 +99,26 @@ def _piped() -> str:
 
 
 def _answer(llm: LLM, talk: Conversation) -> None:
+    if talk.sampling.get("logprobs") is not None:
+        _answer_with_probabilities(llm, talk)
+    else:
+        _stream_answer(llm, talk)
+
+
+def _answer_with_probabilities(llm: LLM, talk: Conversation) -> None:
+    from corral.client.client import wait
+
+    try:
+        views, reply = wait(llm.aio.explained(talk.to_send(), **talk.sampling))
+    except CorralError as error:
+        talk.unanswered()
+        _tell(error)
+        return
+    show_views(views, reply)
+    talk.answered(reply.text)
+
+
+def _stream_answer(llm: LLM, talk: Conversation) -> None:
     parts: list[str] = []
     thinking = False
     stream = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import click
 from corral.cli.use_options import endpoint_options, sampling_options, taken_sampling
 from corral.errors import UsageError
 
-__all__ = ["command"]
+__all__ = ["command", "show_views", "shown"]
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 118})
@@ -66,16 +67,18 @@ def _prompt(prompt: str | None, file: str | None) -> str:
 
 def _stream(llm: Any, text: str, sampling: dict[str, Any]) -> None:
     stream = llm.stream(text, **sampling)
-    for piece in stream:
-        click.echo(shown(piece.text), nl=False)
-        sys.stdout.flush()
-    click.echo()
+    try:
+        for piece in stream:
+            click.echo(shown(piece.text), nl=False)
+            sys.stdout.flush()
+    finally:
+        click.echo()  # an error begins on a line of its own
     if stream.reply is not None:
         _note_end(stream.reply.finish_reason, stream.reply)
 
 
 def shown(text: str) -> str:
-    """The text as it is for files and pipes, and without control signs for a terminal."""
+    """The text as it is for files and pipes, and without control characters for a terminal."""
     from corral.llm.token_view import harmless
 
     return harmless(text) if sys.stdout.isatty() else text
@@ -96,10 +99,15 @@ def _show_several(choices: list[Any]) -> None:
 def _show_tokens(llm: Any, text: str, sampling: dict[str, Any]) -> None:
     from corral.client.client import wait
 
-    view, reply = wait(llm.aio.explained(text, **sampling))
-    click.echo(shown(reply.text))
-    click.echo()
-    if sys.stdout.isatty():
-        click.echo(view.ansi())
-        click.echo()
-    click.echo(view.table().rstrip())
+    show_views(*wait(llm.aio.explained(text, **sampling)))
+
+
+def show_views(views: list[Any], reply: Any) -> None:
+    """Each answer with the probabilities of its tokens."""
+    for view, choice in zip(views, reply.choices, strict=True):
+        if len(views) > 1:
+            click.echo(click.style(f"[{choice.index + 1}]", dim=True), err=True)
+        click.echo(shown(choice.text) + "\n")
+        if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+            click.echo(view.ansi() + "\n")
+        click.echo(view.table().rstrip())

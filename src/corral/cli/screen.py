@@ -26,7 +26,7 @@ __all__ = ["PhaseScreen", "duration", "print_json", "print_table", "since", "tel
 def tell(text: str, err: bool = False, nl: bool = True) -> None:
     """Say how the work goes. A reader who left (`| head -1`) must not end it: from then on nothing is said."""
     try:
-        click.echo(text, err=err, nl=nl)
+        click.echo(text, err=err, nl=nl, color=False if os.environ.get("NO_COLOR") else None)
     except OSError:
         with contextlib.suppress(OSError, ValueError):  # what stands for the stream may have no descriptor
             nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -40,7 +40,7 @@ def print_json(value: Any) -> None:
 
 
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A plain aligned table on stdout; as narrow as its content, cut by nobody."""
+    """A plain aligned table on stdout; as narrow as its content; nothing is cut off."""
     cells = [[_one_line(cell) for cell in row] for row in [headings, *rows]]
     widths = [max(len(row[column]) for row in cells) for column in range(len(headings))]
     for number, row in enumerate(cells):
@@ -49,7 +49,7 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def _one_line(text: str) -> str:
-    return "".join(sign if sign.isprintable() else "?" for sign in text)
+    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def duration(seconds: float) -> str:

@@ -1,11 +1,11 @@
-"""`corral top`: the load of every ready deployment, live."""
+"""`corral top`: the load of every ready deployment, live; drawn for 60, 80 and 120 columns."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -18,24 +18,27 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
+WIDE, MEDIUM = 118, 78  # columns from which on there is room for more
 HEADINGS = ["NAME", "RUNNING", "WAITING", "KV USE", "TOK/S", "PROMPT TOK/S", "TTFT", "PREFIX HITS", "MODEL"]
+SHORT = {"RUNNING": "RUN", "WAITING": "WAIT", "KV USE": "KV", "PROMPT TOK/S": "PROMPT/S", "PREFIX HITS": "HITS"}
+NARROW = ["NAME", "RUNNING", "WAITING", "KV USE", "TOK/S", "TTFT"]
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 118})
 @click.argument("names", nargs=-1)
-@click.option("--url", help="Watch any vLLM server by its address.")
+@click.option("--url", "urls", multiple=True, metavar="URL", help="Watch any vLLM server by its address; repeatable.")
 @click.option("--key-file", metavar="FILE", help="File with its key.")
 @click.option("--interval", "interval_s", type=click.FloatRange(min=0.2), default=1.0, show_default=True,
               metavar="SECONDS", help="Time between looks; speeds are means over it.")  # fmt: skip
 @click.option("--once", is_flag=True, help="Two looks, one interval apart; print and leave.")
 @click.option("--json", "as_json", is_flag=True, help="The same as one JSON document.")
 def command(
-    names: tuple[str, ...], url: str | None, key_file: str | None, interval_s: float, once: bool, as_json: bool
+    names: tuple[str, ...], urls: tuple[str, ...], key_file: str | None, interval_s: float, once: bool, as_json: bool
 ) -> None:
     """Requests running and waiting, KV-cache use, tokens per second and time to first token, per deployment."""
     from corral.client.client import run
 
-    servers = _servers(names, url, key_file)
+    servers = _servers(names, urls, key_file)
     if not servers:
         raise NotFoundError("no deployment is ready.", "Start one with `corral up`, or give --url.")
     if once or as_json or not sys.stdout.isatty():
@@ -43,20 +46,19 @@ def command(
         print_json(lines) if as_json else print_table(HEADINGS, [_row(line) for line in lines])
         return
     try:
-        run(_live(names, url, key_file, interval_s))
+        run(_live(names, urls, key_file, interval_s))
     except KeyboardInterrupt:
         return
 
 
-def _servers(names: tuple[str, ...], url: str | None, key_file: str | None) -> list[tuple[str, Endpoint]]:
+def _servers(names: tuple[str, ...], urls: tuple[str, ...], key_file: str | None) -> list[tuple[str, Endpoint]]:
     from corral.deployment.state import State
     from corral.lifecycle import deployments
     from corral.lifecycle.resolve import ready_endpoint, resolve
 
-    if url is not None:
-        return [(url, resolve(url=url, key_file=key_file))]
-    if names:
-        return [(name, ready_endpoint(name)) for name in names]
+    if names or urls:
+        named = [(name, ready_endpoint(name)) for name in names]
+        return named + [(url, resolve(url=url, key_file=key_file)) for url in urls]
     ready = [status for status in deployments.statuses() if status.state is State.READY]
     found = [(status.name, status.endpoint) for status in ready if status.endpoint is not None]
     if not found:
@@ -80,38 +82,52 @@ async def _twice(servers: list[tuple[str, Endpoint]], interval_s: float) -> list
         await watch.close()
 
 
-async def _live(names: tuple[str, ...], url: str | None, key_file: str | None, interval_s: float) -> None:
+async def _live(names: tuple[str, ...], urls: tuple[str, ...], key_file: str | None, interval_s: float) -> None:
     from rich.live import Live
 
     from corral.llm.top import Watch
 
-    watch = Watch(_servers(names, url, key_file))
+    watch = Watch(_servers(names, urls, key_file))
     looked = time.monotonic()
     try:
         await watch.look()
         with Live(auto_refresh=False, screen=False) as live:
             while True:
                 await asyncio.sleep(interval_s)
-                if not names and url is None and time.monotonic() - looked > 5:
-                    watch.set(await asyncio.to_thread(_servers, names, url, key_file))
+                if not names and not urls and time.monotonic() - looked > 5:
+                    watch.set(await asyncio.to_thread(_servers, names, urls, key_file))
                     looked = time.monotonic()
-                live.update(_drawn(await watch.look()), refresh=True)
+                live.update(_drawn(await watch.look(), live.console.width), refresh=True)
     finally:
         await watch.close()
 
 
-def _drawn(lines: list[Line]) -> Any:
+def _drawn(lines: list[Line], columns: int) -> Any:
+    """The table for a terminal: what matters most at 60 columns, everything but the model at 80, all at 120."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold", caption="Ctrl-C leaves", caption_justify="left")
-    for heading in HEADINGS:
-        table.add_column(heading, justify="left" if heading in ("NAME", "MODEL") else "right", no_wrap=True)
+    shown = HEADINGS if columns >= WIDE else HEADINGS[:-1] if columns >= MEDIUM else NARROW
+    for heading in shown:
+        side: Literal["left", "right"] = "left" if heading in ("NAME", "MODEL") else "right"
+        room = {"NAME": 24 if columns >= MEDIUM else 16, "MODEL": 25}.get(heading)
+        table.add_column(SHORT.get(heading, heading), justify=side, no_wrap=True, overflow="ellipsis", max_width=room)
     for line in lines:
-        cells = _row(line)
-        if line.reading is not None and line.reading.kv_use is not None:
-            cells[3] = f"{_bar(line.reading.kv_use)} {cells[3]}"
-        table.add_row(*cells)
-    return table
+        if line.reading is None:
+            table.add_row(line.name, *[""] * (len(shown) - 1))
+            continue
+        cells = dict(zip(HEADINGS, _row(line), strict=True))
+        if columns >= WIDE and line.reading.kv_use is not None:
+            cells["KV USE"] = f"{_bar(line.reading.kv_use)} {cells['KV USE']}"
+        table.add_row(*(cells[heading] for heading in shown))
+    return _with_problems(table, [line for line in lines if line.reading is None])
+
+
+def _with_problems(table: Any, silent: list[Line]) -> Any:
+    from rich.console import Group
+    from rich.text import Text
+
+    return Group(table, *(Text(f"{line.name}: {line.problem}", style="red") for line in silent))
 
 
 def _bar(share: float, width: int = 10) -> str:

@@ -16,7 +16,7 @@
       rank0/events.jsonl  its journal; rank0/heartbeat.json, agent.json, engine.json, stop beside it
       rank0/engine.log    the engine's own words
 
-Names may hold spaces, quotes and other signs; folder names are made safe by percent-encoding.
+Names may hold spaces, quotes and other characters; folder names are made safe by percent-encoding.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def checked_name(name: str) -> str:
     """The name, if a deployment may have it."""
     if not name.strip() or len(name) > LONGEST_NAME:
         raise UsageError(f"{name!r} cannot name a deployment.", f"Use 1 to {LONGEST_NAME} characters.")
-    if any(ord(sign) < 32 or ord(sign) == 127 for sign in name):
+    if any(ord(character) < 32 or ord(character) == 127 for character in name):
         raise UsageError(f"{name!r} cannot name a deployment: it holds control characters.", "Use plain text.")
     return name
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from corral.errors import DataError, UsageError
 from corral.files import write_atomic
 from corral.record import nearest
 
-__all__ = ["COMMANDS", "Conversation", "Turn"]
+__all__ = ["COMMANDS", "Conversation", "Turn", "check_chat"]
 
 COMMANDS: dict[str, str] = {
     "/help": "this list",
@@ -23,7 +24,7 @@ COMMANDS: dict[str, str] = {
     "/set NAME=VALUE": "change a sampling parameter; without one, show them",
     "/save FILE": "write the conversation as JSON (messages of the OpenAI API); `/load FILE` reads it",
     "/load FILE": "go on with a saved conversation",
-    "/quit": "leave (Ctrl-D does, too)",
+    "/quit": "leave (so do /exit, /bye and Ctrl-D)",
 }
 
 
@@ -58,6 +59,7 @@ class Conversation:
             self.messages.append({"role": "user", "content": text})
             return Turn(ask=True)
         command, _, rest = text.partition(" ")
+        command = "/quit" if command in ("/exit", "/bye") else command
         known = [name.split()[0] for name in COMMANDS]
         if command not in known:
             guess = nearest(command, known, 1)
@@ -99,7 +101,7 @@ class Conversation:
         if text:
             name, value = parse_assignment(text)
             changed = {**self.sampling, name: value}
-            request_fields(changed, chat=True)
+            check_chat(changed)
             self.sampling = {key: setting for key, setting in changed.items() if setting is not None}
         shown = ", ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in self.sampling.items())
         return Turn(say=shown or "(the server's defaults)")
@@ -127,6 +129,19 @@ class Conversation:
 
     def _quit(self, _: str) -> Turn:
         return Turn(end=True)
+
+
+def check_chat(sampling: Mapping[str, Any]) -> None:
+    """Refuse what a conversation in a terminal cannot use, before anything is asked."""
+    if (sampling.get("n") or 1) > 1:
+        raise UsageError(
+            f"n={sampling['n']}: a chat shows one answer to each message.", "`corral complete -n N` shows several."
+        )
+    if sampling.get("prompt_logprobs") is not None:
+        raise UsageError(
+            "prompt_logprobs is for single prompts, not for a chat.", "Use `corral complete --prompt-logprobs N`."
+        )
+    request_fields(dict(sampling), chat=True)
 
 
 def _path(text: str, command: str) -> Path:

@@ -41,6 +41,8 @@ def is_chat(prompt: Prompt) -> bool:
 
 def request_for(prompt: Prompt, given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """The path and body for a prompt: text or token ids are completed, messages are answered."""
+    if not isinstance(prompt, Sequence):
+        raise UsageError(f"a prompt cannot be {prompt!r}.", "Give text, a list of token ids, or a list of messages.")
     if is_chat(prompt):
         return CHAT, {"messages": list(cast("Messages", prompt)), **request_fields(given, chat=True)}
     if not isinstance(prompt, str) and not all(isinstance(token, int) for token in prompt):
@@ -125,7 +127,7 @@ class AsyncLLM:
         **sampling: Unpack[Sampling],
     ) -> list[str]:
         """The texts for many prompts, in their order; the first error that does not mend ends it."""
-        requests = (request_for(prompt, sampling) for prompt in prompts)
+        requests = (request_for(prompt, sampling) for prompt in _several(prompts))
         found = await fan_out(
             self._client, requests, _text, concurrency=concurrency, retries=retries, on_done=on_done
         )
@@ -141,7 +143,7 @@ class AsyncLLM:
         **sampling: Unpack[Sampling],
     ) -> list[Reply | RequestError]:
         """Like `map`, with whole replies, and an error in the place of each answer that failed."""
-        requests = (request_for(prompt, sampling) for prompt in prompts)
+        requests = (request_for(prompt, sampling) for prompt in _several(prompts))
         return await fan_out(
             self._client, requests, _same, concurrency=concurrency, retries=retries, stop_at_error=False,
             on_done=on_done,
@@ -155,18 +157,19 @@ class AsyncLLM:
         return await score_rows(self._client, rows, chosen)
 
     async def explain(self, prompt: Prompt, **sampling: Unpack[Sampling]) -> TokenView:
-        """Complete, and show each token's probability and alternatives: right for pieces of signs, too."""
-        view, _ = await self.explained(prompt, **sampling)
-        return view
+        """Complete, and show each token's probability and alternatives: right for pieces of characters, too."""
+        views, _ = await self.explained(prompt, **sampling)
+        return views[0]
 
-    async def explained(self, prompt: Prompt, **sampling: Unpack[Sampling]) -> tuple[TokenView, Reply]:
-        """The view of `explain` together with the reply it was made from."""
+    async def explained(self, prompt: Prompt, **sampling: Unpack[Sampling]) -> tuple[list[TokenView], Reply]:
+        """The views of `explain`, one for each answer (`n`), together with the reply they were made from."""
         if sampling.get("logprobs") is None and sampling.get("prompt_logprobs") is None:
             sampling = {**sampling, "logprobs": 5, "prompt_logprobs": 5}
         path, body = request_for(prompt, sampling)
         extra = {"return_token_ids": True, "return_tokens_as_token_ids": True}
         reply = await self._client.request(path, {**body, **extra})
-        return await exact_view(self._client, reply, prompt if isinstance(prompt, str) else ""), reply
+        text = prompt if isinstance(prompt, str) else ""
+        return [await exact_view(self._client, reply, text, number) for number in range(len(reply.choices))], reply
 
     async def tokenize(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """The token ids of a text, as the server's tokenizer makes them."""
@@ -262,7 +265,7 @@ class LLM:
         return wait(self.aio.score(rows, options, **settings))
 
     def explain(self, prompt: Prompt, **sampling: Unpack[Sampling]) -> TokenView:
-        """Complete, and show each token's probability and alternatives: right for pieces of signs, too."""
+        """Complete, and show each token's probability and alternatives: right for pieces of characters, too."""
         return wait(self.aio.explain(prompt, **sampling))
 
     def tokenize(self, text: str, *, special_tokens: bool = True) -> list[int]:
@@ -300,11 +303,11 @@ def as_messages(messages: str | Messages) -> Messages:
     return [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
 
 
-async def exact_view(client: Client, reply: Reply, prompt: str) -> TokenView:
-    """A reply's tokens with their true bytes; the request must have asked for ids in the place of texts."""
-    choice = reply.choices[0]
+async def exact_view(client: Client, reply: Reply, prompt: str, index: int = 0) -> TokenView:
+    """An answer's tokens with their true bytes; the request must have asked for ids in the place of texts."""
+    choice = reply.choices[index]
     body = reply.json()
-    given = body["choices"][0].get("prompt_token_ids") or body.get("prompt_token_ids") or ()
+    given = body["choices"][index].get("prompt_token_ids") or body.get("prompt_token_ids") or ()
     before = list(choice.prompt_tokens)
     if before and given and before[0].id is None:  # the first token has no probability, but it has an id
         before[0] = Token("", None, None, int(given[0]))
@@ -320,6 +323,13 @@ async def exact_view(client: Client, reply: Reply, prompt: str) -> TokenView:
         tuple(token_bytes.exact(token, known) for token in before),
         tuple(token_bytes.exact(token, known) for token in after),
     )
+
+
+def _several(prompts: Iterable[Prompt]) -> Iterable[Prompt]:
+    """Many prompts; one text is a list of letters to Python, and never what was meant."""
+    if isinstance(prompts, str):
+        raise UsageError("several prompts were expected, and one text was given.", "Put it in a list: [text].")
+    return prompts
 
 
 def _text(reply: Reply) -> str:

@@ -4,7 +4,7 @@ A token is a piece of bytes, not of text: an emoji may be three tokens, none of 
 such pieces as "" or "�", and in `top_logprobs` several of them collapse into one key. So views ask for ids, and learn
 what the ids mean: from `/tokenize` with `return_token_strs` (whose spelling is checked against the text it came
 from), and for the rest from `/detokenize`. Pieces that are no text by themselves are learnt from texts of rare
-signs, which tokenizers spell byte by byte. Where nothing helps, the bytes stay None and the id is shown.
+characters, which tokenizers spell byte by byte. Where nothing helps, the bytes stay None and the id is shown.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _AT_ONCE, _MOST = 64, 5000
 
 
 @functools.cache
-def _byte_signs() -> dict[str, int]:
-    """The signs with which byte-level tokenizers (GPT-2, Llama 3, SmolLM) write bytes."""
+def _byte_characters() -> dict[str, int]:
+    """The characters with which byte-level tokenizers (GPT-2, Llama 3, SmolLM) write bytes."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + n): byte for n, byte in enumerate(others)}
@@ -44,9 +44,9 @@ def spelling(strings: list[str], text: str) -> list[bytes] | None:
 
 
 def _byte_level(string: str) -> bytes | None:
-    signs = _byte_signs()
+    characters = _byte_characters()
     try:
-        return bytes(signs[sign] for sign in string)
+        return bytes(characters[character] for character in string)
     except KeyError:
         return None
 
@@ -59,7 +59,7 @@ def _sentence_piece(string: str) -> bytes | None:
 
 @functools.cache
 def _rare_signs() -> tuple[str, ...]:
-    """Texts that make a byte-level tokenizer show its pieces of signs: of all scripts, with and without a blank.
+    """Texts that make a byte-level tokenizer show its pieces of characters: of all scripts, with and without a blank.
 
     Many small ones, because a vocabulary may lack some bytes, and a text with one of them tells nothing.
     """
@@ -78,7 +78,7 @@ async def _spelt(client: Client, text: str) -> dict[int, bytes]:
 
 
 async def learn(client: Client, ids: Iterable[int], texts: Iterable[str]) -> dict[int, bytes | None]:
-    """What the ids mean; `texts` are where most of them come from. None: a piece of a sign, its bytes unknown."""
+    """What the ids mean; `texts` are where most of them come from. None: part of a character, its bytes unknown."""
     known: dict[int, bytes] = {}
     anchor: tuple[int, str] | None = None
     try:

@@ -1,7 +1,7 @@
 """Tokens with their probabilities, for people: a table, a heat map for terminals, and the same as HTML for notebooks.
 
 Signs made of several tokens (an emoji, a rare ideograph) are drawn once, in the colour of their joint probability;
-the table has each token of its own, pieces of signs as bytes. Control signs and blanks are made visible.
+the table has each token of its own, pieces of characters as bytes. Control characters and blanks are made visible.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from corral.client.reply import Token
 
-__all__ = ["Sign", "TokenView", "harmless", "label", "signs", "table_rows"]
+__all__ = ["Character", "TokenView", "characters", "harmless", "label", "table_rows"]
 
 # probability at least -> (256-colour background for terminals, the same for HTML)
 _SHADES = (
@@ -25,7 +25,7 @@ _VISIBLE = {"\n": "⏎", "\t": "⇥", "\r": "␍"}
 
 
 @dataclass(frozen=True)
-class Sign:
+class Character:
     """A stretch of text that one token, or several together, make."""
 
     text: str
@@ -46,16 +46,16 @@ def _is_start_of_sign(data: bytes) -> bool:
     return False
 
 
-def signs(tokens: Sequence[Token]) -> list[Sign]:
-    """The tokens put together into whole signs."""
-    found: list[Sign] = []
+def characters(tokens: Sequence[Token]) -> list[Character]:
+    """The tokens put together into whole characters."""
+    found: list[Character] = []
     held: list[Token] = []
     data = b""
     for token in tokens:
         if token.bytes is None:
             found += _flush(held, data)
             held, data = [], b""
-            found.append(Sign(token.text or "�", token.logprob, (token,)))
+            found.append(Character(token.text or "�", token.logprob, (token,)))
             continue
         held.append(token)
         data += bytes(token.bytes)
@@ -65,16 +65,18 @@ def signs(tokens: Sequence[Token]) -> list[Sign]:
     return found + _flush(held, data)
 
 
-def _flush(held: list[Token], data: bytes) -> list[Sign]:
+def _flush(held: list[Token], data: bytes) -> list[Character]:
     if not held:
         return []
     values = [token.logprob for token in held]
     known = [value for value in values if value is not None]
-    return [Sign(data.decode("utf-8", "replace"), sum(known) if len(known) == len(values) else None, tuple(held))]
+    return [
+        Character(data.decode("utf-8", "replace"), sum(known) if len(known) == len(values) else None, tuple(held))
+    ]
 
 
 def label(token: Token) -> str:
-    """A token in one visible word: text as it is, blanks marked, pieces of signs as their bytes."""
+    """A token in one visible word: text as it is, blanks marked, pieces of characters as their bytes."""
     if token.bytes is not None:
         try:
             text = bytes(token.bytes).decode()
@@ -83,33 +85,39 @@ def label(token: Token) -> str:
     else:
         text = token.text
         if not text or "\ufffd" in text:
-            return f"⟨id {token.id}⟩" if token.id is not None else "⟨part of a sign⟩"
+            return f"⟨id {token.id}⟩" if token.id is not None else "⟨part of a character⟩"
     return visible(text)
 
 
 def visible(text: str) -> str:
-    """Text with its blanks and control signs made visible."""
+    """Text with its blanks and control characters made visible."""
     return "".join(
-        "·" if sign == " " else _VISIBLE.get(sign) or (sign if _printable(sign) else f"⟨U+{ord(sign):04X}⟩")
-        for sign in text
+        "·"
+        if character == " "
+        else _VISIBLE.get(character) or (character if _printable(character) else f"⟨U+{ord(character):04X}⟩")
+        for character in text
     )
 
 
 def harmless(text: str) -> str:
-    """Text for a terminal: control signs, with which a model could move the cursor or set the title, are replaced."""
+    """Text for a terminal, without control characters: a model could move the cursor or set the title with them."""
     if text.isprintable():
         return text
-    return "".join(sign if sign in "\n\t" or unicodedata.category(sign) != "Cc" else "\ufffd" for sign in text)
+    return "".join(
+        character if character in "\n\t" or unicodedata.category(character) != "Cc" else "\ufffd"
+        for character in text
+    )
 
 
-def _printable(sign: str) -> bool:
-    return sign.isprintable() and not unicodedata.combining(sign)
+def _printable(character: str) -> bool:
+    return character.isprintable() and not unicodedata.combining(character)
 
 
 def width(text: str) -> int:
     """Columns that a text takes on a terminal."""
     return sum(
-        2 if unicodedata.east_asian_width(sign) in "WF" else 0 if sign in "\u200d\ufe0f" else 1 for sign in text
+        2 if unicodedata.east_asian_width(character) in "WF" else 0 if character in "\u200d\ufe0f" else 1
+        for character in text
     )
 
 
@@ -150,7 +158,7 @@ class TokenView:
     @property
     def text(self) -> str:
         """The answer."""
-        return "".join(sign.text for sign in signs(self.tokens))
+        return "".join(character.text for character in characters(self.tokens))
 
     def table(self) -> str:
         """The table as plain text, prompt first."""
@@ -161,11 +169,11 @@ class TokenView:
         return "\n".join(parts)
 
     def ansi(self) -> str:
-        """The heat map for a terminal: prompt, then answer, each sign on the colour of its probability."""
+        """The heat map for a terminal: prompt, then answer, each character on the colour of its probability."""
         parts = []
         for title, tokens in (("prompt", self.prompt_tokens), ("answer", self.tokens)):
             if tokens:
-                parts += [title, "".join(map(_painted, signs(tokens))), ""]
+                parts += [title, "".join(map(_painted, characters(tokens))), ""]
         scale = "".join(
             f"\033[30;48;5;{colour}m {'≥' if least else '<'}{least or _SHADES[-2][0]:.0%} \033[0m"
             for least, colour, _ in _SHADES
@@ -176,7 +184,9 @@ class TokenView:
         blocks = []
         for title, tokens in (("prompt", self.prompt_tokens), ("answer", self.tokens)):
             if tokens:
-                blocks.append(f"<div><b>{title}</b></div><div>{''.join(map(_html_sign, signs(tokens)))}</div>")
+                blocks.append(
+                    f"<div><b>{title}</b></div><div>{''.join(map(_html_character, characters(tokens)))}</div>"
+                )
         scale = "".join(
             f'<span style="background:{name};color:#000;padding:0 .5em">'
             f"{'≥' if least else '&lt;'}{least or _SHADES[-2][0]:.0%}</span>"
@@ -194,9 +204,9 @@ def _aligned(rows: list[list[str]]) -> list[str]:
     ]
 
 
-def _painted(sign: Sign) -> str:
-    shade = _shade(sign.probability)
-    text = sign.text.replace("\t", "    ").replace("\r", "␍")
+def _painted(character: Character) -> str:
+    shade = _shade(character.probability)
+    text = character.text.replace("\t", "    ").replace("\r", "␍")
     text = "".join(s if s == "\n" or s.isprintable() or s in "\u200d\ufe0f" else "�" for s in text)
     if shade is None:
         return text
@@ -206,11 +216,13 @@ def _painted(sign: Sign) -> str:
     )
 
 
-def _html_sign(sign: Sign) -> str:
-    shade = _shade(sign.probability)
-    lines = [f"{label(token)}: {percent(token.logprob)}, rank {token.rank or '-'}" for token in sign.tokens]
-    lines += [f"  {label(other)} {percent(other.logprob)}" for other in sign.tokens[-1].top]
+def _html_character(character: Character) -> str:
+    shade = _shade(character.probability)
+    lines = [f"{label(token)}: {percent(token.logprob)}, rank {token.rank or '-'}" for token in character.tokens]
+    lines += [f"  {label(other)} {percent(other.logprob)}" for other in character.tokens[-1].top]
     title = html.escape("\n".join(lines), quote=True)
-    shown = html.escape(sign.text).replace("\n", "⏎<br>").replace(" ", "&nbsp;" if sign.text == " " else " ")
+    shown = (
+        html.escape(character.text).replace("\n", "⏎<br>").replace(" ", "&nbsp;" if character.text == " " else " ")
+    )
     background = f"background:{shade[1]};color:#000" if shade else ""
     return f'<span title="{title}" style="{background}">{shown}</span>'

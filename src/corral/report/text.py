@@ -48,8 +48,8 @@ def verdict_line(run: Run) -> str:
 
 
 def problem_lines(run: Run) -> list[str]:
-    signs = {"invalid": "✗", "caution": "!"}
-    return [f"  {signs[problem.severity]} {problem.text}" for problem in run.problems]
+    marks = {"invalid": "✗", "caution": "!"}
+    return [f"  {marks[problem.severity]} {problem.text}" for problem in run.problems]
 
 
 def _spread_row(run: Run, name: str, found: Spread, values: Sequence[float]) -> str:
@@ -140,8 +140,8 @@ def series_lines(series: Series, runs: Sequence[Run], folder: Path) -> list[str]
     seen: dict[str, str] = {}
     for run in runs:
         for problem in run.problems:
-            sign = "✗" if problem.severity == "invalid" else "!"
-            seen.setdefault(f"{sign} {problem.kind}", f"{run.spec.load.label}: {problem.text}")
+            mark = "✗" if problem.severity == "invalid" else "!"
+            seen.setdefault(f"{mark} {problem.kind}", f"{run.spec.load.label}: {problem.text}")
     lines += ["", *(f"{kind[0]} {text}" for kind, text in seen.items())] if seen else []
     lines += ["", *(f"{name:<10} {text}" for name, text in series.findings.items() if isinstance(text, str))]
     if runs and runs[-1].limit is not None and series.kind in ("quick", "sweep"):
