@@ -46,6 +46,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "batch": ("corral.cli.batch:command", "Run a file of prompts through a model; nothing is lost."),
     "profile": ("corral.cli.profile:command", "Places to run, by name: init, list, show, check."),
     "pull": ("corral.cli.pull:command", "Bring a model's files to this machine, or onto nodes; resumable."),
+    "models": ("corral.cli.models:command", "Models by name: on disk, gated, and which fit this machine."),
     "engine": ("corral.cli.engine:command", "Installed engines: list, install, check, remove."),
     "bench": ("corral.cli.bench:command", "Measure a served model, and how far it is from the limit."),
     "fake-server": ("corral.cli.fake_server:command", "A server with set pace and faults, for tests."),

@@ -1,0 +1,102 @@
+"""`corral models`: the models Corral knows by name, which are on disk, and which fit this machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from corral.cli.screen import print_json, print_table
+from corral.errors import ConflictError
+from corral.hardware.inventory import Inventory
+from corral.models.shelf import ShelvedModel, on_disk, remove
+
+__all__ = ["command"]
+
+HELP = {"help_option_names": ["-h", "--help"]}
+
+
+@click.group(invoke_without_command=True, context_settings=HELP)
+@click.option("--gpus", metavar="SPEC", help="Ask whether they fit these GPUs instead (8xH100, 1xA100-40GB, …).")
+@click.option("--json", "as_json", is_flag=True, help="The list as JSON.")
+@click.pass_context
+def command(context: click.Context, gpus: str | None, as_json: bool) -> None:
+    """List models: the catalogue, what is on disk and where, and what fits this machine.
+
+    Any other model of the Hugging Face hub works by its id, and any folder by its path.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    rows = _rows(_inventory(gpus), on_disk())
+    if as_json:
+        print_json(rows)
+        return
+    cells = [[r["name"], _gigabytes(r["bytes"]), r["fits"], "gated" if r["gated"] else "", r["path"]] for r in rows]
+    print_table(["NAME", "WEIGHTS", f"FITS {gpus or 'HERE'}", "ACCESS", "ON DISK"], cells)
+
+
+@command.command("remove", context_settings=HELP)
+@click.argument("name")
+@click.option("--json", "as_json", is_flag=True)
+def remove_model(name: str, as_json: bool) -> None:
+    """Delete a model's files from this machine's disk; refused while a deployment serves it."""
+    from corral.deployment.state import ENDED
+    from corral.lifecycle.deployments import statuses
+
+    for status in statuses():
+        if status.model == name and status.state not in ENDED:
+            raise ConflictError(f"{status.name!r} serves {name}.", f"Stop it first: corral down {status.name}")
+    gone = remove(name)
+    if as_json:
+        print_json(gone)
+    else:
+        for model in gone:
+            click.echo(f"removed {model.name} ({_gigabytes(model.stored_bytes)}) from {model.path}")
+
+
+def _inventory(gpus: str | None) -> Inventory:
+    from corral.hardware.inventory import parse_gpus, probe
+
+    return parse_gpus(gpus) if gpus else probe()
+
+
+def _rows(inventory: Inventory, shelved: list[ShelvedModel]) -> list[dict[str, Any]]:
+    from corral.models.catalogue import CATALOGUE
+    from corral.models.facts import facts_from_entry
+
+    places = {model.name: model for model in shelved}
+    rows = []
+    for entry in CATALOGUE.values():
+        if entry.name.startswith("llama-3.1-405b-first-upload"):
+            continue  # for checking old figures, not for serving
+        facts, here = facts_from_entry(entry), places.pop(entry.name, None)
+        rows.append(
+            {
+                "name": entry.name,
+                "repository": entry.repo,
+                "bytes": facts.weights_bytes,
+                "fits": _fits(facts, inventory),
+                "gated": entry.gated,
+                "path": here.path if here else "",
+            }
+        )
+    others = [
+        {"name": m.name, "repository": "", "bytes": m.stored_bytes, "fits": "", "gated": False, "path": m.path}
+        for m in places.values()
+    ]
+    return rows + others
+
+
+def _fits(facts: Any, inventory: Inventory) -> str:
+    """How it would run as it is stored: `yes`, `context 24,576` when not at full length, or `no`."""
+    from corral.plan import Goal, make_plan
+
+    as_stored = {"weights": facts.weights} if inventory.gpu else {}
+    plan = make_plan(facts, inventory, Goal(), as_stored)
+    if not plan.fits:
+        return "no"
+    return "yes" if plan.max_model_len >= facts.max_context else f"context {plan.max_model_len:,}"
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:,.1f} GB" if size < 100e9 else f"{size / 1e9:,.0f} GB"
