@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import corral as library
+from corral.client.endpoint import HeldKeyEndpoint
 from corral.client.errors import BadRequestError, KeyRefusedError, PromptTooLongError
-from corral.lifecycle.resolve import HeldKeyEndpoint
 from corral.llm.llm import LLM
 from tests.conftest import ROOT
 from tests.integration.conftest import Corral, free_port

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from corral.deployment.folder import DeploymentFolder
 from corral.engines import environments as engines
+from corral.lifecycle import deployments
+from corral.lifecycle.successors import Chain, write_chain
 from tests.unit.conftest import Corral
 from tests.unit.test_agent import free_port
 
@@ -51,6 +55,24 @@ def test_a_deployment_that_is_still_starting_is_waited_for(answering: Corral, tm
     assert done.code == 0, done.err
     assert json.loads((tmp_path / "out.jsonl.corral" / "job.json").read_text())["model"] == "tiny"
     assert "already complete" in answering("batch", given, "-o", str(output)).err
+
+
+def test_a_batch_goes_on_at_the_successor(answering: Corral, tmp_path: Path) -> None:
+    given, output = rows(tmp_path, 600)
+    assert answering("up", str(answering.model), "--name", "one", FAKE_RATE="20").code == 0
+    batch = answering.start("batch", given, "-o", str(output), "--backoff", "0.02")
+    while not output.is_file() or len(output.read_text().splitlines()) < 20:
+        assert batch.poll() is None, batch.communicate()
+        time.sleep(0.05)
+    assert answering("up", str(answering.model), "--name", "one~2").code == 0
+    write_chain(DeploymentFolder.of("one"), Chain(("one~2",)))
+    assert len(output.read_text().splitlines()) < 600
+    deployments.stop(DeploymentFolder.of("one"))
+    _, err = batch.communicate(timeout=120)
+    assert batch.returncode == 0, err
+    assert ids(output) == list(range(600))
+    more = answering("batch", given, "-o", str(tmp_path / "more.jsonl"))  # nobody is named, and the first has ended
+    assert more.code == 0, more.err
 
 
 def test_offline_starts_a_model_runs_and_stops_it(answering: Corral, tmp_path: Path) -> None:

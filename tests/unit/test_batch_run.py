@@ -18,9 +18,8 @@ from typing import Any
 
 import pytest
 
-from corral.batch import FixedPlace, JobFolder, JobLock
+from corral.batch import FixedServer, JobFolder, JobLock
 from corral.batch.batch import again, carry_out
-from corral.batch.core.fleet import Place
 from corral.batch.core.pace import Pace
 from corral.batch.core.retry import Verdict, backoff_s, judge
 from corral.batch.core.run import Quiet, Summary, run_job
@@ -31,7 +30,7 @@ from corral.batch.inspect import ask_to_stop, inspect
 from corral.batch.job import Order
 from corral.batch.serving import Where
 from corral.client.client import Reply
-from corral.client.endpoint import Endpoint
+from corral.client.endpoint import Endpoint, ModelServer
 from corral.client.errors import OverloadedError, ServerGoneError, TimedOutError, error_from_status
 from corral.client.metrics import Reading
 from corral.errors import (
@@ -179,7 +178,7 @@ def test_patience_ends(work: Work) -> None:
 
 
 class Moving:
-    """A place that is away, then at a first address, then at a second."""
+    """A server that is away, then at a first address, then at a second."""
 
     name = "moving"
 
@@ -214,7 +213,7 @@ class Plain:
         return json.dumps({"id": number, "error": error.message}).encode() + b"\n"
 
 
-def core(place: Path, count: int, places: list[Place], work: Plain, settings: Settings = QUICK) -> Summary:
+def core(place: Path, count: int, servers: list[ModelServer], work: Plain, settings: Settings = QUICK) -> Summary:
     """The generic core, without anything of `corral batch`."""
     data = place / "data"
     table, offset = Table(data), 0
@@ -226,7 +225,7 @@ def core(place: Path, count: int, places: list[Place], work: Plain, settings: Se
     folder = JobFolder(place / "core.jsonl")
     folder.create()
     with JobLock(folder.lock, "core") as lock:
-        return run_job(folder, table, work, places, settings, lock=lock, signals=False)
+        return run_job(folder, table, work, servers, settings, lock=lock, signals=False)
 
 
 def test_an_endpoint_that_moves_is_found_again(tmp_path: Path, server: FakeServer) -> None:
@@ -237,9 +236,16 @@ def test_an_endpoint_that_moves_is_found_again(tmp_path: Path, server: FakeServe
     assert (summary.fine, summary.losses >= 1) == (200, True)
 
 
+def test_a_server_that_drains_hands_over_to_its_successor(tmp_path: Path, server: FakeServer) -> None:
+    with FakeServer() as draining:
+        draining.set_faults("status:code=503")
+        summary = core(tmp_path, 50, [Moving(draining.url, server.url)], Plain(), replace(QUICK, patience_s=20))
+    assert (summary.fine, summary.losses) == (50, 1)
+
+
 def test_an_engine_that_hangs_behind_a_healthy_door_is_noticed(tmp_path: Path, server: FakeServer) -> None:
     server.set_faults("hang:times=3")
-    place = FixedPlace(Endpoint(server.url, "fake"))
+    place = FixedServer(Endpoint(server.url, "fake"))
     summary = core(tmp_path, 50, [place], Plain(), replace(QUICK, hang_s=0.5))
     assert (summary.fine, summary.losses) == (50, 1)
 
@@ -265,7 +271,7 @@ def test_a_runner_whose_job_was_taken_over_writes_nothing_more(work: Work) -> No
 
 def test_several_requests_may_make_one_row(tmp_path: Path, server: FakeServer) -> None:
     server.set_faults("status:code=500,p=0.2")
-    summary = core(tmp_path, 50, [FixedPlace(Endpoint(server.url, "fake"))], Plain(3), replace(QUICK, attempts=30))
+    summary = core(tmp_path, 50, [FixedServer(Endpoint(server.url, "fake"))], Plain(3), replace(QUICK, attempts=30))
     assert summary.fine == 50
     lines = [json.loads(line) for line in (tmp_path / "core.jsonl").read_text().splitlines()]
     assert all(len(line["texts"]) == 3 for line in lines)
@@ -274,7 +280,7 @@ def test_several_requests_may_make_one_row(tmp_path: Path, server: FakeServer) -
 def test_two_endpoints_share_the_work_and_take_over_from_each_other(tmp_path: Path, server: FakeServer) -> None:
     with FakeServer() as stuck:
         stuck.set_faults("hang:after=4")
-        places = [FixedPlace(Endpoint(url, "fake")) for url in (server.url, stuck.url)]
+        places = [FixedServer(Endpoint(url, "fake")) for url in (server.url, stuck.url)]
         summary = core(tmp_path, 100, list(places), Plain(), replace(QUICK, concurrency=8))
     assert summary.fine == 100
     assert summary.stolen >= 1

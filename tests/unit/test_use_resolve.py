@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from corral.client.endpoint import Endpoint
+from corral.client.endpoint import Endpoint, HeldKeyEndpoint
 from corral.deployment.folder import DeploymentFolder
 from corral.deployment.state import State
 from corral.errors import AccessError, ConflictError, NotFoundError, UnreachableError, UsageError
 from corral.fake import FakeOptions, FakeServer
 from corral.lifecycle import deployments
-from corral.lifecycle.resolve import HeldKeyEndpoint, resolve
+from corral.lifecycle.resolve import DeploymentServer, ServedModels, find_servers, resolve, served_by
+from corral.lifecycle.successors import Chain, choose_folder, write_chain
 from corral.record import to_json
 
 
@@ -96,29 +97,104 @@ def test_nobody_there() -> None:
         resolve("nobody", environ={})
 
 
-def test_the_only_ready_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [ready("a"), ready("b", State.LOADING), ready("c", State.FAILED)]
-    monkeypatch.setattr(deployments, "statuses", lambda: found)
+class Deployments:
+    """Deployments of this home, in the states that a test gives them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.states: dict[str, State] = {}
+        self.tunnels: list[str] = []
+        monkeypatch.setattr(deployments, "status", lambda folder: ready(folder.name, self.states[folder.name]))
+        monkeypatch.setattr("corral.lifecycle.resolve.ensure_tunnel", lambda folder: self.tunnels.append(folder.name))
+
+    def set(self, **states: State) -> None:
+        for name in [name.replace("_", "~") for name in states]:
+            folder = DeploymentFolder.of(name)
+            folder.path.mkdir(parents=True, exist_ok=True)
+            folder.record.touch()
+        self.states |= {name.replace("_", "~"): state for name, state in states.items()}
+
+
+@pytest.fixture
+def there(monkeypatch: pytest.MonkeyPatch, clean_home: Path) -> Deployments:
+    return Deployments(monkeypatch)
+
+
+def test_the_only_ready_one(there: Deployments) -> None:
+    there.set(a=State.READY, b=State.LOADING, c=State.FAILED)
     assert resolve(environ={}).model == "a"
     assert resolve(model="adapter", environ={}).model == "adapter"
-    found.append(ready("d"))
-    with pytest.raises(UsageError, match="a, d"):
-        resolve(environ={})
-    found[:] = [ready("b", State.LOADING)]
+    assert [server.name for server in find_servers([], [], None, environ={})] == ["a"]
+    there.set(d=State.READY)
+    for find in (resolve, lambda **given: find_servers([], [], None, **given)):
+        with pytest.raises(UsageError, match="a, d"):
+            find(environ={})
+    there.set(a=State.STOPPED, d=State.STOPPED)
     with pytest.raises(NotFoundError, match=r"b \(loading\)"):
         resolve(environ={})
+    assert [server.name for server in find_servers([], [], None, environ={})] == ["b"]  # waited for
+    there.set(b=State.UNKNOWN)
+    with pytest.raises(NotFoundError, match=r"b \(unknown\)"):
+        find_servers([], [], None, environ={})
 
 
-def test_a_deployment_that_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("corral.lifecycle.resolve.open_folder", DeploymentFolder.of)
-    monkeypatch.setattr(deployments, "status", lambda _: ready("b", State.LOADING))
+def test_a_deployment_that_is_not_ready(there: Deployments) -> None:
+    there.set(b=State.LOADING)
     with pytest.raises(ConflictError, match="loading"):
         resolve("b", environ={})
-    monkeypatch.setattr(deployments, "status", lambda _: ready("b", State.FAILED))
+    assert DeploymentServer("b").find() is None
+    there.set(b=State.FAILED)
     with pytest.raises(NotFoundError, match="its text"):
         resolve("b", environ={})
-    monkeypatch.setattr(deployments, "status", lambda _: replace(ready("b"), endpoint=Endpoint("http://x", "b")))
+    there.set(b=State.READY)
     assert resolve("b", environ={}).model == "b"
+
+
+def test_a_chain_is_one_deployment_and_its_newest_serves(there: Deployments) -> None:
+    there.set(x=State.READY, x_2=State.QUEUED, x_3=State.QUEUED)
+    write_chain(DeploymentFolder.of("x"), Chain(("x~2", "x~3")))
+    server = DeploymentServer("x")
+    for states, serving in (
+        ({}, "x"),
+        ({"x_2": State.READY}, "x~2"),  # the hand-over: both are ready
+        ({"x": State.STOPPED}, "x~2"),
+        ({"x_2": State.STOPPED}, None),
+        ({"x_3": State.READY}, "x~3"),
+    ):
+        there.set(**states)
+        there.tunnels.clear()
+        found = server.find()
+        assert (found.model if found else None) == serving
+        assert there.tunnels == ([serving] if serving else [])
+        assert [one.name for one in find_servers([], [], None, environ={})] == ["x"]
+        if serving:
+            assert resolve(environ={}).model == resolve("x", environ={}).model == serving
+            assert there.tunnels == [serving] * 3
+    assert choose_folder(None).name == "x"
+
+
+def test_a_name_like_a_successors_is_a_deployment_of_its_own(there: Deployments) -> None:
+    there.set(y_2=State.READY)
+    assert resolve(environ={}).model == "y~2"
+    assert choose_folder(None).name == "y~2"
+
+
+def test_a_key_of_the_environment_stays_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    temporary, key_file = tmp_path / "tmp", tmp_path / "key"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    key_file.write_text("secret-key\n")
+    key_file.chmod(0o600)
+    with FakeServer(FakeOptions(key_file=key_file)) as server:
+        environ = {"OPENAI_BASE_URL": server.url, "OPENAI_API_KEY": "secret-key"}
+        [found] = find_servers([], [], None, environ=environ)
+        endpoint = found.find()
+        assert endpoint is not None
+        assert (endpoint.key(), endpoint.key_file) == ("secret-key", None)
+        assert served_by(found) == ServedModels(("fake",), ("fake",), 8192)
+    assert served_by(found) is None
+    assert not list(temporary.iterdir())
+    with pytest.raises(UsageError, match="without an address"):
+        find_servers([], [], str(key_file), environ={})
 
 
 def test_servers_of_several_models(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,14 +4,14 @@ The core is generic: anything that turns rows into requests and replies into one
 (`corral batch` does, `corral score` may). Its promise: at-least-once execution, exactly one line per row; a line
 counts once it is synced; after any crash the same call continues.
 
-    from corral.batch import Ask, FixedPlace, JobFolder, JobLock, Request, Settings, Table, hash64, run_job
+    from corral.batch import Ask, FixedServer, JobFolder, JobLock, Request, Settings, Table, hash64, run_job
 
     folder = JobFolder(output=Path("scores.jsonl"))         # live=False: lines go to folder.results, and you make
     folder.create()                                         # the output from them at the end (`output.export`)
     with JobLock(folder.lock, str(folder.output)) as lock:  # ConflictError names the holder; stale locks are taken
         table = Table(data=Path("items.jsonl"))             # where rows can be read again, by offset
         table.add(hash64(id), hash64(raw), offset, len(raw), line)      # once per row; 33 bytes each
-        summary = run_job(folder, table, work, [FixedPlace(endpoint)], Settings(), lock=lock, listener=listener)
+        summary = run_job(folder, table, work, [FixedServer(endpoint)], Settings(), lock=lock, listener=listener)
 
 `work` is any object with three methods (`Work`):
 
@@ -22,19 +22,19 @@ counts once it is synced; after any crash the same call continues.
 `Table.save` and `Table.load` keep the table, so that a resume need not read the input again; `Ledger.open` inside
 `run_job` compares id and content hashes of what is done with the table and drops what changed. Comparing parameters
 and model with those of the first run is the caller's part (`job` does it for batch). `run_job` handles retries,
-endpoint loss and moves (`Place.find`), adaptive concurrency per endpoint, signals (drain), cancel files and a full
-disk. `check.scan` reads every input format into a Table.
+endpoint loss and moves (`ModelServer.find`), adaptive concurrency per endpoint, signals (drain), cancel files and a
+full disk. `check.scan` reads every input format into a Table.
 """
 
 from __future__ import annotations
 
-from corral.batch.core.fleet import FixedPlace, Place
 from corral.batch.core.folder import JobFolder
 from corral.batch.core.ledger import FAILED, FINE, Entry, Ledger
 from corral.batch.core.lock import JobLock, holder_of
 from corral.batch.core.run import Listener, Quiet, Summary, run_job
 from corral.batch.core.runner import Ask, Counts, Request, Runner, Settings, Work
 from corral.batch.core.table import BAD, RowReader, Table, hash64
+from corral.client.endpoint import FixedServer, ModelServer
 
 __all__ = [
     "BAD",
@@ -43,12 +43,12 @@ __all__ = [
     "Ask",
     "Counts",
     "Entry",
-    "FixedPlace",
+    "FixedServer",
     "JobFolder",
     "JobLock",
     "Ledger",
     "Listener",
-    "Place",
+    "ModelServer",
     "Quiet",
     "Request",
     "RowReader",

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from corral.batch.core.fleet import Place
 from corral.batch.core.folder import JobFolder
 from corral.batch.core.ledger import FAILED, Entry
 from corral.batch.core.lock import JobLock
@@ -19,12 +18,14 @@ from corral.batch.core.table import RowReader, Table, save_json
 from corral.batch.input.check import note_beginnings, note_weights, read_problems
 from corral.batch.job import Order, Prepared, folder_of, load_record, prepare
 from corral.batch.output import BatchWork, export, problem_line
-from corral.batch.places import gpus_of
 from corral.batch.serving import Offline, Served, Where, kept, served_for
 from corral.batch.sharing.shared import Sharing, brief_lock, gather, join, open_door, work_through
 from corral.client.client import CHAT
+from corral.client.endpoint import ModelServer
 from corral.deployment.events import append_event
+from corral.deployment.folder import DeploymentFolder
 from corral.errors import CorralError, DataError, UsageError
+from corral.lifecycle.deployments import plan_of
 from corral.record import to_json
 
 __all__ = [
@@ -149,7 +150,7 @@ def _alone(folder: JobFolder, how: _How) -> _Ended | None:
                 forget_failed(folder, table)
             with kept_state(folder, journal) as keep:
                 summary = run_job(
-                    folder, table, work_of(made), _Lazy(served.places), how.settings, lock=lock, listener=journal,
+                    folder, table, work_of(made), _Lazy(served.servers), how.settings, lock=lock, listener=journal,
                     order=_row_order(table, record, how.row_order), first=bad_rows(made), signals=how.signals,
                 )  # fmt: skip
                 if summary.state == "done" and not folder.live:
@@ -176,7 +177,7 @@ def _together(folder: JobFolder, how: _How, sharing: Sharing) -> _Ended:
             journal.note("begin", f"{'continuing' if made.continued else 'new'}: {made.record.rows} rows{company}")
             with kept_state(folder, journal) as keep:
                 summary = work_through(
-                    made, joined, work_of(made), _Lazy(served.places), how.settings, journal,
+                    made, joined, work_of(made), _Lazy(served.servers), how.settings, journal,
                     partial(_row_order, made.table, made.record), how.signals,
                 )  # fmt: skip
                 if summary.state == "done":
@@ -234,23 +235,23 @@ def kept_state(folder: JobFolder, journal: Journal) -> Iterator[Callable[[Summar
         raise
 
 
-class _Lazy(Sequence[Place]):
-    """Places that are looked for only when something is to be sent: a finished batch needs no server."""
+class _Lazy(Sequence[ModelServer]):
+    """Servers that are looked for only when something is to be sent: a finished batch needs no server."""
 
-    def __init__(self, make: Callable[[], Sequence[Place]]) -> None:
+    def __init__(self, make: Callable[[], Sequence[ModelServer]]) -> None:
         self._make = make
-        self._made: Sequence[Place] | None = None
+        self._made: Sequence[ModelServer] | None = None
 
-    def _places(self) -> Sequence[Place]:
+    def _servers(self) -> Sequence[ModelServer]:
         if self._made is None:
             self._made = self._make()
         return self._made
 
     def __getitem__(self, index: Any) -> Any:
-        return self._places()[index]
+        return self._servers()[index]
 
     def __len__(self) -> int:
-        return len(self._places())
+        return len(self._servers())
 
 
 def forget_failed(folder: JobFolder, table: Table) -> None:
@@ -278,7 +279,7 @@ def _keep_state(folder: JobFolder, state: str, details: Any) -> None:
 
 def _result(made: Prepared, summary: Summary, names: Sequence[str], price: float | None) -> Result:
     folder = made.folder
-    gpus = sum(gpus_of(name) or 0 for name in names) or None
+    gpus = sum(_gpus(name) for name in names) or None
     hours = gpus * summary.wall_s / 3600 if gpus else None
     failed = folder.has_errors
     if not failed:
@@ -292,6 +293,11 @@ def _result(made: Prepared, summary: Summary, names: Sequence[str], price: float
         gpu_hours=hours,
         cost=hours * price if hours is not None and price is not None else None,
     )
+
+
+def _gpus(name: str) -> int:
+    plan = plan_of(DeploymentFolder.of(name))
+    return (plan.gpus if plan else None) or 0
 
 
 def again(output: str) -> tuple[Order, Where]:

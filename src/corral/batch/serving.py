@@ -9,11 +9,11 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from corral.batch.core.fleet import Place
 from corral.batch.input.lengths import Counter, engine_counter, server_counter
 from corral.batch.job import Order, load_record
-from corral.batch.places import DeploymentPlace, find_places, served_by
-from corral.errors import CorralError, UsageError
+from corral.client.endpoint import ModelServer
+from corral.errors import CorralError, NotFoundError, UsageError
+from corral.lifecycle.resolve import DeploymentServer, find_servers, served_by
 from corral.record import to_json
 
 if TYPE_CHECKING:
@@ -75,10 +75,10 @@ def kept(where: Where) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Served:
-    """What `prepare` needs to know of the model, and how to find the places that serve it."""
+    """What `prepare` needs to know of the model, and how to find the servers of it."""
 
     facts: dict[str, Any]
-    places: Callable[[], Sequence[Place]]
+    servers: Callable[[], Sequence[ModelServer]]
     names: tuple[str, ...] = ()  # of deployments
 
 
@@ -97,28 +97,28 @@ def served_for(where: Where, order: Order, reporter: Any) -> Iterator[Served]:
 def _online(where: Where, order: Order) -> Served:
     known = _known_model(order)
     try:
-        places = find_places(where.deployments, where.urls, where.key_file, known)
+        servers = find_servers(where.deployments, where.urls, where.key_file, known)
     except CorralError as error:
         if known is None:
+            if isinstance(error, NotFoundError) and not where.deployments:
+                error.remedy += " Or let the batch start a model itself: --model MODEL."
             raise
         failure = error  # the job may be done already, and then needs nobody
 
-        def unavailable() -> Sequence[Place]:
+        def unavailable() -> Sequence[ModelServer]:
             raise failure
 
         return Served({"model": known}, unavailable)
-    served = [served_by(place) for place in places]
-    models = {one.models[0] for one in served if one is not None}
+    deployments = [server for server in servers if isinstance(server, DeploymentServer)]
+    answering = [(server, found) for server in servers if (found := served_by(server))]
+    models = {found.names[0] for _, found in answering} or {server.model for server in deployments}
     if len(models) > 1:
         raise UsageError(f"the endpoints serve different models: {', '.join(sorted(models))}.", "Use those of one.")
-    first = next((one for one in served if one is not None), None)
-    models |= {place.model for place in places if isinstance(place, DeploymentPlace) and not models}
-    model = next(iter(models), known or "")
-    facts: dict[str, Any] = {"model": model}
-    if first is not None:
-        facts |= {"models": first.models, "context": first.context, "counter": server_counter(places[0])}
-    names = tuple(place.name for place in places if isinstance(place, DeploymentPlace))
-    return Served(facts, lambda: places, names)
+    facts: dict[str, Any] = {"model": next(iter(models), known or "")}
+    if answering:
+        server, found = answering[0]
+        facts |= {"models": found.names, "context": found.context, "counter": server_counter(server)}
+    return Served(facts, lambda: servers, tuple(server.name for server in deployments))
 
 
 def _known_model(order: Order) -> str | None:
@@ -147,18 +147,18 @@ def _started(offline: Offline, order: Order, reporter: Any) -> Iterator[Served]:
     folder = DeploymentFolder.of(name)
     begun: list[bool] = []
 
-    def places() -> Sequence[Place]:
+    def servers() -> Sequence[ModelServer]:
         begun.append(True)
         running = folder.record.is_file() and deployments.status(folder).state not in ENDED
         if running:
             bringup.wait_ready(folder, reporter)
         else:
             bringup.bring_up(wish, reporter)
-        return [DeploymentPlace(name)]
+        return [DeploymentServer(name)]
 
     facts = facts_of(decision)
     try:
-        yield Served(facts, places, (name,))
+        yield Served(facts, servers, (name,))
     finally:
         if folder.record.is_file() and (begun or deployments.status(folder).state not in ENDED):
             reporter.phase("stopping the model")

@@ -22,9 +22,8 @@ from corral.errors import CorralError
 from corral.hardware.probe import gpu_facts
 from corral.lifecycle.deployments import status
 from corral.plan import Plan
-from corral.record import load_json
 
-__all__ = ["Fingerprint", "differences", "find_folder", "read_plan", "take"]
+__all__ = ["Fingerprint", "differences", "find_folder", "take"]
 
 
 @dataclass(frozen=True)
@@ -129,16 +128,6 @@ def _generator() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = "none"
     return found
-
-
-def read_plan(folder: DeploymentFolder | None) -> Plan | None:
-    """The plan a deployment was started with, if it can be read."""
-    if folder is None or not folder.plan.is_file():
-        return None
-    try:
-        return load_json(Plan, folder.plan)
-    except CorralError:
-        return None  # of another version, or edited: what is served can be measured all the same
 
 
 def differences(a: Fingerprint, b: Fingerprint) -> list[tuple[str, str, str]]:

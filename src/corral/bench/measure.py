@@ -9,7 +9,7 @@ from pathlib import Path
 
 from corral.bench import store
 from corral.bench.datasets import load_prompts
-from corral.bench.fingerprint import Fingerprint, find_folder, read_plan, take
+from corral.bench.fingerprint import Fingerprint, find_folder, take
 from corral.bench.gate import judge, verdict
 from corral.bench.limit import cost_of, distance
 from corral.bench.load import Outcome, drive
@@ -23,6 +23,7 @@ from corral.client.client import Client
 from corral.client.endpoint import Endpoint
 from corral.client.errors import KeyRefusedError, ServerGoneError
 from corral.errors import AccessError, CorralError, EngineError, UnreachableError, UsageError
+from corral.lifecycle.deployments import plan_of
 from corral.plan import Plan
 
 __all__ = ["Bench", "Finished"]
@@ -69,7 +70,7 @@ class Bench:
         except ServerGoneError as error:
             raise UnreachableError(error.message, "Is it running? `corral ps` shows deployments.") from error
         folder = find_folder(self._client)
-        self._plan = self._plan or read_plan(folder)
+        self._plan = self._plan or (plan_of(folder) if folder else None)
         self._fingerprint = await take(self._client, folder, self._plan)
         return self
 

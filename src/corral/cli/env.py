@@ -7,7 +7,6 @@ import shlex
 import click
 
 from corral.cli.use_options import deployment_argument
-from corral.deployment.state import State
 from corral.errors import ConflictError
 from corral.lifecycle.deployments import status
 from corral.lifecycle.successors import choose_folder, newest_ready
@@ -24,9 +23,8 @@ def command(name: str | None) -> None:
     The key is printed. Everything that reads the two variables then finds the server: the openai SDK, curl, Corral.
     """
     folder = choose_folder(name)
-    found = status(folder)
-    if found.state is not State.READY and (follows := newest_ready(folder)) and follows.status:
-        found = follows.status
+    ready = newest_ready(folder)
+    found = ready.status if ready and ready.status else status(folder)
     proxy = held_proxy(folder)
     if found.endpoint is None:
         raise ConflictError(

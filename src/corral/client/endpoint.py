@@ -1,7 +1,7 @@
 """Where a model is served: base URL, served name, and the file that holds the key.
 
 Everything that uses a model knows only this, so it also works on servers Corral did not start. The key stays in its
-file: it is read when a request is made, and is in no field, repr or JSON of an endpoint.
+file, or in memory: it is read when a request is made, and is in no field, repr or JSON of an endpoint.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 import stat
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 from urllib.parse import urlsplit
 
 from corral.errors import AccessError, UsageError
 
-__all__ = ["Endpoint"]
+__all__ = ["Endpoint", "FixedServer", "HeldKeyEndpoint", "ModelServer"]
 
 
 @dataclass(frozen=True)
@@ -55,3 +56,44 @@ class Endpoint:
         if not text or not text.isprintable() or not text.isascii() or " " in text:
             raise AccessError(f"The key file {path} does not hold one key.", "Write the key alone into it.")
         return text
+
+
+class HeldKeyEndpoint(Endpoint):
+    """An endpoint whose key is held in memory instead of in a file."""
+
+    def __init__(self, base_url: str, model: str, key: str | None) -> None:
+        super().__init__(base_url, model, None)
+        if key is not None and (not key.isascii() or not key.isprintable() or " " in key or not key):
+            raise UsageError(
+                "The key holds characters that no key has.", "Give the key alone, without quotes or spaces."
+            )
+        object.__setattr__(self, "_held", key)
+
+    def key(self) -> str | None:
+        held: str | None = self.__dict__["_held"]
+        return held
+
+
+class ModelServer(Protocol):
+    """A server that a long job uses: its endpoint now, and after it moved."""
+
+    name: str
+
+    def find(self) -> Endpoint | None:
+        """The endpoint, or None while there is none."""
+
+    def seats(self) -> int | None:
+        """How many requests its engines run at once, where their plan tells."""
+
+
+class FixedServer:
+    """A server that stays where it is."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.name, self._endpoint = endpoint.root, endpoint
+
+    def find(self) -> Endpoint:
+        return self._endpoint
+
+    def seats(self) -> None:
+        return None

@@ -32,7 +32,19 @@ from corral.targets.base import Life, Target, load_target
 if TYPE_CHECKING:  # the planner is not needed to look at a deployment
     from corral.plan import Plan
 
-__all__ = ["Record", "Status", "Timings", "claim", "launch", "status", "statuses", "stop", "target_of", "watch"]
+__all__ = [
+    "Record",
+    "Status",
+    "Timings",
+    "claim",
+    "launch",
+    "plan_of",
+    "status",
+    "statuses",
+    "stop",
+    "target_of",
+    "watch",
+]
 
 
 @dataclass(frozen=True)
@@ -136,6 +148,16 @@ def status(folder: DeploymentFolder) -> Status:
 def target_of(record: Record) -> Target:
     """The target a deployment was started on, with the same nodes."""
     return load_target(record.target, record.place)
+
+
+def plan_of(folder: DeploymentFolder) -> Plan | None:
+    """The plan a deployment was started with; None where there is none, or it is of another version."""
+    from corral.plan import Plan
+
+    try:
+        return load_json(Plan, folder.plan)
+    except (CorralError, OSError):
+        return None
 
 
 def statuses() -> list[Status]:

@@ -1,45 +1,36 @@
-"""Which server to use: a deployment's name, an address, the environment, or the only deployment that is ready.
+"""Which server is meant: a deployment's name, an address, the environment, or the only deployment there is.
 
 The order is flag, environment, default: a name or `--url` given; else `OPENAI_BASE_URL` (with `OPENAI_API_KEY`);
-else the only ready deployment of this home. The served model's name is asked of the server, so nobody types a path.
+else the only deployment of this home. A deployment and its successors are one: the newest that is ready serves. The
+served model's name is asked of the server, so nobody types a path.
 
-A key given in memory or by an environment variable is in no field, repr or JSON of the endpoint.
+`resolve` gives an endpoint that can be used now. `find_servers` gives what a long job uses: servers that may be away
+for a while and come back elsewhere. A key given in memory or by an environment variable stays in memory.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from corral.client.client import Client
-from corral.client.endpoint import Endpoint
+from corral.client.endpoint import Endpoint, FixedServer, HeldKeyEndpoint, ModelServer
 from corral.client.errors import MalformedReplyError, error_from_status
 from corral.deployment.folder import open_folder
-from corral.deployment.state import State
-from corral.errors import ConflictError, NotFoundError, UsageError
+from corral.deployment.state import ENDED, State
+from corral.errors import ConflictError, CorralError, NotFoundError, UnreachableError, UsageError
 from corral.lifecycle import deployments
-from corral.lifecycle.successors import newest_ready
+from corral.lifecycle.successors import all_chains, all_standings, newest_ready
 from corral.lifecycle.tunnel import ensure_tunnel
-from corral.record import nearest
+from corral.record import load_json, nearest
 
-__all__ = ["HeldKeyEndpoint", "ready_endpoint", "resolve", "served_model"]
+__all__ = ["DeploymentServer", "ServedModels", "find_servers", "ready_endpoint", "resolve", "served_by"]
 
 URL_VARIABLE, KEY_VARIABLE = "OPENAI_BASE_URL", "OPENAI_API_KEY"
-
-
-class HeldKeyEndpoint(Endpoint):
-    """An endpoint whose key is held in memory instead of in a file."""
-
-    def __init__(self, base_url: str, model: str, key: str | None) -> None:
-        super().__init__(base_url, model, None)
-        if key is not None and (not key.isascii() or not key.isprintable() or " " in key or not key):
-            raise UsageError("The key holds signs that no key has.", "Give the key alone, without quotes or spaces.")
-        object.__setattr__(self, "_held", key)
-
-    def key(self) -> str | None:
-        held: str | None = self.__dict__["_held"]
-        return held
+_ASKED_AGAIN = 3
 
 
 def resolve(
@@ -52,64 +43,146 @@ def resolve(
     environ: Mapping[str, str] | None = None,
 ) -> Endpoint:
     """The endpoint that was meant, with the model's name that its server knows."""
-    environ = os.environ if environ is None else environ
     if name is not None and url is not None:
         raise UsageError("both a deployment and --url were given.", "Give one of them.")
     if key_file is not None and key is not None:
         raise UsageError("both a key and a key file were given.", "Give one of them.")
-    if name is None and url is None and (found := environ.get(URL_VARIABLE)):
-        url = found
-        if key_file is None and key is None:
-            key = environ.get(KEY_VARIABLE) or None
-    if url is None:
-        if key_file is not None or key is not None:
-            raise UsageError("a key was given without an address.", "Add --url, or leave both out.")
-        endpoint = ready_endpoint(name) if name is not None else _only_ready()
-        return Endpoint(endpoint.base_url, model, endpoint.key_file) if model else endpoint
-    return _with_model(url, key_file, key, model)
+    urls, key = _addresses([name] if name else [], [url] if url else [], key_file, key, environ)
+    if urls:
+        bare = _endpoint(urls[0], model or "", key_file, key)
+        return _endpoint(urls[0], _choose(bare, model), key_file, key)
+    endpoint = ready_endpoint(name or _only_deployment(ready=True))
+    return Endpoint(endpoint.base_url, model, endpoint.key_file) if model else endpoint
 
 
-def _with_model(url: str, key_file: str | None, key: str | None, model: str | None) -> Endpoint:
-    def at(name: str) -> Endpoint:
-        return HeldKeyEndpoint(url, name, key) if key_file is None else Endpoint(url, name, key_file)
+def find_servers(
+    names: Sequence[str],
+    urls: Sequence[str],
+    key_file: str | None,
+    known: str | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> list[ModelServer]:
+    """The servers that were meant; a deployment that is not ready yet will be.
 
-    return at(served_model(at(model or ""), model))
+    An address that does not answer is refused, unless its model is `known` from before: then it is waited for.
+    """
+    urls, key = _addresses(names, urls, key_file, None, environ)
+    servers: list[ModelServer] = [DeploymentServer(name) for name in names]
+    for url in urls:
+        bare = FixedServer(_endpoint(url, "", key_file, key))
+        model = _first_model(bare, 1 if known else _ASKED_AGAIN) or known
+        if not model:
+            raise UnreachableError(f"{bare.name} does not answer.", "Is the server running? Check --url.")
+        servers.append(FixedServer(_endpoint(url, model, key_file, key)))
+    return servers or [DeploymentServer(_only_deployment(ready=False))]
+
+
+def _addresses(
+    names: Sequence[str],
+    urls: Sequence[str],
+    key_file: str | None,
+    key: str | None,
+    environ: Mapping[str, str] | None,
+) -> tuple[Sequence[str], str | None]:
+    """The addresses given, or the environment's when nothing was; and the key, unless it is in a file."""
+    environ = os.environ if environ is None else environ
+    if not names and not urls and (found := environ.get(URL_VARIABLE)):
+        return [found], key if key or key_file else environ.get(KEY_VARIABLE) or None
+    if not urls and (key_file is not None or key is not None):
+        raise UsageError("a key was given without an address.", "Add --url, or leave both out.")
+    return urls, key
+
+
+def _endpoint(url: str, model: str, key_file: str | None, key: str | None) -> Endpoint:
+    return HeldKeyEndpoint(url, model, key) if key_file is None else Endpoint(url, model, key_file)
+
+
+# Deployments
+
+
+class DeploymentServer:
+    """A deployment by name, wherever it and its successors are."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        open_folder(name)  # refuses unknown names, naming the known ones
+
+    @property
+    def model(self) -> str:
+        """The name it serves, also while it is away."""
+        return load_json(deployments.Record, open_folder(self.name).record).served_name
+
+    def find(self) -> Endpoint | None:
+        """The endpoint while one of the chain is ready."""
+        try:
+            return ready_endpoint(self.name)
+        except (NotFoundError, ConflictError):
+            return None
+
+    def seats(self) -> int | None:
+        try:
+            plan = deployments.plan_of(open_folder(self.name))
+        except CorralError:
+            return None
+        return plan.seats if plan else None
 
 
 def ready_endpoint(name: str) -> Endpoint:
-    """The endpoint of a deployment, if it is ready."""
+    """The endpoint of a deployment, or of the newest of its successors, if one is ready; opens its tunnel."""
     folder = open_folder(name)
+    serving = newest_ready(folder)
+    if serving and serving.status and serving.status.endpoint:
+        ensure_tunnel(serving.folder)
+        return serving.status.endpoint
     found = deployments.status(folder)
-    if found.state is not State.READY and (follows := newest_ready(folder)) and follows.status:
-        found, folder = follows.status, follows.folder
-    if found.state is State.READY and found.endpoint is not None:
-        ensure_tunnel(folder)
-        return found.endpoint
-    if found.state in (State.STOPPED, State.FAILED):
+    if found.state in ENDED:
         why = f": {found.text}" if found.text else ""
         raise NotFoundError(f"{name!r} is {found.state}{why}.", "Start it again with `corral up`.")
     raise ConflictError(f"{name!r} is not ready: it is {found.state}.", f"`corral wait {name}` waits until it is.")
 
 
-def _only_ready() -> Endpoint:
-    found = deployments.statuses()
-    ready = [status for status in found if status.state is State.READY]
-    if len(ready) == 1 and ready[0].endpoint is not None:
-        return ready[0].endpoint
-    if ready:
-        names = ", ".join(status.name for status in ready)
-        raise UsageError(f"{len(ready)} deployments are ready: {names}.", "Say which one is meant, by its name.")
-    on_the_way = [f"{s.name} ({s.state})" for s in found if s.state not in (State.STOPPED, State.FAILED)]
-    if on_the_way:
-        raise NotFoundError(f"no deployment is ready yet: {', '.join(on_the_way)}.", "`corral wait NAME` waits.")
+def _only_deployment(ready: bool) -> str:
+    """The only one that is ready, or, unless it must be, the only one that will be."""
+    chains = {first.name: [one for one in all_standings(first) if one.state not in ENDED] for first in all_chains()}
+    there = [name for name, chain in chains.items() if any(one.state is State.READY for one in chain)]
+    coming = [name for name, chain in chains.items() if any(one.state is not State.UNKNOWN for one in chain)]
+    found = there or ([] if ready else coming)
+    if len(found) == 1:
+        return found[0]
+    if there:
+        raise UsageError(
+            f"{len(there)} deployments are ready: {', '.join(there)}.", "Say which one is meant, by its name."
+        )
+    if states := [f"{one.folder.name} ({one.state})" for chain in chains.values() for one in chain]:
+        raise NotFoundError(f"no deployment is ready yet: {', '.join(states)}.", "`corral wait NAME` waits.")
     raise NotFoundError(
         "no deployment is ready.", f"Start one with `corral up`, or give --url (or set {URL_VARIABLE})."
     )
 
 
-def served_model(endpoint: Endpoint, wanted: str | None = None) -> str:
-    """The name of the model that a server serves; with several, the one wanted or the only one that is no adapter."""
-    client = Client(endpoint, stall_s=30)
+# What a server serves
+
+
+@dataclass(frozen=True)
+class ServedModels:
+    """The models of a server, adapters included, and the context length where it tells."""
+
+    names: tuple[str, ...]
+    base: tuple[str, ...]  # those that are no adapters
+    context: int | None
+
+
+def served_by(server: ModelServer) -> ServedModels | None:
+    """What a server serves now; None while it is away."""
+    try:
+        endpoint = server.find()
+        return _models_at(endpoint) if endpoint else None
+    except UnreachableError:
+        return None
+
+
+def _models_at(endpoint: Endpoint) -> ServedModels:
+    client = Client(endpoint, connect_s=5)
     try:
         page = client.page_sync("/v1/models", timeout_s=30)
     finally:
@@ -118,19 +191,36 @@ def served_model(endpoint: Endpoint, wanted: str | None = None) -> str:
         raise error_from_status(page.status, page.body, None, endpoint.root)
     try:
         cards: list[dict[str, Any]] = page.json()["data"]
-        names = [str(card["id"]) for card in cards]
-        base = [str(card["id"]) for card in cards if not card.get("parent")]
+        names = tuple(str(card["id"]) for card in cards)
+        base = tuple(str(card["id"]) for card in cards if not card.get("parent"))
+        context = next((int(card["max_model_len"]) for card in cards if card.get("max_model_len")), None)
     except (ValueError, KeyError, TypeError, AttributeError):
         raise MalformedReplyError(
             f"{endpoint.root}/v1/models is not a list of models.", "Is it an OpenAI-compatible server?"
         ) from None
-    if wanted is not None:
-        if wanted in names:
-            return wanted
-        known = nearest(wanted, names) or names
-        raise NotFoundError(f"{endpoint.root} does not serve {wanted!r}.", f"It serves: {', '.join(known)}.")
-    if len(base) == 1:
-        return base[0]
     if not names:
         raise NotFoundError(f"{endpoint.root} serves no model.", "Is it still starting?")
-    raise UsageError(f"{endpoint.root} serves {len(names)} models: {', '.join(names)}.", "Say which: --model NAME.")
+    return ServedModels(names, base, context)
+
+
+def _first_model(server: FixedServer, attempts: int) -> str | None:
+    """The model of rows that name none; None when nobody answers, who may be restarting."""
+    for attempt in range(attempts):
+        time.sleep(0.5 if attempt else 0.0)
+        if found := served_by(server):
+            return found.names[0]
+    return None
+
+
+def _choose(endpoint: Endpoint, wanted: str | None) -> str:
+    """The model that is wanted, or the only one that is no adapter."""
+    served = _models_at(endpoint)
+    if wanted is not None:
+        if wanted in served.names:
+            return wanted
+        known = nearest(wanted, served.names) or served.names
+        raise NotFoundError(f"{endpoint.root} does not serve {wanted!r}.", f"It serves: {', '.join(known)}.")
+    if len(served.base) == 1:
+        return served.base[0]
+    names = ", ".join(served.names)
+    raise UsageError(f"{endpoint.root} serves {len(served.names)} models: {names}.", "Say which: --model NAME.")

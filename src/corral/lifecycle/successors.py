@@ -24,10 +24,12 @@ from corral.record import dump_json, load_json
 __all__ = [
     "Chain",
     "Standing",
+    "all_chains",
     "all_standings",
     "chain_lock",
     "choose_folder",
     "close_chain",
+    "first_of",
     "members",
     "newest_ready",
     "read_chain",
@@ -84,36 +86,43 @@ def members(folder: DeploymentFolder) -> list[DeploymentFolder]:
     return [folder, *map(DeploymentFolder.of, read_chain(folder).successors)]
 
 
+def first_of(name: str) -> str:
+    """The deployment that a name belongs to: `NAME` of `NAME~2`, if NAME has such a successor."""
+    first = DeploymentFolder.of(chain_of(name))
+    return first.name if first.record.is_file() and name in read_chain(first).successors else name
+
+
 def all_standings(folder: DeploymentFolder, known: dict[str, Standing] | None = None) -> list[Standing]:
     """How each of a chain stands; those that are `known` to have ended are not asked again."""
-    found = []
-    for member in members(folder):
-        before = (known or {}).get(member.name)
-        try:
-            record = member.record.stat()
-            stamp = (record.st_ino, record.st_mtime_ns)
-            if before is not None and before.state in ENDED and before.stamp == stamp:
-                found.append(before)
-                continue
-            found.append(Standing(member, deployments.status(member), stamp=stamp))
-        except (CorralError, OSError) as error:
-            text = error.message if isinstance(error, CorralError) else str(error)
-            found.append(Standing(member, None, text))
-    return found
+    return [_standing(member, (known or {}).get(member.name)) for member in members(folder)]
+
+
+def _standing(member: DeploymentFolder, before: Standing | None = None) -> Standing:
+    try:
+        record = member.record.stat()
+        stamp = (record.st_ino, record.st_mtime_ns)
+        if before is not None and before.state in ENDED and before.stamp == stamp:
+            return before
+        return Standing(member, deployments.status(member), stamp=stamp)
+    except (CorralError, OSError) as error:
+        return Standing(member, None, error.message if isinstance(error, CorralError) else str(error))
 
 
 def newest_ready(folder: DeploymentFolder) -> Standing | None:
-    """The newest successor that is ready; None when nothing follows, or none of it is."""
-    if not folder.successors.exists():
-        return None
-    return next((one for one in reversed(all_standings(folder)[1:]) if one.state is State.READY), None)
+    """The newest of a chain that is ready; None when none is."""
+    return next((one for one in map(_standing, reversed(members(folder))) if one.state is State.READY), None)
+
+
+def all_chains() -> list[DeploymentFolder]:
+    """The first of every chain: deployments that succeed no other."""
+    return [folder for folder in all_folders() if first_of(folder.name) == folder.name]
 
 
 def choose_folder(name: str | None) -> DeploymentFolder:
     """The deployment of that name; without a name the only one there is, or the only one that has not ended."""
     if name is not None:
         return open_folder(name)
-    folders = [folder for folder in all_folders() if chain_of(folder.name) == folder.name]
+    folders = all_chains()
     if not folders:
         raise NotFoundError("there is no deployment yet.", "Start one: corral up MODEL.")
     if len(folders) > 1:

@@ -176,3 +176,13 @@ class Plan:
     rejected: tuple[Rejected, ...] = ()
     nearest: tuple[Nearest, ...] = ()
     notes: tuple[str, ...] = field(default=())
+
+    @property
+    def seats(self) -> int:
+        """How many requests all replicas run at once."""
+        return self.settings.max_num_seqs * self.parallel.data
+
+    @property
+    def gpus(self) -> int | None:
+        """How many GPUs it takes; None on CPUs."""
+        return self.parallel.replica_gpus * self.parallel.data if self.inventory.gpu else None

@@ -1,6 +1,6 @@
 """The endpoints of a job: each a lane with its own connections, pace and health.
 
-A lane that loses its server stops sending, finds its place again (a deployment may come back on another port with
+A lane that loses its server stops sending, finds it again (a deployment may come back on another port with
 another key), asks `/health` until it is served, and goes on. It reads `/metrics` once a second, more often while the
 pace still seeks its level: for that, for the progress shown to people, and to notice an engine that answers `/health`
 but computes nothing.
@@ -9,46 +9,22 @@ but computes nothing.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from corral.batch.core.pace import Pace
 from corral.client import metrics
 from corral.client.client import Client
-from corral.client.endpoint import Endpoint
+from corral.client.endpoint import ModelServer
 from corral.client.errors import RequestError
 from corral.client.metrics import Reading
 from corral.errors import CorralError
 
-__all__ = ["FixedPlace", "Lane", "Place"]
+__all__ = ["Lane"]
 
 PROBE_FIRST_S, PROBE_LONGEST_S = 0.05, 5.0
-
-
-class Place(Protocol):
-    """Where an endpoint is to be found, now and after it moved."""
-
-    name: str
-
-    def find(self) -> Endpoint | None:
-        """The endpoint, or None while there is none."""
-
-    def seats(self) -> int | None:
-        """How many requests its engines run at once, where their plan tells."""
-
-
-class FixedPlace:
-    """An endpoint that stays where it is."""
-
-    def __init__(self, endpoint: Endpoint) -> None:
-        self.name, self._endpoint = endpoint.root, endpoint
-
-    def find(self) -> Endpoint:
-        return self._endpoint
-
-    def seats(self) -> None:
-        return None
+LOOK_AGAIN_S = 2.0
 
 
 class Lane:
@@ -56,7 +32,7 @@ class Lane:
 
     def __init__(
         self,
-        place: Place,
+        server: ModelServer,
         pace: Pace,
         *,
         stall_s: float,
@@ -64,7 +40,7 @@ class Lane:
         on_up: Callable[[Lane], None],
         on_note: Callable[[str, str], None],
     ) -> None:
-        self.place, self.pace = place, pace
+        self.server, self.pace = server, pace
         self._stall_s, self._hang_s = stall_s, hang_s
         self._on_up, self._on_note = on_up, on_note
         self.client: Client | None = None
@@ -78,6 +54,7 @@ class Lane:
         self._tasks: set[asyncio.Task[None]] = set()
         self._old: list[Client] = []
         self._probing = False
+        self._looked = 0.0
 
     @property
     def room(self) -> int:
@@ -94,6 +71,19 @@ class Lane:
             self.losses += 1
             self.pace.gone()
             self._seek(first=False, why=why)
+
+    def decline(self) -> None:
+        """The server takes nothing now: it may be draining while a successor serves."""
+        now = time.monotonic()
+        if self.up and now - self._looked > LOOK_AGAIN_S:
+            self._looked = now
+            self._spawn(self._look_again())
+
+    async def _look_again(self) -> None:
+        with contextlib.suppress(CorralError, OSError):
+            endpoint = await asyncio.to_thread(self.server.find)
+            if self.client is not None and endpoint != self.client.endpoint:
+                self.lose("It takes no more requests.")
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -118,22 +108,22 @@ class Lane:
         try:
             while not await self._is_healthy():
                 if not told and (first or time.monotonic() - began > 1.0):
-                    self._on_note("waiting", f"{self.place.name} is away; waiting for it. {why}".strip())
+                    self._on_note("waiting", f"{self.server.name} is away; waiting for it. {why}".strip())
                     told = True
                 await asyncio.sleep(pause)
                 pause = min(PROBE_LONGEST_S, pause * 1.5)
         finally:
             self._probing = False
         if told:
-            self._on_note("back", f"{self.place.name} is there after {time.monotonic() - began:.1f} s")
+            self._on_note("back", f"{self.server.name} is there after {time.monotonic() - began:.1f} s")
         self.up = True
-        self.pace.told(self.place.seats())
+        self.pace.told(self.server.seats())
         self._progress = (0.0, time.monotonic())
         self._on_up(self)
 
     async def _is_healthy(self) -> bool:
         try:
-            endpoint = self.place.find()
+            endpoint = await asyncio.to_thread(self.server.find)  # may ask a scheduler, or open a tunnel
             if endpoint is None:
                 return False
             if self.client is None or self.client.endpoint != endpoint:
@@ -184,7 +174,7 @@ class Lane:
             self._progress = (done, now)
         elif now - self._progress[1] > self._hang_s and self.client is not None:
             what = "has work but made no token" if reading else "answered nothing"
-            self._on_note("hung", f"{self.place.name} {what} for {self._hang_s:g} s")
+            self._on_note("hung", f"{self.server.name} {what} for {self._hang_s:g} s")
             self._old.append(self.client)
             stuck, self.client = self.client, None
             self._spawn(stuck.close())

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from corral.batch.core.fleet import Place
 from corral.batch.core.folder import JobFolder
 from corral.batch.core.ledger import Entry, Ledger, Tally
 from corral.batch.core.lock import JobLock, beating
@@ -18,6 +17,7 @@ from corral.batch.core.outbox import Outbox
 from corral.batch.core.runner import Counts, Feed, InOrder, Runner, Settings, Work
 from corral.batch.core.table import RowReader, Table
 from corral.client.client import run as run_loop
+from corral.client.endpoint import ModelServer
 
 __all__ = ["Job", "Listener", "Quiet", "Summary", "commit_first", "run_job"]
 
@@ -79,7 +79,7 @@ def run_job(
     folder: JobFolder,
     table: Table,
     work: Work,
-    places: Sequence[Place],
+    servers: Sequence[ModelServer],
     settings: Settings | None = None,
     *,
     lock: JobLock,
@@ -106,7 +106,7 @@ def run_job(
         if not counts.left:
             return job.summary(None, 0)
         with beating(lock.path):
-            found = list(places)  # may look for, or start, a server
+            found = list(servers)  # may look for, or start, a server
             counts.began = time.monotonic()
         feed = InOrder(range(len(table)) if order is None else order, tally.done)
         reader = RowReader(table)
@@ -155,12 +155,12 @@ class Job:
         reader: RowReader,
         feed: Feed,
         done: bytearray,
-        places: Sequence[Place],
+        servers: Sequence[ModelServer],
         settings: Settings,
         signals: bool,
     ) -> Summary:
         outbox = Outbox(self._ledger, self._on_commit)
-        runner = Runner(work, reader, feed, done, places, outbox, self._counts, settings, self._listener.note)
+        runner = Runner(work, reader, feed, done, servers, outbox, self._counts, settings, self._listener.note)
         restore = self._on_signals(runner) if signals else None
         try:
             self._heed_cancel(runner)  # it may have come while the input was checked: then nothing is sent

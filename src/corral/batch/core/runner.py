@@ -18,13 +18,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from corral.batch.core.fleet import Lane, Place
+from corral.batch.core.fleet import Lane
 from corral.batch.core.ledger import FAILED, FINE, Entry
 from corral.batch.core.outbox import Outbox
 from corral.batch.core.pace import Pace
 from corral.batch.core.retry import Verdict, backoff_s, judge
 from corral.batch.core.table import RowReader
 from corral.client.client import Reply
+from corral.client.endpoint import ModelServer
 from corral.client.errors import RequestError
 from corral.client.pool import open_files
 from corral.errors import CorralError, EngineError, UnreachableError
@@ -145,7 +146,7 @@ class Runner:
         reader: RowReader,
         feed: Feed,
         done: bytearray,
-        places: Sequence[Place],
+        servers: Sequence[ModelServer],
         outbox: Outbox,
         counts: Counts,
         settings: Settings,
@@ -163,17 +164,17 @@ class Runner:
         self._failure: CorralError | None = None
         self._changed = asyncio.Event()
         self._mean_s = 1.0
-        most = max(1, (open_files() - _OTHER_FILES) // max(1, len(places)))
+        most = max(1, (open_files() - _OTHER_FILES) // max(1, len(servers)))
         self.lanes = [
             Lane(
-                place,
+                server,
                 Pace(settings.start, settings.highest, settings.concurrency, most),
                 stall_s=settings.stall_s,
                 hang_s=settings.hang_s,
                 on_up=self._fill,
                 on_note=on_note,
             )
-            for place in places
+            for server in servers
         ]
 
     @property
@@ -299,7 +300,7 @@ class Runner:
             self._flights.pop(flight.number, None)  # we are leaving: it stays undone
             return
         if verdict is Verdict.FATAL and lane.losses and not flight.losses:
-            flight.losses = 1  # after a restart the key may be a new one: find the place again first
+            flight.losses = 1  # after a restart the key may be a new one: look again first
             verdict = Verdict.AWAY
         self.counts.example = error.message
         asked_s: float | None = None
@@ -308,6 +309,7 @@ class Runner:
             return
         if verdict is Verdict.LATER:
             lane.pace.overloaded(now)
+            lane.decline()
             asked_s = getattr(error, "retry_after_s", None)
             flight.attempts = min(flight.attempts + 1, settings.attempts - 1)
         elif verdict is Verdict.AGAIN:

@@ -16,12 +16,11 @@ from typing import Any
 
 import msgspec
 
-from corral.batch.core.fleet import Place
 from corral.batch.core.table import BAD, RowReader
 from corral.batch.input.check import Problem, Scanned
 from corral.client.client import Client
 from corral.client.client import run as run_loop
-from corral.client.endpoint import Endpoint
+from corral.client.endpoint import Endpoint, ModelServer
 from corral.errors import CorralError
 
 __all__ = ["Counter", "engine_counter", "mark_too_long", "server_counter"]
@@ -67,9 +66,9 @@ def _question(body: Mapping[str, Any]) -> Question:
 # A server
 
 
-def server_counter(place: Place) -> Counter | None:
+def server_counter(server: ModelServer) -> Counter | None:
     """Asks a server; None while it is away."""
-    endpoint = place.find()
+    endpoint = server.find()
     return None if endpoint is None else lambda questions: run_loop(_ask(endpoint, questions))
 
 

@@ -23,7 +23,6 @@ from corral.batch.core.run import Listener
 from corral.batch.core.runner import Counts, Runner, Settings
 from corral.batch.job import load_record
 from corral.batch.jobs.queued import add_job, cancel_waiting, jobs_of
-from corral.batch.places import seats_in
 from corral.batch.serving import Served
 from corral.batch.sharing.shared import Sharing
 from corral.client.endpoint import Endpoint
@@ -69,7 +68,7 @@ class Outcome:
     text: str = ""
 
 
-class _HerePlace:
+class _OwnServer:
     """The model of this job: found by the address that its head wrote in this life of the job."""
 
     def __init__(self, here: InJob, model: str) -> None:
@@ -84,7 +83,8 @@ class _HerePlace:
         return None
 
     def seats(self) -> int | None:
-        return seats_in(self._here.folder)
+        plan = deployments.plan_of(self._here.folder)
+        return plan.seats if plan else None
 
 
 class _Watch:
@@ -121,7 +121,7 @@ def run_in_job(
     @contextlib.contextmanager
     def serve() -> Iterator[Served]:
         facts = {"model": record.model, "models": (record.model,)}
-        yield Served(facts, lambda: [_HerePlace(here, record.model)], (here.deployment,))
+        yield Served(facts, lambda: [_OwnServer(here, record.model)], (here.deployment,))
 
     sharing = Sharing(here.runners, counted=False, life=here.folder.path / "part")
     with _warned(watch):

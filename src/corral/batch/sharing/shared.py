@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from corral.batch.core.fleet import Place
 from corral.batch.core.folder import JobFolder, PartFolder, sync_dir
 from corral.batch.core.ledger import Entry, Ledger, Tally
 from corral.batch.core.lock import JobLock, beating
@@ -31,6 +30,7 @@ from corral.batch.output import export
 from corral.batch.sharing.blocks import BlockFeed, Division, block_size, load_division
 from corral.batch.sharing.parts import Member, Others, all_parts, bury, runners_of
 from corral.client.client import run as run_loop
+from corral.client.endpoint import ModelServer
 from corral.errors import ConflictError
 from corral.files import write_atomic
 from corral.processes import Identity
@@ -184,7 +184,7 @@ def work_through(
     made: Prepared,
     joined: Joined,
     work: Work,
-    places: Sequence[Place],
+    servers: Sequence[ModelServer],
     settings: Settings,
     listener: Listener,
     order: Callable[[str], Sequence[int] | None],
@@ -203,7 +203,7 @@ def work_through(
         elsewhere(others.refresh())
         with beating(member.part.holder):
             rows = order(joined.division.row_order)
-            found = list(places) if counts.left else []
+            found = list(servers) if counts.left else []
         feed = BlockFeed(
             folder, member, joined.division, range(len(table)) if rows is None else rows, done, others, elsewhere
         )
