@@ -93,3 +93,17 @@ def test_the_readme_tree_names_real_files() -> None:
     tree = (ROOT / "README.md").read_text().split("## The tree")[1].split("## ")[0]
     for name in re.findall(r"\b([a-z_]+\.py)\b", tree):
         assert list((ROOT / "src").rglob(name)), f"{name} is in the README's tree only"
+
+
+def test_the_index_lists_every_page() -> None:
+    index = (ROOT / "docs" / "README.md").read_text()
+    listed = set(re.findall(r"\]\(([\w/.-]+)\)", index))
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert pages <= listed, f"docs/README.md lists {sorted(pages - listed)} nowhere"
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
+        for link in re.findall(r"\]\(([^)#\s]+)\)", page.read_text()):
+            if "://" not in link:
+                assert (page.parent / link).exists(), f"{page.name} links to {link}"
