@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,8 +136,43 @@ class Torment:
     code: int
 
 
+PACE_S, HELD_S = 0.02, 5.0  # until the first token: while there is time, and while a job is ahead of its killer
+
+
+class Reins:
+    """Keeps a job from ending before its last kill, on any machine: ahead of the kills, its server hardly answers."""
+
+    def __init__(self, url: str, rows: int, kills: int) -> None:
+        self._url, self._rows, self._kills, self._done = url, rows, kills, 0
+        self._pace(PACE_S)
+
+    def _pace(self, first_token_s: float) -> None:
+        self.first_token_s = first_token_s
+        control(self._url, "pace", {"ttft_s": first_token_s})
+
+    @property
+    def held(self) -> bool:
+        return self.first_token_s == HELD_S
+
+    def let_live(self, output: Path, counted: int, seconds: float) -> None:
+        """Until the time is over, or the life has done its share."""
+        share = 0.5 * self._rows / self._kills
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and _counted(output) - counted < share:
+            time.sleep(0.002)
+
+    def killed(self, counted: int) -> None:
+        self._done += 1
+        ahead = counted > 0.8 * self._rows * self._done / self._kills
+        if ahead != self.held:
+            self._pace(HELD_S if ahead else PACE_S)
+
+    def let_go(self) -> None:
+        self._pace(0.0)
+
+
 def torment(
-    nursery: Nursery, argv: list[str], output: Path, kills: int, chance: random.Random, faster: Callable[[], None]
+    nursery: Nursery, argv: list[str], output: Path, kills: int, chance: random.Random, reins: Reins
 ) -> Torment:
     """Run a job in `kills` lives that end in SIGKILL, with torn files in between, and then to its end.
 
@@ -147,32 +182,24 @@ def torment(
     longest_s, idle, counted, fruitful = 0.12, 0, 0, 0
     for _ in range(kills):
         pid = nursery.start(*argv)
-        time.sleep(chance.uniform(0.002, longest_s))
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        code = nursery.wait()
-        if code != -signal.SIGKILL:
-            raise AssertionError(f"a runner ended with {code} before it could be killed")
+        reins.let_live(output, counted, chance.uniform(0.002, longest_s))
+        _kill(pid, nursery)
         if _counted(output) > counted:
             longest_s, idle, fruitful = max(0.12, longest_s * 0.93), 0, fruitful + 1
-        else:
+        elif not reins.held:
             idle += 1
             longest_s = longest_s * 1.25 if idle % 3 == 0 else longest_s
         kind = tear(output, chance)
         torn[kind] = torn.get(kind, 0) + 1
         counted = _counted(output)
-    faster()
+        reins.killed(counted)
+    reins.let_go()
     nursery.start(*argv)
     return Torment(kills, torn, fruitful, counted, nursery.wait())
 
 
 def torment_several(
-    nurseries: list[Nursery],
-    argv: list[str],
-    output: Path,
-    kills: int,
-    chance: random.Random,
-    faster: Callable[[], None],
+    nurseries: list[Nursery], argv: list[str], output: Path, kills: int, chance: random.Random, reins: Reins
 ) -> tuple[Torment, list[int]]:
     """Let several runners work on one job, kill one of them at a time at random moments, and let it come back.
 
@@ -182,24 +209,32 @@ def torment_several(
     pids = [nursery.start(*argv) for nursery in nurseries]
     longest_s, counted, fruitful = 0.12, 0, 0
     for _ in range(kills):
-        time.sleep(chance.uniform(0.002, longest_s))
+        reins.let_live(output, counted, chance.uniform(0.002, longest_s))
         victim = chance.randrange(len(nurseries))
-        with suppress(ProcessLookupError):
-            os.kill(pids[victim], signal.SIGKILL)
-        code = nurseries[victim].wait()
-        if code != -signal.SIGKILL:
-            raise AssertionError(f"a runner ended with {code} before it could be killed")
+        _kill(pids[victim], nurseries[victim])
         now = _counted(output)
         fruitful += now > counted
-        longest_s = longest_s * 1.1 if now == counted else max(0.12, longest_s * 0.95)
+        if now > counted:
+            longest_s = max(0.12, longest_s * 0.95)
+        elif not reins.held:
+            longest_s *= 1.25
         counted = now
+        reins.killed(counted)
         kind = _tear_part(output, pids[victim], chance)
         torn[kind] = torn.get(kind, 0) + 1
         pids[victim] = nurseries[victim].start(*argv)
     before_last = _counted(output)
-    faster()
+    reins.let_go()
     codes = [nursery.wait() for nursery in nurseries]
     return Torment(kills, torn, fruitful, before_last, max(codes)), codes
+
+
+def _kill(pid: int, nursery: Nursery) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    code = nursery.wait()
+    if code != -signal.SIGKILL:
+        raise AssertionError(f"a runner ended with {code} before it could be killed")
 
 
 def _tear_part(output: Path, pid: int, chance: random.Random) -> str:

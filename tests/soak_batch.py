@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tests.batch_harness import Nursery, control, fake_server, torment, torment_several, write_rows
+from tests.batch_harness import Nursery, Reins, control, fake_server, torment, torment_several, write_rows
 
 FAULTS = ["status:code=503,p=0.03", "status:code=500,p=0.03", "reset:p=0.02", "reset:when=mid,p=0.02", "cut:p=0.02",
           "abort:p=0.02", "garbage:p=0.02", "split:p=0.05", "slow:p=0.05,factor=4"]  # fmt: skip
@@ -39,18 +39,14 @@ def main() -> None:
         argv = ["batch", str(rows), "--url", url, "--backoff", "0.01", "--attempts", "50"]
         subprocess.run([sys.executable, "-m", "corral", *argv, "-o", str(calm)], check=True)
         control(url, "faults", {"faults": FAULTS})
-        control(url, "pace", {"ttft_s": 0.02})
         nurseries = [Nursery(folder / "log") for _ in range(given.runners)]
         words, chance = [*argv, "-o", str(output), "--concurrency", "4"], random.Random(given.seed)
-
-        def faster() -> None:
-            control(url, "pace", {"ttft_s": 0.0})
-
+        reins = Reins(url, count, given.kills)
         if given.runners == 1:
-            ended = torment(nurseries[0], words, output, given.kills, chance, faster)
+            ended = torment(nurseries[0], words, output, given.kills, chance, reins)
         else:
             words += ["--jobs", str(given.runners)]
-            ended, _ = torment_several(nurseries, words, output, given.kills, chance, faster)
+            ended, _ = torment_several(nurseries, words, output, given.kills, chance, reins)
         for nursery in nurseries:
             nursery.close()
         same = sorted(calm.read_bytes().splitlines()) == sorted(output.read_bytes().splitlines())

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.batch_harness import Nursery, control, fake_server, torment, write_rows
+from tests.batch_harness import Nursery, Reins, control, fake_server, torment, write_rows
+from tests.skips import NO_MOUNT
+from tests.testbed import NOT_ROOT
 
 FAULTS = (
     "status:code=503,p=0.03", "status:code=500,p=0.03", "status:code=429,p=0.03,retry_after=0.01", "reset:p=0.02",
@@ -51,9 +53,8 @@ def test_two_hundred_kills_and_torn_files_lose_nothing(tmp_path: Path, nursery: 
     with fake_server(*ANSWERS) as url:
         assert run(*batch(url, rows, calm)).returncode == 0
         control(url, "faults", {"faults": list(FAULTS)})
-        control(url, "pace", {"ttft_s": 0.02})
-        slowly = batch(url, rows, output, "--concurrency", "4")
-        ended = torment(nursery, slowly, output, 200, random.Random(7), lambda: control(url, "pace", {"ttft_s": 0.0}))
+        argv = batch(url, rows, output, "--concurrency", "4")
+        ended = torment(nursery, argv, output, 200, random.Random(7), Reins(url, 4000, 200))
     assert ended.kills == 200
     assert ended.fruitful >= 40, "the kills must hit a job that is under way"
     assert ended.before_last < 4000
@@ -79,14 +80,14 @@ def test_a_flapping_server_is_waited_for(tmp_path: Path) -> None:
     assert len(lines_by_id(output)) == 200
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+@pytest.mark.skipif(os.geteuid() != 0, reason=NOT_ROOT)  # to mount a small file system
 def test_a_full_disk_stops_cleanly_and_is_continued(tmp_path: Path) -> None:
     disk, rows = tmp_path / "disk", tmp_path / "rows.jsonl"
     disk.mkdir()
     write_rows(rows, 1500)
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=640k", "tmpfs", str(disk)], capture_output=True)
     if mounted.returncode:
-        pytest.skip("cannot mount here")
+        pytest.skip(NO_MOUNT)
     output = disk / "out.jsonl"
     try:
         with fake_server(*ANSWERS) as url:

@@ -22,7 +22,7 @@ from corral.batch.inspect import inspect
 from corral.batch.sharing.blocks import BlockFeed, Division, block_size
 from corral.batch.sharing.parts import Member, Others, all_parts, claim_path, runners_of
 from corral.processes import Identity
-from tests.batch_harness import Nursery, control, fake_server, torment_several, write_rows
+from tests.batch_harness import Nursery, Reins, control, fake_server, torment_several, write_rows
 
 ANSWERS = ("--answer-tokens", "4-16")
 FAULTS = ("status:code=503,p=0.02", "status:code=500,p=0.02", "reset:p=0.02", "cut:p=0.02", "abort:p=0.02")
@@ -63,11 +63,8 @@ def test_sixty_kills_among_three_runners_lose_and_double_nothing(tmp_path: Path,
     with fake_server(*ANSWERS) as url:
         assert run(*batch(url, rows, calm, "--ordered")).returncode == 0
         control(url, "faults", {"faults": list(FAULTS)})
-        control(url, "pace", {"ttft_s": 0.03})
-        slowly = batch(url, rows, output, "--ordered", "--jobs", "3", "--concurrency", "4")
-        ended, codes = torment_several(
-            nurseries, slowly, output, 60, random.Random(3), lambda: control(url, "pace", {"ttft_s": 0.0})
-        )
+        argv = batch(url, rows, output, "--ordered", "--jobs", "3", "--concurrency", "4")
+        ended, codes = torment_several(nurseries, argv, output, 60, random.Random(3), Reins(url, 3000, 60))
     assert codes == [0, 0, 0], (tmp_path / "nursery.log").read_text()[-3000:]
     assert ended.fruitful >= 20, f"the kills must hit a job that is under way: {ended}"
     assert 0 < ended.before_last < 3000
@@ -86,6 +83,7 @@ def test_runners_join_are_counted_shown_and_stopped_together(tmp_path: Path) -> 
         until(lambda: len(runners_of(JobFolder(output))) == 2, "two runners")
         until(lambda: len(list(JobFolder(output).blocks.glob("0*"))) >= 2, "two blocks claimed")
         until(lambda: inspect(str(output)).fine > 20, "some rows done")
+        control(url, "pace", {"ttft_s": 3.0})  # it must not end while it is looked at
         standing = inspect(str(output))
         assert standing.state == "running"
         assert {one.pid for one in standing.runners} == {one.pid for one in runners}
