@@ -68,7 +68,7 @@ def test_what_was_committed_counts_and_nothing_else(tmp_path: Path) -> None:
     assert sorted(ids) == sorted(f"id{n}" for n in done)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.integers(0, 2**32), st.sampled_from(["results", "errors", "ledger"]), st.sampled_from(["cut", "flip", "add"])
 )
