@@ -1,30 +1,38 @@
-# Two commands matter to a newcomer: `./corral up` and `make test`.
+# Two commands matter to a newcomer: `./corral up` and `make test`. `make help` lists the rest.
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest
+# root has everything installed; anybody else goes without, and what is skipped says so (tests/skips.py)
+INSTALL = tools/install_testbed.sh $(1) || test "$$(id -u)" -ne 0
 
-.PHONY: test lint unit cluster integration e2e bench-start lock clean
+.PHONY: help test lint unit cluster integration e2e bench-start lock clean
 
 test: lint unit cluster integration e2e  ## everything a change must pass
 
-lint: .venv/.test-installed
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
+
+lint: .venv/.test-installed  ## ruff, mypy, shellcheck
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
-	.venv/bin/shellcheck corral tools/*.sh .ci/run
+	$(call INSTALL,unit)
+	@if command -v shellcheck >/dev/null; then shellcheck corral tools/*.sh .ci/run; \
+	else echo "lint: shell scripts go unchecked: there is no shellcheck, and only root can install it"; fi
 
-unit: .venv/.test-installed  ## seconds, no network, no engine
-	$(PYTEST) tests/unit --numprocesses 4 --dist worksteal --reruns 2 --timeout 240
+unit: .venv/.test-installed  ## no network, no engine
+	$(call INSTALL,unit)
+	$(PYTEST) tests/unit --numprocesses 4 --dist worksteal --timeout 240
 
-cluster: .venv/.test-installed  ## real sshd, SLURM and Docker on simulated hosts, with stand-in engines
-	-tools/install_testbed.sh --with-accounting  # without root the tests that need it are skipped, and say so
+cluster: .venv/.test-installed  ## real sshd, SLURM, Docker, Podman and Apptainer on simulated hosts, with stand-in engines
+	$(call INSTALL,cluster)
 	$(PYTEST) tests/cluster --numprocesses 3 --dist loadfile --reruns 1
 
 integration: .venv/.test-installed  ## real vLLM on the CPU (installed into .scratch/), on one host and on several
-	-tools/install_testbed.sh --with-accounting  # without root the tests that need it are skipped, and say so
+	$(call INSTALL,cluster)
 	$(PYTEST) tests/integration --reruns 1
 
-e2e: .venv/.test-installed  ## pages in a real browser (Debian's chromium, installed when missing)
-	tools/install_browser.sh $(PYTHON)
+e2e: .venv/.test-installed  ## pages in a real browser
+	$(call INSTALL,browser)
 	$(PYTEST) tests/e2e --reruns 1
 
 bench-start: .venv/.test-installed  ## how long starts take, as figures
@@ -38,5 +46,5 @@ lock: .venv/.test-installed  ## resolve the engines' pinned packages anew
 	$(PYTHON) -m uv pip install --quiet --python $(PYTHON) --editable '.[test]'
 	touch $@
 
-clean:
+clean:  ## remove everything these targets made
 	rm -rf .venv .venv-* .venv.lock .scratch .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401 - hooks of every tier
+
 ROOT = Path(__file__).parent.parent
 
 

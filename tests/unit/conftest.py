@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
+from tests.skips import NO_SHELLCHECK
 from tests.stand_in import install_stand_in
 from tests.tiny_llama import make_tiny_llama
+
+# how long an example takes is the machine's affair
+settings.register_profile("corral", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("corral")
 
 STUB = Path(__file__).parent.parent / "stub_engine.py"
 
@@ -69,6 +76,25 @@ class Silent:
     def detail(self, text: str, done: int = 0, total: int = 0) -> None: ...
 
     def note(self, text: str) -> None: ...
+
+
+Shellcheck = Callable[..., None]
+
+
+@pytest.fixture
+def shellcheck(tmp_path: Path) -> Shellcheck:
+    """Fails with shellcheck's words about a script; further words are options for it."""
+    program = shutil.which("shellcheck")
+    if program is None:
+        pytest.skip(NO_SHELLCHECK)
+
+    def check(script: str, *options: str) -> None:
+        path = tmp_path / "checked.sh"
+        path.write_text(script)
+        done = subprocess.run([program, *options, str(path)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    return check
 
 
 @pytest.fixture(scope="session")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,24 +26,25 @@ from corral.fake import FakeOptions, FakeServer
 from corral.slurm import commands
 from corral.slurm.commands import Job
 from corral.slurm.script import BatchJob, batch_script
-from tests.unit.conftest import Corral
+from tests.unit.conftest import Corral, Shellcheck
 
-SHELLCHECK = Path(sys.executable).parent / "shellcheck"
 RUNNER = ("env", "CORRAL_HOME=/sh are/corral", "python", "-m", "corral", "batch", "in-job", "/sh are/it's out.jsonl")
 
 
-def test_the_script_ends_with_its_runner_and_takes_the_agents_down(tmp_path: Path) -> None:
-    script = batch_script(BatchJob("b", "t", "/home/b", 2, signal_s=120, runner=RUNNER, requeue=True))
+WITH_RUNNER = BatchJob("b", "t", "/home/b", 2, signal_s=120, runner=RUNNER, requeue=True)
+
+
+def test_the_script_ends_with_its_runner_and_takes_the_agents_down() -> None:
+    script = batch_script(WITH_RUNNER)
     assert "in-job '/sh are/it'\"'\"'s out.jsonl' &" in script
     assert "CORRAL_DRAIN_S=90 " in script
     assert "#SBATCH --requeue\n" in script
     assert script.endswith('wait "$agents"\nexit "$code"\n')
-    path = tmp_path / "job.sh"
-    path.write_text(script)
-    if SHELLCHECK.exists():
-        done = subprocess.run([str(SHELLCHECK), str(path)], capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout
     assert "runner" not in batch_script(BatchJob("b", "t", "/home/b", 2))
+
+
+def test_the_script_with_a_runner_is_clean(shellcheck: Shellcheck) -> None:
+    shellcheck(batch_script(WITH_RUNNER))
 
 
 @pytest.fixture

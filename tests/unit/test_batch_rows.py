@@ -7,9 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyarrow import parquet
 
 from corral.batch.core.folder import JobFolder
 from corral.batch.core.table import RowReader, Table, hash64
@@ -56,9 +59,8 @@ def test_every_form_gives_the_same_prompts(tmp_path: Path, name: str, content: b
 
 
 def test_parquet_and_zst(tmp_path: Path) -> None:
-    arrow, parquet, zstandard = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet", "zstandard"))
     path = tmp_path / "a.parquet"
-    parquet.write_table(arrow.table({"prompt": ["one", "zwölf"], "empty": [None, 1]}), path)
+    parquet.write_table(pyarrow.table({"prompt": ["one", "zwölf"], "empty": [None, 1]}), path)
     assert prompts(path, tmp_path) == ["one", "zwölf"]
     path = tmp_path / "a.jsonl.zst"
     path.write_bytes(zstandard.compress(b'{"prompt":"one"}\n{"prompt":"two"}\n'))
@@ -66,7 +68,6 @@ def test_parquet_and_zst(tmp_path: Path) -> None:
 
 
 def test_zst_of_several_frames(tmp_path: Path) -> None:
-    zstandard = pytest.importorskip("zstandard")
     path = tmp_path / "a.txt.zst"
     skipped = b"\x50\x2a\x4d\x18\x04\x00\x00\x00note"
     lines = [f"{n} {'x' * (n % 50)}" for n in range(20_000)]
@@ -81,7 +82,7 @@ def test_zst_of_several_frames(tmp_path: Path) -> None:
 def test_a_compressed_file_that_is_cut_off_is_refused(tmp_path: Path, name: str, ending: str, keep: float) -> None:
     text = {"a.txt": "{}\n" * 5000, "a.csv": "prompt\n" + "{}\n" * 5000, "a.json": json.dumps(["{}"] * 5000)}[name]
     whole = text.format(*(hash64(b"%d" % n) for n in range(5000))).encode()
-    pack = gzip.compress if ending == ".gz" else pytest.importorskip("zstandard").compress
+    pack = gzip.compress if ending == ".gz" else zstandard.compress
     packed = pack(whole)
     path = tmp_path / (name + ending)
     path.write_bytes(packed)
@@ -93,7 +94,7 @@ def test_a_compressed_file_that_is_cut_off_is_refused(tmp_path: Path, name: str,
 
 @pytest.mark.parametrize("ending", [".gz", ".zst"])
 def test_a_file_that_is_not_compressed_or_damaged_is_refused(tmp_path: Path, ending: str) -> None:
-    pack = gzip.compress if ending == ".gz" else pytest.importorskip("zstandard").compress
+    pack = gzip.compress if ending == ".gz" else zstandard.compress
     packed = bytearray(pack("".join(f"{hash64(b'%d' % n)}\n" for n in range(5000)).encode()))
     packed[len(packed) // 2 : len(packed) // 2 + 100] = b"\xff" * 100
     path = tmp_path / f"a.txt{ending}"
@@ -253,7 +254,7 @@ def test_problems_of_skipped_rows_are_kept(tmp_path: Path) -> None:
     assert list(scanned.table.flags) == [0, 1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.text(st.characters(codec="utf-8"), min_size=1), max_size=20))
 def test_any_text_survives_its_way_through_a_table(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str]

@@ -8,8 +8,6 @@ import os
 import signal
 import socket
 import stat
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -19,7 +17,7 @@ from corral.cli import VERBS
 from corral.engines import environments as engines
 from corral.node.agent.processes import marked, process_table
 from corral.processes import identify
-from tests.unit.conftest import Corral
+from tests.unit.conftest import Corral, Shellcheck
 from tests.unit.test_agent import free_port
 
 
@@ -305,16 +303,11 @@ def test_dry_run_is_the_launch(corral: Corral) -> None:
     assert started.read_bytes().decode().split("\0")[-3:-1] == argv[-2:]
 
 
-def test_dry_run_as_shell_commands(corral: Corral, tmp_path: Path) -> None:
+def test_dry_run_as_shell_commands(corral: Corral, shellcheck: Shellcheck) -> None:
     dry = corral("up", str(corral.model), "--name", "it's", "--dry-run", "--shell")
     assert dry.code == 0
-    script = tmp_path / "launch.sh"
-    script.write_text("#!/bin/sh\n" + dry.out)
-    checked = subprocess.run(
-        [str(Path(sys.executable).with_name("shellcheck")), str(script)], capture_output=True, text=True
-    )
-    assert checked.returncode == 0, checked.stdout
     assert "corral_guard.Guard" in dry.out
+    shellcheck("#!/bin/sh\n" + dry.out)
 
 
 @pytest.mark.parametrize(

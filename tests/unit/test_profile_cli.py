@@ -16,7 +16,6 @@ from corral.launch.links import Ports
 from corral.profile import ENVIRONMENT, places
 from corral.profile.contract import all_keys
 from corral.record import to_json
-from corral.runtimes.base import RUNTIMES
 from corral.targets.base import ChosenPorts
 from corral.targets.local import LocalTarget
 from tests.conftest import ROOT
@@ -187,7 +186,6 @@ def test_check_of_all_leaves_the_examples_aside(corral: Command) -> None:
     assert corral("profile", "check", "nobody")[0] == 3
 
 
-@pytest.mark.skipif("docker" not in RUNTIMES, reason="this version has not the runtime docker")
 def test_the_examples_that_need_nothing_filled_in_check(corral: Command) -> None:
     names = ("single-node-docker", "digitalocean-baremetal", "digitalocean-droplet")
     assert corral("profile", "check", *names)[0] == 0

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,7 +34,7 @@ from corral.proxy import Kept, port_of
 from corral.record import dump_json, load_json
 from corral.slurm.script import BatchJob, batch_script
 from corral.targets.base import Lease, Queue
-from tests.unit.conftest import Corral
+from tests.unit.conftest import Corral, Shellcheck
 
 NOW = 1_000_000.0
 SERVING = Facts(NOW, "m", State.READY, served=True, last_request_s=NOW + 3600, queue_s=100, load_s=600)
@@ -260,15 +257,17 @@ def test_a_lock_of_a_node_that_is_gone_grows_old(first: DeploymentFolder, monkey
     assert not first.successors_lock.exists()
 
 
-def test_the_script_of_a_kept_job(tmp_path: Path) -> None:
-    job = BatchJob("m", "t", "/shared/m", 1, renewer="CORRAL_HOME=/shared /opt/python -m corral renew m")
-    script = tmp_path / "job.sh"
-    script.write_text(batch_script(job))
-    shellcheck = str(Path(sys.executable).parent / "shellcheck")
-    done = subprocess.run([shellcheck, str(script)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
-    assert 'renew m --while $$ >>"$folder/renewal.log" 2>&1 &\n' in script.read_text()
-    assert script.read_text().endswith('renew m --once >>"$folder/renewal.log" 2>&1\nexit "$code"\n')
+KEPT_JOB = BatchJob("m", "t", "/shared/m", 1, renewer="CORRAL_HOME=/shared /opt/python -m corral renew m")
+
+
+def test_the_script_of_a_kept_job() -> None:
+    script = batch_script(KEPT_JOB)
+    assert 'renew m --while $$ >>"$folder/renewal.log" 2>&1 &\n' in script
+    assert script.endswith('renew m --once >>"$folder/renewal.log" 2>&1\nexit "$code"\n')
+
+
+def test_the_script_of_a_kept_job_is_clean(shellcheck: Shellcheck) -> None:
+    shellcheck(batch_script(KEPT_JOB))
 
 
 def test_renew_needs_a_time_limit(corral: Corral) -> None:

@@ -23,6 +23,7 @@ from corral.errors import EngineError, UsageError
 from corral.launch.render import UNSET
 from corral.runtimes.base import RUNTIMES, Job, NodeSide, Runtime, make_runtime, parse_options
 from corral.runtimes.container import Mount, container_name
+from tests.unit.conftest import Shellcheck
 from tests.unit.test_agent import Run, free_port
 
 HERE = Path(__file__).parent.parent
@@ -127,20 +128,13 @@ class TestContract:
             assert check.what
             assert check.remedy.endswith(".")
 
-    def test_generated_shell_is_clean(self, name: str, tmp_path: Path) -> None:
+    def test_generated_shell_is_clean(self, name: str, shellcheck: Shellcheck) -> None:
         runtime = made(name)
         wrapped = runtime.wrap(job(runtime, fabric=True))
         commands = [wrapped.argv, *wrapped.cleanup, wrapped.pid_query]
         for shell, script in {(argv[0], argv[2]) for argv in commands if argv and argv[1:2] == ("-c",)}:
-            file = tmp_path / "script"
-            file.write_text(script)
             # what is not known here: files sourced on a node; lists of ids that are meant to be split
-            command = ["shellcheck", "-s", shell, "-e", "SC1090,SC1091,SC2086", str(file)]
-            done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PATH": PATH})
-            assert done.returncode == 0, done.stdout
-
-
-PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+            shellcheck(script, "-s", shell, "-e", "SC1090,SC1091,SC2086")
 
 
 def test_options_from_the_command_line() -> None:

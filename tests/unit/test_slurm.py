@@ -8,7 +8,6 @@ import os
 import signal
 import stat
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -31,9 +30,9 @@ from corral.slurm.options import SlurmOptions, mebibytes
 from corral.slurm.script import BatchJob, batch_script, clock
 from corral.slurm.states import STATES, WAITS, standing
 from corral.targets.slurm import SlurmTarget, Submitted
+from tests.unit.conftest import Shellcheck
 
 GOLDEN = Path(__file__).parent / "golden"
-SHELLCHECK = Path(sys.executable).parent / "shellcheck"
 PARTITIONS = """\
 PartitionName=gpu_h100 AllowGroups=ALL AllowAccounts=ALL Default=NO DefaultTime=01:00:00 MaxNodes=8 MaxTime=3-00:00:00 Nodes=h[1-3] State=UP
 PartitionName=cpu AllowGroups=ALL AllowAccounts=lab,other Default=YES DefaultTime=NONE MaxNodes=UNLIMITED MaxTime=UNLIMITED Nodes=c1 State=UP
@@ -353,17 +352,11 @@ def test_options_that_cannot_be(given: dict[str, object]) -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- script
-def shellchecked(script: str, path: Path) -> None:
-    path.write_text(script)
-    done = subprocess.run([str(SHELLCHECK), str(path)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
-
-
 @pytest.mark.parametrize(
     ("model", "nodes", "tensor"), [("llama-3.1-70b", 1, 4), ("llama-3.1-405b", 4, 16)], ids=["70b", "405b"]
 )
 def test_kempners_documented_deployments(
-    model: str, nodes: int, tensor: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, nodes: int, tensor: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CORRAL_HOME", "/n/holylabs/corral")
     monkeypatch.setenv("PATH", "/nonexistent")  # a dry run from a profile asks no cluster
@@ -387,8 +380,11 @@ def test_kempners_documented_deployments(
         assert "--nnodes 4 --node-rank 0 --master-addr @ADDRESS0@ --master-port @MASTER_PORT@" in head
         assert "--headless" in spec.ranks[3].argv
         assert spec.ranks[3].env["VLLM_HOST_IP"] == "@ADDRESS3@"
-    monkeypatch.undo()
-    shellchecked(spec.script, tmp_path / "job.sh")
+
+
+@pytest.mark.parametrize("kept", sorted(GOLDEN.glob("*.sh")), ids=lambda path: path.stem)
+def test_kept_scripts_are_clean(kept: Path, shellcheck: Shellcheck) -> None:
+    shellcheck(kept.read_text())
 
 
 def test_as_many_nodes_as_the_model_needs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,11 +413,20 @@ def test_gpus_need_not_be_typed(fake: Any) -> None:
 HOSTILE = ["plain", "it's", "a b", 'quo"te', "$(touch x)", "back`tick", "semi;colon", "100%", "ünïcode", "-rf", "a#b"]
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_names_stay_words(name: str, tmp_path: Path) -> None:
+def hostile_script(name: str) -> str:
     folder = DeploymentFolder.of(name)
-    script = batch_script(BatchJob(name, name, str(folder.path), 1, modules=("a b",), extra={"comment": "a b"}))
-    shellchecked(script, tmp_path / "job.sh")
+    return batch_script(BatchJob(name, name, str(folder.path), 1, modules=("a b",), extra={"comment": "a b"}))
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_scripts_with_hostile_names_are_clean(name: str, shellcheck: Shellcheck) -> None:
+    shellcheck(hostile_script(name))
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_names_stay_words(name: str) -> None:
+    folder = DeploymentFolder.of(name)
+    script = hostile_script(name)
     options = [line for line in script.splitlines() if line.startswith("#SBATCH")]
     assert not [line for line in options if "$(" in line or "`" in line]
     quoted = next(line for line in script.splitlines() if line.startswith("folder="))
