@@ -289,13 +289,15 @@ def test_a_port_taken_while_the_engine_starts(corral: Corral, fixed: bool) -> No
 
 
 def test_dry_run_is_the_launch(corral: Corral) -> None:
-    dry = corral("up", str(corral.model), "--dry-run", "--port", "18123", "--", "--max-num-seqs", "4")
+    dry = corral("up", str(corral.model), "--dry-run", "--port", "18123", "--", "--max-num-seqs", "4", "--seed", "7")
     assert dry.code == 0, dry.err
     spec = dry.json()
     argv = spec["ranks"][0]["argv"]
-    assert argv[-2:] == ["--max-num-seqs", "4"]
+    assert argv[-2:] == ["--seed", "7"]
+    assert argv.count("--max-num-seqs") == 1
+    assert argv[argv.index("--max-num-seqs") + 1] == "4"
     assert not (corral.home / "corral/deployments").exists()
-    up = corral("up", str(corral.model), "--port", "18123", "--json", "--", "--max-num-seqs", "4")
+    up = corral("up", str(corral.model), "--port", "18123", "--json", "--", "--max-num-seqs", "4", "--seed", "7")
     assert up.code == 0, up.err
     real = json.loads((corral.home / "corral/deployments/tiny/launch.json").read_text())
     assert {**real, "launch_id": ""} == {**spec, "launch_id": ""}

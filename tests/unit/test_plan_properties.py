@@ -61,7 +61,8 @@ fixes = st.fixed_dictionaries(
         "pipeline": st.integers(1, 8),
         "data": st.integers(1, 8),
         "weights": st.sampled_from(["bf16", "fp16", "fp8", "int8", "int4"]),
-        "kv": st.sampled_from(["auto", "fp8"]),
+        "kv": st.sampled_from(["auto", "fp8", "fp8_e5m2"]),
+        "quantization": st.sampled_from(["fp8", "fp8_per_block", "int8_per_channel_weight_only", "awq"]),
         "max_model_len": st.integers(1, 200_000),
         "gpu_memory_utilization": st.floats(0.1, 1.0),
         "max_num_batched_tokens": st.integers(1, 70_000),
@@ -75,14 +76,18 @@ few = settings(max_examples=60)
 @few
 @given(models(), inventories(), goals, fixes)
 def test_every_plan_obeys_vllm_and_round_trips(model, inventory, goal, fixed):
+    if "max_model_len" in fixed:
+        goal = replace(goal, context=None)
     plan = make_plan(model, inventory, goal, fixed)
     assert from_json(Plan, json.loads(json.dumps(to_json(plan)))) == plan
     for key, value in fixed.items():
-        places: dict[str, object] = {"weights": plan.precision, "kv": plan.precision}
+        places: dict[str, object] = {"kv": plan.precision}
         places |= dict.fromkeys(("tensor", "pipeline", "data"), plan.parallel)
-        if key != "max_model_len":
+        if key not in ("max_model_len", "weights", "quantization"):
             assert getattr(places.get(key, plan.settings), key) == value
     if plan.fits:
+        assert plan.precision.weights == fixed.get("weights", plan.precision.weights)
+        assert plan.precision.method == fixed.get("quantization", plan.precision.method)
         fitting_plan_obeys(plan, inventory, fixed.get("max_model_len") or goal.context)
     else:
         assert plan.reason

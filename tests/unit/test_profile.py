@@ -428,8 +428,8 @@ def test_a_profile_becomes_a_wish() -> None:
         "port": 9000,
         "patience": {"stall_s": 1200.0},
         "goal": {"context": 8192},
-        "fixed": {"tensor": 8, "pipeline": 2},
-        "extra_args": ("--enforce-eager",),
+        "fixed": {"tensor": 8, "pipeline": 2, "eager": "true"},
+        "extra_args": (),
         "extra_env": {"NCCL_DEBUG": "INFO", "X": "1"},
     }  # fmt: skip
     wish = Wish.of(found)
@@ -447,20 +447,38 @@ def test_an_option_given_always_wins() -> None:
         profile_of(FULL),
         {
             "model": "other", "place": {"hosts": ("c",)}, "link": "native", "port": 1, "context": 1,
-            "goal": "latency", "fixed": {"tensor": "4"}, "extra_args": ("--max-num-seqs", "4"),
+            "goal": "latency", "fixed": {"tensor": "4"}, "extra_args": ("--max-num-seqs", "4", "--seed", "1"),
             "extra_env": {"X": "2"}, "restarts": 0, "stall_s": 10.0, "name": "n", "bind": "0.0.0.0",
             "runtime_options": {"image": "mine"}, "hung_s": 11.0,
         },
     )  # fmt: skip
     assert found["place"]["hosts"] == ("c",)
     assert found["place"]["interface"] == "bond0"
-    assert found["fixed"] == {"tensor": "4", "pipeline": 2}
-    assert found["extra_args"] == ("--enforce-eager", "--max-num-seqs", "4")
+    assert found["fixed"] == {"tensor": "4", "pipeline": 2, "eager": "true", "max_num_seqs": "4"}
+    assert found["extra_args"] == ("--seed", "1")
     assert found["extra_env"]["X"] == "2"
     assert found["runtime_options"] == {"image": "mine"}
     given = ("model", "link", "port", "name", "bind")
     assert [found[key] for key in given] == ["other", "native", 1, "n", "0.0.0.0"]
     assert found["patience"] == {"restarts": 0, "stall_s": 10.0, "hung_s": 11.0}
+
+
+@pytest.mark.parametrize(
+    ("flags", "fixed", "context"),
+    [
+        ({}, {"weights": "fp16", "max_model_len": 100}, None),
+        ({"context": 50}, {"weights": "fp16"}, 50),
+        ({"fixed": {"max_model_len": "60"}}, {"weights": "fp16", "max_model_len": "60"}, None),
+        ({"extra_args": ("--dtype", "bfloat16")}, {"dtype": "bf16", "max_model_len": 100}, None),
+        ({"extra_args": ("-q", "fp8")}, {"quantization": "fp8", "max_model_len": 100}, None),
+    ],
+)
+def test_what_a_command_says_takes_the_place_of_every_name_of_it(
+    flags: dict[str, object], fixed: dict[str, object], context: int | None
+) -> None:
+    found = merged(profile_of('[defaults]\nset = { weights = "fp16", max_model_len = 100 }\n'), flags)
+    assert found["fixed"] == fixed
+    assert found["goal"].get("context") == context
 
 
 def test_another_target_or_runtime_on_the_command_line_leaves_the_profiles_options_behind() -> None:

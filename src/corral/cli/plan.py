@@ -15,7 +15,7 @@ from corral.models.facts import ModelFacts, read_facts
 from corral.plan import Goal, calibration, make_plan
 from corral.plan.choose import compare
 from corral.plan.fixed import KEYS, parse_assignments
-from corral.profile import Profile, load_profile
+from corral.profile import Profile, asked_of_plan, load_profile
 from corral.record import dump_json, to_json
 
 __all__ = ["command"]
@@ -47,6 +47,7 @@ __all__ = ["command"]
 @click.option("--calibration", "learned", is_flag=True, help="What earlier deployments taught.")
 @click.option("--offline", is_flag=True, help="Do not ask the Hugging Face hub.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+@click.argument("engine_args", nargs=-1, type=click.UNPROCESSED)
 def command(
     model: str | None,
     on: str | None,
@@ -67,19 +68,37 @@ def command(
     learned: bool,
     offline: bool,
     as_json: bool,
+    engine_args: tuple[str, ...],
 ) -> int:
-    """Plan how to run MODEL: a folder, a Hugging Face repository, or a catalogue name."""
+    """Plan how to run MODEL: a folder, a Hugging Face repository, or a catalogue name.
+
+    Arguments of `vllm serve` after `--` are read as `--set` where the plan decides them.
+    """
+    if model and model.startswith("-"):  # `corral plan -- --flag value`: everything after -- is the engine's
+        engine_args, model = (model, *engine_args), None
     if learned:
         return _show_lessons(as_json)
     profile = load_profile(on)
-    said = profile.settings.defaults
-    model = said.model if model is None else model
+    model = profile.settings.defaults.model if model is None else model
     if model is None:
         raise UsageError("No model was named.", "For example: corral plan llama-3.1-8b --gpus 1xH100.")
-    context = said.context if context is None else context
-    concurrency = said.concurrency if concurrency is None else concurrency
-    wish = Goal(context, concurrency, goal or said.goal or "balanced", prompt_tokens, output_tokens, price, storage)
-    fixed = {**said.set, **parse_assignments(assignments)}
+    given = {
+        "context": context,
+        "concurrency": concurrency,
+        "goal": goal,
+        "fixed": parse_assignments(assignments),
+        "extra_args": engine_args,
+    }
+    asked = asked_of_plan(profile, {name: value for name, value in given.items() if value is not None})
+    _check_rest(asked.rest)
+    fixed = asked.fixed
+    wish = Goal(
+        **asked.goal,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        price_per_gpu_hour=price,
+        storage_gb_s=storage,
+    )
     facts = read_facts(model, os.environ.get("HF_TOKEN"), offline or os.environ.get("HF_HUB_OFFLINE") == "1")
     if needing:
         return _show_needs(facts, wish, gpus, as_json)
@@ -97,8 +116,16 @@ def command(
     else:
         from corral.cli.plan_view import plan_lines
 
-        click.echo("\n".join(plan_lines(plan, model, assignments)))
+        click.echo("\n".join(plan_lines(plan, model, asked)))
     return 0 if plan.fits else DoesNotFitError.exit_code
+
+
+def _check_rest(arguments: tuple[str, ...]) -> None:
+    from corral.engines.environments import shipped_flags
+    from corral.engines.flags import check_arguments
+
+    if flags := shipped_flags():
+        check_arguments(arguments, flags)
 
 
 def _inventory(profile: Profile, gpus: str | None, nodes: int | None, link: str | None) -> Inventory:

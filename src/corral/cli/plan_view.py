@@ -15,6 +15,7 @@ from corral.plan.candidate import Candidate
 from corral.plan.need import Need
 from corral.plan.precisions import Form
 from corral.plan.reconcile import Differences
+from corral.profile import Asked
 
 __all__ = ["about", "comparison_lines", "lesson_lines", "need_lines", "plan_lines", "up_command", "vllm_command"]
 
@@ -42,12 +43,12 @@ def seconds(value: float | None) -> str:
     return f"{about(value)} s" if value < 100 else f"{about(value / 60)} min"
 
 
-def vllm_command(plan: Plan) -> str:
+def vllm_command(plan: Plan, more: Sequence[str] = ()) -> str:
     environment = [f"{name}={value}" for name, value in plan.engine_env.items()]
-    return shlex.join([*environment, "vllm", "serve", plan.checkpoint, *plan.engine_args])
+    return shlex.join([*environment, "vllm", "serve", plan.checkpoint, *plan.engine_args, *more])
 
 
-def up_command(plan: Plan, model: str, assignments: Sequence[str]) -> str:
+def up_command(plan: Plan, model: str, asked: Asked) -> str:
     """The line that starts this plan; layouts for hardware elsewhere are pinned, so that they stay as planned."""
     goal, words = plan.goal, ["corral", "up", model]
     words += ["--context", str(plan.max_model_len)]
@@ -55,15 +56,15 @@ def up_command(plan: Plan, model: str, assignments: Sequence[str]) -> str:
         words += ["--concurrency", str(goal.concurrency)]
     if goal.goal != "balanced":
         words += ["--goal", goal.goal]
-    pinned = {pair.split("=")[0]: pair for pair in assignments if not pair.startswith("max_model_len")}
+    pinned = {name: value for name, value in asked.fixed.items() if name != "max_model_len"}
     if plan.inventory.source == "named" and plan.inventory.gpu:
         p = plan.parallel
-        pinned |= {"tensor": f"tensor={p.tensor}", "pipeline": f"pipeline={p.pipeline}", "data": f"data={p.data}"}
+        pinned |= {"tensor": p.tensor, "pipeline": p.pipeline, "data": p.data}
         if plan.precision.how != "native":
-            pinned["weights"] = f"weights={plan.precision.weights}"
-    for pair in pinned.values():
-        words += ["--set", pair]
-    return shlex.join(words)
+            pinned.setdefault("weights", plan.precision.weights)
+    for name, value in pinned.items():
+        words += ["--set", f"{name}={value}"]
+    return shlex.join([*words, *(["--", *asked.rest] if asked.rest else [])])
 
 
 def _row(label: str, text: str, columns: int) -> list[str]:
@@ -95,7 +96,7 @@ def _memory_words(plan: Plan) -> str:
     return f"{' + '.join(parts)} of {m.budget_bytes_per_gpu / GIB:.1f} GiB {of}"
 
 
-def plan_lines(plan: Plan, model: str, assignments: Sequence[str]) -> Iterator[str]:
+def plan_lines(plan: Plan, model: str, asked: Asked) -> Iterator[str]:
     """The plan, top to bottom: verdict, split, memory, speed, what else was considered, how to start it."""
     columns = width()
     verdict = (
@@ -127,8 +128,8 @@ def plan_lines(plan: Plan, model: str, assignments: Sequence[str]) -> Iterator[s
             yield from _row("" if i else "would fit", f"{near.what}  ({near.change})", columns)
     if plan.fits:
         yield ""
-        yield f"  {'start it':<{_LABEL}}{up_command(plan, model, assignments)}"  # not wrapped: made to be copied
-        yield f"  {'or by hand':<{_LABEL}}{vllm_command(plan)}"
+        yield f"  {'start it':<{_LABEL}}{up_command(plan, model, asked)}"  # not wrapped: made to be copied
+        yield f"  {'or by hand':<{_LABEL}}{vllm_command(plan, asked.rest)}"
 
 
 def _deciding(plan: Plan) -> str:
@@ -175,7 +176,7 @@ def comparison_lines(rows: Sequence[tuple[Form, Candidate]], most: int = 20) -> 
     table = [
         (
             str(c.parallel).replace(" × ", "·"),
-            f"{c.precision.weights}{'+kv8' if c.precision.kv == 'fp8' else ''}",
+            f"{c.precision.weights}{'+kv8' if c.precision.kv != 'auto' else ''}",
             f"{c.max_model_len:,}",
             f"{c.memory.kv_cache_tokens:,}",
             about(c.speed.decode_tokens_per_s),

@@ -3,21 +3,30 @@
 vLLM drops and renames flags with nearly every release, and a job may wait a night in a queue before it says so.
 The list for the pinned version ships with Corral; for other managed versions it is asked from the engine once and
 kept; for an environment or image whose vLLM is not known, only the flags that Corral owns are refused.
-Checked are names and missing values; what a value means is left to vLLM.
+Checked are names, missing values, and values of flags that take none; what a value means is left to vLLM.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 
 from corral.errors import EngineError, UsageError
 from corral.record import nearest
 
-__all__ = ["OWNED", "FlagList", "check_arguments", "flags_or_guess", "shipped_flags"]
+__all__ = [
+    "OWNED",
+    "FlagList",
+    "boolean_with_value",
+    "check_arguments",
+    "flag_name",
+    "flags_or_guess",
+    "shipped_flags",
+    "takes_next",
+]
 
 # flags that documents of this field still show, and what to do instead
 REMOVED = {
@@ -62,6 +71,8 @@ OWNED = {
     "--grpc": "nothing: only the HTTP server is guarded",
 }
 
+_TRUE, _FALSE = ("true", "yes", "1", "on"), ("false", "no", "0", "off")
+
 
 @dataclass(frozen=True)
 class FlagList:
@@ -91,7 +102,7 @@ def flags_or_guess(version: str, guess_from: str) -> FlagList:
     return FlagList(version or "(version unknown)", near.takes_value if near else {}, complete=False)
 
 
-def _name(argument: str) -> str:
+def flag_name(argument: str) -> str:
     """The flag's own name: without value, dotted part, and with dashes for underscores."""
     head = argument.partition("=")[0]
     if head.startswith("--"):
@@ -101,12 +112,36 @@ def _name(argument: str) -> str:
     return head.partition(".")[0]
 
 
+def takes_next(arguments: Sequence[str], index: int) -> bool:
+    """Whether the word at `index` can be a flag's value: it is there, and is no flag itself."""
+    return index < len(arguments) and not re.match(r"--?[A-Za-z]", arguments[index])
+
+
+def boolean_with_value(
+    argument: str, following: Sequence[str], name: str, known: Collection[str]
+) -> UsageError | None:
+    """The error for a value given to a flag that takes none (`--enable-chunked-prefill=False`), or None."""
+    _, equals, value = argument.partition("=")
+    if not equals:
+        if not following or following[0].startswith("-"):
+            return None
+        value = following[0]
+    positive = "--" + name.removeprefix("--no-") if name.startswith("--no-") else name
+    wanted = (value.lower() in _TRUE) == (positive == name)  # `--no-x=false` means x
+    spelling = positive if wanted else f"--no-{positive[2:]}"
+    if value.lower() not in (*_TRUE, *_FALSE):
+        return UsageError(f"{name} takes no value, and {value!r} follows it.", "Leave the value out.")
+    if spelling not in known:
+        return UsageError(f"{name} takes no value, and {value!r} follows it.", f"Leave {name} out altogether.")
+    return UsageError(f"{name} takes no value, and {value!r} follows it.", f"vLLM spells it {spelling} today.")
+
+
 def check_arguments(arguments: Sequence[str], flags: FlagList) -> None:
-    """Refuse an argument that this engine does not know, that Corral owns, or that lacks its value."""
+    """Refuse what this engine does not know, what Corral owns, a missing value, and a value where none belongs."""
     index = 0
     while index < len(arguments):
         argument = arguments[index]
-        name = _name(argument)
+        name = flag_name(argument)
         if not argument.startswith("-") or argument == "-":
             raise UsageError(
                 f"{argument!r} after `--` is no flag of vLLM {flags.version}.",
@@ -116,14 +151,16 @@ def check_arguments(arguments: Sequence[str], flags: FlagList) -> None:
             raise UsageError(f"{name} is set by Corral itself.", f"Use instead: {OWNED[name]}.")
         index += 1
         if not flags.complete:  # only vLLM itself knows this version's flags, and how many values each takes
-            while index < len(arguments) and not re.match(r"--?[A-Za-z]", arguments[index]):
+            while takes_next(arguments, index):
                 index += 1
             continue
         if name not in flags.takes_value:
             raise _unknown(name, flags)
-        carries_value = "=" in argument or argument.startswith("-O")
-        if flags.takes_value[name] and not carries_value:
-            if index >= len(arguments) or re.match(r"--?[A-Za-z]", arguments[index]):
+        if not flags.takes_value[name]:
+            if error := boolean_with_value(argument, arguments[index : index + 1], name, flags.takes_value):
+                raise error
+        elif "=" not in argument and not argument.startswith("-O"):
+            if not takes_next(arguments, index):
                 raise UsageError(f"{name} needs a value.", f"Give one: `{name} VALUE`.")
             index += 1
             while index < len(arguments) and not arguments[index].startswith("-"):

@@ -23,6 +23,7 @@ from corral.deployment.patience import Patience
 from corral.deployment.state import State
 from corral.engines import environments as engines
 from corral.engines.flags import check_arguments
+from corral.engines.planned import joined, read_back
 from corral.errors import CorralError, DoesNotFitError, LaunchError, UsageError
 from corral.files import write_atomic
 from corral.hardware.inventory import Inventory
@@ -109,6 +110,7 @@ class Decision:
 
 def decide(wish: Wish, target: Target) -> Decision:
     """Choose and check; raises what can be refused now. Installs, fetches and starts nothing."""
+    wish = _planned(wish)
     inventory = target.inventory()
     flavour = _flavour(wish, inventory)
     reference = wish.model or _fitting_model(inventory, wish)
@@ -131,6 +133,12 @@ def decide(wish: Wish, target: Target) -> Decision:
     if isinstance(target, Queue):
         target.check(plan)
     return Decision(wish, name, source, served, flavour, plan, inventory)
+
+
+def _planned(wish: Wish) -> Wish:
+    """The same wish with flags that the plan decides as fields of the plan, wherever the wish came from."""
+    read = read_back(wish.extra_args)
+    return replace(wish, fixed=joined(wish.fixed, read), link=read.link or wish.link, extra_args=read.rest)
 
 
 def sized(wish: Wish, note: Callable[[str], None] | None = None) -> tuple[Target, Decision]:

@@ -12,7 +12,7 @@ from corral.plan.constraints import broken_layout
 from corral.plan.contract import VERSION, Cost, Goal, Nearest, Parallel, Plan, Reason, Rejected
 from corral.plan.cpu import work_out_cpu
 from corral.plan.engine import cpu_environment, engine_args
-from corral.plan.fixed import Fixed, read_fixed
+from corral.plan.fixed import Fixed, read_fixed, refuse_two_contexts
 from corral.plan.layouts import layouts, place
 from corral.plan.nearest import nearest_fits
 from corral.plan.precisions import Form, forms
@@ -43,6 +43,7 @@ def make_plan(
 ) -> Plan:
     """The best plan for the goal; `fits` is false, with reason and nearest, when there is none."""
     goal, tuning, pinned = goal or Goal(), tuning or Tuning(), read_fixed(fixed or {})
+    refuse_two_contexts(goal, pinned)
     made = decide(facts, inventory, goal, pinned, tuning)
     nearest: list[Nearest] = []
     if not made.fits:
@@ -62,7 +63,7 @@ def decide(facts: ModelFacts, inventory: Inventory, goal: Goal, fixed: Fixed, tu
     """Try the forms in order of preference; the first with a configuration that runs is taken."""
     ways = forms(facts, inventory, fixed)
     if inventory.gpu is None:
-        return _decide_cpu(ways[0], inventory, goal, fixed)
+        return _decide_cpu(ways[0], inventory, goal, replace(fixed, weights=fixed.weights or fixed.dtype))
     tried: list[tuple[Form, Candidate]] = []
     for form in ways:
         tried += _candidates(form, inventory, goal, fixed, tuning)
@@ -155,6 +156,7 @@ def compare(
 ) -> list[tuple[Form, Candidate]]:
     """Every configuration of every precision, those that run first, best first."""
     pinned, tuning = read_fixed(fixed), tuning or Tuning()
+    refuse_two_contexts(goal, pinned)
     found: list[tuple[Form, Candidate]] = []
     widths = [pinned.weights] if pinned.weights else [None, "fp8", "int4"]
     caches = [pinned.kv] if pinned.kv else ["auto", "fp8"]

@@ -75,6 +75,8 @@ class Precision:
     weights: str
     kv: str
     how: str = "native"  # native | checkpoint (another repository) | online (vLLM quantises while loading)
+    compute: str = ""  # what is not quantised, and what is computed in: bf16, fp16, fp32
+    method: str = ""  # vLLM's name of the quantisation, where it is to be said
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ __all__ = ["cpu_environment", "engine_args"]
 
 # vLLM refuses these unless told that the caller knows (`DEPRECATED_QUANTIZATION_METHODS`, 0.32).
 _DEPRECATED = ("fbgemm_fp8", "fp_quant")
-_ONLINE = {"fp8": "fp8", "int8": "int8_per_channel_weight_only"}
 
 
 def engine_args(
@@ -23,12 +22,12 @@ def engine_args(
     if parallel.data > 1:
         args += ["--data-parallel-size", str(parallel.data)]
     args += ["--max-model-len", str(max_model_len), "--dtype", _dtype(model, precision)]
-    if precision.how == "online":
-        args += ["--quantization", _ONLINE[precision.weights]]
+    if precision.method:
+        args += ["--quantization", precision.method]
     if precision.how != "online" and model.quantisation in _DEPRECATED:
         args += ["--allow-deprecated-quantization"]
-    if precision.kv == "fp8":
-        args += ["--kv-cache-dtype", "fp8"]
+    if precision.kv != "auto":
+        args += ["--kv-cache-dtype", precision.kv]
     if not cpu:
         args += ["--gpu-memory-utilization", f"{settings.gpu_memory_utilization:g}"]
     args += ["--max-num-batched-tokens", str(settings.max_num_batched_tokens)]
@@ -37,7 +36,7 @@ def engine_args(
 
 
 def _dtype(model: ModelFacts, precision: Precision) -> str:
-    wide = precision.weights if precision.weights in ("bf16", "fp16", "fp32") else model.dtype
+    wide = precision.compute or (precision.weights if precision.weights in ("bf16", "fp16", "fp32") else model.dtype)
     return {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[wide]
 
 

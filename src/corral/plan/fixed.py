@@ -6,12 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from corral.errors import UsageError
+from corral.plan.contract import Goal
 from corral.record import nearest
 
-__all__ = ["KEYS", "WEIGHTS", "Fixed", "parse_assignments", "read_fixed"]
+__all__ = ["DTYPES", "KEYS", "WEIGHTS", "Fixed", "parse_assignments", "read_fixed", "refuse_two_contexts"]
 
-WEIGHTS = ("bf16", "fp16", "fp8", "int8", "int4")
-KV = ("auto", "fp8")
+WEIGHTS = ("bf16", "fp16", "fp32", "fp8", "int8", "int4")
+DTYPES = ("bf16", "fp16", "fp32")
+KV = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
+_OPEN = "auto"  # fields that take it: the planner decides, whatever a profile says
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,8 @@ class Fixed:
     data: int | None = None
     weights: str | None = None
     kv: str | None = None
+    dtype: str | None = None
+    quantization: str | None = None
     max_model_len: int | None = None
     gpu_memory_utilization: float | None = None
     max_num_batched_tokens: int | None = None
@@ -30,8 +35,16 @@ class Fixed:
     eager: bool | None = None
 
     @property
+    def precision(self) -> bool:
+        return self.weights is not None or self.dtype is not None or self.quantization is not None
+
+    @property
     def layout(self) -> bool:
         return self.tensor is not None or self.pipeline is not None
+
+
+def _open(read: Callable[[str, object], object]) -> Callable[[str, object], object]:
+    return lambda key, value: None if str(value).lower() == _OPEN else read(key, value)
 
 
 def _whole(key: str, value: object) -> int:
@@ -79,7 +92,9 @@ KEYS: Mapping[str, Callable[[str, object], object]] = {
     "data": _whole,
     "weights": _one_of(*WEIGHTS),
     "kv": _one_of(*KV),
-    "max_model_len": _whole,
+    "dtype": _open(_one_of(*DTYPES)),
+    "quantization": lambda _, value: str(value).lower(),
+    "max_model_len": _open(_whole),
     "gpu_memory_utilization": _share,
     "max_num_batched_tokens": _whole,
     "max_num_seqs": _whole,
@@ -95,7 +110,19 @@ def read_fixed(values: Mapping[str, object]) -> Fixed:
             hint = f"Did you mean {guess[0]}?" if guess else f"Known: {', '.join(KEYS)}."
             raise UsageError(f"{key!r} is not a field of a plan that can be set.", hint)
     read = {key: KEYS[key](key, value) for key, value in values.items()}
-    return Fixed(**read)  # type: ignore[arg-type]
+    fixed = Fixed(**read)  # type: ignore[arg-type]
+    if fixed.weights in DTYPES and fixed.dtype and fixed.dtype != fixed.weights:
+        raise UsageError(f"weights={fixed.weights} and dtype={fixed.dtype} contradict each other.", "Set one.")
+    return fixed
+
+
+def refuse_two_contexts(goal: Goal, fixed: Fixed) -> None:
+    """`--context` and `max_model_len` are one question: two answers are no plan."""
+    if goal.context and fixed.max_model_len and goal.context != fixed.max_model_len:
+        raise UsageError(
+            f"--context {goal.context} and max_model_len={fixed.max_model_len} contradict each other.",
+            "Give one of them.",
+        )
 
 
 def parse_assignments(pairs: tuple[str, ...]) -> dict[str, object]:

@@ -18,7 +18,7 @@ from corral.models.facts import ModelFacts
 from corral.plan.constraints import partition
 from corral.plan.contract import Memory, Parallel, Precision, Settings
 
-__all__ = ["Coefficients", "convert", "full_length_blocks", "graph_sizes", "measure", "stage_weights"]
+__all__ = ["Coefficients", "convert", "full_length_blocks", "graph_sizes", "kv_element", "measure", "stage_weights"]
 
 
 @dataclass(frozen=True)
@@ -76,13 +76,23 @@ def graph_sizes(settings: Settings) -> tuple[int, int]:
     return len(every) + len(whole), sum(every) + sum(whole)
 
 
-def _activation(model: ModelFacts, parallel: Parallel, settings: Settings, c: Coefficients) -> int:
+def _wide(model: ModelFacts, precision: Precision) -> float:
+    """Bytes of one number of what is computed: activations, and keys and values unless they are narrower."""
+    return DTYPE_BYTES[precision.compute or model.dtype]
+
+
+def kv_element(model: ModelFacts, precision: Precision) -> float:
+    """Bytes of one number in the KV cache."""
+    return 1.0 if precision.kv.startswith("fp8") else _wide(model, precision)
+
+
+def _activation(model: ModelFacts, parallel: Parallel, wide: float, settings: Settings, c: Coefficients) -> int:
     """The larger of two peaks, which fit the shapes measured on an H200 to 5% (docs/log.md).
 
     In the MLP: gate, up and their product, and three hidden tensors. At the head, in compiled models: as much as the
     head itself, and two hidden tensors.
     """
-    tokens, wide = settings.max_num_batched_tokens, DTYPE_BYTES[model.dtype]
+    tokens = settings.max_num_batched_tokens
     experts = max(1, model.experts_per_token)
     width = 3 * model.intermediate * experts / parallel.tensor
     forward = tokens * wide * (width + c.hidden_copies * model.hidden) + c.forward_gib * GIB
@@ -90,12 +100,12 @@ def _activation(model: ModelFacts, parallel: Parallel, settings: Settings, c: Co
     return int(forward if settings.eager else max(forward, head))
 
 
-def _graphs(model: ModelFacts, parallel: Parallel, settings: Settings, c: Coefficients) -> int:
+def _graphs(model: ModelFacts, parallel: Parallel, wide: float, settings: Settings, c: Coefficients) -> int:
     """Memory CUDA graphs keep: fitted to 8B, 70B and 405B shapes on an H200 (docs/log.md)."""
     number, rows = graph_sizes(settings)
     layers = c.graph_layer_gib * GIB * model.layers / parallel.pipeline * number / 102
     rows_kept = c.graph_hidden_copies * rows + c.graph_batch_copies * settings.max_num_batched_tokens
-    return int(layers + rows_kept * model.hidden * DTYPE_BYTES[model.dtype])
+    return int(layers + rows_kept * model.hidden * wide)
 
 
 def full_length_blocks(model: ModelFacts, settings: Settings, max_model_len: int, pipeline: int) -> tuple[int, int]:
@@ -128,17 +138,17 @@ def measure(
     c = coefficients or Coefficients()
     parts = convert(model, precision)
     weights = stage_weights(model, parts, parallel)
-    graphs = 0
+    graphs, wide = 0, _wide(model, precision)
     if not settings.eager and inventory.gpu is not None:
-        graphs = _graphs(model, parallel, settings, c)
+        graphs = _graphs(model, parallel, wide, settings, c)
     overhead = int((c.non_torch_gib + (c.nccl_gib if parallel.replica_gpus > 1 else 0)) * GIB)
-    activation = _activation(model, parallel, settings, c)
+    activation = _activation(model, parallel, wide, settings, c)
     budget = int(settings.gpu_memory_utilization * inventory.memory_bytes_per_gpu)
     counted = graphs if c.counts_graphs else 0
     correction = int(c.correction_gib * GIB)
     left = [budget - w - activation - counted - overhead - correction for w in weights]
 
-    element = 1.0 if precision.kv.startswith("fp8") else DTYPE_BYTES[model.dtype]
+    element = kv_element(model, precision)
     heads = max(1, model.kv_heads // parallel.tensor)
     page = int(2 * settings.block_size * heads * model.head_dim * element)
     needed, group = full_length_blocks(model, settings, max_model_len, parallel.pipeline)

@@ -15,7 +15,7 @@ from corral.models.architecture import DTYPE_BYTES
 from corral.models.facts import ModelFacts
 from corral.plan.constraints import partition
 from corral.plan.contract import Goal, Memory, Parallel, Precision, Settings, Speed
-from corral.plan.memory import convert
+from corral.plan.memory import convert, kv_element
 
 __all__ = ["MEASURED_KINDS", "Efficiency", "predict", "significant"]
 
@@ -164,7 +164,7 @@ class _Roof:
         """Two all-reduces of one layer."""
         if self.parallel.tensor == 1:
             return 0.0
-        size = tokens * self.model.hidden * DTYPE_BYTES[self.model.dtype]
+        size = tokens * self.model.hidden * DTYPE_BYTES[self.precision.compute or self.model.dtype]
         moved = 2 * size * (self.parallel.tensor - 1) / self.parallel.tensor
         return 2 * (self.machine.reduce_s + moved / self.machine.reduce_bytes_s)
 
@@ -192,8 +192,7 @@ class _Roof:
 
     def _kv_bytes_per_layer(self) -> float:
         heads = max(1, self.model.kv_heads // self.parallel.tensor)
-        element = 1.0 if self.precision.kv.startswith("fp8") else DTYPE_BYTES[self.model.dtype]
-        return 2 * heads * self.model.head_dim * element
+        return 2 * heads * self.model.head_dim * kv_element(self.model, self.precision)
 
     def chunk(self, tokens: float, length: float) -> float:
         """Seconds to prefill `tokens` of prompts `length` long in one pass through all stages."""

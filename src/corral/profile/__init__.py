@@ -5,8 +5,19 @@ happens once: flag > environment > project's file > user's file > default.
 """
 
 from corral.profile.contract import Settings
-from corral.profile.merging import merged
+from corral.profile.merging import Asked, asked_of_plan, merged
 from corral.profile.profile import ENVIRONMENT, Listed, Profile, all_profiles, load_profile
 from corral.profile.storage import with_storage
 
-__all__ = ["ENVIRONMENT", "Listed", "Profile", "Settings", "all_profiles", "load_profile", "merged", "with_storage"]
+__all__ = [
+    "ENVIRONMENT",
+    "Asked",
+    "Listed",
+    "Profile",
+    "Settings",
+    "all_profiles",
+    "asked_of_plan",
+    "load_profile",
+    "merged",
+    "with_storage",
+]

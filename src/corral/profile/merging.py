@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from corral.deployment.patience import Patience
+from corral.engines.planned import joined, read_back
 from corral.errors import UsageError
 from corral.hardware.inventory import parse_gpus
 from corral.profile.contract import is_placeholder, time_s
 from corral.profile.profile import Profile
 
-__all__ = ["merged"]
+__all__ = ["Asked", "asked_of_plan", "merged"]
 
 # options of a command that a profile knows nothing of, or leaves to the wish's own default
 PASSED_ON = ("name", "served_name", "flavour")
 GOAL = ("context", "concurrency", "goal")
 PATIENCE = tuple(field.name for field in fields(Patience))
+
+# one question with several names: a command's answer takes the place of all that a profile says
+_SAME_QUESTION = (("max_model_len", "context"), ("weights", "dtype", "quantization"))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of the plan: arguments of `Goal`, fields that are fixed, the link, and what is left for vLLM."""
+
+    goal: dict[str, Any]
+    fixed: dict[str, object]
+    link: str
+    rest: tuple[str, ...]
 
 
 def merged(profile: Profile, flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,16 +51,15 @@ def merged(profile: Profile, flags: Mapping[str, Any]) -> dict[str, Any]:
         said["runtime_options"] = {}
     if "bind" in given or "expose" in given:  # one question with two answers: a given one takes the place of both
         said["bind"] = said["expose"] = None
-    defaults, engine = profile.settings.defaults, profile.settings.engine
+    asked = asked_of_plan(profile, given)
     result = {name: given.get(name, value) for name, value in said.items()}
     result["place"] = {**said["place"], **given.get("place", {})}
     result["runtime_options"] = {**said["runtime_options"], **given.get("runtime_options", {})}
-    result["goal"] = {name: given.get(name, getattr(defaults, name)) for name in GOAL}
-    result["fixed"] = {**defaults.set, **given.get("fixed", {})}
-    result["extra_args"] = (*engine.args, *given.get("extra_args", ()))  # of two equal flags vLLM takes the last
-    result["extra_env"] = {**profile.settings.network.env, **engine.env, **given.get("extra_env", {})}
+    result |= {"goal": asked.goal, "fixed": asked.fixed, "link": asked.link, "extra_args": asked.rest}
+    settings = profile.settings
+    result["extra_env"] = {**settings.network.env, **settings.engine.env, **given.get("extra_env", {})}
     result |= {name: given[name] for name in PASSED_ON if name in given}
-    result["goal"] = {name: value for name, value in result["goal"].items() if value is not None}
+    defaults = settings.defaults
     said_patience = {"restarts": defaults.restart, "stall_s": defaults.stall}
     patience = {name: given.get(name, said_patience.get(name)) for name in PATIENCE}
     result["patience"] = {name: value for name, value in patience.items() if value is not None}
@@ -54,6 +67,22 @@ def merged(profile: Profile, flags: Mapping[str, Any]) -> dict[str, Any]:
     _refuse_placeholders(profile, result)
     _refuse_beyond_limits(profile, result)
     return result
+
+
+def asked_of_plan(profile: Profile, given: Mapping[str, Any]) -> Asked:
+    """What a profile and a command say of the plan; `given` as for `merged`."""
+    defaults = profile.settings.defaults
+    mine, theirs = read_back(profile.settings.engine.args), read_back(given.get("extra_args", ()))
+    fixed = joined(given.get("fixed", {}), theirs)
+    answered = {*fixed, *(name for name in GOAL if given.get(name) is not None)}
+    hidden = {name for names in _SAME_QUESTION if not answered.isdisjoint(names) for name in names}
+    kept = {name: value for name, value in joined(defaults.set, mine).items() if name not in hidden}
+    goal = {name: given.get(name, getattr(defaults, name)) for name in GOAL}
+    if "max_model_len" in fixed:
+        goal["context"] = given.get("context")
+    goal = {name: value for name, value in goal.items() if value is not None}
+    link = given.get("link") or theirs.link or mine.link or profile.link
+    return Asked(goal, {**kept, **fixed}, link, (*mine.rest, *theirs.rest))  # vLLM takes the last of equal flags
 
 
 def _said_by(profile: Profile) -> dict[str, Any]:
