@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,8 @@ from corral.batch.core.run import Quiet
 from corral.batch.input.recipe import Recipe
 from corral.batch.inspect import inspect
 from corral.batch.job import Order, folder_of
-from corral.batch.ray_data import Answer, engine_settings, read_answer, run_on_ray
+from corral.batch.ray_data import Answer, EngineDiedError, engine_settings, read_answer, run_on_ray
+from corral.batch.ray_logs import why_died
 from corral.batch.serving import Offline
 from corral.cli import main
 from corral.errors import EngineError, UsageError
@@ -129,6 +131,66 @@ def test_an_engine_that_never_starts_ends_the_job(tmp_path: Path) -> None:
         run_on_ray(asked, MODEL, Quiet(), engine=dead)
     assert dead.passes == 3  # all, the first alone, the last alone
     assert run_on_ray(asked, MODEL, Quiet(), engine=Brittle()).summary.fine == 64
+
+
+class Failing(Brittle):
+    """Answers so many rows, then dies of every one, each time under another address."""
+
+    def __init__(self, lives_for: int) -> None:
+        super().__init__()
+        self._lives_for = lives_for
+
+    def answers(self, rows: Path, chat: bool) -> Iterator[Answer]:
+        for answer in super().answers(rows, chat):
+            if self._lives_for <= 0:
+                raise RuntimeError(f"the actor at 0x{len(self.passes):x} died: mkldnn_matmul")
+            self._lives_for -= 1
+            yield answer
+
+
+def test_an_engine_that_dies_three_times_in_a_row_ends_the_batch_with_its_reason(tmp_path: Path) -> None:
+    engine = Failing(lives_for=7)
+    asked = order(tmp_path, [f"p{n}" for n in range(100)])
+    with pytest.raises(EngineError, match=r"3 times in a row .*mkldnn_matmul"):
+        run_on_ray(asked, MODEL, Quiet(), engine=engine)
+    assert engine.passes == [100, 93, 46, 1]  # what it brought, two deaths, and a row that it had answered before
+    result = run_on_ray(asked, MODEL, Quiet(), engine=Brittle())
+    assert (result.summary.before, result.summary.fine, result.summary.failed) == (7, 93, 0)  # no row is blamed
+
+
+def test_several_poisonous_rows_are_not_taken_for_a_dead_engine(tmp_path: Path) -> None:
+    prompts = [f"p{n}" for n in range(20)]
+    for number in (4, 5, 6, 7, 12):
+        prompts[number] = "poison"
+    result = run_on_ray(order(tmp_path, prompts), MODEL, Quiet(), engine=Brittle())
+    assert (result.summary.fine, result.summary.failed) == (15, 5)
+    assert result.summary.output_tokens == 30  # asking an answered row again counts nothing
+
+
+def test_single_rows_of_many_kinds_end_on_a_dead_engine(tmp_path: Path) -> None:
+    path, dead = tmp_path / "in.jsonl", Dead()
+    names = ("top_k", "seed", "min_p", "top_p", "presence_penalty")
+    path.write_text("".join(json.dumps({"id": name, "prompt": "p", name: 1}) + "\n" for name in names))
+    with pytest.raises(EngineError, match="3 times in a row"):
+        run_on_ray(Order(str(path), str(tmp_path / "o.jsonl")), MODEL, Quiet(), engine=dead)
+    assert dead.passes == 3
+
+
+def test_the_log_of_the_engines_worker_says_why_it_died(tmp_path: Path) -> None:
+    assert why_died(None, 0) is None
+    assert why_died(tmp_path, 0) is None
+    (tmp_path / "worker-1-01-7.err").write_text("RuntimeError: something odd\n")
+    (tmp_path / "worker-2-01-8.out").write_text("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB\n")
+    (tmp_path / "worker-3-01-9.out").write_text("INFO all is well\n")
+    found = why_died(tmp_path, 0)
+    assert found is not None
+    assert "ran out of memory" in found.cause  # a known cause before an unknown error
+    assert "2.00 GiB" in str(EngineDiedError("ActorDiedError: it died", found))
+    (tmp_path / "worker-2-01-8.out").unlink()
+    other = why_died(tmp_path, 0)
+    assert other is not None
+    assert "something odd" in other.cause
+    assert why_died(tmp_path, time.time() + 60) is None  # of an earlier run
 
 
 def test_a_poisonous_first_row_is_not_taken_for_a_dead_engine(tmp_path: Path) -> None:

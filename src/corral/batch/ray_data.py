@@ -3,7 +3,8 @@
 The promise is the same: rows are checked first, finished ones are skipped, results are committed to the same ledger
 as they stream out, so exactly one line per id. Ray Data itself ends the whole job at one bad row: it is asked to
 keep inference errors with their row, and when a pass still dies the rest is tried again, in halves once a pass brings
-nothing, until the bad row stands alone and goes to the error file.
+nothing, until the bad row stands alone and goes to the error file. Ray itself starts no dead engine again, because it
+would never stop: an engine that dies three times in a row without any answer ends the batch with its reason.
 
 Ray and vLLM must be importable here (Corral installed into the cluster's environment), and the job's folder must lie
 on a file system that all nodes see. Not covered: several answers per prompt, log-probabilities.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -31,8 +33,10 @@ from corral.batch.input.recipe import Parsed
 from corral.batch.input.rows import optional
 from corral.batch.job import Order, Prepared, folder_of, prepare
 from corral.batch.output import export
+from corral.batch.ray_logs import logs_folder, why_died
 from corral.batch.serving import Offline
 from corral.client.client import CHAT, Choice, Reply, Timing, Usage
+from corral.deployment.diagnosis import Diagnosis
 from corral.errors import CorralError, EngineError, UnreachableError, UsageError
 from corral.interruption import terminated_as_interrupted
 from corral.plan.fixed import parse_assignments, read_fixed
@@ -42,6 +46,7 @@ __all__ = ["Engine", "RayEngine", "engine_settings", "run_on_ray"]
 _encode = msgspec.json.Encoder().encode
 _GROUP, _GROUP_S = 256, 1.0
 _TOLD_S = 10.0
+MOST_DEATHS = 3
 _DEFAULT_TOKENS = 16  # of a completion that does not say how many, in vLLM
 _ENGINE_NAMES = {
     "tensor": "tensor_parallel_size",
@@ -68,6 +73,14 @@ class Answer(NamedTuple):
     error: str = ""
     prompt_tokens: int = 0
     output_tokens: int = 0
+
+
+class EngineDiedError(Exception):
+    """A pass of the engine ended early: what Ray says, and why, where a log of the engine tells."""
+
+    def __init__(self, said: str, why: Diagnosis | None) -> None:
+        super().__init__(f"{why.cause} ({said})" if why else said)
+        self.remedy = why.remedy if why else ""
 
 
 class Engine(Protocol):
@@ -107,8 +120,14 @@ class RayEngine:
             **settings,
         )
         processor = build_processor(config, preprocess=_unpack)
-        for row in processor(ray.data.read_text(str(rows))).iter_rows():
-            yield read_answer(row)
+        # Ray Data would restart an engine that dies without end, and tell nobody
+        processor.get_stage_by_name("vLLMEngineStage").map_batches_kwargs["max_restarts"] = 0
+        began_s = time.time()
+        try:
+            for row in processor(ray.data.read_text(str(rows))).iter_rows():
+                yield read_answer(row)
+        except Exception as error:
+            raise EngineDiedError(_first_line(error), why_died(logs_folder(ray), began_s)) from error
 
     def _connect(self) -> None:
         if self._ray.is_initialized():
@@ -135,6 +154,12 @@ def _refuse_dead_address(address: str) -> None:
             f"there is no Ray cluster at {address} (RAY_ADDRESS): {error.strerror or error}.",
             "Start one (`ray start --head`), or correct RAY_ADDRESS.",
         ) from None
+
+
+def _first_line(error: Exception) -> str:
+    """Ray's errors are pages long; their first words say what happened."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no word'}"[:300]
 
 
 def _unpack(row: dict[str, Any]) -> dict[str, Any]:
@@ -189,6 +214,20 @@ def run_on_ray(order: Order, offline: Offline, listener: Listener, *, engine: En
     return Result(summary, str(folder.output), str(folder.errors) if folder.has_errors else None, model)
 
 
+class Deaths:
+    """How often in a row an engine died, and how often in the same way (numbers and addresses do not matter)."""
+
+    def __init__(self) -> None:
+        self.in_a_row = self.alike = 0
+        self._way = ""
+
+    def count(self, error: Exception) -> None:
+        way = re.sub(r"0x[0-9a-f]+|[0-9a-f]{8,}|\d+", "#", f"{type(error).__name__}: {error}"[:500])
+        self.alike = self.alike + 1 if way == self._way else 1
+        self.in_a_row += 1
+        self._way = way
+
+
 class _CancelledError(Exception):
     """`corral batch cancel` was called."""
 
@@ -207,7 +246,8 @@ class _Run:
         self._group: list[Entry] = []
         self._committed = self._told = time.monotonic()
         self._before = 0
-        self._answered = False
+        self._deaths = Deaths()
+        self._proof: tuple[int, bool] | None = None  # a row that was answered, and whether as chat
 
     def run(self) -> Summary:
         tally = self._ledger.open()
@@ -252,35 +292,52 @@ class _Run:
 
     def _pass(self, numbers: Sequence[int], chat: bool) -> None:
         """Do these rows; what is left after a pass that died is tried again, in halves when it brought nothing."""
-        why = self._try(numbers, chat)
-        left = [number for number in numbers if not self._done[number]]
-        if not left:
-            return
-        self._passes += 1
-        self._listener.note("again", f"{len(left)} rows left after: {str(why)[:300]}")
-        if len(left) < len(numbers):
-            self._pass(left, chat)
-        elif len(left) == 1:
-            alone = EngineError(f"Ray Data failed on this row alone: {why}")
-            self._settle(left[0], FAILED, self._work.failure(left[0], self._reader.raw(left[0]), alone))
-        else:
-            if not self._answered:
-                left = self._probe(left, chat, why)
-            middle = len(left) // 2
-            for half in (left[:middle], left[middle:]):
-                if half:
-                    self._pass(half, chat)
+        waiting = [list(numbers)]
+        while waiting:
+            asked = waiting.pop(0)
+            why = self._try(asked, chat)
+            left = self._left(asked)
+            if not left:
+                continue
+            self._passes += 1
+            self._listener.note("again", f"{len(left)} rows left after: {str(why)[:300]}")
+            if len(left) == len(asked):
+                self._refuse_dead_engine(left, chat, why)
+                left = self._left(left)
+                if len(asked) == 1 and left:
+                    self._give_up(left[0], why)
+                    continue
+                middle = len(left) // 2
+                waiting[:0] = [half for half in (left[:middle], left[middle:]) if half]
+            else:
+                waiting.insert(0, left)
 
-    def _probe(self, numbers: list[int], chat: bool, why: Exception) -> list[int]:
-        """Nothing was ever answered: is it a row, or the engine? The first and the last alone tell; what is left."""
-        for number in (numbers[0], numbers[-1]):
-            self._try([number], chat)
-            if self._answered:
-                return [number for number in numbers if not self._done[number]]
-        raise EngineError(
-            f"the engine answered no row, not even one alone: {str(why)[:500]}",
-            "Check the model's path and the cluster (`ray status`, Ray's logs); then run the same command again.",
-        )
+    def _left(self, numbers: Sequence[int]) -> list[int]:
+        return [number for number in numbers if not self._done[number]]
+
+    def _give_up(self, number: int, why: Exception) -> None:
+        alone = EngineError(f"Ray Data failed on this row alone: {why}")
+        self._settle(number, FAILED, self._work.failure(number, self._reader.raw(number), alone))
+
+    def _refuse_dead_engine(self, numbers: Sequence[int], chat: bool, why: Exception) -> None:
+        """A pass brought nothing: is it a row, or the engine? Rows alone tell, best one that it answered before."""
+        self._deaths.count(why)
+        if self._proof is None:
+            rows = [(numbers[0], chat), (numbers[-1], chat)] if len(numbers) > 1 else []
+        else:
+            rows = [self._proof] if self._deaths.in_a_row >= MOST_DEATHS - 1 else []
+        for number, as_chat in rows:
+            why = self._try([number], as_chat)
+            if not self._deaths.in_a_row:  # an answer came
+                return
+            self._deaths.count(why)
+        if rows or self._deaths.alike >= MOST_DEATHS:
+            raise EngineError(
+                f"the engine died {self._deaths.in_a_row} times in a row without an answer: {str(why)[:500]}",
+                getattr(why, "remedy", "")
+                or "Check the model's path and the cluster (`ray status`, Ray's logs); "
+                "then run the same command again.",
+            )
 
     def _try(self, numbers: Sequence[int], chat: bool) -> Exception:
         """One pass of the engine; why rows may be left after it."""
@@ -307,13 +364,16 @@ class _Run:
         return _encode(row) + b"\n"
 
     def _take(self, answer: Answer) -> None:
-        self._answered = True
+        self._deaths = Deaths()
+        if self._done[answer.number]:
+            return  # it was asked again to see whether the engine lives
         raw = self._reader.raw(answer.number)
         if answer.error:
             error = EngineError(answer.error)
             self._settle(answer.number, FAILED, self._work.failure(answer.number, raw, error))
             return
         parsed: Parsed = self._work.ask(answer.number, raw).context
+        self._proof = self._proof or (answer.number, parsed.path == CHAT)
         reply = _as_reply(answer, parsed, self._made.record.model)
         self._prompt += answer.prompt_tokens
         self._output += answer.output_tokens

@@ -355,7 +355,7 @@ def diagnose(
         )
     if error := _last_error(lines):
         return Diagnosis(
-            Reason.ENGINE_EXITED, f"the engine ended with: {error}", f"The whole log: `corral logs {name}`."
+            Reason.ENGINE_EXITED, f"the engine ended with: {error}", f"The whole log: `corral logs {name}`.", error
         )
     how = f"with code {exit_code}" if exit_code is not None else f"by signal {signal}" if signal else "by itself"
     return Diagnosis(
