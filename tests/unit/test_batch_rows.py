@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow
 import pytest
 import zstandard
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
@@ -17,10 +18,11 @@ from pyarrow import parquet
 from corral.batch.core.folder import JobFolder
 from corral.batch.core.table import RowReader, Table, hash64
 from corral.batch.input.check import read_problems, scan
-from corral.batch.input.params import parse_assignments, problem_with
 from corral.batch.input.recipe import OPENAI, PLAIN, Recipe
 from corral.batch.input.rows import open_source
 from corral.batch.inspect import check_input
+from corral.cli.batch import command
+from corral.client.sampling import request_fields
 from corral.errors import CorralError, DataError, NotFoundError, UsageError
 from corral.score import row_files
 
@@ -135,7 +137,7 @@ def test_all_problems_are_told_by_line_not_only_the_first(tmp_path: Path) -> Non
     assert said[4] == "has the id 'a', which line 1 has already"
     assert "only POST" in said[5]
     assert "/v1/chat/completions" in said[6]
-    assert "temperature is -1, and must be at least 0" in said[7]
+    assert said[7] == "temperature cannot be -1. Its range is 0 to 2"
     assert "did you mean 'custom_id'" in said[8]
     assert "UTF-8" in said[12] or "utf-8" in said[12]
     assert "NUL" in said[13]
@@ -168,7 +170,7 @@ def test_a_file_that_is_wrong_as_a_whole(
         ("a.csv", b"prompt,b\none\n", "fewer cells"),
         ("a.csv", b"prompt\none,two\n", "more cells"),
         ("a.txt", b"ok\n\xff\n", "not UTF-8"),
-        ("a.jsonl", b'{"promt":"x"}', "did you mean the column 'promt'"),
+        ("a.jsonl", b'{"promt":"x"}', "did you mean 'promt'"),
         ("a.jsonl", b'{"prompt":""}', "empty"),
         ("a.jsonl", b'{"prompt":"x","max_tokens":"many"}', "max_tokens must be a whole number"),
         ("a.jsonl", b'{"messages":[{"content":"x"}]}', "without a 'role'"),
@@ -227,20 +229,60 @@ def test_whole_requests_take_no_template() -> None:
         Recipe(kind=OPENAI, template="x")
 
 
-def test_parameters_are_checked() -> None:
-    assert parse_assignments(("top_k=20", 'stop=["a"]', "note=plain")) == {
-        "top_k": 20,
-        "stop": ["a"],
-        "note": "plain",
-    }
-    with pytest.raises(UsageError, match="not NAME=VALUE"):
-        parse_assignments(("top_k",))
-    with pytest.raises(UsageError) as raised:
-        parse_assignments(("temperatur=1",))
-    assert "temperature" in raised.value.remedy
-    assert problem_with({"top_p": 2}) == "top_p is 2, and must be from 0 to 1"
-    assert problem_with({"n": True}) != ""
-    assert problem_with({"whatever": 2, "seed": 5}) == ""
+WRONG = {"temperature": 3, "top_p": 0, "max_tokens": 5.0, "n": True, "stop": "", "min_tokens": 99, "stream": True}
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG.items())
+def test_parameters_are_refused_as_complete_refuses_them(name: str, value: object) -> None:
+    wrong = {"max_tokens": 9, name: value}
+    with pytest.raises(UsageError) as by_complete:
+        request_fields({"extra": wrong})
+    with pytest.raises(UsageError) as by_flag:
+        Recipe(params=wrong)
+    assert (by_flag.value.message, by_flag.value.remedy) == (by_complete.value.message, by_complete.value.remedy)
+    body = {"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x", **wrong}}
+    for recipe, row in ((Recipe(kind=OPENAI), body), (Recipe(kind=PLAIN), {"prompt": "x", **wrong})):
+        if name == "stream" and row is not body:
+            continue  # a column of that name is data
+        with pytest.raises(DataError) as by_row:
+            recipe.read(json.dumps(row).encode(), 1)
+        if name != "stream":
+            assert by_row.value.message == f"{by_complete.value.message} {by_complete.value.remedy}".removesuffix(".")
+
+
+def test_parameters_of_a_batch_take_the_form_that_the_path_needs() -> None:
+    row = b'{"prompt":"x"}'
+    for chat, wanted in ((True, {"logprobs": True, "top_logprobs": 2}), (False, {"logprobs": 2})):
+        body = Recipe(kind=PLAIN, chat=chat, params={"logprobs": 2, "regex": "a+", "note": 1}).read(row, 1).body
+        assert {name: body[name] for name in body if "logprobs" in name} == wanted
+        assert (body["structured_outputs"], body["note"]) == ({"regex": "a+"}, 1)
+    body = {"messages": [{"role": "user"}], "logprobs": True}
+    whole = {"custom_id": "a", "url": "/v1/chat/completions", "body": body}
+    assert Recipe(kind=OPENAI).read(json.dumps(whole).encode(), 1).body["logprobs"] is True
+    with pytest.raises(DataError, match="whole number"):
+        Recipe(kind=PLAIN).read(b'{"prompt":"x","logprobs":true}', 1)
+    assert Recipe(kind=PLAIN, params={"seed": 1}).read(b'{"prompt":"x","seed":null}', 1).body["seed"] == 1
+    cells = b'{"prompt":"x","stop":"5","ignore_eos":"TRUE","n":""}'
+    body = Recipe(kind=PLAIN, text_cells=True).read(cells, 1).body
+    assert body == {"stop": ["5"], "ignore_eos": True, "prompt": "x"}
+
+
+def test_a_problem_of_many_rows_is_told_once(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"text": "a"}\n' * 40 + '{"prompt": 5}\n')
+    done = CliRunner().invoke(command, ["check", str(path)])
+    assert isinstance(done.exception, DataError)
+    first, second = done.output.splitlines()
+    assert first.startswith("line 1 lacks 'prompt'")
+    assert "--prompt-column" in first
+    assert first.endswith("; 39 more rows too")
+    assert second == "line 41 has a 'prompt' that is not text"
+    every = json.loads(CliRunner().invoke(command, ["check", "--json", str(path)]).stdout)
+    assert len(every["problems"]) == 41
+    refused = CliRunner().invoke(command, ["check", str(path), "--temperature", "5"]).exception
+    assert isinstance(refused, UsageError)
+    refused = CliRunner().invoke(command, ["check", str(path), "--param", "stream=true"]).exception
+    assert isinstance(refused, UsageError)
 
 
 def test_problems_of_skipped_rows_are_kept(tmp_path: Path) -> None:

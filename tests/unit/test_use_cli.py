@@ -150,7 +150,8 @@ def test_every_parameter_is_in_the_help() -> None:
     [
         (["complete", "a", "--temperature", "3"], 2, "0 to 2"),
         (["complete", "a", "--top-p", "0"], 2, "above 0, to 1"),
-        (["complete", "a", "--param", "nonsense"], 2, "name=value"),
+        (["complete", "a", "--param", "nonsense"], 2, "NAME=VALUE"),
+        (["complete", "a", "--param", "temperatur=1"], 2, "'temperature'"),
         (["complete", "a", "--regex", "a", "--choice", "b"], 2, "one of them"),
         (["complete", "a", "-f", "b"], 2, "one of them"),
         (["complete", "-f", "/nowhere"], 2, "cannot be read"),

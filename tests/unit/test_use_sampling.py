@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from corral.client.sampling import PARAMETERS, STRUCTURED, Sampling, parse_assignment, request_fields
+from corral.client.sampling import (
+    PARAMETERS,
+    STRUCTURED,
+    Sampling,
+    parse_assignment,
+    parse_assignments,
+    request_fields,
+)
 from corral.errors import UsageError
 
 
@@ -99,6 +106,10 @@ def test_assignments() -> None:
     assert parse_assignment("a=1") == ("a", 1)
     assert parse_assignment('a={"b": [true]}') == ("a", {"b": [True]})
     assert parse_assignment("a=x=y") == ("a", "x=y")
-    for bad in ("a", "=1"):
+    for bad in ("a", "=1", "a b=1"):
         with pytest.raises(UsageError):
             parse_assignment(bad)
+    assert parse_assignments(["top_k=20", 'stop=["a"]', "note=x"]) == {"top_k": 20, "stop": ["a"], "note": "x"}
+    with pytest.raises(UsageError) as raised:
+        parse_assignments(["temperatur=1"])
+    assert "temperature" in raised.value.remedy

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from corral.batch.core.folder import JobFolder, sync_dir
 from corral.batch.core.table import Table
-from corral.batch.input.check import Problems, Scanned, new_name, read_problems, scan
+from corral.batch.input.check import Problems, Scanned, alike, new_name, read_problems, scan
 from corral.batch.input.lengths import Counter, mark_too_long
 from corral.batch.input.recipe import AUTO, OPENAI, Recipe
 from corral.batch.input.rows import Source, open_source
@@ -324,10 +324,11 @@ def _compare(before: JobRecord, now: JobRecord, order: Order, folder: JobFolder,
 
 
 def _refusal(source: Source, problems: Problems, rows: int) -> DataError:
-    shown = sorted(problems.first, key=lambda p: p.line)[:20]
     what = "item" if source.format in ("json", "parquet") else "line"
-    lines = "".join(f"\n    {what} {p.line} {p.text}" for p in shown)
-    more = f"\n    … and {problems.count - len(shown)} more" if problems.count > len(shown) else ""
+    shown = sorted(problems.first, key=lambda p: p.line)[:20]
+    lines = "".join(f"\n    {what} {p.line} {p.text}{alike(problems.kinds[p.text])}" for p in shown)
+    left = problems.count - sum(problems.kinds[p.text] for p in shown)
+    more = f"\n    … and {left} more" if left else ""
     return DataError(
         f"{problems.count} of {rows} rows of {source.name} cannot be used:{lines}{more}",
         "Correct them, or send them to the error file and do the others: --skip-bad. `corral batch check` lists all.",

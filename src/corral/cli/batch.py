@@ -192,7 +192,7 @@ def cancel(output: str) -> None:
 @_recipe_options
 @click.option("--json", "as_json", is_flag=True, help="One JSON document with every problem.")
 def check(as_json: bool, **given: Any) -> None:
-    """Check INPUT and list every problem, by line; starts nothing."""
+    """Check INPUT and list every problem with its first line (--json: with every line); starts nothing."""
     from corral.batch.inspect import check_input
 
     print_check(check_input(given["input"], given["input_format"], _recipe(given)), as_json)
@@ -264,8 +264,8 @@ def _from_profile(given: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any
 
 
 def _recipe(given: dict[str, Any]) -> Any:
-    from corral.batch.input.params import parse_assignments
     from corral.batch.input.recipe import Recipe
+    from corral.client.sampling import parse_assignments
 
     params = parse_assignments(given["params"])
     for name in ("max_tokens", "temperature", "top_p", "seed", "n"):

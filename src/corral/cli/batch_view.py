@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -219,14 +219,17 @@ def wait_for_jobs(output: str, poll_s: float = 2.0) -> int:
 
 
 def print_check(checked: Checked, as_json: bool) -> None:
-    """Every problem of an input."""
+    """Every kind of problem of an input, with its first line."""
+    from corral.batch.input.check import alike
     from corral.errors import DataError
 
     if as_json:
         print_json(checked)
     else:
+        kinds = Counter(problem.text for problem in checked.problems)
         for problem in checked.problems:
-            click.echo(f"line {problem.line} {problem.text}")
+            if count := kinds.pop(problem.text, 0):
+                click.echo(f"line {problem.line} {problem.text}{alike(count)}")
     if checked.problems:
         raise DataError(
             f"{len(checked.problems)} of {checked.rows} rows cannot be used.", "Correct them, or use --skip-bad."

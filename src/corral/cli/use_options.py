@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from corral.client.sampling import PARAMETERS, STRUCTURED, parse_assignment
+from corral.client.sampling import PARAMETERS, STRUCTURED, parse_assignments
 from corral.errors import UsageError
 
 __all__ = ["deployment_argument", "endpoint_options", "sampling_options", "server_options", "taken_sampling"]
@@ -87,7 +87,7 @@ def taken_sampling(given: Mapping[str, Any]) -> dict[str, Any]:
         if value not in (None, ()):
             found[name] = list(value) if name == "choice" else _read(value) if name != "regex" else value
     if given.get("extra"):
-        found["extra"] = dict(map(parse_assignment, given["extra"]))
+        found["extra"] = parse_assignments(given["extra"])
     return found
 
 

@@ -1,8 +1,9 @@
 """Every sampling parameter that vLLM takes: its range, its meaning in one line, and the check before sending.
 
-The table is the one place that knows them: `--help`, the range checks, and the fields of a request come from it.
-Parameters it does not know pass through as they are when they are given as such (`--param name=value`, `extra=`), so
-that a newer server's can be used at once; a misspelt one is an error here, as vLLM ignores what it does not know.
+The table is the one place that knows them: `--help`, the range checks, the fields of a request, and the columns of a
+batch that are parameters come from it. Parameters it does not know pass through as they are when they are given as
+such (`--param name=value`, `extra=`), so that a newer server's can be used at once; a misspelt one is an error here,
+as vLLM ignores what it does not know.
 
 Ranges are those of vLLM 0.32's `SamplingParams`; the limit of `logprobs` is the server's `--max-logprobs` (20 unless
 raised), which only the server knows.
@@ -10,6 +11,7 @@ raised), which only the server knows.
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +21,19 @@ from typing import Any, TypedDict
 from corral.errors import UsageError
 from corral.record import nearest
 
-__all__ = ["PARAMETERS", "STRUCTURED", "Parameter", "Sampling", "parse_assignment", "request_fields"]
+__all__ = [
+    "FIELDS",
+    "PARAMETERS",
+    "STRUCTURED",
+    "Parameter",
+    "Sampling",
+    "body_fields",
+    "check_fields",
+    "parse_assignment",
+    "parse_assignments",
+    "parse_cell",
+    "request_fields",
+]
 
 
 class Sampling(TypedDict, total=False):
@@ -58,7 +72,7 @@ class Parameter:
     """One sampling parameter; bounds are inclusive unless `above` says that the lower one is not."""
 
     name: str
-    kind: str  # int, float, text, texts, ints, flag
+    kind: str  # int, float, text, texts, ints, flag, any
     help: str
     low: float | None = None
     high: float | None = None
@@ -138,6 +152,18 @@ _TABLE = (
 )
 PARAMETERS: dict[str, Parameter] = {parameter.name: parameter for parameter in _TABLE}
 
+# Fields of a request that have no option of their own
+_OTHERS = (
+    Parameter("max_completion_tokens", "int", "Longest answer in tokens, as chat completions call it.", 1),
+    Parameter("length_penalty", "float", "Of beam search: above 1 prefers longer answers."),
+    Parameter("top_logprobs", "int", "Alternatives to each token, in chat completions.", -1),
+    *(Parameter(name, "any", "") for name in ("logit_bias", "response_format", "structured_outputs",
+                                              "chat_template_kwargs", "tools", "tool_choice")),
+)  # fmt: skip
+FIELDS: dict[str, Parameter] = PARAMETERS | {parameter.name: parameter for parameter in _OTHERS}
+_OWN = ("stream", "stream_options", "prompt", "messages")  # what the request is made of
+_SLIP = 0.85  # so much alike are a name and its misspelling: a letter dropped, added, changed or swapped
+
 # option -> (field of structured_outputs, help): the answer's form is enforced by the server, token by token
 STRUCTURED: dict[str, tuple[str, str]] = {
     "json_schema": ("json", "The answer is JSON of this schema."),
@@ -149,36 +175,62 @@ STRUCTURED: dict[str, tuple[str, str]] = {
 
 def request_fields(given: Mapping[str, Any], chat: bool = False) -> dict[str, Any]:
     """The fields of a request for these parameters, checked; None values are left out."""
+    for name, value in given.items():
+        if value is not None and name not in PARAMETERS and name not in STRUCTURED and name != "extra":
+            known = nearest(name, [*PARAMETERS, *STRUCTURED], 1)
+            hint = f"Did you mean {known[0]!r}? " if known else ""
+            raise UsageError(f"there is no sampling parameter {name!r}.", hint + "Others go through `extra`.")
+    plain = {name: value for name, value in given.items() if name != "extra"}
+    return body_fields({**plain, **(given.get("extra") or {})}, chat)
+
+
+def body_fields(given: Mapping[str, Any], chat: bool) -> dict[str, Any]:
+    """The same, where names that the table does not know are sent as they are."""
     fields: dict[str, Any] = {}
     structured: dict[str, Any] = {}
     for name, value in given.items():
         if value is None:
             continue
-        if name == "extra":
-            continue
+        if name in _OWN:
+            raise UsageError(f"{name} is not a parameter: Corral sets it itself.", "Leave it out.")
         if name in STRUCTURED:
             structured[STRUCTURED[name][0]] = _form(name, value)
-        elif name in PARAMETERS:
-            fields[name] = PARAMETERS[name].checked(value)
         else:
-            known = nearest(name, [*PARAMETERS, *STRUCTURED], 1)
-            hint = f"Did you mean {known[0]!r}? " if known else ""
-            raise UsageError(f"there is no sampling parameter {name!r}.", hint + "Others go through `extra`.")
-    for name, value in (given.get("extra") or {}).items():
-        fields[name] = PARAMETERS[name].checked(value) if name in PARAMETERS else value
+            fields[name] = value if chat and _is_whether(name, value) else _checked(name, value)
     if len(structured) > 1:
         raise UsageError(
             f"{len(structured)} forms of the answer were given: {', '.join(structured)}.", "Give one of them."
         )
     if structured:
         fields["structured_outputs"] = structured
-    low, high = fields.get("min_tokens"), fields.get("max_tokens")
-    if low is not None and high is not None and low > high:
-        raise UsageError(f"min_tokens ({low}) is more than max_tokens ({high}).", "Lower the one or raise the other.")
-    if chat and isinstance(fields.get("logprobs"), int) and not isinstance(fields["logprobs"], bool):
+    _check_lengths(fields)
+    if chat and "logprobs" in fields and not isinstance(fields["logprobs"], bool):
         fields["top_logprobs"] = fields["logprobs"]  # chat completions say it with two fields
         fields["logprobs"] = True
     return fields
+
+
+def check_fields(body: Mapping[str, Any], chat: bool) -> None:
+    """Refuse a whole request that the server would refuse for its parameters."""
+    for name, value in body.items():
+        if value is not None and not (chat and _is_whether(name, value)):
+            _checked(name, value)
+    _check_lengths(body)
+
+
+def _checked(name: str, value: Any) -> Any:
+    return FIELDS[name].checked(value) if name in FIELDS else value
+
+
+def _is_whether(name: str, value: Any) -> bool:
+    """In chat completions `logprobs` says only whether there are any."""
+    return name == "logprobs" and isinstance(value, bool)
+
+
+def _check_lengths(fields: Mapping[str, Any]) -> None:
+    low, high = fields.get("min_tokens"), fields.get("max_tokens")
+    if low is not None and high is not None and low > high:
+        raise UsageError(f"min_tokens ({low}) is more than max_tokens ({high}).", "Lower the one or raise the other.")
 
 
 def _form(name: str, value: Any) -> Any:
@@ -202,12 +254,30 @@ def _form(name: str, value: Any) -> Any:
     return value
 
 
+def parse_assignments(texts: Iterable[str]) -> dict[str, Any]:
+    """All `--param name=value`; names that the table does not know pass, unless they are one it knows, misspelt."""
+    found = dict(map(parse_assignment, texts))
+    for name in found.keys() - FIELDS.keys() - STRUCTURED.keys():
+        if slips := difflib.get_close_matches(name, [*FIELDS, *STRUCTURED], 1, _SLIP):
+            raise UsageError(f"there is no parameter {name!r}.", f"Did you mean {slips[0]!r}?")
+    return found
+
+
 def parse_assignment(text: str) -> tuple[str, Any]:
     """`name=value` of `--param`: the value is JSON where it is JSON, and text otherwise."""
     name, separator, value = text.partition("=")
-    if not separator or not name.strip():
-        raise UsageError(f"--param {text!r} is not name=value.", "For example --param length_penalty=1.2.")
+    if not separator or not name.strip().isidentifier():
+        raise UsageError(f"--param {text!r} is not NAME=VALUE.", "For example --param length_penalty=1.2.")
+    return name.strip(), parse_cell(name.strip(), value)
+
+
+def parse_cell(name: str, text: str) -> Any:
+    """A parameter's value from text: JSON where it is JSON, and the text itself otherwise."""
+    kind = FIELDS[name].kind if name in FIELDS else ""
+    if kind == "flag" and text.lower() in ("true", "false"):
+        return text.lower() == "true"
     try:
-        return name.strip(), json.loads(value)
+        value = json.loads(text)
     except ValueError:
-        return name.strip(), value
+        return text
+    return text if kind == "texts" and not isinstance(value, (str, list)) else value

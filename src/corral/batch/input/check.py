@@ -22,7 +22,17 @@ from corral.batch.input.recipe import OPENAI, Parsed, Recipe
 from corral.batch.input.rows import Source
 from corral.errors import DataError
 
-__all__ = ["Problem", "Problems", "Scanned", "new_name", "note_beginnings", "note_weights", "read_problems", "scan"]
+__all__ = [
+    "Problem",
+    "Problems",
+    "Scanned",
+    "alike",
+    "new_name",
+    "note_beginnings",
+    "note_weights",
+    "read_problems",
+    "scan",
+]
 
 SHOWN = 50
 _PREFIX_BYTES = 256
@@ -49,7 +59,7 @@ class Problem(msgspec.Struct, frozen=True):
 
 @dataclass
 class Problems:
-    """All problems of an input: counted, the first ones at hand, all of them in a file."""
+    """All problems of an input: counted, the first of each kind at hand, all of them in a file."""
 
     path: Path
     count: int = 0
@@ -62,8 +72,10 @@ class Problems:
             self._file = self.path.open("wb")
         self._file.write(msgspec.json.encode(problem) + b"\n")
         self.count += 1
-        if len(self.first) < SHOWN:
-            self.first.append(problem)
+        if problem.text in self.kinds or len(self.kinds) < SHOWN:
+            self.kinds[problem.text] += 1
+            if self.kinds[problem.text] == 1:
+                self.first.append(problem)
 
     def close(self) -> None:
         if self._file is not None:
@@ -73,6 +85,11 @@ class Problems:
             self._file = None
         elif not self.count:
             self.path.unlink(missing_ok=True)
+
+
+def alike(count: int) -> str:
+    """How many more rows have the same problem, in words."""
+    return f"; {count - 1} more rows too" if count > 2 else "; one more row too" if count == 2 else ""
 
 
 def read_problems(path: Path) -> Iterator[Problem]:

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from corral.batch.input.params import PARAMETERS, from_text, problem_with
 from corral.client.client import CHAT, COMPLETIONS
+from corral.client.sampling import FIELDS, body_fields, check_fields, parse_cell
 from corral.errors import DataError, UsageError
 from corral.record import nearest
 
@@ -62,8 +62,7 @@ class Recipe:
     only_path: str | None = None  # the one url that rows may name
 
     def __post_init__(self) -> None:
-        if problem := problem_with(self.params):
-            raise UsageError(f"{problem}.", "Correct the parameter.")
+        body_fields(self.params, chat=True)  # which of the two it is, the rows say
         if self.kind == OPENAI and (self.template or self.chat or self.system or self.prompt_column):
             raise UsageError(
                 "the rows are whole requests (OpenAI batch lines): they take no template, --chat or --system.",
@@ -101,10 +100,10 @@ class Recipe:
             row = {"prompt": row}
         if not isinstance(row, dict):
             raise DataError("is not a JSON object")
-        parsed = self._openai(row, models) if self.kind == OPENAI else self._plain(row, line)
-        if problem := problem_with(parsed.body):
-            raise DataError(problem)
-        return parsed
+        try:
+            return self._openai(row, models) if self.kind == OPENAI else self._plain(row, line)
+        except UsageError as error:
+            raise DataError(f"{error.message} {error.remedy}".removesuffix(".")) from None
 
     def _openai(self, row: dict[str, Any], models: tuple[str, ...]) -> Parsed:
         for key in row:
@@ -122,7 +121,8 @@ class Recipe:
             raise DataError(f"has the url {path!r}; the batch is for {self.only_path}")
         if not isinstance(body, dict):
             raise DataError("lacks 'body', an object")
-        whole = {**self.params, **body}
+        whole = {**body_fields(self.params, path == CHAT), **body}
+        check_fields(whole, path == CHAT)
         if whole.get("stream"):
             raise DataError("asks for a stream; a batch has none")
         if path == CHAT:
@@ -139,35 +139,29 @@ class Recipe:
         return Parsed(identity, path, whole, row)
 
     def _plain(self, row: dict[str, Any], line: int) -> Parsed:
-        body: dict[str, Any] = dict(self.params)
-        if self.row_params:
-            for name in row.keys() & PARAMETERS.keys():
-                value = row[name]
-                if self.text_cells:
-                    if value == "":
-                        continue
-                    value = from_text(name, value)
-                if value is not None:
-                    body[name] = value
         messages = None if self.template or self.prompt_column else row.get("messages")
         if messages is not None:
             if self.text_cells and isinstance(messages, str):
-                messages = from_text("messages", messages)
+                messages = parse_cell("messages", messages)
             _check_messages(messages)
-            path = CHAT
             if self.system and messages[0].get("role") != "system":
                 messages = [{"role": "system", "content": self.system}, *messages]
-            body["messages"] = messages
-        else:
-            prompt = self._prompt(row)
-            if self.chat or self.system:
-                path = CHAT
-                system = [{"role": "system", "content": self.system}] if self.system else []
-                body["messages"] = [*system, {"role": "user", "content": prompt}]
-            else:
-                path = COMPLETIONS
-                body["prompt"] = prompt
+        elif self.chat or self.system:
+            system = [{"role": "system", "content": self.system}] if self.system else []
+            messages = [*system, {"role": "user", "content": self._prompt(row)}]
+        asked = {"prompt": self._prompt(row)} if messages is None else {"messages": messages}
+        path = COMPLETIONS if messages is None else CHAT
+        body = {**body_fields({**self.params, **self._own_params(row)}, path == CHAT), **asked}
         return Parsed(self._id(row, line), path, body, row)
+
+    def _own_params(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The columns of a row that are parameters."""
+        if not self.row_params:
+            return {}
+        found = {name: row[name] for name in row.keys() & FIELDS.keys() if row[name] is not None}
+        if not self.text_cells:
+            return found
+        return {name: parse_cell(name, value) for name, value in found.items() if value != ""}
 
     def _prompt(self, row: Mapping[str, Any]) -> str:
         if self.template is not None:
@@ -175,9 +169,9 @@ class Recipe:
         name = self.prompt_column or "prompt"
         if name not in row:
             near = nearest(name, list(row), 1)
-            hint = f" (it has: {', '.join(list(row)[:8])})" if row else ""
+            hint = f" (it has: {', '.join(list(row)[:8])}; --prompt-column says which is the prompt)" if row else ""
             if near:
-                hint = f" (did you mean the column {near[0]!r}? --prompt-column)"
+                hint = f" (did you mean {near[0]!r}? --prompt-column {near[0]})"
             wanted = "'prompt' or 'messages'" if self.prompt_column is None else repr(name)
             raise DataError(f"lacks {wanted}{hint}")
         prompt = row[name]
