@@ -12,24 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from corral.node.files import write_atomic
 from corral.processes import Identity, own_identity
 
 __all__ = ["discard_lock", "exclusive_lock", "lock_holder", "make_private_dir", "try_lock", "write_atomic"]
-
-
-def write_atomic(path: Path, text: str, mode: int = 0o600) -> None:
-    """Replace `path` with `text` in one step, synced."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def make_private_dir(path: Path) -> None:

@@ -7,6 +7,8 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from corral.node.identity import boot_id, identity, start_ticks
+
 __all__ = ["Identity", "boot_id", "identify", "only_lingering", "own_identity", "port_owner"]
 
 LISTEN, TIME_WAIT = "0A", "06"  # as the kernel writes them
@@ -35,25 +37,8 @@ class Identity:
         return self.machine_restarted() or start_ticks(self.pid) != self.start_ticks
 
 
-def boot_id() -> str:
-    """A value that changes with every boot of this machine."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
-def start_ticks(pid: int) -> int:
-    """When the process started, in the kernel's ticks; 0 when there is no such living process."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0
-    return 0 if fields[0] in ("Z", "X") else int(fields[19])
-
-
 def identify(pid: int) -> Identity:
-    return Identity(pid, socket.gethostname(), boot_id(), start_ticks(pid))
+    return Identity(**identity(pid))
 
 
 def own_identity() -> Identity:

@@ -345,26 +345,30 @@ def test_lines_that_only_wait_are_no_progress() -> None:
 
 
 class OddServer(Server):
-    """Answers as one that is ready, with a metrics page and a health of the test's own."""
+    """Answers as one that is ready; what its figures are, the test says: a number, or what goes wrong."""
 
-    def __init__(self, pages: list[str], ends_dead: bool) -> None:
+    def __init__(self, figures: list[float | Exception], ends_dead: bool) -> None:
         super().__init__({"host": "127.0.0.1", "port": 1, "model": "m", "key_file": ""})
-        self.pages, self.ends_dead = pages, ends_dead
+        self.figures, self.ends_dead = figures, ends_dead
 
     def accepts(self) -> bool:
         return True
 
+    def counters(self) -> tuple[float, float]:
+        found = self.figures.pop(0) if len(self.figures) > 1 else self.figures[0]
+        if isinstance(found, Exception):
+            raise found
+        return 1.0, found
+
     def call(self, method: str, path: str, body: Any = None, key: bool = True, timeout_s: float = 10):
-        if path == "/metrics":
-            return 200, self.pages.pop(0) if len(self.pages) > 1 else self.pages[0]
-        if path == "/health" and self.ends_dead and len(self.pages) == 1:
+        if path == "/health" and self.ends_dead and len(self.figures) == 1:
             return 503, ""
         return (401, "") if path == "/v1/models" else (200, "")
 
 
-def watched(pages: list[str], hung_s: float, ends_dead: bool = False) -> tuple[Probe, list[str]]:
+def watched(figures: list[float | Exception], hung_s: float, ends_dead: bool = False) -> tuple[Probe, list[str]]:
     told: list[str] = []
-    probe = Probe(OddServer(pages, ends_dead), {"hung_s": hung_s}, Container({}), told.append, False)
+    probe = Probe(OddServer(figures, ends_dead), {"hung_s": hung_s}, Container({}), told.append, False)
     probe.look_every_s = 0.001
     probe.start()
     probe.join(30)
@@ -372,20 +376,19 @@ def watched(pages: list[str], hung_s: float, ends_dead: bool = False) -> tuple[P
 
 
 def test_a_look_that_fails_is_told_and_the_next_ones_come() -> None:
-    page = "vllm:num_requests_running %s\nvllm:generation_tokens_total %d\n"
-    probe, told = watched([page % ("half", 1), page % ("half", 2), page % ("0", 3), "the end"], 600, ends_dead=True)
-    assert told == ["ValueError: could not convert string to float: 'half'"]  # once, not at every look
+    probe, told = watched([ValueError("half"), ValueError("half"), 1.0, 2.0], 600, ends_dead=True)
+    assert told == ["ValueError: half"]  # once, not at every look
     assert probe.ready
     assert probe.fault is not None
     assert (probe.fault.reason, probe.fault.explained) == ("engine_exited", True)
 
 
 def test_a_server_whose_figures_cannot_be_read_does_not_go_unwatched() -> None:
-    probe, told = watched(["vllm:num_requests_running NaNaNa"], 0.05)
+    probe, told = watched([KeyError("running")], 0.05)
     assert told
     assert probe.fault is not None
     assert probe.fault.reason == "engine_hung"
-    assert "the last look failed: ValueError" in probe.fault.text
+    assert "the last look failed: KeyError" in probe.fault.text
 
 
 def test_a_first_look_that_fails_is_told_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,6 +400,6 @@ def test_a_first_look_that_fails_is_told_and_tried_again(monkeypatch: pytest.Mon
         return set()
 
     monkeypatch.setattr("corral.node.agent.probe.listeners", strangers)
-    probe, told = watched(["no figures", "none"], 600, ends_dead=True)
+    probe, told = watched([1.0, 2.0], 600, ends_dead=True)
     assert told == ["KeyError: 'pid'"]
     assert probe.ready

@@ -13,6 +13,7 @@ from corral.bundle import bundle
 
 SOURCE = Path(__file__).parent.parent.parent / "src" / "corral"
 PACKAGES = ["node/agent", "node/courier"]
+BUNDLES = [*PACKAGES, "node/survey", "node/remote.py", "node/slurm_start.py", "node/ray_rank.py"]
 
 
 def run(text: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -21,19 +22,32 @@ def run(text: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess
     return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=30)
 
 
-def test_a_file_travels_as_it_is() -> None:
-    assert bundle("node/guard.py") == (SOURCE / "node" / "guard.py").read_text()
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_every_part_arrives_unchanged(package: str) -> None:
+def sources(text: str) -> dict[str, str]:
     found = {}
-    for node in ast.parse(bundle(package), feature_version=(3, 8)).body:
+    for node in ast.parse(text, feature_version=(3, 8)).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
             found[ast.literal_eval(node.targets[0].slice)] = ast.literal_eval(node.value)
-    name = f"corral_{Path(package).name}"
-    sources = {path.stem: path.read_text() for path in (SOURCE / package).glob("*.py")}
-    assert found == {name if stem == "__init__" else f"{name}.{stem}": text for stem, text in sources.items()}
+    return found
+
+
+@pytest.mark.parametrize("resource", ["node/guard.py", "node/versions.py", "engine_side/list_flags.py"])
+def test_a_file_that_needs_no_other_travels_as_it_is(resource: str) -> None:
+    assert bundle(resource) == (SOURCE / resource).read_text()
+
+
+@pytest.mark.parametrize("resource", BUNDLES)
+def test_every_part_arrives_unchanged_and_no_other_part(resource: str) -> None:
+    found = sources(bundle(resource))
+    for name, text in found.items():
+        path = SOURCE / "node" / "/".join(name.split(".")[1:])
+        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        assert file.read_text() == text
+    if (SOURCE / resource).is_dir():
+        own = {path.stem for path in (SOURCE / resource).glob("*.py")} - {"__init__"}
+        prefix = f"corral_node.{Path(resource).name}"
+        assert {name for name in found if name.startswith(f"{prefix}.")} == {f"{prefix}.{stem}" for stem in own}
+    others = {Path(other).stem for other in BUNDLES} - {Path(resource).stem}
+    assert not [name for name in found if name.split(".")[1:2] and name.split(".")[1] in others]
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -46,5 +60,5 @@ def test_it_runs_alone_and_leaves_nothing(package: str, tmp_path: Path) -> None:
 
 def test_a_failure_shows_the_line_of_its_part(tmp_path: Path) -> None:
     done = run(bundle("node/agent"), tmp_path, "run", "absent.json")
-    assert "corral_agent/keeper.py" in done.stderr
+    assert "corral_node/agent/keeper.py" in done.stderr
     assert "FileNotFoundError" in done.stderr

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from corral.bundle import bundle
 from corral.deployment.folder import RankFolder
 from corral.targets.remote_answers import Report, read_report
 from corral.targets.remote_files import last_state, mirror, mirrored_sizes
-from tests.conftest import ROOT
 
-REMOTE = ROOT / "src" / "corral" / "node" / "remote.py"
+REMOTE = bundle("node/remote.py")
 
 
 @pytest.fixture
@@ -26,7 +26,8 @@ def sides(tmp_path: Path) -> tuple[Path, RankFolder]:
 def bring(there: Path, here: RankFolder) -> Report:
     sizes = mirrored_sizes(here)
     order = json.dumps({"folder": str(there.parent), "rank": 0, "files": sizes})
-    done = subprocess.run([sys.executable, str(REMOTE), "report", order], capture_output=True, check=True, text=True)
+    command = [sys.executable, "-I", "-c", REMOTE, "report", order]
+    done = subprocess.run(command, capture_output=True, check=True, text=True)
     found = read_report(done.stdout, "a", sizes)
     mirror(here, found)
     return found

@@ -22,6 +22,8 @@ from corral.files import write_atomic
 from corral.hardware.inventory import GPUS
 from corral.lifecycle import bringup, deployments
 from corral.node import slurm_start
+from corral.node.files import write_json
+from corral.node.ports import free_ports
 from corral.processes import own_identity
 from corral.record import dump_json, load_json
 from corral.slurm import cluster, commands
@@ -624,7 +626,7 @@ def test_the_nodes_own_interfaces_and_ports() -> None:
     for found in slurm_start.interfaces():
         assert found["interface"] != "lo"
         assert found["network"].count(".") == 6
-    ports = slurm_start.free_ports(3)
+    ports = free_ports(3)
     assert len(set(ports)) == 3
     assert all(15000 <= port < 32000 for port in ports)
 
@@ -677,12 +679,12 @@ def test_an_earlier_life_is_set_aside(tmp_path: Path) -> None:
         (tmp_path / name).write_text("old")
     slurm_start.set_aside(str(tmp_path), "7.0")
     assert (tmp_path / "events.jsonl").exists()  # nothing ran here yet
-    slurm_start.write_atomic(str(tmp_path / "address.json"), {"life": "7.0"})
+    write_json(str(tmp_path / "address.json"), {"life": "7.0"})
     slurm_start.set_aside(str(tmp_path), "7.1")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["life-7.0", "template.json"]
     assert (tmp_path / "life-7.0" / "stop").exists()
 
 
 def test_what_the_nodes_write_is_private(tmp_path: Path) -> None:
-    slurm_start.write_atomic(str(tmp_path / "spec.json"), {})
+    write_json(str(tmp_path / "spec.json"), {})
     assert stat.S_IMODE((tmp_path / "spec.json").stat().st_mode) == 0o600

@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from corral.bundle import bundle
 from corral.errors import CorralError, UnreachableError
 from corral.hardware.survey import Asked, Here, NodeFacts, read_answer, survey, survey_host
+from corral.node.survey import __main__ as whole
+from corral.node.survey import gpus, network, processes
 from corral.shell import Completed
-from tests.conftest import ROOT
-
-SCRIPT = ROOT / "src" / "corral" / "node" / "survey.py"
-
-
-@pytest.fixture(scope="module")
-def node() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("node_survey", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_this_machine_tells_what_it_is(tmp_path: Path) -> None:
@@ -58,7 +46,7 @@ def test_this_machine_tells_what_it_is(tmp_path: Path) -> None:
     assert [row.port for row in facts.taken_ports] == [port]
     assert facts.taken_ports[0].pid == os.getpid()
     assert len(set(facts.free_ports)) == 3
-    assert all(15000 <= free < 30000 for free in facts.free_ports)
+    assert all(15000 <= free < 32000 for free in facts.free_ports)
     loopback = facts.interface("lo")
     assert loopback is not None
     assert loopback.kind == "loopback"
@@ -75,13 +63,13 @@ def test_this_machine_tells_what_it_is(tmp_path: Path) -> None:
     assert abs(facts.clock_ahead_s) <= facts.clock_error_s + 0.5
 
 
-def test_a_part_that_fails_or_hangs_hides_nothing_else(node: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_fails_or_hangs_hides_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     import threading
 
     stuck = threading.Event()
-    monkeypatch.setitem(node.PARTS, "gpus", lambda asked: stuck.wait(60))
-    monkeypatch.setitem(node.PARTS, "rdma", lambda asked: 1 // 0)
-    report = node.survey({}, 0.3)
+    monkeypatch.setitem(whole.PARTS, "gpus", lambda asked: stuck.wait(60))
+    monkeypatch.setitem(whole.PARTS, "rdma", lambda asked: 1 // 0)
+    report = whole.survey({}, 0.3)
     stuck.set()
     assert report["hostname"] == socket.gethostname()
     assert report["errors"] == {
@@ -102,12 +90,12 @@ esac
 """  # noqa: E501
 
 
-def test_gpus_and_those_who_use_them(node: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_and_those_who_use_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     smi = tmp_path / "nvidia-smi"
     smi.write_text(SMI.format(pid=os.getpid()))
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    found = node.gpus({})
+    found = gpus.gpus({})
     assert [gpu["name"] for gpu in found["gpus"]] == ["NVIDIA H100 80GB HBM3"] * 2
     assert found["gpus"][0]["memory_bytes"] == 81559 << 20
     assert found["cuda_driver"] == "12.4"
@@ -131,20 +119,20 @@ def test_a_token_is_told_but_not_its_value(clean_home: Path) -> None:
     place = clean_home / ".cache" / "huggingface" / "token"
     place.parent.mkdir(parents=True)
     place.write_text("hf_secretvalue")
-    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-I", "-c", bundle("node/survey")], capture_output=True, text=True)
     assert json.loads(done.stdout)["hf_token"] is True
     assert "secretvalue" not in done.stdout
 
 
-def test_commands_are_shown_without_their_options(node: ModuleType) -> None:
+def test_commands_are_shown_without_their_options() -> None:
     script = "import sys; print('up', flush=True); sys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-c", script, "--api-key", "hush"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
         assert process.stdout is not None
         process.stdout.readline()  # only then has it become the command
-        assert "hush" not in node.command_of(process.pid)
-        assert node.command_of(process.pid).startswith("python")
+        assert "hush" not in processes.command_of(process.pid)
+        assert processes.command_of(process.pid).startswith("python")
         assert process.stdin is not None
         process.stdin.close()
 
@@ -163,18 +151,16 @@ def test_commands_are_shown_without_their_options(node: ModuleType) -> None:
         ("eno1", "1", "mlx5_core", "ethernet"),
     ],
 )
-def test_kinds_of_interface(
-    node: ModuleType, tmp_path: Path, name: str, kind: str, driver: str, expected: str
-) -> None:
+def test_kinds_of_interface(tmp_path: Path, name: str, kind: str, driver: str, expected: str) -> None:
     (tmp_path / "type").write_text(kind)
-    assert node.kind_of(name, str(tmp_path), driver) == expected
+    assert network.kind_of(name, str(tmp_path), driver) == expected
 
 
 @pytest.mark.parametrize("folder", ["bonding", "bridge"])
-def test_kinds_by_folder(node: ModuleType, tmp_path: Path, folder: str) -> None:
+def test_kinds_by_folder(tmp_path: Path, folder: str) -> None:
     (tmp_path / "type").write_text("1")
     (tmp_path / folder).mkdir()
-    assert node.kind_of("x0", str(tmp_path), "") == {"bonding": "bond", "bridge": "bridge"}[folder]
+    assert network.kind_of("x0", str(tmp_path), "") == {"bonding": "bond", "bridge": "bridge"}[folder]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ a conda environment is tested as it will be used.
 
 from __future__ import annotations
 
-import importlib.resources
 import json
 import re
 import secrets
@@ -14,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from corral.bundle import bundle
 from corral.doctor.finding import Finding, fatal, ok, warning
 from corral.doctor.judge import judge_versions
 from corral.errors import CorralError
@@ -98,12 +98,11 @@ def _inside(
     gpus: bool = False,
 ) -> Completed:
     """Run one of Corral's scripts in the runtime's Python on a node."""
-    source = importlib.resources.files("corral.node").joinpath(script).read_text(encoding="utf-8")
     job = Job(
         deployment="doctor",
         launch_id=secrets.token_hex(8),
         rank=rank,
-        argv=(*runtime.python, "-c", source),
+        argv=(*runtime.python, "-c", bundle(f"node/{script}")),
         env=env,
         cwd="/tmp",  # noqa: S108 - nothing is written there
         gpus=gpus,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import json
 import secrets
 import statistics
@@ -10,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from corral.bundle import bundle
 from corral.doctor.finding import Finding, Pair, fatal, ok, warning
 from corral.doctor.judge import names
 from corral.errors import CorralError
@@ -48,12 +48,11 @@ def run_wire(ssh: Ssh | Here, facts: Sequence[NodeFacts], fabric: Fabric, timeou
     peers = [[node.host, fabric.addresses[node.host], node.free_ports[0]] for node in facts]
     order = {"peers": peers, "token": secrets.token_hex(16), "limit_s": limit_s}
     order["stream_s"] = stream_time_s(len(facts), limit_s)
-    source = importlib.resources.files("corral.node").joinpath("wire_test.py").read_text(encoding="utf-8")
     numbers = {node.host: number for number, node in enumerate(facts)}
 
     def task(host: str) -> dict[str, Any]:
         stdin = json.dumps({**order, "me": numbers[host]}).encode()  # the word they know each other by is in it
-        done = ssh.python(host, source, stdin=stdin, timeout_s=timeout_s)
+        done = ssh.python(host, bundle("node/wire_test.py"), stdin=stdin, timeout_s=timeout_s)
         found: dict[str, Any] = json.loads(done.or_raise(f"on {host}").stdout.strip().splitlines()[-1])
         return found
 

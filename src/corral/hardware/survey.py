@@ -1,13 +1,12 @@
 """What nodes are, asked of all of them at once: hosts -> NodeFacts.
 
-The asking is one script over ssh (`node/survey.py`); the answer is a frozen record. A part of it that failed on a
+The asking is one script over ssh (`node/survey`); the answer is a frozen record. A part of it that failed on a
 node is in `NodeFacts.errors` and its fields are empty; a host that could not be asked at all is an error of its own.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.resources
 import json
 import re
 import subprocess
@@ -17,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from ipaddress import IPv4Interface
 
+from corral.bundle import bundle
 from corral.errors import CorralError, DataError, UnreachableError
 from corral.record import from_json, to_json
 from corral.shell import Completed, capture
@@ -224,9 +224,8 @@ def survey_host(ssh: Ssh | Here, host: str, asked: Asked, timeout_s: float = 30)
     """Ask one host."""
     # a part that hangs must be reported by the node, not cut off with the whole answer
     asked = dataclasses.replace(asked, limit_s=max(0.5, min(asked.limit_s, timeout_s - 2)))
-    source = importlib.resources.files("corral.node").joinpath("survey.py").read_text(encoding="utf-8")
     began, asked_at = time.monotonic(), time.time()
-    done = ssh.python(host, source, [json.dumps(to_json(asked))], timeout_s=timeout_s)
+    done = ssh.python(host, bundle("node/survey"), [json.dumps(to_json(asked))], timeout_s=timeout_s)
     return read_answer(host, done, asked_at, time.monotonic() - began)
 
 

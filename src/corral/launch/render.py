@@ -129,7 +129,7 @@ class Order:
 FILES = (
     PlacedFile("node/agent", "agent.py"),
     PlacedFile("node/guard.py", "corral_guard.py"),
-    PlacedFile("engine_side/ray_rank.py", RAY_SCRIPT),
+    PlacedFile("node/ray_rank.py", RAY_SCRIPT),
     PlacedFile("node/slurm_start.py", "slurm_start.py"),
 )
 # what in the user's own shell must not reach an engine: secrets, and switches that would open or bypass its door
@@ -324,10 +324,11 @@ def as_shell(spec: LaunchSpec) -> str:
         lines.append("# on every node; the key and the token must be the same on all (on a shared file system: once)")
     lines.append("umask 077")
     lines.append(quote_command(["mkdir", "-p", str(node), *(rank.cwd for rank in spec.ranks)]))
-    for file in _secrets(spec):
-        lines.append(quote_command(["openssl", "rand", "-hex", "24", "-out", file]))
-    lines.append('corral=$(python3 -c "import corral; print(*corral.__path__)")  # from Corral\'s environment')
-    lines += [f'cp "$corral"/{file.resource} {quote_command([str(node / file.name)])}' for file in _worn(spec)]
+    for secret in _secrets(spec):
+        lines.append(quote_command(["openssl", "rand", "-hex", "24", "-out", secret]))
+    lines.append("# with the Python of Corral's environment:")
+    for file in _worn(spec):
+        lines.append(quote_command(["python3", "-m", "corral.bundle", file.resource, str(node / file.name)]))
     for rank in spec.ranks:
         unset = [word for name in rank.unset_env for word in ("-u", name)]
         assignments = [f"{key}={value}" for key, value in sorted(rank.env.items())]

@@ -24,11 +24,12 @@ from urllib.parse import urlsplit
 from corral.client.endpoint import Endpoint
 from corral.deployment.events import read_events
 from corral.deployment.folder import DeploymentFolder
-from corral.errors import CorralError, NotFoundError, UnreachableError
+from corral.errors import ConflictError, CorralError, NotFoundError, UnreachableError
 from corral.files import make_private_dir, write_atomic
 from corral.home import home_dir
 from corral.interruption import terminated_as_interrupted
 from corral.lifecycle.deployments import Record, target_of
+from corral.node.ports import free_port
 from corral.processes import Identity, own_identity
 from corral.record import dump_json, from_json, load_json
 from corral.ssh import Ssh, forwarding
@@ -202,10 +203,10 @@ def find_distant(name: str, through: str, program: Sequence[str], port: int | No
     kept = home_dir() / "distant" / f"{through}-{DeploymentFolder.of(name).path.name}"
     make_private_dir(kept)
     write_atomic(kept / "key", key)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", port or 0))
-        number: int = probe.getsockname()[1]
-    return Distant(through, endpoint, number, kept / "key")
+    near = free_port("127.0.0.1", first=port or 0)
+    if port and near != port:
+        raise ConflictError(f"port {port} of this machine is taken.", "Leave --port out and a free one is chosen.")
+    return Distant(through, endpoint, near, kept / "key")
 
 
 def hold_distant(distant: Distant, say: Callable[[str], None]) -> None:

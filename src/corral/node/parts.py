@@ -1,12 +1,10 @@
-"""Imports the parts of a package that came as one text; that text begins with this file (see `corral/bundle.py`).
+"""Imports modules that came as one text; that text begins with this file (see `corral/bundle.py`).
 
-Nothing is unpacked: the parts are strings, and are imported from there, so that a package can run where no file may
-be left behind. Lines of a part in a traceback are those of its own file.
+Nothing is unpacked: the sources are strings, and are imported from there, so that a program can run where no file may
+be left behind. Lines of a module in a traceback are those of its own file.
 
-Standard library only, Python 3.8 or later, nothing of corral: the source is sent to the node.
+Standard library only, nothing of corral: the source is sent to the node. (As `survey`, read by older Pythons.)
 """
-
-from __future__ import annotations
 
 import importlib
 import sys
@@ -15,7 +13,7 @@ from typing import Any, Dict, Optional
 
 
 class Parts:
-    """Finds and loads the modules of a package whose sources are strings."""
+    """Finds and loads modules whose sources are strings."""
 
     def __init__(self, sources: Dict[str, str]) -> None:
         self.sources = sources
@@ -23,7 +21,8 @@ class Parts:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Optional[ModuleSpec]:
         if name not in self.sources:
             return None
-        return ModuleSpec(name, self, is_package="." not in name)  # type: ignore[arg-type]
+        package = any(other.startswith(name + ".") for other in self.sources)
+        return ModuleSpec(name, self, is_package=package)  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> None:
         return None  # an ordinary one
@@ -37,7 +36,7 @@ class Parts:
         return self.sources[name]
 
 
-def start(package: str, sources: Dict[str, str]) -> None:
-    """Run the package, as `python3 -m` would."""
+def start(entry: str, sources: Dict[str, str]) -> None:
+    """Run one of the modules."""
     sys.meta_path.insert(0, Parts(sources))
-    importlib.import_module(package + ".__main__").start()
+    importlib.import_module(entry).start()

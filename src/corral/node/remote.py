@@ -21,34 +21,23 @@ import tarfile
 import time
 from typing import Any, Dict, Optional
 
+from .files import write_atomic
+from .identity import boot_id, is_running
+
 Json = Dict[str, Any]
 MOST_BYTES = 4 << 20  # of one file in one report
-
-
-def boot_id() -> str:
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip()
-    return ""
 
 
 def alive(path: str) -> Optional[bool]:
     """Whether the agent whose identity is in this file runs; None when there is no such file."""
     try:
         with open(path) as file:
-            agent = json.load(file)
+            return is_running(json.load(file))
     except (OSError, ValueError):
         return None
-    if agent["boot_id"] != boot_id():
-        return False
-    try:
-        with open("/proc/%d/stat" % agent["pid"]) as file:
-            fields = file.read().rpartition(")")[2].split()
-    except OSError:
-        return False
-    return int(fields[19]) == agent["start_ticks"] and fields[0] not in "ZX"
 
 
-def start(order: Json) -> Json:
+def start_agent(order: Json) -> Json:
     """Unpack the archive into the deployment's folder, then start an agent that outlives this session."""
     os.umask(0o077)
     folder, rank = order["folder"], order["rank"]
@@ -61,11 +50,7 @@ def start(order: Json) -> Json:
             os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
             source = archive.extractfile(member)
             assert source is not None
-            # nodes that share a home unpack the same files at the same moment
-            temporary = "%s.%s.%d.tmp" % (path, socket.gethostname(), os.getpid())
-            with open(temporary, "wb") as file:
-                shutil.copyfileobj(source, file)
-            os.replace(temporary, path)
+            write_atomic(path, source.read())  # nodes that share a home unpack the same files at the same moment
     place = os.path.join(folder, "rank%d" % rank)
     with open(os.path.join(place, "agent.log"), "ab") as log:
         agent = subprocess.Popen(
@@ -107,7 +92,7 @@ def report(order: Json) -> Json:
     return found
 
 
-def stop(order: Json) -> Json:
+def stop_agent(order: Json) -> Json:
     """Ask the agent, wait, and end what an agent that is gone may have left behind."""
     folder, rank = order["folder"], order["rank"]
     place = os.path.join(folder, "rank%d" % rank)
@@ -140,11 +125,12 @@ def remove(order: Json) -> Json:
     return {"removed": not os.path.exists(folder)}
 
 
-def main() -> None:
-    actions = {"start": start, "report": report, "stop": stop, "remove": remove}
+def start() -> None:
+    actions = {"start": start_agent, "report": report, "stop": stop_agent, "remove": remove}
     found = actions[sys.argv[1]](json.loads(sys.argv[2]))
     found["host"] = socket.gethostname()
     sys.stdout.write(json.dumps(found) + "\n")
 
 
-main()
+if __name__ == "__main__":
+    start()

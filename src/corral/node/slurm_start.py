@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
-import random
 import re
 import socket
 import struct
@@ -24,11 +22,13 @@ import sys
 import time
 from typing import Any, Dict, List, Optional
 
+from .files import read_json, write_json
+from .ports import free_ports
+
 Json = Dict[str, Any]
 WAIT_S = 600.0  # nodes of one job may be minutes apart: prologues, slow file systems
 UP_AND_RUNNING = 0x1 | 0x40
 VIRTUAL = re.compile(r"^(lo|docker|virbr|veth|br-|cni|flannel|podman|tun|tap)")
-FIRST_PORT, LAST_PORT = 15000, 31999  # below what the kernel gives to outgoing connections
 
 
 # ---------------------------------------------------------------------------------------------------------- addresses
@@ -120,48 +120,7 @@ def _on_network(rank: Json, wanted: str, interface: str) -> Optional[Json]:
     return None
 
 
-def free_ports(count: int) -> List[int]:
-    """Ports that nobody on this node has, chosen at random so that neighbours do not meet."""
-    found: List[int] = []
-    held = []
-    try:
-        for port in random.sample(range(FIRST_PORT, LAST_PORT), 2000):
-            taken = socket.socket()
-            try:
-                taken.bind(("", port))  # without SO_REUSEADDR: what another has bound, even unheard, is taken
-            except OSError:
-                taken.close()
-                continue
-            held.append(taken)
-            found.append(port)
-            if len(found) == count:
-                return found
-    finally:
-        for one in held:
-            one.close()
-    raise SystemExit("corral: no free port between %d and %d on this node" % (FIRST_PORT, LAST_PORT))
-
-
 # -------------------------------------------------------------------------------------------------------------- files
-def write_atomic(path: str, body: Any) -> None:
-    temporary = "%s.%d.tmp" % (path, os.getpid())
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        json.dump(body, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def read_json(path: str) -> Json:
-    """The file's object; empty while it is absent or not whole."""
-    with contextlib.suppress(OSError, ValueError):
-        os.listdir(os.path.dirname(path))  # makes NFS look again
-        with open(path) as file:
-            found = json.load(file)
-            return found if isinstance(found, dict) else {}
-    return {}
-
-
 def set_aside(place: str, life: str) -> None:
     """Keep what an earlier life of this job wrote for reading, and begin anew."""
     before = read_json(os.path.join(place, "address.json")).get("life")
@@ -235,6 +194,13 @@ def endpoint(spec: Json, own: Json) -> Json:
     return {"base_url": url, "model": spec["serve"]["model"], "key_file": spec["serve"]["key_file"]}
 
 
+def _three_ports() -> List[int]:
+    found = free_ports(3)
+    if len(found) < 3:
+        raise SystemExit("corral: this node has no free ports")
+    return found
+
+
 def main(folder: str) -> int:
     os.umask(0o077)
     rank, count = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
@@ -246,13 +212,13 @@ def main(folder: str) -> int:
     set_aside(place, life)
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     own = {"life": life, "name": name, "named": named_address(), "candidates": interfaces()}
-    write_atomic(os.path.join(place, "address.json"), own)
+    write_json(os.path.join(place, "address.json"), own)
     rendezvous = os.path.join(folder, "rendezvous.json")
     if rank == 0:
         ranks = wait_for_all(folder, count, life)
         wanted = template.get("interface", "")
         chosen = choose_network(ranks, wanted) if count > 1 else []
-        serve, master, gang = free_ports(3)
+        serve, master, gang = _three_ports()
         meeting = {
             "life": life,
             "names": [one["name"] for one in ranks],
@@ -260,17 +226,21 @@ def main(folder: str) -> int:
             "interfaces": [one["interface"] for one in chosen],
             "ports": {"serve": serve, "master": master, "gang": gang},
         }
-        write_atomic(rendezvous, meeting)
+        write_json(rendezvous, meeting)
     else:
         meeting = wait_for_rendezvous(rendezvous, life)
     template.pop("interface", None)
     spec = complete(template, meeting)
-    write_atomic(os.path.join(place, "spec.json"), spec)
+    write_json(os.path.join(place, "spec.json"), spec)
     if spec.get("serve"):
-        write_atomic(os.path.join(folder, "endpoint.json"), endpoint(spec, own))
+        write_json(os.path.join(folder, "endpoint.json"), endpoint(spec, own))
     agent = os.path.join(folder, "node", "agent.py")
     os.execv(sys.executable, [sys.executable, "-I", agent, "run", os.path.join(place, "spec.json")])  # noqa: S606
 
 
-if __name__ == "__main__":
+def start() -> None:
     sys.exit(main(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    start()

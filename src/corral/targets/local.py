@@ -19,6 +19,7 @@ from corral.files import make_private_dir, write_atomic
 from corral.home import home_dir
 from corral.launch.links import Node, Ports
 from corral.launch.render import LaunchSpec, agent_spec, server_url
+from corral.node.ports import free_port
 from corral.processes import Identity, only_lingering, port_owner
 from corral.record import dump_json, load_json
 from corral.shell import run
@@ -79,9 +80,7 @@ class LocalTarget:
         if _is_free(bind, DEFAULT_PORT):
             return ChosenPorts(Ports(DEFAULT_PORT))
         owner = port_owner(DEFAULT_PORT) or "another process"
-        with socket.socket(_family(bind)) as probe:
-            probe.bind((_bindable(bind), 0))
-            number = probe.getsockname()[1]
+        number = free_port(bind)
         return ChosenPorts(Ports(number), f"port {DEFAULT_PORT} is held by {owner}; using {number}")
 
     def base_url(self, bind: str, ports: Ports) -> str:

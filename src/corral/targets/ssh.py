@@ -11,14 +11,13 @@ import contextlib
 import json
 import secrets
 import shlex
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import resources
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
+from corral.bundle import bundle
 from corral.deployment.folder import DeploymentFolder
 from corral.errors import ConflictError, CorralError, EngineError, LaunchError, UnreachableError, UsageError
 from corral.files import make_private_dir, write_atomic
@@ -28,6 +27,7 @@ from corral.hardware.survey import Asked, NodeFacts, survey
 from corral.home import home_dir
 from corral.launch.links import Node, Ports
 from corral.launch.render import LaunchSpec, agent_spec, server_url
+from corral.node.ports import free_port
 from corral.record import from_json, to_json
 from corral.ssh import Ssh, check_host, each, forwarding
 from corral.targets.base import ChosenPorts, Life, Progress
@@ -168,7 +168,7 @@ class SshTarget:
     def base_url(self, bind: str, ports: Ports) -> str:
         if bind not in LOOPBACK:
             return server_url(self.nodes()[0].address if bind in ("0.0.0.0", "::") else bind, ports.serve)  # noqa: S104
-        return server_url("127.0.0.1", _free_local_port(ports.serve))  # brought here by a tunnel
+        return server_url("127.0.0.1", free_port("127.0.0.1", first=ports.serve))  # brought here by a tunnel
 
     def place(self, path: Path, progress: Progress) -> str:
         facts = self._looked()
@@ -323,8 +323,7 @@ class SshTarget:
 
     def _do(self, host: str, action: str, order: Mapping[str, Any], data: bytes, timeout_s: float) -> str:
         """What the host says to a command of `node/remote.py`; nobody has looked at it yet."""
-        source = (resources.files("corral") / "node" / "remote.py").read_text(encoding="utf-8")
-        done = self.ssh.python(host, source, [action, json.dumps(order)], data, timeout_s)
+        done = self.ssh.python(host, bundle("node/remote.py"), [action, json.dumps(order)], data, timeout_s)
         return done.or_raise(f"on {host}", f"Does `ssh {host} python3 --version` say 3.8 or later?").stdout
 
 
@@ -375,16 +374,6 @@ def _inventory(facts: Sequence[NodeFacts], link: str) -> Inventory:
     kind, memory = gpus[0].name, min(gpu.memory_bytes for node in facts for gpu in node.gpus)
     kind, memory = recognise(kind, memory)
     return replace(base, gpu=kind, gpus_per_node=len(gpus), memory_bytes_per_gpu=memory, driver=gpus[0].driver)
-
-
-def _free_local_port(wanted: int) -> int:
-    """A port here for the tunnel's near end; the far one's number where it is free."""
-    for port in (wanted, 0):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            number: int = probe.getsockname()[1]
-            return number
-    raise ConflictError("this machine has no free port.", "End something that listens.")
 
 
 def _launch_id(folder: DeploymentFolder) -> str | None:

@@ -1,4 +1,4 @@
-"""What the agent writes: events, and small files that are whole or absent; and its temporary folder."""
+"""What the agent writes: its events; and its temporary folder."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import json
 import os
 import threading
 import time
-from typing import Any, Dict
-
-Json = Dict[str, Any]
+from typing import Any
 
 
 class Journal:
@@ -39,15 +37,6 @@ class Journal:
         except OSError:  # a full disk must not end a server that runs; only its states must be told
             if kind == "state":
                 raise
-
-
-def write_atomic(path: str, body: Json) -> None:
-    temporary = "%s.%d.tmp" % (path, os.getpid())
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        json.dump(body, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def private_tmp(launch_id: str) -> str:

@@ -10,9 +10,11 @@ import signal
 import sys
 from typing import Sequence
 
+from ..files import write_json
+from ..identity import identity
 from .container import Container, containers_of
-from .journal import Journal, private_tmp, write_atomic
-from .processes import become_subreaper, descendants, end_all, identity, marked
+from .journal import Journal, private_tmp
+from .processes import become_subreaper, descendants, end_all, marked
 from .worker import Worker
 
 
@@ -22,7 +24,7 @@ def keep(spec_path: str) -> int:
         spec = json.load(file)
     become_subreaper()
     journal = Journal(spec["events"], spec["rank"])
-    write_atomic(spec["agent_file"], identity(os.getpid()))
+    write_json(spec["agent_file"], identity(os.getpid()))
     # a stop is a file, so that it can also be asked for over a shared file system, and survives a lost signal
     signal.signal(signal.SIGTERM, lambda *_: open(spec["stop_file"], "w").close())
     signal.signal(signal.SIGINT, signal.SIG_IGN)

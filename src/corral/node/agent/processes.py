@@ -7,11 +7,11 @@ import ctypes
 import json
 import os
 import signal
-import socket
 import time
 from typing import Any, Dict, List, Sequence, Set, Tuple
 
-Json = Dict[str, Any]
+from ..identity import boot_id, start_ticks
+
 MARKER = "CORRAL_LAUNCH"  # environment variable that every process of a launch carries
 
 
@@ -29,17 +29,6 @@ def prepare_engine() -> None:
     _prctl(1, signal.SIGTERM)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-
-def identity(pid: int) -> Json:
-    """The process as `corral` recognises it later: number, machine, boot, start."""
-    boot, ticks = "", 0
-    with contextlib.suppress(OSError, IndexError):
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-        with open("/proc/%d/stat" % pid) as file:
-            ticks = int(file.read().rpartition(")")[2].split()[19])
-    return {"pid": pid, "host": socket.gethostname(), "boot_id": boot, "start_ticks": ticks}
 
 
 def process_table() -> Dict[int, Tuple[int, int, int, str]]:
@@ -78,8 +67,7 @@ def engine_sessions(engine_files: Sequence[str]) -> Set[int]:
     for path in engine_files:
         with contextlib.suppress(OSError, ValueError, KeyError), open(path) as file:
             engine = json.load(file)
-            now = identity(engine["pid"])
-            if engine["boot_id"] == now["boot_id"] and now["start_ticks"] in (0, engine["start_ticks"]):
+            if engine["boot_id"] == boot_id() and start_ticks(engine["pid"]) in (0, engine["start_ticks"]):
                 found.add(int(engine["pid"]))
     return found
 

@@ -9,16 +9,17 @@ import subprocess
 import time
 from typing import Any, Dict, Optional, Set, Tuple
 
+from ..files import write_json
+from ..identity import identity
 from .container import Container
 from .engine_log import PROGRESS_NAMES, WAITING, EngineLog, read_line
-from .journal import Journal, private_tmp, write_atomic
+from .journal import Journal, private_tmp
 from .probe import Probe, Server
 from .processes import (
     MARKER,
     descendants,
     disk_bytes,
     end_all,
-    identity,
     kernel_oom_kills,
     prepare_engine,
     process_table,
@@ -72,7 +73,7 @@ class Rank:
             self.running = False
             return "engine_broken", {"text": "the engine could not be started: %s" % error}
         with contextlib.suppress(OSError):
-            write_atomic(self.spec["engine_file"], identity(self.engine.pid))
+            write_json(self.spec["engine_file"], identity(self.engine.pid))
         self._tell_state("starting", attempt=attempt, pid=self.engine.pid)
         self.probe = self._probe()
         reason, details = self._watch()
@@ -246,7 +247,7 @@ class Rank:
 
     def _beat(self) -> None:
         with contextlib.suppress(OSError):
-            write_atomic(self.spec["heartbeat"], {"t": time.time(), "state": self.state, "phase": self.phase})
+            write_json(self.spec["heartbeat"], {"t": time.time(), "state": self.state, "phase": self.phase})
 
     def _read_log(self) -> bool:
         """Turn new log lines into events; whether any of them means progress."""

@@ -4,9 +4,9 @@ umask 077
 mkdir -p /home/ubuntu/fs/corral/nodes/llama-3.1-405b-instruct-dry-run/node /home/ubuntu/fs/corral/nodes/llama-3.1-405b-instruct-dry-run/rank0 /home/ubuntu/fs/corral/nodes/llama-3.1-405b-instruct-dry-run/rank1 /home/ubuntu/fs/corral/nodes/llama-3.1-405b-instruct-dry-run/rank2 /home/ubuntu/fs/corral/nodes/llama-3.1-405b-instruct-dry-run/rank3
 openssl rand -hex 24 -out /home/ubuntu/fs/corral/nodes/llama-3.1-405b-instruct-dry-run/key
 openssl rand -hex 24 -out /home/ubuntu/fs/corral/nodes/llama-3.1-405b-instruct-dry-run/token
-corral=$(python3 -c "import corral; print(*corral.__path__)")  # from Corral's environment
-cp "$corral"/node/guard.py /home/ubuntu/fs/corral/nodes/llama-3.1-405b-instruct-dry-run/node/corral_guard.py
-cp "$corral"/engine_side/ray_rank.py /home/ubuntu/fs/corral/nodes/llama-3.1-405b-instruct-dry-run/node/ray_rank.py
+# with the Python of Corral's environment:
+python3 -m corral.bundle node/guard.py /home/ubuntu/fs/corral/nodes/llama-3.1-405b-instruct-dry-run/node/corral_guard.py
+python3 -m corral.bundle node/ray_rank.py /home/ubuntu/fs/corral/nodes/llama-3.1-405b-instruct-dry-run/node/ray_rank.py
 # rank 0, on 10.0.0.1
 env -C /home/ubuntu/fs/corral/nodes/llama-3.1-405b-instruct-dry-run/rank0 -u HUGGING_FACE_HUB_TOKEN -u CUSTOM_FASTAPI_MIDDLEWARE_THROTTLE -u CUSTOM_FASTAPI_MIDDLEWARE_PRE_POST_PROCESS -u CUSTOM_FASTAPI_PING_HANDLER -u CUSTOM_FASTAPI_INVOCATION_HANDLER -u CUSTOM_PRE_PROCESS -u CUSTOM_POST_PROCESS -u VLLM_DEBUG_LOG_API_SERVER_RESPONSE -u VLLM_API_KEY -u VLLM_SERVER_DEV_MODE -u VLLM_USE_RUST_FRONTEND -u PYTHONHOME -u PYTHONPATH -u OPENAI_API_KEY -u HF_TOKEN -u PYTHONDONTWRITEBYTECODE CORRAL_DRAIN_FILE=/home/ubuntu/fs/corral/nodes/llama-3.1-405b-instruct-dry-run/rank0/drain CORRAL_KEY_FILE=/home/ubuntu/fs/corral/nodes/llama-3.1-405b-instruct-dry-run/key DO_NOT_TRACK=1 HF_HUB_OFFLINE=1 PYTHONPATH=/home/ubuntu/fs/corral/nodes/llama-3.1-405b-instruct-dry-run/node PYTHONUNBUFFERED=1 RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=/home/ubuntu/fs/corral/nodes/llama-3.1-405b-instruct-dry-run/token TORCHINDUCTOR_CACHE_DIR=/home/ubuntu/fs/corral/cache/docker-vllm-vllm-openai-v0.32.0/inductor VLLM_CACHE_ROOT=/home/ubuntu/fs/corral/cache/docker-vllm-vllm-openai-v0.32.0/vllm VLLM_ENGINE_READY_TIMEOUT_S=86400 VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS=60 VLLM_HOST_IP=10.0.0.1 VLLM_NO_USAGE_STATS=1 sh -c 'client=$1 name=$2 owner=$3 cache=$4; shift 4
 command -v "$client" >/dev/null || { echo "corral: there is no command $client on this node" >&2; exit 127; }

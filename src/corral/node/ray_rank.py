@@ -7,20 +7,23 @@ folder is private and short, every node shows the deployment's token (`RAY_AUTH_
 cluster that happens to run there. The server is not started before all nodes are counted in, because vLLM would wait
 for a placement group that can never form. Ends when Ray or the server does; the agent then ends the rest.
 
-Standard library and Ray only; nothing of corral.
+Standard library and Ray only, Python 3.8 or later, nothing of corral.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
+from typing import Any, List, Optional
+
+from .ports import free_ports
 
 JOIN_S = 600.0  # containers may be pulled first; the agents' own rules end a hopeless wait earlier
 CPU_RESOURCE = "corral_cpu"
@@ -31,21 +34,7 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports nobody uses on this node now; held together while they are looked for, so that they differ."""
-    held = []
-    try:
-        for _ in range(count):
-            probe = socket.socket()
-            held.append(probe)
-            probe.bind(("", 0))
-        return [probe.getsockname()[1] for probe in held]
-    finally:
-        for probe in held:
-            probe.close()
-
-
-def ray_command(order: argparse.Namespace) -> list[str]:
+def ray_command(order: argparse.Namespace) -> List[str]:
     """`ray start` in the foreground, with ports and folders that no other cluster on this node has."""
     own = ["object-manager", "node-manager", "dashboard-agent-grpc", "runtime-env-agent", "metrics-export"]
     listen, *ports = free_ports(1 + len(own) + 4 * order.devices + 16)
@@ -69,19 +58,22 @@ def ray_command(order: argparse.Namespace) -> list[str]:
     return command
 
 
-def joined(order: argparse.Namespace) -> list[str]:
-    """Addresses of the nodes that are in the cluster now."""
-    import ray
+def _ray() -> Any:
+    """The runtime's; by name, because nothing else here may need more than the standard library."""
+    return importlib.import_module("ray")
 
+
+def joined(order: argparse.Namespace) -> List[str]:
+    """Addresses of the nodes that are in the cluster now."""
+    ray = _ray()
     if not ray.is_initialized():
         ray.init(address=order.head, logging_level="ERROR", log_to_driver=False, _node_ip_address=order.address)
     return sorted(node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"])
 
 
-def count_in(order: argparse.Namespace, cluster: subprocess.Popen[bytes]) -> bool:
+def count_in(order: argparse.Namespace, cluster: "subprocess.Popen[bytes]") -> bool:
     """Wait until every node has joined; false when Ray ended or they never come."""
-    import ray
-
+    ray = _ray()
     until, before = time.monotonic() + JOIN_S, -1
     while time.monotonic() < until and cluster.poll() is None:
         try:
@@ -100,7 +92,7 @@ def count_in(order: argparse.Namespace, cluster: subprocess.Popen[bytes]) -> boo
     return False
 
 
-def main(argv: list[str]) -> int:
+def main(argv: List[str]) -> int:
     own, _, serve = "\0".join(argv).partition("\0--\0")
     parser = argparse.ArgumentParser()
     parser.add_argument("role", choices=["head", "worker"])
@@ -111,7 +103,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--cpu", action="store_true")
     order = parser.parse_args(own.split("\0"))
     cluster = subprocess.Popen(ray_command(order), stdin=subprocess.DEVNULL)
-    server: subprocess.Popen[bytes] | None = None
+    server: Optional["subprocess.Popen[bytes]"] = None
 
     def stop(*_: object) -> None:
         for process in (server, cluster):
@@ -135,5 +127,9 @@ def main(argv: list[str]) -> int:
     return int(server.wait(30)) if server is not None else int(cluster.wait(30))
 
 
-if __name__ == "__main__":
+def start() -> None:
     sys.exit(main(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    start()

@@ -1,0 +1,73 @@
+"""All parts at once, each in a thread of its own."""
+
+import json
+import os
+import sys
+import threading
+import time
+from typing import Any, Callable, Dict
+
+from .gpus import gpus
+from .listeners import ports
+from .machine import cores, hf_token, identity, limits, memory, tools
+from .network import interfaces, rdma
+from .storage import disks, nonces, paths, read_speed, shm
+
+Json = Dict[str, Any]
+LIMIT_S = 20.0
+
+PARTS: Dict[str, Callable[[Json], Json]] = {
+    "identity": identity,
+    "cores": cores,
+    "memory": memory,
+    "limits": limits,
+    "tools": tools,
+    "hf_token": hf_token,
+    "interfaces": interfaces,
+    "rdma": rdma,
+    "ports": ports,
+    "gpus": gpus,
+    "disks": disks,
+    "shm": shm,
+    "paths": paths,
+    "nonces": nonces,
+    "read_speed": read_speed,
+}
+
+
+def survey(asked: Json, limit_s: float) -> Json:
+    """All parts at once, each guarded."""
+    report: Json = {"began_s": time.time(), "errors": {}}
+    answers: Dict[str, Json] = {}
+    errors: Dict[str, str] = {}
+
+    def work(name: str) -> None:
+        try:
+            answers[name] = PARTS[name](asked)
+        except Exception as error:
+            errors[name] = "%s: %s" % (type(error).__name__, error)
+
+    threads = {name: threading.Thread(target=work, args=(name,), daemon=True) for name in PARTS}
+    until = time.monotonic() + limit_s
+    for thread in threads.values():
+        thread.start()
+    for name, thread in threads.items():
+        thread.join(max(0.0, until - time.monotonic()))
+        if thread.is_alive():
+            errors.setdefault(name, "no answer within %g s" % limit_s)
+    for name in PARTS:
+        report.update(answers.get(name, {}))
+    report["errors"] = dict(errors)
+    report["ended_s"] = time.time()
+    return report
+
+
+def start() -> None:
+    asked = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
+    print(json.dumps(survey(asked, float(asked.get("limit_s", LIMIT_S)))))  # noqa: T201
+    sys.stdout.flush()
+    os._exit(0)  # a part that hangs must not hold the connection
+
+
+if __name__ == "__main__":
+    start()

@@ -1,0 +1,86 @@
+"""Disks and files: space, what paths weigh, which storage is shared, how fast it reads."""
+
+import os
+import time
+from typing import Any, Dict
+
+from .sources import read
+
+Json = Dict[str, Any]
+
+
+def space(path: str) -> Json:
+    """Total and free bytes of the file system that holds the path, or that will once it is made."""
+    path = os.path.abspath(os.path.expanduser(path))
+    while not os.path.exists(path) and path != "/":
+        path = os.path.dirname(path)
+    stat = os.statvfs(path)
+    return {"total_bytes": stat.f_blocks * stat.f_frsize, "free_bytes": stat.f_bavail * stat.f_frsize}
+
+
+def disks(asked: Json) -> Json:
+    return {"disks": {path: space(path) for path in asked.get("disks", [])}}
+
+
+def shm(_: Json) -> Json:
+    return {"shm": space("/dev/shm")}  # noqa: S108
+
+
+def weigh(path: str, limit_s: float) -> Json:
+    """Whether a path is there, what it weighs, and whether there was time to count everything."""
+    place, until = os.path.expanduser(path), time.monotonic() + limit_s
+    if not os.path.exists(place):
+        return {"exists": False, "readable": False, "size_bytes": 0, "files": 0, "whole": True}
+    readable = os.access(place, os.R_OK)
+    if not os.path.isdir(place):
+        return {"exists": True, "readable": readable, "size_bytes": os.path.getsize(place), "files": 1, "whole": True}
+    size = files = 0
+    whole = True
+    for folder, _, names in os.walk(place):
+        for name in names:
+            try:
+                size += os.stat(os.path.join(folder, name)).st_size
+                files += 1
+            except OSError:
+                continue
+        if time.monotonic() > until:
+            whole = False
+            break
+    return {"exists": True, "readable": readable, "size_bytes": size, "files": files, "whole": whole}
+
+
+def paths(asked: Json) -> Json:
+    return {"paths": {path: weigh(path, 5.0) for path in asked.get("paths", [])}}
+
+
+def nonces(asked: Json) -> Json:
+    """What files of Corral's own say here: one written on one node and read on another shows shared storage."""
+    return {"nonces": {path: read(os.path.expanduser(path))[:200] for path in asked.get("nonces", [])}}
+
+
+def largest_file(place: str) -> str:
+    if os.path.isfile(place):
+        return place
+    found = []
+    for folder, _, names in os.walk(place):
+        found += [os.path.join(folder, name) for name in names]
+        if len(found) > 5000:
+            break
+    return max(found, key=lambda path: os.path.getsize(path) if os.path.exists(path) else 0, default="")
+
+
+def read_speed(asked: Json) -> Json:
+    """How fast the storage of a path reads: at most 1 GiB or 3 s. Caches are left as they are."""
+    place = asked.get("read", "")
+    path = largest_file(os.path.expanduser(place)) if place else ""
+    if not path:
+        return {"read_speed": None}
+    done, began, piece = 0, time.monotonic(), bytearray(8 << 20)
+    with open(path, "rb", buffering=0) as file:
+        while done < (1 << 30) and time.monotonic() - began < 3.0:
+            got = file.readinto(piece)
+            if not got:
+                break
+            done += got
+    took = max(time.monotonic() - began, 1e-6)
+    return {"read_speed": {"file": path, "read_bytes": done, "seconds": took}}
