@@ -20,7 +20,7 @@ import pytest
 from corral.bundle import bundle
 from corral.deployment.events import Event, read_events
 from corral.deployment.patience import Patience
-from corral.deployment.state import Reason, State, may_follow
+from corral.deployment.state import State, may_follow
 from corral.node.agent import engine_log, journal, processes
 from corral.node.agent.container import Container
 from corral.node.agent.probe import Probe, Server
@@ -299,20 +299,6 @@ def test_the_key_is_in_no_event_and_no_argument(run) -> None:
     pid = one.wait_state("starting").get("pid")
     assert key.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
     assert key.encode() not in Path(f"/proc/{pid}/environ").read_bytes()
-
-
-def test_words_of_the_agent_are_words_of_the_state_machine() -> None:
-    for name in (
-        "engine_exited",
-        "engine_hung",
-        "stalled",
-        "agent_killed",
-        "not_guarded",
-        "engine_broken",
-        "port_taken",
-    ):
-        assert name in AGENT
-        assert Reason(name)
 
 
 @pytest.mark.parametrize(

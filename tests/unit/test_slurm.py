@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 
 from corral.deployment.folder import DeploymentFolder
-from corral.deployment.state import ENDED, TRANSITIONS, Reason, State, may_follow
+from corral.deployment.state import Reason, State
 from corral.errors import CorralError, DoesNotFitError, NotFoundError, UnreachableError, UsageError
 from corral.files import write_atomic
 from corral.hardware.inventory import GPUS
@@ -87,19 +86,6 @@ def print_text(text: str) -> str:
 
 
 # --------------------------------------------------------------------------------------------------------- states
-def test_every_pair_of_states_is_decided() -> None:
-    for before, after in itertools.product(State, State):
-        assert may_follow(before, after) == (after in TRANSITIONS[before])
-    for state in ENDED | {State.UNKNOWN}:
-        assert not TRANSITIONS[state]
-    living = set(State) - ENDED - {State.UNKNOWN, State.PLANNED, State.STAGING, State.QUEUED}
-    assert all(may_follow(state, State.QUEUED) for state in living)  # a job can be requeued at any time
-    reachable = {State.PLANNED}
-    while new := {after for before in reachable for after in TRANSITIONS[before]} - reachable:
-        reachable |= new
-    assert reachable == set(State) - {State.UNKNOWN}
-
-
 def test_slurms_states_are_told_apart() -> None:
     ended = {name: standing(Job("7", name)) for name in STATES if standing(Job("7", name)).ended}
     reasons = {name: found.reason for name, found in ended.items()}

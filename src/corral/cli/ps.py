@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from corral.cli.screen import print_json, print_table, since
-from corral.deployment.state import ENDED
+from corral.deployment.state import ENDED, State
 from corral.lifecycle.deployments import Status, statuses
 
 __all__ = ["command"]
@@ -20,7 +20,7 @@ def command(show_all: bool, as_json: bool) -> None:
     if as_json:
         print_json(found)
         return
-    shown = [status for status in found if show_all or status.state not in ENDED or status.state == "failed"]
+    shown = [status for status in found if show_all or status.state not in ENDED or status.state is State.FAILED]
     if not shown:
         click.echo("No deployments. `corral up` starts one.", err=True)
         return
@@ -29,9 +29,9 @@ def command(show_all: bool, as_json: bool) -> None:
 
 def _row(status: Status) -> list[str]:
     state = status.state.value
-    if status.state in ("loading", "starting") and status.total:
+    if status.state in (State.LOADING, State.STARTING) and status.total:
         state = f"{status.phase} {status.done}/{status.total}"
-    elif status.state in ("loading", "starting"):
+    elif status.state in (State.LOADING, State.STARTING):
         state = status.phase
     elif status.reason and status.state in ENDED:
         state = f"{state}: {status.reason.value.replace('_', ' ')}"

@@ -414,7 +414,7 @@ def learn_from(folder: DeploymentFolder) -> None:
 
 
 def _tell(event: Event, report: Reporter) -> None:
-    if event.kind == "state" and event.get("state") in ("starting", "loading"):
+    if event.kind == "state" and event.get("state") in (State.STARTING, State.LOADING):
         report.phase(str(event.get("state")))
     elif event.kind == "phase":
         report.phase(str(event.get("phase")))

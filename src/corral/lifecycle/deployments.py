@@ -187,8 +187,8 @@ def _combine(folder: DeploymentFolder, record: Record, events: list[Event], life
     reason = Reason(last.get("reason")) if last and last.get("reason") else None
     text, remedy = str(last.get("text", "")) if last else "", ""
     since = last.time_s if last else record.created_s
-    if life.state and (state not in ENDED or (life.overrules and life.reason != (reason or ""))):
-        state, reason = State(life.state), Reason(life.reason) if life.reason else None
+    if life.state and (state not in ENDED or (life.overrules and life.reason is not reason)):
+        state, reason = life.state, life.reason
         text, remedy = life.text, life.remedy
     elif not folder.rank(0).agent.exists():
         state, reason, text, remedy = _staged(record)
@@ -298,9 +298,9 @@ def _diagnosis(folder: DeploymentFolder, last: Event, name: str) -> Diagnosis:
 def _timings(states: list[Event]) -> Timings:
     reached: dict[str, float] = {}
     for event in states:
-        name = "ended" if event.get("state") in ("stopped", "failed") else str(event.get("state"))
+        name = "ended" if event.get("state") in ENDED else str(event.get("state"))
         reached[name] = event.elapsed_s
-    return Timings(reached.get("loading"), reached.get("ready"), reached.get("ended"))
+    return Timings(reached.get(State.LOADING), reached.get(State.READY), reached.get("ended"))
 
 
 def watch(folder: DeploymentFolder, poll_s: float = 0.1) -> Iterator[Event | Status]:
@@ -311,7 +311,7 @@ def watch(folder: DeploymentFolder, poll_s: float = 0.1) -> Iterator[Event | Sta
         settled = False
         for event in follower.new():
             yield event
-            settled = event.kind == "state" and event.get("state") in ("ready", "stopped", "failed")
+            settled = event.kind == "state" and event.get("state") in (State.READY, *ENDED)
         if settled or time.monotonic() - checked > 2:
             checked = time.monotonic()
             now = status(folder)

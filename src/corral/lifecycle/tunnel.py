@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 from corral.client.endpoint import Endpoint
 from corral.deployment.events import read_events
 from corral.deployment.folder import DeploymentFolder
+from corral.deployment.state import ENDED
 from corral.errors import ConflictError, CorralError, NotFoundError, UnreachableError
 from corral.files import make_private_dir, write_atomic
 from corral.home import home_dir
@@ -151,7 +152,7 @@ def _wanted(folder: DeploymentFolder, mine: str) -> bool:
     except OSError:
         return False
     states = [event.get("state") for event in read_events(folder.rank(0).events) if event.kind == "state"]
-    return not states or states[-1] not in ("stopped", "failed")
+    return not states or states[-1] not in ENDED
 
 
 def close_tunnel(folder: DeploymentFolder) -> None:

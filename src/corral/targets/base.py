@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from corral.deployment.folder import DeploymentFolder
+from corral.deployment.state import Reason, State
 from corral.errors import UsageError
 from corral.launch.links import Node, Ports
 from corral.launch.render import LaunchSpec
@@ -47,8 +48,8 @@ class Life:
     alive: bool | None
     machine_restarted: bool = False
     where: str = ""
-    state: str = ""
-    reason: str = ""
+    state: State | None = None
+    reason: Reason | None = None
     text: str = ""
     remedy: str = ""
     overrules: bool = (

@@ -16,6 +16,7 @@ from pathlib import Path
 from corral.bundle import bundle
 from corral.deployment.events import read_events
 from corral.deployment.folder import DeploymentFolder, RankFolder
+from corral.deployment.state import State
 from corral.files import make_private_dir, write_atomic
 from corral.launch.render import LaunchSpec
 from corral.processes import Identity
@@ -75,11 +76,12 @@ def _mirror_record(path: Path, record: Identity | Heartbeat | None, age_s: float
 def last_word(rank: RankFolder) -> str:
     """How a rank says that it ended without its head; empty when it does not."""
     states = [event for event in read_events(rank.events) if event.kind == "state"]
-    if states and states[-1].get("state") == "failed":
+    if states and states[-1].get("state") == State.FAILED:
         return str(states[-1].get("text", ""))
     return ""
 
 
-def last_state(rank: RankFolder) -> str:
+def last_state(rank: RankFolder) -> State | None:
+    """The state that a rank wrote last; None when it wrote none."""
     states = [event.get("state") for event in read_events(rank.events) if event.kind == "state"]
-    return str(states[-1]) if states else ""
+    return State(states[-1]) if states else None

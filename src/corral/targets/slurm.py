@@ -372,14 +372,13 @@ def _life(folder: DeploymentFolder, kept: Submitted, job: Job) -> Life:
     found = standing(job, str(folder.job_log))
     if found.ended and kept.stop_asked:
         return Life(False, state=State.STOPPED, reason=Reason.REQUESTED, overrules=True)
-    reason = found.reason.value if found.reason else ""
     if job.state in RUNS:
         if _agents_run(folder, job):
             return Life(True, where=job.nodes)
         text = f"job {job.id} runs on {job.nodes}; its agents are starting"
         return Life(True, where=job.nodes, state=State.STARTING, text=text, overrules=True)
     return Life(
-        not found.ended, False, job.nodes, found.state, reason, found.text, found.remedy,
+        not found.ended, False, job.nodes, found.state, found.reason, found.text, found.remedy,
         overrules=found.caused or found.state in (State.DRAINING, State.STARTING),
     )  # fmt: skip
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from corral.bundle import bundle
 from corral.deployment.folder import DeploymentFolder
+from corral.deployment.state import ENDED, Reason, State
 from corral.errors import ConflictError, CorralError, EngineError, LaunchError, UnreachableError, UsageError
 from corral.files import make_private_dir, write_atomic
 from corral.hardware.fabric import Fabric, choose_fabric
@@ -252,7 +253,7 @@ class SshTarget:
     def refresh(self, folder: DeploymentFolder) -> None:
         launch = _launch_id(folder)
         ranks = [folder.rank(number) for number in range(len(self.chosen.hosts))]
-        if launch is None or all(last_state(rank) in ("stopped", "failed") for rank in ranks):
+        if launch is None or all(last_state(rank) in ENDED for rank in ranks):
             return  # nothing more can come
         there = self.node_folder(folder, launch)
 
@@ -272,9 +273,9 @@ class SshTarget:
         if isinstance(found, CorralError):
             for number, host in enumerate(others, 1):
                 if ended := last_word(folder.rank(number)):
-                    return Life(False, where=host, state="failed", reason="node_lost", text=ended)
+                    return Life(False, where=host, state=State.FAILED, reason=Reason.NODE_LOST, text=ended)
             text = f"{found.message.rstrip('.')}; its agents go on without this machine"
-            return Life(None, where=head, state="unknown", text=text, remedy=found.remedy)
+            return Life(None, where=head, state=State.UNKNOWN, text=text, remedy=found.remedy)
         if found is None or found.missing:
             return Life(False, where=head)
         restarted = found.agent is not None and found.agent.boot_id != found.boot_id

@@ -21,6 +21,8 @@ import threading
 import time
 from typing import Any, Dict, Optional, Tuple
 
+from ..states import Reason
+
 Json = Dict[str, Any]
 SAY_EVERY_S = 1.0
 JOIN_S = 60.0  # for agents that are started at the same moment
@@ -160,7 +162,7 @@ class Head:
                 names = ", ".join(member.name for member in missing)
                 heard = "has" if len(missing) == 1 else "have"
                 text = "%s %s not joined within %d s" % (names, heard, wait_s)
-                return "node_lost", {"text": text, "nodes": [member.name for member in missing]}
+                return Reason.NODE_LOST, {"text": text, "nodes": [member.name for member in missing]}
             time.sleep(0.1)
 
     def _idle(self, member: Member) -> bool:
@@ -189,12 +191,12 @@ class Head:
         reason = str(ended.get("reason"))
         text = "rank %d on %s: %s" % (member.rank, member.name, ended.get("text") or reason)
         details = dict(ended.get("details") or {}, text=text, failed_rank=member.rank, node=member.name)
-        return reason, details if reason != "requested" else {}
+        return reason, details if reason != Reason.REQUESTED else {}
 
     def _lost(self, member: Member) -> Tuple[str, Json]:
         text = "%s stopped answering at %s; rank %d last said: %s"
         words = text % (member.name, member.heard_at, member.rank, member.words())
-        return "node_lost", {"text": words, "node": member.name, "failed_rank": member.rank}
+        return Reason.NODE_LOST, {"text": words, "node": member.name, "failed_rank": member.rank}
 
     def root_cause(self, reason: str, details: Json, ended: float) -> Tuple[str, Json]:
         """This rank ended at `ended`: because another had? Whoever was first is the cause, so all are heard."""

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
 import time
 from typing import Any
 
+from ..states import ENDED, State, may_follow
+
+TAIL_BYTES = 1 << 16  # of the journal: the last state is within
+
+
+class TransitionError(Exception):
+    """A state was to be written that cannot follow the one before."""
+
 
 class Journal:
-    """Appends events; one write and one sync each."""
+    """Appends events; one write and one sync each. States follow their table."""
 
     def __init__(self, path: str, rank: int) -> None:
         # opened once: when the folder is set aside for a new launch, late words stay with the old one
@@ -18,7 +27,29 @@ class Journal:
         self._rank = rank
         self._began = time.monotonic()
         self._lock = threading.Lock()
-        self.ended = False
+        self.state = State.STAGING  # placed, and not begun
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ENDED
+
+    def catch_up(self) -> None:
+        """Know the state that another process wrote last."""
+        size = os.lseek(self._descriptor, 0, os.SEEK_END)
+        tail = os.pread(self._descriptor, TAIL_BYTES, max(0, size - TAIL_BYTES))
+        for line in reversed(tail.split(b"\n")):
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                event = json.loads(line)
+                if event["kind"] == "state":
+                    self.state = State(event["state"])
+                    return
+
+    def tell_state(self, state: State, **details: Any) -> None:
+        """Write that the rank is now in this state; refuse one that cannot follow the last."""
+        if not may_follow(self.state, state):
+            raise TransitionError("%s cannot follow %s" % (state, self.state))
+        self.state = state
+        self.write("state", state=state, **details)
 
     def elapsed(self) -> float:
         return time.monotonic() - self._began

@@ -12,6 +12,7 @@ from typing import Sequence
 
 from ..files import write_json
 from ..identity import identity
+from ..states import Reason, State
 from .container import Container, containers_of
 from .journal import Journal, private_tmp
 from .processes import become_subreaper, descendants, end_all, marked
@@ -40,7 +41,7 @@ def keep(spec_path: str) -> int:
             if not journal.ended:
                 with contextlib.suppress(OSError):
                     text = "the agent failed: %r" % error
-                    journal.write("state", state="failed", reason="agent_killed", text=text)
+                    journal.tell_state(State.FAILED, reason=Reason.AGENT_KILLED, text=text)
         finally:
             end_all(lambda: descendants(os.getpid()), 5.0)
             shutil.rmtree(private_tmp(spec["launch_id"]), ignore_errors=True)
@@ -57,7 +58,9 @@ def keep(spec_path: str) -> int:
     shutil.rmtree(private_tmp(spec["launch_id"]), ignore_errors=True)
     if os.WIFSIGNALED(status):
         text = "the agent was killed by signal %d; the engine was taken down" % os.WTERMSIG(status)
-        journal.write("state", state="failed", reason="agent_killed", text=text)
+        journal.catch_up()
+        if not journal.ended:
+            journal.tell_state(State.FAILED, reason=Reason.AGENT_KILLED, text=text)
         return 1
     return os.WEXITSTATUS(status)
 

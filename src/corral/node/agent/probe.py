@@ -10,6 +10,7 @@ import threading
 import time
 from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple
 
+from ..states import Reason
 from .container import Container
 from .metrics import figures
 from .processes import descendants
@@ -122,7 +123,7 @@ class Probe(threading.Thread):
                 self.tell(trouble)
         if self.ready and self.fault is None and time.monotonic() - self._moved > self.hung_s:
             last = " (the last look failed: %s)" % self.trouble if self.trouble else ""
-            self.fault = Fault("engine_hung", "no answer and no token for %d s%s" % (self.hung_s, last))
+            self.fault = Fault(Reason.ENGINE_HUNG, "no answer and no token for %d s%s" % (self.hung_s, last))
 
     def _try_first(self) -> None:
         if not self.server.accepts():
@@ -130,12 +131,12 @@ class Probe(threading.Thread):
         # vLLM binds early and listens late: another server may answer here in the meantime, and is not ours
         strange = listeners(self.server.host, self.server.port) - sockets_of(descendants(os.getpid()))
         if strange and not self.container.owns(strange, self.server.port):
-            self.fault = Fault("port_taken", "another process took port %d first" % self.server.port)
+            self.fault = Fault(Reason.PORT_TAKEN, "another process took port %d first" % self.server.port)
             return
         if self.server.call("GET", "/health", key=False)[0] != 200:
             return
         if self.server.call("GET", "/v1/models", key=False)[0] not in (401, 403):
-            self.fault = Fault("not_guarded", "the server answers without a key")
+            self.fault = Fault(Reason.NOT_GUARDED, "the server answers without a key")
             return
         began = time.monotonic()
         status, text = self.server.complete(timeout_s=self.hung_s)
@@ -146,13 +147,13 @@ class Probe(threading.Thread):
         self.refusals += 1
         if status < 500 or self.refusals >= 20:
             self.fault = Fault(
-                "engine_exited", "the first completion was answered %d: %s" % (status, text[:300]), True
+                Reason.ENGINE_EXITED, "the first completion was answered %d: %s" % (status, text[:300]), True
             )
 
     def _watch(self) -> None:
         now = time.monotonic()
         if self.server.call("GET", "/health", key=False)[0] == 503:
-            self.fault = Fault("engine_exited", "/health says that the engine behind the server is dead", True)
+            self.fault = Fault(Reason.ENGINE_EXITED, "/health says that the engine behind the server is dead", True)
             return
         busy, tokens = self.server.counters()
         self.trouble = ""
@@ -164,7 +165,7 @@ class Probe(threading.Thread):
             status, text = self._ask()
             self.refusals = self.refusals + 1 if status >= 500 else 0
             if self.refusals >= 3:
-                self.fault = Fault("engine_exited", "completions are answered %d: %s" % (status, text[:300]))
+                self.fault = Fault(Reason.ENGINE_EXITED, "completions are answered %d: %s" % (status, text[:300]))
         elif not busy:
             self._moved = now
 
@@ -178,5 +179,5 @@ class Probe(threading.Thread):
                 self._moved = time.monotonic()
                 return 200, ""
             text = "an idle engine did not answer a completion of one token within %d s" % self.answer_s
-            self.fault = Fault("engine_hung", text)
+            self.fault = Fault(Reason.ENGINE_HUNG, text)
             raise

@@ -11,6 +11,7 @@ from typing import Any, Dict, Optional, Set, Tuple
 
 from ..files import write_json
 from ..identity import identity
+from ..states import Reason, State
 from .container import Container
 from .engine_log import PROGRESS_NAMES, WAITING, EngineLog, read_line
 from .journal import Journal, private_tmp
@@ -28,6 +29,7 @@ from .processes import (
 
 Json = Dict[str, Any]
 TICK_S = 0.2
+SERVED = (State.READY, State.DRAINING)
 HEARTBEAT_S = 2.0
 STOPPED_S = 6.0  # a rank of several whose processes are all stopped for this long is hung
 DRAIN_LOOK_S = 1.0
@@ -41,7 +43,6 @@ class Rank:
         self.patience: Json = spec["patience"]
         self.journal = journal
         self.keeper = os.getppid()
-        self.state = "starting"
         self.phase = "starting"
         self.progress: Json = {}
         self.last_progress: Tuple[Any, ...] = ()
@@ -50,6 +51,10 @@ class Rank:
         self.running = False
         self.ended: Optional[Json] = None  # how this rank's last attempt ended
         self.activity_at = self.ended_at = time.monotonic()
+
+    @property
+    def state(self) -> State:
+        return self.journal.state
 
     # ------------------------------------------------------------------------------- what several ranks change in it
     def _others(self) -> Optional[Tuple[str, Json]]:
@@ -71,21 +76,21 @@ class Rank:
             self.engine = self._start()
         except OSError as error:
             self.running = False
-            return "engine_broken", {"text": "the engine could not be started: %s" % error}
+            return Reason.ENGINE_BROKEN, {"text": "the engine could not be started: %s" % error}
         with contextlib.suppress(OSError):
             write_json(self.spec["engine_file"], identity(self.engine.pid))
-        self._tell_state("starting", attempt=attempt, pid=self.engine.pid)
+        self._tell_state(State.STARTING, attempt=attempt, pid=self.engine.pid)
         self.probe = self._probe()
         reason, details = self._watch()
         self.ended_at = time.monotonic()
         if self.probe:
             self.probe.stopping.set()
-        if reason == "engine_exited":
-            details.update(was_ready=self.state == "ready", log_from=log_from)
+        if reason == Reason.ENGINE_EXITED:
+            details.update(was_ready=self.state is State.READY, log_from=log_from)
             if kernel_oom_kills() > self.oom_kills:  # within the last heartbeat
                 details["kernel_oom_kill"] = True
-        if self.state == "ready":
-            self._tell_state("draining")  # not ready any more, and not yet gone
+        if self.state is State.READY:
+            self._tell_state(State.DRAINING)  # not ready any more, and not yet gone
         # a container's client passes the signal on and stays until the container has ended
         end_all(self._own_processes if self.container else self._engine_processes, self.patience["grace_s"])
         self.container.remove()
@@ -150,29 +155,29 @@ class Rank:
             if code is not None:
                 return self._exit_reason(code)
             if self._stop_asked():
-                return "requested", {}
+                return Reason.REQUESTED, {}
             if os.getppid() != self.keeper:
-                return "agent_killed", {"text": "the agent's keeper process was killed"}
+                return Reason.AGENT_KILLED, {"text": "the agent's keeper process was killed"}
             others = self._others()
             if others:
                 return others
             drained = self._drained(now)
             if drained:
                 return drained
-            if self.probe and self.probe.fault and self.state != "draining":
+            if self.probe and self.probe.fault and self.state is not State.DRAINING:
                 return self.probe.fault.reason, {
                     "text": self.probe.fault.text,
                     "explained": self.probe.fault.explained,
                 }
-            if self.probe and self.probe.ready and self.state not in ("ready", "draining"):
+            if self.probe and self.probe.ready and self.state not in SERVED:
                 self._read_log()  # what the engine said before it answered, and no line later
-                self._tell_state("ready", **self.probe.ready)
+                self._tell_state(State.READY, **self.probe.ready)
             if now - beat >= HEARTBEAT_S or not checked:
                 beat = now
                 self._beat()
                 halted = halted + 1 if self.spec.get("gang") and self._processes_stopped() else 0
                 if halted * HEARTBEAT_S >= STOPPED_S:
-                    return "engine_hung", {"text": "its processes were stopped by a signal and do nothing"}
+                    return Reason.ENGINE_HUNG, {"text": "its processes were stopped by a signal and do nothing"}
                 if self.engine.poll() is None:
                     self.oom_kills = kernel_oom_kills()
                 self.log.trim()
@@ -184,13 +189,13 @@ class Rank:
                 if ticks - last_ticks > 5 * window or moved - last_bytes > 1 << 20:  # 5% of a core, or 1 MiB
                     self.activity_at = now
                 last_ticks, last_bytes, checked = ticks, moved, now
-            served = self.state in ("ready", "draining")
+            served = self.state in SERVED
             if not served and self._quiet_s(now) > self.patience["stall_s"]:
                 text = "no log line, processor time or disk traffic for %d s while %s" % (
                     self.patience["stall_s"],
                     self.phase,
                 )
-                return "stalled", {"text": text}
+                return Reason.STALLED, {"text": text}
 
     def _processes_stopped(self) -> bool:
         """Whether somebody stopped the whole rank: the others would wait for it."""
@@ -203,28 +208,28 @@ class Rank:
         path = self.spec.get("drain_file")
         if not path or not os.path.exists(path):
             return None
-        if self.state not in ("ready", "draining"):
-            return "walltime", {"text": "the time limit was near before it was ready"}
-        if self.state == "ready":
+        if self.state not in SERVED:
+            return Reason.WALLTIME, {"text": "the time limit was near before it was ready"}
+        if self.state is State.READY:
             seconds = 60.0
             with contextlib.suppress(OSError, ValueError), open(path) as file:
                 seconds = float(file.read())
             self.drain_until, self.drain_look, self.idle_looks = now + seconds, now + 2 * DRAIN_LOOK_S, 0
-            self._tell_state("draining", reason="walltime", text="the time limit is near: no new requests")
+            self._tell_state(State.DRAINING, reason=Reason.WALLTIME, text="the time limit is near: no new requests")
         if now >= self.drain_until:
-            return "walltime", {"text": "the time limit came before all running requests had ended"}
+            return Reason.WALLTIME, {"text": "the time limit came before all running requests had ended"}
         if now >= self.drain_look:
             self.drain_look = now + DRAIN_LOOK_S
             with contextlib.suppress(OSError, http.client.HTTPException):
                 busy = self.probe.server.counters()[0] if self.probe else 0
                 self.idle_looks = 0 if busy else self.idle_looks + 1
         if self.idle_looks >= 2:
-            return "walltime", {"text": "the time limit was near; all running requests had ended"}
+            return Reason.WALLTIME, {"text": "the time limit was near; all running requests had ended"}
         return None
 
     def _exit_reason(self, code: int) -> Tuple[str, Json]:
         if self._stop_asked():
-            return "requested", {}
+            return Reason.REQUESTED, {}
         if self.container and 128 < code <= 128 + 64:
             code = 128 - code  # a container's client tells a signal this way
         details: Json = {"exit_code": code if code >= 0 else None, "signal": -code if code < 0 else None}
@@ -233,16 +238,15 @@ class Rank:
         if self.container:
             what, details["container"] = "the engine's container", True
         details["text"] = "%s ended %s while %s, and nobody asked it to" % (what, how, self.phase)
-        return "engine_exited", details
+        return Reason.ENGINE_EXITED, details
 
     def _stop_asked(self) -> bool:
         return os.path.exists(self.spec["stop_file"])
 
-    def _tell_state(self, state: str, **details: Any) -> None:
-        self.state = state
-        if state in ("starting", "loading", "ready"):
-            self.phase = state
-        self.journal.write("state", state=state, **details)
+    def _tell_state(self, state: State, **details: Any) -> None:
+        if state in (State.STARTING, State.LOADING, State.READY):
+            self.phase = state.value
+        self.journal.tell_state(state, **details)
         self._beat()
 
     def _beat(self) -> None:
@@ -254,7 +258,7 @@ class Rank:
         progress = False
         for line in self.log.new_lines():
             progress = progress or not WAITING.search(line)
-            if self.state == "ready":
+            if self.state is State.READY:
                 continue
             found = read_line(line)
             if found:
@@ -262,8 +266,8 @@ class Rank:
         return progress
 
     def _note(self, phase: Optional[str], values: Json) -> None:
-        if phase == "loading" and self.state == "starting":
-            self._tell_state("loading")
+        if phase == "loading" and self.state is State.STARTING:
+            self._tell_state(State.LOADING)
         progress = {name: values.pop(name) for name in PROGRESS_NAMES if name in values}
         key = (phase, *progress.values())
         if phase and (phase != self.phase or progress) and key != self.last_progress:

@@ -6,13 +6,14 @@ import os
 import time
 from typing import Any, Dict, Optional, Tuple
 
+from ..states import Reason, State
 from .gang import Follower, Head
 from .journal import Journal
 from .rank import HEARTBEAT_S, TICK_S, Rank
 
 Json = Dict[str, Any]
 # a restart would change nothing
-FINAL_REASONS = ("requested", "walltime", "agent_killed", "not_guarded", "port_taken")
+FINAL_REASONS = (Reason.REQUESTED, Reason.WALLTIME, Reason.AGENT_KILLED, Reason.NOT_GUARDED, Reason.PORT_TAKEN)
 HALTED = "halted"  # a member's rank was taken down because the head said so: the head knows the reason
 REJOIN_S = 300.0  # with restarts left, how long the nodes of a gang wait for one that was lost
 
@@ -38,7 +39,7 @@ class Worker(Rank):
                 self.head = Head(gang, node_s, self._standing, self._beat_sometimes)
             except OSError as error:
                 text = "the head cannot listen on %s:%s for the other nodes: %s" % (gang["head"], gang["port"], error)
-                self._end("network", {"text": text})
+                self._end(Reason.NETWORK, {"text": text})
                 return 0
         return self._lead()
 
@@ -47,16 +48,16 @@ class Worker(Rank):
         for attempt in range(1, attempts + 1):
             reason, details = self._gather(attempt) or self._run_once(attempt)
             if self.head:
-                if reason == "engine_exited" and "failed_rank" not in details:
+                if reason == Reason.ENGINE_EXITED and "failed_rank" not in details:
                     reason, details = self.head.root_cause(reason, details, self.ended_at)
                 self.head.halt(self.patience["grace_s"] + 15)
             if attempt == attempts or reason in FINAL_REASONS:
                 self._end(reason, details)
                 return 0
             self.journal.write("restart", attempt=attempt, of=attempts - 1, reason=reason, **details)
-            self._tell_state("starting", restarting=True)
+            self._tell_state(State.STARTING, restarting=True)
             if not self._pause(min(30.0, 2.0 ** (attempt - 1))):
-                self._end("requested" if self._stop_asked() else "agent_killed", {})
+                self._end(Reason.REQUESTED if self._stop_asked() else Reason.AGENT_KILLED, {})
                 return 0
         return 0
 
@@ -73,8 +74,8 @@ class Worker(Rank):
         """Why there is no point in waiting any longer; empty while there is."""
         self._beat_sometimes()
         if self._stop_asked():
-            return "requested"
-        return "agent_killed" if os.getppid() != self.keeper else ""
+            return Reason.REQUESTED
+        return Reason.AGENT_KILLED if os.getppid() != self.keeper else ""
 
     def _follow(self, follower: Follower) -> int:
         """A member's life: run when the head says so, stop when it says so or is lost."""
@@ -86,13 +87,13 @@ class Worker(Rank):
                 self._end(order["end"], {"text": order.get("text", "")})
                 return 0
             if self._stop_asked() or os.getppid() != self.keeper:
-                reason = "requested" if self._stop_asked() else "agent_killed"
+                reason: str = Reason.REQUESTED if self._stop_asked() else Reason.AGENT_KILLED
                 self.ended = {"epoch": order.get("epoch", 0), "reason": reason, "text": "", "ago_s": 0}
                 time.sleep(2.5)  # the head hears it
                 self._end(reason, {})
                 return 0
             if lost and not (epoch and self.restarts and follower.silent_s() < REJOIN_S):
-                self._end("node_lost", {"text": lost, "node": follower.head_name})
+                self._end(Reason.NODE_LOST, {"text": lost, "node": follower.head_name})
                 return 0
             if order.get("run") and not lost and order["epoch"] > epoch:
                 self.epoch = epoch = order["epoch"]
@@ -101,7 +102,7 @@ class Worker(Rank):
                     text = details.get("text", "")
                     self.ended = {"epoch": epoch, "reason": reason, "text": text, "details": details}
                     self.journal.write("rank_ended", reason=reason, **details)
-                self._tell_state("starting", waiting_for=follower.head_name)
+                self._tell_state(State.STARTING, waiting_for=follower.head_name)
             time.sleep(TICK_S)
             self._beat_sometimes()
 
@@ -113,11 +114,11 @@ class Worker(Rank):
             order = self.follower.order
             lost = self.follower.lost()
             if lost:
-                return "node_lost", {"text": lost, "node": self.follower.head_name}
+                return Reason.NODE_LOST, {"text": lost, "node": self.follower.head_name}
             if order and (order.get("end") or not order.get("run") or order["epoch"] != self.epoch):
                 return HALTED, {}
-            if self.state != "ready" and order.get("head", {}).get("state") == "ready":
-                self._tell_state("ready")
+            if self.state is not State.READY and order.get("head", {}).get("state") == State.READY:
+                self._tell_state(State.READY)
         return None
 
     def _quiet_s(self, now: float) -> float:
@@ -145,8 +146,8 @@ class Worker(Rank):
     def _end(self, reason: str, details: Json) -> None:
         if self.head:
             self.head.end(reason, details)
-        self._tell_state("stopped" if reason in ("requested", "walltime") else "failed", reason=reason, **details)
-        self.journal.ended = True
+        state = State.STOPPED if reason in (Reason.REQUESTED, Reason.WALLTIME) else State.FAILED
+        self._tell_state(state, reason=reason, **details)
 
     def _pause(self, seconds: float) -> bool:
         """Wait before a restart; false when it is not wanted any more."""
