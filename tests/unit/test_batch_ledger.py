@@ -16,14 +16,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corral.batch.core import lock as lock_module
 from corral.batch.core.folder import JobFolder
 from corral.batch.core.ledger import FAILED, FINE, Entry, Ledger, read_ledger
-from corral.batch.core.lock import JobLock, holder_of
+from corral.batch.core.lock import JobLock
 from corral.batch.core.outbox import Outbox
 from corral.batch.core.table import Table, hash64
 from corral.errors import ConflictError, DataError
-from corral.files import lock_holder
+from corral.lock import SILENT_S, holder_of, lock_holder
 from corral.processes import own_identity
 
 
@@ -169,7 +168,7 @@ def test_a_lock_of_another_machine_is_stale_when_it_is_silent(tmp_path: Path) ->
     path.write_text(json.dumps({"pid": 1, "host": "elsewhere", "boot_id": "b", "start_ticks": 5}))
     with pytest.raises(ConflictError, match="process 1 on elsewhere"), JobLock(path, "out.jsonl"):
         pass
-    old = time.time() - lock_module.SILENT_S - 5
+    old = time.time() - SILENT_S - 5
     os.utime(path, (old, old))
     with JobLock(path, "out.jsonl"):
         assert holder_of(path) == own_identity()

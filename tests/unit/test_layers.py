@@ -23,6 +23,7 @@ GROUND = [
     "bundle",
     "alarm",
     "untrusted",
+    "lock",
 ]
 
 # row -> packages; a package imports from rows below its own, never from a neighbour

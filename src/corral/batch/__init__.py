@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from corral.batch.core.folder import JobFolder
 from corral.batch.core.ledger import FAILED, FINE, Entry, Ledger
-from corral.batch.core.lock import JobLock, holder_of
+from corral.batch.core.lock import JobLock
 from corral.batch.core.run import Listener, Quiet, Summary, run_job
 from corral.batch.core.runner import Ask, Counts, Request, Runner, Settings, Work
 from corral.batch.core.table import BAD, RowReader, Table, hash64
@@ -58,6 +58,5 @@ __all__ = [
     "Table",
     "Work",
     "hash64",
-    "holder_of",
     "run_job",
 ]

@@ -11,7 +11,6 @@ import msgspec
 
 from corral.batch.core.folder import JobFolder
 from corral.batch.core.ledger import read_ledger
-from corral.batch.core.lock import holder_of
 from corral.batch.input.check import Problem, read_problems, scan
 from corral.batch.input.recipe import Recipe
 from corral.batch.input.rows import open_source
@@ -20,6 +19,7 @@ from corral.batch.jobs.queued import Standing as JobStanding
 from corral.batch.jobs.queued import cancel_waiting, standings
 from corral.batch.sharing.blocks import held_blocks, load_division
 from corral.batch.sharing.parts import all_parts, claim_path, runners_of
+from corral.lock import holder_of
 from corral.processes import Identity
 
 __all__ = ["Blocks", "Checked", "Standing", "ask_to_stop", "check_input", "inspect"]

@@ -26,7 +26,7 @@ import msgspec
 from corral.batch.batch import Journal, Result, bad_rows, forget_failed, kept_state, work_of
 from corral.batch.core.folder import JobFolder
 from corral.batch.core.ledger import FAILED, FINE, Entry, Ledger
-from corral.batch.core.lock import JobLock, beating
+from corral.batch.core.lock import JobLock
 from corral.batch.core.run import Listener, Summary
 from corral.batch.core.table import RowReader
 from corral.batch.input.recipe import Parsed
@@ -39,6 +39,7 @@ from corral.client.client import CHAT, Choice, Reply, Timing, Usage
 from corral.deployment.diagnosis import Diagnosis
 from corral.errors import CorralError, EngineError, UnreachableError, UsageError
 from corral.interruption import terminated_as_interrupted
+from corral.lock import beating
 from corral.plan.fixed import parse_assignments, read_fixed
 
 __all__ = ["Engine", "RayEngine", "engine_settings", "run_on_ray"]

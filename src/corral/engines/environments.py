@@ -28,8 +28,9 @@ from pathlib import Path
 from corral.engines import flags as engine_flags
 from corral.engines.pip_configuration import read_sources
 from corral.errors import EngineError, NotFoundError, UnreachableError, UsageError
-from corral.files import exclusive_lock, write_atomic
+from corral.files import write_atomic
 from corral.home import engines_dir
+from corral.lock import exclusive_lock
 from corral.record import dump_json, load_json
 from corral.shell import Completed, run, stream
 

@@ -22,9 +22,10 @@ from corral.deployment.folder import DeploymentFolder, all_folders
 from corral.deployment.patience import Patience
 from corral.deployment.state import ENDED, Reason, State
 from corral.errors import ConflictError, CorralError, LaunchError
-from corral.files import exclusive_lock, write_atomic
+from corral.files import write_atomic
 from corral.home import deployments_dir
 from corral.launch.render import LaunchSpec
+from corral.lock import exclusive_lock
 from corral.processes import Identity
 from corral.record import dump_json, load_json
 from corral.targets.base import Life, Target, load_target

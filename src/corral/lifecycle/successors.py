@@ -6,19 +6,15 @@ successor that was begun is always known, and `corral down NAME` ends all of the
 
 from __future__ import annotations
 
-import contextlib
 import shlex
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from corral.deployment.folder import DeploymentFolder, all_folders, chain_of, open_folder
 from corral.deployment.state import ENDED, State
 from corral.errors import ConflictError, CorralError, NotFoundError, UsageError
-from corral.files import discard_lock, lock_holder, try_lock, write_atomic
+from corral.files import write_atomic
 from corral.lifecycle import deployments
-from corral.processes import own_identity
+from corral.lock import FileLock
 from corral.record import dump_json, load_json
 
 __all__ = [
@@ -157,26 +153,6 @@ def refuse_living_chain(name: str) -> None:
             )
 
 
-@contextlib.contextmanager
-def chain_lock(folder: DeploymentFolder) -> Iterator[None]:
+def chain_lock(folder: DeploymentFolder) -> FileLock:
     """Only its holder changes a chain. A holder on a node that is gone cannot be asked: its lock grows old."""
-    path = folder.successors_lock
-    while not try_lock(path):
-        holder = lock_holder(path)
-        if holder is not None and (holder.is_gone() or (not holder.is_here() and _age_s(path) > OLD_LOCK_S)):
-            discard_lock(path, holder)
-            continue
-        time.sleep(0.2)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):  # it is known to be stale once we are gone
-            if lock_holder(path) == own_identity():
-                path.unlink(missing_ok=True)
-
-
-def _age_s(path: Path) -> float:
-    try:
-        return time.time() - path.stat().st_mtime
-    except OSError:
-        return 0.0
+    return FileLock(folder.successors_lock, silent_s=OLD_LOCK_S)

@@ -26,8 +26,8 @@ from corral.errors import (
     UnreachableError,
     UsageError,
 )
-from corral.files import exclusive_lock
 from corral.home import models_dir
+from corral.lock import exclusive_lock
 from corral.models import catalogue
 from corral.models.hub import hub_error
 from corral.shell import stream

@@ -12,12 +12,13 @@ from typing import Protocol
 
 from corral.batch.core.folder import JobFolder
 from corral.batch.core.ledger import Entry, Ledger, Tally
-from corral.batch.core.lock import JobLock, beating
+from corral.batch.core.lock import JobLock
 from corral.batch.core.outbox import Outbox
 from corral.batch.core.runner import Counts, Feed, InOrder, Runner, Settings, Work
 from corral.batch.core.table import RowReader, Table
 from corral.client.client import run as run_loop
 from corral.client.endpoint import ModelServer
+from corral.lock import beating
 
 __all__ = ["Job", "Listener", "Quiet", "Summary", "commit_first", "run_job"]
 

@@ -21,9 +21,8 @@ from pathlib import Path
 
 from corral.batch.core.folder import JobFolder, PartFolder, sync_dir
 from corral.batch.core.ledger import RECORD_BYTES, Finder, read_ledger
-from corral.batch.core.lock import TOUCH_S, holder_of
 from corral.batch.core.table import Table
-from corral.files import discard_lock, lock_holder, try_lock
+from corral.lock import TOUCH_S, discard_lock, holder_of, lock_holder, try_lock
 from corral.processes import Identity
 
 __all__ = ["Member", "Others", "all_parts", "bury", "claim_path", "runners_of"]

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from corral.batch.core.folder import JobFolder, PartFolder, sync_dir
 from corral.batch.core.ledger import Entry, Ledger, Tally
-from corral.batch.core.lock import JobLock, beating
+from corral.batch.core.lock import JobLock
 from corral.batch.core.run import Job, Listener, Summary, commit_first
 from corral.batch.core.runner import Counts, Settings, Work
 from corral.batch.core.table import RowReader
@@ -33,6 +33,7 @@ from corral.client.client import run as run_loop
 from corral.client.endpoint import ModelServer
 from corral.errors import ConflictError
 from corral.files import write_atomic
+from corral.lock import beating
 from corral.processes import Identity
 from corral.record import dump_json, load_json
 
