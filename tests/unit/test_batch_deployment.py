@@ -48,6 +48,32 @@ def test_the_only_deployment_dies_and_the_batch_waits_for_its_restart(answering:
     assert answering("status", "one", "--json").json()["restarts"] == 1
 
 
+def test_a_failed_deployment_ends_the_batch_at_once_with_its_diagnosis(answering: Corral, tmp_path: Path) -> None:
+    given, output = rows(tmp_path, 300)
+    environment = {"FAKE_FAULT": "die:after=100", "FAKE_RATE": "400"}
+    assert answering("up", str(answering.model), "--name", "one", **environment).code == 0
+    while_running = answering("batch", given, "-o", str(output), "--backoff", "0.02")
+    assert while_running.code == 8, while_running.err
+    assert "'one' has failed: " in while_running.err
+    assert "Everything up to here is kept" in while_running.err
+    done = len(ids(output))
+    assert 0 < done < 300
+    at_first = answering("batch", given, "-o", str(output), "--deployment", "one", "--json")
+    assert at_first.code == 8, at_first.err
+    assert json.loads(at_first.out.splitlines()[-1])["error"]["state"] == "failed"
+    waited = answering("batch", given, "-o", str(output), "--wait", "--patience", "0.5", "--deployment", "one")
+    assert waited.code == 9, waited.err
+    assert "waiting: 'one' has failed: " in waited.err
+    assert answering("complete", "--deployment", "one", "Hello").code == 8  # nothing else waits for it either
+    assert answering("up", str(answering.model), "--name", "one").code == 0
+    assert answering("batch", given, "-o", str(output)).code == 0
+    assert ids(output) == list(range(300))
+    assert answering("down", "one").code == 0
+    stopped = answering("batch", given, "-o", str(tmp_path / "other.jsonl"), "--deployment", "one")
+    assert stopped.code == 3, stopped.err
+    assert "'one' is stopped" in stopped.err
+
+
 def test_a_deployment_that_is_still_starting_is_waited_for(answering: Corral, tmp_path: Path) -> None:
     given, output = rows(tmp_path, 10)
     assert answering("up", str(answering.model), "--name", "late", "--no-wait", "--port", str(free_port())).code == 0

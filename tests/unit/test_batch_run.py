@@ -30,7 +30,7 @@ from corral.batch.inspect import ask_to_stop, inspect
 from corral.batch.job import Order
 from corral.batch.serving import Where
 from corral.client.client import Reply
-from corral.client.endpoint import Endpoint, ModelServer
+from corral.client.endpoint import Absence, Endpoint, ModelServer
 from corral.client.errors import OverloadedError, ServerGoneError, TimedOutError, error_from_status
 from corral.client.metrics import Reading
 from corral.errors import (
@@ -39,6 +39,7 @@ from corral.errors import (
     CorralError,
     DataError,
     EngineError,
+    LaunchError,
     UnreachableError,
     UsageError,
 )
@@ -191,6 +192,9 @@ class Moving:
             self._urls.pop(0)
         return Endpoint(url, "fake") if url else None
 
+    def absence(self) -> Absence:
+        return Absence("moving is on its way")
+
     def seats(self) -> None:
         return None
 
@@ -213,8 +217,16 @@ class Plain:
         return json.dumps({"id": number, "error": error.message}).encode() + b"\n"
 
 
-def core(place: Path, count: int, servers: list[ModelServer], work: Plain, settings: Settings = QUICK) -> Summary:
+def core(
+    place: Path,
+    count: int,
+    servers: list[ModelServer],
+    work: Plain,
+    settings: Settings = QUICK,
+    listener: Quiet | None = None,
+) -> Summary:
     """The generic core, without anything of `corral batch`."""
+    place.mkdir(exist_ok=True)
     data = place / "data"
     table, offset = Table(data), 0
     with data.open("wb") as file:
@@ -225,7 +237,7 @@ def core(place: Path, count: int, servers: list[ModelServer], work: Plain, setti
     folder = JobFolder(place / "core.jsonl")
     folder.create()
     with JobLock(folder.lock, "core") as lock:
-        return run_job(folder, table, work, servers, settings, lock=lock, signals=False)
+        return run_job(folder, table, work, servers, settings, lock=lock, listener=listener, signals=False)
 
 
 def test_an_endpoint_that_moves_is_found_again(tmp_path: Path, server: FakeServer) -> None:
@@ -234,6 +246,78 @@ def test_an_endpoint_that_moves_is_found_again(tmp_path: Path, server: FakeServe
         dying.set_faults("reset:after=20")
         summary = core(tmp_path, 200, [place], Plain())
     assert (summary.fine, summary.losses >= 1) == (200, True)
+
+
+class Ended:
+    """A server that has failed for good, or that somebody stopped, and may start again."""
+
+    name = "ended"
+
+    def __init__(self, *urls: str | None, stopped: bool = False) -> None:
+        self._urls, self._stopped = list(urls), stopped
+        self.looks = 0
+
+    def find(self) -> Endpoint | None:
+        url = self._urls.pop(0) if self._urls else None
+        return Endpoint(url, "fake") if url else None
+
+    def absence(self) -> Absence:
+        self.looks += 1
+        error = LaunchError("'ended' has failed: no memory.", "Buy some.", reason="out_of_memory")
+        return Absence("ended has failed: no memory", "Buy some.", error, self._stopped)
+
+    def seats(self) -> None:
+        return None
+
+
+class Listening(Quiet):
+    """Remembers what was said, and what is waited for."""
+
+    def __init__(self) -> None:
+        self.notes: list[tuple[str, str]] = []
+        self.waits: set[str] = set()
+
+    def note(self, kind: str, text: str) -> None:
+        self.notes.append((kind, text))
+
+    def tick(self, counts: Counts, runner: Runner) -> None:
+        self.waits.add(runner.waiting_for)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_server_that_has_ended_ends_the_batch_at_once_with_its_reason(tmp_path: Path, stopped: bool) -> None:
+    listening = Listening()
+    with pytest.raises(LaunchError, match="no memory") as raised:
+        core(tmp_path, 5, [Ended(stopped=stopped)], Plain(), listener=listening)
+    assert raised.value.details["reason"] == "out_of_memory"
+    assert raised.value.exit_code == 8
+    assert "Buy some. Everything up to here is kept." in raised.value.remedy
+    assert [text for kind, text in listening.notes if kind == "waiting"] == [
+        "ended has failed: no memory; waiting for it. Buy some."
+    ]
+
+
+def test_a_server_that_has_ended_is_waited_for_on_request(tmp_path: Path, server: FakeServer) -> None:
+    listening = Listening()
+    waiting = Ended(None, None, server.url)
+    assert core(tmp_path, 5, [waiting], Plain(), replace(QUICK, wait=True), listening).fine == 5
+    assert waiting.looks == 2
+    assert "ended has failed: no memory" in listening.waits
+    with pytest.raises(UnreachableError, match=r"Nothing has succeeded for 0\.3 s\. ended has failed"):
+        core(tmp_path / "more", 5, [Ended()], Plain(), replace(QUICK, wait=True, patience_s=0.3))
+
+
+def test_one_of_several_servers_that_ended_does_not_end_the_batch(tmp_path: Path, server: FakeServer) -> None:
+    assert core(tmp_path, 50, [Ended(), FixedServer(Endpoint(server.url, "fake"))], Plain()).fine == 50
+
+
+def test_a_server_stopped_while_in_use_may_be_started_again(tmp_path: Path, server: FakeServer) -> None:
+    with FakeServer() as first:
+        first.set_faults("reset:after=20")
+        place = Ended(first.url, None, None, server.url, stopped=True)
+        summary = core(tmp_path, 100, [place], Plain())
+    assert summary.fine == 100
+    assert place.looks >= 2
 
 
 def test_a_server_that_drains_hands_over_to_its_successor(tmp_path: Path, server: FakeServer) -> None:

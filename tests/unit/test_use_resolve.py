@@ -13,7 +13,7 @@ import pytest
 from corral.client.endpoint import Endpoint, HeldKeyEndpoint
 from corral.deployment.folder import DeploymentFolder
 from corral.deployment.state import State
-from corral.errors import AccessError, ConflictError, NotFoundError, UnreachableError, UsageError
+from corral.errors import AccessError, ConflictError, LaunchError, NotFoundError, UnreachableError, UsageError
 from corral.fake import FakeOptions, FakeServer
 from corral.lifecycle import deployments
 from corral.lifecycle.resolve import DeploymentServer, ServedModels, find_servers, resolve, served_by
@@ -143,7 +143,10 @@ def test_a_deployment_that_is_not_ready(there: Deployments) -> None:
         resolve("b", environ={})
     assert DeploymentServer("b").find() is None
     there.set(b=State.FAILED)
-    with pytest.raises(NotFoundError, match="its text"):
+    with pytest.raises(LaunchError, match="has failed: its text"):
+        resolve("b", environ={})
+    there.set(b=State.STOPPED)
+    with pytest.raises(NotFoundError, match="is stopped: its text"):
         resolve("b", environ={})
     there.set(b=State.READY)
     assert resolve("b", environ={}).model == "b"

@@ -77,7 +77,9 @@ def _run_options(function: Any) -> Any:
                           "on SLURM, N jobs are queued."),
         click.option("--max-jobs", type=click.IntRange(min=1), metavar="N",
                      help="On SLURM: how often a job that runs out of time is queued again (default: 10 in all)."),
-        click.option("--wait", is_flag=True, help="On SLURM: wait until the batch is done."),
+        click.option("--wait", is_flag=True,
+                     help="Wait for a deployment that has failed, in case it is started again (up to --patience);"
+                          " on SLURM, wait until the batch is done."),
         click.option("--price", type=click.FloatRange(min=0), metavar="AMOUNT", help="Per GPU-hour."),
         click.option("--json", "as_json", is_flag=True, help="Progress and summary as JSON lines on stdout."),
     ]  # fmt: skip
@@ -299,6 +301,7 @@ def _settings(given: dict[str, Any]) -> Any:
         patience_s=given["patience"],
         stall_s=given["timeout"],
         runaway_share=1.0 if given["keep_going"] else Settings.runaway_share,
+        wait=given["wait"],
     )
 
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from corral.batch.inspect import Checked, Standing
     from corral.batch.jobs.submit import Submitted
 
+PROGRESS_EVERY_S, WAITING_EVERY_S = 5.0, 60.0  # a line where there is no terminal
+
 __all__ = ["Screen", "print_check", "print_status", "print_submitted", "wait_for_jobs"]
 
 
@@ -56,7 +58,8 @@ class Screen:
 
     def tick(self, counts: Counts, runner: Runner) -> None:
         now = time.monotonic()
-        if now - self._told < (0.2 if self._live else 1.0 if self._json else 5.0):
+        plain_s = WAITING_EVERY_S if runner.waiting_for else PROGRESS_EVERY_S
+        if now - self._told < (0.2 if self._live else 1.0 if self._json else plain_s):
             return
         self._told = now
         done = counts.before + counts.fine + counts.failed  # other runners' too
@@ -95,6 +98,7 @@ class Screen:
             "output_tokens_per_s": round(rate[2], 1),
             "eta_s": round(counts.left / rate[0], 1) if rate[0] else None,
             "kv_use": round(max(kv), 3) if kv else None,
+            "waiting_for": runner.waiting_for or None,
         }
 
     def _clear(self) -> None:
@@ -111,7 +115,7 @@ def _line(v: dict[str, Any]) -> str:
     if v["rows_per_s"]:
         words.append(f"{v['rows_per_s']:,.1f} rows/s")
         words.append(f"{v['output_tokens_per_s']:,.0f} tok/s out, {v['prompt_tokens_per_s']:,.0f} in")
-    words.append(f"{v['in_flight']} under way")
+    words.append(f"waiting: {v['waiting_for']}" if v["waiting_for"] else f"{v['in_flight']} under way")
     if v["kv_use"] is not None:
         words.append(f"KV {100 * v['kv_use']:.0f}%")
     if v["retries"]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import click
 
+from corral.deployment.expectation import duration
 from corral.record import to_json
 from corral.untrusted import plain
 
@@ -50,17 +51,6 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 def _one_line(text: str) -> str:
     return "".join(character if character.isprintable() else "?" for character in text)
-
-
-def duration(seconds: float) -> str:
-    """Seconds as a person says them: 4.2 s, 3 min 10 s, 2 h 5 min."""
-    if seconds < 60:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
 
 
 def since(moment_s: float) -> str:

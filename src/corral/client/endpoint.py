@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from corral.errors import AccessError, UsageError
+from corral.errors import AccessError, CorralError, UsageError
 
-__all__ = ["Endpoint", "FixedServer", "HeldKeyEndpoint", "ModelServer"]
+__all__ = ["Absence", "Endpoint", "FixedServer", "HeldKeyEndpoint", "ModelServer"]
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,16 @@ class HeldKeyEndpoint(Endpoint):
         return held
 
 
+@dataclass(frozen=True)
+class Absence:
+    """Why a server is away, for people; and whether waiting for it is of any use."""
+
+    text: str  # whom one waits for, and why
+    remedy: str = ""
+    ending: CorralError | None = None  # it has ended: it comes back only if somebody starts it again
+    stopped: bool = False  # … because somebody stopped it
+
+
 class ModelServer(Protocol):
     """A server that a long job uses: its endpoint now, and after it moved."""
 
@@ -81,6 +91,9 @@ class ModelServer(Protocol):
 
     def find(self) -> Endpoint | None:
         """The endpoint, or None while there is none."""
+
+    def absence(self) -> Absence:
+        """Why it does not answer."""
 
     def seats(self) -> int | None:
         """How many requests its engines run at once, where their plan tells."""
@@ -94,6 +107,9 @@ class FixedServer:
 
     def find(self) -> Endpoint:
         return self._endpoint
+
+    def absence(self) -> Absence:
+        return Absence(f"{self.name} does not answer", "Is the server running, and is this its address?")
 
     def seats(self) -> None:
         return None

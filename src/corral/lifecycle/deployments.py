@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from corral.client.endpoint import Endpoint
+from corral.deployment.course import course_of
 from corral.deployment.diagnosis import Diagnosis, diagnose, last_lines
 from corral.deployment.events import Event, Follower, read_events
 from corral.deployment.folder import DeploymentFolder, all_folders
@@ -91,6 +92,7 @@ class Status:
     since_s: float  # wall-clock time of the last change of state
     endpoint: Endpoint | None
     timings: Timings
+    phase_since_s: float = 0.0  # wall-clock time at which the phase began
     restarts: int = 0
     observed: dict[str, Any] = field(default_factory=dict)
 
@@ -204,6 +206,7 @@ def _combine(folder: DeploymentFolder, record: Record, events: list[Event], life
         remedy = REMEDIES.get(reason or Reason.ENGINE_EXITED, WHOLE_LOG).format(name=name)
     phases = [event for event in events if event.kind in ("phase", "state")]
     phase = phases[-1] if phases else None
+    course = course_of(events)
     return Status(
         name=record.name,
         state=state,
@@ -220,6 +223,7 @@ def _combine(folder: DeploymentFolder, record: Record, events: list[Event], life
         since_s=since,
         endpoint=_endpoint(folder, state),
         timings=_timings(states),
+        phase_since_s=course[-1].since_s if course else since,
         restarts=sum(event.kind == "restart" for event in events),
         observed={key: value for event in events if event.kind == "observed" for key, value in event.details.items()},
     )

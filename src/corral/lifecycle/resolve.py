@@ -11,18 +11,20 @@ for a while and come back elsewhere. A key given in memory or by an environment 
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from corral.client.client import Client
-from corral.client.endpoint import Endpoint, FixedServer, HeldKeyEndpoint, ModelServer
+from corral.client.endpoint import Absence, Endpoint, FixedServer, HeldKeyEndpoint, ModelServer
 from corral.client.errors import MalformedReplyError, error_from_status
 from corral.deployment.folder import open_folder
 from corral.deployment.state import ENDED, State
-from corral.errors import ConflictError, CorralError, NotFoundError, UnreachableError, UsageError
+from corral.errors import ConflictError, CorralError, LaunchError, NotFoundError, UnreachableError, UsageError
 from corral.lifecycle import deployments
+from corral.lifecycle.absence import absence_of, describe, ending_of
 from corral.lifecycle.successors import all_chains, all_standings, newest_ready
 from corral.lifecycle.tunnel import ensure_tunnel
 from corral.record import load_json, nearest
@@ -116,8 +118,15 @@ class DeploymentServer:
         """The endpoint while one of the chain is ready."""
         try:
             return ready_endpoint(self.name)
-        except (NotFoundError, ConflictError):
+        except (NotFoundError, ConflictError, LaunchError):
             return None
+
+    def absence(self) -> Absence:
+        """What it is doing, or how it ended."""
+        try:
+            return absence_of(open_folder(self.name))
+        except NotFoundError as error:
+            return Absence(error.message.rstrip("."), error.remedy, error, stopped=True)
 
     def seats(self) -> int | None:
         try:
@@ -136,9 +145,9 @@ def ready_endpoint(name: str) -> Endpoint:
         return serving.status.endpoint
     found = deployments.status(folder)
     if found.state in ENDED:
-        why = f": {found.text}" if found.text else ""
-        raise NotFoundError(f"{name!r} is {found.state}{why}.", "Start it again with `corral up`.")
-    raise ConflictError(f"{name!r} is not ready: it is {found.state}.", f"`corral wait {name}` waits until it is.")
+        raise ending_of(found)
+    text = f"{describe(found, time.time())}; it does not answer yet."
+    raise ConflictError(text, f"`corral wait {shlex.quote(name)}` waits until it does.")
 
 
 def _only_deployment(ready: bool) -> str:

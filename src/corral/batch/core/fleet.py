@@ -16,7 +16,7 @@ from collections.abc import Callable
 from corral.batch.core.pace import Pace
 from corral.client import metrics
 from corral.client.client import Client
-from corral.client.endpoint import ModelServer
+from corral.client.endpoint import Absence, ModelServer
 from corral.client.errors import RequestError
 from corral.client.metrics import Reading
 from corral.errors import CorralError
@@ -25,6 +25,7 @@ __all__ = ["Lane"]
 
 PROBE_FIRST_S, PROBE_LONGEST_S = 0.05, 5.0
 LOOK_AGAIN_S = 2.0
+TELL_AGAIN_S = 60.0  # while a server is away, what it does meanwhile
 
 
 class Lane:
@@ -44,7 +45,8 @@ class Lane:
         self._stall_s, self._hang_s = stall_s, hang_s
         self._on_up, self._on_note = on_up, on_note
         self.client: Client | None = None
-        self.up = False
+        self.up = self.was_up = False
+        self.absence: Absence | None = None  # while it is away, as far as it was asked
         self.in_flight = 0
         self.finished = 0
         self.losses = 0
@@ -103,23 +105,37 @@ class Lane:
             self._spawn(self._probe(first, why))
 
     async def _probe(self, first: bool, why: str) -> None:
-        """Look for the server until it is healthy."""
-        pause, told, began = PROBE_FIRST_S, False, time.monotonic()
+        """Look for the server until it is healthy; whoever waits for it is told why, at first and every minute."""
+        pause, told, began = PROBE_FIRST_S, 0.0, time.monotonic()
         try:
             while not await self._is_healthy():
-                if not told and (first or time.monotonic() - began > 1.0):
-                    self._on_note("waiting", f"{self.server.name} is away; waiting for it. {why}".strip())
-                    told = True
+                now = time.monotonic()
+                self.absence = await asyncio.to_thread(self._ask_why)
+                if now - told > TELL_AGAIN_S if told else first or now - began > 1.0:
+                    self._on_note("waiting", _words(self.absence, "" if told else why))
+                    told = now
                 await asyncio.sleep(pause)
                 pause = min(PROBE_LONGEST_S, pause * 1.5)
         finally:
             self._probing = False
         if told:
-            self._on_note("back", f"{self.server.name} is there after {time.monotonic() - began:.1f} s")
-        self.up = True
+            self._on_note("back", f"{self.server.name} answers after {time.monotonic() - began:.1f} s")
+        self.up, self.was_up, self.absence = True, True, None
         self.pace.told(self.server.seats())
         self._progress = (0.0, time.monotonic())
         self._on_up(self)
+
+    def _ask_why(self) -> Absence:
+        try:
+            return self.server.absence()
+        except (CorralError, OSError) as error:
+            return Absence(f"{self.server.name} cannot be looked at: {error}")
+
+    @property
+    def ending(self) -> CorralError | None:
+        """How the server ended, when nothing speaks for its return; one stopped while in use may be started again."""
+        away = self.absence
+        return away.ending if away and not (away.stopped and self.was_up) else None
 
     async def _is_healthy(self) -> bool:
         try:
@@ -179,3 +195,7 @@ class Lane:
             stuck, self.client = self.client, None
             self._spawn(stuck.close())
             self.lose("It made no progress.")
+
+
+def _words(absence: Absence, why: str) -> str:
+    return " ".join(word for word in (f"{absence.text}; waiting for it.", absence.remedy, why) if word)

@@ -30,6 +30,7 @@ from corral.client.errors import RequestError
 from corral.client.pool import open_files
 from corral.errors import CorralError, EngineError, UnreachableError
 
+KEPT = "Everything up to here is kept. When the server is back, run the same command again."
 _OTHER_FILES = 64  # that a process has open besides its connections
 
 __all__ = ["Ask", "Counts", "Feed", "InOrder", "Request", "Runner", "Settings", "Work"]
@@ -96,6 +97,7 @@ class Settings:
     hang_s: float = 300.0  # how long an engine may have work and make no token
     runaway_rows: int = 100  # of so many finished rows …
     runaway_share: float = 0.8  # … this share may fail; 1 never stops
+    wait: bool = False  # also for a server that has ended, and comes back only if somebody starts it again
 
 
 @dataclass
@@ -371,12 +373,27 @@ class Runner:
             self._trouble_since = self._trouble_since or now
         elif not self._flights:  # nothing is under way here: other runners have what is left
             self._trouble_since = None
-        if self._trouble_since and now - self._trouble_since > self.settings.patience_s and self._stop_by is None:
+        if self._stop_by is None:
+            self._check_hope(now)
+
+    @property
+    def waiting_for(self) -> str:
+        """Why nothing is sent: what the servers do that are waited for; empty while one of them is there."""
+        if any(lane.up for lane in self.lanes):
+            return ""
+        return "; ".join(lane.absence.text for lane in self.lanes if lane.absence)
+
+    def _check_hope(self, now: float) -> None:
+        """End when no server comes back by itself, or when nothing has succeeded for too long."""
+        endings = [lane.ending for lane in self.lanes]
+        first = endings[0] if endings and all(endings) and not self.settings.wait else None
+        if first:
+            remedy = f"{first.remedy} {KEPT} With --wait, it waits until then."
+            self._fail(type(first)(first.message, remedy.strip(), **first.details))
+        elif self._trouble_since and now - self._trouble_since > self.settings.patience_s:
+            why = self.waiting_for or self.counts.example
             self._fail(
-                UnreachableError(
-                    f"Nothing has succeeded for {self.settings.patience_s:g} s. {self.counts.example}".strip(),
-                    "Everything up to here is kept. When the server is back, run the same command again.",
-                )
+                UnreachableError(f"Nothing has succeeded for {self.settings.patience_s:g} s. {why}".strip(), KEPT)
             )
 
     def _steal(self, now: float) -> None:

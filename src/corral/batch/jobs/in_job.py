@@ -13,6 +13,7 @@ import contextlib
 import os
 import shlex
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +26,11 @@ from corral.batch.job import load_record
 from corral.batch.jobs.queued import add_job, cancel_waiting, jobs_of
 from corral.batch.serving import Served
 from corral.batch.sharing.shared import Sharing
-from corral.client.endpoint import Endpoint
+from corral.client.endpoint import Absence, Endpoint
 from corral.deployment.folder import DeploymentFolder
 from corral.errors import CorralError, LaunchError
 from corral.lifecycle import deployments
+from corral.lifecycle.absence import describe
 from corral.record import load_json
 from corral.targets.base import Queue
 
@@ -81,6 +83,10 @@ class _OwnServer:
             if meeting.get("life") == self._here.life:
                 return load_json(Endpoint, folder.endpoint)
         return None
+
+    def absence(self) -> Absence:
+        """What it is doing; when it goes down, so does this job."""
+        return Absence(describe(deployments.status(self._here.folder), time.time()))
 
     def seats(self) -> int | None:
         plan = deployments.plan_of(self._here.folder)

@@ -46,7 +46,7 @@ class ServiceOptions:
     jobs: int = 2
     any_model: bool = False
     as_json: bool = False
-    settings: Settings = field(default_factory=Settings)
+    settings: Settings = field(default_factory=lambda: Settings(wait=True))  # for whoever starts the model again
 
 
 class BatchService:

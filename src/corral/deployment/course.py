@@ -1,0 +1,62 @@
+"""The phases of a start, as a deployment's journal tells them: which came when, and how long each took."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from corral.deployment.events import Event
+from corral.deployment.state import State
+
+__all__ = ["Phase", "Stretch", "course_of", "durations"]
+
+
+class Phase(enum.StrEnum):
+    """What a start is doing: before there is an agent, and then as the agent reads it from the engine's log."""
+
+    INSTALLING = "installing engine"
+    FETCHING = "fetching model"
+    STARTING = "starting"  # the process starts and imports vLLM
+    PULLING = "pulling image"
+    INITIALISING = "initialising"  # configuration, processes, and the ranks finding each other
+    LOADING = "loading"
+    COMPILING = "compiling"
+    WARMING = "warming"
+    READY = "ready"
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """One phase of a start."""
+
+    phase: str  # a `Phase`, or what the agent of another version calls it
+    since_s: float  # wall clock
+    elapsed_s: float  # the agent's own clock, which never jumps
+
+
+def course_of(events: Sequence[Event]) -> list[Stretch]:
+    """The phases of the last attempt, in the order they came."""
+    course: list[Stretch] = []
+    for event in events:
+        if event.kind not in ("state", "phase"):
+            continue
+        name = str(event.get("phase") or event.get("state"))
+        if event.kind == "state" and name == State.STARTING:
+            course = []  # a new attempt
+        if not course or course[-1].phase != name:
+            course.append(Stretch(name, event.time_s, event.elapsed_s))
+    return course
+
+
+def durations(events: Sequence[Event]) -> dict[str, float]:
+    """Seconds of every phase of a start that became ready; of any other nothing: its last phase had no end."""
+    course = course_of(events)
+    names = [stretch.phase for stretch in course]
+    if Phase.READY not in names:
+        return {}
+    took: dict[str, float] = {}
+    for stretch, following in itertools.pairwise(course[: names.index(Phase.READY) + 1]):
+        took[stretch.phase] = took.get(stretch.phase, 0.0) + following.elapsed_s - stretch.elapsed_s
+    return took
