@@ -21,7 +21,7 @@ import pytest
 from corral.batch import FixedServer, JobFolder, JobLock
 from corral.batch.batch import again, carry_out
 from corral.batch.core.pace import Pace
-from corral.batch.core.retry import Verdict, backoff_s, judge
+from corral.batch.core.retry import Verdict, judge
 from corral.batch.core.run import Quiet, Summary, run_job
 from corral.batch.core.runner import Ask, Counts, Request, Runner, Settings
 from corral.batch.core.table import Table, hash64
@@ -33,6 +33,7 @@ from corral.client.client import Reply
 from corral.client.endpoint import Absence, Endpoint, ModelServer
 from corral.client.errors import OverloadedError, ServerGoneError, TimedOutError, error_from_status
 from corral.client.metrics import Reading
+from corral.client.retry import backoff_s
 from corral.errors import (
     AccessError,
     ConflictError,

@@ -16,7 +16,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,6 +41,7 @@ from corral.client.errors import (
     error_from_status,
 )
 from corral.client.http1 import EventSplitter, Exchange, Wire
+from corral.client.retry import retried
 from corral.errors import AccessError, CorralError, EngineError, NotFoundError, UnreachableError, UsageError
 from corral.fake import FakeOptions, FakeServer, Pace, parse_fault
 from tests.skips import NO_OPENSSL
@@ -748,3 +749,33 @@ def test_tls(tmp_path: Path, server: FakeServer) -> None:
         tls.close()
 
     asyncio.run(main())
+
+
+def test_a_failure_that_may_pass_is_tried_again_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr("corral.client.retry.asyncio.sleep", sleep)
+
+    def asked(*errors: Exception) -> Callable[[], Awaitable[str]]:
+        waiting = iter(errors)
+
+        async def ask() -> str:
+            for error in waiting:
+                raise error
+            return "answer"
+
+        return ask
+
+    overloaded = OverloadedError("busy", "wait")
+    overloaded.retry_after_s = 3600.0
+    assert run(retried(asked(ServerGoneError("x", ""), overloaded))) == "answer"
+    assert 0 < pauses[0] <= 0.25
+    assert pauses[1] == 15.0  # not the hour that was asked for: somebody waits
+    with pytest.raises(BadRequestError):
+        run(retried(asked(BadRequestError("no", ""))))
+    with pytest.raises(ServerGoneError):
+        run(retried(asked(*(ServerGoneError("x", "") for _ in range(3))), retries=2))
+    assert len(pauses) == 4

@@ -1,45 +1,26 @@
 """Many requests at once, answers in the order asked: what replaces the thread pool of the workshops.
 
-A window of requests is kept in flight on one event loop; a failure that trying again can mend is tried again with a
-growing, jittered pause, and everything else is the request's own error. Nothing is written to disk: for work that
+A window of requests is kept in flight on one event loop; a failure that may pass is tried again (`client.retry`), and
+everything else is the request's own error. Nothing is written to disk: for work that
 must survive this process there is `corral batch`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 from corral.client.client import Client
-from corral.client.errors import OverloadedError, RequestError
+from corral.client.errors import RequestError
 from corral.client.reply import Reply
+from corral.client.retry import RETRIES, retried
 
-__all__ = ["CONCURRENCY", "RETRIES", "fan_out", "patient"]
+__all__ = ["CONCURRENCY", "fan_out"]
 
 T = TypeVar("T")
 CONCURRENCY = 256  # vLLM's own default of sequences at once; more would wait in its queue
-RETRIES = 4
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 15.0
-
-
-async def patient(client: Client, path: str, body: Mapping[str, Any], retries: int = RETRIES) -> Reply:
-    """One request, tried again while that can help."""
-    for attempt in range(retries + 1):
-        try:
-            return await client.request(path, body)
-        except RequestError as error:
-            if not error.retryable or attempt == retries:
-                raise
-            await asyncio.sleep(_pause_s(error, attempt))
-    raise AssertionError("unreachable")
-
-
-def _pause_s(error: RequestError, attempt: int) -> float:
-    asked = error.retry_after_s if isinstance(error, OverloadedError) else None
-    pause = asked if asked is not None else _FIRST_PAUSE_S * 2**attempt
-    return min(pause, _LONGEST_PAUSE_S) * random.uniform(0.75, 1.25)  # noqa: S311 (spreads load, keeps no secret)
 
 
 async def fan_out(
@@ -59,7 +40,7 @@ async def fan_out(
     async def worker() -> None:
         for number, (path, body) in numbered:
             try:
-                results[number] = take(await patient(client, path, body, retries))
+                results[number] = take(await retried(partial(client.request, path, body), retries))
             except RequestError as error:
                 if stop_at_error:
                     raise

@@ -22,6 +22,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from corral.client.endpoint import Endpoint
+from corral.client.retry import backoff_s
 from corral.deployment.events import read_events
 from corral.deployment.folder import DeploymentFolder
 from corral.deployment.state import ENDED
@@ -46,7 +47,7 @@ __all__ = [
     "tunnel_holder",
 ]
 
-PAUSES_S = (0.2, 1, 2, 5, 10)
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.4, 10.0
 OPEN_S = 20.0
 
 
@@ -123,8 +124,8 @@ def _hold(command: Sequence[str], say: Callable[[str], None], wanted: Callable[[
                     time.sleep(0.5)
             if wanted():
                 failures = 0 if time.monotonic() - began > 30 else failures + 1
-                pause = PAUSES_S[min(failures, len(PAUSES_S) - 1)]
-                say(f"the connection ended ({words()}); again in {pause:g} s")
+                pause = backoff_s(failures, FIRST_PAUSE_S, LONGEST_PAUSE_S)
+                say(f"the connection ended ({words()}); again in {pause:.1f} s")
                 time.sleep(pause)
 
 

@@ -15,8 +15,9 @@ from corral.client import metrics as engine_metrics
 from corral.client.client import CHAT, COMPLETIONS, Client, wait
 from corral.client.endpoint import Endpoint
 from corral.client.errors import RequestError, error_from_status
-from corral.client.fanout import CONCURRENCY, RETRIES, fan_out
+from corral.client.fanout import CONCURRENCY, fan_out
 from corral.client.reply import Piece, Reply, Token
+from corral.client.retry import RETRIES
 from corral.client.sampling import Sampling, request_fields
 from corral.errors import EngineError, UsageError
 from corral.llm import token_bytes

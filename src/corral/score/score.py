@@ -15,11 +15,12 @@ import statistics
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from corral.client.client import COMPLETIONS, Client
 from corral.client.errors import MalformedReplyError, PromptTooLongError, RequestError, error_from_status
-from corral.client.fanout import patient
+from corral.client.retry import retried
 from corral.errors import CorralError, DataError, EngineError, UsageError
 from corral.score.likelihood import (
     Likelihood,
@@ -128,14 +129,7 @@ class Scorer:
 
     async def _ask_tokens(self, text: str, special: bool) -> Any:
         body = {"model": self.client.endpoint.model, "prompt": text, "add_special_tokens": special}
-        for attempt in range(3):
-            try:
-                page = await self.client.page("/tokenize", body, timeout_s=120)
-                break
-            except RequestError as error:
-                if not error.retryable or attempt == 2:
-                    raise
-                await asyncio.sleep(0.5 * 2**attempt)
+        page = await retried(partial(self.client.page, "/tokenize", body, timeout_s=120))
         if page.status == 404:
             raise EngineError(
                 f"{self.client.endpoint.root} has no /tokenize.", "Scoring needs vLLM's; another proxy may hide it."
@@ -169,7 +163,7 @@ class Scorer:
             "prompt_logprobs": self.options.top,
         }
         async with self._gate.hold(len(span.tokens)):
-            reply = await patient(self.client, COMPLETIONS, body)
+            reply = await retried(partial(self.client.request, COMPLETIONS, body))
         values = reply.choices[0].prompt_logprobs
         if not isinstance(values, list) or len(values) != len(span.tokens):
             raise MalformedReplyError(

@@ -14,7 +14,6 @@ The table of errors themselves is in `corral.client.errors`.
 from __future__ import annotations
 
 import enum
-import random
 
 from corral.client.errors import (
     KeyRefusedError,
@@ -26,7 +25,7 @@ from corral.client.errors import (
     UnknownPathError,
 )
 
-__all__ = ["Verdict", "backoff_s", "judge"]
+__all__ = ["Verdict", "judge"]
 
 
 class Verdict(enum.Enum):
@@ -49,9 +48,3 @@ def judge(error: RequestError) -> Verdict:
     if isinstance(error, (KeyRefusedError, UnknownModelError, UnknownPathError)):
         return Verdict.FATAL
     return Verdict.AGAIN if error.retryable else Verdict.ROW
-
-
-def backoff_s(attempt: int, base_s: float, cap_s: float, asked_s: float | None = None) -> float:
-    """How long to wait before the next attempt: doubling, capped, jittered; never less than the server asked for."""
-    ceiling = min(cap_s, base_s * 2.0 ** min(attempt, 30))
-    return max(random.uniform(0.5, 1.0) * ceiling, asked_s or 0.0)  # noqa: S311 - spreads load, guards nothing

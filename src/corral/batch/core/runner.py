@@ -22,12 +22,13 @@ from corral.batch.core.fleet import Lane
 from corral.batch.core.ledger import FAILED, FINE, Entry
 from corral.batch.core.outbox import Outbox
 from corral.batch.core.pace import Pace
-from corral.batch.core.retry import Verdict, backoff_s, judge
+from corral.batch.core.retry import Verdict, judge
 from corral.batch.core.table import RowReader
 from corral.client.client import Reply
 from corral.client.endpoint import ModelServer
 from corral.client.errors import RequestError
 from corral.client.pool import open_files
+from corral.client.retry import backoff_s
 from corral.errors import CorralError, EngineError, UnreachableError
 
 KEPT = "Everything up to here is kept. When the server is back, run the same command again."
