@@ -183,7 +183,7 @@ def test_differences_are_learned_and_used(home, corral):
     assert lessons == [found]
     better = make_plan(facts, here, goal, {}, learn(lessons, "H200", facts.name))
     assert better.memory.kv_cache_tokens == pytest.approx(919_824, rel=0.001)
-    assert any("corrected by 1 earlier deployments" in r.because for r in better.reasons)
+    assert any("corrected by 1 earlier deployment of" in r.because for r in better.reasons)
     again = reconcile(better, read_log(LOG.splitlines()))
     assert again.missing_gib == pytest.approx(found.missing_gib, abs=0.01)  # corrections do not pile up
     assert learn(lessons, "A100-80").source == "built in"

@@ -72,7 +72,7 @@ def test_h100_counts_that_really_run():
     assert rows["fp8"].gpus == 8
     assert plan("llama-3.1-405b", "4xH100", 4).parallel.pipeline == 4  # 4 × 4 runs too
     seventy = {row.weights: row for row in needs(read_facts("llama-3.1-70b"), Goal(), ("H100-SXM",))}
-    assert (seventy["bf16"].gpus, seventy["bf16"].by_arithmetic) == (4, 3)  # TP3 does not divide 64 heads
+    assert (seventy["bf16"].gpus, seventy["bf16"].by_arithmetic) == (3, 3)  # as a pipeline: TP3 does not divide 64
 
 
 def test_405b_fp8_on_8_h100_as_vllm_issue_6746():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import time
 from typing import Any
 
 import click
@@ -11,6 +13,9 @@ from corral.cli.doctor_view import report_lines
 from corral.cli.screen import PhaseScreen, print_json
 from corral.doctor import Level, Question, Report, examine
 from corral.errors import LaunchError, UsageError
+from corral.hardware.inventory import recognise
+from corral.home import home_dir
+from corral.plan.storage import Reading, remember
 from corral.record import to_json
 from corral.ssh import read_hosts
 
@@ -57,8 +62,22 @@ def command(
         raise UsageError(f"the host {doubled[0]!r} is named twice.", "Name each node once.")
     with PhaseScreen(quiet=as_json) as screen:
         report = examine(question, screen.phase)
+    _remember(report)
     _show(report, as_json)
     return LaunchError.exit_code if report.level == Level.FATAL else 0
+
+
+def _remember(report: Report) -> None:
+    """Keep how fast the slowest node read, for the load times of plans for such nodes."""
+    measured = [node for node in report.nodes if node.read_speed and node.read_speed.seconds]
+    if not measured:
+        return
+    slowest = min(measured, key=lambda node: node.read_speed.bytes_per_s if node.read_speed else 0.0)
+    assert slowest.read_speed is not None
+    gpu = recognise(slowest.gpus[0].name, slowest.gpus[0].memory_bytes)[0] if slowest.gpus else "CPU"
+    reading = Reading(slowest.read_speed.bytes_per_s / 1e9, slowest.read_speed.file, time.time())
+    with contextlib.suppress(OSError):
+        remember(home_dir(), gpu, reading)
 
 
 def _of_profile(question: Question, name: str) -> Question:

@@ -103,7 +103,7 @@ def command(
     if needing:
         return _show_needs(facts, wish, gpus, as_json)
     inventory = _inventory(profile, gpus, nodes, link)
-    tuning = calibration.learn(calibration.read(home_dir()), inventory.gpu or "CPU", facts.name)
+    tuning = calibration.known(home_dir(), inventory.gpu or "CPU", facts.name)
     if comparing:
         return _show_comparison(compare(facts, inventory, wish, fixed, tuning), as_json)
     plan = make_plan(facts, inventory, wish, fixed, tuning)
@@ -157,12 +157,15 @@ def _show_needs(facts: ModelFacts, wish: Goal, gpus: str | None, as_json: bool) 
 
     rows = needs(facts, wish, (find_gpu(gpus.split("x")[-1]).kind,) if gpus else ())
     if as_json:
-        click.echo(
-            dump_json({"model": facts.name, "needs": [{**to_json(r), "gpus": r.gpus} for r in rows]}), nl=False
-        )
+        document = {
+            "model": facts.name,
+            "needs": [{**to_json(r), "gpus": r.gpus} for r in rows],
+            "notes": facts.notes,
+        }
+        click.echo(dump_json(document), nl=False)
     else:
         click.echo(f"{facts.name} with a context of {wish.context or facts.max_context:,}:\n")
-        click.echo("\n".join(need_lines(rows)))
+        click.echo("\n".join(need_lines(rows, facts.notes)))
     return 0
 
 

@@ -12,14 +12,17 @@ import click
 from corral.hardware.inventory import GIB
 from corral.plan import Plan
 from corral.plan.candidate import Candidate
+from corral.plan.layouts import over_nodes
 from corral.plan.need import Need
 from corral.plan.precisions import Form
+from corral.plan.reasons import load_words
 from corral.plan.reconcile import Differences
 from corral.profile import Asked
 
 __all__ = ["about", "comparison_lines", "lesson_lines", "need_lines", "plan_lines", "up_command", "vllm_command"]
 
 _LABEL = 13
+_MOST_REFUSED = 5  # of what cannot run, shown
 _BAR = (("weights", "█"), ("activations", "▓"), ("graphs", "▒"), ("overhead", "▒"), ("KV cache", "░"))
 
 
@@ -99,21 +102,13 @@ def _memory_words(plan: Plan) -> str:
 def plan_lines(plan: Plan, model: str, asked: Asked) -> Iterator[str]:
     """The plan, top to bottom: verdict, split, memory, speed, what else was considered, how to start it."""
     columns = width()
-    verdict = (
-        click.style("fits", fg="green", bold=True) if plan.fits else click.style("does not fit", fg="red", bold=True)
-    )
+    verdict = click.style(plan.verdict, fg="green" if plan.fits else "red", bold=True)
     yield f"{click.style(plan.model.name, bold=True)} on {plan.inventory.label}: {verdict}"
     yield ""
     if not plan.fits:
         yield from _row("why", plan.reason, columns)
-    if plan.precision.how != "native" or plan.precision.weights != plan.model.dtype:
-        yield from _row("weights", f"{plan.precision.weights}: {_because(plan, 'precision.weights')}", columns)
-    if plan.inventory.gpu:
-        yield from _row("split", f"{plan.parallel} · {_because(plan, _deciding(plan))}", columns)
-    yield from _row("context", f"{plan.max_model_len:,} tokens · {_because(plan, 'max_model_len')}", columns)
-    per = "memory/GPU" if plan.inventory.gpu else "memory"
-    yield from _row(per, _memory_words(plan), columns)
-    yield " " * (_LABEL + 2) + click.style(_memory_bar(plan, columns), fg="cyan")
+    if plan.verdict != "cannot run as asked":
+        yield from _shape(plan, columns)
     if plan.fits:
         yield from _numbers(plan, columns)
     for note in plan.notes:
@@ -122,20 +117,36 @@ def plan_lines(plan: Plan, model: str, asked: Asked) -> Iterator[str]:
         yield ""
         for i, row in enumerate(plan.rejected[:5]):
             yield from _row("" if i else "not taken", f"{row.what}: {row.because}", columns)
+        if len(plan.rejected) > 5:
+            yield from _row("", f"… and {len(plan.rejected) - 5} more: --explain, --compare", columns)
     if plan.nearest:
         yield ""
+        heading = "would fit" if plan.verdict == "does not fit" else "would run"
         for i, near in enumerate(plan.nearest):
-            yield from _row("" if i else "would fit", f"{near.what}  ({near.change})", columns)
+            yield from _row("" if i else heading, f"{near.what}  ({near.change})", columns)
     if plan.fits:
         yield ""
         yield f"  {'start it':<{_LABEL}}{up_command(plan, model, asked)}"  # not wrapped: made to be copied
         yield f"  {'or by hand':<{_LABEL}}{vllm_command(plan, asked.rest)}"
 
 
+def _shape(plan: Plan, columns: int) -> Iterator[str]:
+    """Precision, split, context and memory: of the plan, or of what came nearest to fitting."""
+    if plan.precision.how != "native" or plan.precision.weights != plan.model.dtype:
+        yield from _row("weights", f"{plan.precision.weights}: {_because(plan, 'precision.weights')}", columns)
+    if plan.inventory.gpu:
+        yield from _row("split", f"{plan.parallel} · {_because(plan, _deciding(plan))}", columns)
+    yield from _row("context", f"{plan.max_model_len:,} tokens · {_because(plan, 'max_model_len')}", columns)
+    per = "memory/GPU" if plan.inventory.gpu else "memory"
+    yield from _row(per, _memory_words(plan), columns)
+    yield " " * (_LABEL + 2) + click.style(_memory_bar(plan, columns), fg="cyan")
+
+
 def _deciding(plan: Plan) -> str:
     if plan.parallel.data > 1:
         return "parallel.data"
-    return "parallel.pipeline" if plan.parallel.pipeline > 1 else "parallel.tensor"
+    wide = over_nodes(plan.parallel, plan.inventory) or not plan.fits
+    return "parallel.pipeline" if plan.parallel.pipeline > 1 and not wide else "parallel.tensor"
 
 
 def _numbers(plan: Plan, columns: int) -> Iterator[str]:
@@ -151,7 +162,8 @@ def _numbers(plan: Plan, columns: int) -> Iterator[str]:
     )
     yield from _row("together", f"{together} of {s.prompt_tokens} + {s.output_tokens} tokens", columns)
     yield from _row("first token", f"about {seconds(s.ttft_s)} after {s.prompt_tokens} prompt tokens, alone", columns)
-    yield from _row("load", f"about {seconds(s.load_s)}", columns)
+    words = f": {load_words(s)}" if s.storage_gb_s else ""
+    yield from _row("load", f"about {seconds(s.load_s)}{words}", columns)
     yield from _row("basis", s.basis, columns)
     if plan.cost.per_hour is not None:
         million = plan.cost.per_million_tokens
@@ -176,7 +188,7 @@ def comparison_lines(rows: Sequence[tuple[Form, Candidate]], most: int = 20) -> 
     table = [
         (
             str(c.parallel).replace(" × ", "·"),
-            f"{c.precision.weights}{'+kv8' if c.precision.kv != 'auto' else ''}",
+            _bits(c),
             f"{c.max_model_len:,}",
             f"{c.memory.kv_cache_tokens:,}",
             about(c.speed.decode_tokens_per_s),
@@ -187,18 +199,24 @@ def comparison_lines(rows: Sequence[tuple[Form, Candidate]], most: int = 20) -> 
     ]
     yield from _table(("split", "weights", "context", "KV tokens", "1 stream", "together", "GiB/GPU"), table, left=2)
     if len(runs) > most:
-        yield f"… and {len(runs) - most} more that run"
+        yield f"… and {len(runs) - most} more that run (--json has all)"
     refused = [c for _, c in rows if c.problem]
     if refused:
         yield ""
         yield f"{len(refused)} do not run:"
-    for c in refused[:5]:
-        text = f"{c.parallel} in {c.precision.weights}: {c.problem}"
+    for c in refused[:_MOST_REFUSED]:
+        text = f"{c.parallel} in {_bits(c)}: {c.problem}"
         yield from textwrap.wrap(text, width(), initial_indent="  ", subsequent_indent="    ")
+    if len(refused) > _MOST_REFUSED:
+        yield f"  … and {len(refused) - _MOST_REFUSED} more (--json has all)"
 
 
-def need_lines(rows: Sequence[Need]) -> Iterator[str]:
-    """Smallest inventories; `on paper` is bytes over the size on the box."""
+def _bits(candidate: Candidate) -> str:
+    return f"{candidate.precision.weights}{'+kv8' if candidate.precision.kv != 'auto' else ''}"
+
+
+def need_lines(rows: Sequence[Need], notes: Sequence[str] = ()) -> Iterator[str]:
+    """Smallest inventories; `on paper` is bytes over the size on the box. Notes follow, each once."""
     table = [
         (
             row.gpu,
@@ -212,6 +230,9 @@ def need_lines(rows: Sequence[Need]) -> Iterator[str]:
         for row in rows
     ]
     yield from _table(("GPU", "weights", "on paper", "runs on", "nodes", "KV tokens", "as"), table, left=2)
+    for note in dict.fromkeys([row.note for row in rows if row.note] + list(notes)):
+        yield ""
+        yield from textwrap.wrap(note, width())
 
 
 def lesson_lines(lessons: Sequence[Differences]) -> Iterator[str]:

@@ -80,6 +80,7 @@ class PhaseScreen:
         self._told = 0.0
         self._tick = 0
         self.times: dict[str, float] = {}
+        self.notes: list[str] = []
         self._painter: Any = None
 
     def __enter__(self) -> PhaseScreen:
@@ -122,6 +123,7 @@ class PhaseScreen:
 
     def note(self, text: str) -> None:
         self._clear()
+        self.notes.append(plain(text))
         if not self._quiet:
             tell(plain(f"  note: {text}"), err=True)
 

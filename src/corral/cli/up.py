@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from corral.cli.screen import PhaseScreen, duration, print_json
+from corral.cli.screen import PhaseScreen, duration, print_json, tell
 from corral.client.client import CHAT, Client
 from corral.client.endpoint import Endpoint
 from corral.deployment.diagnosis import last_lines
@@ -23,6 +23,7 @@ from corral.plan.fixed import parse_assignments
 from corral.profile import load_profile, merged, with_storage
 from corral.runtimes.base import RUNTIMES, parse_options
 from corral.ssh import read_hosts
+from corral.untrusted import plain
 
 __all__ = ["command"]
 
@@ -158,7 +159,7 @@ def command(
     if shell and not dry_run:
         raise UsageError("--shell shows the commands of a dry run.", "Add --dry-run.")
     if dry_run:
-        spec = bringup.dry_run(wish)
+        spec = bringup.dry_run(wish, lambda text: tell(plain(f"  note: {text}"), err=True))
         click.echo(as_shell(spec), nl=False) if shell else print_json(spec)
         return
     with PhaseScreen(quiet=as_json) as screen:
@@ -268,6 +269,7 @@ def _document(status: deployments.Status, screen: PhaseScreen, answer: str) -> d
         "timings": {**times, "engine_ready_s": status.timings.ready_s},
         "engine": status.engine,
         "observed": status.observed,
+        "notes": screen.notes,
         "first_answer": answer,
     }
 

@@ -82,6 +82,11 @@ class Link:
     latency_s: float
     note: str
 
+    @property
+    def fast(self) -> bool:
+        """Whether all-reduces between nodes are worth a thought: RDMA, an adapter per GPU."""
+        return self.latency_s < 20e-6
+
 
 _IB = "one InfiniBand adapter per GPU"
 LINKS: Mapping[str, Link] = {
@@ -109,6 +114,7 @@ class Inventory:
     link: str = "ib-ndr"
     source: str = "named"  # named | probed
     driver: str = ""
+    note: str = ""  # what was taken for granted when it was named
 
     @property
     def gpus(self) -> int:
@@ -152,7 +158,7 @@ def parse_gpus(text: str, nodes: int | None = None, link: str = "ib-ndr") -> Inv
     """Read `8xH100`, `H100`, or `8xH100x2` (two nodes)."""
     counted = _COUNT.match(text)
     count, rest = (int(counted[1]), counted[2].strip()) if counted else (1, text.strip())
-    if not re.search("[a-wyz]", rest, re.IGNORECASE):
+    if not re.search("[a-wyz]", rest, re.IGNORECASE) and _without_nodes(rest) not in _ALIASES:
         raise UsageError(f"{text!r} does not name GPUs.", "Write a number and a kind, for example 8xH100.")
     gpu, written_nodes = _kind_and_nodes(rest)
     if nodes is not None and written_nodes is not None and nodes != written_nodes:
@@ -163,7 +169,20 @@ def parse_gpus(text: str, nodes: int | None = None, link: str = "ib-ndr") -> Inv
             raise UsageError(f"{number} is not a possible number of {what}.", f"Give 1 to {most}.")
     if link not in LINKS:
         raise UsageError(f"{link!r} is not a link Corral knows.", f"Known: {', '.join(LINKS)}.")
-    return Inventory(gpu.kind, count, wanted_nodes, gpu.memory_bytes, link=link)
+    name = next((word for word in (rest, _without_nodes(rest)) if word.lower() in _ALIASES), "")
+    return Inventory(gpu.kind, count, wanted_nodes, gpu.memory_bytes, link=link, note=_smaller(name, gpu))
+
+
+def _smaller(name: str, gpu: Gpu) -> str:
+    """A word about kinds of the same name with less memory: an A100 may have 40 GB."""
+    others = [kind for kind, other in GPUS.items()
+              if name and kind.startswith(f"{name.upper()}-") and other.memory_gib < gpu.memory_gib]  # fmt: skip
+    return f"{name} was read as {gpu.kind}; there is also {' and '.join(others)}, with less memory" if others else ""
+
+
+def _without_nodes(text: str) -> str:
+    split = _NODES.match(text)
+    return split[1] if split else text
 
 
 def _kind_and_nodes(text: str) -> tuple[Gpu, int | None]:

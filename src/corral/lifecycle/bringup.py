@@ -107,6 +107,17 @@ class Decision:
     plan: Plan
     inventory: Inventory
 
+    def notes(self) -> list[str]:
+        """What was decided that nobody asked for in so many words, to be said before anything starts."""
+        precision = self.plan.precision
+        because = next((r.because for r in self.plan.reasons if r.field == "precision.weights"), "")
+        said = [self.inventory.note] if self.inventory.note else []
+        if precision.how == "native":
+            return said
+        asked = {"weights", "dtype", "quantization"} & set(self.wish.fixed)
+        insist = "" if asked else "; `--set weights=bf16` would refuse to start instead"
+        return [f"{self.source.name} is served in {precision.weights}: {because}{insist}", *said]
+
 
 def decide(wish: Wish, target: Target) -> Decision:
     """Choose and check; raises what can be refused now. Installs, fetches and starts nothing."""
@@ -123,7 +134,7 @@ def decide(wish: Wish, target: Target) -> Decision:
     if not plan.fits:
         options = "; ".join(f"{near.what} ({near.change})" for near in plan.nearest)
         raise DoesNotFitError(
-            f"{source.name} does not fit: {plan.reason}",
+            f"{source.name} {plan.verdict}: {plan.reason}.",
             f"What would: {options}." if options else "`corral plan MODEL --need` shows what it needs.",
             nearest=[near.what for near in plan.nearest],
         )
@@ -162,7 +173,7 @@ def sized(wish: Wish, note: Callable[[str], None] | None = None) -> tuple[Target
 def _plan(source: ModelSource, inventory: Inventory, wish: Wish) -> Plan:
     here = model_store.already_here(source)
     facts = read_facts(str(here) if here else source.repo, offline=source.kind == "embedded")
-    tuning = calibration.learn(calibration.read(home_dir()), inventory.gpu or "CPU", facts.name)
+    tuning = calibration.known(home_dir(), inventory.gpu or "CPU", facts.name)
     plan = make_plan(facts, inventory, wish.goal, wish.fixed, tuning)
     spans = plan.parallel.replica_gpus > inventory.gpus_per_node
     if plan.parallel.data > 1 and (spans or (wish.link == "ray" and inventory.nodes > 1)):
@@ -192,15 +203,15 @@ def _fitting_model(inventory: Inventory, wish: Wish) -> str:
     return EMBEDDED
 
 
-def dry_run(wish: Wish) -> LaunchSpec:
+def dry_run(wish: Wish, note: Callable[[str], None] = lambda _: None) -> LaunchSpec:
     """The very LaunchSpec that would run, with nothing installed, fetched or started."""
     target, decision = sized(wish)
+    for text in decision.notes():
+        note(text)
     here = model_store.already_here(decision.source)
     path = str(here) if here else decision.source.repo
     folder = DeploymentFolder.of(decision.name)
-    return _render(
-        decision, target, folder, _runtime(wish, target, decision.flavour), path, "dry-run", lambda _: None
-    )
+    return _render(decision, target, folder, _runtime(wish, target, decision.flavour), path, "dry-run", note)
 
 
 def _runtime(wish: Wish, target: Target, flavour: str) -> Runtime:
@@ -270,10 +281,8 @@ def _bring_up_once(wish: Wish, report: Reporter, wait: bool) -> deployments.Stat
         created_s=time.time(),
         created_by=own_identity(),
     )
-    if decision.plan.precision.how != "native":  # never silently
-        for reason in decision.plan.reasons:
-            if reason.field == "precision.weights":
-                report.note(f"weights in {reason.value}: {reason.because}")
+    for text in decision.notes():
+        report.note(text)
     refuse_living_chain(decision.name)
     folder = deployments.claim(record, lambda who: report.note(f"waiting for {who}, which uses the same name"))
     staging = _Stoppable(report, folder)

@@ -97,7 +97,8 @@ def _quantised(entry: Entry, weights: str, repo: str, quant: Mapping[str, Any], 
 
 _KV_NOTE = (
     "documents that give a 128,000-token request 123.05 GiB of KV, and vllm issue 6746 (79,392 tokens on 8 × H100),"
-    " describe the first upload with 16 KV heads; the repository has had 8 since August 2024: 61.52 GiB"
+    " describe the first upload with 16 KV heads; the repository has had 8 since August 2024: 61.52 GiB, and on paper"
+    " 11 H100 instead of 12 for bf16 with a full context"
 )
 _FIRST_UPLOAD = "the first upload of July 2024, with 16 KV heads; the repository has had 8 since August 2024"
 

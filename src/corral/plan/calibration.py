@@ -1,7 +1,8 @@
 """What deployments taught: differences between plans and reports, kept in `<home>/calibration.jsonl`.
 
 The next plan for the same kind of GPU and the same engine version takes the median of what was missing (of the same
-model, where it was deployed before) out of the KV cache, and the median speed at which weights were read.
+model, where it was deployed before) out of the KV cache. The median speed at which weights were read, of any version,
+takes the place of the assumed one; before a first start, what `corral doctor` measured does.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from statistics import median
 from corral.errors import CorralError, DataError
 from corral.plan.candidate import Tuning
 from corral.plan.reconcile import Differences
+from corral.plan.storage import recall
 from corral.record import from_json, to_json
 
-__all__ = ["append", "calibration_path", "learn", "read"]
+__all__ = ["append", "calibration_path", "known", "learn", "read"]
 
 _MOST_GIB = 16.0  # a larger difference is a mistake, not a lesson
 
@@ -66,11 +68,27 @@ def learn(lessons: list[Differences], gpu: str, model: str = "", engine_version:
         return built_in
     same = [lesson for lesson in mine if lesson.model == model]
     gaps = [d.missing_gib for d in same or mine if d.missing_gib is not None and abs(d.missing_gib) <= _MOST_GIB]
-    speeds = [d.storage_gb_s for d in mine if d.storage_gb_s]
-    memory, speed = built_in.memory, built_in.speed
-    if gaps:
-        memory = replace(memory, correction_gib=median(gaps))
-    if speeds:
-        speed = replace(speed, storage_gb_s=round(median(speeds), 2))
+    memory = replace(built_in.memory, correction_gib=median(gaps)) if gaps else built_in.memory
     whose = f"of {model}" if same else f"on {gpu}"
-    return Tuning(memory, speed, f"{len(same or mine)} earlier deployments {whose} with vLLM {wanted}")
+    number = len(same or mine)
+    return Tuning(
+        memory, built_in.speed, f"{number} earlier deployment{'s' * (number > 1)} {whose} with vLLM {wanted}"
+    )
+
+
+def known(home: Path, gpu: str, model: str) -> Tuning:
+    """Everything that was learned here about nodes with this kind of GPU (or `CPU`), and about the model on them."""
+    lessons = read(home)
+    tuning = learn(lessons, gpu, model)
+    speeds = [lesson.storage_gb_s for lesson in lessons if lesson.gpu == gpu and lesson.storage_gb_s]
+    reading = recall(home, gpu)
+    if speeds:
+        starts = f"{len(speeds)} earlier start{'s' * (len(speeds) > 1)}"
+        speed = replace(
+            tuning.speed, storage_gb_s=round(median(speeds), 2), storage_basis=f"measured at {starts} on {gpu}"
+        )
+    elif reading is not None:
+        speed = replace(tuning.speed, storage_gb_s=round(reading.gb_s, 2), storage_basis=reading.basis)
+    else:
+        return tuning
+    return replace(tuning, speed=speed)

@@ -30,7 +30,11 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A worked-out configuration; `problem` says why it cannot run, or is empty."""
+    """A worked-out configuration; `problem` says why it cannot run, or is empty.
+
+    `broken` tells a rule that no hardware mends (heads that TP does not divide, a context beyond the model's) from
+    a lack of memory or GPUs.
+    """
 
     parallel: Parallel
     precision: Precision
@@ -39,6 +43,7 @@ class Candidate:
     memory: Memory
     speed: Speed
     problem: str = ""
+    broken: bool = False
 
     def score(self, goal: str) -> float:
         """Larger is better for the goal: decode speed of one stream against tokens per second in all."""
@@ -77,6 +82,7 @@ def work_out(
     settings = settings_for(inventory, goal, fixed, context)
     memory = measure(model, inventory, parallel, precision, settings, context, tuning.memory)
     problem = broken_settings(model, settings, context) or ""
+    broken = bool(problem)
     room = memory.kv_cache_tokens_per_replica - settings.block_size  # vLLM keeps one block back
     if not problem and room < context:
         if asked or room < min(_SHORTEST, model.max_context):
@@ -88,7 +94,7 @@ def work_out(
     speed = predict(
         model, inventory, parallel, precision, settings, memory, goal, concurrency, tuning.speed
     )  # fmt: skip
-    return Candidate(parallel, precision, settings, context, memory, speed, problem)
+    return Candidate(parallel, precision, settings, context, memory, speed, problem, broken)
 
 
 def _no_room(memory: Memory, context: int) -> str:
@@ -108,6 +114,6 @@ def _no_room(memory: Memory, context: int) -> str:
     return f"the KV cache would hold {left:,} tokens, fewer than a context of {context:,}"
 
 
-def with_problem(candidate: Candidate, problem: str) -> Candidate:
+def with_problem(candidate: Candidate, problem: str, broken: bool = True) -> Candidate:
     """The same candidate, refused."""
-    return replace(candidate, problem=problem)
+    return replace(candidate, problem=problem, broken=broken)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from corral.hardware.inventory import Inventory
+from corral.hardware.inventory import LINKS, Inventory
 from corral.models.facts import ModelFacts
 from corral.plan.candidate import Candidate, Tuning, with_problem, work_out
-from corral.plan.constraints import broken_layout
+from corral.plan.constraints import broken_layout, broken_settings
 from corral.plan.contract import VERSION, Cost, Goal, Nearest, Parallel, Plan, Reason, Rejected
 from corral.plan.cpu import work_out_cpu
 from corral.plan.engine import cpu_environment, engine_args
 from corral.plan.fixed import Fixed, read_fixed, refuse_two_contexts
-from corral.plan.layouts import layouts, place
+from corral.plan.layouts import layouts, over_nodes, place
 from corral.plan.nearest import nearest_fits
 from corral.plan.precisions import Form, forms
 from corral.plan.reasons import reasons_for, rejected_for
@@ -53,7 +53,7 @@ def make_plan(
             return again.chosen if again.fits else None
 
         room = max([c.memory.kv_cache_tokens_per_replica - c.settings.block_size for _, c in made.tried], default=0)
-        nearest = nearest_fits(ask, inventory, goal, pinned, min(room, facts.max_context))
+        nearest = nearest_fits(ask, inventory, goal, pinned, min(room, facts.max_context), made.chosen)
     reasons = reasons_for(facts, made.form, made.chosen, inventory, goal, pinned, tuning)
     rejected = rejected_for(facts, made.chosen, made.tried, inventory, goal)
     return _plan(made, inventory, goal, reasons, rejected, nearest)
@@ -69,12 +69,27 @@ def decide(facts: ModelFacts, inventory: Inventory, goal: Goal, fixed: Fixed, tu
         tried += _candidates(form, inventory, goal, fixed, tuning)
         fitting = [pair for pair in tried if not pair[1].problem]
         if fitting:
-            taken = _short_pipelines(_roomy(fitting), inventory, goal)
+            taken = _short_pipelines(_roomy(_wired(fitting, inventory, goal, fixed)), inventory, goal)
             form, chosen = max(taken, key=lambda pair: (pair[1].max_model_len, pair[1].score(goal.goal)))
             return Decision(form, chosen, tried)
+        if tried and all(c.broken for _, c in tried):  # a rule that fewer bits do not mend
+            return Decision(*tried[0], tried)
     if tried:
         return Decision(*max(_short_pipelines(tried, inventory, goal), key=_closeness), tried)
     return _unplaceable(ways[0], inventory, goal, fixed, tuning)
+
+
+def _wired(
+    fitting: list[tuple[Form, Candidate]], inventory: Inventory, goal: Goal, fixed: Fixed
+) -> list[tuple[Form, Candidate]]:
+    """Leave out tensor ranks on several nodes, unless set, or one stream comes first and the network is fast.
+
+    Every layer then waits for the network twice, and how long was never measured with Corral. Where nothing else
+    fits, they stay.
+    """
+    if fixed.tensor is not None or (goal.goal == "latency" and LINKS[inventory.link].fast):
+        return fitting
+    return [pair for pair in fitting if not over_nodes(pair[1].parallel, inventory)] or fitting
 
 
 def _roomy(fitting: list[tuple[Form, Candidate]]) -> list[tuple[Form, Candidate]]:
@@ -97,11 +112,13 @@ def _short_pipelines(
     gpu = inventory.kind
     if gpu is None or not gpu.nvlink or goal.goal == "throughput":
         return fitting
+    inside = [pair for pair in fitting if not over_nodes(pair[1].parallel, inventory)]
     fewest: dict[int, int] = {}
-    for _, c in fitting:
+    for _, c in inside:
         size = c.parallel.replica_gpus
         fewest[size] = min(fewest.get(size, c.parallel.pipeline), c.parallel.pipeline)
-    return [pair for pair in fitting if pair[1].parallel.pipeline == fewest[pair[1].parallel.replica_gpus]]
+    kept = [pair for pair in inside if pair[1].parallel.pipeline == fewest[pair[1].parallel.replica_gpus]]
+    return kept + [pair for pair in fitting if over_nodes(pair[1].parallel, inventory)]
 
 
 def _closeness(pair: tuple[Form, Candidate]) -> tuple[int, int, int]:
@@ -113,12 +130,13 @@ def _closeness(pair: tuple[Form, Candidate]) -> tuple[int, int, int]:
 def _decide_cpu(form: Form, inventory: Inventory, goal: Goal, fixed: Fixed) -> Decision:
     parallel = _cpu_layout(inventory, fixed)
     chosen = work_out_cpu(form.facts, inventory, goal, fixed, parallel)
+    asked = fixed.max_model_len or goal.context or 0
     if form.problem:
         chosen = with_problem(chosen, form.problem)
     elif parallel.replica_gpus * parallel.data != inventory.nodes:
         places = "one process" if inventory.nodes == 1 else f"one process on each of {inventory.nodes} nodes"
         chosen = with_problem(chosen, f"without a GPU Corral plans {places}; {parallel} is another number")
-    elif why := broken_layout(form.facts, parallel):
+    elif why := broken_layout(form.facts, parallel) or broken_settings(form.facts, chosen.settings, asked):
         chosen = with_problem(chosen, why)
     return Decision(form, chosen, [(form, chosen)])
 
@@ -142,32 +160,33 @@ def _candidates(
 def _unplaceable(form: Form, inventory: Inventory, goal: Goal, fixed: Fixed, tuning: Tuning) -> Decision:
     """Nothing to try: what was fixed breaks a rule of vLLM's or does not fit into the nodes."""
     parallel = Parallel(fixed.tensor or 1, fixed.pipeline or 1, fixed.data or 1)
-    why = broken_layout(form.facts, parallel)
-    if why is None and place(inventory, parallel.tensor, parallel.pipeline):
-        why = f"{inventory.label} holds fewer than {parallel.data} replicas of {parallel}"
-    why = why or f"{parallel} cannot be placed on {inventory.label}"
-    sane = parallel if broken_layout(form.facts, parallel) is None else Parallel()
-    candidate = work_out(form.facts, inventory, sane, form.precision, goal, fixed, tuning)
-    return Decision(form, with_problem(replace(candidate, parallel=parallel), why))
+    broken = broken_layout(form.facts, parallel)
+    why = broken or f"{parallel} cannot be placed on {inventory.label}"
+    if broken is None and place(inventory, parallel.tensor, parallel.pipeline):
+        why = f"{inventory.label} holds fewer than {parallel.data} replicas of {replace(parallel, data=1)}"
+    candidate = work_out(
+        form.facts, inventory, Parallel() if broken else parallel, form.precision, goal, fixed, tuning
+    )
+    return Decision(form, with_problem(replace(candidate, parallel=parallel), why, broken=broken is not None))
 
 
 def compare(
     facts: ModelFacts, inventory: Inventory, goal: Goal, fixed: Mapping[str, object], tuning: Tuning | None = None
 ) -> list[tuple[Form, Candidate]]:
-    """Every configuration of every precision, those that run first, best first."""
+    """Every configuration of every precision once, those that run first, best first."""
     pinned, tuning = read_fixed(fixed), tuning or Tuning()
     refuse_two_contexts(goal, pinned)
-    found: list[tuple[Form, Candidate]] = []
-    widths = [pinned.weights] if pinned.weights else [None, "fp8", "int4"]
-    caches = [pinned.kv] if pinned.kv else ["auto", "fp8"]
-    for weights in widths:
-        for kv in caches:
-            pins = replace(pinned, weights=weights or facts.weights, kv=kv)
-            form = forms(facts, inventory, pins)[0]
-            if not form.problem and inventory.gpu is not None:
-                found += _candidates(form, inventory, goal, pins, tuning)
     if inventory.gpu is None:
-        found = decide(facts, inventory, goal, pinned, tuning).tried
+        return decide(facts, inventory, goal, pinned, tuning).tried
+    seen: dict[tuple[str, str, Parallel], tuple[Form, Candidate]] = {}
+    for weights in [None] if pinned.precision else [None, "fp8", "int4"]:
+        for kv in [pinned.kv] if pinned.kv else ["auto", "fp8"]:
+            pins = replace(pinned, weights=weights or pinned.weights, kv=kv)
+            form = forms(facts, inventory, pins)[0]
+            if weights is None or not form.problem:
+                for row in _candidates(form, inventory, goal, pins, tuning):
+                    seen.setdefault((row[1].precision.weights, kv, row[1].parallel), row)
+    found = list(seen.values())
     found.sort(key=lambda pair: (bool(pair[1].problem), -pair[1].max_model_len, -pair[1].score(goal.goal)))
     return found
 
@@ -193,6 +212,7 @@ def _plan(
     return Plan(
         version=VERSION,
         fits=made.fits,
+        verdict="fits" if made.fits else "cannot run as asked" if chosen.broken else "does not fit",
         reason=chosen.problem or f"fits in {weights} as {chosen.parallel} with a context of {chosen.max_model_len:,}",
         model=form.facts,
         checkpoint=form.facts.location,
@@ -212,5 +232,5 @@ def _plan(
         reasons=reasons,
         rejected=rejected,
         nearest=tuple(nearest),
-        notes=form.facts.notes,
+        notes=(*form.facts.notes, *([inventory.note] if inventory.note else [])),
     )

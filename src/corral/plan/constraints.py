@@ -59,7 +59,7 @@ def broken_settings(model: ModelFacts, settings: Settings, max_model_len: int) -
     if s.max_num_batched_tokens < s.max_num_seqs:
         return f"max_num_batched_tokens {s.max_num_batched_tokens} is below max_num_seqs {s.max_num_seqs}"
     if max_model_len > model.max_context:
-        return f"a context of {max_model_len} is beyond the model's {model.max_context}"
+        return f"a context of {max_model_len:,} is beyond the model's {model.max_context:,}"
     if not 0 < s.gpu_memory_utilization <= 1:
         return f"gpu_memory_utilization {s.gpu_memory_utilization} is not above 0 and at most 1"
     return None

@@ -124,6 +124,9 @@ class Speed:
     prompt_tokens: int
     output_tokens: int
     basis: str  # measured | scaled from measured kinds | unknown
+    storage_gb_s: float | None = None  # at which each node reads weights, of which `load_s` follows
+    storage_basis: str = ""  # where that speed comes from
+    read_bytes_per_node: int = 0
 
 
 @dataclass(frozen=True)
@@ -178,6 +181,7 @@ class Plan:
     rejected: tuple[Rejected, ...] = ()
     nearest: tuple[Nearest, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    verdict: str = "fits"  # fits | does not fit (memory, or too few GPUs) | cannot run as asked (a rule is broken)
 
     @property
     def seats(self) -> int:

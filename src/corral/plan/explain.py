@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from corral.hardware.inventory import GIB
 from corral.plan.contract import Plan
+from corral.plan.reasons import load_words
 
 __all__ = ["explain"]
 
@@ -66,7 +67,8 @@ def _cache(plan: Plan) -> Iterator[str]:
     yield f"  one request    × {plan.max_model_len:,} tokens = {_gib(full)}"
     if m.sliding_window:
         yield f"  sliding        {m.sliding_layers} layers keep only the last {m.sliding_window:,} tokens"
-    yield f"  128,000 tokens {_gib(memory.kv_bytes_per_token * 128_000)}, the figure documents print"
+    documented = _gib(memory.kv_bytes_per_token * 128_000)
+    yield f"  128,000 tokens {documented}: the length for which documents give a figure, and call it GB"
 
 
 def _sum(plan: Plan) -> Iterator[str]:
@@ -104,3 +106,4 @@ def _speed(plan: Plan) -> Iterator[str]:
     yield f"  together       {s.throughput_tokens_per_s:g} tokens/s at {s.concurrency} requests"
     yield f"  first token    {s.ttft_s:g} s after {s.prompt_tokens} prompt tokens, alone"
     yield f"  basis          {s.basis}"
+    yield f"  load           {s.load_s:g} s: {load_words(s)}"

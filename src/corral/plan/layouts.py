@@ -1,4 +1,4 @@
-"""Which splits an inventory allows: TP inside a node, PP across nodes, replicas with what is left."""
+"""Which splits an inventory allows: TP inside a node or over whole nodes, PP, replicas with what is left."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from corral.plan.constraints import broken_layout
 from corral.plan.contract import Parallel, Rejected
 from corral.plan.fixed import Fixed
 
-__all__ = ["layouts", "place", "refused_tensor"]
+__all__ = ["layouts", "over_nodes", "place", "refused_tensor"]
 
 
 def place(inventory: Inventory, tensor: int, pipeline: int) -> int:
@@ -26,10 +26,17 @@ def place(inventory: Inventory, tensor: int, pipeline: int) -> int:
     return inventory.nodes // (size // inside)
 
 
+def over_nodes(parallel: Parallel, inventory: Inventory) -> bool:
+    """Whether the tensor ranks of one stage sit on several nodes."""
+    return parallel.tensor > inventory.gpus_per_node
+
+
 def layouts(model: ModelFacts, inventory: Inventory, fixed: Fixed) -> Iterator[Parallel]:
     """Splits that vLLM accepts and the inventory can hold, with as many replicas as fit, or as many as were fixed."""
-    most = inventory.gpus_per_node if fixed.tensor is None else fixed.tensor
-    tensors = [fixed.tensor] if fixed.tensor else range(1, most + 1)
+    inside = inventory.gpus_per_node
+    tensors = (
+        [fixed.tensor] if fixed.tensor else [*range(1, inside + 1), *range(2 * inside, inventory.gpus + 1, inside)]
+    )
     for tensor in tensors:
         stages = [fixed.pipeline] if fixed.pipeline else range(1, max(1, inventory.gpus // tensor) + 1)
         for pipeline in stages:

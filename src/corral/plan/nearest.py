@@ -34,44 +34,50 @@ def _options(inventory: Inventory) -> str:
     return words if inventory.nodes == 1 else f"{words} --nodes {inventory.nodes}"
 
 
-def nearest_fits(ask: Question, inventory: Inventory, goal: Goal, fixed: Fixed, room_tokens: int) -> list[Nearest]:
-    """The smallest changes that make it fit, each tried with the planner itself."""
-    return [found for found in _tries(ask, inventory, goal, fixed, room_tokens) if found is not None]
+def nearest_fits(
+    ask: Question, inventory: Inventory, goal: Goal, fixed: Fixed, room_tokens: int, refused: Candidate
+) -> list[Nearest]:
+    """The smallest changes that make it run, each tried with the planner; no hardware where a rule is broken."""
+    tries = [_shorter(ask, inventory, goal, fixed, room_tokens)]
+    if inventory.gpu is not None:
+        tries += _same_hardware(ask, inventory, goal, fixed)
+    if inventory.gpu is not None and not refused.broken:
+        tries += _more_hardware(ask, inventory, goal, replace(fixed, tensor=None, pipeline=None, data=None))
+    return [found for found in tries if found is not None]
 
 
-def _tries(
-    ask: Question, inventory: Inventory, goal: Goal, fixed: Fixed, room_tokens: int
-) -> Iterator[Nearest | None]:
+def _shorter(ask: Question, inventory: Inventory, goal: Goal, fixed: Fixed, room_tokens: int) -> Nearest | None:
     asked = fixed.max_model_len or goal.context
-    if asked and 2 * _STEP <= room_tokens < asked:
-        shorter = room_tokens // _STEP * _STEP
-        free = replace(fixed, max_model_len=None)
-        yield _found(
-            ask(inventory, replace(goal, context=shorter), free),
-            f"a context of {shorter:,} on the same hardware",
-            f"--context {shorter}",
-        )
-    if inventory.gpu is None:
-        return
+    if not asked or not 2 * _STEP <= room_tokens < asked:
+        return None
+    length = room_tokens // _STEP * _STEP
+    found = ask(inventory, replace(goal, context=length), replace(fixed, max_model_len=None))
+    return _found(found, f"a context of {length:,} on the same hardware", f"--context {length}")
+
+
+def _same_hardware(ask: Question, inventory: Inventory, goal: Goal, fixed: Fixed) -> Iterator[Nearest | None]:
     if fixed.layout or fixed.data:
-        free = replace(fixed, tensor=None, pipeline=None, data=None)
-        found = ask(inventory, goal, replace(free, weights=fixed.weights))
+        found = ask(inventory, goal, replace(fixed, tensor=None, pipeline=None, data=None))
         if found:
-            what = f"{found.parallel} in {found.precision.weights} on the same hardware"
-            yield _found(found, what, "without --set tensor, pipeline, data")
-    for weights in ("fp8", "int4"):
+            named = [name for name in ("tensor", "pipeline", "data") if getattr(fixed, name)]
+            sizes = " ".join(f"--set {name}={getattr(found.parallel, name)}" for name in named)
+            yield _found(found, f"{found.parallel} in {found.precision.weights} on the same hardware", sizes)
+    gpu = inventory.kind
+    for weights in (*(("fp16",) if gpu and gpu.half == "fp16" else ()), "fp8", "int4"):
         if fixed.weights != weights:
-            found = ask(inventory, goal, replace(fixed, weights=weights))
-            if found:
+            found = ask(inventory, goal, replace(fixed, weights=weights, dtype=None, quantization=None))
+            if found and found.precision.weights == weights:
                 yield _found(found, f"{weights} weights on the same hardware", f"--set weights={weights}")
                 break
-    if asked and fixed.kv != "fp8":
+    if (fixed.max_model_len or goal.context) and fixed.kv in (None, "auto"):
         yield _found(
             ask(inventory, goal, replace(fixed, kv="fp8")), "an fp8 KV cache on the same hardware", "--set kv=fp8"
         )
-    anywhere = replace(fixed, tensor=None, pipeline=None, data=None)
+
+
+def _more_hardware(ask: Question, inventory: Inventory, goal: Goal, fixed: Fixed) -> Iterator[Nearest | None]:
     for larger in wider(inventory):
-        found = ask(larger, goal, anywhere)
+        found = ask(larger, goal, fixed)
         if found:
             yield _found(found, f"{larger.label} as {found.parallel}{_narrow(found)}", _options(larger))
             break
@@ -79,8 +85,8 @@ def _tries(
         memory = GPUS[kind].memory_bytes
         if kind == inventory.gpu or memory <= inventory.memory_bytes_per_gpu:
             continue
-        other = replace(inventory, gpu=kind, memory_bytes_per_gpu=memory)
-        found = ask(other, goal, anywhere)
+        other = replace(inventory, gpu=kind, memory_bytes_per_gpu=memory, note="")
+        found = ask(other, goal, fixed)
         if found:
             yield _found(found, f"{other.label} as {found.parallel}{_narrow(found)}", _options(other))
             break

@@ -12,16 +12,23 @@ from math import ceil
 from corral.hardware.inventory import GPUS, Gpu, Inventory
 from corral.models.architecture import DTYPE_BYTES
 from corral.models.facts import ModelFacts
-from corral.plan.candidate import Tuning
-from corral.plan.choose import decide
-from corral.plan.contract import Goal
+from corral.plan.candidate import Candidate, Tuning
+from corral.plan.choose import Decision, decide
+from corral.plan.constraints import broken_layout
+from corral.plan.contract import Goal, Parallel
 from corral.plan.fixed import Fixed
 from corral.plan.memory import convert
 from corral.plan.precisions import Form, forms
 
 __all__ = ["Need", "box_gb", "by_arithmetic", "needs"]
 
-_SIZES = ((1, 1), (2, 1), (4, 1), (8, 1), (8, 2), (8, 3), (8, 4), (8, 6), (8, 8), (8, 16))
+# GPUs of a node and nodes, fewest GPUs first: one node of any size, then nodes of four and of eight
+_SIZES = tuple(
+    sorted(
+        [(inside, 1) for inside in range(1, 9)] + [(4, n) for n in (3, 5, 7)] + [(8, n) for n in (2, 3, 4, 6, 8, 16)],
+        key=lambda size: size[0] * size[1],
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,8 @@ class Need:
     layout: str
     context: int
     kv_cache_tokens: int
+    decode_tokens_per_s: float | None = None  # one stream
+    note: str = ""  # what a few more GPUs would change
 
     @property
     def gpus(self) -> int:
@@ -83,11 +92,41 @@ def _smallest(model: ModelFacts, gpu: Gpu, weights: str, goal: Goal, tuning: Tun
     least = by_arithmetic(model, box_gb(gpu), context, weights)
     pinned = replace(fixed, weights=form.precision.weights)
     stored = convert(form.facts, form.precision).total
+    found: list[tuple[Inventory, Candidate]] = []
+    shorter = ""
     for inside, nodes in _SIZES:
-        if inside * nodes * gpu.memory_bytes < stored:
+        if inside * nodes * gpu.memory_bytes < stored or (found and nodes > 1):
             continue
-        made = decide(model, replace(one, gpus_per_node=inside, nodes=nodes), goal, pinned, tuning)
+        larger = replace(one, gpus_per_node=inside, nodes=nodes)
+        made = decide(model, larger, goal, pinned, tuning)
         if made.fits:
-            c = made.chosen
-            return Need(gpu.kind, weights, least, inside, nodes, str(c.parallel), context, c.memory.kv_cache_tokens)
-    return Need(gpu.kind, weights, least, 0, 0, "", context, 0)
+            found.append((larger, made.chosen))
+            if made.chosen.parallel.pipeline == 1 or nodes > 1:
+                break
+        elif larger.gpus >= least:
+            shorter = _shorter(larger, decide(model, larger, replace(goal, context=None), pinned, tuning)) or shorter
+    if not found:
+        return Need(gpu.kind, weights, least, 0, 0, "", context, 0)
+    (least_of, c), note = found[0], _worth_more(model, found) or shorter
+    return Need(
+        gpu.kind, weights, least, least_of.gpus_per_node, least_of.nodes, str(c.parallel), context,
+        c.memory.kv_cache_tokens, c.speed.decode_tokens_per_s, note,
+    )  # fmt: skip
+
+
+def _shorter(inventory: Inventory, made: Decision) -> str:
+    if not made.fits:
+        return ""
+    c = made.chosen
+    return f"{inventory.label} hold it in {c.precision.weights} with a context of {c.max_model_len:,}"
+
+
+def _worth_more(model: ModelFacts, found: list[tuple[Inventory, Candidate]]) -> str:
+    """What the next size gives that needs no pipeline inside a node, where the smallest does."""
+    (small, first), (large, last) = found[0], found[-1]
+    if small.nodes > 1 or first.parallel.pipeline == 1 or last.parallel.pipeline > 1:
+        return ""
+    why = broken_layout(model, Parallel(small.gpus)) or "TP alone leaves too little room"
+    slow, fast = first.speed.decode_tokens_per_s, last.speed.decode_tokens_per_s
+    speeds = f": one stream about {slow:.2g} tokens/s, and {fast:.2g} on {large.gpus}" if slow and fast else ""
+    return f"{small.gpus} × {small.gpu} run it only as a pipeline ({why}){speeds}"

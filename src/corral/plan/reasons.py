@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from corral.hardware.inventory import GIB, Inventory
+from corral.hardware.inventory import GIB, LINKS, Inventory
 from corral.models.facts import ModelFacts
 from corral.plan.candidate import Candidate, Tuning
-from corral.plan.contract import Goal, Memory, Reason, Rejected
+from corral.plan.contract import Goal, Memory, Reason, Rejected, Speed
 from corral.plan.fixed import Fixed
-from corral.plan.layouts import refused_tensor
+from corral.plan.layouts import over_nodes, refused_tensor
 from corral.plan.precisions import Form
 
-__all__ = ["reasons_for", "rejected_for"]
+__all__ = ["load_words", "reasons_for", "rejected_for"]
 
 _SET = "you set it"
 _MOST_REJECTED = 12
@@ -45,9 +45,15 @@ def _precision(asked: ModelFacts, form: Form, chosen: Candidate, inventory: Inve
         "checkpoint": f"from the quantised checkpoint {form.facts.location}",
         "online": "vLLM quantises the 16-bit checkpoint while loading",
     }[precision.how]
-    if precision.weights == "fp16" and asked.weights == "bf16":
-        how = f"{inventory.gpu} does not compute in bf16"
-    if fixed.weights:
+    if form.problem:
+        how = form.problem
+    elif precision.how == "native" and precision.weights != asked.weights:
+        how = f"the checkpoint's {asked.weights}, converted while loading"
+        if precision.weights == "fp16" and asked.weights == "bf16":
+            how += "; as many bytes, but values above 65,504 overflow"
+            gpu = inventory.kind
+            how = f"{inventory.gpu} does not compute in bf16; {how}" if gpu and gpu.half == "fp16" else how
+    if fixed.precision:
         how = f"{_SET}; {how}"
     elif precision.how != "native":
         how = f"{asked.weights} ({gib(asked.weights_bytes)} of weights) does not fit {inventory.label}; {how}"
@@ -60,17 +66,20 @@ def _layout(model: ModelFacts, chosen: Candidate, inventory: Inventory, fixed: F
     p, memory = chosen.parallel, chosen.memory
     if inventory.gpu is None:
         return [("parallel", p, "one process on one machine without a GPU")]
-    left = gib(memory.kv_cache_bytes_per_gpu)
+    left, full = gib(memory.kv_cache_bytes_per_gpu), bool(chosen.problem)
     tensor = f"{gib(memory.weights_bytes_per_gpu)} of weights on each GPU leave {left} for KV"
-    if p.tensor == 1:
+    if full:
+        usable = gib(memory.budget_bytes_per_gpu)
+        tensor = f"{gib(memory.weights_bytes_per_gpu)} of weights for each GPU, which has {usable} to use"
+    elif p.replica_gpus == 1:
         tensor = f"the model fits one GPU ({gib(memory.weights_bytes_per_gpu)} of weights); no all-reduces"
     if p.tensor > model.kv_heads:
         tensor += f"; the {model.kv_heads} KV heads are copied {p.tensor // model.kv_heads} times"
-    if p.tensor > inventory.gpus_per_node:
-        tensor += "; across nodes every layer waits for the network twice"
+    if over_nodes(p, inventory):
+        tensor += f"; over nodes every layer waits for the network ({inventory.link}) twice"
     pipeline = "one stage: nothing waits for another"
     if p.pipeline > 1:
-        across = p.replica_gpus > inventory.gpus_per_node
+        across = p.replica_gpus > inventory.gpus_per_node and not over_nodes(p, inventory)
         pipeline = "between nodes only hidden states travel, once per stage" if across else "stages share the layers"
     data = "one replica"
     if p.data > 1:
@@ -96,7 +105,8 @@ def _context(model: ModelFacts, chosen: Candidate, goal: Goal, fixed: Fixed) -> 
     else:
         why = f"shortened from the model's {model.max_context:,}: the KV cache holds no more; --context sets another"
     if not chosen.problem:
-        why += f"; room for {chosen.memory.full_length_requests:g} requests of that length at once"
+        room = f"{chosen.memory.full_length_requests:g}"
+        why += f"; room for {room} request{'s' * (room != '1')} of that length at once"
     return "max_model_len", length, why
 
 
@@ -185,9 +195,18 @@ def _speed(chosen: Candidate, inventory: Inventory, tuning: Tuning) -> list[Row]
          f" ({100 * e.matrix_fp8:.0f}% in FP8); {s.basis}"),
         ("speed.throughput_tokens_per_s", s.throughput_tokens_per_s, f"{s.concurrency} requests at once of"
          f" {s.prompt_tokens} + {s.output_tokens} tokens; {s.basis}"),
-        ("speed.load_s", s.load_s, f"reading {gib(chosen.memory.weights_bytes)} at the storage's speed"
-         f" (--storage; {e.storage_gb_s:g} GB/s assumed), then about {e.startup_s:.0f} s of compiling"),
+        ("speed.load_s", s.load_s, load_words(s, e.startup_s)),
     ]  # fmt: skip
+
+
+def load_words(speed: Speed, startup_s: float | None = None) -> str:
+    """How a load time comes about; what a shared file system may do to it, where its speed was only assumed."""
+    words = (
+        f"{gib(speed.read_bytes_per_node)} read on each node at {speed.storage_gb_s:g} GB/s ({speed.storage_basis})"
+    )
+    if speed.storage_basis.startswith("assumed"):
+        words += "; shared file systems often give 0.1 to 1: --storage says, `corral doctor --model` measures"
+    return words if startup_s is None else f"{words}, then about {startup_s:.0f} s of compiling"
 
 
 def rejected_for(
@@ -201,10 +220,22 @@ def rejected_for(
         what = str(rival.parallel)
         if rival.precision.weights != chosen.precision.weights:
             what += f" in {rival.precision.weights}"
-        rows.append(Rejected(what, rival.problem or _worse(rival, chosen)))
+        wide = not rival.problem and over_nodes(rival.parallel, inventory)
+        because = rival.problem or _worse(rival, chosen)
+        rows.insert(0 if wide else len(rows), Rejected(what, because + (_across(inventory, goal) if wide else "")))
     if inventory.gpu is not None:
         rows = rows[:_MOST_REJECTED] + refused_tensor(asked, inventory)
     return tuple(rows)
+
+
+def _across(inventory: Inventory, goal: Goal) -> str:
+    """Why tensor ranks on several nodes were not taken, beside what they would give."""
+    link = LINKS[inventory.link]
+    if not link.fast:
+        return f"; its tensor ranks are on several nodes, and {link.name} is too slow for that ({link.note})"
+    if goal.goal == "latency":
+        return "; its tensor ranks are on several nodes"
+    return "; its tensor ranks are on several nodes, which --goal latency considers (not measured with Corral)"
 
 
 def _worse(rival: Candidate, chosen: Candidate) -> str:
@@ -222,4 +253,6 @@ def _worse(rival: Candidate, chosen: Candidate) -> str:
 
 def _times(mine: float, best: float) -> str:
     ratio = mine / best
+    if abs(ratio - 1) < 0.005:
+        return "the same"
     return f"{ratio:.1f}× as fast" if ratio >= 1.95 else f"{100 * (ratio - 1):+.0f}%"

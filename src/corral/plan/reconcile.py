@@ -101,7 +101,8 @@ def reconcile(plan: Plan, observed: Observed) -> Differences:
     if observed.kv_tokens is not None and plan.inventory.gpu is not None:
         tokens = m.kv_cache_tokens_per_replica - observed.kv_tokens
         missing = round((tokens * m.kv_bytes_per_token_per_gpu + m.correction_bytes_per_gpu) / GIB, 3)
-    speed = m.weights_bytes / observed.load_s / 1e9 if observed.load_s else None
+    read = s.read_bytes_per_node or m.weights_bytes
+    speed = read / observed.load_s / 1e9 if observed.load_s else None
     return Differences(
         gpu=plan.inventory.gpu or "CPU",
         engine_version=observed.engine_version,

@@ -44,7 +44,8 @@ class Efficiency:
     reduce_bandwidth: float = 0.7  # of the link, for large all-reduces
     hop_s: float = 60e-6  # one pipeline hop
     startup_s: float = 60.0  # compile, profile, capture
-    storage_gb_s: float = 2.0  # a local NVMe disk, when nothing else is said
+    storage_gb_s: float = 2.0
+    storage_basis: str = "assumed: a local NVMe disk"
 
 
 def significant(value: float, digits: int = 3) -> float:
@@ -72,7 +73,8 @@ def _machine(gpu: Gpu, inventory: Inventory, parallel: Parallel, precision: Prec
     if parallel.tensor > inventory.gpus_per_node:  # tensor ranks on several nodes
         between = LINKS[inventory.link]
         reduce_s += 3 * between.latency_s
-        link = between.gb_s_per_gpu
+        # NCCL's rings use every adapter of a node: 85 to 96 of 100 GB/s were seen with four of HDR (nccl-tests 119)
+        link = min(link, between.gb_s_per_gpu * inventory.gpus_per_node)
     if parallel.replica_gpus > inventory.gpus_per_node:
         hop += LINKS[inventory.link].latency_s
     return _Machine(
@@ -94,12 +96,14 @@ def predict(
     """Speeds of one plan; all None but the load time when nothing is known of the GPU."""
     e = efficiency or Efficiency()
     gpu = inventory.kind
-    load = memory.weights_bytes / max(1, min(inventory.nodes, parallel.pipeline * parallel.data))
-    load_s = significant(load / ((goal.storage_gb_s or e.storage_gb_s) * 1e9) + e.startup_s)
+    storage = goal.storage_gb_s or e.storage_gb_s
+    basis = "as --storage says" if goal.storage_gb_s else e.storage_basis
+    read = _read_by_one_node(memory, inventory, parallel)
+    load_s = significant(read / (storage * 1e9) + e.startup_s)
     if gpu is None:
-        return Speed(
-            None, None, None, None, None, load_s, concurrency, goal.prompt_tokens, goal.output_tokens, "unknown"
-        )
+        unknown = (None,) * 5
+        lengths = (goal.prompt_tokens, goal.output_tokens)
+        return Speed(*unknown, load_s, concurrency, *lengths, "unknown", storage, basis, read)
     m = _machine(gpu, inventory, parallel, precision, e)
     roof = _Roof(model, parallel, precision, settings, m, e)
     running = max(1, min(-(-concurrency // parallel.data), settings.max_num_seqs))
@@ -123,9 +127,18 @@ def predict(
         prompt_tokens=goal.prompt_tokens,
         output_tokens=goal.output_tokens,
         basis="measured"
-        if gpu.kind in MEASURED_KINDS and parallel.replica_gpus == 1
+        if gpu.kind in MEASURED_KINDS and parallel.replica_gpus == 1 and precision.compute != "fp32"
         else "scaled from an H200, not measured on this hardware",
+        storage_gb_s=storage,
+        storage_basis=basis,
+        read_bytes_per_node=read,
     )
+
+
+def _read_by_one_node(memory: Memory, inventory: Inventory, parallel: Parallel) -> int:
+    """Bytes that a node reads before it can serve: its stages, once for all ranks and replicas on it."""
+    nodes = -(-parallel.replica_gpus // inventory.gpus_per_node)
+    return memory.weights_bytes // min(parallel.pipeline, nodes)
 
 
 @dataclass(frozen=True)
