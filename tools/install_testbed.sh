@@ -25,7 +25,7 @@ for part in "$@"; do
         [ "$of" != "$part" ] || command -v "$command" >/dev/null || missing+=("${packages//+/ }")
     done
 done
-[[ " $* " != *" cluster "* ]] || apptainer=$(dirname "$0")/install_apptainer.sh
+[[ " $* " != *" cluster "* ]] || apptainer=${0%/*}/install_apptainer.sh
 if [ ${#missing[@]} -eq 0 ]; then
     exec "${apptainer:-true}"
 fi

@@ -1,6 +1,6 @@
 """Real Docker, the real agent and a stand-in engine in an image: started, watched, stopped, lost in every way.
 
-The same with Podman where it is installed.
+The same with Podman.
 """
 
 from __future__ import annotations
@@ -10,12 +10,9 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,30 +27,13 @@ from corral.node.agent.processes import descendants, process_table
 from corral.record import to_json
 from corral.runtimes.base import Job, NodeSide, make_runtime
 from tests import testbed
-from tests.conftest import ROOT
+from tests.cluster.bed import FILES, SECRET, Bed, commands_of_everybody, free_port, until
 from tests.testbed.containers import Docker
 from tests.tiny_llama import make_tiny_llama
 
 pytestmark = pytest.mark.skipif(bool(testbed.missing("containers")), reason=testbed.missing("containers"))
 
 IMAGE = "stand-in:1"
-SECRET = "hf_" + "s3cret" * 5
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def until(what: Callable[[], Any], limit_s: float = 60) -> Any:
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        if found := what():
-            return found
-        time.sleep(0.05)
-    raise AssertionError("never happened")
 
 
 class Podman:
@@ -83,43 +63,10 @@ class Podman:
 
 
 @dataclass
-class Bed:
-    """`corral` as a user runs it, on a machine with a Docker (or Podman) of its own."""
+class ContainerBed(Bed):
+    """On a machine with a Docker (or Podman) of its own."""
 
     docker: Docker | Podman
-    home: Path
-    model: Path
-    env: dict[str, str]
-
-    def corral(self, *words: str, code: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "corral", *words]
-        done = subprocess.run(command, env={**self.env, **env}, capture_output=True, text=True, timeout=120)
-        assert done.returncode == code, f"{words}: {done.returncode}\n{done.stdout}\n{done.stderr}"
-        return done
-
-    def up(self, name: str, *words: str, code: int = 0, image: str = IMAGE, options: str = "") -> dict[str, Any]:
-        chosen = ["docker"]
-        if isinstance(self.docker, Podman):
-            chosen = ["podman", "--runtime-option", f"program={self.docker.program}"]
-        done = self.corral(
-            "up", str(self.model), "--name", name, "--runtime", *chosen, "--runtime-option", f"image={image}",
-            "--port", str(free_port()), "--env", f"STUB_OPTIONS={options}", "--json", *words, code=code,
-        )  # fmt: skip
-        told: dict[str, Any] = json.loads(done.stdout)
-        return told
-
-    def status(self, name: str) -> dict[str, Any]:
-        command = [sys.executable, "-m", "corral", "status", name, "--json"]
-        told: dict[str, Any] = json.loads(subprocess.run(command, env=self.env, capture_output=True).stdout)
-        return told
-
-    def ended(self, name: str) -> dict[str, Any]:
-        def look() -> dict[str, Any] | None:
-            told = self.status(name)
-            return told if told["state"] in ("failed", "stopped") else None
-
-        found: dict[str, Any] = until(look)
-        return found
 
     def containers(self, *filters: str) -> list[str]:
         words = [word for text in ("label=corral.launch", *filters) for word in ("--filter", text)]
@@ -128,18 +75,6 @@ class Bed:
     def inspect(self, container: str) -> dict[str, Any]:
         told: dict[str, Any] = json.loads(self.docker.run("inspect", container).stdout)[0]
         return told
-
-    def folder(self, name: str) -> Path:
-        return self.home / "corral" / "deployments" / name
-
-    def pid_of_agent(self, name: str) -> int:
-        return int(json.loads((self.folder(name) / "rank0" / "agent.json").read_text())["pid"])
-
-
-FILES: dict[str, str | bytes | Path] = {
-    "/stub_engine.py": ROOT / "tests" / "stub_engine.py",
-    "/usr/bin/vllm": '#!/bin/sh\nexec python3 /stub_engine.py -m "$@"\n',
-}
 
 
 @pytest.fixture(scope="module")
@@ -151,8 +86,6 @@ def docker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Docker]:
 
 @pytest.fixture(scope="module")
 def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Podman]:
-    if not shutil.which("podman"):
-        pytest.skip("podman is not installed")
     one = Podman(tmp_path_factory.mktemp("podman"))
     one.import_image(IMAGE, FILES)
     yield one
@@ -165,25 +98,29 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_llama(tmp_path_factory.mktemp("model") / "tiny")
 
 
-def make_bed(docker: Docker | Podman, model: Path, home: Path) -> Iterator[Bed]:
+def make_bed(docker: Docker | Podman, model: Path, home: Path) -> Iterator[ContainerBed]:
     env = {**os.environ, **docker.env, "PATH": testbed.PATH, "HF_TOKEN": SECRET}
-    yield Bed(docker, home, model, env)
-    subprocess.run([sys.executable, "-m", "corral", "down", "--all"], env=env, capture_output=True)
+    runtime: tuple[str, ...] = ("--runtime", "docker")
+    if isinstance(docker, Podman):
+        runtime = ("--runtime", "podman", "--runtime-option", f"program={docker.program}")
+    made = ContainerBed(home, model, env, runtime, IMAGE, docker)
+    yield made
+    made.close()
     if left := docker.run("ps", "-aq").stdout.split():
         docker.run("rm", "-f", *left)
 
 
 @pytest.fixture
-def bed(docker: Docker, model: Path, clean_home: Path) -> Iterator[Bed]:
+def bed(docker: Docker, model: Path, clean_home: Path) -> Iterator[ContainerBed]:
     yield from make_bed(docker, model, clean_home)
 
 
 @pytest.fixture(params=["docker", "podman"])
-def either(request: pytest.FixtureRequest, model: Path, clean_home: Path) -> Iterator[Bed]:
+def either(request: pytest.FixtureRequest, model: Path, clean_home: Path) -> Iterator[ContainerBed]:
     yield from make_bed(request.getfixturevalue(request.param), model, clean_home)
 
 
-def test_a_container_from_up_to_down(either: Bed) -> None:
+def test_a_container_from_up_to_down(either: ContainerBed) -> None:
     told = either.up("it's one")
     assert told["state"] == "ready"
     assert told["engine"].endswith(IMAGE)
@@ -196,25 +133,13 @@ def test_a_container_from_up_to_down(either: Bed) -> None:
     key = (either.folder("it%27s one") / "key").read_text().strip()
     for secret in (SECRET, key):
         assert secret not in json.dumps(seen)
-        assert not any(secret.encode() in path.read_bytes() for path in commands_of_everybody())
+        assert not any(secret.encode() in command for command in commands_of_everybody())
     either.corral("down", "it's one")
     assert not either.containers()
 
 
-def commands_of_everybody() -> list[Path]:
-    return [path for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists() and readable(path)]
-
-
-def readable(path: Path) -> bool:
-    try:
-        path.read_bytes()
-    except OSError:
-        return False
-    return True
-
-
 @pytest.mark.parametrize("how", [("kill",), ("rm", "-f"), ("stop", "-t", "0")])
-def test_a_container_ended_behind_our_back(either: Bed, how: tuple[str, ...]) -> None:
+def test_a_container_ended_behind_our_back(either: ContainerBed, how: tuple[str, ...]) -> None:
     either.up("one")
     either.docker.run(*how, *either.containers())
     told = either.ended("one")
@@ -224,14 +149,14 @@ def test_a_container_ended_behind_our_back(either: Bed, how: tuple[str, ...]) ->
     assert not either.containers()
 
 
-def test_an_engine_that_dies_inside_is_told_and_its_container_goes(bed: Bed) -> None:
+def test_an_engine_that_dies_inside_is_told_and_its_container_goes(bed: ContainerBed) -> None:
     bed.up("one", options="die-after-ready=3")
     told = bed.ended("one")
     assert told["reason"] == "engine_exited"
     until(lambda: not bed.containers())
 
 
-def test_a_container_is_restarted(bed: Bed) -> None:
+def test_a_container_is_restarted(bed: ContainerBed) -> None:
     bed.up("one", "--restart", "2")
     (first,) = bed.containers()
     bed.docker.run("kill", first)
@@ -240,7 +165,7 @@ def test_a_container_is_restarted(bed: Bed) -> None:
     assert second != first
 
 
-def test_a_strangers_container_of_the_same_name_is_left_alone(either: Bed) -> None:
+def test_a_strangers_container_of_the_same_name_is_left_alone(either: ContainerBed) -> None:
     either.up("one")
     name = either.inspect(either.containers()[0])["Name"].lstrip("/")
     either.corral("down", "one")
@@ -251,7 +176,7 @@ def test_a_strangers_container_of_the_same_name_is_left_alone(either: Bed) -> No
     assert either.inspect(stranger)["State"]["Running"]
 
 
-def test_what_an_earlier_launch_left_dead_is_replaced(bed: Bed) -> None:
+def test_what_an_earlier_launch_left_dead_is_replaced(bed: ContainerBed) -> None:
     bed.up("one")
     seen = bed.inspect(bed.containers()[0])
     name, owner = seen["Name"].lstrip("/"), seen["Config"]["Labels"]["corral.owner"]
@@ -260,29 +185,27 @@ def test_what_an_earlier_launch_left_dead_is_replaced(bed: Bed) -> None:
     assert bed.up("one")["state"] == "ready"
 
 
-def test_an_image_that_is_not_there(bed: Bed) -> None:
+def test_an_image_that_is_not_there(bed: ContainerBed) -> None:
     told = bed.up("one", code=8, image="no-such-image:1")["error"]
     assert told["reason"] == "no_image"
     assert "no-such-image:1" in told["message"]
 
 
-def test_an_image_without_vllm(either: Bed) -> None:
+def test_an_image_without_vllm(either: ContainerBed) -> None:
     either.docker.import_image("empty:1", {})
     told = either.up("one", code=8, image="empty:1")["error"]
     assert told["reason"] == "engine_broken"
     assert "the image has no command" in told["message"]
 
 
-def test_a_daemon_that_is_not_there(bed: Bed) -> None:
+def test_a_daemon_that_is_not_there(bed: ContainerBed) -> None:
     bed.env["DOCKER_HOST"] = "unix:///nowhere/docker.sock"
     told = bed.up("one", code=8)["error"]
     assert told["reason"] == "no_runtime"
 
 
 @pytest.mark.parametrize("victims", ["worker", "keeper", "both"])
-def test_a_container_does_not_outlive_its_agent(either: Bed, victims: str) -> None:
-    if victims == "both" and isinstance(either.docker, Podman) and not shutil.which("catatonit"):
-        pytest.skip("without catatonit the stand-in is a container's first process, and those ignore signals")
+def test_a_container_does_not_outlive_its_agent(either: ContainerBed, victims: str) -> None:
     either.up("one")
     keeper = either.pid_of_agent("one")
     (worker,) = [pid for pid, row in process_table().items() if row[0] == keeper]
@@ -292,7 +215,7 @@ def test_a_container_does_not_outlive_its_agent(either: Bed, victims: str) -> No
     assert either.ended("one")["reason"] == "agent_killed"
 
 
-def test_a_container_that_lost_everybody_is_swept(either: Bed) -> None:
+def test_a_container_that_lost_everybody_is_swept(either: ContainerBed) -> None:
     """Agent and client are killed at once: nobody is left who could pass a signal on."""
     either.up("one")
     keeper = either.pid_of_agent("one")

@@ -2,7 +2,7 @@
 
 ``hosts``       machines on a network of their own: cut their cable, pull their plug, change their key
 ``slurm``       real SLURM on such hosts: a login host with the controller, one slurmd per node, pretended GPUs
-``containers``  a private Docker, and images with busybox and python3
+``containers``  a private Docker, and images with busybox and python3, also for Podman and Apptainer
 
 Needs root and the packages of ``tools/install_testbed.sh``; ``missing()`` says what is lacking.
 """

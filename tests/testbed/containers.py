@@ -1,4 +1,5 @@
-"""A private Docker, and images that need no registry: busybox, the machine's own python3, and what a test adds.
+"""A private Docker, and images that need no registry, for Docker, Podman and Apptainer: busybox, the machine's own
+python3, and what a test adds.
 
 dockerd runs in a pid and mount namespace of its own (so nothing outlives it), with no bridge and no firewall rules:
 containers use the network of where it runs, the machine or one of the testbed's hosts. The shims accept
@@ -26,6 +27,7 @@ SHIMS = Path(__file__).parent / "shims"
 # parts of the standard library that no server needs
 LEFT_OUT = ("__pycache__", "test", "idlelib", "tkinter", "turtledemo", "ensurepip", "lib2to3", "dist-packages")
 LEFT_OUT_PREFIXES = ("config-", "site-packages")
+Files = Mapping[str, str | bytes | Path]  # path in the image -> content, or a file to copy
 
 
 class Docker:
@@ -90,16 +92,32 @@ class Docker:
         if not self.hosts:
             shutil.rmtree(self._run_folder, ignore_errors=True)
 
-    def import_image(
-        self, name: str, files: Mapping[str, str | bytes | Path] | None = None, changes: Sequence[str] = ()
-    ) -> None:
-        """An image with busybox, python3 and these files (path in the image -> content, or a file to copy)."""
-        buffer = io.BytesIO(_base())
-        with tarfile.open(fileobj=buffer, mode="a") as archive:
-            for path, content in (files or {}).items():
-                _add(archive, path, content.read_bytes() if isinstance(content, Path) else content)
+    def import_image(self, name: str, files: Files | None = None, changes: Sequence[str] = ()) -> None:
+        """An image with busybox, python3 and these files."""
         options = [f"--change={change}" for change in ("ENV PATH=/usr/bin:/bin:/usr/sbin:/sbin", *changes)]
-        self.run("import", *options, "-", name, input=buffer.getvalue(), text=False)
+        self.run("import", *options, "-", name, input=root_files(files or {}), text=False)
+
+
+def build_sif(path: Path, files: Files) -> None:
+    """An Apptainer image with busybox, python3 and these files."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as root:
+        with tarfile.open(fileobj=io.BytesIO(root_files(files))) as archive:
+            archive.extractall(root, filter="fully_trusted")
+        packed = "-noI -noD -noF -noX"  # uncompressed: a second instead of ten
+        command = ["apptainer", "build", "--mksquashfs-args", packed, str(path), root]
+        environment = {**os.environ, "PATH": PATH}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    if done.returncode:
+        raise RuntimeError(f"{shlex.join(command)}: {done.returncode}\n{done.stderr}")
+
+
+def root_files(files: Files) -> bytes:
+    """A tar archive of busybox, python3 and these files."""
+    buffer = io.BytesIO(_base())
+    with tarfile.open(fileobj=buffer, mode="a") as archive:
+        for path, content in files.items():
+            _add(archive, path, content.read_bytes() if isinstance(content, Path) else content)
+    return buffer.getvalue()
 
 
 def _add(archive: tarfile.TarFile, path: str, content: str | bytes, mode: int = 0o755) -> None:

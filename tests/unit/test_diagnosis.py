@@ -80,6 +80,7 @@ TOLD = [
     ("FATAL:   could not open image /images/vllm.sif: failed to retrieve path", Reason.NO_IMAGE, "/images/vllm.sif"),
     ("docker: Error response from daemon: runc create failed: exec: \"vllm\": executable file not found in $PATH",
      Reason.ENGINE_BROKEN, "the image has no command vllm"),
+    ("FATAL:   \"vllm\": executable file not found in $PATH", Reason.ENGINE_BROKEN, "the image has no command vllm"),
     ("ERROR (catatonit:2): failed to exec pid1: No such file or directory", Reason.ENGINE_BROKEN, "has no command"),
     ("[FATAL tini (7)] exec vllm failed: No such file or directory", Reason.ENGINE_BROKEN, "has no command vllm"),
     ("docker: Error response from daemon: invalid mount config: bind source path does not exist: /no",

@@ -107,8 +107,9 @@ RUNTIME_SIGNATURES: tuple[Signature, ...] = (
     ),
     Signature(
         Reason.ENGINE_BROKEN,
-        r"exec: \"([^\"]+)\": executable file not found|executable file [`']?(\S+?)[`']? not found in \$PATH"
-        r"|exec (\S+) failed: No such file or directory|failed to exec pid1: No such file",
+        r"(?:exec:|FATAL:) +\"([^\"]+)\": executable file not found"
+        r"|executable file [`']?(\S+?)[`']? not found in \$PATH|exec (\S+) failed: No such file or directory"
+        r"|failed to exec pid1: No such file",
         "the image has no command {1}{2}{3} to start the engine with",
         "Use an image with vLLM in it, such as vllm/vllm-openai.",
     ),

@@ -22,6 +22,8 @@ __all__ = ["ApptainerOptions", "ApptainerRuntime"]
 KEPT_OUT = frozenset({"HOME", "TMPDIR"})  # other folders inside than outside
 CLIENTS_OWN = frozenset({"PATH", "LD_LIBRARY_PATH", "LD_PRELOAD"})  # meant for the engine, not for Apptainer itself
 # $1: the command, $2: the cache folder. A user may have told Apptainer to pass secrets on: not into an engine.
+# The kernel tells a process that its parent, the agent, is gone, but not one that changed its capabilities, as
+# Apptainer does. So the shell stays to hear it, and passes it on.
 ENTER = """\
 client=$1 cache=$2; shift 2
 command -v "$client" >/dev/null || { echo "corral: there is no command $client on this node" >&2; exit 127; }
@@ -31,7 +33,14 @@ for name in HF_TOKEN HUGGING_FACE_HUB_TOKEN OPENAI_API_KEY VLLM_API_KEY; do
 done
 [ -z "${CUDA_VISIBLE_DEVICES+set}" ] || export APPTAINERENV_CUDA_VISIBLE_DEVICES="$CUDA_VISIBLE_DEVICES"
 export APPTAINERENV_CORRAL_LAUNCH="$CORRAL_LAUNCH" APPTAINERENV_TMPDIR=/tmp
-exec "$client" exec --bind "${TMPDIR:-/tmp}:/tmp" "$@"
+gone=
+trap 'gone=1; kill -TERM "$!"' TERM
+"$client" exec --bind "${TMPDIR:-/tmp}:/tmp" "$@" &
+[ -z "$gone" ] || kill -TERM "$!"
+wait "$!"
+code=$?
+while kill -0 "$!" 2>/dev/null; do wait "$!"; code=$?; done
+exit "$code"
 """
 
 
