@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +24,7 @@ from corral.fake.faults import KINDS, FaultBook
 
 def call(url: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> tuple[int, Any, Any]:
     """One request: status, JSON (or text), headers."""
-    to = http.client.HTTPConnection(urlsplit(url).netloc, timeout=20)
+    to = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
     data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
     to.request("GET" if data is None else "POST", path, data, headers or {})
     answer = to.getresponse()
@@ -284,46 +283,21 @@ def test_pace_and_the_log_of_true_times(tmp_path: Path) -> None:
     for row in (streamed, whole):
         assert row["completion_tokens"] == 11
         assert row["prompt_tokens"] == 21
-        assert 0.070 <= (row["first_ns"] - row["arrival_ns"]) / 1e9 < 0.095
-        assert 0.099 <= (row["last_ns"] - row["first_ns"]) / 1e9 < 0.130
-
-
-def together(server: FakeServer, count: int, **body: Any) -> None:
-    threads = [threading.Thread(target=ask, args=(server,), kwargs=body | {"prompt": f"p{i}"}) for i in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-def test_only_so_many_sequences_run_at_once(tmp_path: Path) -> None:
-    with FakeServer(FakeOptions(pace=Pace(ttft_s=0.05, max_seqs=2), log=tmp_path / "log")) as server:
-        together(server, 6, max_tokens=1)
-    waits = sorted((r["start_ns"] - r["arrival_ns"]) / 1e9 for r in rows(tmp_path / "log"))
-    assert waits[1] < 0.01
-    assert waits[5] > 0.05
-
-
-def test_requests_per_second_are_a_knee(tmp_path: Path) -> None:
-    with FakeServer(FakeOptions(pace=Pace(requests_per_s=50), log=tmp_path / "log")) as server:
-        together(server, 10, max_tokens=1)
-    starts = sorted(r["start_ns"] for r in rows(tmp_path / "log"))
-    assert 0.15 < (starts[-1] - starts[0]) / 1e9 < 0.25
-
-
-def test_tokens_per_second_are_shared(tmp_path: Path) -> None:
-    with FakeServer(FakeOptions(pace=Pace(itl_s=0.001, tokens_per_s=400), log=tmp_path / "log")) as server:
-        together(server, 8, max_tokens=20, ignore_eos=True)
-        ask(server, max_tokens=20, ignore_eos=True)
-    logged = rows(tmp_path / "log")
-    busy = [(r["last_ns"] - r["first_ns"]) / 1e9 / 19 for r in logged[:-1]]
-    assert 0.012 < sum(busy) / 8 < 0.022  # 8 / 400 = 20 ms, less while they arrive and leave
-    assert (logged[-1]["last_ns"] - logged[-1]["first_ns"]) / 1e9 / 19 < 0.004  # 1 / 400
+        assert (row["first_ns"] - row["arrival_ns"]) / 1e9 >= 0.070  # exactly: test_fake_pace.py
+        assert (row["last_ns"] - row["first_ns"]) / 1e9 >= 0.099
 
 
 def test_a_full_cache_preempts(tmp_path: Path) -> None:
-    with FakeServer(FakeOptions(pace=Pace(itl_s=0.002, kv_tokens=60), log=tmp_path / "log")) as server:
-        together(server, 3, max_tokens=40, ignore_eos=True)
+    with FakeServer(FakeOptions(pace=Pace(itl_s=0.02, kv_tokens=60), log=tmp_path / "log")) as server:
+        body = {"prompt": "San Francisco is a", "max_tokens": 40, "ignore_eos": True}
+        clients = [http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=60) for _ in range(3)]
+        for client in clients:
+            client.connect()
+        for client in clients:
+            client.request("POST", "/v1/completions", json.dumps(body))
+        for client in clients:
+            assert client.getresponse().read()
+            client.close()
         page = call(server.url, "/metrics")[1]
     assert len(rows(tmp_path / "log")) == 3
     line = next(x for x in page.splitlines() if x.startswith("vllm:num_preemptions_total"))
@@ -347,11 +321,11 @@ def test_metrics_count() -> None:
     assert any(name.startswith("vllm:cache_config_info{block_size=") for name in values)
 
 
-def raw(server: FakeServer, **body: Any) -> tuple[bytes, bool]:
-    """All bytes of one answer, and whether the connection was reset."""
+def raw(server: FakeServer, silent_s: float = 60, **body: Any) -> tuple[bytes, bool]:
+    """All bytes of one answer, and whether the connection was reset; after `silent_s` without any it hangs."""
     address = urlsplit(server.url)
     data = json.dumps({"prompt": "San Francisco is a", "max_tokens": 8, "ignore_eos": True, **body}).encode()
-    with socket.create_connection((address.hostname or "", address.port or 0), timeout=0.5) as to:
+    with socket.create_connection((address.hostname or "", address.port or 0), timeout=silent_s) as to:
         to.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n%b" % (len(data), data))
         got = b""
         try:
@@ -397,9 +371,9 @@ def test_faults_of_single_requests(server: FakeServer) -> None:
     assert b'"finish_reason":"abort"' in got
     assert ask(server)["choices"][0]["finish_reason"] == "abort"
     server.set_faults("hang")
-    assert raw(server)[0] == b"<hangs>"
+    assert raw(server, silent_s=1)[0] == b"<hangs>"
     server.set_faults("hang:when=mid")
-    got, _ = raw(server, stream=True)
+    got, _ = raw(server, silent_s=2, stream=True)
     assert got.endswith(b"<hangs>")
     assert got.count(b"data: {") == 4
     server.set_faults("garbage")
@@ -466,32 +440,35 @@ def test_unknown_faults_name_the_known_ones() -> None:
         assert parse_fault(parse_fault(f"{kind}:p=0.5,at=3").spec()) == parse_fault(f"{kind}:p=0.5,at=3")
 
 
+def healthy(server: FakeServer) -> bool:
+    try:
+        return bool(call(server.url, "/health")[0] == 200)
+    except OSError:
+        return False
+
+
 def test_flapping_refuses_then_serves_again() -> None:
     with FakeServer(FakeOptions(faults=(parse_fault("flap:down=0.2,period=0.3"),))) as server:
         seen: set[bool] = set()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while seen != {True, False} and time.monotonic() < deadline:
-            try:
-                seen.add(call(server.url, "/health")[0] == 200)
-            except OSError:
-                seen.add(False)
+            seen.add(healthy(server))
             time.sleep(0.02)
         assert seen == {True, False}
         server.set_faults()
-        time.sleep(0.4)
-        assert call(server.url, "/health")[0] == 200
+        while not healthy(server) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert healthy(server)
 
 
 def test_a_client_that_leaves_frees_its_place(tmp_path: Path) -> None:
-    with FakeServer(FakeOptions(pace=Pace(itl_s=0.05, max_seqs=1), log=tmp_path / "log")) as server:
+    with FakeServer(FakeOptions(pace=Pace(itl_s=1.0, max_seqs=1), log=tmp_path / "log")) as server:
         address = urlsplit(server.url)
         data = json.dumps({"prompt": "x", "max_tokens": 1000, "stream": True, "ignore_eos": True}).encode()
         with socket.create_connection((address.hostname or "", address.port or 0), timeout=5) as to:
             to.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n%b" % (len(data), data))
             to.recv(10)
-        started = time.monotonic()
-        ask(server, max_tokens=1)
-        assert time.monotonic() - started < 2
+        ask(server, max_tokens=1)  # the other one would have held it for a quarter of an hour
     assert sorted(r["finish"] for r in rows(tmp_path / "log")) == ["gone", "length"]
 
 
@@ -513,7 +490,7 @@ def test_the_process_can_die_on_demand(code: int) -> None:
         assert call(url, "/v1/completions", {"prompt": "x"})[0] == 200
         with pytest.raises((OSError, http.client.HTTPException)):
             call(url, "/v1/completions", {"prompt": "x"})
-        assert process.wait(10) == code
+        assert process.wait(60) == code
 
 
 @pytest.mark.parametrize(("how", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130), (None, 0)])
@@ -526,14 +503,14 @@ def test_the_process_ends_when_asked(how: signal.Signals | None, code: int) -> N
             process.stdin.close()
         else:
             os.kill(process.pid, how)
-        assert process.wait(10) == code
+        assert process.wait(60) == code
 
 
 def test_a_taken_port_is_named() -> None:
     with FakeServer() as server:
         port = urlsplit(server.url).port
         command = [sys.executable, "-m", "corral", "fake-server", "--port", str(port)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 4
     assert f"127.0.0.1:{port}" in done.stderr
 
