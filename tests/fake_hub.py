@@ -20,6 +20,8 @@ class FakeHub:
         self.repos, self.gated = repos, gated or set()
         self.served: dict[str, int] = {}  # file name -> bytes of it sent
         self.break_after: dict[str, int] = {}  # file name -> bytes after which the connection is cut, once
+        self.next_page = ""  # where a list of files is said to go on
+        self.redirect = ""  # where every question is sent
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -50,6 +52,8 @@ class FakeHub:
 
     def answer(self, request: BaseHTTPRequestHandler, with_body: bool) -> None:
         path = unquote(urlsplit(request.path).path).strip("/")
+        if self.redirect:
+            return _send(request, 302, {"Location": self.redirect}, b"", with_body)
         api = path.startswith("api/models/")
         parts = (path.removeprefix("api/models/") if api else path).split("/")
         repo = "/".join(parts[:2])
@@ -63,15 +67,17 @@ class FakeHub:
 
     def _api(self, request: BaseHTTPRequestHandler, folder: Path, rest: list[str], with_body: bool) -> None:
         files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+        headers = {"Content-Type": "application/json"}
         if rest and rest[0] == "tree":
             body: object = [
                 {"type": "file", "path": name, "size": (folder / name).stat().st_size, **_hashes(folder / name)}
                 for name in files
             ]
+            headers |= {"Link": f'<{self.next_page}>; rel="next"'} if self.next_page else {}
         else:
             body = {"id": "x", "modelId": "x", "sha": COMMIT, "siblings": [{"rfilename": name} for name in files],
                     "private": False, "gated": False, "tags": [], "downloads": 0, "likes": 0}  # fmt: skip
-        _send(request, 200, {"Content-Type": "application/json"}, json.dumps(body).encode(), with_body)
+        _send(request, 200, headers, json.dumps(body).encode(), with_body)
 
     def _file(self, request: BaseHTTPRequestHandler, folder: Path, name: str, with_body: bool) -> None:
         path = folder / name

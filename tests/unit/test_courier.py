@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import http.client
+import http.server
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +19,7 @@ from typing import Any
 import pytest
 
 from corral.bundle import bundle
+from corral.node.courier.signature import authorization
 from tests.fake_hub import FakeHub
 
 COURIER = bundle("node/courier").encode()
@@ -117,8 +121,10 @@ def fetch(talks: list[Talk], destination: Path, **more: Any) -> Talk:
     return talk
 
 
-def bring(talks: list[Talk], destination: Path, files: list[Json], *sources: Json, check: str = "hash") -> Json:
-    talk = fetch(talks, destination)
+def bring(
+    talks: list[Talk], destination: Path, files: list[Json], *sources: Json, check: str = "hash", **order: Any
+) -> Json:
+    talk = fetch(talks, destination, **order)
     talk.say(do="compare", files=files, check=check)
     need = talk.hear("need")
     talk.say(do="go", sources=list(sources))
@@ -162,7 +168,7 @@ def test_a_folder_arrives_as_it_is(talks: list[Talk], folder: Path, tmp_path: Pa
 
 def test_links_of_an_environment_stay_links(talks: list[Talk], folder: Path, tmp_path: Path) -> None:
     source, files = serve(talks, folder, links_out="keep")
-    bring(talks, tmp_path / "copy", files, source)
+    bring(talks, tmp_path / "copy", files, source, links_out="keep")
     assert str((tmp_path / "copy" / "outer").readlink()) == "../outside.txt"
 
 
@@ -277,7 +283,8 @@ def ask(
 ) -> tuple[int, bytes]:
     address = source["url"].removeprefix("http://")
     connection = http.client.HTTPConnection(address, timeout=10)
-    sent = {**headers, **({"Authorization": f"Bearer {token}"} if token else {})}
+    signed = authorization(token or "", method, path, headers.get("Range", ""))
+    sent = {**headers, **({"Authorization": signed} if token else {})}
     connection.request(method, path, headers=sent)
     reply = connection.getresponse()
     body = reply.read()
@@ -319,17 +326,212 @@ def test_a_link_in_the_destination_cannot_lead_out(talks: list[Talk], tmp_path: 
     assert "leads out" in talk.hear("failed")["text"]
 
 
-def test_a_link_of_the_list_itself_cannot_lead_out(talks: list[Talk], tmp_path: Path) -> None:
+def row(path: str, body: bytes = b"hi", **changed: Any) -> Json:
+    found = {
+        "path": path,
+        "kind": "file",
+        "size": len(body),
+        "mode": 0o644,
+        "sha256": hashlib.sha256(body).hexdigest(),
+    }
+    return {**found, **changed}
+
+
+def link(path: str, target: str) -> Json:
+    return {"path": path, "kind": "link", "size": 0, "target": target}
+
+
+@pytest.mark.parametrize("links_out", ["keep", "follow"])
+def test_a_lying_source_writes_no_file_through_its_own_link(
+    talks: list[Talk], tmp_path: Path, links_out: str
+) -> None:
+    """The attack: a link to ~/.ssh in the manifest, then authorized_keys through it."""
+    (tmp_path / ".ssh").mkdir()
+    (tmp_path / ".ssh" / "authorized_keys").write_text("mine\n")
+    talk = fetch(talks, tmp_path / "copy", links_out=links_out)
+    files = [link("sub", str(tmp_path / ".ssh")), row("sub/authorized_keys", b"theirs\n")]
+    talk.say(do="compare", files=files, check="hash")
+    assert "sub" in talk.hear("failed")["text"]
+    assert (tmp_path / ".ssh" / "authorized_keys").read_text() == "mine\n"
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        [link("out", "../elsewhere")], [link("a/out", "../../elsewhere")], [link("out", "/etc")],
+        [link("a/b", ".."), link("y", "a/b/..")], [link("a/b", ".."), link("y", "a/b/../elsewhere")],
+        [link("x", "deep"), link("y", "x/..")], [link("x", "a"), link("y", "x/b")], [link("x", ".")], [link("x", "")],
+        [link("x", "a\0b")], [link("x", "y//z")], [row("a"), row("a/b")], [row("a"), row("a")],
+        [row(".corral-hashes.json")], [row("sub/.x.12345678.corral-part")], [row("a\nb")], [row("x" * 300)],
+        [row("/".join("x" * 3000))], [row("a", size=-1)], [row("a", size=1 << 61)], [row("a", size=True)],
+        [row("a", mode="x")], [row("a", mode=1 << 20)], [row("a", mtime_ns=1 << 70)], [row("a", sha256="x")],
+        [row("a", sha256=5)], [row("a", kind="device")], [row("\ud800")], [{"path": "a"}], [5], {"a": 1}, None,
+    ],
+    ids=range(32),
+)  # fmt: skip
+def test_manifests_that_lie_are_refused_whole(talks: list[Talk], tmp_path: Path, files: Any) -> None:
     (tmp_path / "elsewhere").mkdir()
     talk = fetch(talks, tmp_path / "copy")
-    link = {"path": "sub", "kind": "link", "size": 0, "target": str(tmp_path / "elsewhere")}
-    row = {"path": "sub/evil", "kind": "file", "size": 2, "mode": 0o644, "sha256": hashlib.sha256(b"hi").hexdigest()}
-    talk.say(do="compare", files=[link, row], check="hash")
+    talk.say(do="compare", files=files, check="hash")
+    assert talk.hear("failed")["text"]
+    talk.end()
+    assert not list((tmp_path / "elsewhere").iterdir())
+    assert not [path for path in (tmp_path / "copy").iterdir() if not path.name.startswith(".corral-")]
+
+
+def test_a_link_that_appears_while_files_arrive_is_not_followed(talks: list[Talk], tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    talk = fetch(talks, tmp_path / "copy")
+    talk.say(do="compare", files=[row("sub/one"), row("sub/two")], check="hash")
     talk.hear("need")
     talk.say(do="go", sources=[])
+    talk.say(do="data", file=0, offset=0, length=2, payload=b"hi")
+    talk.say(do="held")
+    assert talk.hear("held")["held"] == [[1, 0]]
+    (tmp_path / "copy" / "sub").rename(tmp_path / "copy" / "other")
+    (tmp_path / "copy" / "sub").symlink_to(tmp_path / "elsewhere")
     talk.say(do="data", file=1, offset=0, length=2, payload=b"hi")
     assert "leads out" in talk.hear("failed")["text"]
     assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_planted_part_is_not_followed(talks: list[Talk], tmp_path: Path) -> None:
+    (tmp_path / "prey").write_text("mine")
+    (tmp_path / "copy").mkdir()
+    body = os.urandom(2 << 20)
+    (tmp_path / "copy" / part_of(row("big", body))).symlink_to(tmp_path / "prey")
+    talk = fetch(talks, tmp_path / "copy")
+    talk.say(do="compare", files=[row("big", body)], check="hash")
+    talk.hear("need")
+    talk.say(do="go", sources=[])
+    talk.say(do="data", file=0, offset=0, length=1 << 20, payload=body[: 1 << 20])
+    assert "cannot be written" in talk.hear("failed")["text"]
+    assert (tmp_path / "prey").read_text() == "mine"
+
+
+def test_modes_give_nobody_more_than_reading(talks: list[Talk], tmp_path: Path) -> None:
+    talk = fetch(talks, tmp_path / "copy")
+    talk.say(do="compare", files=[row("a", mode=0o6777), row("b", mode=0)], check="hash")
+    talk.hear("need")
+    talk.say(do="go", sources=[])
+    for number in (0, 1):
+        talk.say(do="data", file=number, offset=0, length=2, payload=b"hi")
+    talk.hear("done")
+    assert (tmp_path / "copy" / "a").stat().st_mode & 0o7777 == 0o755
+    assert (tmp_path / "copy" / "b").stat().st_mode & 0o7777 == 0o600
+
+
+def test_names_as_long_as_a_file_system_has_them_arrive(talks: list[Talk], tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / ("x" * 255)).write_bytes(b"hi")
+    (tmp_path / "model" / os.fsdecode(b"no utf-8 \xff")).write_bytes(b"hi")
+    source, files = serve(talks, tmp_path / "model")
+    bring(talks, tmp_path / "copy", files, source)
+    assert contents(tmp_path / "copy") == contents(tmp_path / "model")
+
+
+def test_links_that_cannot_be_judged_alone_travel_as_what_they_lead_to(talks: list[Talk], tmp_path: Path) -> None:
+    root = tmp_path / "model"
+    (root / "sub").mkdir(parents=True)
+    (root / "sub" / "file").write_text("content")
+    (root / "way").symlink_to("sub")
+    (root / "plain").symlink_to("sub/file")
+    (root / "through").symlink_to("way/file")
+    (root / "around").symlink_to("sub/../sub/file")
+    source, files = serve(talks, root)
+    bring(talks, tmp_path / "copy", files, source)
+    assert {name: (tmp_path / "copy" / name).is_symlink() for name in ("way", "plain", "through", "around")} == {
+        "way": True, "plain": True, "through": False, "around": False,
+    }  # fmt: skip
+    assert (tmp_path / "copy" / "around").read_text() == "content"
+
+
+# ------------------------------------------------------------------------------------------- whoever else listens
+def test_no_token_is_on_the_wire_and_no_request_works_twice(talks: list[Talk], folder: Path, tmp_path: Path) -> None:
+    """The attack: somebody in between hears a request, lets it through, and sends it again."""
+    source, files = serve(talks, folder)
+    heard: list[bytes] = []
+
+    def listen(listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                caller, _ = listener.accept()
+                with caller:
+                    heard.append(caller.recv(65536))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        spy = {**source, "name": "spy", "url": f"http://127.0.0.1:{listener.getsockname()[1]}"}
+        thread = threading.Thread(target=listen, args=(listener,))
+        thread.start()
+        bring(talks, tmp_path / "copy", files[:1], spy, source)  # one file: one request
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    assert heard
+    assert not any(b"right" in request for request in heard)
+    for expected in (b"HTTP/1.1 20", b"HTTP/1.1 401"):
+        with socket.create_connection(("127.0.0.1", int(source["url"].rpartition(":")[2])), timeout=10) as wire:
+            wire.sendall(heard[0])
+            assert wire.recv(100).startswith(expected)
+
+
+def test_a_signature_is_good_for_its_own_request_only(talks: list[Talk], folder: Path) -> None:
+    source, _ = serve(talks, folder)
+    connection = http.client.HTTPConnection(source["url"].removeprefix("http://"), timeout=10)
+    for method, path, span, signed in (
+        ("GET", "/files/1", "", authorization("right", "GET", "/files/0")),
+        ("GET", "/files/0", "bytes=1-", authorization("right", "GET", "/files/0")),
+        ("POST", "/pack", "", authorization("right", "POST", "/pack", body=b"[1]")),
+        ("GET", "/files/0", "", "Bearer right"),
+    ):
+        headers = {"Authorization": signed, **({"Range": span} if span else {})}
+        connection.request(method, path, b"[0]" if method == "POST" else None, headers)
+        assert connection.getresponse().status == 401
+        connection.close()
+
+
+def test_strangers_cannot_keep_the_others_out(talks: list[Talk], folder: Path) -> None:
+    source, files = serve(talks, folder)
+    number = next(n for n, one in enumerate(files) if one["path"] == "config.json")
+    port = int(source["url"].rpartition(":")[2])
+    strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(300)]
+    try:
+        for stranger in strangers:
+            stranger.sendall(b"GET /files/0 HTTP/1.1\r\nX: ")
+        assert ask(source, f"/files/{number}") == (200, b"{}")
+        status = Path(f"/proc/{talks[-1].process.pid}/status").read_text()
+        assert int(status.partition("Threads:")[2].split()[0]) < 100
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_the_hubs_token_goes_to_no_other_host(talks: list[Talk], folder: Path) -> None:
+    """The attack: a hub (or somebody in between) whose list goes on elsewhere."""
+    (folder / "outer").unlink()
+    seen: list[str | None] = []
+
+    class Thief(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append(self.headers.get("Authorization"))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"[]")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with FakeHub({"some/model": folder}) as hub, http.server.HTTPServer(("127.0.0.1", 0), Thief) as thief:
+        threading.Thread(target=thief.serve_forever, daemon=True).start()
+        hub.next_page = f"http://127.0.0.1:{thief.server_port}/more"
+        talk = Talk("hub", url=hub.url, repo="some/model", token="hf_secret")
+        assert "another host" in talk.hear("failed")["text"]
+        talk.end()
+        hub.next_page, hub.redirect = "", f"http://127.0.0.1:{thief.server_port}/storage"
+        talk = Talk("hub", url=hub.url, repo="some/model", token="hf_secret")
+        talk.hear("failed", "manifest")
+        talk.end()
+        thief.shutdown()
+    assert seen == [None]  # followed, and without the token
 
 
 def test_two_cannot_write_into_one_folder(talks: list[Talk], folder: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from corral.cli.doctor_view import report_lines
 from corral.doctor import Finding, Level, Question, Report, examine, quick_check
 from corral.doctor.engine import judge_all_reduce, read_all_reduce
 from corral.doctor.judge import judge_facts, judge_model, judge_versions
-from corral.doctor.wire import WireResult, judge_wire, stream_time_s
+from corral.doctor.wire import Peer, WireResult, judge_wire, stream_time_s
 from corral.errors import UsageError
 from corral.hardware.fabric import choose_fabric
 from corral.hardware.inventory import GIB
@@ -154,9 +154,9 @@ def test_a_model_must_be_the_same_everywhere() -> None:
 
 
 def wire(pairs: dict[tuple[str, str], dict[str, Any]]) -> WireResult:
-    rows: dict[str, dict[str, dict[str, Any]]] = {}
+    rows: dict[str, dict[str, Peer]] = {}
     for (first, second), row in pairs.items():
-        rows.setdefault(first, {})[second] = {"reach": "ok", **row}
+        rows.setdefault(first, {})[second] = Peer(**{"reach": "ok", **row})
     return WireResult(rows, {})
 
 

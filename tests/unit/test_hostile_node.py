@@ -15,14 +15,19 @@ import pytest
 
 from corral.deployment.events import read_events
 from corral.deployment.folder import DeploymentFolder, RankFolder
+from corral.doctor.engine import read_all_reduce
+from corral.doctor.wire import read_wire
 from corral.errors import CorralError, DataError
 from corral.hardware.survey import NodeFacts, read_answer
 from corral.lifecycle.deployments import Record, Status, statuses
 from corral.processes import own_identity
 from corral.record import dump_json
 from corral.shell import Completed, capture
+from corral.ssh import Ssh
 from corral.targets.remote_answers import MIRRORED, read_report, read_started, read_stopped
 from corral.targets.remote_files import mirror
+from corral.transfer.courier import ask_courier
+from corral.transfer.courier_events import read_event
 from corral.untrusted import parse_json, plain
 
 
@@ -229,3 +234,71 @@ def test_the_mirrored_files_are_private(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path / "rank0").iterdir())
+
+
+# ------------------------------------------------------------------------------------------------------- couriers
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"event": "listening", "address": "1.2.3.4", "port": 0},
+        {"event": "listening", "address": "x/../y @evil", "port": 5},
+        {"event": "listening", "address": "1.2.3.4"},
+        {"event": "manifest", "files": [{"path": "a"}]},
+        {"event": "manifest", "files": [{"path": "a", "kind": "file", "size": -5}]},
+        {"event": "manifest", "files": [], "url": "file:///etc/passwd"},
+        {"event": "hashes", "hashes": {"0": "x"}},
+        {"event": "hashes", "hashes": {"-1": "0" * 64}},
+        {"event": "held", "held": [[-1, 0]]},
+        {"event": "held", "held": [[0, 0, 0]]},
+        {"event": "progress", "done": "x", "total": 1},
+        {"event": "progress", "done": 1 << 70, "total": 1},
+        {"event": "done", "bytes": 1, "seconds": -1},
+        {"event": "failed", "text": "x" * 3000},
+        {"event": "failed", "text": ["x"]},
+        {"event": "owned"},
+        {"event": ["x"]},
+    ],
+    ids=lambda event: str(event)[:40],
+)
+def test_events_that_no_courier_says_are_errors(event: dict[str, Any]) -> None:
+    with pytest.raises(DataError):
+        read_event(json.dumps(event).encode() + b"\n")
+
+
+@pytest.mark.parametrize("line", [b"Welcome!\n", b"{\n", b'{"a": 1}\n', b"[1]\n", b"\xff\n", b"[" * 100_000])
+def test_lines_that_are_no_events_are_read_past(line: bytes) -> None:
+    assert read_event(line) is None
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        '{"event": "manifest", "files": 5}',
+        '{"event": "read-speed", "bytes": 1, "seconds": 1}',
+        '{"event": "read-speed", "bytes": 1, "seconds": 1, "bytes_per_s": NaN}',
+    ],
+)
+def test_a_lying_courier_is_one_error(said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "ssh"
+    script.write_text(f"#!/bin/sh\ncase \"$1\" in -G) exit;; esac\necho '{said}'\ncat >/dev/null\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("CORRAL_SSH", str(script))
+    with pytest.raises(CorralError):
+        ask_courier(Ssh(), "a", "read-speed", {"folder": "/"}, ["read-speed", "manifest"])
+
+
+WIRES = [
+    '{"peers": {"stranger": {"reach": "ok"}}}', '{"peers": {"b": {"reach": "ok", "rtt_s": -1}}}', '{"peers": 5}',
+    '{"peers": {"b": {"reach": 5}}}', '{"peers": {"b": {"reach": "ok", "there_bps": 1e300}}}', "",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", WIRES, ids=range(len(WIRES)))
+def test_measurements_that_cannot_be_are_errors(text: str) -> None:
+    with pytest.raises(DataError):
+        read_wire(text, "a", {"b"})
+
+
+def test_an_all_reduce_that_says_nonsense_has_failed() -> None:
+    for text in ('{"ok": true, "large_s": "x"}', '{"ok": true, "small_s": -1.0}', '{"ok": 5}', "x" * 100_000):
+        assert not read_all_reduce(Completed((), 0, text, ""), "gloo")["ok"]

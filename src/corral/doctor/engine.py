@@ -11,6 +11,7 @@ import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from corral.bundle import bundle
@@ -19,13 +20,17 @@ from corral.doctor.judge import judge_versions
 from corral.errors import CorralError
 from corral.hardware.fabric import Fabric
 from corral.hardware.survey import Here, NodeFacts
+from corral.record import from_json
 from corral.runtimes.base import Job, NodeCheck, Runtime
 from corral.shell import Completed
 from corral.ssh import Ssh, each
+from corral.untrusted import last_object, plain
 
 __all__ = ["check_runtime", "judge_all_reduce", "run_all_reduce"]
 
 LARGE_MIB = 16
+MOST = 1e15  # bytes per second, or seconds
+MOST_LINES, LONGEST_LINE = 20_000, 2000  # of what NCCL says
 ROOM_BYTES = 2 << 30  # what NCCL and a CUDA context need on a GPU that others may use
 
 
@@ -81,10 +86,10 @@ def _one_check(
 def _versions(ssh: Ssh | Here, host: str, runtime: Runtime, timeout_s: float) -> dict[str, str]:
     try:
         done = _inside(ssh, host, runtime, "versions.py", {}, max(1.0, timeout_s))
-        told = json.loads(done.stdout.strip().splitlines()[-1])
-    except (CorralError, ValueError, IndexError):
+        told = last_object(done.stdout, f"the answer of {host}")
+    except CorralError:
         return {}
-    return {str(name): str(value) for name, value in told.items()} if isinstance(told, dict) else {}
+    return {name: plain(str(value), 100) for name, value in told.items()}
 
 
 def _inside(
@@ -117,6 +122,17 @@ def _inside(
             ssh.run(host, argv, timeout_s=4)
 
 
+@dataclass(frozen=True)
+class Sum:
+    """What the all-reduce of one rank said."""
+
+    ok: bool
+    small_s: float = 0.0
+    large_s: float = 0.0
+    bytes_per_s: float = 0.0
+    error: str = ""
+
+
 def run_all_reduce(
     ssh: Ssh | Here, facts: Sequence[NodeFacts], fabric: Fabric, runtime: Runtime, timeout_s: float
 ) -> dict[str, dict[str, Any]]:
@@ -145,14 +161,16 @@ def run_all_reduce(
 
 def read_all_reduce(done: Completed, backend: str) -> dict[str, Any]:
     """The script's last line, and what NCCL said before it."""
-    line = next((row for row in reversed(done.stdout.splitlines()) if row.startswith("{")), "")
     try:
-        found: dict[str, Any] = json.loads(line)
-    except ValueError:
-        found = {"ok": False, "error": _last_words(done)}
-    used = re.findall(r"NCCL INFO.*Using network (\S.*?)\s*$", done.stdout + done.stderr, re.MULTILINE)
-    adapters = re.findall(r"NET/IB : Using (.*?)(?:; OOB.*)?$", done.stdout + done.stderr, re.MULTILINE)
-    return {**found, "backend": backend, "network": used[-1] if used else "", "adapters": adapters[-1:]}
+        found = from_json(Sum, last_object(done.stdout, "the answer"), "the answer")
+    except CorralError:
+        found = Sum(False, error=_last_words(done))
+    if not all(0 <= number < MOST for number in (found.small_s, found.large_s, found.bytes_per_s)):
+        found = Sum(False, error="it measured what cannot be")
+    said = "\n".join(line[:LONGEST_LINE].rstrip() for line in (done.stdout + done.stderr).splitlines()[-MOST_LINES:])
+    used = re.findall(r"NCCL INFO[^\n]*Using network (\S[^\n]*)$", said, re.MULTILINE)
+    adapters = re.findall(r"NET/IB : Using ([^\n]*?)(?:; OOB[^\n]*)?$", said, re.MULTILINE)
+    return {**vars(found), "backend": backend, "network": used[-1] if used else "", "adapters": adapters[-1:]}
 
 
 def judge_all_reduce(found: Mapping[str, Mapping[str, Any]], fabric: Fabric) -> list[Finding]:

@@ -26,6 +26,7 @@ __all__ = ["Question", "examine", "quick_check"]
 
 HERE = "here"
 NODE_HOME = "~/.local/share/corral"  # where Corral lives on nodes that do not share this machine's files
+PORTS_ASKED = 2  # for the network test, and for the all-reduce
 WIDTH = 128  # hosts asked at the same time: most of what a thread does is wait
 SURVEY_S = 9.0  # hung hosts cost this much, together; an ssh that does not connect gives up earlier
 QUICK_S = 20.0
@@ -99,13 +100,13 @@ class _Examination:
             disks=(question.home or (NODE_HOME if question.hosts else str(home_dir())), TMP),
             paths=(model_path,) if model_path else (),
             ports=question.ports,
-            free_ports=2,
+            free_ports=PORTS_ASKED,
             read="" if question.quick else model_path,
         )
-        with _mark(bool(question.hosts)) as mark:
+        with _mark(bool(question.hosts)) as (mark, content):
             found = self._ask(replace(asked, nonces=(mark,) if mark else ()))
         self.facts = [facts for facts in found.values() if isinstance(facts, NodeFacts)]
-        self.shared = bool(mark and self.facts) and all(node.nonces.get(mark) for node in self.facts)
+        self.shared = bool(mark and self.facts) and all(node.nonces.get(mark) == content for node in self.facts)
         self.findings += judge_answers(found) if question.hosts else []
         if self.facts:
             self.findings += judge_facts(self.facts, question.ports, question.ports_needed)
@@ -168,6 +169,11 @@ class _Examination:
 
     def add_up(self, runtime: Runtime) -> None:
         assert self.fabric is not None
+        if len(self.facts[0].free_ports) < PORTS_ASKED:
+            why = self.facts[0].errors.get("ports", "it named too few")
+            text = f"{self.facts[0].host} has no free port for it: {why}"
+            self.findings.append(warning("all-reduce", text, "Look at the node.", self.facts[0].host))
+            return
         self.progress("adding up: a small all-reduce in the engine")
         found = run_all_reduce(self.ssh, self.facts, self.fabric, runtime, self.left_s - 5)
         self.findings += judge_all_reduce(found, self.fabric)
@@ -193,15 +199,15 @@ class _Examination:
 
 
 @contextlib.contextmanager
-def _mark(wanted: bool) -> Iterator[str]:
-    """A small file in Corral's home for a moment: nodes that can read it share this machine's files."""
+def _mark(wanted: bool) -> Iterator[tuple[str, str]]:
+    """A small file in Corral's home for a moment: nodes that can read what is in it share this machine's files."""
     if not wanted or not home_dir().is_dir():
-        yield ""
+        yield "", ""
         return
-    path = home_dir() / f".seen-{secrets.token_hex(4)}"
-    write_atomic(path, path.name)
+    path, content = home_dir() / f".seen-{secrets.token_hex(4)}", secrets.token_hex(16)
+    write_atomic(path, content)
     try:
-        yield str(path)
+        yield str(path), content
     finally:
         path.unlink(missing_ok=True)
 

@@ -7,19 +7,22 @@ import secrets
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from corral.bundle import bundle
 from corral.doctor.finding import Finding, Pair, fatal, ok, warning
 from corral.doctor.judge import names
-from corral.errors import CorralError
+from corral.errors import CorralError, DataError
 from corral.hardware.fabric import Fabric
 from corral.hardware.survey import Here, NodeFacts
+from corral.record import from_json
 from corral.ssh import Ssh, each
+from corral.untrusted import last_object
 
-__all__ = ["WireResult", "judge_wire", "run_wire", "stream_time_s"]
+__all__ = ["Peer", "WireResult", "judge_wire", "read_wire", "run_wire", "stream_time_s"]
 
 MOST_S = 20.0
+MOST_ANSWER_BYTES = 4 << 20
+MOST = 1e15  # bits per second, or seconds
 START_S = 6.0  # until the last node has begun, and until the answers are back
 SLOW_SHARE = 0.3  # of the middle pair
 FAR_S = 1e-3
@@ -30,10 +33,27 @@ HOW = {"timeout": "nothing comes back", "refused": "it is refused", "": "no answ
 
 
 @dataclass(frozen=True)
+class Peer:
+    """What one node says of another: whether it reached it, and how fast."""
+
+    reach: str
+    rtt_s: float | None = None
+    there_bps: float = 0.0
+    back_bps: float = 0.0
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class _Answer:
+    peers: dict[str, Peer]
+    error: str = ""
+
+
+@dataclass(frozen=True)
 class WireResult:
     """What each node said of each other one, or why it could not be asked."""
 
-    rows: dict[str, dict[str, dict[str, Any]]]
+    rows: dict[str, dict[str, Peer]]
     errors: dict[str, str]
 
 
@@ -50,29 +70,40 @@ def run_wire(ssh: Ssh | Here, facts: Sequence[NodeFacts], fabric: Fabric, timeou
     order["stream_s"] = stream_time_s(len(facts), limit_s)
     numbers = {node.host: number for number, node in enumerate(facts)}
 
-    def task(host: str) -> dict[str, Any]:
+    def task(host: str) -> _Answer:
         stdin = json.dumps({**order, "me": numbers[host]}).encode()  # the word they know each other by is in it
         done = ssh.python(host, bundle("node/wire_test.py"), stdin=stdin, timeout_s=timeout_s)
-        found: dict[str, Any] = json.loads(done.or_raise(f"on {host}").stdout.strip().splitlines()[-1])
-        return found
+        return read_wire(done.or_raise(f"on {host}").stdout, host, set(numbers) - {host})
 
     rows, errors = {}, {}
     for host, answer in each(list(numbers), task, width=len(numbers)).items():
         if isinstance(answer, CorralError):
             errors[host] = answer.message
-        elif answer.get("error"):
-            errors[host] = str(answer["error"])
+        elif answer.error:
+            errors[host] = answer.error
         else:
-            rows[host] = answer["peers"]
+            rows[host] = answer.peers
     return WireResult(rows, errors)
+
+
+def read_wire(text: str, host: str, others: set[str]) -> _Answer:
+    """What one node measured; it may speak of the other nodes only, and in numbers that can be."""
+    what = f"the answer of {host}"
+    found = from_json(_Answer, last_object(text, what, MOST_ANSWER_BYTES, "Look at the node."), what)
+    numbers = [
+        number for peer in found.peers.values() for number in (peer.rtt_s or 0.0, peer.there_bps, peer.back_bps)
+    ]
+    if not set(found.peers) <= others or not all(0 <= number < MOST for number in numbers):
+        raise DataError(f"{what} speaks of other nodes, or of speeds that cannot be.", "Look at the node.", host=host)
+    return found
 
 
 def pairs_of(result: WireResult) -> tuple[Pair, ...]:
     return tuple(
-        Pair(first, second, row["rtt_s"], row["there_bps"], row["back_bps"])
+        Pair(first, second, row.rtt_s, row.there_bps, row.back_bps)
         for first, told in result.rows.items()
         for second, row in told.items()
-        if "rtt_s" in row
+        if row.rtt_s is not None
     )
 
 
@@ -88,8 +119,8 @@ def _reach(result: WireResult, fabric: Fabric) -> list[Finding]:
     blocked: dict[tuple[str, str], list[str]] = {}
     for host, told in result.rows.items():
         for peer, row in told.items():
-            if row["reach"] != "ok" and peer not in result.errors:
-                blocked.setdefault((peer, row["reach"]), []).append(host)
+            if row.reach != "ok" and peer not in result.errors:
+                blocked.setdefault((peer, row.reach), []).append(host)
     found = []
     for (peer, how), hosts in blocked.items():
         where = f"{fabric.addresses[peer]} ({fabric.interfaces[peer]})"

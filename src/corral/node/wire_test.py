@@ -76,7 +76,7 @@ class Wire:
                         self.touched = time.monotonic()
                 else:
                     send_line(caller, {"ok": False})
-        except (OSError, ValueError):
+        except (OSError, ValueError, TypeError, RecursionError):
             pass  # the asking side reports it
 
     def measured(self, caller: socket.socket) -> None:

@@ -155,6 +155,9 @@ class SshTarget:
         head = self.chosen.hosts[0]
         asked = Asked(ports=(wanted or DEFAULT_PORT,), free_ports=3)
         facts = _all_or_error(survey(self.ssh, [head], asked))[head]
+        if len(facts.free_ports) < asked.free_ports:
+            why = facts.errors.get("ports", "it named none")
+            raise ConflictError(f"{head} has no free ports: {why}.", "Look at the node: `corral doctor`.", host=head)
         serve, note = wanted or DEFAULT_PORT, ""
         if facts.taken_ports:
             taken = facts.taken_ports[0]

@@ -18,12 +18,16 @@ from functools import lru_cache
 from typing import Any
 
 from corral.bundle import bundle
-from corral.errors import CorralError, UnreachableError
+from corral.errors import CorralError, DataError, UnreachableError
 from corral.ssh import Ssh
+from corral.transfer.courier_events import LONGEST_LINE_BYTES, read_event
+from corral.untrusted import plain
 
-__all__ = ["HERE", "Courier", "Event", "ask_courier"]
+__all__ = ["HERE", "MOST_WAITING", "Courier", "Event", "ask_courier"]
 
 HERE = "this machine"
+MOST_WAITING = 1000  # events that nobody has looked at yet: a courier that says more must wait
+LONGEST_COMPLAINT_BYTES = 1 << 16
 Event = dict[str, Any]
 
 
@@ -97,13 +101,13 @@ class Courier:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            try:
-                event = json.loads(line)
-            except ValueError:  # a login script that prints
-                continue
-            if isinstance(event, dict) and "event" in event:
-                self.inbox.put((self, event))
+        try:
+            while line := self._process.stdout.readline(LONGEST_LINE_BYTES + 1):
+                if event := read_event(line):
+                    self.inbox.put((self, event))
+        except DataError as error:  # it lies: nothing more is heard from it
+            self._process.kill()
+            self.inbox.put((self, {"event": "failed", "text": error.message}))
         code = self._process.wait()
         self._errors.join(5)
         said = self._said[-1] if self._said else f"its courier ended with code {code}"
@@ -111,14 +115,14 @@ class Courier:
 
     def _read_errors(self) -> None:
         assert self._process.stderr is not None
-        for line in self._process.stderr:
-            if text := line.decode("utf-8", "replace").strip():
+        while line := self._process.stderr.readline(LONGEST_COMPLAINT_BYTES):
+            if text := plain(line.decode("utf-8", "replace").strip(), 500):
                 self._said = [*self._said[-20:], text]
 
 
 def ask_courier(ssh: Ssh, host: str, command: str, order: Mapping[str, Any], wanted: Sequence[str]) -> Event:
     """Run a courier for a single answer."""
-    inbox: queue.Queue[tuple[Courier, Event]] = queue.Queue()
+    inbox: queue.Queue[tuple[Courier, Event]] = queue.Queue(MOST_WAITING)
     courier = Courier(ssh, host, command, inbox)
     courier.start(order)
     try:

@@ -10,18 +10,21 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from corral.errors import AccessError, CorralError, DataError, NotFoundError, UnreachableError, UsageError
 from corral.models import store as model_store
 from corral.models.store import LEFT_OUT, ModelSource
+from corral.record import to_json
 from corral.ssh import Ssh, check_host, each
 from corral.transfer.courier import HERE, ask_courier
 from corral.transfer.spread import Origin, Outcome, Progress, spread
+from corral.untrusted import last_object
 
 __all__ = ["Arrival", "Pull", "PullOrder", "pull"]
 
@@ -143,7 +146,12 @@ def _from_hub(source: ModelSource, host: str, ssh: Ssh) -> Origin:
         found = ask_courier(ssh, host, "hub", order, ["manifest"])
     except CorralError as error:
         raise _hub_error(source.repo, host, error) from error
-    return Origin(host="", hub_url=found["url"], hub_token=token, files=tuple(found["files"]))
+    if not re.fullmatch(r"[0-9A-Za-z._-]{1,100}", found["commit"]):
+        raise DataError(
+            f"{host} says that {source.repo} is at {found['commit']!r}, which is no commit.", "Look there."
+        )
+    url = f"{constants.ENDPOINT.rstrip('/')}/{source.repo}/resolve/{found['commit']}"  # the token goes nowhere else
+    return Origin(host="", hub_url=url, hub_token=token, files=found["files"])
 
 
 def _hub_error(repo: str, host: str, error: CorralError) -> CorralError:
@@ -166,8 +174,18 @@ order = json.loads(sys.stdin.readline())
 for pattern in order["folders"]:
     for folder in sorted(glob.glob(os.path.expanduser(pattern)), key=os.path.getmtime, reverse=True):
         if os.path.isfile(os.path.join(folder, "config.json")):
-            sys.exit(print(json.dumps(folder)))
+            sys.exit(print(json.dumps({"folder": folder})))
 """
+
+
+def _found_path(host: str, said: str) -> str:
+    """The folder that the host names; empty when it has none."""
+    if "{" not in said:
+        return ""
+    path = last_object(said, f"the answer of {host}").get("folder")
+    if not isinstance(path, str) or not path.startswith("/") or len(path) > 4096:
+        raise DataError(f"{host} says that the model is in {str(path)[:100]!r}, which is no path.", "Look there.")
+    return path
 
 
 def _on_host(order: PullOrder, host: str, ssh: Ssh) -> tuple[str, Origin, str]:
@@ -181,9 +199,9 @@ def _on_host(order: PullOrder, host: str, ssh: Ssh) -> tuple[str, Origin, str]:
         folders = [order.to] if order.to else []
         folders += [f"{HOME_ON_HOSTS}/{name}", f"~/.cache/huggingface/{cache}"]
     done = ssh.python(host, _FIND, stdin=json.dumps({"folders": folders}).encode() + b"\n").or_raise(f"on {host}")
-    if not done.stdout.strip():
+    path = _found_path(host, done.stdout)
+    if not path:
         raise NotFoundError(f"{host} has no {order.model}.", f"Looked for {', '.join(folders)}.")
-    path = json.loads(done.stdout.strip().splitlines()[-1])
     return name, Origin(path, host=host, leave_out=LEFT_OUT), f"{host} has it in {path}"
 
 
@@ -211,7 +229,7 @@ def _pull_here(order: PullOrder, report: Report, ssh: Ssh, began_s: float) -> Pu
         folder = model_store.fetch(source, progress)
     rows = ask_courier(ssh, HERE, "manifest", {"folder": str(folder), "hash": "known", "leave_out": LEFT_OUT},
                        ["manifest"])["files"]  # fmt: skip
-    total = sum(int(row["size"]) for row in rows)
+    total = sum(row.size for row in rows)
     moved = 0 if before and not damaged else total
     state = "already" if before and not damaged else "arrived"
     outcome = Outcome(HERE, state, total, moved, time.monotonic() - began_s, damaged=damaged)
@@ -223,17 +241,20 @@ def _damaged_in_cache(folder: Path, again: bool, report: Report, ssh: Ssh) -> tu
     """Large files of the hub's cache whose content is not what their name promises."""
     listing = {"folder": str(folder), "hash": "known", "leave_out": LEFT_OUT}
     rows = ask_courier(ssh, HERE, "manifest", listing, ["manifest"])["files"]
-    for row in rows:
-        real = (folder / row["path"]).resolve()
-        promised = real.name if real.parent.name == "blobs" and len(real.name) == 64 else None
-        row["sha256"] = promised
-    rows = [row for row in rows if row["sha256"]]
-    if not rows:
+    promised = [replace(row, sha256=_promised_hash(folder / row.path)) for row in rows]
+    promised = [row for row in promised if row.sha256]
+    if not promised:
         return ()
     report(Progress(HERE, "checking hashes"))
-    order = {"folder": str(folder), "files": rows, "check": "again" if again else "hash", "own": False}
-    found: Sequence[str] = ask_courier(ssh, HERE, "verify", order, ["need"])["damaged"]
-    return tuple(found)
+    order = {"folder": str(folder), "files": to_json(promised), "check": "again" if again else "hash", "own": False}
+    found: tuple[str, ...] = ask_courier(ssh, HERE, "verify", order, ["need"])["damaged"]
+    return found
+
+
+def _promised_hash(path: Path) -> str | None:
+    """A hub cache names large files by their hash."""
+    real = path.resolve()
+    return real.name if real.parent.name == "blobs" and len(real.name) == 64 else None
 
 
 # ------------------------------------------------------------------------------------------------ what became of it

@@ -23,8 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from corral.errors import ConflictError, CorralError, DataError, UsageError
+from corral.record import to_json
 from corral.ssh import Ssh, each
-from corral.transfer.courier import HERE, Courier, Event
+from corral.transfer.courier import HERE, MOST_WAITING, Courier, Event
+from corral.transfer.courier_events import Row
 from corral.transfer.sources import plan_sources, same_storage
 
 __all__ = ["Origin", "Outcome", "Progress", "ensure_folder", "spread"]
@@ -46,7 +48,7 @@ class Origin:
     links_out: str = "follow"  # links that lead out of the folder: follow (models), keep (environments)
     hub_url: str = ""
     hub_token: str | None = field(default=None, repr=False)
-    files: tuple[Mapping[str, Any], ...] = ()
+    files: tuple[Row, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,7 @@ class _Run:
     stall_s: float
     uplink_bytes_per_s: float = 0
     storage: str = "any"
-    inbox: queue.Queue[tuple[Courier, Event]] = field(default_factory=queue.Queue)
+    inbox: queue.Queue[tuple[Courier, Event]] = field(default_factory=lambda: queue.Queue(MOST_WAITING))
     couriers: dict[str, Courier] = field(default_factory=dict)
     places: dict[str, Event] = field(default_factory=dict)  # where each courier listens
     nonces: dict[str, str] = field(default_factory=dict)
@@ -164,14 +166,14 @@ class _Run:
     lost: set[str] = field(default_factory=set)
     at_source: set[str] = field(default_factory=set)
     pushed: str = ""  # the host that gets its files from this machine, over ssh
-    files: list[Mapping[str, Any]] = field(default_factory=list)
+    files: tuple[Row, ...] = ()
 
     # -- the course of things
     def go(self) -> dict[str, Outcome]:
         self._start()
         groups = self._groups()
         self._insist(groups)
-        self.files = list(self.source.files) or self._said(GIVER, "manifest")["files"]
+        self.files = self.source.files or self._said(GIVER, "manifest")["files"]
         if not self.files:
             raise DataError(f"{self.source.path or HUB} holds no files.", "Check the name of the folder.")
         writers = {group[0]: group for group in groups}
@@ -261,6 +263,8 @@ class _Run:
         for host in self.hosts:
             if host not in self.lost:
                 order = {"folder": self.destination, "stall_s": self.stall_s}
+                if self.source.host == HERE:  # links that lead out are taken from this machine only
+                    order["links_out"] = self.source.links_out
                 self._courier(host, host, "fetch", order, nonce=True)
         self.places = self._all_said([host for host in self.hosts if host in self.couriers], "listening")
         if self.source.path:
@@ -282,7 +286,8 @@ class _Run:
             self.couriers[name].send({"do": "look", "names": list(self.nonces.values())})
         whose = {nonce: name for name, nonce in self.nonces.items()}
         replies = self._all_said(names, "seen")
-        groups = same_storage({name: [whose[nonce] for nonce in reply["names"]] for name, reply in replies.items()})
+        seen = {name: [whose[nonce] for nonce in reply["names"] if nonce in whose] for name, reply in replies.items()}
+        groups = same_storage(seen)
         alone = [group for group in groups if GIVER not in group]
         for group in groups:
             if GIVER in group:  # these see the source itself: one look at names and sizes is enough
@@ -308,10 +313,10 @@ class _Run:
     def _compare(self, hosts: Sequence[str]) -> dict[str, Event]:
         for host in hosts:
             check = "sizes" if host in self.at_source else self.check
-            self.couriers[host].send({"do": "compare", "files": self.files, "check": check})
+            self.couriers[host].send({"do": "compare", "files": to_json(self.files), "check": check})
         needs = self._all_said(hosts, "need")
         for host, need in needs.items():
-            self.damaged[host] = tuple(need["damaged"])
+            self.damaged[host] = need["damaged"]
             if need["foreign"]:
                 raise ConflictError(
                     f"{self.destination} on {host} holds another model: its config.json differs.",
@@ -324,7 +329,7 @@ class _Run:
 
     @property
     def total_bytes(self) -> int:
-        return sum(int(row["size"]) for row in self.files)
+        return sum(row.size for row in self.files)
 
     def _refuse_full_disks(self, needs: Mapping[str, Event]) -> None:
         full = {host: need for host, need in needs.items() if need["bytes"] > need["free_bytes"]}
@@ -362,12 +367,12 @@ class _Run:
 
     def _hashes(self, needs: Mapping[str, Event]) -> dict[str, str]:
         """Files that somebody lacks and whose hash nobody knew so far."""
-        unknown = sorted({number for need in needs.values() for number in need["unknown"]})
+        unknown = sorted({n for need in needs.values() for n in need["unknown"] if n < len(self.files)})
         if not unknown:
             return {}
         self.couriers[GIVER].send({"do": "hash", "files": unknown})
         found: dict[str, str] = self._said(GIVER, "hashes")["hashes"]
-        return found
+        return {number: sha256 for number, sha256 in found.items() if int(number) in unknown}
 
     def _rows(self, host: str) -> list[dict[str, Any]]:
         rows = []
@@ -388,7 +393,7 @@ class _Run:
         while waiting := [host for host in receivers if host not in self.outcomes]:
             name, event = self._next()
             kind = event["event"]
-            if kind == "done":
+            if kind == "done" and name in waiting:
                 self.outcomes[name] = Outcome(
                     name, "arrived", self.total_bytes, event["bytes"], event["seconds"], damaged=self.damaged[name]
                 )
@@ -423,14 +428,14 @@ class _Run:
                 if host in self.outcomes or host in self.lost:
                     return
                 time.sleep(0.02)
-            held = self.heard.pop((host, "held"))["held"]
-            small_first = sorted(held, key=lambda row: self.files[row[0]]["size"] >= SMALL_BYTES)
+            held = [row for row in self.heard.pop((host, "held"))["held"] if row[0] < len(self.files)]
+            small_first = sorted(held, key=lambda row: self.files[row[0]].size >= SMALL_BYTES)
             for number, have in small_first:
                 if not self._push_file(courier, number, have):
                     return
 
     def _push_file(self, courier: Courier, number: int, offset: int) -> bool:
-        path = Path(self.source.path).expanduser() / self.files[number]["path"]
+        path = Path(self.source.path).expanduser() / self.files[number].path
         try:
             with path.open("rb") as file:
                 file.seek(offset)
@@ -462,7 +467,7 @@ class _Run:
 
     def _sees_all(self, host: str) -> bool:
         for _ in range(LOOKS):
-            self.couriers[host].send({"do": "compare", "files": self.files, "check": "sizes"})
+            self.couriers[host].send({"do": "compare", "files": to_json(self.files), "check": "sizes"})
             need = self._all_said([host], "need").get(host)
             if need is None or not need["files"]:
                 return need is not None

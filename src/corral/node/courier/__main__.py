@@ -10,7 +10,7 @@ from typing import IO, Sequence
 
 from .depot import Depot, Item
 from .fetch import Fetch
-from .folders import listing
+from .folders import Tree, listing
 from .hashes import Hashes, hash_files
 from .hub import hub
 from .server import end_when_idle, start_server
@@ -27,7 +27,7 @@ def serve(order: Json, stdin: IO[bytes]) -> None:
         rows = listing(folder, order.get("leave_out", ()), order.get("links_out", "follow"))
         hashes = Hashes(folder, own=False)
         hash_files(folder, rows, order.get("hash", "known"), hashes)
-        items = [Item(number, row, folder) for number, row in enumerate(rows)]
+        items = [Item(number, row, Tree(folder)) for number, row in enumerate(rows)]
         depot = Depot(items, order.get("uplink_bytes_per_s", 0))
         for item in items:
             depot.grow(item, item.size, done=True)

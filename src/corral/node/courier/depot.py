@@ -10,28 +10,37 @@ import threading
 import time
 from typing import IO, Any, List, Optional, Tuple
 
-from .folders import inside
+from .folders import Tree
+from .manifest import LONGEST_NAME
 from .talk import Json
 
 
 class Item:
     """One file of the manifest as it is here: how many of its bytes, and where."""
 
-    def __init__(self, number: int, row: Json, folder: str) -> None:
+    def __init__(self, number: int, row: Json, tree: Tree) -> None:
         self.number, self.path, self.size = number, str(row["path"]), int(row["size"])
         self.kind, self.mode = str(row["kind"]), int(row.get("mode", 0o644))
         self.mtime_ns: Optional[int] = row.get("mtime_ns")
         self.target = str(row.get("target", ""))
         self.sha256, self.git_sha1 = row.get("sha256"), row.get("git_sha1")
-        self.place = inside(folder, self.path)
+        self.place = tree.place(self.path)
         self.at = self.place  # where the bytes are now
         self.have, self.done, self.generation, self.damaged = 0, False, 0, 0
         self.claimed = False
 
     @property
+    def part_name(self) -> str:
+        """What the file is called while it is not whole; beside its place, and short enough for any file system."""
+        mark = hashlib.sha1(f"{self.size}:{self.sha256 or self.git_sha1}".encode()).hexdigest()[:8]  # noqa: S324
+        name = os.path.basename(self.place)
+        if len(os.fsencode(name)) > LONGEST_NAME - 30:
+            name = hashlib.sha1(os.fsencode(name)).hexdigest()  # noqa: S324
+        return f".{name}.{mark}.corral-part"
+
+    @property
     def part(self) -> str:
-        name = hashlib.sha1(f"{self.size}:{self.sha256 or self.git_sha1}".encode()).hexdigest()[:8]  # noqa: S324
-        return os.path.join(os.path.dirname(self.place), f".{os.path.basename(self.place)}.{name}.corral-part")
+        return os.path.join(os.path.dirname(self.place), self.part_name)
 
     def fits(self, digest: "Digest") -> bool:
         if self.sha256:

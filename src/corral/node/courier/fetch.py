@@ -12,9 +12,10 @@ import time
 from typing import IO, Any, Iterator, List, Optional
 
 from .depot import Depot, Item
-from .folders import is_within
+from .folders import Tree
 from .hashes import HASHES_FILE, Hashes, git_sha1_of, sha256_of
 from .landing import Landing
+from .manifest import checked
 from .sources import Source, as_connection_errors
 from .storage import free_bytes, seen, sync_file_system
 from .talk import Json, Pace, TroubleError, read_line, tell
@@ -41,9 +42,10 @@ class Fetch:
         self.failed = threading.Event()
         self.lock_handle = -1
         self.missing: List[Item] = []
-        is_within.cache_clear()
+        self.tree = Tree(self.folder)
+        self.links_out = order.get("links_out") == "keep"
         self.hashes = Hashes(self.folder, own=bool(order.get("own", True)))
-        self.landing = Landing(self.folder, self.depot, self.hashes, self.heard)
+        self.landing = Landing(self.tree, self.depot, self.hashes, self.heard)
 
     # -- what is asked of it
     def obey(self, stdin: IO[bytes]) -> None:
@@ -68,7 +70,9 @@ class Fetch:
 
     def compare(self, rows: List[Json], check: str) -> None:
         """Which files are not here, or not as they should be; a part that is here counts."""
-        items = [Item(number, row, self.folder) for number, row in enumerate(rows)]
+        items = [Item(number, row, self.tree) for number, row in enumerate(checked(rows, self.links_out))]
+        for item in items:
+            self.tree.check(item.path)
         self.depot.items[:] = items
         pace = Pace(lambda done, total: tell("checking", done=done, total=total), sum(item.size for item in items))
         with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -135,11 +139,7 @@ class Fetch:
         self.began_s = time.monotonic()
         self.set_sources(message["sources"])
         for item in self.missing:
-            if item.kind == "link":
-                self.landing.make(item)
-        is_within.cache_clear()  # those links may lead out
-        for item in self.missing:
-            if item.kind != "link" and item.size == 0:
+            if item.size == 0:
                 self.landing.make(item)
         for unit in units([item for item in self.missing if not item.done]):
             self.units.put(unit)

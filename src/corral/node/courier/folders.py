@@ -1,15 +1,18 @@
-"""What a folder holds, and paths that must not lead out of it."""
+"""What a folder holds, and writing into it: by descriptor, one name after the other, never through a link."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fnmatch
-import functools
 import os
-from typing import List, Sequence
+from typing import Iterator, List, Sequence, Tuple
 
+from .manifest import OWN_FILES, inner_target, split
 from .talk import Json, TroubleError
 
-OWN_FILES = (".corral-*", ".*.corral-part")
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+NO_FOLDER = (errno.ELOOP, errno.ENOTDIR, errno.EMLINK)  # as systems call a link where a folder was asked for
 
 
 def listing(folder: str, leave_out: Sequence[str], links_out: str) -> List[Json]:
@@ -29,7 +32,7 @@ def listing(folder: str, leave_out: Sequence[str], links_out: str) -> List[Json]
             patterns = (*OWN_FILES, *leave_out)
             if any(fnmatch.fnmatch(path, pattern) or fnmatch.fnmatch(entry.name, pattern) for pattern in patterns):
                 continue
-            if entry.is_symlink() and (links_out == "keep" or stays_inside(root, entry.path)):
+            if entry.is_symlink() and (links_out == "keep" or stays_inside(root, path)):
                 rows.append({"path": path, "kind": "link", "size": 0, "target": os.readlink(entry.path)})
             elif entry.is_dir():
                 visit(entry.path, path, depth + 1)
@@ -44,24 +47,76 @@ def listing(folder: str, leave_out: Sequence[str], links_out: str) -> List[Json]
     return rows
 
 
-def stays_inside(root: str, link: str) -> bool:
-    if os.path.isabs(os.readlink(link)):
+def stays_inside(root: str, path: str) -> bool:
+    """Whether a link leads to something inside, and by no other link: only such a one can be a row of a manifest."""
+    link = os.path.join(root, path)
+    parts = inner_target(path, os.readlink(link))
+    if parts is None or not os.path.exists(link):
         return False
-    return (os.path.realpath(link) + "/").startswith(root + "/")
+    above = os.path.join(root, *parts[:-1])
+    return os.path.realpath(above) == above
 
 
-def inside(folder: str, path: str) -> str:
-    """Where a manifest's path lies in the folder; refuses one that would lead out of it."""
-    parts = path.split("/")
-    if path.startswith("/") or any(part in ("", ".", "..") for part in parts):
-        raise TroubleError(f"{path!r} is not a path inside a folder.")
-    place = os.path.join(folder, path)
-    if not is_within(folder, os.path.dirname(place)):
-        raise TroubleError(f"{path!r} leads out of {folder} by a link.")
-    return place
+class Tree:
+    """A folder that is written into. What lies on the way to a file must be folders, at the moment of writing."""
 
+    def __init__(self, folder: str) -> None:
+        self.folder = folder  # the user named it: it may be a link
 
-@functools.lru_cache(maxsize=None)
-def is_within(folder: str, parent: str) -> bool:
-    """Whether no link leads from one to the other; remembered, for environments of tens of thousands of files."""
-    return (os.path.realpath(parent) + "/").startswith(os.path.realpath(folder) + "/")
+    def place(self, path: str) -> str:
+        return os.path.join(self.folder, *split(path))
+
+    @contextlib.contextmanager
+    def parent(self, path: str, make: bool = False) -> Iterator[Tuple[int, str]]:
+        """The folder of a path as a descriptor, and the path's last name; `make` makes what is missing on the way."""
+        *above, name = split(path)
+        handle = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            for part in above:
+                handle, before = self._enter(handle, part, path, make), handle
+                os.close(before)
+            yield handle, name
+        finally:
+            os.close(handle)
+
+    def _enter(self, handle: int, part: str, path: str, make: bool) -> int:
+        try:
+            if make:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(part, dir_fd=handle)
+            return os.open(part, FOLDER, dir_fd=handle)
+        except OSError as error:
+            if error.errno not in NO_FOLDER:
+                raise
+            text = f"{path!r} leads out of {self.folder} by a link, or through a file: {part!r} is not a folder."
+            raise TroubleError(text) from None
+
+    def check(self, path: str) -> None:
+        """Refuses a path on whose way there is a link."""
+        with contextlib.suppress(FileNotFoundError), self.parent(path):
+            pass
+
+    def open(self, path: str, name: str, flags: int) -> int:
+        """A file beside `path`, made with its folders where the flags say so; never by a link."""
+        with self.parent(path, make=bool(flags & os.O_CREAT)) as (handle, _):
+            return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=handle)
+
+    def rename(self, path: str, name: str) -> None:
+        """Give what lies beside `path` that path's own name; a link of that name is replaced, not followed."""
+        with self.parent(path) as (handle, last):
+            os.replace(name, last, src_dir_fd=handle, dst_dir_fd=handle)
+
+    def unlink(self, path: str, name: str) -> None:
+        with self.parent(path) as (handle, _), contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=handle)
+
+    def link(self, path: str, target: str) -> None:
+        with self.parent(path, make=True) as (handle, name):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=handle)
+            os.symlink(target, name, dir_fd=handle)
+
+    def make(self, path: str) -> None:
+        """An empty folder."""
+        with self.parent(path, make=True) as (handle, name):
+            os.close(self._enter(handle, name, path, make=True))

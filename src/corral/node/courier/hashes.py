@@ -28,11 +28,11 @@ class Hashes:
             name = f"{socket.gethostname()}:{os.path.realpath(folder)}"
             self.place = os.path.join(cache, "corral", "hashes", hashlib.sha1(name.encode()).hexdigest() + ".json")  # noqa: S324
         self.lock = threading.Lock()
-        try:
-            with open(self.place, encoding="utf-8") as file:
-                self.known: Dict[str, List[Any]] = json.load(file)
-        except (OSError, ValueError):
-            self.known = {}
+        self.known: Dict[str, List[Any]] = {}
+        with contextlib.suppress(OSError, ValueError, RecursionError), open(self.place, encoding="utf-8") as file:
+            found = json.load(file)  # who may write here may lie; a lie about a hash is a file fetched anew
+            if isinstance(found, dict):
+                self.known = {path: row for path, row in found.items() if isinstance(row, list) and len(row) == 5}
 
     def get(self, path: str, place: str) -> Optional[str]:
         found = self.known.get(path)

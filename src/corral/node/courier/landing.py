@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from typing import Any, Callable, Dict
 
 from .depot import Depot, Digest, Item
-from .folders import inside
+from .folders import Tree
 from .hashes import Hashes
 from .sources import as_connection_errors
 from .talk import TroubleError, tell
@@ -19,20 +18,17 @@ ATTEMPTS = 4  # per file, after a wrong hash
 class Landing:
     """Writes what arrives into the folder; `heard` is called whenever something did."""
 
-    def __init__(self, folder: str, depot: Depot, hashes: Hashes, heard: Callable[[], None]) -> None:
-        self.folder, self.depot, self.hashes, self.heard = folder, depot, hashes, heard
+    def __init__(self, tree: Tree, depot: Depot, hashes: Hashes, heard: Callable[[], None]) -> None:
+        self.tree, self.depot, self.hashes, self.heard = tree, depot, hashes, heard
         self.digests: Dict[int, Digest] = {}
         self.arrived_bytes = 0
 
     def make(self, item: Item) -> None:
         """Links, empty folders and empty files need nobody."""
-        os.makedirs(os.path.dirname(item.place), exist_ok=True)
         if item.kind == "folder":
-            os.makedirs(item.place, exist_ok=True)
+            self.tree.make(item.path)
         elif item.kind == "link":
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(item.place)
-            os.symlink(item.target, item.place)
+            self.tree.link(item.path, item.target)
         else:
             self.keep_small(item, b"", "this node")
         self.depot.grow(item, item.size, done=True)
@@ -42,25 +38,24 @@ class Landing:
         digest.update(body)
         if not item.fits(digest):
             return self.complain(item, source)
-        inside(self.folder, item.path)
-        os.makedirs(os.path.dirname(item.place), exist_ok=True)
-        with open(item.part, "wb", buffering=0) as file:
-            file.write(body)
-        self.arrived_bytes += len(body)
-        self.name(item, item.part, digest.sha256.hexdigest())
+        handle = self.tree.open(item.path, item.part_name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            write_all(handle, memoryview(body))
+            self.arrived_bytes += len(body)
+            self.name(item, handle, digest.sha256.hexdigest())
+        finally:
+            os.close(handle)
         return None
 
     def resume(self, item: Item) -> None:
         """Continue the part that is here: its bytes are read once, for the hash."""
         if item.number in self.digests:
             return
-        inside(self.folder, item.path)  # once more: a link of this very list may lead out by now
-        os.makedirs(os.path.dirname(item.place), exist_ok=True)
         digest = Digest(item)
-        with open(item.part, "ab+", buffering=0) as part:
-            part.truncate(min(item.size, os.path.getsize(item.part)))
-            part.seek(0)
-            have = 0
+        have = 0
+        handle = self.tree.open(item.path, item.part_name, os.O_RDWR | os.O_CREAT)
+        with os.fdopen(handle, "r+b", buffering=0) as part:
+            part.truncate(min(item.size, os.fstat(handle).st_size))
             while have < item.size:
                 block = part.read(1 << 20)
                 if not block:
@@ -74,7 +69,7 @@ class Landing:
     def stream(self, item: Item, response: Any, source: str) -> None:
         buffer = memoryview(bytearray(BLOCK_BYTES))
         digest = self.digests[item.number]
-        handle = os.open(item.part, os.O_WRONLY)
+        handle = self.tree.open(item.path, item.part_name, os.O_WRONLY)
         try:
             os.lseek(handle, item.have, os.SEEK_SET)
             while item.have < item.size:
@@ -88,7 +83,7 @@ class Landing:
             os.close(handle)
 
     def take_block(self, item: Item, body: bytes) -> None:
-        handle = os.open(item.part, os.O_WRONLY)
+        handle = self.tree.open(item.path, item.part_name, os.O_WRONLY)
         try:
             os.lseek(handle, item.have, os.SEEK_SET)
             self.append(item, self.digests[item.number], handle, memoryview(body))
@@ -98,9 +93,7 @@ class Landing:
             os.close(handle)
 
     def append(self, item: Item, digest: Digest, handle: int, block: memoryview) -> None:
-        written = 0
-        while written < len(block):
-            written += os.write(handle, block[written:])
+        write_all(handle, block)
         digest.update(block)
         self.arrived_bytes += len(block)
         self.heard()
@@ -110,19 +103,19 @@ class Landing:
         """The file is whole: judge it by its hash, and only then give it its name."""
         del self.digests[item.number]
         if not item.fits(digest):
-            os.unlink(item.part)
+            self.tree.unlink(item.path, item.part_name)
             self.depot.reset(item)
             return self.complain(item, source)
         os.fsync(handle)
-        self.name(item, item.part, digest.sha256.hexdigest())
+        self.name(item, handle, digest.sha256.hexdigest())
         return None
 
-    def name(self, item: Item, part: str, sha256: str) -> None:
-        os.chmod(part, item.mode)
+    def name(self, item: Item, handle: int, sha256: str) -> None:
+        os.fchmod(handle, item.mode)
         if item.mtime_ns is not None:  # compiled Python files are valid only for their source's time
-            os.utime(part, ns=(item.mtime_ns, item.mtime_ns))
+            os.utime(handle, ns=(item.mtime_ns, item.mtime_ns))
         with self.depot.changed:
-            os.replace(part, item.place)
+            self.tree.rename(item.path, item.part_name)
             self.depot.grow(item, item.size, done=True)
         self.hashes.put(item.path, item.place, sha256)
 
@@ -131,3 +124,8 @@ class Landing:
         tell("damaged", file=item.number, path=item.path, source=source)
         if item.damaged >= ATTEMPTS:
             raise TroubleError(f"{item.path} came {ATTEMPTS} times with a wrong hash, last from {source}.")
+
+
+def write_all(handle: int, block: memoryview) -> None:
+    while block:
+        block = block[os.write(handle, block) :]

@@ -1,9 +1,8 @@
-"""The courier's own server: a depot's files over HTTP, to whoever has the token."""
+"""The courier's own server: a depot's files over HTTP, to whoever signs with the token."""
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import http.server
 import json
 import os
@@ -11,21 +10,30 @@ import re
 import socket
 import threading
 import time
-from typing import Any, List, Tuple
+from typing import Any, Dict, List, Set, Tuple
 
 from .depot import Depot, Item
+from .signature import Doorkeeper
 from .talk import Json
+
+PENDING_S = 10.0  # for a stranger to say who he is
+MOST_PENDING = 64  # strangers at once; one more, and the one who has been silent longest goes
+MOST_OPEN = 256
+LONGEST_BODY = 64 << 10
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    timeout = 120
+    timeout = PENDING_S
     depot: Depot
-    token: str
+    doorkeeper: Doorkeeper
+    server: "Server"
 
-    def allowed(self) -> bool:
-        given = self.headers.get("Authorization", "")
-        if hmac.compare_digest(given.encode("utf-8", "replace"), f"Bearer {self.token}".encode()):
+    def allowed(self, body: bytes = b"") -> bool:
+        given, span = self.headers.get("Authorization", ""), self.headers.get("Range", "")
+        if self.doorkeeper.admits(given, self.command, self.path, span, body):
+            self.server.known(self.connection)
+            self.connection.settimeout(120)
             return True
         self.refuse(401)
         return False
@@ -58,12 +66,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         """`/pack` with a list of numbers: those files, one after the other."""
-        if not self.allowed():
+        length = self.headers.get("Content-Length", "0")
+        if not re.fullmatch("[0-9]{1,6}", length) or int(length) > LONGEST_BODY:
+            return self.refuse(413)
+        body = self.rfile.read(int(length))
+        if not self.allowed(body):
             return None
         try:
-            numbers = json.loads(self.rfile.read(min(int(self.headers.get("Content-Length", 0)), 1 << 20)))
-            items = [self.depot.items[int(number)] for number in numbers if int(number) >= 0]
-        except (ValueError, TypeError, IndexError):
+            items = [self.depot.items[int(number)] for number in json.loads(body) if int(number) >= 0]
+        except (ValueError, TypeError, IndexError, RecursionError):
             return self.refuse(400)
         if self.path != "/pack" or any(item.kind != "file" for item in items):
             return self.refuse(404)
@@ -85,12 +96,57 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 class Server(http.server.ThreadingHTTPServer):
+    """Takes strangers for a few seconds, so many at once, and whoever has signed a request for as long as it asks."""
+
     daemon_threads = True
     request_queue_size = 64
 
     def __init__(self, address: str, depot: Depot, token: str) -> None:
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        super().__init__((address, 0), type("Bound", (Handler,), {"depot": depot, "token": token}))
+        self.lock = threading.Lock()
+        self.pending: Dict[socket.socket, float] = {}  # since when; the oldest first
+        self.open: Set[socket.socket] = set()
+        super().__init__((address, 0), type("Bound", (Handler,), {"depot": depot, "doorkeeper": Doorkeeper(token)}))
+
+    def get_request(self) -> Tuple[socket.socket, Any]:
+        try:
+            found: Tuple[socket.socket, Any] = super().get_request()
+        except OSError:  # no descriptor left: the caller waits outside, and nobody turns in circles meanwhile
+            time.sleep(0.1)
+            raise
+        return found
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self.lock:
+            self.pending[request] = time.monotonic()
+            self.open.add(request)
+            late = [next(iter(self.pending))] if len(self.pending) > MOST_PENDING else []
+            late = [request] if len(self.open) > MOST_OPEN else late
+            for stranger in late:
+                self.show_out(stranger)
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        with self.lock:
+            began = time.monotonic() - PENDING_S
+            for stranger in [one for one, since in self.pending.items() if since < began]:
+                self.show_out(stranger)
+
+    def show_out(self, stranger: socket.socket) -> None:
+        """Its thread finds the connection ended, and closes it."""
+        self.pending.pop(stranger, None)
+        with contextlib.suppress(OSError):
+            stranger.shutdown(socket.SHUT_RDWR)
+
+    def known(self, request: socket.socket) -> None:
+        with self.lock:
+            self.pending.pop(request, None)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self.lock:
+            self.pending.pop(request, None)
+            self.open.discard(request)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         pass

@@ -10,6 +10,7 @@ import urllib.request
 from typing import Any, Callable, Iterator, List, Optional, Tuple
 
 from .depot import Item
+from .signature import authorization
 from .talk import Json
 
 SILENCE_S = 20.0  # a source that sends nothing for this long is left for another
@@ -30,14 +31,14 @@ class Source:
             return self.open_hub(items[0], offset)
         place = urllib.parse.urlsplit(self.url)
         connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=SILENCE_S)
-        headers = {"Authorization": f"Bearer {self.token}"}
         if len(items) > 1:
+            method, path, span = "POST", "/pack", ""
             body = json.dumps([item.number for item in items]).encode()
-            connection.request("POST", "/pack", body, headers)
         else:
-            if offset:
-                headers["Range"] = f"bytes={offset}-"
-            connection.request("GET", f"/files/{items[0].number}", None, headers)
+            method, path, span = "GET", f"/files/{items[0].number}", f"bytes={offset}-" if offset else ""
+            body = b""
+        headers = {"Authorization": authorization(str(self.token), method, path, span, body)}
+        connection.request(method, path, body or None, {**headers, **({"Range": span} if span else {})})
         response = connection.getresponse()
         if response.status != (206 if offset else 200):
             connection.close()
