@@ -25,7 +25,9 @@ from corral.errors import UnreachableError
 from corral.fake import FakeOptions, FakeServer
 from corral.slurm import commands
 from corral.slurm.commands import Job
+from corral.slurm.options import SlurmOptions
 from corral.slurm.script import BatchJob, batch_script
+from corral.targets.slurm import SlurmTarget
 from tests.unit.conftest import Corral, Shellcheck
 
 RUNNER = ("env", "CORRAL_HOME=/sh are/corral", "python", "-m", "corral", "batch", "in-job", "/sh are/it's out.jsonl")
@@ -71,38 +73,30 @@ def result(fine: int, output: Path) -> Result:
     return Result(summary(fine), str(output), None, "m")
 
 
-class Target:
+class Handed(SlurmTarget):
     """Hands on without a queue."""
 
-    def __init__(self) -> None:
-        self.after: list[str] = []
-
-    def check(self, plan: Any) -> None: ...
-    def script(self, spec: Any, folder: Any) -> str: ...  # type: ignore[empty-body]
-    def sizes(self) -> tuple[int, ...]: ...  # type: ignore[empty-body]
-    def resized(self, nodes: int) -> Any: ...
-    def job_of(self, folder: Any) -> str: ...  # type: ignore[empty-body]
-    def lease(self, folder: Any) -> Any: ...
+    after: list[str]
 
     def hand_on(self, folder: Any, current: str) -> str:
-        self.after.append(current)
+        self.after = [*getattr(self, "after", []), current]
         return f"{int(current) + 1}"
 
 
 @pytest.fixture
-def target(monkeypatch: pytest.MonkeyPatch) -> Target:
-    made = Target()
+def target(monkeypatch: pytest.MonkeyPatch) -> Handed:
+    made = Handed(SlurmOptions())
     monkeypatch.setattr("corral.lifecycle.deployments.target_of", lambda _: made)
     monkeypatch.setattr(in_job, "load_json", lambda kind, path: None)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     return made
 
 
-def test_a_job_is_handed_on_as_often_as_allowed_and_only_when_it_helps(output: Path, target: Target) -> None:
+def test_a_job_is_handed_on_as_often_as_allowed_and_only_when_it_helps(output: Path, target: Handed) -> None:
     here = InJob("d", max_jobs=2)
     folder = JobFolder(output)
-    add_job(folder, "7", "d")
-    add_job(folder, "3", "another")
+    add_job(folder, "7", "d", target)
+    add_job(folder, "3", "another", target)
     none = in_job._hand_on(str(output), here, result(0, output))
     assert not none.next_job
     assert "did not get one row done" in none.text
@@ -126,7 +120,7 @@ def test_where_it_runs_is_kept_and_found_again(output: Path) -> None:
 
 def test_status_shows_jobs_and_never_calls_unknown_failed(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, _ = load_record(str(output))
-    add_job(folder, "41", "d")
+    add_job(folder, "41", "d", SlurmTarget(SlurmOptions()))
     folder.shared.mkdir()  # not put together yet
     known: dict[str, Job | None] = {"41": Job("41", "PENDING", "Priority")}
     monkeypatch.setattr(commands, "find_job", known.get)

@@ -11,6 +11,7 @@ import pytest
 from corral.errors import DoesNotFitError, UsageError
 from corral.hardware import inventory as hardware
 from corral.launch.links import Node, Ports
+from corral.launch.render import PlacedFile
 from corral.lifecycle import bringup
 from corral.targets.base import ChosenPorts, Life
 from tests.unit.conftest import Silent
@@ -67,6 +68,9 @@ class Elsewhere:
 
     def place(self, path: object, progress: object) -> str:
         return str(path)
+
+    def files(self) -> tuple[PlacedFile, ...]:
+        return ()
 
     def fetching_hosts(self) -> tuple[str, ...]:
         return self.hosts

@@ -123,6 +123,16 @@ class FakeQueue:
     def hand_on(self, folder: DeploymentFolder, current: str) -> str:
         return "2"
 
+    def with_runner(self, options: Any, runner: Any) -> Any: ...
+
+    def own_job(self, environ: Any) -> Any: ...
+
+    def is_placed(self, folder: Any, own: Any) -> Any: ...
+
+    def job_status(self, id: str) -> Any: ...
+
+    def cancel_job(self, id: str) -> None: ...
+
     def lease(self, folder: DeploymentFolder) -> Lease:
         return Lease(NOW - 10, NOW, self.last_request_s)
 

@@ -121,6 +121,7 @@ class Order:
     host: str
     ports: Ports
     base_url: str
+    files: tuple[PlacedFile, ...] = ()  # that the target needs on the nodes
     extra_args: tuple[str, ...] = ()
     extra_env: Mapping[str, str] = field(default_factory=dict)
     patience: Patience = field(default_factory=Patience)
@@ -130,7 +131,6 @@ FILES = (
     PlacedFile("node/agent", "agent.py"),
     PlacedFile("node/guard.py", "corral_guard.py"),
     PlacedFile("node/ray_rank.py", RAY_SCRIPT),
-    PlacedFile("node/slurm_start.py", "slurm_start.py"),
 )
 # what in the user's own shell must not reach an engine: secrets, and switches that would open or bypass its door
 UNSET = (
@@ -168,7 +168,7 @@ def render(plan: Plan, order: Order, runtime: Runtime) -> LaunchSpec:
         link=order.link,
         base_url=order.base_url,
         ranks=tuple(_rank(plan, order, runtime, linked) for linked in link_ranks(order.link, _gang(plan, order))),
-        files=FILES,
+        files=(*FILES, *order.files),
         patience=order.patience,
         gang=_gang_spec(order),
     )

@@ -249,6 +249,7 @@ def _render(
         host=bind,
         ports=chosen.ports,
         base_url=target.base_url(bind, chosen.ports),
+        files=target.files(),
         extra_args=wish.extra_args,
         extra_env=wish.extra_env,
         patience=wish.patience,

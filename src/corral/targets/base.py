@@ -17,14 +17,14 @@ from corral.deployment.folder import DeploymentFolder
 from corral.deployment.state import Reason, State
 from corral.errors import UsageError
 from corral.launch.links import Node, Ports
-from corral.launch.render import LaunchSpec
+from corral.launch.render import LaunchSpec, PlacedFile
 
 if TYPE_CHECKING:
     from corral.hardware.inventory import Inventory
     from corral.plan import Plan
     from corral.runtimes.base import NodeCheck
 
-__all__ = ["TARGETS", "ChosenPorts", "Lease", "Life", "Queue", "Target", "load_target"]
+__all__ = ["TARGETS", "ChosenPorts", "JobStatus", "Lease", "Life", "OwnJob", "Queue", "Target", "load_target"]
 
 Progress = Callable[[str, int, int], None]  # what, done, total
 
@@ -64,6 +64,25 @@ class Lease:
     submitted_s: float
     started_s: float | None = None
     last_request_s: float | None = None  # from then on it drains
+
+
+@dataclass(frozen=True)
+class OwnJob:
+    """The job of a scheduler that this process runs in."""
+
+    id: str
+    life: str  # another one when the scheduler put the job back into its queue and started it again
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """What a scheduler says of a job; `ended` is None when it cannot be asked."""
+
+    state: str  # of a deployment's states, or "running"
+    text: str
+    remedy: str = ""
+    ended: bool | None = False
+    waiting: bool = False
 
 
 class Target(Protocol):
@@ -124,6 +143,10 @@ class Target(Protocol):
         """Ask every node what the runtime wants to know before a start; refuse nodes that lack it or differ."""
         ...
 
+    def files(self) -> tuple[PlacedFile, ...]:
+        """Files of Corral's that it needs on the nodes, beside those that every launch brings."""
+        ...
+
     def start(self, spec: LaunchSpec, folder: DeploymentFolder) -> None:
         """Place the files and start one agent per node, such that they outlive this process."""
         ...
@@ -171,6 +194,26 @@ class Queue(Protocol):
 
     def hand_on(self, folder: DeploymentFolder, current: str) -> str:
         """Queue the same job once more, to start when the current one is over; its name."""
+        ...
+
+    def with_runner(self, options: Mapping[str, object], runner: Sequence[str]) -> dict[str, object]:
+        """Options for a job that runs a command beside the model and ends with it."""
+        ...
+
+    def own_job(self, environ: Mapping[str, str]) -> OwnJob:
+        """The job that a process with this environment runs in."""
+        ...
+
+    def is_placed(self, folder: DeploymentFolder, own: OwnJob) -> bool:
+        """Whether the address in the folder is of this life of the job."""
+        ...
+
+    def job_status(self, id: str) -> JobStatus:
+        """How a job stands, also one that has ended."""
+        ...
+
+    def cancel_job(self, id: str) -> None:
+        """Take a job out of the queue, or end it."""
         ...
 
     def lease(self, folder: DeploymentFolder) -> Lease | None:

@@ -18,7 +18,7 @@ from corral.errors import ConflictError, LaunchError, UsageError
 from corral.files import make_private_dir, write_atomic
 from corral.home import home_dir
 from corral.launch.links import Node, Ports
-from corral.launch.render import LaunchSpec, agent_spec, server_url
+from corral.launch.render import LaunchSpec, PlacedFile, agent_spec, server_url
 from corral.node.ports import free_port
 from corral.processes import Identity, only_lingering, port_owner
 from corral.record import dump_json, load_json
@@ -98,6 +98,9 @@ class LocalTarget:
             make_private_dir(files.path)
             write_atomic(files.spec, dump_json(agent_spec(spec, rank, folder)))
             _start_agent(folder, files)
+
+    def files(self) -> tuple[PlacedFile, ...]:
+        return ()
 
     def fetching_hosts(self) -> tuple[str, ...]:
         return ()

@@ -26,7 +26,7 @@ from corral.files import make_private_dir, write_atomic
 from corral.hardware.inventory import Inventory
 from corral.home import home_dir
 from corral.launch.links import Node, Ports
-from corral.launch.render import LaunchSpec, agent_spec
+from corral.launch.render import LaunchSpec, PlacedFile, agent_spec
 from corral.record import dump_json, load_json, to_json
 from corral.slurm import commands
 from corral.slurm.cluster import NodeShape, Partition, discover, gpu_of
@@ -34,7 +34,7 @@ from corral.slurm.commands import Job
 from corral.slurm.options import SlurmOptions
 from corral.slurm.script import BatchJob, batch_script
 from corral.slurm.states import standing
-from corral.targets.base import ChosenPorts, Lease, Life, Progress
+from corral.targets.base import ChosenPorts, JobStatus, Lease, Life, OwnJob, Progress
 
 if TYPE_CHECKING:
     from corral.plan import Plan
@@ -137,6 +137,9 @@ class SlurmTarget:
 
     def node_folder(self, folder: DeploymentFolder, launch_id: str) -> DeploymentFolder:
         return folder
+
+    def files(self) -> tuple[PlacedFile, ...]:
+        return (PlacedFile("node/slurm_start.py", "slurm_start.py"),)
 
     def fetching_hosts(self) -> tuple[str, ...]:
         return ()
@@ -275,6 +278,36 @@ class SlurmTarget:
         id = commands.submit(folder.script, f"--dependency=afterany:{current}")
         write_atomic(folder.job, dump_json(Submitted(id, time.time(), self.given.time_s)))
         return id
+
+    def with_runner(self, options: Mapping[str, object], runner: Sequence[str]) -> dict[str, object]:
+        return {"requeue": True, **options, "runner": list(runner)}
+
+    def own_job(self, environ: Mapping[str, str]) -> OwnJob:
+        id = environ.get("SLURM_JOB_ID", "")
+        return OwnJob(id, f"{id}.{environ.get('SLURM_RESTART_COUNT', '0')}")
+
+    def is_placed(self, folder: DeploymentFolder, own: OwnJob) -> bool:
+        with contextlib.suppress(CorralError, OSError):
+            meeting: dict[str, Any] = load_json(dict, folder.path / "rendezvous.json")
+            return bool(meeting.get("life") == own.life)
+        return False
+
+    def job_status(self, id: str) -> JobStatus:
+        try:
+            job = commands.find_job(id)
+        except CorralError as error:  # it cannot be asked: nothing is known, and nothing has failed
+            return JobStatus(State.UNKNOWN, error.message, error.remedy, None)
+        if job is None:
+            return JobStatus(State.STOPPED, f"job {id} is over and forgotten", ended=True)
+        if job.state == "COMPLETED":
+            return JobStatus(State.STOPPED, f"job {id} has ended", ended=True)
+        if job.state == "RUNNING":
+            return JobStatus("running", f"job {id} runs on {job.nodes}")
+        said = standing(job)
+        return JobStatus(said.state, said.text, said.remedy, said.ended, said.state is State.QUEUED)
+
+    def cancel_job(self, id: str) -> None:
+        commands.cancel(id)
 
     def refresh(self, folder: DeploymentFolder) -> None:
         pass  # the agents write into this very folder

@@ -27,7 +27,7 @@ from corral.hardware.inventory import Inventory, parse_gpus, recognise
 from corral.hardware.survey import Asked, NodeFacts, survey
 from corral.home import home_dir
 from corral.launch.links import Node, Ports
-from corral.launch.render import LaunchSpec, agent_spec, server_url
+from corral.launch.render import LaunchSpec, PlacedFile, agent_spec, server_url
 from corral.node.ports import free_port
 from corral.record import from_json, to_json
 from corral.ssh import Ssh, check_host, each, forwarding
@@ -183,6 +183,9 @@ class SshTarget:
         )
         addresses = {node.name: node.address or facts[node.name].hostname for node in self.nodes()}
         return ensure_folder(self.ssh, self.chosen.hosts, path, str(destination), addresses, progress)
+
+    def files(self) -> tuple[PlacedFile, ...]:
+        return ()
 
     def fetching_hosts(self) -> tuple[str, ...]:
         return () if self._shared and not self.chosen.home else self.chosen.hosts

@@ -10,6 +10,7 @@ runner.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shlex
 import signal
@@ -17,7 +18,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from corral.batch.batch import Result, again, carry_out
 from corral.batch.core.run import Listener
@@ -32,7 +32,7 @@ from corral.errors import CorralError, LaunchError
 from corral.lifecycle import deployments
 from corral.lifecycle.absence import describe
 from corral.record import load_json
-from corral.targets.base import Queue
+from corral.targets.base import OwnJob, Queue, Target
 
 __all__ = ["InJob", "Outcome", "run_in_job"]
 
@@ -52,13 +52,18 @@ class InJob:
     def folder(self) -> DeploymentFolder:
         return DeploymentFolder.of(self.deployment)
 
-    @property
-    def id(self) -> str:
-        return os.environ.get("SLURM_JOB_ID", "")
+    @functools.cached_property
+    def target(self) -> Target:
+        return deployments.target_of(load_json(deployments.Record, self.folder.record))
 
     @property
-    def life(self) -> str:
-        return f"{self.id}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"
+    def queue(self) -> Queue:
+        assert isinstance(self.target, Queue)
+        return self.target
+
+    @property
+    def own(self) -> OwnJob:
+        return self.queue.own_job(os.environ)
 
 
 @dataclass(frozen=True)
@@ -79,8 +84,7 @@ class _OwnServer:
     def find(self) -> Endpoint | None:
         folder = self._here.folder
         with contextlib.suppress(CorralError, OSError):
-            meeting: dict[str, Any] = load_json(dict, folder.path / "rendezvous.json")
-            if meeting.get("life") == self._here.life:
+            if self._here.queue.is_placed(folder, self._here.own):
                 return load_json(Endpoint, folder.endpoint)
         return None
 
@@ -139,7 +143,7 @@ def run_in_job(
             return _hand_on(output, here, None)
         if result.summary.state == "done":
             with contextlib.suppress(CorralError):  # they would find nothing to do
-                cancel_waiting(folder, but=here.id)
+                cancel_waiting(folder, but=here.own.id)
             return Outcome(result)
         if watch.gone:
             raise _model_gone(output, here)
@@ -175,10 +179,8 @@ def _hand_on(output: str, here: InJob, result: Result | None) -> Outcome:
         return Outcome(result, text=f"{text}. Ask for more with --time. {_continue(output)}")
     if count >= here.max_jobs:
         return Outcome(result, text=f"{count} jobs were used (--max-jobs). {_continue(output)}")
-    target = deployments.target_of(load_json(deployments.Record, here.folder.record))
-    assert isinstance(target, Queue)
-    id = target.hand_on(here.folder, here.id)
-    add_job(folder, id, here.deployment)
+    id = here.queue.hand_on(here.folder, here.own.id)
+    add_job(folder, id, here.deployment, here.target)
     return Outcome(result, id, f"job {id} goes on when this one is over ({count + 1} of at most {here.max_jobs})")
 
 

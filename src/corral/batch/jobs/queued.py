@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from corral.batch.core.folder import JobFolder
-from corral.deployment.state import State
-from corral.errors import CorralError
 from corral.files import make_private_dir, write_atomic
 from corral.record import dump_json, load_json
-from corral.slurm import commands
-from corral.slurm.states import standing
+from corral.targets.base import Queue, Target, load_target
 
 __all__ = ["QueuedJob", "Standing", "add_job", "cancel_waiting", "jobs_of", "standings"]
 
@@ -27,6 +25,15 @@ class QueuedJob:
     id: str
     deployment: str
     submitted_s: float
+    target: str
+    options: dict[str, Any]  # of the target
+
+    @property
+    def queue(self) -> Queue:
+        """Who can be asked about it."""
+        found = load_target(self.target, self.options)
+        assert isinstance(found, Queue)
+        return found
 
 
 @dataclass(frozen=True)
@@ -42,9 +49,10 @@ class Standing:
     waiting: bool
 
 
-def add_job(folder: JobFolder, id: str, deployment: str) -> None:
+def add_job(folder: JobFolder, id: str, deployment: str, target: Target) -> None:
     make_private_dir(folder.jobs)
-    write_atomic(folder.jobs / f"{id}.json", dump_json(QueuedJob(id, deployment, time.time())))
+    job = QueuedJob(id, deployment, time.time(), target.name, target.options())
+    write_atomic(folder.jobs / f"{id}.json", dump_json(job))
 
 
 def jobs_of(folder: JobFolder, deployment: str | None = None) -> list[QueuedJob]:
@@ -62,25 +70,13 @@ def standings(folder: JobFolder) -> list[Standing]:
 
 
 def _standing(job: QueuedJob) -> Standing:
-    try:
-        found = commands.find_job(job.id)
-    except CorralError as error:  # it cannot be asked: nothing is known, and nothing has failed
-        return Standing(job.id, job.deployment, State.UNKNOWN, error.message, error.remedy, None, False)
-    if found is None:
-        return Standing(job.id, job.deployment, State.STOPPED, f"job {job.id} is over and forgotten", "", True, False)
-    if found.state == "COMPLETED":
-        return Standing(job.id, job.deployment, State.STOPPED, f"job {job.id} has ended", "", True, False)
-    said = standing(found)
-    if found.state == "RUNNING":
-        return Standing(job.id, job.deployment, "running", f"job {job.id} runs on {found.nodes}", "", False, False)
-    return Standing(
-        job.id, job.deployment, said.state, said.text, said.remedy, said.ended, said.state is State.QUEUED
-    )
+    found = job.queue.job_status(job.id)
+    return Standing(job.id, job.deployment, found.state, found.text, found.remedy, found.ended, found.waiting)
 
 
 def cancel_waiting(folder: JobFolder, but: str = "") -> list[str]:
     """Take jobs that have not begun out of the queue; their numbers."""
-    waiting = [job.id for job in standings(folder) if job.waiting and job.id != but]
-    for id in waiting:
-        commands.cancel(id)
-    return waiting
+    waiting = [job for job in jobs_of(folder) if job.id != but and _standing(job).waiting]
+    for job in waiting:
+        job.queue.cancel_job(job.id)
+    return [job.id for job in waiting]

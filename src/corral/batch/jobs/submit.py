@@ -69,10 +69,10 @@ def submit(
     for number in _free(name, jobs - len(busy)):
         runner = [*_python(), "batch", "in-job", str(folder.output), "--deployment", number, "--jobs", str(jobs),
                   "--max-jobs", str(most), *words]  # fmt: skip
-        place = {"requeue": True, **where.offline.more.get("place", {}), "runner": runner}
+        place = target.with_runner(where.offline.more.get("place", {}), runner)
         bringup.bring_up(where.offline.wish(number, place=place), reporter, wait=False)
         queued.append(target.job_of(DeploymentFolder.of(number)))
-        add_job(folder, queued[-1], number)
+        add_job(folder, queued[-1], number, target)
     return Submitted(order.output, rows, tuple(queued))
 
 
