@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from corral.batch.batch import again
+from corral.batch.batch import Result, again, carry_out
 from corral.batch.core.run import Quiet
+from corral.batch.core.runner import Settings
 from corral.batch.input.recipe import Recipe
 from corral.batch.inspect import inspect
 from corral.batch.job import Order, folder_of
-from corral.batch.ray_data import Answer, EngineDiedError, engine_settings, read_answer, run_on_ray
-from corral.batch.ray_logs import why_died
-from corral.batch.serving import Offline
+from corral.batch.raydata.engine import Answer, Engine, EngineDiedError, engine_settings, read_answer
+from corral.batch.raydata.logs import why_died
+from corral.batch.raydata.run import run_on_engine
+from corral.batch.serving import Offline, Served, Where
 from corral.cli import main
 from corral.errors import EngineError, UsageError
 
@@ -42,6 +46,15 @@ class Brittle:
                 continue
             error = "ValueError: too long" if "bad" in text else ""
             yield Answer(row["corral_row"], f"re {text}", error, 3, 2)
+
+
+def run_on_ray(order: Order, offline: Offline, listener: Quiet, engine: Engine | None = None) -> Result:
+    @contextlib.contextmanager
+    def serve() -> Iterator[Served]:
+        assert engine is not None
+        yield Served({"model": offline.model}, partial(run_on_engine, lambda: engine, offline.model))
+
+    return carry_out(order, Where(offline=offline), Settings(), listener, serve=serve if engine else None)
 
 
 def order(tmp_path: Path, prompts: list[str], **more: object) -> Order:
@@ -106,10 +119,10 @@ def test_resume_finds_the_engine_again(tmp_path: Path) -> None:
 
 
 def test_what_is_set_reaches_the_engine() -> None:
-    given = engine_settings(Offline("m", 512, ("eager=true", "tensor=2", "max_num_seqs=64"), engine="ray-data"))
+    given = engine_settings(512, ("eager=true", "tensor=2", "max_num_seqs=64"))
     assert given == {"max_model_len": 512, "enforce_eager": True, "tensor_parallel_size": 2, "max_num_seqs": 64}
     with pytest.raises(UsageError, match="--set data does not go with"):
-        engine_settings(Offline("m", fixed=("data=2",), engine="ray-data"))
+        engine_settings(None, ("data=2",))
 
 
 class Dead:

@@ -1,4 +1,14 @@
-"""`corral batch` as a function: check, run, write the output, tell how it went; `serving` has the model."""
+"""`corral batch` as a function: one pipeline from an order to its result.
+
+    serve      who answers: servers that are there, a model that is started, engines of a Ray cluster (`serving`)
+    begin      check the input, compare it with what was asked before, take a share of the rows
+    run        give every row of the share its one result line
+    finish     make the output
+    keep       write down how it ended
+
+Who feeds the pipeline is a strategy: a lone runner that holds the lock (`Alone`) or one of several that share the
+rows (`corral.batch.sharing`).
+"""
 
 from __future__ import annotations
 
@@ -7,40 +17,24 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from corral.batch.core.folder import JobFolder
-from corral.batch.core.ledger import FAILED, Entry
 from corral.batch.core.lock import JobLock
-from corral.batch.core.run import Listener, Summary, run_job
+from corral.batch.core.run import Listener, Share, Summary, whole_share
 from corral.batch.core.runner import Counts, Runner, Settings
-from corral.batch.core.table import RowReader, Table, save_json
-from corral.batch.input.check import note_beginnings, note_weights, read_problems
-from corral.batch.job import Order, Prepared, folder_of, load_record, prepare
-from corral.batch.output import BatchWork, export, problem_line
+from corral.batch.core.table import RowReader, save_json
+from corral.batch.job import ORDERS, Order, Prepared, folder_of, load_record, prepare
 from corral.batch.serving import Offline, Served, Where, kept, served_for
-from corral.batch.sharing.shared import Sharing, brief_lock, gather, join, open_door, work_through
+from corral.batch.sharing.shared import Sharing, Together
 from corral.client.client import CHAT
-from corral.client.endpoint import ModelServer
 from corral.deployment.events import append_event
 from corral.deployment.folder import DeploymentFolder
 from corral.errors import CorralError, DataError, UsageError
 from corral.lifecycle.deployments import plan_of
 from corral.record import to_json
 
-__all__ = [
-    "ORDERS",
-    "Journal",
-    "Result",
-    "again",
-    "bad_rows",
-    "carry_out",
-    "forget_failed",
-    "kept_state",
-    "work_of",
-]
-
-ORDERS = ("input", "longest-first", "prefix-first")
+__all__ = ["Journal", "Result", "again", "carry_out"]
 
 
 @dataclass(frozen=True)
@@ -89,7 +83,7 @@ def carry_out(
     reporter: Any = None,
     signals: bool = True,
     sharing: Sharing | None = None,
-    serve: Callable[[], contextlib.AbstractContextManager[Served]] | None = None,
+    serve: Serve | None = None,
 ) -> Result:
     """Begin a batch, or continue it; returns when it is done, stopped or cancelled.
 
@@ -99,96 +93,117 @@ def carry_out(
     if row_order not in ORDERS:
         raise UsageError(f"there is no order {row_order!r}.", f"Known: {', '.join(ORDERS)}.")
     folder = folder_of(order.output, order.ordered)
+    sharing, serve = sharing or Sharing(), serve or partial(served_for, where, order, reporter)
+    pipeline = _Pipeline(folder, order, kept(where), settings, Journal(folder, listener), row_order, signals, serve)
+    with _tidied(folder):
+        made, summary, names = _fed(pipeline, where, sharing)
+    return replace(_result(made, summary, names, price), runners=sharing.runners)
+
+
+@contextlib.contextmanager
+def _tidied(folder: JobFolder) -> Iterator[None]:
+    """A folder for the job, which goes away again when the job is refused; errors of the disk are told as such."""
     new = not folder.path.exists()
     try:
         folder.create()
-        sharing, serve = sharing or Sharing(), serve or partial(served_for, where, order, reporter)
-        how = _How(order, where, settings, Journal(folder, listener), row_order, signals, serve)
-        ended = None if sharing.wanted or folder.shared.is_dir() else _alone(folder, how)
-        made, summary, names = ended or _together(folder, how, sharing)
+        yield
     except OSError as error:
         raise DataError(
             f"{error.filename or folder.path} cannot be read or written: {error.strerror or error}.",
             "Check the disk and the permissions, then run the same command again.",
         ) from error
     finally:
-        if new and not folder.job.exists():  # refused: leave nothing behind
+        if new and not folder.job.exists():
             with contextlib.suppress(OSError):
                 folder.path.rmdir()
-    return replace(_result(made, summary, names, price), runners=sharing.runners)
 
 
-@dataclass(frozen=True)
-class _How:
-    """What is asked, and how hard to try."""
-
-    order: Order
-    where: Where
-    settings: Settings
-    journal: Journal
-    row_order: str
-    signals: bool
-    serve: Callable[[], contextlib.AbstractContextManager[Served]]
-
-
-_Ended = tuple[Prepared, Summary, Sequence[str]]  # the job, how it went, the deployments
-
-
-def _alone(folder: JobFolder, how: _How) -> _Ended | None:
-    """The only runner, which holds the job's lock all the time; None when others have begun to share it."""
-    order, journal = how.order, how.journal
-    with JobLock(folder.lock, order.output) as lock:
-        if folder.shared.is_dir():
-            return None
-        with how.serve() as served:
-            folder.sweep()
-            made = prepare(order, folder, kept(how.where), **served.facts)
-            journal.note("begin", f"{'continuing' if made.continued else 'new'}: {made.record.rows} rows")
-            _tell_short_answers(made, journal)
-            table, record = made.table, made.record
-            if order.retry_failed:
-                forget_failed(folder, table)
-            with kept_state(folder, journal) as keep:
-                summary = run_job(
-                    folder, table, work_of(made), _Lazy(served.servers), how.settings, lock=lock, listener=journal,
-                    order=_row_order(table, record, how.row_order), first=bad_rows(made), signals=how.signals,
-                )  # fmt: skip
-                if summary.state == "done" and not folder.live:
-                    export(folder, table, record.ordered)
-                keep(summary)
-            return made, summary, served.names
-
-
-def _together(folder: JobFolder, how: _How, sharing: Sharing) -> _Ended:
-    """One of several runners; the last one to finish, or any that finds all rows done, puts the output together."""
-    order, journal = how.order, how.journal
-    if how.where.offline is not None and sharing.counted and sharing.runners > 1:
+def _fed(pipeline: _Pipeline, where: Where, sharing: Sharing) -> _Ended:
+    """Run it alone, unless it is shared."""
+    folder, journal = pipeline.folder, pipeline.journal
+    if not sharing.wanted and not folder.shared.is_dir():
+        with JobLock(folder.lock, pipeline.order.output) as lock:
+            if not folder.shared.is_dir():  # others may have begun to share it just now
+                return pipeline.run(Alone(folder, lock, journal))
+    if where.offline is not None and sharing.counted and sharing.runners > 1:
         raise UsageError(
             "--jobs shares a batch between runners, and each would start the model on these same nodes.",
             "Start the model once with `corral up` and let the runners use it: --deployment NAME --jobs N.",
         )
-    with how.serve() as served:
-        while True:
-            with brief_lock(folder) as lock, open_door(folder, sharing) as others:
-                folder.sweep()
-                made = prepare(order, folder, kept(how.where), busy=bool(others), **served.facts)
-                joined = join(made, lock, others, sharing, how.row_order, bad_rows(made), order.retry_failed, journal)
-            company = f", with {len(others)} more at work" if others else ""
-            journal.note("begin", f"{'continuing' if made.continued else 'new'}: {made.record.rows} rows{company}")
-            with kept_state(folder, journal) as keep:
-                summary = work_through(
-                    made, joined, work_of(made), _Lazy(served.servers), how.settings, journal,
-                    partial(_row_order, made.table, made.record), how.signals,
-                )  # fmt: skip
-                if summary.state == "done":
-                    gathered = gather(made, summary)
-                    if gathered is None:
-                        order = replace(order, retry_failed=False, force=False)
-                        journal.note("repaired", "results were damaged on disk; their rows are done again")
-                        continue
-                    summary = gathered
-                keep(summary)
-            return made, summary, served.names
+    return pipeline.run(Together(folder, sharing, journal))
+
+
+class Feeder(Protocol):
+    """Who feeds the pipeline with rows."""
+
+    def begin(
+        self, order: Order, where: dict[str, Any], row_order: str, facts: dict[str, Any]
+    ) -> tuple[Prepared, contextlib.AbstractContextManager[Share]]:
+        """Check the input; the job, and the rows that this runner may do."""
+
+    def finish(self, made: Prepared, summary: Summary) -> Summary | None:
+        """Make the output when all is done; None when rows are missing after all and must be done again."""
+
+
+class Alone:
+    """The only runner, who holds the job's lock all the time."""
+
+    def __init__(self, folder: JobFolder, lock: JobLock, listener: Listener) -> None:
+        self._folder, self._lock, self._listener = folder, lock, listener
+
+    def begin(
+        self, order: Order, where: dict[str, Any], row_order: str, facts: dict[str, Any]
+    ) -> tuple[Prepared, contextlib.AbstractContextManager[Share]]:
+        self._folder.sweep()
+        made = prepare(order, self._folder, where, **facts)
+        return made, whole_share(
+            self._folder,
+            made.table,
+            self._lock,
+            self._listener,
+            order=partial(made.in_order, row_order),
+            first=made.bad_rows(),
+            forget_failed=order.retry_failed,
+        )
+
+    def finish(self, made: Prepared, summary: Summary) -> Summary:
+        if summary.state == "done":
+            made.export()
+        return summary
+
+
+Serve = Callable[[], contextlib.AbstractContextManager[Served]]
+_Ended = tuple[Prepared, Summary, Sequence[str]]  # the job, how it went, the deployments
+
+
+@dataclass(frozen=True)
+class _Pipeline:
+    """What is asked, and how hard to try."""
+
+    folder: JobFolder
+    order: Order
+    where: dict[str, Any]
+    settings: Settings
+    journal: Journal
+    row_order: str
+    signals: bool
+    serve: Serve
+
+    def run(self, feeder: Feeder) -> _Ended:
+        order, journal = self.order, self.journal
+        with self.serve() as served:
+            while True:
+                made, taken = feeder.begin(order, self.where, self.row_order, served.facts)
+                journal.note("begin", f"{'continuing' if made.continued else 'new'}: {made.record.rows} rows")
+                _tell_short_answers(made, journal)
+                with _kept_state(self.folder, journal) as keep:
+                    with taken as share:
+                        summary = served.run(share, made.work(), self.settings, journal, self.signals)
+                    if ended := feeder.finish(made, summary):
+                        keep(ended)
+                        return made, ended, served.names
+                journal.note("repaired", "results were damaged on disk; their rows are done again")
+                order = replace(order, retry_failed=False, force=False)
 
 
 def _tell_short_answers(made: Prepared, journal: Journal) -> None:
@@ -207,74 +222,24 @@ def _tell_short_answers(made: Prepared, journal: Journal) -> None:
         journal.note("note", "answers end after 16 tokens, vLLM's default for plain prompts: give --max-tokens")
 
 
-def work_of(made: Prepared) -> BatchWork:
-    """What a job does with its rows."""
-    record = made.record
-    models = (record.model,) if record.model else ()
-    return BatchWork(record.recipe, made.table, models, record.shape, record.answer)
-
-
-def bad_rows(made: Prepared) -> Iterator[Entry]:
-    """The error lines of rows that were found bad."""
-    return (Entry(p.row, FAILED, problem_line(p, made.table)) for p in read_problems(made.folder.problems))
-
-
 @contextlib.contextmanager
-def kept_state(folder: JobFolder, journal: Journal) -> Iterator[Callable[[Summary], None]]:
+def _kept_state(folder: JobFolder, journal: Journal) -> Iterator[Callable[[Summary], None]]:
     """Writes down how it ended."""
 
+    def write(state: str, details: Any) -> None:
+        with contextlib.suppress(OSError):
+            save_json(folder.state, {"state": state, "at_s": time.time(), "details": details})
+
     def keep(summary: Summary) -> None:
-        _keep_state(folder, summary.state, to_json(summary))
+        write(summary.state, to_json(summary))
         journal.note(summary.state, f"{summary.before + summary.fine + summary.failed} of {summary.rows} rows")
 
     try:
         yield keep
     except CorralError as error:
-        _keep_state(folder, "failed", error.to_json())
+        write("failed", error.to_json())
         journal.note("failed", error.message)
         raise
-
-
-class _Lazy(Sequence[ModelServer]):
-    """Servers that are looked for only when something is to be sent: a finished batch needs no server."""
-
-    def __init__(self, make: Callable[[], Sequence[ModelServer]]) -> None:
-        self._make = make
-        self._made: Sequence[ModelServer] | None = None
-
-    def _servers(self) -> Sequence[ModelServer]:
-        if self._made is None:
-            self._made = self._make()
-        return self._made
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._servers()[index]
-
-    def __len__(self) -> int:
-        return len(self._servers())
-
-
-def forget_failed(folder: JobFolder, table: Table) -> None:
-    from corral.batch.core.ledger import Ledger
-
-    ledger = Ledger(folder, table)
-    ledger.open(forget_failed=True)
-    ledger.close()
-
-
-def _row_order(table: Table, record: Any, row_order: str) -> Sequence[int] | None:
-    if row_order == "longest-first":
-        note_weights(table, record.recipe)
-        return table.longest_first()
-    if row_order == "prefix-first":
-        note_beginnings(table, record.recipe)
-        return table.prefix_first()
-    return None
-
-
-def _keep_state(folder: JobFolder, state: str, details: Any) -> None:
-    with contextlib.suppress(OSError):
-        save_json(folder.state, {"state": state, "at_s": time.time(), "details": details})
 
 
 def _result(made: Prepared, summary: Summary, names: Sequence[str], price: float | None) -> Result:

@@ -9,24 +9,36 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from corral.batch.core.folder import JobFolder, sync_dir
+from corral.batch.core.ledger import FAILED, Entry
 from corral.batch.core.table import Table
-from corral.batch.input.check import Problems, Scanned, alike, new_name, read_problems, scan
+from corral.batch.input.check import (
+    Problems,
+    Scanned,
+    alike,
+    new_name,
+    note_beginnings,
+    note_weights,
+    read_problems,
+    scan,
+)
 from corral.batch.input.lengths import Counter, mark_too_long
 from corral.batch.input.recipe import AUTO, OPENAI, Recipe
 from corral.batch.input.rows import Source, open_source
-from corral.batch.output import check_output, is_live, output_kind
+from corral.batch.output import BatchWork, check_output, export, is_live, output_kind, problem_line
 from corral.errors import ConflictError, DataError, NotFoundError, UsageError
 from corral.files import write_atomic
 from corral.record import dump_json, load_json, to_json
 
-__all__ = ["JobRecord", "Order", "Prepared", "folder_of", "load_record", "prepare"]
+__all__ = ["ORDERS", "JobRecord", "Order", "Prepared", "folder_of", "load_record", "prepare"]
 
 VERSION = 1
+ORDERS = ("input", "longest-first", "prefix-first")  # in which rows are sent
 
 
 @dataclass(frozen=True)
@@ -80,6 +92,31 @@ class Prepared:
     table: Table
     problems: Problems
     continued: bool
+
+    def work(self) -> BatchWork:
+        """What is done with the rows."""
+        record = self.record
+        models = (record.model,) if record.model else ()
+        return BatchWork(record.recipe, self.table, models, record.shape, record.answer)
+
+    def bad_rows(self) -> Iterator[Entry]:
+        """The error lines of rows that were found bad."""
+        return (Entry(p.row, FAILED, problem_line(p, self.table)) for p in read_problems(self.folder.problems))
+
+    def in_order(self, name: str) -> Sequence[int] | None:
+        """The rows in an order of `ORDERS`; None: as they are."""
+        if name == "longest-first":
+            note_weights(self.table, self.record.recipe)
+            return self.table.longest_first()
+        if name == "prefix-first":
+            note_beginnings(self.table, self.record.recipe)
+            return self.table.prefix_first()
+        return None
+
+    def export(self) -> None:
+        """Make the output from the results, where they did not go straight into it."""
+        if not self.folder.live:
+            export(self.folder, self.table, self.record.ordered)
 
 
 def folder_of(output: str, ordered: bool = False) -> JobFolder:

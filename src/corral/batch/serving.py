@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from corral.batch.core.run import Listener, Share, Summary, run_share
+from corral.batch.core.runner import Settings, Work
 from corral.batch.input.lengths import Counter, engine_counter, server_counter
 from corral.batch.job import Order, load_record
 from corral.client.endpoint import ModelServer
@@ -19,7 +22,9 @@ from corral.record import to_json
 if TYPE_CHECKING:
     from corral.lifecycle.bringup import Decision, Wish
 
-__all__ = ["Offline", "Served", "Where", "facts_of", "kept", "offline_name", "served_for"]
+__all__ = ["RAY_DATA", "Offline", "Served", "Where", "facts_of", "kept", "offline_name", "served_for"]
+
+RAY_DATA = "ray-data"
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,7 @@ class Offline:
     fixed: tuple[str, ...] = ()
     engine_args: tuple[str, ...] = ()
     more: Mapping[str, Any] = field(default_factory=dict)  # other fields of a wish: target, place, runtime, …
-    engine: str = "http"  # or "ray-data": then Ray starts it (see `ray_data`) …
+    engine: str = "http"  # or RAY_DATA: then Ray starts it (see `raydata`) …
     replicas: int = 1  # … so many times
 
     def to_json(self) -> dict[str, Any]:
@@ -75,11 +80,18 @@ def kept(where: Where) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Served:
-    """What `prepare` needs to know of the model, and how to find the servers of it."""
+    """What `prepare` needs to know of the model, and who does the rows of a share."""
 
     facts: dict[str, Any]
-    servers: Callable[[], Sequence[ModelServer]]
+    run: Callable[[Share, Work, Settings, Listener, bool], Summary]
     names: tuple[str, ...] = ()  # of deployments
+
+    @classmethod
+    def by(
+        cls, find: Callable[[], Sequence[ModelServer]], facts: dict[str, Any], names: tuple[str, ...] = ()
+    ) -> Served:
+        """Served by HTTP servers."""
+        return cls(facts, partial(run_share, find), names)
 
 
 @contextlib.contextmanager
@@ -90,8 +102,20 @@ def served_for(where: Where, order: Order, reporter: Any) -> Iterator[Served]:
         return
     if where.deployments or where.urls:
         raise UsageError("--model starts a model; --deployment and --url use running ones.", "Give one of them.")
+    if where.offline.engine == RAY_DATA:
+        yield _on_ray(where.offline)
+        return
     with _started(where.offline, order, reporter) as served:
         yield served
+
+
+def _on_ray(offline: Offline) -> Served:
+    from corral.batch.raydata.engine import RayEngine, engine_settings
+    from corral.batch.raydata.run import run_on_engine
+
+    settings = engine_settings(offline.context, offline.fixed)
+    engine = partial(RayEngine, offline.model, offline.replicas, settings)
+    return Served({"model": offline.model}, partial(run_on_engine, engine, offline.model))
 
 
 def _online(where: Where, order: Order) -> Served:
@@ -108,7 +132,7 @@ def _online(where: Where, order: Order) -> Served:
         def unavailable() -> Sequence[ModelServer]:
             raise failure
 
-        return Served({"model": known}, unavailable)
+        return Served.by(unavailable, {"model": known})
     deployments = [server for server in servers if isinstance(server, DeploymentServer)]
     answering = [(server, found) for server in servers if (found := served_by(server))]
     models = {found.names[0] for _, found in answering} or {server.model for server in deployments}
@@ -118,7 +142,7 @@ def _online(where: Where, order: Order) -> Served:
     if answering:
         server, found = answering[0]
         facts |= {"models": found.names, "context": found.context, "counter": server_counter(server)}
-    return Served(facts, lambda: servers, tuple(server.name for server in deployments))
+    return Served.by(lambda: servers, facts, tuple(server.name for server in deployments))
 
 
 def _known_model(order: Order) -> str | None:
@@ -158,7 +182,7 @@ def _started(offline: Offline, order: Order, reporter: Any) -> Iterator[Served]:
 
     facts = facts_of(decision)
     try:
-        yield Served(facts, servers, (name,))
+        yield Served.by(servers, facts, (name,))
     finally:
         if folder.record.is_file() and (begun or deployments.status(folder).state not in ENDED):
             reporter.phase("stopping the model")

@@ -353,10 +353,11 @@ def in_job(output: str, deployment: str, **given: Any) -> int:
 def _carry_out(order: Any, where: Any, given: dict[str, Any]) -> int:
     from corral.batch.batch import carry_out
     from corral.batch.jobs.submit import is_queued
+    from corral.batch.serving import RAY_DATA
     from corral.batch.sharing.shared import Sharing
 
-    if where.offline and where.offline.engine == "ray-data":
-        return _ray(order, where.offline, given)
+    if where.offline and where.offline.engine == RAY_DATA and given["concurrency"]:
+        where = replace(where, offline=replace(where.offline, replicas=given["concurrency"]))
     if is_queued(where):
         return _submit(order, where, given)
     screen = Screen(given["as_json"], order.output)
@@ -392,13 +393,3 @@ def _check_ray(given: dict[str, Any], model: str | None, more: dict[str, Any]) -
             "--engine ray-data runs on a Ray cluster that is there, not on --on, --hosts or SLURM.",
             "Start this command on a node of that cluster, or set RAY_ADDRESS.",
         )
-
-
-def _ray(order: Any, offline: Any, given: dict[str, Any]) -> int:
-    from corral.batch.ray_data import run_on_ray
-
-    screen = Screen(given["as_json"], order.output)
-    with screen:
-        result = run_on_ray(order, replace(offline, replicas=given["concurrency"] or offline.replicas), screen)
-    screen.summary(result)
-    return _exit_code(result.summary.state, result.errors is not None)

@@ -206,7 +206,7 @@ class Ledger:
                     continue
                 line = _line(source.fds, record) if row >= 0 else b""
                 if not _is_whole(line, record):
-                    dropped += 1
+                    dropped += not find.forgets(record)
                     continue
                 fresh.done[row] = 1
                 kind = record.kind
@@ -335,7 +335,7 @@ class Finder:
 
     def __call__(self, record: Record) -> int:
         table, row = self._table, record.row
-        if self._forget_failed and record.kind == FAILED:
+        if self.forgets(record):
             return -1
         if row < len(table) and table.ids[row] == record.id_hash:
             return row if table.contents[row] == record.content else -1
@@ -346,6 +346,9 @@ class Finder:
             return -1
         self.moved += 1
         return found
+
+    def forgets(self, record: Record) -> bool:
+        return self._forget_failed and record.kind == FAILED
 
 
 def _records(descriptor: int, at: int = 0) -> Iterable[Record]:

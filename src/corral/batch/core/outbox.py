@@ -31,7 +31,6 @@ class Outbox:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="corral-commit")
         self._running: asyncio.Task[None] | None = None
         self.failure: CorralError | None = None
-        self.groups = 0
 
     @property
     def full(self) -> bool:
@@ -62,7 +61,6 @@ class Outbox:
                 await loop.run_in_executor(self._thread, self._ledger.commit, group)
                 took = time.monotonic() - began
                 self._flying_bytes = 0
-                self.groups += 1
                 self._on_commit(len(group))
                 await asyncio.sleep(min(LONGEST_S, max(SHORTEST_S, 9 * took)))
         except Exception as error:  # whatever it is, its group does not count: nobody may think it does

@@ -1,15 +1,22 @@
-"""Run a resumable job: open its ledger, drive the runner, tell how it ended."""
+"""Run the rows that one runner may do: drive the loop, heed signals and cancel files, tell how it ended.
+
+A `Share` says which rows those are and where their results go: all of them for the runner that holds the lock
+(`whole_share`), blocks of them for one of several (`corral.batch.sharing`).
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
+from corral.batch.core.fleet import Lane
 from corral.batch.core.folder import JobFolder
 from corral.batch.core.ledger import Entry, Ledger, Tally
 from corral.batch.core.lock import JobLock
@@ -20,7 +27,10 @@ from corral.client.client import run as run_loop
 from corral.client.endpoint import ModelServer
 from corral.lock import beating
 
-__all__ = ["Job", "Listener", "Quiet", "Summary", "commit_first", "run_job"]
+__all__ = ["Listener", "Quiet", "Share", "Summary", "commit_first", "run_job", "run_share", "whole_share"]
+
+_COUNTED = ("rows", "before", "fine", "failed", "left", "prompt_tokens", "cached_tokens", "output_tokens", "retries",
+            "losses", "stolen", "groups", "example", "peak_in_flight")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -46,6 +56,19 @@ class Summary:
     repaired: tuple[str, ...] = ()
     peak_in_flight: int = 0
     stopped_by: str = ""  # the signal
+
+    @classmethod
+    def of(cls, share: Share, state: str, stopped_by: str = "") -> Summary:
+        counts = share.counts
+        counted: dict[str, Any] = {name: getattr(counts, name) for name in _COUNTED}
+        return cls(
+            state=state,
+            wall_s=time.monotonic() - counts.began,
+            errors=dict(counts.errors),
+            repaired=tuple(share.ledger.repaired),
+            stopped_by=stopped_by,
+            **counted,
+        )
 
     @property
     def rows_per_s(self) -> float:
@@ -76,45 +99,68 @@ class Quiet:
         return
 
 
-def run_job(
+class Share(Protocol):
+    """The rows that one runner may do, and where it writes what it did."""
+
+    folder: JobFolder
+    table: Table
+    ledger: Ledger  # open
+    done: bytearray  # 1 for every row that has a result, here or elsewhere
+    counts: Counts
+    alive: Path  # touched to show that the runner lives
+
+    def feed(self) -> Feed:
+        """Where the next row comes from; may read all rows first."""
+
+    def look(self) -> None:
+        """Called every second: show that the runner lives, and learn what others did."""
+
+    def is_over(self) -> bool:
+        """Whether others have finished all of it."""
+
+
+class _WholeShare:
+    """All rows."""
+
+    def __init__(
+        self, folder: JobFolder, ledger: Ledger, table: Table, tally: Tally, lock: JobLock, order: RowOrder
+    ) -> None:
+        self.folder, self.ledger, self.table, self.done = folder, ledger, table, tally.done
+        self.counts = Counts(rows=len(table), before=tally.fine + tally.failed)
+        self.alive, self.look, self._order = lock.path, lock.touch, order
+
+    def feed(self) -> Feed:
+        order = self._order()
+        return InOrder(range(len(self.table)) if order is None else order, self.done)
+
+    def is_over(self) -> bool:
+        return False
+
+
+RowOrder = Callable[[], Sequence[int] | None]  # the rows in the order in which they are sent; None: as they are
+
+
+@contextlib.contextmanager
+def whole_share(
     folder: JobFolder,
     table: Table,
-    work: Work,
-    servers: Sequence[ModelServer],
-    settings: Settings | None = None,
-    *,
     lock: JobLock,
-    listener: Listener | None = None,
-    order: Sequence[int] | None = None,
+    listener: Listener,
+    *,
+    order: RowOrder = lambda: None,
     first: Iterable[Entry] = (),
-    signals: bool = True,
-) -> Summary:
-    """Give every row of the table that has none yet its one result line; returns when done, stopped or cancelled.
-
-    The caller holds the job's lock and has compared what is asked with what was asked before. `first` are results
-    that need no request (rows found bad). Errors that end the job are raised after everything finished was committed.
-    """
-    settings, listener = settings or Settings(), listener or Quiet()
+    forget_failed: bool = False,
+) -> Iterator[Share]:
+    """The share of the only runner, who holds the lock; `first` are results that need no request (rows found bad)."""
     ledger = Ledger(folder, table, lock.check)
     try:
-        tally = ledger.open()
+        tally = ledger.open(forget_failed)
         for text in ledger.repaired:
             listener.note("repaired", text)
-        counts = Counts(rows=len(table), before=tally.fine + tally.failed)
-        counts.failed += commit_first(first, tally, ledger)
-        counts.errors.update({"InvalidRow": counts.failed} if counts.failed else {})
-        job = Job(folder, ledger, listener, counts, lock.touch)
-        if not counts.left:
-            return job.summary(None, 0)
-        with beating(lock.path):
-            found = list(servers)  # may look for, or start, a server
-            counts.began = time.monotonic()
-        feed = InOrder(range(len(table)) if order is None else order, tally.done)
-        reader = RowReader(table)
-        try:
-            return run_loop(job.run(work, reader, feed, tally.done, found, settings, signals))
-        finally:
-            reader.close()
+        share = _WholeShare(folder, ledger, table, tally, lock, order)
+        if bad := commit_first(first, tally, ledger):
+            share.counts.failed = share.counts.errors["InvalidRow"] = bad
+        yield share
     finally:
         ledger.close()
 
@@ -131,22 +177,55 @@ def commit_first(first: Iterable[Entry], tally: Tally, ledger: Ledger) -> int:
     return count
 
 
-class Job:
-    """One run of a job inside the event loop; `look` is called every second, and `is_over` may end it."""
+def run_job(
+    folder: JobFolder,
+    table: Table,
+    work: Work,
+    servers: Sequence[ModelServer],
+    settings: Settings | None = None,
+    *,
+    lock: JobLock,
+    listener: Listener | None = None,
+    signals: bool = True,
+) -> Summary:
+    """Give every row of the table that has none yet its one result line; returns when done, stopped or cancelled.
 
-    def __init__(
-        self,
-        folder: JobFolder,
-        ledger: Ledger,
-        listener: Listener,
-        counts: Counts,
-        look: Callable[[], None],
-        is_over: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._folder, self._ledger, self._listener, self._look = folder, ledger, listener, look
-        self._counts, self._is_over = counts, is_over
+    The caller holds the job's lock and has compared what is asked with what was asked before. Errors that end the job
+    are raised after everything finished was committed.
+    """
+    listener = listener or Quiet()
+    with whole_share(folder, table, lock, listener) as share:
+        return run_share(lambda: servers, share, work, settings or Settings(), listener, signals)
+
+
+def run_share(
+    find: Callable[[], Sequence[ModelServer]],
+    share: Share,
+    work: Work,
+    settings: Settings,
+    listener: Listener,
+    signals: bool,
+) -> Summary:
+    """Do the rows of a share on servers, which are looked for, or started, only when there is something to send."""
+    loop = _Loop(share, listener)
+    if not share.counts.left:
+        return loop.summary()
+    with beating(share.alive):
+        feed, servers = share.feed(), find()
+    share.counts.began = time.monotonic()
+    reader = RowReader(share.table)
+    try:
+        return run_loop(loop.run(work, reader, feed, servers, settings, signals))
+    finally:
+        reader.close()
+
+
+class _Loop:
+    """One run inside the event loop."""
+
+    def __init__(self, share: Share, listener: Listener) -> None:
+        self._share, self._listener = share, listener
         self._looked = 0.0
-        self._peak = 0
         self._cancelled = False
         self._stopped_by = ""
 
@@ -155,13 +234,13 @@ class Job:
         work: Work,
         reader: RowReader,
         feed: Feed,
-        done: bytearray,
         servers: Sequence[ModelServer],
         settings: Settings,
         signals: bool,
     ) -> Summary:
-        outbox = Outbox(self._ledger, self._on_commit)
-        runner = Runner(work, reader, feed, done, servers, outbox, self._counts, settings, self._listener.note)
+        share = self._share
+        outbox = Outbox(share.ledger, self._on_commit)
+        runner = Runner(work, reader, feed, share.done, servers, outbox, share.counts, settings, self._listener.note)
         restore = self._on_signals(runner) if signals else None
         try:
             self._heed_cancel(runner)  # it may have come while the input was checked: then nothing is sent
@@ -169,50 +248,32 @@ class Job:
         finally:
             if restore:
                 restore()
-        return self.summary(runner, outbox.groups)
+        return self.summary(runner.lanes)
 
-    def summary(self, runner: Runner | None, groups: int) -> Summary:
-        c = self._counts
-        state = "done" if not c.left or self._is_over() else "cancelled" if self._cancelled else "stopped"
-        return Summary(
-            state=state,
-            rows=c.rows,
-            before=c.before,
-            fine=c.fine,
-            failed=c.failed,
-            left=c.left,
-            wall_s=time.monotonic() - c.began,
-            prompt_tokens=c.prompt_tokens,
-            cached_tokens=c.cached_tokens,
-            output_tokens=c.output_tokens,
-            retries=c.retries,
-            losses=sum(lane.losses for lane in runner.lanes) if runner else 0,
-            stolen=c.stolen,
-            groups=groups,
-            errors=dict(c.errors),
-            example=c.example,
-            repaired=tuple(self._ledger.repaired),
-            peak_in_flight=self._peak,
-            stopped_by=self._stopped_by,
-        )
+    def summary(self, lanes: Sequence[Lane] = ()) -> Summary:
+        share = self._share
+        share.counts.losses = sum(lane.losses for lane in lanes)
+        done = not share.counts.left or share.is_over()
+        return Summary.of(share, "done" if done else "cancelled" if self._cancelled else "stopped", self._stopped_by)
 
     def _on_commit(self, count: int) -> None:
-        self._counts.committed += count
+        self._share.counts.committed += count
+        self._share.counts.groups += 1
 
     def _tick(self, runner: Runner) -> None:
-        self._peak = max(self._peak, self._counts.in_flight)
-        now = time.monotonic()
+        counts, now = self._share.counts, time.monotonic()
+        counts.peak_in_flight = max(counts.peak_in_flight, counts.in_flight)
         if now - self._looked > 1.0:
             self._looked = now
-            self._look()
+            self._share.look()
             self._heed_cancel(runner)
-            if self._is_over():
+            if self._share.is_over():
                 runner.stop()
                 runner.stop()  # at once
-        self._listener.tick(self._counts, runner)
+        self._listener.tick(counts, runner)
 
     def _heed_cancel(self, runner: Runner) -> None:
-        if self._folder.cancel.exists() and not runner.stopped:
+        if self._share.folder.cancel.exists() and not runner.stopped:
             self._cancelled = True
             self._listener.note("cancelled", "asked to stop; rows under way may finish")
             runner.stop()

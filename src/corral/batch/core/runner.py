@@ -110,9 +110,12 @@ class Counts:
     fine: int = 0
     failed: int = 0
     retries: int = 0
+    losses: int = 0  # of servers
     stolen: int = 0
     committed: int = 0
+    groups: int = 0  # that were committed
     in_flight: int = 0
+    peak_in_flight: int = 0
     limit: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0

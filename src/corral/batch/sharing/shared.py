@@ -15,29 +15,26 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from corral.batch.core.folder import JobFolder, PartFolder, sync_dir
-from corral.batch.core.ledger import Entry, Ledger, Tally
+from corral.batch.core.ledger import Ledger, Tally
 from corral.batch.core.lock import JobLock
-from corral.batch.core.run import Job, Listener, Summary, commit_first
-from corral.batch.core.runner import Counts, Settings, Work
-from corral.batch.core.table import RowReader
-from corral.batch.job import JobRecord, Prepared
-from corral.batch.output import export
+from corral.batch.core.run import Listener, Share, Summary, commit_first
+from corral.batch.core.runner import Counts, Feed
+from corral.batch.job import JobRecord, Order, Prepared, prepare
 from corral.batch.sharing.blocks import BlockFeed, Division, block_size, load_division
 from corral.batch.sharing.parts import Member, Others, all_parts, bury, runners_of
-from corral.client.client import run as run_loop
-from corral.client.endpoint import ModelServer
 from corral.errors import ConflictError
 from corral.files import write_atomic
 from corral.lock import beating
 from corral.processes import Identity
 from corral.record import dump_json, load_json
 
-__all__ = ["Joined", "Sharing", "brief_lock", "forget_failed", "gather", "join", "open_door", "work_through"]
+__all__ = ["Sharing", "Together", "brief_lock", "forget_failed"]
 
 MANY_PARTS = 64  # after so many lives they are gathered before going on
 ALONE_S = 5.0  # a lock that is held longer than this, with no sign of sharing, is that of a lone runner
@@ -106,71 +103,82 @@ def _too_many(folder: JobFolder, others: list[Identity], runners: int) -> Confli
     )
 
 
-class Joined:
-    """A runner that may begin: what is done, how the rows are divided, and its own part, open."""
+class Together:
+    """One of several runners on a batch, each called like this; whoever finds all rows done makes the output."""
 
-    def __init__(self, member: Member, division: Division, tally: Tally, ledger: Ledger) -> None:
-        self.member, self.division, self.tally, self.ledger = member, division, tally, ledger
+    def __init__(self, folder: JobFolder, sharing: Sharing, listener: Listener) -> None:
+        self._folder, self._sharing, self._listener = folder, sharing, listener
+
+    def begin(
+        self, order: Order, where: dict[str, Any], row_order: str, facts: dict[str, Any]
+    ) -> tuple[Prepared, contextlib.AbstractContextManager[Share]]:
+        """Check the input and become a member, under the lock."""
+        folder, listener = self._folder, self._listener
+        with brief_lock(folder) as lock, open_door(folder, self._sharing) as others:
+            folder.sweep()
+            made = prepare(order, folder, where, busy=bool(others), **facts)
+            division = load_division(folder)
+            tally = _take_stock(made, lock, division, bool(others), order.retry_failed, listener)
+            if division is None or not others:
+                size = block_size(len(made.table), self._sharing.runners)
+                division = Division(size, row_order, made.record.digest)
+                write_atomic(folder.division, dump_json(division))
+            member = Member(folder)
+            if self._sharing.life is not None:
+                write_atomic(self._sharing.life, member.part.name)
+            member.join()
+        if others:
+            listener.note("joined", f"{len(others)} more at work")
+        return made, _BlockShare(made, member, division, tally)
+
+    def finish(self, made: Prepared, summary: Summary) -> Summary | None:
+        """Put the parts together when all is done; None when rows turn out to be missing and must be done again."""
+        return gather(made, summary) if summary.state == "done" else summary
 
 
-def join(
-    made: Prepared,
-    lock: JobLock,
-    others: Sequence[Identity],
-    sharing: Sharing,
-    row_order: str,
-    first: Iterable[Entry],
-    retry_failed: bool,
-    listener: Listener,
-) -> Joined:
-    """Become a member; the job's lock is held. Alone, this puts in order what earlier runners left."""
-    folder, table = made.folder, made.table
-    ledger = Ledger(folder, table, lock.check)
-    division = load_division(folder)
+def _take_stock(
+    made: Prepared, lock: JobLock, division: Division | None, busy: bool, retry_failed: bool, listener: Listener
+) -> Tally:
+    """What is done; alone, this puts in order what earlier runners left."""
+    folder = made.folder
+    ledger = Ledger(folder, made.table, lock.check)
     try:
         tally = ledger.open()
-        if not others:
+        if not busy:
             stale = division is None or division.digest != made.record.digest
             if retry_failed or stale or len(all_parts(folder)) > MANY_PARTS:
-                tally = ledger.collect(all_parts(folder))
-                shutil.rmtree(folder.parts, ignore_errors=True)
-            if retry_failed:
-                ledger.close()
-                tally = ledger.open(forget_failed=True)
+                tally = _collect(ledger, folder, retry_failed)
             shutil.rmtree(folder.blocks, ignore_errors=True)
         elif retry_failed:
             listener.note("later", "others are at work; failed rows can be tried again when they are done")
         for text in ledger.repaired:
             listener.note("repaired", text)
-        tally.failed += commit_first(first, tally, ledger)
+        tally.failed += commit_first(made.bad_rows(), tally, ledger)
     finally:
         ledger.close()
         _drop_empty(folder)
-    if division is None or not others:
-        division = Division(block_size(len(table), sharing.runners), row_order, made.record.digest)
-        write_atomic(folder.division, dump_json(division))
-    member = Member(folder)
-    if sharing.life is not None:
-        write_atomic(sharing.life, member.part.name)
-    member.join()
-    own = Ledger(member.part, table)
-    own.open()
-    return Joined(member, division, tally, own)
+    return tally
+
+
+def _collect(ledger: Ledger, folder: JobFolder, retry_failed: bool) -> Tally:
+    """Take all parts into the job's own ledger; failed rows may be forgotten."""
+    tally = ledger.collect(all_parts(folder))
+    shutil.rmtree(folder.parts, ignore_errors=True)
+    if retry_failed:
+        ledger.close()
+        tally = ledger.open(forget_failed=True)
+    return tally
 
 
 def forget_failed(made: Prepared, lock: JobLock) -> None:
     """Let failed rows be tried again; the job's lock is held and nobody works on it."""
-    folder = made.folder
-    ledger = Ledger(folder, made.table, lock.check)
+    ledger = Ledger(made.folder, made.table, lock.check)
     try:
         ledger.open()
-        ledger.collect(all_parts(folder))
-        shutil.rmtree(folder.parts, ignore_errors=True)
-        ledger.close()
-        ledger.open(forget_failed=True)
+        _collect(ledger, made.folder, retry_failed=True)
     finally:
         ledger.close()
-        _drop_empty(folder)
+        _drop_empty(made.folder)
 
 
 def _drop_empty(folder: JobFolder) -> None:
@@ -181,44 +189,41 @@ def _drop_empty(folder: JobFolder) -> None:
                 path.unlink()
 
 
-def work_through(
-    made: Prepared,
-    joined: Joined,
-    work: Work,
-    servers: Sequence[ModelServer],
-    settings: Settings,
-    listener: Listener,
-    order: Callable[[str], Sequence[int] | None],
-    signals: bool,
-) -> Summary:
-    """Do rows until every one is done by somebody, or this runner is stopped; then it is no member any more."""
-    folder, table, member = made.folder, made.table, joined.member
-    ledger, done = joined.ledger, joined.tally.done
-    try:
-        counts = Counts(rows=len(table), before=joined.tally.fine + joined.tally.failed)
+class _BlockShare:
+    """Blocks of rows, claimed one after the other; results go into a part of one's own."""
 
-        def elsewhere(rows: int) -> None:
-            counts.before += rows
+    def __init__(self, made: Prepared, member: Member, division: Division, tally: Tally) -> None:
+        self._made, self._member, self._division = made, member, division
+        self.folder: JobFolder = member.part
+        self.table, self.done = made.table, tally.done
+        self.ledger = Ledger(member.part, made.table)
+        self.alive = member.part.holder
+        self._others = Others(made.folder, made.table, member.part.name, tally.done)
+        self.counts = Counts(rows=len(made.table), before=tally.fine + tally.failed)
+        self.look: Callable[[], None] = member.touch
 
-        others = Others(folder, table, member.part.name, done)
-        elsewhere(others.refresh())
-        with beating(member.part.holder):
-            rows = order(joined.division.row_order)
-            found = list(servers) if counts.left else []
-        feed = BlockFeed(
-            folder, member, joined.division, range(len(table)) if rows is None else rows, done, others, elsewhere
-        )
-        job = Job(member.part, ledger, listener, counts, feed.look, lambda: member.lost)
-        if not counts.left:
-            return job.summary(None, 0)
-        reader = RowReader(table)
-        try:
-            return run_loop(job.run(work, reader, feed, done, found, settings, signals))
-        finally:
-            reader.close()
-    finally:
-        ledger.close()
-        member.leave()
+    def __enter__(self) -> _BlockShare:
+        self.ledger.open()
+        self._count(self._others.refresh())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ledger.close()
+        self._member.leave()
+
+    def feed(self) -> Feed:
+        order = self._made.in_order(self._division.row_order)
+        rows = range(len(self.table)) if order is None else order
+        feed = BlockFeed(self._made.folder, self._member, self._division, rows, self.done, self._others, self._count)
+        self.look = feed.look
+        return feed
+
+    def is_over(self) -> bool:
+        return self._member.lost
+
+    def _count(self, rows: int) -> None:
+        """Others were seen to have done so many."""
+        self.counts.before += rows
 
 
 def gather(made: Prepared, summary: Summary) -> Summary | None:
@@ -250,8 +255,8 @@ def _gather(made: Prepared, lock: JobLock) -> bool:
     complete = tally.fine + tally.failed == len(table)
     for path in (folder.parts, folder.blocks):
         shutil.rmtree(path, ignore_errors=True)
-    if complete and first and not folder.live:
-        export(folder, table, made.record.ordered)
+    if complete and first:
+        made.export()
     shutil.rmtree(folder.shared, ignore_errors=True)  # last: it shows the others whose lock they are waiting for
     sync_dir(folder.path)
     return complete

@@ -1,0 +1,1 @@
+"""Batches on a Ray cluster that is already there, by Ray Data."""
