@@ -213,7 +213,7 @@ def test_twelve_gpus_and_the_kv_heads_of_405b(shown: Run) -> None:
     assert "11 H100 instead of 12" in out
     twelve = plan("llama-3.1-405b", "4xH100x3", weights="bf16")
     assert twelve.fits
-    assert f"3 nodes × 4 × H100-SXM hold it in bf16 with a context of {twelve.max_model_len:,}" in out
+    assert f"3 nodes × 4 × H100-SXM can hold it in bf16 with a context of {twelve.max_model_len:,}" in out
     first = {r.weights: r for r in needs(read_facts("llama-3.1-405b-first-upload"), Goal(), ("H100-SXM",))}
     assert first["bf16"].by_arithmetic == 12
 
@@ -312,3 +312,30 @@ def test_tp_over_nodes_reduces_over_all_adapters_of_a_node() -> None:
 
 def test_boxes_are_what_the_drivers_report() -> None:
     assert GPUS["A100-40"].memory_bytes < 40 * GIB
+
+
+# --- tables of courses
+
+
+def test_the_tables_of_the_workshop(shown: Run) -> None:
+    code, out = shown("--table")
+    assert code == 0
+    assert "llama-3.1-8b 16 8 4 15.62 128,000 8" in out
+    assert "llama-3.1-70b 141 71 35 39.06 128,000 8" in out
+    assert "llama-3.1-405b 812 406 203 61.52 128,000 8" in out
+    assert "2.25: 3 as TP1 × PP3 1.37: 2 as TP2 0.93: 2 as TP2" in out
+    assert "llama-3.1-405b: documents that give a 128,000-token request 123.05 GiB" in out
+
+
+def test_a_table_of_any_models(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--table", "llama-3.1-405b-first-upload", "smollm2", "--gpus", "A100-40", "--json"]
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert not caught.value.code
+    body = json.loads(capsys.readouterr().out)
+    first, small = body["models"]
+    assert body["gpu"] == "A100-40"
+    assert first["kv_gib"] == pytest.approx(123.05, abs=0.01)
+    assert [cell["weights"] for cell in first["cells"]] == ["bf16", "fp8", "int4"]
+    assert first["cells"][0]["boxes"] == pytest.approx((820.16 + 123.05) / 40, abs=0.01)
+    assert (small["context"], small["cells"][0]["gpus"]) == (8192, 1)

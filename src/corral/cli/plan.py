@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from corral.errors import DoesNotFitError, UsageError
-from corral.hardware.inventory import LINKS, Inventory, find_gpu, parse_gpus, probe
+from corral.hardware.inventory import GPUS, LINKS, Inventory, find_gpu, parse_gpus, probe
 from corral.home import home_dir
 from corral.models.facts import ModelFacts, read_facts
 from corral.plan import Goal, calibration, make_plan
@@ -44,6 +44,7 @@ __all__ = ["command"]
 @click.option("--compare", "comparing", is_flag=True, help="Alternatives side by side, best first.")
 @click.option("--explain", "explaining", is_flag=True, help="The arithmetic, line by line.")
 @click.option("--need", "needing", is_flag=True, help="Smallest inventories that serve it.")
+@click.option("--table", "tabling", is_flag=True, help="Memory of models in bf16, fp8 and int4, with GPU counts.")
 @click.option("--calibration", "learned", is_flag=True, help="What earlier deployments taught.")
 @click.option("--offline", is_flag=True, help="Do not ask the Hugging Face hub.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
@@ -65,6 +66,7 @@ def command(
     comparing: bool,
     explaining: bool,
     needing: bool,
+    tabling: bool,
     learned: bool,
     offline: bool,
     as_json: bool,
@@ -72,8 +74,11 @@ def command(
 ) -> int:
     """Plan how to run MODEL: a folder, a Hugging Face repository, or a catalogue name.
 
-    Arguments of `vllm serve` after `--` are read as `--set` where the plan decides them.
+    Arguments of `vllm serve` after `--` are read as `--set` where the plan decides them. --table takes several.
     """
+    if tabling:
+        offline = offline or os.environ.get("HF_HUB_OFFLINE") == "1"
+        return _show_table([*([model] if model else []), *engine_args], gpus or "H100", context, offline, as_json)
     if model and model.startswith("-"):  # `corral plan -- --flag value`: everything after -- is the engine's
         engine_args, model = (model, *engine_args), None
     if learned:
@@ -166,6 +171,20 @@ def _show_needs(facts: ModelFacts, wish: Goal, gpus: str | None, as_json: bool) 
     else:
         click.echo(f"{facts.name} with a context of {wish.context or facts.max_context:,}:\n")
         click.echo("\n".join(need_lines(rows, facts.notes)))
+    return 0
+
+
+def _show_table(models: list[str], gpus: str, context: int | None, offline: bool, as_json: bool) -> int:
+    from corral.cli.plan_view import table_lines
+    from corral.plan.table import memory_table
+
+    names = models or ["llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b"]
+    facts = [read_facts(name, os.environ.get("HF_TOKEN"), offline) for name in names]
+    gpu = GPUS[str(parse_gpus(gpus).gpu)]
+    rows = memory_table(facts, gpu, context)
+    click.echo(
+        dump_json({"gpu": gpu.kind, "models": rows}) if as_json else "\n".join(table_lines(rows, gpu)), nl=not as_json
+    )
     return 0
 
 

@@ -9,17 +9,27 @@ from collections.abc import Iterator, Sequence
 
 import click
 
-from corral.hardware.inventory import GIB
+from corral.hardware.inventory import GIB, Gpu
 from corral.plan import Plan
 from corral.plan.candidate import Candidate
 from corral.plan.layouts import over_nodes
-from corral.plan.need import Need
+from corral.plan.need import Need, box_gb
 from corral.plan.precisions import Form
 from corral.plan.reasons import load_words
 from corral.plan.reconcile import Differences
+from corral.plan.table import Cell, TableRow
 from corral.profile import Asked
 
-__all__ = ["about", "comparison_lines", "lesson_lines", "need_lines", "plan_lines", "up_command", "vllm_command"]
+__all__ = [
+    "about",
+    "comparison_lines",
+    "lesson_lines",
+    "need_lines",
+    "plan_lines",
+    "table_lines",
+    "up_command",
+    "vllm_command",
+]
 
 _LABEL = 13
 _MOST_REFUSED = 5  # of what cannot run, shown
@@ -233,6 +243,42 @@ def need_lines(rows: Sequence[Need], notes: Sequence[str] = ()) -> Iterator[str]
     for note in dict.fromkeys([row.note for row in rows if row.note] + list(notes)):
         yield ""
         yield from textwrap.wrap(note, width())
+
+
+def table_lines(rows: Sequence[TableRow], gpu: Gpu) -> Iterator[str]:
+    """Two tables: what models weigh, and how many GPUs hold them, on paper and in truth."""
+    yield "Weights in GB as documents count them, and the KV cache of one request in GiB"
+    yield ""
+    widths = [cell.weights for cell in rows[0].cells]
+    yield from _table(
+        ("model", *widths, "KV cache", "tokens", "KV heads"),
+        [
+            (
+                r.model,
+                *(_gigabytes(c.nominal_gb) for c in r.cells),
+                f"{r.kv_gib:.2f}",
+                f"{r.context:,}",
+                str(r.kv_heads),
+            )
+            for r in rows
+        ],
+    )
+    yield ""
+    yield f"{gpu.kind} for both: on paper ({box_gb(gpu)} GB each), and the fewest that run it with that context"
+    yield ""
+    yield from _table(("model", *widths), [(r.model, *(_gpus(c) for c in r.cells)) for r in rows], left=4)
+    for note in dict.fromkeys(note for row in rows for note in row.notes):
+        yield ""
+        yield from textwrap.wrap(note, width())
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size:.0f}" if size >= 10 else f"{size:.1g}" if size < 1 else f"{size:.2g}"
+
+
+def _gpus(cell: Cell) -> str:
+    runs = f"{cell.gpus} as {cell.layout}" if cell.gpus else "none of up to 128"
+    return f"{cell.boxes:.2f}: {runs}"
 
 
 def lesson_lines(lessons: Sequence[Differences]) -> Iterator[str]:

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 
 from corral.client.reply import Token
 
-__all__ = ["Character", "TokenView", "characters", "harmless", "label", "table_rows"]
+__all__ = ["Character", "TokenView", "are_logits", "characters", "harmless", "label", "table_rows"]
 
 # probability at least -> (256-colour background for terminals, the same for HTML)
 _SHADES = (
     (0.9, 120, "#87ff87"), (0.6, 157, "#afffaf"), (0.3, 229, "#ffffaf"), (0.1, 222, "#ffd787"),
     (0.03, 216, "#ffaf87"), (0.01, 210, "#ff8787"), (0.0, 203, "#ff5f5f"),
 )  # fmt: skip
+_ZERO = 1e-3  # a log-probability is never above 0: what is has another meaning
 _VISIBLE = {"\n": "⏎", "\t": "⇥", "\r": "␍"}
 
 
@@ -34,7 +35,7 @@ class Character:
 
     @property
     def probability(self) -> float | None:
-        return None if self.logprob is None else math.exp(self.logprob)
+        return None if self.logprob is None or self.logprob > _ZERO else math.exp(self.logprob)
 
 
 def _is_start_of_sign(data: bytes) -> bool:
@@ -121,6 +122,12 @@ def width(text: str) -> int:
     )
 
 
+def are_logits(tokens: Sequence[Token]) -> bool:
+    """Whether the values are raw scores (`--logprobs-mode raw_logits`): one above 0 is no log-probability."""
+    values = [token.logprob for chosen in tokens for token in (chosen, *chosen.top)]
+    return any(value is not None and value > _ZERO for value in values)
+
+
 def percent(logprob: float | None) -> str:
     if logprob is None:
         return "-"
@@ -131,13 +138,19 @@ def percent(logprob: float | None) -> str:
 def table_rows(tokens: Sequence[Token]) -> list[list[str]]:
     """One row for each token: place, token, id, probability, log-probability, rank, alternatives."""
     rows = []
+    shown = _score if are_logits(tokens) else percent
     for place, token in enumerate(tokens):
-        others = "  ".join(f"{label(other)} {percent(other.logprob)}" for other in token.top)
+        others = "  ".join(f"{label(other)} {shown(other.logprob)}" for other in token.top)
         value = "-" if token.logprob is None else f"{token.logprob:.4f}"
         rank = str(token.rank) if token.rank is not None else "-" if token.logprob is None else f">{len(token.top)}"
         number = "-" if token.id is None else str(token.id)
-        rows.append([str(place), label(token), number, percent(token.logprob), value, rank, others])
+        probability = "-" if shown is _score else percent(token.logprob)
+        rows.append([str(place), label(token), number, probability, value, rank, others])
     return rows
+
+
+def _score(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
 
 
 def _shade(probability: float | None) -> tuple[int, str] | None:
@@ -165,7 +178,8 @@ class TokenView:
         parts = []
         for title, tokens in (("prompt", self.prompt_tokens), ("answer", self.tokens)):
             if tokens:
-                parts += [title, *_aligned([list(self.HEADINGS), *table_rows(tokens)]), ""]
+                heads = ["LOGIT" if head == "LOGPROB" and are_logits(tokens) else head for head in self.HEADINGS]
+                parts += [title, *_aligned([heads, *table_rows(tokens)]), ""]
         return "\n".join(parts)
 
     def ansi(self) -> str:

@@ -118,7 +118,7 @@ def _shorter(inventory: Inventory, made: Decision) -> str:
     if not made.fits:
         return ""
     c = made.chosen
-    return f"{inventory.label} hold it in {c.precision.weights} with a context of {c.max_model_len:,}"
+    return f"{inventory.label} can hold it in {c.precision.weights} with a context of {c.max_model_len:,}"
 
 
 def _worth_more(model: ModelFacts, found: list[tuple[Inventory, Candidate]]) -> str:
