@@ -40,8 +40,9 @@ from corral.client.errors import (
     UnknownPathError,
     error_from_status,
 )
-from corral.client.http1 import EventSplitter, Exchange, Wire
+from corral.client.events import EventSplitter
 from corral.client.retry import retried
+from corral.client.wire import Exchange, Wire
 from corral.errors import AccessError, CorralError, EngineError, NotFoundError, UnreachableError, UsageError
 from corral.fake import FakeOptions, FakeServer, Pace, parse_fault
 from tests.skips import NO_OPENSSL

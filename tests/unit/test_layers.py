@@ -29,6 +29,7 @@ GROUND = [
 # row -> packages; a package imports from rows below its own, never from a neighbour
 ROWS: list[list[str]] = [
     GROUND,
+    ["http1"],
     ["client", "deployment", "engines", "fake"],
     ["hardware", "models", "runtimes"],
     ["plan", "profile", "slurm", "transfer", "doctor"],

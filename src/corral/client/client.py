@@ -27,9 +27,9 @@ import msgspec
 
 from corral.client.endpoint import Endpoint
 from corral.client.errors import error_from_status
-from corral.client.http1 import Exchange
 from corral.client.pool import Limits, Page, Pool
 from corral.client.reply import Choice, Piece, Reply, Timing, Token, Usage, read_piece
+from corral.client.wire import Exchange
 
 __all__ = ["CHAT", "COMPLETIONS", "Choice", "Client", "Page", "Piece", "Reply", "Timing", "Token", "Usage", "run",
            "wait"]  # fmt: skip

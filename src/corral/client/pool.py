@@ -20,8 +20,8 @@ import msgspec
 
 from corral.client.endpoint import Endpoint
 from corral.client.errors import KeyRefusedError, RequestError, ServerGoneError, TimedOutError, error_from_status
-from corral.client.http1 import Exchange, Wire
 from corral.client.reply import Assembly, read_reply
+from corral.client.wire import Exchange, Wire
 
 __all__ = ["Limits", "Page", "Pool", "open_files"]
 

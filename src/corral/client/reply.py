@@ -22,7 +22,7 @@ from corral.client.errors import (
     ServerFailedError,
     error_from_chunk,
 )
-from corral.client.http1 import Exchange
+from corral.client.wire import Exchange
 
 __all__ = ["Assembly", "Choice", "Piece", "Reply", "Timing", "Token", "Usage", "read_piece", "read_reply"]
 

@@ -26,13 +26,14 @@ from urllib.parse import unquote
 from corral.errors import CorralError
 from corral.fake import words
 from corral.fake.ask import Ask, RefusedError, messages_text, read_ask
+from corral.fake.connection import Connection, Request
 from corral.fake.exchange import Context, Exchange, refuse
 from corral.fake.faults import Fault, FaultBook, parse_fault
-from corral.fake.http import Connection, header, response
 from corral.fake.metrics import Metrics
 from corral.fake.pace import Engine, Job, Pace
 from corral.fake.shapes import dumps
 from corral.fake.truth_log import TruthLog
+from corral.http1.writing import response
 
 __all__ = ["App", "FakeOptions"]
 
@@ -89,18 +90,19 @@ class App:
             b"/detokenize": self._detokenize,
         }
 
-    def handle(self, to: Connection, method: bytes, path: bytes, head: bytes, body: bytes, arrival: int) -> None:
+    def handle(self, to: Connection, request: Request, arrival: int) -> None:
         """Answer one request, now or later."""
         try:
-            path = path.partition(b"?")[0]
+            method, body = request.method, request.body
+            path = request.path.partition(b"?")[0]
             if self.key and path not in (b"/health", b"/ping", b"/version", b"/metrics"):
-                given = header(head, b"authorization") or b""
+                given = request.headers.get(b"authorization", b"")
                 if not hmac.compare_digest(given, self.key):
                     self._json(to, {"error": "Unauthorized"}, 401)
                     return
             if path == b"/v1/completions" or path == b"/v1/chat/completions":
                 self._expect(method, b"POST")
-                self._complete(to, path == b"/v1/chat/completions", head, body, arrival)
+                self._complete(to, path == b"/v1/chat/completions", request, arrival)
             elif path in self._pages:
                 self._expect(method, b"POST" if path.endswith(b"tokenize") else b"GET")
                 self._pages[path](to, body)
@@ -145,7 +147,8 @@ class App:
             message = f"The model `{name}` does not exist. Valid aliases: {self.options.model}."
             raise RefusedError(404, message, "NotFoundError", "model")
 
-    def _complete(self, to: Connection, chat: bool, head: bytes, raw: bytes, arrival: int) -> None:
+    def _complete(self, to: Connection, chat: bool, request: Request, arrival: int) -> None:
+        raw = request.body
         body = self._body(raw)
         self._check_model(body)
         options = self.options
@@ -155,7 +158,7 @@ class App:
         if self.book.faults:
             prompt = b"\n".join(ask.prompts)
             fault = self.book.choose(self.requests, ask.keys[0] ^ zlib.crc32(raw), prompt)
-        given = header(head, b"x-request-id") if b"equest-" in head else None
+        given = request.headers.get(b"x-request-id")
         name = re.sub(r"[^\w.:-]", "", given.decode("latin-1")) if given else f"{ask.keys[0]:016x}"
         exchange = Exchange(
             self._context, to, ask, ("chatcmpl-" if chat else "cmpl-") + name, fault, arrival, self.requests

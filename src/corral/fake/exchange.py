@@ -8,13 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from corral.fake.ask import Ask, RefusedError
+from corral.fake.connection import Connection
 from corral.fake.faults import Fault
-from corral.fake.http import Connection, response
 from corral.fake.metrics import Metrics
 from corral.fake.pace import Engine, Job
 from corral.fake.shapes import Stream, error_event, framed, full_body
 from corral.fake.truth_log import TruthLog
 from corral.fake.words import Answer
+from corral.http1.writing import response
 
 __all__ = ["Context", "Exchange", "refuse"]
 

@@ -17,8 +17,8 @@ from typing import Any
 from corral.errors import ConflictError, UsageError
 from corral.fake import words
 from corral.fake.app import App, FakeOptions
+from corral.fake.connection import Connection
 from corral.fake.faults import parse_fault
-from corral.fake.http import Connection
 from corral.fake.pace import Pace
 
 __all__ = ["FakeServer", "run", "serve"]

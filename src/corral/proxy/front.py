@@ -8,18 +8,28 @@ import json
 import socket
 import struct
 import time
+from collections import deque
 from typing import Any, Protocol, cast
 
-from corral.proxy.framing import BadMessageError, Body, Headers, error_answer, has_token, request_body, split
+from corral.http1.reading import BadMessageError, Headers, HeadTooLongError, RequestReader, has_token
+from corral.http1.writing import response
 from corral.proxy.host import Host
 from corral.proxy.relay import Relay, Request
 
 __all__ = ["Front", "FrontHost"]
 
-LARGEST_HEAD_BYTES = 1 << 16
 LARGEST_AHEAD_BYTES = 1 << 18  # of requests sent before the last was answered
 SLOWEST_BYTES_PER_S = 16_384
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _now = time.monotonic
+
+
+class RefusedError(Exception):
+    """A request that is not passed on; nothing after it on its connection is read."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status, self.message = status, message
 
 
 class FrontHost(Host, Protocol):
@@ -37,14 +47,15 @@ class Front(asyncio.Protocol):
     def __init__(self, host: FrontHost) -> None:
         self._host = host
         self._transport: asyncio.Transport | None = None
-        self._buffer = b""
-        self._first: tuple[bytes, bytes, bool] | None = None  # method, path, whether it is HTTP/1.0
-        self._headers: Headers = []
-        self._body: Body | None = None
-        self._parts: list[bytes] = []
-        self._size = 0
+        self._reader = RequestReader(self)
+        self._head: tuple[bytes, bytes, Headers, bool] = (b"", b"", [], False)
+        self._http_10 = False  # of the request that is being answered
+        self._body = bytearray()
+        self._waiting: deque[Request] = deque()  # whole, behind the one that is being answered
+        self._refused: RefusedError | None = None  # told when those have their answers
         self._relay: Relay | None = None
-        self._paused = self._parsing = False
+        self._ahead_bytes = 0
+        self._paused = self._handling = self._expects = False
         self._since_s = _now()  # of what is now waited for
         self.closing = False
 
@@ -52,7 +63,7 @@ class Front(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
         self._host.fronts.add(self)
         if len(self._host.fronts) > self._host.limits.connections:
-            self._refuse(503, "too many connections")
+            self._refuse(RefusedError(503, "too many connections"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -90,8 +101,8 @@ class Front(asyncio.Protocol):
         if self._paused and self._transport is not None:
             self._paused = False
             self._transport.resume_reading()
-        if self._buffer and not self._parsing:
-            self._parse()
+        if not self._handling:
+            self._next()
 
     def close(self) -> None:
         """After what was written."""
@@ -104,9 +115,7 @@ class Front(asyncio.Protocol):
         transport = self._transport
         if transport is None:
             return
-        if (
-            self._first is not None and self._first[2]
-        ):  # an HTTP/1.0 answer ends with its connection: only a reset tells
+        if self._http_10:  # such an answer ends with its connection: only a reset tells
             with contextlib.suppress(OSError):
                 sock = transport.get_extra_info("socket")
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -117,78 +126,73 @@ class Front(asyncio.Protocol):
     # reading
 
     def data_received(self, data: bytes) -> None:
-        self._buffer = self._buffer + data if self._buffer else data
+        if self._refused is not None:
+            return
+        if not self._reader.receiving:
+            self._since_s = _now()
+        try:
+            self._reader.feed(data)
+        except RefusedError as error:
+            self._refused = error
+        except HeadTooLongError:
+            self._refused = RefusedError(431, "the request's headers are too long")
+        except BadMessageError as error:
+            self._refused = RefusedError(400, f"the request cannot be read: {error}")
+        self._next()
         if self._relay is not None:
-            if len(self._buffer) > LARGEST_AHEAD_BYTES and self._transport is not None:
+            self._ahead_bytes += len(data)
+            if self._ahead_bytes > LARGEST_AHEAD_BYTES and self._transport is not None:
                 self._paused = True
                 self._transport.pause_reading()
-            return
-        if not self._parsing:
-            self._parse()
+        elif self._expects and self._reader.receiving:
+            self._expects = False
+            self.write(CONTINUE)
 
-    def _parse(self) -> None:
-        self._parsing = True
-        try:
-            while self._buffer and self._relay is None and self._transport is not None and not self.closing:
-                if self._body is None and not self._take_head():
-                    return
-                self._take_body()
-        except BadMessageError as error:
-            self._refuse(400, f"the request holds {error}")
-        finally:
-            self._parsing = False
+    # what the reader tells
 
-    def _take_head(self) -> bool:
-        if self._buffer[:1] in b"\r\n":  # blank lines before a request are let through
-            self._buffer = self._buffer.lstrip(b"\r\n")
-        end = self._buffer.find(b"\r\n\r\n")
-        if end < 0 or end > LARGEST_HEAD_BYTES:
-            if len(self._buffer) > LARGEST_HEAD_BYTES:
-                self._refuse(431, "the request's headers are too long")
-            return False
-        head, self._buffer = self._buffer[:end], self._buffer[end + 4 :]
-        line, headers = split(head)
-        words = line.split(b" ")
-        if len(words) != 3 or words[2] not in (b"HTTP/1.1", b"HTTP/1.0") or not words[1].startswith(b"/"):
-            raise BadMessageError("no request line")
-        body = request_body(headers)
-        if body.left > self._host.limits.body_bytes and not body.chunked:
-            self._refuse(413, f"the request is longer than {self._host.limits.body_bytes:,} bytes")
-            return False
-        old = words[2] == b"HTTP/1.0"
-        self._first, self._headers, self._body = (words[0], words[1], old), headers, body
+    def request(self, method: bytes, target: bytes, http_10: bool, headers: Headers) -> None:
+        self._head = method, target, headers, http_10
         self._since_s = _now()
-        if has_token(headers, b"expect", b"100-continue") and not body.complete and not self._buffer:
-            self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        return True
+        announced = int(self._reader.named.get(b"content-length", b"0"))
+        if announced > self._host.limits.body_bytes:
+            raise self._too_long()
+        self._expects = has_token(headers, b"expect", b"100-continue")
 
-    def _take_body(self) -> None:
-        body = self._body
-        assert body is not None
-        if not body.complete:
-            arrived: list[bytes] = []
-            used = body.feed(self._buffer, arrived)
-            self._buffer = self._buffer[used:]
-            self._parts += arrived
-            grown = sum(map(len, arrived))
-            self._size += grown
-            self._host.held_bytes += grown
-            if self._size > self._host.limits.body_bytes:
-                self._refuse(413, f"the request is longer than {self._host.limits.body_bytes:,} bytes")
-            elif self._host.held_bytes > self._host.limits.held_bytes:
-                self._refuse(503, "too many large requests at once")
-        if body.complete and not self.closing:
-            self._handle()
+    def body(self, data: bytes) -> None:
+        self._body += data
+        self._host.held_bytes += len(data)
+        if len(self._body) > self._host.limits.body_bytes:
+            raise self._too_long()
+        if self._host.held_bytes > self._host.limits.held_bytes:
+            raise RefusedError(503, "too many large requests at once")
 
-    def _handle(self) -> None:
-        assert self._first is not None
-        method, path, old = self._first
-        if old or has_token(self._headers, b"connection", b"close"):
-            self.closing = True
-        request = Request(method, path, self._headers, tuple(self._parts), self._size, old)
-        self._parts, self._size, self._body = [], 0, None  # the bytes are the request's now
-        if path.partition(b"?")[0] == b"/proxy/status":
-            self._host.held_bytes -= request.size
+    def _too_long(self) -> RefusedError:
+        return RefusedError(413, f"the request is longer than {self._host.limits.body_bytes:,} bytes")
+
+    def complete(self, keep: bool) -> None:
+        body, self._body = self._body, bytearray()
+        self._waiting.append(Request(*self._head, body, keep))
+
+    # handling
+
+    def _next(self) -> None:
+        """Give on what waits, in a loop: a request that is answered at once must not lead to a call in a call."""
+        if self._handling:
+            return
+        self._handling = True
+        try:
+            while self._waiting and self._relay is None and self._transport is not None and not self.closing:
+                self._handle(self._waiting.popleft())
+        finally:
+            self._handling = False
+        if self._refused is not None and self._relay is None and not self.closing:
+            self._refuse(self._refused)
+
+    def _handle(self, request: Request) -> None:
+        self._http_10, self._ahead_bytes = request.http_10, 0
+        self.closing = request.http_10 or not request.keep
+        if request.path.partition(b"?")[0] == b"/proxy/status":
+            self._host.held_bytes -= len(request.body)
             self._status_page()
             return
         self._relay = Relay(self._host, self, request)
@@ -196,29 +200,30 @@ class Front(asyncio.Protocol):
 
     def _status_page(self) -> None:
         if not self.from_this_machine:
-            self._refuse(403, "this path is for the proxy's own machine")
+            self._refuse(RefusedError(403, "this path is for the proxy's own machine"))
             return
-        self.write(error_answer(200, json.dumps(self._host.status()).encode()))
+        self.write(response(200, json.dumps(self._host.status()).encode()))
         self.done()
 
     def _release(self) -> None:
-        self._host.held_bytes -= self._size
-        self._parts, self._size = [], 0
+        self._host.held_bytes -= len(self._body) + sum(len(request.body) for request in self._waiting)
+        self._body = bytearray()
+        self._waiting.clear()
 
-    def _refuse(self, status: int, message: str) -> None:
+    def _refuse(self, refused: RefusedError) -> None:
         """Answer what cannot be passed on, and close: what follows cannot be understood."""
-        self.closing = True
+        self.closing, self._refused = True, refused
         self._release()
         self._host.figures.requests += 1
         self._host.figures.failed += 1
         error = {
-            "message": f"corral proxy: {message}",
+            "message": f"corral proxy: {refused.message}",
             "type": "invalid_request_error",
             "param": None,
-            "code": status,
+            "code": refused.status,
         }
         body = json.dumps({"error": error}).encode()
-        self.write(error_answer(status, body, b"connection: close\r\n"))
+        self.write(response(refused.status, body, extra=b"connection: close\r\n"))
         self.close()
 
     def sweep(self, now_s: float) -> None:
@@ -226,11 +231,8 @@ class Front(asyncio.Protocol):
         waited, limits = now_s - self._since_s, self._host.limits
         if self._relay is not None or self.closing:
             return
-        if self._body is not None:
-            if waited > limits.read_s + self._size / SLOWEST_BYTES_PER_S:
-                self._refuse(408, "the request did not arrive in time")
-        elif self._buffer:
-            if waited > limits.read_s:
-                self._refuse(408, "the request did not arrive in time")
+        if self._reader.receiving:
+            if waited > limits.read_s + len(self._body) / SLOWEST_BYTES_PER_S:
+                self._refuse(RefusedError(408, "the request did not arrive in time"))
         elif waited > limits.idle_s:
             self.close()

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from corral.deployment.state import State
-from corral.proxy.framing import Body, Headers, error_answer, forwarded
+from corral.http1.reading import Headers
+from corral.http1.writing import LAST_CHUNK, chunk, response, status_line
+from corral.proxy.forwarding import forwarded
 from corral.proxy.host import Host
 from corral.proxy.members import Member
 from corral.proxy.upstream import Upstream
@@ -36,16 +38,17 @@ class Request:
     method: bytes
     path: bytes
     headers: Headers
-    body: tuple[bytes, ...]
-    size: int  # of the body
-    http_10: bool = False
+    http_10: bool
+    body: bytes | bytearray
+    keep: bool  # another may follow on its connection
 
-    def parts(self, host: bytes) -> list[bytes]:
+    def parts(self, host: bytes) -> list[bytes | bytearray]:
         """What is sent to a member; the key goes on untouched, the server decides about it."""
         kept = forwarded(self.headers, frozenset((b"host", b"content-length", b"expect")))
-        length = b"content-length: %d\r\n" % self.size if self.size or self.method in _WITH_BODY else b""
+        size = len(self.body)
+        length = b"content-length: %d\r\n" % size if size or self.method in _WITH_BODY else b""
         head = b"%b %b HTTP/1.1\r\nhost: %b\r\n%b%b\r\n" % (self.method, self.path, host, kept, length)
-        return [head, *self.body]
+        return [head, self.body] if size else [head]
 
 
 _WITH_BODY = frozenset((b"POST", b"PUT", b"PATCH"))
@@ -70,7 +73,6 @@ class Relay:
         self._host, self._client = host, client
         self._request: Request | None = request
         self.method = request.method
-        self.wants_payload = False  # the answer's framing cannot be passed on as it is
         self._http_10 = request.http_10
         self._member: Member | None = None
         self._answered_by: Member | None = None
@@ -79,9 +81,9 @@ class Relay:
         self._deadline: asyncio.TimerHandle | None = None
         self._held_since_s = 0.0
         self._drops = self._stale = self._declines = self._status = 0
-        self._answering = self._chunked = self._rechunk = self._over = False
+        self._answering = self._chunked = self._over = False
         self._decline: list[bytes] | None = None  # a 503 that may not be the last word
-        self._decline_head: tuple[bytes, Headers, bool] = (b"", [], False)
+        self._decline_headers: Headers = []
         self._began_s = self.moved_s = _now()
 
     def start(self) -> None:
@@ -171,44 +173,41 @@ class Relay:
 
     # from the member
 
-    def head(self, status: int, rest: bytes, headers: Headers, body: Body) -> None:
+    def head(self, status: int, headers: Headers, measured: bool) -> None:
         """The head of an answer; a 503 is looked at before it is passed on."""
         self._status = status
-        if status == 503 and not body.until_eof and self._request is not None:
-            said = any(name == DRAINING_HEADER and value == b"draining" for name, value in headers)
-            self._decline, self._decline_head = [], (rest, headers, said)
-            self._set_framing(body)
+        self._chunked = not measured and not self._http_10
+        if status == 503 and self._request is not None:
+            self._decline, self._decline_headers = [], headers
             return
         if self._member is not None:
             self._member.worked()
-        self._set_framing(body)
-        self._pass_head(rest, headers)
+        self._pass_head(headers)
 
-    def _set_framing(self, body: Body) -> None:
-        self._rechunk = body.until_eof and not self._http_10
-        self.wants_payload = self._rechunk or (body.chunked and self._http_10)
-        self._chunked = body.chunked and not self._http_10
-
-    def _pass_head(self, rest: bytes, headers: Headers) -> None:
+    def _pass_head(self, headers: Headers) -> None:
         now = _now()
         figures = self._host.figures
         figures.longest_wait_s = max(figures.longest_wait_s, now - self._began_s)
         self._answering = True
         self._forget_request()
-        framing = b"transfer-encoding: chunked\r\n" if self._chunked or self._rechunk else b""
+        framing = b"transfer-encoding: chunked\r\n" if self._chunked else b""
         close = b"connection: close\r\n" if self._client.closing else b""
-        self._client.write(b"HTTP/1.1 %b\r\n%b%b%b\r\n" % (rest, forwarded(headers), framing, close))
+        self._client.write(b"%b%b%b%b\r\n" % (status_line(self._status), forwarded(headers), framing, close))
         self._moved(now, first=True)
 
-    def data(self, data: bytes) -> None:
+    def data(self, data: list[bytes]) -> None:
         """Bytes of the answer's body."""
         if self._decline is not None:
-            self._decline.append(data)
+            self._decline += data
             if sum(map(len, self._decline)) > LARGEST_DECLINE_BYTES:
                 self._accept_decline()
             return
         self._moved(_now())
-        self._client.write(b"%x\r\n%b\r\n" % (len(data), data) if self._rechunk else data)
+        self._pass_body(data)
+
+    def _pass_body(self, data: list[bytes]) -> None:
+        """In chunks as they came: an event stays an event of its own."""
+        self._client.write(b"".join(map(chunk, data) if self._chunked else data))
 
     def _moved(self, now: float, first: bool = False) -> None:
         figures = self._host.figures
@@ -230,15 +229,15 @@ class Relay:
             if self._declined():
                 return
             self._accept_decline()
-        if self._rechunk:
-            self._client.write(b"0\r\n\r\n")
+        if self._chunked:
+            self._client.write(LAST_CHUNK)
         self._finish(answered=True)
 
     def _declined(self) -> bool:
         """Whether the 503 is one that another member, now or soon, can do better than; if so it is asked."""
         members, now, member = self._host.members, self._host.loop.time(), self._answered_by
         assert member is not None
-        if self._decline_head[2] or member.state is State.DRAINING:
+        if (DRAINING_HEADER, b"draining") in self._decline_headers or member.state is State.DRAINING:
             member.declined = True
         elif members.other(member, now) and self._declines < MOST_DROPS:
             self._declines += 1
@@ -252,9 +251,9 @@ class Relay:
 
     def _accept_decline(self) -> None:
         parts, self._decline = self._decline or [], None
-        self._pass_head(self._decline_head[0], self._decline_head[1])
-        for part in parts:
-            self._client.write(part)
+        self._pass_head(self._decline_headers)
+        if parts:
+            self._pass_body(parts)
 
     def broke(self, how: str, stale: bool = False) -> None:
         """The connection to the member is gone before the answer was whole."""
@@ -310,7 +309,7 @@ class Relay:
         kind = "service_unavailable_error" if status == 503 else "bad_gateway_error"
         error = {"message": f"corral proxy: {message}", "type": kind, "param": None, "code": status}
         extra = b"retry-after: 10\r\n" if status == 503 else b""
-        self._client.write(error_answer(status, json.dumps({"error": error}).encode(), extra))
+        self._client.write(response(status, json.dumps({"error": error}).encode(), extra=extra))
         self._finish(answered=False)
         self._client.done()
 
@@ -335,5 +334,5 @@ class Relay:
 
     def _forget_request(self) -> None:
         if self._request is not None:
-            self._host.held_bytes -= self._request.size
+            self._host.held_bytes -= len(self._request.body)
             self._request = None

@@ -5,24 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from collections.abc import Sequence
 from typing import Protocol, cast
 
-from corral.proxy.framing import BadMessageError, Body, Headers, answer_body, has_token, split
+from corral.http1.reading import BadMessageError, Headers, ResponseReader
 
 __all__ = ["Owner", "Receiver", "Upstream"]
-
-LARGEST_HEAD_BYTES = 1 << 17
 
 
 class Receiver(Protocol):
     """The request that a connection carries, as the connection sees it."""
 
     method: bytes
-    wants_payload: bool  # its answer's bytes without their framing
 
-    def head(self, status: int, rest: bytes, headers: Headers, body: Body) -> None: ...
+    def head(self, status: int, headers: Headers, measured: bool) -> None:
+        """The head of the answer; `measured`: its headers say how long the body is, or there is none."""
 
-    def data(self, data: bytes) -> None: ...
+    def data(self, data: list[bytes]) -> None:
+        """Bytes of the answer's body that came together."""
 
     def read(self) -> None:
         """The whole answer was read: the connection is no longer the request's."""
@@ -49,9 +49,8 @@ class Upstream(asyncio.Protocol):
         self._receiver: Receiver | None = None
         self.reused = False
         self._transport: asyncio.Transport | None = None
-        self._head = b""
-        self._body: Body | None = None
-        self._keep = True
+        self._reader = ResponseReader(self)
+        self._arrived: list[bytes] = []
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
@@ -66,10 +65,11 @@ class Upstream(asyncio.Protocol):
     def open(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
-    def send(self, receiver: Receiver, parts: list[bytes]) -> None:
+    def send(self, receiver: Receiver, parts: Sequence[bytes | bytearray]) -> None:
         """Carry a request."""
         assert self._transport is not None
-        self._receiver, self._head, self._body, self._keep = receiver, b"", None, True
+        self._receiver, self._arrived = receiver, []
+        self._reader.expect(receiver.method)
         self._transport.writelines(parts)
 
     def drop(self) -> None:
@@ -88,56 +88,33 @@ class Upstream(asyncio.Protocol):
             self.drop()
             return
         try:
-            if self._body is None:
-                self._read_head(receiver, data)
-            else:
-                self._read_body(receiver, self._body, data)
+            self._reader.feed(data)
         except BadMessageError as error:
             self.drop()
-            receiver.broke(f"its answer holds {error}")
+            receiver.broke(f"its answer is not HTTP ({error})")
+        else:
+            self._pass_on(receiver)
 
-    def _read_head(self, receiver: Receiver, data: bytes) -> None:
-        data = self._head + data
-        end = data.find(b"\r\n\r\n")
-        if end < 0:
-            if len(data) > LARGEST_HEAD_BYTES or not b"HTTP/1.".startswith(data[:7]):
-                raise BadMessageError("no head")
-            self._head = data
-            return
-        first, headers = split(data[:end])
-        version, _, rest = first.partition(b" ")
-        if version not in (b"HTTP/1.1", b"HTTP/1.0") or not rest[:3].isdigit():
-            raise BadMessageError("no status line")
-        status = int(rest[:3])
-        if status == 101:
-            raise BadMessageError("a change of protocol that was not asked for")
-        if status < 200:
-            self._head = b""
-            if data[end + 4 :]:
-                self._read_head(receiver, data[end + 4 :])
-            return
-        body = self._body = answer_body(receiver.method, status, headers)
-        closes = has_token(headers, b"connection", b"close")
-        self._keep = version == b"HTTP/1.1" and not closes and not body.until_eof
-        receiver.head(status, rest, headers, body)
-        if self._receiver is receiver:  # it may have been dropped meanwhile
-            self._read_body(receiver, body, data[end + 4 :])
+    def _pass_on(self, receiver: Receiver) -> None:
+        if self._arrived:
+            arrived, self._arrived = self._arrived, []
+            receiver.data(arrived)
+        if self._reader.complete and self._receiver is receiver:  # it may have been dropped meanwhile
+            self._finish(receiver)
 
-    def _read_body(self, receiver: Receiver, body: Body, data: bytes) -> None:
-        payload: list[bytes] | None = [] if receiver.wants_payload else None
-        used = body.feed(data, payload)
-        if payload is not None:
-            for part in payload:
-                receiver.data(part)
-        elif used:
-            receiver.data(data if used == len(data) else data[:used])
-        if body.complete and self._receiver is receiver:
-            self._finish(receiver, keep=self._keep and used == len(data))
+    # what the reader tells
 
-    def _finish(self, receiver: Receiver, keep: bool) -> None:
-        self._receiver = self._body = None
+    def answer(self, status: int, headers: Headers) -> None:
+        if self._receiver is not None:
+            self._receiver.head(status, headers, not (self._reader.chunked or self._reader.until_eof))
+
+    def body(self, data: bytes) -> None:
+        self._arrived.append(data)
+
+    def _finish(self, receiver: Receiver) -> None:
+        self._receiver = None
         receiver.read()
-        if keep and self.open and self._owner.take_back(self):
+        if self._reader.keep and self.open and self._owner.take_back(self):
             self.reused = True
             if self._transport is not None:
                 self._transport.resume_reading()  # a slow client may have paused it with its last bytes
@@ -146,9 +123,8 @@ class Upstream(asyncio.Protocol):
         receiver.complete()
 
     def eof_received(self) -> None:
-        receiver, body = self._receiver, self._body
-        if receiver is not None and body is not None and body.until_eof:
-            self._finish(receiver, keep=False)
+        if self._receiver is not None and self._reader.ends_at_eof():
+            self._finish(self._receiver)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None

@@ -1,0 +1,221 @@
+"""One HTTP/1.1 connection that carries one request at a time, built so that a streamed chunk costs a microsecond.
+
+Every read is stamped once, in `data_received`, before anything is parsed. Server-sent events are only split here;
+their JSON is decoded when the answer is complete (`reply`), or by who asked for them one by one.
+
+Not covered: proxies, redirects, compression (none is asked for), HTTP/2.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from typing import Any, Protocol, cast
+
+from corral.client.errors import CutStreamError, MalformedReplyError, RequestError, ServerGoneError
+from corral.client.events import EventSplitter
+from corral.http1.reading import BadMessageError, Headers, ResponseReader
+
+__all__ = ["Exchange", "Wire", "WireOwner"]
+
+_now = time.monotonic_ns
+_LARGEST_PAGE_BYTES = 64 << 20
+
+
+class Exchange:
+    """One request and what has come back so far."""
+
+    __slots__ = (
+        "again", "asked_ns", "body", "deadline_ns", "done", "events", "first_byte_ns", "future", "head", "last_ns",
+        "on_event", "page", "parts", "retry_after", "sent_ns", "status", "stream", "times", "top",
+    )  # fmt: skip
+
+    def __init__(self, head: bytes, body: bytes, future: asyncio.Future[Any], asked_ns: int) -> None:
+        self.head, self.body, self.future, self.asked_ns = head, body, future, asked_ns
+        self.sent_ns = self.first_byte_ns = self.last_ns = self.deadline_ns = 0
+        self.status = 0
+        self.stream = False
+        self.done = False  # [DONE] was seen
+        self.again = False  # was already sent once, on a connection that turned out to be stale
+        self.events: list[bytes] = []
+        self.times: list[int] = []
+        self.parts: list[bytes] = []
+        self.retry_after: bytes | None = None
+        self.on_event: Callable[[bytes, int], None] | None = None
+        self.page = False  # any status and any body will do
+        self.top: int | None = None  # how many alternatives were asked for, if known
+
+
+class WireOwner(Protocol):
+    """The pool that a connection belongs to."""
+
+    where: str
+
+    def finished(self, wire: Wire, exchange: Exchange, keep: bool) -> None: ...
+
+    def failed(self, wire: Wire, exchange: Exchange, error: RequestError) -> None: ...
+
+    def lost(self, wire: Wire) -> None: ...
+
+
+class Wire(asyncio.Protocol):
+    """One connection."""
+
+    __slots__ = (
+        "_events", "_exchange", "_fd", "_owner", "_reader", "_size", "_splitter", "_whole", "active_ns",
+        "idle_since_ns", "reused", "transport",
+    )  # fmt: skip
+
+    def __init__(self, owner: WireOwner) -> None:
+        self._owner = owner
+        self.transport: asyncio.Transport | None = None
+        self.active_ns = self.idle_since_ns = 0
+        self.reused = False
+        self._exchange: Exchange | None = None
+        self._fd = -1
+        self._size = 0
+        self._events = False
+        self._whole = False  # these are events, and none is cut in two just now
+        self._splitter = EventSplitter()
+        self._reader = ResponseReader(self)
+
+    @property
+    def exchange(self) -> Exchange | None:
+        return self._exchange
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.Transport", transport)
+        sock = transport.get_extra_info("socket")
+        if sock is not None and transport.get_extra_info("sslcontext") is None:
+            self._fd = sock.fileno()
+
+    def begin(self, exchange: Exchange) -> None:
+        """Send a request; the answer goes to the owner."""
+        assert self.transport is not None
+        self._exchange = exchange
+        self._reader.expect()
+        data = exchange.head + exchange.body
+        exchange.sent_ns = self.active_ns = _now()
+        if self._fd >= 0 and not self.transport.is_closing() and not self.transport.get_write_buffer_size():
+            # uvloop would send at the end of its round, after all that is still to be done in it: sent_ns would lie.
+            try:
+                sent = os.write(self._fd, data)
+            except OSError:
+                sent = 0  # the transport finds out why
+            if sent == len(data):
+                return
+            data = data[sent:]
+        self.transport.write(data)
+
+    def abandon(self) -> None:
+        """Drop the connection together with whatever it carries; nobody is told."""
+        self._exchange, self._fd = None, -1
+        if self.transport is not None:
+            self.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        self.active_ns = _now()
+        exchange, reader = self._exchange, self._reader
+        if exchange is None:
+            if self.transport is not None:
+                self.transport.abort()  # nothing was asked
+            return
+        if not exchange.first_byte_ns:
+            exchange.first_byte_ns = self.active_ns
+        try:
+            reader.feed(data)
+        except BadMessageError as error:
+            where = self._owner.where
+            self._fail(MalformedReplyError(f"{where} does not speak HTTP: {error}.", "Check the base URL."))
+        else:
+            if reader.complete:
+                self._finish()
+
+    def eof_received(self) -> None:
+        if self._exchange is not None and self._reader.ends_at_eof():
+            self.active_ns = _now()
+            self._finish()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.transport, self._fd = None, -1
+        exchange = self._exchange
+        if exchange is not None:
+            if exc is None and self._reader.ends_at_eof():
+                self.active_ns = _now()
+                self._finish()
+                return
+            self._fail(self._broken(exchange, exc))
+        self._owner.lost(self)
+
+    def _broken(self, exchange: Exchange, exc: Exception | None) -> RequestError:
+        where, how = self._owner.where, "was reset" if exc else "ended"
+        if not exchange.first_byte_ns:
+            return ServerGoneError(
+                f"{where} closed the connection without an answer (it {how}).", "Is the server still running?"
+            )
+        return CutStreamError(
+            f"The answer of {where} broke off (the connection {how}).", "Try again; look into the engine's log."
+        )
+
+    def answer(self, status: int, headers: Headers) -> None:
+        """The head of the answer."""
+        exchange = self._exchange
+        assert exchange is not None
+        exchange.status, self._size = status, 0
+        named = self._reader.named
+        if status >= 400:
+            exchange.retry_after = named.get(b"retry-after")
+        self._events = status == 200 and named.get(b"content-type", b"").lower().startswith(b"text/event-stream")
+        exchange.stream = self._whole = self._events
+
+    def body(self, data: bytes) -> None:
+        """Some of its body: nearly always one chunk that is one whole event, of one line and a blank one."""
+        exchange = self._exchange
+        assert exchange is not None
+        if (
+            self._whole
+            and data.startswith(b"data: {")  # not [DONE]
+            and data.endswith(b"}\n\n")
+            and data.find(b"\n") == len(data) - 2
+        ):
+            event = data[6:-2]
+            exchange.events.append(event)
+            exchange.times.append(self.active_ns)
+            if exchange.on_event is not None:
+                exchange.on_event(event, self.active_ns)
+        elif self._events:
+            self._take(exchange, self._splitter.feed(data), self.active_ns)
+            self._whole = self._splitter.empty
+        else:
+            exchange.parts.append(data)
+            self._size += len(data)
+            if exchange.page and self._size > _LARGEST_PAGE_BYTES:
+                raise BadMessageError("a page that does not end")
+
+    def _take(self, exchange: Exchange, events: list[bytes], now: int) -> None:
+        for event in events:
+            if event == b"[DONE]":
+                exchange.done = True
+                continue
+            exchange.events.append(event)
+            exchange.times.append(now)
+            if exchange.on_event is not None:
+                exchange.on_event(event, now)
+
+    def _finish(self) -> None:
+        exchange, self._exchange = self._exchange, None
+        assert exchange is not None
+        exchange.last_ns = self.active_ns
+        if not self._splitter.empty:
+            self._take(exchange, self._splitter.end(), self.active_ns)
+        self._owner.finished(self, exchange, keep=self._reader.keep)
+
+    def _fail(self, error: RequestError) -> None:
+        exchange, self._exchange = self._exchange, None
+        if self.transport is not None:
+            self.transport.abort()
+        if exchange is not None:
+            exchange.last_ns = _now()
+            self._owner.failed(self, exchange, error)

@@ -1,0 +1,248 @@
+"""Messages of HTTP/1.1, read out of bytes that may be cut anywhere.
+
+They are read by llhttp (`httptools`) in its strict mode: two lengths, a length beside chunks, folded lines, bare
+line ends, unknown methods and control characters are refused, because two readers that disagree on where a message
+ends can be made to serve one user's answer to another. Here is added what llhttp leaves to its caller: only
+HTTP/1.0 and 1.1, no transfer coding but plain chunks, heads and trailers of bounded length, no change of protocol,
+and answers that end with their connection.
+
+A reader tells its sink of a head, of the bytes of the body as they come, and of the end. A sink must not feed its own
+reader. Trailers are dropped.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import httptools
+
+__all__ = [
+    "BadMessageError", "HeadTooLongError", "Headers", "RequestReader", "RequestSink", "ResponseReader",
+    "ResponseSink", "has_token",
+]  # fmt: skip
+
+Headers = list[tuple[bytes, bytes]]  # names in lower case
+
+LARGEST_HEAD_BYTES = 1 << 16
+MOST_INTERIM_ANSWERS = 32  # 100 Continue and the like, before the answer proper
+
+
+class BadMessageError(ValueError):
+    """What came is not HTTP, or not the HTTP that is understood here."""
+
+
+class HeadTooLongError(BadMessageError):
+    """A head, or a trailer, that does not end."""
+
+
+class _EndedError(Exception):
+    """Raised inside a reader to stop llhttp at the end of a message."""
+
+
+class _Reader:
+    """What requests and answers have in common: headers, their bounds, and one kind of error."""
+
+    __slots__ = ("_fed", "_headers", "_in_head", "_large", "_parser", "_trailer", "named", "on_body")
+
+    def __init__(self) -> None:
+        self._headers: Headers = []
+        self.named: dict[bytes, bytes] = {}  # the last value of each header
+        self._in_head = self._large = False
+        self._fed = self._trailer = 0
+        self._parser: Any = None
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:
+            self._headers.append((name.lower(), value))
+            return
+        self._trailer += len(name) + len(value) + 4
+        if self._trailer > LARGEST_HEAD_BYTES:
+            raise HeadTooLongError("trailers that are too long")
+
+    def _begin(self) -> None:
+        self._headers, self._in_head, self._fed, self._trailer = [], True, 0, 0
+
+    def _end_of_head(self) -> tuple[bool, bool]:
+        """Whether the body comes in chunks, and whether it has a length (llhttp has refused two of either)."""
+        self._in_head = False
+        if self._large and sum(len(name) + len(value) + 4 for name, value in self._headers) > LARGEST_HEAD_BYTES:
+            raise HeadTooLongError("headers that are too long")
+        named = self.named = dict(self._headers)
+        coding = named.get(b"transfer-encoding")
+        if coding is not None and coding.strip().lower() != b"chunked":
+            raise BadMessageError("a transfer coding that is not plain chunks")
+        return coding is not None, b"content-length" in named
+
+    def _check_growth(self, data: bytes) -> None:
+        """A head is bounded while it grows, too."""
+        self._fed += len(data)
+        if self._fed > LARGEST_HEAD_BYTES:
+            raise HeadTooLongError("headers that are too long")
+
+
+def _cause(error: httptools.HttpParserError) -> BaseException:
+    """What stands behind an error of llhttp: our own of a callback, or what llhttp says."""
+    if isinstance(error, httptools.HttpParserCallbackError) and error.__context__ is not None:
+        return error.__context__
+    return BadMessageError(str(error))
+
+
+class RequestSink(Protocol):
+    """Who takes the requests of a connection."""
+
+    def request(self, method: bytes, target: bytes, http_10: bool, headers: Headers) -> None: ...
+
+    def body(self, data: bytes) -> None: ...
+
+    def complete(self, keep: bool) -> None:
+        """The request is whole; `keep`: another one may follow on this connection."""
+
+
+class RequestReader(_Reader):
+    """The requests of one connection. After one that asks for the end of the connection, the rest is ignored."""
+
+    __slots__ = ("_changing", "_closed", "_sink", "_target", "receiving")
+
+    def __init__(self, sink: RequestSink) -> None:
+        super().__init__()
+        self._sink, self.on_body = sink, sink.body
+        self._closed = self._changing = self.receiving = False
+        self._target = b""
+        self._parser = httptools.HttpRequestParser(self)
+
+    def feed(self, data: bytes) -> None:
+        if self._closed:
+            return
+        self._large = len(data) > LARGEST_HEAD_BYTES
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as change:
+            self._go_on_with_http(data[change.args[0] :])
+        except httptools.HttpParserError as error:
+            if not self._closed:
+                raise _cause(error) from None
+        if self._in_head:
+            self._check_growth(data)
+
+    def _go_on_with_http(self, rest: bytes) -> None:
+        """A change of protocol was asked for: the same request is read once more, without that wish."""
+        kept = b"".join(b"%b: %b\r\n" % pair for pair in self._headers if pair[0] != b"upgrade")
+        version = self._parser.get_http_version().encode()
+        head = b"%b %b HTTP/%b\r\n%b\r\n" % (self._parser.get_method(), self._target, version, kept)
+        self._parser = httptools.HttpRequestParser(self)
+        self.feed(head + rest)
+
+    def on_message_begin(self) -> None:
+        if self._closed:
+            raise _EndedError
+        self._begin()
+        self._target = b""
+        self.receiving = True
+
+    def on_url(self, part: bytes) -> None:
+        self._target += part
+
+    def on_headers_complete(self) -> None:
+        parser, target = self._parser, self._target
+        chunked, _ = self._end_of_head()
+        method: bytes = parser.get_method()
+        version = parser.get_http_version()
+        if version not in ("1.1", "1.0"):
+            raise BadMessageError("a version of HTTP that is neither 1.0 nor 1.1")
+        if chunked and version == "1.0":
+            raise BadMessageError("chunks, which HTTP/1.0 does not have")
+        if not target.startswith(b"/") or b"#" in target or method == b"CONNECT":
+            raise BadMessageError("a target that is not a path of this server")
+        if parser.should_upgrade():
+            self._changing = True
+        else:
+            self._sink.request(method, target, version == "1.0", self._headers)
+
+    def on_message_complete(self) -> None:
+        if self._parser.should_upgrade():
+            return
+        self.receiving = False
+        self._closed = self._changing or not self._parser.should_keep_alive()
+        self._sink.complete(keep=not self._closed)
+
+
+class ResponseSink(Protocol):
+    """Who takes an answer."""
+
+    def answer(self, status: int, headers: Headers) -> None: ...
+
+    def body(self, data: bytes) -> None: ...
+
+
+class ResponseReader(_Reader):
+    """The answers on one connection, each to a request that was announced with `expect`."""
+
+    __slots__ = ("_head_only", "_interim", "_sink", "_spent", "chunked", "complete", "keep", "until_eof")
+
+    def __init__(self, sink: ResponseSink) -> None:
+        super().__init__()
+        self._sink, self.on_body = sink, sink.body
+        self._interim = 0
+        self._head_only = self.chunked = self.until_eof = self.keep = False
+        self._spent = self.complete = True
+
+    def expect(self, method: bytes = b"GET") -> None:
+        """A request was sent: its answer comes next."""
+        if self._spent:
+            self._parser, self._spent = httptools.HttpResponseParser(self), False
+        self._head_only = method == b"HEAD"
+        self._in_head = self.chunked = self.until_eof = self.keep = self.complete = False
+        self._interim = 0
+
+    def feed(self, data: bytes) -> None:
+        """Read on; then `complete` says whether the answer is whole, `keep` whether another may follow."""
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._spent, self.keep = True, False
+            if not self.complete:  # otherwise it is only what follows that nobody asked for
+                raise _cause(error) from None
+        if self._in_head:
+            self._check_growth(data)
+
+    def ends_at_eof(self) -> bool:
+        """The connection ended: whether that is the end of the answer."""
+        self._spent = True
+        if self.until_eof and not self.complete:
+            self.complete = True
+            return True
+        return False
+
+    def on_message_begin(self) -> None:
+        if self.complete:
+            raise _EndedError
+        self._begin()
+
+    def on_headers_complete(self) -> None:
+        status: int = self._parser.get_status_code()
+        chunked, measured = self._end_of_head()
+        if status < 200:
+            self._interim += 1
+            if status == 101 or self._interim > MOST_INTERIM_ANSWERS:
+                raise BadMessageError("an interim answer that was not asked for")
+            return
+        bodiless = self._head_only or status in (204, 304)
+        self.chunked = chunked and not bodiless
+        self.until_eof = not (chunked or measured or bodiless)
+        if self._head_only:
+            self.complete = True
+        self._sink.answer(status, self._headers)
+        if self._head_only:
+            raise _EndedError  # llhttp would wait for the body that the headers speak of
+
+    def on_message_complete(self) -> None:
+        if self._parser.get_status_code() >= 200:
+            self.complete = True
+            self.keep = self._parser.should_keep_alive()
+
+
+def has_token(headers: Headers, wanted: bytes, token: bytes) -> bool:
+    """Whether a comma-separated header holds a word."""
+    return any(
+        name == wanted and token in [word.strip().lower() for word in value.split(b",")] for name, value in headers
+    )
