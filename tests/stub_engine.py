@@ -5,8 +5,8 @@
 
 Options: `die-after-ready=CODE`, `exit=CODE` (before ready), `silent` (no more lines, no CPU), `daemon` (leaves a
 child in a session of its own), `retitled` (a child without the launch's environment), `open` (answers without a key),
-`hang` (stops answering after ready), `slow=SECONDS` (before the port is bound), `worker-exit=CODE` (a headless rank),
-`busy` (says that a request runs).
+`hang` (stops answering after ready), `slow=SECONDS` or `after=FILE` (before the port is bound), `worker-exit=CODE`
+(a headless rank), `busy` (says that a request runs).
 """
 
 from __future__ import annotations
@@ -112,6 +112,8 @@ def main() -> None:
         allow_reuse_port = True  # so that a rival in a test can take the port as well
 
     time.sleep(float(options.get("slow", 0)))
+    while "after" in options and not Path(options["after"]).exists():
+        time.sleep(0.02)
 
     Server((host, port), Handler).serve_forever()
 

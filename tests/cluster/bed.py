@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.conftest import ROOT
+from tests.until import free_port, until
 
 # what an image needs besides python3 to pass for vLLM's
 FILES: dict[str, str | bytes | Path] = {
@@ -20,22 +18,6 @@ FILES: dict[str, str | bytes | Path] = {
     "/usr/bin/vllm": '#!/bin/sh\nexec python3 /stub_engine.py -m "$@"\n',
 }
 SECRET = "hf_" + "s3cret" * 5
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def until(what: Callable[[], Any], limit_s: float = 60) -> Any:
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        if found := what():
-            return found
-        time.sleep(0.05)
-    raise AssertionError("never happened")
 
 
 def commands_of_everybody() -> list[bytes]:

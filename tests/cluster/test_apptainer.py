@@ -11,9 +11,10 @@ import pytest
 
 from corral.node.agent.processes import process_table
 from tests import testbed
-from tests.cluster.bed import FILES, SECRET, Bed, commands_of_everybody, until
+from tests.cluster.bed import FILES, SECRET, Bed, commands_of_everybody
 from tests.testbed.containers import build_sif
 from tests.tiny_llama import make_tiny_llama
+from tests.until import until
 
 pytestmark = pytest.mark.skipif(bool(testbed.missing("apptainer")), reason=testbed.missing("apptainer"))
 

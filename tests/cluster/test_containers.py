@@ -27,9 +27,10 @@ from corral.node.agent.processes import descendants, process_table
 from corral.record import to_json
 from corral.runtimes.base import Job, NodeSide, make_runtime
 from tests import testbed
-from tests.cluster.bed import FILES, SECRET, Bed, commands_of_everybody, free_port, until
+from tests.cluster.bed import FILES, SECRET, Bed, commands_of_everybody
 from tests.testbed.containers import Docker
 from tests.tiny_llama import make_tiny_llama
+from tests.until import free_port, until
 
 pytestmark = pytest.mark.skipif(bool(testbed.missing("containers")), reason=testbed.missing("containers"))
 

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from hypothesis import HealthCheck, settings
 from tests.skips import NO_SHELLCHECK
 from tests.stand_in import install_stand_in
 from tests.tiny_llama import make_tiny_llama
+from tests.until import until
 
 # how long an example takes is the machine's affair
 settings.register_profile("corral", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -60,12 +60,11 @@ class Corral:
         return subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     def wait_state(self, name: str, state: str) -> Any:
-        for _ in range(600):
+        def look() -> Any:
             found = self("status", name, "--json")
-            if found.code in (0, 8) and found.json()["state"] == state:
-                return found.json()
-            time.sleep(0.05)
-        raise AssertionError(f"{name} never became {state}: {found}")
+            return found.json() if found.code in (0, 8) and found.json()["state"] == state else None
+
+        return until(look, f"{name} {state}")
 
 
 class Silent:

@@ -7,10 +7,8 @@ import json
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,16 +23,10 @@ from corral.node.agent import engine_log, journal, processes
 from corral.node.agent.container import Container
 from corral.node.agent.probe import Probe, Server
 from corral.record import to_json
+from tests.until import free_port, until
 
 STUB = Path(__file__).parent.parent / "stub_engine.py"
 AGENT = bundle("node/agent")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class Run:
@@ -79,13 +71,11 @@ class Run:
     def states(self) -> list[str]:
         return [event.get("state") for event in self.events() if event.kind == "state"]
 
-    def wait_for(self, what: Callable[[], Any], limit_s: float = 30) -> Any:
-        deadline = time.monotonic() + limit_s
-        while time.monotonic() < deadline:
-            if found := what():
-                return found
-            time.sleep(0.02)
-        raise AssertionError(f"never happened; events: {self.events()}")
+    def wait_for(self, what: Callable[[], Any]) -> Any:
+        try:
+            return until(what)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; events: {self.events()}") from None
 
     def wait_state(self, state: str) -> Event:
         found: list[Event] = self.wait_for(
@@ -97,7 +87,7 @@ class Run:
         return processes.marked(self.launch_id, [str(self.folder / "engine.json")])
 
     def wait_gone(self) -> None:
-        self.process.wait(30)
+        self.process.wait(120)
         assert not self.left()
         assert not Path(journal.private_tmp(self.launch_id)).exists()
 

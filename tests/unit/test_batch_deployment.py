@@ -14,7 +14,7 @@ from corral.engines import environments as engines
 from corral.lifecycle import deployments
 from corral.lifecycle.successors import Chain, write_chain
 from tests.unit.conftest import Corral
-from tests.unit.test_agent import free_port
+from tests.until import free_port
 
 ENGINE = Path(__file__).parent.parent / "fake_engine.py"
 

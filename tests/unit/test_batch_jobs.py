@@ -9,9 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,6 +22,7 @@ from corral.batch.sharing.blocks import BlockFeed, Division, block_size
 from corral.batch.sharing.parts import Member, Others, all_parts, claim_path, runners_of
 from corral.processes import Identity
 from tests.batch_harness import Nursery, Reins, control, fake_server, torment_several, write_rows
+from tests.until import until
 
 ANSWERS = ("--answer-tokens", "4-16")
 FAULTS = ("status:code=503,p=0.02", "status:code=500,p=0.02", "reset:p=0.02", "cut:p=0.02", "abort:p=0.02")
@@ -39,14 +39,6 @@ def run(*argv: str) -> subprocess.CompletedProcess[str]:
 def start(*argv: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "corral", *argv]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def until(condition: Callable[[], Any], what: str) -> Any:
-    for _ in range(1200):
-        if found := condition():
-            return found
-        time.sleep(0.05)
-    raise AssertionError(f"never: {what}")
 
 
 @pytest.fixture
@@ -100,7 +92,7 @@ def test_runners_join_are_counted_shown_and_stopped_together(tmp_path: Path) -> 
         assert other.returncode == 4
         assert "cancel" in other.stderr
         assert run("batch", "cancel", str(output)).returncode == 0
-        assert [runner.wait(60) for runner in runners] == [130, 130]
+        assert [runner.wait(120) for runner in runners] == [130, 130]
         for runner in runners:
             runner.communicate()
         assert inspect(str(output)).state == "cancelled"
@@ -117,16 +109,16 @@ def test_a_lone_batch_is_continued_by_several_and_keeps_what_it_has(tmp_path: Pa
     rows, output = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
     write_rows(rows, 800)
     with fake_server(*ANSWERS) as url:
-        control(url, "pace", {"ttft_s": 0.05})
+        control(url, "pace", {"ttft_s": 0.3})
         alone = start(*batch(url, rows, output, "--concurrency", "4"))
         until(lambda: output.exists() and output.stat().st_size > 2000, "results")
         alone.send_signal(signal.SIGINT)
-        assert alone.wait(60) == 130
+        assert alone.wait(120) == 130
         alone.communicate()
         kept = output.read_bytes()
         control(url, "pace", {"ttft_s": 0.001})
         runners = [start(*batch(url, rows, output, "--jobs", "3", "--concurrency", "8")) for _ in range(3)]
-        ends = [runner.communicate(timeout=60) for runner in runners]
+        ends = [runner.communicate(timeout=120) for runner in runners]
         assert [runner.returncode for runner in runners] == [0, 0, 0], ends
     assert output.read_bytes().startswith(kept)
     assert len({json.loads(line)["custom_id"] for line in output.read_text().splitlines()}) == 800

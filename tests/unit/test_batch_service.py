@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from corral.batch.service import workers
 from corral.batch.service.server import BatchService, ServiceOptions
 from corral.batch.serving import Where
 from corral.fake import FakeOptions, FakeServer, Pace
+from tests.until import until
 
 
 @pytest.fixture
@@ -57,21 +57,19 @@ def create(client: openai.OpenAI, file: str) -> Any:
 
 
 def ended(client: openai.OpenAI, identity: str) -> Any:
-    for _ in range(600):
+    def look() -> Any:
         batch = client.batches.retrieve(identity)
-        if batch.status in ("completed", "failed", "cancelled"):
-            return batch
-        time.sleep(0.05)
-    raise AssertionError(f"still {batch.status}")
+        return batch if batch.status in ("completed", "failed", "cancelled") else None
+
+    return until(look, "the batch's end")
 
 
 def begun(client: openai.OpenAI, identity: str) -> None:
-    for _ in range(400):
+    def look() -> bool:
         counts = client.batches.retrieve(identity).request_counts
-        if counts and counts.completed:
-            return
-        time.sleep(0.05)
-    raise AssertionError("nothing was answered")
+        return bool(counts and counts.completed)
+
+    until(look, "an answer")
 
 
 def test_a_batch_through_the_sdk(server: FakeServer, tmp_path: Path) -> None:
@@ -111,7 +109,7 @@ def test_bad_input_fails_the_batch_and_says_where(server: FakeServer, tmp_path: 
 def test_cancel_keeps_what_is_done(server: FakeServer, tmp_path: Path) -> None:
     server.set_pace(Pace(requests_per_s=50))
     with BatchService(options(server, tmp_path / "kept")) as service, sdk(service) as client:
-        batch = create(client, upload(client, [row(n) for n in range(500)]))
+        batch = create(client, upload(client, [row(n) for n in range(5000)]))
         begun(client, batch.id)
         assert client.batches.cancel(batch.id).status == "cancelling"
         stopped = ended(client, batch.id)
@@ -149,24 +147,24 @@ def test_cancel_while_validating(
 def test_a_restart_continues(server: FakeServer, tmp_path: Path) -> None:
     server.set_pace(Pace(requests_per_s=100))
     with BatchService(options(server, tmp_path / "kept")) as service, sdk(service) as client:
-        batch = create(client, upload(client, [row(n) for n in range(200)]))
+        batch = create(client, upload(client, [row(n) for n in range(2000)]))
         begun(client, batch.id)
     server.set_pace(Pace())
     with BatchService(options(server, tmp_path / "kept")) as service, sdk(service) as client:
         done = ended(client, batch.id)
         assert done.status == "completed"
         lines = client.files.content(done.output_file_id).text.splitlines()
-        assert sorted(json.loads(line)["custom_id"] for line in lines) == sorted(f"q{n}" for n in range(200))
+        assert sorted(json.loads(line)["custom_id"] for line in lines) == sorted(f"q{n}" for n in range(2000))
 
 
 def test_every_path_needs_the_key(server: FakeServer, tmp_path: Path) -> None:
     with BatchService(options(server, tmp_path / "kept")) as service:
         for path in ("/v1/files", "/v1/batches", "/v1/files/x/content", "/", "/v1/models"):
             with pytest.raises(urllib.error.HTTPError) as refused:
-                urllib.request.urlopen(service.url + path, timeout=5)
+                urllib.request.urlopen(service.url + path, timeout=60)
             assert refused.value.code == 401
             refused.value.close()
-        with urllib.request.urlopen(service.url + "/health", timeout=5) as answer:
+        with urllib.request.urlopen(service.url + "/health", timeout=60) as answer:
             assert answer.status == 200
         with openai.OpenAI(base_url=service.url + "/v1", api_key="wrong") as client:
             with pytest.raises(openai.AuthenticationError):

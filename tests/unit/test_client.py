@@ -381,7 +381,7 @@ def test_two_thousand_at_once() -> None:
             assert server.app
             assert len(server.app.connections) <= 2000
 
-        using(server, work, connections=2000)
+        using(server, work, connections=2000, connect_s=120)
 
 
 def test_few_connections_are_shared(server: FakeServer) -> None:

@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import stat
-import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from corral.engines import environments as engines
 from corral.node.agent.processes import marked, process_table
 from corral.processes import identify
 from tests.unit.conftest import Corral, Shellcheck
-from tests.unit.test_agent import free_port
+from tests.until import free_port, until
 
 
 def launched(corral: Corral, name: str) -> set[int]:
@@ -162,10 +161,7 @@ def test_engine_dies_with_zero_later(corral: Corral) -> None:
 
 def test_cli_killed_while_loading_leaves_a_server_that_becomes_ready(corral: Corral) -> None:
     process = corral.start("up", str(corral.model), "--port", str(free_port()))
-    for _ in range(400):
-        if (corral.home / "corral/deployments/tiny/rank0/agent.json").exists():
-            break
-        time.sleep(0.01)
+    until((corral.home / "corral/deployments/tiny/rank0/agent.json").exists, "the agent")
     process.kill()
     process.communicate()
     assert corral("wait", "tiny").code == 0
@@ -219,8 +215,7 @@ def test_down_while_staging_ends_the_up(corral: Corral) -> None:
     process = corral.start("up", str(corral.model))
     assert corral.wait_state("tiny", "staging")
     down = corral.start("down", "tiny")
-    while not (corral.home / "corral/deployments/tiny/stop").exists():
-        time.sleep(0.01)
+    until((corral.home / "corral/deployments/tiny/stop").exists, "the wish to stop")
     engine.write_text(text)
     held.unlink()
     assert down.communicate(timeout=60)[0].strip() == "tiny: stopped"
@@ -268,28 +263,31 @@ def test_a_taken_port_is_named_and_another_chosen(corral: Corral) -> None:
 @pytest.mark.parametrize("fixed", [False, True])
 def test_a_port_taken_while_the_engine_starts(corral: Corral, fixed: bool) -> None:
     """Two vLLM servers can share a port without either being told: half of the requests would go astray."""
-    options = ["--port", "18777"] if fixed else []
-    process = corral.start("up", str(corral.model), "--json", *options, STUB_OPTIONS="slow=1")
+    fixed_port = free_port()
+    taken = corral.home / "taken"  # the engine binds its port once this is there
+    options = ["--port", str(fixed_port)] if fixed else []
+    process = corral.start("up", str(corral.model), "--json", *options, STUB_OPTIONS=f"after={taken}")
     launch = corral.home / "corral/deployments/tiny/launch.json"
-    while not (launch.parent / "rank0" / "agent.json").exists():
-        time.sleep(0.01)
+    until((launch.parent / "rank0" / "agent.json").exists, "the agent")
     port = int(json.loads(launch.read_text())["base_url"].split(":")[2].split("/")[0])
     with socket.socket() as rival:
         rival.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier test may linger
         rival.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         rival.bind(("127.0.0.1", port))
         rival.listen()
-        out, err = process.communicate(timeout=60)
+        taken.touch()
+        out, err = process.communicate(timeout=120)
     if fixed:
         assert process.returncode == 8
-        assert "another process took port 18777 first" in err
+        assert f"another process took port {fixed_port} first" in err
     else:
         assert process.returncode == 0, err
         assert f":{port}/" not in json.loads(out)["endpoint"]["base_url"]
 
 
 def test_dry_run_is_the_launch(corral: Corral) -> None:
-    dry = corral("up", str(corral.model), "--dry-run", "--port", "18123", "--", "--max-num-seqs", "4", "--seed", "7")
+    port = str(free_port())
+    dry = corral("up", str(corral.model), "--dry-run", "--port", port, "--", "--max-num-seqs", "4", "--seed", "7")
     assert dry.code == 0, dry.err
     spec = dry.json()
     argv = spec["ranks"][0]["argv"]
@@ -297,7 +295,7 @@ def test_dry_run_is_the_launch(corral: Corral) -> None:
     assert argv.count("--max-num-seqs") == 1
     assert argv[argv.index("--max-num-seqs") + 1] == "4"
     assert not (corral.home / "corral/deployments").exists()
-    up = corral("up", str(corral.model), "--port", "18123", "--json", "--", "--max-num-seqs", "4", "--seed", "7")
+    up = corral("up", str(corral.model), "--port", port, "--json", "--", "--max-num-seqs", "4", "--seed", "7")
     assert up.code == 0, up.err
     real = json.loads((corral.home / "corral/deployments/tiny/launch.json").read_text())
     assert {**real, "launch_id": ""} == {**spec, "launch_id": ""}

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from corral.node.agent import gang
+from tests.until import free_port, until
 
-PATIENCE_S = 2.0
-
-
-def wait_for(condition: Callable[[], Any], limit_s: float = 20) -> Any:
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        if found := condition():
-            return found
-        time.sleep(0.02)
-    raise AssertionError("never")
+PATIENCE_S, SHORT_S = 60.0, 3.0  # the short one where somebody is to lose it
 
 
 class Rank:
@@ -39,9 +30,7 @@ class Rank:
 @pytest.fixture
 def spec(tmp_path: Path) -> dict[str, Any]:
     (tmp_path / "token").write_text("secret")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     return {
         "names": ["n0", "n1", "n2"], "head": "127.0.0.1", "port": port,
         "token_file": str(tmp_path / "token"),
@@ -63,16 +52,16 @@ def test_members_are_counted_in_and_told_what_to_do(spec: dict[str, Any], head: 
     members = [gang.Follower(spec, PATIENCE_S, number, rank) for number, rank in enumerate(ranks, 1)]
     assert head.gather(lambda: "") is None
     head.run(1)
-    wait_for(lambda: all(one.order.get("run") and one.order["epoch"] == 1 for one in members))
+    until(lambda: all(one.order.get("run") and one.order["epoch"] == 1 for one in members))
     assert head.fault() is None
     ranks[1].said.update(ended={"epoch": 1, "reason": "engine_exited", "text": "it ended", "ago_s": 0, "details": {}})
-    reason, details = wait_for(head.fault)
+    reason, details = until(head.fault)
     assert (reason, details["failed_rank"]) == ("engine_exited", 2)
     assert details["text"] == "rank 2 on n2: it ended"
     head.run(2)  # what ended in the attempt before does not count
     assert head.fault() is None
     head.end("engine_exited", {"text": "why"})
-    wait_for(lambda: all(one.order.get("end") == "engine_exited" for one in members))
+    until(lambda: all(one.order.get("end") == "engine_exited" for one in members))
 
 
 def test_waiting_ends_when_somebody_wants_it_to(head: gang.Head) -> None:
@@ -89,29 +78,31 @@ def test_whoever_ended_first_is_the_cause(spec: dict[str, Any], head: gang.Head)
     ranks[0].said.update(ended={"epoch": 1, "reason": "engine_exited", "text": "later", "ago_s": 0, "details": {}})
     assert head.root_cause("engine_exited", {"text": "own"}, now - 30)[1]["text"] == "own"
     ranks[1].said.update(ended={"epoch": 1, "reason": "engine_exited", "text": "first", "ago_s": 90, "details": {}})
-    wait_for(lambda: head.members[1].ended(1))
+    until(lambda: head.members[1].ended(1))
     assert head.root_cause("engine_exited", {"text": "own"}, now - 30)[1]["text"] == "rank 2 on n2: first"
 
 
 def test_a_stranger_without_the_token_never_joins(spec: dict[str, Any], head: gang.Head, tmp_path: Path) -> None:
     (tmp_path / "wrong").write_text("guess")
     stranger = gang.Follower({**spec, "token_file": str(tmp_path / "wrong")}, PATIENCE_S, 1, Rank())
-    wait_for(lambda: stranger._error)
+    until(lambda: stranger._error)
     assert not head.members[0].connected
     assert stranger.order == {}
 
 
-def test_silence_is_loss_on_both_sides(spec: dict[str, Any], head: gang.Head) -> None:
+def test_silence_is_loss_on_both_sides(spec: dict[str, Any]) -> None:
+    head = gang.Head(spec, SHORT_S, Rank())
     hung = Rank()
-    members = [gang.Follower(spec, PATIENCE_S, 1, hung), gang.Follower(spec, PATIENCE_S, 2, Rank())]
+    members = [gang.Follower(spec, SHORT_S, 1, hung), gang.Follower(spec, SHORT_S, 2, Rank())]
     assert head.gather(lambda: "") is None
     head.run(1)
-    stuck = time.monotonic() + 3 * PATIENCE_S
+    stuck = time.monotonic() + 3 * SHORT_S
     hung.wait_until = stuck
-    reason, details = wait_for(head.fault)
+    reason, details = until(head.fault)
     assert reason == "node_lost"
     assert details["text"].startswith("n1 stopped answering at ")
-    wait_for(lambda: (members[0].lost() or "").startswith("the head n0 stopped answering"))
+    until(lambda: (members[0].lost() or "").startswith("the head n0 stopped answering"))
+    head.end("requested", {})
 
 
 def test_an_old_connection_that_ends_late_does_not_hide_the_new_one(spec: dict[str, Any], head: gang.Head) -> None:
@@ -120,7 +111,7 @@ def test_an_old_connection_that_ends_late_does_not_hide_the_new_one(spec: dict[s
     assert head.gather(lambda: "") is None
     old = head.members[0].line
     gang.Follower(spec, PATIENCE_S, 1, Rank())
-    wait_for(lambda: head.members[0].line is not old)
+    until(lambda: head.members[0].line is not old)
     old.close()
-    wait_for(lambda: first._error)
+    until(lambda: first._error)
     assert head.members[0].connected

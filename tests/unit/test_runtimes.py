@@ -24,7 +24,8 @@ from corral.launch.render import UNSET
 from corral.runtimes.base import RUNTIMES, Job, NodeSide, Runtime, make_runtime, parse_options
 from corral.runtimes.container import Mount, container_name
 from tests.unit.conftest import Shellcheck
-from tests.unit.test_agent import Run, free_port
+from tests.unit.test_agent import Run
+from tests.until import free_port
 
 HERE = Path(__file__).parent.parent
 STUB = HERE / "stub_engine.py"

@@ -67,17 +67,17 @@ def test_a_part_that_fails_or_hangs_hides_nothing_else(monkeypatch: pytest.Monke
     import threading
 
     stuck = threading.Event()
-    monkeypatch.setitem(whole.PARTS, "gpus", lambda asked: stuck.wait(60))
+    monkeypatch.setitem(whole.PARTS, "gpus", lambda asked: stuck.wait(120))
     monkeypatch.setitem(whole.PARTS, "rdma", lambda asked: 1 // 0)
-    report = whole.survey({}, 0.3)
+    report = whole.survey({}, 4.0)
     stuck.set()
     assert report["hostname"] == socket.gethostname()
     assert report["errors"] == {
-        "gpus": "no answer within 0.3 s",
+        "gpus": "no answer within 4 s",
         "rdma": "ZeroDivisionError: integer division or modulo by zero",
     }
     text = json.dumps(report)
-    facts = read_answer("a", Completed(("python3",), 0, text, ""), report["began_s"], 0.4)
+    facts = read_answer("a", Completed(("python3",), 0, text, ""), report["began_s"], 4.5)
     assert facts.gpus == ()
 
 

@@ -203,7 +203,7 @@ def test_ctrl_c_ends_a_completion() -> None:
         assert process.stdout is not None
         process.stdout.read(3)
         process.send_signal(signal.SIGINT)
-        _, told = process.communicate(timeout=20)
+        _, told = process.communicate(timeout=120)
     assert process.returncode == 130
     assert told.strip() == "corral: interrupted"
 
@@ -231,7 +231,7 @@ class Terminal:
         self.seen = ""
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
-    def until(self, text: str, limit_s: float = 30) -> str:
+    def until(self, text: str, limit_s: float = 120) -> str:
         """Read until some text shows up; what was read before it is forgotten."""
         end = time.monotonic() + limit_s
         while text not in self.seen:

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from corral.fake import FakeOptions, FakeServer, Pace
 from corral.score.job import JobReport, score_file
 from corral.score.likelihood import ScoreOptions
 from corral.score.score import Scorer, TokenGate
+from tests.until import until
 
 ROWS: list[dict[str, Any]] = [
     {"id": "t", "text": "the quick brown fox"},
@@ -198,25 +198,27 @@ def test_a_job_that_is_running_is_left_alone(server: FakeServer, tmp_path: Path)
         job(server, source, out)
 
 
+def grown(path: Path, before: int) -> bool:
+    return path.exists() and path.stat().st_size > before
+
+
 @pytest.mark.parametrize("way", [signal.SIGKILL, signal.SIGINT])
 def test_nothing_is_lost_or_doubled_when_killed(way: signal.Signals, tmp_path: Path) -> None:
     rows = [{"id": f"r{i}", "text": f"row {i} has some words to be scored"} for i in range(400)]
     source, out = write(tmp_path / "rows.jsonl", rows), tmp_path / "out.jsonl"
-    with FakeServer(FakeOptions(pace=Pace(ttft_s=0.02))) as server:
+    with FakeServer(FakeOptions(pace=Pace(ttft_s=0.5))) as server:
         command = [sys.executable, "-m", "corral", "score", "-i", str(source), "-o", str(out), "--url", server.url]
         for _ in range(2):
             before = out.stat().st_size if out.exists() else 0
             with subprocess.Popen([*command, "--concurrency", "8"], stderr=subprocess.PIPE, text=True) as process:
-                for _ in range(3000):
-                    if out.exists() and out.stat().st_size > before:
-                        break
-                    time.sleep(0.02)
+                until(lambda: grown(out, before), "a row")  # noqa: B023 - asked here and now
                 process.send_signal(way)
-                _, told = process.communicate(timeout=30)
+                _, told = process.communicate(timeout=120)
             assert process.returncode == (-9 if way == signal.SIGKILL else 130)
             if way == signal.SIGINT:
                 assert "The same command continues." in told
                 assert "Traceback" not in told
+        server.set_pace(Pace())
         report = job(server, source, out)
     assert report.state == "done"
     assert 0 < report.before < 400

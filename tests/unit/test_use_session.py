@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
-import time
 
 import pytest
 
 import corral as library
 from corral.errors import ConflictError, LaunchError, NotFoundError
 from tests.unit.conftest import Corral
+from tests.until import free_port, until
 
 # the agent is meant to outlive the process that starts it; Python warns of every child that nobody waited for
 pytestmark = pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning", "ignore:subprocess .* is still running:ResourceWarning"
 )
-
-
-def free_port() -> int:
-    """Not 8000, which everybody takes first: tests may run side by side."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def state(corral: Corral, name: str) -> str:
@@ -51,15 +43,16 @@ def test_an_engine_that_dies_raises_its_reason(corral: Corral, monkeypatch: pyte
         library.up(str(corral.model), name="two", port=free_port(), quiet=True)
 
 
+def begun(corral: Corral) -> bool:
+    found = corral("status", "three", "--json")
+    return found.code == 0 and found.json()["state"] in ("starting", "loading") and bool(found.json()["engine"])
+
+
 def test_an_interrupted_start_leaves_nothing(corral: Corral) -> None:
     code = f"import corral; corral.up({str(corral.model)!r}, name='three', port={free_port()})"
     env = {**corral.env, "STUB_OPTIONS": "silent"}
     with subprocess.Popen([sys.executable, "-c", code], env=env, stderr=subprocess.PIPE, text=True) as process:
-        for _ in range(600):
-            found = corral("status", "three", "--json")
-            if found.code == 0 and found.json()["state"] in ("starting", "loading") and found.json()["engine"]:
-                break
-            time.sleep(0.1)
+        until(lambda: begun(corral), "the engine's start")
         process.send_signal(2)
-        process.communicate(timeout=60)
+        process.communicate(timeout=120)
     assert state(corral, "three") == "stopped"

@@ -6,19 +6,13 @@ import json
 import socket
 import subprocess
 import sys
-import time
 from typing import Any
 
 from tests.conftest import ROOT
+from tests.until import free_port, until
 
 SCRIPT = ROOT / "src" / "corral" / "node" / "wire_test.py"
 ADDRESSES = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
-
-
-def free_port(address: str) -> int:
-    with socket.socket() as seeker:
-        seeker.bind((address, 0))
-        return int(seeker.getsockname()[1])
 
 
 def start(order: dict[str, Any], me: int) -> subprocess.Popen[bytes]:
@@ -67,13 +61,16 @@ def test_a_stranger_learns_nothing() -> None:
     order = make_order()
     process = start(order, 0)
     _, address, port = order["peers"][0]
-    for _ in range(2000):
+
+    def connect() -> socket.socket | None:
+        assert process.poll() is None
         try:
-            caller = socket.create_connection((address, port), 1)
-            break
+            return socket.create_connection((address, port), 30)
         except ConnectionRefusedError:
-            assert process.poll() is None
-            time.sleep(0.01)
+            return None
+
+    caller = until(connect, "its listening")
+    assert caller is not None
     with caller:
         body = json.dumps({"token": "guess", "what": "hello"}).encode()
         caller.sendall(len(body).to_bytes(4, "big") + body)
