@@ -10,6 +10,7 @@ Documents are replaced in one step, so a restart finds every file and batch as i
 
 from __future__ import annotations
 
+import re
 import secrets
 import threading
 import time
@@ -24,6 +25,7 @@ from corral.files import make_private_dir, write_atomic
 
 __all__ = ["ENDED", "Store"]
 
+_ID = re.compile(r"[A-Za-z0-9_-]{1,80}")
 ENDED = ("completed", "failed", "cancelled", "expired")
 
 
@@ -49,7 +51,21 @@ class Store:
     def new_upload(self) -> tuple[str, Path]:
         """An id for a file, and where its content is to be written."""
         identity = f"file-{secrets.token_hex(12)}"
-        return identity, self._files / f"{identity}.data"
+        return identity, self._files / f".{identity}.upload"
+
+    def keep_upload(self, identity: str, filename: str, purpose: str, place: Path) -> dict[str, Any]:
+        """A file object for an upload that is whole."""
+        kept = self._files / f"{identity}.data"
+        place.replace(kept)
+        return self.add_file(identity, filename, purpose, kept)
+
+    def drop_broken_uploads(self) -> None:
+        """Remove what an earlier life of the service left half done; nobody else may be using the folder."""
+        for place in self._files.glob(".*.upload"):
+            place.unlink()
+        for place in self._files.glob("*.data"):
+            if not place.with_suffix(".json").exists():
+                place.unlink()
 
     def add_file(self, identity: str, filename: str, purpose: str, path: Path) -> dict[str, Any]:
         """A file object for content that is on disk."""
@@ -143,8 +159,8 @@ class Store:
 
     def _read(self, place: Path, identity: str, what: str) -> dict[str, Any]:
         path = place / f"{identity}.json"
-        if "/" in identity or identity.startswith(".") or not path.is_file():
-            raise NotFoundError(f"No such {what} object: {identity}", f"List them: GET /v1/{place.name}")
+        if not _ID.fullmatch(identity) or not path.is_file():
+            raise NotFoundError(f"No such {what} object: {identity[:80]}", f"List them: GET /v1/{place.name}")
         found: dict[str, Any] = msgspec.json.decode(path.read_bytes())
         return found
 
