@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from corral.node.agent import gang
+from corral.node.agent import gang, gang_line
 from tests.until import free_port, until
 
 PATIENCE_S, SHORT_S = 60.0, 3.0  # the short one where somebody is to lose it
@@ -115,3 +118,121 @@ def test_an_old_connection_that_ends_late_does_not_hide_the_new_one(spec: dict[s
     old.close()
     until(lambda: first._error)
     assert head.members[0].connected
+
+
+# -------------------------------------------------------------------------------------------------- who may speak
+def connect(spec: dict[str, Any]) -> socket.socket:
+    return socket.create_connection((spec["head"], spec["port"]), timeout=10)
+
+
+def test_the_listener_outlives_a_time_without_descriptors(spec: dict[str, Any], head: gang.Head) -> None:
+    """The attack: connections until there is no descriptor left; accept() then fails, and must be tried again."""
+    real = head._listener
+
+    class Exhausted:
+        failures = 0
+
+        def accept(self) -> Any:
+            self.failures += 1
+            raise OSError(24, "Too many open files")
+
+    stub = Exhausted()
+    head._listener = stub  # type: ignore[assignment]
+    connect(spec).close()  # wakes the thread, which goes on with the stub
+    until(lambda: stub.failures > 2)
+    head._listener = real
+    gang.Follower(spec, PATIENCE_S, 1, Rank())
+    gang.Follower(spec, PATIENCE_S, 2, Rank())
+    assert head.gather(lambda: "") is None
+
+
+def test_strangers_cannot_keep_the_members_out(spec: dict[str, Any], head: gang.Head) -> None:
+    strangers = [connect(spec) for _ in range(200)]
+    try:
+        until(lambda: threading.active_count() < 60)
+        gang.Follower(spec, PATIENCE_S, 1, Rank())
+        gang.Follower(spec, PATIENCE_S, 2, Rank())
+        assert head.gather(lambda: "") is None
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+
+@pytest.mark.parametrize(
+    "words", [b"x" * 100_000, b"[" * 3000 + b"\n", b"\xff\n", b'{"rank": 1e999}\n', b"{}\n", b"5\n"]
+)
+def test_a_stranger_who_says_anything_is_shown_out(spec: dict[str, Any], head: gang.Head, words: bytes) -> None:
+    with connect(spec) as stranger:
+        stranger.sendall(words)
+        with contextlib.suppress(OSError):
+            while stranger.recv(4096):
+                pass
+    assert not any(member.connected for member in head.members)
+
+
+def test_a_stranger_who_says_nothing_has_little_time(
+    spec: dict[str, Any], head: gang.Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gang_line, "GREETING_S", 0.2)
+    with connect(spec) as stranger:
+        stranger.recv(4096)
+        stranger.sendall(b" ")
+        assert stranger.recv(4096) == b""
+
+
+def test_fields_of_a_proof_cannot_run_into_each_other() -> None:
+    assert gang_line.proof(b"k", "member", 1, "2x") != gang_line.proof(b"k", "member", 12, "x")
+    assert gang_line.proof(b"k", "member", "1") != gang_line.proof(b"k", "member1", "")
+
+
+@pytest.mark.parametrize("attack", ["alter", "repeat", "drop", "reflect"])
+def test_what_somebody_in_between_does_to_a_line_is_noticed(attack: str) -> None:
+    (one, other), (far, near) = tcp_pair(), tcp_pair()
+    head, member = gang_line.Line(one, 10), gang_line.Line(near, 10)
+    pump = threading.Thread(target=_between, args=(other, far, attack), daemon=True)
+    pump.start()
+    greeted = threading.Thread(target=head.greet_member, args=(b"token",))
+    greeted.start()
+    assert member.greet_head(b"token", 1)
+    greeted.join()
+    member.send({"state": "loading"})
+    member.send({"state": "ready"})
+    if attack == "repeat":
+        assert head.receive() == {"state": "loading"}
+    with pytest.raises(ValueError, match="did not write"):
+        (member if attack == "reflect" else head).receive()
+    for wire in (one, other, far, near):
+        wire.close()
+    pump.join(10)
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+        return near, listener.accept()[0]
+
+
+def _between(head: socket.socket, member: socket.socket, attack: str) -> None:
+    """Lets the greeting pass, then does something to what the member says."""
+    with contextlib.suppress(OSError), head.makefile("rb") as of_head, member.makefile("rb") as of_member:
+        member.sendall(of_head.readline())
+        head.sendall(of_member.readline())
+        member.sendall(of_head.readline())
+        first, second = of_member.readline(), of_member.readline()
+        said = {"alter": first.replace(b"loading", b"stopped"), "repeat": first + first, "drop": second}
+        if attack == "reflect":
+            member.sendall(first)
+        else:
+            head.sendall(said[attack])
+
+
+def test_a_member_that_says_nonsense_harms_nobody() -> None:
+    nonsense = {"state": 5, "running": "yes", "quiet_s": "x", "done": "x", "ended": {"epoch": "1", "reason": "magic",
+                "details": {"state": "ready", "exit_code": 1, "deep": [[1]], "node": "x" * 9999}}}  # fmt: skip
+    said = gang_line.read_standing(nonsense)
+    assert said["ended"]["details"] == {"exit_code": 1, "node": "x" * 2000}
+    assert (said["running"], said["quiet_s"], said["ended"]["epoch"]) == (False, 1e9, 0)
+    assert said["ended"]["reason"] == "engine_exited"
+    assert gang_line.read_order({"epoch": "x", "run": 1, "end": 5, "head": []}) == {
+        "epoch": 0, "run": False, "end": "engine_exited", "text": "", "head": {},
+    }  # fmt: skip

@@ -5,23 +5,20 @@ The head answers with an order: which attempt to run, or to stop, or that it is 
 on either side means that the other is lost: the head then takes every rank down and says which node it was; a member
 that lost its head takes its own rank down, because a headless engine would live on for ever.
 
-Both sides prove that they know the deployment's token (HMAC over the other's random number); the token itself never
-travels. What is said is not secret. One JSON object per line.
+Both sides prove that they know the deployment's token, which itself never travels, and sign what they say: see
+`gang_line`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
-import json
-import os
 import socket
 import threading
 import time
 from typing import Any, Dict, Optional, Tuple
 
 from ..states import Reason
+from .gang_line import Line, Strangers, read_order, read_standing
 
 Json = Dict[str, Any]
 SAY_EVERY_S = 1.0
@@ -31,39 +28,6 @@ CLOSED_S = 3.0  # a closed connection that is not opened anew within this time i
 
 def _clock() -> str:
     return time.strftime("%H:%M:%S")
-
-
-def _proof(token: bytes, role: str, nonce: str) -> str:
-    return hmac.new(token, (role + nonce).encode(), hashlib.sha256).hexdigest()
-
-
-class Line:
-    """A connection that carries one JSON object per line, with a limit on how long a line may take."""
-
-    def __init__(self, connection: socket.socket, timeout_s: float) -> None:
-        self._socket = connection
-        self._socket.settimeout(timeout_s)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._rest = b""
-
-    def send(self, body: Json) -> None:
-        self._socket.sendall(json.dumps(body).encode() + b"\n")
-
-    def receive(self) -> Json:
-        while b"\n" not in self._rest:
-            data = self._socket.recv(65536)
-            if not data or len(self._rest) > 1 << 20:
-                raise OSError("the connection was closed")
-            self._rest += data
-        line, _, self._rest = self._rest.partition(b"\n")
-        found = json.loads(line)
-        if not isinstance(found, dict):
-            raise ValueError("not an object")
-        return found
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.close()
 
 
 class Member:
@@ -108,45 +72,47 @@ class Head:
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._listener.bind((gang["head"], int(gang["port"])))
         self._listener.listen(64)
+        self._closed = False
+        self._strangers = Strangers()
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
-        while True:
+        while not self._closed:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._talk, args=(connection,), daemon=True).start()
+                self._strangers.admit(connection)
+                threading.Thread(target=self._talk, args=(connection,), daemon=True).start()
+            except (OSError, RuntimeError):  # no descriptor or thread left, a caller who hung up: the next may come
+                time.sleep(0.05)
 
     def _talk(self, connection: socket.socket) -> None:
-        line = Line(connection, self.node_s)
-        member = None
+        line, member = None, None
         try:
+            line = Line(connection, self.node_s)
             member = self._greet(line)
+            self._strangers.known(connection)
             member.line, member.connected = line, True
             while True:
-                said = line.receive()
+                said = read_standing(line.receive())
                 with self._lock:
                     member.said, member.heard, member.heard_at = said, time.monotonic(), _clock()
                     order = dict(self._order, head=self._own())
                 line.send(order)
                 self._told[member.rank] = order
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, RecursionError):
             pass
         finally:
             if member is not None and member.line is line:  # it may have come back on another one meanwhile
                 member.connected = False
-            line.close()
+            self._strangers.known(connection)
+            connection.close()
 
     def _greet(self, line: Line) -> Member:
-        nonce = os.urandom(16).hex()
-        line.send({"nonce": nonce})
-        hello = line.receive()
-        rank = int(hello["rank"])
-        if not hmac.compare_digest(str(hello["proof"]), _proof(self._token, "member%d" % rank, nonce)):
-            raise ValueError("a stranger")
-        line.send({"proof": _proof(self._token, "head", str(hello["nonce"]))})
-        return next(member for member in self.members if member.rank == rank)
+        rank = line.greet_member(self._token)
+        member = next((member for member in self.members if member.rank == rank), None)
+        if member is None:
+            raise ValueError("there is no rank %d here" % rank)
+        return member
 
     def gather(self, stop_asked: Any, wait_s: float = JOIN_S) -> Optional[Tuple[str, Json]]:
         """Wait until every member is there with no rank running; what hinders, or None."""
@@ -238,6 +204,9 @@ class Head:
             if all(not member.connected or self._told.get(member.rank, {}).get("end") for member in self.members):
                 break
             time.sleep(0.05)
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits there
         with contextlib.suppress(OSError):
             self._listener.close()
 
@@ -263,7 +232,7 @@ class Follower:
         while True:
             try:
                 self._talk()
-            except (OSError, ValueError, KeyError, TypeError) as error:
+            except (OSError, ValueError, RecursionError) as error:
                 self._error = str(error)
             time.sleep(0.3)
 
@@ -271,16 +240,11 @@ class Follower:
         connection = socket.create_connection(self._address, timeout=min(5.0, self.node_s))
         line = Line(connection, self.node_s)
         try:
-            nonce = os.urandom(16).hex()
-            their = str(line.receive()["nonce"])
-            line.send(
-                {"rank": self._rank, "proof": _proof(self._token, "member%d" % self._rank, their), "nonce": nonce}
-            )
-            if not hmac.compare_digest(str(line.receive()["proof"]), _proof(self._token, "head", nonce)):
+            if not line.greet_head(self._token, self._rank):
                 raise ValueError("whoever answers on %s:%d is not the head of this deployment" % self._address)
             while True:
                 line.send(self._own())
-                self.order = line.receive()
+                self.order = read_order(line.receive())
                 self._heard, self._heard_at = time.monotonic(), _clock()
                 time.sleep(SAY_EVERY_S)
         finally:
