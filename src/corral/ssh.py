@@ -7,9 +7,12 @@ error; a changed host key is never accepted. `CORRAL_SSH` replaces the command, 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
+import socket
+import stat
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
@@ -20,11 +23,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from corral.errors import AccessError, CorralError, UnreachableError, UsageError
+from corral.files import make_private_dir, write_atomic
+from corral.home import home_dir
 from corral.shell import Completed, capture
 from corral.untrusted import plain
 
 __all__ = ["FAN_OUT", "MOST_SAID_BYTES", "Ssh", "check_host", "each", "forwarding", "read_hosts", "ssh_command"]
 
+LONGEST_FOLDER = 48  # for a socket: ssh adds 40 characters, and 17 while it makes it; 107 are allowed
 FAN_OUT = 32  # hosts talked to at the same time
 CONNECT_S = 10
 MOST_SAID_BYTES = 64 << 20  # by one command on a host; a report holds two files of 4 MiB in base64
@@ -148,12 +154,37 @@ def _shares_connections(command: tuple[str, ...], host: str) -> bool:
 
 
 def _socket_folder() -> Path:
-    """Short, because the path of a socket may have 107 bytes at most, and ours alone."""
-    folder = Path(tempfile.gettempdir() if len(tempfile.gettempdir()) < 40 else "/tmp") / f"corral-ssh-{os.getuid()}"  # noqa: S108
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o077:
-        raise AccessError(f"{folder} belongs to somebody else or is open to others.", f"Delete it: rm -r {folder}")
-    return folder
+    """Ours alone, and short, because the path of a socket may have 107 bytes at most.
+
+    Below the user's own runtime folder, where there is one. Otherwise a folder in /tmp with a name that nobody can
+    foresee, which is kept in Corral's home: one that somebody else made, or a link, is never taken.
+    """
+    runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or "/nonexistent")
+    if _is_private(runtime) and len(str(runtime)) < LONGEST_FOLDER - len("/corral-ssh"):
+        folder = runtime / "corral-ssh"
+        with contextlib.suppress(OSError):
+            folder.mkdir(mode=0o700, exist_ok=True)
+        if _is_private(folder):
+            return folder
+    note = home_dir() / f".ssh-sockets-{socket.gethostname()}"
+    with contextlib.suppress(OSError, ValueError):
+        kept = Path(note.read_text(encoding="utf-8").strip())
+        if _is_private(kept):
+            return kept
+    base = tempfile.gettempdir()
+    made = Path(tempfile.mkdtemp(prefix="corral-", dir=base if len(base) < LONGEST_FOLDER - 20 else "/tmp"))  # noqa: S108
+    make_private_dir(home_dir())
+    write_atomic(note, f"{made}\n")
+    return made
+
+
+def _is_private(folder: Path) -> bool:
+    """Whether it is a folder, no link, that belongs to this user and that nobody else may enter."""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
 
 
 _ERRORS = (

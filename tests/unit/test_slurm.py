@@ -674,3 +674,36 @@ def test_an_earlier_life_is_set_aside(tmp_path: Path) -> None:
 def test_what_the_nodes_write_is_private(tmp_path: Path) -> None:
     write_json(str(tmp_path / "spec.json"), {})
     assert stat.S_IMODE((tmp_path / "spec.json").stat().st_mode) == 0o600
+
+
+EVIL = "x\n#SBATCH --uid=0\ntouch /tmp/owned"
+
+
+@pytest.mark.parametrize(
+    "name", ["partition", "account", "mem", "output", "error", "constraint", "job_name", "folder"]
+)
+def test_a_newline_in_a_value_is_no_line_of_the_script(name: str) -> None:
+    """Also in values that no option was read from: what SLURM says of a partition, the path of Corral's home."""
+    given = {"deployment": "d", "title": "t", "folder": "/f", "nodes": 1, name: EVIL}
+    with pytest.raises(UsageError, match="one line"):
+        batch_script(BatchJob(**given))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["title", "deployment", "python", "modules"])
+def test_a_newline_elsewhere_stays_where_it_is(name: str, shellcheck: Shellcheck) -> None:
+    value = (EVIL,) if name == "modules" else EVIL
+    given = {"deployment": "d", "title": "t", "folder": "/f", "nodes": 1, name: value}
+    text = batch_script(BatchJob(**given))  # type: ignore[arg-type]
+    done = subprocess.run(
+        ["bash", "-nv"], input=text, capture_output=True, text=True, check=True, env={"PATH": os.environ["PATH"]}
+    )
+    assert done.returncode == 0
+    outside = text.replace(EVIL, "")
+    assert "touch /tmp/owned" not in [line.strip() for line in outside.splitlines()]
+    assert not any(line.startswith("#SBATCH --uid") for line in outside.splitlines())
+
+
+@pytest.mark.parametrize("name", ["partition", "mem", "python", "modules", "home", "comment"])
+def test_options_with_a_newline_are_refused(name: str) -> None:
+    with pytest.raises(UsageError):
+        SlurmOptions.read({name: EVIL})

@@ -17,6 +17,7 @@ from corral.deployment.diagnosis import last_lines
 from corral.deployment.folder import chain_of, open_folder
 from corral.deployment.patience import Patience
 from corral.errors import CorralError, LaunchError, UsageError
+from corral.launch.masking import masked
 from corral.launch.render import as_shell, refuse_reserved
 from corral.lifecycle import bringup, deployments
 from corral.plan.fixed import parse_assignments
@@ -159,7 +160,7 @@ def command(
     if shell and not dry_run:
         raise UsageError("--shell shows the commands of a dry run.", "Add --dry-run.")
     if dry_run:
-        spec = bringup.dry_run(wish, lambda text: tell(plain(f"  note: {text}"), err=True))
+        spec = masked(bringup.dry_run(wish, lambda text: tell(plain(f"  note: {text}"), err=True)))
         click.echo(as_shell(spec), nl=False) if shell else print_json(spec)
         return
     with PhaseScreen(quiet=as_json) as screen:
@@ -246,7 +247,7 @@ def _environment(pairs: tuple[str, ...]) -> dict[str, str]:
     for pair in pairs:
         name, separator, value = pair.partition("=")
         if not separator or not name.isidentifier():
-            raise UsageError(f"--env {pair!r} is not NAME=VALUE.", "Write it as --env VLLM_LOGGING_LEVEL=DEBUG.")
+            raise UsageError(f"--env {name!r} is not NAME=VALUE.", "Write it as --env VLLM_LOGGING_LEVEL=DEBUG.")
         found[name] = value
     refuse_reserved(found)
     return found

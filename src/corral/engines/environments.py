@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import sys
 import time
@@ -215,7 +216,7 @@ def _install_torch_cpu(place: Path, python: str, progress: Progress) -> None:
     arguments = ["-r", str(wanted), *(["--require-hashes"] if digest else [])]
     done = _pip_install(python, arguments, progress)
     if done.code:
-        done = _pip_install(python, ["--index", TORCH_CPU_INDEX, *arguments], progress)
+        done = _pip_install(python, arguments, progress, TORCH_CPU_INDEX)
     if done.code:
         raise EngineError(
             f"{TORCH_CPU} was found neither through pip's configuration nor in PyTorch's index: {_last_words(done)}",
@@ -230,18 +231,23 @@ def _uv(*arguments: str) -> list[str]:
     return [uv.find_uv_bin(), *arguments]
 
 
-def _uv_env() -> dict[str, str]:
-    return {**os.environ, **read_sources().as_environment()}
+def _uv_env(index: str = "") -> dict[str, str]:
+    """Where packages come from, as pip is configured, and one index more."""
+    sources = read_sources()
+    if index:
+        sources = replace(sources, extra_indexes=(index, *sources.extra_indexes))
+    return {**os.environ, **sources.as_environment()}
 
 
-def _pip_install(python: str, arguments: list[str], progress: Progress) -> Completed:
+def _pip_install(python: str, arguments: list[str], progress: Progress, index: str = "") -> Completed:
     flags = ["--python", python, "--no-deps", "--index-strategy", "unsafe-best-match", "--no-progress"]
 
     def on_line(line: str) -> None:
         if line.strip().startswith(("Downloading", "Prepared", "Installed", "Downloaded")):
             progress(line.strip())
 
-    return stream(_uv("pip", "install", *flags, *read_sources().as_arguments(), *arguments), on_line, _uv_env())
+    command = _uv("pip", "install", *flags, *read_sources().as_arguments(), *arguments)
+    return stream(command, on_line, _uv_env(index))
 
 
 def install_into(folder: Path, requirement: str, progress: Progress) -> None:
@@ -259,7 +265,7 @@ def install_into(folder: Path, requirement: str, progress: Progress) -> None:
 
 def _last_words(done: Completed) -> str:
     lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
-    return " ".join(lines[-3:])[:400] if lines else "no output"
+    return re.sub("://[^/@ ]+@", "://****@", " ".join(lines[-3:]))[:400] if lines else "no output"
 
 
 def _site_packages(place: Path) -> Path:

@@ -29,18 +29,19 @@ class Sources:
     no_index: bool = False
 
     def as_arguments(self) -> list[str]:
-        """The same as arguments of `uv pip install`."""
-        arguments = ["--default-index", self.index] if self.index else []
-        for flag, values in (
-            ("--index", self.extra_indexes),
-            ("--find-links", self.find_links),
-            ("--allow-insecure-host", self.trusted_hosts),
-        ):
-            arguments += [word for value in values for word in (flag, value)]
-        return arguments + (["--no-index"] if self.no_index else [])
+        """What `uv pip install` takes as arguments only."""
+        return ["--no-index"] if self.no_index else []
 
     def as_environment(self) -> dict[str, str]:
-        return {"SSL_CERT_FILE": self.certificate} if self.certificate else {}
+        """The rest, for uv's environment: an address may hold a password, and everybody sees arguments."""
+        found = {
+            "UV_DEFAULT_INDEX": self.index,
+            "UV_INDEX": " ".join(self.extra_indexes),
+            "UV_FIND_LINKS": ",".join(self.find_links),
+            "UV_INSECURE_HOST": " ".join(self.trusted_hosts),
+            "SSL_CERT_FILE": self.certificate,
+        }
+        return {name: value for name, value in found.items() if value}
 
 
 def parse_sources(listing: str) -> Sources:

@@ -92,8 +92,13 @@ class SlurmOptions:
             "output",
             "error",
             "time",
+            "mem",
+            "python",
+            "home",
         ):
-            _one_line(name, getattr(self, name))
+            _one_line(name, getattr(self, name) or "")
+        for module in self.modules:
+            _one_line("modules", module)
         for name, value in self.extra.items():
             if not re.fullmatch(r"[a-zA-Z][a-zA-Z0-9-]*", name):
                 raise UsageError(f"{name!r} is not the name of an option of sbatch.", "Give it without dashes.")

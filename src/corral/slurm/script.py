@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from corral.errors import UsageError
+
 __all__ = ["BatchJob", "batch_script", "clock"]
 
 RESERVE_S = 30  # between the end of draining and the time limit: the engine ends, files are written
@@ -156,6 +158,11 @@ def _option(name: str, value: Any) -> str:
     if value is True:
         return f"--{name}"
     text = str(value)
+    if not text.isprintable() or '"' in text:  # the next line would be one of the script's own
+        raise UsageError(
+            f"--{name} of the batch script cannot be {text!r}: it must be one line without quotes.",
+            "Correct the option, or the path of Corral's home (CORRAL_HOME).",
+        )
     return f'--{name}="{text}"' if re.search(r"[\s'#\\$;&|<>*?()`]", text) else f"--{name}={text}"
 
 
