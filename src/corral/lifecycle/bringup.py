@@ -42,6 +42,7 @@ from corral.plan.reconcile import read_log, reconcile
 from corral.processes import own_identity
 from corral.record import dump_json, load_json
 from corral.runtimes.base import NodeSide, Runtime, make_runtime
+from corral.runtimes.ray import ray_checks, refuse_known_lack
 from corral.targets.base import Queue, Target, load_target
 
 __all__ = ["Decision", "Reporter", "Wish", "bring_up", "decide", "dry_run", "sized"]
@@ -128,7 +129,10 @@ def decide(wish: Wish, target: Target) -> Decision:
     source = model_store.locate(reference)
     served = model_store.served_name(source, wish.served_name)
     name = checked_name(served if wish.name is None else wish.name)
-    check_arguments(wish.extra_args, _runtime(wish, target, flavour).flags())
+    runtime = _runtime(wish, target, flavour)
+    check_arguments(wish.extra_args, runtime.flags())
+    if wish.link == "ray" and wish.runtime_options.get("ray") != "install" and len(target.nodes()) > 1:
+        refuse_known_lack(runtime)
     model_store.check_access(source)
     plan = _plan(source, inventory, wish)
     if not plan.fits:
@@ -293,7 +297,8 @@ def _bring_up_once(wish: Wish, report: Reporter, wait: bool) -> deployments.Stat
         runtime = _runtime(wish, target, decision.flavour).stage(staging.detail)
         if runtime.carried:
             runtime = runtime.moved({path: target.place(Path(path), staging.detail) for path in runtime.carried})
-        target.verify(runtime.check())
+        link, _ = choose_link(decision.wish.link, target.nodes(), runtime.flags())
+        target.verify((*runtime.check(), *(ray_checks(runtime) if link == "ray" else ())))
         staging.phase("fetching model")
         path = _bring_model(decision, target, staging)
         spec = _render(decision, target, folder, runtime, path, record.launch_id, report.note)

@@ -96,6 +96,9 @@ class ApptainerRuntime(InImage):
         argv = ("sh", "-c", ENTER, "corral-apptainer", self.options.program, cache)
         return Wrapped((*argv, *words, *self.options.args, self.image, *job.argv), {**outside, **inside})
 
+    def question(self, code: str) -> tuple[str, ...]:
+        return (self.options.program, "exec", "--cleanenv", self.image, *self.python, "-c", code)
+
     def check(self) -> tuple[NodeCheck, ...]:
         program = self.options.program
         answers = NodeCheck(

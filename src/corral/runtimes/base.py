@@ -117,9 +117,22 @@ class Runtime(Protocol):
         """Commands for a node that tell whether this runtime can run there. Pure."""
         ...
 
+    def question(self, code: str) -> tuple[str, ...]:
+        """A command for a node that runs a few lines of Python inside the runtime. Pure."""
+        ...
+
+    @property
+    def image(self) -> str:
+        """The image its vLLM is in, as published; empty where there is none."""
+        ...
+
 
 class OnTheNodes:
     """The part of a runtime whose vLLM is on the nodes, or fetched by them: nothing of this machine goes there."""
+
+    @property
+    def image(self) -> str:
+        return ""
 
     @property
     def carried(self) -> tuple[str, ...]:

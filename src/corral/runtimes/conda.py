@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from corral.engines.flags import FlagList, flags_or_guess
 from corral.errors import UsageError
 from corral.runtimes.base import Job, NodeCheck, NodeSide, OnTheNodes, Wrapped, kept_caches, read_options
+from corral.runtimes.ray import REQUIREMENT, refuse_other_ray
 from corral.runtimes.venv import SERVE_MODULE, VERSION_QUESTION
 
 __all__ = ["CondaOptions", "CondaRuntime"]
@@ -48,6 +49,16 @@ class CondaOptions:
     env: str  # a name, or a prefix (a path)
     conda: str = ""  # the conda command; found on the node when not named
     version: str = ""  # of its vLLM, where known: its flags are then checked before a start
+    ray: str = ""  # "install": into the environment, where it is the user's own
+
+
+# $1: what to install
+INSTALL = """\
+prefix=$(python -c "import sys; print(sys.prefix)") || exit
+python -c "import ray" 2>/dev/null && exit
+[ -O "$prefix" ] && [ -w "$prefix" ] || { echo "$prefix is not yours: Ray is not installed into it" >&2; exit 1; }
+python -m pip install --quiet "$1" >&2
+"""
 
 
 @dataclass(frozen=True)
@@ -63,6 +74,7 @@ class CondaRuntime(OnTheNodes):
         read = read_options(CondaOptions, options, "conda")
         if not read.env.strip() or read.env.startswith("-"):
             raise UsageError(f"{read.env!r} names no conda environment.", "Give its name or its whole path.")
+        refuse_other_ray(read.ray)
         return cls(read, node)
 
     @property
@@ -86,8 +98,19 @@ class CondaRuntime(OnTheNodes):
     def _entered(self, argv: tuple[str, ...]) -> tuple[str, ...]:
         return ("bash", "-c", ENTER, "corral-conda", self.options.conda, self.options.env, *argv)
 
+    def question(self, code: str) -> tuple[str, ...]:
+        return self._entered((*self.python, "-c", code))
+
     def check(self) -> tuple[NodeCheck, ...]:
+        install = NodeCheck(
+            f"Ray in the conda environment {self.options.env}",
+            self._entered(("sh", "-c", INSTALL, "corral-ray", REQUIREMENT)),
+            "Make an environment of your own: `conda create -n NAME --clone OTHER`.",
+            timeout_s=1800,
+            details={"shared": True, "refusal": "is not yours"},
+        )
         return (
+            *((install,) if self.options.ray else ()),
             NodeCheck(
                 f"vLLM in the conda environment {self.options.env}",
                 self._entered((*self.python, "-c", VERSION_QUESTION)),

@@ -23,6 +23,7 @@ from typing import Self
 from corral.engines.flags import FlagList, flags_or_guess
 from corral.errors import UsageError
 from corral.runtimes.base import Job, NodeCheck, NodeSide, OnTheNodes, Wrapped, kept_caches, read_options
+from corral.runtimes.ray import REQUIREMENT, refuse_other_ray
 
 __all__ = [
     "ContainerOptions",
@@ -57,6 +58,12 @@ END = 'exec "$client" run "$@"\n'
 CLEANUP = """\
 found=$("$1" ps -aq --filter "label=corral.run=$2") || exit
 [ -z "$found" ] || "$1" rm -f $found
+"""
+# $1: the client, $2: the derived image, $3: the image it comes from, $4: what is installed
+DERIVE = """\
+"$1" image inspect "$2" >/dev/null 2>&1 && exit
+printf 'FROM %s\\nRUN uv pip install --system "%s" || python3 -m pip install --no-cache-dir "%s"\\n' "$3" "$4" "$4" |
+    "$1" build --quiet --tag "$2" - >&2
 """
 PID_QUERY = """\
 found=$("$1" ps -q --no-trunc --filter "label=corral.run=$2") || exit
@@ -178,6 +185,7 @@ class ContainerOptions(ImageOptions):
     init: bool | None = None  # a small first process that passes signals on; default: where there is one
     args: tuple[str, ...] = ()  # further words for `docker run`: ["--runtime=nvidia"]
     program: str = ""  # the client command, when it is not simply `docker`
+    ray: str = ""  # "install": an image with Ray is derived on each node
 
 
 @dataclass(frozen=True)
@@ -192,6 +200,7 @@ class ContainerRuntime(InImage):
     def from_options(cls, options: Mapping[str, object], node: NodeSide) -> Self:
         read = read_options(ContainerOptions, options, cls.name)
         _refuse_wrong(read)
+        refuse_other_ray(read.ray)
         made = cls(read, node)
         made.image  # noqa: B018 - refused now when there is none
         return made
@@ -235,13 +244,18 @@ class ContainerRuntime(InImage):
         words = [*self._fixed_words(job, name, run), *self._hardware_words(job), *_env_words(env, cache)]
         for mount in mounts_of(job, cache, self.options.mounts):
             words += ["--mount", mount.as_argument()]
-        words += [*self.options.args, "--entrypoint", job.argv[0], self.image, *job.argv[1:]]
+        words += [*self.options.args, "--entrypoint", job.argv[0], self.run_image, *job.argv[1:]]
         return Wrapped(
             (*argv, *words),
             {key: value for key, value in env.items() if key not in CLIENTS_OWN},
             (("sh", "-c", CLEANUP, "corral-cleanup", self.program, run),),
             ("sh", "-c", PID_QUERY, "corral-pid", self.program, run),
         )
+
+    @property
+    def run_image(self) -> str:
+        """The image that is run: as published, or derived from it on the node."""
+        return f"corral-with-ray:{_digest(self.image, REQUIREMENT)}" if self.options.ray else self.image
 
     @property
     def _cache_name(self) -> str:
@@ -287,7 +301,26 @@ class ContainerRuntime(InImage):
             reports="image",
             details={"pulled_at_start": self.options.pull != "never"},
         )
-        return (answers, there)
+        derived = NodeCheck(
+            f"an image with Ray, derived from {self.image}",
+            ("sh", "-c", DERIVE, "corral-derive", self.program, self.run_image, self.image, REQUIREMENT),
+            "The node must reach the registry and a package index. Or build such an image yourself: image=….",
+            timeout_s=3600,
+        )
+        return (answers, there, *((derived,) if self.options.ray else ()))
+
+    def question(self, code: str) -> tuple[str, ...]:
+        return (
+            self.program,
+            "run",
+            "--rm",
+            "--network=none",
+            "--entrypoint",
+            *self.python,
+            self.run_image,
+            "-c",
+            code,
+        )
 
 
 def _env_words(env: Mapping[str, str], cache: str) -> list[str]:

@@ -75,6 +75,13 @@ class ManagedRuntime:
     def wrap(self, job: Job) -> Wrapped:
         return Wrapped(job.argv, {**kept_caches(self.home, self.installed.name), **job.env})
 
+    @property
+    def image(self) -> str:
+        return ""
+
+    def question(self, code: str) -> tuple[str, ...]:
+        return (*self.python, "-c", code)
+
     def check(self) -> tuple[NodeCheck, ...]:
         versions = "import importlib.metadata as m; print(m.version('vllm'))"
         return (

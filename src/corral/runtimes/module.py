@@ -111,6 +111,13 @@ class ModuleRuntime:
         purge = "yes" if self.options.purge else "no"
         return ("bash", "-c", ENTER, "corral-module", purge, *self.options.load, "--", *argv)
 
+    @property
+    def image(self) -> str:
+        return self.inside.image
+
+    def question(self, code: str) -> tuple[str, ...]:
+        return self._entered(self.inside.question(code))
+
     def check(self) -> tuple[NodeCheck, ...]:
         loads = NodeCheck(
             f"modules {', '.join(self.options.load)}",

@@ -61,6 +61,9 @@ class VenvRuntime(OnTheNodes):
         argv = ("sh", "-c", ENTER, "corral-venv", str(PurePath(self.options.path)), *job.argv)
         return Wrapped(argv, {**kept_caches(self.node.home, "venv"), **job.env})
 
+    def question(self, code: str) -> tuple[str, ...]:
+        return (*self.python, "-c", code)
+
     def check(self) -> tuple[NodeCheck, ...]:
         return (
             NodeCheck(

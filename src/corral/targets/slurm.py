@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Any
 from corral.bundle import bundle
 from corral.deployment.folder import DeploymentFolder, chain_of
 from corral.deployment.state import Reason, State
-from corral.errors import CorralError, DoesNotFitError, UnreachableError, UsageError
+from corral.errors import CorralError, DoesNotFitError, EngineError, UnreachableError, UsageError
 from corral.files import make_private_dir, write_atomic
 from corral.hardware.inventory import Inventory
 from corral.home import home_dir
 from corral.launch.links import Node, Ports
 from corral.launch.render import LaunchSpec, PlacedFile, agent_spec
 from corral.record import dump_json, load_json, to_json
+from corral.shell import run
 from corral.slurm import commands
 from corral.slurm.cluster import NodeShape, Partition, discover, gpu_of
 from corral.slurm.commands import Job
@@ -148,7 +149,17 @@ class SlurmTarget:
         return None  # what this machine has, the nodes see
 
     def verify(self, checks: Sequence[NodeCheck]) -> None:
-        pass  # the nodes are known only once the job runs; its log says what they lack
+        """The nodes are known only once the job runs; but what lies on the shared file system can be asked here."""
+        for check in checks:
+            if not check.details.get("shared"):
+                continue
+            try:
+                done = run(check.argv, timeout_s=check.timeout_s)
+            except CorralError:  # a program that only the nodes have
+                continue
+            said = (done.stderr.strip() or done.stdout.strip()).splitlines()
+            if done.code == 1 and said and check.details["refusal"] in said[-1]:
+                raise EngineError(f"{check.what}: {said[-1]}", check.remedy)
 
     def default_bind(self, expose: bool = False) -> str:
         return "0.0.0.0"  # noqa: S104 - users sit on the login node; every path needs the key
