@@ -24,7 +24,7 @@ from corral.batch.inspect import check_input
 from corral.cli.batch import command
 from corral.client.sampling import request_fields
 from corral.errors import CorralError, DataError, NotFoundError, UsageError
-from corral.score import row_files
+from corral.score.row_files import ScoreRows
 
 
 def prompts(path: Path, tmp_path: Path, **recipe: Any) -> list[str]:
@@ -114,8 +114,10 @@ def test_a_file_that_is_not_compressed_or_damaged_is_refused(tmp_path: Path, end
 def test_a_damaged_input_to_score_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(content)
+    folder = JobFolder(tmp_path / "o.jsonl")
+    folder.create()
     with pytest.raises(DataError, match="is cut off or damaged"):
-        row_files.scan(path, tmp_path / "spool")
+        scan(open_source(str(path)), ScoreRows(), folder)
 
 
 def test_all_problems_are_told_by_line_not_only_the_first(tmp_path: Path) -> None:

@@ -7,9 +7,11 @@ import gzip
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -360,6 +362,51 @@ def test_several_requests_may_make_one_row(tmp_path: Path, server: FakeServer) -
     assert summary.fine == 50
     lines = [json.loads(line) for line in (tmp_path / "core.jsonl").read_text().splitlines()]
     assert all(len(line["texts"]) == 3 for line in lines)
+
+
+class Rounds(Plain):
+    """Asks twice, once for the tokens of its prompt; heavy rows are sent one at a time."""
+
+    def __init__(self, weight: int) -> None:
+        super().__init__()
+        self._weight = weight
+
+    def ask(self, number: int, raw: bytes) -> Ask:
+        return Ask([Request("/tokenize", {"prompt": raw.decode()}, page=True)], raw)
+
+    def result(self, number: int, context: Any, replies: Any) -> Any:
+        if isinstance(replies[0], Reply):
+            return super().result(number, context, replies)
+        tokens = replies[0].json()["tokens"]
+        return Ask([Request("/v1/completions", {"prompt": tokens, "max_tokens": 2}, self._weight)], context)
+
+
+def test_a_row_may_ask_again_after_its_answers(tmp_path: Path, server: FakeServer) -> None:
+    server.set_faults("status:code=500,p=0.2")
+    settings = replace(QUICK, attempts=30, most_weight=10)
+    summary = core(tmp_path, 50, [FixedServer(Endpoint(server.url, "fake"))], Rounds(weight=4), settings)
+    assert (summary.fine, summary.failed) == (50, 0)
+    lines = [json.loads(line) for line in (tmp_path / "core.jsonl").read_text().splitlines()]
+    assert sorted(line["id"] for line in lines) == list(range(50))
+
+
+@pytest.mark.parametrize(("weight", "most"), [(4, 2), (11, 1), (0, 60)])
+def test_no_more_weight_is_under_way_than_allowed(tmp_path: Path, weight: int, most: int) -> None:
+    with FakeServer(FakeOptions(pace=FakePace(ttft_s=0.01))) as server:
+        settings = replace(QUICK, concurrency=64, most_weight=10)
+        seen: list[int] = []
+
+        class Watching(Rounds):
+            def result(self, number: int, context: Any, replies: Any) -> Any:
+                if isinstance(replies[0], Reply):
+                    with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as page:
+                        text = page.read().decode()
+                    seen.append(int(float(re.findall(r"num_requests_running\{.*?\} ([0-9.e+]+)", text)[0])))
+                return super().result(number, context, replies)
+
+        summary = core(tmp_path, 30, [FixedServer(Endpoint(server.url, "fake"))], Watching(weight), settings)
+    assert summary.fine == 30
+    assert max(seen) <= most
 
 
 def test_two_endpoints_share_the_work_and_take_over_from_each_other(tmp_path: Path, server: FakeServer) -> None:

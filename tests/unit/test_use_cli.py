@@ -162,7 +162,7 @@ def test_every_parameter_is_in_the_help() -> None:
         (["chat", "--min-p", "2"], 2, "0 to 1"),
         (["chat", "-n", "2"], 2, "corral complete -n"),
         (["chat", "--prompt-logprobs", "1"], 2, "corral complete --prompt-logprobs"),
-        (["score", "-i", "/nowhere.jsonl", "-o", "x.jsonl"], 10, "no file"),
+        (["score", "-i", "/nowhere.jsonl", "-o", "x.jsonl"], 3, "no input"),
     ],
 )
 def test_refusals(

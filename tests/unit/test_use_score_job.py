@@ -17,12 +17,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from corral.batch import FixedServer, ModelServer, Quiet, Settings
 from corral.client.client import Client, run
-from corral.client.endpoint import Endpoint
-from corral.client.errors import ServerGoneError
-from corral.errors import ConflictError, DataError, UsageError
+from corral.client.endpoint import Absence, Endpoint
+from corral.errors import ConflictError, DataError, NotFoundError, UnreachableError, UsageError
 from corral.fake import FakeOptions, FakeServer, Pace
-from corral.score.job import JobReport, score_file
+from corral.score.job import ScoreReport, score_file
 from corral.score.likelihood import ScoreOptions
 from corral.score.score import Scorer, TokenGate
 from tests.until import until
@@ -45,9 +45,35 @@ def write(path: Path, rows: list[Any]) -> Path:
     return path
 
 
-def job(server: FakeServer, source: Path, output: Path, **options: Any) -> JobReport:
+class Moving:
+    """A server that is found at another address each time, the last one staying."""
+
+    name = "moving"
+
+    def __init__(self, *urls: str) -> None:
+        self._urls = list(urls)
+
+    def find(self) -> Endpoint:
+        return Endpoint(self._urls.pop(0) if len(self._urls) > 1 else self._urls[0], "fake")
+
+    def absence(self) -> Absence:
+        return Absence("it is away")
+
+    def seats(self) -> None:
+        return None
+
+
+def job(server: FakeServer | ModelServer, source: Path, output: Path, **options: Any) -> ScoreReport:
     chosen = {k: options.pop(k) for k in list(options) if k in ScoreOptions.__dataclass_fields__}
-    return score_file(Endpoint(server.url, "fake"), source, output, ScoreOptions(**chosen), **options)
+    asked = ScoreOptions(**chosen)
+    settings = Settings(
+        concurrency=asked.concurrency,
+        most_weight=asked.tokens_in_flight,
+        backoff_s=0.01,
+        patience_s=options.pop("patience_s", 60),
+    )
+    used = FixedServer(Endpoint(server.url, "fake")) if isinstance(server, FakeServer) else server
+    return score_file([used], "fake", source, output, asked, Quiet(), settings=settings, signals=False, **options)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -97,14 +123,46 @@ def test_bad_rows_are_set_apart(server: FakeServer, tmp_path: Path) -> None:
         b"\xef\xbb\xbf" + good + b"\r\n\r\n{broken\n\xff\xfe\n" + b'{"id": "long", "text": "%b"}\n' % (b"word " * 99)
         + b'{"id": "none", "txt": "a"}\n[1]\n' + b"[" * 5000 + b"\n"
     )  # fmt: skip
-    report = job(server, source, tmp_path / "out.jsonl")
+    with pytest.raises(DataError, match="5 of 7 rows"):  # as in `corral batch`: before anything is sent
+        job(server, source, tmp_path / "out.jsonl")
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+    report = job(server, source, tmp_path / "out.jsonl", skip_bad=True)
     assert (report.fine, report.failed, report.left) == (1, 6, 0)
     bad = {row["number"]: row for row in lines(tmp_path / "out.errors.jsonl")}
     assert set(bad) == {3, 4, 5, 6, 7, 8}
-    assert "UTF-8" in bad[4]["message"]
+    assert "not valid JSON" in bad[4]["message"]
     assert bad[5]["kind"] == "PromptTooLongError"
     assert "--too-long window" in bad[5]["remedy"]
-    assert "'text'" in bad[6]["remedy"]
+    assert "'text'" in bad[6]["message"]
+
+
+def test_bad_rows_end_with_the_exit_code_of_a_batch(server: FakeServer, tmp_path: Path) -> None:
+    source, out = write(tmp_path / "rows.jsonl", [*ROWS, {"id": "bad"}]), tmp_path / "out.jsonl"
+    command = [sys.executable, "-m", "corral", "score", "-i", str(source), "-o", str(out), "--url", server.url]
+    assert subprocess.run(command, capture_output=True).returncode == 10
+    done = subprocess.run([*command, "--skip-bad"], capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert len(lines(out)) == 3
+    assert subprocess.run([*command, "--skip-bad"], capture_output=True).returncode == 1  # there is nothing left
+
+
+def test_a_folder_of_an_earlier_corral_is_continued(server: FakeServer, tmp_path: Path) -> None:
+    source, out = write(tmp_path / "rows.jsonl", ROWS), tmp_path / "out.jsonl"
+    job(server, source, out)
+    kept = json.loads((tmp_path / "out.jsonl.corral" / "job.json").read_text())
+    assert kept == {
+        "model": "fake", "too_long": "refuse", "window": None, "overlap": 1, "prefix": "auto",
+        "special_tokens": False, "top": 0, "per_token": False,
+    }  # fmt: skip
+    assert job(server, source, out).before == 3
+
+
+def test_a_batchs_output_is_not_scored_into(server: FakeServer, tmp_path: Path) -> None:
+    source, out = write(tmp_path / "rows.jsonl", ROWS), tmp_path / "out.jsonl"
+    (tmp_path / "out.jsonl.corral").mkdir()
+    (tmp_path / "out.jsonl.corral" / "job.json").write_text('{"version": 1}')
+    with pytest.raises(ConflictError, match="is of a batch"):
+        job(server, source, out)
 
 
 def test_long_rows_in_windows(server: FakeServer, tmp_path: Path) -> None:
@@ -118,6 +176,13 @@ def test_long_rows_in_windows(server: FakeServer, tmp_path: Path) -> None:
     assert len(texts) == whole["tokens"]
     assert after["windows"] == 1
     assert "".join(score["text"] for score in after["token_scores"]) == " end"
+
+
+async def tokens(client: Client, text: str) -> list[int]:
+    found: list[int] = (
+        await client.page("/tokenize", {"model": "fake", "prompt": text, "add_special_tokens": False})
+    ).json()["tokens"]
+    return found
 
 
 def test_the_boundary_is_where_lm_eval_puts_it(server: FakeServer) -> None:
@@ -135,8 +200,8 @@ def test_the_boundary_is_where_lm_eval_puts_it(server: FakeServer) -> None:
                 score = await scorer.score(read_row({"context": context, "continuation": continuation}, 1))
                 ids = [found.id for found in score.token_scores]
                 kept = context.rstrip()
-                whole = await scorer._encode(context + continuation, False)
-                cut = len(await scorer._encode(kept, False)) if kept else 0
+                whole = await tokens(client, context + continuation)
+                cut = len(await tokens(client, kept)) if kept else 0
                 assert ids == whole[max(cut, 1) :]
 
     run(main())
@@ -144,7 +209,7 @@ def test_the_boundary_is_where_lm_eval_puts_it(server: FakeServer) -> None:
 
 def test_duplicates_are_named(server: FakeServer, tmp_path: Path) -> None:
     source = write(tmp_path / "rows.jsonl", [{"id": "a", "text": "x y"}, {"text": "b"}, {"id": "a", "text": "z"}])
-    with pytest.raises(DataError, match="lines 1 and 3"):
+    with pytest.raises(DataError, match="line 3 has the id 'a', which line 1 has already"):
         job(server, source, tmp_path / "out.jsonl")
 
 
@@ -157,8 +222,11 @@ def test_what_is_refused(server: FakeServer, tmp_path: Path) -> None:
     source = write(tmp_path / "rows.jsonl", ROWS)
     with pytest.raises(UsageError):
         job(server, source, tmp_path / "out.txt")
-    with pytest.raises(DataError):
+    with pytest.raises(NotFoundError):
         job(server, tmp_path / "none.jsonl", tmp_path / "out.jsonl")
+    with pytest.raises(UsageError, match="no folder"):
+        job(server, source, tmp_path / "nope" / "out.jsonl")
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]  # a mistyped command leaves nothing
     foreign = tmp_path / "mine.jsonl"
     foreign.write_text("keep me\n")
     with pytest.raises(ConflictError):
@@ -231,22 +299,14 @@ def test_a_server_that_goes_away_is_waited_for(tmp_path: Path) -> None:
     second = FakeServer()
     with FakeServer(FakeOptions(pace=Pace(ttft_s=0.01))) as first, second:
         first.set_faults("reset:after=20")
-        report = job(
-            first, source, out, concurrency=4, find=lambda: Endpoint(second.url, "fake")
-        )  # it came back on another port
+        report = job(Moving(first.url, second.url), source, out, concurrency=4)  # it came back on another port
     assert (report.fine, report.failed) == (60, 0)
 
 
 def test_patience_ends(tmp_path: Path) -> None:
     source = write(tmp_path / "rows.jsonl", ROWS)
-    with pytest.raises(ServerGoneError) as caught:
-        score_file(
-            Endpoint("http://127.0.0.1:9", "m"),
-            source,
-            tmp_path / "o.jsonl",
-            ScoreOptions(concurrency=1),
-            patience_s=0,
-        )
+    with pytest.raises(UnreachableError) as caught:
+        job(Moving("http://127.0.0.1:9"), source, tmp_path / "o.jsonl", concurrency=1, patience_s=0)
     assert "same command" in caught.value.remedy
 
 

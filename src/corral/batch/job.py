@@ -20,8 +20,6 @@ from corral.batch.core.table import Table
 from corral.batch.input.check import (
     Problems,
     Scanned,
-    alike,
-    new_name,
     note_beginnings,
     note_weights,
     read_problems,
@@ -173,7 +171,7 @@ def prepare(
         if before is not None:
             _compare(before, record, order, folder, busy)
         if fresh:
-            _put_in_place(folder, seen.table, seen.problems)
+            seen.problems.put_in_place(folder, seen.table)
             seen.table.save(folder.index, {"digest": seen.digest})
         if record != before:
             write_atomic(folder.job, dump_json(record))
@@ -210,7 +208,12 @@ def _check(
         mark_too_long(scanned, counter, context)
     scanned.problems.close()
     if scanned.problems.count and not order.skip_bad:
-        raise _refusal(source, scanned.problems, len(scanned.table))
+        raise scanned.problems.refusal(
+            source,
+            len(scanned.table),
+            "Correct them, or send them to the error file and do the others: --skip-bad. "
+            "`corral batch check` lists all.",
+        )
     return _Seen(scanned.table, scanned.problems, _kind(scanned), scanned.table.digest())
 
 
@@ -243,18 +246,7 @@ def _record(
     )
 
 
-def _put_in_place(folder: JobFolder, table: Table, problems: Problems) -> None:
-    """The new check counts from now on: its spool and its problems take the place of older ones."""
-    if table.data == new_name(folder.spool):
-        table.data.replace(folder.spool)
-        table.data = folder.spool
-    if problems.count:
-        problems.path.replace(folder.problems)
-    else:
-        folder.problems.unlink(missing_ok=True)
-
-
-def _kind(scanned: Scanned) -> Recipe:
+def _kind(scanned: Scanned[Recipe]) -> Recipe:
     """An input without rows is of either kind."""
     return replace(scanned.recipe, kind="plain") if scanned.recipe.kind == AUTO else scanned.recipe
 
@@ -358,17 +350,3 @@ def _compare(before: JobRecord, now: JobRecord, order: Order, folder: JobFolder,
             f"the input changed since {folder.output} was begun ({before.rows} rows then, {now.rows} now).",
             "--force keeps the results of rows that did not change and does the others; or choose another output.",
         )
-
-
-def _refusal(source: Source, problems: Problems, rows: int) -> DataError:
-    what = "item" if source.format in ("json", "parquet") else "line"
-    shown = sorted(problems.first, key=lambda p: p.line)[:20]
-    lines = "".join(f"\n    {what} {p.line} {p.text}{alike(problems.kinds[p.text])}" for p in shown)
-    left = problems.count - sum(problems.kinds[p.text] for p in shown)
-    more = f"\n    … and {left} more" if left else ""
-    return DataError(
-        f"{problems.count} of {rows} rows of {source.name} cannot be used:{lines}{more}",
-        "Correct them, or send them to the error file and do the others: --skip-bad. `corral batch check` lists all.",
-        problems=[{"line": p.line, "text": p.text, "id": p.id} for p in problems.first],
-        count=problems.count,
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,7 +12,12 @@ from corral.cli.screen import duration, print_json
 from corral.cli.use_options import endpoint_options
 from corral.errors import INTERRUPTED
 
+if TYPE_CHECKING:
+    from corral.batch import Counts, Runner
+
 __all__ = ["command"]
+
+UNFINISHED = 1  # finished, but some rows are in the error file
 
 
 @click.command(
@@ -20,7 +25,7 @@ __all__ = ["command"]
     epilog="More: docs/scoring.md.",
 )
 @click.option("-i", "--input", "source", required=True, type=click.Path(path_type=Path), metavar="FILE",
-              help="Rows: .jsonl, .csv, .tsv, .parquet (the text forms also as .gz).")  # fmt: skip
+              help="Rows: .jsonl, .json, .csv, .tsv, .parquet (the text forms also as .gz or .zst).")  # fmt: skip
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="FILE",
               help="Results: .jsonl (as they come) or .parquet (at the end, in the input's order).")  # fmt: skip
 @endpoint_options
@@ -42,57 +47,69 @@ __all__ = ["command"]
               help="Size of the model's vocabulary, for that bound.")  # fmt: skip
 @click.option("--patience", "patience_s", type=click.FloatRange(min=0), default=600, show_default=True,
               metavar="SECONDS", help="How long to wait for a server that is away.")  # fmt: skip
-@click.option("--restart", is_flag=True, help="Forget what an earlier run wrote, and begin anew.")
+@click.option("--wait", is_flag=True, help="Also wait for a deployment that has ended, until it is started again.")
+@click.option("--skip-bad", is_flag=True, help="Send bad rows to the error file and score the others.")
+@click.option("--restart", is_flag=True, help="Forget what an earlier run wrote, and start over.")
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON.")
 def command(source: Path, output: Path, patience_s: float, restart: bool, as_json: bool, **given: Any) -> int:
     """Score rows: {"id", "text"}, {"id", "context", "continuation"} or {"id", "context", "choices": […]}.
 
-    The same command again continues after any interruption. Bad rows go to OUTPUT.errors.jsonl with their reason.
+    The same command again continues after any interruption. Exit codes are those of `corral batch`: 0 every row has a
+    result; 1 finished, some rows are in OUTPUT.errors.jsonl with their reason; 10 the input is bad; 130 interrupted.
     """
-    from corral.lifecycle.resolve import resolve
+    from corral.batch import Settings
+    from corral.lifecycle.resolve import resolve_server
     from corral.score.job import score_file
     from corral.score.likelihood import ScoreOptions
 
     names = ("too_long", "window", "overlap", "prefix", "special_tokens", "top", "per_token", "concurrency",
              "memory_gib", "vocabulary")  # fmt: skip
     options = ScoreOptions(**{name: given[name] for name in names})
-
-    def find() -> Any:
-        return resolve(given["name"], url=given["url"], key_file=given["key_file"], model=given["model"])
-
+    settings = Settings(
+        concurrency=options.concurrency,
+        patience_s=patience_s,
+        most_weight=options.tokens_in_flight,
+        wait=given["wait"],
+    )
+    server, endpoint = resolve_server(given["name"], given["url"], given["key_file"], given["model"])
     progress = _Progress(quiet=as_json)
     try:
         report = score_file(
-            find(), source, output, options, restart=restart, patience_s=patience_s, find=find, on_progress=progress
-        )
+            [server], endpoint.model, source, output, options, progress,
+            settings=settings, skip_bad=given["skip_bad"], restart=restart,
+        )  # fmt: skip
     finally:
         progress.end()
     print_json(report) if as_json else _tell(report)
-    return INTERRUPTED if report.state == "stopped" else 0
+    return INTERRUPTED if report.state != "done" else UNFINISHED if report.summary["bad"] else 0
 
 
 class _Progress:
-    """One line on stderr: rewritten on a terminal, now and then elsewhere."""
+    """One line on stderr, rewritten on a terminal; and what happens."""
 
     def __init__(self, quiet: bool) -> None:
         self._live, self._quiet, self._shown = sys.stderr.isatty(), quiet, False
 
-    def __call__(self, done: int, rows: int, failed: int) -> None:
+    def note(self, kind: str, text: str) -> None:
+        if not self._quiet:
+            self.end()
+            click.echo(f"  {kind}: {text}", err=True)
+
+    def tick(self, counts: Counts, _: Runner) -> None:
         if self._live and not self._quiet:
             self._shown = True
-            bad = f", {failed} bad" if failed else ""
-            sys.stderr.write(f"\r\033[2Kscored {done:,} of {rows:,}{bad}")
+            bad = f", {counts.failed} bad" if counts.failed else ""
+            sys.stderr.write(f"\r\033[2Kscored {counts.rows - counts.left:,} of {counts.rows:,}{bad}")
             sys.stderr.flush()
 
     def end(self) -> None:
         if self._shown:
+            self._shown = False
             sys.stderr.write("\r\033[2K")
             sys.stderr.flush()
 
 
 def _tell(report: Any) -> None:
-    for text in report.repaired:
-        click.echo(f"  note: {text}", err=True)
     made = report.fine + report.failed
     earlier = f", {report.before:,} from before" if report.before else ""
     click.echo(f"{made:,} rows in {duration(report.wall_s)}{earlier}, {report.left:,} left", err=True)

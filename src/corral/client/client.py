@@ -142,6 +142,28 @@ class Client:
             self._pool().abandon(exchange)
             raise
 
+    def post(self, path: str, body: Mapping[str, Any] | bytes) -> asyncio.Future[Page]:
+        """Send a body now to a path whose answer is no completion; every status but 200 is an error."""
+        answer: asyncio.Future[Page] = asyncio.get_running_loop().create_future()
+        page: asyncio.Future[Page] = asyncio.get_running_loop().create_future()
+        raw = self._body(body)
+        exchange = Exchange(self._head(path, "POST", raw), raw, page, _now())
+        exchange.page = True
+        self._limit(exchange, None)
+        page.add_done_callback(lambda done: self._pass_on(done, answer))
+        self._pool().start(exchange)
+        return answer
+
+    def _pass_on(self, page: asyncio.Future[Page], answer: asyncio.Future[Page]) -> None:
+        if answer.done() or page.cancelled():
+            return
+        if (error := page.exception()) is not None:
+            answer.set_exception(error)
+        elif (found := page.result()).status == 200:
+            answer.set_result(found)
+        else:
+            answer.set_exception(error_from_status(found.status, found.body, None, self.endpoint.root))
+
     async def models(self) -> list[str]:
         """The names the server serves."""
         page = await self.page("/v1/models", timeout_s=self.limits.timeout_s or 30)

@@ -29,7 +29,15 @@ from corral.lifecycle.successors import all_chains, all_standings, newest_ready
 from corral.lifecycle.tunnel import ensure_tunnel
 from corral.record import load_json, nearest
 
-__all__ = ["DeploymentServer", "ServedModels", "find_servers", "ready_endpoint", "resolve", "served_by"]
+__all__ = [
+    "DeploymentServer",
+    "ServedModels",
+    "find_servers",
+    "ready_endpoint",
+    "resolve",
+    "resolve_server",
+    "served_by",
+]
 
 URL_VARIABLE, KEY_VARIABLE = "OPENAI_BASE_URL", "OPENAI_API_KEY"
 _ASKED_AGAIN = 3
@@ -55,6 +63,16 @@ def resolve(
         return _endpoint(urls[0], _choose(bare, model), key_file, key)
     endpoint = ready_endpoint(name or _only_deployment(ready=True))
     return Endpoint(endpoint.base_url, model, endpoint.key_file) if model else endpoint
+
+
+def resolve_server(
+    name: str | None, url: str | None, key_file: str | None, model: str | None
+) -> tuple[ModelServer, Endpoint]:
+    """The same for a long job: a server that can be used now and is found again wherever it moves."""
+    endpoint = resolve(name, url=url, key_file=key_file, model=model)
+    if _addresses([name] if name else [], [url] if url else [], key_file, None, None)[0]:
+        return FixedServer(endpoint), endpoint
+    return DeploymentServer(name or _only_deployment(ready=True), model), endpoint
 
 
 def find_servers(
@@ -105,8 +123,8 @@ def _endpoint(url: str, model: str, key_file: str | None, key: str | None) -> En
 class DeploymentServer:
     """A deployment by name, wherever it and its successors are."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, model: str | None = None) -> None:
+        self.name, self._model = name, model  # the model that is wanted of it, where it serves several
         open_folder(name)  # refuses unknown names, naming the known ones
 
     @property
@@ -117,7 +135,8 @@ class DeploymentServer:
     def find(self) -> Endpoint | None:
         """The endpoint while one of the chain is ready."""
         try:
-            return ready_endpoint(self.name)
+            found = ready_endpoint(self.name)
+            return Endpoint(found.base_url, self._model, found.key_file) if self._model else found
         except (NotFoundError, ConflictError, LaunchError):
             return None
 

@@ -1,48 +1,43 @@
-"""Scoring a file: resumable, nothing lost, exactly one line for each row. The machinery is that of batch.
+"""Scoring a file: a kind of work of the batch runner, with its ledger, lock, retries, signals and rule for bad rows.
 
-Results are committed through batch's ledger: a line counts once it is synced, and after any crash the same command
-continues. Rows that cannot be scored go to the error file with their reason. While the server is away the job waits
-for it, up to `patience_s`; Ctrl-C commits what is finished and leaves.
+A line counts once it is synced, and after any crash the same command continues. Bad rows are refused before anything
+is sent, or go to the error file with their reason (`skip_bad`); rows that turn out to be too long go there, too.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
-import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from corral.batch import FAILED, FINE, Entry, JobFolder, JobLock, Ledger, RowReader, Table
-from corral.batch.core.outbox import Outbox
-from corral.client.client import Client
-from corral.client.client import run as run_loop
-from corral.client.endpoint import Endpoint
-from corral.client.errors import KeyRefusedError, RequestError, UnknownModelError, UnknownPathError
+from corral.batch import FAILED, FINE, Ask, Entry, JobFolder, JobLock, Ledger, Listener, ModelServer, Settings, Table
+from corral.batch.core.run import run_share, whole_share
+from corral.batch.input.check import Problem, read_problems, scan
+from corral.batch.input.rows import Source, open_source
+from corral.batch.job import folder_of
 from corral.errors import ConflictError, CorralError, DataError, UsageError
 from corral.files import write_atomic
+from corral.lock import beating
 from corral.record import to_json
-from corral.score.likelihood import ScoreOptions, read_row
-from corral.score.row_files import read_json_row, scan, write_parquet
-from corral.score.score import Scorer, bad_row, summary
+from corral.score.likelihood import Row, ScoreOptions
+from corral.score.row_files import ScoreRows, write_parquet
+from corral.score.score import Asking, BadRow, Scoring, bad_row, summary
 
-__all__ = ["JobReport", "score_file"]
+__all__ = ["ScoreReport", "score_file"]
 
 OUTPUTS = (".jsonl", ".parquet")
-_FATAL = (KeyRefusedError, UnknownModelError, UnknownPathError)
 
 
 @dataclass(frozen=True)
-class JobReport:
+class ScoreReport:
     """How a run ended; `summary` covers all rows, also those of earlier runs."""
 
-    state: str  # done, stopped
+    state: str  # done, stopped, cancelled
     rows: int
     before: int
     fine: int
@@ -55,41 +50,114 @@ class JobReport:
     repaired: tuple[str, ...] = ()
 
 
-def _identity(endpoint: Endpoint, options: ScoreOptions) -> dict[str, Any]:
-    """What must not change between runs of one job."""
-    free = ("concurrency", "memory_gib", "vocabulary")
-    return {"model": endpoint.model, **{k: v for k, v in to_json(options).items() if k not in free}}
-
-
 def score_file(
-    endpoint: Endpoint,
+    servers: Sequence[ModelServer],
+    model: str,
     source: Path,
     output: Path,
     options: ScoreOptions,
+    listener: Listener,
     *,
+    settings: Settings,
+    skip_bad: bool = False,
     restart: bool = False,
-    patience_s: float = 600.0,
-    find: Callable[[], Endpoint] | None = None,
-    on_progress: Callable[[int, int, int], None] | None = None,
-) -> JobReport:
-    """Score every row of a file that has no result yet; `find` tells where the server is after it moved."""
+    signals: bool = True,
+) -> ScoreReport:
+    """Score every row of a file that has no result yet."""
     if output.suffix not in OUTPUTS:
         raise UsageError(f"the output cannot be {output.name!r}.", f"It ends in {' or '.join(OUTPUTS)}.")
-    folder = JobFolder(output, live=output.suffix == ".jsonl")
+    folder, given = folder_of(str(output)), open_source(str(source), None)
     if not restart and output.exists() and not folder.job.exists():
         raise ConflictError(f"{output} exists and is not of a scoring job.", "Choose another -o, or give --restart.")
-    output.parent.mkdir(parents=True, exist_ok=True)
     folder.create()
     with JobLock(folder.lock, str(output)) as lock:
         if restart:
             _forget(folder)
-        _same_job(folder, _identity(endpoint, options))
-        table = scan(source, folder.spool)
-        job = _Job(endpoint, options, folder, table, lock, find or (lambda: endpoint), patience_s, on_progress)
-        report = job.run()
-        if not folder.live and report.state == "done":
-            write_parquet(job.results_in_order(), output)
-    return report
+        with beating(lock.path):
+            table, rows = _checked(folder, given, _identity(model, options), skip_bad)
+        work = ScoreWork(options, table, rows)
+        with whole_share(folder, table, lock, listener, first=_bad_rows(folder)) as share:
+            ran = run_share(lambda: servers, share, work, settings, listener, signals)
+            failed = sum(1 for record in share.ledger.places() if record.kind == FAILED)
+            found = summary(_results(share.ledger), failed)
+        if not folder.has_errors:
+            folder.errors.unlink(missing_ok=True)
+        if not folder.live and ran.state == "done":
+            write_parquet(_in_order(folder.results), output)
+    return ScoreReport(
+        ran.state, ran.rows, ran.before, ran.fine, ran.failed, ran.left, ran.wall_s, found, str(output),
+        str(folder.errors), ran.repaired,
+    )  # fmt: skip
+
+
+class ScoreWork:
+    """Rows to the requests that score them, step by step, and their answers to lines."""
+
+    def __init__(self, options: ScoreOptions, table: Table, rows: ScoreRows) -> None:
+        self._scoring, self._table, self._rows = Scoring(options), table, rows
+
+    def ask(self, number: int, raw: bytes) -> Ask:
+        steps = self._scoring.steps(self._row(number, raw))
+        return Ask(next(steps), steps)
+
+    def result(self, number: int, context: Asking[Any], replies: Sequence[Any]) -> bytes | Ask:
+        try:
+            return Ask(context.send(replies), context)
+        except StopIteration as end:
+            return _line({"row": self._table.lines[number], **end.value.to_json()})
+
+    def failure(self, number: int, raw: bytes, error: CorralError) -> bytes:
+        line = self._table.lines[number]
+        try:
+            data = {"id": self._row(number, raw).id}
+        except DataError:
+            data = {}
+        return _line(to_json(bad_row(data, line, error)))
+
+    def _row(self, number: int, raw: bytes) -> Row:
+        return self._rows.row(raw, self._table.lines[number])
+
+
+def _identity(model: str, options: ScoreOptions) -> dict[str, Any]:
+    """What must not change between runs of one job."""
+    free = ("concurrency", "memory_gib", "vocabulary")
+    return {"model": model, **{k: v for k, v in to_json(options).items() if k not in free}}
+
+
+def _checked(folder: JobFolder, source: Source, asked: dict[str, Any], skip_bad: bool) -> tuple[Table, ScoreRows]:
+    """Read the whole input, compare with what was asked before, write down the job; refused, it leaves nothing."""
+    new = not folder.job.exists()
+    try:
+        if not new:
+            _refuse_others(folder, asked)
+        folder.sweep()
+        scanned = scan(source, ScoreRows(text_cells=source.format in ("csv", "tsv")), folder)
+        scanned.problems.close()
+        if scanned.problems.count and not skip_bad:
+            raise scanned.problems.refusal(
+                source,
+                len(scanned.table),
+                "Correct them, or send them to the error file and score the others: --skip-bad.",
+            )
+        scanned.problems.put_in_place(folder, scanned.table)
+        write_atomic(folder.job, json.dumps(asked, indent=2) + "\n")
+    except BaseException:
+        if new and not folder.ledger.exists():
+            shutil.rmtree(folder.path, ignore_errors=True)
+        raise
+    return scanned.table, scanned.recipe
+
+
+def _refuse_others(folder: JobFolder, asked: dict[str, Any]) -> None:
+    before = json.loads(folder.job.read_text(encoding="utf-8"))
+    if "too_long" not in before:
+        raise ConflictError(f"{folder.output} is of a batch.", "Choose another -o, or give --restart.")
+    changed = [f"{k}: {before.get(k)!r} before, {v!r} now" for k, v in asked.items() if before.get(k) != v]
+    if changed:
+        raise ConflictError(
+            f"{folder.output} was begun with other settings ({'; '.join(changed)}).",
+            "Use the same ones, another -o, or --restart to start over.",
+        )
 
 
 def _forget(folder: JobFolder) -> None:
@@ -100,173 +168,29 @@ def _forget(folder: JobFolder) -> None:
         path.unlink(missing_ok=True)
 
 
-def _same_job(folder: JobFolder, asked: dict[str, Any]) -> None:
-    if folder.job.exists():
-        before = json.loads(folder.job.read_text(encoding="utf-8"))
-        changed = [f"{k}: {before.get(k)!r} before, {v!r} now" for k, v in asked.items() if before.get(k) != v]
-        if changed:
-            raise ConflictError(
-                f"{folder.output} was begun with other settings ({'; '.join(changed)}).",
-                "Use the same ones, another -o, or --restart to begin anew.",
-            )
-    else:
-        write_atomic(folder.job, json.dumps(asked, indent=2) + "\n")
+def _bad_rows(folder: JobFolder) -> Iterator[Entry]:
+    return (Entry(one.row, FAILED, _line(to_json(_as_bad(one)))) for one in read_problems(folder.problems))
 
 
-class _Job:
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        options: ScoreOptions,
-        folder: JobFolder,
-        table: Table,
-        lock: JobLock,
-        find: Callable[[], Endpoint],
-        patience_s: float,
-        on_progress: Callable[[int, int, int], None] | None,
-    ) -> None:
-        self._options, self._folder, self._table, self._lock = options, folder, table, lock
-        self._find, self._patience_s, self._on_progress = find, patience_s, on_progress
-        self._client = Client(endpoint)
-        self._scorer = Scorer(self._client, options)
-        self._ledger = Ledger(folder, table)
-        self._fine = self._failed = self._before = 0
-        self._old: list[Client] = []
-        self._stopping = False
-        self._good_s = time.monotonic()
+def _as_bad(problem: Problem) -> BadRow:
+    identity = problem.id if problem.id is not None else str(problem.line)
+    return BadRow(identity, problem.line, "DataError", f"line {problem.line} {problem.text}", "Correct the row.")
 
-    def run(self) -> JobReport:
-        began = time.monotonic()
-        tally = self._ledger.open()
-        try:
-            self._before = tally.fine + tally.failed
-            reader = RowReader(self._table)
-            try:
-                if self._before < len(self._table):
-                    run_loop(self._work(reader, tally.done))
-            finally:
-                reader.close()
-            left = len(self._table) - self._before - self._fine - self._failed
-            failed_in_all = tally.failed + self._failed
-            return JobReport(
-                "done" if not left else "stopped",
-                len(self._table),
-                self._before,
-                self._fine,
-                self._failed,
-                left,
-                time.monotonic() - began,
-                summary(self._results(), failed_in_all),
-                str(self._folder.output),
-                str(self._folder.errors),
-                tuple(self._ledger.repaired),
-            )
-        finally:
-            self._ledger.close()
-            errors = self._folder.errors
-            if errors.is_file() and not errors.stat().st_size:
-                errors.unlink()
 
-    def _results(self) -> Iterator[dict[str, Any]]:
-        for record in self._ledger.places():
-            if record.kind == FINE:
-                yield msgspec.json.decode(self._ledger.line(record))
+def _results(ledger: Ledger) -> Iterator[dict[str, Any]]:
+    return (msgspec.json.decode(ledger.line(record)) for record in ledger.places() if record.kind == FINE)
 
-    def results_in_order(self) -> Iterator[dict[str, Any]]:
-        """Every result, in the order of the input."""
-        with self._folder.results.open("rb") as file:
-            places = []
-            offset = 0
-            for line in file:
-                places.append((msgspec.json.decode(line)["row"], offset, len(line)))
-                offset += len(line)
-            for _, begin, length in sorted(places):
-                file.seek(begin)
-                yield msgspec.json.decode(file.read(length))
 
-    async def _work(self, reader: RowReader, done: bytearray) -> None:
-        outbox = Outbox(self._ledger, lambda _: self._told())
-        todo = iter([number for number in range(len(self._table)) if not done[number]])
-        loop = asyncio.get_running_loop()
-        workers = [loop.create_task(self._worker(todo, reader, outbox)) for _ in range(self._options.concurrency)]
-        everything = asyncio.gather(*workers)
-        for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            loop.add_signal_handler(name, self._stop, everything)
-        try:
-            await everything
-        except asyncio.CancelledError:
-            if not self._stopping:
-                raise
-        finally:
-            for task in workers:
-                task.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
-            await outbox.drain()
-            for client in (*self._old, self._client):
-                await client.close()
-            for name in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-                loop.remove_signal_handler(name)
-
-    def _stop(self, everything: asyncio.Future[Any]) -> None:
-        self._stopping = True
-        everything.cancel()
-
-    def _told(self) -> None:
-        self._lock.touch()
-        if self._on_progress:
-            self._on_progress(self._before + self._fine + self._failed, len(self._table), self._failed)
-
-    async def _worker(self, todo: Iterator[int], reader: RowReader, outbox: Outbox) -> None:
-        for number in todo:
-            while outbox.full and outbox.failure is None:
-                await asyncio.sleep(0.05)
-            if outbox.failure is not None:
-                raise outbox.failure
-            raw, line = reader.raw(number), self._table.lines[number]
-            data: Any = None
-            try:
-                data = read_json_row(raw, line)
-                score = await self._persistent(read_row(data, line))
-            except (DataError, RequestError) as error:
-                if isinstance(error, _FATAL) or (isinstance(error, RequestError) and error.retryable):
-                    raise
-                entry = Entry(number, FAILED, _line(to_json(bad_row(data, line, error))))
-                self._failed += 1
-            else:
-                entry = Entry(number, FINE, _line({"row": line, **score.to_json()}))
-                self._fine += 1
-            outbox.add(entry)
-
-    async def _persistent(self, row: Any) -> Any:
-        """Score a row; while the server is away, wait for it and look where it is."""
-        pause_s = 0.5
-        while True:
-            scorer = self._scorer
-            try:
-                score = await scorer.score(row)
-            except RequestError as error:
-                if not error.retryable or time.monotonic() - self._good_s > self._patience_s:
-                    if error.retryable:
-                        error.remedy = "Everything finished is kept. When the server is back, run the same command."
-                    raise
-                await asyncio.sleep(pause_s)
-                pause_s = min(10.0, pause_s * 2)
-                self._look_again(scorer)
-            else:
-                self._good_s = time.monotonic()
-                return score
-
-    def _look_again(self, used: Scorer) -> None:
-        if used is not self._scorer:
-            return  # another row has already found it
-        try:
-            endpoint = self._find()
-        except CorralError:
-            return
-        if endpoint != self._client.endpoint:
-            self._old.append(self._client)
-            self._client = Client(endpoint)
-            self._scorer = Scorer(self._client, self._options)
+def _in_order(results: Path) -> Iterator[dict[str, Any]]:
+    """Every result, in the order of the input."""
+    with results.open("rb") as file:
+        found, offset = [], 0
+        for line in file:
+            found.append((msgspec.json.decode(line)["row"], offset, len(line)))
+            offset += len(line)
+        for _, begin, length in sorted(found):
+            file.seek(begin)
+            yield msgspec.json.decode(file.read(length))
 
 
 def _line(value: dict[str, Any]) -> bytes:

@@ -12,13 +12,15 @@ import asyncio
 import contextlib
 import math
 import statistics
+import sys
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-from corral.client.client import COMPLETIONS, Client
+from corral.batch import Request
+from corral.client.client import COMPLETIONS, Client, Page, Reply
 from corral.client.errors import MalformedReplyError, PromptTooLongError, RequestError, error_from_status
 from corral.client.retry import retried
 from corral.errors import CorralError, DataError, EngineError, UsageError
@@ -35,7 +37,7 @@ from corral.score.likelihood import (
     total,
 )
 
-__all__ = ["BadRow", "Scorer", "Scores", "score_rows", "summary"]
+__all__ = ["Asking", "BadRow", "Scorer", "Scores", "Scoring", "bad_row", "score_rows", "summary"]
 
 
 class TokenGate:
@@ -74,75 +76,64 @@ class TokenGate:
                 turn.set_result(None)
 
 
-class Scorer:
-    """Scores rows on one server."""
+T = TypeVar("T")
+Asking = Generator[Sequence[Request], Sequence[Any], T]  # requests out, their answers in, and at the end a result
 
-    def __init__(self, client: Client, options: ScoreOptions) -> None:
-        self.client, self.options = client, options
-        self._gate = TokenGate(options.tokens_in_flight)
+
+class Scoring:
+    """What is asked to score a row, step by step; what is learnt of the server is shared by all rows."""
+
+    def __init__(self, options: ScoreOptions) -> None:
+        self.options = options
         self._capacity = 0
         self._prefix: tuple[int, ...] | None = None
-        self._begun = asyncio.Lock()
 
-    async def score(self, row: Row) -> Score:
-        """The result of one row; raises what is wrong with it, or with the server."""
-        await self._begin()
+    def steps(self, row: Row) -> Asking[Score]:
+        """Raises what is wrong with the row."""
+        if self._prefix is None:
+            yield from self._learn()
+        prefix, special = self._prefix or (), self.options.special_tokens
         if row.text is not None:
-            tokens = [*self._prefix_tokens(), *await self._encode(row.text, special=False)]
-            return Score.of(row, [await self._likelihood(row, tokens, len(self._prefix_tokens()))])
+            [tokens] = yield from self._tokens([(row.text, False)])
+            return Score.of(row, (yield from self._likelihoods(row, [[*prefix, *tokens]], len(prefix))))
         pairs = [split_pair(row.context, continuation) for continuation in row.continuations]
-        context = await self._encode(pairs[0][0], self.options.special_tokens) if pairs[0][0] else []
-        wholes = await asyncio.gather(*(self._whole(*pair) for pair in pairs))
-        first = len(context) if pairs[0][0] else len(self._prefix_tokens())
-        found = await asyncio.gather(*(self._likelihood(row, tokens, first) for tokens in wholes))
-        return Score.of(row, found)
+        if not pairs[0][0]:
+            found = yield from self._tokens([(continuation, False) for _, continuation in pairs])
+            wholes = [[*prefix, *tokens] for tokens in found]
+            return Score.of(row, (yield from self._likelihoods(row, wholes, len(prefix))))
+        texts = [pairs[0][0], *(context + continuation for context, continuation in pairs)]
+        context, *wholes = yield from self._tokens([(text, special) for text in texts])
+        return Score.of(row, (yield from self._likelihoods(row, wholes, len(context))))
 
-    async def _whole(self, context: str, continuation: str) -> list[int]:
-        if context:
-            return await self._encode(context + continuation, self.options.special_tokens)
-        return [*self._prefix_tokens(), *await self._encode(continuation, special=False)]
+    def _learn(self) -> Asking[None]:
+        """The model's length, and the token before texts."""
+        given = self.options.prefix
+        named = [] if given in ("auto", "none") else [_tokenize(given, False)]
+        first, *rest = yield [_tokenize("", True), *named]
+        answer = _read_tokens(first)
+        prefix = answer["tokens"] if given == "auto" else []
+        if rest:
+            prefix = _read_tokens(rest[0])["tokens"]
+            if len(prefix) != 1:
+                raise UsageError(f"the prefix {given!r} is {len(prefix)} tokens.", "Give one, such as <|endoftext|>.")
+        self._capacity = min(int(answer["max_model_len"]) - 1, self.options.window or sys.maxsize)
+        self._prefix = tuple(prefix)
 
-    async def _begin(self) -> None:
-        """Learn the model's length and the token before texts, once."""
-        async with self._begun:
-            if self._prefix is not None:
-                return
-            answer = await self._ask_tokens("", True)
-            self._capacity = int(answer["max_model_len"]) - 1
-            if self.options.window is not None:
-                self._capacity = min(self._capacity, self.options.window)
-            if self.options.prefix == "auto":
-                prefix = answer["tokens"]
-            elif self.options.prefix == "none":
-                prefix = []
-            else:
-                prefix = (await self._ask_tokens(self.options.prefix, False))["tokens"]
-                if len(prefix) != 1:
-                    raise UsageError(
-                        f"the prefix {self.options.prefix!r} is {len(prefix)} tokens.",
-                        "Give one, such as <|endoftext|>.",
-                    )
-            self._prefix = tuple(prefix)
+    def _tokens(self, texts: Sequence[tuple[str, bool]]) -> Asking[list[list[int]]]:
+        answers = yield [_tokenize(text, special) for text, special in texts]
+        return [_read_tokens(answer)["tokens"] for answer in answers]
 
-    def _prefix_tokens(self) -> tuple[int, ...]:
-        return self._prefix or ()
-
-    async def _ask_tokens(self, text: str, special: bool) -> Any:
-        body = {"model": self.client.endpoint.model, "prompt": text, "add_special_tokens": special}
-        page = await retried(partial(self.client.page, "/tokenize", body, timeout_s=120))
-        if page.status == 404:
-            raise EngineError(
-                f"{self.client.endpoint.root} has no /tokenize.", "Scoring needs vLLM's; another proxy may hide it."
-            )
-        if page.status != 200:
-            raise error_from_status(page.status, page.body, None, self.client.endpoint.root)
-        return page.json()
-
-    async def _encode(self, text: str, special: bool) -> list[int]:
-        found: list[int] = (await self._ask_tokens(text, special))["tokens"]
+    def _likelihoods(self, row: Row, wholes: Sequence[Sequence[int]], first: int) -> Asking[list[Likelihood]]:
+        cuts = [self._cut(row, tokens, first) for tokens in wholes]
+        answers = iter((yield [self._request(span) for spans in cuts for span in spans]))
+        kept = self.options.per_token or self.options.top > 0
+        found = []
+        for spans in cuts:
+            scores = [score for span in spans for score in self._scores(span, next(answers))]
+            found.append(total(scores, len(spans), kept))
         return found
 
-    async def _likelihood(self, row: Row, tokens: Sequence[int], first: int) -> Likelihood:
+    def _cut(self, row: Row, tokens: Sequence[int], first: int) -> list[Span]:
         if first >= len(tokens):
             raise DataError(f"row {row.id!r}: the continuation adds no token to its context.", "Correct the row.")
         if len(tokens) > self._capacity and self.options.too_long == "refuse":
@@ -150,27 +141,70 @@ class Scorer:
                 f"row {row.id!r} has {len(tokens)} tokens, and a window holds {self._capacity}.",
                 "Score it in windows (--too-long window), or serve the model with a longer context.",
             )
-        spans = cut(tokens, first, self._capacity, self.options.overlap)
-        scored = await asyncio.gather(*map(self._span, spans))
-        kept = self.options.per_token or self.options.top > 0
-        return total([score for scores in scored for score in scores], len(spans), kept)
+        if not (spans := cut(tokens, first, self._capacity, self.options.overlap)):
+            total([], 0, False)  # nothing to score: says so
+        return spans
 
-    async def _span(self, span: Span) -> list[TokenScore]:
-        body = {
-            "prompt": list(span.tokens),
-            "max_tokens": 1,
-            "temperature": 0,
-            "prompt_logprobs": self.options.top,
-        }
-        async with self._gate.hold(len(span.tokens)):
-            reply = await retried(partial(self.client.request, COMPLETIONS, body))
+    def _request(self, span: Span) -> Request:
+        body = {"prompt": span.tokens, "max_tokens": 1, "temperature": 0, "prompt_logprobs": self.options.top}
+        return Request(COMPLETIONS, body, weight=len(span.tokens))
+
+    def _scores(self, span: Span, reply: Reply) -> list[TokenScore]:
         values = reply.choices[0].prompt_logprobs
         if not isinstance(values, list) or len(values) != len(span.tokens):
             raise MalformedReplyError(
-                f"{self.client.endpoint.root} did not give the prompt's log-probabilities.", "Scoring needs vLLM."
+                "the server did not give the prompt's log-probabilities.", "Scoring needs vLLM."
             )
-        places = range(span.first, len(span.tokens))
-        return [_token_score(span.tokens[at], values[at], self.options.top) for at in places]
+        return [
+            _token_score(span.tokens[at], values[at], self.options.top) for at in range(span.first, len(span.tokens))
+        ]
+
+
+def _tokenize(text: str, special: bool) -> Request:
+    return Request("/tokenize", {"prompt": text, "add_special_tokens": special}, page=True)
+
+
+def _read_tokens(page: Page) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = page.json()
+        return {"tokens": list(found["tokens"]), "max_model_len": found["max_model_len"]}
+    except (ValueError, KeyError, TypeError):
+        raise MalformedReplyError("/tokenize did not answer with tokens.", "Scoring needs vLLM's.") from None
+
+
+class Scorer:
+    """Scores rows that are in memory, on one server."""
+
+    def __init__(self, client: Client, options: ScoreOptions) -> None:
+        self.client = client
+        self._scoring = Scoring(options)
+        self._gate = TokenGate(options.tokens_in_flight)
+
+    async def score(self, row: Row) -> Score:
+        """The result of one row; raises what is wrong with it, or with the server."""
+        steps = self._scoring.steps(row)
+        requests = next(steps)
+        while True:
+            answers = await asyncio.gather(*map(self._answer, requests))
+            try:
+                requests = steps.send(answers)
+            except StopIteration as end:
+                score: Score = end.value
+                return score
+
+    async def _answer(self, request: Request) -> Reply | Page:
+        if request.page:
+            return await retried(partial(self._page, request))
+        async with self._gate.hold(request.weight):
+            return await retried(partial(self.client.request, request.path, request.body))
+
+    async def _page(self, request: Request) -> Page:
+        assert not isinstance(request.body, bytes)
+        endpoint = self.client.endpoint
+        page = await self.client.page(request.path, {"model": endpoint.model, **request.body}, timeout_s=120)
+        if page.status != 200:
+            raise error_from_status(page.status, page.body, None, endpoint.root)
+        return page
 
 
 def _token_score(token: int, values: Mapping[str, Any], top: int) -> TokenScore:

@@ -48,6 +48,7 @@ class Lane:
         self.up = self.was_up = False
         self.absence: Absence | None = None  # while it is away, as far as it was asked
         self.in_flight = 0
+        self.weight = 0  # of what is in flight
         self.finished = 0
         self.losses = 0
         self.reading: Reading | None = None

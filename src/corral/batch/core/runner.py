@@ -27,9 +27,9 @@ from corral.batch.core.table import RowReader
 from corral.client.client import Reply
 from corral.client.endpoint import ModelServer
 from corral.client.errors import RequestError
-from corral.client.pool import open_files
+from corral.client.pool import Page, open_files
 from corral.client.retry import backoff_s
-from corral.errors import CorralError, EngineError, UnreachableError
+from corral.errors import CorralError, DataError, EngineError, UnreachableError
 
 KEPT = "Everything up to here is kept. When the server is back, run the same command again."
 _OTHER_FILES = 64  # that a process has open besides its connections
@@ -42,10 +42,12 @@ class Request(NamedTuple):
 
     path: str
     body: Mapping[str, Any] | bytes
+    weight: int = 0  # what it takes of `Settings.most_weight`
+    page: bool = False  # the answer is no completion (`/tokenize`)
 
 
 class Ask(NamedTuple):
-    """What a row asks for: its requests (one or more, all must succeed) and whatever its result line will need."""
+    """What a row asks for: requests (one or more, all must succeed) and whatever is needed when they are answered."""
 
     requests: Sequence[Request]
     context: Any = None
@@ -57,8 +59,8 @@ class Work(Protocol):
     def ask(self, number: int, raw: bytes) -> Ask:
         """The requests of a row; a CorralError sends the row to the error file."""
 
-    def result(self, number: int, context: Any, replies: Sequence[Reply]) -> bytes:
-        """The row's result line, with its line feed; a CorralError sends the row to the error file."""
+    def result(self, number: int, context: Any, replies: Sequence[Any]) -> bytes | Ask:
+        """Its result line, with a line feed, or what it asks next; DataError and RequestError are the row's fault."""
 
     def failure(self, number: int, raw: bytes, error: CorralError) -> bytes:
         """The row's line in the error file, with its line feed."""
@@ -98,6 +100,7 @@ class Settings:
     hang_s: float = 300.0  # how long an engine may have work and make no token
     runaway_rows: int = 100  # of so many finished rows …
     runaway_share: float = 0.8  # … this share may fail; 1 never stops
+    most_weight: int | None = None  # of requests at one server at once; a heavier one goes alone
     wait: bool = False  # also for a server that has ended, and comes back only if somebody starts it again
 
 
@@ -135,11 +138,16 @@ class _Flight:
     __slots__ = ("ask", "attempts", "began", "doubled", "left", "losses", "number", "raw", "replies")
 
     def __init__(self, number: int, raw: bytes, ask: Ask) -> None:
-        self.number, self.raw, self.ask = number, raw, ask
-        self.replies: list[Reply | None] = [None] * len(ask.requests)
-        self.left = len(ask.requests)
+        self.number, self.raw = number, raw
         self.attempts = self.losses = 0
         self.began = 0.0
+        self.begin(ask)
+
+    def begin(self, ask: Ask) -> None:
+        """Send these requests from now on; late answers to others no longer count."""
+        self.ask = ask
+        self.replies: list[Reply | Page | None] = [None] * len(ask.requests)
+        self.left = len(ask.requests)
         self.doubled = False
 
 
@@ -163,6 +171,7 @@ class Runner:
         self._feed = feed
         self._retries: list[tuple[float, int, _Flight, int]] = []  # due, tie, flight, part
         self._tie = itertools.count()
+        self._next: tuple[_Flight, int] | None = None  # too heavy for what was under way
         self._flights: dict[int, _Flight] = {}
         self._recent: deque[bool] = deque(maxlen=settings.runaway_rows)
         self._trouble_since: float | None = None
@@ -218,10 +227,17 @@ class Runner:
     def _fill(self, lane: Lane) -> None:
         """Give a lane as much as it has room for."""
         while lane.room > 0 and not self._outbox.full and self._stop_by is None and self._failure is None:
-            part = self._take()
+            part, self._next = self._next or self._take(), None
             if part is None:
                 break
+            if not self._fits(lane, *part):
+                self._next = part
+                break
             self._send(lane, *part)
+
+    def _fits(self, lane: Lane, flight: _Flight, part: int) -> bool:
+        most, weight = self.settings.most_weight, flight.ask.requests[part].weight
+        return most is None or not lane.weight or lane.weight + weight <= most
 
     def _take(self) -> tuple[_Flight, int] | None:
         """The next request: one whose pause is over, a further one of a row under way, or that of a new row."""
@@ -250,22 +266,26 @@ class Runner:
         assert lane.client is not None
         request = flight.ask.requests[part]
         try:
-            future = lane.client.send(request.path, request.body)
+            send = lane.client.post if request.page else lane.client.send
+            future: asyncio.Future[Any] = send(request.path, request.body)
         except CorralError as error:  # the key file is gone
             self._fail(error)
             return
         lane.in_flight += 1
-        future.add_done_callback(partial(self._landed, lane, flight, part))
+        lane.weight += request.weight
+        future.add_done_callback(partial(self._landed, lane, flight, flight.ask, part))
 
     # Receiving
 
-    def _landed(self, lane: Lane, flight: _Flight, part: int, future: asyncio.Future[Reply]) -> None:
+    def _landed(self, lane: Lane, flight: _Flight, ask: Ask, part: int, future: asyncio.Future[Any]) -> None:
         lane.in_flight -= 1
+        lane.weight -= ask.requests[part].weight
         if future.cancelled():
             return
         error = future.exception()
-        if self._done[flight.number]:
-            self._flights.pop(flight.number, None)
+        if self._done[flight.number] or flight.ask is not ask:
+            if self._done[flight.number]:
+                self._flights.pop(flight.number, None)
             self._fill(lane)
             return
         if error is None:
@@ -280,12 +300,12 @@ class Runner:
         if not self.counts.left or self._failure:
             self._changed.set()
 
-    def _answered(self, flight: _Flight, part: int, reply: Reply) -> None:
+    def _answered(self, flight: _Flight, part: int, reply: Reply | Page) -> None:
         if flight.replies[part] is None:
             flight.replies[part] = reply
             flight.left -= 1
-        counts, usage = self.counts, reply.usage
-        if usage is not None:
+        counts = self.counts
+        if isinstance(reply, Reply) and (usage := reply.usage) is not None:
             counts.prompt_tokens += usage.prompt_tokens
             counts.output_tokens += usage.completion_tokens or 0
             counts.cached_tokens += usage.cached_tokens or 0
@@ -295,10 +315,17 @@ class Runner:
         replies = [reply for reply in flight.replies if reply is not None]
         try:
             line = self._work.result(flight.number, flight.ask.context, replies)
-        except CorralError as error:
+        except (DataError, RequestError) as error:
             self._settle(flight.number, FAILED, self._work.failure(flight.number, flight.raw, error), error)
+        except CorralError as error:
+            self._fail(error)
         else:
-            self._settle(flight.number, FINE, line)
+            if isinstance(line, Ask):
+                flight.begin(line)
+                for number in range(len(line.requests)):
+                    heapq.heappush(self._retries, (0.0, next(self._tie), flight, number))
+            else:
+                self._settle(flight.number, FINE, line)
 
     def _failed(self, lane: Lane, flight: _Flight, part: int, error: RequestError) -> None:
         verdict, settings, now = judge(error), self.settings, time.monotonic()

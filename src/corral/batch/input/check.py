@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import msgspec
 
@@ -39,13 +39,32 @@ _PREFIX_BYTES = 256
 _ADDED_TOKENS = 8  # that a tokenizer puts around a prompt; a chat template's are outweighed by the JSON of messages
 
 
-class Scanned(NamedTuple):
+class Readable(Protocol):
+    """How rows are read: a `Recipe`, or whatever another kind of work has in its place."""
+
+    @property
+    def kind(self) -> str: ...
+
+    def settled(self, raw: bytes) -> Self:
+        """For the kind of rows that the first one shows."""
+
+    def read(self, raw: bytes, line: int, models: tuple[str, ...] = ()) -> Parsed:
+        """A row; DataError with the problem in words when it is bad."""
+
+    def loose_id(self, raw: bytes) -> str | None:
+        """The id of a bad row, if it can be told."""
+
+
+R = TypeVar("R", bound=Readable)
+
+
+class Scanned(NamedTuple, Generic[R]):
     """What a check found."""
 
     table: Table
     problems: Problems
     long_rows: list[int]  # perhaps longer than the context: to be counted in tokens
-    recipe: Recipe  # settled for the kind of rows there are
+    recipe: R  # settled for the kind of rows there are
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -76,6 +95,30 @@ class Problems:
             self.kinds[problem.text] += 1
             if self.kinds[problem.text] == 1:
                 self.first.append(problem)
+
+    def refusal(self, source: Source, rows: int, remedy: str) -> DataError:
+        """What is wrong with an input as a whole, the first of each kind by its line."""
+        what = "item" if source.format in ("json", "parquet") else "line"
+        shown = sorted(self.first, key=lambda p: p.line)[:20]
+        lines = "".join(f"\n    {what} {p.line} {p.text}{alike(self.kinds[p.text])}" for p in shown)
+        left = self.count - sum(self.kinds[p.text] for p in shown)
+        more = f"\n    … and {left} more" if left else ""
+        return DataError(
+            f"{self.count} of {rows} rows of {source.name} cannot be used:{lines}{more}",
+            remedy,
+            problems=[{"line": p.line, "text": p.text, "id": p.id} for p in self.first],
+            count=self.count,
+        )
+
+    def put_in_place(self, folder: JobFolder, table: Table) -> None:
+        """The new check counts from now on: its spool and its problems take the place of older ones."""
+        if table.data == new_name(folder.spool):
+            table.data.replace(folder.spool)
+            table.data = folder.spool
+        if self.count:
+            self.path.replace(folder.problems)
+        else:
+            folder.problems.unlink(missing_ok=True)
 
     def close(self) -> None:
         if self._file is not None:
@@ -108,13 +151,13 @@ def new_name(path: Path) -> Path:
 
 def scan(
     source: Source,
-    recipe: Recipe,
+    recipe: R,
     folder: JobFolder,
     *,
     models: tuple[str, ...] = (),
     taken: str | None = None,
     context: int | None = None,
-) -> Scanned:
+) -> Scanned[R]:
     """Read and check an input; `taken` is the column that the output adds, which rows must not have."""
     table = Table(source.path.absolute() if source.in_place and source.path else new_name(folder.spool))
     problems = Problems(new_name(folder.problems))
@@ -189,7 +232,7 @@ def _weight(body: dict[str, Any]) -> int:
     return 40 * int(wanted) * int(body.get("n") or 1) + len(_prompt(body))
 
 
-def _mark_duplicates(table: Table, recipe: Recipe, problems: Problems) -> None:
+def _mark_duplicates(table: Table, recipe: Readable, problems: Problems) -> None:
     """Ids that occur twice: the later row is bad, and both lines are named."""
     pairs = sorted((later, earlier) for earlier, later in table.duplicates())
     if not pairs:
@@ -209,7 +252,7 @@ def _mark_duplicates(table: Table, recipe: Recipe, problems: Problems) -> None:
         reader.close()
 
 
-def _id(recipe: Recipe, raw: bytes, line: int) -> str | None:
+def _id(recipe: Readable, raw: bytes, line: int) -> str | None:
     try:
         return recipe.read(raw, line).id
     except DataError:

@@ -18,6 +18,7 @@ import msgspec
 
 from corral.batch.core.table import BAD, RowReader
 from corral.batch.input.check import Problem, Scanned
+from corral.batch.input.recipe import Recipe
 from corral.client.client import Client
 from corral.client.client import run as run_loop
 from corral.client.endpoint import Endpoint, ModelServer
@@ -33,7 +34,7 @@ Question = Mapping[str, Any]  # {"prompt": …} or {"messages": …}
 Counter = Callable[[Sequence[Question]], Sequence[int]]  # their tokens; 0 where it cannot be told
 
 
-def mark_too_long(scanned: Scanned, counter: Counter, context: int) -> None:
+def mark_too_long(scanned: Scanned[Recipe], counter: Counter, context: int) -> None:
     """Mark rows whose tokens, with those they ask for, exceed the context."""
     table = scanned.table
     for rows, parsed in _groups(scanned):
@@ -47,7 +48,7 @@ def mark_too_long(scanned: Scanned, counter: Counter, context: int) -> None:
                 scanned.problems.add(Problem(row, table.lines[row], text, identity))
 
 
-def _groups(scanned: Scanned) -> Iterator[tuple[list[int], list[tuple[str, dict[str, Any]]]]]:
+def _groups(scanned: Scanned[Recipe]) -> Iterator[tuple[list[int], list[tuple[str, dict[str, Any]]]]]:
     """The rows in question with their ids and bodies, some at a time."""
     reader, table = RowReader(scanned.table), scanned.table
     try:

@@ -199,7 +199,9 @@ class _Run:
         reply = _as_reply(answer, parsed, self._model)
         self._counts.prompt_tokens += answer.prompt_tokens
         self._counts.output_tokens += answer.output_tokens
-        self._settle(answer.number, FINE, self._work.result(answer.number, parsed, [reply]))
+        line = self._work.result(answer.number, parsed, [reply])
+        assert isinstance(line, bytes), "rows that ask several times need a server"
+        self._settle(answer.number, FINE, line)
 
     def _settle(self, number: int, kind: int, line: bytes) -> None:
         if self._done[number]:
