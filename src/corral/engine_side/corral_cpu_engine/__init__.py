@@ -11,6 +11,8 @@ files:
 ``launch``  ``python -m corral_cpu_engine.launch ARGS`` takes the arguments of
             ``vllm serve``.  Imports once, forks the engine process while still
             single-threaded, and runs engine and worker in that one process.
+``openmp``  the OpenMP library both use, and how it is told its threads: Intel's or GNU's.
+``cores``   which cores they are bound to.
 ``zygote``  the fork, and the process object that vLLM sees in place of its own.
 ``imports`` remembers two slow directory scans between starts.
 ``warmup``  what the engine process does early, or not at all.

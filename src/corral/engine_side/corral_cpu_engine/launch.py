@@ -1,9 +1,10 @@
 """``python -m corral_cpu_engine.launch ARGS``: ``vllm serve ARGS``, started quickly.
 
-On Linux/x86 with Intel's OpenMP in the environment and one rank, it
+On Linux with one rank, on x86-64 (Intel's OpenMP) and AArch64 (the GNU OpenMP inside
+torch's wheel; see ``openmp``), it
 
-1. re-executes itself once with ``libiomp5.so`` preloaded and single-threaded
-   maths libraries (so that the process may be forked after its imports),
+1. re-executes itself once with that library preloaded and single-threaded maths
+   libraries (so that the process may be forked after its imports),
 2. imports, with the garbage collector off, what server and engine share,
 3. forks the engine process (``zygote``) and lets both sides import the rest,
 4. runs engine and worker in one process (uniproc executor).
@@ -15,7 +16,6 @@ stock server.  ``CORRAL_CPU_FORK=0`` forces that.
 from __future__ import annotations
 
 import gc
-import glob
 import importlib
 import json
 import os
@@ -23,7 +23,7 @@ import platform
 import sys
 from importlib import metadata
 
-from corral_cpu_engine import supported
+from corral_cpu_engine import cores, openmp, supported
 
 #: Options that mean more than one rank, or another process layout.
 _STOCK_OPTIONS = (
@@ -57,8 +57,8 @@ def wants_stock(argv: list[str]) -> str | None:
     """Why the stock start is used, or None."""
     if os.environ.get("CORRAL_CPU_FORK", "1") == "0":
         return "CORRAL_CPU_FORK=0"
-    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
-        return "not Linux on x86"
+    if sys.platform != "linux":
+        return "not Linux"
     if not supported(cpu_build()):
         return f"vLLM CPU build {cpu_build() or 'not found'}"
     if os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "spawn") != "spawn":
@@ -75,9 +75,8 @@ def wants_stock(argv: list[str]) -> str | None:
             return name
     if any(sign in sys.prefix for sign in " :"):
         return "a space or colon in the environment's path, which LD_PRELOAD cannot hold"
-    if find_iomp() is None:
-        return "no libiomp5.so (package intel-openmp)"
-    return None
+    library = find_openmp()
+    return library if isinstance(library, str) else None
 
 
 def cpu_build() -> str:
@@ -93,47 +92,33 @@ def cpu_build() -> str:
     return version if "+cpu" in version else ""
 
 
-def small_machine_cores() -> str | None:
-    """Core list for a machine of up to four physical cores on one NUMA node.
-
-    vLLM's "auto" keeps one core free for an engine process that polls.  Here the
-    engine is the worker, so on a small machine that core is better used.
-    """
-    cores: dict[str, int] = {}
-    nodes: set[str] = set()
-    for cpu in sorted(os.sched_getaffinity(0)):
-        home = f"/sys/devices/system/cpu/cpu{cpu}"
-        try:
-            with open(home + "/topology/thread_siblings_list") as f:
-                cores[f.read()] = cpu  # last thread of each core, as vLLM does
-        except OSError:
-            return None
-        nodes.update(os.path.basename(n) for n in glob.glob(home + "/node[0-9]*"))
-    if len(cores) > 4 or len(nodes) > 1:
-        return None
-    return ",".join(str(c) for c in sorted(cores.values()))
+def find_openmp() -> openmp.OpenMP | str:
+    """The OpenMP library of this environment, or why there is none to start with."""
+    return openmp.choose(
+        platform.machine(), openmp.find_intel(sys.prefix), openmp.find_gnu(), os.environ.get(openmp.WANTED, "")
+    )
 
 
-def find_iomp() -> str | None:
-    """Intel's OpenMP library of this environment."""
-    path = os.path.join(sys.prefix, "lib", "libiomp5.so")
-    return path if os.path.exists(path) else None
+def bound_cores(library: openmp.OpenMP) -> str:
+    """The core list for vLLM: the user's, all of a small machine, or "auto"."""
+    wanted = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto")
+    if wanted != "auto":
+        return wanted
+    here = cores.allowed()
+    large = cores.first_node(here) if library.kind == "gnu" else None
+    return cores.small_machine(here) or large or "auto"
 
 
-def fork_environment() -> dict[str, str]:
+def fork_environment(library: openmp.OpenMP) -> dict[str, str]:
     """This process's environment, fit for importing and forking vLLM."""
     env = dict(os.environ)
-    preload = env.get("LD_PRELOAD", "")
-    if "libiomp" not in preload:
-        env["LD_PRELOAD"] = ":".join(filter(None, [find_iomp(), preload]))
+    bound = bound_cores(library)
+    env |= openmp.environment(library, env, bound)
+    env["VLLM_CPU_OMP_THREADS_BIND"] = bound
     # What vLLM's CPU platform sets later in any case; torch reads it at import.
     env["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     env["TORCHINDUCTOR_CPP_DYNAMIC_THREADS"] = "1"
-    # One thread until the engine process sets its own number.
-    env["OMP_NUM_THREADS"] = "1"
     env.setdefault("OPENBLAS_NUM_THREADS", "1")
-    if env.get("VLLM_CPU_OMP_THREADS_BIND", "auto") == "auto" and small_machine_cores():
-        env["VLLM_CPU_OMP_THREADS_BIND"] = small_machine_cores() or "auto"
     env.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Worker inside the engine process.
     env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -277,9 +262,9 @@ def _title_ready() -> None:
 def main() -> None:
     """Entry point of ``python -m corral_cpu_engine.launch``."""
     argv = sys.argv[1:]
-    reason = wants_stock(argv)
-    if reason is None and os.environ.get(_DONE) != str(os.getpid()):
-        os.execve(sys.executable, sys.orig_argv, fork_environment())
+    reason, library = wants_stock(argv), find_openmp()
+    if isinstance(library, openmp.OpenMP) and reason is None and os.environ.get(_DONE) != str(os.getpid()):
+        os.execve(sys.executable, sys.orig_argv, fork_environment(library))
     _title_ready()
     os.environ.pop(_DONE, None)
     gc.disable()
@@ -291,9 +276,11 @@ def main() -> None:
         inspect_in_process()
         if zygote.install(while_engine_loads=import_server):
             zygote.fork_engine(lambda: prepare_engine(argv))
+            openmp.unbind()
         else:  # back to separate engine and worker processes
             os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
             os.environ.pop("OMP_NUM_THREADS", None)
+            openmp.unbind()
         imports.save()
     else:
         print(f"corral_cpu_engine: stock start ({reason})", file=sys.stderr, flush=True)

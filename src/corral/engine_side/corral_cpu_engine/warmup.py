@@ -37,12 +37,19 @@ def preload_inductor() -> None:
         log.debug("corral_cpu_engine: inductor not preloaded: %r", e)
 
 
+#: Lines of /proc/cpuinfo that tell one CPU from another: x86-64, then AArch64.
+_IDENTITY = (
+    *("model name", "flags", "microcode"),
+    *("Features", "CPU implementer", "CPU variant", "CPU part", "CPU revision"),
+)
+
+
 def _cpu_identity() -> str:
     """Hash of what decides whether a test library loads: CPU, torch, kernel."""
     import torch
 
     with open("/proc/cpuinfo") as f:
-        wanted = sorted({l for l in f if l.startswith(("model name", "flags", "microcode"))})
+        wanted = sorted({l for l in f if l.startswith(_IDENTITY)})
     text = repr((wanted, torch.__version__, torch.__file__, os.uname().release))
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -9,9 +9,11 @@ child instead of a new interpreter.
 
 Why this fork is safe where others are not: it happens only while the kernel
 counts a single thread in the process, so no lock can be held by a thread that
-the child lacks, and before any OpenMP region has run.  The child sets the thread
-count and the core list through vLLM's own ``OMPProcessManager`` before its first
-region; Intel's OpenMP runtime reads them anew after a fork.
+the child lacks, and before any OpenMP region of several threads has run.  The child
+sets thread count and core list through vLLM's own ``OMPProcessManager`` before its
+first region.  Intel's OpenMP runtime reads them anew after a fork; GNU's does not: it
+has its core list since it was loaded (``openmp``), and ``_set_threads`` tells it the
+count.
 
 If anything does not fit (other executor, changed ``TORCH*`` settings, file
 descriptors to hand over, child gone), vLLM's normal spawn is used.
