@@ -33,6 +33,11 @@ LINES = [
     "INFO init engine (profile, create kv cache, warmup model) took 20.00 s",
     "INFO Starting vLLM server on http://127.0.0.1",
 ]
+MEASURED = """{"threads": 2, "read_gb_s": 20.0, "python_s": 0.0024, "busy": 0.0, "formats": [
+  {"format": "bf16", "kernel": "onednn", "rows": [1, 4, 32, 512], "gflops": [18.0, 70.0, 400.0, 1000.0]},
+  {"format": "fp32", "kernel": "onednn", "rows": [1, 4, 32, 512], "gflops": [9.0, 36.0, 150.0, 230.0]}]}""".replace(
+    "\n", ""
+)
 ANSWER = """{"id": "1", "object": "chat.completion", "created": 1, "model": "m",
   "choices": [{"index": 0, "message": {"role": "assistant", "content": "Paris."}, "finish_reason": "stop"}],
   "usage": {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}}"""
@@ -43,6 +48,12 @@ def main() -> None:
     if words[0] == "-c":  # asked for its version; a host's own /run may say another
         own = Path("/run/stub_version")
         print(own.read_text() if own.exists() else "0.32.0")
+        return
+    if words[:2] == ["-m", "corral_cpu_engine.measure"]:  # how quick this CPU is: an AMX machine's answer
+        kind = os.environ.get("STUB_MEASURED", "")
+        if kind == "broken":
+            sys.exit("ImportError: no torch")
+        print(MEASURED.replace("9.0, 36.0, 150.0, 230.0", "0.5, 0.5, 0.5, 0.5") if kind else MEASURED)
         return
     if "--headless" in words:  # a rank without a server
         for line in LINES[:6]:

@@ -58,7 +58,6 @@ ADMINISTRATIVE = [
     "/reset_prefix_cache", "/update_weights", "/start_profile", "/abort_requests", "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter", "/v1/load_lora_adapter/", "/scale_elastic_ep", "/docs", "/openapi.json", "/", "",
     "/some_path_of_a_later_engine", "/v1/../sleep", "//sleep", "/v1//../sleep", "/v1/./x", "/V1/models",
-    "/v1/load_lora_adapter\n", "/v1/load_lora_adapter\r", "/v1/models\0", "/v1/\x1b", "/v1/models\x7f", "/metrics\n",
 ]  # fmt: skip
 
 

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -574,77 +573,3 @@ def test_ambiguous_requests_are_refused(request_text: bytes) -> None:
             assert (await exchange(proxy.url, request_text)).startswith(b"HTTP/1.1 400")
 
     run(asyncio.wait_for(ask(), 20))
-
-
-@in_loop
-async def test_a_client_that_only_ends_its_own_side_gets_its_answers() -> None:
-    with FakeServer(FakeOptions(pace=Pace(ttft_s=0.2))) as server:
-        async with proxy_to(server.url) as proxy:
-            body = json.dumps({"prompt": "a", "max_tokens": 2}).encode()
-            reader, writer = await asyncio.open_connection("127.0.0.1", int(proxy.url.rpartition(":")[2]))
-            writer.write(post(body, b"") * 2)
-            writer.write_eof()
-            await until(lambda: any(front._sent_all for front in proxy.fronts))
-            for front in list(proxy.fronts):
-                front.sweep(time.monotonic())  # asks whether it is still there
-            got = await reader.read(-1)
-            writer.close()
-            assert got.count(b"HTTP/1.1 200 OK") == 2
-            assert (proxy.figures.answered, proxy.figures.left) == (2, 0)
-
-
-@in_loop
-async def test_a_client_that_leaves_while_nothing_is_answered_is_noticed() -> None:
-    with FakeServer(FakeOptions(pace=Pace(ttft_s=600))) as server:
-        async with proxy_to(server.url) as proxy:
-            _, writer = await asyncio.open_connection("127.0.0.1", int(proxy.url.rpartition(":")[2]))
-            writer.write(post(json.dumps({"prompt": "a", "max_tokens": 2}).encode(), b""))
-            await until(lambda: proxy.figures.running == 1)
-            writer.close()
-            await until(lambda: proxy.figures.left == 1)
-
-
-@in_loop
-async def test_a_request_after_a_long_silence_has_all_its_time() -> None:
-    async with proxy_to() as proxy:
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(proxy.url.rpartition(":")[2]))
-        await until(lambda: bool(proxy.fronts))
-        (front,) = proxy.fronts
-        front._since_s -= 100  # idle for as long
-        writer.write(b"GET /proxy/status HTTP/1.1\r\n")
-        await until(lambda: front._reader.receiving)
-        front.sweep(time.monotonic() + 29)
-        writer.write(b"connection: close\r\n\r\n")
-        assert (await reader.read(-1)).startswith(b"HTTP/1.1 200")
-        writer.close()
-
-
-@in_loop
-async def test_many_interim_answers_end_the_request_and_nothing_else() -> None:
-    async def chatty(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await read_request(reader)
-        writer.write(b"HTTP/1.1 100 Continue\r\n\r\n" * 100_000)
-        await writer.drain()
-
-    async with upstream(chatty) as url, proxy_to(url) as proxy:
-        assert (await exchange(proxy.url, post(b"{}"))).startswith(b"HTTP/1.1 502")
-
-
-@in_loop
-async def test_tiny_chunks_cost_little_more_than_they_carry() -> None:
-    count = 400_000
-    async with proxy_to() as proxy:
-        _, writer = await asyncio.open_connection("127.0.0.1", int(proxy.url.rpartition(":")[2]))
-        pieces = b"1\r\nx\r\n" * 1000
-        tracemalloc.start()
-        try:
-            writer.write(b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n")
-            for _ in range(count // 1000):
-                writer.write(pieces)
-                await writer.drain()
-            await until(lambda: proxy.held_bytes == count)
-            used = tracemalloc.get_traced_memory()[0]
-        finally:
-            tracemalloc.stop()
-        writer.close()
-        assert used < 4 * count

@@ -15,6 +15,7 @@ from corral.models.facts import ModelFacts, read_facts
 from corral.plan import Goal, calibration, make_plan
 from corral.plan.choose import compare
 from corral.plan.fixed import KEYS, parse_assignments
+from corral.plan.tuning import tuning_for
 from corral.profile import Profile, asked_of_plan, load_profile
 from corral.record import dump_json, to_json
 
@@ -108,7 +109,7 @@ def command(
     if needing:
         return _show_needs(facts, wish, gpus, as_json)
     inventory = _inventory(profile, gpus, nodes, link)
-    tuning = calibration.known(home_dir(), inventory.gpu or "CPU", facts.name)
+    tuning = tuning_for(facts, inventory)
     if comparing:
         return _show_comparison(compare(facts, inventory, wish, fixed, tuning), as_json)
     plan = make_plan(facts, inventory, wish, fixed, tuning)

@@ -121,6 +121,8 @@ def plan_lines(plan: Plan, model: str, asked: Asked) -> Iterator[str]:
         yield from _shape(plan, columns)
     if plan.fits:
         yield from _numbers(plan, columns)
+    for warning in plan.warnings:
+        yield from _row("warning", warning, columns)
     for note in plan.notes:
         yield from _row("note", note, columns)
     if plan.rejected:
@@ -142,7 +144,7 @@ def plan_lines(plan: Plan, model: str, asked: Asked) -> Iterator[str]:
 
 def _shape(plan: Plan, columns: int) -> Iterator[str]:
     """Precision, split, context and memory: of the plan, or of what came nearest to fitting."""
-    if plan.precision.how != "native" or plan.precision.weights != plan.model.dtype:
+    if plan.precision.how != "native" or plan.precision.weights != plan.model.dtype or plan.inventory.gpu is None:
         yield from _row("weights", f"{plan.precision.weights}: {_because(plan, 'precision.weights')}", columns)
     if plan.inventory.gpu:
         yield from _row("split", f"{plan.parallel} · {_because(plan, _deciding(plan))}", columns)

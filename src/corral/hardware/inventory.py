@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from corral.errors import UsageError
+from corral.hardware.cpu import CpuFacts, read_cpu
 from corral.record import nearest
 
 __all__ = ["GIB", "GPUS", "LINKS", "Gpu", "Inventory", "Link", "find_gpu", "parse_gpus", "probe", "recognise"]
@@ -115,6 +116,7 @@ class Inventory:
     source: str = "named"  # named | probed
     driver: str = ""
     note: str = ""  # what was taken for granted when it was named
+    cpu: CpuFacts | None = None  # None: nobody looked
 
     @property
     def gpus(self) -> int:
@@ -129,7 +131,8 @@ class Inventory:
     def label(self) -> str:
         """`2 nodes × 8 × H100-SXM`, for people."""
         if self.gpu is None:
-            return f"CPU, {self.cpu_cores} cores"
+            named = f"{self.cpu.model}, " if self.cpu else "CPU, "
+            return f"{named}{self.cpu_cores} core{'s' * (self.cpu_cores != 1)}"
         inside = f"{self.gpus_per_node} × {self.gpu}"
         return inside if self.nodes == 1 else f"{self.nodes} nodes × {inside}"
 
@@ -212,7 +215,7 @@ def probe() -> Inventory:
 
     cores, total, available = cpu_facts()
     seen = gpu_facts()
-    base = Inventory(None, 1, 1, 0, cores, total, available, source="probed")
+    base = Inventory(None, 1, 1, 0, cores, total, available, source="probed", cpu=read_cpu())
     if seen is None:
         return base
     kind, memory = recognise(seen.name, seen.memory_bytes)

@@ -31,6 +31,7 @@ from corral.home import home_dir
 from corral.launch.links import choose_link
 from corral.launch.render import LaunchSpec, Order, render
 from corral.lifecycle import deployments
+from corral.lifecycle.cpu_measuring import measure_cpu, unmeasured
 from corral.lifecycle.successors import Chain, refuse_living_chain, write_chain
 from corral.lifecycle.tunnel import ensure_tunnel
 from corral.models import catalogue
@@ -39,6 +40,7 @@ from corral.models.facts import read_facts
 from corral.models.store import EMBEDDED, ModelSource
 from corral.plan import Goal, Plan, calibration, make_plan
 from corral.plan.reconcile import read_log, reconcile
+from corral.plan.tuning import tuning_for
 from corral.processes import own_identity
 from corral.record import dump_json, load_json
 from corral.runtimes.base import NodeSide, Runtime, make_runtime
@@ -113,6 +115,9 @@ class Decision:
         precision = self.plan.precision
         because = next((r.because for r in self.plan.reasons if r.field == "precision.weights"), "")
         said = [self.inventory.note] if self.inventory.note else []
+        said += [f"warning: {warning}" for warning in self.plan.warnings]
+        if self.inventory.gpu is None and precision.weights != self.plan.model.weights:
+            return [f"{self.source.name} is served in {precision.weights}: {because}", *said]
         if precision.how == "native":
             return said
         asked = {"weights", "dtype", "quantization"} & set(self.wish.fixed)
@@ -134,20 +139,25 @@ def decide(wish: Wish, target: Target) -> Decision:
     if wish.link == "ray" and wish.runtime_options.get("ray") != "install" and len(target.nodes()) > 1:
         refuse_known_lack(runtime)
     model_store.check_access(source)
-    plan = _plan(source, inventory, wish)
-    if not plan.fits:
-        options = "; ".join(f"{near.what} ({near.change})" for near in plan.nearest)
-        raise DoesNotFitError(
-            f"{source.name} {plan.verdict}: {plan.reason}.",
-            f"What would: {options}." if options else "`corral plan MODEL --need` shows what it needs.",
-            nearest=[near.what for near in plan.nearest],
-        )
+    plan = _fitting(source, _plan(source, inventory, wish))
     if plan.precision.how == "checkpoint":  # the plan chose a quantised twin of what was named
         source = replace(model_store.locate(plan.checkpoint), name=source.name)
         model_store.check_access(source)
     if isinstance(target, Queue):
         target.check(plan)
     return Decision(wish, name, source, served, flavour, plan, inventory)
+
+
+def _fitting(source: ModelSource, plan: Plan) -> Plan:
+    """The plan, or the error that says why it does not fit and what would."""
+    if plan.fits:
+        return plan
+    options = "; ".join(f"{near.what} ({near.change})" for near in plan.nearest)
+    raise DoesNotFitError(
+        f"{source.name} {plan.verdict}: {plan.reason}.",
+        f"What would: {options}." if options else "`corral plan MODEL --need` shows what it needs.",
+        nearest=[near.what for near in plan.nearest],
+    )
 
 
 def _planned(wish: Wish) -> Wish:
@@ -177,7 +187,7 @@ def sized(wish: Wish, note: Callable[[str], None] | None = None) -> tuple[Target
 def _plan(source: ModelSource, inventory: Inventory, wish: Wish) -> Plan:
     here = model_store.already_here(source)
     facts = read_facts(str(here) if here else source.repo, offline=source.kind == "embedded")
-    tuning = calibration.known(home_dir(), inventory.gpu or "CPU", facts.name)
+    tuning = tuning_for(facts, inventory)
     plan = make_plan(facts, inventory, wish.goal, wish.fixed, tuning)
     spans = plan.parallel.replica_gpus > inventory.gpus_per_node
     if plan.parallel.data > 1 and (spans or (wish.link == "ray" and inventory.nodes > 1)):
@@ -286,8 +296,8 @@ def _bring_up_once(wish: Wish, report: Reporter, wait: bool) -> deployments.Stat
         created_s=time.time(),
         created_by=own_identity(),
     )
-    for text in decision.notes():
-        report.note(text)
+    if decision.inventory.gpu:
+        _tell_decided(decision, report)
     refuse_living_chain(decision.name)
     folder = deployments.claim(record, lambda who: report.note(f"waiting for {who}, which uses the same name"))
     staging = _Stoppable(report, folder)
@@ -299,6 +309,9 @@ def _bring_up_once(wish: Wish, report: Reporter, wait: bool) -> deployments.Stat
             runtime = runtime.moved({path: target.place(Path(path), staging.detail) for path in runtime.carried})
         link, _ = choose_link(decision.wish.link, target.nodes(), runtime.flags())
         target.verify((*runtime.check(), *(ray_checks(runtime) if link == "ray" else ())))
+        decision = _measured(decision, staging)
+        if not decision.inventory.gpu:
+            _tell_decided(decision, report)
         staging.phase("fetching model")
         path = _bring_model(decision, target, staging)
         spec = _render(decision, target, folder, runtime, path, record.launch_id, report.note)
@@ -311,6 +324,23 @@ def _bring_up_once(wish: Wish, report: Reporter, wait: bool) -> deployments.Stat
     except KeyboardInterrupt:
         report.note(_interrupted(folder))
         raise
+
+
+def _measured(decision: Decision, staging: _Stoppable) -> Decision:
+    """The decision with what this CPU can do, measured now that there is an engine to measure with."""
+    model, inventory = decision.plan.model, decision.inventory
+    formats = unmeasured(model, inventory, decision.wish.fixed)
+    if not formats:
+        return decision
+    staging.phase("measuring CPU")
+    if not measure_cpu(model, inventory, formats, staging.report.note):
+        return decision
+    return replace(decision, plan=_fitting(decision.source, _plan(decision.source, inventory, decision.wish)))
+
+
+def _tell_decided(decision: Decision, report: Reporter) -> None:
+    for text in decision.notes():
+        report.note(text)
 
 
 def _interrupted(folder: DeploymentFolder) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from corral.hardware.cpu_speed import CpuSpeed
 from corral.hardware.inventory import GIB, Inventory
 from corral.models.facts import ModelFacts
 from corral.plan.constraints import broken_settings
@@ -26,6 +27,7 @@ class Tuning:
     memory: Coefficients = field(default_factory=Coefficients)
     speed: Efficiency = field(default_factory=Efficiency)
     source: str = "built in"
+    cpu: CpuSpeed | None = None  # how quick this machine's CPU multiplies, where that was measured
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from corral.models.facts import ModelFacts
 from corral.plan.candidate import Candidate, Tuning, with_problem, work_out
 from corral.plan.constraints import broken_layout, broken_settings
 from corral.plan.contract import VERSION, Cost, Goal, Nearest, Parallel, Plan, Reason, Rejected
-from corral.plan.cpu import work_out_cpu
+from corral.plan.cpu_format import cpu_forms
 from corral.plan.engine import cpu_environment, engine_args
 from corral.plan.fixed import Fixed, read_fixed, refuse_two_contexts
 from corral.plan.layouts import layouts, over_nodes, place
@@ -63,7 +63,7 @@ def decide(facts: ModelFacts, inventory: Inventory, goal: Goal, fixed: Fixed, tu
     """Try the forms in order of preference; the first with a configuration that runs is taken."""
     ways = forms(facts, inventory, fixed)
     if inventory.gpu is None:
-        return _decide_cpu(ways[0], inventory, goal, replace(fixed, weights=fixed.weights or fixed.dtype))
+        return _decide_cpu(ways[0], inventory, goal, fixed, tuning)
     tried: list[tuple[Form, Candidate]] = []
     for form in ways:
         tried += _candidates(form, inventory, goal, fixed, tuning)
@@ -127,18 +127,20 @@ def _closeness(pair: tuple[Form, Candidate]) -> tuple[int, int, int]:
     return c.memory.kv_cache_tokens_per_replica, -c.memory.weights_bytes_per_gpu, -c.parallel.pipeline
 
 
-def _decide_cpu(form: Form, inventory: Inventory, goal: Goal, fixed: Fixed) -> Decision:
+def _decide_cpu(form: Form, inventory: Inventory, goal: Goal, fixed: Fixed, tuning: Tuning) -> Decision:
+    """The quickest number format that fits; the others were tried."""
     parallel = _cpu_layout(inventory, fixed)
-    chosen = work_out_cpu(form.facts, inventory, goal, fixed, parallel)
     asked = fixed.max_model_len or goal.context or 0
-    if form.problem:
-        chosen = with_problem(chosen, form.problem)
-    elif parallel.replica_gpus * parallel.data != inventory.nodes:
+    tried = cpu_forms(form, inventory, goal, fixed, parallel, tuning.cpu)
+    why = form.problem
+    if not why and parallel.replica_gpus * parallel.data != inventory.nodes:
         places = "one process" if inventory.nodes == 1 else f"one process on each of {inventory.nodes} nodes"
-        chosen = with_problem(chosen, f"without a GPU Corral plans {places}; {parallel} is another number")
-    elif why := broken_layout(form.facts, parallel) or broken_settings(form.facts, chosen.settings, asked):
-        chosen = with_problem(chosen, why)
-    return Decision(form, chosen, [(form, chosen)])
+        why = f"without a GPU Corral plans {places}; {parallel} is another number"
+    why = why or broken_layout(form.facts, parallel) or broken_settings(form.facts, tried[0][1].settings, asked) or ""
+    if why:
+        tried = [(each, with_problem(candidate, why)) for each, candidate in tried]
+    taken = next((pair for pair in tried if not pair[1].problem), tried[0])
+    return Decision(*taken, tried)
 
 
 def _cpu_layout(inventory: Inventory, fixed: Fixed) -> Parallel:
@@ -233,4 +235,5 @@ def _plan(
         rejected=rejected,
         nearest=tuple(nearest),
         notes=(*form.facts.notes, *([inventory.note] if inventory.note else [])),
+        warnings=(form.warning,) if form.warning else (),
     )

@@ -182,6 +182,7 @@ class Plan:
     nearest: tuple[Nearest, ...] = ()
     notes: tuple[str, ...] = field(default=())
     verdict: str = "fits"  # fits | does not fit (memory, or too few GPUs) | cannot run as asked (a rule is broken)
+    warnings: tuple[str, ...] = ()  # what was asked for, and will hurt
 
     @property
     def seats(self) -> int:

@@ -1,4 +1,4 @@
-"""Plans for a machine without a GPU: vLLM's CPU build, bf16, a KV cache that leaves the machine room to breathe."""
+"""Plans for a machine without a GPU: vLLM's CPU build, and a KV cache that leaves the machine room to breathe."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from corral.hardware.inventory import GIB, Inventory
 from corral.models.architecture import DTYPE_BYTES
 from corral.models.facts import ModelFacts
 from corral.plan.candidate import Candidate
-from corral.plan.contract import Goal, Memory, Parallel, Precision, Settings, Speed
+from corral.plan.contract import Goal, Memory, Parallel, Precision, Settings
+from corral.plan.cpu_speed import Rates, predict_cpu
 from corral.plan.fixed import Fixed
 from corral.plan.memory import convert
-from corral.plan.speed import significant
 
 __all__ = ["work_out_cpu"]
 
@@ -19,25 +19,28 @@ _CONTEXT = 8192  # longer prompts take minutes on a CPU
 _KV_MOST = 4 * GIB
 _SEQS = 128  # vLLM's own default here; twice the tokens/s of 32 at once with SmolLM2 on two cores (docs/log.md)
 _LATENCY_SEQS = 16
-_GB_S_PER_CORE, _GB_S_MOST = 8.0, 200.0
-_GFLOPS_PER_CORE = 40.0
 
 
 def work_out_cpu(
-    model: ModelFacts, inventory: Inventory, goal: Goal, fixed: Fixed, parallel: Parallel | None = None
+    model: ModelFacts,
+    inventory: Inventory,
+    goal: Goal,
+    fixed: Fixed,
+    precision: Precision,
+    rates: Rates,
+    parallel: Parallel | None = None,
 ) -> Candidate:
-    """The one CPU configuration: a rank per node, a context of at most 8192 unless asked, KV as the load asks."""
-    precision = Precision(fixed.weights or ("bf16" if model.dtype != "fp32" else "fp32"), "auto")
-    parts = convert(model, precision if not model.quantisation else Precision(model.weights, "auto"))
+    """One CPU configuration: a rank per node, a context of at most 8192 unless asked, KV as the load asks."""
+    parts = convert(model, precision)
     parallel = parallel or Parallel()
     here = -(-parts.total // parallel.replica_gpus)  # what of the weights lies on one node
-    element = DTYPE_BYTES.get(precision.weights, 2.0)
+    element = DTYPE_BYTES[precision.compute]
     asked = fixed.max_model_len or goal.context
     context = asked or min(model.max_context, _CONTEXT)
     seqs = fixed.max_num_seqs or max(goal.concurrency or 0, _LATENCY_SEQS if goal.goal == "latency" else _SEQS)
     batched = fixed.max_num_batched_tokens or max(2048, seqs)
     activation = int(batched * element * (3 * model.intermediate + 4 * model.hidden) + seqs * model.vocab * 8)
-    whole_token = model.kv_bytes_per_token(element)
+    whole_token = model.kv_bytes_per_token(1.0 if precision.kv.startswith("fp8") else element)
     per_token = -(-whole_token // parallel.replica_gpus)
     free = inventory.host_available_bytes - here - activation - _PROCESS_BYTES
     wanted = per_token * context * max(2, min(goal.concurrency or 8, 8))
@@ -59,7 +62,7 @@ def work_out_cpu(
             context = max(_BLOCK, (tokens - _BLOCK) // _BLOCK * _BLOCK)
     memory = Memory(
         weights_bytes=parts.total,
-        nominal_weights_bytes=round(model.parameters * element),
+        nominal_weights_bytes=round(model.parameters * DTYPE_BYTES.get(precision.weights, 2.0)),
         weights_bytes_per_gpu=here,
         kv_bytes_per_token=whole_token,
         kv_bytes_per_token_per_gpu=per_token,
@@ -73,22 +76,6 @@ def work_out_cpu(
         budget_bytes_per_gpu=inventory.host_available_bytes,
     )
     settings = Settings(fixed.gpu_memory_utilization or 0.92, batched, seqs, bool(fixed.eager), _BLOCK)
-    speed = _speed(model, inventory, parts.total - (0 if model.tied_embeddings else parts.embedding), goal)
+    read = parts.total - (0 if model.tied_embeddings else parts.embedding)
+    speed = predict_cpu(model, rates, settings, goal, read)
     return Candidate(parallel, precision, settings, context, memory, speed, problem)
-
-
-def _speed(model: ModelFacts, inventory: Inventory, read_bytes: int, goal: Goal) -> Speed:
-    """A rough roofline: nothing is known of the machine but its cores."""
-    cores = max(1, inventory.cpu_cores)
-    bandwidth = min(cores * _GB_S_PER_CORE, _GB_S_MOST) * 1e9
-    step = read_bytes / bandwidth + model.layers * 0.1e-3
-    prefill = cores * _GFLOPS_PER_CORE * 1e9 / (2 * model.active_parameters)
-    running = goal.concurrency or 1
-    batch = max(step, running / prefill)
-    load = read_bytes / ((goal.storage_gb_s or 1.0) * 1e9) + 30
-    numbers = (1 / step, prefill, running / batch, goal.prompt_tokens / prefill + step, batch, load)
-    decode, prompt, together, first, each, loading = (significant(number, 2) for number in numbers)
-    rough = "rough: nobody measured this CPU"
-    return Speed(
-        decode, prompt, together, first, each, loading, running, goal.prompt_tokens, goal.output_tokens, rough
-    )

@@ -32,6 +32,8 @@ def explain(plan: Plan) -> list[str]:
     ]
     if plan.rejected:
         lines += ["", "Not taken", *(f"  {r.what}: {r.because}" for r in plan.rejected)]
+    if plan.warnings:
+        lines += ["", "Warnings", *(f"  {warning}" for warning in plan.warnings)]
     if plan.notes:
         lines += ["", "Notes", *(f"  {note}" for note in plan.notes)]
     return lines

@@ -32,6 +32,8 @@ class Form:
     facts: ModelFacts
     precision: Precision
     problem: str = ""
+    because: str = ""  # why this precision, where the hardware decides it
+    warning: str = ""  # what the user should know before it starts
 
 
 def forms(model: ModelFacts, inventory: Inventory, fixed: Fixed) -> list[Form]:

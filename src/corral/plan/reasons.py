@@ -53,11 +53,13 @@ def _precision(asked: ModelFacts, form: Form, chosen: Candidate, inventory: Inve
             how += "; as many bytes, but values above 65,504 overflow"
             gpu = inventory.kind
             how = f"{inventory.gpu} does not compute in bf16; {how}" if gpu and gpu.half == "fp16" else how
+    how = form.because or how
     if fixed.precision:
         how = f"{_SET}; {how}"
     elif precision.how != "native":
         how = f"{asked.weights} ({gib(asked.weights_bytes)} of weights) does not fit {inventory.label}; {how}"
-    kv = "the model's own 16 bits" if precision.kv == "auto" else "half the bytes per token; attention loses a little"
+    own = f"the model's own {32 if precision.compute == 'fp32' else 16} bits"
+    kv = own if precision.kv == "auto" else "half the bytes per token; attention loses a little"
     kv = f"{_SET}: {kv}" if fixed.kv else kv
     return [("precision.weights", precision.weights, how), ("precision.kv", precision.kv, kv)]
 
@@ -185,7 +187,8 @@ def _speed(chosen: Candidate, inventory: Inventory, tuning: Tuning) -> list[Row]
     if s.decode_tokens_per_s is None:
         return [("speed", "", f"nothing is known of the speed of {inventory.gpu}")]
     if inventory.gpu is None:
-        return [("speed.decode_tokens_per_s", s.decode_tokens_per_s, s.basis)]
+        names = ("decode_tokens_per_s", "prefill_tokens_per_s")
+        return [(f"speed.{name}", getattr(s, name), s.basis) for name in names]
     bound = f"weights and KV at {100 * e.bandwidth:.0f}% of the memory bandwidth, {1e6 * e.layer_s:.0f} µs per layer"
     if chosen.parallel.tensor > 1:
         bound += ", two all-reduces per layer (not yet measured)"

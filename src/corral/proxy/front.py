@@ -20,7 +20,6 @@ __all__ = ["Front", "FrontHost"]
 
 LARGEST_AHEAD_BYTES = 1 << 18  # of requests sent before the last was answered
 SLOWEST_BYTES_PER_S = 16_384
-MUTE_S = 5.0  # an answer that does not move, to a client that ended its side: nobody is waiting for it
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _now = time.monotonic
 
@@ -57,7 +56,6 @@ class Front(asyncio.Protocol):
         self._relay: Relay | None = None
         self._ahead_bytes = 0
         self._paused = self._handling = self._expects = False
-        self._sent_all = False  # the client ended its side of the connection
         self._since_s = _now()  # of what is now waited for
         self.closing = False
 
@@ -97,7 +95,7 @@ class Front(asyncio.Protocol):
     def done(self) -> None:
         """The request is answered: on to the next."""
         self._relay, self._since_s = None, _now()
-        if self.closing or self._host.ending or (self._sent_all and not self._waiting):
+        if self.closing or self._host.ending:
             self.close()
             return
         if self._paused and self._transport is not None:
@@ -149,11 +147,6 @@ class Front(asyncio.Protocol):
         elif self._expects and self._reader.receiving:
             self._expects = False
             self.write(CONTINUE)
-
-    def eof_received(self) -> bool:
-        """The client has left, or has only said all it had to say: what it asked is answered until that is known."""
-        self._sent_all = True
-        return self._relay is not None or bool(self._waiting)
 
     # what the reader tells
 
@@ -233,19 +226,9 @@ class Front(asyncio.Protocol):
         self.write(response(refused.status, body, extra=b"connection: close\r\n"))
         self.close()
 
-    def _look_for_client(self, relay: Relay, now_s: float) -> None:
-        """Whoever still listens reads over an interim answer; from who has left comes a reset."""
-        if not relay.answering:
-            if not self._http_10:
-                self.write(CONTINUE)
-        elif now_s - relay.moved_s > MUTE_S and self._transport is not None:
-            self._transport.abort()
-
     def sweep(self, now_s: float) -> None:
         """End connections that send too slowly, or nothing for long."""
         waited, limits = now_s - self._since_s, self._host.limits
-        if self._relay is not None and self._sent_all:
-            self._look_for_client(self._relay, now_s)
         if self._relay is not None or self.closing:
             return
         if self._reader.receiving:

@@ -90,11 +90,6 @@ class Relay:
         self._host.figures.began(self._began_s)
         self.attempt()
 
-    @property
-    def answering(self) -> bool:
-        """Whether bytes of an answer have gone to the client."""
-        return self._answering
-
     # towards a member
 
     def attempt(self) -> None:

@@ -1,0 +1,30 @@
+"""What a plan for some hardware may rest on: lessons of earlier deployments, and what was measured of its CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from corral.engines import environments as engines
+from corral.hardware.cpu_speed import CpuKind, recall
+from corral.hardware.inventory import Inventory
+from corral.home import home_dir
+from corral.models.facts import ModelFacts
+from corral.plan import calibration
+from corral.plan.candidate import Tuning
+from corral.plan.cpu_speed import products
+
+__all__ = ["cpu_kind", "tuning_for"]
+
+
+def cpu_kind(inventory: Inventory) -> CpuKind | None:
+    """What a measurement of this inventory's CPU is remembered by; None where a GPU computes or nobody looked."""
+    if inventory.gpu is not None or inventory.cpu is None:
+        return None
+    return CpuKind(inventory.cpu, inventory.cpu_cores, engines.expected("cpu").lock_sha256)
+
+
+def tuning_for(facts: ModelFacts, inventory: Inventory) -> Tuning:
+    """The built-in numbers, corrected by what is known of this hardware."""
+    tuning = calibration.known(home_dir(), inventory.gpu or "CPU", facts.name)
+    kind = cpu_kind(inventory)
+    return replace(tuning, cpu=recall(kind, products(facts))) if kind else tuning
