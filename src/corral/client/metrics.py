@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from corral.client.client import Client
 from corral.client.errors import error_from_status
-from corral.client.prometheus import Sample, samples
+from corral.node.exposition import Sample, samples
 
 __all__ = ["Load", "Reading", "cache_config", "parse", "read"]
 

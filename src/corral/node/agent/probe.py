@@ -63,7 +63,7 @@ class Server:
         status, text = self.call("GET", "/metrics")
         if status != 200:
             raise OSError("metrics answered %d" % status)
-        found = figures(text)
+        found = figures(text.encode("utf-8", "replace"))
         busy = found.get("running", 0.0) + found.get("waiting", 0.0)
         return busy, sum(found.get(name, 0.0) for name in ("generated_tokens", "prompt_tokens", "kv_use"))
 

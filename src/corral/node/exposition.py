@@ -1,0 +1,64 @@
+"""The text that Prometheus reads (exposition format 0.0.4, and the additions of OpenMetrics), as samples.
+
+One reader for the agent on a node and for Corral. A page comes from another machine: a line that is not one whole
+sample is skipped, and so is a value that no counter or gauge of a server can have (NaN, an infinity, anything beyond
+1e18). Timestamps and exemplars are read over. What is longer than the bounds below is left out. Lines end at a line
+feed only: a label may hold any other separator.
+
+Standard library only: the file is part of what travels to nodes.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Container, Dict, Iterator, NamedTuple
+
+LARGEST_PAGE_BYTES = 16 << 20  # a server of 64 engines writes about 4 MiB
+LONGEST_LINE = 1 << 16
+LARGEST_VALUE = 1e18
+
+NAME = re.compile(r"[A-Za-z_:][A-Za-z0-9_:]*")
+PAIR = r'[A-Za-z_][A-Za-z0-9_]*[ \t]*=[ \t]*"[^"\\]*(?:\\.[^"\\]*)*"'
+LABEL = re.compile(r'([A-Za-z_][A-Za-z0-9_]*)[ \t]*=[ \t]*"([^"\\]*(?:\\.[^"\\]*)*)"')
+REST = re.compile(
+    r"(?:[ \t]*\{[ \t]*(?P<labels>(?:" + PAIR + r"[ \t]*(?:,[ \t]*|(?=\})))*)\}[ \t]*|[ \t]+)"
+    r"(?P<value>[-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)"
+    r"(?:[ \t]+[-+]?[0-9][0-9.eE+-]*)?"  # a timestamp
+    r"(?:[ \t]+#.*)?"  # an exemplar
+    r"[ \t\r]*"
+)
+ESCAPED = re.compile(r"\\(.)")
+
+
+class Sample(NamedTuple):
+    """One value of one series."""
+
+    name: str
+    label_text: str  # as it stands between the braces
+    value: float
+
+    @property
+    def labels(self) -> Dict[str, str]:
+        return {name: plain(value) for name, value in LABEL.findall(self.label_text)}
+
+
+def plain(value: str) -> str:
+    """A label's value without its escapes."""
+    return ESCAPED.sub(lambda found: "\n" if found.group(1) == "n" else found.group(1), value)
+
+
+def samples(page: bytes, wanted: Container[str]) -> Iterator[Sample]:
+    """The samples of the wanted names, in the order of the page."""
+    for line in page[:LARGEST_PAGE_BYTES].decode("utf-8", "replace").split("\n"):
+        name = NAME.match(line)
+        if name is None or name.group() not in wanted or len(line) > LONGEST_LINE:
+            continue
+        rest = REST.fullmatch(line, name.end())
+        if rest is None:
+            continue
+        try:
+            value = float(rest.group("value"))
+        except ValueError:
+            continue
+        if abs(value) <= LARGEST_VALUE:
+            yield Sample(name.group(), rest.group("labels") or "", value)
