@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from corral.errors import DataError
+from corral.untrusted import parse_json, plain
 
 __all__ = [
     "DTYPE_BYTES",
@@ -30,6 +31,8 @@ __all__ = [
     "stored",
 ]
 
+LONGEST_CONFIG_BYTES = 16 << 20
+MOST_STRETCH = 1e6  # of a context, by RoPE scaling
 DTYPE_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
 _DTYPE_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float": "fp32"}
 
@@ -139,11 +142,23 @@ def _whole(config: Mapping[str, Any], key: str, where: str, default: int | None 
             raise DataError(f"{where}: config.json lacks {key!r}.", "Use a complete model folder or repository.")
         return default
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise DataError(
-            f"{where}: config.json has {key} = {value!r}, which is not a whole number from 1 to {most}.",
-            "Correct the config or use another copy of the model.",
-        )
+        raise _wrong(where, key, value, f"a whole number from 1 to {most}")
     return value
+
+
+def _wrong(where: str, key: str, value: object, wanted: str) -> DataError:
+    return DataError(
+        f"{where}: config.json has {key} = {plain(repr(value), 100)}, which is not {wanted}.",
+        "Correct the config or use another copy of the model.",
+    )
+
+
+def parse_config(text: bytes | str, where: str) -> dict[str, Any]:
+    """A model's `config.json`, which anybody may have written."""
+    found = parse_json(text, where, LONGEST_CONFIG_BYTES, "Download it again.")
+    if not isinstance(found, dict):
+        raise DataError(f"{where} is not an object, so it is no model's config.", "Download it again.")
+    return found
 
 
 def read_shape(config: Mapping[str, Any], where: str) -> Shape:
@@ -170,6 +185,11 @@ def read_shape(config: Mapping[str, Any], where: str) -> Shape:
     intermediate = _whole(config, "intermediate_size", where, 4 * hidden)
     window, sliding = _sliding(config, rules, layers)
     architectures = config.get("architectures") or ["unknown"]
+    if not isinstance(architectures, list) or not isinstance(architectures[0], str):
+        raise _wrong(where, "architectures", architectures, "a list of names")
+    quant = config.get("quantization_config") or {}
+    if not isinstance(quant, Mapping):
+        raise _wrong(where, "quantization_config", quant, "an object")
     dtype = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16").removeprefix("torch.")
     return Shape(
         architecture=str(architectures[0]),
@@ -187,10 +207,10 @@ def read_shape(config: Mapping[str, Any], where: str) -> Shape:
         experts=experts,
         experts_per_token=_whole(config, "num_experts_per_tok", where, 2 if experts else 0) if experts else 0,
         expert_intermediate=_whole(config, "moe_intermediate_size", where, intermediate) if experts else 0,
-        shared_intermediate=int(config.get("shared_expert_intermediate_size") or 0) if experts else 0,
+        shared_intermediate=_whole(config, "shared_expert_intermediate_size", where, 0) if experts else 0,
         sliding_window=window,
         sliding_layers=sliding,
-        quantisation=read_quantisation(config.get("quantization_config") or {}),
+        quantisation=read_quantisation(quant, where),
     )
 
 
@@ -199,9 +219,12 @@ def _context(config: Mapping[str, Any], where: str) -> int:
     longest = _whole(config, "max_position_embeddings", where, 2048, most=10**9)
     scaling = config.get("rope_scaling") or {}
     kind = scaling.get("rope_type", scaling.get("type", "")) if isinstance(scaling, Mapping) else ""
-    if kind in ("linear", "dynamic", "yarn") and isinstance(scaling.get("factor"), (int, float)):
-        return int(scaling.get("original_max_position_embeddings", longest) * scaling["factor"])
-    return longest
+    factor = scaling.get("factor") if kind in ("linear", "dynamic", "yarn") else None
+    if factor is None:
+        return longest
+    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor <= MOST_STRETCH:
+        raise _wrong(where, "rope_scaling.factor", factor, f"a number up to {MOST_STRETCH:g}")
+    return max(1, int(_whole(scaling, "original_max_position_embeddings", where, longest, most=10**9) * factor))
 
 
 def _sliding(config: Mapping[str, Any], rules: Family, layers: int) -> tuple[int | None, int]:
@@ -214,22 +237,30 @@ def _sliding(config: Mapping[str, Any], rules: Family, layers: int) -> tuple[int
     if isinstance(kinds, list) and len(kinds) == layers:
         sliding = sum(kind == "sliding_attention" for kind in kinds)
     else:
-        every = config.get("sliding_window_pattern") or rules.sliding_every
-        sliding = layers if every == 1 else layers - layers // int(every)
+        every = _whole(config, "sliding_window_pattern", "the model", rules.sliding_every)
+        sliding = layers if every == 1 else layers - layers // every
     return (window, sliding) if sliding else (None, 0)
 
 
-def read_quantisation(quant: Mapping[str, Any]) -> Quantisation:
+def read_quantisation(quant: Mapping[str, Any], where: str = "the model") -> Quantisation:
     """What a `quantization_config` says, in Corral's words; unknown methods keep their name and count as stored."""
     method = str(quant.get("quant_method", ""))
     if not method:
         return Quantisation()
-    kept = [str(m) for m in quant.get("modules_to_not_convert") or quant.get("ignore") or []]
+    listed = quant.get("modules_to_not_convert") or quant.get("ignore") or []
+    if not isinstance(listed, list):
+        raise _wrong(where, "quantization_config.modules_to_not_convert", listed, "a list")
+    kept = [str(m) for m in listed]
     whole_layers = {m for m in kept if m.startswith("model.layers.") and m.endswith(".")}
     attention = any(m.endswith("self_attn") for m in kept) or sum("self_attn" in m for m in kept) > 8
     if "mlp" in " ".join(kept) and not whole_layers:  # fbgemm lists every module it leaves alone
         whole_layers = {m.split(".mlp")[0] for m in kept if ".mlp" in m}
-    bits, group, zero = _bits(quant, method)
+    try:
+        bits, group, zero = _bits(quant, method)
+    except (TypeError, ValueError, AttributeError, OverflowError, IndexError):
+        raise _wrong(where, "quantization_config", dict(quant), "one that vLLM could read") from None
+    if not 0 <= group <= 1 << 30:
+        raise _wrong(where, "quantization_config.group_size", group, "a size of groups")
     return Quantisation(method, bits, group, zero, attention, len(whole_layers))
 
 

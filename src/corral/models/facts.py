@@ -8,7 +8,6 @@ anyway (stored bytes, KV per token) still is.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 from corral.errors import CorralError, DataError, NotFoundError
 from corral.models import catalogue
-from corral.models.architecture import Parts, Shape, count, read_shape, stored
+from corral.models.architecture import Parts, Shape, count, parse_config, read_shape, stored
 from corral.models.weights import Tensor, by_dtype, by_part, folder_tensors
 
 __all__ = ["ModelFacts", "facts_from_config", "facts_from_entry", "facts_from_folder", "read_facts"]
@@ -144,9 +143,7 @@ def facts_from_folder(path: Path, name: str = "") -> ModelFacts:
     if not config_path.is_file():
         raise DataError(f"{path} has no config.json, so it is not a model folder.", "Give the folder that holds it.")
     try:
-        config = json.loads(config_path.read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError) as error:
-        raise DataError(f"{config_path} is not valid JSON: {error}", "Download it again.") from None
+        config = parse_config(config_path.read_bytes(), str(config_path))
     except OSError as error:
         raise DataError(f"{config_path} cannot be read: {error.strerror}.", "Check its permissions.") from None
     tensors = folder_tensors(path)

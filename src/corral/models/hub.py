@@ -6,13 +6,13 @@ Each request waits at most ten seconds. The library is imported only here, and o
 from __future__ import annotations
 
 import errno
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from corral.errors import AccessError, CorralError, DataError, NotFoundError, UnreachableError
+from corral.models.architecture import parse_config
 from corral.models.weights import Tensor, header_tensors
 
 __all__ = ["Repository", "hub_error", "read_repository"]
@@ -32,10 +32,7 @@ class Repository:
 
 def read_repository(repo: str, token: str | None) -> Repository:
     """The config, and what else the hub tells; only a config that cannot be read is an error."""
-    try:
-        config = json.loads(_config_text(repo, token))
-    except ValueError as error:
-        raise DataError(f"The config.json of {repo} is not valid JSON.", "Report it to its owner.") from error
+    config = parse_config(_config_text(repo, token), f"The config.json of {repo}")
     gated, unsaid = _is_gated(repo, token)
     tensors, unread = _tensors(repo, token)
     return Repository(config, tensors, gated, tuple(note for note in (unsaid, unread) if note))

@@ -30,6 +30,7 @@ from corral.home import models_dir
 from corral.lock import exclusive_lock
 from corral.models import catalogue
 from corral.models.hub import hub_error
+from corral.models.weights import read_header, weight_files
 from corral.shell import stream
 
 __all__ = [
@@ -135,23 +136,17 @@ def fetch(source: ModelSource, progress: FetchProgress, weights: bool = True) ->
 
 
 def verify_folder(folder: Path) -> None:
-    """Refuse a folder whose index names shards that are missing or empty."""
-    import json
-
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        missing = [name for name in shards if not (folder / name).is_file() or not (folder / name).stat().st_size]
-        if missing:
-            raise DataError(
-                f"{folder} lacks {len(missing)} of {len(shards)} weight files, first {missing[0]}.",
-                "Download them again; finished files are kept.",
-            )
-    elif any(folder.glob("*-of-*.safetensors")):
+    """Refuse a folder that lacks shards its index names, or holds one that is cut off."""
+    files = weight_files(folder)
+    for file in files:
+        read_header(file)
+    if (folder / "model.safetensors.index.json").is_file():
+        return
+    if any(folder.glob("*-of-*.safetensors")):
         raise DataError(
             f"{folder} has some weight files but not their index.", "Download the model again; it resumes."
         )
-    elif not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")) and not any(folder.glob("*.pt")):
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")) and not any(folder.glob("*.pt")):
         raise DataError(f"{folder} holds no weights.", "Name a folder with *.safetensors files.")
 
 

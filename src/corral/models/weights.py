@@ -6,7 +6,7 @@ files in `model.safetensors.index.json`.
 
 from __future__ import annotations
 
-import json
+import os
 import re
 import struct
 from collections import Counter
@@ -18,10 +18,12 @@ from typing import Any
 
 from corral.errors import DataError
 from corral.models.architecture import Parts
+from corral.untrusted import parse_json
 
-__all__ = ["Tensor", "by_dtype", "by_part", "folder_tensors", "header_tensors", "read_header"]
+__all__ = ["Tensor", "by_dtype", "by_part", "folder_tensors", "header_tensors", "read_header", "weight_files"]
 
 _LARGEST_HEADER = 100_000_000  # the format's own limit
+_MOST = 1 << 60  # bytes or elements
 _BITS = {
     "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I64": 64, "I32": 32,
     "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
@@ -40,7 +42,7 @@ class Tensor:
 
 
 def read_header(path: Path) -> Mapping[str, Any]:
-    """The header of one safetensors file."""
+    """The header of one safetensors file, whose tensors must all lie inside it."""
     cut = DataError(f"{path} is cut off or is not a safetensors file.", "Download it again.")
     try:
         with path.open("rb") as file:
@@ -51,47 +53,81 @@ def read_header(path: Path) -> Mapping[str, Any]:
             if not 2 <= length <= _LARGEST_HEADER:
                 raise cut
             body = file.read(length)
+            size = os.fstat(file.fileno()).st_size
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.", "Check the path and its permissions.") from error
-    try:
-        header = json.loads(body)
-    except ValueError:
-        raise cut from None
-    if len(body) < length or not isinstance(header, dict):
+    if len(body) < length:
         raise cut
+    try:
+        header = parse_json(body, f"the header of {path}", _LARGEST_HEADER)
+    except DataError:
+        raise cut from None
+    if not isinstance(header, dict):
+        raise cut
+    needed = 8 + length + _end_of_data(header, str(path))
+    if needed > size:
+        raise DataError(
+            f"{path} is cut off: its header promises {needed:,} bytes, and it has {size:,}.", "Download it again."
+        )
     return header
+
+
+def _end_of_data(header: Mapping[str, Any], where: str) -> int:
+    """Where the last tensor ends, counted from the end of the header."""
+    end = 0
+    for name, row in header.items():
+        if name == "__metadata__":
+            continue
+        span = row.get("data_offsets") if isinstance(row, dict) else None
+        whole = span if isinstance(span, list) and all(type(n) is int and 0 <= n <= _MOST for n in span) else []
+        if len(whole) != 2 or whole[0] > whole[1]:
+            raise DataError(f"{where} has a malformed safetensors header.", "Download it again.")
+        end = max(end, whole[1])
+    return end
 
 
 def header_tensors(header: Mapping[str, Any], where: str) -> list[Tensor]:
     """The tensors a header lists."""
     try:
-        return [
+        found = [
             Tensor(name, str(row["dtype"]), prod(int(n) for n in row["shape"]))
             for name, row in header.items()
             if name != "__metadata__"
         ]
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         raise DataError(f"{where} has a malformed safetensors header.", "Download it again.") from None
+    if any(not 0 <= tensor.elements <= _MOST for tensor in found):
+        raise DataError(f"{where} lists a tensor of an impossible shape.", "Download it again.")
+    return found
 
 
 def folder_tensors(folder: Path) -> list[Tensor]:
     """All tensors of a model folder; empty when it holds no safetensors."""
+    return [tensor for file in weight_files(folder) for tensor in header_tensors(read_header(file), str(file))]
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder; refuses one that lacks some of those its index names."""
     index = folder / "model.safetensors.index.json"
-    if index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise DataError(f"{index} is not a safetensors index.", "Download it again.") from None
-        missing = [name for name in names if not (folder / name).exists()]
-        if missing:
-            raise DataError(
-                f"{folder} lacks {len(missing)} of {len(names)} weight files, first {missing[0]}.",
-                "Finish the download.",
-            )
-        files = [folder / name for name in names]
-    else:
-        files = sorted(p for p in folder.glob("*.safetensors") if not p.name.startswith("consolidated"))
-    return [tensor for file in files for tensor in header_tensors(read_header(file), str(file))]
+    if not index.exists():
+        return sorted(p for p in folder.glob("*.safetensors") if not p.name.startswith("consolidated"))
+    found = parse_json(index.read_bytes(), str(index), _LARGEST_HEADER, "Download it again.")
+    shards = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(shards, dict) or not all(map(_is_file_name, shards.values())):
+        raise DataError(f"{index} is not a safetensors index.", "Download it again.")
+    names = sorted(set(shards.values()))
+    missing = [name for name in names if not (folder / name).is_file() or not (folder / name).stat().st_size]
+    if missing:
+        raise DataError(
+            f"{folder} lacks {len(missing)} of {len(names)} weight files, first {missing[0]}.",
+            "Finish the download; finished files are kept.",
+        )
+    return [folder / name for name in names]
+
+
+def _is_file_name(name: Any) -> bool:
+    """Whether an index may name it: a file of the folder, and of no other."""
+    return isinstance(name, str) and bool(name) and not name.startswith("/") and ".." not in name.split("/")
 
 
 def by_dtype(tensors: Iterable[Tensor]) -> dict[str, int]:
