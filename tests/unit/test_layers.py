@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from corral.targets.base import TARGETS
+
 SOURCE = Path(__file__).parent.parent.parent / "src" / "corral"
 
 # The only modules that lie loose at the root. A new noun gets a package, or a place in one.
@@ -132,14 +134,11 @@ def test_no_circle_between_the_parts_of_batch() -> None:
 
 
 def test_targets_do_not_import_each_other() -> None:
-    for path in (SOURCE / "targets").glob("*.py"):
-        text = path.read_text()
-        others = [
-            other.stem
-            for other in (SOURCE / "targets").glob("*.py")
-            if other.stem not in ("base", "remote_files", "remote_answers", "__init__", path.stem)
-        ]
-        assert not any(f"corral.targets.{other} " in text for other in others)
+    homes = {place.partition(":")[0].removeprefix("corral.") for place in TARGETS.values()}
+    assert {"targets.local", "targets.ssh", "targets.slurm"} <= homes
+    for path in (SOURCE / "targets").rglob("*.py"):
+        own = ".".join(name_of(path).split(".")[:2])
+        assert not imported(path) & (homes - {own}), path
 
 
 NODE_FILES = sorted((SOURCE / "node").rglob("*.py"))

@@ -26,11 +26,11 @@ def test_what_is_written_follows_the_table(before: State, after: State, tmp_path
         journal.tell_state(after, text="x")
         assert [event.get("state") for event in read_events(tmp_path / "events.jsonl")] == [after]
         assert journal.state is after
-        return
-    with pytest.raises(TransitionError, match=f"{after} cannot follow {before}"):
-        journal.tell_state(after)
-    assert journal.state is before
-    assert not read_events(tmp_path / "events.jsonl")
+    else:
+        with pytest.raises(TransitionError, match=f"{after} cannot follow {before}"):
+            journal.tell_state(after)
+        assert journal.state is before
+        assert not read_events(tmp_path / "events.jsonl")
 
 
 def test_the_table_as_a_whole() -> None:
