@@ -122,7 +122,7 @@ def command(
     else:
         from corral.cli.plan_view import plan_lines
 
-        click.echo("\n".join(plan_lines(plan, model, asked)))
+        click.echo("\n".join(plan_lines(plan, model, asked, profile)))
     return 0 if plan.fits else DoesNotFitError.exit_code
 
 

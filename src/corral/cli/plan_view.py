@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import click
 
+from corral.cli.start_line import up_command
 from corral.hardware.inventory import GIB, Gpu
 from corral.plan import Plan
 from corral.plan.candidate import Candidate
@@ -18,7 +19,7 @@ from corral.plan.precisions import Form
 from corral.plan.reasons import load_words
 from corral.plan.reconcile import Differences
 from corral.plan.table import Cell, TableRow
-from corral.profile import Asked
+from corral.profile import Asked, Profile
 
 __all__ = [
     "about",
@@ -27,7 +28,6 @@ __all__ = [
     "need_lines",
     "plan_lines",
     "table_lines",
-    "up_command",
     "vllm_command",
 ]
 
@@ -61,25 +61,6 @@ def vllm_command(plan: Plan, more: Sequence[str] = ()) -> str:
     return shlex.join([*environment, "vllm", "serve", plan.checkpoint, *plan.engine_args, *more])
 
 
-def up_command(plan: Plan, model: str, asked: Asked) -> str:
-    """The line that starts this plan; layouts for hardware elsewhere are pinned, so that they stay as planned."""
-    goal, words = plan.goal, ["corral", "up", model]
-    words += ["--context", str(plan.max_model_len)]
-    if goal.concurrency:
-        words += ["--concurrency", str(goal.concurrency)]
-    if goal.goal != "balanced":
-        words += ["--goal", goal.goal]
-    pinned = {name: value for name, value in asked.fixed.items() if name != "max_model_len"}
-    if plan.inventory.source == "named" and plan.inventory.gpu:
-        p = plan.parallel
-        pinned |= {"tensor": p.tensor, "pipeline": p.pipeline, "data": p.data}
-        if plan.precision.how != "native":
-            pinned.setdefault("weights", plan.precision.weights)
-    for name, value in pinned.items():
-        words += ["--set", f"{name}={value}"]
-    return shlex.join([*words, *(["--", *asked.rest] if asked.rest else [])])
-
-
 def _row(label: str, text: str, columns: int) -> list[str]:
     wrapped = textwrap.wrap(text, columns - _LABEL - 2, break_on_hyphens=False) or [""]
     return [f"  {label:<{_LABEL}}{wrapped[0]}", *(" " * (_LABEL + 2) + line for line in wrapped[1:])]
@@ -109,7 +90,7 @@ def _memory_words(plan: Plan) -> str:
     return f"{' + '.join(parts)} of {m.budget_bytes_per_gpu / GIB:.1f} GiB {of}"
 
 
-def plan_lines(plan: Plan, model: str, asked: Asked) -> Iterator[str]:
+def plan_lines(plan: Plan, model: str, asked: Asked, profile: Profile | None = None) -> Iterator[str]:
     """The plan, top to bottom: verdict, split, memory, speed, what else was considered, how to start it."""
     columns = width()
     verdict = click.style(plan.verdict, fg="green" if plan.fits else "red", bold=True)
@@ -138,7 +119,7 @@ def plan_lines(plan: Plan, model: str, asked: Asked) -> Iterator[str]:
             yield from _row("" if i else heading, f"{near.what}  ({near.change})", columns)
     if plan.fits:
         yield ""
-        yield f"  {'start it':<{_LABEL}}{up_command(plan, model, asked)}"  # not wrapped: made to be copied
+        yield f"  {'start it':<{_LABEL}}{up_command(plan, model, asked, profile)}"  # not wrapped: made to be copied
         yield f"  {'or by hand':<{_LABEL}}{vllm_command(plan, asked.rest)}"
 
 

@@ -153,6 +153,18 @@ UNSET = (
 )
 
 
+_HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+_OWN = (
+    "CORRAL_KEY_FILE",
+    "CORRAL_DRAIN_FILE",
+    "CORRAL_LAUNCH",
+    "PYTHONPATH",
+    "PYTHONHOME",
+    "PYTHONDONTWRITEBYTECODE",
+    "TMPDIR",
+)
+
+
 def render(plan: Plan, order: Order, runtime: Runtime) -> LaunchSpec:
     """The commands of every rank."""
     return LaunchSpec(
@@ -235,9 +247,20 @@ def _secret_files(order: Order) -> tuple[str, ...]:
 
 
 def refuse_reserved(names: Iterable[str]) -> None:
-    """Variables that decide who may use the endpoint are not the user's to set."""
+    """Secrets, what Corral sets itself, and what decides who may use the endpoint are not the user's to set."""
     for name in names:
-        if name in UNSET or name in ("CORRAL_KEY_FILE", "CORRAL_DRAIN_FILE", "PYTHONPATH", "CORRAL_LAUNCH", "TMPDIR"):
+        if name in _HUB_TOKENS:
+            raise UsageError(
+                f"{name} is not passed to an engine: it is a secret, and the model is on disk before it starts.",
+                f"Leave it in your own environment (`export {name}=…`, or `hf auth login`): fetching uses it there.",
+            )
+        if name in ("OPENAI_API_KEY", "VLLM_API_KEY"):
+            raise UsageError(
+                f"{name} is not passed to an engine: it is a secret.", "Every deployment has a key file of its own."
+            )
+        if name in _OWN:
+            raise UsageError(f"{name} is set by Corral itself.", "Leave it out.")
+        if name in UNSET:
             raise UsageError(f"{name} is not passed to an engine.", "It would open or bypass the endpoint's lock.")
 
 

@@ -137,7 +137,7 @@ CATALOGUE: Mapping[str, Entry] = {e.name: e for e in [_SMOLLM2, *_llama_entries(
 
 def find(name: str) -> Entry | None:
     """The entry of that short name or repository, in any case."""
-    wanted = name.strip().lower()
+    wanted = name.strip().lower().replace("meta-llama/meta-llama-3.1-", "meta-llama/llama-3.1-")  # as it was called
     if wanted in CATALOGUE:
         return CATALOGUE[wanted]
     return next((e for e in CATALOGUE.values() if e.repo.lower() == wanted), None)

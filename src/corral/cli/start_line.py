@@ -1,0 +1,59 @@
+"""The line that starts a plan: made to be copied, and to start that plan and no other."""
+
+from __future__ import annotations
+
+import shlex
+
+from corral.plan import Plan
+from corral.profile import Asked, Profile, asked_of_plan
+from corral.profile.contract import is_placeholder
+
+__all__ = ["up_command"]
+
+
+def up_command(plan: Plan, model: str, asked: Asked, profile: Profile | None = None) -> str:
+    """`corral up …`: the profile, its open places, and every value that differs from what it says by itself.
+
+    Without a profile, a layout for hardware elsewhere is pinned, so that it stays as planned.
+    """
+    profile = profile or Profile()
+    own = asked_of_plan(profile, {})
+    words = ["corral", "up", *([] if model == profile.settings.defaults.model else [model])]
+    words += ["--on", profile.name, *_open_places(plan, profile)] if profile.name else []
+    if plan.max_model_len != own.goal.get("context"):
+        words += ["--context", str(plan.max_model_len)]
+    if plan.goal.concurrency and plan.goal.concurrency != own.goal.get("concurrency"):
+        words += ["--concurrency", str(plan.goal.concurrency)]
+    if plan.goal.goal != own.goal.get("goal", "balanced"):
+        words += ["--goal", plan.goal.goal]
+    for name, value in _pinned(plan, asked).items():
+        if str(own.fixed.get(name)) != str(value):
+            words += ["--set", f"{name}={value}"]
+    if asked.link != own.link:
+        words += ["--link", asked.link]
+    rest = asked.rest[len(own.rest) :]  # what the profile says comes first
+    return shlex.join([*words, *(["--", *rest] if rest else [])])
+
+
+def _pinned(plan: Plan, asked: Asked) -> dict[str, object]:
+    pinned = {name: value for name, value in asked.fixed.items() if name != "max_model_len"}
+    if plan.inventory.source == "named" and plan.inventory.gpu:
+        p = plan.parallel
+        pinned |= {"tensor": p.tensor, "pipeline": p.pipeline, "data": p.data}
+        if plan.precision.how != "native":
+            pinned.setdefault("weights", plan.precision.weights)
+    return pinned
+
+
+def _open_places(plan: Plan, profile: Profile) -> list[str]:
+    """Options for what a profile leaves to its user, in capitals, and the nodes where they differ."""
+    words: list[str] = []
+    place = profile.place
+    if profile.target == "ssh" and not profile.hosts:
+        words += ["--hosts", ",".join(f"HOST{number + 1}" for number in range(plan.inventory.nodes))]
+    for name in ("partition", "account"):
+        if is_placeholder(place.get(name)):
+            words += [f"--{name}", name.upper()]
+    if profile.target == "slurm" and plan.inventory.nodes != profile.nodes:
+        words += ["--nodes", str(plan.inventory.nodes)]
+    return words
