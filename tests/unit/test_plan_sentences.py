@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from corral.plan.explain import explain
 from corral.plan.need import needs
 from corral.plan.reconcile import Observed, reconcile
 from corral.plan.storage import Reading, recall, remember
+from tests.conftest import ROOT
 from tests.unit.test_bringup import Elsewhere
 
 Run = Callable[..., tuple[int, str]]
@@ -339,3 +341,22 @@ def test_a_table_of_any_models(capsys: pytest.CaptureFixture[str]) -> None:
     assert [cell["weights"] for cell in first["cells"]] == ["bf16", "fp8", "int4"]
     assert first["cells"][0]["boxes"] == pytest.approx((820.16 + 123.05) / 40, abs=0.01)
     assert (small["context"], small["cells"][0]["gpus"]) == (8192, 1)
+
+
+def test_the_notebook_shows_the_tables() -> None:
+    """The cell runs as it stands, without pandas and without a server."""
+    notebook = json.loads((ROOT / "notebooks" / "tutorial.ipynb").read_text())
+    (cell,) = [cell for cell in notebook["cells"] if "memory_table(" in "".join(cell["source"])]
+    shown: list[dict[str, dict[str, object]]] = []
+
+    class Frame:
+        T = None
+
+        def __init__(self, columns: dict[str, dict[str, object]]) -> None:
+            shown.append(columns)
+
+    exec("".join(cell["source"]), {"read_facts": read_facts, "pd": types.SimpleNamespace(DataFrame=Frame)})
+    table = shown[0]
+    assert table["llama-3.1-405b"]["KV cache, GiB"] == 61.52
+    assert table["llama-3.1-405b-first-upload"]["KV cache, GiB"] == 123.05
+    assert table["llama-3.1-70b"]["H100 in bf16"] == "2.25 → 3"

@@ -44,7 +44,8 @@ def corral(clean_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 def engine_flags(argv: list[str]) -> list[str]:
     """From the first flag that a plan decides to the last."""
     wanted = ("--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size", "--max-model-len",
-              "--dtype", "--gpu-memory-utilization", "--max-num-batched-tokens", "--max-num-seqs", "--quantization")  # fmt: skip
+              "--dtype", "--gpu-memory-utilization", "--max-num-batched-tokens", "--max-num-seqs",
+              "--quantization")  # fmt: skip
     found = [f"{word} {argv[number + 1]}" for number, word in enumerate(argv) if word in wanted]
     return found + [word for word in argv if word == "--enforce-eager"]
 
