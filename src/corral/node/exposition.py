@@ -14,7 +14,7 @@ import re
 from typing import Container, Dict, Iterator, NamedTuple
 
 LARGEST_PAGE_BYTES = 16 << 20  # a server of 64 engines writes about 4 MiB
-LONGEST_LINE = 1 << 16
+LONGEST_LINE = 1 << 13
 LARGEST_VALUE = 1e18
 
 NAME = re.compile(r"[A-Za-z_:][A-Za-z0-9_:]*")
@@ -22,7 +22,7 @@ PAIR = r'[A-Za-z_][A-Za-z0-9_]*[ \t]*=[ \t]*"[^"\\]*(?:\\.[^"\\]*)*"'
 LABEL = re.compile(r'([A-Za-z_][A-Za-z0-9_]*)[ \t]*=[ \t]*"([^"\\]*(?:\\.[^"\\]*)*)"')
 REST = re.compile(
     r"(?:[ \t]*\{[ \t]*(?P<labels>(?:" + PAIR + r"[ \t]*(?:,[ \t]*|(?=\})))*)\}[ \t]*|[ \t]+)"
-    r"(?P<value>[-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)"
+    r"(?P<value>[-+]?[0-9.]{1,40}(?:[eE][-+]?[0-9]{1,6})?)"
     r"(?:[ \t]+[-+]?[0-9][0-9.eE+-]*)?"  # a timestamp
     r"(?:[ \t]+#.*)?"  # an exemplar
     r"[ \t\r]*"
