@@ -246,6 +246,7 @@ def test_odd_requests_get_a_proper_answer(service: Service) -> None:
     for status, request in cases:
         got = ask(service, request)
         assert got[0] == status, (request[:200], got)
+        assert json.loads(got[1].partition(b"\r\n\r\n")[2])["error"]["message"]
 
 
 def test_a_body_of_a_get_is_not_the_next_request(service: Service) -> None:

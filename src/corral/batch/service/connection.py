@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from corral.batch.service.refusal import Refusal
 from corral.http1.reading import LARGEST_HEAD_BYTES
 from corral.http1.writing import response
 
@@ -37,8 +39,15 @@ class Connection(HttpToolsProtocol):
         if self._head_bytes >= 0:
             self._head_bytes += len(data)
             if self._head_bytes > LARGEST_HEAD_BYTES and not self.transport.is_closing():
-                self.transport.write(response(431, b"{}", extra=b"connection: close\r\n"))
-                self.transport.close()
+                self._refuse(Refusal(431, "The request's headers are too long."))
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(Refusal(400, "This is not an HTTP request that is understood here."))
+
+    def _refuse(self, refusal: Refusal) -> None:
+        body = json.dumps(refusal.body()).encode()
+        self.transport.write(response(refusal.status, body, extra=b"connection: close\r\n"))
+        self.transport.close()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
