@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from corral.batch import Table
-from corral.batch.core.folder import JobFolder
-from corral.batch.core.ledger import FAILED, FINE, Entry, Ledger
+from corral.batch.core.folder import BatchFolder
+from corral.batch.core.ledger import FAILED, FINE, Ledger, LedgerEntry
 from corral.batch.inspect import inspect
 from corral.batch.sharing.blocks import BlockFeed, Division, block_size
-from corral.batch.sharing.parts import Member, Others, all_parts, claim_path, runners_of
+from corral.batch.sharing.parts import Others, Participant, all_parts, claim_path, runners_of
 from corral.processes import Identity
 from tests.batch_harness import Nursery, Reins, control, fake_server, torment_several, write_rows
 from tests.until import until
@@ -72,8 +72,8 @@ def test_runners_join_are_counted_shown_and_stopped_together(tmp_path: Path) -> 
         control(url, "pace", {"ttft_s": 0.05})
         argv = batch(url, rows, output, "--jobs", "2", "--concurrency", "4")
         runners = [start(*argv) for _ in range(2)]
-        until(lambda: len(runners_of(JobFolder(output))) == 2, "two runners")
-        until(lambda: len(list(JobFolder(output).blocks.glob("0*"))) >= 2, "two blocks claimed")
+        until(lambda: len(runners_of(BatchFolder(output))) == 2, "two runners")
+        until(lambda: len(list(BatchFolder(output).blocks.glob("0*"))) >= 2, "two blocks claimed")
         until(lambda: inspect(str(output)).fine > 20, "some rows done")
         control(url, "pace", {"ttft_s": 3.0})  # it must not end while it is looked at
         standing = inspect(str(output))
@@ -102,7 +102,7 @@ def test_runners_join_are_counted_shown_and_stopped_together(tmp_path: Path) -> 
         assert done.returncode == 0, done.stderr
     ids = [json.loads(line)["custom_id"] for line in output.read_text().splitlines()]
     assert sorted(ids) == sorted(f"id-{n}" for n in range(2000))
-    assert not JobFolder(output).shared.exists()
+    assert not BatchFolder(output).shared.exists()
 
 
 def test_a_lone_batch_is_continued_by_several_and_keeps_what_it_has(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_lone_batch_is_continued_by_several_and_keeps_what_it_has(tmp_path: Pa
 
 def test_a_runner_from_a_lost_host_is_replaced_after_its_silence(tmp_path: Path) -> None:
     folder, table = shared(tmp_path, 64)
-    lost = Member(folder)
+    lost = Participant(folder)
     lost.join()
     elsewhere = Identity(pid=1, host="elsewhere", boot_id="", start_ticks=0)
     lost.part.holder.write_text(json.dumps(vars(elsewhere)))
@@ -149,7 +149,7 @@ def test_a_runner_from_a_lost_host_is_replaced_after_its_silence(tmp_path: Path)
 
 def test_a_row_done_by_two_counts_once_and_damage_is_found(tmp_path: Path) -> None:
     folder, table = shared(tmp_path, 40)
-    one, two = Member(folder), Member(folder)
+    one, two = Participant(folder), Participant(folder)
     one.join()
     two.join()
     commit(one, table, range(25))
@@ -188,33 +188,33 @@ def test_blocks_are_many_and_small_enough() -> None:
     assert Division(16, "input", "").count(33) == 3
 
 
-def shared(place: Path, rows: int) -> tuple[JobFolder, Table]:
+def shared(place: Path, rows: int) -> tuple[BatchFolder, Table]:
     data = place / "rows"
     data.write_bytes(b"x" * rows)
     table = Table(data)
     for row in range(rows):
         table.add(row + 1, 7, row, 1, row + 1)
-    folder = JobFolder(place / "out.jsonl")
+    folder = BatchFolder(place / "out.jsonl")
     folder.create()
     folder.shared.mkdir()
     return folder, table
 
 
-def joined(folder: JobFolder, table: Table) -> tuple[Member, BlockFeed, bytearray]:
-    member, done = Member(folder), bytearray(len(table))
+def joined(folder: BatchFolder, table: Table) -> tuple[Participant, BlockFeed, bytearray]:
+    member, done = Participant(folder), bytearray(len(table))
     member.join()
     others = Others(folder, table, member.part.name, done)
     feed = BlockFeed(folder, member, Division(16, "input", ""), range(len(table)), done, others, lambda _: None)
     return member, feed, done
 
 
-def member_identity(member: Member) -> Identity:
+def member_identity(member: Participant) -> Identity:
     return Identity(**json.loads(member.part.holder.read_text()))
 
 
-def commit(member: Member, table: Table, rows: range, failed: set[int] | None = None) -> None:
+def commit(member: Participant, table: Table, rows: range, failed: set[int] | None = None) -> None:
     ledger = Ledger(member.part, table)
     ledger.open()
     lines = [(row, json.dumps({"row": row}).encode() + b"\n") for row in rows]
-    ledger.commit(Entry(row, FAILED if row in (failed or ()) else FINE, line) for row, line in lines)
+    ledger.commit(LedgerEntry(row, FAILED if row in (failed or ()) else FINE, line) for row, line in lines)
     ledger.close()

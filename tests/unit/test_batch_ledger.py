@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corral.batch.core.folder import JobFolder
-from corral.batch.core.ledger import FAILED, FINE, Entry, Ledger, read_ledger
-from corral.batch.core.lock import JobLock
+from corral.batch.core.folder import BatchFolder
+from corral.batch.core.ledger import FAILED, FINE, Ledger, LedgerEntry, read_ledger
+from corral.batch.core.lock import BatchLock
 from corral.batch.core.outbox import Outbox
 from corral.batch.core.table import Table, hash64
 from corral.errors import ConflictError, DataError
@@ -38,16 +38,16 @@ def line(number: int) -> bytes:
     return json.dumps({"custom_id": f"id{number}", "answer": "x" * (number % 7)}).encode() + b"\n"
 
 
-def make(folder: JobFolder, table: Table, groups: list[list[int]]) -> None:
+def make(folder: BatchFolder, table: Table, groups: list[list[int]]) -> None:
     folder.create()
     ledger = Ledger(folder, table)
     ledger.open()
     for group in groups:
-        ledger.commit([Entry(n, FAILED if n % 5 == 0 else FINE, line(n)) for n in group])
+        ledger.commit([LedgerEntry(n, FAILED if n % 5 == 0 else FINE, line(n)) for n in group])
     ledger.close()
 
 
-def state(folder: JobFolder, table: Table) -> tuple[set[int], list[str]]:
+def state(folder: BatchFolder, table: Table) -> tuple[set[int], list[str]]:
     """Rows that count, and the ids of all lines on disk, after opening."""
     ledger = Ledger(folder, table)
     tally = ledger.open()
@@ -58,7 +58,7 @@ def state(folder: JobFolder, table: Table) -> tuple[set[int], list[str]]:
 
 
 def test_what_was_committed_counts_and_nothing_else(tmp_path: Path) -> None:
-    folder, table = JobFolder(tmp_path / "o.jsonl"), table_of(20)
+    folder, table = BatchFolder(tmp_path / "o.jsonl"), table_of(20)
     make(folder, table, [[1, 2, 5], [0, 7]])
     with folder.output.open("ab") as file:
         file.write(line(9) + b'{"custom_id": "id1')  # written, but never committed
@@ -76,7 +76,7 @@ def test_any_damage_at_the_end_costs_work_never_a_wrong_line(
 ) -> None:
     chance = random.Random(seed)
     place = tmp_path_factory.mktemp("ledger")
-    folder, table = JobFolder(place / "o.jsonl"), table_of(30)
+    folder, table = BatchFolder(place / "o.jsonl"), table_of(30)
     rows = chance.sample(range(30), 20)
     make(folder, table, [rows[:8], rows[8:15], rows[15:]])
     path = getattr(folder, which)
@@ -101,7 +101,7 @@ def test_any_damage_at_the_end_costs_work_never_a_wrong_line(
 
 
 def test_changed_and_moved_rows_are_told_by_content(tmp_path: Path) -> None:
-    folder = JobFolder(tmp_path / "o.jsonl")
+    folder = BatchFolder(tmp_path / "o.jsonl")
     make(folder, table_of(10), [[1, 2, 3, 4, 6]])
     order = [9, 3, 2, 1, 0, 4, 5, 6, 7, 8]
     done, ids = state(folder, table_of(10, change=3, order=order))
@@ -110,7 +110,7 @@ def test_changed_and_moved_rows_are_told_by_content(tmp_path: Path) -> None:
 
 
 def test_failed_rows_can_be_forgotten(tmp_path: Path) -> None:
-    folder, table = JobFolder(tmp_path / "o.jsonl"), table_of(10)
+    folder, table = BatchFolder(tmp_path / "o.jsonl"), table_of(10)
     make(folder, table, [[0, 1, 2, 5]])
     ledger = Ledger(folder, table)
     tally = ledger.open(forget_failed=True)
@@ -120,7 +120,7 @@ def test_failed_rows_can_be_forgotten(tmp_path: Path) -> None:
 
 
 def test_a_rewrite_that_was_cut_short_is_completed(tmp_path: Path) -> None:
-    folder, table = JobFolder(tmp_path / "o.jsonl"), table_of(10)
+    folder, table = BatchFolder(tmp_path / "o.jsonl"), table_of(10)
     make(folder, table, [[1, 2]])
     good = folder.output.read_bytes()
     ledger = folder.ledger.read_bytes()
@@ -135,7 +135,7 @@ def test_a_rewrite_that_was_cut_short_is_completed(tmp_path: Path) -> None:
 
 
 def test_a_reader_can_count_while_somebody_writes(tmp_path: Path) -> None:
-    folder, table = JobFolder(tmp_path / "o.jsonl"), table_of(10)
+    folder, table = BatchFolder(tmp_path / "o.jsonl"), table_of(10)
     assert list(read_ledger(folder)) == []
     make(folder, table, [[1, 5]])
     assert [(record.row, record.kind) for record in read_ledger(folder)] == [(1, FINE), (5, FAILED)]
@@ -143,9 +143,12 @@ def test_a_reader_can_count_while_somebody_writes(tmp_path: Path) -> None:
 
 def test_the_second_runner_is_refused_and_told_who_is_first(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    with JobLock(path, "out.jsonl"):
+    with BatchLock(path, "out.jsonl"):
         assert holder_of(path) == own_identity()
-        with pytest.raises(ConflictError, match=f"process {os.getpid()} on ") as refused, JobLock(path, "out.jsonl"):
+        with (
+            pytest.raises(ConflictError, match=f"process {os.getpid()} on ") as refused,
+            BatchLock(path, "out.jsonl"),
+        ):
             pass
         assert refused.value.exit_code == 4
     assert holder_of(path) is None
@@ -154,30 +157,30 @@ def test_the_second_runner_is_refused_and_told_who_is_first(tmp_path: Path) -> N
 
 def test_a_lock_of_a_dead_process_is_taken(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    code = "import sys, os; from pathlib import Path; from corral.batch.core.lock import JobLock\n"
-    code += "JobLock(Path(sys.argv[1]), 'x').__enter__(); os._exit(9)"
+    code = "import sys, os; from pathlib import Path; from corral.batch.core.lock import BatchLock\n"
+    code += "BatchLock(Path(sys.argv[1]), 'x').__enter__(); os._exit(9)"
     subprocess.run([sys.executable, "-c", code, str(path)], check=False)
     assert path.exists()
     assert holder_of(path) is None
-    with JobLock(path, "out.jsonl"):
+    with BatchLock(path, "out.jsonl"):
         assert holder_of(path) == own_identity()
 
 
 def test_a_lock_of_another_machine_is_stale_when_it_is_silent(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     path.write_text(json.dumps({"pid": 1, "host": "elsewhere", "boot_id": "b", "start_ticks": 5}))
-    with pytest.raises(ConflictError, match="process 1 on elsewhere"), JobLock(path, "out.jsonl"):
+    with pytest.raises(ConflictError, match="process 1 on elsewhere"), BatchLock(path, "out.jsonl"):
         pass
     old = time.time() - SILENT_S - 5
     os.utime(path, (old, old))
-    with JobLock(path, "out.jsonl"):
+    with BatchLock(path, "out.jsonl"):
         assert holder_of(path) == own_identity()
 
 
 def test_a_torn_lock_is_nobodys(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     path.write_text("{")
-    with JobLock(path, "out.jsonl"):
+    with BatchLock(path, "out.jsonl"):
         pass
 
 
@@ -187,7 +190,7 @@ def test_a_lock_that_cannot_be_read_names_nobody(tmp_path: Path, monkeypatch: py
     def none_left(self: Path) -> bytes:
         raise OSError(errno.EMFILE, "Too many open files", str(self))
 
-    with JobLock(path, "out.jsonl") as lock:
+    with BatchLock(path, "out.jsonl") as lock:
         monkeypatch.setattr(Path, "read_bytes", none_left)
         with pytest.raises(OSError, match="Too many open files"):
             lock_holder(path)
@@ -202,7 +205,7 @@ def away(*_: object) -> int:
 
 
 def test_a_disk_that_is_away_is_told_and_what_counted_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, table = JobFolder(tmp_path / "o.jsonl"), table_of(20)
+    folder, table = BatchFolder(tmp_path / "o.jsonl"), table_of(20)
     make(folder, table, [[1, 2]])
     ledger = Ledger(folder, table)
     ledger.open()
@@ -210,7 +213,7 @@ def test_a_disk_that_is_away_is_told_and_what_counted_stays(tmp_path: Path, monk
         patch.setattr(os, "pwrite", away)
         patch.setattr(os, "ftruncate", away)  # cutting back fails too
         with pytest.raises(DataError, match=r"o\.jsonl cannot be written: Input/output error") as told:
-            ledger.commit([Entry(3, FINE, line(3))])
+            ledger.commit([LedgerEntry(3, FINE, line(3))])
     assert "Make room" not in told.value.remedy
     ledger.close()
     assert state(folder, table)[0] == {1, 2}
@@ -218,7 +221,7 @@ def test_a_disk_that_is_away_is_told_and_what_counted_stays(tmp_path: Path, monk
 
 @pytest.mark.parametrize("error", [OSError(errno.EMFILE, "Too many open files", "lock"), RuntimeError("odd")])
 def test_a_commit_that_fails_in_any_way_fails_the_job(tmp_path: Path, error: Exception) -> None:
-    folder, table = JobFolder(tmp_path / "o.jsonl"), table_of(20)
+    folder, table = BatchFolder(tmp_path / "o.jsonl"), table_of(20)
     folder.create()
 
     def guard() -> None:
@@ -229,7 +232,7 @@ def test_a_commit_that_fails_in_any_way_fails_the_job(tmp_path: Path, error: Exc
 
     async def work() -> None:
         outbox = Outbox(ledger, lambda _: None)
-        outbox.add(Entry(3, FINE, line(3)))
+        outbox.add(LedgerEntry(3, FINE, line(3)))
         await outbox.drain()
 
     with pytest.raises(DataError, match=r"odd|Too many open files") as told:

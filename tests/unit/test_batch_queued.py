@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 
 from corral.batch.batch import Result, again, carry_out
-from corral.batch.core.folder import JobFolder
-from corral.batch.core.run import Quiet, Summary
-from corral.batch.core.runner import Settings
+from corral.batch.core.folder import BatchFolder
+from corral.batch.core.run import Quiet, RunSummary
+from corral.batch.core.runner import RunnerSettings
 from corral.batch.inspect import inspect
-from corral.batch.job import Order, load_record
+from corral.batch.job import BatchOrder, load_record
 from corral.batch.jobs import in_job
 from corral.batch.jobs.in_job import InJob
 from corral.batch.jobs.queued import add_job, jobs_of
 from corral.batch.jobs.submit import is_queued
 from corral.batch.serving import Offline, Where
-from corral.batch.sharing.parts import Member, bury, claim_path, runners_of
+from corral.batch.sharing.parts import Participant, bury, claim_path, runners_of
 from corral.batch.sharing.shared import Sharing
 from corral.errors import UnreachableError
 from corral.fake import FakeOptions, FakeServer
@@ -57,16 +57,16 @@ def output(tmp_path: Path) -> Path:
     more = {"target": "slurm", "place": {"partition": "gpu", "time": "1:00:00"}}
     offline = Offline("m", more=more)
     with FakeServer(FakeOptions(model="m", answer_tokens=(1, 2))) as server:
-        order = Order(input=str(rows), output=str(output))
-        carry_out(order, Where(urls=(server.url,)), Settings(), Quiet(), signals=False)
-    kept = JobFolder(output).job
+        order = BatchOrder(input=str(rows), output=str(output))
+        carry_out(order, Where(urls=(server.url,)), RunnerSettings(), Quiet(), signals=False)
+    kept = BatchFolder(output).job
     body = json.loads(kept.read_text())
     kept.write_text(json.dumps({**body, "urls": [], "offline": offline.to_json()}))
     return output
 
 
-def summary(fine: int, state: str = "stopped") -> Summary:
-    return Summary(state, 5, 0, fine, 0, 5 - fine, 1.0, 0, 0, 0, 0, 0, 0, 0)
+def summary(fine: int, state: str = "stopped") -> RunSummary:
+    return RunSummary(state, 5, 0, fine, 0, 5 - fine, 1.0, 0, 0, 0, 0, 0, 0, 0)
 
 
 def result(fine: int, output: Path) -> Result:
@@ -94,7 +94,7 @@ def target(monkeypatch: pytest.MonkeyPatch) -> Handed:
 
 def test_a_job_is_handed_on_as_often_as_allowed_and_only_when_it_helps(output: Path, target: Handed) -> None:
     here = InJob("d", max_jobs=2)
-    folder = JobFolder(output)
+    folder = BatchFolder(output)
     add_job(folder, "7", "d", target)
     add_job(folder, "3", "another", target)
     none = in_job._hand_on(str(output), here, result(0, output))
@@ -139,10 +139,10 @@ def test_status_shows_jobs_and_never_calls_unknown_failed(output: Path, monkeypa
 
 
 def test_the_next_life_takes_over_at_once(tmp_path: Path) -> None:
-    folder = JobFolder(tmp_path / "out.jsonl")
+    folder = BatchFolder(tmp_path / "out.jsonl")
     folder.create()
     folder.shared.mkdir()
-    lost, other = Member(folder), Member(folder)
+    lost, other = Participant(folder), Participant(folder)
     lost.join()
     other.join()
     elsewhere = {"pid": 1, "host": "elsewhere", "boot_id": "", "start_ticks": 0}

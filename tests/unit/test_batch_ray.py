@@ -14,11 +14,11 @@ import pytest
 
 from corral.batch.batch import Result, again, carry_out
 from corral.batch.core.run import Quiet
-from corral.batch.core.runner import Settings
+from corral.batch.core.runner import RunnerSettings
 from corral.batch.input.recipe import Recipe
 from corral.batch.inspect import inspect
-from corral.batch.job import Order, folder_of
-from corral.batch.raydata.engine import Answer, Engine, EngineDiedError, engine_settings, read_answer
+from corral.batch.job import BatchOrder, folder_of
+from corral.batch.raydata.engine import AnswerEngine, EngineDiedError, RayAnswer, engine_settings, read_answer
 from corral.batch.raydata.logs import why_died
 from corral.batch.raydata.run import run_on_engine
 from corral.batch.serving import Offline, Served, Where
@@ -35,7 +35,7 @@ class Brittle:
         self.passes: list[int] = []
         self._dies_at = dies_at
 
-    def answers(self, rows: Path, chat: bool) -> Iterator[Answer]:
+    def answers(self, rows: Path, chat: bool) -> Iterator[RayAnswer]:
         asked = [json.loads(line) for line in rows.read_text().splitlines()]
         self.passes.append(len(asked))
         for place, row in enumerate(asked):
@@ -45,22 +45,22 @@ class Brittle:
             if "lost" in text:
                 continue
             error = "ValueError: too long" if "bad" in text else ""
-            yield Answer(row["corral_row"], f"re {text}", error, 3, 2)
+            yield RayAnswer(row["corral_row"], f"re {text}", error, 3, 2)
 
 
-def run_on_ray(order: Order, offline: Offline, listener: Quiet, engine: Engine | None = None) -> Result:
+def run_on_ray(order: BatchOrder, offline: Offline, listener: Quiet, engine: AnswerEngine | None = None) -> Result:
     @contextlib.contextmanager
     def serve() -> Iterator[Served]:
         assert engine is not None
         yield Served({"model": offline.model}, partial(run_on_engine, lambda: engine, offline.model))
 
-    return carry_out(order, Where(offline=offline), Settings(), listener, serve=serve if engine else None)
+    return carry_out(order, Where(offline=offline), RunnerSettings(), listener, serve=serve if engine else None)
 
 
-def order(tmp_path: Path, prompts: list[str], **more: object) -> Order:
+def order(tmp_path: Path, prompts: list[str], **more: object) -> BatchOrder:
     path = tmp_path / "in.jsonl"
     path.write_text("".join(json.dumps({"id": n, "prompt": prompt}) + "\n" for n, prompt in enumerate(prompts)))
-    return Order(str(path), str(tmp_path / "o.jsonl"), **more)  # type: ignore[arg-type]
+    return BatchOrder(str(path), str(tmp_path / "o.jsonl"), **more)  # type: ignore[arg-type]
 
 
 def test_one_bad_row_costs_one_row(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_openai_rows_and_chat(tmp_path: Path) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 4, "stop": "x"}
     row = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
     (tmp_path / "in.jsonl").write_text(json.dumps(row) + "\n")
-    run_on_ray(Order(str(tmp_path / "in.jsonl"), str(tmp_path / "o.jsonl")), MODEL, Quiet(), engine=Brittle())
+    run_on_ray(BatchOrder(str(tmp_path / "in.jsonl"), str(tmp_path / "o.jsonl")), MODEL, Quiet(), engine=Brittle())
     line = json.loads((tmp_path / "o.jsonl").read_text())
     assert line["response"]["body"]["choices"][0]["message"]["content"] == "re hi"
     assert line["response"]["body"]["usage"]["total_tokens"] == 5
@@ -103,7 +103,7 @@ def test_what_ray_cannot_do_goes_to_the_error_file(tmp_path: Path) -> None:
 
 def test_rays_rows_are_read() -> None:
     row = {"corral_row": 3, "generated_text": "x", "num_input_tokens": 4, "num_generated_tokens": 1}
-    assert read_answer({**row, "__inference_error__": ""}) == Answer(3, "x", "", 4, 1)
+    assert read_answer({**row, "__inference_error__": ""}) == RayAnswer(3, "x", "", 4, 1)
     assert read_answer({"corral_row": 1, "__inference_error__": "E"}).error == "E"
 
 
@@ -131,7 +131,7 @@ class Dead:
     def __init__(self) -> None:
         self.passes = 0
 
-    def answers(self, rows: Path, chat: bool) -> Iterator[Answer]:
+    def answers(self, rows: Path, chat: bool) -> Iterator[RayAnswer]:
         self.passes += 1
         raise RuntimeError("no such model")
         yield
@@ -153,7 +153,7 @@ class Failing(Brittle):
         super().__init__()
         self._lives_for = lives_for
 
-    def answers(self, rows: Path, chat: bool) -> Iterator[Answer]:
+    def answers(self, rows: Path, chat: bool) -> Iterator[RayAnswer]:
         for answer in super().answers(rows, chat):
             if self._lives_for <= 0:
                 raise RuntimeError(f"the actor at 0x{len(self.passes):x} died: mkldnn_matmul")
@@ -185,7 +185,7 @@ def test_single_rows_of_many_kinds_end_on_a_dead_engine(tmp_path: Path) -> None:
     names = ("top_k", "seed", "min_p", "top_p", "presence_penalty")
     path.write_text("".join(json.dumps({"id": name, "prompt": "p", name: 1}) + "\n" for name in names))
     with pytest.raises(EngineError, match="3 times in a row"):
-        run_on_ray(Order(str(path), str(tmp_path / "o.jsonl")), MODEL, Quiet(), engine=dead)
+        run_on_ray(BatchOrder(str(path), str(tmp_path / "o.jsonl")), MODEL, Quiet(), engine=dead)
     assert dead.passes == 3
 
 
@@ -224,7 +224,7 @@ def test_cancel_stops_it_and_status_knows(tmp_path: Path) -> None:
     asked = order(tmp_path, [f"p{n}" for n in range(600)])
 
     class Cancelling(Brittle):
-        def answers(self, rows: Path, chat: bool) -> Iterator[Answer]:
+        def answers(self, rows: Path, chat: bool) -> Iterator[RayAnswer]:
             for answer in super().answers(rows, chat):
                 folder_of(asked.output, False).cancel.touch()
                 yield answer

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from corral.batch.core.folder import JobFolder
+from corral.batch.core.folder import BatchFolder
 from corral.batch.core.table import RowReader, Table, hash64
 from corral.batch.input.check import read_problems, scan
 from corral.batch.input.recipe import OPENAI, PLAIN, Recipe
@@ -28,7 +28,7 @@ from corral.score.row_files import ScoreRows
 
 
 def prompts(path: Path, tmp_path: Path, **recipe: Any) -> list[str]:
-    folder = JobFolder(tmp_path / "o.jsonl")
+    folder = BatchFolder(tmp_path / "o.jsonl")
     folder.create()
     scanned = scan(open_source(str(path)), Recipe(**recipe), folder)
     assert not scanned.problems.count, scanned.problems.first
@@ -114,7 +114,7 @@ def test_a_file_that_is_not_compressed_or_damaged_is_refused(tmp_path: Path, end
 def test_a_damaged_input_to_score_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(content)
-    folder = JobFolder(tmp_path / "o.jsonl")
+    folder = BatchFolder(tmp_path / "o.jsonl")
     folder.create()
     with pytest.raises(DataError, match="is cut off or damaged"):
         scan(open_source(str(path)), ScoreRows(), folder)
@@ -290,7 +290,7 @@ def test_a_problem_of_many_rows_is_told_once(tmp_path: Path) -> None:
 def test_problems_of_skipped_rows_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text('{"prompt":"a","id":"x"}\n{"no":1,"id":"y"}\n')
-    folder = JobFolder(tmp_path / "o.jsonl")
+    folder = BatchFolder(tmp_path / "o.jsonl")
     folder.create()
     scanned = scan(open_source(str(path)), Recipe(), folder)
     scanned.problems.close()
@@ -307,7 +307,7 @@ def test_any_text_survives_its_way_through_a_table(
     path = place / "in.json"
     path.write_text(json.dumps(texts))
     assert prompts(path, place) == texts
-    scanned = scan(open_source(str(path)), Recipe(), JobFolder(place / "o.jsonl"))
+    scanned = scan(open_source(str(path)), Recipe(), BatchFolder(place / "o.jsonl"))
     scanned.table.save(place / "index", {"digest": "d"})
     loaded = Table.load(place / "index")
     assert loaded is not None
@@ -317,7 +317,7 @@ def test_any_text_survives_its_way_through_a_table(
 def test_a_row_that_changes_after_the_check_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text('{"prompt":"a"}\n')
-    folder = JobFolder(tmp_path / "o.jsonl")
+    folder = BatchFolder(tmp_path / "o.jsonl")
     folder.create()
     table = scan(open_source(str(path)), Recipe(), folder).table
     path.write_text('{"prompt":"b"}\n')

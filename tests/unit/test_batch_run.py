@@ -19,16 +19,16 @@ from typing import Any
 
 import pytest
 
-from corral.batch import FixedServer, JobFolder, JobLock
+from corral.batch import BatchFolder, BatchLock, FixedServer
 from corral.batch.batch import again, carry_out
-from corral.batch.core.pace import Pace
+from corral.batch.core.pace import LanePace
 from corral.batch.core.retry import Verdict, judge
-from corral.batch.core.run import Quiet, Summary, run_job
-from corral.batch.core.runner import Ask, Counts, Request, Runner, Settings
+from corral.batch.core.run import Quiet, RunSummary, run_job
+from corral.batch.core.runner import Counts, RowAsk, RowRequest, Runner, RunnerSettings
 from corral.batch.core.table import Table, hash64
 from corral.batch.input.recipe import Recipe
 from corral.batch.inspect import ask_to_stop, inspect
-from corral.batch.job import Order
+from corral.batch.job import BatchOrder
 from corral.batch.serving import Where
 from corral.client.client import Reply
 from corral.client.endpoint import Absence, Endpoint, ModelServer
@@ -49,7 +49,7 @@ from corral.fake import FakeOptions, FakeServer
 from corral.fake import Pace as FakePace
 from tests.until import until
 
-QUICK = Settings(backoff_s=0.01, longest_backoff_s=0.05, drain_s=1.0)
+QUICK = RunnerSettings(backoff_s=0.01, longest_backoff_s=0.05, drain_s=1.0)
 
 
 @pytest.fixture
@@ -69,10 +69,10 @@ class Work:
         lines = [json.dumps({"id": f"r{n}", "prompt": f"Row {n}", **more}) for n in range(count)]
         self.input.write_text("\n".join(lines) + "\n")
 
-    def order(self, **more: Any) -> Order:
-        return Order(**{"input": str(self.input), "output": str(self.output), **more})
+    def order(self, **more: Any) -> BatchOrder:
+        return BatchOrder(**{"input": str(self.input), "output": str(self.output), **more})
 
-    def run(self, settings: Settings = QUICK, **more: Any) -> Summary:
+    def run(self, settings: RunnerSettings = QUICK, **more: Any) -> RunSummary:
         where = more.pop("where", Where(urls=(self.server.url,)))
         row_order = more.pop("row_order", "input")
         return carry_out(self.order(**more), where, settings, Quiet(), row_order=row_order, signals=False).summary
@@ -208,9 +208,9 @@ class Plain:
     def __init__(self, parts: int = 1) -> None:
         self._parts = parts
 
-    def ask(self, number: int, raw: bytes) -> Ask:
+    def ask(self, number: int, raw: bytes) -> RowAsk:
         body = {"prompt": raw.decode(), "max_tokens": 2}
-        return Ask([Request("/v1/completions", {**body, "seed": part}) for part in range(self._parts)], raw)
+        return RowAsk([RowRequest("/v1/completions", {**body, "seed": part}) for part in range(self._parts)], raw)
 
     def result(self, number: int, context: Any, replies: Any) -> bytes:
         assert all(isinstance(reply, Reply) for reply in replies)
@@ -225,9 +225,9 @@ def core(
     count: int,
     servers: list[ModelServer],
     work: Plain,
-    settings: Settings = QUICK,
+    settings: RunnerSettings = QUICK,
     listener: Quiet | None = None,
-) -> Summary:
+) -> RunSummary:
     """The generic core, without anything of `corral batch`."""
     place.mkdir(exist_ok=True)
     data = place / "data"
@@ -237,9 +237,9 @@ def core(
             raw = b"row %d" % number
             table.add(hash64(raw), hash64(raw), offset, len(raw), number + 1)
             offset += file.write(raw)
-    folder = JobFolder(place / "core.jsonl")
+    folder = BatchFolder(place / "core.jsonl")
     folder.create()
-    with JobLock(folder.lock, "core") as lock:
+    with BatchLock(folder.lock, "core") as lock:
         return run_job(folder, table, work, servers, settings, lock=lock, listener=listener, signals=False)
 
 
@@ -340,7 +340,7 @@ def test_an_engine_that_hangs_behind_a_healthy_door_is_noticed(tmp_path: Path, s
 def test_a_runner_whose_job_was_taken_over_writes_nothing_more(work: Work) -> None:
     work.rows(200)
     work.server.set_pace(FakePace(requests_per_s=10))
-    folder = JobFolder(work.output)
+    folder = BatchFolder(work.output)
     stolen: list[bool] = []
 
     class Thief(Quiet):
@@ -371,14 +371,14 @@ class Rounds(Plain):
         super().__init__()
         self._weight = weight
 
-    def ask(self, number: int, raw: bytes) -> Ask:
-        return Ask([Request("/tokenize", {"prompt": raw.decode()}, page=True)], raw)
+    def ask(self, number: int, raw: bytes) -> RowAsk:
+        return RowAsk([RowRequest("/tokenize", {"prompt": raw.decode()}, page=True)], raw)
 
     def result(self, number: int, context: Any, replies: Any) -> Any:
         if isinstance(replies[0], Reply):
             return super().result(number, context, replies)
         tokens = replies[0].json()["tokens"]
-        return Ask([Request("/v1/completions", {"prompt": tokens, "max_tokens": 2}, self._weight)], context)
+        return RowAsk([RowRequest("/v1/completions", {"prompt": tokens, "max_tokens": 2}, self._weight)], context)
 
 
 def test_a_row_may_ask_again_after_its_answers(tmp_path: Path, server: FakeServer) -> None:
@@ -521,7 +521,7 @@ def test_a_server_that_falls_silent_is_waited_for(tmp_path: Path) -> None:
 
         listener = Listener(lambda: server.send_signal(signal.SIGSTOP))
         (tmp_path / "in.jsonl").write_text("".join(f'{{"prompt": "Row {n}"}}\n' for n in range(400)))
-        order = Order(str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"))
+        order = BatchOrder(str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"))
         settings = replace(QUICK, concurrency=20, hang_s=0.5)
         summary = carry_out(order, Where(urls=(url,)), settings, listener, signals=False).summary
         assert (summary.fine, summary.losses) == (400, 1)
@@ -624,13 +624,13 @@ def test_what_came_through_stdin_is_resumed_as_it_was_read(
     work.server.set_faults("status:code=400,match=7")
     assert work.run(input="-", input_format=format_).failed
     work.server.set_faults()
-    record = JobFolder(work.output).job.read_bytes()
+    record = BatchFolder(work.output).job.read_bytes()
     monkeypatch.setattr(sys, "stdin", None)  # resume may be called anywhere
     order, where = again(str(work.output))
     summary = carry_out(replace(order, retry_failed=True), where, QUICK, Quiet(), signals=False).summary
     assert (summary.state, summary.before + summary.fine, summary.failed) == ("done", 40, 0)
-    assert JobFolder(work.output).job.read_bytes() == record
-    JobFolder(work.output).index.unlink()
+    assert BatchFolder(work.output).job.read_bytes() == record
+    BatchFolder(work.output).index.unlink()
     with pytest.raises(DataError, match=r"not in .* as they were kept"):
         carry_out(order, where, QUICK, Quiet(), signals=False)
 
@@ -717,7 +717,7 @@ def test_a_reader_of_the_progress_who_leaves_does_not_end_the_batch(work: Work, 
 
 
 def test_the_pace_follows_the_server() -> None:
-    pace = Pace(start=256)
+    pace = LanePace(start=256)
     pace.seen(Reading(0.0, running=30, waiting=202), in_flight=232, now=9)
     assert pace.limit == 256  # it may still be taking in what was sent
     pace.seen(Reading(0.0, running=32, waiting=200), in_flight=232, now=9.5)
@@ -732,13 +732,13 @@ def test_the_pace_follows_the_server() -> None:
     pace.overloaded(now=23)
     pace.overloaded(now=23.5)
     assert pace.limit == 34  # once a second
-    fixed = Pace(fixed=5)
+    fixed = LanePace(fixed=5)
     fixed.overloaded(now=1)
     assert fixed.limit == 5
 
 
 def test_the_pace_rises_quickly_until_the_server_was_full_once() -> None:
-    pace = Pace(start=256)
+    pace = LanePace(start=256)
     assert pace.look_s < 1
     pace.seen(Reading(0.0, running=0), in_flight=256, now=10)
     assert pace.limit == 256  # the figures may be older than our requests
@@ -757,18 +757,18 @@ def test_the_pace_rises_quickly_until_the_server_was_full_once() -> None:
 
 
 def test_the_pace_begins_at_what_the_plan_lets_run() -> None:
-    small, large, fixed = Pace(start=256), Pace(start=256, highest=1024), Pace(fixed=5)
+    small, large, fixed = LanePace(start=256), LanePace(start=256, highest=1024), LanePace(fixed=5)
     for pace, seats in ((small, 16), (large, 2048), (fixed, 512), (small, None)):
         pace.told(seats)
     assert (small.limit, large.limit, fixed.limit) == (24, 2560, 5)
-    few = Pace(start=256, most=100)
+    few = LanePace(start=256, most=100)
     few.told(512)
     assert few.limit == 100  # connections that may be open
-    assert Pace(fixed=500, most=100).limit == 100
+    assert LanePace(fixed=500, most=100).limit == 100
 
 
 def test_without_metrics_throughput_is_the_guide() -> None:
-    pace = Pace(start=16)
+    pace = LanePace(start=16)
     pace.finished(100, in_flight=16, now=10)
     assert pace.limit == 24
     pace.finished(101, in_flight=24, now=11)

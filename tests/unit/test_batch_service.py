@@ -16,7 +16,7 @@ import pytest
 
 from corral.batch import job
 from corral.batch.batch import carry_out
-from corral.batch.core.runner import Settings
+from corral.batch.core.runner import RunnerSettings
 from corral.batch.input import check
 from corral.batch.service import workers
 from corral.batch.service.server import BatchService, ServiceOptions
@@ -32,7 +32,9 @@ def server() -> Iterator[FakeServer]:
 
 
 def options(server: FakeServer, folder: Path) -> ServiceOptions:
-    return ServiceOptions(folder, Where(urls=(server.url,)), port=0, settings=Settings(backoff_s=0.01, drain_s=0.1))
+    return ServiceOptions(
+        folder, Where(urls=(server.url,)), port=0, settings=RunnerSettings(backoff_s=0.01, drain_s=0.1)
+    )
 
 
 def sdk(service: BatchService) -> openai.OpenAI:

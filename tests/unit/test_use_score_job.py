@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from corral.batch import FixedServer, ModelServer, Quiet, Settings
+from corral.batch import FixedServer, ModelServer, Quiet, RunnerSettings
 from corral.client.client import Client, run
 from corral.client.endpoint import Absence, Endpoint
 from corral.errors import ConflictError, DataError, NotFoundError, UnreachableError, UsageError
@@ -66,7 +66,7 @@ class Moving:
 def job(server: FakeServer | ModelServer, source: Path, output: Path, **options: Any) -> ScoreReport:
     chosen = {k: options.pop(k) for k in list(options) if k in ScoreOptions.__dataclass_fields__}
     asked = ScoreOptions(**chosen)
-    settings = Settings(
+    settings = RunnerSettings(
         concurrency=asked.concurrency,
         most_weight=asked.tokens_in_flight,
         backoff_s=0.01,
@@ -257,12 +257,12 @@ def test_rows_added_later_are_scored(server: FakeServer, tmp_path: Path) -> None
 
 
 def test_a_job_that_is_running_is_left_alone(server: FakeServer, tmp_path: Path) -> None:
-    from corral.batch import JobFolder, JobLock
+    from corral.batch import BatchFolder, BatchLock
 
     source, out = write(tmp_path / "rows.jsonl", ROWS), tmp_path / "out.jsonl"
-    folder = JobFolder(out)
+    folder = BatchFolder(out)
     folder.create()
-    with JobLock(folder.lock, "it"), pytest.raises(ConflictError, match=str(os.getpid())):
+    with BatchLock(folder.lock, "it"), pytest.raises(ConflictError, match=str(os.getpid())):
         job(server, source, out)
 
 

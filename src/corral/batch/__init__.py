@@ -4,18 +4,18 @@ The core is generic: anything that turns rows into requests and replies into one
 (`corral batch` does, `corral score` may). Its promise: at-least-once execution, exactly one line per row; a line
 counts once it is synced; after any crash the same call continues.
 
-    from corral.batch import Ask, FixedServer, JobFolder, JobLock, Request, Settings, Table, hash64, run_job
+    from corral.batch import BatchFolder, BatchLock, FixedServer, RowAsk, RowRequest, Table, hash64, run_job
 
-    folder = JobFolder(output=Path("scores.jsonl"))         # live=False: lines go to folder.results, and you make
+    folder = BatchFolder(output=Path("scores.jsonl"))         # live=False: lines go to folder.results, and you make
     folder.create()                                         # the output from them at the end (`output.export`)
-    with JobLock(folder.lock, str(folder.output)) as lock:  # ConflictError names the holder; stale locks are taken
+    with BatchLock(folder.lock, str(folder.output)) as lock:  # ConflictError names the holder; stale locks are taken
         table = Table(data=Path("items.jsonl"))             # where rows can be read again, by offset
         table.add(hash64(id), hash64(raw), offset, len(raw), line)      # once per row; 33 bytes each
-        summary = run_job(folder, table, work, [FixedServer(endpoint)], Settings(), lock=lock, listener=listener)
+        summary = run_job(folder, table, work, [FixedServer(endpoint)], lock=lock, listener=listener)
 
 `work` is any object with three methods (`Work`):
 
-    ask(number, raw) -> Ask(requests=[Request(path, body), …], context)   # several requests may make one row
+    ask(number, raw) -> RowAsk(requests=[RowRequest(path, body), …], context)   # several requests may make one row
     result(number, context, replies) -> bytes                             # its one line, with "\\n"
     failure(number, raw, error) -> bytes                                  # its line in folder.errors
 
@@ -28,11 +28,11 @@ full disk. `check.scan` reads every input format into a Table.
 
 from __future__ import annotations
 
-from corral.batch.core.folder import JobFolder
-from corral.batch.core.ledger import FAILED, FINE, Entry, Ledger
-from corral.batch.core.lock import JobLock
-from corral.batch.core.run import Listener, Quiet, Summary, run_job
-from corral.batch.core.runner import Ask, Counts, Request, Runner, Settings, Work
+from corral.batch.core.folder import BatchFolder
+from corral.batch.core.ledger import FAILED, FINE, Ledger, LedgerEntry
+from corral.batch.core.lock import BatchLock
+from corral.batch.core.run import Listener, Quiet, RunSummary, run_job
+from corral.batch.core.runner import Counts, RowAsk, RowRequest, Runner, RunnerSettings, Work
 from corral.batch.core.table import BAD, RowReader, Table, hash64
 from corral.client.endpoint import FixedServer, ModelServer
 
@@ -40,21 +40,21 @@ __all__ = [
     "BAD",
     "FAILED",
     "FINE",
-    "Ask",
+    "BatchFolder",
+    "BatchLock",
     "Counts",
-    "Entry",
     "FixedServer",
-    "JobFolder",
-    "JobLock",
     "Ledger",
+    "LedgerEntry",
     "Listener",
     "ModelServer",
     "Quiet",
-    "Request",
+    "RowAsk",
     "RowReader",
+    "RowRequest",
+    "RunSummary",
     "Runner",
-    "Settings",
-    "Summary",
+    "RunnerSettings",
     "Table",
     "Work",
     "hash64",

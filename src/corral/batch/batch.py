@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-from corral.batch.core.folder import JobFolder
-from corral.batch.core.lock import JobLock
-from corral.batch.core.run import Listener, Share, Summary, whole_share
-from corral.batch.core.runner import Counts, Runner, Settings
+from corral.batch.core.folder import BatchFolder
+from corral.batch.core.lock import BatchLock
+from corral.batch.core.run import Listener, RunSummary, Share, whole_share
+from corral.batch.core.runner import Counts, Runner, RunnerSettings
 from corral.batch.core.table import RowReader, save_json
-from corral.batch.job import ORDERS, Order, Prepared, folder_of, load_record, prepare
+from corral.batch.job import ORDERS, BatchOrder, Prepared, folder_of, load_record, prepare
 from corral.batch.serving import Offline, Served, Where, kept, served_for
 from corral.batch.sharing.shared import Sharing, Together
 from corral.client.client import CHAT
@@ -34,14 +34,14 @@ from corral.errors import CorralError, DataError, UsageError
 from corral.lifecycle.deployments import plan_of
 from corral.record import to_json
 
-__all__ = ["Journal", "Result", "again", "carry_out"]
+__all__ = ["BatchJournal", "Result", "again", "carry_out"]
 
 
 @dataclass(frozen=True)
 class Result:
     """How a batch ended, for people and programs."""
 
-    summary: Summary
+    summary: RunSummary
     output: str
     errors: str | None
     model: str
@@ -57,10 +57,10 @@ class Result:
         return {**body.pop("summary"), **body}
 
 
-class Journal:
+class BatchJournal:
     """A listener that also writes notes into the job's journal."""
 
-    def __init__(self, folder: JobFolder, inner: Listener) -> None:
+    def __init__(self, folder: BatchFolder, inner: Listener) -> None:
         self._folder, self._inner = folder, inner
 
     def note(self, kind: str, text: str) -> None:
@@ -73,9 +73,9 @@ class Journal:
 
 
 def carry_out(
-    order: Order,
+    order: BatchOrder,
     where: Where,
-    settings: Settings,
+    settings: RunnerSettings,
     listener: Listener,
     *,
     row_order: str = "input",
@@ -94,14 +94,16 @@ def carry_out(
         raise UsageError(f"there is no order {row_order!r}.", f"Known: {', '.join(ORDERS)}.")
     folder = folder_of(order.output, order.ordered)
     sharing, serve = sharing or Sharing(), serve or partial(served_for, where, order, reporter)
-    pipeline = _Pipeline(folder, order, kept(where), settings, Journal(folder, listener), row_order, signals, serve)
+    pipeline = _Pipeline(
+        folder, order, kept(where), settings, BatchJournal(folder, listener), row_order, signals, serve
+    )
     with _tidied(folder):
         made, summary, names = _fed(pipeline, where, sharing)
     return replace(_result(made, summary, names, price), runners=sharing.runners)
 
 
 @contextlib.contextmanager
-def _tidied(folder: JobFolder) -> Iterator[None]:
+def _tidied(folder: BatchFolder) -> Iterator[None]:
     """A folder for the job, which goes away again when the job is refused; errors of the disk are told as such."""
     new = not folder.path.exists()
     try:
@@ -122,7 +124,7 @@ def _fed(pipeline: _Pipeline, where: Where, sharing: Sharing) -> _Ended:
     """Run it alone, unless it is shared."""
     folder, journal = pipeline.folder, pipeline.journal
     if not sharing.wanted and not folder.shared.is_dir():
-        with JobLock(folder.lock, pipeline.order.output) as lock:
+        with BatchLock(folder.lock, pipeline.order.output) as lock:
             if not folder.shared.is_dir():  # others may have begun to share it just now
                 return pipeline.run(Alone(folder, lock, journal))
     if where.offline is not None and sharing.counted and sharing.runners > 1:
@@ -137,22 +139,22 @@ class Feeder(Protocol):
     """Who feeds the pipeline with rows."""
 
     def begin(
-        self, order: Order, where: dict[str, Any], row_order: str, facts: dict[str, Any]
+        self, order: BatchOrder, where: dict[str, Any], row_order: str, facts: dict[str, Any]
     ) -> tuple[Prepared, contextlib.AbstractContextManager[Share]]:
         """Check the input; the job, and the rows that this runner may do."""
 
-    def finish(self, made: Prepared, summary: Summary) -> Summary | None:
+    def finish(self, made: Prepared, summary: RunSummary) -> RunSummary | None:
         """Make the output when all is done; None when rows are missing after all and must be done again."""
 
 
 class Alone:
     """The only runner, who holds the job's lock all the time."""
 
-    def __init__(self, folder: JobFolder, lock: JobLock, listener: Listener) -> None:
+    def __init__(self, folder: BatchFolder, lock: BatchLock, listener: Listener) -> None:
         self._folder, self._lock, self._listener = folder, lock, listener
 
     def begin(
-        self, order: Order, where: dict[str, Any], row_order: str, facts: dict[str, Any]
+        self, order: BatchOrder, where: dict[str, Any], row_order: str, facts: dict[str, Any]
     ) -> tuple[Prepared, contextlib.AbstractContextManager[Share]]:
         self._folder.sweep()
         made = prepare(order, self._folder, where, **facts)
@@ -166,25 +168,25 @@ class Alone:
             forget_failed=order.retry_failed,
         )
 
-    def finish(self, made: Prepared, summary: Summary) -> Summary:
+    def finish(self, made: Prepared, summary: RunSummary) -> RunSummary:
         if summary.state == "done":
             made.export()
         return summary
 
 
 Serve = Callable[[], contextlib.AbstractContextManager[Served]]
-_Ended = tuple[Prepared, Summary, Sequence[str]]  # the job, how it went, the deployments
+_Ended = tuple[Prepared, RunSummary, Sequence[str]]  # the job, how it went, the deployments
 
 
 @dataclass(frozen=True)
 class _Pipeline:
     """What is asked, and how hard to try."""
 
-    folder: JobFolder
-    order: Order
+    folder: BatchFolder
+    order: BatchOrder
     where: dict[str, Any]
-    settings: Settings
-    journal: Journal
+    settings: RunnerSettings
+    journal: BatchJournal
     row_order: str
     signals: bool
     serve: Serve
@@ -206,7 +208,7 @@ class _Pipeline:
                 order = replace(order, retry_failed=False, force=False)
 
 
-def _tell_short_answers(made: Prepared, journal: Journal) -> None:
+def _tell_short_answers(made: Prepared, journal: BatchJournal) -> None:
     """A completion that does not say how many tokens it wants gets 16 from vLLM, and nobody expects that."""
     first = next((number for number in range(len(made.table)) if not made.table.flags[number]), None)
     if first is None or made.continued:
@@ -223,14 +225,14 @@ def _tell_short_answers(made: Prepared, journal: Journal) -> None:
 
 
 @contextlib.contextmanager
-def _kept_state(folder: JobFolder, journal: Journal) -> Iterator[Callable[[Summary], None]]:
+def _kept_state(folder: BatchFolder, journal: BatchJournal) -> Iterator[Callable[[RunSummary], None]]:
     """Writes down how it ended."""
 
     def write(state: str, details: Any) -> None:
         with contextlib.suppress(OSError):
             save_json(folder.state, {"state": state, "at_s": time.time(), "details": details})
 
-    def keep(summary: Summary) -> None:
+    def keep(summary: RunSummary) -> None:
         write(summary.state, to_json(summary))
         journal.note(summary.state, f"{summary.before + summary.fine + summary.failed} of {summary.rows} rows")
 
@@ -242,7 +244,7 @@ def _kept_state(folder: JobFolder, journal: Journal) -> Iterator[Callable[[Summa
         raise
 
 
-def _result(made: Prepared, summary: Summary, names: Sequence[str], price: float | None) -> Result:
+def _result(made: Prepared, summary: RunSummary, names: Sequence[str], price: float | None) -> Result:
     folder = made.folder
     gpus = sum(_gpus(name) for name in names) or None
     hours = gpus * summary.wall_s / 3600 if gpus else None
@@ -265,10 +267,10 @@ def _gpus(name: str) -> int:
     return (plan.gpus if plan else None) or 0
 
 
-def again(output: str) -> tuple[Order, Where]:
+def again(output: str) -> tuple[BatchOrder, Where]:
     """The order and the place of an existing job, for `corral batch resume`."""
     _, record = load_record(output)
-    order = Order(
+    order = BatchOrder(
         input=record.input,
         output=output,
         recipe=record.recipe,

@@ -9,24 +9,23 @@ from pathlib import Path
 
 import msgspec
 
-from corral.batch.core.folder import JobFolder
+from corral.batch.core.folder import BatchFolder
 from corral.batch.core.ledger import read_ledger
-from corral.batch.input.check import Problem, read_problems, scan
+from corral.batch.input.check import RowProblem, read_problems, scan
 from corral.batch.input.recipe import Recipe
 from corral.batch.input.rows import open_source
-from corral.batch.job import JobRecord, load_record
-from corral.batch.jobs.queued import Standing as JobStanding
-from corral.batch.jobs.queued import cancel_waiting, standings
+from corral.batch.job import BatchRecord, load_record
+from corral.batch.jobs.queued import QueuedState, cancel_waiting, queued_states
 from corral.batch.sharing.blocks import held_blocks, load_division
 from corral.batch.sharing.parts import all_parts, claim_path, runners_of
 from corral.lock import holder_of
 from corral.processes import Identity
 
-__all__ = ["Blocks", "Checked", "Standing", "ask_to_stop", "check_input", "inspect"]
+__all__ = ["BatchStatus", "Blocks", "Checked", "ask_to_stop", "check_input", "inspect"]
 
 
 @dataclass(frozen=True)
-class Standing:
+class BatchStatus:
     """A job as it stands now; `state` is running, done, or how it was left."""
 
     output: str
@@ -42,7 +41,7 @@ class Standing:
     holder: Identity | None
     runners: tuple[Identity, ...] = ()  # all who work on it
     blocks: Blocks | None = None  # when several may
-    jobs: tuple[JobStanding, ...] = ()  # of a scheduler
+    jobs: tuple[QueuedState, ...] = ()  # of a scheduler
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class Row:
+class CheckedRow:
     line: int
     text: str
     id: str | None
@@ -68,10 +67,10 @@ class Checked:
 
     rows: int
     kind: str
-    problems: tuple[Row, ...]
+    problems: tuple[CheckedRow, ...]
 
 
-def inspect(output: str) -> Standing:
+def inspect(output: str) -> BatchStatus:
     """How a job stands, from its ledger: what it says is on disk."""
     folder, record = load_record(output)
     counts, done = [0, 0], bytearray(record.rows)
@@ -84,12 +83,12 @@ def inspect(output: str) -> Standing:
     runners = runners_of(folder) or [one for one in (holder_of(folder.lock),) if one is not None]
     holder = runners[0] if runners else None
     state, reason = _state(folder, fine + failed >= record.rows, holder is not None)
-    jobs = standings(folder)
+    jobs = queued_states(folder)
     if state not in ("running", "done") and (alive := [job for job in jobs if not job.ended]):
         state, reason = alive[0].state, ""
     elif jobs and state not in ("running", "done"):
         reason = jobs[-1].text
-    return Standing(
+    return BatchStatus(
         output=output,
         errors=str(folder.errors),
         state=state,
@@ -107,7 +106,7 @@ def inspect(output: str) -> Standing:
     )
 
 
-def _blocks(folder: JobFolder, record: JobRecord, done: bytearray) -> Blocks | None:
+def _blocks(folder: BatchFolder, record: BatchRecord, done: bytearray) -> Blocks | None:
     """How the blocks stand; in another order than the input's, what is done is only estimated from the rows."""
     division = load_division(folder)
     if division is None:
@@ -125,7 +124,7 @@ def _blocks(folder: JobFolder, record: JobRecord, done: bytearray) -> Blocks | N
     return Blocks(size, count, len(finished), live)
 
 
-def _state(folder: JobFolder, complete: bool, held: bool) -> tuple[str, str]:
+def _state(folder: BatchFolder, complete: bool, held: bool) -> tuple[str, str]:
     if held:
         return "running", ""
     try:
@@ -161,7 +160,7 @@ def check_input(given: str, format_: str | None, recipe: Recipe) -> Checked:
     """Check an input on its own."""
     source = open_source(given, format_)
     with tempfile.TemporaryDirectory(prefix="corral-check-") as place:
-        folder = JobFolder(Path(place) / "check.jsonl")
+        folder = BatchFolder(Path(place) / "check.jsonl")
         folder.create()
         scanned = scan(source, recipe, folder)
         scanned.problems.close()
@@ -169,5 +168,5 @@ def check_input(given: str, format_: str | None, recipe: Recipe) -> Checked:
     return Checked(len(scanned.table), scanned.recipe.kind, tuple(map(_row, problems)))
 
 
-def _row(problem: Problem) -> Row:
-    return Row(problem.line, problem.text, problem.id)
+def _row(problem: RowProblem) -> CheckedRow:
+    return CheckedRow(problem.line, problem.text, problem.id)

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from corral.batch.core.folder import JobFolder, sync_dir
-from corral.batch.core.ledger import FAILED, Entry
+from corral.batch.core.folder import BatchFolder, sync_dir
+from corral.batch.core.ledger import FAILED, LedgerEntry
 from corral.batch.core.table import Table
 from corral.batch.input.check import (
     Problems,
@@ -27,20 +27,20 @@ from corral.batch.input.check import (
 )
 from corral.batch.input.lengths import Counter, mark_too_long
 from corral.batch.input.recipe import AUTO, OPENAI, Recipe
-from corral.batch.input.rows import Source, open_source
+from corral.batch.input.rows import InputSource, open_source
 from corral.batch.output import BatchWork, check_output, export, is_live, output_kind, problem_line
 from corral.errors import ConflictError, DataError, NotFoundError, UsageError
 from corral.files import write_atomic
 from corral.record import dump_json, load_json, to_json
 
-__all__ = ["ORDERS", "JobRecord", "Order", "Prepared", "folder_of", "load_record", "prepare"]
+__all__ = ["ORDERS", "BatchOrder", "BatchRecord", "Prepared", "folder_of", "load_record", "prepare"]
 
 VERSION = 1
 ORDERS = ("input", "longest-first", "prefix-first")  # in which rows are sent
 
 
 @dataclass(frozen=True)
-class Order:
+class BatchOrder:
     """What the user asks for, apart from where it runs."""
 
     input: str
@@ -57,7 +57,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class JobRecord:
+class BatchRecord:
     """The job as it is kept in its folder."""
 
     version: int
@@ -85,8 +85,8 @@ class JobRecord:
 class Prepared:
     """A job that may run."""
 
-    folder: JobFolder
-    record: JobRecord
+    folder: BatchFolder
+    record: BatchRecord
     table: Table
     problems: Problems
     continued: bool
@@ -97,9 +97,9 @@ class Prepared:
         models = (record.model,) if record.model else ()
         return BatchWork(record.recipe, self.table, models, record.shape, record.answer)
 
-    def bad_rows(self) -> Iterator[Entry]:
+    def bad_rows(self) -> Iterator[LedgerEntry]:
         """The error lines of rows that were found bad."""
-        return (Entry(p.row, FAILED, problem_line(p, self.table)) for p in read_problems(self.folder.problems))
+        return (LedgerEntry(p.row, FAILED, problem_line(p, self.table)) for p in read_problems(self.folder.problems))
 
     def in_order(self, name: str) -> Sequence[int] | None:
         """The rows in an order of `ORDERS`; None: as they are."""
@@ -117,7 +117,7 @@ class Prepared:
             export(self.folder, self.table, self.record.ordered)
 
 
-def folder_of(output: str, ordered: bool = False) -> JobFolder:
+def folder_of(output: str, ordered: bool = False) -> BatchFolder:
     """The folder of a job, refused where the output cannot be written."""
     path = Path(output)
     if path.is_dir():
@@ -125,21 +125,21 @@ def folder_of(output: str, ordered: bool = False) -> JobFolder:
     if not path.absolute().parent.is_dir():
         raise UsageError(f"there is no folder {str(path.parent)!r} for the output.", f"mkdir -p {path.parent}")
     check_output(path)
-    return JobFolder(path, is_live(path, ordered))
+    return BatchFolder(path, is_live(path, ordered))
 
 
-def load_record(output: str) -> tuple[JobFolder, JobRecord]:
+def load_record(output: str) -> tuple[BatchFolder, BatchRecord]:
     """An existing job by its output."""
-    folder = JobFolder(Path(output))
+    folder = BatchFolder(Path(output))
     if not folder.job.is_file():
         raise NotFoundError(f"there is no batch with the output {output!r}.", "Give the path that -o was given.")
-    record = load_json(JobRecord, folder.job)
-    return JobFolder(folder.output, is_live(folder.output, record.ordered)), record
+    record = load_json(BatchRecord, folder.job)
+    return BatchFolder(folder.output, is_live(folder.output, record.ordered)), record
 
 
 def prepare(
-    order: Order,
-    folder: JobFolder,
+    order: BatchOrder,
+    folder: BatchFolder,
     where: dict[str, Any],
     *,
     model: str,
@@ -154,7 +154,7 @@ def prepare(
     """
     if not busy:  # left from an earlier run; one that comes while the input is checked counts
         folder.cancel.unlink(missing_ok=True)
-    before = load_json(JobRecord, folder.job) if folder.job.is_file() else None
+    before = load_json(BatchRecord, folder.job) if folder.job.is_file() else None
     if before is None:
         _refuse_foreign(order, folder)
     source = open_source(order.input, order.input_format)
@@ -183,7 +183,7 @@ def prepare(
     return Prepared(folder, record, seen.table, seen.problems, continued=before is not None)
 
 
-class _Seen(NamedTuple):
+class _CheckedInput(NamedTuple):
     """An input that was checked, now or earlier."""
 
     table: Table
@@ -193,14 +193,14 @@ class _Seen(NamedTuple):
 
 
 def _check(
-    order: Order,
-    source: Source,
+    order: BatchOrder,
+    source: InputSource,
     recipe: Recipe,
-    folder: JobFolder,
+    folder: BatchFolder,
     models: tuple[str, ...],
     context: int | None,
     counter: Counter | None,
-) -> _Seen:
+) -> _CheckedInput:
     """Read the whole input; refuse it when it has problems that are not to be skipped."""
     taken = order.answer if order.shape != OPENAI else None
     scanned = scan(source, recipe, folder, models=models, taken=taken, context=context)
@@ -214,19 +214,19 @@ def _check(
             "Correct them, or send them to the error file and do the others: --skip-bad. "
             "`corral batch check` lists all.",
         )
-    return _Seen(scanned.table, scanned.problems, _kind(scanned), scanned.table.digest())
+    return _CheckedInput(scanned.table, scanned.problems, _kind(scanned), scanned.table.digest())
 
 
 def _record(
-    order: Order,
-    source: Source,
-    seen: _Seen,
-    folder: JobFolder,
+    order: BatchOrder,
+    source: InputSource,
+    seen: _CheckedInput,
+    folder: BatchFolder,
     model: str,
-    before: JobRecord | None,
+    before: BatchRecord | None,
     where: dict[str, Any],
-) -> JobRecord:
-    return JobRecord(
+) -> BatchRecord:
+    return BatchRecord(
         version=VERSION,
         input=str(source.path.absolute()) if source.path else "-",
         format=source.format,
@@ -251,7 +251,7 @@ def _kind(scanned: Scanned[Recipe]) -> Recipe:
     return replace(scanned.recipe, kind="plain") if scanned.recipe.kind == AUTO else scanned.recipe
 
 
-def _refuse_foreign(order: Order, folder: JobFolder) -> None:
+def _refuse_foreign(order: BatchOrder, folder: BatchFolder) -> None:
     for path in (folder.output, folder.errors):
         if path.exists() and path.stat().st_size and not order.force:
             raise ConflictError(
@@ -261,14 +261,14 @@ def _refuse_foreign(order: Order, folder: JobFolder) -> None:
             path.unlink()
 
 
-def _shape(order: Order, recipe: Recipe, folder: JobFolder) -> str:
+def _shape(order: BatchOrder, recipe: Recipe, folder: BatchFolder) -> str:
     shape = order.shape or (OPENAI if recipe.kind == OPENAI else "columns")
     if shape == OPENAI and output_kind(folder.output)[0] != "jsonl":
         raise UsageError("OpenAI batch results are JSON lines.", "End the output in .jsonl, or use --format columns.")
     return shape
 
 
-def _reuse(before: JobRecord | None, source: Source, folder: JobFolder) -> _Seen | None:
+def _reuse(before: BatchRecord | None, source: InputSource, folder: BatchFolder) -> _CheckedInput | None:
     """The table of an earlier check, when the input has not been touched since."""
     if before is None or not before.fingerprint or list(before.fingerprint) != source.fingerprint():
         return None
@@ -277,7 +277,7 @@ def _reuse(before: JobRecord | None, source: Source, folder: JobFolder) -> _Seen
     return _load(before, folder)
 
 
-def _saved(before: JobRecord | None, folder: JobFolder) -> _Seen:
+def _saved(before: BatchRecord | None, folder: BatchFolder) -> _CheckedInput:
     """The table of an input that came through stdin."""
     seen = _load(before, folder) if before is not None else None
     if seen is None:
@@ -288,16 +288,16 @@ def _saved(before: JobRecord | None, folder: JobFolder) -> _Seen:
     return seen
 
 
-def _load(before: JobRecord, folder: JobFolder) -> _Seen | None:
+def _load(before: BatchRecord, folder: BatchFolder) -> _CheckedInput | None:
     loaded = Table.load(folder.index)
     if loaded is None or loaded[1].get("digest") != before.digest:
         return None
     problems = Problems(folder.problems)
     problems.count = sum(1 for _ in read_problems(folder.problems))
-    return _Seen(loaded[0], problems, before.recipe, before.digest)
+    return _CheckedInput(loaded[0], problems, before.recipe, before.digest)
 
 
-def _differences(before: JobRecord, order: Order, recipe: Recipe, model: str) -> list[str]:
+def _differences(before: BatchRecord, order: BatchOrder, recipe: Recipe, model: str) -> list[str]:
     """What is asked differently, in words."""
     found = []
     if before.model != model and model:
@@ -325,7 +325,7 @@ def _said(values: dict[str, Any], name: str) -> str:
     return str(values[name]) if name in values else "unset"
 
 
-def _compare(before: JobRecord, now: JobRecord, order: Order, folder: JobFolder, busy: bool) -> None:
+def _compare(before: BatchRecord, now: BatchRecord, order: BatchOrder, folder: BatchFolder, busy: bool) -> None:
     """Refuse what would mix results of different questions, or, forced, throw the old ones away."""
     asked = _differences(before, order, replace(now.recipe, kind=before.recipe.kind), now.model)
     if before.recipe.kind != now.recipe.kind:

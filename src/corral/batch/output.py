@@ -19,11 +19,11 @@ from typing import IO, Any
 
 import msgspec
 
-from corral.batch.core.folder import COMPRESSIONS, JobFolder, sync_dir
-from corral.batch.core.ledger import FINE, Ledger, Record
-from corral.batch.core.runner import Ask, Request
+from corral.batch.core.folder import COMPRESSIONS, BatchFolder, sync_dir
+from corral.batch.core.ledger import FINE, Ledger, LedgerRecord
+from corral.batch.core.runner import RowAsk, RowRequest
 from corral.batch.core.table import Table, hash64
-from corral.batch.input.check import Problem
+from corral.batch.input.check import RowProblem
 from corral.batch.input.recipe import Recipe
 from corral.batch.input.rows import optional
 from corral.client.client import Reply
@@ -70,9 +70,9 @@ class BatchWork:
         self._recipe, self._table, self._models = recipe, table, models
         self._shape, self._answer = shape, answer
 
-    def ask(self, number: int, raw: bytes) -> Ask:
+    def ask(self, number: int, raw: bytes) -> RowAsk:
         parsed = self._recipe.read(raw, self._table.lines[number], self._models)
-        return Ask([Request(parsed.path, parsed.body)], parsed)
+        return RowAsk([RowRequest(parsed.path, parsed.body)], parsed)
 
     def result(self, number: int, context: Any, replies: Sequence[Reply]) -> bytes:
         reply = replies[0]
@@ -111,7 +111,7 @@ class BatchWork:
         return _encode(row) + b"\n"
 
 
-def problem_line(problem: Problem, table: Table) -> bytes:
+def problem_line(problem: RowProblem, table: Table) -> bytes:
     """The error line of a row that was found bad before anything was sent; an id that another row has stays there."""
     owned = problem.id is not None and table.ids[problem.row] == hash64(problem.id.encode())
     problem = problem if owned else msgspec.structs.replace(problem, id=None)
@@ -128,7 +128,7 @@ def _error_line(identity: str | None, line: int, code: str, message: str, respon
 # The output at the end
 
 
-def export(folder: JobFolder, table: Table, ordered: bool) -> int:
+def export(folder: BatchFolder, table: Table, ordered: bool) -> int:
     """Make the output from the journal of results; returns its number of rows."""
     ledger = Ledger(folder, table)
     ledger.open()
@@ -165,7 +165,7 @@ def _lines(ledger: Ledger, table: Table, ordered: bool) -> Callable[[], Iterator
                 ends[record.row], lengths[record.row] = record.end, record.length
         for row, length in enumerate(lengths):
             if length:
-                yield ledger.line(Record(0, 0, ends[row], row, length, FINE))
+                yield ledger.line(LedgerRecord(0, 0, ends[row], row, length, FINE))
 
     return in_order if ordered else as_they_came
 

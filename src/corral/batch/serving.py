@@ -10,10 +10,10 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from corral.batch.core.run import Listener, Share, Summary, run_share
-from corral.batch.core.runner import Settings, Work
+from corral.batch.core.run import Listener, RunSummary, Share, run_share
+from corral.batch.core.runner import RunnerSettings, Work
 from corral.batch.input.lengths import Counter, engine_counter, server_counter
-from corral.batch.job import Order, load_record
+from corral.batch.job import BatchOrder, load_record
 from corral.client.endpoint import ModelServer
 from corral.errors import CorralError, NotFoundError, UsageError
 from corral.lifecycle.resolve import DeploymentServer, find_servers, served_by
@@ -83,7 +83,7 @@ class Served:
     """What `prepare` needs to know of the model, and who does the rows of a share."""
 
     facts: dict[str, Any]
-    run: Callable[[Share, Work, Settings, Listener, bool], Summary]
+    run: Callable[[Share, Work, RunnerSettings, Listener, bool], RunSummary]
     names: tuple[str, ...] = ()  # of deployments
 
     @classmethod
@@ -95,7 +95,7 @@ class Served:
 
 
 @contextlib.contextmanager
-def served_for(where: Where, order: Order, reporter: Any) -> Iterator[Served]:
+def served_for(where: Where, order: BatchOrder, reporter: Any) -> Iterator[Served]:
     """The model that a batch is asked of, as long as the batch needs it."""
     if where.offline is None:
         yield _online(where, order)
@@ -118,7 +118,7 @@ def _on_ray(offline: Offline) -> Served:
     return Served({"model": offline.model}, partial(run_on_engine, engine, offline.model))
 
 
-def _online(where: Where, order: Order) -> Served:
+def _online(where: Where, order: BatchOrder) -> Served:
     known = _known_model(order)
     try:
         servers = find_servers(where.deployments, where.urls, where.key_file, known)
@@ -145,7 +145,7 @@ def _online(where: Where, order: Order) -> Served:
     return Served.by(lambda: servers, facts, tuple(server.name for server in deployments))
 
 
-def _known_model(order: Order) -> str | None:
+def _known_model(order: BatchOrder) -> str | None:
     try:
         return load_record(order.output)[1].model
     except CorralError:
@@ -159,7 +159,7 @@ def offline_name(output: str) -> str:
 
 
 @contextlib.contextmanager
-def _started(offline: Offline, order: Order, reporter: Any) -> Iterator[Served]:
+def _started(offline: Offline, order: BatchOrder, reporter: Any) -> Iterator[Served]:
     """Decide now, start when the input has been checked, stop at the end, whatever the end is."""
     from corral.deployment.folder import DeploymentFolder
     from corral.deployment.state import ENDED

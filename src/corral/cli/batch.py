@@ -132,10 +132,10 @@ def run(**given: Any) -> int:
     or the settings changed; 9 the server stayed away; 10 the input is bad or the disk is full; 130 interrupted. After
     all but 0 and 1, the same command continues.
     """
-    from corral.batch.job import Order
+    from corral.batch.job import BatchOrder
     from corral.batch.serving import Offline, Where
 
-    order = Order(
+    order = BatchOrder(
         input=given["input"],
         output=given["output"],
         recipe=_recipe(given),
@@ -292,15 +292,15 @@ def _recipe(given: dict[str, Any]) -> Any:
 
 
 def _settings(given: dict[str, Any]) -> Any:
-    from corral.batch.core.runner import Settings
+    from corral.batch.core.runner import RunnerSettings
 
-    return Settings(
+    return RunnerSettings(
         concurrency=given["concurrency"],
         attempts=given["attempts"],
         backoff_s=given["backoff"],
         patience_s=given["patience"],
         stall_s=given["timeout"],
-        runaway_share=1.0 if given["keep_going"] else Settings.runaway_share,
+        runaway_share=1.0 if given["keep_going"] else RunnerSettings.runaway_share,
         wait=given["wait"],
     )
 

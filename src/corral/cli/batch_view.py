@@ -19,8 +19,8 @@ from corral.cli.screen import PhaseScreen, duration, print_json, since, tell
 if TYPE_CHECKING:
     from corral.batch.batch import Result
     from corral.batch.core.runner import Counts, Runner
-    from corral.batch.inspect import Checked, Standing
-    from corral.batch.jobs.submit import Submitted
+    from corral.batch.inspect import BatchStatus, Checked
+    from corral.batch.jobs.submit import SubmittedBatch
 
 PROGRESS_EVERY_S, WAITING_EVERY_S = 5.0, 60.0  # a line where there is no terminal
 
@@ -156,7 +156,7 @@ def _print_summary(result: Result) -> None:
     tell("\n".join(lines), err=True)
 
 
-def print_status(standing: Standing, as_json: bool) -> None:
+def print_status(standing: BatchStatus, as_json: bool) -> None:
     """How a job stands."""
     if as_json:
         print_json(standing)
@@ -184,7 +184,7 @@ def print_status(standing: Standing, as_json: bool) -> None:
         click.echo(f"  continue corral batch resume {s.output}")
 
 
-def print_submitted(queued: Submitted, as_json: bool) -> None:
+def print_submitted(queued: SubmittedBatch, as_json: bool) -> None:
     """What is in the queue now, and how to follow it."""
     if as_json:
         tell(json.dumps({"event": "queued", "jobs": queued.jobs, "rows": queued.rows, "done": queued.done}))

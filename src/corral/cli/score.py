@@ -57,7 +57,7 @@ def command(source: Path, output: Path, patience_s: float, restart: bool, as_jso
     The same command again continues after any interruption. Exit codes are those of `corral batch`: 0 every row has a
     result; 1 finished, some rows are in OUTPUT.errors.jsonl with their reason; 10 the input is bad; 130 interrupted.
     """
-    from corral.batch import Settings
+    from corral.batch import RunnerSettings
     from corral.lifecycle.resolve import resolve_server
     from corral.score.job import score_file
     from corral.score.likelihood import ScoreOptions
@@ -65,7 +65,7 @@ def command(source: Path, output: Path, patience_s: float, restart: bool, as_jso
     names = ("too_long", "window", "overlap", "prefix", "special_tokens", "top", "per_token", "concurrency",
              "memory_gib", "vocabulary")  # fmt: skip
     options = ScoreOptions(**{name: given[name] for name in names})
-    settings = Settings(
+    settings = RunnerSettings(
         concurrency=options.concurrency,
         patience_s=patience_s,
         most_weight=options.tokens_in_flight,

@@ -15,10 +15,22 @@ from typing import Any
 
 import msgspec
 
-from corral.batch import FAILED, FINE, Ask, Entry, JobFolder, JobLock, Ledger, Listener, ModelServer, Settings, Table
+from corral.batch import (
+    FAILED,
+    FINE,
+    BatchFolder,
+    BatchLock,
+    Ledger,
+    LedgerEntry,
+    Listener,
+    ModelServer,
+    RowAsk,
+    RunnerSettings,
+    Table,
+)
 from corral.batch.core.run import run_share, whole_share
-from corral.batch.input.check import Problem, read_problems, scan
-from corral.batch.input.rows import Source, open_source
+from corral.batch.input.check import RowProblem, read_problems, scan
+from corral.batch.input.rows import InputSource, open_source
 from corral.batch.job import folder_of
 from corral.errors import ConflictError, CorralError, DataError, UsageError
 from corral.files import write_atomic
@@ -58,7 +70,7 @@ def score_file(
     options: ScoreOptions,
     listener: Listener,
     *,
-    settings: Settings,
+    settings: RunnerSettings,
     skip_bad: bool = False,
     restart: bool = False,
     signals: bool = True,
@@ -70,7 +82,7 @@ def score_file(
     if not restart and output.exists() and not folder.job.exists():
         raise ConflictError(f"{output} exists and is not of a scoring job.", "Choose another -o, or give --restart.")
     folder.create()
-    with JobLock(folder.lock, str(output)) as lock:
+    with BatchLock(folder.lock, str(output)) as lock:
         if restart:
             _forget(folder)
         with beating(lock.path):
@@ -96,13 +108,13 @@ class ScoreWork:
     def __init__(self, options: ScoreOptions, table: Table, rows: ScoreRows) -> None:
         self._scoring, self._table, self._rows = Scoring(options), table, rows
 
-    def ask(self, number: int, raw: bytes) -> Ask:
+    def ask(self, number: int, raw: bytes) -> RowAsk:
         steps = self._scoring.steps(self._row(number, raw))
-        return Ask(next(steps), steps)
+        return RowAsk(next(steps), steps)
 
-    def result(self, number: int, context: Asking[Any], replies: Sequence[Any]) -> bytes | Ask:
+    def result(self, number: int, context: Asking[Any], replies: Sequence[Any]) -> bytes | RowAsk:
         try:
-            return Ask(context.send(replies), context)
+            return RowAsk(context.send(replies), context)
         except StopIteration as end:
             return _line({"row": self._table.lines[number], **end.value.to_json()})
 
@@ -124,7 +136,9 @@ def _identity(model: str, options: ScoreOptions) -> dict[str, Any]:
     return {"model": model, **{k: v for k, v in to_json(options).items() if k not in free}}
 
 
-def _checked(folder: JobFolder, source: Source, asked: dict[str, Any], skip_bad: bool) -> tuple[Table, ScoreRows]:
+def _checked(
+    folder: BatchFolder, source: InputSource, asked: dict[str, Any], skip_bad: bool
+) -> tuple[Table, ScoreRows]:
     """Read the whole input, compare with what was asked before, write down the job; refused, it leaves nothing."""
     new = not folder.job.exists()
     try:
@@ -148,7 +162,7 @@ def _checked(folder: JobFolder, source: Source, asked: dict[str, Any], skip_bad:
     return scanned.table, scanned.recipe
 
 
-def _refuse_others(folder: JobFolder, asked: dict[str, Any]) -> None:
+def _refuse_others(folder: BatchFolder, asked: dict[str, Any]) -> None:
     before = json.loads(folder.job.read_text(encoding="utf-8"))
     if "too_long" not in before:
         raise ConflictError(f"{folder.output} is of a batch.", "Choose another -o, or give --restart.")
@@ -160,7 +174,7 @@ def _refuse_others(folder: JobFolder, asked: dict[str, Any]) -> None:
         )
 
 
-def _forget(folder: JobFolder) -> None:
+def _forget(folder: BatchFolder) -> None:
     for path in folder.path.iterdir():
         if path != folder.lock and not path.name.startswith("lock."):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -168,11 +182,11 @@ def _forget(folder: JobFolder) -> None:
         path.unlink(missing_ok=True)
 
 
-def _bad_rows(folder: JobFolder) -> Iterator[Entry]:
-    return (Entry(one.row, FAILED, _line(to_json(_as_bad(one)))) for one in read_problems(folder.problems))
+def _bad_rows(folder: BatchFolder) -> Iterator[LedgerEntry]:
+    return (LedgerEntry(one.row, FAILED, _line(to_json(_as_bad(one)))) for one in read_problems(folder.problems))
 
 
-def _as_bad(problem: Problem) -> BadRow:
+def _as_bad(problem: RowProblem) -> BadRow:
     identity = problem.id if problem.id is not None else str(problem.line)
     return BadRow(identity, problem.line, "DataError", f"line {problem.line} {problem.text}", "Correct the row.")
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from corral.batch import Request
+from corral.batch import RowRequest
 from corral.client.client import COMPLETIONS, Client, Page, Reply
 from corral.client.errors import MalformedReplyError, PromptTooLongError, RequestError, error_from_status
 from corral.client.retry import retried
@@ -77,7 +77,7 @@ class TokenGate:
 
 
 T = TypeVar("T")
-Asking = Generator[Sequence[Request], Sequence[Any], T]  # requests out, their answers in, and at the end a result
+Asking = Generator[Sequence[RowRequest], Sequence[Any], T]  # requests out, their answers in, and at the end a result
 
 
 class Scoring:
@@ -145,9 +145,9 @@ class Scoring:
             total([], 0, False)  # nothing to score: says so
         return spans
 
-    def _request(self, span: Span) -> Request:
+    def _request(self, span: Span) -> RowRequest:
         body = {"prompt": span.tokens, "max_tokens": 1, "temperature": 0, "prompt_logprobs": self.options.top}
-        return Request(COMPLETIONS, body, weight=len(span.tokens))
+        return RowRequest(COMPLETIONS, body, weight=len(span.tokens))
 
     def _scores(self, span: Span, reply: Reply) -> list[TokenScore]:
         values = reply.choices[0].prompt_logprobs
@@ -160,8 +160,8 @@ class Scoring:
         ]
 
 
-def _tokenize(text: str, special: bool) -> Request:
-    return Request("/tokenize", {"prompt": text, "add_special_tokens": special}, page=True)
+def _tokenize(text: str, special: bool) -> RowRequest:
+    return RowRequest("/tokenize", {"prompt": text, "add_special_tokens": special}, page=True)
 
 
 def _read_tokens(page: Page) -> dict[str, Any]:
@@ -192,13 +192,13 @@ class Scorer:
                 score: Score = end.value
                 return score
 
-    async def _answer(self, request: Request) -> Reply | Page:
+    async def _answer(self, request: RowRequest) -> Reply | Page:
         if request.page:
             return await retried(partial(self._page, request))
         async with self._gate.hold(request.weight):
             return await retried(partial(self.client.request, request.path, request.body))
 
-    async def _page(self, request: Request) -> Page:
+    async def _page(self, request: RowRequest) -> Page:
         assert not isinstance(request.body, bytes)
         endpoint = self.client.endpoint
         page = await self.client.page(request.path, {"model": endpoint.model, **request.body}, timeout_s=120)

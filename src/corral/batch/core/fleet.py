@@ -13,7 +13,7 @@ import contextlib
 import time
 from collections.abc import Callable
 
-from corral.batch.core.pace import Pace
+from corral.batch.core.pace import LanePace
 from corral.client import metrics
 from corral.client.client import Client
 from corral.client.endpoint import Absence, ModelServer
@@ -34,7 +34,7 @@ class Lane:
     def __init__(
         self,
         server: ModelServer,
-        pace: Pace,
+        pace: LanePace,
         *,
         stall_s: float,
         hang_s: float,

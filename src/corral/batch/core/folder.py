@@ -28,13 +28,13 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["COMPRESSIONS", "JobFolder", "PartFolder", "sync_dir"]
+__all__ = ["COMPRESSIONS", "BatchFolder", "PartFolder", "sync_dir"]
 
 COMPRESSIONS = (".gz", ".zst")
 
 
 @dataclass(frozen=True)
-class JobFolder:
+class BatchFolder:
     """Paths of one job; `live` says whether results go straight into the output file."""
 
     output: Path
@@ -128,14 +128,14 @@ class JobFolder:
 
 
 @dataclass(frozen=True)
-class PartFolder(JobFolder):
+class PartFolder(BatchFolder):
     """The results of one runner among several: files that nobody else ever writes."""
 
     name: str = ""
 
     @property
     def path(self) -> Path:
-        return JobFolder(self.output).parts / self.name
+        return BatchFolder(self.output).parts / self.name
 
     @property
     def results(self) -> Path:
@@ -151,7 +151,7 @@ class PartFolder(JobFolder):
 
     @property
     def cancel(self) -> Path:
-        return JobFolder(self.output).cancel
+        return BatchFolder(self.output).cancel
 
 
 def sync_dir(path: Path) -> None:

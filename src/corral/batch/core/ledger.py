@@ -26,11 +26,21 @@ from typing import IO, NamedTuple
 
 import msgspec
 
-from corral.batch.core.folder import JobFolder, sync_dir
+from corral.batch.core.folder import BatchFolder, sync_dir
 from corral.batch.core.table import Table
 from corral.errors import DataError
 
-__all__ = ["FAILED", "FINE", "RECORD_BYTES", "Entry", "Finder", "Ledger", "Record", "Tally", "read_ledger"]
+__all__ = [
+    "FAILED",
+    "FINE",
+    "RECORD_BYTES",
+    "Finder",
+    "Ledger",
+    "LedgerEntry",
+    "LedgerRecord",
+    "Tally",
+    "read_ledger",
+]
 
 FINE, FAILED = 0, 1
 _FIELDS = struct.Struct("<QQQIII")
@@ -39,7 +49,7 @@ RECORD_BYTES = _RECORD.size
 _CHUNK = RECORD_BYTES * 16384
 
 
-class Record(NamedTuple):
+class LedgerRecord(NamedTuple):
     """One result that counts."""
 
     id_hash: int
@@ -50,7 +60,7 @@ class Record(NamedTuple):
     kind: int
 
 
-class Entry(NamedTuple):
+class LedgerEntry(NamedTuple):
     """One result that is to be committed."""
 
     row: int
@@ -70,7 +80,7 @@ class Tally:
 class Ledger:
     """The ledger of one job with its two files, open for appending; held by one process (`lock`)."""
 
-    def __init__(self, folder: JobFolder, table: Table, guard: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, folder: BatchFolder, table: Table, guard: Callable[[], None] = lambda: None) -> None:
         self._folder, self._table, self._guard = folder, table, guard
         self._paths = (folder.results, folder.errors)
         self._fds: list[int] = []
@@ -95,7 +105,7 @@ class Ledger:
                 self.repaired.append(f"cut {size - self._ends[kind]} bytes that did not count from {path.name}")
         return tally
 
-    def commit(self, entries: Iterable[Entry]) -> None:
+    def commit(self, entries: Iterable[LedgerEntry]) -> None:
         """Make results count: lines first, then their records; after an error nothing of them is left."""
         self._guard()  # raises when the job is no longer ours
         lines: tuple[list[bytes], list[bytes]] = ([], [])
@@ -128,14 +138,14 @@ class Ledger:
                 os.close(descriptor)
         self._fds, self._ledger_fd = [], -1
 
-    def places(self) -> Iterable[Record]:
+    def places(self) -> Iterable[LedgerRecord]:
         """Every record, in the order in which results arrived."""
         return _records(self._ledger_fd)
 
-    def line(self, record: Record) -> bytes:
+    def line(self, record: LedgerRecord) -> bytes:
         return _line(self._fds, record)
 
-    def collect(self, parts: Sequence[JobFolder], beat: Callable[[], None] = lambda: None) -> Tally:
+    def collect(self, parts: Sequence[BatchFolder], beat: Callable[[], None] = lambda: None) -> Tally:
         """Take in what counts in other ledgers, in one step: a row with results in several keeps the first."""
         with ExitStack() as stack:
             others = [stack.enter_context(_reading(part)) for part in parts]
@@ -165,7 +175,7 @@ class Ledger:
         self._ends, self._ledger_end = [0, 0], 0
         find = Finder(self._table, forget_failed)
         kept, stale, lost = 0, 0, 0
-        last: list[Record | None] = [None, None]
+        last: list[LedgerRecord | None] = [None, None]
         counts = [0, 0]
         for record in _records(self._ledger_fd):
             row = find(record)
@@ -258,7 +268,7 @@ class Ledger:
         self._marker.unlink(missing_ok=True)
 
 
-def read_ledger(folder: JobFolder, at: int = 0) -> Iterable[Record]:
+def read_ledger(folder: BatchFolder, at: int = 0) -> Iterable[LedgerRecord]:
     """The records of a job that somebody else may be working on; `at` is how many bytes of it were read before."""
     try:
         descriptor = os.open(folder.ledger, os.O_RDONLY)
@@ -278,7 +288,7 @@ class _Source(NamedTuple):
 
 
 @contextmanager
-def _reading(folder: JobFolder) -> Iterator[_Source | None]:
+def _reading(folder: BatchFolder) -> Iterator[_Source | None]:
     """Another ledger, for reading; None when it has nothing yet."""
     opened: list[int] = []
     try:
@@ -300,21 +310,21 @@ def _fresh(path: Path) -> IO[bytes]:
     return path.open("xb")
 
 
-def _all_records(sources: Iterable[_Source]) -> Iterator[tuple[_Source, Record]]:
+def _all_records(sources: Iterable[_Source]) -> Iterator[tuple[_Source, LedgerRecord]]:
     for source in sources:
         for record in _records(source.ledger_fd):
             yield source, record
 
 
-def _line(fds: Sequence[int], record: Record) -> bytes:
+def _line(fds: Sequence[int], record: LedgerRecord) -> bytes:
     return os.pread(fds[record.kind], record.length, record.end - record.length)
 
 
-def _is_line(fds: Sequence[int], record: Record) -> bool:
+def _is_line(fds: Sequence[int], record: LedgerRecord) -> bool:
     return _is_whole(_line(fds, record), record)
 
 
-def _is_whole(line: bytes, record: Record) -> bool:
+def _is_whole(line: bytes, record: LedgerRecord) -> bool:
     """Whether the bytes are one line of JSON, as they were when they were committed."""
     if len(line) != record.length or not line.endswith(b"\n") or b"\n" in line[:-1]:
         return False
@@ -333,7 +343,7 @@ class Finder:
         self._by_id: dict[int, int] | None = None
         self.moved = 0
 
-    def __call__(self, record: Record) -> int:
+    def __call__(self, record: LedgerRecord) -> int:
         table, row = self._table, record.row
         if self.forgets(record):
             return -1
@@ -347,11 +357,11 @@ class Finder:
         self.moved += 1
         return found
 
-    def forgets(self, record: Record) -> bool:
+    def forgets(self, record: LedgerRecord) -> bool:
         return self._forget_failed and record.kind == FAILED
 
 
-def _records(descriptor: int, at: int = 0) -> Iterable[Record]:
+def _records(descriptor: int, at: int = 0) -> Iterable[LedgerRecord]:
     """The whole records of a ledger, up to the first torn one."""
     size, crc32 = _RECORD.size, zlib.crc32
     while chunk := os.pread(descriptor, _CHUNK, at):
@@ -362,7 +372,7 @@ def _records(descriptor: int, at: int = 0) -> Iterable[Record]:
             if crc32(view[place : place + size - 4]) != check:
                 return
             place += size
-            yield Record._make(fields)
+            yield LedgerRecord._make(fields)
         if whole < len(chunk):
             return
         at += whole

@@ -9,10 +9,10 @@ from corral.errors import ConflictError
 from corral.lock import SILENT_S, FileLock, lock_holder
 from corral.processes import Identity, own_identity
 
-__all__ = ["JobLock"]
+__all__ = ["BatchLock"]
 
 
-class JobLock(FileLock):
+class BatchLock(FileLock):
     """Holds a job while the `with` block runs; refuses when somebody else does, and says who.
 
     `patient` is asked, while somebody else holds it, whether to wait.

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from corral.batch.core.ledger import Entry, Ledger
+from corral.batch.core.ledger import Ledger, LedgerEntry
 from corral.errors import CorralError, DataError
 
 __all__ = ["Outbox"]
@@ -26,7 +26,7 @@ class Outbox:
 
     def __init__(self, ledger: Ledger, on_commit: Callable[[int], None]) -> None:
         self._ledger, self._on_commit = ledger, on_commit
-        self._waiting: list[Entry] = []
+        self._waiting: list[LedgerEntry] = []
         self._waiting_bytes = self._flying_bytes = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="corral-commit")
         self._running: asyncio.Task[None] | None = None
@@ -37,7 +37,7 @@ class Outbox:
         """Whether the disk does not keep up, so that no more should be asked for."""
         return self._waiting_bytes + self._flying_bytes > FULL_BYTES
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: LedgerEntry) -> None:
         self._waiting.append(entry)
         self._waiting_bytes += len(entry.line)
         if self._running is None and self.failure is None:

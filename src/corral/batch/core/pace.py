@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from corral.client.metrics import Reading
 
-__all__ = ["Pace"]
+__all__ = ["LanePace"]
 
 
 def _with_queue(running: float) -> float:
@@ -27,7 +27,7 @@ def _with_queue(running: float) -> float:
     return running + max(8.0, running / 4)
 
 
-class Pace:
+class LanePace:
     """The limit of one endpoint; fixed when `fixed` is given."""
 
     def __init__(self, start: int = 256, highest: int = 1024, fixed: int | None = None, most: int = 1 << 20) -> None:

@@ -17,24 +17,24 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from corral.batch.core.fleet import Lane
-from corral.batch.core.folder import JobFolder
-from corral.batch.core.ledger import Entry, Ledger, Tally
-from corral.batch.core.lock import JobLock
+from corral.batch.core.folder import BatchFolder
+from corral.batch.core.ledger import Ledger, LedgerEntry, Tally
+from corral.batch.core.lock import BatchLock
 from corral.batch.core.outbox import Outbox
-from corral.batch.core.runner import Counts, Feed, InOrder, Runner, Settings, Work
+from corral.batch.core.runner import Counts, Feed, InOrder, Runner, RunnerSettings, Work
 from corral.batch.core.table import RowReader, Table
 from corral.client.client import run as run_loop
 from corral.client.endpoint import ModelServer
 from corral.lock import beating
 
-__all__ = ["Listener", "Quiet", "Share", "Summary", "commit_first", "run_job", "run_share", "whole_share"]
+__all__ = ["Listener", "Quiet", "RunSummary", "Share", "commit_first", "run_job", "run_share", "whole_share"]
 
 _COUNTED = ("rows", "before", "fine", "failed", "left", "prompt_tokens", "cached_tokens", "output_tokens", "retries",
             "losses", "stolen", "groups", "example", "peak_in_flight")  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Summary:
+class RunSummary:
     """How one run of a job went; `state` is done, stopped (by a signal) or cancelled."""
 
     state: str
@@ -58,7 +58,7 @@ class Summary:
     stopped_by: str = ""  # the signal
 
     @classmethod
-    def of(cls, share: Share, state: str, stopped_by: str = "") -> Summary:
+    def of(cls, share: Share, state: str, stopped_by: str = "") -> RunSummary:
         counts = share.counts
         counted: dict[str, Any] = {name: getattr(counts, name) for name in _COUNTED}
         return cls(
@@ -102,7 +102,7 @@ class Quiet:
 class Share(Protocol):
     """The rows that one runner may do, and where it writes what it did."""
 
-    folder: JobFolder
+    folder: BatchFolder
     table: Table
     ledger: Ledger  # open
     done: bytearray  # 1 for every row that has a result, here or elsewhere
@@ -123,7 +123,7 @@ class _WholeShare:
     """All rows."""
 
     def __init__(
-        self, folder: JobFolder, ledger: Ledger, table: Table, tally: Tally, lock: JobLock, order: RowOrder
+        self, folder: BatchFolder, ledger: Ledger, table: Table, tally: Tally, lock: BatchLock, order: RowOrder
     ) -> None:
         self.folder, self.ledger, self.table, self.done = folder, ledger, table, tally.done
         self.counts = Counts(rows=len(table), before=tally.fine + tally.failed)
@@ -142,13 +142,13 @@ RowOrder = Callable[[], Sequence[int] | None]  # the rows in the order in which 
 
 @contextlib.contextmanager
 def whole_share(
-    folder: JobFolder,
+    folder: BatchFolder,
     table: Table,
-    lock: JobLock,
+    lock: BatchLock,
     listener: Listener,
     *,
     order: RowOrder = lambda: None,
-    first: Iterable[Entry] = (),
+    first: Iterable[LedgerEntry] = (),
     forget_failed: bool = False,
 ) -> Iterator[Share]:
     """The share of the only runner, who holds the lock; `first` are results that need no request (rows found bad)."""
@@ -165,7 +165,7 @@ def whole_share(
         ledger.close()
 
 
-def commit_first(first: Iterable[Entry], tally: Tally, ledger: Ledger) -> int:
+def commit_first(first: Iterable[LedgerEntry], tally: Tally, ledger: Ledger) -> int:
     """Write the results that need no request, a group at a time; their number."""
     count = 0
     fresh = (entry for entry in first if not tally.done[entry.row])
@@ -178,16 +178,16 @@ def commit_first(first: Iterable[Entry], tally: Tally, ledger: Ledger) -> int:
 
 
 def run_job(
-    folder: JobFolder,
+    folder: BatchFolder,
     table: Table,
     work: Work,
     servers: Sequence[ModelServer],
-    settings: Settings | None = None,
+    settings: RunnerSettings | None = None,
     *,
-    lock: JobLock,
+    lock: BatchLock,
     listener: Listener | None = None,
     signals: bool = True,
-) -> Summary:
+) -> RunSummary:
     """Give every row of the table that has none yet its one result line; returns when done, stopped or cancelled.
 
     The caller holds the job's lock and has compared what is asked with what was asked before. Errors that end the job
@@ -195,17 +195,17 @@ def run_job(
     """
     listener = listener or Quiet()
     with whole_share(folder, table, lock, listener) as share:
-        return run_share(lambda: servers, share, work, settings or Settings(), listener, signals)
+        return run_share(lambda: servers, share, work, settings or RunnerSettings(), listener, signals)
 
 
 def run_share(
     find: Callable[[], Sequence[ModelServer]],
     share: Share,
     work: Work,
-    settings: Settings,
+    settings: RunnerSettings,
     listener: Listener,
     signals: bool,
-) -> Summary:
+) -> RunSummary:
     """Do the rows of a share on servers, which are looked for, or started, only when there is something to send."""
     loop = _Loop(share, listener)
     if not share.counts.left:
@@ -235,9 +235,9 @@ class _Loop:
         reader: RowReader,
         feed: Feed,
         servers: Sequence[ModelServer],
-        settings: Settings,
+        settings: RunnerSettings,
         signals: bool,
-    ) -> Summary:
+    ) -> RunSummary:
         share = self._share
         outbox = Outbox(share.ledger, self._on_commit)
         runner = Runner(work, reader, feed, share.done, servers, outbox, share.counts, settings, self._listener.note)
@@ -250,11 +250,13 @@ class _Loop:
                 restore()
         return self.summary(runner.lanes)
 
-    def summary(self, lanes: Sequence[Lane] = ()) -> Summary:
+    def summary(self, lanes: Sequence[Lane] = ()) -> RunSummary:
         share = self._share
         share.counts.losses = sum(lane.losses for lane in lanes)
         done = not share.counts.left or share.is_over()
-        return Summary.of(share, "done" if done else "cancelled" if self._cancelled else "stopped", self._stopped_by)
+        return RunSummary.of(
+            share, "done" if done else "cancelled" if self._cancelled else "stopped", self._stopped_by
+        )
 
     def _on_commit(self, count: int) -> None:
         self._share.counts.committed += count

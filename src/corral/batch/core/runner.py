@@ -19,9 +19,9 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from corral.batch.core.fleet import Lane
-from corral.batch.core.ledger import FAILED, FINE, Entry
+from corral.batch.core.ledger import FAILED, FINE, LedgerEntry
 from corral.batch.core.outbox import Outbox
-from corral.batch.core.pace import Pace
+from corral.batch.core.pace import LanePace
 from corral.batch.core.retry import Verdict, judge
 from corral.batch.core.table import RowReader
 from corral.client.client import Reply
@@ -34,32 +34,32 @@ from corral.errors import CorralError, DataError, EngineError, UnreachableError
 KEPT = "Everything up to here is kept. When the server is back, run the same command again."
 _OTHER_FILES = 64  # that a process has open besides its connections
 
-__all__ = ["Ask", "Counts", "Feed", "InOrder", "Request", "Runner", "Settings", "Work"]
+__all__ = ["Counts", "Feed", "InOrder", "RowAsk", "RowRequest", "Runner", "RunnerSettings", "Work"]
 
 
-class Request(NamedTuple):
+class RowRequest(NamedTuple):
     """One request of a row; a mapping gets the endpoint's model unless it names one."""
 
     path: str
     body: Mapping[str, Any] | bytes
-    weight: int = 0  # what it takes of `Settings.most_weight`
+    weight: int = 0  # what it takes of `RunnerSettings.most_weight`
     page: bool = False  # the answer is no completion (`/tokenize`)
 
 
-class Ask(NamedTuple):
+class RowAsk(NamedTuple):
     """What a row asks for: requests (one or more, all must succeed) and whatever is needed when they are answered."""
 
-    requests: Sequence[Request]
+    requests: Sequence[RowRequest]
     context: Any = None
 
 
 class Work(Protocol):
     """What a job does with its rows."""
 
-    def ask(self, number: int, raw: bytes) -> Ask:
+    def ask(self, number: int, raw: bytes) -> RowAsk:
         """The requests of a row; a CorralError sends the row to the error file."""
 
-    def result(self, number: int, context: Any, replies: Sequence[Any]) -> bytes | Ask:
+    def result(self, number: int, context: Any, replies: Sequence[Any]) -> bytes | RowAsk:
         """Its result line, with a line feed, or what it asks next; DataError and RequestError are the row's fault."""
 
     def failure(self, number: int, raw: bytes, error: CorralError) -> bytes:
@@ -84,7 +84,7 @@ class InOrder:
 
 
 @dataclass(frozen=True)
-class Settings:
+class RunnerSettings:
     """How hard to try."""
 
     concurrency: int | None = None  # fixed, instead of adapted
@@ -137,13 +137,13 @@ class _Flight:
 
     __slots__ = ("ask", "attempts", "began", "doubled", "left", "losses", "number", "raw", "replies")
 
-    def __init__(self, number: int, raw: bytes, ask: Ask) -> None:
+    def __init__(self, number: int, raw: bytes, ask: RowAsk) -> None:
         self.number, self.raw = number, raw
         self.attempts = self.losses = 0
         self.began = 0.0
         self.begin(ask)
 
-    def begin(self, ask: Ask) -> None:
+    def begin(self, ask: RowAsk) -> None:
         """Send these requests from now on; late answers to others no longer count."""
         self.ask = ask
         self.replies: list[Reply | Page | None] = [None] * len(ask.requests)
@@ -163,7 +163,7 @@ class Runner:
         servers: Sequence[ModelServer],
         outbox: Outbox,
         counts: Counts,
-        settings: Settings,
+        settings: RunnerSettings,
         on_note: Callable[[str, str], None],
     ) -> None:
         self._work, self._reader, self._done, self._outbox = work, reader, done, outbox
@@ -183,7 +183,7 @@ class Runner:
         self.lanes = [
             Lane(
                 server,
-                Pace(settings.start, settings.highest, settings.concurrency, most),
+                LanePace(settings.start, settings.highest, settings.concurrency, most),
                 stall_s=settings.stall_s,
                 hang_s=settings.hang_s,
                 on_up=self._fill,
@@ -277,7 +277,7 @@ class Runner:
 
     # Receiving
 
-    def _landed(self, lane: Lane, flight: _Flight, ask: Ask, part: int, future: asyncio.Future[Any]) -> None:
+    def _landed(self, lane: Lane, flight: _Flight, ask: RowAsk, part: int, future: asyncio.Future[Any]) -> None:
         lane.in_flight -= 1
         lane.weight -= ask.requests[part].weight
         if future.cancelled():
@@ -320,7 +320,7 @@ class Runner:
         except CorralError as error:
             self._fail(error)
         else:
-            if isinstance(line, Ask):
+            if isinstance(line, RowAsk):
                 flight.begin(line)
                 for number in range(len(line.requests)):
                     heapq.heappush(self._retries, (0.0, next(self._tie), flight, number))
@@ -370,7 +370,7 @@ class Runner:
             return
         self._done[number] = 1
         self._flights.pop(number, None)
-        self._outbox.add(Entry(number, kind, line))
+        self._outbox.add(LedgerEntry(number, kind, line))
         if kind == FINE:
             self.counts.fine += 1
         else:

@@ -16,15 +16,15 @@ from typing import IO, Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import msgspec
 
-from corral.batch.core.folder import JobFolder
+from corral.batch.core.folder import BatchFolder
 from corral.batch.core.table import BAD, RowReader, Table, hash64
 from corral.batch.input.recipe import OPENAI, Parsed, Recipe
-from corral.batch.input.rows import Source
+from corral.batch.input.rows import InputSource
 from corral.errors import DataError
 
 __all__ = [
-    "Problem",
     "Problems",
+    "RowProblem",
     "Scanned",
     "alike",
     "new_name",
@@ -67,7 +67,7 @@ class Scanned(NamedTuple, Generic[R]):
     recipe: R  # settled for the kind of rows there are
 
 
-class Problem(msgspec.Struct, frozen=True):
+class RowProblem(msgspec.Struct, frozen=True):
     """One bad row: its number in the table, its line in the input, its id where it has one, and what is wrong."""
 
     row: int
@@ -82,11 +82,11 @@ class Problems:
 
     path: Path
     count: int = 0
-    first: list[Problem] = field(default_factory=list)
+    first: list[RowProblem] = field(default_factory=list)
     kinds: Counter[str] = field(default_factory=Counter)
     _file: IO[bytes] | None = None
 
-    def add(self, problem: Problem) -> None:
+    def add(self, problem: RowProblem) -> None:
         if self._file is None:
             self._file = self.path.open("wb")
         self._file.write(msgspec.json.encode(problem) + b"\n")
@@ -96,7 +96,7 @@ class Problems:
             if self.kinds[problem.text] == 1:
                 self.first.append(problem)
 
-    def refusal(self, source: Source, rows: int, remedy: str) -> DataError:
+    def refusal(self, source: InputSource, rows: int, remedy: str) -> DataError:
         """What is wrong with an input as a whole, the first of each kind by its line."""
         what = "item" if source.format in ("json", "parquet") else "line"
         shown = sorted(self.first, key=lambda p: p.line)[:20]
@@ -110,7 +110,7 @@ class Problems:
             count=self.count,
         )
 
-    def put_in_place(self, folder: JobFolder, table: Table) -> None:
+    def put_in_place(self, folder: BatchFolder, table: Table) -> None:
         """The new check counts from now on: its spool and its problems take the place of older ones."""
         if table.data == new_name(folder.spool):
             table.data.replace(folder.spool)
@@ -135,10 +135,10 @@ def alike(count: int) -> str:
     return f"; {count - 1} more rows too" if count > 2 else "; one more row too" if count == 2 else ""
 
 
-def read_problems(path: Path) -> Iterator[Problem]:
+def read_problems(path: Path) -> Iterator[RowProblem]:
     """The problems that a check left behind."""
     if path.exists():
-        decoder = msgspec.json.Decoder(Problem)
+        decoder = msgspec.json.Decoder(RowProblem)
         with path.open("rb") as file:
             for line in file:
                 yield decoder.decode(line)
@@ -150,9 +150,9 @@ def new_name(path: Path) -> Path:
 
 
 def scan(
-    source: Source,
+    source: InputSource,
     recipe: R,
-    folder: JobFolder,
+    folder: BatchFolder,
     *,
     models: tuple[str, ...] = (),
     taken: str | None = None,
@@ -184,7 +184,7 @@ def scan(
             name_hash = hash64((f"\0line {item.line}" if identity is None else identity).encode())
             table.add(name_hash, hash64(item.raw), offset, len(item.raw), item.line, BAD if problem else 0)
             if problem:
-                problems.add(Problem(number, item.line, problem, identity))
+                problems.add(RowProblem(number, item.line, problem, identity))
             elif parsed is not None and context is not None and _may_be_long(parsed, context):
                 long_rows.append(number)
         if spool is not None:
@@ -245,7 +245,7 @@ def _mark_duplicates(table: Table, recipe: Readable, problems: Problems) -> None
                 continue  # 64 bits collided
             if not table.flags[later]:
                 text = f"has the id {names[1]!r}, which line {table.lines[earlier]} has already"
-                problems.add(Problem(later, table.lines[later], text))
+                problems.add(RowProblem(later, table.lines[later], text))
             table.flags[later] = BAD
             table.ids[later] = hash64(f"\0line {table.lines[later]}".encode())
     finally:

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from corral.batch.core.table import BAD, RowReader
-from corral.batch.input.check import Problem, Scanned
+from corral.batch.input.check import RowProblem, Scanned
 from corral.batch.input.recipe import Recipe
 from corral.client.client import Client
 from corral.client.client import run as run_loop
@@ -45,7 +45,7 @@ def mark_too_long(scanned: Scanned[Recipe], counter: Counter, context: int) -> N
                 asks = f" and asks for {wanted}" if wanted else ""
                 text = f"has {tokens} tokens{asks}; the context holds {context}"
                 table.flags[row] = BAD
-                scanned.problems.add(Problem(row, table.lines[row], text, identity))
+                scanned.problems.add(RowProblem(row, table.lines[row], text, identity))
 
 
 def _groups(scanned: Scanned[Recipe]) -> Iterator[tuple[list[int], list[tuple[str, dict[str, Any]]]]]:

@@ -26,7 +26,7 @@ import msgspec
 from corral.errors import DataError, NotFoundError, UsageError
 from corral.record import nearest
 
-__all__ = ["FORMATS", "Item", "Source", "open_source", "optional"]
+__all__ = ["FORMATS", "InputItem", "InputSource", "open_source", "optional"]
 
 FORMATS = ("jsonl", "json", "text", "csv", "tsv", "parquet")
 _ENDINGS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".txt": "text", ".text": "text", ".csv": "csv",
@@ -36,7 +36,7 @@ _WIDE = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _encode = msgspec.json.Encoder().encode
 
 
-class Item(NamedTuple):
+class InputItem(NamedTuple):
     """One row as read; `offset` is its place in the input when it can be read there again, else -1."""
 
     line: int
@@ -46,7 +46,7 @@ class Item(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Source:
+class InputSource:
     """An input and how to read it."""
 
     path: Path | None  # None: stdin
@@ -69,7 +69,7 @@ class Source:
         about = self.path.stat()
         return [about.st_size, about.st_mtime_ns, about.st_ino]
 
-    def items(self) -> Iterator[Item]:
+    def items(self) -> Iterator[InputItem]:
         """Every row, in order."""
         if self.format == "parquet":
             yield from _parquet(self)
@@ -153,13 +153,13 @@ def optional(module: str, purpose: str) -> Any:
         ) from None
 
 
-def open_source(given: str, format_: str | None = None) -> Source:
+def open_source(given: str, format_: str | None = None) -> InputSource:
     """The source that a path (or - for stdin) stands for."""
     if format_ and format_ not in FORMATS:
         guess = nearest(format_, FORMATS, 1)
         raise UsageError(f"there is no input format {format_!r}.", f"Known: {', '.join(guess or FORMATS)}.")
     if given == "-":
-        return Source(None, format_ or "jsonl")
+        return InputSource(None, format_ or "jsonl")
     path = Path(given)
     if not path.exists():
         near = nearest(path.name, [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else [], 1)
@@ -177,7 +177,7 @@ def open_source(given: str, format_: str | None = None) -> Source:
         )
     if format_ == "json" and not compression and _first_sign(path) == b"{":
         format_ = "jsonl"  # JSON lines under another name
-    return Source(path, format_, compression)
+    return InputSource(path, format_, compression)
 
 
 def _first_sign(path: Path) -> bytes:
@@ -185,7 +185,7 @@ def _first_sign(path: Path) -> bytes:
         return file.read(256).lstrip(_BOM + b" \r\n\t")[:1]
 
 
-def _lines(file: BinaryIO) -> Iterator[Item]:
+def _lines(file: BinaryIO) -> Iterator[InputItem]:
     """JSON lines: not decoded here, only cut."""
     offset = 0
     for number, line in enumerate(file, 1):
@@ -201,16 +201,16 @@ def _lines(file: BinaryIO) -> Iterator[Item]:
             end -= 1
         raw = line[start:end]
         if raw.strip():
-            yield Item(number, offset + start, raw, "contains a NUL byte" if b"\0" in raw else "")
+            yield InputItem(number, offset + start, raw, "contains a NUL byte" if b"\0" in raw else "")
         offset += len(line)
 
 
-def _text(file: BinaryIO) -> Iterator[Item]:
+def _text(file: BinaryIO) -> Iterator[InputItem]:
     for item in _lines(file):
         try:
-            yield Item(item.line, -1, _encode({"prompt": item.raw.decode()}), item.problem)
+            yield InputItem(item.line, -1, _encode({"prompt": item.raw.decode()}), item.problem)
         except UnicodeDecodeError as error:
-            yield Item(item.line, -1, item.raw, f"is not UTF-8 (byte {error.start + 1})")
+            yield InputItem(item.line, -1, item.raw, f"is not UTF-8 (byte {error.start + 1})")
 
 
 @contextlib.contextmanager
@@ -222,12 +222,12 @@ def _as_text(file: BinaryIO, errors: str = "strict") -> Iterator[io.TextIOWrappe
         text.detach()  # the file is closed by who opened it
 
 
-def _csv(file: BinaryIO, delimiter: str = ",") -> Iterator[Item]:
+def _csv(file: BinaryIO, delimiter: str = ",") -> Iterator[InputItem]:
     with _as_text(file, "surrogateescape") as text:
         yield from _csv_rows(text, delimiter)
 
 
-def _csv_rows(text: io.TextIOWrapper, delimiter: str) -> Iterator[Item]:
+def _csv_rows(text: io.TextIOWrapper, delimiter: str) -> Iterator[InputItem]:
     csv.field_size_limit(1 << 30)
     reader = csv.DictReader(text, delimiter=delimiter, restkey="\0more", restval=None)
     if reader.fieldnames and len(set(reader.fieldnames)) < len(reader.fieldnames):
@@ -236,7 +236,7 @@ def _csv_rows(text: io.TextIOWrapper, delimiter: str) -> Iterator[Item]:
         try:
             row = next(reader, None)
         except csv.Error as error:
-            yield Item(reader.line_num, -1, b"", f"is not CSV: {error}")
+            yield InputItem(reader.line_num, -1, b"", f"is not CSV: {error}")
             continue
         if row is None:
             return
@@ -249,20 +249,20 @@ def _csv_rows(text: io.TextIOWrapper, delimiter: str) -> Iterator[Item]:
             raw = _encode({k: v for k, v in row.items() if k != "\0more"})
         except UnicodeEncodeError:
             raw, problem = b"", "is not UTF-8"
-        yield Item(reader.line_num, -1, raw, problem)
+        yield InputItem(reader.line_num, -1, raw, problem)
 
 
-def _tsv(file: BinaryIO) -> Iterator[Item]:
+def _tsv(file: BinaryIO) -> Iterator[InputItem]:
     return _csv(file, "\t")
 
 
-def _json_array(file: BinaryIO) -> Iterator[Item]:
+def _json_array(file: BinaryIO) -> Iterator[InputItem]:
     """The items of one JSON array, a piece of the file at a time."""
     with _as_text(file) as text:
         yield from _array_items(text)
 
 
-def _array_items(text: io.TextIOWrapper) -> Iterator[Item]:
+def _array_items(text: io.TextIOWrapper) -> Iterator[InputItem]:
     decoder, buffer, at, number = json.JSONDecoder(), "", 0, 0
     try:
         buffer = text.read(1 << 20).lstrip()
@@ -283,28 +283,30 @@ def _array_items(text: io.TextIOWrapper) -> Iterator[Item]:
             except json.JSONDecodeError as error:
                 more = text.read(1 << 20)
                 if not more:
-                    yield Item(number + 1, -1, b"", f"is not valid JSON: {error.msg}; nothing after it can be read")
+                    yield InputItem(
+                        number + 1, -1, b"", f"is not valid JSON: {error.msg}; nothing after it can be read"
+                    )
                     return
                 buffer, at = buffer[at:] + more, 0
                 continue
             number, at = number + 1, end
             yield _array_item(number, value)
     except UnicodeDecodeError:
-        yield Item(number + 1, -1, b"", "is not UTF-8; nothing after it can be read")
+        yield InputItem(number + 1, -1, b"", "is not UTF-8; nothing after it can be read")
 
 
-def _array_item(number: int, value: Any) -> Item:
+def _array_item(number: int, value: Any) -> InputItem:
     if isinstance(value, str):
         value = {"prompt": value}
     if not isinstance(value, dict):
-        return Item(number, -1, b"", "is neither text nor an object")
+        return InputItem(number, -1, b"", "is neither text nor an object")
     try:
-        return Item(number, -1, _encode(value))
+        return InputItem(number, -1, _encode(value))
     except UnicodeEncodeError:
-        return Item(number, -1, b"", "contains half of a surrogate pair")
+        return InputItem(number, -1, b"", "contains half of a surrogate pair")
 
 
-def _parquet(source: Source) -> Iterator[Item]:
+def _parquet(source: InputSource) -> Iterator[InputItem]:
     parquet = optional("pyarrow.parquet", "read Parquet")
     place: Any = str(source.path) if source.path else io.BytesIO(sys.stdin.buffer.read())
     try:
@@ -315,7 +317,7 @@ def _parquet(source: Source) -> Iterator[Item]:
             for row in batch.to_pylist():
                 number += 1
                 present = {key: value for key, value in row.items() if value is not None}
-                yield Item(number, -1, _encode(present))
+                yield InputItem(number, -1, _encode(present))
     except (ValueError, OSError) as error:  # pyarrow's errors are among them
         raise DataError(f"{source.name} cannot be read as Parquet: {error}", "Check the file.") from None
 

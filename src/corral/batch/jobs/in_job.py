@@ -21,7 +21,7 @@ from pathlib import Path
 
 from corral.batch.batch import Result, again, carry_out
 from corral.batch.core.run import Listener
-from corral.batch.core.runner import Counts, Runner, Settings
+from corral.batch.core.runner import Counts, Runner, RunnerSettings
 from corral.batch.job import load_record
 from corral.batch.jobs.queued import add_job, cancel_waiting, jobs_of
 from corral.batch.serving import Served
@@ -34,7 +34,7 @@ from corral.lifecycle.absence import describe
 from corral.record import load_json
 from corral.targets.base import OwnJob, Queue, Target
 
-__all__ = ["InJob", "Outcome", "run_in_job"]
+__all__ = ["InJob", "InJobOutcome", "run_in_job"]
 
 WARNING = "SIGUSR1"
 
@@ -67,7 +67,7 @@ class InJob:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class InJobOutcome:
     """How it went, and the job that goes on."""
 
     result: Result | None
@@ -97,7 +97,7 @@ class _OwnServer:
         return plan.seats if plan else None
 
 
-class _Watch:
+class _AgentWatch:
     """Passes on what happens, and stops the runner when the model's agents are gone."""
 
     def __init__(self, inner: Listener, agents: int) -> None:
@@ -121,19 +121,19 @@ class _WarnedError(BaseException):
 
 
 def run_in_job(
-    output: str, here: InJob, settings: Settings, listener: Listener, *, row_order: str = "input"
-) -> Outcome:
+    output: str, here: InJob, settings: RunnerSettings, listener: Listener, *, row_order: str = "input"
+) -> InJobOutcome:
     """Work on a batch until it is done or this job must end."""
     folder, record = load_record(output)
     order, where = again(output)
-    watch = _Watch(listener, here.agents)
+    watch = _AgentWatch(listener, here.agents)
 
     @contextlib.contextmanager
     def serve() -> Iterator[Served]:
         facts = {"model": record.model, "models": (record.model,)}
         yield Served.by(lambda: [_OwnServer(here, record.model)], facts, (here.deployment,))
 
-    sharing = Sharing(here.runners, counted=False, life=here.folder.path / "part")
+    sharing = Sharing(here.runners, counted=False, part_name_file=here.folder.path / "part")
     with _warned(watch):
         try:
             result = carry_out(
@@ -144,16 +144,16 @@ def run_in_job(
         if result.summary.state == "done":
             with contextlib.suppress(CorralError):  # they would find nothing to do
                 cancel_waiting(folder, but=here.own.id)
-            return Outcome(result)
+            return InJobOutcome(result)
         if watch.gone:
             raise _model_gone(output, here)
         if result.summary.stopped_by == WARNING:
             return _hand_on(output, here, result)
-    return Outcome(result, text=_continue(output))
+    return InJobOutcome(result, text=_continue(output))
 
 
 @contextlib.contextmanager
-def _warned(watch: _Watch) -> Iterator[None]:
+def _warned(watch: _AgentWatch) -> Iterator[None]:
     """The warning ends a runner that has not begun, and must not kill one that puts the output together."""
 
     def warn(*_: object) -> None:
@@ -168,7 +168,7 @@ def _warned(watch: _Watch) -> Iterator[None]:
         signal.signal(signal.SIGUSR1, before)
 
 
-def _hand_on(output: str, here: InJob, result: Result | None) -> Outcome:
+def _hand_on(output: str, here: InJob, result: Result | None) -> InJobOutcome:
     """Queue the job once more, if that can help."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     folder, _ = load_record(output)
@@ -176,12 +176,14 @@ def _hand_on(output: str, here: InJob, result: Result | None) -> Outcome:
     count = len(jobs_of(folder, here.deployment))
     if not done:
         text = "this job did not get one row done in its time; it is not queued again"
-        return Outcome(result, text=f"{text}. Ask for more with --time. {_continue(output)}")
+        return InJobOutcome(result, text=f"{text}. RowAsk for more with --time. {_continue(output)}")
     if count >= here.max_jobs:
-        return Outcome(result, text=f"{count} jobs were used (--max-jobs). {_continue(output)}")
+        return InJobOutcome(result, text=f"{count} jobs were used (--max-jobs). {_continue(output)}")
     id = here.queue.hand_on(here.folder, here.own.id)
     add_job(folder, id, here.deployment, here.target)
-    return Outcome(result, id, f"job {id} goes on when this one is over ({count + 1} of at most {here.max_jobs})")
+    return InJobOutcome(
+        result, id, f"job {id} goes on when this one is over ({count + 1} of at most {here.max_jobs})"
+    )
 
 
 def _model_gone(output: str, here: InJob) -> LaunchError:

@@ -10,12 +10,12 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from corral.batch.core.folder import JobFolder
+from corral.batch.core.folder import BatchFolder
 from corral.files import make_private_dir, write_atomic
 from corral.record import dump_json, load_json
 from corral.targets.base import Queue, Target, load_target
 
-__all__ = ["QueuedJob", "Standing", "add_job", "cancel_waiting", "jobs_of", "standings"]
+__all__ = ["QueuedJob", "QueuedState", "add_job", "cancel_waiting", "jobs_of", "queued_states"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class QueuedJob:
 
 
 @dataclass(frozen=True)
-class Standing:
+class QueuedState:
     """How a job stands; `ended` is None when the scheduler cannot be asked."""
 
     id: str
@@ -49,13 +49,13 @@ class Standing:
     waiting: bool
 
 
-def add_job(folder: JobFolder, id: str, deployment: str, target: Target) -> None:
+def add_job(folder: BatchFolder, id: str, deployment: str, target: Target) -> None:
     make_private_dir(folder.jobs)
     job = QueuedJob(id, deployment, time.time(), target.name, target.options())
     write_atomic(folder.jobs / f"{id}.json", dump_json(job))
 
 
-def jobs_of(folder: JobFolder, deployment: str | None = None) -> list[QueuedJob]:
+def jobs_of(folder: BatchFolder, deployment: str | None = None) -> list[QueuedJob]:
     """The jobs of a batch, or those that followed each other for one of its deployments, oldest first."""
     if not folder.jobs.is_dir():
         return []
@@ -64,19 +64,19 @@ def jobs_of(folder: JobFolder, deployment: str | None = None) -> list[QueuedJob]
     return sorted(chosen, key=lambda job: (job.submitted_s, job.id))
 
 
-def standings(folder: JobFolder) -> list[Standing]:
+def queued_states(folder: BatchFolder) -> list[QueuedState]:
     """What the scheduler says now."""
-    return [_standing(job) for job in jobs_of(folder)]
+    return [_state_of(job) for job in jobs_of(folder)]
 
 
-def _standing(job: QueuedJob) -> Standing:
+def _state_of(job: QueuedJob) -> QueuedState:
     found = job.queue.job_status(job.id)
-    return Standing(job.id, job.deployment, found.state, found.text, found.remedy, found.ended, found.waiting)
+    return QueuedState(job.id, job.deployment, found.state, found.text, found.remedy, found.ended, found.waiting)
 
 
-def cancel_waiting(folder: JobFolder, but: str = "") -> list[str]:
+def cancel_waiting(folder: BatchFolder, but: str = "") -> list[str]:
     """Take jobs that have not begun out of the queue; their numbers."""
-    waiting = [job for job in jobs_of(folder) if job.id != but and _standing(job).waiting]
+    waiting = [job for job in jobs_of(folder) if job.id != but and _state_of(job).waiting]
     for job in waiting:
         job.queue.cancel_job(job.id)
     return [job.id for job in waiting]

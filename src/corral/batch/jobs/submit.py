@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from corral.batch.core.folder import JobFolder
+from corral.batch.core.folder import BatchFolder
 from corral.batch.core.ledger import read_ledger
-from corral.batch.job import Order, folder_of, prepare
-from corral.batch.jobs.queued import Standing, add_job, standings
+from corral.batch.job import BatchOrder, folder_of, prepare
+from corral.batch.jobs.queued import QueuedState, add_job, queued_states
 from corral.batch.serving import Where, facts_of, kept, offline_name
 from corral.batch.sharing.parts import runners_of
 from corral.batch.sharing.shared import brief_lock, forget_failed
@@ -28,13 +28,13 @@ from corral.home import home_dir
 from corral.lifecycle import bringup, deployments
 from corral.targets.base import Queue, load_target
 
-__all__ = ["MAX_JOBS", "Submitted", "is_queued", "submit"]
+__all__ = ["MAX_JOBS", "SubmittedBatch", "is_queued", "submit"]
 
 MAX_JOBS = 10
 
 
 @dataclass(frozen=True)
-class Submitted:
+class SubmittedBatch:
     """What was queued."""
 
     output: str
@@ -50,8 +50,8 @@ def is_queued(where: Where) -> bool:
 
 
 def submit(
-    order: Order, where: Where, jobs: int, max_jobs: int | None, words: Sequence[str], reporter: Any
-) -> Submitted:
+    order: BatchOrder, where: Where, jobs: int, max_jobs: int | None, words: Sequence[str], reporter: Any
+) -> SubmittedBatch:
     """Queue as many jobs as are missing to `jobs`; `words` are options for the runner in each."""
     assert where.offline is not None
     folder = folder_of(str(Path(order.output).absolute()), order.ordered)
@@ -63,7 +63,7 @@ def submit(
         raise _at_work(order.output, busy, jobs)
     rows, done = _checked(order, folder, where, facts_of(decision))
     if done:
-        return Submitted(order.output, rows, (), True)
+        return SubmittedBatch(order.output, rows, (), True)
     most = max_jobs or where.offline.more.get("place", {}).get("max_jobs") or MAX_JOBS
     queued = []
     for number in _free(name, jobs - len(busy)):
@@ -73,10 +73,10 @@ def submit(
         bringup.bring_up(where.offline.wish(number, place=place), reporter, wait=False)
         queued.append(target.job_of(DeploymentFolder.of(number)))
         add_job(folder, queued[-1], number, target)
-    return Submitted(order.output, rows, tuple(queued))
+    return SubmittedBatch(order.output, rows, tuple(queued))
 
 
-def _checked(order: Order, folder: JobFolder, where: Where, facts: dict[str, Any]) -> tuple[int, bool]:
+def _checked(order: BatchOrder, folder: BatchFolder, where: Where, facts: dict[str, Any]) -> tuple[int, bool]:
     """Check the input and write down the job; its rows, and whether all are done already."""
     with brief_lock(folder) as lock:
         others = runners_of(folder)
@@ -87,11 +87,11 @@ def _checked(order: Order, folder: JobFolder, where: Where, facts: dict[str, Any
     return made.record.rows, done and (folder.output.exists() or not made.record.rows)
 
 
-def _active(folder: JobFolder) -> list[Standing]:
-    return [job for job in standings(folder) if not job.ended] if folder.jobs.is_dir() else []
+def _active(folder: BatchFolder) -> list[QueuedState]:
+    return [job for job in queued_states(folder) if not job.ended] if folder.jobs.is_dir() else []
 
 
-def _at_work(output: str, busy: list[Standing], jobs: int) -> ConflictError:
+def _at_work(output: str, busy: list[QueuedState], jobs: int) -> ConflictError:
     return ConflictError(
         f"{output} is being worked on: {'; '.join(job.text for job in busy)}.",
         f"`corral batch status {shlex.quote(output)}` shows how far; --jobs {max(len(busy), jobs) + 1} adds a job.",

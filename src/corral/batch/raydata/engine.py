@@ -19,7 +19,7 @@ from corral.deployment.diagnosis import Diagnosis
 from corral.errors import UnreachableError, UsageError
 from corral.plan.fixed import parse_assignments, read_fixed
 
-__all__ = ["Answer", "Engine", "EngineDiedError", "RayEngine", "engine_settings", "read_answer"]
+__all__ = ["AnswerEngine", "EngineDiedError", "RayAnswer", "RayEngine", "engine_settings", "read_answer"]
 
 _ENGINE_NAMES = {
     "tensor": "tensor_parallel_size",
@@ -37,7 +37,7 @@ _NOT_ENGINE = {
 }
 
 
-class Answer(NamedTuple):
+class RayAnswer(NamedTuple):
     """What came back for one row."""
 
     number: int
@@ -55,10 +55,10 @@ class EngineDiedError(Exception):
         self.remedy = why.remedy if why else ""
 
 
-class Engine(Protocol):
+class AnswerEngine(Protocol):
     """Something that answers a file of rows; the seam at which tests put another one."""
 
-    def answers(self, rows: Path, chat: bool) -> Iterator[Answer]:
+    def answers(self, rows: Path, chat: bool) -> Iterator[RayAnswer]:
         """The answers of a file of `{"corral_row", "prompt" | "messages", "sampling_params"}`, in any order."""
 
 
@@ -70,7 +70,7 @@ class RayEngine:
         self._ray = optional("ray", "run on Ray Data (in the cluster's own environment)")
         optional("ray.data.llm", "run on Ray Data")
 
-    def answers(self, rows: Path, chat: bool) -> Iterator[Answer]:
+    def answers(self, rows: Path, chat: bool) -> Iterator[RayAnswer]:
         from ray.data.llm import build_processor, vLLMEngineProcessorConfig
 
         ray = self._ray
@@ -142,9 +142,9 @@ def _unpack(row: dict[str, Any]) -> dict[str, Any]:
     return unpacked
 
 
-def read_answer(row: dict[str, Any]) -> Answer:
+def read_answer(row: dict[str, Any]) -> RayAnswer:
     """One row of Ray Data's output."""
-    return Answer(
+    return RayAnswer(
         number=int(row["corral_row"]),
         text=str(row.get("generated_text") or ""),
         error=str(row.get("__inference_error__") or ""),

@@ -20,12 +20,12 @@ from typing import Any
 import msgspec
 
 from corral.batch.core.folder import PartFolder
-from corral.batch.core.ledger import FAILED, FINE, Entry
-from corral.batch.core.run import Listener, Share, Summary
-from corral.batch.core.runner import Settings, Work
+from corral.batch.core.ledger import FAILED, FINE, LedgerEntry
+from corral.batch.core.run import Listener, RunSummary, Share
+from corral.batch.core.runner import RunnerSettings, Work
 from corral.batch.core.table import RowReader
 from corral.batch.input.recipe import Parsed
-from corral.batch.raydata.engine import Answer, Engine
+from corral.batch.raydata.engine import AnswerEngine, RayAnswer
 from corral.client.client import CHAT, Choice, Reply, Timing, Usage
 from corral.errors import CorralError, EngineError, UsageError
 from corral.interruption import terminated_as_interrupted
@@ -56,34 +56,40 @@ class Deaths:
 
 
 def run_on_engine(
-    make: Callable[[], Engine], model: str, share: Share, work: Work, _: Settings, listener: Listener, __: bool
-) -> Summary:
+    make: Callable[[], AnswerEngine],
+    model: str,
+    share: Share,
+    work: Work,
+    _: RunnerSettings,
+    listener: Listener,
+    __: bool,
+) -> RunSummary:
     """Do the rows of a share on an engine, which is made only when there is something to do."""
     if isinstance(share.folder, PartFolder):
         raise UsageError(f"{share.folder.output} is shared (--jobs).", "Finish it with `corral batch resume`.")
     if not share.counts.left:
-        return Summary.of(share, "done")
+        return RunSummary.of(share, "done")
     with beating(share.alive):
-        return _Run(make(), model, share, work, listener).run()
+        return _EngineRun(make(), model, share, work, listener).run()
 
 
 class _CancelledError(Exception):
     """`corral batch cancel` was called."""
 
 
-class _Run:
+class _EngineRun:
     """One run of a share on an engine."""
 
-    def __init__(self, engine: Engine, model: str, share: Share, work: Work, listener: Listener) -> None:
+    def __init__(self, engine: AnswerEngine, model: str, share: Share, work: Work, listener: Listener) -> None:
         self._engine, self._model, self._share, self._work, self._listener = engine, model, share, work, listener
         self._counts, self._done = share.counts, share.done
         self._reader = RowReader(share.table)
-        self._group: list[Entry] = []
+        self._group: list[LedgerEntry] = []
         self._committed = self._told = share.counts.began = time.monotonic()
         self._deaths = Deaths()
         self._proof: tuple[int, bool] | None = None  # a row that was answered, and whether as chat
 
-    def run(self) -> Summary:
+    def run(self) -> RunSummary:
         state = "done"
         try:
             with terminated_as_interrupted():
@@ -96,7 +102,7 @@ class _Run:
         finally:
             self._commit()
             self._reader.close()
-        return Summary.of(self._share, state)
+        return RunSummary.of(self._share, state)
 
     def _kinds(self) -> list[tuple[bool, list[int]]]:
         """Rows that are still to be done, by what the engine must treat alike: chat or not, same parameters."""
@@ -185,7 +191,7 @@ class _Run:
         row = {"corral_row": number, what: parsed.body[what], "sampling_params": _params(parsed)}
         return _encode(row) + b"\n"
 
-    def _take(self, answer: Answer) -> None:
+    def _take(self, answer: RayAnswer) -> None:
         self._deaths = Deaths()
         if self._done[answer.number]:
             return  # it was asked again to see whether the engine lives
@@ -208,7 +214,7 @@ class _Run:
             return
         counts = self._counts
         self._done[number] = 1
-        self._group.append(Entry(number, kind, line))
+        self._group.append(LedgerEntry(number, kind, line))
         if kind == FINE:
             counts.fine += 1
         else:
@@ -248,7 +254,7 @@ def _params(parsed: Parsed) -> dict[str, Any]:
     return params
 
 
-def _as_reply(answer: Answer, parsed: Parsed, model: str) -> Reply:
+def _as_reply(answer: RayAnswer, parsed: Parsed, model: str) -> Reply:
     """The answer in the shape that a server would have given it."""
     chat = parsed.path == CHAT
     asked = _params(parsed).get("max_tokens", _DEFAULT_TOKENS)

@@ -18,8 +18,8 @@ from typing import Self
 
 import uvicorn
 
-from corral.batch.core.lock import JobLock
-from corral.batch.core.runner import Settings
+from corral.batch.core.lock import BatchLock
+from corral.batch.core.runner import RunnerSettings
 from corral.batch.service.app import make_app
 from corral.batch.service.connection import Connection
 from corral.batch.service.store import Store
@@ -48,7 +48,9 @@ class ServiceOptions:
     any_model: bool = False
     as_json: bool = False
     largest_upload_bytes: int = 64 << 30
-    settings: Settings = field(default_factory=lambda: Settings(wait=True))  # for whoever starts the model again
+    settings: RunnerSettings = field(
+        default_factory=lambda: RunnerSettings(wait=True)
+    )  # for whoever starts the model again
 
 
 class BatchService:
@@ -58,7 +60,7 @@ class BatchService:
         self.options = options
         self.store = Store(options.folder or home_dir() / "batches")
         self.key_file = options.key_file or str(self.store.own_key())
-        self._lock = JobLock(self.store.folder / "lock", f"the folder {self.store.folder}")
+        self._lock = BatchLock(self.store.folder / "lock", f"the folder {self.store.folder}")
 
     def __enter__(self) -> Self:
         key = Endpoint("http://127.0.0.1", "", self.key_file).key() or ""

@@ -13,10 +13,10 @@ import time
 from typing import Any
 
 from corral.batch.batch import carry_out
-from corral.batch.core.folder import JobFolder
-from corral.batch.core.runner import Counts, Runner, Settings
+from corral.batch.core.folder import BatchFolder
+from corral.batch.core.runner import Counts, Runner, RunnerSettings
 from corral.batch.input.recipe import OPENAI, Recipe
-from corral.batch.job import Order
+from corral.batch.job import BatchOrder
 from corral.batch.service.store import ENDED, Store
 from corral.batch.serving import Where
 from corral.errors import CorralError, NotFoundError, UnreachableError
@@ -29,7 +29,7 @@ AGAIN_S = 5.0
 class Workers:
     """Carries out the batches of a store, `count` at once."""
 
-    def __init__(self, store: Store, where: Where, count: int, any_model: bool, settings: Settings) -> None:
+    def __init__(self, store: Store, where: Where, count: int, any_model: bool, settings: RunnerSettings) -> None:
         self._store, self._where, self._any_model, self._settings = store, where, any_model, settings
         self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._stop = threading.Event()
@@ -75,7 +75,7 @@ class Workers:
             self._end(identity, "cancelled")
         if batch["status"] in (*ENDED, "cancelling"):
             return
-        order = Order(
+        order = BatchOrder(
             input=str(self._store.content(batch["input_file_id"])),
             output=str(self._store.output_of(identity)),
             recipe=Recipe(kind=OPENAI, any_model=self._any_model, only_path=batch["endpoint"]),
@@ -84,7 +84,7 @@ class Workers:
         )
         while not self._stop.is_set():
             try:
-                result = carry_out(order, self._where, self._settings, _Watch(self._store, identity), signals=False)
+                result = carry_out(order, self._where, self._settings, _Counter(self._store, identity), signals=False)
             except (UnreachableError, NotFoundError):
                 if self._store.batch(identity)["status"] == "cancelling":
                     self._end(identity, "cancelled")
@@ -102,7 +102,7 @@ class Workers:
 
     def _end(self, identity: str, status: str, rows: int = 0) -> None:
         """Make the files of a batch known, then its end."""
-        folder = JobFolder(self._store.output_of(identity))
+        folder = BatchFolder(self._store.output_of(identity))
         files: dict[str, str] = {}
         for name, path in (("output_file_id", folder.output), ("error_file_id", folder.errors)):
             if path.exists() and path.stat().st_size:
@@ -121,8 +121,8 @@ class Workers:
 
 
 def _ask_to_stop(store: Store, identity: str) -> None:
-    with contextlib.suppress(OSError):  # it has no folder yet: its status says it (`_Watch`)
-        JobFolder(store.output_of(identity)).cancel.touch()
+    with contextlib.suppress(OSError):  # it has no folder yet: its status says it (`_Counter`)
+        BatchFolder(store.output_of(identity)).cancel.touch()
 
 
 def _count_lines(path: Any) -> int:
@@ -139,7 +139,7 @@ def _errors(error: CorralError) -> list[dict[str, Any]]:
     return [{"code": "invalid_row", "message": p["text"], "line": p["line"], "param": None} for p in problems]
 
 
-class _Watch:
+class _Counter:
     """Keeps a batch's counts up to date, about once a second."""
 
     def __init__(self, store: Store, identity: str) -> None:

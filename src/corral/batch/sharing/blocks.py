@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from corral.batch.core.folder import JobFolder
-from corral.batch.sharing.parts import Member, Others
+from corral.batch.core.folder import BatchFolder
+from corral.batch.sharing.parts import Others, Participant
 from corral.record import load_json
 
 __all__ = ["BlockFeed", "Division", "block_size", "held_blocks", "load_division"]
@@ -41,13 +41,13 @@ def block_size(rows: int, runners: int) -> int:
     return min(LARGEST, max(SMALLEST, rows // (PER_RUNNER * runners)))
 
 
-def load_division(folder: JobFolder) -> Division | None:
+def load_division(folder: BatchFolder) -> Division | None:
     with contextlib.suppress(FileNotFoundError):
         return load_json(Division, folder.division)
     return None
 
 
-def held_blocks(folder: JobFolder) -> set[int]:
+def held_blocks(folder: BatchFolder) -> set[int]:
     """The blocks that somebody has claimed, dead or alive."""
     return {int(name) for name in os.listdir(folder.blocks) if name.isdigit()}  # noqa: PTH208 - names, thousands
 
@@ -57,8 +57,8 @@ class BlockFeed:
 
     def __init__(
         self,
-        folder: JobFolder,
-        member: Member,
+        folder: BatchFolder,
+        member: Participant,
         division: Division,
         order: Sequence[int],
         done: bytearray,

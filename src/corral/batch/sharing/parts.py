@@ -19,23 +19,23 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from corral.batch.core.folder import JobFolder, PartFolder, sync_dir
+from corral.batch.core.folder import BatchFolder, PartFolder, sync_dir
 from corral.batch.core.ledger import RECORD_BYTES, Finder, read_ledger
 from corral.batch.core.table import Table
 from corral.lock import TOUCH_S, discard_lock, holder_of, lock_holder, try_lock
 from corral.processes import Identity
 
-__all__ = ["Member", "Others", "all_parts", "bury", "claim_path", "runners_of"]
+__all__ = ["Others", "Participant", "all_parts", "bury", "claim_path", "runners_of"]
 
 
-def all_parts(folder: JobFolder) -> list[PartFolder]:
+def all_parts(folder: BatchFolder) -> list[PartFolder]:
     """What runners have written, dead or alive."""
     with contextlib.suppress(FileNotFoundError):
         return [PartFolder(folder.output, folder.live, path.name) for path in sorted(folder.parts.iterdir())]
     return []
 
 
-def runners_of(folder: JobFolder) -> list[Identity]:
+def runners_of(folder: BatchFolder) -> list[Identity]:
     """Who works on it now."""
     found = (holder_of(part.holder) for part in all_parts(folder))
     return [holder for holder in found if holder is not None]
@@ -46,7 +46,7 @@ def bury(part: PartFolder) -> None:
     found = lock_holder(part.holder)
     if found is None:
         return
-    job = JobFolder(part.output)
+    job = BatchFolder(part.output)
     with contextlib.suppress(FileNotFoundError):
         for claim in job.blocks.iterdir():
             if lock_holder(claim) == found:
@@ -54,14 +54,14 @@ def bury(part: PartFolder) -> None:
     part.holder.unlink(missing_ok=True)
 
 
-def claim_path(folder: JobFolder, block: int) -> Path:
+def claim_path(folder: BatchFolder, block: int) -> Path:
     return folder.blocks / f"{block:06}"
 
 
-class Member:
+class Participant:
     """This process as one of the runners of a batch, from `join` to `leave`."""
 
-    def __init__(self, folder: JobFolder) -> None:
+    def __init__(self, folder: BatchFolder) -> None:
         self._folder = folder
         name = f"{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(3)}"
         self.part = PartFolder(folder.output, folder.live, name)
@@ -142,7 +142,7 @@ class Member:
 class Others:
     """What the other runners have done, read from their ledgers as these grow."""
 
-    def __init__(self, folder: JobFolder, table: Table, own: str, done: bytearray) -> None:
+    def __init__(self, folder: BatchFolder, table: Table, own: str, done: bytearray) -> None:
         self._folder, self._own, self._done = folder, own, done
         self._find = Finder(table)
         self._read: dict[str, int] = {}

@@ -20,14 +20,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from corral.batch.core.folder import JobFolder, PartFolder, sync_dir
+from corral.batch.core.folder import BatchFolder, PartFolder, sync_dir
 from corral.batch.core.ledger import Ledger, Tally
-from corral.batch.core.lock import JobLock
-from corral.batch.core.run import Listener, Share, Summary, commit_first
+from corral.batch.core.lock import BatchLock
+from corral.batch.core.run import Listener, RunSummary, Share, commit_first
 from corral.batch.core.runner import Counts, Feed
-from corral.batch.job import JobRecord, Order, Prepared, prepare
+from corral.batch.job import BatchOrder, BatchRecord, Prepared, prepare
 from corral.batch.sharing.blocks import BlockFeed, Division, block_size, load_division
-from corral.batch.sharing.parts import Member, Others, all_parts, bury, runners_of
+from corral.batch.sharing.parts import Others, Participant, all_parts, bury, runners_of
 from corral.errors import ConflictError
 from corral.files import write_atomic
 from corral.lock import beating
@@ -46,7 +46,7 @@ class Sharing:
 
     runners: int = 1  # that may work on it at once
     counted: bool = True  # whether one too many is refused; a scheduler's jobs were counted when they were queued
-    life: Path | None = None  # where a runner that may be put back into a queue keeps the name of its part
+    part_name_file: Path | None = None  # where a runner that may be requeued keeps the name of its part
 
     @property
     def wanted(self) -> bool:
@@ -54,7 +54,7 @@ class Sharing:
 
 
 @contextlib.contextmanager
-def brief_lock(folder: JobFolder, patient: Callable[[], bool] | None = None) -> Iterator[JobLock]:
+def brief_lock(folder: BatchFolder, patient: Callable[[], bool] | None = None) -> Iterator[BatchLock]:
     """The job's lock, which runners of a shared batch hold only for moments; a lone runner holds it all the time."""
     patient_until = time.monotonic() + ALONE_S
 
@@ -64,7 +64,7 @@ def brief_lock(folder: JobFolder, patient: Callable[[], bool] | None = None) -> 
     while True:
         folder.create()
         try:
-            with JobLock(folder.lock, str(folder.output), patient or shared) as lock, beating(folder.lock):
+            with BatchLock(folder.lock, str(folder.output), patient or shared) as lock, beating(folder.lock):
                 yield lock
             return
         except FileNotFoundError:
@@ -74,11 +74,13 @@ def brief_lock(folder: JobFolder, patient: Callable[[], bool] | None = None) -> 
 
 
 @contextlib.contextmanager
-def open_door(folder: JobFolder, sharing: Sharing) -> Iterator[list[Identity]]:
+def open_door(folder: BatchFolder, sharing: Sharing) -> Iterator[list[Identity]]:
     """Show that the batch is shared, refuse one too many; gives those who are there. Closed again when refused."""
     folder.shared.mkdir(mode=0o700, exist_ok=True)
-    if sharing.life is not None and sharing.life.is_file():  # its scheduler has ended that life before this one
-        bury(PartFolder(folder.output, folder.live, sharing.life.read_text().strip()))
+    if (
+        sharing.part_name_file is not None and sharing.part_name_file.is_file()
+    ):  # its scheduler has ended that life before this one
+        bury(PartFolder(folder.output, folder.live, sharing.part_name_file.read_text().strip()))
     others = runners_of(folder)
     try:
         if sharing.counted and len(others) >= sharing.runners:
@@ -93,7 +95,7 @@ def open_door(folder: JobFolder, sharing: Sharing) -> Iterator[list[Identity]]:
         raise
 
 
-def _too_many(folder: JobFolder, others: list[Identity], runners: int) -> ConflictError:
+def _too_many(folder: BatchFolder, others: list[Identity], runners: int) -> ConflictError:
     who = ", ".join(f"process {one.pid} on {one.host}" for one in others)
     return ConflictError(
         f"{folder.output} is being worked on by {who}.",
@@ -106,11 +108,11 @@ def _too_many(folder: JobFolder, others: list[Identity], runners: int) -> Confli
 class Together:
     """One of several runners on a batch, each called like this; whoever finds all rows done makes the output."""
 
-    def __init__(self, folder: JobFolder, sharing: Sharing, listener: Listener) -> None:
+    def __init__(self, folder: BatchFolder, sharing: Sharing, listener: Listener) -> None:
         self._folder, self._sharing, self._listener = folder, sharing, listener
 
     def begin(
-        self, order: Order, where: dict[str, Any], row_order: str, facts: dict[str, Any]
+        self, order: BatchOrder, where: dict[str, Any], row_order: str, facts: dict[str, Any]
     ) -> tuple[Prepared, contextlib.AbstractContextManager[Share]]:
         """Check the input and become a member, under the lock."""
         folder, listener = self._folder, self._listener
@@ -123,21 +125,21 @@ class Together:
                 size = block_size(len(made.table), self._sharing.runners)
                 division = Division(size, row_order, made.record.digest)
                 write_atomic(folder.division, dump_json(division))
-            member = Member(folder)
-            if self._sharing.life is not None:
-                write_atomic(self._sharing.life, member.part.name)
+            member = Participant(folder)
+            if self._sharing.part_name_file is not None:
+                write_atomic(self._sharing.part_name_file, member.part.name)
             member.join()
         if others:
             listener.note("joined", f"{len(others)} more at work")
         return made, _BlockShare(made, member, division, tally)
 
-    def finish(self, made: Prepared, summary: Summary) -> Summary | None:
+    def finish(self, made: Prepared, summary: RunSummary) -> RunSummary | None:
         """Put the parts together when all is done; None when rows turn out to be missing and must be done again."""
         return gather(made, summary) if summary.state == "done" else summary
 
 
 def _take_stock(
-    made: Prepared, lock: JobLock, division: Division | None, busy: bool, retry_failed: bool, listener: Listener
+    made: Prepared, lock: BatchLock, division: Division | None, busy: bool, retry_failed: bool, listener: Listener
 ) -> Tally:
     """What is done; alone, this puts in order what earlier runners left."""
     folder = made.folder
@@ -160,7 +162,7 @@ def _take_stock(
     return tally
 
 
-def _collect(ledger: Ledger, folder: JobFolder, retry_failed: bool) -> Tally:
+def _collect(ledger: Ledger, folder: BatchFolder, retry_failed: bool) -> Tally:
     """Take all parts into the job's own ledger; failed rows may be forgotten."""
     tally = ledger.collect(all_parts(folder))
     shutil.rmtree(folder.parts, ignore_errors=True)
@@ -170,7 +172,7 @@ def _collect(ledger: Ledger, folder: JobFolder, retry_failed: bool) -> Tally:
     return tally
 
 
-def forget_failed(made: Prepared, lock: JobLock) -> None:
+def forget_failed(made: Prepared, lock: BatchLock) -> None:
     """Let failed rows be tried again; the job's lock is held and nobody works on it."""
     ledger = Ledger(made.folder, made.table, lock.check)
     try:
@@ -181,7 +183,7 @@ def forget_failed(made: Prepared, lock: JobLock) -> None:
         _drop_empty(made.folder)
 
 
-def _drop_empty(folder: JobFolder) -> None:
+def _drop_empty(folder: BatchFolder) -> None:
     """No empty output while the results are still in parts."""
     for path in (folder.results, folder.errors):
         with contextlib.suppress(OSError):
@@ -192,9 +194,9 @@ def _drop_empty(folder: JobFolder) -> None:
 class _BlockShare:
     """Blocks of rows, claimed one after the other; results go into a part of one's own."""
 
-    def __init__(self, made: Prepared, member: Member, division: Division, tally: Tally) -> None:
+    def __init__(self, made: Prepared, member: Participant, division: Division, tally: Tally) -> None:
         self._made, self._member, self._division = made, member, division
-        self.folder: JobFolder = member.part
+        self.folder: BatchFolder = member.part
         self.table, self.done = made.table, tally.done
         self.ledger = Ledger(member.part, made.table)
         self.alive = member.part.holder
@@ -226,7 +228,7 @@ class _BlockShare:
         self.counts.before += rows
 
 
-def gather(made: Prepared, summary: Summary) -> Summary | None:
+def gather(made: Prepared, summary: RunSummary) -> RunSummary | None:
     """Put the parts together, unless somebody has; None when rows turn out to be missing and must be done again."""
     while True:
         try:
@@ -241,7 +243,7 @@ def gather(made: Prepared, summary: Summary) -> Summary | None:
     return replace(summary, state="done", left=0, before=before) if complete else None
 
 
-def _gather(made: Prepared, lock: JobLock) -> bool:
+def _gather(made: Prepared, lock: BatchLock) -> bool:
     """Whether every row has its result; the lock is held."""
     folder, table = made.folder, made.table
     first = folder.shared.is_dir()
@@ -265,10 +267,10 @@ def _gather(made: Prepared, lock: JobLock) -> bool:
 def _is_still(made: Prepared) -> bool:
     """Whether the job is what it was when we joined."""
     folder = made.folder
-    return folder.job.is_file() and _is_same(load_json(JobRecord, folder.job), made.record)
+    return folder.job.is_file() and _is_same(load_json(BatchRecord, folder.job), made.record)
 
 
-def _is_same(one: JobRecord, other: JobRecord) -> bool:
+def _is_same(one: BatchRecord, other: BatchRecord) -> bool:
     """Whether two records are of the same job, wherever it ran."""
     where = {name: getattr(other, name) for name in ("deployments", "urls", "key_file", "offline", "fingerprint")}
     return replace(one, **where) == other
