@@ -6,7 +6,7 @@
 Options: `die-after-ready=CODE`, `exit=CODE` (before ready), `silent` (no more lines, no CPU), `daemon` (leaves a
 child in a session of its own), `retitled` (a child without the launch's environment), `open` (answers without a key),
 `hang` (stops answering after ready), `slow=SECONDS` or `after=FILE` (before the port is bound), `worker-exit=CODE`
-(a headless rank), `busy` (says that a request runs).
+(a headless rank), `busy` (says that a request runs), `spin` (computes and writes lines, and never gets on).
 """
 
 from __future__ import annotations
@@ -85,6 +85,11 @@ def main() -> None:
         sys.exit(int(options["exit"]))
     if "silent" in options:
         time.sleep(1000)
+    while "spin" in options:  # computes and talks, and gets nowhere
+        print(
+            "WARNING 11-15 10:00:00 [cpu.py:1] Failed to create oneDNN linear, fallback to torch linear", flush=True
+        )
+        sum(range(200_000))
     hanging = threading.Event()
 
     class Handler(BaseHTTPRequestHandler):

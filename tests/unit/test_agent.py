@@ -203,7 +203,7 @@ def test_restarts_are_bounded(run) -> None:
 
 
 def test_a_silent_start_is_a_stall(run) -> None:
-    one = run("silent", patience={"stall_s": 2})
+    one = run("silent", patience={"idle_s": 2})
     failed = one.wait_state("failed")
     assert failed.get("reason") == "stalled"
     one.wait_gone()

@@ -139,7 +139,7 @@ def test_a_model_of_the_hub_goes_straight_to_the_nodes(monkeypatch: pytest.Monke
     target = Elsewhere("8xH100x2")
     target.hosts = ("node00", "node01")
     decision = bringup.decide(bringup.Wish(model="llama-3.1-405b"), target)
-    staging = bringup._Stoppable(Silent(), Folder(tmp_path))  # type: ignore[arg-type]
+    staging = bringup._Staging(Silent(), Folder(tmp_path), {})  # type: ignore[arg-type]
     orders = []
 
     def pull(order: Any, report: Any) -> Any:

@@ -9,15 +9,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
 import click
 
-from corral.deployment.expectation import duration
+from corral.deployment.course import Phase
+from corral.deployment.expectation import Expected, duration
 from corral.record import to_json
 from corral.untrusted import plain
 
@@ -65,30 +68,29 @@ def _amount(done: int, total: int) -> str:
 
 
 class PhaseScreen:
-    """Shows phases on stderr: live on a terminal, as plain lines elsewhere."""
+    """Shows phases on stderr: live on a terminal, as plain lines elsewhere, there one a minute at most."""
 
     FRAMES = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+    LINE_EVERY_S = 60.0
 
-    def __init__(self, quiet: bool = False) -> None:
+    def __init__(self, quiet: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
         self._live = sys.stderr.isatty() and not quiet
-        self._quiet = quiet
-        self._began = self._phase_began = time.monotonic()
+        self._quiet, self._clock = quiet, clock
+        self._began = self._phase_began = self._told = clock()
         self._phase = ""
+        self._expected: Expected | None = None
         self._detail = ""
         self._drawn = ""
         self._progress_began: tuple[float, int] = (0.0, 0)
-        self._told = 0.0
         self._tick = 0
         self.times: dict[str, float] = {}
         self.notes: list[str] = []
-        self._painter: Any = None
+        self._painter: threading.Thread | None = None
+        self._stop = threading.Event()
 
     def __enter__(self) -> PhaseScreen:
-        if self._live:
-            import threading
-
-            self._stop = threading.Event()
-            self._painter = threading.Thread(target=self._paint_always, daemon=True)
+        if not self._quiet:
+            self._painter = threading.Thread(target=self._go_on, daemon=True)
             self._painter.start()
         return self
 
@@ -100,25 +102,25 @@ class PhaseScreen:
             self._stop.set()
             self._painter.join()
 
-    def phase(self, name: str) -> None:
+    def phase(self, name: str, expected: Expected | None = None) -> None:
         if name == self._phase:
+            self._expected = expected or self._expected
             return
         self._finish_phase()
-        self._phase, self._detail = plain(name), ""
-        self._phase_began = time.monotonic()
+        self._phase, self._expected, self._detail = plain(name), expected, ""
+        self._phase_began = self._clock()
         self._progress_began = (0.0, 0)
-        if not self._live and name != "ready":
-            self._line(f"{name} …")
-        if name == "ready":
+        if not self._live and name != Phase.READY:
+            self._line(f"{name} …" + (f" ({expected.text})" if expected else ""))
+        if name == Phase.READY:
             self._finish_phase()
 
-    def detail(self, text: str, done: int = 0, total: int = 0) -> None:
+    def detail(self, text: str, done: int = 0, total: int = 0, news: bool = False) -> None:
         words = [text.rpartition("\r")[2].strip()] if text.strip() else []
         if total:
             words.append(_amount(done, total) + self._eta(done, total))
         self._detail = plain(" ".join(words))
-        worth_a_line = time.monotonic() - self._told > 2 or 0 < total == done or text.startswith(("waiting", "job "))
-        if not self._live and self._detail and worth_a_line:
+        if news and not self._live and self._detail:
             self._line(f"{self._phase}: {self._detail}")
 
     def note(self, text: str) -> None:
@@ -127,8 +129,22 @@ class PhaseScreen:
         if not self._quiet:
             tell(plain(f"  note: {text}"), err=True)
 
+    def remind(self) -> None:
+        """Where there are only lines: one a minute, so that nobody wonders."""
+        if self._phase and self._clock() - self._told >= self.LINE_EVERY_S:
+            lasted = self._clock() - self._phase_began
+            words = [f"for {duration(lasted)}", self._usual(lasted), self._detail]
+            self._line(f"{self._phase}, {', '.join(word for word in words if word)}")
+
+    def _usual(self, lasted_s: float) -> str:
+        """What is usual for this phase, and whether it is past twice that."""
+        if self._expected is None:
+            return ""
+        late = ", past twice that" if self._expected.is_overdue(lasted_s) else ""
+        return f"{self._expected.text}{late}"
+
     def _eta(self, done: int, total: int) -> str:
-        now = time.monotonic()
+        now = self._clock()
         if not self._progress_began[0]:
             self._progress_began = (now, done)
         began, first = self._progress_began
@@ -137,38 +153,38 @@ class PhaseScreen:
         return f", {duration((now - began) * (total - done) / (done - first))} left"
 
     def _line(self, text: str) -> None:
-        self._told = time.monotonic()
+        self._told = self._clock()
         if not self._quiet:
             tell(f"[{self._told - self._began:7.1f} s] {text}", err=True)
 
     def _finish_phase(self, failed: bool = False) -> None:
         if not self._phase:
             return
-        took = time.monotonic() - self._phase_began
+        took = self._clock() - self._phase_began
         self.times[self._phase] = self.times.get(self._phase, 0.0) + took
         if self._live:
             self._clear()
             mark = click.style("✗", fg="red") if failed else click.style("✓", fg="green")
-            if self._phase == "ready":
-                took = time.monotonic() - self._began
+            if self._phase == Phase.READY:
+                took = self._clock() - self._began
             detail = f"  {self._detail}" if self._detail else ""
             tell(f"{mark} {self._phase:<18} {duration(took):>12}{click.style(detail, dim=True)}", err=True)
-        elif self._phase == "ready":
+        elif self._phase == Phase.READY:
             self._line("ready")
         self._phase = ""
 
-    def _paint_always(self) -> None:
-        while not self._stop.wait(0.1):
-            self._paint()
+    def _go_on(self) -> None:
+        while not self._stop.wait(0.1 if self._live else 1.0):
+            self._paint() if self._live else self.remind()
 
     def _paint(self) -> None:
         if not self._phase:
             return
-        import shutil
-
         self._tick += 1
-        took = duration(time.monotonic() - self._phase_began)
-        line = f"{self.FRAMES[self._tick % len(self.FRAMES)]} {self._phase:<18} {took:>12}  {self._detail}"
+        lasted = self._clock() - self._phase_began
+        words = [self._usual(lasted), self._detail]
+        frame = self.FRAMES[self._tick % len(self.FRAMES)]
+        line = f"{frame} {self._phase:<18} {duration(lasted):>12}  {', '.join(word for word in words if word)}"
         self._drawn = line[: shutil.get_terminal_size().columns - 1]
         sys.stderr.write(f"\r\033[2K{self._drawn}")
         sys.stderr.flush()

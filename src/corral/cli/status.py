@@ -80,7 +80,8 @@ def _lines(found: Status, answers: bool | None, nodes: list[str]) -> list[str]:
         rows.append(("but", "its server does not answer at this moment"))
     if found.state in (State.STARTING, State.LOADING):
         amount = f" {found.done}/{found.total}" if found.total else ""
-        rows.append(("phase", f"{found.phase}{amount}"))
+        usual = f" ({found.expected.text})" if found.expected else ""
+        rows.append(("phase", f"{found.phase}{amount} for {since(found.phase_since_s)}{usual}"))
     if found.reason:
         rows.append(("reason", found.reason.value.replace("_", " ")))
     if found.text:

@@ -74,8 +74,8 @@ FIRST_QUESTION = "What is the capital of France?"
 @click.option("--env", "extra_env", multiple=True, metavar="NAME=VALUE", help="Environment variable for the engine.")
 @click.option("--restart", "restarts", type=click.IntRange(0, 100), help="Restarts after a failure (default: 0).")
 @click.option("--stall", "stall_s", type=click.FloatRange(min=10), metavar="SECONDS",
-              help="Give up on a start that shows no sign of progress for this long"
-                   f" (default: {Patience.stall_s:g}).")  # fmt: skip
+              help="Give up on a start that does not advance for this long (default: ten times what its phase"
+                   " usually takes, at least 15 minutes).")  # fmt: skip
 @click.option("--hung", "hung_s", type=click.FloatRange(min=10), metavar="SECONDS",
               help="Give up on a running server that answers nothing and moves no token for this long"
                    f" (default: {Patience.hung_s:g}).")  # fmt: skip

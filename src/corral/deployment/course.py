@@ -17,6 +17,7 @@ class Phase(enum.StrEnum):
     """What a start is doing: before there is an agent, and then as the agent reads it from the engine's log."""
 
     INSTALLING = "installing engine"
+    MEASURING = "measuring CPU"
     FETCHING = "fetching model"
     STARTING = "starting"  # the process starts and imports vLLM
     PULLING = "pulling image"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
+from corral.deployment.expectation import Expected
 from corral.deployment.folder import DeploymentFolder
 from corral.deployment.patience import Patience
 from corral.errors import UsageError
@@ -101,6 +102,8 @@ class LaunchSpec:
     ranks: tuple[RankSpec, ...]
     files: tuple[PlacedFile, ...]
     patience: Patience
+    expected: dict[str, Expected]  # how long each phase of the start usually takes here, or about, by the plan
+    weights_bytes: int = 0  # of the whole model
     gang: GangSpec | None = None
     script: str = ""  # what the target itself runs to start the ranks: a batch script
 
@@ -125,6 +128,7 @@ class Order:
     extra_args: tuple[str, ...] = ()
     extra_env: Mapping[str, str] = field(default_factory=dict)
     patience: Patience = field(default_factory=Patience)
+    expected: Mapping[str, Expected] = field(default_factory=dict)
 
 
 FILES = (
@@ -182,6 +186,8 @@ def render(plan: Plan, order: Order, runtime: Runtime) -> LaunchSpec:
         ranks=tuple(_rank(plan, order, runtime, linked) for linked in link_ranks(order.link, _gang(plan, order))),
         files=(*FILES, *order.files),
         patience=order.patience,
+        expected=dict(order.expected),
+        weights_bytes=plan.memory.weights_bytes,
         gang=_gang_spec(order),
     )
 
@@ -318,10 +324,22 @@ def agent_spec(spec: LaunchSpec, rank: RankSpec, folder: DeploymentFolder) -> di
         "engine_file": str(files.engine),
         "stop_file": str(files.stop),
         "drain_file": str(files.drain),
-        "patience": to_json(spec.patience),
+        "patience": to_json(spec.patience.settled()),
+        "expected": _expected(spec),
         "cleanup": [list(argv) for argv in rank.cleanup],
         "pid_query": list(rank.pid_query),
         "gang": to_json(spec.gang),
+    }
+
+
+def _expected(spec: LaunchSpec) -> dict[str, object]:
+    """What an agent judges a start by: how long its phases usually take, and how long they may go without advance."""
+    usual = {phase: expected.seconds for phase, expected in spec.expected.items()}
+    return {
+        "usual_s": usual,
+        "limit_s": {phase: spec.patience.limit_s(seconds) for phase, seconds in usual.items()},
+        "default_limit_s": spec.patience.limit_s(),
+        "weights_bytes": spec.weights_bytes,
     }
 
 

@@ -23,7 +23,8 @@ def describe(status: Status, now_s: float) -> str:
     if status.state in (State.STARTING, State.LOADING):
         amount = f" {status.done}/{status.total}" if status.total else ""
         elapsed_s = max(0.0, now_s - (status.phase_since_s or status.since_s))
-        return f"{status.name} is {status.phase or status.state}{amount}, for {duration(elapsed_s)} now"
+        usual = f" ({status.expected.text})" if status.expected else ""
+        return f"{status.name} is {status.phase or status.state}{amount}, for {duration(elapsed_s)} now{usual}"
     return f"{status.name} is {status.state}" + (f": {status.text}" if status.text else "")
 
 

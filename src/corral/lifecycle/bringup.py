@@ -15,9 +15,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from corral.deployment.events import Event
+from corral.deployment.course import Phase
+from corral.deployment.expectation import Expected
 from corral.deployment.folder import DeploymentFolder, checked_name
 from corral.deployment.patience import Patience
 from corral.deployment.state import State
@@ -27,27 +28,27 @@ from corral.engines.planned import joined, read_back
 from corral.errors import CorralError, DoesNotFitError, LaunchError, UsageError
 from corral.files import write_atomic
 from corral.hardware.inventory import Inventory
-from corral.home import home_dir
 from corral.launch.links import choose_link
 from corral.launch.render import LaunchSpec, Order, render
 from corral.lifecycle import deployments
 from corral.lifecycle.cpu_measuring import measure_cpu, unmeasured
+from corral.lifecycle.starts import WORTH_KEEPING_S, expectation, kind_of, remember, usual
 from corral.lifecycle.successors import Chain, refuse_living_chain, write_chain
-from corral.lifecycle.tunnel import ensure_tunnel
+from corral.lifecycle.watching import Reporter, wait_ready
 from corral.models import catalogue
 from corral.models import store as model_store
 from corral.models.facts import read_facts
 from corral.models.store import EMBEDDED, ModelSource
-from corral.plan import Goal, Plan, calibration, make_plan
-from corral.plan.reconcile import read_log, reconcile
+from corral.plan import Goal, Plan, make_plan
+from corral.plan.start import planned_start
 from corral.plan.tuning import tuning_for
 from corral.processes import own_identity
-from corral.record import dump_json, load_json
+from corral.record import dump_json
 from corral.runtimes.base import NodeSide, Runtime, make_runtime
 from corral.runtimes.ray import ray_checks, refuse_known_lack
 from corral.targets.base import Queue, Target, load_target
 
-__all__ = ["Decision", "Reporter", "Wish", "bring_up", "decide", "dry_run", "sized"]
+__all__ = ["Decision", "Reporter", "Wish", "bring_up", "decide", "dry_run", "sized", "wait_ready"]
 
 
 PORT_ATTEMPTS = 3  # a port that was free when chosen can be taken before the engine binds it
@@ -83,19 +84,6 @@ class Wish:
         """From keyword arguments, where `goal` and `patience` are keyword arguments themselves (see `merged`)."""
         goal, patience = Goal(**said.get("goal", {})), Patience(**said.get("patience", {}))
         return cls(**{**said, "goal": goal, "patience": patience})
-
-
-class Reporter(Protocol):
-    """Somebody who is told what is happening."""
-
-    def phase(self, name: str) -> None:
-        """A new phase begins."""
-
-    def detail(self, text: str, done: int = 0, total: int = 0) -> None:
-        """How far the phase is."""
-
-    def note(self, text: str) -> None:
-        """Something worth knowing that does not stop anything."""
 
 
 @dataclass(frozen=True)
@@ -267,9 +255,19 @@ def _render(
         extra_args=wish.extra_args,
         extra_env=wish.extra_env,
         patience=wish.patience,
+        expected=expectation(_kind(decision, target, runtime), decision.plan),
     )
     spec = render(decision.plan, order, runtime)
     return replace(spec, script=target.script(spec, folder)) if isinstance(target, Queue) else spec
+
+
+def _kind(decision: Decision, target: Target, runtime: Runtime) -> str:
+    """What the length of a start depends on: starts that agree in it are of one kind."""
+    plan, wish = decision.plan, decision.wish
+    return kind_of(
+        decision.source.name, plan.precision, plan.parallel, plan.settings, plan.max_model_len, wish.extra_args,
+        runtime.engine, wish.runtime, target.name, target.options(),
+    )  # fmt: skip
 
 
 def bring_up(wish: Wish, report: Reporter, wait: bool = True) -> deployments.Status:
@@ -300,10 +298,11 @@ def _bring_up_once(wish: Wish, report: Reporter, wait: bool) -> deployments.Stat
         _tell_decided(decision, report)
     refuse_living_chain(decision.name)
     folder = deployments.claim(record, lambda who: report.note(f"waiting for {who}, which uses the same name"))
-    staging = _Stoppable(report, folder)
+    staging = _Staging(report, folder, planned_start(decision.plan))
     with _released_on_failure(folder):
         _join_chain(wish, decision, folder)
-        staging.phase("installing engine")
+        kind = kind_of("engine", decision.flavour, engines.PINNED_VERSION, wish.runtime)
+        staging.phase(Phase.INSTALLING, kind, needed=engines.find(decision.flavour) is None)
         runtime = _runtime(wish, target, decision.flavour).stage(staging.detail)
         if runtime.carried:
             runtime = runtime.moved({path: target.place(Path(path), staging.detail) for path in runtime.carried})
@@ -312,10 +311,12 @@ def _bring_up_once(wish: Wish, report: Reporter, wait: bool) -> deployments.Stat
         decision = _measured(decision, staging)
         if not decision.inventory.gpu:
             _tell_decided(decision, report)
-        staging.phase("fetching model")
+        kind = kind_of("model", decision.source.name, target.name, target.options())
+        staging.phase(Phase.FETCHING, kind, needed=model_store.already_here(decision.source) is None)
         path = _bring_model(decision, target, staging)
         spec = _render(decision, target, folder, runtime, path, record.launch_id, report.note)
-        staging.phase("starting")
+        record = replace(record, kind=_kind(decision, target, runtime))
+        staging.phase(Phase.STARTING, record.kind)
         deployments.launch(spec, decision.plan, target, record, folder)
     if not wait:
         return deployments.status(folder)
@@ -326,13 +327,13 @@ def _bring_up_once(wish: Wish, report: Reporter, wait: bool) -> deployments.Stat
         raise
 
 
-def _measured(decision: Decision, staging: _Stoppable) -> Decision:
+def _measured(decision: Decision, staging: _Staging) -> Decision:
     """The decision with what this CPU can do, measured now that there is an engine to measure with."""
     model, inventory = decision.plan.model, decision.inventory
     formats = unmeasured(model, inventory, decision.wish.fixed)
     if not formats:
         return decision
-    staging.phase("measuring CPU")
+    staging.phase(Phase.MEASURING)
     if not measure_cpu(model, inventory, formats, staging.report.note):
         return decision
     return replace(decision, plan=_fitting(decision.source, _plan(decision.source, inventory, decision.wish)))
@@ -365,7 +366,7 @@ def _join_chain(wish: Wish, decision: Decision, folder: DeploymentFolder) -> Non
         write_chain(folder, Chain(max_jobs=wish.max_jobs))
 
 
-def _bring_model(decision: Decision, target: Target, staging: _Stoppable) -> str:
+def _bring_model(decision: Decision, target: Target, staging: _Staging) -> str:
     """The model's folder on the nodes. What only the hub has goes to them straight, not by way of this machine."""
     source, hosts = decision.source, target.fetching_hosts()
     if not hosts or source.kind != "hub" or model_store.already_here(source):
@@ -390,24 +391,30 @@ def _values_of(flag: str, arguments: Sequence[str]) -> list[str]:
     return [b for a, b in pairs if a == flag] + [a.partition("=")[2] for a in arguments if a.startswith(flag + "=")]
 
 
-@dataclass(frozen=True)
-class _Stoppable:
-    """Passes on what is happening, and gives up at the next word when `corral down` asked for it."""
+class _Staging:
+    """Passes on what is happening with how long it usually takes, and gives up when `corral down` asked for it."""
 
-    report: Reporter
-    folder: DeploymentFolder
+    def __init__(self, report: Reporter, folder: DeploymentFolder, planned: Mapping[str, float]) -> None:
+        self.report, self._folder, self._planned = report, folder, planned
+        self._phase, self._kind, self._began_s = "", "", 0.0
 
-    def phase(self, name: str) -> None:
+    def phase(self, name: Phase, kind: str = "", needed: bool = True) -> None:
+        """The next phase begins; where nothing is needed, its usual length says nothing."""
         self._check()
-        self.report.phase(name)
+        took_s = time.monotonic() - self._began_s
+        if self._phase and took_s > WORTH_KEEPING_S:
+            remember(self._kind, {self._phase: took_s})
+        self._phase, self._kind, self._began_s = name, kind, time.monotonic()
+        planned = Expected(self._planned[name]) if name in self._planned else None
+        self.report.phase(name, usual(kind).get(name, planned) if needed else None)
 
     def detail(self, text: str, done: int = 0, total: int = 0) -> None:
         self._check()
         self.report.detail(text, done, total)
 
     def _check(self) -> None:
-        if self.folder.stop.exists() or not self.folder.record.is_file():
-            raise LaunchError(f"{self.folder.name!r} was stopped by `corral down` before it started.", "")
+        if self._folder.stop.exists() or not self._folder.record.is_file():
+            raise LaunchError(f"{self._folder.name!r} was stopped by `corral down` before it started.", "")
 
 
 @contextlib.contextmanager
@@ -419,69 +426,3 @@ def _released_on_failure(folder: DeploymentFolder) -> Iterator[None]:
         if not any(mark.exists() for mark in (folder.rank(0).agent, folder.job, folder.started)):
             shutil.rmtree(folder.path, ignore_errors=True)
         raise
-
-
-def wait_ready(folder: DeploymentFolder, report: Reporter) -> deployments.Status:
-    """Follow a deployment until it is ready; raise its reason when it ends instead."""
-    final: deployments.Status | None = None
-    for item in deployments.watch(folder):
-        if isinstance(item, Event):
-            _tell(item, report)
-        else:
-            final = item
-    assert final is not None
-    if final.state is State.READY:
-        learn_from(folder)
-        ensure_tunnel(folder)
-        report.phase("ready")
-        return final
-    reason = final.reason.value if final.reason else ""
-    log = folder.rank(0).log
-    raise LaunchError(
-        f"{final.name!r} {final.state}: {final.text}.",
-        final.remedy,
-        name=final.name,
-        state=final.state.value,
-        reason=reason,
-        log=str(log),
-    )
-
-
-def learn_from(folder: DeploymentFolder) -> None:
-    """Hold the plan against what the engine reported, once per deployment, and keep the lesson for later plans."""
-    if folder.differences.exists() or not folder.plan.is_file():
-        return
-    with folder.rank(0).log.open(encoding="utf-8", errors="replace") as lines:
-        observed = read_log(itertools.islice(lines, 20_000))
-    differences = reconcile(load_json(Plan, folder.plan), observed)
-    write_atomic(folder.differences, dump_json(differences))
-    calibration.append(home_dir(), differences)
-
-
-def _tell(event: Event, report: Reporter) -> None:
-    if event.kind == "state" and event.get("state") in (State.STARTING, State.LOADING):
-        report.phase(str(event.get("state")))
-    elif event.kind == "phase":
-        report.phase(str(event.get("phase")))
-        if event.get("total"):
-            report.detail("", int(event.get("done", 0)), int(event.get("total")))
-    elif event.kind == "observed" and (text := _observed_text(event.details)):
-        report.detail(text)
-    elif event.kind == "standing":
-        report.phase(str(event.get("state")))
-        report.detail(str(event.get("text")))
-    elif event.kind == "restart":
-        report.note(f"restart {event.get('attempt')} of {event.get('of')}: {event.get('text', event.get('reason'))}")
-
-
-OBSERVED_WORDS = {
-    "weights_gib": "weights {} GiB",
-    "load_s": "loaded in {} s",
-    "compile_s": "compiled in {} s",
-    "kv_tokens": "KV cache {:,} tokens",
-    "graph_gib": "graphs {} GiB",
-}
-
-
-def _observed_text(values: Mapping[str, Any]) -> str:
-    return ", ".join(words.format(values[name]) for name, words in OBSERVED_WORDS.items() if name in values)

@@ -19,8 +19,10 @@ from corral.client.endpoint import Endpoint
 from corral.deployment.course import course_of
 from corral.deployment.diagnosis import Diagnosis, diagnose, last_lines
 from corral.deployment.events import Event, Follower, read_events
+from corral.deployment.expectation import Expected
 from corral.deployment.folder import DeploymentFolder, all_folders
 from corral.deployment.patience import Patience
+from corral.deployment.slowness import explain_slow
 from corral.deployment.state import ENDED, Reason, State
 from corral.errors import ConflictError, CorralError, LaunchError
 from corral.files import write_atomic
@@ -28,7 +30,7 @@ from corral.home import deployments_dir
 from corral.launch.render import LaunchSpec
 from corral.lock import exclusive_lock
 from corral.processes import Identity
-from corral.record import dump_json, load_json
+from corral.record import dump_json, from_json, load_json
 from corral.targets.base import Life, Target, load_target
 
 if TYPE_CHECKING:  # the planner is not needed to look at a deployment
@@ -62,6 +64,7 @@ class Record:
     created_by: Identity
     engine: str = ""  # known once staged
     place: dict[str, Any] = field(default_factory=dict)  # what makes the target again: hosts, a partition, …
+    kind: str = ""  # what the lengths of its start are remembered under (see `starts`)
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,7 @@ class Status:
     endpoint: Endpoint | None
     timings: Timings
     phase_since_s: float = 0.0  # wall-clock time at which the phase began
+    expected: Expected | None = None  # how long the phase usually takes
     restarts: int = 0
     observed: dict[str, Any] = field(default_factory=dict)
 
@@ -163,6 +167,14 @@ def plan_of(folder: DeploymentFolder) -> Plan | None:
         return None
 
 
+def expected_of(folder: DeploymentFolder) -> dict[str, Expected]:
+    """How long the phases of its start usually take, as known when it was launched."""
+    with contextlib.suppress(OSError, ValueError, KeyError, CorralError):
+        body = json.loads(folder.launch.read_text(encoding="utf-8"))
+        return {str(phase): from_json(Expected, one) for phase, one in body["expected"].items()}
+    return {}
+
+
 def statuses() -> list[Status]:
     """Every deployment of this home; one whose files cannot be read is shown as unknown, and hides no other."""
     found = []
@@ -202,6 +214,8 @@ def _combine(folder: DeploymentFolder, record: Record, events: list[Event], life
     if state is State.FAILED and reason is Reason.ENGINE_EXITED and last:
         found = _diagnosis(folder, last, name)
         reason, text, remedy = found.reason, found.cause, found.remedy
+    elif state is State.FAILED and last and reason in (Reason.NOT_ADVANCING, Reason.STALLED):
+        text, remedy = _why_slow(last, text, name)
     elif state is State.FAILED and not remedy:
         remedy = REMEDIES.get(reason or Reason.ENGINE_EXITED, WHOLE_LOG).format(name=name)
     phases = [event for event in events if event.kind in ("phase", "state")]
@@ -224,6 +238,7 @@ def _combine(folder: DeploymentFolder, record: Record, events: list[Event], life
         endpoint=_endpoint(folder, state),
         timings=_timings(states),
         phase_since_s=course[-1].since_s if course else since,
+        expected=expected_of(folder).get(course[-1].phase) if course and state not in ENDED else None,
         restarts=sum(event.kind == "restart" for event in events),
         observed={key: value for event in events if event.kind == "observed" for key, value in event.details.items()},
     )
@@ -240,6 +255,8 @@ STAGING_PATIENCE_S = 60.0
 
 WHOLE_LOG = "The whole log: `corral logs {name}`."
 REMEDIES = {
+    Reason.NOT_ADVANCING: "`corral logs {name}` shows what it did; if it was only slow, start it again with a longer"
+    " --stall.",
     Reason.STALLED: "`corral logs {name}` shows its last lines; start again, with a longer --stall if it was slow.",
     Reason.ENGINE_HUNG: "Start it again (`--restart 3` does so by itself); the log may say what it waited for.",
     Reason.PORT_TAKEN: "Start it again: another free port is chosen; or name one with --port.",
@@ -298,6 +315,16 @@ def _diagnosis(folder: DeploymentFolder, last: Event, name: str) -> Diagnosis:
         name,
     )
     return replace(found, cause=f"rank {failed} on {last.get('node')}: {found.cause}") if failed else found
+
+
+def _why_slow(last: Event, text: str, name: str) -> tuple[str, str]:
+    """Why a start did not get on, as far as the engine's lines tell, and what to do."""
+    line = str(last.get("line") or "")
+    said = f"{text}; the engine's last words: {line.rstrip('.')}" if line else text
+    found = explain_slow([*last.get("lines", ()), line], name)
+    if found is None:
+        return said, REMEDIES[Reason(last.get("reason"))].format(name=name)
+    return f"{said}; likely {found.cause}", found.remedy
 
 
 def _timings(states: list[Event]) -> Timings:

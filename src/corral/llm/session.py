@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
+from corral.deployment.expectation import Expected
 from corral.deployment.folder import all_folders, open_folder
 from corral.errors import ConflictError
 from corral.lifecycle import bringup, deployments
@@ -24,13 +25,14 @@ class _Lines:
     def __init__(self, quiet: bool) -> None:
         self._quiet, self._began, self._phase = quiet, time.monotonic(), ""
 
-    def phase(self, name: str) -> None:
+    def phase(self, name: str, expected: Expected | None = None) -> None:
         if name != self._phase:
             self._phase = name
-            self._write(name)
+            self._write(f"{name} ({expected.text})" if expected else name)
 
-    def detail(self, text: str, done: int = 0, total: int = 0) -> None:
-        pass
+    def detail(self, text: str, done: int = 0, total: int = 0, news: bool = False) -> None:
+        if news:
+            self._write(text)
 
     def note(self, text: str) -> None:
         self._write(f"note: {text}")

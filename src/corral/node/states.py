@@ -41,6 +41,7 @@ class Reason(_Word):
     ENGINE_EXITED = "engine_exited"
     ENGINE_HUNG = "engine_hung"
     STALLED = "stalled"
+    NOT_ADVANCING = "not_advancing"
     AGENT_KILLED = "agent_killed"
     NOT_GUARDED = "not_guarded"
     OUT_OF_MEMORY = "out_of_memory"

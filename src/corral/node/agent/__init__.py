@@ -13,7 +13,8 @@ sweep, do so.
 
 What it writes, all inside the deployment's folder: events (append-only, synced), a heartbeat, the engine's log. It
 never reads an exit code of 0 as success: any exit nobody asked for is a failure. It never judges by a deadline, only
-by a stall: no new log line that means progress, no processor time, no disk traffic for `stall_s`.
+by progress: a start in which nothing moves at all is given up after `idle_s`, and one that computes but does not
+advance (see `advance`) after a limit that depends on the plan.
 
 Standard library only, Python 3.8 or later, nothing of corral: the package is copied, as one file, to where the engine
 runs (`corral/bundle.py`).

@@ -13,8 +13,9 @@ MAX_LOG_BYTES = 64 << 20
 # (pattern, phase or None, names of the groups as observed values)
 PHASES = [
     (r"Unable to find image '|Trying to pull |Starting to build|Converting OCI blobs", "pulling image", ()),
+    (r"non-default args:|Initializing a V1 LLM engine", "initialising", ()),
     (r"Starting to load model", "loading", ()),
-    (r"Loading \S+ checkpoint shards:\s+\d+% Completed \| (\d+)/(\d+)", "loading", ("done", "total")),
+    (r"Loading \S+ (?:checkpoint shards|using [^:]+):\s+\d+% Completed \| (\d+)/(\d+)", "loading", ("done", "total")),
     (r"Time spent downloading weights", "loading", ()),
     (r"Loading weights took ([\d.]+) seconds", "loading", ("weights_read_s",)),
     (r"Model loading took ([\d.]+) GiB (?:memory )?and ([\d.]+) seconds", "loading", ("weights_gib", "load_s")),

@@ -180,9 +180,9 @@ class Head:
             time.sleep(0.1)
         return reason, details
 
-    def quiet_s(self) -> float:
-        """Seconds since any member last saw its rank do something."""
-        return min([float(member.said.get("quiet_s", 1e9)) for member in self.members] or [1e9])
+    def least(self, name: str) -> float:
+        """The least of what the members say: seconds since any of them saw its rank do something, or advance."""
+        return min([float(member.said.get(name, 1e9)) for member in self.members] or [1e9])
 
     def halt(self, wait_s: float) -> None:
         """Every member takes its rank down; waited for, but not for those that are lost."""

@@ -12,6 +12,7 @@ from typing import Any, Dict, Optional, Set, Tuple
 from ..files import write_json
 from ..identity import identity
 from ..states import Reason, State
+from .advance import Advance
 from .container import Container
 from .engine_log import PROGRESS_NAMES, WAITING, EngineLog, read_line
 from .journal import Journal, private_tmp
@@ -51,6 +52,7 @@ class Rank:
         self.running = False
         self.ended: Optional[Json] = None  # how this rank's last attempt ended
         self.activity_at = self.ended_at = time.monotonic()
+        self.advance = Advance(spec.get("expected"), time.monotonic())
 
     @property
     def state(self) -> State:
@@ -65,6 +67,10 @@ class Rank:
         """Seconds since anything moved."""
         return now - self.activity_at
 
+    def _still_s(self, now: float) -> float:
+        """Seconds since the start last advanced."""
+        return now - self.advance.at
+
     # -------------------------------------------------------------------------------------------------- one attempt
     def _run_once(self, attempt: int) -> Tuple[str, Json]:
         """Start the engine and stay with it to its end: (reason, details)."""
@@ -72,6 +78,7 @@ class Rank:
         self.oom_kills = kernel_oom_kills()
         self.container.forget()
         self.ended, self.running, self.activity_at = None, True, time.monotonic()
+        self.advance = Advance(self.spec.get("expected"), self.activity_at)
         try:
             self.engine = self._start()
         except OSError as error:
@@ -145,7 +152,8 @@ class Rank:
         halted = 0
         last_ticks = last_bytes = 0
         checked = 0.0
-        window = min(10.0, self.patience["stall_s"] / 4)
+        idle_s = self.patience["idle_s"]
+        window = min(10.0, idle_s / 4)
         while True:
             time.sleep(TICK_S)
             now = time.monotonic()
@@ -188,14 +196,24 @@ class Rank:
                 moved = disk_bytes(processes)
                 if ticks - last_ticks > 5 * window or moved - last_bytes > 1 << 20:  # 5% of a core, or 1 MiB
                     self.activity_at = now
+                self.advance.read(moved, now)
                 last_ticks, last_bytes, checked = ticks, moved, now
-            served = self.state in SERVED
-            if not served and self._quiet_s(now) > self.patience["stall_s"]:
-                text = "no log line, processor time or disk traffic for %d s while %s" % (
-                    self.patience["stall_s"],
-                    self.phase,
-                )
-                return Reason.STALLED, {"text": text}
+            late = None if self.state in SERVED else self._late(now, idle_s)
+            if late:
+                return late
+
+    def _late(self, now: float, idle_s: float) -> Optional[Tuple[str, Json]]:
+        """Why this start is given up, if it is; and a word in the journal when it takes longer than usual."""
+        if self._quiet_s(now) > idle_s:
+            text = "no log line, processor time or disk traffic for %d s while %s" % (idle_s, self.phase)
+            return Reason.STALLED, dict(self.advance.said(), text=text)
+        still = self._still_s(now)
+        if still > self.advance.limit_s():
+            return Reason.NOT_ADVANCING, self.advance.overdue(still, now)
+        slow = self.advance.slow(now)
+        if slow:
+            self.journal.write("slow", **slow)
+        return None
 
     def _processes_stopped(self) -> bool:
         """Whether somebody stopped the whole rank: the others would wait for it."""
@@ -246,6 +264,7 @@ class Rank:
     def _tell_state(self, state: State, **details: Any) -> None:
         if state in (State.STARTING, State.LOADING, State.READY):
             self.phase = state.value
+            self.advance.enter(self.phase, time.monotonic())
         self.journal.tell_state(state, **details)
         self._beat()
 
@@ -260,6 +279,7 @@ class Rank:
             progress = progress or not WAITING.search(line)
             if self.state is State.READY:
                 continue
+            self.advance.hear(line)
             found = read_line(line)
             if found:
                 self._note(*found)
@@ -274,6 +294,9 @@ class Rank:
             self.last_progress = key
             self.phase = phase
             self.progress = progress
+            self.advance.enter(phase, time.monotonic())
+            self.advance.step(time.monotonic())
             self.journal.write("phase", phase=phase, **progress)
         if values:
+            self.advance.step(time.monotonic())
             self.journal.write("observed", **values)

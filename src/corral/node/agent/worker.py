@@ -13,7 +13,8 @@ from .rank import HEARTBEAT_S, TICK_S, Rank
 
 Json = Dict[str, Any]
 # a restart would change nothing
-FINAL_REASONS = (Reason.REQUESTED, Reason.WALLTIME, Reason.AGENT_KILLED, Reason.NOT_GUARDED, Reason.PORT_TAKEN)
+FINAL_REASONS = (Reason.REQUESTED, Reason.WALLTIME, Reason.AGENT_KILLED, Reason.NOT_GUARDED, Reason.PORT_TAKEN,
+                 Reason.NOT_ADVANCING)  # fmt: skip
 HALTED = "halted"  # a member's rank was taken down because the head said so: the head knows the reason
 REJOIN_S = 300.0  # with restarts left, how long the nodes of a gang wait for one that was lost
 
@@ -126,7 +127,14 @@ class Worker(Rank):
         if self.follower:
             return 0.0
         own = super()._quiet_s(now)
-        return min(own, self.head.quiet_s()) if self.head else own
+        return min(own, self.head.least("quiet_s")) if self.head else own
+
+    def _still_s(self, now: float) -> float:
+        """The same of an advance."""
+        if self.follower:
+            return 0.0
+        own = super()._still_s(now)
+        return min(own, self.head.least("still_s")) if self.head else own
 
     def _standing(self) -> Json:
         """How this rank stands, for the other agents of the gang."""
@@ -134,6 +142,7 @@ class Worker(Rank):
         ended = dict(self.ended, ago_s=round(now - self.ended_at, 2)) if self.ended else None
         found = {"state": self.state, "phase": self.phase, "running": self.running, "ended": ended}
         found["quiet_s"] = round(now - self.activity_at, 1)
+        found["still_s"] = round(now - self.advance.at, 1)
         found.update(self.progress)
         return found
 
