@@ -4,9 +4,9 @@ PYTEST := $(PYTHON) -m pytest
 # root has everything installed; anybody else goes without, and what is skipped says so (tests/skips.py)
 INSTALL = tools/install_testbed.sh $(1) || test "$$(id -u)" -ne 0
 
-.PHONY: help test lint unit cluster integration e2e bench-start lock clean
+.PHONY: help test lint unit fuzz cluster integration e2e bench-start lock clean
 
-test: lint unit cluster integration e2e  ## everything a change must pass
+test: lint unit fuzz cluster integration e2e  ## everything a change must pass
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -18,6 +18,11 @@ lint: .venv/.test-installed  ## ruff, mypy, shellcheck
 	$(call INSTALL,unit)
 	@if command -v shellcheck >/dev/null; then shellcheck corral tools/*.sh .ci/run; \
 	else echo "lint: shell scripts go unchecked: there is no shellcheck, and only root can install it"; fi
+
+FUZZ_SECONDS ?= 60
+fuzz: .venv/.test-installed  ## hostile input to every decoder, for FUZZ_SECONDS
+	$(call INSTALL,unit)
+	FUZZ_SECONDS=$(FUZZ_SECONDS) $(PYTEST) tests/fuzz --timeout 0
 
 unit: .venv/.test-installed  ## no network, no engine
 	$(call INSTALL,unit)

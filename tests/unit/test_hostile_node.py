@@ -17,7 +17,7 @@ from corral.deployment.events import read_events
 from corral.deployment.folder import DeploymentFolder, RankFolder
 from corral.doctor.engine import read_all_reduce
 from corral.doctor.wire import read_wire
-from corral.errors import CorralError, DataError
+from corral.errors import CorralError, DataError, UsageError
 from corral.hardware.survey import NodeFacts, read_answer
 from corral.lifecycle.deployments import Record, Status, statuses
 from corral.processes import own_identity
@@ -302,3 +302,9 @@ def test_measurements_that_cannot_be_are_errors(text: str) -> None:
 def test_an_all_reduce_that_says_nonsense_has_failed() -> None:
     for text in ('{"ok": true, "large_s": "x"}', '{"ok": true, "small_s": -1.0}', '{"ok": 5}', "x" * 100_000):
         assert not read_all_reduce(Completed((), 0, text, ""), "gloo")["ok"]
+
+
+@pytest.mark.parametrize("name", ["ü" * 80, "漢" * 40, "\udcff"])
+def test_names_that_no_folder_can_have_are_refused(name: str) -> None:
+    with pytest.raises(UsageError, match="cannot name a deployment"):
+        DeploymentFolder.of(name)

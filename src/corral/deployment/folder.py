@@ -36,6 +36,8 @@ from corral.record import nearest
 __all__ = ["DeploymentFolder", "all_folders", "chain_of", "checked_name", "open_folder"]
 
 LONGEST_NAME = 80
+LONGEST_FOLDER_NAME = 200  # file systems allow 255 bytes, and locks and nodes add to it
+SAFE = " +,=@"  # in a folder's name, besides letters and digits
 
 
 def checked_name(name: str) -> str:
@@ -44,6 +46,15 @@ def checked_name(name: str) -> str:
         raise UsageError(f"{name!r} cannot name a deployment.", f"Use 1 to {LONGEST_NAME} characters.")
     if any(ord(character) < 32 or ord(character) == 127 for character in name):
         raise UsageError(f"{name!r} cannot name a deployment: it holds control characters.", "Use plain text.")
+    try:
+        length = len(quote(name, safe=SAFE))
+    except UnicodeEncodeError:  # an argument that is no UTF-8
+        raise UsageError(f"{name!r} cannot name a deployment: it is not text.", "Use plain text.") from None
+    if length > LONGEST_FOLDER_NAME:
+        raise UsageError(
+            f"{name!r} cannot name a deployment: its folder's name would have {length} bytes.",
+            f"Use fewer letters outside ASCII: at most {LONGEST_FOLDER_NAME} bytes, three for each byte of theirs.",
+        )
     return name
 
 
@@ -60,7 +71,7 @@ class DeploymentFolder:
 
     @classmethod
     def of(cls, name: str) -> DeploymentFolder:
-        encoded = quote(checked_name(name), safe=" +,=@")
+        encoded = quote(checked_name(name), safe=SAFE)
         if encoded.startswith("."):  # neither hidden, nor this folder or its parent
             encoded = "%2E" + encoded[1:]
         return cls(deployments_dir() / encoded)
