@@ -14,16 +14,17 @@ from hypothesis import strategies as st
 from corral.errors import AccessError, CorralError, DataError, NotFoundError, UsageError
 from corral.lifecycle.bringup import Wish
 from corral.plan.fixed import KEYS
-from corral.profile import ENVIRONMENT, Profile, all_profiles, load_profile, merged, places, with_storage
-from corral.profile.contract import all_keys, time_s
+from corral.profile import Profile, all_profiles, environment, load_profile, merged, places, with_storage
+from corral.profile.contract import all_keys
 from corral.profile.drafting import SAMPLES, as_toml, draft, with_value
 from corral.profile.profile import assemble
 from corral.profile.reading import MOST_BYTES, parse, read_file
+from corral.slurm.commands import seconds
 
 
 @pytest.fixture(autouse=True)
 def quiet_environment(clean_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [*ENVIRONMENT, "CORRAL_PROFILE"]:
+    for name in [*environment(), "CORRAL_PROFILE"]:
         monkeypatch.delenv(name, raising=False)
     elsewhere = clean_home / "elsewhere"
     elsewhere.mkdir()
@@ -115,13 +116,14 @@ def test_keys_that_contradict_each_other_are_refused(text: str, words: str) -> N
 def test_every_key_can_be_said() -> None:
     values: dict[str, Any] = {"target": "ssh", "description": "all of it"}
     for key in all_keys():
-        if key.table and key.table != "slurm" and key.dotted in SAMPLES:
-            values.setdefault(key.table, {})[key.name] = SAMPLES[key.dotted]
+        sample = SAMPLES.get(key.dotted, key.sample)
+        if key.table and key.table != "slurm" and sample is not None:
+            values.setdefault(key.table, {})[key.name] = sample
     values["ssh"].pop("hosts_file")
     values["endpoint"].pop("expose")
     values["runtime"] = {"name": "docker", "image": "x", "options": {"nested": 1}}
     profile = profile_of(draft(values))
-    assert profile.hosts == ("node00", "node01")
+    assert profile.place["hosts"] == ["node00", "node01"]
     assert profile.runtime_options == {"image": "x", "options": {"nested": 1}}
     assert profile.settings.limits.max_gpus == 32
 
@@ -139,10 +141,10 @@ def test_every_sample_of_a_draft_is_valid_once_its_sign_is_taken_away() -> None:
 
 
 def test_times_as_slurm_writes_them() -> None:
-    assert [time_s(text) for text in ("30", "10:30", "4:00:00", "1-12", "1-0:30", "2-01:02:03")] == [
+    assert [seconds(text) for text in ("30", "10:30", "4:00:00", "1-12", "1-0:30", "2-01:02:03")] == [
         1800, 630, 14400, 129600, 88200, 176523,
     ]  # fmt: skip
-    assert time_s("never") is None
+    assert seconds("never") is None
 
 
 # ------------------------------------------------------------------------------------------------------ hostile files
@@ -371,14 +373,14 @@ def test_the_environment_is_read_as_strictly_as_a_file() -> None:
     with pytest.raises(DataError, match=r"CORRAL_LINK: link\.name must be one of"):
         load_profile(None, {"CORRAL_LINK": "chain"})
     profile = load_profile("digitalocean-droplet", {"CORRAL_HOSTS": "a, b,", "CORRAL_ACCOUNT": "ignored"})
-    assert profile.hosts == ("a", "b")
+    assert profile.place["hosts"] == ["a", "b"]
     assert profile.origin("ssh.hosts") == "CORRAL_HOSTS"
     assert load_profile(None, {"CORRAL_HOSTS": "a"}).place == {}  # no target of its own for it
     assert load_profile(None, {"CORRAL_PORT": "  "}).settings.endpoint.port is None
 
 
 def test_every_variable_stands_for_a_key() -> None:
-    assert set(ENVIRONMENT.values()) <= {key.dotted for key in all_keys()}
+    assert set(environment().values()) <= {key.dotted for key in all_keys()}
 
 
 # ------------------------------------------------------------------------------------------------------------ merging

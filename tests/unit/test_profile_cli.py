@@ -13,7 +13,7 @@ import pytest
 from corral.cli import main
 from corral.deployment.patience import Patience
 from corral.launch.links import Ports
-from corral.profile import ENVIRONMENT, places
+from corral.profile import environment, places
 from corral.profile.contract import all_keys
 from corral.record import to_json
 from corral.targets.base import ChosenPorts
@@ -25,7 +25,7 @@ Command = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def corral(clean_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    for name in [*ENVIRONMENT, "CORRAL_PROFILE"]:
+    for name in [*environment(), "CORRAL_PROFILE"]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(LocalTarget, "choose_ports", lambda self, bind, wanted: ChosenPorts(Ports(wanted or 8000)))
     work = clean_home / "work"
@@ -285,7 +285,7 @@ def test_the_page_lists_every_key_as_it_is() -> None:
 
 def test_the_page_lists_every_variable() -> None:
     rows = dict(re.findall(r"^\| `(CORRAL_\w+)` \| `(.+?)` \|$", PAGE.read_text(), re.MULTILINE))
-    assert rows == {**ENVIRONMENT, "CORRAL_PROFILE": "--on"}
+    assert rows == {**environment(), "CORRAL_PROFILE": "--on"}
 
 
 def test_the_page_names_every_example() -> None:

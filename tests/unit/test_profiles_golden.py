@@ -23,7 +23,7 @@ from corral.engines import environments as engines
 from corral.engines.flags import REMOVED
 from corral.hardware import inventory as hardware
 from corral.launch.links import Ports
-from corral.profile import ENVIRONMENT, load_profile, places
+from corral.profile import environment, load_profile, places
 from corral.targets import local
 from corral.targets.base import ChosenPorts
 
@@ -201,7 +201,7 @@ Command = Callable[..., str]
 @pytest.fixture
 def corral(clean_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     """`corral` in this process, on a machine whose name, home and free ports are always the same."""
-    for name in [*ENVIRONMENT, "CORRAL_PROFILE"]:
+    for name in [*environment(), "CORRAL_PROFILE"]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CORRAL_HOME", HOME)  # paths are part of the text; nothing is written there
     monkeypatch.chdir(clean_home)

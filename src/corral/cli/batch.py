@@ -10,6 +10,7 @@ import click
 
 from corral.cli.batch_view import Screen, print_check, print_status
 from corral.cli.screen import tell
+from corral.cli.target_options import GroupedCommand, chosen_target, target_options
 from corral.errors import INTERRUPTED, UsageError
 
 __all__ = ["command"]
@@ -88,23 +89,7 @@ def _run_options(function: Any) -> Any:
     return function
 
 
-def _place_options(function: Any) -> Any:
-    options = [
-        click.option("--on", metavar="PROFILE", help="With --model: where to run it (`corral profile list`)."),
-        click.option("--hosts", metavar="A,B,…", help="With --model: over ssh on these hosts; @FILE: one per line."),
-        click.option("--time", "time_limit", metavar="H:MM:SS", help="On SLURM: how long one job may run."),
-        click.option("--account", help="On SLURM: the account it is charged to."),
-        click.option("--partition", help="On SLURM: the partition."),
-        click.option("--nodes", type=click.IntRange(min=1), help="On SLURM: nodes of one job."),
-        click.option("--slurm", "slurm_options", multiple=True, metavar="KEY=VALUE",
-                     help="On SLURM: any other option of sbatch, or of the slurm target."),
-    ]  # fmt: skip
-    for option in reversed(options):
-        function = option(function)
-    return function
-
-
-@command.command("run", context_settings=HELP)
+@command.command("run", cls=GroupedCommand, context_settings=HELP)
 @click.argument("input")
 @click.option("-o", "--output", required=True, help="Results: .jsonl, .csv, .parquet, also .gz or .zst.")
 @click.option("--deployment", "deployments", multiple=True, metavar="NAME", help="Use this deployment; repeatable.")
@@ -113,7 +98,8 @@ def _place_options(function: Any) -> Any:
 @click.option("--model", help="Start this model, run, stop it: the offline mode.")
 @click.option("--context", type=click.IntRange(min=1), help="With --model: longest request in tokens.")
 @click.option("--set", "fixed", multiple=True, metavar="KEY=VALUE", help="With --model: fix a field of the plan.")
-@_place_options
+@click.option("--on", metavar="PROFILE", help="With --model: where to run it (`corral profile list`).")
+@target_options
 @click.option("--engine", type=click.Choice(["http", "ray-data"]), default="http", show_default=True,
               help="ray-data: on an existing Ray cluster, with --model a path or a Hugging Face id.")  # fmt: skip
 @_recipe_options
@@ -231,27 +217,13 @@ def serve(**given: Any) -> int:
 
 def _place(given: dict[str, Any]) -> dict[str, Any]:
     """Where the model is to run, as fields of a wish; empty for here."""
-    slurm: dict[str, object] = {"time": given["time_limit"]}
-    slurm |= {name: given[name] for name in ("account", "partition", "nodes")}
-    slurm = {name: value for name, value in slurm.items() if value is not None}
-    for pair in given["slurm_options"]:
-        name, _, value = pair.partition("=")
-        slurm[name] = value or True
-    said = [name for name in ("on", "hosts") if given[name]] + (["slurm"] if slurm else [])
-    if not said:
+    target, options = chosen_target(given, given["on"])
+    if not given["on"] and target is None:
         return {}
-    if "on" not in said and not given["model"]:
-        raise UsageError(f"--{said[0]} says where to start a model.", "Name it: --model MODEL.")
-    if given["hosts"] and slurm:
-        raise UsageError("--hosts is for ssh, the others are for SLURM.", "Leave one of them out.")
-    flags: dict[str, Any] = {"place": slurm, **({} if given["on"] else {"target": "slurm"})}
-    if given["hosts"]:
-        from corral.ssh import read_hosts
-
-        flags = {"place": {"hosts": read_hosts(given["hosts"])}, "target": "ssh"}
-    if not given["on"]:
-        return flags
-    return _from_profile(given, flags)
+    if not given["on"] and not given["model"]:
+        raise UsageError(f"the options of {target} say where to start a model.", "Name it: --model MODEL.")
+    flags = {"place": options, **({"target": target} if target else {})}
+    return _from_profile(given, flags) if given["on"] else flags
 
 
 def _from_profile(given: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:

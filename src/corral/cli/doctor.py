@@ -18,6 +18,7 @@ from corral.home import home_dir
 from corral.plan.storage import Reading, remember
 from corral.record import to_json
 from corral.ssh import read_hosts
+from corral.targets.base import target_class
 
 __all__ = ["command"]
 
@@ -87,7 +88,7 @@ def _of_profile(question: Question, name: str) -> Question:
         raise UsageError("this Corral has no profiles.", "Name the nodes with --hosts.") from None
     profile = load_profile(name)
     place: dict[str, Any] = dict(profile.place)
-    if profile.target not in ("local", "ssh"):
+    if not target_class(profile.target).NODES_KNOWN:
         remedy = "Its nodes are known only inside a job; on a node, `corral doctor` without --on looks at that node."
         raise UsageError(f"the profile {name!r} is for {profile.target}.", remedy)
     return dataclasses.replace(

@@ -13,6 +13,7 @@ from corral.errors import ConflictError, CorralError, DataError, UsageError
 from corral.profile import Profile, all_profiles, load_profile, merged, places
 from corral.profile.drafting import as_toml, draft, parse_value, with_value
 from corral.profile.reading import parse
+from corral.targets.base import target_tables
 
 __all__ = ["command"]
 
@@ -79,7 +80,7 @@ def _first_text(example: str | None, assignments: dict[str, Any]) -> str:
         text = places.example(example).read_text(encoding="utf-8")
     else:
         tables = {key.partition(".")[0] for key in assignments}
-        target = next((table for table in ("ssh", "slurm") if table in tables), "local")
+        target = next((name for name in target_tables() if name in tables), "local")
         text = draft({"target": assignments.pop("target", target)})
     for key, value in assignments.items():
         text = with_value(text, key, value)
@@ -197,10 +198,11 @@ def _check_runtime(profile: Profile) -> None:
 
 
 def _check_target(profile: Profile) -> None:
-    from corral.targets.base import load_target
+    from corral.targets.base import load_target, target_class
 
-    if profile.target != "ssh" or profile.hosts:  # hosts may come with the command
-        load_target(profile.target, profile.place)
+    place = profile.place
+    if all(name in place for name in target_class(profile.target).REQUIRED):  # they may come with the command
+        load_target(profile.target, place)
 
 
 def _check_arguments(profile: Profile) -> None:

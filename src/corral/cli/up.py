@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from corral.cli.screen import PhaseScreen, duration, print_json, tell
+from corral.cli.target_options import GroupedCommand, chosen_target, target_options
 from corral.client.client import CHAT, Client
 from corral.client.endpoint import Endpoint
 from corral.deployment.diagnosis import last_lines
@@ -23,7 +24,7 @@ from corral.lifecycle import bringup, deployments
 from corral.plan.fixed import parse_assignments
 from corral.profile import load_profile, merged, with_storage
 from corral.runtimes.base import RUNTIMES, parse_options
-from corral.ssh import read_hosts
+from corral.targets.base import Queue, load_target
 from corral.untrusted import plain
 
 __all__ = ["command"]
@@ -31,7 +32,7 @@ __all__ = ["command"]
 FIRST_QUESTION = "What is the capital of France?"
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=GroupedCommand, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("model", required=False)
 @click.option("--on", "on", metavar="PROFILE", envvar="CORRAL_PROFILE", help="Where to run (`corral profile list`).")
 @click.option("--name", help="Name of the deployment (default: the model's name).")
@@ -49,11 +50,9 @@ FIRST_QUESTION = "What is the capital of France?"
 @click.option(
     "--flavour", type=click.Choice(["cpu", "cuda"]), help="Engine build (default: cuda where there is a GPU)."
 )
-@click.option("--hosts", metavar="A,B,…", help="Run over ssh on these hosts, head first; @FILE: one host per line.")
 @click.option(
     "--link", type=click.Choice(["auto", "native", "ray"]), help="How several nodes are joined (default: auto)."
 )
-@click.option("--interface", metavar="NAME", help="Network interface between the nodes (default: found).")
 @click.option("--expose", is_flag=True, help="Listen on the cluster's network instead of the node itself.")
 @click.option("--patience", "node_s", type=click.FloatRange(min=3), metavar="SECONDS",
               help="Silence after which a node of several counts as lost"
@@ -62,13 +61,7 @@ FIRST_QUESTION = "What is the capital of France?"
               help="How vLLM exists where it runs (default: managed; see docs/runtimes.md).")  # fmt: skip
 @click.option("--runtime-option", "runtime_options", multiple=True, metavar="KEY=VALUE",
               help="Option of that runtime: image=…, env=…, path=…; lists as mounts='[\"/data\"]'.")  # fmt: skip
-@click.option("--time", "time_limit", metavar="H:MM:SS", help="On SLURM: how long the job may run.")
-@click.option("--account", help="On SLURM: the account it is charged to.")
-@click.option("--partition", help="On SLURM: the partition (default: the cluster's, or one with GPUs).")
-@click.option("--nodes", type=click.IntRange(min=1), help="On SLURM: nodes (default: as many as the model needs).")
-@click.option("--slurm", "slurm_options", multiple=True, metavar="KEY=VALUE",
-              help="On SLURM: any other option of sbatch, or of the slurm target.")  # fmt: skip
-@click.option("--renew", is_flag=True, help="On SLURM: submit a successor before the time limit, again and again.")
+@click.option("--renew", is_flag=True, help="In a queue: submit a successor before the time limit, again and again.")
 @click.option("--max-jobs", type=click.IntRange(min=1), help="With --renew: jobs in all (default: without end).")
 @click.option("--attach", metavar="NAME", help="Take up an interrupted `corral up` again: wait until NAME is ready.")
 @click.option("--env", "extra_env", multiple=True, metavar="NAME=VALUE", help="Environment variable for the engine.")
@@ -83,6 +76,7 @@ FIRST_QUESTION = "What is the capital of France?"
 @click.option("--dry-run", is_flag=True, help="Print the LaunchSpec that would run, and stop.")
 @click.option("--shell", is_flag=True, help="With --dry-run: print commands to paste instead.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document when ready.")
+@target_options
 @click.argument("engine_args", nargs=-1, type=click.UNPROCESSED)
 def command(
     model: str | None,
@@ -96,18 +90,11 @@ def command(
     bind: str | None,
     port: int | None,
     flavour: str | None,
-    hosts: str | None,
     link: str | None,
-    interface: str | None,
     expose: bool,
     node_s: float | None,
     runtime: str | None,
     runtime_options: tuple[str, ...],
-    time_limit: str | None,
-    account: str | None,
-    partition: str | None,
-    nodes: int | None,
-    slurm_options: tuple[str, ...],
     renew: bool,
     max_jobs: int | None,
     attach: str | None,
@@ -120,6 +107,7 @@ def command(
     shell: bool,
     as_json: bool,
     engine_args: tuple[str, ...],
+    **of_targets: Any,
 ) -> None:
     """Serve MODEL: a catalogue name, a Hugging Face id, or a folder. Without MODEL, one that fits this machine.
 
@@ -127,8 +115,7 @@ def command(
     """
     if model and model.startswith("-"):  # `corral up -- --flag value`: everything after -- is the engine's
         engine_args, model = (model, *engine_args), None
-    asked = {"time": time_limit, "account": account, "partition": partition, "nodes": nodes}
-    target, place = _target(hosts, interface, _slurm_place(asked, slurm_options), on)
+    target, place = chosen_target(of_targets, on)
     flags = {
         "target": target,
         "place": place,
@@ -185,15 +172,18 @@ def _renewed(wish: bringup.Wish, renew: bool, max_jobs: int | None) -> bringup.W
     """The same wish with successors, where they are asked for and possible."""
     if not renew and not max_jobs:
         return wish
-    if wish.target != "slurm" or not renew:
-        raise UsageError("--renew and --max-jobs are for jobs on SLURM.", "Say --renew with --partition, --time, ….")
+    target = load_target(wish.target, wish.place)
+    if not isinstance(target, Queue) or not renew:
+        raise UsageError(
+            "--renew and --max-jobs are for jobs of a scheduler.", "Say --renew with --partition, --time, …."
+        )
     if wish.name and chain_of(wish.name) != wish.name:
         raise UsageError(
             f"{wish.name!r} looks like a successor's name.", "Take a --name that does not end in ~NUMBER."
         )
     limit = max_jobs or wish.place.get("max_jobs")
     jobs = int(limit) if isinstance(limit, int | str) else None
-    return replace(wish, renew=True, max_jobs=jobs, place={**wish.place, "renew": True})
+    return replace(wish, renew=True, max_jobs=jobs, place=target.with_renewal(wish.place))
 
 
 def _bring_up(wish: bringup.Wish, screen: PhaseScreen, wait: bool) -> deployments.Status:
@@ -215,31 +205,6 @@ def _attach(name: str, screen: PhaseScreen) -> deployments.Status:
 def _with_log(error: LaunchError) -> None:
     if log := error.details.get("log"):
         error.details["log_tail"] = last_lines(Path(log), 15)
-
-
-def _slurm_place(asked: dict[str, Any], pairs: tuple[str, ...]) -> dict[str, object] | None:
-    """Options of the slurm target; None when nothing was said of SLURM."""
-    place: dict[str, object] = {name: value for name, value in asked.items() if value is not None}
-    for pair in pairs:
-        name, _, value = pair.partition("=")
-        place[name] = value or True
-    return place if place or pairs else None
-
-
-def _target(
-    hosts: str | None, interface: str | None, slurm: dict[str, object] | None, on: str | None
-) -> tuple[str | None, dict[str, object]]:
-    """Where it runs, as far as the command line says: hosts over ssh, a job on SLURM, or what the profile says."""
-    if hosts is not None and slurm is not None:
-        raise UsageError("--hosts is for ssh, the others are for SLURM.", "Leave one of them out.")
-    if hosts is None and slurm is None and on is None and interface is not None:
-        raise UsageError("--interface is for several nodes.", "Add --hosts.")
-    place: dict[str, object] = {"interface": interface} if interface else {}
-    if hosts is not None:
-        return "ssh", {"hosts": read_hosts(hosts), **place}
-    if slurm is not None:
-        return (None if on else "slurm"), {**slurm, **place}
-    return None, place
 
 
 def _environment(pairs: tuple[str, ...]) -> dict[str, str]:

@@ -6,17 +6,17 @@ happens once: flag > environment > project's file > user's file > default.
 
 from corral.profile.contract import Settings
 from corral.profile.merging import Asked, asked_of_plan, merged
-from corral.profile.profile import ENVIRONMENT, Listed, Profile, all_profiles, load_profile
+from corral.profile.profile import Listed, Profile, all_profiles, environment, load_profile
 from corral.profile.storage import with_storage
 
 __all__ = [
-    "ENVIRONMENT",
     "Asked",
     "Listed",
     "Profile",
     "Settings",
     "all_profiles",
     "asked_of_plan",
+    "environment",
     "load_profile",
     "merged",
     "with_storage",

@@ -10,18 +10,14 @@ from typing import Any
 
 from corral.errors import UsageError
 from corral.profile.contract import Key, Settings, all_keys
-from corral.profile.profile import TARGET_TABLES
 from corral.profile.reading import key_lines
 from corral.record import nearest
+from corral.targets.base import target_tables
 
 __all__ = ["as_toml", "draft", "parse_value", "with_value"]
 
 SAMPLES = {  # what a reader sees in place of a value, where the type alone says too little
-    "ssh.hosts": ["node00", "node01"], "ssh.hosts_file": "hosts.txt",
-    "slurm.partition": "gpu", "slurm.account": "my_lab", "slurm.qos": "normal",
-    "slurm.reservation": "course", "slurm.constraint": "h100", "slurm.time": "4:00:00", "slurm.mem": 0,
-    "slurm.nodes": 1, "slurm.exclusive": True, "slurm.gpus_per_node": 4, "slurm.cpus_per_task": 16,
-    "slurm.signal_s": 120, "slurm.modules": ["cuda"], "slurm.extra": {"mail-type": "END"}, "hardware.gpus": "8xH100",
+    "hardware.gpus": "8xH100",
     "hardware.nodes": 1, "hardware.link": "ib-ndr", "hardware.cpu_cores": 96, "hardware.memory_gib": 1024.0,
     "network.interface": "bond0", "network.hca": "mlx5", "network.env": {"NCCL_DEBUG": "WARN"},
     "storage.home": "~/.local/share/corral", "storage.models": "/shared/models", "storage.shared": True,
@@ -66,7 +62,7 @@ def draft(values: Mapping[str, Any]) -> str:
     lines = ["# A profile of Corral: `corral up MODEL --on NAME`. Keys that begin with # are not said.", ""]
     table = ""
     for key in all_keys():
-        asleep = key.table in TARGET_TABLES and key.table != target
+        asleep = key.table in target_tables() and key.table != target
         if key.table != table:
             table = key.table
             lines += ["", f"# [{table}]" if asleep else f"[{table}]"]
@@ -81,8 +77,9 @@ def _line(key: Key, values: Mapping[str, Any]) -> str:
         return "\n".join(others) or f"# {key.doc}"
     if key.name in inside:
         return f"{key.name} = {as_toml(inside[key.name])}  # {key.doc}"
-    default = getattr(Settings(), key.name) if not key.table else getattr(getattr(Settings(), key.table), key.name)
-    return f"# {key.name} = {as_toml(SAMPLES.get(key.dotted, default or ''))}  # {key.doc}"
+    sample = key.sample if key.sample is not None else SAMPLES.get(key.dotted)
+    shown = getattr(Settings().table(key.table), key.name) or "" if sample is None else sample
+    return f"# {key.name} = {as_toml(shown)}  # {key.doc}"
 
 
 def with_value(text: str, dotted: str, value: Any) -> str:

@@ -9,9 +9,10 @@ from typing import Any
 from corral.deployment.patience import Patience
 from corral.engines.planned import joined, read_back
 from corral.errors import UsageError
-from corral.hardware.inventory import parse_gpus
-from corral.profile.contract import is_placeholder, time_s
 from corral.profile.profile import Profile
+from corral.slurm.commands import seconds
+from corral.targets.base import target_class
+from corral.targets.keys import is_placeholder
 
 __all__ = ["Asked", "asked_of_plan", "merged"]
 
@@ -114,15 +115,11 @@ def _refuse_placeholders(profile: Profile, result: Mapping[str, Any]) -> None:
 
 
 def _refuse_beyond_limits(profile: Profile, result: Mapping[str, Any]) -> None:
-    limits, place = profile.settings.limits, result["place"]
-    nodes = _number(place.get("nodes")) or len(place.get("hosts", ())) or 1
-    gpus = place.get("gpus") or place.get("hardware", {}).get("gpus")
-    per_node = _number(place.get("gpus_per_node", parse_gpus(gpus).gpus_per_node if gpus else 0))
-    asked_s, most_s = time_s(str(place.get("time", "0"))), time_s(limits.max_time or "0")
+    limits, size = profile.settings.limits, target_class(result["target"]).size(result["place"])
     for key, asked, most in (
-        ("max_nodes", nodes, limits.max_nodes),
-        ("max_gpus", nodes * per_node, limits.max_gpus),
-        ("max_time", asked_s, most_s),
+        ("max_nodes", size.nodes, limits.max_nodes),
+        ("max_gpus", size.nodes * size.gpus_per_node, limits.max_gpus),
+        ("max_time", round(size.time_s), round(seconds(limits.max_time or "0") or 0)),
     ):
         if most and asked and asked > most:
             what = {"max_nodes": "nodes", "max_gpus": "GPUs", "max_time": "seconds"}[key]
@@ -130,8 +127,3 @@ def _refuse_beyond_limits(profile: Profile, result: Mapping[str, Any]) -> None:
                 f"{asked:,} {what} are more than the {most:,} that the profile {profile.name!r} allows.",
                 f"Ask for less, or change limits.{key} ({profile.origin(f'limits.{key}')}).",
             )
-
-
-def _number(value: object) -> int:
-    """A number, also from words of the command line; what is none is for the target to refuse."""
-    return int(str(value)) if str(value).isdecimal() else 0

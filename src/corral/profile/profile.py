@@ -7,7 +7,7 @@ the keyword arguments of a wish; an option that was given always wins.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,15 @@ from typing import Any
 from corral.errors import CorralError, DataError
 from corral.hardware.inventory import GIB, Inventory, parse_gpus
 from corral.profile import places
-from corral.profile.contract import Settings, all_keys, is_placeholder, time_s
-from corral.profile.reading import Layer, build, read_file, read_text
-from corral.ssh import check_host
+from corral.profile.contract import Settings, all_keys
+from corral.profile.reading import Layer, build_settings, read_file
+from corral.targets.base import TARGETS, target_class, target_tables
+from corral.targets.keys import is_placeholder
 
-__all__ = ["ENVIRONMENT", "Listed", "Profile", "all_profiles", "assemble", "load_profile"]
+__all__ = ["Listed", "Profile", "all_profiles", "assemble", "environment", "load_profile"]
 
-# variable -> the key it stands for; a key of another target than the profile's does not apply
-ENVIRONMENT = {
+# variable -> the key it stands for; those of a target are declared in its file (`environment`)
+_VARIABLES = {
     "CORRAL_MODEL": "defaults.model",
     "CORRAL_CONTEXT": "defaults.context",
     "CORRAL_CONCURRENCY": "defaults.concurrency",
@@ -33,11 +34,14 @@ ENVIRONMENT = {
     "CORRAL_LINK": "link.name",
     "CORRAL_BIND": "endpoint.bind",
     "CORRAL_PORT": "endpoint.port",
-    "CORRAL_HOSTS": "ssh.hosts",
-    "CORRAL_PARTITION": "slurm.partition",
-    "CORRAL_ACCOUNT": "slurm.account",
 }
-TARGET_TABLES = ("ssh", "slurm")  # tables that only the target of their name reads
+
+
+def environment() -> dict[str, str]:
+    """Every variable and the key it stands for; a key of another target than the profile's does not apply."""
+    classes = {name: target_class(name) for name in TARGETS}
+    own = {variable: f"{name}.{key}" for name, one in classes.items() for variable, key in one.VARIABLES.items()}
+    return {**_VARIABLES, **own}
 
 
 @dataclass(frozen=True)
@@ -65,20 +69,17 @@ class Profile:
         return self.settings.link.name
 
     @property
-    def hosts(self) -> tuple[str, ...]:
-        return self.settings.ssh.hosts
-
-    @property
     def nodes(self) -> int:
         """How many nodes it speaks of."""
         facts = self.settings.hardware
         named = parse_gpus(facts.gpus).nodes if facts.gpus else 1
-        return self.settings.slurm.nodes or len(self.hosts) or facts.nodes or named
+        own = self.settings.own
+        return (target_class(self.target).count_nodes(own) if own else None) or facts.nodes or named
 
     @property
     def place(self) -> dict[str, Any]:
         """The options of its target; only what is said is in it."""
-        return _PLACES[self.target](self.settings)
+        return target_class(self.target).from_profile(self.settings.own, self.settings.shared)
 
     def inventory(self, nodes: int | None = None) -> Inventory | None:
         """The hardware it names, or None when it names none."""
@@ -98,9 +99,9 @@ class Profile:
         for layer in reversed(self.layers):
             if _has(layer.values, dotted):
                 return layer.at(dotted)
-        if dotted == "ssh.hosts" and self.settings.ssh.hosts_file:
-            return self.origin("ssh.hosts_file")
-        return "default"
+        table, _, name = dotted.rpartition(".")
+        source = target_class(table).DERIVED.get(name) if table in TARGETS else None
+        return self.origin(f"{table}.{source}") if source else "default"
 
     def from_environment(self, dotted: str) -> bool:
         return any(layer.kind == "environment" and _has(layer.values, dotted) for layer in self.layers)
@@ -109,8 +110,7 @@ class Profile:
         """Every key with its value and where that comes from."""
         found: list[tuple[str, object, str]] = []
         for key in all_keys():
-            table = getattr(self.settings, key.table) if key.table else self.settings
-            value = getattr(table, key.name)
+            value = getattr(self.settings.table(key.table), key.name)
             prefix = key.table if key.dotted == "runtime.options" else key.dotted  # they stand in [runtime] itself
             if isinstance(value, Mapping) and (value or prefix != key.dotted):
                 found += [(f"{prefix}.{name}", item, self.origin(f"{prefix}.{name}")) for name, item in value.items()]
@@ -160,14 +160,14 @@ def assemble(name: str, layers: Iterable[Layer], environ: Mapping[str, str]) -> 
         stack = [*(_yielding(below, layer) for below in stack), layer]
     target = next((layer.values["target"] for layer in reversed(stack) if "target" in layer.values), "local")
     if above := _environment_layer(environ, str(target)):
-        build(Settings, above.values, above)
+        build_settings(above.values, above)
         stack = [*(_yielding(below, above) for below in stack), above]
     values: dict[str, Any] = {}
     for layer in stack:
         values = _laid_over(values, layer.values)
     whole = Layer("", name or "the environment", values)
-    profile = Profile(name, build(Settings, values, whole), tuple(stack))
-    profile = _with_hosts_file(profile)
+    profile = Profile(name, build_settings(values, whole), tuple(stack))
+    profile = _completed(profile)
     _check_whole(profile)
     return profile
 
@@ -179,7 +179,7 @@ def _yielding(below: Layer, above: Layer) -> Layer:
     if chosen is not None and chosen != values.get("runtime", {}).get("name", "managed"):
         values.pop("runtime", None)
     if above.values.get("target", values.get("target")) != values.get("target"):
-        for table in TARGET_TABLES:
+        for table in target_tables():
             values.pop(table, None)
     return replace(below, values=values)
 
@@ -196,10 +196,10 @@ def _environment_layer(environ: Mapping[str, str], target: str) -> Layer | None:
     kinds = {key.dotted: key.takes for key in all_keys()}
     values: dict[str, dict[str, object]] = {}
     origins = {}
-    for variable, dotted in ENVIRONMENT.items():
+    for variable, dotted in environment().items():
         table, _, name = dotted.partition(".")
         text = environ.get(variable, "").strip()
-        if text and (table not in TARGET_TABLES or table == target):
+        if text and (table not in target_tables() or table == target):
             values.setdefault(table, {})[name] = _typed(text, kinds[dotted])
             origins[dotted] = variable
     return Layer("environment", "the environment", values, origins) if values else None
@@ -215,33 +215,28 @@ def _typed(text: str, takes: str) -> object:
         return text
 
 
-def _with_hosts_file(profile: Profile) -> Profile:
-    """The hosts that a hosts file names, one per line, further words on a line (slots=8) left aside."""
-    ssh = profile.settings.ssh
-    if ssh.hosts_file is None:
+def _completed(profile: Profile) -> Profile:
+    """With what the table of its target names brought in: the hosts of a hosts file."""
+    own, name = profile.settings.own, profile.target
+    if own is None:
         return profile
-    if ssh.hosts:
-        if profile.from_environment("ssh.hosts"):  # said on top of the files
-            return profile
-        raise DataError(
-            f"{profile.origin('ssh.hosts_file')}: [ssh] has both hosts and hosts_file.", "Keep one of them."
-        )
-    layer = next(layer for layer in reversed(profile.layers) if _has(layer.values, "ssh.hosts_file"))
-    path = Path(layer.label).parent / Path(ssh.hosts_file).expanduser()
+    named = target_class(name).DERIVED.values()
+    files = [layer for layer in profile.layers if any(_has(layer.values, f"{name}.{key}") for key in named)]
+    folder = Path(files[-1].label).parent if files else Path()
+    own_keys = [key for key in all_keys() if key.table == name]
+    overruled = frozenset(key.name for key in own_keys if profile.from_environment(key.dotted))
     try:
-        lines = read_text(path).splitlines()
-        hosts = [check_host(words[0]) for line in lines if (words := line.partition("#")[0].split())]
+        made = target_class(name).completed(own, folder, overruled)
     except CorralError as error:
-        at = profile.origin("ssh.hosts_file")
-        raise DataError(f"{at}: the hosts file cannot be used: {error.message}", "One host per line.") from None
-    unique = tuple(dict.fromkeys(hosts))
-    return replace(profile, settings=replace(profile.settings, ssh=replace(ssh, hosts=unique)))
+        at = profile.origin(f"{name}.{error.details.get('key', '')}".rstrip("."))
+        raise DataError(f"{at}: {error.message}", error.remedy) from None
+    return replace(profile, settings=replace(profile.settings, targets={**profile.settings.targets, name: made}))
 
 
 def _check_whole(profile: Profile) -> None:
     """What no single key shows: tables of another target, and numbers that contradict each other."""
     settings, at = profile.settings, profile.origin
-    for table in TARGET_TABLES:
+    for table in target_tables():
         if table != profile.target and any(table in layer.values for layer in profile.layers):
             where = next(layer.at(table) for layer in reversed(profile.layers) if table in layer.values)
             raise DataError(
@@ -251,59 +246,15 @@ def _check_whole(profile: Profile) -> None:
     named = parse_gpus(settings.hardware.gpus) if settings.hardware.gpus else None
     if named and named.nodes > 1 and profile.nodes != named.nodes:
         _contradiction(at("hardware.gpus"), f"hardware.gpus says {named.nodes} nodes", f"{profile.nodes} are named")
-    per_node = settings.slurm.gpus_per_node
-    if named and per_node is not None and per_node > named.gpus_per_node:
-        _contradiction(
-            at("slurm.gpus_per_node"), f"slurm.gpus_per_node is {per_node}", f"a node has {settings.hardware.gpus}"
-        )
+    if settings.own is not None:
+        for name, one, other in target_class(profile.target).contradictions(settings.own, settings.shared):
+            _contradiction(at(f"{profile.target}.{name}"), one, other)
     if settings.endpoint.bind is not None and settings.endpoint.expose is not None:
         _contradiction(at("endpoint.expose"), "[endpoint] says bind", "it says expose")
-    limit = settings.limits.max_time
-    if limit and settings.slurm.time and (time_s(settings.slurm.time) or 0) > (time_s(limit) or 0):
-        _contradiction(at("slurm.time"), f"slurm.time is {settings.slurm.time}", f"limits.max_time is {limit}")
 
 
 def _contradiction(where: str, one: str, other: str) -> None:
     raise DataError(f"{where}: {one}, but {other}.", "Let them agree, or keep one of them.")
-
-
-def _ssh_place(settings: Settings) -> dict[str, object]:
-    facts = settings.hardware
-    named = parse_gpus(facts.gpus) if facts.gpus else None
-    return _only_said({
-        "hosts": list(settings.ssh.hosts),
-        "gpus": f"{named.gpus_per_node}x{named.gpu}" if named else None,  # of one node
-        "fabric": facts.link,
-        "interface": settings.network.interface,
-        "hca": settings.network.hca,
-        "env": dict(settings.network.env),
-        "home": settings.storage.home,
-    })  # fmt: skip
-
-
-def _slurm_place(settings: Settings) -> dict[str, object]:
-    return _only_said({
-        **vars(settings.slurm),
-        "modules": list(settings.slurm.modules),
-        "extra": dict(settings.slurm.extra),
-        "nodes": settings.slurm.nodes or settings.hardware.nodes,
-        "hardware": _only_said(vars(settings.hardware)),
-        "interface": settings.network.interface,
-        "hca": settings.network.hca,
-        "max_jobs": settings.limits.max_jobs,
-        **vars(settings.storage),
-    })  # fmt: skip
-
-
-def _only_said(values: Mapping[str, object]) -> dict[str, object]:
-    return {name: value for name, value in values.items() if value is not None and value not in ([], {}, ())}
-
-
-_PLACES: dict[str, Callable[[Settings], dict[str, object]]] = {
-    "local": lambda _: {},
-    "ssh": _ssh_place,
-    "slurm": _slurm_place,
-}
 
 
 def _has(values: Mapping[str, Any], dotted: str) -> bool:

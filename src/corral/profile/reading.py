@@ -6,15 +6,16 @@ import re
 import stat
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from corral.errors import AccessError, DataError
 from corral.profile.contract import Settings, all_keys, takes
 from corral.record import nearest
+from corral.targets.base import target_tables
 
-__all__ = ["Layer", "build", "key_lines", "parse", "read_file", "read_text"]
+__all__ = ["Layer", "build_settings", "key_lines", "parse", "read_file", "read_text"]
 
 MOST_BYTES = 256 * 1024  # the largest profile anybody writes by hand is a hundredth of this
 _HEADER = re.compile(r"^\s*\[\s*([A-Za-z0-9_.\"'\s-]+?)\s*\]\s*(?:#.*)?$")
@@ -54,7 +55,7 @@ def parse(text: str, label: str, kind: str = "user") -> Layer:
         raise DataError(f"{label} is not a profile: it is nested too deeply.", "Tables go one deep.") from None
     places = {key: f"{label}:{line}" for key, line in key_lines(text).items()}
     layer = Layer(kind, label, values, places)
-    build(Settings, values, layer)
+    build_settings(values, layer)
     return layer
 
 
@@ -91,20 +92,28 @@ def key_lines(text: str) -> dict[str, int]:
     return found
 
 
+def build_settings(values: Mapping[str, Any], layer: Layer) -> Settings:
+    """A whole profile from its values; tables that belong to a target are built by what that declares."""
+    tables = target_tables()
+    settings: Settings = build(Settings, {name: value for name, value in values.items() if name not in tables}, layer)
+    made = {name: build(kind, values[name], layer, name) for name, kind in tables.items() if name in values}
+    return replace(settings, targets=made)
+
+
 def build(kind: Any, data: Any, layer: Layer, where: str = "") -> Any:
     """The dataclass of a table from its values."""
     if not isinstance(data, Mapping):
         raise DataError(
             f"{layer.at(where)}: {where} must be a table, not {data!r}.", f"Write [{where}] and its keys below it."
         )
-    entries = {entry.name: entry for entry in fields(kind)}
+    entries = {entry.name: entry for entry in fields(kind) if not entry.metadata.get("targets")}
     rest = next((name for name, entry in entries.items() if entry.metadata.get("rest")), "")
     hints, values, others = get_type_hints(kind), {}, {}
     for name, value in data.items():
         dotted = f"{where}.{name}" if where else name
         if name == rest or name not in entries:
             if not rest:
-                raise _unknown(name, where, list(entries), layer)
+                raise _unknown(name, where, [*entries, *([] if where else target_tables())], layer)
             others[name] = value
         elif is_dataclass(hints[name]):
             values[name] = build(hints[name], value, layer, dotted)

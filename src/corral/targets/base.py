@@ -1,30 +1,47 @@
 """Who starts processes on which nodes: the seam between a LaunchSpec and running agents.
 
 A target only knows how to place the agent and start it; the agent does the rest, the same everywhere. A new target
-is one new file and one row in `TARGETS`. Targets never import each other. A target is made from options (hosts, a
-partition), which are kept with the deployment, so that a later command finds the same nodes again.
+is one new file and one row in `TARGETS`: its keys in profiles, its options of the command line, the files that it
+ships and how its jobs are found are declared there and nowhere else. Targets never import each other. A target is
+made from options (hosts, a partition), which are kept with the deployment, so that a later command finds the same
+nodes again.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from corral.deployment.folder import DeploymentFolder
 from corral.deployment.state import Reason, State
 from corral.errors import UsageError
 from corral.launch.links import Node, Ports
 from corral.launch.render import LaunchSpec, PlacedFile
+from corral.targets.keys import Flag, Shared, Size, only_said
 
 if TYPE_CHECKING:
     from corral.hardware.inventory import Inventory
     from corral.plan import Plan
     from corral.runtimes.base import NodeCheck
 
-__all__ = ["TARGETS", "ChosenPorts", "JobStatus", "Lease", "Life", "OwnJob", "Queue", "Target", "load_target"]
+__all__ = [
+    "TARGETS",
+    "ChosenPorts",
+    "Declared",
+    "JobStatus",
+    "Lease",
+    "Life",
+    "OwnJob",
+    "Queue",
+    "Target",
+    "load_target",
+    "target_class",
+    "target_tables",
+]
 
 Progress = Callable[[str, int, int], None]  # what, done, total
 
@@ -168,6 +185,51 @@ class Target(Protocol):
         ...
 
 
+class Declared:
+    """What a target says of itself before one is made. A target that has nothing to say leaves it as it is.
+
+    `TABLE` is a dataclass of keys (see `targets.keys`): the table of a profile that has the target's name. `FLAGS`
+    are its options of the command line, `VARIABLES` those of the environment. A flag names an option of the target,
+    and so does a key, unless `from_profile` makes another of it.
+    """
+
+    TITLE: ClassVar[str] = ""  # for headings: SLURM, ssh
+    TABLE: ClassVar[type | None] = None
+    FLAGS: ClassVar[tuple[Flag, ...]] = ()
+    VARIABLES: ClassVar[Mapping[str, str]] = {}  # variable -> key of the table
+    DERIVED: ClassVar[Mapping[str, str]] = {}  # key -> the key that it may come from: hosts from a hosts file
+    REQUIRED: ClassVar[tuple[str, ...]] = ()  # options without which none can be made
+    NODES_KNOWN: ClassVar[bool] = True  # before it starts something
+
+    @classmethod
+    def completed(cls, table: Any, folder: Path, overruled: frozenset[str]) -> Any:  # noqa: ARG003
+        """The table with what it names brought in; `folder` is where its profile lies.
+
+        The keys in `overruled` are said by the environment, on top of what the files say.
+        """
+        return table
+
+    @classmethod
+    def from_profile(cls, table: Any, shared: Shared) -> dict[str, object]:  # noqa: ARG003
+        """The options that a profile asks for; only what is said."""
+        return only_said(vars(table)) if table is not None else {}
+
+    @classmethod
+    def count_nodes(cls, table: Any) -> int | None:  # noqa: ARG003
+        """How many nodes the table speaks of."""
+        return None
+
+    @classmethod
+    def contradictions(cls, table: Any, shared: Shared) -> Iterator[tuple[str, str, str]]:  # noqa: ARG003
+        """(key, what it says, what another says) where two keys cannot both be meant."""
+        return iter(())
+
+    @classmethod
+    def size(cls, options: Mapping[str, Any]) -> Size:  # noqa: ARG003
+        """How much is asked for."""
+        return Size()
+
+
 @runtime_checkable
 class Queue(Protocol):
     """What a target that hands jobs to a scheduler can do besides."""
@@ -194,6 +256,10 @@ class Queue(Protocol):
 
     def hand_on(self, folder: DeploymentFolder, current: str) -> str:
         """Queue the same job once more, to start when the current one is over; its name."""
+        ...
+
+    def with_renewal(self, options: Mapping[str, object]) -> dict[str, object]:
+        """Options for a job that sees to its own successors."""
         ...
 
     def with_runner(self, options: Mapping[str, object], runner: Sequence[str]) -> dict[str, object]:
@@ -228,10 +294,27 @@ TARGETS = {
 }
 
 
-def load_target(name: str, options: Mapping[str, object] | None = None) -> Target:
-    """A target by name, with its options checked."""
+def target_class(name: str) -> type[Declared]:
+    """What declares itself under this name in `TARGETS`."""
     if name not in TARGETS:
         raise UsageError(f"there is no target {name!r}.", f"Known: {', '.join(TARGETS)}.")
     module, _, attribute = TARGETS[name].partition(":")
-    found: Target = getattr(importlib.import_module(module), attribute).from_options(options or {})
+    found: type[Declared] = getattr(importlib.import_module(module), attribute)
+    return found
+
+
+def target_tables() -> dict[str, type]:
+    """The tables of profiles that belong to a target, by the target's name."""
+    return _tables(tuple(TARGETS))
+
+
+@functools.cache
+def _tables(names: tuple[str, ...]) -> dict[str, type]:
+    return {name: table for name in names if (table := target_class(name).TABLE) is not None}
+
+
+def load_target(name: str, options: Mapping[str, object] | None = None) -> Target:
+    """A target by name, with its options checked."""
+    made: Any = target_class(name)
+    found: Target = made.from_options(options or {})
     return found

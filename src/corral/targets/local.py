@@ -23,7 +23,7 @@ from corral.node.ports import free_port
 from corral.processes import Identity, only_lingering, port_owner
 from corral.record import dump_json, load_json
 from corral.shell import run
-from corral.targets.base import ChosenPorts, Life, Progress
+from corral.targets.base import ChosenPorts, Declared, Life, Progress
 
 if TYPE_CHECKING:
     from corral.hardware.inventory import Inventory
@@ -35,7 +35,7 @@ DEFAULT_PORT = 8000
 _STARTED: list[subprocess.Popen[bytes]] = []  # agents are not waited for, but a long-lived program must reap them
 
 
-class LocalTarget:
+class LocalTarget(Declared):
     """Starts ranks on this machine."""
 
     name = "local"

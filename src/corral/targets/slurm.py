@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from corral.bundle import bundle
 from corral.deployment.folder import DeploymentFolder, chain_of
 from corral.deployment.state import Reason, State
 from corral.errors import CorralError, DoesNotFitError, EngineError, UnreachableError, UsageError
 from corral.files import make_private_dir, write_atomic
-from corral.hardware.inventory import Inventory
+from corral.hardware.inventory import Inventory, parse_gpus
 from corral.home import home_dir
 from corral.launch.links import Node, Ports
 from corral.launch.render import LaunchSpec, PlacedFile, agent_spec
@@ -35,7 +36,8 @@ from corral.slurm.commands import Job
 from corral.slurm.options import SlurmOptions
 from corral.slurm.script import BatchJob, batch_script
 from corral.slurm.states import standing
-from corral.targets.base import ChosenPorts, JobStatus, Lease, Life, OwnJob, Progress
+from corral.targets.base import ChosenPorts, Declared, JobStatus, Lease, Life, OwnJob, Progress
+from corral.targets.keys import Flag, Shared, Size, at_least, key, number, one_word, only_said, time_limit
 
 if TYPE_CHECKING:
     from corral.plan import Plan
@@ -71,9 +73,53 @@ class Place:
     shape: NodeShape | None = None
 
 
+def _sbatch(value: Mapping[str, object]) -> str:
+    for name, given in value.items():
+        if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
+            return f"names of #SBATCH options without dashes in front; {name!r} is none"
+        if not isinstance(given, (str, int, bool)) or (isinstance(given, str) and not given.isprintable()):
+            return f"text, numbers or true; {name} is {given!r}"
+    return ""
+
+
+@dataclass(frozen=True)
+class SlurmKeys:
+    """[slurm]: what the batch job asks for."""
+
+    partition: str | None = key("`--partition`", None, one_word, "gpu")
+    account: str | None = key("`--account`", None, one_word, "my_lab")
+    qos: str | None = key("`--qos`", None, one_word, "normal")
+    reservation: str | None = key("`--reservation`", None, one_word, "course")
+    constraint: str | None = key("`--constraint`", None, one_word, "h100")
+    exclusive: bool | None = key("`--exclusive`: whole nodes", None, None, True)
+    mem: str | int | None = key("`--mem` per node; 0 is all of it", None, None, 0)
+    gpus_per_node: int | None = key("`--gpus-per-node` (default: from hardware.gpus)", None, at_least(0, 128), 4)
+    cpus_per_task: int | None = key("`--cpus-per-task`", None, at_least(1), 16)
+    time: str | None = key("`--time`: the time limit of the job", None, time_limit, "4:00:00")
+    nodes: int | None = key("`--nodes` (default: hardware.nodes, or 1)", None, at_least(1, 4096), 1)
+    signal_s: int | None = key("seconds before the time limit at which draining begins", None, at_least(1), 120)
+    modules: tuple[str, ...] = key("modules that the job loads before anything else", (), None, ["cuda"])
+    extra: Mapping[str, str | int | bool] = key(
+        "other #SBATCH options, passed on as they stand", {}, _sbatch, {"mail-type": "END"}
+    )
+
+
 @dataclass
-class SlurmTarget:
+class SlurmTarget(Declared):
     """Hands deployments to SLURM."""
+
+    TITLE: ClassVar[str] = "SLURM"
+    TABLE: ClassVar[type] = SlurmKeys
+    FLAGS: ClassVar[tuple[Flag, ...]] = (
+        Flag("--time", "time", "How long the job may run.", "H:MM:SS"),
+        Flag("--account", "account", "The account it is charged to."),
+        Flag("--partition", "partition", "The partition (default: the cluster's, or one with GPUs)."),
+        Flag("--nodes", "nodes", "Nodes (default: as many as the model needs).", least=1),
+        Flag("--interface", "interface", "Network interface between the nodes (default: found).", "NAME"),
+        Flag("--slurm", "", "Any other option of sbatch, or of the slurm target; repeatable.", "KEY=VALUE"),
+    )
+    VARIABLES: ClassVar[Mapping[str, str]] = {"CORRAL_PARTITION": "partition", "CORRAL_ACCOUNT": "account"}
+    NODES_KNOWN: ClassVar[bool] = False
 
     given: SlurmOptions
     name: str = field(default="slurm", init=False)
@@ -82,6 +128,42 @@ class SlurmTarget:
     @classmethod
     def from_options(cls, options: Mapping[str, object]) -> SlurmTarget:
         return cls(SlurmOptions.read(options).facts())
+
+    @classmethod
+    def from_profile(cls, table: SlurmKeys, shared: Shared) -> dict[str, object]:
+        return only_said({
+            **vars(table),
+            "modules": list(table.modules),
+            "extra": dict(table.extra),
+            "nodes": table.nodes or shared.hardware.nodes,
+            "hardware": only_said(vars(shared.hardware)),
+            "interface": shared.network.interface,
+            "hca": shared.network.hca,
+            "max_jobs": shared.limits.max_jobs,
+            **vars(shared.storage),
+        })  # fmt: skip
+
+    @classmethod
+    def count_nodes(cls, table: SlurmKeys) -> int | None:
+        return table.nodes
+
+    @classmethod
+    def contradictions(cls, table: SlurmKeys, shared: Shared) -> Iterator[tuple[str, str, str]]:
+        named = parse_gpus(shared.hardware.gpus) if shared.hardware.gpus else None
+        if named and (table.gpus_per_node or 0) > named.gpus_per_node:
+            said = f"slurm.gpus_per_node is {table.gpus_per_node}"
+            yield "gpus_per_node", said, f"a node has {shared.hardware.gpus}"
+        limit = shared.limits.max_time
+        if limit and table.time and (commands.seconds(table.time) or 0) > (commands.seconds(limit) or 0):
+            yield "time", f"slurm.time is {table.time}", f"limits.max_time is {limit}"
+
+    @classmethod
+    def size(cls, options: Mapping[str, Any]) -> Size:
+        gpus = options.get("hardware", {}).get("gpus")
+        per_node = number(options.get("gpus_per_node", parse_gpus(gpus).gpus_per_node if gpus else 0))
+        return Size(
+            number(options.get("nodes")) or 1, per_node, commands.seconds(str(options.get("time", "0"))) or 0.0
+        )
 
     def options(self) -> dict[str, object]:
         said = {one.name: getattr(self.given, one.name) for one in fields(SlurmOptions)}
@@ -289,6 +371,9 @@ class SlurmTarget:
         id = commands.submit(folder.script, f"--dependency=afterany:{current}")
         write_atomic(folder.job, dump_json(Submitted(id, time.time(), self.given.time_s)))
         return id
+
+    def with_renewal(self, options: Mapping[str, object]) -> dict[str, object]:
+        return {**options, "renew": True}
 
     def with_runner(self, options: Mapping[str, object], runner: Sequence[str]) -> dict[str, object]:
         return {"requeue": True, **options, "runner": list(runner)}

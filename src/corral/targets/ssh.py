@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from corral.bundle import bundle
 from corral.deployment.folder import DeploymentFolder
@@ -30,8 +30,10 @@ from corral.launch.links import Node, Ports
 from corral.launch.render import LaunchSpec, PlacedFile, agent_spec, server_url
 from corral.node.ports import free_port
 from corral.record import from_json, to_json
-from corral.ssh import Ssh, check_host, each, forwarding
-from corral.targets.base import ChosenPorts, Life, Progress
+from corral.ssh import Ssh, check_host, each, forwarding, read_hosts
+from corral.targets.base import ChosenPorts, Declared, Life, Progress
+from corral.targets.keys import Flag, Shared, Size, key, only_said
+from corral.targets.keys import hosts as good_hosts
 from corral.targets.remote_answers import Report, Started, read_report, read_started, read_stopped
 from corral.targets.remote_files import last_state, last_word, mirror, mirrored_sizes, pack
 from corral.transfer.spread import ensure_folder
@@ -70,10 +72,66 @@ class SshOptions:
             raise UsageError(f"the host {doubled[0]!r} is named twice.", "Name each node once.")
 
 
-class SshTarget:
+@dataclass(frozen=True)
+class SshKeys:
+    """[ssh]: nodes reached by ssh."""
+
+    hosts: tuple[str, ...] = key("the nodes, head first, as ssh knows them", (), good_hosts, ["node00", "node01"])
+    hosts_file: str | None = key(
+        "a file with one host per line instead; relative to the profile", None, None, "hosts.txt"
+    )
+
+
+class SshTarget(Declared):
     """Starts one agent per host."""
 
     name = "ssh"
+    TITLE = "ssh"
+    TABLE = SshKeys
+    FLAGS = (
+        Flag("--hosts", "hosts", "Run over ssh on these hosts, head first; @FILE: one host per line.", "A,B,…",
+             read=read_hosts),
+        Flag("--interface", "interface", "Network interface between the nodes (default: found).", "NAME"),
+    )  # fmt: skip
+    VARIABLES: ClassVar[Mapping[str, str]] = {"CORRAL_HOSTS": "hosts"}
+    DERIVED: ClassVar[Mapping[str, str]] = {"hosts": "hosts_file"}
+    REQUIRED = ("hosts",)
+
+    @classmethod
+    def completed(cls, table: SshKeys, folder: Path, overruled: frozenset[str]) -> SshKeys:
+        """With the hosts that a hosts file names, one per line, further words on a line (slots=8) left aside."""
+        if table.hosts_file is None or "hosts" in overruled:
+            return table
+        if table.hosts:
+            raise UsageError("[ssh] has both hosts and hosts_file.", "Keep one of them.", key="hosts_file")
+        try:
+            found = read_hosts(f"@{folder / Path(table.hosts_file).expanduser()}")
+        except CorralError as error:
+            said = f"the hosts file cannot be used: {error.message}"
+            raise UsageError(said, "One host per line.", key="hosts_file") from None
+        return replace(table, hosts=tuple(dict.fromkeys(found)))
+
+    @classmethod
+    def from_profile(cls, table: SshKeys, shared: Shared) -> dict[str, object]:
+        named = parse_gpus(shared.hardware.gpus) if shared.hardware.gpus else None
+        return only_said({
+            "hosts": list(table.hosts),
+            "gpus": f"{named.gpus_per_node}x{named.gpu}" if named else None,  # of one node
+            "fabric": shared.hardware.link,
+            "interface": shared.network.interface,
+            "hca": shared.network.hca,
+            "env": dict(shared.network.env),
+            "home": shared.storage.home,
+        })  # fmt: skip
+
+    @classmethod
+    def count_nodes(cls, table: SshKeys) -> int | None:
+        return len(table.hosts) or None
+
+    @classmethod
+    def size(cls, options: Mapping[str, Any]) -> Size:
+        gpus = options.get("gpus")
+        return Size(len(options.get("hosts", ())) or 1, parse_gpus(str(gpus)).gpus_per_node if gpus else 0)
 
     def __init__(self, chosen: SshOptions) -> None:
         self.chosen, self.ssh = chosen, Ssh()
