@@ -15,7 +15,7 @@ from corral.launch.links import Ports
 from corral.launch.render import refuse_reserved
 from corral.models import catalogue
 from corral.models.store import locate
-from corral.profile import ENVIRONMENT
+from corral.profile import environment
 from corral.targets import local
 from corral.targets.base import ChosenPorts
 
@@ -25,7 +25,7 @@ FILLED = {"PARTITION": "gpu", "ACCOUNT": "lab"}
 
 @pytest.fixture
 def corral(clean_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    for name in [*ENVIRONMENT, "CORRAL_PROFILE"]:
+    for name in [*environment(), "CORRAL_PROFILE"]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(clean_home)

@@ -6,7 +6,8 @@ import shlex
 
 from corral.plan import Plan
 from corral.profile import Asked, Profile, asked_of_plan
-from corral.profile.contract import is_placeholder
+from corral.targets.base import target_class
+from corral.targets.keys import is_placeholder
 
 __all__ = ["up_command"]
 
@@ -48,12 +49,12 @@ def _pinned(plan: Plan, asked: Asked) -> dict[str, object]:
 def _open_places(plan: Plan, profile: Profile) -> list[str]:
     """Options for what a profile leaves to its user, in capitals, and the nodes where they differ."""
     words: list[str] = []
-    place = profile.place
-    if profile.target == "ssh" and not profile.hosts:
-        words += ["--hosts", ",".join(f"HOST{number + 1}" for number in range(plan.inventory.nodes))]
-    for name in ("partition", "account"):
-        if is_placeholder(place.get(name)):
-            words += [f"--{name}", name.upper()]
-    if profile.target == "slurm" and plan.inventory.nodes != profile.nodes:
-        words += ["--nodes", str(plan.inventory.nodes)]
+    declared, place = target_class(profile.target), profile.place
+    for flag in declared.FLAGS:
+        if flag.option in declared.REQUIRED and flag.option not in place:
+            words += [flag.name, ",".join(f"HOST{number + 1}" for number in range(plan.inventory.nodes))]
+        elif is_placeholder(place.get(flag.option)):
+            words += [flag.name, flag.option.upper()]
+        elif flag.option == "nodes" and plan.inventory.nodes != profile.nodes:
+            words += [flag.name, str(plan.inventory.nodes)]
     return words
