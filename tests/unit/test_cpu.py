@@ -131,7 +131,7 @@ def test_a_measurement_overrules_the_flags(smollm2: ModelFacts) -> None:
     assert plan.precision.weights == "fp32"
     assert "measured here" in because(plan)
     assert "151 GFLOP/s against 37 in bf16" in because(plan)
-    quick = replace(slow_amx, formats=(FormatSpeed("bf16", ROWS, (18.0, 70.0, 300.0, 500.0)), slow_amx.formats[1]))
+    quick = replace(slow_amx, formats=(FormatSpeed("bf16", ROWS, (90.0, 300.0, 900.0, 1500.0)), slow_amx.formats[1]))
     assert planned(smollm2, machine("cascade-lake"), quick).precision.weights == "bf16"
 
 
