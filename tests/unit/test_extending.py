@@ -10,9 +10,12 @@ import types
 
 import pytest
 
+from corral.cli.target_options import chosen_target
 from corral.deployment.folder import open_folder
-from corral.errors import UsageError
+from corral.errors import DataError, UsageError
 from corral.lifecycle import bringup, deployments
+from corral.profile import load_profile, merged
+from corral.profile.places import user_folder
 from corral.runtimes.base import RUNTIMES
 from corral.targets.base import TARGETS
 from tests.conftest import ROOT
@@ -66,3 +69,17 @@ def test_a_new_target_is_one_file_and_one_row(corral: Corral) -> None:
         assert deployments.status(open_folder("desk")).target == "desk"
     finally:
         assert deployments.stop(open_folder("desk")).state == "stopped"
+
+
+@pytest.mark.usefixtures("extended")
+def test_a_new_target_has_a_table_in_profiles_and_flags(corral: Corral) -> None:
+    path = user_folder() / "mine.toml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text('target = "desk"\n[desk]\nfirst_port = 19000\nlast_port = 19400\n')
+    profile = load_profile("mine")
+    wish = merged(profile, {"model": str(corral.model), "place": {"first_port": 19100}})
+    assert (wish["target"], wish["place"]) == ("desk", {"first_port": 19100, "last_port": 19400})
+    assert chosen_target({"target_option_first_port": 19001}, None) == ("desk", {"first_port": 19001})
+    path.write_text('target = "desk"\n[desk]\nfirst_prot = 1\n')
+    with pytest.raises(DataError, match="first_prot"):
+        load_profile("mine")
