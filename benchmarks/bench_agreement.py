@@ -24,7 +24,7 @@ from typing import Any
 
 from corral.bench.measure import Bench, Finished
 from corral.bench.metrics import vllm_keys
-from corral.bench.spec import Load, Spec, Workload
+from corral.bench.spec import LoadShape, Spec, Workload
 from corral.client.client import run
 from corral.client.endpoint import Endpoint
 from corral.lifecycle.resolve import resolve
@@ -56,7 +56,7 @@ async def together(given: argparse.Namespace, endpoint: Endpoint, turn: int) -> 
         num_prompts=given.num_prompts, input_len=given.input_len, output_len=given.output_len,
         range_ratio=given.range_ratio, seed=turn,
     )  # fmt: skip
-    spec = Spec(work, Load(concurrency=given.concurrency), warmup=2)
+    spec = Spec(work, LoadShape(concurrency=given.concurrency), warmup=2)
     env = {**os.environ, "OPENAI_API_KEY": endpoint.key() or "none"}
     with tempfile.TemporaryDirectory() as folder:
         async with Bench(endpoint) as bench:

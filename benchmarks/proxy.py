@@ -25,11 +25,11 @@ STREAM = {**WHOLE, "max_tokens": 128, "stream": True}
 async def serve(url: str) -> None:
     """The proxy alone, in front of one server, until standard input ends."""
     from corral.deployment.state import State
-    from corral.proxy import Proxy, Reading
+    from corral.proxy import MemberReading, Proxy
 
     proxy = Proxy()
     await proxy.listen("127.0.0.1", 0)
-    proxy.members.update([Reading("fake", State.READY, url)])
+    proxy.members.update([MemberReading("fake", State.READY, url)])
     print(json.dumps({"url": proxy.url}), flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
     await proxy.close()

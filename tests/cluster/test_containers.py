@@ -25,7 +25,7 @@ from corral.deployment.patience import Patience
 from corral.launch.render import UNSET
 from corral.node.agent.processes import descendants, process_table
 from corral.record import to_json
-from corral.runtimes.base import Job, NodeSide, make_runtime
+from corral.runtimes.base import EngineCommand, NodeSide, make_runtime
 from tests import testbed
 from tests.cluster.bed import FILES, SECRET, Bed, commands_of_everybody
 from tests.testbed.containers import Docker
@@ -241,7 +241,7 @@ def test_a_server_that_nobody_may_look_into_is_still_ours(docker: Docker, tmp_pa
     launch_id = secrets.token_hex(8)
     runtime = make_runtime("docker", {"image": IMAGE, "user": "image"}, NodeSide(str(folder), "cpu", "0.32.0"))
     wrapped = runtime.wrap(
-        Job(
+        EngineCommand(
             "d", launch_id, 0, (*runtime.serve, "m", "--port", str(port)), {"CORRAL_KEY_FILE": str(folder / "key")},
             str(folder), (str(folder / "key"),), (str(folder),),
         )

@@ -24,7 +24,7 @@ from corral.batch.sharing.shared import Sharing
 from corral.errors import UnreachableError
 from corral.fake import FakeOptions, FakeServer
 from corral.slurm import commands
-from corral.slurm.commands import Job
+from corral.slurm.commands import SlurmJob
 from corral.slurm.options import SlurmOptions
 from corral.slurm.script import BatchJob, batch_script
 from corral.targets.slurm import SlurmTarget
@@ -122,16 +122,16 @@ def test_status_shows_jobs_and_never_calls_unknown_failed(output: Path, monkeypa
     folder, _ = load_record(str(output))
     add_job(folder, "41", "d", SlurmTarget(SlurmOptions()))
     folder.shared.mkdir()  # not put together yet
-    known: dict[str, Job | None] = {"41": Job("41", "PENDING", "Priority")}
+    known: dict[str, SlurmJob | None] = {"41": SlurmJob("41", "PENDING", "Priority")}
     monkeypatch.setattr(commands, "find_job", known.get)
     now = inspect(str(output))
     assert (now.state, now.jobs[0].waiting) == ("queued", True)
     assert "jobs of higher priority" in now.jobs[0].text
-    known["41"] = Job("41", "CANCELLED", nodes="n1", cancelled_by="root")
+    known["41"] = SlurmJob("41", "CANCELLED", nodes="n1", cancelled_by="root")
     now = inspect(str(output))
     assert "was cancelled by root" in now.reason
 
-    def silent(id: str) -> Job:
+    def silent(id: str) -> SlurmJob:
         raise UnreachableError("no answer", "later")
 
     monkeypatch.setattr(commands, "find_job", silent)

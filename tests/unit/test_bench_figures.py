@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from corral.bench.compare import Side, compare
 from corral.bench.gate import judge, needed, verdict
 from corral.bench.metrics import details, percentile, spread, statistic, summarise, vllm_keys
-from corral.bench.rows import Row, read_rows, write_rows
+from corral.bench.rows import RequestRow, read_rows, write_rows
 from corral.bench.schedule import send_times
 from corral.bench.search import Probe, Searching, backlog_slope, passes
 from corral.bench.server_metrics import ServerDelta, sample_of
-from corral.bench.spec import Load, Spec, Workload, parse_goodput, parse_percentiles, parse_slos
+from corral.bench.spec import LoadShape, Spec, Workload, parse_goodput, parse_percentiles, parse_slos
 from corral.client.metrics import cache_config, parse
 from corral.errors import DataError, UsageError
 from corral.fake.metrics import Metrics
@@ -29,17 +29,17 @@ MS = 1_000_000
 
 def row(
     n: int = 0, at_ms: float = 0.0, ttft_ms: float = 50.0, tokens: int = 5, gap_ms: float = 10.0, **more: object
-) -> Row:
+) -> RequestRow:
     asked = int(at_ms * MS)
     chunks = [asked + int((ttft_ms + i * gap_ms) * MS) for i in range(tokens)]
-    made = Row(n, asked, asked, asked, chunks[-1] if chunks else asked, chunks, 100, tokens, 100, tokens)
+    made = RequestRow(n, asked, asked, asked, chunks[-1] if chunks else asked, chunks, 100, tokens, 100, tokens)
     for name, value in more.items():
         setattr(made, name, value)
     return made
 
 
-def failure(n: int = 0, kind: str = "ServerGone") -> Row:
-    return Row(n, 0, 0, 0, 0, error=kind, message="gone")
+def failure(n: int = 0, kind: str = "ServerGone") -> RequestRow:
+    return RequestRow(n, 0, 0, 0, 0, error=kind, message="gone")
 
 
 # Schedules
@@ -47,7 +47,7 @@ def failure(n: int = 0, kind: str = "ServerGone") -> Row:
 
 @pytest.mark.parametrize("arrival", ["poisson", "constant", "gamma"])
 def test_a_schedule_offers_exactly_the_rate_and_is_repeatable(arrival: str) -> None:
-    load = Load(rate=20.0, arrival=arrival, burstiness=0.5)
+    load = LoadShape(rate=20.0, arrival=arrival, burstiness=0.5)
     times = send_times(load, 1000, seed=7)
     assert times == send_times(load, 1000, seed=7)
     assert times == sorted(times)
@@ -56,24 +56,24 @@ def test_a_schedule_offers_exactly_the_rate_and_is_repeatable(arrival: str) -> N
 
 
 def test_burstiness_is_the_gammas_shape() -> None:
-    def variation(load: Load) -> float:
+    def variation(load: LoadShape) -> float:
         times = [0, *send_times(load, 20_000, seed=3)]
         gaps = [b - a for a, b in itertools.pairwise(times)]
         return statistics.pstdev(gaps) / statistics.fmean(gaps)
 
-    assert variation(Load(rate=1.0)) == pytest.approx(1.0, rel=0.05)
-    assert variation(Load(rate=1.0, arrival="gamma", burstiness=4.0)) == pytest.approx(0.5, rel=0.05)
-    assert variation(Load(rate=1.0, arrival="gamma", burstiness=0.25)) == pytest.approx(2.0, rel=0.08)
+    assert variation(LoadShape(rate=1.0)) == pytest.approx(1.0, rel=0.05)
+    assert variation(LoadShape(rate=1.0, arrival="gamma", burstiness=4.0)) == pytest.approx(0.5, rel=0.05)
+    assert variation(LoadShape(rate=1.0, arrival="gamma", burstiness=0.25)) == pytest.approx(2.0, rel=0.08)
 
 
 def test_a_ramp_ends_at_its_last_rate() -> None:
-    times = send_times(Load(rate=1.0, arrival="ramp", ramp_to=10.0), 100, seed=0)
+    times = send_times(LoadShape(rate=1.0, arrival="ramp", ramp_to=10.0), 100, seed=0)
     assert times[0] == pytest.approx(1e9)
     assert times[-1] - times[-2] == pytest.approx(1e8)
 
 
 def test_a_trace_keeps_its_own_times() -> None:
-    load = Load(arrival="trace", speed=2.0)
+    load = LoadShape(arrival="trace", speed=2.0)
     assert send_times(load, 3, 0, [5.0, 6.0, 9.0]) == [0, 500_000_000, 2_000_000_000]
     with pytest.raises(UsageError, match="backwards"):
         send_times(load, 2, 0, [6.0, 5.0])
@@ -103,9 +103,9 @@ def test_a_service_level_that_makes_no_sense_is_refused(text: str) -> None:
         lambda: Workload(dataset="randon"),
         lambda: Workload(num_prompts=0),
         lambda: Workload(dataset="custom"),
-        lambda: Load(concurrency=0),
-        lambda: Load(rate=-1.0),
-        lambda: Load(arrival="ramp", rate=1.0),
+        lambda: LoadShape(concurrency=0),
+        lambda: LoadShape(rate=-1.0),
+        lambda: LoadShape(arrival="ramp", rate=1.0),
         lambda: parse_percentiles("99,101"),
         lambda: parse_goodput("ttft=1s,itl=1ms"),
     ],
@@ -198,13 +198,13 @@ def test_vllms_metrics_page_is_read() -> None:
 QUIET = ServerDelta(0, 0.0, 100, 5, 1, 0, 1, 0.1, 0)
 
 
-def kinds(spec: Spec, rows: list[Row], server: ServerDelta | None = None, **more: object) -> dict[str, str]:
+def kinds(spec: Spec, rows: list[RequestRow], server: ServerDelta | None = None, **more: object) -> dict[str, str]:
     beats = more.pop("beats", [0.0001] * 100)
     s = summarise(rows, 1.0, (99.0,), heartbeat_s=beats)  # type: ignore[arg-type]
     return {p.kind: p.severity for p in judge(spec, rows, s, server, **more)}  # type: ignore[arg-type]
 
 
-SPEC = Spec(Workload(), Load(concurrency=2), percentiles=(50.0,))
+SPEC = Spec(Workload(), LoadShape(concurrency=2), percentiles=(50.0,))
 GOOD = [row(n, n * 10.0) for n in range(100)]
 
 
@@ -245,7 +245,7 @@ def test_p99_of_thirty_requests_is_not_enough() -> None:
 # The search: a server of known capacity, simulated without a clock
 
 
-def queue_rows(rate: float, capacity: float, count: int, rng: random.Random | None = None) -> list[Row]:
+def queue_rows(rate: float, capacity: float, count: int, rng: random.Random | None = None) -> list[RequestRow]:
     """One server that starts a request every 1/capacity seconds; first tokens follow after 20 ms."""
     at = free = 0.0
     rows = []
@@ -300,7 +300,7 @@ def test_a_growing_queue_is_seen_even_while_the_promise_still_holds() -> None:
 # Comparisons
 
 
-def noisy(mean_gap: float, seed: int) -> tuple[Row, ...]:
+def noisy(mean_gap: float, seed: int) -> tuple[RequestRow, ...]:
     rng = random.Random(seed)
     return tuple(
         row(n, n * 10.0, 50 * rng.lognormvariate(0, 0.1), 8, mean_gap * rng.uniform(0.8, 1.2)) for n in range(600)

@@ -21,7 +21,7 @@ DIGITALOCEAN = (
 )
 
 
-def decided(model: str, gpus: str | None, arguments: str, **more: object) -> bringup.Decision:
+def decided(model: str, gpus: str | None, arguments: str, **more: object) -> bringup.LaunchDecision:
     wish = bringup.Wish(model=model, extra_args=tuple(arguments.split()), **more)  # type: ignore[arg-type]
     return bringup.decide(wish, Elsewhere(gpus))
 

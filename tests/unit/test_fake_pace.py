@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from corral.fake import pace as module
-from corral.fake.pace import Engine, Job, Pace
+from corral.fake.pace import FakeEngine, FakeJob, Pace
 
 MS = 1_000_000
 
@@ -58,13 +58,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def run(clock: Clock, pace: Pace, count: int, steps: int = 1, **job: Any) -> tuple[list[tuple[Job, Tokens]], Engine]:
+def run(
+    clock: Clock, pace: Pace, count: int, steps: int = 1, **job: Any
+) -> tuple[list[tuple[FakeJob, Tokens]], FakeEngine]:
     """So many requests at one moment, until all have their answers."""
-    engine = Engine(cast("Any", None), pace)  # the alarm is the only one who needs the loop
+    engine = FakeEngine(cast("Any", None), pace)  # the alarm is the only one who needs the loop
     made = []
     for number in range(count):
         tokens = Tokens(clock)
-        one = Job(tokens, 1, steps, job.get("prompt", 0), job.get("uncached", 0), job.get("streamed", True), number)
+        one = FakeJob(
+            tokens, 1, steps, job.get("prompt", 0), job.get("uncached", 0), job.get("streamed", True), number
+        )
         made.append((one, tokens))
     for one, _ in made:
         engine.submit(one, clock.now)

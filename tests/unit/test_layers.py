@@ -167,3 +167,13 @@ def test_the_nodes_files_are_python_38(path: Path) -> None:
 def test_no_module_is_named_for_nothing() -> None:
     for path in modules():
         assert path.stem not in {"utils", "util", "helpers", "common", "manager", "misc"}
+
+
+def test_a_class_name_stands_for_one_thing() -> None:
+    homes: dict[str, list[str]] = {}
+    for path in modules():
+        if path.relative_to(SOURCE).parts[0] not in STANDALONE:
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    homes.setdefault(node.name, []).append(name_of(path))
+    assert {name: where for name, where in homes.items() if len(where) > 1} == {}

@@ -11,7 +11,7 @@ import pytest
 
 from corral.bundle import bundle
 from corral.deployment.folder import RankFolder
-from corral.targets.remote_answers import Report, read_report
+from corral.targets.remote_answers import NodeReport, read_report
 from corral.targets.remote_files import last_state, mirror, mirrored_sizes
 
 REMOTE = bundle("node/remote.py")
@@ -23,7 +23,7 @@ def sides(tmp_path: Path) -> tuple[Path, RankFolder]:
     return tmp_path / "there" / "rank0", RankFolder(tmp_path / "here" / "rank0")
 
 
-def bring(there: Path, here: RankFolder) -> Report:
+def bring(there: Path, here: RankFolder) -> NodeReport:
     sizes = mirrored_sizes(here)
     order = json.dumps({"folder": str(there.parent), "rank": 0, "files": sizes})
     command = [sys.executable, "-I", "-c", REMOTE, "report", order]

@@ -23,7 +23,7 @@ from corral.plan.choose import compare
 from corral.plan.explain import explain
 from corral.plan.need import needs
 from corral.plan.reconcile import Observed, reconcile
-from corral.plan.storage import Reading, recall, remember
+from corral.plan.storage import StorageReading, recall, remember
 from tests.conftest import ROOT
 from tests.unit.test_bringup import Elsewhere
 
@@ -243,8 +243,8 @@ def test_bytes_that_a_node_reads_follow_the_split() -> None:
 
 
 def test_a_measured_speed_takes_the_place_of_the_assumed_one(home: Path, shown: Run) -> None:
-    remember(home, "H100-SXM", Reading(0.4321, "/shared/model-00001.safetensors", 1_790_000_000.0))
-    remember(home, "CPU", Reading(9.0, "/x", 1.0))
+    remember(home, "H100-SXM", StorageReading(0.4321, "/shared/model-00001.safetensors", 1_790_000_000.0))
+    remember(home, "CPU", StorageReading(9.0, "/x", 1.0))
     assert recall(home, "H200") is None
     _, out = shown("llama-3.1-70b", "--gpus", "8xH100")
     assert "at 0.43 GB/s (measured by `corral doctor` on 2026-09-2" in out

@@ -22,7 +22,7 @@ from corral.client.errors import CutStreamError, KeyRefusedError, RequestError
 from corral.deployment.state import State
 from corral.fake import FakeOptions, FakeServer, Pace
 from corral.node import guard
-from corral.proxy import Proxy, ProxyLimits, Reading
+from corral.proxy import MemberReading, Proxy, ProxyLimits
 
 ENGINE = Path(__file__).parent.parent / "streaming_engine.py"
 KEY = "a-key-of-sufficient-length"
@@ -49,8 +49,8 @@ async def proxy_to(*urls: str, **limits: Any) -> AsyncIterator[Proxy]:
         await proxy.close()
 
 
-def ready(*urls: str) -> list[Reading]:
-    return [Reading(f"m{number}", READY, url) for number, url in enumerate(urls)]
+def ready(*urls: str) -> list[MemberReading]:
+    return [MemberReading(f"m{number}", READY, url) for number, url in enumerate(urls)]
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -152,13 +152,13 @@ async def test_moves_to_a_successor_that_is_ready_before_the_end() -> None:
         async with proxy_to(a.url) as proxy:
             load = Load(proxy, 16)
             await load.more(40)
-            proxy.members.update([Reading("m0", READY, a.url), Reading("m1", LOADING)])
+            proxy.members.update([MemberReading("m0", READY, a.url), MemberReading("m1", LOADING)])
             proxy.members.update(ready(a.url, b.url))
             await load.more(40)
-            proxy.members.update([Reading("m0", DRAINING, a.url), Reading("m1", READY, b.url)])
+            proxy.members.update([MemberReading("m0", DRAINING, a.url), MemberReading("m1", READY, b.url)])
             await until(lambda: not next(one for one in proxy.members.all if one.name == "m0").active)
             await stop(a)
-            proxy.members.update([Reading("m0", STOPPED), Reading("m1", READY, b.url)])
+            proxy.members.update([MemberReading("m0", STOPPED), MemberReading("m1", READY, b.url)])
             await load.more(40)
             await load.end()
     assert not load.failures
@@ -174,11 +174,11 @@ async def test_moves_to_a_successor_that_is_ready_only_after_the_end() -> None:
         async with proxy_to(a.url) as proxy:
             load = Load(proxy, 16)
             await load.more(40)
-            proxy.members.update([Reading("m0", DRAINING, a.url)])
+            proxy.members.update([MemberReading("m0", DRAINING, a.url)])
             await until(lambda: proxy.figures.held >= 16)
             await stop(a)
-            proxy.members.update([Reading("m0", STOPPED), Reading("m1", LOADING)])
-            proxy.members.update([Reading("m0", STOPPED), Reading("m1", READY, b.url)])
+            proxy.members.update([MemberReading("m0", STOPPED), MemberReading("m1", LOADING)])
+            proxy.members.update([MemberReading("m0", STOPPED), MemberReading("m1", READY, b.url)])
             await load.more(40)
             await load.end()
     assert not load.failures
@@ -222,7 +222,7 @@ async def test_a_refused_connection_is_tried_elsewhere_and_an_ended_server_is_gi
         ):
             waiting = asyncio.ensure_future(client.request(CHAT, chat(1)))
             await until(lambda: bool(proxy.members.all[1].active))
-            proxy.members.update([Reading("m0", READY, b.url), Reading("m1", STOPPED)])
+            proxy.members.update([MemberReading("m0", READY, b.url), MemberReading("m1", STOPPED)])
             for relay in list(proxy.members.all[1].active):
                 relay.give_up(time.monotonic() + 1)  # what the sweep does after some seconds
             assert (await waiting).text
@@ -298,7 +298,7 @@ def test_the_real_guard_of_a_draining_server_costs_nobody_an_answer(tmp_path: Pa
 @in_loop
 async def test_held_requests_get_one_clear_error_when_nobody_comes() -> None:
     async with proxy_to(hold_s=0.05) as proxy:
-        proxy.members.update([Reading("m0", LOADING)])
+        proxy.members.update([MemberReading("m0", LOADING)])
         answer = await exchange(proxy.url, post(b"{}"))
         head, _, body = answer.partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 503")
@@ -369,7 +369,7 @@ async def test_a_client_that_leaves_is_seen_by_the_server() -> None:
         await until(lambda: proxy.figures.left == 1)
         assert proxy.figures.running == 0
         assert proxy.figures.failed == 0
-        proxy.members.update([Reading("m0", LOADING)])
+        proxy.members.update([MemberReading("m0", LOADING)])
         _, writer = await asyncio.open_connection("127.0.0.1", int(proxy.url.rpartition(":")[2]))
         writer.write(post(b"{}"))  # leaves while it is held
         await until(lambda: proxy.figures.held == 1)

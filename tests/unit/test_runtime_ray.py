@@ -13,7 +13,7 @@ from corral.engines.environments import PINNED_VERSION
 from corral.errors import EngineError, UsageError
 from corral.launch.links import Node
 from corral.lifecycle import bringup
-from corral.runtimes.base import Job, NodeCheck, NodeSide, Runtime, make_runtime
+from corral.runtimes.base import EngineCommand, NodeCheck, NodeSide, Runtime, make_runtime
 from corral.runtimes.conda import INSTALL
 from corral.runtimes.ray import QUESTION, REQUIREMENT, ray_checks
 from corral.targets.slurm import SlurmTarget
@@ -128,7 +128,7 @@ def test_an_image_with_ray_is_derived_once_on_a_node(tmp_path: Path) -> None:
     assert lines[1].startswith(f'RUN uv pip install --system "{REQUIREMENT}" || ')
     calls = Path(f"{client}.calls").read_text().splitlines()
     assert [call.split()[0] for call in calls] == ["image", "build", "image"]
-    job = Job("d", "l", 0, ("vllm", "serve", "m"), {}, "/w")
+    job = EngineCommand("d", "l", 0, ("vllm", "serve", "m"), {}, "/w")
     (image,) = [word for word in runtime.wrap(job).argv if word.startswith("corral-with-ray:")]
     assert image in calls[1]
     assert image in ray_checks(runtime)[0].argv

@@ -21,7 +21,7 @@ from corral.engines import environments as engines
 from corral.engines.flags import FlagList, check_arguments
 from corral.errors import EngineError, UsageError
 from corral.launch.render import UNSET
-from corral.runtimes.base import RUNTIMES, Job, NodeSide, Runtime, make_runtime, parse_options
+from corral.runtimes.base import RUNTIMES, EngineCommand, NodeSide, Runtime, make_runtime, parse_options
 from corral.runtimes.container import Mount, container_name
 from tests.unit.conftest import Shellcheck
 from tests.unit.test_agent import Run
@@ -57,7 +57,7 @@ def made(name: str, place: Path | str = "/place", flavour: str = "cpu", **more: 
     return make_runtime(name, {**options_of(name, place), **more}, NodeSide(home, flavour, engines.PINNED_VERSION))
 
 
-def job(runtime: Runtime, place: Path | str = "/place", **changes: Any) -> Job:
+def job(runtime: Runtime, place: Path | str = "/place", **changes: Any) -> EngineCommand:
     cwd = str(Path(place) / "rank0")
     fields: dict[str, Any] = {
         "deployment": "my model",
@@ -70,7 +70,7 @@ def job(runtime: Runtime, place: Path | str = "/place", **changes: Any) -> Job:
         "writable": (cwd,),
         **changes,
     }
-    return Job(**fields)
+    return EngineCommand(**fields)
 
 
 # ----------------------------------------------------------------------------------------------------- the contract

@@ -26,7 +26,7 @@ from corral.node.ports import free_ports
 from corral.processes import own_identity
 from corral.record import dump_json, load_json
 from corral.slurm import cluster, commands
-from corral.slurm.commands import Job, seconds
+from corral.slurm.commands import SlurmJob, seconds
 from corral.slurm.options import SlurmOptions, mebibytes
 from corral.slurm.script import BatchJob, batch_script, clock
 from corral.slurm.states import STATES, WAITS, standing
@@ -87,7 +87,7 @@ def print_text(text: str) -> str:
 
 # --------------------------------------------------------------------------------------------------------- states
 def test_slurms_states_are_told_apart() -> None:
-    ended = {name: standing(Job("7", name)) for name in STATES if standing(Job("7", name)).ended}
+    ended = {name: standing(SlurmJob("7", name)) for name in STATES if standing(SlurmJob("7", name)).ended}
     reasons = {name: found.reason for name, found in ended.items()}
     assert reasons["TIMEOUT"] is Reason.WALLTIME
     assert reasons["NODE_FAIL"] is Reason.NODE_LOST
@@ -102,41 +102,42 @@ def test_slurms_states_are_told_apart() -> None:
 
 @pytest.mark.parametrize("word", ["", "SOMETHING_OF_A_LATER_VERSION", "RUNNING|x"])
 def test_a_state_nobody_knows_is_unknown(word: str) -> None:
-    found = standing(Job("7", word))
+    found = standing(SlurmJob("7", word))
     assert found.state is State.UNKNOWN
     assert not found.ended
 
 
 def test_waiting_is_told_with_its_reason_and_the_expected_start() -> None:
     noon = time.mktime((2026, 11, 15, 12, 0, 0, 0, 0, -1))
-    found = standing(Job("7", "PENDING", "Priority", start_s=noon + 3600), now_s=noon)
+    found = standing(SlurmJob("7", "PENDING", "Priority", start_s=noon + 3600), now_s=noon)
     assert found.text == (
         "job 7 waits in the queue: jobs of higher priority come first (Priority); expected to start at 13:00"
     )
-    again = standing(Job("7", "PENDING", "BeginTime", restarts=1), now_s=noon).text
+    again = standing(SlurmJob("7", "PENDING", "BeginTime", restarts=1), now_s=noon).text
     assert again.startswith("job 7, again, waits in the queue")
-    odd = standing(Job("7", "PENDING", "SomethingNew"), now_s=noon)
+    odd = standing(SlurmJob("7", "PENDING", "SomethingNew"), now_s=noon)
     assert odd.text == "job 7 waits in the queue: SLURM says SomethingNew"
-    assert "--account" in standing(Job("7", "PENDING", "InvalidAccount"), now_s=noon).remedy
-    held = standing(Job("7", "PENDING", "JobHeldUser"), now_s=noon)
+    assert "--account" in standing(SlurmJob("7", "PENDING", "InvalidAccount"), now_s=noon).remedy
+    held = standing(SlurmJob("7", "PENDING", "JobHeldUser"), now_s=noon)
     assert "`scontrol release 7`" in held.remedy
     for reason in WAITS:
-        assert standing(Job("7", "PENDING", reason), now_s=noon).state is State.QUEUED
+        assert standing(SlurmJob("7", "PENDING", reason), now_s=noon).state is State.QUEUED
 
 
 def test_who_cancelled() -> None:
-    assert "cancelled by alice" in standing(Job("7", "CANCELLED", cancelled_by="alice")).text
-    assert "by you or by an administrator" in standing(Job("7", "CANCELLED")).text
+    assert "cancelled by alice" in standing(SlurmJob("7", "CANCELLED", cancelled_by="alice")).text
+    assert "by you or by an administrator" in standing(SlurmJob("7", "CANCELLED")).text
 
 
 def test_names_that_look_like_words_of_a_sentence_stay_as_they_are() -> None:
-    lost = standing(Job("7", "NODE_FAIL", nodes="STANDBY01,NODES02"))
+    lost = standing(SlurmJob("7", "NODE_FAIL", nodes="STANDBY01,NODES02"))
     assert lost.text == "job 7 lost a node of STANDBY01,NODES02"
-    failed = standing(Job("7", "FAILED", exit_code="1:0"), "/home/JOB/{job}/CATALOG/job.log")
+    failed = standing(SlurmJob("7", "FAILED", exit_code="1:0"), "/home/JOB/{job}/CATALOG/job.log")
     assert failed.remedy == "Its output: `/home/JOB/{job}/CATALOG/job.log`."
-    assert standing(Job("7", "CANCELLED", cancelled_by="{nodes}")).text == "job 7 was cancelled by {nodes}"
-    assert "{by} on BY01" in standing(Job("7", "PENDING", "{by} on BY01")).text
-    assert not any("{" in standing(Job("7", name)).text + standing(Job("7", name)).remedy for name in STATES)
+    assert standing(SlurmJob("7", "CANCELLED", cancelled_by="{nodes}")).text == "job 7 was cancelled by {nodes}"
+    assert "{by} on BY01" in standing(SlurmJob("7", "PENDING", "{by} on BY01")).text
+    told = [standing(SlurmJob("7", name)) for name in STATES]
+    assert not any("{" in one.text + one.remedy for one in told)
 
 
 # ------------------------------------------------------------------------------------------------------- commands

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from corral.errors import ConflictError, CorralError, DataError, UsageError
 from corral.ssh import Ssh
-from corral.transfer.courier_events import Row
+from corral.transfer.courier_events import CourierRow
 from corral.transfer.sources import plan_sources, same_storage
 from corral.transfer.spread import Origin, Outcome, Progress, ensure_folder, spread
 from tests.fake_ssh import make_fake_ssh
@@ -241,7 +241,7 @@ def test_another_model_is_not_overwritten(hosts: Path, model: Path) -> None:
 
 
 def test_a_full_disk_is_told_with_numbers_before_anything_moves(hosts: Path) -> None:
-    rows = [Row("huge.safetensors", "file", 1 << 50, sha256="0" * 64)]
+    rows = [CourierRow("huge.safetensors", "file", 1 << 50, sha256="0" * 64)]
     with pytest.raises(DataError, match=r"n0 needs 1125899.91 GB and has [\d.]+ GB free"):
         to_hosts(Origin(hub_url="http://127.0.0.1:9", files=tuple(rows)))
 

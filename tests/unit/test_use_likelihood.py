@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corral.errors import DataError, UsageError
-from corral.score.likelihood import Row, Score, ScoreOptions, TokenScore, cut, read_row, split_pair, total
+from corral.score.likelihood import Score, ScoreOptions, ScoreRow, TokenScore, cut, read_row, split_pair, total
 
 
 def lm_eval_windows(tokens: list[int], prefix: int, max_seq_len: int) -> list[tuple[list[int], list[int]]]:
@@ -77,7 +77,7 @@ def test_blanks_move_to_the_continuation(context: str, continuation: str, wanted
 
 
 def test_rows() -> None:
-    assert read_row({"text": "a"}, 3) == Row("3", "a")
+    assert read_row({"text": "a"}, 3) == ScoreRow("3", "a")
     assert read_row({"id": 5, "context": "a", "continuation": "b"}, 1).continuations == ("b",)
     row = read_row({"context": "a", "choices": ["x", "y"], "answer": "y", "topic": "kept out"}, 1)
     assert (row.kind, row.answer) == ("choices", 1)
@@ -123,7 +123,7 @@ def test_choices_by_sum_and_by_length() -> None:
     body = score.to_json()
     assert [choice["sum_logprob"] for choice in body["choices"]] == [-2.0, -3.0]
     assert "token_scores" not in body
-    plain = Score.of(Row("t", "text"), [total(scored(-2.0), 1, True)]).to_json()
+    plain = Score.of(ScoreRow("t", "text"), [total(scored(-2.0), 1, True)]).to_json()
     assert "choices" not in plain
     assert plain["token_scores"][0]["logprob"] == -2.0
 

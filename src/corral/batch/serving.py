@@ -20,7 +20,7 @@ from corral.lifecycle.resolve import DeploymentServer, find_servers, served_by
 from corral.record import to_json
 
 if TYPE_CHECKING:
-    from corral.lifecycle.bringup import Decision, Wish
+    from corral.lifecycle.bringup import LaunchDecision, Wish
 
 __all__ = ["RAY_DATA", "Offline", "Served", "Where", "facts_of", "kept", "offline_name", "served_for"]
 
@@ -189,7 +189,7 @@ def _started(offline: Offline, order: BatchOrder, reporter: Any) -> Iterator[Ser
             deployments.stop(folder)
 
 
-def facts_of(decision: Decision) -> dict[str, Any]:
+def facts_of(decision: LaunchDecision) -> dict[str, Any]:
     """What `prepare` needs to know of a model that is not there yet."""
     return {
         "model": decision.served_name,
@@ -199,7 +199,7 @@ def facts_of(decision: Decision) -> dict[str, Any]:
     }
 
 
-def _tokenizer_here(decision: Decision) -> Counter | None:
+def _tokenizer_here(decision: LaunchDecision) -> Counter | None:
     """The model's tokenizer, where model and engine are on this disk already."""
     from corral.engines import environments as engines
     from corral.models import store as model_store

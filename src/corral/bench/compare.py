@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from corral.bench.gate import needed
 from corral.bench.metrics import Summary, gaps_s, percentile
-from corral.bench.rows import Row
+from corral.bench.rows import RequestRow
 
-__all__ = ["Difference", "Side", "compare"]
+__all__ = ["MetricDifference", "Side", "compare"]
 
 # two-sided 95% quantiles of Student's t, by degrees of freedom
 _T = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
@@ -28,11 +28,11 @@ class Side:
     """One side: a run, or repeats of it."""
 
     summaries: tuple[Summary, ...]
-    rows: tuple[tuple[Row, ...], ...]
+    rows: tuple[tuple[RequestRow, ...], ...]
 
 
 @dataclass(frozen=True)
-class Difference:
+class MetricDifference:
     """One figure on both sides; `low` and `high` bound the change in percent of `a`."""
 
     name: str
@@ -59,7 +59,7 @@ class Difference:
         return "better" if (self.change > 0) == self.higher_is_better else "worse"
 
 
-def compare(a: Side, b: Side) -> list[Difference]:
+def compare(a: Side, b: Side) -> list[MetricDifference]:
     """The figures that matter, throughput first."""
     found = []
     for name, unit, of in (
@@ -91,9 +91,9 @@ def _difference(
     a: Side,
     b: Side,
     of: Callable[[Summary], float],
-    inside: Callable[[Summary, Sequence[Row]], float],
+    inside: Callable[[Summary, Sequence[RequestRow]], float],
     higher: bool,
-) -> Difference:
+) -> MetricDifference:
     one, other = [of(s) for s in a.summaries], [of(s) for s in b.summaries]
     mean_a, mean_b = sum(one) / len(one), sum(other) / len(other)
     if len(one) > 1 and len(other) > 1:
@@ -102,7 +102,7 @@ def _difference(
         errors = [inside(s, r) for side in (a, b) for s, r in zip(side.summaries[:1], side.rows[:1], strict=True)]
         half = 1.96 * math.hypot(*errors)
     scale = 100 / mean_a if mean_a else 0.0
-    return Difference(
+    return MetricDifference(
         name, unit, mean_a, mean_b, (mean_b - mean_a - half) * scale, (mean_b - mean_a + half) * scale, higher
     )
 
@@ -121,7 +121,7 @@ def _welch(one: Sequence[float], other: Sequence[float]) -> float:
     return quantile * math.sqrt(total)
 
 
-def _values(metric: str, rows: Sequence[Row]) -> list[float]:
+def _values(metric: str, rows: Sequence[RequestRow]) -> list[float]:
     good = [row for row in rows if row.ok and row.chunk_ns]
     if metric == "itl":
         return sorted(gap for row in good for gap in gaps_s(row))
@@ -130,10 +130,10 @@ def _values(metric: str, rows: Sequence[Row]) -> list[float]:
     return sorted(row.ttft_s if metric == "ttft" else row.e2el_s for row in good)
 
 
-def _rank_error(metric: str, p: float) -> Callable[[Summary, Sequence[Row]], float]:
+def _rank_error(metric: str, p: float) -> Callable[[Summary, Sequence[RequestRow]], float]:
     """Standard error in ms of a percentile, from the order statistics one standard error of the rank away."""
 
-    def error(_: Summary, rows: Sequence[Row]) -> float:
+    def error(_: Summary, rows: Sequence[RequestRow]) -> float:
         ordered = _values(metric, rows)
         if len(ordered) < 2:
             return 0.0
@@ -145,10 +145,10 @@ def _rank_error(metric: str, p: float) -> Callable[[Summary, Sequence[Row]], flo
     return error
 
 
-def _throughput_error(of: Callable[[Summary], float]) -> Callable[[Summary, Sequence[Row]], float]:
+def _throughput_error(of: Callable[[Summary], float]) -> Callable[[Summary, Sequence[RequestRow]], float]:
     """Standard error of a rate from ten equal stretches of the run."""
 
-    def error(summary: Summary, rows: Sequence[Row]) -> float:
+    def error(summary: Summary, rows: Sequence[RequestRow]) -> float:
         times = [t for row in rows if row.ok for t in row.chunk_ns]
         if len(times) < 20 or not summary.duration_s:
             return 0.0

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from corral.bench.metrics import Summary, percentile
-from corral.bench.rows import Row
+from corral.bench.rows import RequestRow
 from corral.bench.server_metrics import ServerDelta
 from corral.bench.spec import Spec
 
@@ -58,7 +58,7 @@ def needed(p: float) -> int:
 
 def judge(
     spec: Spec,
-    rows: Sequence[Row],
+    rows: Sequence[RequestRow],
     summary: Summary,
     server: ServerDelta | None,
     stopped: str = "",
@@ -98,7 +98,7 @@ def _generator(summary: Summary) -> list[Problem]:
     return [Problem("generator_lag", "invalid", text)]
 
 
-def _lengths(spec: Spec, rows: Sequence[Row], exact: bool) -> list[Problem]:
+def _lengths(spec: Spec, rows: Sequence[RequestRow], exact: bool) -> list[Problem]:
     good = [row for row in rows if row.ok]
     found = []
     wrong = [row for row in good if row.asked_output and row.output_tokens != row.asked_output]
@@ -121,7 +121,7 @@ def _lengths(spec: Spec, rows: Sequence[Row], exact: bool) -> list[Problem]:
     return found
 
 
-def _server(spec: Spec, rows: Sequence[Row], summary: Summary, server: ServerDelta | None) -> list[Problem]:
+def _server(spec: Spec, rows: Sequence[RequestRow], summary: Summary, server: ServerDelta | None) -> list[Problem]:
     found = []
     good = [row for row in rows if row.ok]
     cached = [row.cached_tokens for row in good if row.cached_tokens is not None]
@@ -147,7 +147,7 @@ def _server(spec: Spec, rows: Sequence[Row], summary: Summary, server: ServerDel
     return found
 
 
-def _samples(spec: Spec, rows: Sequence[Row], summary: Summary) -> list[Problem]:
+def _samples(spec: Spec, rows: Sequence[RequestRow], summary: Summary) -> list[Problem]:
     found = []
     lacking = [p for p in spec.percentiles if summary.completed < needed(p)]
     if lacking and summary.completed:

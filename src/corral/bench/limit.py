@@ -16,7 +16,7 @@ from corral.bench.server_metrics import ServerDelta
 from corral.plan import Plan
 from corral.plan.speed import Efficiency, predict
 
-__all__ = ["Cost", "FrontEnd", "Limit", "cost_of", "distance", "roof"]
+__all__ = ["FrontEnd", "Limit", "TokenCost", "cost_of", "distance", "roof"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Limit:
 
 
 @dataclass(frozen=True)
-class Cost:
+class TokenCost:
     """What tokens cost at the measured rate."""
 
     gpus: int
@@ -56,13 +56,13 @@ class Cost:
     money_per_million_total: float | None = None
 
 
-def cost_of(summary: Summary, gpus: int, price: float | None) -> Cost | None:
+def cost_of(summary: Summary, gpus: int, price: float | None) -> TokenCost | None:
     if not gpus or not summary.output_throughput:
         return None
     output = gpus * 1e6 / summary.output_throughput / 3600
     total = gpus * 1e6 / summary.total_token_throughput / 3600
     money = (output * price, total * price) if price else (None, None)
-    return Cost(gpus, output, total, price, *money)
+    return TokenCost(gpus, output, total, price, *money)
 
 
 @dataclass(frozen=True)

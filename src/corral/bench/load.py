@@ -19,8 +19,8 @@ from typing import Any
 
 from corral.alarm import Alarm
 from corral.bench.datasets import Prompt, body_of, path_of
-from corral.bench.rows import Row
-from corral.bench.spec import Load, Workload
+from corral.bench.rows import RequestRow
+from corral.bench.spec import LoadShape, Workload
 from corral.client.client import Client, Reply
 from corral.client.errors import (
     KeyRefusedError,
@@ -30,7 +30,7 @@ from corral.client.errors import (
     UnknownPathError,
 )
 
-__all__ = ["Outcome", "drive"]
+__all__ = ["RequestOutcome", "drive"]
 
 _now = time.monotonic_ns
 _BEAT_NS = 5_000_000
@@ -39,10 +39,10 @@ _HOPELESS = (KeyRefusedError, UnknownModelError, UnknownPathError)
 
 
 @dataclass
-class Outcome:
+class RequestOutcome:
     """What a load gave."""
 
-    rows: list[Row]
+    rows: list[RequestRow]
     duration_s: float
     start_ns: int
     heartbeat_s: list[float] = field(default_factory=list)
@@ -56,7 +56,7 @@ class _Generator:
         client: Client,
         prompts: Sequence[Prompt],
         workload: Workload,
-        load: Load,
+        load: LoadShape,
         times_ns: Sequence[int],
         on_progress: Callable[[int], None] | None,
     ) -> None:
@@ -75,7 +75,7 @@ class _Generator:
         self._start = self._until = 0
         self._interrupted = False
 
-    async def run(self) -> Outcome:
+    async def run(self) -> RequestOutcome:
         alarm = Alarm(self._loop, self._send_due)
         beat = Alarm(self._loop, lambda: self._beat(beat))
         self._alarm = alarm
@@ -103,7 +103,9 @@ class _Generator:
             gc.unfreeze()
         end = max((raw[5] for raw in self._raw), default=_now())
         rows = sorted((self._row(*raw) for raw in self._raw), key=lambda row: (row.n, row.turn))
-        return Outcome(rows, (end - self._start) / 1e9, self._start, self._beats, self._stop, self._interrupted)
+        return RequestOutcome(
+            rows, (end - self._start) / 1e9, self._start, self._beats, self._stop, self._interrupted
+        )
 
     # Sending
 
@@ -209,10 +211,10 @@ class _Generator:
     def _row(
         self, n: int, turn: int, intended: int, asked: int, sent: int, done: int, chunks: Any, usage: Any,
         finish: str, error: RequestError | None,
-    ) -> Row:  # fmt: skip
+    ) -> RequestRow:  # fmt: skip
         start, prompt = self._start, self._prompts[n]
         times = [t - start for t in chunks]
-        return Row(
+        return RequestRow(
             n=n,
             intended_ns=intended - start,
             asked_ns=asked - start,
@@ -235,9 +237,9 @@ async def drive(
     client: Client,
     prompts: Sequence[Prompt],
     workload: Workload,
-    load: Load,
+    load: LoadShape,
     times_ns: Sequence[int],
     on_progress: Callable[[int], None] | None = None,
-) -> Outcome:
+) -> RequestOutcome:
     """Send `prompts` at their times (open loop) or as places become free (closed loop); wait for every answer."""
     return await _Generator(client, prompts, workload, load, times_ns, on_progress).run()

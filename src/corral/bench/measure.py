@@ -12,12 +12,12 @@ from corral.bench.datasets import load_prompts
 from corral.bench.fingerprint import Fingerprint, find_folder, take
 from corral.bench.gate import judge, verdict
 from corral.bench.limit import cost_of, distance
-from corral.bench.load import Outcome, drive
+from corral.bench.load import RequestOutcome, drive
 from corral.bench.metrics import summarise
-from corral.bench.rows import Row
+from corral.bench.rows import RequestRow
 from corral.bench.schedule import send_times
-from corral.bench.server_metrics import ServerSample, Watcher, delta
-from corral.bench.spec import Load, Spec, Workload
+from corral.bench.server_metrics import MetricsWatcher, ServerSample, delta
+from corral.bench.spec import LoadShape, Spec, Workload
 from corral.bench.vocabulary import Vocabulary, learn_vocabulary
 from corral.client.client import Client
 from corral.client.endpoint import Endpoint
@@ -38,7 +38,7 @@ class Finished:
 
     folder: Path
     run: store.Run
-    rows: list[Row]
+    rows: list[RequestRow]
 
 
 CONNECTIONS = 16384  # more than any sensible concurrency; opened only as needed
@@ -92,7 +92,7 @@ class Bench:
         prompts = load_prompts(spec.workload, words)
         times = send_times(spec.load, len(prompts), spec.workload.seed, [p.at_s for p in prompts])
         await self._warm_up(spec, words)
-        watcher = Watcher(self._watch_client)
+        watcher = MetricsWatcher(self._watch_client)
         await watcher.start()
         total = len(prompts)
         outcome = await drive(
@@ -119,7 +119,7 @@ class Bench:
         self._tell("warm-up", 0, spec.warmup)
         prompts = load_prompts(warm, words)
         places = min(spec.warmup, spec.load.concurrency or spec.warmup)
-        outcome = await drive(self._client, prompts, warm, Load(concurrency=places), [0] * len(prompts))
+        outcome = await drive(self._client, prompts, warm, LoadShape(concurrency=places), [0] * len(prompts))
         if outcome.interrupted:
             raise KeyboardInterrupt
         if outcome.stopped_by is not None:
@@ -131,7 +131,7 @@ class Bench:
     def _finish(
         self,
         spec: Spec,
-        outcome: Outcome,
+        outcome: RequestOutcome,
         samples: list[ServerSample],
         words: Vocabulary | None,
         folder: Path,
@@ -165,7 +165,7 @@ class Bench:
         store.save_run(folder, run, outcome.rows, samples, self._detailed)
         return Finished(folder, run, outcome.rows)
 
-    def _raise(self, outcome: Outcome, finished: Finished, total: int) -> None:
+    def _raise(self, outcome: RequestOutcome, finished: Finished, total: int) -> None:
         if outcome.interrupted:
             raise KeyboardInterrupt
         error = outcome.stopped_by
@@ -180,7 +180,7 @@ class Bench:
         raise kind(text, f"{error.remedy} {kept}", folder=str(finished.folder))
 
 
-def _why_stopped(outcome: Outcome) -> str:
+def _why_stopped(outcome: RequestOutcome) -> str:
     if outcome.interrupted:
         return "interrupted before the end"
     return f"stopped before the end: {outcome.stopped_by.message}" if outcome.stopped_by else ""

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from corral.bench.rows import Row
+from corral.bench.rows import RequestRow
 from corral.bench.spec import METRICS, Slo
 from corral.errors import UsageError
 
@@ -85,14 +85,14 @@ def spread(values_s: Iterable[float], percentiles: Sequence[float]) -> Spread:
     return Spread(len(ordered), mean * 1000, percentile(ordered, 50) * 1000, std * 1000, cuts)
 
 
-def gaps_s(row: Row) -> list[float]:
+def gaps_s(row: RequestRow) -> list[float]:
     """Inter-token latencies: between neighbouring chunks."""
     times = row.chunk_ns
     return [(b - a) / 1e9 for a, b in itertools.pairwise(times)]
 
 
 def summarise(
-    rows: Sequence[Row],
+    rows: Sequence[RequestRow],
     duration_s: float,
     percentiles: Sequence[float] = (50.0, 90.0, 99.0),
     goodput: Sequence[Slo] = (),
@@ -133,7 +133,7 @@ def summarise(
     )
 
 
-def _is_good(row: Row, promises: Sequence[Slo]) -> bool:
+def _is_good(row: RequestRow, promises: Sequence[Slo]) -> bool:
     for promise in promises:
         value = {"ttft": row.ttft_s, "tpot": row.tpot_s or 0.0, "e2el": row.e2el_s}[promise.metric]
         if value * 1000 > promise.limit_ms:
@@ -141,7 +141,7 @@ def _is_good(row: Row, promises: Sequence[Slo]) -> bool:
     return True
 
 
-def _peaks(good: Sequence[Row]) -> tuple[float, int]:
+def _peaks(good: Sequence[RequestRow]) -> tuple[float, int]:
     """Most chunks in one second, and most requests that touched one second: vLLM's buckets."""
     if not good:
         return 0.0, 0
@@ -195,7 +195,7 @@ def vllm_keys(summary: Summary) -> dict[str, Any]:
     return body
 
 
-def details(rows: Sequence[Row]) -> dict[str, Any]:
+def details(rows: Sequence[RequestRow]) -> dict[str, Any]:
     """The per-request lists of `vllm bench serve --save-detailed` (texts are not kept)."""
     whole = [row.ok and bool(row.chunk_ns) for row in rows]
     return {

@@ -13,10 +13,10 @@ import msgspec
 
 from corral.errors import DataError
 
-__all__ = ["Row", "read_rows", "write_rows"]
+__all__ = ["RequestRow", "read_rows", "write_rows"]
 
 
-class Row(msgspec.Struct, gc=False, omit_defaults=True):
+class RequestRow(msgspec.Struct, gc=False, omit_defaults=True):
     """One request as it went."""
 
     n: int
@@ -61,10 +61,10 @@ class Row(msgspec.Struct, gc=False, omit_defaults=True):
 
 
 _ENCODER = msgspec.json.Encoder()
-_DECODER = msgspec.json.Decoder(Row)
+_DECODER = msgspec.json.Decoder(RequestRow)
 
 
-def write_rows(path: Path, rows: Iterable[Row]) -> None:
+def write_rows(path: Path, rows: Iterable[RequestRow]) -> None:
     try:
         with path.open("wb") as file:
             for row in rows:
@@ -75,7 +75,7 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
         ) from error
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[RequestRow]:
     rows = []
     try:
         with path.open("rb") as file:

@@ -10,13 +10,13 @@ import itertools
 import random
 from collections.abc import Sequence
 
-from corral.bench.spec import Load
+from corral.bench.spec import LoadShape
 from corral.errors import UsageError
 
 __all__ = ["send_times"]
 
 
-def send_times(load: Load, count: int, seed: int, stamps_s: Sequence[float | None] = ()) -> list[int]:
+def send_times(load: LoadShape, count: int, seed: int, stamps_s: Sequence[float | None] = ()) -> list[int]:
     """When each of `count` requests is due; `stamps_s` are a trace's own times."""
     if load.arrival == "trace":
         return _trace(load, count, stamps_s)
@@ -26,7 +26,7 @@ def send_times(load: Load, count: int, seed: int, stamps_s: Sequence[float | Non
     return [int(t * 1e9) for t in itertools.accumulate(gaps)]
 
 
-def _gaps(load: Load, count: int, seed: int) -> list[float]:
+def _gaps(load: LoadShape, count: int, seed: int) -> list[float]:
     rate = load.rate or 1.0
     if load.arrival == "constant":
         return [1 / rate] * count
@@ -37,12 +37,12 @@ def _gaps(load: Load, count: int, seed: int) -> list[float]:
     return [gap * scale for gap in gaps]
 
 
-def _ramp(load: Load, count: int) -> list[float]:
+def _ramp(load: LoadShape, count: int) -> list[float]:
     first, last = load.rate or 1.0, load.ramp_to or 1.0
     return [1 / (first + (last - first) * n / max(1, count - 1)) for n in range(count)]
 
 
-def _trace(load: Load, count: int, stamps_s: Sequence[float | None]) -> list[int]:
+def _trace(load: LoadShape, count: int, stamps_s: Sequence[float | None]) -> list[int]:
     stamps = [s for s in stamps_s if s is not None]
     if len(stamps) < count:
         raise UsageError(

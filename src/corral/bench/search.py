@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from corral.bench.metrics import Summary, statistic
-from corral.bench.rows import Row
+from corral.bench.rows import RequestRow
 from corral.bench.spec import Slo
 
 __all__ = ["Probe", "Searching", "backlog_slope", "passes", "probe_requests"]
@@ -90,7 +90,7 @@ def probe_requests(slos: Sequence[Slo], rate: float, seconds: float, most: int =
     return min(most, max(math.ceil(rate * seconds), min(least, 1000)))
 
 
-def backlog_slope(rows: Sequence[Row]) -> float:
+def backlog_slope(rows: Sequence[RequestRow]) -> float:
     """Seconds of first-token time gained per second of sending, 0 unless that is more than chance (t over 4)."""
     points = [(row.intended_ns / 1e9, row.ttft_s) for row in rows if row.ok and row.chunk_ns]
     if len(points) < 20:
@@ -106,7 +106,7 @@ def backlog_slope(rows: Sequence[Row]) -> float:
     return slope if slope > 4 * error else 0.0
 
 
-def passes(slos: Sequence[Slo], summary: Summary, rows: Sequence[Row], open_loop: bool) -> tuple[bool, str]:
+def passes(slos: Sequence[Slo], summary: Summary, rows: Sequence[RequestRow], open_loop: bool) -> tuple[bool, str]:
     """Whether a probe met every promise, and the first that it broke."""
     if summary.failed:
         return False, f"{summary.failed} requests failed"

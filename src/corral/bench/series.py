@@ -11,7 +11,7 @@ from typing import Any
 from corral.bench import store
 from corral.bench.measure import Bench, Finished
 from corral.bench.search import Probe, Searching, passes, probe_requests
-from corral.bench.spec import Load, Slo, Spec
+from corral.bench.spec import LoadShape, Slo, Spec
 from corral.errors import CorralError, UsageError
 
 __all__ = ["measure_series", "quick_specs", "search_limit", "sweep_specs"]
@@ -66,14 +66,14 @@ def reseeded(spec: Spec, number: int) -> Spec:
     return replace(spec, workload=replace(spec.workload, seed=(spec.workload.seed + 7919 * number) % 2**31))
 
 
-def _at_rate(load: Load, rate: float) -> Load:
+def _at_rate(load: LoadShape, rate: float) -> LoadShape:
     """The same load at another rate; a trace's own times would leave the rate without effect."""
     return replace(load, rate=rate, arrival="poisson" if load.arrival == "trace" else load.arrival)
 
 
 def sweep_specs(base: Spec, concurrencies: Sequence[int] = (), rates: Sequence[float] = ()) -> list[Spec]:
     """One spec for each point of the curve."""
-    loads = [Load(concurrency=n, seconds=base.load.seconds) for n in concurrencies]
+    loads = [LoadShape(concurrency=n, seconds=base.load.seconds) for n in concurrencies]
     loads += [_at_rate(base.load, rate) for rate in rates]
     specs = []
     for number, load in enumerate(loads):
@@ -93,7 +93,7 @@ class _Quick:
 def quick_specs(base: Spec) -> list[Spec]:
     """A few seconds alone, with some, and with many at once: latency, and what there is of throughput."""
     quick = _Quick()
-    base = replace(base, percentiles=(90.0,), load=Load(concurrency=1, seconds=quick.seconds))
+    base = replace(base, percentiles=(90.0,), load=LoadShape(concurrency=1, seconds=quick.seconds))
     specs = sweep_specs(base, quick.concurrencies)
     return [
         replace(
@@ -128,7 +128,7 @@ async def search_limit(
     base = replace(base, percentiles=wanted)
     done: list[Finished] = []
     if over == "rate":
-        load = Load(concurrency=saturate, seconds=seconds)
+        load = LoadShape(concurrency=saturate, seconds=seconds)
         count = max(saturate * 4, min(base.workload.num_prompts, 4000))
         first = replace(base, load=load, workload=replace(base.workload, num_prompts=count))
         done.append(await book.measure(bench, first))
@@ -170,7 +170,7 @@ def _probe_spec(base: Spec, slos: Sequence[Slo], over: str, offered: float, seco
         load = replace(_at_rate(base.load, offered), concurrency=None, seconds=None)
         count = probe_requests(slos, offered, seconds)
     else:
-        load = Load(concurrency=int(offered), seconds=seconds * 4)
+        load = LoadShape(concurrency=int(offered), seconds=seconds * 4)
         count = probe_requests(slos, offered * 4, seconds)
     spec = reseeded(replace(base, load=load), number)
     return replace(spec, workload=replace(spec.workload, num_prompts=count), warmup=0)

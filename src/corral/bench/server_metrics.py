@@ -14,7 +14,7 @@ from corral.client.client import Client
 from corral.client.errors import RequestError
 from corral.client.metrics import Reading, parse
 
-__all__ = ["ServerDelta", "ServerSample", "Watcher", "delta", "sample_of"]
+__all__ = ["MetricsWatcher", "ServerDelta", "ServerSample", "delta", "sample_of"]
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def delta(samples: list[ServerSample]) -> ServerDelta | None:
     )
 
 
-class Watcher:
+class MetricsWatcher:
     """Reads `/metrics` before, during (every `every_s`) and after a run, over a connection of its own."""
 
     def __init__(self, client: Client, every_s: float = 1.0) -> None:

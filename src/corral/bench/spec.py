@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from corral.errors import UsageError
 from corral.record import nearest
 
-__all__ = ["ARRIVALS", "DATASETS", "METRICS", "Load", "Slo", "Spec", "Workload", "parse_goodput", "parse_percentiles",
+__all__ = ["ARRIVALS", "DATASETS", "METRICS", "LoadShape", "Slo", "Spec", "Workload", "parse_goodput", "parse_percentiles",
            "parse_slos"]  # fmt: skip
 
 DATASETS = ("random", "sharegpt", "custom", "prefix_repetition", "batch", "multi_turn", "trace")
@@ -68,7 +68,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Load:
+class LoadShape:
     """When it is sent: closed loop (`concurrency`), or open loop (`rate`, or a trace's own times).
 
     With both, the rate decides when, and requests past `concurrency` wait at the sender; the wait counts as queueing.
@@ -177,7 +177,7 @@ class Spec:
     """One measurement."""
 
     workload: Workload = field(default_factory=Workload)
-    load: Load = field(default_factory=Load)
+    load: LoadShape = field(default_factory=LoadShape)
     warmup: int = 1
     percentiles: tuple[float, ...] = (90.0, 99.0)
     goodput: tuple[Slo, ...] = ()

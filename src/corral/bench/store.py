@@ -21,9 +21,9 @@ from typing import Any
 
 from corral.bench.fingerprint import Fingerprint
 from corral.bench.gate import Problem
-from corral.bench.limit import Cost, Limit
+from corral.bench.limit import Limit, TokenCost
 from corral.bench.metrics import Summary, details, vllm_keys
-from corral.bench.rows import Row, read_rows, write_rows
+from corral.bench.rows import RequestRow, read_rows, write_rows
 from corral.bench.server_metrics import ServerDelta, ServerSample
 from corral.bench.spec import Spec
 from corral.errors import NotFoundError, UsageError
@@ -63,7 +63,7 @@ class Run:
     notes: tuple[str, ...] = ()
     server: ServerDelta | None = None
     limit: Limit | None = None
-    cost: Cost | None = None
+    cost: TokenCost | None = None
     plan: Plan | None = None
     heartbeat_ms: tuple[float, ...] = ()  # how late the generator's own clock came, sorted, thinned to 1000
 
@@ -104,7 +104,9 @@ def new_folder(word: str, parent: Path | None = None, name: str = "") -> Path:
     raise UsageError(f"{stem!r} is taken.", "Choose another --name.")
 
 
-def save_run(folder: Path, run: Run, rows: Sequence[Row], samples: Sequence[ServerSample], detailed: bool) -> None:
+def save_run(
+    folder: Path, run: Run, rows: Sequence[RequestRow], samples: Sequence[ServerSample], detailed: bool
+) -> None:
     """Raw rows first: whatever fails later can be made again from them."""
     write_rows(folder / "rows.jsonl", rows)
     lines = "".join(json.dumps(to_json(sample)) + "\n" for sample in samples)
@@ -113,7 +115,7 @@ def save_run(folder: Path, run: Run, rows: Sequence[Row], samples: Sequence[Serv
     write_atomic(folder / "run.json", dump_json(run))
 
 
-def _result(run: Run, rows: Sequence[Row], detailed: bool) -> dict[str, Any]:
+def _result(run: Run, rows: Sequence[RequestRow], detailed: bool) -> dict[str, Any]:
     load, work = run.spec.load, run.spec.workload
     head: dict[str, Any] = {
         "date": time.strftime("%Y%m%d-%H%M%S", time.localtime(run.created_s)),
@@ -136,7 +138,7 @@ def load_run(folder: Path) -> Run:
     return load_json(Run, folder / "run.json")
 
 
-def load_rows(folder: Path) -> list[Row]:
+def load_rows(folder: Path) -> list[RequestRow]:
     return read_rows(folder / "rows.jsonl")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from corral.bench.spec import ARRIVALS, DATASETS, Load, Spec, Workload, parse_goodput, parse_percentiles
+from corral.bench.spec import ARRIVALS, DATASETS, LoadShape, Spec, Workload, parse_goodput, parse_percentiles
 from corral.errors import UsageError
 from corral.plan import Plan
 from corral.record import load_json
@@ -77,7 +77,7 @@ load_options = _apply(
 def make_spec(given: dict[str, Any], *, replay: bool = False) -> Spec:
     """The spec that the options describe; with `replay`, a trace keeps its own times unless a load is given."""
     replay = replay and given["dataset"] == "trace" and given.get("rate") is None and given.get("concurrency") is None
-    load = Load(
+    load = LoadShape(
         concurrency=given.get("concurrency"),
         rate=given.get("rate"),
         arrival="trace" if replay else given.get("arrival", "poisson"),

@@ -15,7 +15,7 @@ from corral.doctor import Level, Question, Report, examine
 from corral.errors import LaunchError, UsageError
 from corral.hardware.inventory import recognise
 from corral.home import home_dir
-from corral.plan.storage import Reading, remember
+from corral.plan.storage import StorageReading, remember
 from corral.record import to_json
 from corral.ssh import read_hosts
 from corral.targets.base import target_class
@@ -76,7 +76,7 @@ def _remember(report: Report) -> None:
     slowest = min(measured, key=lambda node: node.read_speed.bytes_per_s if node.read_speed else 0.0)
     assert slowest.read_speed is not None
     gpu = recognise(slowest.gpus[0].name, slowest.gpus[0].memory_bytes)[0] if slowest.gpus else "CPU"
-    reading = Reading(slowest.read_speed.bytes_per_s / 1e9, slowest.read_speed.file, time.time())
+    reading = StorageReading(slowest.read_speed.bytes_per_s / 1e9, slowest.read_speed.file, time.time())
     with contextlib.suppress(OSError):
         remember(home_dir(), gpu, reading)
 

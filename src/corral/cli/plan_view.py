@@ -19,7 +19,7 @@ from corral.plan.precisions import Form
 from corral.plan.reasons import load_words
 from corral.plan.reconcile import Differences
 from corral.plan.table import Cell, TableRow
-from corral.profile import Asked, Profile
+from corral.profile import AskedValues, Profile
 
 __all__ = [
     "about",
@@ -90,7 +90,7 @@ def _memory_words(plan: Plan) -> str:
     return f"{' + '.join(parts)} of {m.budget_bytes_per_gpu / GIB:.1f} GiB {of}"
 
 
-def plan_lines(plan: Plan, model: str, asked: Asked, profile: Profile | None = None) -> Iterator[str]:
+def plan_lines(plan: Plan, model: str, asked: AskedValues, profile: Profile | None = None) -> Iterator[str]:
     """The plan, top to bottom: verdict, split, memory, speed, what else was considered, how to start it."""
     columns = width()
     verdict = click.style(plan.verdict, fg="green" if plan.fits else "red", bold=True)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import shlex
 
 from corral.plan import Plan
-from corral.profile import Asked, Profile, asked_of_plan
+from corral.profile import AskedValues, Profile, asked_of_plan
 from corral.targets.base import target_class
 from corral.targets.keys import is_placeholder
 
 __all__ = ["up_command"]
 
 
-def up_command(plan: Plan, model: str, asked: Asked, profile: Profile | None = None) -> str:
+def up_command(plan: Plan, model: str, asked: AskedValues, profile: Profile | None = None) -> str:
     """`corral up …`: the profile, its open places, and every value that differs from what it says by itself.
 
     Without a profile, a layout for hardware elsewhere is pinned, so that it stays as planned.
@@ -36,7 +36,7 @@ def up_command(plan: Plan, model: str, asked: Asked, profile: Profile | None = N
     return shlex.join([*words, *(["--", *rest] if rest else [])])
 
 
-def _pinned(plan: Plan, asked: Asked) -> dict[str, object]:
+def _pinned(plan: Plan, asked: AskedValues) -> dict[str, object]:
     pinned = {name: value for name, value in asked.fixed.items() if name != "max_model_len"}
     if plan.inventory.source == "named" and plan.inventory.gpu:
         p = plan.parallel

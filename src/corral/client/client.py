@@ -27,7 +27,7 @@ import msgspec
 
 from corral.client.endpoint import Endpoint
 from corral.client.errors import error_from_status
-from corral.client.pool import Limits, Page, Pool
+from corral.client.pool import Page, Pool, PoolLimits
 from corral.client.reply import Choice, Piece, Reply, Timing, Token, Usage, read_piece
 from corral.client.wire import Exchange
 
@@ -54,7 +54,7 @@ class Client:
         connect_s: float = 10.0,
     ) -> None:
         self.endpoint = endpoint
-        self.limits = Limits(connections, stall_s, timeout_s, connect_s)
+        self.limits = PoolLimits(connections, stall_s, timeout_s, connect_s)
         self._heads: dict[str, bytes] = {}
         self._pools: dict[int, Pool] = {}
 

@@ -23,7 +23,7 @@ from corral.client.errors import KeyRefusedError, RequestError, ServerGoneError,
 from corral.client.reply import Assembly, read_reply
 from corral.client.wire import Exchange, Wire
 
-__all__ = ["Limits", "Page", "Pool", "open_files"]
+__all__ = ["Page", "Pool", "PoolLimits", "open_files"]
 
 _now = time.monotonic_ns
 _STALE_NS = 1_000_000_000  # idle for this long: the server may have closed it
@@ -32,7 +32,7 @@ _SLICE = 32  # events decoded in one go
 
 
 @dataclass(frozen=True)
-class Limits:
+class PoolLimits:
     """How many connections, and how long to wait for what."""
 
     connections: int = 1024
@@ -54,7 +54,7 @@ class Page(msgspec.Struct, frozen=True):
 class Pool:
     """The connections of one client in one event loop."""
 
-    def __init__(self, endpoint: Endpoint, limits: Limits, on_refused_key: Callable[[], None]) -> None:
+    def __init__(self, endpoint: Endpoint, limits: PoolLimits, on_refused_key: Callable[[], None]) -> None:
         self.loop = asyncio.get_running_loop()
         self.endpoint, self.limits, self._on_refused_key = endpoint, limits, on_refused_key
         self.where = endpoint.root

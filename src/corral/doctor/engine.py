@@ -21,7 +21,7 @@ from corral.errors import CorralError
 from corral.hardware.fabric import Fabric
 from corral.hardware.survey import Here, NodeFacts
 from corral.record import from_json
-from corral.runtimes.base import Job, NodeCheck, Runtime
+from corral.runtimes.base import EngineCommand, NodeCheck, Runtime
 from corral.shell import Completed
 from corral.ssh import Ssh, each
 from corral.untrusted import last_object, plain
@@ -103,7 +103,7 @@ def _inside(
     gpus: bool = False,
 ) -> Completed:
     """Run one of Corral's scripts in the runtime's Python on a node."""
-    job = Job(
+    job = EngineCommand(
         deployment="doctor",
         launch_id=secrets.token_hex(8),
         rank=rank,

@@ -25,12 +25,12 @@ from urllib.parse import unquote
 
 from corral.errors import CorralError
 from corral.fake import words
-from corral.fake.ask import Ask, RefusedError, messages_text, read_ask
-from corral.fake.connection import Connection, Request
-from corral.fake.exchange import Context, Exchange, refuse
+from corral.fake.ask import Ask, FakeRefusedError, messages_text, read_ask
+from corral.fake.connection import FakeConnection, FakeRequest
+from corral.fake.exchange import Context, FakeExchange, refuse
 from corral.fake.faults import Fault, FaultBook, parse_fault
 from corral.fake.metrics import Metrics
-from corral.fake.pace import Engine, Job, Pace
+from corral.fake.pace import FakeEngine, FakeJob, Pace
 from corral.fake.shapes import dumps
 from corral.fake.truth_log import TruthLog
 from corral.http1.writing import response
@@ -69,8 +69,8 @@ class App:
         self, options: FakeOptions, loop: asyncio.AbstractEventLoop, on_death: Callable[[int], None]
     ) -> None:
         self.options = options
-        self.connections: set[Connection] = set()
-        self.engine = Engine(loop, options.pace)
+        self.connections: set[FakeConnection] = set()
+        self.engine = FakeEngine(loop, options.pace)
         self.metrics = Metrics()
         self.book = FaultBook(seed=options.seed)
         self.book.set(options.faults)
@@ -80,7 +80,7 @@ class App:
         self.key = b"Bearer " + options.key_file.read_bytes().strip() if options.key_file else b""
         self.healthy = True
         self._cache: dict[int, None] = {}
-        self._pages: dict[bytes, Callable[[Connection, bytes], None]] = {
+        self._pages: dict[bytes, Callable[[FakeConnection, bytes], None]] = {
             b"/health": self._health,
             b"/ping": self._health,
             b"/v1/models": self._models,
@@ -90,7 +90,7 @@ class App:
             b"/detokenize": self._detokenize,
         }
 
-    def handle(self, to: Connection, request: Request, arrival: int) -> None:
+    def handle(self, to: FakeConnection, request: FakeRequest, arrival: int) -> None:
         """Answer one request, now or later."""
         try:
             method, body = request.method, request.body
@@ -109,22 +109,22 @@ class App:
             elif path.startswith(b"/control/") and self.options.control:
                 self._control(to, method, path, body)
             else:
-                raise RefusedError(404, "Not Found", "Not Found")
-        except RefusedError as refused:
+                raise FakeRefusedError(404, "Not Found", "Not Found")
+        except FakeRefusedError as refused:
             refuse(to, refused)
         except Exception as error:
             # A fault of the fake itself must look like a server error, not like a hang.
             traceback.print_exc()
-            refuse(to, RefusedError(500, f"fake server: {error}", "InternalServerError"))
+            refuse(to, FakeRefusedError(500, f"fake server: {error}", "InternalServerError"))
 
-    def _json(self, to: Connection, value: Any, status: int = 200) -> None:
+    def _json(self, to: FakeConnection, value: Any, status: int = 200) -> None:
         to.send(response(status, dumps(value)))
         to.done()
 
     @staticmethod
     def _expect(method: bytes, wanted: bytes) -> None:
         if method != wanted:
-            raise RefusedError(405, "Method Not Allowed", "Method Not Allowed")
+            raise FakeRefusedError(405, "Method Not Allowed", "Method Not Allowed")
 
     def _body(self, body: bytes) -> dict[str, Any]:
         try:
@@ -134,9 +134,9 @@ class App:
             message = (
                 f"1 validation error:\n  {{'type': 'json_invalid', 'loc': 'body.{at}', 'msg': 'JSON decode error'}}"
             )
-            raise RefusedError(400, message, "Bad Request", f"body.{at}") from None
+            raise FakeRefusedError(400, message, "Bad Request", f"body.{at}") from None
         if not isinstance(value, dict):
-            raise RefusedError(
+            raise FakeRefusedError(
                 400, "1 validation error:\n  Input should be a valid dictionary", "Bad Request", "body"
             )
         return value
@@ -145,9 +145,9 @@ class App:
         name = body.get("model")
         if name and name != self.options.model:
             message = f"The model `{name}` does not exist. Valid aliases: {self.options.model}."
-            raise RefusedError(404, message, "NotFoundError", "model")
+            raise FakeRefusedError(404, message, "NotFoundError", "model")
 
-    def _complete(self, to: Connection, chat: bool, request: Request, arrival: int) -> None:
+    def _complete(self, to: FakeConnection, chat: bool, request: FakeRequest, arrival: int) -> None:
         raw = request.body
         body = self._body(raw)
         self._check_model(body)
@@ -160,7 +160,7 @@ class App:
             fault = self.book.choose(self.requests, ask.keys[0] ^ zlib.crc32(raw), prompt)
         given = request.headers.get(b"x-request-id")
         name = re.sub(r"[^\w.:-]", "", given.decode("latin-1")) if given else f"{ask.keys[0]:016x}"
-        exchange = Exchange(
+        exchange = FakeExchange(
             self._context, to, ask, ("chatcmpl-" if chat else "cmpl-") + name, fault, arrival, self.requests
         )
         if fault is not None and exchange.strikes_at_once(fault):
@@ -172,7 +172,7 @@ class App:
         self.metrics.prefix_queries += prompt_tokens
         self.metrics.prefix_hits += cached
         steps = max(a.count for a in answers)
-        job = Job(exchange, len(answers), steps, prompt_tokens, prompt_tokens - cached, ask.stream, ask.keys[0])
+        job = FakeJob(exchange, len(answers), steps, prompt_tokens, prompt_tokens - cached, ask.stream, ask.keys[0])
         if fault is not None and fault.kind == "slow":
             job.slow = fault.factor or 10.0
         exchange.begin(answers, job, cached, instant=self.engine.pace.instant and job.slow == 1)
@@ -210,12 +210,12 @@ class App:
             del cache[next(iter(cache))]
         return hits
 
-    def _health(self, to: Connection, _: bytes) -> None:
+    def _health(self, to: FakeConnection, _: bytes) -> None:
         ok = self.healthy and self.book.of_kind("health") is None
         to.send(response(200 if ok else 503, b""))
         to.done()
 
-    def _models(self, to: Connection, _: bytes) -> None:
+    def _models(self, to: FakeConnection, _: bytes) -> None:
         o = self.options
         flags = {"allow_create_engine": False, "allow_sampling": True, "allow_logprobs": True}
         flags |= {"allow_search_indices": False, "allow_view": True, "allow_fine_tuning": False}
@@ -225,7 +225,7 @@ class App:
         card |= {"parent": None, "max_model_len": o.max_model_len, "permission": [permission]}
         self._json(to, {"object": "list", "data": [card]})
 
-    def _metrics_page(self, to: Connection, _: bytes) -> None:
+    def _metrics_page(self, to: FakeConnection, _: bytes) -> None:
         engine, pace = self.engine, self.engine.pace
         kv = pace.kv_tokens or 1_000_000
         gauges = {
@@ -239,12 +239,14 @@ class App:
         to.send(response(200, page.encode(), b"text/plain; version=1.0.0; charset=utf-8"))
         to.done()
 
-    def _tokenize(self, to: Connection, raw: bytes) -> None:
+    def _tokenize(self, to: FakeConnection, raw: bytes) -> None:
         body = self._body(raw)
         self._check_model(body)
         prompt = body.get("prompt")
         if not isinstance(prompt, str) and "messages" not in body:
-            raise RefusedError(400, "1 validation error:\n  prompt: field required", "Bad Request", "body.prompt")
+            raise FakeRefusedError(
+                400, "1 validation error:\n  prompt: field required", "Bad Request", "body.prompt"
+            )
         text = prompt.encode("utf-8", "replace") if isinstance(prompt, str) else messages_text(body["messages"])
         ids = words.encode(text)
         strings = (
@@ -253,16 +255,16 @@ class App:
         limit = self.options.max_model_len
         self._json(to, {"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings})
 
-    def _detokenize(self, to: Connection, raw: bytes) -> None:
+    def _detokenize(self, to: FakeConnection, raw: bytes) -> None:
         body = self._body(raw)
         self._check_model(body)
         try:
             text = words.decode(body["tokens"]).decode("utf-8", "replace")
         except (KeyError, TypeError, ValueError) as error:
-            raise RefusedError(400, f"tokens: {error}", "Bad Request", "body.tokens") from None
+            raise FakeRefusedError(400, f"tokens: {error}", "Bad Request", "body.tokens") from None
         self._json(to, {"prompt": text})
 
-    def _control(self, to: Connection, method: bytes, path: bytes, raw: bytes) -> None:
+    def _control(self, to: FakeConnection, method: bytes, path: bytes, raw: bytes) -> None:
         what = unquote(path.decode("latin-1")).removeprefix("/control/")
         body = self._body(raw) if method == b"POST" else None
         try:
@@ -280,6 +282,6 @@ class App:
                 self.engine.pace = replace(self.engine.pace, **(body or {}))
                 self._json(to, {f: getattr(self.engine.pace, f) for f in Pace.__dataclass_fields__})
             else:
-                raise RefusedError(404, "Known: faults, health, pace.", "Not Found")
+                raise FakeRefusedError(404, "Known: faults, health, pace.", "Not Found")
         except (CorralError, KeyError, TypeError) as error:
-            raise RefusedError(400, f"{error} {getattr(error, 'remedy', '')}") from None
+            raise FakeRefusedError(400, f"{error} {getattr(error, 'remedy', '')}") from None

@@ -9,7 +9,7 @@ from typing import Any
 
 from corral.fake import words
 
-__all__ = ["Ask", "RefusedError", "messages_text", "read_ask"]
+__all__ = ["Ask", "FakeRefusedError", "messages_text", "read_ask"]
 
 _MAX_LOGPROBS = 20
 _SAMPLING = (
@@ -26,7 +26,7 @@ _RANGES: dict[str, tuple[float, float, str]] = {
 }
 
 
-class RefusedError(Exception):
+class FakeRefusedError(Exception):
     """An answer that is an HTTP error, in vLLM's shape."""
 
     def __init__(
@@ -94,7 +94,7 @@ def read_ask(body: dict[str, Any], chat: bool, max_model_len: int) -> Ask:
     prompts, counts = _chat_prompt(body) if chat else _prompts(body.get("prompt"))
     for count in counts:
         if count > max_model_len:
-            raise RefusedError(
+            raise FakeRefusedError(
                 400,
                 f"This model's maximum context length is {max_model_len} tokens. However, your prompt contains "
                 f"{count} input tokens, which exceeds this limit even without any output tokens. "
@@ -107,7 +107,7 @@ def read_ask(body: dict[str, Any], chat: bool, max_model_len: int) -> Ask:
     keys = [int.from_bytes(blake2b(text + b"\0" + salt, digest_size=8).digest(), "big") for text in prompts]
     ask = Ask(chat, prompts, counts, keys, _max_tokens(body, chat), greedy=greedy)
     if ask.max_tokens is not None and ask.max_tokens > max_model_len:
-        raise RefusedError(
+        raise FakeRefusedError(
             400,
             f"max_tokens={ask.max_tokens} cannot be greater than max_model_len={max_model_len}. "
             "Please request fewer output tokens.",
@@ -119,7 +119,7 @@ def read_ask(body: dict[str, Any], chat: bool, max_model_len: int) -> Ask:
     ask.echo = bool(body.get("echo"))
     if not (ask.echo and ask.max_tokens == 0) and min(ask.limit(i, max_model_len) for i in range(len(prompts))) < 1:
         value = min(ask.limit(i, max_model_len) for i in range(len(prompts)))
-        raise RefusedError(400, f"max_tokens must be at least 1, got {value}.", param="max_tokens")
+        raise FakeRefusedError(400, f"max_tokens must be at least 1, got {value}.", param="max_tokens")
     _read_options(ask, body)
     return ask
 
@@ -131,13 +131,13 @@ def _read_options(ask: Ask, body: dict[str, Any]) -> None:
     if options:
         if not ask.stream:
             message = "Stream options can only be defined when `stream=True`."
-            raise RefusedError(400, message, param="stream_options")
+            raise FakeRefusedError(400, message, param="stream_options")
         ask.include_usage = bool(options.get("include_usage"))
         ask.continuous_usage = ask.include_usage and bool(options.get("continuous_usage_stats"))
     ask.min_tokens = body.get("min_tokens") or 0
     if ask.max_tokens is not None and ask.min_tokens > ask.max_tokens:
         message = f"min_tokens must be less than or equal to max_tokens={ask.max_tokens}, got {ask.min_tokens}."
-        raise RefusedError(400, message)
+        raise FakeRefusedError(400, message)
     ask.ignore_eos = bool(body.get("ignore_eos"))
     ask.return_token_ids = bool(body.get("return_token_ids"))
     stop = body.get("stop") or ()
@@ -152,13 +152,13 @@ def _read_options(ask: Ask, body: dict[str, Any]) -> None:
         ("prompt_logprobs", "prompt", ask.prompt_logprobs),
     ):
         if value is not None and (not isinstance(value, int) or value < 0):
-            raise RefusedError(400, f"`{name}` must be a positive value or -1.", param=name)
+            raise FakeRefusedError(400, f"`{name}` must be a positive value or -1.", param=name)
         if value and value > _MAX_LOGPROBS:
             message = f"Requested {kind} logprobs of {value}, which is greater than max allowed: {_MAX_LOGPROBS}"
-            raise RefusedError(400, message, param=name)
+            raise FakeRefusedError(400, message, param=name)
     if ask.prompt_logprobs and ask.stream:
         message = "`prompt_logprobs` are not available when `stream=True`."
-        raise RefusedError(400, message, param="prompt_logprobs")
+        raise FakeRefusedError(400, message, param="prompt_logprobs")
 
 
 def _check_range(name: str, value: Any) -> None:
@@ -166,7 +166,7 @@ def _check_range(name: str, value: Any) -> None:
         return
     low, high, words_ = _RANGES[name]
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
-        raise RefusedError(400, f"{name} must be {words_}, got {value}.", param=name)
+        raise FakeRefusedError(400, f"{name} must be {words_}, got {value}.", param=name)
 
 
 def _max_tokens(body: dict[str, Any], chat: bool) -> int | None:
@@ -176,7 +176,7 @@ def _max_tokens(body: dict[str, Any], chat: bool) -> int | None:
     elif value is None:
         value = 16
     if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-        raise RefusedError(400, f"max_tokens must be an integer, got {value!r}.", param="max_tokens")
+        raise FakeRefusedError(400, f"max_tokens must be an integer, got {value!r}.", param="max_tokens")
     return value
 
 
@@ -192,7 +192,7 @@ def _prompts(prompt: Any) -> tuple[list[bytes], list[int]]:
             return texts, [len(words.pieces(t)) for t in texts]
         if all(isinstance(p, list) and p and all(type(t) is int for t in p) for p in prompt):
             return [_decoded(p) for p in prompt], [len(p) for p in prompt]
-    raise RefusedError(
+    raise FakeRefusedError(
         400, "Either prompt or prompt_embeds must be provided and non-empty.", "Bad Request", "body.prompt"
     )
 
@@ -201,17 +201,17 @@ def _decoded(ids: list[int]) -> bytes:
     try:
         return words.decode(ids)
     except ValueError as error:
-        raise RefusedError(400, str(error), param="prompt") from None
+        raise FakeRefusedError(400, str(error), param="prompt") from None
 
 
 def messages_text(messages: Any) -> bytes:
     """A conversation as the fake chat template writes it."""
     if not isinstance(messages, list) or not messages:
-        raise RefusedError(400, "1 validation error:\n  messages: field required", "Bad Request", "body.messages")
+        raise FakeRefusedError(400, "1 validation error:\n  messages: field required", "Bad Request", "body.messages")
     parts = []
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise RefusedError(
+            raise FakeRefusedError(
                 400, "1 validation error:\n  messages: malformed message", "Bad Request", "body.messages"
             )
         content = message.get("content") or ""

@@ -14,13 +14,13 @@ from typing import NamedTuple, Protocol, cast
 from corral.http1.reading import BadMessageError, Headers, HeadTooLongError, RequestReader
 from corral.http1.writing import response
 
-__all__ = ["Connection", "Handler", "Request"]
+__all__ = ["FakeConnection", "FakeRequest", "Handler"]
 
 _MAX_WAITING_BYTES = 64 << 20
 _REQUEST_BYTES = 512  # of a request without its body
 
 
-class Request(NamedTuple):
+class FakeRequest(NamedTuple):
     """A whole request."""
 
     method: bytes
@@ -31,14 +31,14 @@ class Request(NamedTuple):
 
 
 class Handler(Protocol):
-    """Who answers requests: `handle` must end in `Connection.send` and `Connection.done`, now or later."""
+    """Who answers requests: `handle` must end in `FakeConnection.send` and `FakeConnection.done`, now or later."""
 
-    connections: set[Connection]
+    connections: set[FakeConnection]
 
-    def handle(self, to: Connection, request: Request, arrival: int) -> None: ...
+    def handle(self, to: FakeConnection, request: FakeRequest, arrival: int) -> None: ...
 
 
-class Connection(asyncio.Protocol):
+class FakeConnection(asyncio.Protocol):
     """One client connection; requests on it are answered one after the other."""
 
     def __init__(self, handler: Handler) -> None:
@@ -50,7 +50,7 @@ class Connection(asyncio.Protocol):
         self._reader = RequestReader(self)
         self._head: tuple[bytes, bytes] = (b"", b"")
         self._parts: list[bytes] = []
-        self._waiting: deque[Request] = deque()
+        self._waiting: deque[FakeRequest] = deque()
         self._waiting_bytes = self._bad = 0
         self._busy = self._answering = self._close_after = self._expects = False
         self._pieces: deque[bytes] = deque()
@@ -95,7 +95,7 @@ class Connection(asyncio.Protocol):
         parts, self._parts = self._parts, []
         self._waiting_bytes += _REQUEST_BYTES
         body = parts[0] if len(parts) == 1 else b"".join(parts)
-        self._waiting.append(Request(*self._head, self._reader.named, keep, body))
+        self._waiting.append(FakeRequest(*self._head, self._reader.named, keep, body))
 
     def _next(self) -> None:
         """Answer what waits, in a loop: one that is answered at once must not lead to a call in a call."""

@@ -7,17 +7,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from corral.fake.ask import Ask, RefusedError
-from corral.fake.connection import Connection
+from corral.fake.ask import Ask, FakeRefusedError
+from corral.fake.connection import FakeConnection
 from corral.fake.faults import Fault
 from corral.fake.metrics import Metrics
-from corral.fake.pace import Engine, Job
-from corral.fake.shapes import Stream, error_event, framed, full_body
+from corral.fake.pace import FakeEngine, FakeJob
+from corral.fake.shapes import FakeStream, error_event, framed, full_body
 from corral.fake.truth_log import TruthLog
 from corral.fake.words import Answer
 from corral.http1.writing import response
 
-__all__ = ["Context", "Exchange", "refuse"]
+__all__ = ["Context", "FakeExchange", "refuse"]
 
 _STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -32,20 +32,20 @@ class Context:
 
     model: str
     created: int
-    engine: Engine
+    engine: FakeEngine
     metrics: Metrics
     log: TruthLog
     on_death: Callable[[int], None]
 
 
-def refuse(to: Connection, refused: RefusedError) -> None:
+def refuse(to: FakeConnection, refused: FakeRefusedError) -> None:
     """Answer a request with an error, as the engine would."""
     extra = b"retry-after: %g\r\n" % refused.retry_after if refused.retry_after else b""
     to.send(response(refused.status, refused.body(), extra=extra))
     to.done()
 
 
-class Exchange:
+class FakeExchange:
     """The engine's sink for one request."""
 
     __slots__ = (
@@ -54,13 +54,20 @@ class Exchange:
     )  # fmt: skip
 
     def __init__(
-        self, context: Context, to: Connection, ask: Ask, name: str, fault: Fault | None, arrival_ns: int, number: int
+        self,
+        context: Context,
+        to: FakeConnection,
+        ask: Ask,
+        name: str,
+        fault: Fault | None,
+        arrival_ns: int,
+        number: int,
     ) -> None:
         self._context, self._to, self._ask, self._name, self._fault = context, to, ask, name, fault
         self.arrival_ns, self._number = arrival_ns, number
         self._answers: list[Answer] = []
-        self._job: Job | None = None
-        self._stream: Stream | None = None
+        self._job: FakeJob | None = None
+        self._stream: FakeStream | None = None
         self._cached, self._break_at, self._instant = 0, -1, False
         self._parts: list[bytes] = []
 
@@ -70,7 +77,7 @@ class Exchange:
         if kind == "status":
             code = fault.code if fault.code > 0 else 500
             error = _KINDS.get(code, "InternalServerError")
-            refuse(self._to, RefusedError(code, fault.message, error, retry_after=fault.retry_after))
+            refuse(self._to, FakeRefusedError(code, fault.message, error, retry_after=fault.retry_after))
         elif kind == "die":
             self._context.on_death(max(0, fault.code))
         elif kind == "reset" and fault.when == "before":
@@ -78,7 +85,7 @@ class Exchange:
         elif kind == "hang" and fault.when == "before":
             pass
         elif kind == "error" and not self._ask.stream:
-            refuse(self._to, RefusedError(500, "Internal server error", "InternalServerError"))
+            refuse(self._to, FakeRefusedError(500, "Internal server error", "InternalServerError"))
         elif kind == "garbage" and not self._ask.stream:
             self._to.send(response(200, b'{"id":"cmpl-garbage","choices":[{"text": <html>'))
             self._to.done()
@@ -89,7 +96,7 @@ class Exchange:
         self._log(time.monotonic_ns(), kind)
         return True
 
-    def begin(self, answers: list[Answer], job: Job, cached: int, instant: bool) -> None:
+    def begin(self, answers: list[Answer], job: FakeJob, cached: int, instant: bool) -> None:
         """Take the answers that the engine will now pace."""
         self._answers, self._job, self._cached, self._instant = answers, job, cached, instant
         self._to.on_lost = self
@@ -99,7 +106,7 @@ class Exchange:
             self._break_at = min(self._break_at, max(0, job.steps - 1))
         if self._ask.stream:
             context = self._context
-            self._stream = Stream(self._ask, self._name, context.created, context.model, answers)
+            self._stream = FakeStream(self._ask, self._name, context.created, context.model, answers)
             self._write(_STREAM_HEAD)
 
     def emit(self, step: int, now: int) -> None:

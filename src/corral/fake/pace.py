@@ -26,7 +26,7 @@ from typing import Protocol
 
 from corral.alarm import Alarm
 
-__all__ = ["Engine", "Job", "Pace"]
+__all__ = ["FakeEngine", "FakeJob", "Pace"]
 
 _EARLY_NS = 50_000  # due this soon counts as due: one wake-up serves many sequences
 _SECOND = 1_000_000_000
@@ -64,7 +64,7 @@ class Sink(Protocol):
     def finish(self, now: int) -> None: ...
 
 
-class Job:
+class FakeJob:
     """One request inside the engine."""
 
     __slots__ = (
@@ -85,7 +85,7 @@ class Job:
         return self.prompt_tokens + self.step * self.width
 
 
-class Engine:
+class FakeEngine:
     """Lets jobs run at a set pace; knows what is running, waiting and held in the cache."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, pace: Pace) -> None:
@@ -95,12 +95,12 @@ class Engine:
         self.kv_used = 0
         self.preemptions = 0
         self._alarm = Alarm(loop, self._tick)
-        self._due: list[tuple[int, int, int, Job]] = []
+        self._due: list[tuple[int, int, int, FakeJob]] = []
         self._order = 0
         self._gate_ns = 0  # when the next job may pass `requests_per_s`
         self._gated = 0
-        self._queue: deque[Job] = deque()
-        self._young: list[Job] = []  # running jobs by age, kept only when the cache is limited
+        self._queue: deque[FakeJob] = deque()
+        self._young: list[FakeJob] = []  # running jobs by age, kept only when the cache is limited
 
     @property
     def waiting_jobs(self) -> int:
@@ -109,7 +109,7 @@ class Engine:
     def close(self) -> None:
         self._alarm.close()
 
-    def submit(self, job: Job, now: int) -> None:
+    def submit(self, job: FakeJob, now: int) -> None:
         """Take a job; its sink is called from now on, possibly before this returns."""
         if self.pace.requests_per_s:
             self._gate_ns = max(now, self._gate_ns)
@@ -124,7 +124,7 @@ class Engine:
         if self._due:
             self._alarm.set(self._due[0][0])
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, job: FakeJob) -> None:
         """Forget a job whose client went away."""
         job.epoch = -1
         if job.running:
@@ -137,13 +137,13 @@ class Engine:
         elif job.due > 0:
             self._gated -= 1
 
-    def _enter(self, job: Job, now: int) -> None:
+    def _enter(self, job: FakeJob, now: int) -> None:
         if self._queue or not self._fits(job):
             self._queue.append(job)
         else:
             self._start(job, now, at_once=True)
 
-    def _fits(self, job: Job) -> bool:
+    def _fits(self, job: FakeJob) -> bool:
         pace = self.pace
         if not self.running_jobs:
             return True
@@ -151,7 +151,7 @@ class Engine:
             return False
         return not pace.kv_tokens or self.kv_used + job.kv + job.width <= pace.kv_tokens
 
-    def _start(self, job: Job, now: int, at_once: bool) -> None:
+    def _start(self, job: FakeJob, now: int, at_once: bool) -> None:
         pace = self.pace
         job.running = True
         job.started_ns = job.started_ns or now
@@ -176,7 +176,7 @@ class Engine:
         else:
             self._push(job)
 
-    def _push(self, job: Job) -> None:
+    def _push(self, job: FakeJob) -> None:
         self._order += 1
         heapq.heappush(self._due, (job.due, self._order, job.epoch, job))
 
@@ -197,7 +197,7 @@ class Engine:
         if due:
             self._alarm.set(due[0][0])
 
-    def _advance(self, job: Job, now: int) -> None:
+    def _advance(self, job: FakeJob, now: int) -> None:
         """Give a job its next token, and all the following ones that are already due."""
         pace = self.pace
         while True:
@@ -221,7 +221,7 @@ class Engine:
                 self._push(job)
                 return
 
-    def _gap(self, job: Job) -> int:
+    def _gap(self, job: FakeJob) -> int:
         pace = self.pace
         gap = pace.itl_s
         if pace.jitter:
@@ -231,7 +231,7 @@ class Engine:
             gap = max(gap, self.running_seqs / pace.tokens_per_s)
         return int(gap * job.slow * _SECOND)
 
-    def _leave(self, job: Job) -> None:
+    def _leave(self, job: FakeJob) -> None:
         job.running = False
         self.running_seqs -= job.width
         self.running_jobs -= 1
@@ -243,7 +243,7 @@ class Engine:
         while self._queue and self._fits(self._queue[0]):
             self._start(self._queue.popleft(), now, at_once=False)
 
-    def _overflows(self, job: Job, now: int) -> bool:
+    def _overflows(self, job: FakeJob, now: int) -> bool:
         """Preempt the youngest jobs until the cache fits; say whether `job` itself was one of them."""
         while self.kv_used > self.pace.kv_tokens and self.running_jobs > 1:
             victim = self._young[-1]

@@ -17,7 +17,7 @@ from typing import Any
 from corral.errors import ConflictError, UsageError
 from corral.fake import words
 from corral.fake.app import App, FakeOptions
-from corral.fake.connection import Connection
+from corral.fake.connection import FakeConnection
 from corral.fake.faults import parse_fault
 from corral.fake.pace import Pace
 
@@ -119,7 +119,7 @@ async def serve(options: FakeOptions, stop: asyncio.Event, ready: Callable[[App,
     words.tape()  # now, not in the first request: its log would show a first token late by as long
     listener = _listen(options)
     host, port = listener.getsockname()[:2]
-    server = await loop.create_server(lambda: Connection(app), sock=listener, backlog=4096)
+    server = await loop.create_server(lambda: FakeConnection(app), sock=listener, backlog=4096)
     flapping = asyncio.create_task(_flap(app, server, (host, port)))
     flushing = asyncio.create_task(_flush(app))
     ready(app, f"http://{host}:{port}")
@@ -176,7 +176,7 @@ async def _flap(app: App, server: asyncio.Server, address: tuple[str, int]) -> a
                 connection.reset()
             await asyncio.sleep(fault.down)
             listener = _listen(app.options, address[1])
-            server = await loop.create_server(lambda: Connection(app), sock=listener, backlog=4096)
+            server = await loop.create_server(lambda: FakeConnection(app), sock=listener, backlog=4096)
     return server
 
 

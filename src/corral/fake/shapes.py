@@ -1,7 +1,7 @@
 """Response bodies with the fields of vLLM 0.32, in its order.
 
-Plain text goes out through prepared bytes (`Stream`); log-probabilities, echo, token ids and continuous usage take
-the slower way through dictionaries.
+Plain text goes out through prepared bytes (`FakeStream`); log-probabilities, echo, token ids and continuous usage
+take the slower way through dictionaries.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from corral.fake import words
 from corral.fake.ask import Ask
 from corral.fake.words import Answer, Ranked
 
-__all__ = ["FINGERPRINT", "Stream", "dumps", "error_event", "framed", "full_body", "usage"]
+__all__ = ["FINGERPRINT", "FakeStream", "dumps", "error_event", "framed", "full_body", "usage"]
 
 FINGERPRINT = "corral-fake"
 _USAGE = '{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d}'
@@ -170,7 +170,7 @@ def _chat_logprobs(ask: Ask, answer: Answer, steps: range) -> dict[str, Any] | N
     return {"content": content}
 
 
-class Stream:
+class FakeStream:
     """Makes the server-sent events of one streamed answer, in HTTP chunks."""
 
     def __init__(self, ask: Ask, name: str, created: int, model: str, answers: list[Answer]) -> None:

@@ -31,8 +31,8 @@ __all__ = [
     "GpuProcess",
     "Here",
     "Interface",
-    "Limits",
     "NodeFacts",
+    "NodeLimits",
     "PathFacts",
     "RdmaPort",
     "ReadSpeed",
@@ -143,7 +143,7 @@ class ReadSpeed:
 
 
 @dataclass(frozen=True)
-class Limits:
+class NodeLimits:
     """Resource limits of a process that ssh starts; -1: none."""
 
     memlock_bytes: int = -1
@@ -167,7 +167,7 @@ class NodeFacts:
     cores: int = 0
     memory_bytes: int = 0
     memory_available_bytes: int = 0
-    limits: Limits = field(default_factory=Limits)
+    limits: NodeLimits = field(default_factory=NodeLimits)
     tools: dict[str, str] = field(default_factory=dict)
     hf_token: bool = False
     interfaces: tuple[Interface, ...] = ()

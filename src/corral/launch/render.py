@@ -17,7 +17,7 @@ from corral.deployment.patience import Patience
 from corral.errors import UsageError
 from corral.launch.links import RAY_SCRIPT, Gang, LinkedRank, Node, Ports, link_ranks
 from corral.record import to_json
-from corral.runtimes.base import Job, Runtime
+from corral.runtimes.base import EngineCommand, Runtime
 from corral.shell import quote_command
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ def _rank(plan: Plan, order: Order, runtime: Runtime, linked: LinkedRank) -> Ran
     if linked.script:
         argv = [*runtime.python, *linked.script, *(["--", *engine] if linked.engine else [])]
     env = {**_common_env(order, len(order.nodes)), **plan.engine_env, **linked.env, **order.extra_env}
-    job = Job(
+    job = EngineCommand(
         deployment=order.deployment,
         launch_id=order.launch_id,
         rank=linked.rank,

@@ -11,7 +11,7 @@ from corral.deployment.folder import DeploymentFolder
 from corral.deployment.state import ENDED, Reason, State
 from corral.errors import CorralError, LaunchError, NotFoundError
 from corral.lifecycle.deployments import Status
-from corral.lifecycle.successors import Standing, all_standings, read_chain
+from corral.lifecycle.successors import ChainMember, all_standings, read_chain
 
 __all__ = ["absence_of", "describe", "ending_of"]
 
@@ -53,7 +53,7 @@ def absence_of(folder: DeploymentFolder) -> Absence:
     return Absence(error.message.rstrip("."), error.remedy, error, last.reason is Reason.REQUESTED)
 
 
-def _coming(one: Standing) -> Absence:
+def _coming(one: ChainMember) -> Absence:
     if one.status is None:
         return Absence(f"{one.folder.name} cannot be looked at: {one.text}")
     return Absence(describe(one.status, time.time()), one.status.remedy)

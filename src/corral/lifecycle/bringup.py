@@ -48,7 +48,7 @@ from corral.runtimes.base import NodeSide, Runtime, make_runtime
 from corral.runtimes.ray import ray_checks, refuse_known_lack
 from corral.targets.base import Queue, Target, load_target
 
-__all__ = ["Decision", "Reporter", "Wish", "bring_up", "decide", "dry_run", "sized", "wait_ready"]
+__all__ = ["LaunchDecision", "Reporter", "Wish", "bring_up", "decide", "dry_run", "sized", "wait_ready"]
 
 
 PORT_ATTEMPTS = 3  # a port that was free when chosen can be taken before the engine binds it
@@ -87,7 +87,7 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class Decision:
+class LaunchDecision:
     """Everything decided before the first byte is fetched."""
 
     wish: Wish
@@ -113,7 +113,7 @@ class Decision:
         return [f"{self.source.name} is served in {precision.weights}: {because}{insist}", *said]
 
 
-def decide(wish: Wish, target: Target) -> Decision:
+def decide(wish: Wish, target: Target) -> LaunchDecision:
     """Choose and check; raises what can be refused now. Installs, fetches and starts nothing."""
     wish = _planned(wish)
     inventory = target.inventory()
@@ -133,7 +133,7 @@ def decide(wish: Wish, target: Target) -> Decision:
         model_store.check_access(source)
     if isinstance(target, Queue):
         target.check(plan)
-    return Decision(wish, name, source, served, flavour, plan, inventory)
+    return LaunchDecision(wish, name, source, served, flavour, plan, inventory)
 
 
 def _fitting(source: ModelSource, plan: Plan) -> Plan:
@@ -154,7 +154,7 @@ def _planned(wish: Wish) -> Wish:
     return replace(wish, fixed=joined(wish.fixed, read), link=read.link or wish.link, extra_args=read.rest)
 
 
-def sized(wish: Wish, note: Callable[[str], None] | None = None) -> tuple[Target, Decision]:
+def sized(wish: Wish, note: Callable[[str], None] | None = None) -> tuple[Target, LaunchDecision]:
     """The target and what is decided for it; where a scheduler gives the nodes, as many as the model needs."""
     target = load_target(wish.target, wish.place)
     if note:  # a dry run touches no node
@@ -222,7 +222,7 @@ def _runtime(wish: Wish, target: Target, flavour: str) -> Runtime:
 
 
 def _render(
-    decision: Decision,
+    decision: LaunchDecision,
     target: Target,
     folder: DeploymentFolder,
     runtime: Runtime,
@@ -261,7 +261,7 @@ def _render(
     return replace(spec, script=target.script(spec, folder)) if isinstance(target, Queue) else spec
 
 
-def _kind(decision: Decision, target: Target, runtime: Runtime) -> str:
+def _kind(decision: LaunchDecision, target: Target, runtime: Runtime) -> str:
     """What the length of a start depends on: starts that agree in it are of one kind."""
     plan, wish = decision.plan, decision.wish
     return kind_of(
@@ -327,7 +327,7 @@ def _bring_up_once(wish: Wish, report: Reporter, wait: bool) -> deployments.Stat
         raise
 
 
-def _measured(decision: Decision, staging: _Staging) -> Decision:
+def _measured(decision: LaunchDecision, staging: _Staging) -> LaunchDecision:
     """The decision with what this CPU can do, measured now that there is an engine to measure with."""
     model, inventory = decision.plan.model, decision.inventory
     formats = unmeasured(model, inventory, decision.wish.fixed)
@@ -339,7 +339,7 @@ def _measured(decision: Decision, staging: _Staging) -> Decision:
     return replace(decision, plan=_fitting(decision.source, _plan(decision.source, inventory, decision.wish)))
 
 
-def _tell_decided(decision: Decision, report: Reporter) -> None:
+def _tell_decided(decision: LaunchDecision, report: Reporter) -> None:
     for text in decision.notes():
         report.note(text)
 
@@ -354,7 +354,7 @@ def _interrupted(folder: DeploymentFolder) -> str:
     return f"it goes on starting in the background; wait: corral up --attach {name}; end it: corral down {name}"
 
 
-def _join_chain(wish: Wish, decision: Decision, folder: DeploymentFolder) -> None:
+def _join_chain(wish: Wish, decision: LaunchDecision, folder: DeploymentFolder) -> None:
     """A successor has its chain's key, so that clients' keys stay valid; a first keeps what others are made from."""
     if wish.follows:
         write_atomic(folder.key, DeploymentFolder.of(wish.follows).key.read_text(encoding="utf-8"))
@@ -366,7 +366,7 @@ def _join_chain(wish: Wish, decision: Decision, folder: DeploymentFolder) -> Non
         write_chain(folder, Chain(max_jobs=wish.max_jobs))
 
 
-def _bring_model(decision: Decision, target: Target, staging: _Staging) -> str:
+def _bring_model(decision: LaunchDecision, target: Target, staging: _Staging) -> str:
     """The model's folder on the nodes. What only the hub has goes to them straight, not by way of this machine."""
     source, hosts = decision.source, target.fetching_hosts()
     if not hosts or source.kind != "hub" or model_store.already_here(source):

@@ -19,7 +19,7 @@ from corral.record import dump_json, load_json
 
 __all__ = [
     "Chain",
-    "Standing",
+    "ChainMember",
     "all_chains",
     "all_standings",
     "chain_lock",
@@ -47,7 +47,7 @@ class Chain:
 
 
 @dataclass(frozen=True)
-class Standing:
+class ChainMember:
     """One deployment of a chain, as far as it could be asked."""
 
     folder: DeploymentFolder
@@ -88,23 +88,23 @@ def first_of(name: str) -> str:
     return first.name if first.record.is_file() and name in read_chain(first).successors else name
 
 
-def all_standings(folder: DeploymentFolder, known: dict[str, Standing] | None = None) -> list[Standing]:
+def all_standings(folder: DeploymentFolder, known: dict[str, ChainMember] | None = None) -> list[ChainMember]:
     """How each of a chain stands; those that are `known` to have ended are not asked again."""
     return [_standing(member, (known or {}).get(member.name)) for member in members(folder)]
 
 
-def _standing(member: DeploymentFolder, before: Standing | None = None) -> Standing:
+def _standing(member: DeploymentFolder, before: ChainMember | None = None) -> ChainMember:
     try:
         record = member.record.stat()
         stamp = (record.st_ino, record.st_mtime_ns)
         if before is not None and before.state in ENDED and before.stamp == stamp:
             return before
-        return Standing(member, deployments.status(member), stamp=stamp)
+        return ChainMember(member, deployments.status(member), stamp=stamp)
     except (CorralError, OSError) as error:
-        return Standing(member, None, error.message if isinstance(error, CorralError) else str(error))
+        return ChainMember(member, None, error.message if isinstance(error, CorralError) else str(error))
 
 
-def newest_ready(folder: DeploymentFolder) -> Standing | None:
+def newest_ready(folder: DeploymentFolder) -> ChainMember | None:
     """The newest of a chain that is ready; None when none is."""
     return next((one for one in map(_standing, reversed(members(folder))) if one.state is State.READY), None)
 

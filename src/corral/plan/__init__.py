@@ -8,6 +8,7 @@ from corral.plan.choose import make_plan
 from corral.plan.contract import (
     VERSION,
     Cost,
+    EngineSettings,
     Goal,
     Memory,
     Nearest,
@@ -16,13 +17,13 @@ from corral.plan.contract import (
     Precision,
     Reason,
     Rejected,
-    Settings,
     Speed,
 )
 
 __all__ = [
     "VERSION",
     "Cost",
+    "EngineSettings",
     "Goal",
     "Memory",
     "Nearest",
@@ -31,7 +32,6 @@ __all__ = [
     "Precision",
     "Reason",
     "Rejected",
-    "Settings",
     "Speed",
     "make_plan",
 ]

@@ -8,7 +8,7 @@ from corral.hardware.cpu_speed import CpuSpeed
 from corral.hardware.inventory import GIB, Inventory
 from corral.models.facts import ModelFacts
 from corral.plan.constraints import broken_settings
-from corral.plan.contract import Goal, Memory, Parallel, Precision, Settings, Speed
+from corral.plan.contract import EngineSettings, Goal, Memory, Parallel, Precision, Speed
 from corral.plan.fixed import Fixed
 from corral.plan.memory import Coefficients, measure
 from corral.plan.speed import Efficiency, predict
@@ -40,7 +40,7 @@ class Candidate:
 
     parallel: Parallel
     precision: Precision
-    settings: Settings
+    settings: EngineSettings
     max_model_len: int
     memory: Memory
     speed: Speed
@@ -54,7 +54,7 @@ class Candidate:
         return float(alone**weight * together ** (1 - weight))
 
 
-def settings_for(inventory: Inventory, goal: Goal, fixed: Fixed, context: int) -> Settings:
+def settings_for(inventory: Inventory, goal: Goal, fixed: Fixed, context: int) -> EngineSettings:
     """vLLM's knobs for the goal, starting from its own defaults for this memory size."""
     large = inventory.memory_bytes_per_gpu >= 70 * GIB
     a100 = (inventory.gpu or "").startswith("A100")  # large batches slow these down (vllm pull request 17885)
@@ -66,7 +66,7 @@ def settings_for(inventory: Inventory, goal: Goal, fixed: Fixed, context: int) -
         seqs = max(16, min(seqs, 1 << (goal.concurrency - 1).bit_length()))
     seqs = fixed.max_num_seqs or min(seqs, batched)
     batched = fixed.max_num_batched_tokens or max(seqs, min(batched, seqs * context))
-    return Settings(fixed.gpu_memory_utilization or 0.92, batched, seqs, bool(fixed.eager))
+    return EngineSettings(fixed.gpu_memory_utilization or 0.92, batched, seqs, bool(fixed.eager))
 
 
 def work_out(

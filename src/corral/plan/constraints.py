@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from corral.models.facts import ModelFacts
-from corral.plan.contract import Parallel, Settings
+from corral.plan.contract import EngineSettings, Parallel
 
 __all__ = ["broken_layout", "broken_settings", "partition"]
 
@@ -53,7 +53,7 @@ def broken_layout(model: ModelFacts, parallel: Parallel) -> str | None:
     return next((say(model, parallel) for holds, say in _RULES if not holds(model, parallel)), None)
 
 
-def broken_settings(model: ModelFacts, settings: Settings, max_model_len: int) -> str | None:
+def broken_settings(model: ModelFacts, settings: EngineSettings, max_model_len: int) -> str | None:
     """Why vLLM would refuse these settings, or None."""
     s = settings
     if s.max_num_batched_tokens < s.max_num_seqs:

@@ -14,6 +14,7 @@ from corral.models.facts import ModelFacts
 __all__ = [
     "VERSION",
     "Cost",
+    "EngineSettings",
     "Goal",
     "Memory",
     "Nearest",
@@ -22,7 +23,6 @@ __all__ = [
     "Precision",
     "Reason",
     "Rejected",
-    "Settings",
     "Speed",
 ]
 
@@ -80,7 +80,7 @@ class Precision:
 
 
 @dataclass(frozen=True)
-class Settings:
+class EngineSettings:
     """vLLM's own knobs, as the plan sets them."""
 
     gpu_memory_utilization: float
@@ -171,7 +171,7 @@ class Plan:
     precision: Precision
     parallel: Parallel
     max_model_len: int
-    settings: Settings
+    settings: EngineSettings
     memory: Memory
     speed: Speed
     cost: Cost

@@ -6,7 +6,7 @@ from corral.hardware.inventory import GIB, Inventory
 from corral.models.architecture import DTYPE_BYTES
 from corral.models.facts import ModelFacts
 from corral.plan.candidate import Candidate
-from corral.plan.contract import Goal, Memory, Parallel, Precision, Settings
+from corral.plan.contract import EngineSettings, Goal, Memory, Parallel, Precision
 from corral.plan.cpu_speed import Rates, predict_cpu
 from corral.plan.fixed import Fixed
 from corral.plan.memory import convert
@@ -75,7 +75,7 @@ def work_out_cpu(
         overhead_bytes_per_gpu=_PROCESS_BYTES,
         budget_bytes_per_gpu=inventory.host_available_bytes,
     )
-    settings = Settings(fixed.gpu_memory_utilization or 0.92, batched, seqs, bool(fixed.eager), _BLOCK)
+    settings = EngineSettings(fixed.gpu_memory_utilization or 0.92, batched, seqs, bool(fixed.eager), _BLOCK)
     read = parts.total - (0 if model.tied_embeddings else parts.embedding)
     speed = predict_cpu(model, rates, settings, goal, read)
     return Candidate(parallel, precision, settings, context, memory, speed, problem)

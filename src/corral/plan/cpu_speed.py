@@ -14,7 +14,7 @@ from corral.hardware.cpu_speed import CpuSpeed, FormatSpeed, Product
 from corral.hardware.inventory import Inventory
 from corral.models.architecture import DTYPE_BYTES
 from corral.models.facts import ModelFacts
-from corral.plan.contract import Goal, Settings, Speed
+from corral.plan.contract import EngineSettings, Goal, Speed
 from corral.plan.speed import significant
 
 __all__ = ["CpuCosts", "Rates", "predict_cpu", "products", "rates_for", "request_s"]
@@ -127,7 +127,7 @@ def request_s(model: ModelFacts, rates: Rates, goal: Goal, running: int, chunk: 
     return prefill + goal.output_tokens * step.decode(running, length) + running * costs.request_s * rates.scale
 
 
-def predict_cpu(model: ModelFacts, rates: Rates, settings: Settings, goal: Goal, read_bytes: int) -> Speed:
+def predict_cpu(model: ModelFacts, rates: Rates, settings: EngineSettings, goal: Goal, read_bytes: int) -> Speed:
     """Speeds of one plan on a CPU."""
     costs = CpuCosts()
     step = _Step(model, rates, costs, model.kv_bytes_per_token(DTYPE_BYTES.get(rates.format.format, 2.0)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from corral.hardware.inventory import GIB
 from corral.models.facts import ModelFacts
-from corral.plan.contract import Parallel, Precision, Settings
+from corral.plan.contract import EngineSettings, Parallel, Precision
 
 __all__ = ["cpu_environment", "engine_args"]
 
@@ -13,7 +13,12 @@ _DEPRECATED = ("fbgemm_fp8", "fp_quant")
 
 
 def engine_args(
-    model: ModelFacts, parallel: Parallel, precision: Precision, settings: Settings, max_model_len: int, cpu: bool
+    model: ModelFacts,
+    parallel: Parallel,
+    precision: Precision,
+    settings: EngineSettings,
+    max_model_len: int,
+    cpu: bool,
 ) -> tuple[str, ...]:
     """Every decision of the plan, said aloud, so that no default of another vLLM version can change it."""
     args = ["--tensor-parallel-size", str(parallel.tensor)]

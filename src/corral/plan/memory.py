@@ -16,7 +16,7 @@ from corral.hardware.inventory import GIB, Inventory
 from corral.models.architecture import DTYPE_BYTES, Parts, Quantisation, stored
 from corral.models.facts import ModelFacts
 from corral.plan.constraints import partition
-from corral.plan.contract import Memory, Parallel, Precision, Settings
+from corral.plan.contract import EngineSettings, Memory, Parallel, Precision
 
 __all__ = ["Coefficients", "convert", "full_length_blocks", "graph_sizes", "kv_element", "measure", "stage_weights"]
 
@@ -61,7 +61,7 @@ def stage_weights(model: ModelFacts, parts: Parts, parallel: Parallel) -> list[i
     return weights
 
 
-def graph_sizes(settings: Settings) -> tuple[int, int]:
+def graph_sizes(settings: EngineSettings) -> tuple[int, int]:
     """How many CUDA graphs vLLM captures, and the sum of their batch sizes.
 
     Sizes are 1, 2, 4, then by 8 to 256, by 16 to 512, once in pieces (mixed batches) and once whole (decode only, no
@@ -86,7 +86,7 @@ def kv_element(model: ModelFacts, precision: Precision) -> float:
     return 1.0 if precision.kv.startswith("fp8") else _wide(model, precision)
 
 
-def _activation(model: ModelFacts, parallel: Parallel, wide: float, settings: Settings, c: Coefficients) -> int:
+def _activation(model: ModelFacts, parallel: Parallel, wide: float, settings: EngineSettings, c: Coefficients) -> int:
     """The larger of two peaks, which fit the shapes measured on an H200 to 5% (docs/log.md).
 
     In the MLP: gate, up and their product, and three hidden tensors. At the head, in compiled models: as much as the
@@ -100,7 +100,7 @@ def _activation(model: ModelFacts, parallel: Parallel, wide: float, settings: Se
     return int(forward if settings.eager else max(forward, head))
 
 
-def _graphs(model: ModelFacts, parallel: Parallel, wide: float, settings: Settings, c: Coefficients) -> int:
+def _graphs(model: ModelFacts, parallel: Parallel, wide: float, settings: EngineSettings, c: Coefficients) -> int:
     """Memory CUDA graphs keep: fitted to 8B, 70B and 405B shapes on an H200 (docs/log.md)."""
     number, rows = graph_sizes(settings)
     layers = c.graph_layer_gib * GIB * model.layers / parallel.pipeline * number / 102
@@ -108,7 +108,9 @@ def _graphs(model: ModelFacts, parallel: Parallel, wide: float, settings: Settin
     return int(layers + rows_kept * model.hidden * wide)
 
 
-def full_length_blocks(model: ModelFacts, settings: Settings, max_model_len: int, pipeline: int) -> tuple[int, int]:
+def full_length_blocks(
+    model: ModelFacts, settings: EngineSettings, max_model_len: int, pipeline: int
+) -> tuple[int, int]:
     """Blocks one request of full length takes from the pool, and how many layers share one block."""
     size = settings.block_size
     whole = -(-max_model_len // size)
@@ -130,7 +132,7 @@ def measure(
     inventory: Inventory,
     parallel: Parallel,
     precision: Precision,
-    settings: Settings,
+    settings: EngineSettings,
     max_model_len: int,
     coefficients: Coefficients | None = None,
 ) -> Memory:

@@ -14,7 +14,7 @@ from corral.hardware.inventory import LINKS, Gpu, Inventory
 from corral.models.architecture import DTYPE_BYTES
 from corral.models.facts import ModelFacts
 from corral.plan.constraints import partition
-from corral.plan.contract import Goal, Memory, Parallel, Precision, Settings, Speed
+from corral.plan.contract import EngineSettings, Goal, Memory, Parallel, Precision, Speed
 from corral.plan.memory import convert, kv_element
 
 __all__ = ["MEASURED_KINDS", "Efficiency", "predict", "significant"]
@@ -87,7 +87,7 @@ def predict(
     inventory: Inventory,
     parallel: Parallel,
     precision: Precision,
-    settings: Settings,
+    settings: EngineSettings,
     memory: Memory,
     goal: Goal,
     concurrency: int,
@@ -146,7 +146,7 @@ class _Roof:
     model: ModelFacts
     parallel: Parallel
     precision: Precision
-    settings: Settings
+    settings: EngineSettings
     machine: _Machine
     e: Efficiency
 

@@ -15,11 +15,11 @@ from corral.errors import CorralError
 from corral.files import make_private_dir, write_atomic
 from corral.record import dump_json, from_json
 
-__all__ = ["Reading", "recall", "remember"]
+__all__ = ["StorageReading", "recall", "remember"]
 
 
 @dataclass(frozen=True)
-class Reading:
+class StorageReading:
     """One measurement, on the slowest of the nodes that were looked at."""
 
     gb_s: float
@@ -31,19 +31,19 @@ class Reading:
         return f"measured by `corral doctor` on {time.strftime('%Y-%m-%d', time.localtime(self.at_s))}"
 
 
-def _all(home: Path) -> dict[str, Reading]:
+def _all(home: Path) -> dict[str, StorageReading]:
     try:
         body = json.loads((home / "storage.json").read_text(encoding="utf-8"))
-        return {str(kind): from_json(Reading, row) for kind, row in body.items()}
+        return {str(kind): from_json(StorageReading, row) for kind, row in body.items()}
     except (OSError, ValueError, AttributeError, CorralError):  # none yet, or of another version
         return {}
 
 
-def remember(home: Path, gpu: str, reading: Reading) -> None:
+def remember(home: Path, gpu: str, reading: StorageReading) -> None:
     """Keep the latest measurement for nodes with this kind of GPU (or `CPU`)."""
     make_private_dir(home)
     write_atomic(home / "storage.json", dump_json({**_all(home), gpu: reading}))
 
 
-def recall(home: Path, gpu: str) -> Reading | None:
+def recall(home: Path, gpu: str) -> StorageReading | None:
     return _all(home).get(gpu)

@@ -4,16 +4,16 @@ A profile is a TOML file; docs/profiles.md lists its keys. Reading is strict, fi
 happens once: flag > environment > project's file > user's file > default.
 """
 
-from corral.profile.contract import Settings
-from corral.profile.merging import Asked, asked_of_plan, merged
+from corral.profile.contract import ProfileSettings
+from corral.profile.merging import AskedValues, asked_of_plan, merged
 from corral.profile.profile import Listed, Profile, all_profiles, environment, load_profile
 from corral.profile.storage import with_storage
 
 __all__ = [
-    "Asked",
+    "AskedValues",
     "Listed",
     "Profile",
-    "Settings",
+    "ProfileSettings",
     "all_profiles",
     "asked_of_plan",
     "environment",

@@ -25,7 +25,7 @@ from corral.targets.keys import (
     variables,
 )
 
-__all__ = ["Key", "Settings", "all_keys", "takes"]
+__all__ = ["Key", "ProfileSettings", "all_keys", "takes"]
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def _known_target(value: str) -> str:
 
 
 @dataclass(frozen=True)
-class Settings:
+class ProfileSettings:
     """A whole profile; `targets` holds the tables that belong to one target each, by its name."""
 
     description: str = key("one line for `corral profile list`", "")
@@ -147,7 +147,7 @@ def takes(kind: Any) -> str:
     return " or ".join(takes(part) for part in arguments if part is not type(None))
 
 
-def all_keys(kind: type = Settings, table: str = "") -> Iterator[Key]:
+def all_keys(kind: type = ProfileSettings, table: str = "") -> Iterator[Key]:
     """Every key there is, in the order of the tree."""
     hints = get_type_hints(kind)
     for entry in fields(kind):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from corral.errors import UsageError
-from corral.profile.contract import Key, Settings, all_keys
+from corral.profile.contract import Key, ProfileSettings, all_keys
 from corral.profile.reading import key_lines
 from corral.record import nearest
 from corral.targets.base import target_tables
@@ -78,7 +78,7 @@ def _line(key: Key, values: Mapping[str, Any]) -> str:
     if key.name in inside:
         return f"{key.name} = {as_toml(inside[key.name])}  # {key.doc}"
     sample = key.sample if key.sample is not None else SAMPLES.get(key.dotted)
-    shown = getattr(Settings().table(key.table), key.name) or "" if sample is None else sample
+    shown = getattr(ProfileSettings().table(key.table), key.name) or "" if sample is None else sample
     return f"# {key.name} = {as_toml(shown)}  # {key.doc}"
 
 

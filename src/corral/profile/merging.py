@@ -14,7 +14,7 @@ from corral.slurm.commands import seconds
 from corral.targets.base import target_class
 from corral.targets.keys import is_placeholder
 
-__all__ = ["Asked", "asked_of_plan", "merged"]
+__all__ = ["AskedValues", "asked_of_plan", "merged"]
 
 # options of a command that a profile knows nothing of, or leaves to the wish's own default
 PASSED_ON = ("name", "served_name", "flavour")
@@ -26,7 +26,7 @@ _SAME_QUESTION = (("max_model_len", "context"), ("weights", "dtype", "quantizati
 
 
 @dataclass(frozen=True)
-class Asked:
+class AskedValues:
     """What is asked of the plan: arguments of `Goal`, fields that are fixed, the link, and what is left for vLLM."""
 
     goal: dict[str, Any]
@@ -70,7 +70,7 @@ def merged(profile: Profile, flags: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def asked_of_plan(profile: Profile, given: Mapping[str, Any]) -> Asked:
+def asked_of_plan(profile: Profile, given: Mapping[str, Any]) -> AskedValues:
     """What a profile and a command say of the plan; `given` as for `merged`."""
     defaults = profile.settings.defaults
     mine, theirs = read_back(profile.settings.engine.args), read_back(given.get("extra_args", ()))
@@ -83,7 +83,9 @@ def asked_of_plan(profile: Profile, given: Mapping[str, Any]) -> Asked:
         goal["context"] = given.get("context")
     goal = {name: value for name, value in goal.items() if value is not None}
     link = given.get("link") or theirs.link or mine.link or profile.link
-    return Asked(goal, {**kept, **fixed}, link, (*mine.rest, *theirs.rest))  # vLLM takes the last of equal flags
+    return AskedValues(
+        goal, {**kept, **fixed}, link, (*mine.rest, *theirs.rest)
+    )  # vLLM takes the last of equal flags
 
 
 def _said_by(profile: Profile) -> dict[str, Any]:

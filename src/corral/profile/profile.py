@@ -15,7 +15,7 @@ from typing import Any
 from corral.errors import CorralError, DataError
 from corral.hardware.inventory import GIB, Inventory, parse_gpus
 from corral.profile import places
-from corral.profile.contract import Settings, all_keys
+from corral.profile.contract import ProfileSettings, all_keys
 from corral.profile.reading import Layer, build_settings, read_file
 from corral.targets.base import TARGETS, target_class, target_tables
 from corral.targets.keys import is_placeholder
@@ -49,7 +49,7 @@ class Profile:
     """Where and how to run, resolved; an empty one says nothing."""
 
     name: str = ""
-    settings: Settings = field(default_factory=Settings)
+    settings: ProfileSettings = field(default_factory=ProfileSettings)
     layers: tuple[Layer, ...] = ()  # the strongest last
 
     @property

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from corral.errors import AccessError, DataError
-from corral.profile.contract import Settings, all_keys, takes
+from corral.profile.contract import ProfileSettings, all_keys, takes
 from corral.record import nearest
 from corral.targets.base import target_tables
 
@@ -92,10 +92,12 @@ def key_lines(text: str) -> dict[str, int]:
     return found
 
 
-def build_settings(values: Mapping[str, Any], layer: Layer) -> Settings:
+def build_settings(values: Mapping[str, Any], layer: Layer) -> ProfileSettings:
     """A whole profile from its values; tables that belong to a target are built by what that declares."""
     tables = target_tables()
-    settings: Settings = build(Settings, {name: value for name, value in values.items() if name not in tables}, layer)
+    settings: ProfileSettings = build(
+        ProfileSettings, {name: value for name, value in values.items() if name not in tables}, layer
+    )
     made = {name: build(kind, values[name], layer, name) for name, kind in tables.items() if name in values}
     return replace(settings, targets=made)
 

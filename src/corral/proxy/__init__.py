@@ -2,8 +2,18 @@
 
 from corral.proxy.figures import Figures, summary
 from corral.proxy.host import ProxyLimits
-from corral.proxy.members import Reading
+from corral.proxy.members import MemberReading
 from corral.proxy.run import Kept, held_proxy, port_of, run_proxy
 from corral.proxy.server import Proxy
 
-__all__ = ["Figures", "Kept", "Proxy", "ProxyLimits", "Reading", "held_proxy", "port_of", "run_proxy", "summary"]
+__all__ = [
+    "Figures",
+    "Kept",
+    "MemberReading",
+    "Proxy",
+    "ProxyLimits",
+    "held_proxy",
+    "port_of",
+    "run_proxy",
+    "summary",
+]

@@ -17,13 +17,13 @@ from urllib.parse import urlsplit
 from corral.deployment.state import ENDED, State
 from corral.proxy.upstream import Upstream
 
-__all__ = ["Member", "Members", "Reading", "Waiter"]
+__all__ = ["Member", "MemberReading", "Members", "Waiter"]
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 
 
 @dataclass(frozen=True)
-class Reading:
+class MemberReading:
     """What is known of one deployment of the chain."""
 
     name: str
@@ -106,7 +106,7 @@ class Members:
         self._waiting: dict[Waiter, None] = {}
         self._alarm: asyncio.TimerHandle | None = None
 
-    def update(self, readings: list[Reading]) -> None:
+    def update(self, readings: list[MemberReading]) -> None:
         """Take over what is known now; connections and marks of a member at the same address stay."""
         before = {(one.name, one.url): one for one in self.all}
         found = []

@@ -17,12 +17,12 @@ from corral.deployment.folder import DeploymentFolder
 from corral.deployment.state import State
 from corral.errors import ConflictError, CorralError, UsageError
 from corral.files import write_atomic
-from corral.lifecycle.successors import Standing, all_standings
+from corral.lifecycle.successors import ChainMember, all_standings
 from corral.lifecycle.tunnel import ensure_tunnel
 from corral.processes import Identity, own_identity, port_owner
 from corral.proxy.figures import Figures
 from corral.proxy.host import ProxyLimits
-from corral.proxy.members import Reading
+from corral.proxy.members import MemberReading
 from corral.proxy.server import Proxy
 from corral.record import dump_json, load_json
 
@@ -89,7 +89,7 @@ def _is_free(host: str, port: int) -> bool:
     return True
 
 
-def readings(standings: list[Standing], last: dict[str, str]) -> list[Reading]:
+def readings(standings: list[ChainMember], last: dict[str, str]) -> list[MemberReading]:
     """What the proxy needs of a chain; one that cannot be asked keeps the address it had (`last`, by name)."""
     found = []
     for one in standings:
@@ -97,18 +97,18 @@ def readings(standings: list[Standing], last: dict[str, str]) -> list[Reading]:
         if status is not None:
             last[one.folder.name] = status.endpoint.root if status.endpoint else ""
         text = status.text if status else one.text
-        found.append(Reading(one.folder.name, one.state, last.get(one.folder.name, ""), text))
+        found.append(MemberReading(one.folder.name, one.state, last.get(one.folder.name, ""), text))
     return found
 
 
 class Watcher(threading.Thread):
     """Looks how a chain stands, every second or so, and tells it to the proxy's loop."""
 
-    def __init__(self, folder: DeploymentFolder, tell: Callable[[list[Reading]], None]) -> None:
+    def __init__(self, folder: DeploymentFolder, tell: Callable[[list[MemberReading]], None]) -> None:
         super().__init__(name="corral-proxy-watcher", daemon=True)
         self._folder, self._tell = folder, tell
         self._stop = threading.Event()
-        self._known: dict[str, Standing] = {}
+        self._known: dict[str, ChainMember] = {}
         self._last: dict[str, str] = {}
         self._tunnelled: set[str] = set()
 
@@ -182,6 +182,6 @@ async def _serve(
     return proxy.figures
 
 
-def _tell(loop: asyncio.AbstractEventLoop, proxy: Proxy, found: list[Reading]) -> None:
+def _tell(loop: asyncio.AbstractEventLoop, proxy: Proxy, found: list[MemberReading]) -> None:
     with contextlib.suppress(RuntimeError):  # the loop has ended
         loop.call_soon_threadsafe(proxy.members.update, found)

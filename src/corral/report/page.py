@@ -9,7 +9,7 @@ from html import escape
 from corral.bench.gate import needed
 from corral.bench.limit import FrontEnd, roof
 from corral.bench.metrics import Spread, gaps_s
-from corral.bench.rows import Row
+from corral.bench.rows import RequestRow
 from corral.bench.server_metrics import ServerSample
 from corral.bench.store import Run, Series
 from corral.report.svg import Curve, chart, histogram
@@ -90,7 +90,7 @@ def _when(run: Run) -> str:
 _SENTENCES = {"valid": "Valid", "caution": "Read with caution", "invalid": "Invalid: do not use these figures"}
 
 
-def run_page(run: Run, rows: Sequence[Row], samples: Sequence[ServerSample], name: str) -> str:
+def run_page(run: Run, rows: Sequence[RequestRow], samples: Sequence[ServerSample], name: str) -> str:
     """The report of one run."""
     s = run.summary
     body = [f"<h1>Benchmark {escape(name)}</h1>", f'<p class="sub">{escape(headline(run))}<br>{_when(run)}</p>']
@@ -144,7 +144,7 @@ def _latency_table(run: Run) -> str:
     return _table(heads, rows)
 
 
-def _distributions(run: Run, rows: Sequence[Row]) -> list[str]:
+def _distributions(run: Run, rows: Sequence[RequestRow]) -> list[str]:
     good = [row for row in rows if row.ok and row.chunk_ns]
     values = {
         "ttft": [row.ttft_s * 1000 for row in good],
@@ -160,7 +160,7 @@ def _distributions(run: Run, rows: Sequence[Row]) -> list[str]:
     return figures
 
 
-def _over_time(run: Run, rows: Sequence[Row], samples: Sequence[ServerSample]) -> list[str]:
+def _over_time(run: Run, rows: Sequence[RequestRow], samples: Sequence[ServerSample]) -> list[str]:
     over = timeline(rows, run.summary.duration_s)
     at = [(n + 0.5) * over.step_s for n in range(len(over.tokens_per_s))]
     curves = [Curve("output tok/s", tuple(zip(at, over.tokens_per_s, strict=True)), dots=False)]

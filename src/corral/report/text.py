@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from corral.bench.compare import Difference
+from corral.bench.compare import MetricDifference
 from corral.bench.gate import needed
 from corral.bench.metrics import Spread, gaps_s
-from corral.bench.rows import Row
+from corral.bench.rows import RequestRow
 from corral.bench.store import Run, Series
 from corral.report.terminal_plots import bar, histogram, sparkline
 from corral.report.timeline import timeline
@@ -61,7 +61,7 @@ def _spread_row(run: Run, name: str, found: Spread, values: Sequence[float]) -> 
     return f"{name.upper():<5}{row}   {histogram(values):<24}  {_TITLES[name]}"
 
 
-def run_lines(run: Run, rows: Sequence[Row], folder: Path | None = None) -> list[str]:
+def run_lines(run: Run, rows: Sequence[RequestRow], folder: Path | None = None) -> list[str]:
     """One run on one page."""
     s = run.summary
     good = [row for row in rows if row.ok and row.chunk_ns]
@@ -157,7 +157,10 @@ def series_lines(series: Series, runs: Sequence[Run], folder: Path) -> list[str]
 
 
 def comparison_lines(
-    names: tuple[str, str], differences: Sequence[Difference], changed: Sequence[tuple[str, str, str]], repeats: bool
+    names: tuple[str, str],
+    differences: Sequence[MetricDifference],
+    changed: Sequence[tuple[str, str, str]],
+    repeats: bool,
 ) -> list[str]:
     """Two runs side by side."""
     lines = [f"a: {names[0]}", f"b: {names[1]}", ""]

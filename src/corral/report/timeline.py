@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from corral.bench.rows import Row
+from corral.bench.rows import RequestRow
 
 __all__ = ["Timeline", "timeline"]
 
@@ -17,7 +17,7 @@ class Timeline:
     concurrency: tuple[float, ...]  # mean of each step
 
 
-def timeline(rows: Sequence[Row], duration_s: float, steps: int = 60) -> Timeline:
+def timeline(rows: Sequence[RequestRow], duration_s: float, steps: int = 60) -> Timeline:
     """Output chunks per second and mean requests under way, in at most `steps` steps of at least 0.1 s."""
     good = [row for row in rows if row.ok and row.chunk_ns]
     if not good or duration_s <= 0:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from corral.errors import UsageError
-from corral.runtimes.base import Job, NodeCheck, NodeSide, Wrapped, kept_caches, read_options
+from corral.runtimes.base import EngineCommand, NodeCheck, NodeSide, Wrapped, kept_caches, read_options
 from corral.runtimes.container import ImageOptions, InImage, Mount, default_image, mounts_of
 
 __all__ = ["ApptainerOptions", "ApptainerRuntime"]
@@ -83,7 +83,7 @@ class ApptainerRuntime(InImage):
     def engine(self) -> str:
         return f"apptainer {self.image}"
 
-    def wrap(self, job: Job) -> Wrapped:
+    def wrap(self, job: EngineCommand) -> Wrapped:
         name = "apptainer-" + re.sub(r"[^A-Za-z0-9_.-]+", "-", self.image).strip("-.")[-80:]
         cache = str(PurePath(self.node.home) / "cache" / name)
         env = {**kept_caches(self.node.home, name), **job.env}

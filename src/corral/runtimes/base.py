@@ -21,7 +21,7 @@ from corral.record import from_json, nearest
 
 __all__ = [
     "RUNTIMES",
-    "Job",
+    "EngineCommand",
     "NodeCheck",
     "NodeSide",
     "OnTheNodes",
@@ -46,7 +46,7 @@ class NodeSide:
 
 
 @dataclass(frozen=True)
-class Job:
+class EngineCommand:
     """One rank's command as it stands inside the runtime, and what it must find there."""
 
     deployment: str
@@ -109,7 +109,7 @@ class Runtime(Protocol):
         """The runtime with its carried folders where they lie on the nodes."""
         ...
 
-    def wrap(self, job: Job) -> Wrapped:
+    def wrap(self, job: EngineCommand) -> Wrapped:
         """The command that runs the job on a node. Pure."""
         ...
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from corral.engines.flags import FlagList, flags_or_guess
 from corral.errors import UsageError
-from corral.runtimes.base import Job, NodeCheck, NodeSide, OnTheNodes, Wrapped, kept_caches, read_options
+from corral.runtimes.base import EngineCommand, NodeCheck, NodeSide, OnTheNodes, Wrapped, kept_caches, read_options
 from corral.runtimes.ray import REQUIREMENT, refuse_other_ray
 from corral.runtimes.venv import SERVE_MODULE, VERSION_QUESTION
 
@@ -92,7 +92,7 @@ class CondaRuntime(OnTheNodes):
     def flags(self) -> FlagList:
         return flags_or_guess(self.options.version, self.node.version)
 
-    def wrap(self, job: Job) -> Wrapped:
+    def wrap(self, job: EngineCommand) -> Wrapped:
         return Wrapped(self._entered(job.argv), {**kept_caches(self.node.home, "conda"), **job.env})
 
     def _entered(self, argv: tuple[str, ...]) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from typing import Self
 
 from corral.engines.flags import FlagList, flags_or_guess
 from corral.errors import UsageError
-from corral.runtimes.base import Job, NodeCheck, NodeSide, OnTheNodes, Wrapped, kept_caches, read_options
+from corral.runtimes.base import EngineCommand, NodeCheck, NodeSide, OnTheNodes, Wrapped, kept_caches, read_options
 from corral.runtimes.ray import REQUIREMENT, refuse_other_ray
 
 __all__ = [
@@ -98,7 +98,7 @@ def _csv(field: str) -> str:
     return '"' + field.replace('"', '""') + '"' if re.search(r'[",]', field) else field
 
 
-def mounts_of(job: Job, cache: str, named: Iterable[str]) -> tuple[Mount, ...]:
+def mounts_of(job: EngineCommand, cache: str, named: Iterable[str]) -> tuple[Mount, ...]:
     """Every folder a job must find inside, the user's own last."""
     visible = [Mount(path, path) for path in map(_whole_repository, job.visible) if path.startswith("/")]
     writable = [Mount(path, path, True) for path in (*job.writable, cache)]
@@ -114,7 +114,7 @@ def _whole_repository(path: str) -> str:
     return path
 
 
-def container_name(job: Job, home: str) -> str:
+def container_name(job: EngineCommand, home: str) -> str:
     """A name that people recognise, of at most 63 characters, and another for each user and home."""
     words = re.sub(r"[^A-Za-z0-9_.-]+", "-", job.deployment).strip("-._")[:36] or "deployment"
     return f"corral-{words}-{job.rank}-{_digest(home, job.deployment)}"
@@ -234,7 +234,7 @@ class ContainerRuntime(InImage):
     def engine(self) -> str:
         return f"{self.name} {self.image}"
 
-    def wrap(self, job: Job) -> Wrapped:
+    def wrap(self, job: EngineCommand) -> Wrapped:
         run, name, cache = f"{job.launch_id}.{job.rank}", container_name(job, self.node.home), self._cache
         env = {**kept_caches(self.node.home, self._cache_name), **job.env}
         script = BEGIN + (RDMA if self._rdma(job) and not self.options.privileged else "")
@@ -265,10 +265,10 @@ class ContainerRuntime(InImage):
     def _cache(self) -> str:
         return str(PurePath(self.node.home) / "cache" / self._cache_name)
 
-    def _rdma(self, job: Job) -> bool:
+    def _rdma(self, job: EngineCommand) -> bool:
         return job.fabric if self.options.rdma is None else self.options.rdma
 
-    def _fixed_words(self, job: Job, name: str, run: str) -> list[str]:
+    def _fixed_words(self, job: EngineCommand, name: str, run: str) -> list[str]:
         labels = {"corral.launch": job.launch_id, "corral.run": run, "corral.owner": _digest(self.node.home)}
         words = ["--rm", "--name", name, "--network=host", "--workdir", job.cwd]
         words += [word for key, value in labels.items() for word in ("--label", f"{key}={value}")]
@@ -279,7 +279,7 @@ class ContainerRuntime(InImage):
         words += ["--user", self.options.user] if self.options.user not in ("self", "image") else []
         return words
 
-    def _hardware_words(self, job: Job) -> list[str]:
+    def _hardware_words(self, job: EngineCommand) -> list[str]:
         options = self.options
         gpus = options.gpus or ("all" if job.gpus else "none")
         words = self.gpu_words(gpus) if gpus != "none" else ["--cap-add=SYS_NICE"]  # the CPU engine binds memory

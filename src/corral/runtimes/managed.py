@@ -10,7 +10,7 @@ from corral.engines import environments as engines
 from corral.engines.flags import FlagList
 from corral.errors import UsageError
 from corral.home import home_dir
-from corral.runtimes.base import Job, NodeCheck, NodeSide, Wrapped, kept_caches
+from corral.runtimes.base import EngineCommand, NodeCheck, NodeSide, Wrapped, kept_caches
 
 __all__ = ["ManagedRuntime"]
 
@@ -72,7 +72,7 @@ class ManagedRuntime:
     def moved(self, places: Mapping[str, str]) -> ManagedRuntime:
         return replace(self, place=places[self.installed.path])
 
-    def wrap(self, job: Job) -> Wrapped:
+    def wrap(self, job: EngineCommand) -> Wrapped:
         return Wrapped(job.argv, {**kept_caches(self.home, self.installed.name), **job.env})
 
     @property

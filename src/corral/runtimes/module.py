@@ -12,7 +12,7 @@ from typing import Any
 
 from corral.engines.flags import FlagList
 from corral.errors import UsageError
-from corral.runtimes.base import Job, NodeCheck, NodeSide, Runtime, Wrapped, make_runtime, read_options
+from corral.runtimes.base import EngineCommand, NodeCheck, NodeSide, Runtime, Wrapped, make_runtime, read_options
 
 __all__ = ["ModuleOptions", "ModuleRuntime"]
 
@@ -98,7 +98,7 @@ class ModuleRuntime:
     def moved(self, places: Mapping[str, str]) -> ModuleRuntime:
         return replace(self, inside=self.inside.moved(places))
 
-    def wrap(self, job: Job) -> Wrapped:
+    def wrap(self, job: EngineCommand) -> Wrapped:
         inner = self.inside.wrap(job)
         return Wrapped(
             self._entered(inner.argv),

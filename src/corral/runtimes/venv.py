@@ -8,7 +8,7 @@ from pathlib import PurePath
 
 from corral.engines.flags import FlagList, flags_or_guess
 from corral.errors import UsageError
-from corral.runtimes.base import Job, NodeCheck, NodeSide, OnTheNodes, Wrapped, kept_caches, read_options
+from corral.runtimes.base import EngineCommand, NodeCheck, NodeSide, OnTheNodes, Wrapped, kept_caches, read_options
 
 __all__ = ["SERVE_MODULE", "VERSION_QUESTION", "VenvOptions", "VenvRuntime"]
 
@@ -57,7 +57,7 @@ class VenvRuntime(OnTheNodes):
     def flags(self) -> FlagList:
         return flags_or_guess(self.options.version, self.node.version)
 
-    def wrap(self, job: Job) -> Wrapped:
+    def wrap(self, job: EngineCommand) -> Wrapped:
         argv = ("sh", "-c", ENTER, "corral-venv", str(PurePath(self.options.path)), *job.argv)
         return Wrapped(argv, {**kept_caches(self.node.home, "venv"), **job.env})
 

@@ -36,7 +36,7 @@ from corral.errors import ConflictError, CorralError, DataError, UsageError
 from corral.files import write_atomic
 from corral.lock import beating
 from corral.record import to_json
-from corral.score.likelihood import Row, ScoreOptions
+from corral.score.likelihood import ScoreOptions, ScoreRow
 from corral.score.row_files import ScoreRows, write_parquet
 from corral.score.score import Asking, BadRow, Scoring, bad_row, summary
 
@@ -126,7 +126,7 @@ class ScoreWork:
             data = {}
         return _line(to_json(bad_row(data, line, error)))
 
-    def _row(self, number: int, raw: bytes) -> Row:
+    def _row(self, number: int, raw: bytes) -> ScoreRow:
         return self._rows.row(raw, self._table.lines[number])
 
 

@@ -25,7 +25,16 @@ from corral.errors import DataError, UsageError
 from corral.record import nearest, to_json
 
 __all__ = [
-    "Likelihood", "Row", "Score", "ScoreOptions", "Span", "TokenScore", "cut", "read_row", "split_pair", "total",
+    "Likelihood",
+    "Score",
+    "ScoreOptions",
+    "ScoreRow",
+    "Span",
+    "TokenScore",
+    "cut",
+    "read_row",
+    "split_pair",
+    "total",
 ]  # fmt: skip
 
 BYTES_PER_LOGIT = 8  # float32 logits and their log-softmax, side by side, for every prompt token of a step
@@ -65,7 +74,7 @@ class ScoreOptions:
 
 
 @dataclass(frozen=True)
-class Row:
+class ScoreRow:
     """One thing to score."""
 
     id: str
@@ -76,7 +85,7 @@ class Row:
     answer: int | None = None
 
 
-def read_row(data: Any, number: int) -> Row:
+def read_row(data: Any, number: int) -> ScoreRow:
     """A row from JSON data; `number` is its line, and its id when it has none."""
     if not isinstance(data, Mapping):
         raise DataError(f"row {number} is not an object.", 'For example {"id": "1", "text": "…"}.')
@@ -85,7 +94,7 @@ def read_row(data: Any, number: int) -> Row:
     if "text" in given:
         if given.get("context") or "continuation" in given or "choices" in given:
             raise DataError(f"row {name!r} has a text and a context or continuation.", "Give the one or the other.")
-        return Row(name, _text(given, "text", name))
+        return ScoreRow(name, _text(given, "text", name))
     if "choices" in given:
         choices = given["choices"]
         if not isinstance(choices, Sequence) or isinstance(choices, str) or not choices:
@@ -93,9 +102,11 @@ def read_row(data: Any, number: int) -> Row:
         if not all(isinstance(choice, str) and choice for choice in choices):
             raise DataError(f"row {name!r}: a choice is empty or no text.", "Correct the row.")
         context = _text(given, "context", name)
-        return Row(name, None, context, tuple(choices), "choices", _answer(given.get("answer"), choices, name))
+        return ScoreRow(name, None, context, tuple(choices), "choices", _answer(given.get("answer"), choices, name))
     if "continuation" in given:
-        return Row(name, None, _text(given, "context", name), (_text(given, "continuation", name),), "continuation")
+        return ScoreRow(
+            name, None, _text(given, "context", name), (_text(given, "continuation", name),), "continuation"
+        )
     known = nearest(next(iter(set(data) - {"id"}), ""), _FIELDS, 1)
     hint = f" Did you mean {known[0]!r}?" if known else ""
     raise DataError(f"row {name!r} has neither text, continuation nor choices.", f"Correct the row.{hint}")
@@ -207,7 +218,7 @@ class Score:
     token_scores: tuple[TokenScore, ...] = field(default=())
 
     @classmethod
-    def of(cls, row: Row, found: Sequence[Likelihood]) -> Score:
+    def of(cls, row: ScoreRow, found: Sequence[Likelihood]) -> Score:
         """The result of a row from the likelihoods of its continuations."""
         best = max(range(len(found)), key=lambda i: found[i].sum_logprob)
         chosen = found[best]

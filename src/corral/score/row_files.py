@@ -13,7 +13,7 @@ import msgspec
 from corral.batch.input.recipe import Parsed
 from corral.batch.input.rows import optional
 from corral.errors import DataError
-from corral.score.likelihood import Row, read_row
+from corral.score.likelihood import ScoreRow, read_row
 
 __all__ = ["SCORE_SCHEMA", "ScoreRows", "write_parquet"]
 
@@ -34,7 +34,7 @@ class ScoreRows:
         except DataError as error:
             raise DataError(f"{error.message} {error.remedy}".strip()) from None
 
-    def row(self, raw: bytes, line: int) -> Row:
+    def row(self, raw: bytes, line: int) -> ScoreRow:
         """What is to be scored; DataError when that cannot be told."""
         data = self._data(raw)
         if self.text_cells and isinstance(data, dict):

@@ -26,9 +26,9 @@ from corral.client.retry import retried
 from corral.errors import CorralError, DataError, EngineError, UsageError
 from corral.score.likelihood import (
     Likelihood,
-    Row,
     Score,
     ScoreOptions,
+    ScoreRow,
     Span,
     TokenScore,
     cut,
@@ -88,7 +88,7 @@ class Scoring:
         self._capacity = 0
         self._prefix: tuple[int, ...] | None = None
 
-    def steps(self, row: Row) -> Asking[Score]:
+    def steps(self, row: ScoreRow) -> Asking[Score]:
         """Raises what is wrong with the row."""
         if self._prefix is None:
             yield from self._learn()
@@ -123,7 +123,7 @@ class Scoring:
         answers = yield [_tokenize(text, special) for text, special in texts]
         return [_read_tokens(answer)["tokens"] for answer in answers]
 
-    def _likelihoods(self, row: Row, wholes: Sequence[Sequence[int]], first: int) -> Asking[list[Likelihood]]:
+    def _likelihoods(self, row: ScoreRow, wholes: Sequence[Sequence[int]], first: int) -> Asking[list[Likelihood]]:
         cuts = [self._cut(row, tokens, first) for tokens in wholes]
         answers = iter((yield [self._request(span) for spans in cuts for span in spans]))
         kept = self.options.per_token or self.options.top > 0
@@ -133,7 +133,7 @@ class Scoring:
             found.append(total(scores, len(spans), kept))
         return found
 
-    def _cut(self, row: Row, tokens: Sequence[int], first: int) -> list[Span]:
+    def _cut(self, row: ScoreRow, tokens: Sequence[int], first: int) -> list[Span]:
         if first >= len(tokens):
             raise DataError(f"row {row.id!r}: the continuation adds no token to its context.", "Correct the row.")
         if len(tokens) > self._capacity and self.options.too_long == "refuse":
@@ -180,7 +180,7 @@ class Scorer:
         self._scoring = Scoring(options)
         self._gate = TokenGate(options.tokens_in_flight)
 
-    async def score(self, row: Row) -> Score:
+    async def score(self, row: ScoreRow) -> Score:
         """The result of one row; raises what is wrong with it, or with the server."""
         steps = self._scoring.steps(row)
         requests = next(steps)

@@ -23,7 +23,7 @@ from pathlib import Path
 from corral.errors import CorralError, UnreachableError, UsageError
 from corral.shell import Completed, run
 
-__all__ = ["Job", "ask", "cancel", "find_job", "forget_answers", "jobs", "refuse_unknown", "seconds", "submit"]
+__all__ = ["SlurmJob", "ask", "cancel", "find_job", "forget_answers", "jobs", "refuse_unknown", "seconds", "submit"]
 
 PATIENCE_S = 15.0  # for one command; a living controller answers in well under a second
 FRESH_S = 2.0
@@ -33,7 +33,7 @@ FIELDS = ("JobID", "State", "Reason", "StartTime", "EndTime", "TimeLeft", "NodeL
 
 
 @dataclass(frozen=True)
-class Job:
+class SlurmJob:
     """One job as SLURM sees it."""
 
     id: str
@@ -82,7 +82,7 @@ def _last_line(done: Completed) -> str:
 # ------------------------------------------------------------------------------------------------------------ looking
 @dataclass
 class _Kept:
-    jobs: dict[str, Job]
+    jobs: dict[str, SlurmJob]
     at_s: float
     same_since_s: float
 
@@ -96,7 +96,7 @@ def forget_answers() -> None:
         kept.at_s = float("-inf")
 
 
-def jobs() -> dict[str, Job]:
+def jobs() -> dict[str, SlurmJob]:
     """All of the user's jobs that the controller knows, ended ones included, by number.
 
     The answer is kept for two seconds, and longer (up to half a minute) while nothing changes.
@@ -130,12 +130,12 @@ def _ask_queue(user: int) -> Completed:
     return done.or_raise("SLURM's queue could not be read")
 
 
-def _job(line: str) -> Job | None:
+def _job(line: str) -> SlurmJob | None:
     values = [value.strip() for value in line.split("|")]
     if len(values) < len(FIELDS) or not values[0]:
         return None
     id, state, reason, start, end, left, nodes, restarts, code = values[: len(FIELDS)]
-    return Job(
+    return SlurmJob(
         id=id,
         state=state,
         reason="" if reason == "None" else reason,
@@ -148,7 +148,7 @@ def _job(line: str) -> Job | None:
     )
 
 
-def find_job(id: str) -> Job | None:
+def find_job(id: str) -> SlurmJob | None:
     """A job by number, also one that the controller has forgotten; None when nobody knows it any more."""
     job = jobs().get(id)
     if job is not None and job.state != "CANCELLED":
@@ -156,10 +156,10 @@ def find_job(id: str) -> Job | None:
     recorded = _recorded(id)
     if job is None:
         return recorded
-    return Job(**{**vars(job), "cancelled_by": recorded.cancelled_by if recorded else ""})
+    return SlurmJob(**{**vars(job), "cancelled_by": recorded.cancelled_by if recorded else ""})
 
 
-def _recorded(id: str) -> Job | None:
+def _recorded(id: str) -> SlurmJob | None:
     """What the accounting, or the job-completion log, has of a job."""
     fields = "State,ExitCode,NodeList,Start,End"
     for source in ([], ["-c"]):
@@ -170,7 +170,7 @@ def _recorded(id: str) -> Job | None:
             if done.code == 0 and lines:
                 state, code, nodes, start, end = lines[-1]
                 word, _, by = state.partition(" by ")
-                return Job(
+                return SlurmJob(
                     id, word.strip(), start_s=_moment(start), end_s=_moment(end), nodes=nodes, exit_code=code,
                     cancelled_by=_user(by.strip()),
                 )  # fmt: skip

@@ -6,13 +6,13 @@ import time
 from dataclasses import dataclass
 
 from corral.deployment.state import Reason, State
-from corral.slurm.commands import Job
+from corral.slurm.commands import SlurmJob
 
-__all__ = ["STATES", "WAITS", "Standing", "standing"]
+__all__ = ["STATES", "WAITS", "JobVerdict", "standing"]
 
 
 @dataclass(frozen=True)
-class Standing:
+class JobVerdict:
     """A job's state in Corral's words. `caused` says that the agents' last word may be its consequence."""
 
     state: State
@@ -98,7 +98,7 @@ WAITS = {
 }
 
 
-def standing(job: Job, log: str = "job.log", now_s: float | None = None) -> Standing:
+def standing(job: SlurmJob, log: str = "job.log", now_s: float | None = None) -> JobVerdict:
     """A job in Corral's words."""
     state, reason, what, remedy = STATES.get(job.state, NOT_KNOWN)
     known = {
@@ -118,7 +118,7 @@ def standing(job: Job, log: str = "job.log", now_s: float | None = None) -> Stan
         text += f": {job.state}"
     remedy = remedy.format_map(known)
     ended = state in (State.FAILED, State.STOPPED)
-    return Standing(state, reason, text, remedy, ended, job.state in CAUSED or state is State.QUEUED)
+    return JobVerdict(state, reason, text, remedy, ended, job.state in CAUSED or state is State.QUEUED)
 
 
 def _wait(reason: str) -> tuple[str, str]:

@@ -20,8 +20,8 @@ from corral.untrusted import last_object
 __all__ = [
     "MIRRORED",
     "Heartbeat",
-    "Piece",
-    "Report",
+    "LogPiece",
+    "NodeReport",
     "Started",
     "Stopped",
     "read_report",
@@ -37,7 +37,7 @@ REMEDY = "Something else than Corral's agent answers there: look at the node."
 
 
 @dataclass(frozen=True)
-class Piece:
+class LogPiece:
     """A part of one of the mirrored files."""
 
     offset: int
@@ -54,13 +54,13 @@ class Heartbeat:
 
 
 @dataclass(frozen=True)
-class Report:
+class NodeReport:
     """How a rank stands, and what it wrote since the last report."""
 
     missing: bool = False  # the node has no such folder
     boot_id: str = ""
     alive: bool | None = None  # None: no agent ever wrote who it is
-    pieces: Mapping[str, Piece] | None = None
+    pieces: Mapping[str, LogPiece] | None = None
     agent: Identity | None = None
     agent_age_s: float = 0.0
     heartbeat: Heartbeat | None = None
@@ -89,14 +89,14 @@ def read_stopped(text: str, host: str) -> Stopped:
     return from_json(Stopped, _answer(text, host), _what(host))
 
 
-def read_report(text: str, host: str, held: Mapping[str, int]) -> Report:
+def read_report(text: str, host: str, held: Mapping[str, int]) -> NodeReport:
     """The report, whose pieces must continue what is `held` here, or begin anew."""
     body = _answer(text, host)
     files = body.pop("files", {})
     if not isinstance(files, dict):
         raise DataError(f"{_what(host)}: its files must be an object.", REMEDY)
     flat = {name.replace(".json", ""): value for name, value in body.items()}
-    report = from_json(Report, {**flat, "pieces": None}, _what(host))
+    report = from_json(NodeReport, {**flat, "pieces": None}, _what(host))
     for age_s in (report.agent_age_s, report.heartbeat_age_s):
         if not 0.0 <= age_s <= OLDEST_S:
             raise DataError(f"{_what(host)} says that a file is {age_s:g} s old.", REMEDY)
@@ -105,7 +105,7 @@ def read_report(text: str, host: str, held: Mapping[str, int]) -> Report:
     return replace(report, pieces=fitting)
 
 
-def _piece(name: str, part: Any, held: int, host: str) -> Piece:
+def _piece(name: str, part: Any, held: int, host: str) -> LogPiece:
     if name not in MIRRORED:
         raise DataError(f"{_what(host)} holds {name!r}, which nobody asked for.", REMEDY)
     if not isinstance(part, dict) or type(part.get("offset")) is not int or not isinstance(part.get("data"), str):
@@ -121,7 +121,7 @@ def _piece(name: str, part: Any, held: int, host: str) -> Piece:
             f"{_what(host)}: {len(data):,} bytes at {offset:,} do not continue its {name}; {held:,} are here.",
             REMEDY,
         )
-    return Piece(offset, data)
+    return LogPiece(offset, data)
 
 
 def _answer(text: str, host: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from corral.files import make_private_dir, write_atomic
 from corral.launch.render import LaunchSpec
 from corral.processes import Identity
 from corral.record import dump_json
-from corral.targets.remote_answers import MIRRORED, Heartbeat, Report
+from corral.targets.remote_answers import MIRRORED, Heartbeat, NodeReport
 
 __all__ = ["last_state", "last_word", "mirror", "mirrored_sizes", "pack"]
 
@@ -49,7 +49,7 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def mirror(rank: RankFolder, found: Report) -> None:
+def mirror(rank: RankFolder, found: NodeReport) -> None:
     """Write here what the agent wrote there; one writer at a time is enough, a second one writes the same."""
     if found.missing:
         return

@@ -32,7 +32,7 @@ from corral.record import dump_json, load_json, to_json
 from corral.shell import run
 from corral.slurm import commands
 from corral.slurm.cluster import NodeShape, Partition, discover, gpu_of
-from corral.slurm.commands import Job
+from corral.slurm.commands import SlurmJob
 from corral.slurm.options import SlurmOptions
 from corral.slurm.script import BatchJob, batch_script
 from corral.slurm.states import standing
@@ -61,11 +61,11 @@ class Submitted:
     submitted_s: float
     time_s: float | None = None
     stop_asked: bool = False  # by `corral down`
-    last: Job | None = None  # as SLURM last showed it
+    last: SlurmJob | None = None  # as SLURM last showed it
 
 
 @dataclass(frozen=True)
-class Place:
+class SlurmPlace:
     """Where a job will run, as far as it is known before."""
 
     inventory: Inventory
@@ -123,7 +123,7 @@ class SlurmTarget(Declared):
 
     given: SlurmOptions
     name: str = field(default="slurm", init=False)
-    _place: Place | None = field(default=None, init=False)
+    _place: SlurmPlace | None = field(default=None, init=False)
 
     @classmethod
     def from_options(cls, options: Mapping[str, object]) -> SlurmTarget:
@@ -189,12 +189,12 @@ class SlurmTarget(Declared):
     def inventory(self) -> Inventory:
         return self._found().inventory
 
-    def _found(self) -> Place:
+    def _found(self) -> SlurmPlace:
         if self._place is None:
             self._place = self._stated() or self._discovered()
         return self._place
 
-    def _stated(self) -> Place | None:
+    def _stated(self) -> SlurmPlace | None:
         """From a profile's facts: no cluster needs to be asked."""
         given, facts = self.given, self.given.hardware
         if not (given.gpu and given.gpus_per_node):
@@ -204,11 +204,11 @@ class SlurmTarget(Declared):
         cores = given.cpus_per_task or int(facts.get("cpu_cores", 0))
         nodes = given.nodes or 1
         made = Inventory(kind, given.gpus_per_node, nodes, gpu_bytes, cores, memory, memory, given.link, "profile")
-        return Place(made)
+        return SlurmPlace(made)
 
-    def _discovered(self) -> Place:
+    def _discovered(self) -> SlurmPlace:
         partition, shape, inventory = discover().inventory(self.given.want())
-        return Place(inventory, partition, shape)
+        return SlurmPlace(inventory, partition, shape)
 
     def home(self) -> str:
         if not self.given.home:
@@ -434,7 +434,7 @@ class SlurmTarget(Declared):
         drains_s = ends_s - self.given.signal_s - SIGNAL_EARLY_S if ends_s else None
         return Lease(kept.submitted_s, job.start_s, drains_s)
 
-    def _look(self, folder: DeploymentFolder, kept: Submitted) -> Job | None:
+    def _look(self, folder: DeploymentFolder, kept: Submitted) -> SlurmJob | None:
         """The job now; what has ended stays as it was, and news from the agents make SLURM worth asking again."""
         if kept.last is not None and standing(kept.last).ended:
             return kept.last
@@ -496,7 +496,7 @@ def _is_over(id: str, patience_s: float) -> bool:
         time.sleep(0.5)
 
 
-def _life(folder: DeploymentFolder, kept: Submitted, job: Job) -> Life:
+def _life(folder: DeploymentFolder, kept: Submitted, job: SlurmJob) -> Life:
     """What SLURM says, where it says more than the agents do."""
     found = standing(job, str(folder.job_log))
     if found.ended and kept.stop_asked:
@@ -512,7 +512,7 @@ def _life(folder: DeploymentFolder, kept: Submitted, job: Job) -> Life:
     )  # fmt: skip
 
 
-def _agents_run(folder: DeploymentFolder, job: Job) -> bool:
+def _agents_run(folder: DeploymentFolder, job: SlurmJob) -> bool:
     """Whether the agents of this life of the job have begun; what an earlier life wrote does not count."""
     head = folder.rank(0)
     if not head.agent.exists():

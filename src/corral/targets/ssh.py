@@ -34,7 +34,7 @@ from corral.ssh import Ssh, check_host, each, forwarding, read_hosts
 from corral.targets.base import ChosenPorts, Declared, Life, Progress
 from corral.targets.keys import Flag, Shared, Size, key, only_said
 from corral.targets.keys import hosts as good_hosts
-from corral.targets.remote_answers import Report, Started, read_report, read_started, read_stopped
+from corral.targets.remote_answers import NodeReport, Started, read_report, read_started, read_stopped
 from corral.targets.remote_files import last_state, last_word, mirror, mirrored_sizes, pack
 from corral.transfer.spread import ensure_folder
 
@@ -136,7 +136,7 @@ class SshTarget(Declared):
     def __init__(self, chosen: SshOptions) -> None:
         self.chosen, self.ssh = chosen, Ssh()
         self._facts: dict[str, NodeFacts] = {}
-        self._reports: dict[str, Report | CorralError] = {}
+        self._reports: dict[str, NodeReport | CorralError] = {}
         self._shared = False
 
     @classmethod
@@ -321,7 +321,7 @@ class SshTarget(Declared):
             return  # nothing more can come
         there = self.node_folder(folder, launch)
 
-        def look(host: str) -> Report:
+        def look(host: str) -> NodeReport:
             rank = ranks[self.chosen.hosts.index(host)]
             sizes = mirrored_sizes(rank)
             order = {"folder": str(there.path), "rank": rank.number, "files": sizes}

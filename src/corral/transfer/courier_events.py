@@ -16,7 +16,7 @@ from corral.errors import DataError
 from corral.record import from_json
 from corral.untrusted import parse_json, plain, plain_json
 
-__all__ = ["LONGEST_LINE_BYTES", "Row", "read_event"]
+__all__ = ["LONGEST_LINE_BYTES", "CourierRow", "read_event"]
 
 LONGEST_LINE_BYTES = 512 << 20  # a manifest of two million files
 LONGEST_TEXT = 2000
@@ -28,7 +28,7 @@ _HTTP = re.compile(r"https?://[^\s\x00-\x1f]{1,2000}")
 
 
 @dataclass(frozen=True)
-class Row:
+class CourierRow:
     """One file of a manifest."""
 
     path: str
@@ -51,7 +51,7 @@ class _Listening:
 
 @dataclass(frozen=True)
 class _Manifest:
-    files: tuple[Row, ...]
+    files: tuple[CourierRow, ...]
     commit: str = ""
     url: str = ""
 
@@ -174,7 +174,7 @@ def _is_possible(name: str, value: Any) -> bool:
     return not isinstance(value, int) or isinstance(value, bool) or 0 <= value <= MOST_BYTES
 
 
-def _is_row(row: Row) -> bool:
+def _is_row(row: CourierRow) -> bool:
     hashes = (row.sha256 is None or _SHA256.fullmatch(row.sha256)) and (
         row.git_sha1 is None or _GIT_SHA1.fullmatch(row.git_sha1)
     )

@@ -26,7 +26,7 @@ from corral.errors import ConflictError, CorralError, DataError, UsageError
 from corral.record import to_json
 from corral.ssh import Ssh, each
 from corral.transfer.courier import HERE, MOST_WAITING, Courier, Event
-from corral.transfer.courier_events import Row
+from corral.transfer.courier_events import CourierRow
 from corral.transfer.sources import plan_sources, same_storage
 
 __all__ = ["Origin", "Outcome", "Progress", "ensure_folder", "spread"]
@@ -48,7 +48,7 @@ class Origin:
     links_out: str = "follow"  # links that lead out of the folder: follow (models), keep (environments)
     hub_url: str = ""
     hub_token: str | None = field(default=None, repr=False)
-    files: tuple[Row, ...] = ()
+    files: tuple[CourierRow, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class _Run:
     lost: set[str] = field(default_factory=set)
     at_source: set[str] = field(default_factory=set)
     pushed: str = ""  # the host that gets its files from this machine, over ssh
-    files: tuple[Row, ...] = ()
+    files: tuple[CourierRow, ...] = ()
 
     # -- the course of things
     def go(self) -> dict[str, Outcome]:
