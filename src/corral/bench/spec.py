@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from corral.errors import UsageError
 from corral.record import nearest
 
-__all__ = ["ARRIVALS", "DATASETS", "METRICS", "LoadShape", "Slo", "Spec", "Workload", "parse_goodput", "parse_percentiles",
-           "parse_slos"]  # fmt: skip
+__all__ = ["ARRIVALS", "DATASETS", "METRICS", "LoadShape", "Slo", "Spec", "Workload", "parse_goodput",
+           "parse_percentiles", "parse_slos"]  # fmt: skip
 
 DATASETS = ("random", "sharegpt", "custom", "prefix_repetition", "batch", "multi_turn", "trace")
 ARRIVALS = ("poisson", "constant", "gamma", "ramp", "trace")

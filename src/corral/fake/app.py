@@ -244,9 +244,7 @@ class App:
         self._check_model(body)
         prompt = body.get("prompt")
         if not isinstance(prompt, str) and "messages" not in body:
-            raise FakeRefusedError(
-                400, "1 validation error:\n  prompt: field required", "Bad Request", "body.prompt"
-            )
+            raise FakeRefusedError(400, "1 validation error:\n  prompt: field required", "Bad Request", "body.prompt")
         text = prompt.encode("utf-8", "replace") if isinstance(prompt, str) else messages_text(body["messages"])
         ids = words.encode(text)
         strings = (
