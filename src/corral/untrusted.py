@@ -75,7 +75,7 @@ def _finite(text: str) -> float:
     """A number with a point or an exponent, or one of JSON's strangers: NaN, Infinity, -Infinity."""
     found = float(text) if len(text) <= LONGEST_NUMBER else math.inf
     if not math.isfinite(found):
-        raise ValueError(f"{text[:20]} is no number")
+        raise ValueError(f"{text[:20]} is not a number")
     return found
 
 

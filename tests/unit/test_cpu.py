@@ -95,7 +95,7 @@ def test_the_flags_choose_a_format_with_its_reason(name: str, smollm2: ModelFact
     assert {"bf16": "bfloat16", "fp32": "float32"}[wanted] in plan.engine_args
     assert model in because(plan)
     assert why in because(plan)
-    assert plan.speed.basis == "rough: nobody measured this CPU"
+    assert plan.speed.basis == "rough: this CPU was not measured"
     assert not plan.warnings
 
 

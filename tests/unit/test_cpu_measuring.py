@@ -19,7 +19,7 @@ def kept(corral: Corral) -> list[Path]:
 
 def test_a_first_start_measures_and_a_second_remembers(corral: Corral) -> None:
     before = corral("plan", str(corral.model), "--json").json()
-    assert before["speed"]["basis"] == "rough: nobody measured this CPU"
+    assert before["speed"]["basis"] == "rough: this CPU was not measured"
     first = corral("up", str(corral.model), "--name", "first")
     assert first.code == 0, first.err
     assert "measuring CPU" in first.err

@@ -151,12 +151,12 @@ def test_show_says_where_each_value_comes_from(corral: Command, monkeypatch: pyt
     ("text", "said"),
     [
         ('[engine]\nargs = ["--swap-space", "16"]\n', "has no --swap-space any more"),
-        ('[engine]\nargs = ["--port", "1"]\n', "--port is set by Corral itself"),
+        ('[engine]\nargs = ["--port", "1"]\n', "--port is set by Corral"),
         ('[engine]\nenv = { HF_TOKEN = "x" }\n', "HF_TOKEN is not passed to an engine"),
         ("[defaults]\nset = { tenser = 8 }\n", "Did you mean tensor?"),
         ('[runtime]\nname = "dokcer"\n', "there is no runtime 'dokcer'"),
-        ('[runtime]\nname = "managed"\nimage = "x"\n', "the managed runtime has no option 'image'"),
-        ('[defaults]\nmodel = "<your model>"\n', "leaves model to you"),
+        ('[runtime]\nname = "managed"\nimage = "x"\n', "the managed runtime takes no options, and was given 'image'"),
+        ('[defaults]\nmodel = "<your model>"\n', "model needs a value"),
         ('target = "local"\n[limits]\nmax_nodes = 0\n', "1 or more"),
         ("[nonsense]\n", "no key 'nonsense'"),
     ],
@@ -243,7 +243,7 @@ def test_up_refuses_an_unknown_or_unfinished_profile(corral: Command) -> None:
     assert corral("up", "--on", "nobody", "--dry-run")[0] == 3
     code, _, err = corral("up", "--on", "kempner", "--dry-run")
     assert code == 2
-    assert "leaves partition, account to you" in err
+    assert "partition, account need values" in err
 
 
 def test_plan_on_a_profile(corral: Command) -> None:

@@ -189,7 +189,7 @@ def test_flags_of_an_unknown_vllm_are_left_to_it() -> None:
     unknown = made("venv").flags()
     assert not unknown.complete
     check_arguments(["--swap-space", "16", "--brand-new=1", "--list", "a", "b"], unknown)
-    with pytest.raises(UsageError, match="set by Corral itself"):
+    with pytest.raises(UsageError, match="set by Corral"):
         check_arguments(["--port", "1"], unknown)
     known = made("docker", image="vllm/vllm-openai:v0.32.0").flags()
     with pytest.raises(EngineError, match="--swap-space"):
@@ -519,7 +519,7 @@ def test_a_dry_run_shows_the_containers_command(corral) -> None:
         (("--runtime", "doker"), "doker"),
         (("--runtime", "docker"), "Name an image with vLLM for CPUs"),
         (("--runtime", "venv", "--runtime-option", "pth=/x"), "Did you mean 'path'?"),
-        (("--runtime-option", "image=x"), "managed runtime has no option 'image'"),
+        (("--runtime-option", "image=x"), "managed runtime takes no options, and was given 'image'"),
     ],
 )
 def test_what_the_command_line_refuses(corral, words: tuple[str, ...], said: str) -> None:

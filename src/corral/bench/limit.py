@@ -90,7 +90,7 @@ def distance(
 ) -> Limit | None:
     """How far from the limit; None when nothing is known of the hardware or nothing was measured.
 
-    `api_servers` are the processes that stream, None where nobody told: then one for each replica is assumed.
+    `api_servers` are the processes that stream, None where it is not known: then one for each replica is assumed.
     """
     rates = _rates(plan)
     if rates is None or not summary.output_tokens or not summary.itl.median:

@@ -126,7 +126,7 @@ class Bench:
             raise outcome.stopped_by
         if not any(row.ok for row in outcome.rows):
             row = outcome.rows[0]
-            raise EngineError(f"every warm-up request failed: {row.message}", "`corral status` tells of the server.")
+            raise EngineError(f"every warm-up request failed: {row.message}", "`corral status` describes the server.")
 
     def _finish(
         self,

@@ -177,7 +177,7 @@ def find(reference: str) -> Path:
     if len(found) == 1:
         return found[0]
     if found:
-        raise UsageError(f"{reference!r} is the beginning of {len(found)} runs.", "Give more of the name.")
+        raise UsageError(f"{reference!r} matches the beginning of {len(found)} runs.", "Give more of the name.")
     guesses = nearest(reference, [p.name for p in known]) or [p.name for p in known[-3:]]
     hint = f"There is: {', '.join(guesses)}." if guesses else "There is none yet: `corral bench` makes one."
     raise NotFoundError(f"no run is called {reference!r}.", hint)

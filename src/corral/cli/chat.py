@@ -29,8 +29,8 @@ __all__ = ["command"]
 def command(name: str | None, system: str | None, load: str | None, **given: Any) -> None:
     """Talk with NAME, or with the only model that is ready.
 
-    /help lists the commands; Ctrl-C stops an answer, Ctrl-D ends the talk. Without a terminal, every line of standard
-    input is one message.
+    /help lists the commands; Ctrl-C stops an answer, Ctrl-D ends the conversation. Without a terminal, every line of
+    standard input is one message.
     """
     from corral.lifecycle.resolve import resolve
     from corral.llm.conversation import Conversation, check_chat
@@ -56,7 +56,7 @@ def _talk(llm: LLM, talk: Conversation) -> None:
         except EOFError:
             return
         except KeyboardInterrupt:
-            click.echo(click.style("\n(Ctrl-D or /quit ends the talk)", dim=True), err=True)
+            click.echo(click.style("\n(Ctrl-D or /quit ends the conversation)", dim=True), err=True)
             continue
         try:
             turn = talk.enter(line)
@@ -146,7 +146,7 @@ def _stream_answer(llm: LLM, talk: Conversation) -> None:
     else:
         click.echo()
         if stream.reply is not None and stream.reply.finish_reason == "length":
-            click.echo(click.style("(the length limit was reached)", dim=True), err=True)
+            click.echo(click.style("(stopped at the token limit)", dim=True), err=True)
     if parts:
         talk.answered("".join(parts))
     else:

@@ -87,7 +87,7 @@ def command(
     profile = load_profile(on)
     model = profile.settings.defaults.model if model is None else model
     if model is None:
-        raise UsageError("No model was named.", "For example: corral plan llama-3.1-8b --gpus 1xH100.")
+        raise UsageError("no model was named.", "For example: corral plan llama-3.1-8b --gpus 1xH100.")
     given = {
         "context": context,
         "concurrency": concurrency,

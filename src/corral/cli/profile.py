@@ -47,9 +47,7 @@ def init(
     folder = places.project_folders()[0] if project else places.user_folder()
     path = folder / f"{name}.toml"
     if not force and (path.exists() or path.is_symlink()):
-        raise ConflictError(
-            f"{path} is there already.", "Edit it, choose another name, or overwrite it with --force."
-        )
+        raise ConflictError(f"{path} already exists.", "Edit it, choose another name, or overwrite it with --force.")
     text = _first_text(example, _assignments(hosts, pairs))
     parse(text, str(path))
     _write(path, text)

@@ -47,7 +47,7 @@ def command(
     Nodes take it from each other while it arrives, so many take about as long as one. Run it again to continue.
     """
     if shared and local_disk:
-        raise UsageError("--shared and --local-disk exclude each other.", "Leave out one of them.")
+        raise UsageError("--shared and --local-disk cannot be combined.", "Leave out one of them.")
     order = PullOrder(
         model=model,
         hosts=_hosts(hosts, profile),

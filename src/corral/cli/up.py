@@ -179,7 +179,7 @@ def _renewed(wish: bringup.Wish, renew: bool, max_jobs: int | None) -> bringup.W
         )
     if wish.name and chain_of(wish.name) != wish.name:
         raise UsageError(
-            f"{wish.name!r} looks like a successor's name.", "Take a --name that does not end in ~NUMBER."
+            f"{wish.name!r} looks like a successor's name.", "Choose a --name that does not end in ~NUMBER."
         )
     limit = max_jobs or wish.place.get("max_jobs")
     jobs = int(limit) if isinstance(limit, int | str) else None

@@ -32,7 +32,7 @@ class Endpoint:
                 f"{self.base_url!r} is not the address of a server.", "Give http://HOST:PORT or https://HOST."
             )
         if parts.username or parts.password:
-            raise UsageError("The address contains a user name or password.", "Put the key into a file: --key-file.")
+            raise UsageError("the address contains a user name or password.", "Put the key into a file: --key-file.")
 
     @property
     def root(self) -> str:
@@ -49,12 +49,12 @@ class Endpoint:
             text = path.read_text(encoding="utf-8").strip()
         except OSError as error:
             raise AccessError(
-                f"The key file {path} cannot be read: {error.strerror}.", "Check --key-file."
+                f"the key file {path} cannot be read: {error.strerror}.", "Check --key-file."
             ) from error
         if stat.S_IMODE(mode) & 0o077:
-            raise AccessError(f"The key file {path} can be read by others.", f"Run: chmod 600 {path}")
+            raise AccessError(f"the key file {path} can be read by others.", f"Run: chmod 600 {path}")
         if not text or not text.isprintable() or not text.isascii() or " " in text:
-            raise AccessError(f"The key file {path} does not hold one key.", "Write the key alone into it.")
+            raise AccessError(f"the key file {path} does not hold one key.", "Write the key alone into it.")
         return text
 
 

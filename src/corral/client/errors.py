@@ -168,7 +168,7 @@ def _from_status(status: int, message: str, where: str, model: str) -> RequestEr
     if status in (429, 503):
         return OverloadedError(f"{where} is overloaded (HTTP {status}).{said}", "Try again later, or with less load.")
     if status >= 500:
-        return ServerFailedError(f"{where} failed (HTTP {status}).{said}", "Look into the engine's log.")
+        return ServerFailedError(f"{where} failed (HTTP {status}).{said}", "Look at the engine's log.")
     if status < 400:
         return MalformedReplyError(
             f"{where} answered HTTP {status}.{said}", "Check the base URL; is a proxy in between?"
@@ -183,7 +183,7 @@ def _too_long(message: str, where: str) -> PromptTooLongError:
     limit_tokens = int(limit[1]) if limit else None
     prompt_tokens = int(next(g for g in prompt.groups() if g)) if prompt else None
     error = PromptTooLongError(
-        f"The prompt is too long for {where}: {prompt_tokens or 'more'} tokens, and the context holds "
+        f"the prompt is too long for {where}: {prompt_tokens or 'more'} tokens, and the context holds "
         f"{limit_tokens or 'fewer'}. It said: {message}",
         "Shorten the prompt, or serve the model with a longer context.",
         limit_tokens=limit_tokens,
@@ -201,7 +201,7 @@ def error_from_chunk(body: bytes, where: str) -> RequestError:
     else:
         error = ServerFailedError(
             f"{where} failed in the middle of its answer: {message}",
-            "Try again; if it stays, look into the engine's log.",
+            "Try again; if it stays, look at the engine's log.",
         )
     error.status = code if isinstance(code, int) else None
     return error

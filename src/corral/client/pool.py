@@ -109,7 +109,7 @@ class Pool:
         if self._sweeper:
             self._sweeper.cancel()
         for exchange in self._waiting:
-            self._settle(exchange, ServerGoneError("The client was closed.", "Open a new one."))
+            self._settle(exchange, ServerGoneError("the client was closed.", "Open a new one."))
         self._waiting.clear()
         for task in list(self._opening):
             task.cancel()
@@ -117,7 +117,7 @@ class Pool:
             carried = wire.exchange
             wire.abandon()
             if carried is not None:
-                self._settle(carried, ServerGoneError("The client was closed.", "Open a new one."))
+                self._settle(carried, ServerGoneError("the client was closed.", "Open a new one."))
         self._busy.clear()
         self._idle.clear()
         await asyncio.gather(*self._opening, return_exceptions=True)
@@ -240,12 +240,13 @@ class Pool:
         except OSError as error:
             self._addresses = []
             gone = ServerGoneError(
-                f"{self.where} cannot be reached: {error.strerror or error}.", "Is the server running?"
+                f"{self.where} cannot be reached: {error.strerror or error}.",
+                "Check the address, and that the server is running.",
             )
             gone.reached = False
             self._settle(exchange, gone)
         except asyncio.CancelledError:
-            self._settle(exchange, ServerGoneError("The client was closed.", "Open a new one."))
+            self._settle(exchange, ServerGoneError("the client was closed.", "Open a new one."))
             raise
         else:
             if exchange.future.done():

@@ -333,7 +333,7 @@ class Assembly:
         exchange, last = self._exchange, self._last
         if not exchange.done or last is None:
             message = f"The stream of {self._where} ended before [DONE]."
-            raise CutStreamError(message, "Try again; look into the engine's log.")
+            raise CutStreamError(message, "Try again; look at the engine's log.")
         if self._simple:
             _check_finish(last.finish_reason, self._where)
             choices = [Choice(0, "".join(self._texts), last.finish_reason or "", last.stop_reason)]
@@ -379,9 +379,9 @@ def _check_finish(reason: str | None, where: str) -> None:
             f'{where} aborted the request (finish_reason "abort").', "Try again; is the server being stopped?"
         )
     if reason == "error":
-        raise ServerFailedError(f'{where} failed while answering (finish_reason "error").', "Look into its log.")
+        raise ServerFailedError(f'{where} failed while answering (finish_reason "error").', "Look at its log.")
     if not reason:
-        raise CutStreamError(f"An answer of {where} has no finish reason.", "Try again; look into the engine's log.")
+        raise CutStreamError(f"An answer of {where} has no finish reason.", "Try again; look at the engine's log.")
 
 
 def _malformed(where: str, raw: bytes, why: object) -> MalformedReplyError:

@@ -230,7 +230,7 @@ def _is_whether(name: str, value: Any) -> bool:
 def _check_lengths(fields: Mapping[str, Any]) -> None:
     low, high = fields.get("min_tokens"), fields.get("max_tokens")
     if low is not None and high is not None and low > high:
-        raise UsageError(f"min_tokens ({low}) is more than max_tokens ({high}).", "Lower the one or raise the other.")
+        raise UsageError(f"min_tokens ({low}) is more than max_tokens ({high}).", "Lower one or raise the other.")
 
 
 def _form(name: str, value: Any) -> Any:

@@ -63,7 +63,7 @@ RUNTIME_SIGNATURES: tuple[Signature, ...] = (
         Reason.NO_RUNTIME,
         r"permission denied while trying to connect to the [Dd]ocker|dial unix \S+: connect: permission denied",
         "this user may not use the Docker daemon of the node",
-        "Ask to be put into the group `docker` (then log in anew), or use --runtime podman or apptainer.",
+        "Ask to be put into the group `docker` (then log in again), or use --runtime podman or apptainer.",
     ),
     Signature(
         Reason.NO_RUNTIME,
@@ -83,7 +83,7 @@ RUNTIME_SIGNATURES: tuple[Signature, ...] = (
         Reason.NAME_TAKEN,
         r"container name \"/?([^\"]+)\" is already in use",
         "another container is called {1}, and it is not this launch's",
-        "See whose it is (`docker ps -a --filter name={1}`); remove it if nobody needs it, or take another --name.",
+        "See whose it is (`docker ps -a --filter name={1}`); remove it if nobody needs it, or choose another --name.",
     ),
     Signature(
         Reason.NO_IMAGE,
@@ -270,13 +270,13 @@ SIGNATURES: tuple[Signature, ...] = (
         r"(?:undefined symbol[^\n]*|ImportError: [^\n]*\.so[^\n]*|operator torchvision::nms does not exist"
         r"|compiled for torch[^\n]*)",
         "the engine's environment is broken: its PyTorch does not match its other packages",
-        "Install it anew: corral engine remove cpu && corral engine install cpu (or cuda).",
+        "Reinstall it: corral engine remove cpu && corral engine install cpu (or cuda).",
     ),
     Signature(
         Reason.ENGINE_BROKEN,
         r"ModuleNotFoundError: No module named '([^']+)'",
         "the engine's environment lacks the module {1}",
-        "Run `corral engine check`; install the engine anew if it fails.",
+        "Run `corral engine check`; reinstall the engine if it fails.",
     ),
     Signature(
         Reason.BAD_ARGUMENT,
@@ -344,14 +344,14 @@ def diagnose(
         word = "killed" if signal == 9 else "stopped"
         return Diagnosis(
             Reason.ENGINE_EXITED,
-            f"somebody {word} the engine's container (signal {signal}): by `docker kill`, `stop` or `rm -f`, as an"
+            f"someone {word} the engine's container (signal {signal}): by `docker kill`, `stop` or `rm -f`, as an"
             " administrator, or the kernel for lack of memory",
             "Ask who looks after the containers of that node; start it again with `corral up`.",
         )
     if signal == 9:
         return Diagnosis(
             Reason.ENGINE_EXITED,
-            "somebody killed the engine (signal 9): the kernel for lack of memory, an administrator, or a scheduler",
+            "someone killed the engine (signal 9): the kernel for lack of memory, an administrator, or a scheduler",
             "Look at `dmesg` or ask the administrator; start it again with `corral up`.",
         )
     if error := _last_error(lines):

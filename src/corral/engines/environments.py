@@ -305,7 +305,7 @@ def check(flavour: str, version: str = PINNED_VERSION) -> dict[str, str]:
         words = done.stderr.strip().splitlines()
         raise EngineError(
             f"the engine {engine.name} does not import: {words[-1] if words else 'no output'}",
-            f"Install it anew: corral engine remove {flavour} && corral engine install {flavour}.",
+            f"Reinstall it: corral engine remove {flavour} && corral engine install {flavour}.",
         )
     versions: dict[str, str] = json.loads(done.stdout.strip().splitlines()[-1])
     return versions

@@ -43,32 +43,32 @@ REMOVED = {
 
 # flags that Corral sets itself, and the option of `corral up` that decides them
 OWNED = {
-    "--host": "--bind",
-    "--port": "--port",
-    "--model": "the MODEL argument",
-    "--served-model-name": "--served-name",
-    "--api-key": "nothing: every deployment has a key of its own, in its key file",
-    "--middleware": "nothing: the guard needs it",
-    "--uds": "--bind",
-    "--headless": "the link",
-    "--nnodes": "the link",
-    "--node-rank": "the link",
-    "--master-addr": "the link",
-    "--master-port": "the link",
-    "--config": "nothing: what it holds could not be checked; write its flags after `--`",
-    "--ssl-keyfile": "nothing: put a TLS proxy in front, or use an SSH tunnel",
-    "--ssl-certfile": "nothing: put a TLS proxy in front, or use an SSH tunnel",
-    "--ssl-ca-certs": "nothing: put a TLS proxy in front, or use an SSH tunnel",
-    "--data-parallel-rank": "the link",
-    "--data-parallel-start-rank": "the link",
-    "--data-parallel-address": "the link",
-    "--data-parallel-external-lb": "nothing: one address serves all replicas",
-    "--data-parallel-hybrid-lb": "nothing: one address serves all replicas",
-    "--data-parallel-multi-port-external-lb": "nothing: one address serves all replicas",
-    "--grpc-port": "nothing: only the HTTP server is guarded",
+    "--host": "Put --bind before the `--`.",
+    "--port": "Put --port before the `--`.",
+    "--model": "Name the model before the `--`: corral up MODEL.",
+    "--served-model-name": "Put --served-name before the `--`.",
+    "--api-key": "Leave it out: every deployment has a key of its own, in its key file.",
+    "--middleware": "Leave it out: the guard needs it.",
+    "--uds": "Put --bind before the `--`.",
+    "--headless": "Leave it out: the link between the nodes sets it (--hosts, --nodes, --link).",
+    "--nnodes": "Leave it out: the link between the nodes sets it (--hosts, --nodes, --link).",
+    "--node-rank": "Leave it out: the link between the nodes sets it (--hosts, --nodes, --link).",
+    "--master-addr": "Leave it out: the link between the nodes sets it (--hosts, --nodes, --link).",
+    "--master-port": "Leave it out: the link between the nodes sets it (--hosts, --nodes, --link).",
+    "--config": "Leave it out: what it holds could not be checked; write its flags after `--`.",
+    "--ssl-keyfile": "Leave it out: put a TLS proxy in front, or use an SSH tunnel.",
+    "--ssl-certfile": "Leave it out: put a TLS proxy in front, or use an SSH tunnel.",
+    "--ssl-ca-certs": "Leave it out: put a TLS proxy in front, or use an SSH tunnel.",
+    "--data-parallel-rank": "Leave it out: the link between the nodes sets it (--hosts, --nodes, --link).",
+    "--data-parallel-start-rank": "Leave it out: the link between the nodes sets it (--hosts, --nodes, --link).",
+    "--data-parallel-address": "Leave it out: the link between the nodes sets it (--hosts, --nodes, --link).",
+    "--data-parallel-external-lb": "Leave it out: one address serves all replicas.",
+    "--data-parallel-hybrid-lb": "Leave it out: one address serves all replicas.",
+    "--data-parallel-multi-port-external-lb": "Leave it out: one address serves all replicas.",
+    "--grpc-port": "Leave it out: only the HTTP server is guarded.",
     "--help": "`vllm serve --help` in the engine's environment",
-    "--root-path": "nothing: the guard knows paths from the root",
-    "--grpc": "nothing: only the HTTP server is guarded",
+    "--root-path": "Leave it out: the guard knows paths from the root.",
+    "--grpc": "Leave it out: only the HTTP server is guarded.",
 }
 
 _TRUE, _FALSE = ("true", "yes", "1", "on"), ("false", "no", "0", "off")
@@ -144,11 +144,11 @@ def check_arguments(arguments: Sequence[str], flags: FlagList) -> None:
         name = flag_name(argument)
         if not argument.startswith("-") or argument == "-":
             raise UsageError(
-                f"{argument!r} after `--` is no flag of vLLM {flags.version}.",
+                f"{argument!r} after `--` is not a flag of vLLM {flags.version}.",
                 "Arguments after `--` go to `vllm serve`: flags and their values only.",
             )
         if name in OWNED:
-            raise UsageError(f"{name} is set by Corral itself.", f"Use instead: {OWNED[name]}.")
+            raise UsageError(f"{name} is set by Corral, not after `--`.", OWNED[name])
         index += 1
         if not flags.complete:  # only vLLM itself knows this version's flags, and how many values each takes
             while takes_next(arguments, index):

@@ -81,7 +81,7 @@ def parse_fault(text: str) -> Fault:
     if kind not in KINDS:
         guess = nearest(kind, KINDS, 1)
         hint = f"Did you mean {guess[0]!r}? " if guess else ""
-        raise UsageError(f"There is no fault {kind!r}.", f"{hint}Known faults: {', '.join(KINDS)}.")
+        raise UsageError(f"there is no fault {kind!r}.", f"{hint}Known faults: {', '.join(KINDS)}.")
     readers = {f.name: _READERS[str(f.type)] for f in fields(Fault) if f.name != "kind"}
     values: dict[str, Any] = {}
     for pair in filter(None, rest.split(",")):

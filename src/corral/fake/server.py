@@ -194,7 +194,7 @@ def _run(options: FakeOptions, main: Any) -> Any:
 def run(options: FakeOptions, until_eof: bool = False) -> int:
     """Serve in this process until a signal, or until standard input ends; returns the exit code."""
     if options.key_file and not options.key_file.is_file():
-        raise UsageError(f"There is no key file {options.key_file}.", "Create it with mode 0600.")
+        raise UsageError(f"there is no key file {options.key_file}.", "Create it with mode 0600.")
 
     async def main() -> int:
         stop = asyncio.Event()

@@ -150,7 +150,7 @@ def find_gpu(name: str) -> Gpu:
             return gpu
     guesses = nearest(plain, [*by_kind, *_ALIASES]) or list(GPUS)
     known = ", ".join(dict.fromkeys(find_gpu(g).kind for g in guesses))
-    raise UsageError(f"{name!r} is not a kind of GPU Corral knows.", f"Known and like it: {known}.")
+    raise UsageError(f"{name!r} is not a kind of GPU Corral knows.", f"Closest: {known}.")
 
 
 _COUNT = re.compile(r"^\s*(-?\d+)\s*[x*×]\s*(.+)$", re.IGNORECASE)

@@ -122,7 +122,7 @@ def _refuse_living(folder: DeploymentFolder) -> None:
         name = shlex.quote(before.name)
         raise ConflictError(
             f"{before.name!r} is already {current.state}, started by {who}.",
-            f"Use it (`corral status {name}`), end it (`corral down {name}`), or take another --name.",
+            f"Use it (`corral status {name}`), end it (`corral down {name}`), or choose another --name.",
             name=before.name,
             state=current.state.value,
             endpoint=current.endpoint.base_url if current.endpoint else None,
@@ -130,7 +130,7 @@ def _refuse_living(folder: DeploymentFolder) -> None:
     if not target_of(before).stop(folder, before.launch_id, 20):
         raise ConflictError(
             f"processes of the last {before.name!r} are still there and cannot be ended from here.",
-            "Run `corral down` on the machine it ran on, or take another --name.",
+            "Run `corral down` on the machine it ran on, or choose another --name.",
         )
 
 
@@ -265,7 +265,7 @@ REMEDIES = {
     Reason.NODE_LOST: "`corral doctor` looks at the node; then start again (`--restart N` does so when it returns).",
     Reason.NETWORK: "`corral doctor` shows the interfaces all nodes share; name one with --interface.",
     Reason.WALLTIME: "Start it again with `corral up`, with a longer --time if it was too short.",
-    Reason.ENGINE_BROKEN: "Run `corral engine check`; install the engine anew if it fails.",
+    Reason.ENGINE_BROKEN: "Run `corral engine check`; reinstall the engine if it fails.",
 }
 
 

@@ -158,7 +158,7 @@ def read_facts(ref: str, token: str | None = None, offline: bool = False) -> Mod
     """Facts of a folder, a catalogue name or a Hugging Face repository, in this order of meaning."""
     text = ref.strip()
     if not text:
-        raise NotFoundError("No model was named.", f"For example: {', '.join(list(catalogue.CATALOGUE)[:3])}.")
+        raise NotFoundError("no model was named.", f"For example: {', '.join(list(catalogue.CATALOGUE)[:3])}.")
     entry = catalogue.find(text)
     if entry is not None and text.lower() == entry.name:
         return facts_from_entry(entry)
@@ -166,7 +166,7 @@ def read_facts(ref: str, token: str | None = None, offline: bool = False) -> Mod
     if path.is_dir():
         return facts_from_folder(path)
     if path.is_absolute() or text.startswith(("./", "../", "~")):
-        raise NotFoundError(f"There is no folder {text}.", "Give a model folder, a repository or a catalogue name.")
+        raise NotFoundError(f"there is no folder {text}.", "Give a model folder, a repository or a catalogue name.")
     if text.count("/") != 1:
         raise _unknown_name(text)
     if offline:
@@ -194,5 +194,5 @@ def _unknown_name(name: str, why: str = "") -> NotFoundError:
     guesses = catalogue.near(name) or list(catalogue.CATALOGUE)[:4]
     return NotFoundError(
         f"{name!r} is neither a folder nor a model of the catalogue{why}.",
-        f"Known and like it: {', '.join(guesses)}; or a repository as owner/name, or a folder.",
+        f"Closest: {', '.join(guesses)}; or a repository as owner/name, or a folder.",
     )

@@ -152,7 +152,9 @@ def verify_folder(folder: Path) -> None:
 
 def _fetch_hub(repo: str, progress: FetchProgress) -> Path:
     if _offline():
-        raise UnreachableError(f"{repo} is not on disk and HF_HUB_OFFLINE is set.", "Unset it to download.")
+        raise UnreachableError(
+            f"{repo} is not on disk and HF_HUB_OFFLINE is set.", "Unset HF_HUB_OFFLINE to download it."
+        )
     from huggingface_hub import constants, snapshot_download
 
     progress("asking the hub", 0, 0)

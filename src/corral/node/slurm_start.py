@@ -122,7 +122,7 @@ def _on_network(rank: Json, wanted: str, interface: str) -> Optional[Json]:
 
 # -------------------------------------------------------------------------------------------------------------- files
 def set_aside(place: str, life: str) -> None:
-    """Keep what an earlier life of this job wrote for reading, and begin anew."""
+    """Keep what an earlier life of this job wrote for reading, and start over."""
     before = read_json(os.path.join(place, "address.json")).get("life")
     if before in (None, life):
         return

@@ -21,7 +21,7 @@ __all__ = ["CpuCosts", "Rates", "predict_cpu", "products", "rates_for", "request
 
 _GB_S_PER_CORE, _GB_S_MOST = 8.0, 200.0
 _GFLOPS_PER_CORE = 40.0
-ROUGH = "rough: nobody measured this CPU"
+ROUGH = "rough: this CPU was not measured"
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,8 @@ def _refuse_placeholders(profile: Profile, result: Mapping[str, Any]) -> None:
         remedy = f"Make it your own: `corral profile init my-{name} --from {name}`, and fill in what stands in <>."
         if files and files[-1].kind != "example":
             remedy = f"Fill in what stands in <> in {files[-1].label}."
-        raise UsageError(f"the profile {name!r} leaves {', '.join(open_keys)} to you.", remedy, keys=open_keys)
+        need = "needs a value" if len(open_keys) == 1 else "need values"
+        raise UsageError(f"{', '.join(open_keys)} {need} in the profile {name!r}.", remedy, keys=open_keys)
 
 
 def _refuse_beyond_limits(profile: Profile, result: Mapping[str, Any]) -> None:
@@ -126,6 +127,6 @@ def _refuse_beyond_limits(profile: Profile, result: Mapping[str, Any]) -> None:
         if most and asked and asked > most:
             what = {"max_nodes": "nodes", "max_gpus": "GPUs", "max_time": "seconds"}[key]
             raise UsageError(
-                f"{asked:,} {what} are more than the {most:,} that the profile {profile.name!r} allows.",
+                f"{asked:,} {what} exceed the {most:,} that the profile {profile.name!r} allows.",
                 f"Ask for less, or change limits.{key} ({profile.origin(f'limits.{key}')}).",
             )

@@ -206,7 +206,7 @@ def _environment_layer(environ: Mapping[str, str], target: str) -> Layer | None:
 
 
 def _typed(text: str, takes: str) -> object:
-    """Text of the environment as a TOML file would hold it; what is no number stays text, and is refused as such."""
+    """Text of the environment as a TOML file would hold it; what is not a number stays text, and is refused."""
     if takes.startswith("a list"):
         return [part.strip() for part in text.split(",") if part.strip()]
     try:
@@ -254,7 +254,7 @@ def _check_whole(profile: Profile) -> None:
 
 
 def _contradiction(where: str, one: str, other: str) -> None:
-    raise DataError(f"{where}: {one}, but {other}.", "Let them agree, or keep one of them.")
+    raise DataError(f"{where}: {one}, but {other}.", "Make them agree, or remove one of them.")
 
 
 def _has(values: Mapping[str, Any], dotted: str) -> bool:

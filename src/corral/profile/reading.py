@@ -67,7 +67,7 @@ def read_text(path: Path) -> str:
             raise DataError(f"{path} is not a file.", "Move it away.")
         if found.st_size > MOST_BYTES:
             said = f"{path} has {found.st_size:,} bytes; {MOST_BYTES:,} are read at most."
-            raise DataError(said, "Is it the right file?")
+            raise DataError(said, "Check that it is the right file.")
         return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1

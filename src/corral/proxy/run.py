@@ -85,7 +85,7 @@ def _is_free(host: str, port: int) -> bool:
         except OSError as error:
             if error.errno in (errno.EADDRINUSE, errno.EACCES):
                 return False
-            raise UsageError(f"{host} is no address of this machine.", "Use 127.0.0.1.") from None
+            raise UsageError(f"{host} is not an address of this machine.", "Use 127.0.0.1.") from None
     return True
 
 

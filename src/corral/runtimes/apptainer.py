@@ -69,7 +69,7 @@ class ApptainerRuntime(InImage):
             Mount.parse(mount)
         if read.image and not (read.image.startswith("/") or "://" in read.image):
             raise UsageError(
-                f"{read.image!r} names no Apptainer image.", "Give the whole path of a .sif file, or docker://…."
+                f"{read.image!r} is not an Apptainer image.", "Give the whole path of a .sif file, or docker://…."
             )
         made = cls(read, node)
         made.image  # noqa: B018 - refused now when there is none

@@ -73,7 +73,9 @@ class CondaRuntime(OnTheNodes):
     def from_options(cls, options: Mapping[str, object], node: NodeSide) -> CondaRuntime:
         read = read_options(CondaOptions, options, "conda")
         if not read.env.strip() or read.env.startswith("-"):
-            raise UsageError(f"{read.env!r} names no conda environment.", "Give its name or its whole path.")
+            raise UsageError(
+                f"{read.env!r} is not the name of a conda environment.", "Give its name or its whole path."
+            )
         refuse_other_ray(read.ray)
         return cls(read, node)
 

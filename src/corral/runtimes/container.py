@@ -85,7 +85,7 @@ class Mount:
         parts = text.split(":")
         mode = parts.pop() if len(parts) > 1 and parts[-1] in ("ro", "rw") else "ro"
         if len(parts) > 2 or not all(part.startswith("/") for part in parts):
-            raise UsageError(f"{text!r} is no mount.", "Write /path, /path:/inside, or /path:/inside:rw.")
+            raise UsageError(f"{text!r} is not a mount.", "Write /path, /path:/inside, or /path:/inside:rw.")
         return cls(parts[0], parts[-1], mode == "rw")
 
     def as_argument(self) -> str:
@@ -341,9 +341,9 @@ def _refuse_wrong(options: ContainerOptions) -> None:
     if not re.fullmatch(r"self|image|[\w.-]+(:[\w.-]+)?", options.user):
         raise UsageError(f"user cannot be {options.user!r}.", 'Say "self", "image", or UID:GID.')
     if options.image.startswith("-") or any(sign.isspace() for sign in options.image):
-        raise UsageError(f"{options.image!r} names no image.", "Write it as vllm/vllm-openai:v0.32.0.")
+        raise UsageError(f"{options.image!r} is not the name of an image.", "Write it as vllm/vllm-openai:v0.32.0.")
 
 
 def _one_of(name: str, value: str, known: Sequence[str]) -> None:
     if value not in known:
-        raise UsageError(f"{name} cannot be {value!r}.", f"Say one of: {', '.join(known)}.")
+        raise UsageError(f"{name} cannot be {value!r}.", f"Choose one of: {', '.join(known)}.")

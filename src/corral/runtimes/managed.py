@@ -34,7 +34,9 @@ class ManagedRuntime:
     @classmethod
     def from_options(cls, options: Mapping[str, object], node: NodeSide) -> ManagedRuntime:
         if options:
-            raise UsageError(f"the managed runtime has no option {next(iter(options))!r}.", "It has none.")
+            raise UsageError(
+                f"the managed runtime takes no options, and was given {next(iter(options))!r}.", "Leave it out."
+            )
         engine = engines.find(node.flavour, node.version) or engines.expected(node.flavour, node.version)
         return cls(engine, node.home)
 

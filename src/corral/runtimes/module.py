@@ -70,7 +70,7 @@ class ModuleRuntime:
             raise UsageError("the runtime inside a module runtime cannot be 'module'.", "List all modules in one.")
         for name in read.load:
             if not name.strip() or name.startswith("-"):
-                raise UsageError(f"{name!r} names no module.", "`module avail` on a node lists them.")
+                raise UsageError(f"{name!r} is not the name of a module.", "`module avail` on a node lists them.")
         return cls(read, make_runtime(read.inside, read.options, node))
 
     @property

@@ -93,14 +93,14 @@ def read_row(data: Any, number: int) -> ScoreRow:
     name = str(given.get("id", number))
     if "text" in given:
         if given.get("context") or "continuation" in given or "choices" in given:
-            raise DataError(f"row {name!r} has a text and a context or continuation.", "Give the one or the other.")
+            raise DataError(f"row {name!r} has a text and a context or continuation.", "Give one or the other.")
         return ScoreRow(name, _text(given, "text", name))
     if "choices" in given:
         choices = given["choices"]
         if not isinstance(choices, Sequence) or isinstance(choices, str) or not choices:
             raise DataError(f"row {name!r}: choices must be a list of texts.", 'For example ["Paris", "Rome"].')
         if not all(isinstance(choice, str) and choice for choice in choices):
-            raise DataError(f"row {name!r}: a choice is empty or no text.", "Correct the row.")
+            raise DataError(f"row {name!r}: a choice is empty or not text.", "Correct the row.")
         context = _text(given, "context", name)
         return ScoreRow(name, None, context, tuple(choices), "choices", _answer(given.get("answer"), choices, name))
     if "continuation" in given:
@@ -119,7 +119,9 @@ def _text(given: Mapping[str, Any], name: str, row: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise DataError(f"row {row!r}: {name} holds half of a sign (a lone surrogate).", "Correct the row.") from None
+        raise DataError(
+            f"row {row!r}: {name} contains a lone surrogate (half a character).", "Correct the row."
+        ) from None
     return value
 
 

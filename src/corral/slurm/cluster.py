@@ -135,7 +135,7 @@ def _shape(partition: Partition, want: Want) -> tuple[Partition, NodeShape]:
     if not enough:
         most = max(shape.usable_nodes for shape in fitting)
         raise DoesNotFitError(
-            f"partition {partition.name} has {most} usable nodes with {_wanted(want)}; {want.nodes} are asked.",
+            f"partition {partition.name} has {most} usable nodes with {_wanted(want)}; {want.nodes} were requested.",
             "Ask for fewer with --nodes, or name another --partition.",
         )
     best = max(enough, key=lambda one: (one.gpus > 0, one.idle_nodes >= want.nodes, one.gpus, one.usable_nodes))

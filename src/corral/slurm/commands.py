@@ -59,7 +59,7 @@ def ask(argv: Sequence[str], timeout_s: float = PATIENCE_S) -> Completed:
         ) from None
     except CorralError:
         raise CorralError(
-            f"there is no `{argv[0]}` on this machine: it is no login node of a SLURM cluster.",
+            f"there is no `{argv[0]}` on this machine: it is not a login node of a SLURM cluster.",
             "Run Corral on a login node, or set PATH to where SLURM's commands are.",
         ) from None
     if done.code and re.search(UNREACHABLE, done.stderr):

@@ -43,7 +43,9 @@ class LocalTarget(Declared):
     @classmethod
     def from_options(cls, options: Mapping[str, object]) -> LocalTarget:
         if options:
-            raise UsageError(f"this machine has no option {next(iter(options))!r}.", "It has none.")
+            raise UsageError(
+                f"the local target takes no options, and was given {next(iter(options))!r}.", "Leave it out."
+            )
         return cls()
 
     def options(self) -> dict[str, object]:
@@ -162,12 +164,13 @@ def _can_bind(host: str, port: int, reuse: bool) -> bool:
         try:
             probe.bind((_bindable(host), port))
         except OverflowError:
-            raise ConflictError(f"{port} is no port number.", "Use 1 to 65535.") from None
+            raise ConflictError(f"{port} is not a port number.", "Use 1 to 65535.") from None
         except OSError as error:
             if error.errno in (98, 48, 13):  # in use (Linux, macOS), not permitted
                 return False
             raise ConflictError(
-                f"{host} is no address of this machine.", "Use 127.0.0.1, 0.0.0.0, or one that `ip address` shows."
+                f"{host} is not an address of this machine.",
+                "Use 127.0.0.1, 0.0.0.0, or one that `ip address` shows.",
             ) from None
     return True
 

@@ -107,7 +107,7 @@ def read_report(text: str, host: str, held: Mapping[str, int]) -> NodeReport:
 
 def _piece(name: str, part: Any, held: int, host: str) -> LogPiece:
     if name not in MIRRORED:
-        raise DataError(f"{_what(host)} holds {name!r}, which nobody asked for.", REMEDY)
+        raise DataError(f"{_what(host)} holds {name!r}, which was not asked for.", REMEDY)
     if not isinstance(part, dict) or type(part.get("offset")) is not int or not isinstance(part.get("data"), str):
         raise DataError(f"{_what(host)}: its {name} must have an offset and data.", REMEDY)
     try:

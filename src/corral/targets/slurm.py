@@ -281,12 +281,12 @@ class SlurmTarget(Declared):
         if partition and partition.max_time_s and time_s > partition.max_time_s:
             most = _words(partition.max_time_s)
             raise DoesNotFitError(
-                f"partition {partition.name} gives a job {most}, and {_words(time_s)} are asked for.",
+                f"partition {partition.name} gives a job {most}, and {_words(time_s)} were requested.",
                 "Ask for less with --time, or name another --partition.",
             )
         if partition and partition.max_nodes and (self.given.nodes or 1) > partition.max_nodes:
             raise DoesNotFitError(
-                f"partition {partition.name} gives a job {partition.max_nodes} nodes; {self.given.nodes} are asked.",
+                f"partition {partition.name} gives a job {partition.max_nodes} nodes; {self.given.nodes} were asked for.",
                 "Ask for fewer with --nodes, or name another --partition.",
             )
         load_s = plan.speed.load_s or 0.0

@@ -136,7 +136,9 @@ def _from_hub(source: ModelSource, host: str, ssh: Ssh) -> Origin:
     from huggingface_hub import constants, get_token
 
     if constants.HF_HUB_OFFLINE:
-        raise UnreachableError(f"HF_HUB_OFFLINE is set, so nobody asks the hub for {source.repo}.", "Unset it.")
+        raise UnreachableError(
+            f"HF_HUB_OFFLINE is set, so the hub is not asked for {source.repo}.", "Unset HF_HUB_OFFLINE."
+        )
     if model_store.already_here(source) is None:
         with contextlib.suppress(UnreachableError):  # the nodes may reach what this machine does not
             model_store.check_access(source)

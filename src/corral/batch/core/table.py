@@ -116,7 +116,7 @@ class Table:
         """Row numbers with equal beginnings next to each other, for the server's prefix cache."""
         prefixes = self.prefixes
         if prefixes is None:
-            raise DataError("The rows were checked without their beginnings.", "Check them again.")
+            raise DataError("the rows were checked without their prefixes.", "Check them again.")
         return array("I", sorted(range(len(self)), key=prefixes.__getitem__))
 
 

@@ -179,7 +179,7 @@ class Fetch:
                 tell("starved")
             if quiet_s > self.stall_s:
                 said = "; ".join(f"{source.name}: {source.said or 'silent'}" for source in self.sources)
-                self.fail(f"nobody delivered for {self.stall_s:g} s ({said or 'no source is left'}).")
+                self.fail(f"nothing was delivered for {self.stall_s:g} s ({said or 'no source is left'}).")
             time.sleep(0.1)
 
     def finish(self) -> None:
