@@ -286,7 +286,7 @@ class SlurmTarget(Declared):
             )
         if partition and partition.max_nodes and (self.given.nodes or 1) > partition.max_nodes:
             raise DoesNotFitError(
-                f"partition {partition.name} gives a job {partition.max_nodes} nodes; {self.given.nodes} were asked for.",
+                f"partition {partition.name} gives a job {partition.max_nodes} nodes, not {self.given.nodes}.",
                 "Ask for fewer with --nodes, or name another --partition.",
             )
         load_s = plan.speed.load_s or 0.0
