@@ -81,13 +81,13 @@ def test_an_engine_that_dies_inside_is_told(bed: Bed) -> None:
     assert not engines(bed)
 
 
-@pytest.mark.parametrize("victims", ["worker", "keeper", "both"])
+@pytest.mark.parametrize("victims", ["worker", "supervisor", "both"])
 def test_an_engine_does_not_outlive_its_agent(bed: Bed, victims: str) -> None:
     bed.up("one")
     assert engines(bed)
-    keeper = bed.pid_of_agent("one")
-    (worker,) = [pid for pid, row in process_table().items() if row[0] == keeper]
-    for pid in {"worker": [worker], "keeper": [keeper], "both": [keeper, worker]}[victims]:
+    supervisor = bed.pid_of_agent("one")
+    (worker,) = [pid for pid, row in process_table().items() if row[0] == supervisor]
+    for pid in {"worker": [worker], "supervisor": [supervisor], "both": [supervisor, worker]}[victims]:
         os.kill(pid, signal.SIGKILL)
     until(lambda: not engines(bed))
     assert bed.ended("one")["reason"] == "agent_killed"

@@ -205,12 +205,12 @@ def test_a_daemon_that_is_not_there(bed: ContainerBed) -> None:
     assert told["reason"] == "no_runtime"
 
 
-@pytest.mark.parametrize("victims", ["worker", "keeper", "both"])
+@pytest.mark.parametrize("victims", ["worker", "supervisor", "both"])
 def test_a_container_does_not_outlive_its_agent(either: ContainerBed, victims: str) -> None:
     either.up("one")
-    keeper = either.pid_of_agent("one")
-    (worker,) = [pid for pid, row in process_table().items() if row[0] == keeper]
-    for pid in {"worker": [worker], "keeper": [keeper], "both": [keeper, worker]}[victims]:
+    supervisor = either.pid_of_agent("one")
+    (worker,) = [pid for pid, row in process_table().items() if row[0] == supervisor]
+    for pid in {"worker": [worker], "supervisor": [supervisor], "both": [supervisor, worker]}[victims]:
         os.kill(pid, signal.SIGKILL)
     until(lambda: not either.containers())
     assert either.ended("one")["reason"] == "agent_killed"
@@ -219,8 +219,8 @@ def test_a_container_does_not_outlive_its_agent(either: ContainerBed, victims: s
 def test_a_container_that_lost_everybody_is_swept(either: ContainerBed) -> None:
     """Agent and client are killed at once: nobody is left who could pass a signal on."""
     either.up("one")
-    keeper = either.pid_of_agent("one")
-    everybody = {keeper} | descendants(keeper)
+    supervisor = either.pid_of_agent("one")
+    everybody = {supervisor} | descendants(supervisor)
     for pid in everybody:
         os.kill(pid, signal.SIGSTOP)  # so that none of them sees another one go
     for pid in everybody:

@@ -1,7 +1,7 @@
 """Walltime with a real controller: under constant streaming load through the proxy, jobs follow each other unnoticed.
 
 Each job has two minutes; SLURM may signal its end up to a minute early. The engine is a stand-in behind the real
-guard. The chain's keepers run inside the jobs, and one more on the login host beside them.
+guard. The chain's renewals run inside the jobs, and one more on the login host beside them.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def test_jobs_follow_each_other_and_no_request_fails(cluster: Cluster, capsys: p
     done = cluster.corral("up", str(cluster.model), "--name", "served", *SMALL, *kept, "--json")
     assert done.returncode == 0, done.stderr
     proxy = cluster.start("proxy", "served", "--json", "--bind", cluster.hosts.address("login"))
-    keeper = cluster.start("renew", "served")
+    renewal = cluster.start("renew", "served")
     try:
         place = cluster.folder("served") / "proxy.json"
         wait_for(place.exists, 20, "the proxy")
@@ -138,7 +138,7 @@ def test_jobs_follow_each_other_and_no_request_fails(cluster: Cluster, capsys: p
         for words in ("corral proxy served", "corral renew served"):
             cluster.interrupt(words)
         out, err = proxy.communicate(timeout=30)
-        keeper.communicate(timeout=30)
+        renewal.communicate(timeout=30)
     figures = json.loads(out)
     with capsys.disabled():
         gap = f"longest gap of one client {load.longest_gap_s:.2f} s"

@@ -196,8 +196,8 @@ def test_kill_9_of_the_engine_then_of_the_agent_then_of_the_cli(corral: Corral, 
 
     up = corral.json("up", str(tiny_model), "--name", "mortal", *FAST)
     record = json.loads((corral.home / "deployments/mortal/deployment.json").read_text())
-    keeper = json.loads((corral.home / "deployments/mortal/rank0/agent.json").read_text())["pid"]
-    os.kill(keeper, signal.SIGKILL)
+    supervisor = json.loads((corral.home / "deployments/mortal/rank0/agent.json").read_text())["pid"]
+    os.kill(supervisor, signal.SIGKILL)
     assert wait_state(corral, "mortal", "failed")["reason"] == "agent_killed"
     deadline = time.monotonic() + 30
     while left(corral, record["launch_id"]) and time.monotonic() < deadline:

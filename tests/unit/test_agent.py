@@ -232,13 +232,13 @@ def test_a_child_in_a_session_of_its_own_does_not_escape(run) -> None:
     one.wait_gone()
 
 
-@pytest.mark.parametrize("which", ["keeper", "worker"])
+@pytest.mark.parametrize("which", ["supervisor", "worker"])
 def test_killing_the_agent_takes_the_engine_down(run, which: str) -> None:
     one = run("daemon")
     one.wait_state("ready")
-    keeper = one.process.pid
-    worker = next(pid for pid, row in processes.process_table().items() if row[0] == keeper)
-    os.kill(keeper if which == "keeper" else worker, signal.SIGKILL)
+    supervisor = one.process.pid
+    worker = next(pid for pid, row in processes.process_table().items() if row[0] == supervisor)
+    os.kill(supervisor if which == "supervisor" else worker, signal.SIGKILL)
     failed = one.wait_state("failed")
     assert failed.get("reason") == "agent_killed"
     one.wait_for(lambda: not one.left())

@@ -168,12 +168,12 @@ def test_cli_killed_while_loading_leaves_a_server_that_becomes_ready(corral: Cor
     assert corral("status", "tiny", "--json").json()["state"] == "ready"
 
 
-def test_agent_killed_with_its_keeper_is_a_failure_and_down_cleans_up(corral: Corral) -> None:
+def test_agent_killed_with_its_supervisor_is_a_failure_and_down_cleans_up(corral: Corral) -> None:
     assert corral("up", str(corral.model), "--json").code == 0
-    keeper = json.loads((corral.home / "corral/deployments/tiny/rank0/agent.json").read_text())["pid"]
-    worker = next(pid for pid, row in process_table().items() if row[0] == keeper)
+    supervisor = json.loads((corral.home / "corral/deployments/tiny/rank0/agent.json").read_text())["pid"]
+    worker = next(pid for pid, row in process_table().items() if row[0] == supervisor)
     os.kill(worker, signal.SIGSTOP)
-    os.kill(keeper, signal.SIGKILL)
+    os.kill(supervisor, signal.SIGKILL)
     os.kill(worker, signal.SIGKILL)
     failed = corral.wait_state("tiny", "failed")
     assert failed["reason"] == "agent_killed"

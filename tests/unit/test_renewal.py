@@ -189,7 +189,7 @@ def test_many_renewers_submit_one_successor(first: DeploymentFolder, monkeypatch
     assert not first.successors_lock.exists()
 
 
-def test_what_a_dead_keeper_began_is_made_again_under_the_same_name(first: DeploymentFolder) -> None:
+def test_what_a_dead_renewal_began_is_made_again_under_the_same_name(first: DeploymentFolder) -> None:
     write_chain(first, Chain(("it's kept~2",), 4))
     half = members(first)[1]
     half.create()
@@ -224,7 +224,7 @@ def test_a_silent_controller_is_waited_for_and_a_refusal_ends_the_chain(
     assert len(answers) == 4
 
 
-def test_a_keeper_ends_with_its_job(first: DeploymentFolder) -> None:
+def test_a_renewal_ends_with_its_job(first: DeploymentFolder) -> None:
     write_chain(first, Chain(max_jobs=1))
     assert renew(first, lambda _: None, wanted=lambda: False) == "the job that it was for has ended"
 

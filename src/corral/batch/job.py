@@ -137,6 +137,20 @@ def load_record(output: str) -> tuple[BatchFolder, BatchRecord]:
     return BatchFolder(folder.output, is_live(folder.output, record.ordered)), record
 
 
+def _earlier(order: BatchOrder, folder: BatchFolder) -> BatchRecord | None:
+    if folder.job.is_file():
+        return load_json(BatchRecord, folder.job)
+    _refuse_foreign(order, folder)
+    return None
+
+
+def _source(order: BatchOrder, folder: BatchFolder) -> InputSource:
+    source = open_source(order.input, order.input_format)
+    if source.path is not None and source.path.absolute() == folder.output.absolute():
+        raise UsageError("the output is the input.", "Write to another file.")
+    return source
+
+
 def prepare(
     order: BatchOrder,
     folder: BatchFolder,
@@ -154,12 +168,8 @@ def prepare(
     """
     if not busy:  # left from an earlier run; one that comes while the input is checked counts
         folder.cancel.unlink(missing_ok=True)
-    before = load_json(BatchRecord, folder.job) if folder.job.is_file() else None
-    if before is None:
-        _refuse_foreign(order, folder)
-    source = open_source(order.input, order.input_format)
-    if source.path is not None and source.path.absolute() == folder.output.absolute():
-        raise UsageError("the output is the input.", "Write to another file.")
+    before = _earlier(order, folder)
+    source = _source(order, folder)
     recipe = replace(order.recipe, text_cells=order.recipe.text_cells or source.format in ("csv", "tsv"))
     same = before is not None and _differences(before, order, recipe, model) == []
     try:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from corral.bench import store
+from corral.bench.gate import Problem
 from corral.bench.measure import Bench, Finished
 from corral.bench.search import Probe, Searching, passes, probe_requests
 from corral.bench.spec import LoadShape, Slo, Spec
@@ -40,11 +41,11 @@ class _Book:
 
     def __init__(self, kind: str, folder: Path) -> None:
         self._series = store.Series(store.VERSION, kind, time.time())
-        self._folder = folder
+        self.folder = folder
 
     async def measure(self, bench: Bench, spec: Spec) -> Finished:
         name = f"p{len(self._series.runs) + 1:02d}"
-        place = self._folder / name
+        place = self.folder / name
         place.mkdir(mode=0o700)
         try:
             return await bench.run(spec, place)
@@ -57,7 +58,7 @@ class _Book:
 
     def save(self, **findings: Any) -> store.Series:
         self._series = replace(self._series, findings={**self._series.findings, **findings})
-        store.save_series(self._folder, self._series)
+        store.save_series(self.folder, self._series)
         return self._series
 
 
@@ -103,6 +104,27 @@ def quick_specs(base: Spec) -> list[Spec]:
     ]
 
 
+def _refuse_unjudgeable(base: Spec, slos: Sequence[Slo]) -> None:
+    for slo in slos:
+        if base.workload.one_token and slo.metric in ("tpot", "itl"):
+            raise UsageError(
+                f"{slo} cannot be judged with --output-len 1: {slo.metric} needs two tokens.",
+                "Raise --output-len, or promise ttft or e2el.",
+            )
+
+
+async def _measure_probe(book: _Book, bench: Bench, spec: Spec, done: list[Finished]) -> Finished:
+    """One probe, added to `done`; one that a hiccup of this machine spoilt is measured once more."""
+    spoilt: list[Problem] = []
+    for _ in range(_TRIES):
+        finished = await book.measure(bench, reseeded(spec, 100 + len(done)))
+        done.append(finished)
+        spoilt = [p for p in finished.run.problems if p.kind in _SPOILING]
+        if not spoilt:
+            return finished
+    raise CorralError(f"the search cannot go on: {spoilt[0].text}.", f"The probes are in {book.folder}.")
+
+
 async def search_limit(
     bench: Bench,
     base: Spec,
@@ -117,12 +139,7 @@ async def search_limit(
     on_probe: Callable[[Probe, Finished], None] | None = None,
 ) -> tuple[Searching, list[Finished]]:
     """Find the highest rate (or concurrency) that keeps every promise; every probe is a saved run."""
-    for slo in slos:
-        if base.workload.one_token and slo.metric in ("tpot", "itl"):
-            raise UsageError(
-                f"{slo} cannot be judged with --output-len 1: {slo.metric} needs two tokens.",
-                "Raise --output-len, or promise ttft or e2el.",
-            )
+    _refuse_unjudgeable(base, slos)
     book = _Book("search", folder)
     wanted = tuple(sorted({*base.percentiles, *(slo.percentile for slo in slos), 99.0}))
     base = replace(base, percentiles=wanted)
@@ -137,15 +154,7 @@ async def search_limit(
     else:
         searching = Searching(float(saturate), tolerance, most, whole=True)
     while (offered := searching.next()) is not None:
-        spec = _probe_spec(base, slos, over, offered, seconds, len(done))
-        for _ in range(_TRIES):  # a hiccup of this machine says nothing of the server: once more
-            finished = await book.measure(bench, reseeded(spec, 100 + len(done)))
-            done.append(finished)
-            spoilt = [p for p in finished.run.problems if p.kind in _SPOILING]
-            if not spoilt:
-                break
-        else:
-            raise CorralError(f"the search cannot go on: {spoilt[0].text}.", f"The probes are in {folder}.")
+        finished = await _measure_probe(book, bench, _probe_spec(base, slos, over, offered, seconds, len(done)), done)
         passed, why = passes(slos, finished.run.summary, finished.rows, over == "rate")
         probe = Probe(offered, passed, why, finished.folder.name)
         searching.add(probe)

@@ -340,20 +340,8 @@ def diagnose(
             continue
         if match := re.search(row.pattern, text, re.DOTALL):
             return Diagnosis(row.reason, _fill(row.cause, match), _fill(row.remedy, match), _line_of(text, match))
-    if container and signal in (9, 15):
-        word = "killed" if signal == 9 else "stopped"
-        return Diagnosis(
-            Reason.ENGINE_EXITED,
-            f"someone {word} the engine's container (signal {signal}): by `docker kill`, `stop` or `rm -f`, as an"
-            " administrator, or the kernel for lack of memory",
-            "Ask who looks after the containers of that node; start it again with `corral up`.",
-        )
-    if signal == 9:
-        return Diagnosis(
-            Reason.ENGINE_EXITED,
-            "someone killed the engine (signal 9): the kernel for lack of memory, an administrator, or a scheduler",
-            "Look at `dmesg` or ask the administrator; start it again with `corral up`.",
-        )
+    if signal == 9 or (container and signal == 15):
+        return _ended_from_outside(signal, container)
     if error := _last_error(lines):
         return Diagnosis(
             Reason.ENGINE_EXITED, f"the engine ended with: {error}", f"The whole log: `corral logs {name}`.", error
@@ -363,6 +351,22 @@ def diagnose(
         Reason.ENGINE_EXITED,
         f"the engine ended {how} without saying why",
         f"Start it again (`--restart 3` does so by itself); if it repeats, the whole log is in `corral logs {name}`.",
+    )
+
+
+def _ended_from_outside(signal: int, container: bool) -> Diagnosis:
+    if container:
+        word = "killed" if signal == 9 else "stopped"
+        return Diagnosis(
+            Reason.ENGINE_EXITED,
+            f"someone {word} the engine's container (signal {signal}): by `docker kill`, `stop` or `rm -f`, as an"
+            " administrator, or the kernel for lack of memory",
+            "Ask who looks after the containers of that node; start it again with `corral up`.",
+        )
+    return Diagnosis(
+        Reason.ENGINE_EXITED,
+        "someone killed the engine (signal 9): the kernel for lack of memory, an administrator, or a scheduler",
+        "Look at `dmesg` or ask the administrator; start it again with `corral up`.",
     )
 
 

@@ -282,9 +282,8 @@ def bring_up(wish: Wish, report: Reporter, wait: bool = True) -> deployments.Sta
     return _bring_up_once(wish, report, wait)
 
 
-def _bring_up_once(wish: Wish, report: Reporter, wait: bool) -> deployments.Status:
-    target, decision = sized(wish, report.note)
-    record = deployments.Record(
+def _new_record(decision: LaunchDecision, target: Target) -> deployments.Record:
+    return deployments.Record(
         name=decision.name,
         launch_id=secrets.token_hex(8),
         model=decision.source.name,
@@ -294,6 +293,11 @@ def _bring_up_once(wish: Wish, report: Reporter, wait: bool) -> deployments.Stat
         created_s=time.time(),
         created_by=own_identity(),
     )
+
+
+def _bring_up_once(wish: Wish, report: Reporter, wait: bool) -> deployments.Status:
+    target, decision = sized(wish, report.note)
+    record = _new_record(decision, target)
     if decision.inventory.gpu:
         _tell_decided(decision, report)
     refuse_living_chain(decision.name)

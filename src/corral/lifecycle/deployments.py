@@ -194,14 +194,14 @@ def _unreadable(folder: DeploymentFolder, error: Exception) -> Status:
     )
 
 
-def _combine(folder: DeploymentFolder, record: Record, events: list[Event], life: Life) -> Status:
+def _verdict(
+    folder: DeploymentFolder, record: Record, last: Event | None, life: Life
+) -> tuple[State, Reason | None, str, str]:
+    """State, reason, text and remedy: what the journal says last, unless the target knows better."""
     name = shlex.quote(record.name)
-    states = [event for event in events if event.kind == "state"]
-    last = states[-1] if states else None
     state = State(last.get("state")) if last else State.STARTING
     reason = Reason(last.get("reason")) if last and last.get("reason") else None
     text, remedy = str(last.get("text", "")) if last else "", ""
-    since = last.time_s if last else record.created_s
     if life.state and (state not in ENDED or (life.overrules and life.reason is not reason)):
         state, reason = life.state, life.reason
         text, remedy = life.text, life.remedy
@@ -218,6 +218,14 @@ def _combine(folder: DeploymentFolder, record: Record, events: list[Event], life
         text, remedy = _why_slow(last, text, name)
     elif state is State.FAILED and not remedy:
         remedy = REMEDIES.get(reason or Reason.ENGINE_EXITED, WHOLE_LOG).format(name=name)
+    return state, reason, text, remedy
+
+
+def _combine(folder: DeploymentFolder, record: Record, events: list[Event], life: Life) -> Status:
+    states = [event for event in events if event.kind == "state"]
+    last = states[-1] if states else None
+    since = last.time_s if last else record.created_s
+    state, reason, text, remedy = _verdict(folder, record, last, life)
     phases = [event for event in events if event.kind in ("phase", "state")]
     phase = phases[-1] if phases else None
     course = course_of(events)
@@ -283,7 +291,7 @@ def _lost(machine_restarted: bool, name: str) -> tuple[State, Reason, str, str]:
     if machine_restarted:
         text = "the machine was restarted"
         return State.STOPPED, Reason.MACHINE_RESTARTED, text, "Start it again with `corral up`."
-    text = "its agent is gone without a word: it was killed together with its keeper"
+    text = "its agent is gone without a word: it was killed together with its supervisor"
     return (
         State.FAILED,
         Reason.AGENT_KILLED,

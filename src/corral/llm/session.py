@@ -70,6 +70,10 @@ def up(
         extra_args=tuple(engine_args),
         extra_env=dict(env or {}),
     )
+    return _serve(wish, reuse, quiet)
+
+
+def _serve(wish: bringup.Wish, reuse: bool, quiet: bool) -> LLM:
     began_s = time.time()
     try:
         status = bringup.bring_up(wish, _Lines(quiet))

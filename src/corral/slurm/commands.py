@@ -239,11 +239,25 @@ def submit(script: Path, *options: str) -> str:
     A job inherits the environment of `sbatch`: what looks like a secret stays behind, and so does what an outer job
     set. An interrupt while sbatch runs cancels what it may have queued.
     """
+    command = ["sbatch", "--parsable", *options, str(script)]
+    done = _run_sbatch(command, _inherited(script))
+    if done.code and re.search(UNREACHABLE, done.stderr):
+        raise UnreachableError(f"SLURM's controller does not answer: {_last_line(done)}", "Try again later.")
+    if done.code:
+        raise _refused(done)
+    forget_answers()
+    return _number(done.stdout)
+
+
+def _inherited(script: Path) -> dict[str, str]:
+    """The environment for a job: no secrets, nothing of an outer job, nothing that the script sets itself."""
     env = {name: value for name, value in os.environ.items() if not SECRET.search(name)}
     env = {name: value for name, value in env.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
     said = script.read_text(encoding="utf-8") if script.is_file() else ""
-    env = {name: value for name, value in env.items() if f"#SBATCH {_option_of(name)}" not in said}
-    command = ["sbatch", "--parsable", *options, str(script)]
+    return {name: value for name, value in env.items() if f"#SBATCH {_option_of(name)}" not in said}
+
+
+def _run_sbatch(command: list[str], env: dict[str, str]) -> Completed:
     try:
         process = subprocess.Popen(
             command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -266,15 +280,9 @@ def submit(script: Path, *options: str) -> str:
         if process.returncode == 0:
             cancel(_number(out.decode()))
         raise
-    done = Completed(
+    return Completed(
         tuple(command), process.returncode, out.decode("utf-8", "replace"), err.decode("utf-8", "replace")
     )
-    if done.code and re.search(UNREACHABLE, done.stderr):
-        raise UnreachableError(f"SLURM's controller does not answer: {_last_line(done)}", "Try again later.")
-    if done.code:
-        raise _refused(done)
-    forget_answers()
-    return _number(done.stdout)
 
 
 def _number(text: str) -> str:

@@ -222,7 +222,7 @@ def _agent_of(rank: RankFolder) -> Identity | None:
 
 
 def _sweep(folder: DeploymentFolder, launch_id: str) -> bool:
-    """End what an agent that was killed together with its keeper may have left behind."""
+    """End what an agent that was killed together with its supervisor may have left behind."""
     agent = folder.node_files / "agent.py"
     if not agent.is_file():
         return True

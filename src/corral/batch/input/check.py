@@ -19,7 +19,7 @@ import msgspec
 from corral.batch.core.folder import BatchFolder
 from corral.batch.core.table import BAD, RowReader, Table, hash64
 from corral.batch.input.recipe import OPENAI, Parsed, Recipe
-from corral.batch.input.rows import InputSource
+from corral.batch.input.rows import InputItem, InputSource
 from corral.errors import DataError
 
 __all__ = [
@@ -149,6 +149,21 @@ def new_name(path: Path) -> Path:
     return path.with_name(path.name + ".new")
 
 
+def _judged(
+    item: InputItem, recipe: Readable, models: tuple[str, ...], taken: str | None
+) -> tuple[Parsed | None, str, str | None]:
+    """A row as it was understood, what is wrong with it, and its id as far as it has one."""
+    if item.problem:
+        return None, item.problem, None
+    try:
+        parsed = recipe.read(item.raw, item.line, models)
+        if taken is not None and recipe.kind != OPENAI and taken in parsed.row:
+            raise DataError(f"has a column {taken!r}, which the output adds (--answer-column)")
+    except DataError as error:
+        return None, error.message, recipe.loose_id(item.raw)
+    return parsed, "", parsed.id
+
+
 def scan(
     source: InputSource,
     recipe: R,
@@ -166,17 +181,9 @@ def scan(
     place = 0
     try:
         for item in source.items():
-            number, problem, identity = len(table), item.problem, None
-            parsed = None
-            if not problem:
-                recipe = recipe.settled(item.raw)
-                try:
-                    parsed = recipe.read(item.raw, item.line, models)
-                    identity = parsed.id
-                    if taken is not None and recipe.kind != OPENAI and taken in parsed.row:
-                        raise DataError(f"has a column {taken!r}, which the output adds (--answer-column)")
-                except DataError as error:
-                    problem, identity = error.message, recipe.loose_id(item.raw)
+            number = len(table)
+            recipe = recipe if item.problem else recipe.settled(item.raw)
+            parsed, problem, identity = _judged(item, recipe, models, taken)
             offset = item.offset
             if spool is not None:
                 offset, place = place, place + len(item.raw) + 1

@@ -4,12 +4,12 @@
     python3 agent.py sweep LAUNCH_ID [ENGINE.json...]    # end whatever a launch left behind (when its agent is gone);
                                         # a spec.json beside an ENGINE.json says how to remove its container
 
-Two processes share the work. The *keeper* is the parent and does almost nothing, so that almost nothing can go wrong
-with it; the *worker* starts the engine in a session of its own, turns its log into events, probes it and stops it.
-If the worker dies, the keeper ends every process of the engine and writes why; if the keeper dies, the worker does.
-Both are subreapers, so no child of the engine escapes by losing its parent. A container's processes are no children:
-the spec says how to find them (`pid_query`) and how to remove the container (`cleanup`), and both processes, and a
-sweep, do so.
+Two processes share the work. The *supervisor* is the parent and does almost nothing, so that almost nothing can go
+wrong with it; the *worker* starts the engine in a session of its own, turns its log into events, probes it and stops
+it. If the worker dies, the supervisor ends every process of the engine and writes why; if the supervisor dies, the
+worker does. Both are subreapers, so no child of the engine escapes by losing its parent. A container's processes are
+no children: the spec says how to find them (`pid_query`) and how to remove the container (`cleanup`), and both
+processes, and a sweep, do so.
 
 What it writes, all inside the deployment's folder: events (append-only, synced), a heartbeat, the engine's log. It
 never reads an exit code of 0 as success: any exit nobody asked for is a failure. It never judges by a deadline, only

@@ -6,12 +6,12 @@ import sys
 from typing import List
 
 from . import __doc__ as usage
-from .keeper import keep, sweep
+from .supervisor import supervise, sweep
 
 
 def main(argv: List[str]) -> int:
     if len(argv) == 2 and argv[0] == "run":
-        return keep(argv[1])
+        return supervise(argv[1])
     if len(argv) >= 2 and argv[0] == "sweep":
         return sweep(argv[1], argv[2:])
     sys.stderr.write(usage or "")

@@ -43,7 +43,7 @@ class Rank:
         self.spec = spec
         self.patience: Json = spec["patience"]
         self.journal = journal
-        self.keeper = os.getppid()
+        self.supervisor = os.getppid()
         self.phase = "starting"
         self.progress: Json = {}
         self.last_progress: Tuple[Any, ...] = ()
@@ -164,8 +164,8 @@ class Rank:
                 return self._exit_reason(code)
             if self._stop_asked():
                 return Reason.REQUESTED, {}
-            if os.getppid() != self.keeper:
-                return Reason.AGENT_KILLED, {"text": "the agent's keeper process was killed"}
+            if os.getppid() != self.supervisor:
+                return Reason.AGENT_KILLED, {"text": "the agent's supervisor process was killed"}
             others = self._others()
             if others:
                 return others

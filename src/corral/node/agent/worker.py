@@ -76,7 +76,7 @@ class Worker(Rank):
         self._beat_sometimes()
         if self._stop_asked():
             return Reason.REQUESTED
-        return Reason.AGENT_KILLED if os.getppid() != self.keeper else ""
+        return Reason.AGENT_KILLED if os.getppid() != self.supervisor else ""
 
     def _follow(self, follower: Follower) -> int:
         """A member's life: run when the head says so, stop when it says so or is lost."""
@@ -87,7 +87,7 @@ class Worker(Rank):
             if order.get("end"):
                 self._end(order["end"], {"text": order.get("text", "")})
                 return 0
-            if self._stop_asked() or os.getppid() != self.keeper:
+            if self._stop_asked() or os.getppid() != self.supervisor:
                 reason: str = Reason.REQUESTED if self._stop_asked() else Reason.AGENT_KILLED
                 self.ended = {"epoch": order.get("epoch", 0), "reason": reason, "text": "", "ago_s": 0}
                 time.sleep(2.5)  # the head hears it
@@ -162,7 +162,7 @@ class Worker(Rank):
         """Wait before a restart; false when it is not wanted any more."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            if self._stop_asked() or os.getppid() != self.keeper:
+            if self._stop_asked() or os.getppid() != self.supervisor:
                 return False
             time.sleep(TICK_S)
             self._beat()

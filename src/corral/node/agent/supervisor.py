@@ -1,4 +1,4 @@
-"""The keeper: starts the worker, stays until it ends, and cleans up after it; and sweeps up when neither is left."""
+"""The supervisor: starts the worker, stays until it ends, cleans up after it, and sweeps up when neither is left."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import sys
-from typing import Sequence
+from typing import Any, Dict, NoReturn, Sequence
 
 from ..files import write_json
 from ..identity import identity
@@ -19,7 +19,25 @@ from .processes import become_subreaper, descendants, end_all, marked
 from .worker import Worker
 
 
-def keep(spec_path: str) -> int:
+def _work(spec: Dict[str, Any], journal: Journal) -> NoReturn:
+    """The worker's whole life, in the process that was forked for it."""
+    code = 1
+    try:
+        os.setsid()
+        become_subreaper()
+        code = Worker(spec, journal).run()
+    except BaseException as error:  # the last door: whatever it is must reach the journal
+        if not journal.ended:
+            with contextlib.suppress(OSError):
+                text = "the agent failed: %r" % error
+                journal.tell_state(State.FAILED, reason=Reason.AGENT_KILLED, text=text)
+    finally:
+        end_all(lambda: descendants(os.getpid()), 5.0)
+        shutil.rmtree(private_tmp(spec["launch_id"]), ignore_errors=True)
+        os._exit(code)
+
+
+def supervise(spec_path: str) -> int:
     """Start the worker, stay until it ends, and clean up after it whatever happened."""
     with open(spec_path) as file:
         spec = json.load(file)
@@ -32,20 +50,7 @@ def keep(spec_path: str) -> int:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     worker = os.fork()
     if worker == 0:
-        code = 1
-        try:
-            os.setsid()
-            become_subreaper()
-            code = Worker(spec, journal).run()
-        except BaseException as error:  # the last door: whatever it is must reach the journal
-            if not journal.ended:
-                with contextlib.suppress(OSError):
-                    text = "the agent failed: %r" % error
-                    journal.tell_state(State.FAILED, reason=Reason.AGENT_KILLED, text=text)
-        finally:
-            end_all(lambda: descendants(os.getpid()), 5.0)
-            shutil.rmtree(private_tmp(spec["launch_id"]), ignore_errors=True)
-            os._exit(code)
+        _work(spec, journal)
     while True:
         try:
             pid, status = os.waitpid(-1, 0)
