@@ -9,8 +9,8 @@ and nothing else of Corral: there their package is called `corral_node`, here `c
 
 from __future__ import annotations
 
-import ast
 import functools
+import re
 import sys
 from collections.abc import Iterator
 from importlib import resources
@@ -21,6 +21,8 @@ __all__ = ["bundle"]
 
 PACKAGE = "corral_node"
 QUOTES = "'''"  # the sources themselves write double ones
+# read as text: parsing in several threads at once fails in CPython 3.11 ("AST constructor recursion depth mismatch")
+_RELATIVE = re.compile(r"^[ \t]*from[ \t]+(\.+)([\w.]*)[ \t]+import[ \t]+(\([^)]*\)|[^\n#]*)", re.MULTILINE)
 
 
 @functools.cache
@@ -68,11 +70,10 @@ def _imported(name: str) -> Iterator[str]:
     """The modules of `node` that a module names in its relative imports."""
     file = _files()[name]
     package = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            above = package[: len(package) - node.level + 1]
-            base = ".".join([*above, *([node.module] if node.module else [])])
-            yield from {base, *(f"{base}.{alias.name}".lstrip(".") for alias in node.names)} & _files().keys()
+    for dots, module, names in _RELATIVE.findall(file.read_text(encoding="utf-8")):
+        above = package[: len(package) - len(dots) + 1]
+        base = ".".join([*above, *([module] if module else [])])
+        yield from {base, *(f"{base}.{one}".lstrip(".") for one in re.findall(r"\w+", names))} & _files().keys()
 
 
 def _quoted(text: str, name: str) -> str:

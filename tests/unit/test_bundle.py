@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from corral import bundle as bundling
 from corral.bundle import bundle
 
 SOURCE = Path(__file__).parent.parent.parent / "src" / "corral"
@@ -62,3 +64,21 @@ def test_a_failure_shows_the_line_of_its_part(tmp_path: Path) -> None:
     done = run(bundle("node/agent"), tmp_path, "run", "absent.json")
     assert "corral_node/agent/supervisor.py" in done.stderr
     assert "FileNotFoundError" in done.stderr
+
+
+def test_the_imports_that_travel_are_those_that_python_reads() -> None:
+    """Read as text when it is bundled; held here against Python's own reading."""
+    for name, file in bundling._files().items():
+        package = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
+        wanted = set()
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                base = ".".join([*package[: len(package) - node.level + 1], *([node.module] if node.module else [])])
+                wanted |= {base, *(f"{base}.{alias.name}".lstrip(".") for alias in node.names)}
+        assert set(bundling._imported(name)) == wanted & bundling._files().keys(), name
+
+
+def test_many_hosts_are_served_at_once() -> None:
+    with ThreadPoolExecutor(16) as pool:
+        texts = list(pool.map(lambda _: bundling.bundle.__wrapped__("node/agent"), range(64)))
+    assert len(set(texts)) == 1

@@ -180,7 +180,7 @@ def test_a_class_name_stands_for_one_thing() -> None:
 
 
 def test_long_functions_stay_few() -> None:
-    """Past 40 lines a function needs a reason: these have one, a list of fields or of options. The number only falls."""
+    """Past 40 lines a function needs a reason: a list of fields or of options is one. The number only falls."""
     long = [
         f"{name_of(path)}.{node.name}"
         for path in modules()

@@ -206,7 +206,7 @@ def test_a_controller_that_does_not_answer_is_unreachable(
 
 def test_no_slurm_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
-    with pytest.raises(CorralError, match="no login node"):
+    with pytest.raises(CorralError, match="not a login node"):
         commands.jobs()
 
 
