@@ -101,7 +101,7 @@ def slow_text(details: Mapping[str, Any], expected: Mapping[str, Expected], name
     """A phase that lasts too long, in words: how long, what the engine said last, what is likely wrong."""
     phase, line = str(details.get("phase")), str(details.get("line") or "")
     usual = expected.get(phase) or Expected(float(details.get("usual_s") or 0))
-    words = [f"{phase} has lasted {duration(float(details.get('lasted_s') or 0))}, {usual.text}."]
+    words = [f"{phase} has lasted {duration(float(details.get('lasted_s') or 0))} ({usual.text})."]
     if line:
         words.append(f"The engine's last words: {line.rstrip('.')}.")
     if why := explain_slow([*details.get("lines", ()), line], name, phase):
