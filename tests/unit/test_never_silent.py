@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,16 +13,17 @@ from corral.cli.screen import PhaseScreen
 from corral.deployment.course import Phase, course_of, durations
 from corral.deployment.events import Event
 from corral.deployment.expectation import Expected, duration
+from corral.deployment.folder import DeploymentFolder
 from corral.deployment.patience import Patience
 from corral.deployment.slowness import SLOW, explain_slow
 from corral.hardware.inventory import Inventory, parse_gpus
-from corral.lifecycle import starts
+from corral.lifecycle import bringup, starts
 from corral.lifecycle.watching import slow_text
 from corral.models.facts import read_facts
 from corral.node.agent.advance import Advance
 from corral.plan import Goal, make_plan
 from corral.plan.start import planned_start
-from tests.unit.conftest import Corral
+from tests.unit.conftest import Corral, Silent
 
 EXPECTED = {"usual_s": {"compiling": 20.0, "loading": 100.0}, "limit_s": {"compiling": 900.0}, "weights_bytes": 10**9}
 ONEDNN = (
@@ -264,3 +266,19 @@ def test_a_second_start_knows_what_is_usual(corral: Corral) -> None:
 def test_the_agents_get_what_is_expected(corral: Corral) -> None:
     spec = corral("up", str(corral.model), "--dry-run").json()
     assert spec["expected"]["compiling"] == {"seconds": 100.0, "remembered": False}
+
+
+def test_only_phases_of_a_known_kind_are_remembered(
+    clean_home: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bringup, "WORTH_KEEPING_S", -1.0)
+    folder = DeploymentFolder(tmp_path)
+    folder.record.touch()
+    staging = bringup._Staging(Silent(), folder, {})
+    staging.phase(Phase.INSTALLING, "engine")
+    staging.phase(Phase.MEASURING)
+    staging.phase(Phase.FETCHING, "model")
+    staging.phase(Phase.STARTING)
+    assert set(starts.usual("engine")) == {Phase.INSTALLING}
+    assert set(starts.usual("model")) == {Phase.FETCHING}
+    assert starts.usual("") == {}

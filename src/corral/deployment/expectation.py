@@ -30,11 +30,8 @@ class Expected:
 
     @property
     def text(self) -> str:
-        return (
-            f"usually {duration(self.seconds)} here"
-            if self.remembered
-            else f"about {duration(self.seconds)} expected"
-        )
+        length = duration(self.seconds)
+        return f"usually {length} here" if self.remembered else f"about {length} expected"
 
     def is_overdue(self, elapsed_s: float) -> bool:
         return elapsed_s > max(OVERDUE * self.seconds, self.seconds + OVERDUE_LEAST_S)

@@ -406,7 +406,7 @@ class _Staging:
         """The next phase begins; where nothing is needed, its usual length says nothing."""
         self._check()
         took_s = time.monotonic() - self._began_s
-        if self._phase and took_s > WORTH_KEEPING_S:
+        if self._kind and took_s > WORTH_KEEPING_S:
             remember(self._kind, {self._phase: took_s})
         self._phase, self._kind, self._began_s = name, kind, time.monotonic()
         planned = Expected(self._planned[name]) if name in self._planned else None
