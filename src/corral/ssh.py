@@ -59,8 +59,11 @@ def check_host(name: str) -> str:
 def read_hosts(text: str) -> tuple[str, ...]:
     """Hosts from `a,b,c`, or from a file with one per line when the text is `@FILE`; `#` begins a comment."""
     if text.startswith("@"):
+        path = Path(text[1:]).expanduser()
+        if path.exists() and not path.is_file():  # a pipe would be waited for without end
+            raise UsageError(f"the hosts file {text[1:]!r} is not a file.", "One host per line.")
         try:
-            lines = Path(text[1:]).expanduser().read_text(encoding="utf-8").splitlines()
+            lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"the hosts file {text[1:]!r} cannot be read: {error}.", "One host per line.") from None
         words = [line.partition("#")[0].split() for line in lines]

@@ -123,6 +123,8 @@ class FakeQueue:
     def hand_on(self, folder: DeploymentFolder, current: str) -> str:
         return "2"
 
+    def with_renewal(self, options: Any) -> Any: ...
+
     def with_runner(self, options: Any, runner: Any) -> Any: ...
 
     def own_job(self, environ: Any) -> Any: ...
@@ -283,7 +285,7 @@ def test_the_script_of_a_kept_job_is_clean(shellcheck: Shellcheck) -> None:
 def test_renew_needs_a_time_limit(corral: Corral) -> None:
     done = corral("up", str(corral.model), "--renew")
     assert done.code == 2
-    assert "jobs on SLURM" in done.err
+    assert "jobs of a scheduler" in done.err
 
 
 def test_the_proxys_port_stays(first: DeploymentFolder) -> None:
