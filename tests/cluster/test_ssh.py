@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -340,7 +341,9 @@ def test_a_changed_host_key_is_refused(bench: Bench) -> None:
     subprocess.run([*bench.hosts.ssh_command, "-O", "exit", "node2"], capture_output=True)
     bench.hosts.change_host_key("node2")
     try:
-        done = bench.run("up", str(bench.model), "--name", "key", "--hosts", "node1,node2", TMPDIR="/var/tmp")
+        with TemporaryDirectory() as fresh:  # no connection of earlier tests is shared there
+            arguments = ("up", str(bench.model), "--name", "key", "--hosts", "node1,node2")
+            done = bench.run(*arguments, XDG_RUNTIME_DIR=fresh)
     finally:
         bench.hosts.trust("node2")
     assert done.returncode == 6, done.stderr
