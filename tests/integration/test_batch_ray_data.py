@@ -93,7 +93,7 @@ def lines(path: Path) -> list[dict[str, object]]:
 
 def test_killed_in_the_middle_every_row_has_one_result(cluster: Cluster, corral: Corral, tmp_path: Path) -> None:
     rows = [{"id": n, "prompt": f"Story {n} begins: once", "max_tokens": 4 + n % 3} for n in range(400)]
-    rows[17] |= {"min_tokens": 50}  # more than its most: vLLM refuses it, and this row alone
+    rows[17] |= {"allowed_token_ids": [999_999_999]}  # beyond its vocabulary: vLLM refuses it, and this row alone
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     output = tmp_path / "out.jsonl"
     command = [str(tmp_path / "in.jsonl"), "-o", str(output), "--engine", "ray-data", "--model"]
@@ -117,7 +117,7 @@ def test_killed_in_the_middle_every_row_has_one_result(cluster: Cluster, corral:
     )
     errors = lines(tmp_path / "out.errors.jsonl")
     assert [error["custom_id"] for error in errors] == ["17"]
-    assert "min_tokens" in json.dumps(errors)
+    assert "allowed_token_ids" in json.dumps(errors)
     resumed = subprocess.run(
         [cluster.python, "-m", "corral", "batch", "resume", output], env=cluster.env, capture_output=True, text=True
     )
