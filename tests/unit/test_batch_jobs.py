@@ -65,6 +65,11 @@ def test_sixty_kills_among_three_runners_lose_and_double_nothing(tmp_path: Path,
     assert left == ["events.jsonl", "job.json", "ledger", "results.jsonl", "rows.index", "state.json"]
 
 
+def held_blocks(output: Path) -> int:
+    blocks = inspect(str(output)).blocks
+    return blocks.held if blocks else 0
+
+
 def test_runners_join_are_counted_shown_and_stopped_together(tmp_path: Path) -> None:
     rows, output = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
     write_rows(rows, 2000)
@@ -76,11 +81,10 @@ def test_runners_join_are_counted_shown_and_stopped_together(tmp_path: Path) -> 
         until(lambda: len(list(BatchFolder(output).blocks.glob("0*"))) >= 2, "two blocks claimed")
         until(lambda: inspect(str(output)).fine > 20, "some rows done")
         control(url, "pace", {"ttft_s": 3.0})  # it must not end while it is looked at
+        until(lambda: held_blocks(output) >= 2, "two blocks held")
         standing = inspect(str(output))
         assert standing.state == "running"
         assert {one.pid for one in standing.runners} == {one.pid for one in runners}
-        assert standing.blocks is not None
-        assert standing.blocks.held >= 2
         shown = run("batch", "status", str(output)).stdout
         assert "under way, 16 rows each" in shown
         third = run(*argv)

@@ -49,7 +49,7 @@ def test_valid(flags: FlagList, arguments: list[str]) -> None:
         (["--max-model-len"], UsageError, "--max-model-len needs a value", "VALUE"),
         (["--lora-modules", "--port", "9"], UsageError, "--lora-modules needs a value", "VALUE"),
         (["--config", "x.yaml"], UsageError, "--config is set by Corral", "after `--`"),
-        (["stray"], UsageError, "'stray' after `--` is no flag", "flags and their values"),
+        (["stray"], UsageError, "'stray' after `--` is not a flag", "flags and their values"),
     ],
 )
 def test_refused(flags: FlagList, arguments: list[str], kind: type[CorralError], words: str, remedy: str) -> None:

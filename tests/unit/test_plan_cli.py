@@ -135,7 +135,7 @@ BAD = [
     (["llama-3.1-8b", "--gpus", "H100", "--set", "eager=maybe"], 2, "eager must be true or false"),
     (["no-such-model", "--gpus", "H100"], 3, "neither a folder nor a model of the catalogue"),
     (["someone/unknown", "--gpus", "H100"], 3, "network is not to be used"),
-    ([], 2, "No model was named"),
+    ([], 2, "no model was named"),
 ]
 
 

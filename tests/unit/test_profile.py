@@ -520,9 +520,9 @@ def test_placeholders_must_be_filled_in_before_use() -> None:
 @pytest.mark.parametrize(
     ("limits", "flags", "words"),
     [
-        ("max_nodes = 1", {}, "2 nodes are more than the 1"),
-        ("max_gpus = 8", {}, "16 GPUs are more than the 8"),
-        ("max_nodes = 2", {"place": {"hosts": ("a", "b", "c")}}, "3 nodes are more than the 2"),
+        ("max_nodes = 1", {}, "2 nodes exceed the 1"),
+        ("max_gpus = 8", {}, "16 GPUs exceed the 8"),
+        ("max_nodes = 2", {"place": {"hosts": ("a", "b", "c")}}, "3 nodes exceed the 2"),
     ],
 )
 def test_limits_hold_whatever_the_command_line_says(limits: str, flags: dict[str, Any], words: str) -> None:

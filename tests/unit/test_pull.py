@@ -124,7 +124,7 @@ def test_a_host_that_is_down_is_named_and_the_rest_arrives(corral: Corral, hosts
     ("arguments", "code", "words"),
     [
         (["--shared"], 2, "about nodes"),
-        (["--hosts", "a", "--shared", "--local-disk"], 2, "exclude each other"),
+        (["--hosts", "a", "--shared", "--local-disk"], 2, "cannot be combined"),
         (["--hosts", "a", "--on", "lab"], 2, "both name nodes"),
         (["--hosts", "-oProxyCommand=evil"], 2, "is not the name of a host"),
         (["--from", "b"], 2, "needs a place"),

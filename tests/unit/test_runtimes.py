@@ -166,18 +166,18 @@ def test_an_unknown_runtime_is_answered_with_the_known() -> None:
     [
         ("venv", {"path": "relative"}, "must begin with /"),
         ("venv", {}, "lacks 'path'"),
-        ("conda", {"env": "-n"}, "names no conda environment"),
+        ("conda", {"env": "-n"}, "is not the name of a conda environment"),
         ("conda", {"envv": "x"}, "unknown key 'envv'"),
-        ("module", {"load": ["--force"]}, "names no module"),
+        ("module", {"load": ["--force"]}, "is not the name of a module"),
         ("module", {"load": [], "inside": "module"}, "cannot be 'module'"),
         ("module", {"load": [], "inside": "venv", "options": {"paht": "/x"}}, "unknown key 'paht'"),
         ("docker", {}, "image is for NVIDIA GPUs"),
         ("docker", {"image": "i", "ipc": "hots"}, "ipc cannot be"),
         ("docker", {"image": "i", "gpus": "two"}, "gpus cannot be"),
-        ("docker", {"image": "i", "mounts": ["data"]}, "is no mount"),
-        ("docker", {"image": "--privileged"}, "names no image"),
+        ("docker", {"image": "i", "mounts": ["data"]}, "is not a mount"),
+        ("docker", {"image": "--privileged"}, "is not the name of an image"),
         ("podman", {"image": "i", "privileged": "yes"}, "must be true or false"),
-        ("apptainer", {"image": "vllm"}, "names no Apptainer image"),
+        ("apptainer", {"image": "vllm"}, "is not an Apptainer image"),
     ],
 )
 def test_wrong_options_are_refused(name: str, options: Mapping[str, object], said: str) -> None:

@@ -275,7 +275,7 @@ def test_a_chat_in_a_terminal(tmp_path: Path) -> None:
         terminal.type("\x03")  # Ctrl-C: only the answer stops
         terminal.until("(stopped)", 60)
         terminal.until("› ")
-        terminal.press("\x03", "ends the talk")  # at the prompt: a hint
+        terminal.press("\x03", "ends the conversation")  # at the prompt: a hint
         terminal.type("/set max_tokens=4\n")
         terminal.until("max_tokens=4")
         terminal.until("› ")
