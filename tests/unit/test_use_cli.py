@@ -282,7 +282,7 @@ def test_a_chat_in_a_terminal(tmp_path: Path) -> None:
         terminal.type("and \\\n")
         terminal.until("… ")
         terminal.type("this 🎉\n")
-        terminal.until("length limit")
+        terminal.until("token limit")
         terminal.type(f"/save {tmp_path}/t.json\n")
         terminal.until("4 messages saved")
         terminal.until("› ")
