@@ -47,7 +47,7 @@ def install(flavour: str, version: str, as_json: bool) -> None:
     """Install an engine, or do nothing when it is there."""
     with PhaseScreen(quiet=as_json) as screen:
         screen.phase("installing engine")
-        engine = engines.install(flavour, version, screen.detail)
+        engine = engines.install(flavour, version, screen.detail, screen.note)
     print_json(engine) if as_json else click.echo(f"{engine.name} is installed at {engine.path}")
 
 

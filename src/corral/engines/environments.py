@@ -119,13 +119,20 @@ def _load(record: Path) -> Engine:
     return replace(load_json(Engine, record), path=str(record.parent))
 
 
-def install(flavour: str, version: str = PINNED_VERSION, progress: Progress = lambda _: None) -> Engine:
-    """The engine, installed first if need be."""
+def install(
+    flavour: str,
+    version: str = PINNED_VERSION,
+    progress: Progress = lambda _: None,
+    on_wait: Progress | None = None,
+) -> Engine:
+    """The engine, installed first if need be; `on_wait` is told who else is installing it (default: `progress`)."""
     text = lock_text(flavour, version)
     if engine := find(flavour, version):
         return engine
     final = _place(flavour, version)
-    with exclusive_lock(engines_dir() / f".{final.name}.lock", lambda who: progress(f"waiting for {who}")):
+    with exclusive_lock(
+        engines_dir() / f".{final.name}.lock", lambda who: (on_wait or progress)(f"waiting for {who}")
+    ):
         if engine := find(flavour, version):
             return engine
         _refuse_small_disk(flavour)
