@@ -42,11 +42,10 @@ def is_chat(prompt: Prompt) -> bool:
 
 def request_for(prompt: Prompt, given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """The path and body for a prompt: text or token ids are completed, messages are answered."""
-    if not isinstance(prompt, Sequence):
-        raise UsageError(f"a prompt cannot be {prompt!r}.", "Give text, a list of token ids, or a list of messages.")
-    if is_chat(prompt):
+    known = isinstance(prompt, Sequence)
+    if known and is_chat(prompt):
         return CHAT, {"messages": list(cast("Messages", prompt)), **request_fields(given, chat=True)}
-    if not isinstance(prompt, str) and not all(isinstance(token, int) for token in prompt):
+    if not known or not (isinstance(prompt, str) or all(isinstance(token, int) for token in prompt)):
         raise UsageError(f"a prompt cannot be {prompt!r}.", "Give text, a list of token ids, or a list of messages.")
     fields = {"max_tokens": MAX_TOKENS, **request_fields(given)}
     if "logprobs" in fields:
