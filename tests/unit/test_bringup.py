@@ -75,7 +75,7 @@ class Elsewhere:
     def fetching_hosts(self) -> tuple[str, ...]:
         return self.hosts
 
-    def find_model(self, name: str, at_least_bytes: int) -> str | None:
+    def find_model(self, name: str, repo: str, at_least_bytes: int) -> str | None:
         return self.found
 
     def verify(self, checks: object) -> None:

@@ -27,6 +27,7 @@ __all__ = [
     "OLDEST_PYTHON",
     "Asked",
     "Disk",
+    "FolderFacts",
     "GpuFacts",
     "GpuProcess",
     "Here",
@@ -54,6 +55,8 @@ class Asked:
     disks: tuple[str, ...] = ()  # free space of the file systems that hold these
     paths: tuple[str, ...] = ()  # whether these are there, and what they weigh
     nonces: tuple[str, ...] = ()  # what these small files say
+    fingerprints: tuple[str, ...] = ()  # what these folders hold, in digests
+    samples: bool = False  # of what their files hold, too: these are read
     ports: tuple[int, ...] = ()  # which of these are taken, and by whom
     free_ports: int = 0  # how many free ones to find
     read: str = ""  # a path whose storage is read for 3 s at most
@@ -132,6 +135,17 @@ class PathFacts:
 
 
 @dataclass(frozen=True)
+class FolderFacts:
+    """What a folder holds, in digests: equal ones stand for equal folders."""
+
+    files: int = 0
+    unreadable: str = ""  # the first file that cannot be read
+    listed: str = ""  # of names and sizes
+    identities: str = ""  # of inodes and times of change as well: the very same files
+    contents: str = ""  # of samples of what they hold; empty when nobody asked
+
+
+@dataclass(frozen=True)
 class ReadSpeed:
     file: str
     read_bytes: int
@@ -182,6 +196,7 @@ class NodeFacts:
     shm: Disk | None = None
     paths: dict[str, PathFacts] = field(default_factory=dict)
     nonces: dict[str, str] = field(default_factory=dict)
+    fingerprints: dict[str, FolderFacts] = field(default_factory=dict)
     read_speed: ReadSpeed | None = None
     began_s: float = 0.0
     ended_s: float = 0.0

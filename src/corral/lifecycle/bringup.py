@@ -376,7 +376,7 @@ def _bring_model(decision: LaunchDecision, target: Target, staging: _Staging) ->
     if not hosts or source.kind != "hub" or model_store.already_here(source):
         invented = "dummy" in _values_of("--load-format", decision.wish.extra_args)  # vLLM makes up the weights
         return target.place(model_store.fetch(source, staging.detail, weights=not invented), staging.detail)
-    if found := target.find_model(source.name, decision.plan.memory.weights_bytes * 9 // 10):
+    if found := target.find_model(source.name, source.repo, decision.plan.memory.weights_bytes * 9 // 10):
         return found
     from corral.transfer.pull import PullOrder, pull
 

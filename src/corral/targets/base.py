@@ -152,8 +152,8 @@ class Target(Protocol):
         """Hosts that fetch a model of the hub themselves, instead of by way of this machine; empty: this one does."""
         ...
 
-    def find_model(self, name: str, at_least_bytes: int) -> str | None:
-        """Where every node already has a model that was brought there; None when they have not, or nobody looked."""
+    def find_model(self, name: str, repo: str, at_least_bytes: int) -> str | None:
+        """Where every node already has a model of the hub; None when they have not, or nobody looked."""
         ...
 
     def verify(self, checks: Sequence[NodeCheck]) -> None:

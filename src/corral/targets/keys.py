@@ -126,11 +126,16 @@ class StorageKeys:
 
     home: str | None = key("Corral's home on the nodes", None, path_on_nodes)
     models: str | None = key(
-        "folder of models: one that lies there by name is served from there", None, path_on_nodes
+        "folder of models, here or on the nodes: one that lies there by name is served from there",
+        None,
+        path_on_nodes,
     )
     shared: bool | None = key("whether the nodes see this machine's files (ssh finds out by itself)")
     hf_home: str | None = key(
-        "Hugging Face home to look in and fetch to, where `HF_HOME` is not set", None, path_on_nodes
+        "Hugging Face home: looked in here and on the nodes; fetched to where this machine sees it and"
+        " `HF_HOME` is not set",
+        None,
+        path_on_nodes,
     )
 
 

@@ -107,7 +107,7 @@ class LocalTarget(Declared):
     def fetching_hosts(self) -> tuple[str, ...]:
         return ()
 
-    def find_model(self, name: str, at_least_bytes: int) -> str | None:
+    def find_model(self, name: str, repo: str, at_least_bytes: int) -> str | None:
         return None  # what this machine has, the nodes see
 
     def verify(self, checks: Sequence[NodeCheck]) -> None:

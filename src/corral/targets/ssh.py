@@ -36,6 +36,7 @@ from corral.targets.keys import Flag, Shared, Size, key, only_said
 from corral.targets.keys import hosts as good_hosts
 from corral.targets.remote_answers import NodeReport, Started, read_report, read_started, read_stopped
 from corral.targets.remote_files import last_state, last_word, mirror, mirrored_sizes, pack
+from corral.transfer.in_place import find_on_nodes, lacking
 from corral.transfer.spread import ensure_folder
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ class SshOptions:
     interface: str | None = None  # found, unless named
     hca: str | None = None
     home: str | None = None  # Corral's home on the nodes
+    models: str | None = None  # a folder of models there
+    hf_home: str | None = None  # a Hugging Face home there
     gpus: str | None = None  # hardware of one node by name, so that a dry run need not ask: 8xH100
     fabric: str | None = None  # kind of network between the nodes, for the plan: ib-ndr, ethernet-100, …
     env: dict[str, str] = field(default_factory=dict)  # network variables that the user fixes
@@ -122,6 +125,8 @@ class SshTarget(Declared):
             "hca": shared.network.hca,
             "env": dict(shared.network.env),
             "home": shared.storage.home,
+            "models": shared.storage.models,
+            "hf_home": shared.storage.hf_home,
         })  # fmt: skip
 
     @classmethod
@@ -137,7 +142,7 @@ class SshTarget(Declared):
         self.chosen, self.ssh = chosen, Ssh()
         self._facts: dict[str, NodeFacts] = {}
         self._reports: dict[str, NodeReport | CorralError] = {}
-        self._shared = False
+        self._shared = self._shared_hub = False  # whether the nodes see this machine's home, and its hub's cache
 
     @classmethod
     def from_options(cls, options: Mapping[str, object]) -> SshTarget:
@@ -151,17 +156,28 @@ class SshTarget(Declared):
     # ------------------------------------------------------------------------------------------ looking at the nodes
     def prepare(self) -> list[str]:
         """Ask every node what it is; refuse what cannot work. Things worth knowing, as sentences."""
-        nonce, content = home_dir() / f".seen-{secrets.token_hex(4)}", secrets.token_hex(16)
         make_private_dir(home_dir())
-        write_atomic(nonce, content)
+        hub = self._hub_here()
+        marks = [folder / f".seen-{secrets.token_hex(4)}" for folder in (home_dir(), *([hub] if hub else []))]
+        content = secrets.token_hex(16)
         try:
-            found = survey(self.ssh, self.chosen.hosts, Asked(nonces=(str(nonce),)))
+            for mark in marks:
+                with contextlib.suppress(OSError):  # a Hugging Face home of somebody else's may be read-only
+                    write_atomic(mark, content)
+            found = survey(self.ssh, self.chosen.hosts, Asked(nonces=tuple(str(mark) for mark in marks)))
         finally:
-            nonce.unlink(missing_ok=True)
+            for mark in marks:
+                mark.unlink(missing_ok=True)
         self._facts = _all_or_error(found)
-        self._shared = all(facts.nonces.get(str(nonce)) == content for facts in self._facts.values())
+        seen = [all(facts.nonces.get(str(mark)) == content for facts in self._facts.values()) for mark in marks]
+        self._shared, self._shared_hub = seen[0], hub is not None and seen[1]
         _refuse_skew(list(self._facts.values()))
         return [self._fabric().because] if len(self.chosen.hosts) > 1 else []
+
+    def _hub_here(self) -> Path | None:
+        """The profile's Hugging Face home, where this machine sees it."""
+        hub = Path(self.chosen.hf_home).expanduser() if self.chosen.hf_home else None
+        return hub if hub and hub.is_dir() else None
 
     def _looked(self) -> dict[str, NodeFacts]:
         if not self._facts:
@@ -194,10 +210,10 @@ class SshTarget(Declared):
             return self.chosen.home
         if not self._facts and self.chosen.gpus:
             return self.chosen.home or DEFAULT_HOME
-        facts = self._looked()
+        self._looked()
         if self._shared and not self.chosen.home:
             return str(home_dir())
-        return (self.chosen.home or DEFAULT_HOME).replace("~", facts[self.chosen.hosts[0]].home, 1)
+        return self._there(self.chosen.home or DEFAULT_HOME)
 
     def node_folder(self, folder: DeploymentFolder, launch_id: str) -> DeploymentFolder:
         return DeploymentFolder(Path(self.home()) / "nodes" / f"{folder.path.name}-{launch_id[:8]}")
@@ -236,6 +252,12 @@ class SshTarget(Declared):
         facts = self._looked()
         if self._shared and not self.chosen.home and path.is_relative_to(home_dir()):
             return str(path)  # one home for this machine and all nodes
+        if (path / "config.json").is_file():
+            away = lacking(self.ssh, self.chosen.hosts, path)
+            if not away:
+                return str(path)  # a model that every node sees where this machine does
+            host, why = next(iter(away.items()))
+            progress(f"{path}: {host} {why}; it is brought to the nodes", 0, 0)
         destination = PurePath(self.home()) / (
             path.relative_to(home_dir()) if path.is_relative_to(home_dir()) else PurePath("models") / path.name
         )
@@ -246,14 +268,21 @@ class SshTarget(Declared):
         return ()
 
     def fetching_hosts(self) -> tuple[str, ...]:
-        return () if self._shared and not self.chosen.home else self.chosen.hosts
+        self._looked()
+        shared = self._shared_hub or (self._shared and not self.chosen.home)  # what is fetched here, the nodes see
+        return () if shared else self.chosen.hosts
 
-    def find_model(self, name: str, at_least_bytes: int) -> str | None:
-        folder = f"{self.home()}/models/{name}"
-        found = _all_or_error(survey(self.ssh, self.chosen.hosts, Asked(paths=(folder,))))
-        seen = [facts.paths.get(folder) for facts in found.values()]
-        sizes = {one.size_bytes if one and one.exists and one.readable and one.whole else 0 for one in seen}
-        return folder if len(sizes) == 1 and min(sizes) >= at_least_bytes > 0 else None
+    def find_model(self, name: str, repo: str, at_least_bytes: int) -> str | None:
+        folders = [f"{self.home()}/models/{name}"]
+        if self.chosen.models:
+            kept = self._there(self.chosen.models).rstrip("/")
+            folders += [f"{kept}/{repo}", f"{kept}/{repo.rpartition('/')[2]}", f"{kept}/{name}"]
+        hub = self._there(self.chosen.hf_home) if self.chosen.hf_home else ""
+        return find_on_nodes(self.ssh, self.chosen.hosts, dict.fromkeys(folders), hub, repo, at_least_bytes)
+
+    def _there(self, path: str) -> str:
+        """A path on the nodes with their home in it."""
+        return path.replace("~", self._looked()[self.chosen.hosts[0]].home, 1) if path.startswith("~") else path
 
     def verify(self, checks: Sequence[NodeCheck]) -> None:
         for check in checks:

@@ -7,6 +7,7 @@ import threading
 import time
 from typing import Any, Callable, Dict
 
+from .fingerprint import fingerprints
 from .gpus import gpus
 from .listeners import ports
 from .machine import cores, hf_token, identity, limits, memory, tools
@@ -31,6 +32,7 @@ PARTS: Dict[str, Callable[[Json], Json]] = {
     "shm": shm,
     "paths": paths,
     "nonces": nonces,
+    "fingerprints": fingerprints,
     "read_speed": read_speed,
 }
 
