@@ -267,8 +267,7 @@ def _refuse_foreign(order: BatchOrder, folder: BatchFolder) -> None:
             raise ConflictError(
                 f"{path} exists and does not belong to a batch.", "Choose another output, or overwrite it: --force"
             )
-        if path.exists():
-            path.unlink()
+    folder.begin_anew(folder.output, folder.errors)
 
 
 def _shape(order: BatchOrder, recipe: Recipe, folder: BatchFolder) -> str:
@@ -352,8 +351,8 @@ def _compare(before: BatchRecord, now: BatchRecord, order: BatchOrder, folder: B
                 "Use the old settings to continue, another output, or --force to start over with the new ones.",
                 differences=asked,
             )
-        for path in (folder.ledger, folder.results, folder.errors, folder.output):
-            path.unlink(missing_ok=True)
+        folder.ledger.unlink(missing_ok=True)
+        folder.begin_anew(folder.results, folder.errors, folder.output)
         shutil.rmtree(folder.parts, ignore_errors=True)
     elif before.digest != now.digest and not order.force:
         raise ConflictError(

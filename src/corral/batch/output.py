@@ -28,6 +28,7 @@ from corral.batch.input.recipe import Recipe
 from corral.batch.input.rows import optional
 from corral.client.client import Reply
 from corral.errors import CorralError, DataError, UsageError
+from corral.files import create_private
 
 __all__ = ["BatchWork", "check_output", "export", "is_live", "output_kind", "problem_line"]
 
@@ -137,6 +138,7 @@ def export(folder: BatchFolder, table: Table, ordered: bool) -> int:
         lines = _lines(ledger, table, ordered)
         temporary = folder.output.with_name(f".{folder.output.name}.tmp")
         try:
+            os.close(create_private(temporary, folder.like(folder.output)))
             count = _WRITERS[kind](lines, temporary, compression)
             descriptor = os.open(temporary, os.O_RDONLY)
             os.fsync(descriptor)

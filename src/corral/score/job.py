@@ -28,6 +28,7 @@ from corral.batch import (
     RunnerSettings,
     Table,
 )
+from corral.batch.core.folder import BEFORE
 from corral.batch.core.run import run_share, whole_share
 from corral.batch.input.check import RowProblem, read_problems, scan
 from corral.batch.input.rows import InputSource, open_source
@@ -95,7 +96,7 @@ def score_file(
         if not folder.has_errors:
             folder.errors.unlink(missing_ok=True)
         if not folder.live and ran.state == "done":
-            write_parquet(_in_order(folder.results), output)
+            write_parquet(_in_order(folder.results), output, folder.like(output))
     return ScoreReport(
         ran.state, ran.rows, ran.before, ran.fine, ran.failed, ran.left, ran.wall_s, found, str(output),
         str(folder.errors), ran.repaired,
@@ -176,10 +177,9 @@ def _refuse_others(folder: BatchFolder, asked: dict[str, Any]) -> None:
 
 def _forget(folder: BatchFolder) -> None:
     for path in folder.path.iterdir():
-        if path != folder.lock and not path.name.startswith("lock."):
+        if path != folder.lock and not path.name.startswith("lock.") and path.suffix != BEFORE:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    for path in (folder.output, folder.errors):
-        path.unlink(missing_ok=True)
+    folder.begin_anew(folder.output, folder.errors)
 
 
 def _bad_rows(folder: BatchFolder) -> Iterator[LedgerEntry]:

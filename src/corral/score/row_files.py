@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ import msgspec
 from corral.batch.input.recipe import Parsed
 from corral.batch.input.rows import optional
 from corral.errors import DataError
+from corral.files import create_private
 from corral.score.likelihood import ScoreRow, read_row
 
 __all__ = ["SCORE_SCHEMA", "ScoreRows", "write_parquet"]
@@ -92,8 +94,8 @@ SCORE_SCHEMA: dict[str, str] = {
 }
 
 
-def write_parquet(results: Iterator[dict[str, Any]], path: Path) -> None:
-    """Results as one Parquet file, put in place in one step."""
+def write_parquet(results: Iterator[dict[str, Any]], path: Path, like: Path | None = None) -> None:
+    """Results as one Parquet file, put in place in one step; `like` says who may read it."""
     arrow, parquet = optional("pyarrow", "write Parquet"), optional("pyarrow.parquet", "write Parquet")
 
     def plain(columns: dict[str, str]) -> list[Any]:
@@ -105,6 +107,7 @@ def write_parquet(results: Iterator[dict[str, Any]], path: Path) -> None:
     fields = [*plain(SCORE_SCHEMA), arrow.field("choices", choice), arrow.field("token_scores", token)]
     schema = arrow.schema(fields)
     temporary = path.with_name(f".{path.name}.tmp")
+    os.close(create_private(temporary, like))
     with parquet.ParquetWriter(temporary, schema) as writer:
         group: list[dict[str, Any]] = []
         for result in results:

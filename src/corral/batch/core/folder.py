@@ -8,6 +8,7 @@
       rows.jsonl                  the rows themselves, when the input cannot be read at any place (gz, CSV, stdin, …)
       problems.jsonl              rows that were found bad and are to be skipped
       results.jsonl               results, when the output has another form and is made from them at the end
+      answers.jsonl.before        empty: says who may read the output, when one was there before (also for the errors)
       ledger                      what counts: one record for each result that is on disk (`ledger`)
       lock                        who works on it (`lock`)
       state.json                  how it last ended, and its summary
@@ -28,9 +29,12 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["COMPRESSIONS", "BatchFolder", "PartFolder", "sync_dir"]
+from corral.files import create_private
+
+__all__ = ["BEFORE", "COMPRESSIONS", "BatchFolder", "PartFolder", "sync_dir"]
 
 COMPRESSIONS = (".gz", ".zst")
+BEFORE = ".before"
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,20 @@ class BatchFolder:
         """Make the folder and its parents; it holds prompts, so only the owner may read it."""
         self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         sync_dir(self.path.parent)
+
+    def begin_anew(self, *paths: Path) -> None:
+        """Take files away; what is written in their place can be read by the same people, and by nobody else."""
+        for path in paths:
+            if path.is_file():
+                os.close(create_private(self._earlier(path), path))
+                path.unlink()
+
+    def like(self, path: Path) -> Path | None:
+        """The file that says who may read a new `path`: the one it replaces, or was there before the batch."""
+        return next((one for one in (path, self._earlier(path)) if one.is_file()), None)
+
+    def _earlier(self, path: Path) -> Path:
+        return self.path / f"{path.name}{BEFORE}"
 
     def sweep(self) -> None:
         """Remove what runners left half written when they were killed; only the lock's holder may."""

@@ -22,13 +22,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from corral.batch.core.folder import BatchFolder, sync_dir
 from corral.batch.core.table import Table
 from corral.errors import DataError
+from corral.files import create_private
 
 __all__ = [
     "FAILED",
@@ -93,8 +94,9 @@ class Ledger:
         """Open the files, repair what a crash left, and tell which rows are done; failed ones may be forgotten."""
         self._finish_rewrite()
         new = [path for path in (*self._paths, self._folder.ledger) if not path.exists()]
-        self._fds = [os.open(path, os.O_RDWR | os.O_CREAT, 0o600) for path in self._paths]
-        self._ledger_fd = os.open(self._folder.ledger, os.O_RDWR | os.O_CREAT, 0o600)
+        for path in new:
+            os.close(create_private(path, self._folder.like(path)))
+        self._open_files()
         for parent in {path.parent for path in new}:
             sync_dir(parent)
         tally = self._scan(forget_failed)
@@ -204,7 +206,7 @@ class Ledger:
         """Copy the lines that count into new files, with a new ledger: rows changed, a disk lost data, or others
         have results too."""
         fresh = Tally(bytearray(len(self._table)))
-        files = [_fresh(copy) for copy, _ in self._copies()]
+        files = [os.fdopen(create_private(copy, self._folder.like(path)), "wb") for copy, path in self._copies()]
         own = _Source(self._fds, self._ledger_fd)
         counts, dropped, ends = [0, 0], 0, [0, 0]
         try:
@@ -246,6 +248,9 @@ class Ledger:
         self._marker.touch()
         sync_dir(self._folder.path)
         self._finish_rewrite()
+        self._open_files()
+
+    def _open_files(self) -> None:
         self._fds = [os.open(path, os.O_RDWR) for path in self._paths]
         self._ledger_fd = os.open(self._folder.ledger, os.O_RDWR)
 
@@ -302,12 +307,6 @@ def _reading(folder: BatchFolder) -> Iterator[_Source | None]:
     finally:
         for descriptor in opened:
             os.close(descriptor)
-
-
-def _fresh(path: Path) -> IO[bytes]:
-    """A file that nobody else has open, also not one who still writes an older copy."""
-    path.unlink(missing_ok=True)
-    return path.open("xb")
 
 
 def _all_records(sources: Iterable[_Source]) -> Iterator[tuple[_Source, LedgerRecord]]:
