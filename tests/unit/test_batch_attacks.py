@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -12,10 +13,14 @@ from typing import Any
 import pytest
 
 from corral.batch.batch import carry_out
+from corral.batch.core.folder import BatchFolder, PartFolder
+from corral.batch.core.ledger import FINE, RECORD_BYTES, Ledger, LedgerEntry
 from corral.batch.core.run import Quiet, RunSummary
 from corral.batch.core.runner import RunnerSettings
+from corral.batch.core.table import Table, hash64
 from corral.batch.job import BatchOrder
 from corral.batch.serving import Where
+from corral.errors import DataError
 from corral.fake import FakeOptions, FakeServer
 from tests.testbed import NOT_ROOT
 
@@ -101,3 +106,90 @@ def test_beginning_anew_does_not_empty_what_a_link_leads_to(server: FakeServer, 
     output.symlink_to(precious)
     assert batch(server, source, output, force=True).state == "done"
     assert precious.read_text() == "kept\n"
+
+
+# A damaged ledger
+
+
+def damage(server: FakeServer, place: Path, *records: int) -> tuple[Path, Path]:
+    """A finished batch, with one bit of each of these records flipped: its input and its output."""
+    source, output = rows_in(place, 40), place / "o.jsonl"
+    batch(server, source, output)
+    ledger = place / "o.jsonl.corral" / "ledger"
+    data = bytearray(ledger.read_bytes())
+    for number in records:
+        data[number * RECORD_BYTES + 13] ^= 1
+    ledger.write_bytes(data)
+    return source, output
+
+
+@pytest.mark.parametrize("records", [(0,), (7,), (3, 4, 20)], ids=str)
+def test_a_flipped_bit_in_a_ledger_costs_one_row_and_loses_nothing(
+    server: FakeServer, tmp_path: Path, records: tuple[int, ...]
+) -> None:
+    source, output = damage(server, tmp_path, *records)
+    ledger, lines = output.with_name("o.jsonl.corral") / "ledger", output.read_bytes().splitlines()
+    broken = ledger.read_bytes()
+    summary = batch(server, source, output)
+    assert (summary.before, summary.fine) == (40 - len(records), len(records))
+    assert sorted(json.loads(line)["id"] for line in output.read_bytes().splitlines()) == sorted(
+        f"r{n}" for n in range(40)
+    )
+    (copy,) = ledger.parent.glob("damaged.*")
+    assert (copy / "ledger").read_bytes() == broken
+    assert (copy / "results.jsonl").read_bytes().splitlines() == [lines[n] for n in records]
+    assert mode(copy / "results.jsonl") == 0o600
+    assert any(str(copy) in text for text in summary.repaired)
+    assert batch(server, source, output).fine == 0  # the repair holds
+
+
+def test_a_torn_tail_is_dropped_and_copied(server: FakeServer, tmp_path: Path) -> None:
+    source, output = damage(server, tmp_path, 39)
+    ledger = output.with_name("o.jsonl.corral") / "ledger"
+    ledger.write_bytes(ledger.read_bytes()[:-7])
+    torn = ledger.read_bytes()
+    summary = batch(server, source, output)
+    assert (summary.before, summary.fine) == (39, 1)
+    (copy,) = ledger.parent.glob("damaged.*")
+    assert (copy / "ledger").read_bytes() == torn
+    assert len((copy / "results.jsonl").read_bytes().splitlines()) == 1
+
+
+def test_a_ledger_is_not_mended_where_no_copy_can_be_made(
+    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, output = damage(server, tmp_path, 5)
+    files = [output, output.with_name("o.jsonl.corral") / "ledger"]
+    before = [path.read_bytes() for path in files]
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("corral.batch.core.damage._copy", full)
+        with pytest.raises(DataError, match=r"is damaged, and cannot be copied .*No space left"):
+            batch(server, source, output)
+    assert [path.read_bytes() for path in files] == before
+    assert batch(server, source, output).fine == 1
+
+
+def test_a_damaged_ledger_of_one_of_several_runners_is_kept_too(tmp_path: Path) -> None:
+    folder, table = BatchFolder(tmp_path / "o.jsonl"), Table(Path("none"))
+    for number in range(9):
+        table.add(hash64(b"%d" % number), hash64(b"row %d" % number), 0, 1, number + 1)
+    part = PartFolder(folder.output, name="host.1.abc")
+    for one, rows in ((folder, range(3)), (part, range(3, 9))):
+        one.create()
+        ledger = Ledger(one, table)
+        ledger.open()
+        ledger.commit([LedgerEntry(n, FINE, b'{"id":%d}\n' % n) for n in rows])
+        ledger.close()
+    data = bytearray(part.ledger.read_bytes())
+    data[2 * RECORD_BYTES] ^= 1
+    part.ledger.write_bytes(data)
+    ledger = Ledger(folder, table)
+    ledger.open()
+    tally = ledger.collect([part])
+    ledger.close()
+    assert tally.fine == 8
+    assert (folder.path / "damaged.1" / "results.jsonl").read_bytes() == b'{"id":5}\n'

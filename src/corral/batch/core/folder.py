@@ -10,6 +10,7 @@
       results.jsonl               results, when the output has another form and is made from them at the end
       answers.jsonl.before        empty: says who may read the output, when one was there before (also for the errors)
       ledger                      what counts: one record for each result that is on disk (`ledger`)
+      damaged.1/                  a copy of a ledger that was damaged, and the lines whose records were (`damage`)
       lock                        who works on it (`lock`)
       state.json                  how it last ended, and its summary
       events.jsonl                starts, stops, endpoint losses

@@ -4,20 +4,20 @@ Results are committed in groups: the lines are appended to the results (or error
 are appended to the ledger and synced. A result counts once its record is there. So after a crash
 
 - lines beyond the last record of a file are cut off, torn or whole: their rows are done again;
-- a torn record at the end of the ledger is dropped, and its line with it;
+- torn records at the end of the ledger are dropped, and their lines with them;
+- a record in the middle that a disk damaged is set aside with its line, and its row done again; all others count;
 - a record whose line is missing or not a line (a disk that lost what it had promised) is dropped.
 
 That makes exactly one line per id, whatever happened. A record holds the hashes of id and content, so that a resume
 compares what was asked, and the row's number only as a hint where to look first. After a write error (disk full) the
-files are cut back to the last commit, which needs no space.
+files are cut back to the last commit, which needs no space. A ledger that is damaged is copied first (`damage`).
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import struct
-import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -26,7 +26,17 @@ from typing import NamedTuple
 
 import msgspec
 
+from corral.batch.core.damage import LedgerFiles, set_aside
 from corral.batch.core.folder import BatchFolder, sync_dir
+from corral.batch.core.records import (
+    FAILED,
+    FINE,
+    RECORD_BYTES,
+    LedgerRecord,
+    end_of_records,
+    pack_record,
+    read_records,
+)
 from corral.batch.core.table import Table
 from corral.errors import DataError
 from corral.files import create_private
@@ -42,23 +52,6 @@ __all__ = [
     "Tally",
     "read_ledger",
 ]
-
-FINE, FAILED = 0, 1
-_FIELDS = struct.Struct("<QQQIII")
-_RECORD = struct.Struct("<QQQIIII")
-RECORD_BYTES = _RECORD.size
-_CHUNK = RECORD_BYTES * 16384
-
-
-class LedgerRecord(NamedTuple):
-    """One result that counts."""
-
-    id_hash: int
-    content: int
-    end: int  # of its line, in the file that `kind` names
-    row: int
-    length: int
-    kind: int
 
 
 class LedgerEntry(NamedTuple):
@@ -115,9 +108,8 @@ class Ledger:
         for row, kind, line in entries:
             ends[kind] += len(line)
             lines[kind].append(line)
-            fields = _FIELDS.pack(table.ids[row], table.contents[row], ends[kind], row, len(line), kind)
-            records += fields
-            records += zlib.crc32(fields).to_bytes(4, "little")
+            made = LedgerRecord(table.ids[row], table.contents[row], ends[kind], row, len(line), kind)
+            records += pack_record(made)
         try:
             for kind in (FINE, FAILED):
                 if lines[kind]:
@@ -142,7 +134,7 @@ class Ledger:
 
     def places(self) -> Iterable[LedgerRecord]:
         """Every record, in the order in which results arrived."""
-        return _records(self._ledger_fd)
+        return read_records(self._ledger_fd)
 
     def line(self, record: LedgerRecord) -> bytes:
         return _line(self._fds, record)
@@ -150,9 +142,14 @@ class Ledger:
     def collect(self, parts: Sequence[BatchFolder], beat: Callable[[], None] = lambda: None) -> Tally:
         """Take in what counts in other ledgers, in one step: a row with results in several keeps the first."""
         with ExitStack() as stack:
-            others = [stack.enter_context(_reading(part)) for part in parts]
+            opened = [stack.enter_context(_reading(part)) for part in parts]
+            others = [files for files in opened if files]
+            for files in others:
+                damaged: list[int] = []
+                deque(read_records(files.ledger_fd, damaged=damaged), maxlen=0)
+                self._keep_damaged(files, damaged)
             try:
-                return self._rewrite(Finder(self._table), [source for source in others if source], beat)
+                return self._rewrite(Finder(self._table), others, beat)
             except OSError as error:
                 for copy, _ in self._copies():
                     copy.unlink(missing_ok=True)
@@ -173,15 +170,17 @@ class Ledger:
     def _scan(self, forget_failed: bool) -> Tally:
         """Read the ledger; keep the records whose row still is what it was and whose line is there."""
         tally = Tally(bytearray(len(self._table)))
+        own = LedgerFiles(self._fds, self._ledger_fd)
         sizes = [os.fstat(fd).st_size for fd in self._fds]
         self._ends, self._ledger_end = [0, 0], 0
         find = Finder(self._table, forget_failed)
         kept, stale, lost = 0, 0, 0
         last: list[LedgerRecord | None] = [None, None]
         counts = [0, 0]
-        for record in _records(self._ledger_fd):
+        damaged: list[int] = []
+        for record in read_records(self._ledger_fd, damaged=damaged):
             row = find(record)
-            if record.end > sizes[record.kind]:
+            if record.end > sizes[record.kind] or record.end - record.length < self._ends[record.kind]:
                 lost += 1
             elif row < 0 or tally.done[row]:
                 stale += 1
@@ -192,22 +191,37 @@ class Ledger:
                 last[record.kind] = record
                 kept += 1
         size = os.fstat(self._ledger_fd).st_size
-        self._ledger_end = kept * _RECORD.size
+        self._ledger_end = kept * RECORD_BYTES
         broken = any(record is not None and not _is_line(self._fds, record) for record in last)
-        if stale or lost or broken or find.moved:
+        inside = self._keep_damaged(own, damaged, lost > 0 or broken)
+        if stale or lost or broken or inside or find.moved:
             return self._rewrite(find, [])
         if size != self._ledger_end:
             os.ftruncate(self._ledger_fd, self._ledger_end)
-            self.repaired.append("dropped a torn record from the ledger")
         tally.fine, tally.failed = counts
         return tally
 
-    def _rewrite(self, find: Finder, others: list[_Source], beat: Callable[[], None] = lambda: None) -> Tally:
+    def _keep_damaged(self, files: LedgerFiles, damaged: list[int], lost: bool = False) -> int:
+        """Copy a ledger that is about to lose records; the number of damaged ones among those that count."""
+        size = os.fstat(files.ledger_fd).st_size
+        end = end_of_records(size, damaged)
+        if not (lost or size != end or damaged):
+            return 0
+        place = set_aside(self._folder, files)
+        inside = sum(at < end for at in damaged)
+        if inside:
+            many = "a damaged record" if inside == 1 else f"{inside} damaged records"
+            self.repaired.append(f"set {many} of the ledger aside, and did those rows again (copy: {place})")
+        elif size != end:
+            self.repaired.append(f"dropped a torn record from the ledger (copy: {place})")
+        return inside
+
+    def _rewrite(self, find: Finder, others: list[LedgerFiles], beat: Callable[[], None] = lambda: None) -> Tally:
         """Copy the lines that count into new files, with a new ledger: rows changed, a disk lost data, or others
         have results too."""
         fresh = Tally(bytearray(len(self._table)))
         files = [os.fdopen(create_private(copy, self._folder.like(path)), "wb") for copy, path in self._copies()]
-        own = _Source(self._fds, self._ledger_fd)
+        own = LedgerFiles(self._fds, self._ledger_fd)
         counts, dropped, ends = [0, 0], 0, [0, 0]
         try:
             for source, record in _all_records([own, *others]):
@@ -225,10 +239,8 @@ class Ledger:
                 counts[kind] += 1
                 ends[kind] += len(line)
                 files[kind].write(line)
-                fields = _FIELDS.pack(
-                    self._table.ids[row], self._table.contents[row], ends[kind], row, record.length, kind
-                )
-                files[2].write(fields + zlib.crc32(fields).to_bytes(4, "little"))
+                id_hash, content = self._table.ids[row], self._table.contents[row]
+                files[2].write(pack_record(LedgerRecord(id_hash, content, ends[kind], row, record.length, kind)))
             for file in files:
                 file.flush()
                 os.fsync(file.fileno())
@@ -280,26 +292,19 @@ def read_ledger(folder: BatchFolder, at: int = 0) -> Iterable[LedgerRecord]:
     except FileNotFoundError:
         return
     try:
-        yield from _records(descriptor, at)
+        yield from read_records(descriptor, at)
     finally:
         os.close(descriptor)
 
 
-class _Source(NamedTuple):
-    """The open files of a ledger: its two files of lines, and its records."""
-
-    fds: list[int]
-    ledger_fd: int
-
-
 @contextmanager
-def _reading(folder: BatchFolder) -> Iterator[_Source | None]:
+def _reading(folder: BatchFolder) -> Iterator[LedgerFiles | None]:
     """Another ledger, for reading; None when it has nothing yet."""
     opened: list[int] = []
     try:
         for path in (folder.results, folder.errors, folder.ledger):
             opened.append(os.open(path, os.O_RDONLY))
-        yield _Source(opened[:2], opened[2])
+        yield LedgerFiles(opened[:2], opened[2])
     except FileNotFoundError:
         if len(opened) == 3:
             raise
@@ -309,9 +314,9 @@ def _reading(folder: BatchFolder) -> Iterator[_Source | None]:
             os.close(descriptor)
 
 
-def _all_records(sources: Iterable[_Source]) -> Iterator[tuple[_Source, LedgerRecord]]:
+def _all_records(sources: Iterable[LedgerFiles]) -> Iterator[tuple[LedgerFiles, LedgerRecord]]:
     for source in sources:
-        for record in _records(source.ledger_fd):
+        for record in read_records(source.ledger_fd):
             yield source, record
 
 
@@ -358,23 +363,6 @@ class Finder:
 
     def forgets(self, record: LedgerRecord) -> bool:
         return self._forget_failed and record.kind == FAILED
-
-
-def _records(descriptor: int, at: int = 0) -> Iterable[LedgerRecord]:
-    """The whole records of a ledger, up to the first torn one."""
-    size, crc32 = _RECORD.size, zlib.crc32
-    while chunk := os.pread(descriptor, _CHUNK, at):
-        whole = len(chunk) // size * size
-        view = memoryview(chunk)
-        place = 0
-        for *fields, check in _RECORD.iter_unpack(view[:whole]):
-            if crc32(view[place : place + size - 4]) != check:
-                return
-            place += size
-            yield LedgerRecord._make(fields)
-        if whole < len(chunk):
-            return
-        at += whole
 
 
 def _append(descriptor: int, data: bytes | bytearray, at: int) -> None:
