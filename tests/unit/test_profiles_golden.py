@@ -60,6 +60,46 @@ class Case:
 IMAGE = "vllm/vllm-openai:v0.32.0"
 TERMINAL = Option("run_cluster.sh in an open terminal", gone="an agent on every node starts its container")
 RAY = Option("ray start / ray status by hand", gone="not in vLLM's image any more: vLLM joins the nodes itself")
+LOGIN = Option("huggingface-cli login", gone="`corral pull` asks for a token, and no engine is given one")
+CLUSTER_SCRIPT = (  # what run_cluster.sh gives to `docker run` by itself
+    Option("--network host", "--network=host"),
+    Option("--shm-size 10.24g", gone="--ipc=host gives the host's own"),
+    Option("--entrypoint /bin/bash", "--entrypoint vllm"),
+    Option("--gpus all", "--gpus all"),
+    Option("-v HF_HOME:/root/.cache/huggingface", gone="only the model's own folder is mounted"),
+)
+SINGLE_NODE = (  # Lambda's `docker run`, the same for every model
+    Option("vllm/vllm-openai:latest", IMAGE),
+    Option("--runtime nvidia", gone="--gpus all alone does it"),
+    Option("--gpus all", "--gpus all"),
+    Option("--ipc=host", "--ipc=host"),
+    Option("-v ~/.cache/huggingface:/root/.cache/huggingface", gone="only the model's own folder is mounted"),
+    Option("-p 8000:8000", "--port 8000"),
+    Option("--model", "serve meta-llama/"),
+    Option("--swap-space 16", gone="vLLM no longer swaps KV blocks"),
+    Option("--disable-log-requests", gone="requests are not logged unless asked for"),
+    LOGIN,
+)
+# Every option of every document, as it is written there; each must be a row of one of the document's cases.
+DOCUMENTED = {
+    "kempner": (
+        "--account --output --error --partition --job-name --time --nodes --gpus-per-node --cpus-per-task --mem "
+        "--exclusive --tensor-parallel-size --enforce-eager --head --temp-dir --block"
+    ),
+    "single-node-docker": (
+        "--runtime --gpus -v -p --ipc --model --swap-space --disable-log-requests --tensor-parallel-size"
+    ),
+    "lambda-1cc": (
+        "-i -F HEAD_IP SHARED_DIR HF_HOME MODEL_REPO HF_TOKEN --head --worker --privileged NCCL_IB_HCA "
+        "--tensor-parallel-size --pipeline-parallel-size"
+    ),
+    "digitalocean-baremetal": (
+        "HEAD_IP --head --worker NCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME --privileged NCCL_IB_HCA /root/meta-llama "
+        "--enforce-eager --tensor-parallel-size --pipeline-parallel-size --distributed-executor-backend --dtype "
+        "--gpu-memory-utilization --max-model-len --max-num-batched-tokens --enable-chunked-prefill"
+    ),
+}
+DOCUMENTED["digitalocean-droplet"] = DOCUMENTED["digitalocean-baremetal"]
 
 
 def digitalocean(example: str, interface: str) -> Case:
@@ -70,8 +110,11 @@ def digitalocean(example: str, interface: str) -> Case:
         link="native",
         options=(
             TERMINAL,
+            LOGIN,
+            *CLUSTER_SCRIPT,
             Option("Ray", gone="not in vLLM's image any more"),
-            Option("--nnodes", "--nnodes 2 --node-rank 0"),
+            Option("--head / --worker", "--nnodes 2 --node-rank 0"),
+            Option("HEAD_IP", "--master-addr 10.0.0.1"),
             Option("vllm/vllm-openai", IMAGE),
             Option(f"-e NCCL_SOCKET_IFNAME={interface}", f"NCCL_SOCKET_IFNAME={interface}"),
             Option(f"-e GLOO_SOCKET_IFNAME={interface}", f"GLOO_SOCKET_IFNAME={interface}"),
@@ -82,19 +125,16 @@ def digitalocean(example: str, interface: str) -> Case:
             Option("--privileged", gone="only InfiniBand devices and locked memory are given"),
             Option("NCCL_IB_HCA=mlx5", gone="found on the nodes; it matched by prefix"),
             Option("/root/meta-llama", gone="only the model's own folder is mounted"),
-            Option("huggingface-cli login", gone="`corral pull` asks for a token"),
             Option("--dtype float16", "--dtype float16"),
             Option("--gpu-memory-utilization 0.99", "--gpu-memory-utilization 0.99"),
             Option("--max-model-len 8192", "--max-model-len 8192"),
             Option("--max-num-batched-tokens 65536", "--max-num-batched-tokens 65536"),
             Option("--enable-chunked-prefill=False", "--no-enable-chunked-prefill"),
-            Option("--ipc=host", "--ipc=host"),
-            Option("--gpus all", "--gpus all"),
         ),
     )
 
 
-def kempner(label: str, nodes: int, tensor: int, settings: tuple[str, ...], *options: Option) -> Case:
+def kempner(label: str, model: str, nodes: int, tensor: int, settings: tuple[str, ...], *options: Option) -> Case:
     return Case(
         "kempner",
         init=("--set", "slurm.partition=gpu_h100", "--set", "slurm.account=my_lab", *settings),
@@ -110,6 +150,10 @@ def kempner(label: str, nodes: int, tensor: int, settings: tuple[str, ...], *opt
                 "mem=0",
                 "exclusive",
                 "time=4:00:00",
+                "partition=gpu_h100",
+                "account=my_lab",
+                f"job-name=corral-{model}",
+                f"output={HOME}/deployments/{model}/job.log",
             )
         ),
         options=(
@@ -117,6 +161,10 @@ def kempner(label: str, nodes: int, tensor: int, settings: tuple[str, ...], *opt
             Option("conda activate vllm-inference", "vllm-inference"),
             Option(f"--tensor-parallel-size {tensor}", f"--tensor-parallel-size {tensor}"),
             Option("sleep 5", gone="the head waits until every node has joined"),
+            Option("--error", gone="what the job says goes into one log"),
+            Option("ray start --head --temp-dir --block", gone="Ray is not in vLLM's wheel any more"),
+            Option("pip install -r requirements.txt", gone="`corral engine install --into conda:NAME`"),
+            Option("the model field is a path", "--served-model-name="),
             *options,
         ),
     )
@@ -128,34 +176,21 @@ CASES = (
         up=("llama-3.1-70b-instruct", "--set", "tensor=8", "--set", "data=1"),
         hardware="8xH100",
         label="single-node-docker-70b",
-        options=(
-            Option("vllm/vllm-openai", IMAGE),
-            Option("--gpus all", "--gpus all"),
-            Option("--ipc=host", "--ipc=host"),
-            Option("--tensor-parallel-size 8", "--tensor-parallel-size 8"),
-            Option("-p 8000:8000", "--port 8000"),
-            Option("--runtime nvidia", gone="--gpus all alone does it"),
-            Option("--swap-space 16", gone="vLLM no longer swaps KV blocks"),
-            Option("--disable-log-requests", gone="requests are not logged unless asked for"),
-        ),
+        options=(*SINGLE_NODE, Option("--tensor-parallel-size 8", "--tensor-parallel-size 8")),
     ),
     Case(
         "single-node-docker",
         up=("llama-3.1-8b-instruct",),
         hardware="1xH100",
         label="single-node-docker-8b",
-        options=(
-            Option("vllm/vllm-openai", IMAGE),
-            Option("--gpus all", "--gpus all"),
-            Option("--swap-space 16", gone="vLLM no longer swaps KV blocks"),
-        ),
+        options=SINGLE_NODE,
     ),
     Case(
         "single-node-docker",
         up=("llama-3.1-405b-instruct-fp8", "--set", "tensor=8"),
         hardware="8xH100",
         label="single-node-docker-405b-fp8",
-        options=(Option("--tensor-parallel-size 8", "--tensor-parallel-size 8"),),
+        options=(*SINGLE_NODE, Option("--tensor-parallel-size 8", "--tensor-parallel-size 8")),
     ),
     Case(
         "lambda-1cc",
@@ -170,16 +205,25 @@ CASES = (
             Option("--pipeline-parallel-size 4", "--pipeline-parallel-size 4"),
             Option("--privileged", gone="only InfiniBand devices and locked memory are given"),
             Option("NCCL_IB_HCA=mlx5", gone="found on the nodes; a dry run asks none"),
+            LOGIN,
+            *CLUSTER_SCRIPT,
+            Option("HEAD_IP", "--master-addr 10.0.0.1"),
+            Option("--head / --worker", "--nnodes 4 --node-rank 0"),
+            Option("SHARED_DIR", "/home/ubuntu/fs/corral/"),
             Option("HF_HOME on the shared file system", "/home/ubuntu/fs/corral/cache"),
-            Option("--ipc=host", "--ipc=host"),
-            Option("--gpus all", "--gpus all"),
+            Option("MODEL_REPO", "meta-llama/Llama-3.1-405B-Instruct"),
+            Option("HF_TOKEN", gone="only `corral pull` needs it, and no engine is given one"),
+            Option("ssh -i KEY -F CONFIG", gone="keys of the profile, no option of the engine"),
         ),
     ),
     digitalocean("digitalocean-baremetal", "bond0"),
     digitalocean("digitalocean-droplet", "eth2"),
-    kempner("kempner-405b", 4, 16, (), RAY, Option("--enforce-eager", "--enforce-eager")),
+    kempner(
+        "kempner-405b", "llama-3.1-405b-instruct", 4, 16, (), RAY, Option("--enforce-eager", "--enforce-eager")
+    ),
     kempner(
         "kempner-70b",
+        "llama-3.1-70b-instruct",
         1,
         4,
         (
@@ -297,6 +341,26 @@ GONE = [(case.example, option.documented) for case in CASES for option in case.o
 def test_what_is_gone_is_explained_in_the_example_itself(example: str, documented: str) -> None:
     comment = "".join(line for line in places.example(example).read_text().splitlines() if line.startswith("#"))
     assert documented.split()[0] in comment
+
+
+@pytest.mark.parametrize("example", DOCUMENTED)
+def test_no_option_of_a_document_is_forgotten(example: str) -> None:
+    rows = [word for case in CASES if case.example == example for word in case.script]
+    rows += [option.documented for case in CASES if case.example == example for option in case.options]
+    assert [word for word in DOCUMENTED[example].split() if not any(word in row for row in rows)] == []
+
+
+@pytest.mark.parametrize("example", ["digitalocean-baremetal", "digitalocean-droplet", "lambda-1cc"])
+def test_what_is_left_out_of_a_container_can_be_brought_back(example: str, corral: Command) -> None:
+    """`privileged` and `hca`, as the comments of the examples say, on every node."""
+    count = load_profile(example, {}).settings.hardware.nodes or 0
+    hosts = [f"10.0.0.{number + 1}" for number in range(count)]
+    back = ("--set", "runtime.privileged=true", "--set", "network.hca=mlx5", "--set", "storage.home=/srv/corral")
+    corral("profile", "init", "mine", "--from", example, "--hosts", ",".join(hosts), *back)
+    for rank in json.loads(corral("up", "--on", "mine", "--dry-run"))["ranks"]:
+        assert "--privileged" in rank["argv"]
+        assert rank["env"]["NCCL_IB_HCA"] == "mlx5"
+        assert "NCCL_IB_HCA" in rank["argv"]
 
 
 def test_every_example_has_a_case() -> None:
