@@ -36,7 +36,7 @@ integration: .venv/.test-installed  ## real vLLM on the CPU (installed into .scr
 	$(call INSTALL,cluster)
 	$(PYTEST) tests/integration --reruns 1
 
-e2e: .venv/.test-installed  ## pages in a real browser
+e2e: .venv/.test-installed  ## pages in a real browser; Corral installed from its wheel
 	$(call INSTALL,browser)
 	$(PYTEST) tests/e2e --reruns 1
 

@@ -149,7 +149,8 @@ def optional(module: str, purpose: str) -> Any:
     except ImportError:
         package = module.partition(".")[0]
         raise UsageError(
-            f"{package} is needed to {purpose}, and is not installed.", f"pip install 'corral[batch]' or {package}"
+            f"{package} is needed to {purpose}, and is not installed.",
+            f"Install it beside Corral: {sys.executable} -m uv pip install --python {sys.executable} {package}",
         ) from None
 
 
