@@ -59,6 +59,9 @@ class FakeHub:
         repo = "/".join(parts[:2])
         if repo not in self.repos:
             return _send(request, 404, {"X-Error-Code": "RepoNotFound"}, b"{}", with_body)
+        if request.headers.get("Authorization") == "Bearer revoked":
+            told = {"X-Error-Message": "Invalid credentials in Authorization header"}
+            return _send(request, 401, told, b'{"error": "unknown"}', with_body)
         if repo in self.gated and request.headers.get("Authorization") != "Bearer tok-en-that-is-good":
             return _send(request, 403, {"X-Error-Code": "GatedRepo"}, b'{"error": "gated"}', with_body)
         if api:

@@ -13,7 +13,7 @@ import corral
 from tests.conftest import ROOT
 
 UV = (sys.executable, "-m", "uv")
-VERSIONS = "import corral, importlib.metadata as m; print(m.version('corral-llm'), corral.__version__, corral.__file__)"
+VERSIONS = "import corral as c, importlib.metadata as m; print(m.version('corral-llm'), c.__version__, c.__file__)"
 
 
 def run(*words: str | Path) -> str:

@@ -218,9 +218,7 @@ CASES = (
     ),
     digitalocean("digitalocean-baremetal", "bond0"),
     digitalocean("digitalocean-droplet", "eth2"),
-    kempner(
-        "kempner-405b", "llama-3.1-405b-instruct", 4, 16, (), RAY, Option("--enforce-eager", "--enforce-eager")
-    ),
+    kempner("kempner-405b", "llama-3.1-405b-instruct", 4, 16, (), RAY, Option("--enforce-eager", "--enforce-eager")),
     kempner(
         "kempner-70b",
         "llama-3.1-70b-instruct",

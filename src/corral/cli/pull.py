@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from corral.cli.hub_login import with_token
 from corral.cli.screen import duration, print_json, print_table
 from corral.errors import CorralError, UsageError
 from corral.transfer.pull import Arrival, Pull, PullOrder, pull
@@ -57,7 +58,7 @@ def command(
         check_again=check,
     )
     with NodeScreen(quiet=as_json) as screen:
-        result = pull(order, screen.report)
+        result = with_token(lambda: pull(order, screen.report))
     if as_json:
         print_json(result)
         click.get_current_context().exit(1 if result.failed else 0)

@@ -13,9 +13,10 @@ from typing import Any
 
 from corral.errors import AccessError, CorralError, DataError, NotFoundError, UnreachableError
 from corral.models.architecture import parse_config
+from corral.models.token import token_origin
 from corral.models.weights import Tensor, header_tensors
 
-__all__ = ["Repository", "hub_error", "read_repository"]
+__all__ = ["Repository", "check_repository", "gated_error", "hub_error", "read_repository"]
 
 _TIMEOUT_S = 10.0
 
@@ -36,6 +37,16 @@ def read_repository(repo: str, token: str | None) -> Repository:
     gated, unsaid = _is_gated(repo, token)
     tensors, unread = _tensors(repo, token)
     return Repository(config, tensors, gated, tuple(note for note in (unsaid, unread) if note))
+
+
+def check_repository(repo: str, token: str | None = None) -> None:
+    """Refuse a repository that the token, or the one in use, may not read."""
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi(token=token).auth_check(repo)
+    except Exception as error:  # the library raises its own tree and its HTTP client's
+        raise hub_error(repo, error, token) from error
 
 
 def _is_gated(repo: str, token: str | None) -> tuple[bool | None, str]:
@@ -85,20 +96,37 @@ def _config_text(repo: str, token: str | None) -> str:
         raise told from error
 
 
-def hub_error(repo: str, error: Exception) -> CorralError:
-    """The hub library's error in one sentence with a remedy."""
-    from huggingface_hub import errors, get_token
+def gated_error(repo: str, refused: str = "") -> AccessError:
+    """A gated repository, and what to do: for want of a token, or because the one from `refused` may not read it."""
+    page = f"https://huggingface.co/{repo}"
+    if refused:
+        return AccessError(
+            f"{repo} is gated, and the token ({refused}) may not read it.",
+            f"Request access at {page} with the account of that token, or set HF_TOKEN to one of another account.",
+        )
+    return AccessError(
+        f"{repo} is gated, and there is no token.",
+        f"Request access at {page}, then run `corral pull {repo}` at a terminal, which asks for a token and keeps "
+        "it; or set HF_TOKEN. Tokens are made at https://huggingface.co/settings/tokens.",
+        needs_token=repo,
+    )
+
+
+def hub_error(repo: str, error: Exception, typed: str | None = None) -> CorralError:
+    """The hub library's error in one sentence with a remedy; `typed` is a token that is not kept anywhere yet."""
+    from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):
-        why = "the token in use may not read it" if get_token() else "no token was given"
-        return AccessError(
-            f"{repo} is gated, and {why}.",
-            f"Request access at https://huggingface.co/{repo}, then put a token of that account into HF_TOKEN "
-            "or run `hf auth login`.",
-        )
+        return gated_error(repo, "as typed" if typed else token_origin())
     if isinstance(error, errors.RepositoryNotFoundError):
         return NotFoundError(
             f"the hub has no repository {repo}, or it is private.", "Check the name; set HF_TOKEN if it is private."
+        )
+    if isinstance(error, errors.HfHubHTTPError) and error.response.status_code == 401:
+        return AccessError(
+            f"the hub does not know the token ({'as typed' if typed else token_origin()}).",
+            "It may have been revoked. Make one at https://huggingface.co/settings/tokens and set HF_TOKEN, or "
+            f"take the old one away and run `corral pull {repo}` at a terminal.",
         )
     if isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
         return DataError(f"{repo} has no config.json.", "Choose a repository in the Hugging Face format.")

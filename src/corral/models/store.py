@@ -29,7 +29,7 @@ from corral.errors import (
 from corral.home import models_dir
 from corral.lock import exclusive_lock
 from corral.models import catalogue
-from corral.models.hub import hub_error
+from corral.models.hub import check_repository, hub_error
 from corral.models.weights import read_header, weight_files
 from corral.shell import stream
 
@@ -100,12 +100,7 @@ def check_access(source: ModelSource) -> None:
     """Explain a gated, private or missing repository before an engine is installed or a job queued."""
     if source.kind != "hub" or _offline() or already_here(source):
         return
-    from huggingface_hub import HfApi
-
-    try:
-        HfApi().auth_check(source.repo)
-    except Exception as error:  # the library raises its own tree and its HTTP client's
-        raise hub_error(source.repo, error) from error
+    check_repository(source.repo)
 
 
 def _offline() -> bool:

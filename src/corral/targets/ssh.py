@@ -191,7 +191,11 @@ class SshTarget(Declared):
     def nodes(self) -> tuple[Node, ...]:
         if not self._facts and self.chosen.gpus:  # a dry run on named hardware asks nobody
             interface = self.chosen.interface
-            network = {"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface, "NCCL_IB_HCA": self.chosen.hca}
+            network = {
+                "NCCL_SOCKET_IFNAME": interface,
+                "GLOO_SOCKET_IFNAME": interface,
+                "NCCL_IB_HCA": self.chosen.hca,
+            }
             env = {name: value for name, value in network.items() if value}
             return tuple(Node(host, _bare(host), {**env, **self.chosen.env}) for host in self.chosen.hosts)
         self._looked()

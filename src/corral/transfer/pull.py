@@ -17,9 +17,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from corral.errors import AccessError, CorralError, DataError, NotFoundError, UnreachableError, UsageError
+from corral.errors import CorralError, DataError, NotFoundError, UnreachableError, UsageError
 from corral.models import store as model_store
+from corral.models.hub import gated_error
 from corral.models.store import LEFT_OUT, ModelSource
+from corral.models.token import token_origin
 from corral.record import to_json
 from corral.ssh import Ssh, check_host, each
 from corral.transfer.courier import HERE, ask_courier
@@ -159,10 +161,7 @@ def _from_hub(source: ModelSource, host: str, ssh: Ssh) -> Origin:
 def _hub_error(repo: str, host: str, error: CorralError) -> CorralError:
     status = error.details.get("status")
     if status in (401, 403):
-        return AccessError(
-            f"{repo} is gated or private, and the hub refuses what {host} asks for.",
-            f"Request access at https://huggingface.co/{repo}, then put a token of that account into HF_TOKEN.",
-        )
+        return gated_error(repo, token_origin())
     if status == 404:
         return NotFoundError(f"the hub has no repository {repo}, or it is private.", "Check the name; set HF_TOKEN.")
     if status is not None:
