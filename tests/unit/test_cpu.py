@@ -10,7 +10,7 @@ import pytest
 
 from corral.errors import CorralError
 from corral.hardware import cpu_speed
-from corral.hardware.cpu import CpuFacts, parse_cpuinfo, read_cpu
+from corral.hardware.cpu import CpuFacts, common_cpu, parse_cpuinfo, read_cpu
 from corral.hardware.cpu_speed import CpuKind, CpuSpeed, FormatSpeed, measure, recall, remember
 from corral.hardware.inventory import GIB, Inventory
 from corral.models.facts import ModelFacts, read_facts
@@ -105,14 +105,14 @@ def test_only_telling_flags_are_kept() -> None:
     assert "amx_bf16" in facts_of("sapphire-rapids").flags
 
 
-def test_a_cpu_without_flags_is_planned_as_before(smollm2: ModelFacts) -> None:
+def test_a_cpu_that_nobody_knows_gets_what_crawls_nowhere(smollm2: ModelFacts) -> None:
     facts = parse_cpuinfo("processor : 0\nisa : rv64imafdc\n", "riscv64")
     assert (facts.architecture, facts.flags) == ("riscv64", ())
-    assert quick_format(facts).format == "bf16"
-    assert quick_format(None).format == "bf16"
+    assert quick_format(facts).format == "fp32"
     plan = planned(smollm2, replace(machine("zen3"), cpu=None))
-    assert plan.precision.weights == "bf16"
-    assert "nothing is known" in because(plan)
+    assert plan.precision.weights == "fp32"
+    assert "nobody has looked at this CPU" in because(plan)
+    assert "--set weights=bf16" in because(plan)
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "processor", "flags", ": :\n::", "Features\t:\n", "\x00\n\xff"])
@@ -288,3 +288,17 @@ def test_a_measurement_that_fails_is_one_clear_error(
     monkeypatch.setattr(cpu_speed, "run", lambda argv, timeout_s: done)
     with pytest.raises(CorralError, match="could not be measured"):
         measure("python", "m", products(smollm2), ("bf16",))
+
+
+def test_nodes_get_a_format_that_suits_them_all() -> None:
+    amx, skylake = (
+        CpuFacts("x86_64", "Sapphire", ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16")),
+        CpuFacts("x86_64", "Skylake", ("avx2", "avx512f")),
+    )
+    assert common_cpu([amx, amx]) == amx
+    mixed = common_cpu([amx, skylake])
+    assert mixed == CpuFacts("x86_64", "Sapphire and Skylake", ("avx2", "avx512f"))
+    assert quick_format(mixed).format == "fp32"
+    assert common_cpu([amx, CpuFacts("aarch64", "Neoverse-V2", ("bf16",))]) is None
+    assert common_cpu([CpuFacts("unknown", "unknown CPU"), amx]) is None
+    assert common_cpu([]) is None

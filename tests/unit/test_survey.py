@@ -13,6 +13,7 @@ import pytest
 
 from corral.bundle import bundle
 from corral.errors import CorralError, UnreachableError
+from corral.hardware.cpu import parse_cpuinfo, read_cpu
 from corral.hardware.survey import Asked, Here, NodeFacts, read_answer, survey, survey_host
 from corral.node.survey import __main__ as whole
 from corral.node.survey import gpus, network, processes
@@ -42,6 +43,7 @@ def test_this_machine_tells_what_it_is(tmp_path: Path) -> None:
     assert facts.hostname == socket.gethostname()
     assert facts.python == ".".join(map(str, sys.version_info[:3]))
     assert facts.cores >= 1
+    assert parse_cpuinfo(facts.cpuinfo, facts.machine) == read_cpu()
     assert 0 < facts.memory_available_bytes <= facts.memory_bytes
     assert [row.port for row in facts.taken_ports] == [port]
     assert facts.taken_ports[0].pid == os.getpid()

@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from corral.batch import FixedServer, ModelServer, Quiet, RunnerSettings
-from corral.client.client import Client, run
+from corral.batch.core.runner import RowRequest
+from corral.client.client import Client, Page, run
 from corral.client.endpoint import Absence, Endpoint
 from corral.errors import ConflictError, DataError, NotFoundError, UnreachableError, UsageError
 from corral.fake import FakeOptions, FakeServer, Pace
 from corral.score.job import ScoreReport, score_file
-from corral.score.likelihood import ScoreOptions
-from corral.score.score import Scorer, TokenGate
+from corral.score.likelihood import ScoreOptions, read_row
+from corral.score.score import Scorer, Scoring, TokenGate
 from tests.until import until
 
 ROWS: list[dict[str, Any]] = [
@@ -189,8 +190,6 @@ def test_the_boundary_is_where_lm_eval_puts_it(server: FakeServer) -> None:
     async def main() -> None:
         async with Client(Endpoint(server.url, "fake")) as client:
             scorer = Scorer(client, ScoreOptions(per_token=True))
-            from corral.score.likelihood import read_row
-
             for context, continuation in (
                 ("Paris is", " big"),
                 ("Paris is ", "big"),
@@ -205,6 +204,22 @@ def test_the_boundary_is_where_lm_eval_puts_it(server: FakeServer) -> None:
                 assert ids == whole[max(cut, 1) :]
 
     run(main())
+
+
+def test_a_token_over_the_boundary_leaves_the_contexts_own() -> None:
+    """lm-evaluation-harness sends [Par] + [ big]; the tokens of "Paris big" would be another condition."""
+    known: dict[Any, list[int]] = {"": [], "Par": [7], "Paris big": [70, 8]}
+    asking = Scoring(ScoreOptions(prefix="none")).steps(read_row({"context": "Par", "continuation": "is big"}, 1))
+    prompts = asked(next(asking))
+    while isinstance(prompts[0], str):
+        answers = [json.dumps({"tokens": known[prompt], "max_model_len": 64}) for prompt in prompts]
+        prompts = asked(asking.send([Page(200, answer.encode()) for answer in answers]))
+    assert prompts == [(7, 8)]
+
+
+def asked(requests: Sequence[RowRequest]) -> list[Any]:
+    """The prompts of some requests: texts to tokenise, or tokens."""
+    return [request.body["prompt"] for request in requests if isinstance(request.body, Mapping)]
 
 
 def test_duplicates_are_named(server: FakeServer, tmp_path: Path) -> None:

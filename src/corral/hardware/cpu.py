@@ -7,11 +7,11 @@ of implementer and part, so the common server cores are named here.
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["CpuFacts", "parse_cpuinfo", "read_cpu"]
+__all__ = ["CpuFacts", "common_cpu", "parse_cpuinfo", "read_cpu"]
 
 # The flags that decide in which number format a CPU multiplies quickly; the many others change nothing here.
 _TELLING = {
@@ -74,6 +74,15 @@ def _model(fields: Mapping[str, str]) -> str:
     if implementer:
         return _ARM_CORES.get((implementer, part), f"ARM core {implementer}:{part}")
     return fields.get("model name") or "unknown CPU"
+
+
+def common_cpu(cpus: Sequence[CpuFacts]) -> CpuFacts | None:
+    """What several nodes have in common, for one format that suits them all; None where nothing is known of one."""
+    if not cpus or len({cpu.architecture for cpu in cpus}) > 1 or any(cpu.architecture == "unknown" for cpu in cpus):
+        return None
+    names = dict.fromkeys(cpu.model for cpu in cpus)
+    shared = tuple(flag for flag in cpus[0].flags if all(cpu.has(flag) for cpu in cpus))
+    return CpuFacts(cpus[0].architecture, " and ".join(names), shared)
 
 
 def read_cpu(root: Path = Path("/")) -> CpuFacts:

@@ -179,6 +179,7 @@ class NodeFacts:
     machine: str = ""
     boot_id: str = ""
     cores: int = 0
+    cpuinfo: str = ""  # of its first processor, as its kernel prints it
     memory_bytes: int = 0
     memory_available_bytes: int = 0
     limits: NodeLimits = field(default_factory=NodeLimits)

@@ -34,6 +34,7 @@ _LONE = {"latency": 1.0, "balanced": 0.5, "throughput": 0.0}  # weight of the si
 # Seen without bf16 instructions, 32 rows against fp32: 4.1 × (AVX-512), 3.7 × (AVX2); docs/log.md. On Neoverse-N1 a
 # short answer took two minutes in fp16 and some three seconds in fp32.
 _X86_SLOWER, _ARM_SLOWER = 4.0, 30.0
+_SAFE = "fp32 crawls on none (`--set weights=bf16` where it has bf16 instructions)"
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,14 @@ class Quick:
 def quick_format(cpu: CpuFacts | None) -> Quick:
     """The format that the flags speak for."""
     if cpu is None:
-        return Quick("bf16", "nothing is known of this CPU")
+        return Quick("fp32", f"nobody has looked at this CPU, and {_SAFE}", _X86_SLOWER)
     if cpu.architecture == "x86_64":
         return _x86(cpu)
     if cpu.architecture == "aarch64":
         return _arm(cpu)
-    return Quick("bf16", f"Corral does not know which formats {cpu.architecture} is quick in")
+    return Quick(
+        "fp32", f"Corral does not know which formats {cpu.architecture} is quick in, and {_SAFE}", _X86_SLOWER
+    )
 
 
 def _x86(cpu: CpuFacts) -> Quick:

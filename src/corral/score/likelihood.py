@@ -8,7 +8,8 @@ Three kinds of rows:
                                         choices, tells which is right)
 
 The boundary is lm-evaluation-harness's: blanks at the end of the context belong to the continuation, and the
-continuation's tokens are those of `context + continuation` behind as many as `context` alone has.
+continuation's tokens are those of `context + continuation` behind as many as `context` alone has. What stands before
+them is the context's own tokens, also where a token of the whole reaches over the boundary.
 
 Long texts are cut as its rolling windows are: disjoint in what they score, each with `overlap` tokens of context (the
 last with as many as fit). A window holds at most the model's context minus one, because vLLM generates one token.

@@ -103,6 +103,7 @@ class Scoring:
             return Score.of(row, (yield from self._likelihoods(row, wholes, len(prefix))))
         texts = [pairs[0][0], *(context + continuation for context, continuation in pairs)]
         context, *wholes = yield from self._tokens([(text, special) for text in texts])
+        wholes = [[*context, *whole[len(context) :]] for whole in wholes]  # "Par" + "is" is not "Paris" there
         return Score.of(row, (yield from self._likelihoods(row, wholes, len(context))))
 
     def _learn(self) -> Asking[None]:

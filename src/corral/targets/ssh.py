@@ -22,6 +22,7 @@ from corral.deployment.folder import DeploymentFolder
 from corral.deployment.state import ENDED, Reason, State
 from corral.errors import ConflictError, CorralError, EngineError, LaunchError, UnreachableError, UsageError
 from corral.files import make_private_dir, write_atomic
+from corral.hardware.cpu import common_cpu, parse_cpuinfo
 from corral.hardware.fabric import Fabric, choose_fabric
 from corral.hardware.inventory import Inventory, parse_gpus, recognise
 from corral.hardware.survey import Asked, NodeFacts, survey
@@ -465,7 +466,7 @@ def _inventory(facts: Sequence[NodeFacts], link: str) -> Inventory:
     least = min(facts, key=lambda node: node.memory_available_bytes)
     base = Inventory(
         None, 1, len(facts), 0, min(node.cores for node in facts), least.memory_bytes, least.memory_available_bytes,
-        link, "probed",
+        link, "probed", cpu=common_cpu([parse_cpuinfo(node.cpuinfo, node.machine) for node in facts]),
     )  # fmt: skip
     gpus = facts[0].gpus
     if not gpus:

@@ -149,18 +149,28 @@ def build(torch: Any, kernels: bool, format_: str, order: dict[str, Any]) -> Pro
 
 
 def measure_format(torch: Any, kernels: bool, format_: str, order: dict[str, Any], until: float) -> dict[str, Any]:
-    """Operations per second by rows; what time does not allow is taken from fewer rows, which is no quicker."""
+    """Operations per second by rows.
+
+    Where time does not allow all matrices, one layer's stand for them; where it does not allow those either, the rate
+    is that of fewer rows, which is no quicker.
+    """
     made = build(torch, kernels, format_, order)
     rates: list[float] = []
-    layer = len(order["products"]) - 1
-    for place, rows in enumerate(order["rows"]):
-        whole = slice(None) if rows <= 64 else slice(0, layer)  # a prompt needs the head for its last token only
+    everything, one_layer = slice(None), slice(0, len(order["products"]) - 1)
+
+    def affordable(rows: int, which: slice, left: float) -> bool:
+        flops = sum(2.0 * rows * n * k for n, k, _ in made.made[which])
+        return not rates or 2 * flops / (rates[-1] * 1e9) <= left  # once to warm up, once to count
+
+    for number, rows in enumerate(order["rows"]):
         now = spent()
-        flops = sum(2.0 * rows * n * k for n, k, _ in made.made[whole])
-        if rates and 2 * flops / (rates[-1] * 1e9) > until - now:
+        prompt = rows > 64  # a prompt needs the head for its last token only
+        parts = (one_layer,) if prompt else (everything, one_layer)
+        which = next((part for part in parts if affordable(rows, part, until - now)), None)
+        if which is None:
             rates.append(rates[-1])
             continue
-        seconds, flops = made.times(rows, whole, now + (until - now) / (len(order["rows"]) - place))
+        seconds, flops = made.times(rows, which, now + (until - now) / (len(order["rows"]) - number))
         rates.append(flops / seconds / 1e9)
     return {"format": format_, "kernel": made.kernel, "rows": order["rows"], "gflops": [round(r, 3) for r in rates]}
 

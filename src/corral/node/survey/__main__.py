@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict
 from .fingerprint import fingerprints
 from .gpus import gpus
 from .listeners import ports
-from .machine import cores, hf_token, identity, limits, memory, tools
+from .machine import cores, cpu, hf_token, identity, limits, memory, tools
 from .network import interfaces, rdma
 from .storage import disks, nonces, paths, read_speed, shm
 
@@ -20,6 +20,7 @@ LIMIT_S = 20.0
 PARTS: Dict[str, Callable[[Json], Json]] = {
     "identity": identity,
     "cores": cores,
+    "cpu": cpu,
     "memory": memory,
     "limits": limits,
     "tools": tools,

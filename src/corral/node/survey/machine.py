@@ -13,6 +13,7 @@ from .sources import number, read
 
 Json = Dict[str, Any]
 TOOLS = ("docker", "podman", "apptainer", "singularity", "conda", "nvidia-smi", "ray", "hf", "sbatch")
+MOST_CPUINFO = 16384
 
 
 def identity(_: Json) -> Json:
@@ -52,6 +53,11 @@ def cores(_: Json) -> Json:
     if quota.isdigit() and number(period):
         count = min(count, max(1, -(-int(quota) // int(period))))
     return {"cores": count}
+
+
+def cpu(_: Json) -> Json:
+    """The kernel's words about the first processor; whoever asked reads them."""
+    return {"cpuinfo": read("/proc/cpuinfo")[:MOST_CPUINFO].split("\n\n")[0]}
 
 
 def memory(_: Json) -> Json:
