@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from corral.node.identity import boot_id, identity, start_ticks
+from corral.node.tcp_table import LISTEN, TIME_WAIT, tcp_sockets
 
 __all__ = ["Identity", "boot_id", "identify", "only_lingering", "own_identity", "port_owner"]
-
-LISTEN, TIME_WAIT = "0A", "06"  # as the kernel writes them
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ def own_identity() -> Identity:
 
 def port_owner(port: int) -> str:
     """Who listens on a TCP port of this machine, in words; empty when nobody can be named."""
-    inodes = _listening_inodes(port)
+    inodes = {one.inode for one in tcp_sockets(port) if one.state == LISTEN}
     if not inodes:
         return ""
     for entry in Path("/proc").iterdir():
@@ -65,23 +64,5 @@ def port_owner(port: int) -> str:
 
 def only_lingering(port: int) -> bool:
     """Whether all that the kernel knows of a port are closed connections waiting to be forgotten."""
-    states = {state for state, _ in _sockets(port)}
+    states = {one.state for one in tcp_sockets(port)}
     return bool(states) and states == {TIME_WAIT}
-
-
-def _listening_inodes(port: int) -> set[str]:
-    return {inode for state, inode in _sockets(port) if state == LISTEN}
-
-
-def _sockets(port: int) -> list[tuple[str, str]]:
-    """(state, inode) of every TCP socket with this local port."""
-    found = []
-    for table in ("tcp", "tcp6"):
-        try:
-            lines = Path(f"/proc/net/{table}").read_text().splitlines()[1:]
-        except OSError:
-            continue
-        for fields in map(str.split, lines):
-            if int(fields[1].rpartition(":")[2], 16) == port:
-                found.append((fields[3], fields[9]))
-    return found

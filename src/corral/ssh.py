@@ -28,7 +28,17 @@ from corral.home import home_dir
 from corral.shell import Completed, capture
 from corral.untrusted import plain
 
-__all__ = ["FAN_OUT", "MOST_SAID_BYTES", "Ssh", "check_host", "each", "forwarding", "read_hosts", "ssh_command"]
+__all__ = [
+    "FAN_OUT",
+    "MOST_SAID_BYTES",
+    "Forward",
+    "Ssh",
+    "check_host",
+    "each",
+    "read_hosts",
+    "socket_folder",
+    "ssh_command",
+]
 
 LONGEST_FOLDER = 48  # for a socket: ssh adds 40 characters, and 17 while it makes it; 107 are allowed
 FAN_OUT = 32  # hosts talked to at the same time
@@ -42,10 +52,23 @@ def ssh_command() -> list[str]:
     return shlex.split(os.environ.get("CORRAL_SSH", "")) or ["ssh"]
 
 
-def forwarding() -> list[str]:
-    """ssh, told to do nothing but forward, and to end when it cannot."""
+@dataclass(frozen=True)
+class Forward:
+    """A way from a port of this machine to an address that another host reaches."""
+
+    port: int  # of this machine
+    far: str  # HOST:PORT, as `through` reaches it
+    through: str
+
+    def command(self, near: Path) -> list[str]:
+        """The ssh that forwards what comes to a socket file, and ends when it cannot."""
+        return [*_forwarding(), "-L", f"{near}:{self.far}", check_host(self.through)]
+
+
+def _forwarding() -> list[str]:
     options = ["-N", "-T", "-o", "BatchMode=yes", "-o", "ExitOnForwardFailure=yes", "-o", "ControlMaster=no"]
     options += ["-o", "ControlPath=none", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"]
+    options += ["-o", "StreamLocalBindUnlink=yes", "-o", "StreamLocalBindMask=0177"]
     return [*ssh_command(), *options]
 
 
@@ -141,7 +164,7 @@ def _options(command: tuple[str, ...], host: str, connect_s: float) -> tuple[str
     options += ["-o", "ServerAliveCountMax=3", "-T"]
     if not _shares_connections(command, host):
         options += ["-o", "ControlMaster=auto", "-o", "ControlPersist=60"]
-        options += ["-o", f"ControlPath={_socket_folder()}/%C"]
+        options += ["-o", f"ControlPath={socket_folder()}/%C"]
     return tuple(options)
 
 
@@ -156,7 +179,7 @@ def _shares_connections(command: tuple[str, ...], host: str) -> bool:
     return settings.get("controlpath", "none") != "none"
 
 
-def _socket_folder() -> Path:
+def socket_folder() -> Path:
     """Ours alone, and short, because the path of a socket may have 107 bytes at most.
 
     Below the user's own runtime folder, where there is one. Otherwise a folder in /tmp with a name that nobody can

@@ -221,6 +221,32 @@ def test_a_hugging_face_home_on_shared_storage_needs_no_copy(bench: Bench) -> No
     bench.nothing_left()
 
 
+def test_no_stranger_gets_the_tunnels_port_while_ssh_is_away(bench: Bench, ready: str) -> None:
+    folder = Path(bench.env["CORRAL_HOME"]) / "deployments" / ready
+    port = int(bench.status(ready)["endpoint"]["base_url"].rpartition(":")[2].partition("/")[0])
+    holder = json.loads((folder / "tunnel.json").read_text())["holder"]["pid"]
+    thief = (
+        "import os, socket, sys\n"
+        "os.setgid(65534)\n"
+        "os.setuid(65534)\n"
+        "listener = socket.socket()\n"
+        "listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)\n"
+        "listener.bind(('127.0.0.1', int(sys.argv[1])))\n"
+        "listener.listen()\n"
+    )
+    for _ in range(4):
+        found = subprocess.run(["pgrep", "-P", str(holder)], capture_output=True, text=True).stdout.split()
+        for pid in found:  # the forwarding ssh: it is started again
+            os.kill(int(pid), signal.SIGKILL)
+        done = subprocess.run([sys.executable, "-c", thief, str(port)], capture_output=True, text=True)
+        assert "Address already in use" in done.stderr
+    deadline = time.monotonic() + 90
+    while bench.run("complete", "--deployment", ready, "Hello").returncode not in (0, 2, 10):
+        assert time.monotonic() < deadline, (folder / "tunnel.log").read_text()
+    assert "the connection ended" in (folder / "tunnel.log").read_text()
+    assert json.loads((folder / "tunnel.json").read_text())["holder"]["pid"] == holder
+
+
 def test_exposed_it_answers_on_the_clusters_network_and_only_with_the_key(bench: Bench) -> None:
     done = bench.up("exposed", "--expose", "--json")
     assert done.returncode == 0, done.stderr

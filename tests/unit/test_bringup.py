@@ -84,7 +84,7 @@ class Elsewhere:
     def refresh(self, folder: object) -> None:
         pass
 
-    def forward(self, folder: object) -> list[str] | None:
+    def forward(self, folder: object) -> None:
         return None
 
     def start(self, spec: object, folder: object) -> None:

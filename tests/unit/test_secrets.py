@@ -77,24 +77,24 @@ def tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_folder_that_somebody_else_made_does_not_block_ssh(clean_home: Path, tmp: Path) -> None:
     """The attack: mkdir /tmp/corral-ssh-UID before the victim does."""
     (tmp / f"corral-ssh-{os.getuid()}").mkdir(mode=0o777)
-    folder = ssh._socket_folder()
+    folder = ssh.socket_folder()
     assert folder.name != f"corral-ssh-{os.getuid()}"
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert ssh._socket_folder() == folder  # found again by later commands
+    assert ssh.socket_folder() == folder  # found again by later commands
 
 
 def test_a_planted_link_is_not_followed(clean_home: Path, tmp: Path) -> None:
-    first = ssh._socket_folder()
+    first = ssh.socket_folder()
     first.rmdir()
     (tmp / "theirs").mkdir(mode=0o700)
     first.symlink_to(tmp / "theirs")
-    assert ssh._socket_folder() not in (first, tmp / "theirs")
+    assert ssh.socket_folder() not in (first, tmp / "theirs")
 
 
 def test_a_folder_that_others_may_enter_is_left(clean_home: Path, tmp: Path) -> None:
-    first = ssh._socket_folder()
+    first = ssh.socket_folder()
     first.chmod(0o777)
-    assert ssh._socket_folder() != first
+    assert ssh.socket_folder() != first
 
 
 def test_the_users_runtime_folder_is_taken_where_it_is_private(
@@ -102,6 +102,6 @@ def test_the_users_runtime_folder_is_taken_where_it_is_private(
 ) -> None:
     (tmp / "run").mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp / "run"))
-    assert ssh._socket_folder() == tmp / "run" / "corral-ssh"
+    assert ssh.socket_folder() == tmp / "run" / "corral-ssh"
     (tmp / "run").chmod(0o755)
-    assert ssh._socket_folder().parent == tmp
+    assert ssh.socket_folder().parent == tmp

@@ -26,6 +26,7 @@ from corral.client.errors import (
     KeyRefusedError,
     RequestError,
     ServerGoneError,
+    StrangerError,
     UnknownModelError,
     UnknownPathError,
 )
@@ -35,7 +36,7 @@ __all__ = ["RequestOutcome", "drive"]
 _now = time.monotonic_ns
 _BEAT_NS = 5_000_000
 _GONE = 20
-_HOPELESS = (KeyRefusedError, UnknownModelError, UnknownPathError)
+_HOPELESS = (KeyRefusedError, StrangerError, UnknownModelError, UnknownPathError)
 
 
 @dataclass

@@ -21,7 +21,7 @@ from corral.bench.spec import LoadShape, Spec, Workload
 from corral.bench.vocabulary import Vocabulary, learn_vocabulary
 from corral.client.client import Client
 from corral.client.endpoint import Endpoint
-from corral.client.errors import KeyRefusedError, ServerGoneError
+from corral.client.errors import KeyRefusedError, ServerGoneError, StrangerError
 from corral.errors import AccessError, CorralError, EngineError, UnreachableError, UsageError
 from corral.lifecycle.deployments import plan_of
 from corral.plan import Plan
@@ -175,7 +175,7 @@ class Bench:
         kept = f"What was measured is in {finished.folder}."
         text = f"{error.message} {done} of {total} requests had been answered."
         kind: type[CorralError] = UnreachableError if isinstance(error, ServerGoneError) else UsageError
-        if isinstance(error, KeyRefusedError):
+        if isinstance(error, KeyRefusedError | StrangerError):
             kind = AccessError
         raise kind(text, f"{error.remedy} {kept}", folder=str(finished.folder))
 

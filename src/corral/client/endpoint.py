@@ -39,6 +39,10 @@ class Endpoint:
         """The URL without a trailing /v1: what paths such as /health and /v1/models are appended to."""
         return self.base_url.rstrip("/").removesuffix("/v1")
 
+    @property
+    def has_key(self) -> bool:
+        return self.key_file is not None
+
     def key(self) -> str | None:
         """The key, read now; None when the endpoint needs none."""
         if self.key_file is None:
@@ -68,6 +72,10 @@ class HeldKeyEndpoint(Endpoint):
                 "The key holds characters that no key has.", "Give the key alone, without quotes or spaces."
             )
         object.__setattr__(self, "_held", key)
+
+    @property
+    def has_key(self) -> bool:
+        return self.key() is not None
 
     def key(self) -> str | None:
         held: str | None = self.__dict__["_held"]

@@ -9,6 +9,7 @@
     ├── ServerFailedError    7  retry   5xx, or an error chunk inside a stream that began with 200
     ├── MalformedReplyError  7  retry   200 with something that is not an answer
     ├── KeyRefusedError      6          401 or 403
+    ├── StrangerError        6          another user of this machine holds the port: no key is sent
     ├── UnknownModelError    3          404 for the model's name
     ├── UnknownPathError     3          404 for the path
     ├── PromptTooLongError   2          400, with the numbers
@@ -37,6 +38,7 @@ __all__ = [
     "RequestError",
     "ServerFailedError",
     "ServerGoneError",
+    "StrangerError",
     "TimedOutError",
     "UnknownModelError",
     "UnknownPathError",
@@ -91,6 +93,10 @@ class MalformedReplyError(RequestError, EngineError):
 
 class KeyRefusedError(RequestError, AccessError):
     pass
+
+
+class StrangerError(RequestError, AccessError):
+    """The server's port is held by somebody else; the server itself may come back."""
 
 
 class UnknownModelError(RequestError, NotFoundError):

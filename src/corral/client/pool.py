@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from corral.client.doorkeeper import Doorkeeper
 from corral.client.endpoint import Endpoint
 from corral.client.errors import KeyRefusedError, RequestError, ServerGoneError, TimedOutError, error_from_status
 from corral.client.reply import Assembly, read_reply
@@ -68,6 +69,8 @@ class Pool:
         self._waiting: deque[Exchange] = deque()
         self._assemblies: deque[tuple[Exchange, Assembly]] = deque()
         self._addresses: list[Any] = []
+        # a certificate proves more than a user's number does
+        self._doorkeeper = Doorkeeper(endpoint.root) if endpoint.has_key and self._tls is None else None
         self._sweeper: asyncio.TimerHandle | None = None
         self._tick_s = max(0.02, min(limits.stall_s, limits.timeout_s or limits.stall_s, 10.0) / 20)
         self._closed = False
@@ -237,6 +240,8 @@ class Pool:
         except ssl.SSLError as error:
             self._settle(exchange, ServerGoneError(f"No TLS connection to {self.where}: {error.reason}.",
                                                    "Check the address and its certificate."))  # fmt: skip
+        except RequestError as error:
+            self._settle(exchange, error)
         except OSError as error:
             self._addresses = []
             gone = ServerGoneError(
@@ -273,12 +278,23 @@ class Pool:
                     lambda: Wire(self), address[0], address[1],
                     ssl=self._tls, server_hostname=self._host if self._tls else None,
                 )  # fmt: skip
+                if self._doorkeeper is not None:
+                    await self._ask_who_listens(self._doorkeeper, wire)
                 return wire
             except ssl.SSLError:
                 raise
             except OSError as error:
                 failure = error
         raise failure or OSError("no address")
+
+    @staticmethod
+    async def _ask_who_listens(doorkeeper: Doorkeeper, wire: Wire) -> None:
+        try:
+            if wire.transport is not None:
+                await doorkeeper.check(wire.transport)
+        except BaseException:
+            wire.abandon()
+            raise
 
     def _sweep(self) -> None:
         """Fail what is too late, forget what nobody waits for, close what was idle for long."""

@@ -1,7 +1,8 @@
-"""Bringing an endpoint to this machine: a background process that holds an ssh forward open, and opens it again.
+"""Bringing an endpoint to this machine: a background process that holds a port, and an ssh forward behind it.
 
 The near end's port is part of the deployment's endpoint, so it never changes while the deployment lives, whatever
-happens to the connection. The process ends by itself when the deployment has ended or another took its place.
+happens to the connection, and the process never lets go of it (`near_end`). It ends by itself when the deployment has
+ended or another process took its place.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ from corral.files import make_private_dir, write_atomic
 from corral.home import home_dir
 from corral.interruption import terminated_as_interrupted
 from corral.lifecycle.deployments import Record, target_of
+from corral.lifecycle.near_end import NearEnd
 from corral.node.ports import free_port
-from corral.processes import Identity, own_identity
+from corral.processes import Identity, own_identity, port_owner
 from corral.record import dump_json, from_json, load_json
-from corral.ssh import Ssh, forwarding
+from corral.ssh import Forward, Ssh, socket_folder
 
 __all__ = [
     "Distant",
@@ -56,16 +58,29 @@ def needs_tunnel(folder: DeploymentFolder) -> bool:
     return folder.launch.is_file() and target_of(load_json(Record, folder.record)).forward(folder) is not None
 
 
-def tunnel_holder(folder: DeploymentFolder) -> Identity | None:
-    """The process that holds the tunnel now."""
+@dataclass(frozen=True)
+class HeldTunnel:
+    """Who holds a tunnel, and the socket file on which ssh listens while it is connected."""
+
+    holder: Identity
+    near: str
+
+
+def _held(folder: DeploymentFolder) -> HeldTunnel | None:
     with contextlib.suppress(OSError, CorralError):
-        holder = load_json(Identity, folder.tunnel)
-        return None if holder.is_gone() or not holder.is_here() else holder
+        held = load_json(HeldTunnel, folder.tunnel)
+        return None if held.holder.is_gone() or not held.holder.is_here() else held
     return None
 
 
+def tunnel_holder(folder: DeploymentFolder) -> Identity | None:
+    """The process that holds the tunnel now."""
+    held = _held(folder)
+    return held.holder if held else None
+
+
 def ensure_tunnel(folder: DeploymentFolder) -> None:
-    """Open the tunnel in the background unless it is open or none is needed; returns when the near end accepts."""
+    """Open the tunnel in the background unless it is open or none is needed; returns when ssh is connected."""
     if not needs_tunnel(folder) or tunnel_holder(folder):
         return
     log = os.open(folder.tunnel_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
@@ -91,26 +106,52 @@ def ensure_tunnel(folder: DeploymentFolder) -> None:
 
 
 def _open(folder: DeploymentFolder) -> bool:
-    if tunnel_holder(folder) is None:
+    held = _held(folder)
+    if held is None:
         return False
-    address = urlsplit(load_json(Endpoint, folder.endpoint).base_url)
-    with contextlib.suppress(OSError), socket.create_connection((address.hostname or "", address.port or 0), 1):
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1)
+        probe.connect(held.near)
         return True
     return False
 
 
 def hold_tunnel(folder: DeploymentFolder, say: Callable[[str], None]) -> None:
     """Keep the forward open until the deployment ends; ssh is started again whenever it ends."""
-    command = target_of(load_json(Record, folder.record)).forward(folder)
-    if command is None:
+    forward = target_of(load_json(Record, folder.record)).forward(folder)
+    if forward is None:
         say("no tunnel is needed: the endpoint can be reached from here")
         return
-    write_atomic(folder.tunnel, dump_json(own_identity()))
-    mine = folder.tunnel.read_text()
-    _hold(command, say, lambda: _wanted(folder, mine))
-    with contextlib.suppress(OSError):
-        if folder.tunnel.read_text() == mine:
-            folder.tunnel.unlink()
+    near = _near_socket()
+    with _near_end(forward.port, near):  # before anybody is told of it: two at once are one and a refusal
+        write_atomic(folder.tunnel, dump_json(HeldTunnel(own_identity(), str(near))))
+        mine = folder.tunnel.read_text()
+        _hold(forward.command(near), say, lambda: _wanted(folder, mine))
+        with contextlib.suppress(OSError):
+            if folder.tunnel.read_text() == mine:
+                folder.tunnel.unlink()
+
+
+def _near_socket() -> Path:
+    return socket_folder() / f"near-{os.getpid()}"
+
+
+@contextlib.contextmanager
+def _near_end(port: int, near: Path) -> Iterator[NearEnd]:
+    """The port, held; and no socket file left behind."""
+    try:
+        held = NearEnd(port, near)
+    except OSError as error:
+        owner = port_owner(port) or "another process"
+        raise ConflictError(
+            f"port {port} of this machine cannot be used: {error.strerror} ({owner}).",
+            "It is the deployment's port here: end what holds it, or bring the deployment up anew.",
+        ) from None
+    try:
+        with held:
+            yield held
+    finally:
+        near.unlink(missing_ok=True)
 
 
 def _hold(command: Sequence[str], say: Callable[[str], None], wanted: Callable[[], bool]) -> None:
@@ -179,10 +220,11 @@ class Distant:
     def base_url(self) -> str:
         return f"http://127.0.0.1:{self.local_port}/v1"
 
-    def command(self) -> list[str]:
+    @property
+    def forward(self) -> Forward:
         far = urlsplit(self.endpoint.base_url)
         host = f"[{far.hostname}]" if ":" in (far.hostname or "") else far.hostname
-        return [*forwarding(), "-L", f"127.0.0.1:{self.local_port}:{host}:{far.port}", self.through]
+        return Forward(self.local_port, f"{host}:{far.port}", self.through)
 
 
 def find_distant(name: str, through: str, program: Sequence[str], port: int | None) -> Distant:
@@ -213,4 +255,6 @@ def find_distant(name: str, through: str, program: Sequence[str], port: int | No
 
 def hold_distant(distant: Distant, say: Callable[[str], None]) -> None:
     """Keep the forward open until interrupted."""
-    _hold(distant.command(), say, lambda: True)
+    near = _near_socket()
+    with _near_end(distant.local_port, near):
+        _hold(distant.forward.command(near), say, lambda: True)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 from urllib.parse import urlsplit
 
+from corral.client.doorkeeper import Doorkeeper
 from corral.deployment.state import ENDED, State
 from corral.proxy.upstream import Upstream
 
@@ -56,6 +58,10 @@ class Member:
     pause_s: float = 0.0
     idle: list[Upstream] = field(default_factory=list)
     active: set[Waiter] = field(default_factory=set)
+
+    @functools.cached_property
+    def doorkeeper(self) -> Doorkeeper:
+        return Doorkeeper(self.url)
 
     @property
     def address(self) -> tuple[str, int]:

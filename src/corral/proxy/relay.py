@@ -15,6 +15,7 @@ import time
 from dataclasses import dataclass
 from typing import Protocol
 
+from corral.client.errors import StrangerError
 from corral.deployment.state import State
 from corral.http1.reading import Headers
 from corral.http1.writing import LAST_CHUNK, chunk, response, status_line
@@ -113,18 +114,36 @@ class Relay:
     async def _open(self, member: Member) -> None:
         try:
             async with asyncio.timeout(self._host.limits.connect_s):
-                _, upstream = await self._host.loop.create_connection(lambda: Upstream(member), *member.address)
+                upstream = await self._connected(member)
         except (OSError, TimeoutError):
             self._opening = None
             self._host.figures.retried += 1
             self._leave(member, failed=True)
             self.attempt()
             return
+        except StrangerError as error:
+            self._opening = None
+            self._leave(member, failed=True)
+            if self._host.members.other(member, self._host.loop.time()):
+                self.attempt()
+            elif not self._over:
+                self._fail(502, error.message)
+            return
         self._opening = None
         if self._over or self._member is not member:
             upstream.drop()
         else:
             self._send(member, upstream)
+
+    async def _connected(self, member: Member) -> Upstream:
+        """A new connection, to whom the client's key may go."""
+        transport, upstream = await self._host.loop.create_connection(lambda: Upstream(member), *member.address)
+        try:
+            await member.doorkeeper.check(transport)
+        except BaseException:
+            upstream.drop()
+            raise
+        return upstream
 
     def _send(self, member: Member, upstream: Upstream) -> None:
         assert self._request is not None

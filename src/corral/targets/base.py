@@ -21,6 +21,7 @@ from corral.deployment.state import Reason, State
 from corral.errors import UsageError
 from corral.launch.links import Node, Ports
 from corral.launch.render import LaunchSpec, PlacedFile
+from corral.ssh import Forward
 from corral.targets.keys import Flag, Shared, Size, only_said
 
 if TYPE_CHECKING:
@@ -180,8 +181,8 @@ class Target(Protocol):
         """Ask the agents to stop and wait; clean up behind agents that are gone. Whether nothing is left."""
         ...
 
-    def forward(self, folder: DeploymentFolder) -> list[str] | None:
-        """The command that brings the endpoint to this machine while it runs; None when none is needed."""
+    def forward(self, folder: DeploymentFolder) -> Forward | None:
+        """The way by which the endpoint is brought to this machine; None when none is needed."""
         ...
 
 

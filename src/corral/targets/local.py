@@ -23,6 +23,7 @@ from corral.node.ports import free_port
 from corral.processes import Identity, only_lingering, port_owner
 from corral.record import dump_json, load_json
 from corral.shell import run
+from corral.ssh import Forward
 from corral.targets.base import ChosenPorts, Declared, Life, Progress
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ class LocalTarget(Declared):
     def refresh(self, folder: DeploymentFolder) -> None:
         pass  # the agents write into this very folder
 
-    def forward(self, folder: DeploymentFolder) -> list[str] | None:
+    def forward(self, folder: DeploymentFolder) -> Forward | None:
         return None
 
     def life(self, folder: DeploymentFolder) -> Life:

@@ -36,6 +36,7 @@ from corral.slurm.commands import SlurmJob
 from corral.slurm.options import SlurmOptions
 from corral.slurm.script import BatchJob, batch_script
 from corral.slurm.states import standing
+from corral.ssh import Forward
 from corral.targets.base import ChosenPorts, Declared, JobStatus, Lease, Life, OwnJob, Progress
 from corral.targets.keys import Flag, Shared, Size, at_least, key, number, one_word, only_said, time_limit
 
@@ -255,7 +256,7 @@ class SlurmTarget(Declared):
     def place(self, path: Path, progress: Progress) -> str:
         return str(path)  # the file system is shared
 
-    def forward(self, folder: DeploymentFolder) -> list[str] | None:
+    def forward(self, folder: DeploymentFolder) -> Forward | None:
         return None
 
     # the queue's own (targets.base.Queue)

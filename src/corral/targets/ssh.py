@@ -31,7 +31,7 @@ from corral.launch.links import Node, Ports
 from corral.launch.render import LaunchSpec, PlacedFile, agent_spec, server_url
 from corral.node.ports import free_port
 from corral.record import from_json, to_json
-from corral.ssh import Ssh, check_host, each, forwarding, read_hosts
+from corral.ssh import Forward, Ssh, check_host, each, read_hosts
 from corral.targets.base import ChosenPorts, Declared, Life, Progress
 from corral.targets.keys import Flag, Shared, Size, key, only_said
 from corral.targets.keys import hosts as good_hosts
@@ -412,14 +412,14 @@ class SshTarget(Declared):
         found = read_stopped(self._do(host, "stop", order, b"", grace_s + 120), host)
         return (*found.left, *found.containers)
 
-    def forward(self, folder: DeploymentFolder) -> list[str] | None:
+    def forward(self, folder: DeploymentFolder) -> Forward | None:
         launch = json.loads(folder.launch.read_text(encoding="utf-8"))
         serve = launch["ranks"][0]["serve"]
         if serve["host"] not in LOOPBACK:
             return None
         local = launch["base_url"].rpartition(":")[2].partition("/")[0]
         far = "[::1]" if serve["host"] == "::1" else "127.0.0.1"
-        return [*forwarding(), "-L", f"127.0.0.1:{local}:{far}:{serve['port']}", self.chosen.hosts[0]]
+        return Forward(int(local), f"{far}:{serve['port']}", self.chosen.hosts[0])
 
     def _do(self, host: str, action: str, order: Mapping[str, Any], data: bytes, timeout_s: float) -> str:
         """What the host says to a command of `node/remote.py`; nobody has looked at it yet."""

@@ -17,7 +17,7 @@ from corral.batch.core.pace import LanePace
 from corral.client import metrics
 from corral.client.client import Client
 from corral.client.endpoint import Absence, ModelServer
-from corral.client.errors import RequestError
+from corral.client.errors import RequestError, StrangerError
 from corral.client.metrics import Reading
 from corral.errors import CorralError
 
@@ -58,6 +58,7 @@ class Lane:
         self._old: list[Client] = []
         self._probing = False
         self._looked = 0.0
+        self._stranger = ""  # who answers in its place
 
     @property
     def room(self) -> int:
@@ -113,7 +114,7 @@ class Lane:
                 now = time.monotonic()
                 self.absence = await asyncio.to_thread(self._ask_why)
                 if now - told > TELL_AGAIN_S if told else first or now - began > 1.0:
-                    self._on_note("waiting", _words(self.absence, "" if told else why))
+                    self._on_note("waiting", _words(self.absence, self._stranger or ("" if told else why)))
                     told = now
                 await asyncio.sleep(pause)
                 pause = min(PROBE_LONGEST_S, pause * 1.5)
@@ -148,7 +149,11 @@ class Lane:
                     self._old.append(self.client)
                 self.client = Client(endpoint, connections=4096, stall_s=self._stall_s)
             self.client.forget_key()
+            self._stranger = ""
             return (await self.client.page("/health", timeout_s=5)).status in (200, 404)
+        except StrangerError as error:
+            self._stranger = error.message
+            return False
         except (RequestError, OSError):
             return False
         except CorralError as error:

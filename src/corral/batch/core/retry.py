@@ -5,7 +5,7 @@
     LATER     the server asks for patience (429, 503): try again, with less at once; not the row's fault
     GONE      the connection broke while the row was under way: try again when the server is back; counts a little,
               so that a row that kills the engine does not do so for ever
-    AWAY      the server cannot be reached: wait for it; counts nothing
+    AWAY      the server cannot be reached, or somebody else has its port: wait for it; counts nothing
     FATAL     nothing will ever work (key refused, model unknown): stop
 
 The table of errors themselves is in `corral.client.errors`.
@@ -20,6 +20,7 @@ from corral.client.errors import (
     OverloadedError,
     RequestError,
     ServerGoneError,
+    StrangerError,
     TimedOutError,
     UnknownModelError,
     UnknownPathError,
@@ -40,6 +41,8 @@ class Verdict(enum.Enum):
 def judge(error: RequestError) -> Verdict:
     """What to do after this error."""
     if isinstance(error, (ServerGoneError, TimedOutError)) and not error.reached:
+        return Verdict.AWAY
+    if isinstance(error, StrangerError):
         return Verdict.AWAY
     if isinstance(error, ServerGoneError):
         return Verdict.GONE

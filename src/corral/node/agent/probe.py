@@ -8,13 +8,14 @@ import os
 import socket
 import threading
 import time
-from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, NamedTuple, Optional, Set, Tuple
 
 from ..states import Reason
+from ..tcp_table import users_at_other_end
 from .container import Container
 from .metrics import figures
 from .processes import descendants
-from .sockets import listeners, sockets_of
+from .sockets import listener_users, listeners, sockets_of
 
 Json = Dict[str, Any]
 HEALTH_EVERY_S = 5.0
@@ -28,6 +29,7 @@ class Server:
         everywhere = serve["host"] in ("0.0.0.0", "::", "")  # noqa: S104
         self.host = "127.0.0.1" if everywhere else serve["host"]
         self.port, self.model, self.key_file = serve["port"], serve["model"], serve["key_file"]
+        self.users: Optional[Set[int]] = None  # whose socket the engine's is, once it was seen to be the engine's
 
     def call(
         self, method: str, path: str, body: Any = None, key: bool = True, timeout_s: float = 10
@@ -35,7 +37,10 @@ class Server:
         connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
         try:
             headers = {"Content-Type": "application/json"}
+            connection.connect()
             if key:
+                if self.users is not None and users_at_other_end(connection.sock) - self.users:
+                    raise OSError("another user took port %d" % self.port)
                 with open(self.key_file) as file:
                     headers["Authorization"] = "Bearer " + file.read().strip()
             connection.request(method, path, None if body is None else json.dumps(body), headers)
@@ -129,10 +134,12 @@ class Probe(threading.Thread):
         if not self.server.accepts():
             return
         # vLLM binds early and listens late: another server may answer here in the meantime, and is not ours
-        strange = listeners(self.server.host, self.server.port) - sockets_of(descendants(os.getpid()))
+        listening = listeners(self.server.host, self.server.port)
+        strange = listening - sockets_of(descendants(os.getpid()))
         if strange and not self.container.owns(strange, self.server.port):
             self.fault = Fault(Reason.PORT_TAKEN, "another process took port %d first" % self.server.port)
             return
+        self.server.users = listener_users(self.server.port, listening) | {0, os.getuid()}
         if self.server.call("GET", "/health", key=False)[0] != 200:
             return
         if self.server.call("GET", "/v1/models", key=False)[0] not in (401, 403):

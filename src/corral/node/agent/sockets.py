@@ -4,29 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
-from typing import Set
+from typing import Optional, Set
+
+from ..tcp_table import LISTEN, tcp_sockets, written
 
 
 def listeners(host: str, port: int) -> Set[str]:
     """Inodes of the sockets that answer on this address and port: bound to it, or to every address."""
-    try:
-        own = socket.inet_aton(host)[::-1].hex().upper()  # as the kernel writes it
-    except OSError:
-        own = ""  # IPv6: any listener on the port counts
-    found = set()
-    for table in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/net/" + table) as file:
-            for line in file.readlines()[1:]:
-                fields = line.split()
-                address, _, number = fields[1].rpartition(":")
-                if (
-                    fields[3] == "0A"
-                    and int(number, 16) == port
-                    and (not own or address in (own, "0" * len(address)))
-                ):
-                    found.add(fields[9])
-    return found
+    own = written(host) if ":" not in host else set()  # IPv6: any listener on the port counts
+    found = [one for one in tcp_sockets(port) if one.state == LISTEN]
+    return {one.inode for one in found if not own or one.address in own or not one.address.strip("0")}
 
 
 def sockets_of(pids: Set[int]) -> Set[str]:
@@ -42,12 +29,7 @@ def sockets_of(pids: Set[int]) -> Set[str]:
     return found
 
 
-def listener_users(port: int) -> Set[int]:
-    """Users whose sockets listen on a port."""
-    found = set()
-    for table in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/net/" + table) as file:
-            for fields in (line.split() for line in file.readlines()[1:]):
-                if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
-                    found.add(int(fields[7]))
-    return found
+def listener_users(port: int, inodes: Optional[Set[str]] = None) -> Set[int]:
+    """Users whose sockets listen on a port; with `inodes`, of these sockets only."""
+    found = [one for one in tcp_sockets(port) if one.state == LISTEN]
+    return {one.uid for one in found if inodes is None or one.inode in inodes}
