@@ -15,7 +15,7 @@ from typing import Any
 
 from corral.errors import DataError
 
-__all__ = ["DEEPEST", "LONGEST_NUMBER", "last_object", "parse_json", "plain", "plain_json"]
+__all__ = ["DEEPEST", "LONGEST_NUMBER", "deeper_than", "last_object", "parse_json", "plain", "plain_json"]
 
 DEEPEST = 64  # levels of lists and objects
 LONGEST_NUMBER = 40  # characters
@@ -40,7 +40,7 @@ def parse_json(data: bytes | str, what: str, most_bytes: int = MOST_BYTES, remed
         raise DataError(f"{what} is nested more than {DEEPEST} levels deep.", remedy) from None
     except ValueError as error:  # also of bytes that are no UTF-8
         raise DataError(f"{what} is not valid JSON: {plain(str(error), 200)}", remedy) from None
-    if _too_deep(value):
+    if deeper_than(value, DEEPEST):
         raise DataError(f"{what} is nested more than {DEEPEST} levels deep.", remedy)
     return value
 
@@ -79,9 +79,10 @@ def _finite(text: str) -> float:
     return found
 
 
-def _too_deep(value: Any) -> bool:
+def deeper_than(value: Any, most: int) -> bool:
+    """Whether lists and objects are nested in more than so many levels."""
     level = [value]
-    for _ in range(DEEPEST):
+    for _ in range(most):
         level = [child for one in level if isinstance(one, (dict, list)) for child in _children(one)]
         if not level:
             return False

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import json
 import os
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,8 @@ from corral.batch.core.ledger import FINE, RECORD_BYTES, Ledger, LedgerEntry
 from corral.batch.core.run import Quiet, RunSummary
 from corral.batch.core.runner import RunnerSettings
 from corral.batch.core.table import Table, hash64
+from corral.batch.input.recipe import Recipe
+from corral.batch.input.row_limits import DEEPEST_ROW
 from corral.batch.job import BatchOrder
 from corral.batch.serving import Where
 from corral.errors import DataError
@@ -193,3 +198,81 @@ def test_a_damaged_ledger_of_one_of_several_runners_is_kept_too(tmp_path: Path) 
     ledger.close()
     assert tally.fine == 8
     assert (folder.path / "damaged.1" / "results.jsonl").read_bytes() == b'{"id":5}\n'
+
+
+# Rows made to do harm
+
+DEEP = 100_000
+MANY = 300 << 20  # bytes that must not be held
+
+
+def deep(name: str) -> bytes:
+    """Four rows in the form that a name stands for, the second nested very deep."""
+    nested = "[" * DEEP + "]" * DEEP
+    rows = ['{"prompt":"one"}', '{"prompt":' + nested + "}", '{"prompt":"three"}', '{"prompt":"four"}']
+    if name.endswith(".json"):
+        return ("[" + ",\n".join(rows) + "]").encode()
+    if name.endswith(".csv"):
+        good = '"[{""role"":""user"",""content"":""x""}]"'
+        return f'messages\n{good}\n"{nested}"\n{good}\n{good}\n'.encode()
+    return "\n".join(rows).encode()
+
+
+@pytest.mark.parametrize("name", ["in.jsonl", "in.json", "in.csv", "in.jsonl.gz"])
+def test_a_row_nested_without_end_is_one_bad_row(server: FakeServer, tmp_path: Path, name: str) -> None:
+    source, output = tmp_path / name, tmp_path / "o.jsonl"
+    source.write_bytes(gzip.compress(deep(name)) if name.endswith(".gz") else deep(name))
+    line = 3 if name.endswith(".csv") else 2
+    with pytest.raises(DataError, match=rf"1 of 4 rows .*\n    (line|item) {line} "):
+        batch(server, source, output)
+    summary = batch(server, source, output, skip_bad=True)
+    assert (summary.state, summary.fine, summary.failed) == ("done", 3, 1)
+    assert json.loads((tmp_path / "o.errors.jsonl").read_text())["error"]["line"] == line
+
+
+@pytest.mark.parametrize("deepest", [DEEPEST_ROW - 1, DEEPEST_ROW])
+def test_a_row_may_be_nested_as_deep_as_is_said(deepest: int) -> None:
+    raw = b'{"prompt":"x","tree":' + b"[" * deepest + b"]" * deepest + b"}"
+    if deepest < DEEPEST_ROW:
+        assert Recipe(kind="plain").read(raw, 1).body["prompt"] == "x"
+    else:
+        with pytest.raises(DataError, match="nested more than 256 levels"):
+            Recipe(kind="plain").read(raw, 1)
+
+
+LONG = """
+import gzip, resource, sys
+from pathlib import Path
+from corral.batch.inspect import check_input
+from corral.batch.input.recipe import Recipe
+path, count = Path(sys.argv[1]), int(sys.argv[2])
+head, tail = (part.encode().decode("unicode_escape").encode() for part in sys.argv[3:5])
+with (gzip.open(path, "wb", 1) if path.suffix == ".gz" else path.open("wb")) as file:
+    file.write(head)
+    for _ in range(count >> 20):
+        file.write(b"x" * (1 << 20))
+    file.write(tail)
+resource.setrlimit(resource.RLIMIT_DATA, (220 << 20, 220 << 20))
+found = check_input(str(path), None, Recipe())
+print(found.rows, [(one.line, one.text) for one in found.problems])
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "tail", "bad"),
+    [
+        ("in.jsonl", r'{"prompt":"one"}\n{"prompt":"', r'"}\n{"prompt":"three"}\n', 2),
+        ("in.jsonl.gz", r'{"prompt":"one"}\n{"prompt":"', r'"}\n{"prompt":"three"}\n', 2),
+        ("in.txt", r"one\n", r"\nthree\n", 2),
+        ("in.json", r'["one",{"prompt":"', r'"},"three"]', 2),
+        ("in.csv", r"prompt\none\n", r"\nthree\n", 3),
+        ("in.csv", r'prompt\none\n"', r'\n\nx"\nthree\n', 5),
+    ],
+    ids=["jsonl", "gz", "text", "array", "csv", "csv in quotes"],
+)
+def test_a_line_of_any_length_is_one_bad_row_and_is_not_held(
+    tmp_path: Path, name: str, head: str, tail: str, bad: int
+) -> None:
+    argv = [sys.executable, "-c", LONG, str(tmp_path / name), str(MANY), head, tail]
+    ran = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (0, f"3 [({bad}, 'is longer than 32 MiB')]\n"), ran.stderr[-2000:]

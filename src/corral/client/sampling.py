@@ -278,6 +278,6 @@ def parse_cell(name: str, text: str) -> Any:
         return text.lower() == "true"
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
     return text if kind == "texts" and not isinstance(value, (str, list)) else value

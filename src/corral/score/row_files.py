@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from corral.batch.input.recipe import Parsed
+from corral.batch.input.row_limits import decode_row
 from corral.batch.input.rows import optional
 from corral.errors import DataError
 from corral.files import create_private
@@ -38,27 +37,18 @@ class ScoreRows:
 
     def row(self, raw: bytes, line: int) -> ScoreRow:
         """What is to be scored; DataError when that cannot be told."""
-        data = self._data(raw)
+        data = decode_row(raw)
         if self.text_cells and isinstance(data, dict):
             data = {name: _cell(name, value) for name, value in data.items() if value != "" or name == "context"}
         return read_row(data, line)
 
     def loose_id(self, raw: bytes) -> str | None:
         try:
-            data = self._data(raw)
+            data = decode_row(raw)
         except DataError:
             return None
         found = data.get("id") if isinstance(data, dict) else None
         return str(found) if isinstance(found, (str, int)) and found != "" else None
-
-    @staticmethod
-    def _data(raw: bytes) -> Any:
-        try:
-            return msgspec.json.decode(raw)
-        except UnicodeDecodeError as error:
-            raise DataError(f"is not UTF-8 (byte {error.start + 1}).", "Save it as UTF-8.") from None
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise DataError(f"is not valid JSON: {error}.", "Correct the line.") from None
 
 
 def _cell(name: str, value: Any) -> Any:
@@ -68,7 +58,7 @@ def _cell(name: str, value: Any) -> Any:
         return value
     try:
         return json.loads(value)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         return value  # refused as what it is
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from corral.batch.input.row_limits import decode_row
 from corral.client.client import CHAT, COMPLETIONS
 from corral.client.sampling import FIELDS, body_fields, check_fields, parse_cell
 from corral.errors import DataError, UsageError
@@ -28,7 +29,6 @@ _OPENAI_KEYS = ("custom_id", "method", "url", "body")
 _PATHS = (CHAT, COMPLETIONS)
 _HOLE = re.compile(r"\{\{\s*([^{}]+?)\s*\}\}")
 _ID_COLUMNS = ("custom_id", "id")
-_decode = msgspec.json.Decoder().decode
 
 
 class Parsed(NamedTuple):
@@ -74,28 +74,23 @@ class Recipe:
         if self.kind != AUTO:
             return self
         try:
-            row = _decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+            row = decode_row(raw)
+        except DataError:
             return self
         return replace(self, kind=kind_of(row) if isinstance(row, dict) else PLAIN)
 
     def loose_id(self, raw: bytes) -> str | None:
         """The id of a row that is bad otherwise, if it can be told."""
         try:
-            row = _decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+            row = decode_row(raw)
+        except DataError:
             return None
         found = row.get(self.id_column or "custom_id", row.get("id")) if isinstance(row, dict) else None
         return str(found) if isinstance(found, (str, int)) and found != "" else None
 
     def read(self, raw: bytes, line: int, models: tuple[str, ...] = ()) -> Parsed:
         """The request of a row; DataError with the problem in words when it has none."""
-        try:
-            row = _decode(raw)
-        except msgspec.DecodeError as error:
-            raise DataError(f"is not valid JSON: {error}") from None
-        except UnicodeDecodeError as error:
-            raise DataError(f"is not UTF-8 (byte {error.start + 1})") from None
+        row = decode_row(raw)
         if isinstance(row, str) and self.kind != OPENAI:
             row = {"prompt": row}
         if not isinstance(row, dict):

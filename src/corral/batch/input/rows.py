@@ -2,8 +2,9 @@
 
 Every reader streams, and gives for each row its place (line, or number of the item), its bytes as JSON, and, when it
 cannot be read, the problem in words. Byte order marks, CRLF and blank lines are harmless and passed over; NUL bytes,
-broken UTF-8 and broken JSON are problems of their line. A plain JSONL file is left where it is and its rows are found
-again by offset; everything else is copied into a spool while it is checked.
+broken UTF-8, broken JSON and rows that are too long or nested too deep (`row_limits`) are problems of their line. A
+plain JSONL file is left where it is and its rows are found again by offset; everything else is copied into a spool
+while it is checked.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import contextlib
 import csv
 import gzip
 import io
-import json
 import sys
 import zlib
 from collections.abc import Iterable, Iterator
@@ -23,6 +23,9 @@ from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
+from corral.batch.input.arrays import array_values
+from corral.batch.input.csv_lines import CsvLines, LongRowError
+from corral.batch.input.row_limits import LONGEST_ROW, TOO_LONG
 from corral.errors import DataError, NotFoundError, UsageError
 from corral.record import nearest
 
@@ -188,8 +191,13 @@ def _first_sign(path: Path) -> bytes:
 
 def _lines(file: BinaryIO) -> Iterator[InputItem]:
     """JSON lines: not decoded here, only cut."""
-    offset = 0
-    for number, line in enumerate(file, 1):
+    offset = number = 0
+    while line := file.readline(LONGEST_ROW + 2):
+        number += 1
+        if len(line) > LONGEST_ROW and not line.endswith(b"\n"):
+            yield InputItem(number, offset, b"", TOO_LONG)
+            offset += len(line) + _rest_of_line(file)
+            continue
         start, end = 0, len(line)
         if number == 1:
             if line.startswith(_WIDE):
@@ -204,6 +212,16 @@ def _lines(file: BinaryIO) -> Iterator[InputItem]:
         if raw.strip():
             yield InputItem(number, offset + start, raw, "contains a NUL byte" if b"\0" in raw else "")
         offset += len(line)
+
+
+def _rest_of_line(file: BinaryIO) -> int:
+    """Read on to the end of a line without holding it; the number of bytes."""
+    count = 0
+    while piece := file.readline(1 << 20):
+        count += len(piece)
+        if piece.endswith(b"\n"):
+            break
+    return count
 
 
 def _text(file: BinaryIO) -> Iterator[InputItem]:
@@ -229,28 +247,39 @@ def _csv(file: BinaryIO, delimiter: str = ",") -> Iterator[InputItem]:
 
 
 def _csv_rows(text: io.TextIOWrapper, delimiter: str) -> Iterator[InputItem]:
-    csv.field_size_limit(1 << 30)
-    reader = csv.DictReader(text, delimiter=delimiter, restkey="\0more", restval=None)
-    if reader.fieldnames and len(set(reader.fieldnames)) < len(reader.fieldnames):
+    csv.field_size_limit(LONGEST_ROW)
+    lines = CsvLines(text)
+    reader = csv.DictReader(lines, delimiter=delimiter, restkey="\0more", restval=None)
+    try:
+        names = list(reader.fieldnames or ())
+    except (csv.Error, LongRowError):
+        raise DataError("the first line of the CSV file has no names of columns.", "Write them there.") from None
+    if len(set(names)) < len(names):
         raise DataError("two columns of the CSV file have the same name.", "Give every column a name of its own.")
     while True:
+        lines.next_row()
         try:
             row = next(reader, None)
-        except csv.Error as error:
-            yield InputItem(reader.line_num, -1, b"", f"is not CSV: {error}")
+        except (csv.Error, LongRowError) as error:
+            problem = TOO_LONG if isinstance(error, LongRowError) else f"is not CSV: {error}"
+            yield InputItem(lines.number, -1, b"", problem)
             continue
         if row is None:
             return
-        problem = "has more cells than there are columns" if "\0more" in row else ""
-        if any(value is None for value in row.values()):
-            problem = "has fewer cells than there are columns"
-        elif any("\0" in str(value) for value in row.values()):
-            problem = "contains a NUL byte"
-        try:
-            raw = _encode({k: v for k, v in row.items() if k != "\0more"})
-        except UnicodeEncodeError:
-            raw, problem = b"", "is not UTF-8"
-        yield InputItem(reader.line_num, -1, raw, problem)
+        yield _csv_item(lines.number, row)
+
+
+def _csv_item(number: int, row: dict[str | Any, str | Any]) -> InputItem:
+    problem = "has more cells than there are columns" if "\0more" in row else ""
+    if any(value is None for value in row.values()):
+        problem = "has fewer cells than there are columns"
+    elif any("\0" in str(value) for value in row.values()):
+        problem = "contains a NUL byte"
+    try:
+        raw = _encode({k: v for k, v in row.items() if k != "\0more"})
+    except UnicodeEncodeError:
+        raw, problem = b"", "is not UTF-8"
+    return InputItem(number, -1, raw, problem)
 
 
 def _tsv(file: BinaryIO) -> Iterator[InputItem]:
@@ -264,34 +293,10 @@ def _json_array(file: BinaryIO) -> Iterator[InputItem]:
 
 
 def _array_items(text: io.TextIOWrapper) -> Iterator[InputItem]:
-    decoder, buffer, at, number = json.JSONDecoder(), "", 0, 0
+    number = 0
     try:
-        buffer = text.read(1 << 20).lstrip()
-        if not buffer:
-            return
-        if buffer[0] != "[":
-            raise DataError("the JSON input is not an array.", 'Write ["prompt", …], or one object per line.')
-        at = 1
-        while True:
-            while at < len(buffer) and buffer[at] in " \r\n\t,":
-                at += 1
-            if at < len(buffer) and buffer[at] == "]":
-                return
-            try:
-                value, end = decoder.raw_decode(buffer, at)
-                if end >= len(buffer):  # a number may go on, and a delimiter must follow
-                    raise json.JSONDecodeError("cut", buffer, end)
-            except json.JSONDecodeError as error:
-                more = text.read(1 << 20)
-                if not more:
-                    yield InputItem(
-                        number + 1, -1, b"", f"is not valid JSON: {error.msg}; nothing after it can be read"
-                    )
-                    return
-                buffer, at = buffer[at:] + more, 0
-                continue
-            number, at = number + 1, end
-            yield _array_item(number, value)
+        for number, (value, problem) in enumerate(array_values(text), 1):
+            yield InputItem(number, -1, b"", problem) if problem else _array_item(number, value)
     except UnicodeDecodeError:
         yield InputItem(number + 1, -1, b"", "is not UTF-8; nothing after it can be read")
 
@@ -317,8 +322,8 @@ def _parquet(source: InputSource) -> Iterator[InputItem]:
         for batch in batches:
             for row in batch.to_pylist():
                 number += 1
-                present = {key: value for key, value in row.items() if value is not None}
-                yield InputItem(number, -1, _encode(present))
+                raw = _encode({key: value for key, value in row.items() if value is not None})
+                yield InputItem(number, -1, b"", TOO_LONG) if len(raw) > LONGEST_ROW else InputItem(number, -1, raw)
     except (ValueError, OSError) as error:  # pyarrow's errors are among them
         raise DataError(f"{source.name} cannot be read as Parquet: {error}", "Check the file.") from None
 
