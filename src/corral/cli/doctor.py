@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+from pathlib import Path
 from typing import Any
 
 import click
 
 from corral.cli.doctor_view import report_lines
 from corral.cli.screen import PhaseScreen, print_json
-from corral.doctor import Level, Question, Report, examine
-from corral.errors import LaunchError, UsageError
+from corral.doctor import Level, Question, Report, examine, readiness
+from corral.errors import ConflictError, LaunchError, UsageError
+from corral.files import write_atomic
 from corral.hardware.inventory import recognise
 from corral.home import home_dir
 from corral.plan.storage import StorageReading, remember
@@ -33,6 +35,8 @@ __all__ = ["command"]
 @click.option("--quick", is_flag=True, help="Only what `corral up` looks at: nothing is measured.")
 @click.option("--timeout", "timeout_s", type=click.FloatRange(min=5), default=60, show_default=True,
               metavar="SECONDS", help="The whole examination ends within this.")  # fmt: skip
+@click.option("--fix-script", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+              help="Write the commands that make the nodes ready into FILE, to read and run there.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="The report as one JSON document.")
 def command(
     hosts: str | None,
@@ -43,6 +47,7 @@ def command(
     ports: tuple[int, ...],
     quick: bool,
     timeout_s: float,
+    fix_script: Path | None,
     as_json: bool,
 ) -> int:
     """Look at nodes and say what would keep a deployment from working there, with a remedy each.
@@ -65,7 +70,20 @@ def command(
         report = examine(question, screen.phase)
     _remember(report)
     _show(report, as_json)
+    if fix_script:
+        _write_script(fix_script, readiness.fix_script(report.nodes, question.runtime))
     return LaunchError.exit_code if report.level == Level.FATAL else 0
+
+
+def _write_script(path: Path, script: str) -> None:
+    """The script, unless the file is somebody else's or there is nothing to do."""
+    if not script:
+        click.echo(f"nothing to put right by a script: {path} is not written", err=True)
+        return
+    if path.exists() and readiness.HEADER not in path.read_text(encoding="utf-8", errors="replace"):
+        raise ConflictError(f"{path} is there, and not of `corral doctor`.", "Name another file.")
+    write_atomic(path, script, 0o700)
+    click.echo(f"{path}: read it, copy it to the node, and run it there: bash {path.name}", err=True)
 
 
 def _remember(report: Report) -> None:

@@ -83,6 +83,8 @@ def _entry(group: Sequence[Finding], columns: int, nodes: int) -> Iterator[str]:
         remedy = first.remedy.replace(first.host, "NODE") if len(hosts) > 1 else first.remedy
         for number, line in enumerate(textwrap.wrap(remedy, columns - len(indent) - 2, break_on_hyphens=False)):
             yield click.style(f"{indent}{'→ ' if number == 0 else '  '}{line}", dim=True)
+    for line in first.commands:  # to be pasted: never cut
+        yield f"    {line}"
 
 
 def _names(hosts: Sequence[str], most: int = 6) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from corral.doctor.engine import check_runtime, judge_all_reduce, run_all_reduce
 from corral.doctor.finding import Finding, Level, Pair, Report, fatal, ok, warning
 from corral.doctor.judge import TMP, judge_answers, judge_facts, judge_model
+from corral.doctor.readiness import judge_readiness
 from corral.doctor.wire import judge_wire, run_wire
 from corral.errors import CorralError
 from corral.files import write_atomic
@@ -110,6 +111,7 @@ class _Examination:
         self.findings += judge_answers(found) if question.hosts else []
         if self.facts:
             self.findings += judge_facts(self.facts, question.ports, question.ports_needed)
+            self.findings += judge_readiness(self.facts, question.runtime)
         if model_path:
             self.findings += judge_model(self.facts, model_path)
 

@@ -29,6 +29,7 @@ class Finding:
     text: str
     host: str = ""
     remedy: str = ""
+    commands: tuple[str, ...] = ()  # that put it right, on the node; Corral runs none of them
 
 
 @dataclass(frozen=True)

@@ -167,6 +167,24 @@ class NodeLimits:
 
 
 @dataclass(frozen=True)
+class Readiness:
+    """The distribution of a node, and what is there for GPUs and containers."""
+
+    distribution: str = ""  # as /etc/os-release says
+    like: tuple[str, ...] = ()
+    release: str = ""
+    codename: str = ""
+    nvidia_devices: int = 0  # GPUs on the bus, with or without a driver
+    nvswitches: int = 0
+    driver: str = ""
+    fabric_manager: bool = False
+    docker_socket: str = "none"  # answers, refuses, silent, none; own: the user's daemon, or one elsewhere
+    docker_group: bool = False
+    docker_nvidia: bool = False
+    cdi: bool = False
+
+
+@dataclass(frozen=True)
 class NodeFacts:
     """One node. `clock_ahead_s` is its clock against this machine's, known to within `clock_error_s`."""
 
@@ -185,6 +203,7 @@ class NodeFacts:
     limits: NodeLimits = field(default_factory=NodeLimits)
     tools: dict[str, str] = field(default_factory=dict)
     hf_token: bool = False
+    readiness: Readiness = field(default_factory=Readiness)
     interfaces: tuple[Interface, ...] = ()
     default_interface: str = ""
     rdma: tuple[RdmaPort, ...] = ()
@@ -280,6 +299,7 @@ def _refuse_impossible(facts: NodeFacts) -> None:
     """Values that would reach a path, an address or a division elsewhere."""
     ports = (*facts.free_ports, *(taken.port for taken in facts.taken_ports))
     numbers = [facts.cores, facts.memory_bytes, facts.memory_available_bytes]
+    numbers += [facts.readiness.nvidia_devices, facts.readiness.nvswitches]
     numbers += [number for gpu in facts.gpus for number in (gpu.index, gpu.memory_bytes, gpu.used_bytes)]
     numbers += [number for disk in facts.disks.values() for number in (disk.total_bytes, disk.free_bytes)]
     numbers += [number for path in facts.paths.values() for number in (path.size_bytes, path.files)]

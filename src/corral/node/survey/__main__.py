@@ -12,6 +12,7 @@ from .gpus import gpus
 from .listeners import ports
 from .machine import cores, cpu, hf_token, identity, limits, memory, tools
 from .network import interfaces, rdma
+from .readiness import readiness
 from .storage import disks, nonces, paths, read_speed, shm
 
 Json = Dict[str, Any]
@@ -25,6 +26,7 @@ PARTS: Dict[str, Callable[[Json], Json]] = {
     "limits": limits,
     "tools": tools,
     "hf_token": hf_token,
+    "readiness": readiness,
     "interfaces": interfaces,
     "rdma": rdma,
     "ports": ports,

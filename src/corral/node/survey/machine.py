@@ -12,7 +12,8 @@ from ..identity import boot_id
 from .sources import number, read
 
 Json = Dict[str, Any]
-TOOLS = ("docker", "podman", "apptainer", "singularity", "conda", "nvidia-smi", "ray", "hf", "sbatch")
+CONTAINERS = ("docker", "podman", "apptainer", "singularity", "nvidia-ctk", "nvidia-container-cli")
+TOOLS = (*CONTAINERS, "conda", "nvidia-smi", "ray", "hf", "sbatch")
 MOST_CPUINFO = 16384
 
 
