@@ -10,7 +10,7 @@ import click
 from corral.cli.screen import PhaseScreen, duration, print_json, print_table
 from corral.engines import environments as engines
 from corral.engines.locks import LockedFor, locked
-from corral.errors import ConflictError
+from corral.errors import ConflictError, UsageError
 
 __all__ = ["command"]
 
@@ -40,15 +40,41 @@ def list_engines(as_json: bool) -> None:
 
 
 @command.command("install", context_settings=HELP)
-@click.argument("flavour", type=FLAVOUR)
+@click.argument("flavour", type=FLAVOUR, required=False)
 @click.option("--version", default=engines.PINNED_VERSION, show_default=True)
+@click.option("--into", metavar="conda:NAME", help="Into a conda environment of your own, made if it is not there.")
 @click.option("--json", "as_json", is_flag=True)
-def install(flavour: str, version: str, as_json: bool) -> None:
-    """Install an engine, or do nothing when it is there."""
+def install(flavour: str | None, version: str, into: str | None, as_json: bool) -> None:
+    """Install an engine, or do nothing when it is there.
+
+    With --into (conda:NAME, or conda:/PREFIX) into a conda environment for `--runtime conda`; without a flavour the
+    one for GPUs, which login nodes of a cluster mostly lack.
+    """
+    if into is not None:
+        _install_into(into, flavour or "cuda", version, as_json)
+        return
+    if flavour is None:
+        raise UsageError("which engine is meant?", f"Name one: {', '.join(engines.FLAVOURS)}.")
     with PhaseScreen(quiet=as_json) as screen:
         screen.phase("installing engine")
         engine = engines.install(flavour, version, screen.detail, screen.note)
     print_json(engine) if as_json else click.echo(f"{engine.name} is installed at {engine.path}")
+
+
+def _install_into(into: str, flavour: str, version: str, as_json: bool) -> None:
+    from corral.engines.conda import install_into_conda
+
+    kind, separator, env = into.partition(":")
+    if kind != "conda" or not separator:
+        raise UsageError(f"--into cannot be {into!r}.", "Write conda:NAME, or conda:/PREFIX.")
+    with PhaseScreen(quiet=as_json) as screen:
+        screen.phase("installing engine")
+        made = install_into_conda(env, flavour, version, screen.detail)
+    if as_json:
+        print_json(made)
+        return
+    click.echo(f"vLLM {made.version} ({made.flavour}) is in the conda environment {made.env}: {made.prefix}")
+    click.echo(f"Use it: corral up MODEL --runtime conda --runtime-option env={made.env}")
 
 
 @command.command("check", context_settings=HELP)

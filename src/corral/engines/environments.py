@@ -41,6 +41,7 @@ __all__ = [
     "PINNED_VERSION",
     "Engine",
     "check",
+    "fill",
     "find",
     "flags_of",
     "install",
@@ -179,15 +180,20 @@ def _building(final: Path) -> Iterator[Path]:
 
 
 def _build(place: Path, flavour: str, version: str, text: str, progress: Progress) -> None:
-    python = str(place / "bin" / "python")
     progress("making the environment")
     venv = ["venv", "--quiet", "--relocatable", "--python", sys.executable, str(place)]
     run(_uv(*venv), 300, _uv_env()).or_raise("the engine's environment could not be made")
     lock = place / "requirements.lock"
     lock.write_text(text, encoding="utf-8")
+    fill(place, lock, flavour, version, f"{sys.version_info.major}.{sys.version_info.minor}", progress)
+
+
+def fill(place: Path, lock: Path, flavour: str, version: str, python_version: str, progress: Progress) -> None:
+    """Install the locked packages into an environment that is there: a venv of Corral's, or a conda prefix."""
+    python = str(place / "bin" / "python")
     if flavour == "cpu":
         progress("PyTorch (CPU)")
-        _install_torch_cpu(place, python, progress)
+        _install_torch_cpu(lock.with_name("torch.lock"), python, python_version, progress)
     done = _pip_install(python, ["--require-hashes", "-r", str(lock)], progress)
     if done.code:
         raise EngineError(
@@ -201,9 +207,7 @@ def _build(place: Path, flavour: str, version: str, text: str, progress: Progres
         _add_distribution(place, PLUGIN, "0.1.0", _plugin_files(), _plugin_entry_points())
 
 
-def _install_torch_cpu(place: Path, python: str, progress: Progress) -> None:
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    wanted = place / "torch.lock"
+def _install_torch_cpu(wanted: Path, python: str, version: str, progress: Progress) -> None:
     wanted.write_text(torch_cpu().lock_for(platform.machine(), version), encoding="utf-8")
     arguments = ["-r", str(wanted), "--require-hashes"]
     done = _pip_install(python, arguments, progress)
@@ -269,14 +273,14 @@ def _add_distribution(place: Path, name: str, version: str, files: dict[str, str
     """Put a small package of ours beside the installed ones, with the metadata that entry points need."""
     site = _site_packages(place)
     metadata = site / f"{name}-{version}.dist-info"
-    metadata.mkdir()
+    metadata.mkdir(exist_ok=True)
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     (metadata / "INSTALLER").write_text("corral\n")
     if entry_points:
         (metadata / "entry_points.txt").write_text(entry_points)
     if files:
         package = site / name
-        package.mkdir()
+        package.mkdir(exist_ok=True)
         for file_name, text in files.items():
             (package / file_name).write_text(text, encoding="utf-8")
 

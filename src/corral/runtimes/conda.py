@@ -15,7 +15,7 @@ from corral.engines.flags import FlagList, flags_or_guess
 from corral.errors import UsageError
 from corral.runtimes.base import EngineCommand, NodeCheck, NodeSide, OnTheNodes, Wrapped, kept_caches, read_options
 from corral.runtimes.ray import REQUIREMENT, refuse_other_ray
-from corral.runtimes.venv import SERVE_MODULE, VERSION_QUESTION
+from corral.runtimes.venv import LIGHT_QUESTION, SERVE_MODULE, VERSION_QUESTION
 
 __all__ = ["CondaOptions", "CondaRuntime"]
 
@@ -116,8 +116,10 @@ class CondaRuntime(OnTheNodes):
             NodeCheck(
                 f"vLLM in the conda environment {self.options.env}",
                 self._entered((*self.python, "-c", VERSION_QUESTION)),
-                "`conda env list` on the node shows what there is; `conda install` or `pip install vllm` into it.",
+                f"`corral engine install --into conda:{self.options.env}` makes and fills it; `conda env list` on "
+                "the node shows what there is.",
                 reports="vllm",
                 timeout_s=180,
+                light=self._entered((*self.python, "-c", LIGHT_QUESTION)),
             ),
         )

@@ -123,5 +123,10 @@ class ModuleRuntime:
             f"modules {', '.join(self.options.load)}",
             self._entered(("true",)),
             "`module avail` (with Lmod `module spider NAME`) on the node lists what can be loaded.",
+            light=self._entered(("true",)),
         )
-        return (loads, *(replace(each, argv=self._entered(each.argv)) for each in self.inside.check()))
+        return (loads, *(self._inside_check(each) for each in self.inside.check()))
+
+    def _inside_check(self, check: NodeCheck) -> NodeCheck:
+        light = self._entered(check.light) if check.light else ()
+        return replace(check, argv=self._entered(check.argv), light=light)

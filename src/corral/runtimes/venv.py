@@ -15,6 +15,13 @@ __all__ = ["SERVE_MODULE", "VERSION_QUESTION", "VenvOptions", "VenvRuntime"]
 # not the `vllm` script: its first line names the interpreter it was installed with, which breaks when moved
 SERVE_MODULE = ("-m", "vllm.entrypoints.cli.main", "serve")
 VERSION_QUESTION = "import vllm; print(vllm.__version__)"
+LIGHT_QUESTION = """\
+import importlib.metadata as m, sys
+try:
+    print(m.version("vllm"))
+except m.PackageNotFoundError:
+    sys.exit("vLLM is not installed in " + sys.prefix)
+"""
 # what `activate` does, without what it adds for people; kernels are compiled at run time with tools from bin
 ENTER = 'VIRTUAL_ENV=$1 PATH=$1/bin:$PATH; export VIRTUAL_ENV PATH; unset PYTHONHOME; shift; exec "$@"'
 
@@ -72,5 +79,6 @@ class VenvRuntime(OnTheNodes):
                 "Make the environment there at the same path, and install vLLM into it.",
                 reports="vllm",
                 timeout_s=120,  # importing vLLM from a network file system takes its time
+                light=(*self.python, "-c", LIGHT_QUESTION),
             ),
         )

@@ -33,6 +33,7 @@ from corral.shell import run
 from corral.slurm import commands
 from corral.slurm.cluster import NodeShape, Partition, discover, gpu_of
 from corral.slurm.commands import SlurmJob
+from corral.slurm.early import refuse_lacking
 from corral.slurm.options import SlurmOptions
 from corral.slurm.script import BatchJob, batch_script
 from corral.slurm.states import standing
@@ -243,6 +244,10 @@ class SlurmTarget(Declared):
             said = (done.stderr.strip() or done.stdout.strip()).splitlines()
             if done.code == 1 and said and check.details["refusal"] in said[-1]:
                 raise EngineError(f"{check.what}: {said[-1]}", check.remedy)
+        if any(check.light for check in checks):
+            names = ("partition", "account", "qos", "reservation", "constraint")
+            where = {name: str(getattr(self.given, name)) for name in names}
+            refuse_lacking(checks, [f"--{name}={value}" for name, value in where.items() if value])
 
     def default_bind(self, expose: bool = False) -> str:
         return "0.0.0.0"  # noqa: S104 - users sit on the login node; every path needs the key
