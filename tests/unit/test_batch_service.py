@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import threading
@@ -186,3 +187,62 @@ def test_what_cannot_be_done_is_said(server: FakeServer, tmp_path: Path) -> None
             client.batches.create(input_file_id=file, endpoint="/v1/embeddings", completion_window="24h")
         with pytest.raises(openai.NotFoundError):
             client.batches.retrieve("../key")
+
+
+def test_the_rest_of_the_sdks_surface(server: FakeServer, tmp_path: Path) -> None:
+    with BatchService(options(server, tmp_path / "kept")) as service, sdk(service) as client:
+        file = client.files.create(
+            file=("rows.jsonl", json.dumps(row(1)).encode()), purpose="batch",
+            expires_after={"anchor": "created_at", "seconds": 3600},
+        )  # fmt: skip
+        assert client.files.wait_for_processing(file.id).status == "processed"
+        made = [create(client, file.id).id for _ in range(3)]
+        done = [ended(client, identity) for identity in made]
+        assert all(batch.usage is None and batch.object == "batch" for batch in done)
+        page = client.batches.list(limit=2)
+        assert page.has_more
+        assert {batch.id for batch in page} == set(made)  # through all pages
+        assert not client.batches.list(after=page.get_next_page().data[-1].id).data
+        with client.files.with_streaming_response.content(done[0].output_file_id) as streamed:
+            assert json.loads(b"".join(streamed.iter_bytes()))["custom_id"] == "q1"
+        raw = client.batches.with_raw_response.retrieve(made[0])
+        assert raw.parse().id == made[0]
+        client.files.content(done[0].output_file_id).write_to_file(tmp_path / "answers.jsonl")
+        assert json.loads((tmp_path / "answers.jsonl").read_text())["custom_id"] == "q1"
+
+
+def test_the_sdks_errors(server: FakeServer, tmp_path: Path) -> None:
+    with BatchService(options(server, tmp_path / "kept")) as service, sdk(service) as client:
+        file = upload(client, [row(1)])
+        batch = ended(client, create(client, file).id)
+        with pytest.raises(openai.ConflictError, match="completed"):
+            client.batches.cancel(batch.id)
+        for call in (
+            lambda: client.batches.cancel("batch_unknown"),
+            lambda: client.batches.retrieve("batch_unknown"),
+            lambda: client.files.delete("file-unknown"),
+            lambda: client.files.content("file-unknown"),
+            lambda: client.files.retrieve("file-unknown"),
+        ):
+            with pytest.raises(openai.NotFoundError) as refused:
+                call()
+            assert refused.value.type == "invalid_request_error"
+        with pytest.raises(openai.BadRequestError, match="metadata"):
+            client.batches.create(
+                input_file_id=file, endpoint="/v1/chat/completions", completion_window="24h", metadata=[1],  # type: ignore[arg-type]
+            )  # fmt: skip
+
+
+def test_the_async_sdk(server: FakeServer, tmp_path: Path) -> None:
+    async def ask(service: BatchService) -> list[str]:
+        key = Path(service.key_file).read_text().strip()
+        async with openai.AsyncOpenAI(base_url=service.url + "/v1", api_key=key) as client:
+            data = json.dumps(row(1)).encode()
+            file = await client.files.create(file=("rows.jsonl", data), purpose="batch")
+            await client.batches.create(
+                input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+            )
+            return [batch.input_file_id async for batch in client.batches.list()]
+
+    with BatchService(options(server, tmp_path / "kept")) as service:
+        assert len(asyncio.run(ask(service))) == 1

@@ -113,6 +113,7 @@ def _tidied(folder: BatchFolder) -> Iterator[None]:
         raise DataError(
             f"{error.filename or folder.path} cannot be read or written: {error.strerror or error}.",
             "Check the disk and the permissions, then run the same command again.",
+            errno=error.errno,
         ) from error
     finally:
         if new and not folder.job.exists():

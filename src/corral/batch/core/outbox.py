@@ -74,4 +74,5 @@ def _told(error: Exception) -> DataError:
     return DataError(
         f"results cannot be written: {reason}.",
         "Everything up to here is kept. Remove the cause, then run the same command again; it continues.",
+        errno=error.errno if isinstance(error, OSError) else None,
     )

@@ -226,7 +226,7 @@ class Runner:
 
     def _fill(self, lane: Lane) -> None:
         """Give a lane as much as it has room for."""
-        while lane.room > 0 and not self._outbox.full and self._stop_by is None and self._failure is None:
+        while lane.room > 0 and not self._outbox.full and not self._ending:
             part, self._next = self._next or self._take(), None
             if part is None:
                 break
@@ -234,6 +234,11 @@ class Runner:
                 self._next = part
                 break
             self._send(lane, *part)
+
+    @property
+    def _ending(self) -> bool:
+        """Whether nothing more is to be sent: results could not be kept, or somebody has stopped it."""
+        return self._stop_by is not None or self._failure is not None or self._outbox.failure is not None
 
     def _fits(self, lane: Lane, flight: _Flight, part: int) -> bool:
         most, weight = self.settings.most_weight, flight.ask.requests[part].weight

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import hmac
 import shutil
 from collections.abc import Awaitable, Callable
@@ -25,7 +24,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from corral.batch.service.refusal import Refusal
-from corral.batch.service.store import Store
+from corral.batch.service.store import ENDED, Store
 from corral.batch.service.upload import pieces_in_time, receive
 from corral.client.client import CHAT, COMPLETIONS
 from corral.errors import CorralError, NotFoundError
@@ -184,8 +183,11 @@ class _Api:
         return JSONResponse(await run_in_threadpool(self._store.batch, request.path_params["identity"]))
 
     async def cancel(self, request: Request) -> Response:
-        cancel = functools.partial(self._carrier.cancel, request.path_params["identity"])
-        return JSONResponse(await run_in_threadpool(cancel))
+        identity = request.path_params["identity"]
+        status = (await run_in_threadpool(self._store.batch, identity))["status"]
+        if status in ENDED:
+            raise Refusal(409, f"{identity} is {status}; it cannot be cancelled any more.")
+        return JSONResponse(await run_in_threadpool(self._carrier.cancel, identity))
 
 
 async def _json(request: Request) -> dict[str, Any]:

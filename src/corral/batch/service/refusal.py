@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
-__all__ = ["Refusal"]
+__all__ = ["Refusal", "without_paths"]
+
+_PATH = re.compile(r"(?<![\w:/.~-])/(?:[^\s/'\"`]+/)+")
 
 
 class Refusal(Exception):  # noqa: N818 - an answer, not an error of ours
@@ -17,3 +20,8 @@ class Refusal(Exception):  # noqa: N818 - an answer, not an error of ours
     def body(self) -> dict[str, Any]:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": str(self), "type": kind, "param": None, "code": None}}
+
+
+def without_paths(text: str) -> str:
+    """A text for clients: where the server keeps a file is not theirs to know, only what it is called."""
+    return _PATH.sub("…/", text)

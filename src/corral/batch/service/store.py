@@ -38,6 +38,7 @@ class Store:
         for place in (folder, self._files, self._batches):
             make_private_dir(place)
         self._lock = threading.RLock()
+        self._waits: dict[str, dict[str, Any]] = {}  # what a batch waits for; in memory: the disk may be full
 
     def own_key(self) -> Path:
         """The file with the service's key, made at the first start."""
@@ -126,21 +127,32 @@ class Store:
             **dict.fromkeys(empty),
         }
         self._save(batch)
-        return batch
+        return self._told(batch)
 
     def batch(self, identity: str) -> dict[str, Any]:
-        return self._read(self._batches, identity, "batch")
+        return self._told(self._read(self._batches, identity, "batch"))
 
     def batches(self) -> list[dict[str, Any]]:
         """All batch objects, newest first."""
-        return self._all(self._batches)
+        return [self._told(batch) for batch in self._all(self._batches)]
+
+    def wait_for(self, identity: str, code: str = "", text: str = "") -> None:
+        """Say in a batch's status why nothing of it is done just now; without a code, that it goes on."""
+        if code:
+            self._waits.setdefault(identity, {"since": int(time.time())}).update(code=code, message=text)
+        else:
+            self._waits.pop(identity, None)
+
+    def _told(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """With `waiting_for`, an addition to OpenAI's object: null, or why, since when."""
+        return {**batch, "waiting_for": None if batch["status"] in ENDED else self._waits.get(batch["id"])}
 
     def change(self, identity: str, status: str | None = None, **values: Any) -> dict[str, Any]:
         """Change a batch; a new status gets its time. An ended batch stays as it is."""
         with self._lock:
-            batch = self.batch(identity)
+            batch = self._read(self._batches, identity, "batch")
             if batch["status"] in ENDED:
-                return batch
+                return self._told(batch)
             if status == "in_progress" and batch["status"] == "cancelling":
                 status = None
             batch.update(values)
@@ -149,7 +161,9 @@ class Store:
                 if f"{status}_at" in batch and not batch[f"{status}_at"]:
                     batch[f"{status}_at"] = int(time.time())
             self._save(batch)
-            return batch
+            if batch["status"] in ENDED:
+                self._waits.pop(identity, None)
+            return self._told(batch)
 
     # Inside
 

@@ -1,7 +1,9 @@
-"""The batch service's workers: threads that take batches off a queue and carry them out.
+"""The batch service's workers: threads that take batches off a queue and carry them out, and who looks after them.
 
 A batch that was under way when the service ended is queued again at its next start and continues by its ledger. While
-the model is away a batch waits; a bad input, a refused key or a run-away failure rate fails it.
+the model is away, or the machine is short of something (`shortage`), a batch waits and says so; a bad input, a
+refused key or a run-away failure rate fails it. A worker that dies is replaced, and its batch goes on with another;
+one whose workers keep dying fails, with the reason.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ import contextlib
 import queue
 import threading
 import time
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from corral.batch.batch import carry_out
@@ -17,6 +21,8 @@ from corral.batch.core.folder import BatchFolder
 from corral.batch.core.runner import Counts, Runner, RunnerSettings
 from corral.batch.input.recipe import OPENAI, Recipe
 from corral.batch.job import BatchOrder
+from corral.batch.service.refusal import without_paths
+from corral.batch.service.shortage import Shortage, has_room, shortage_of
 from corral.batch.service.store import ENDED, Store
 from corral.batch.serving import Where
 from corral.errors import CorralError, NotFoundError, UnreachableError
@@ -24,6 +30,9 @@ from corral.errors import CorralError, NotFoundError, UnreachableError
 __all__ = ["Workers"]
 
 AGAIN_S = 5.0
+LOOK_S = 1.0
+MOST_DEATHS = 3
+NO_MODEL = "Waiting: the model does not answer. The batch goes on by itself when it does."
 
 
 class Workers:
@@ -33,12 +42,14 @@ class Workers:
         self._store, self._where, self._any_model, self._settings = store, where, any_model, settings
         self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(count)]
-        for thread in self._threads:
-            thread.start()
+        self._carried: dict[threading.Thread, str] = {}  # what each worker has taken
+        self._deaths: Counter[str] = Counter()  # of workers, by their batch
+        self._threads = [self._started() for _ in range(count)]
         for batch in reversed(store.batches()):
             if batch["status"] not in ENDED:
                 self.submit(batch["id"])
+        self._supervisor = threading.Thread(target=self._supervise, name="corral-batch-supervisor", daemon=True)
+        self._supervisor.start()
 
     def submit(self, identity: str) -> None:
         self._queue.put(identity)
@@ -52,6 +63,7 @@ class Workers:
     def close(self) -> None:
         """Stop all batches where they are; they continue at the next start."""
         self._stop.set()
+        self._supervisor.join(30)
         for batch in self._store.batches():
             if batch["status"] in ("in_progress", "validating"):
                 _ask_to_stop(self._store, batch["id"])
@@ -60,14 +72,72 @@ class Workers:
         for thread in self._threads:
             thread.join(30)
 
+    # Looking after the workers
+
+    def _started(self) -> threading.Thread:
+        thread = threading.Thread(target=self._work, name="corral-batch-worker", daemon=True)
+        thread.start()
+        return thread
+
+    def _supervise(self) -> None:
+        while not self._stop.wait(LOOK_S):
+            with contextlib.suppress(Exception):  # no thread, no disk: the next look is soon
+                self._replace_dead()
+
+    def _replace_dead(self) -> None:
+        for place, thread in enumerate(self._threads):
+            if thread.is_alive():
+                continue
+            self._threads[place] = self._started()
+            if (identity := self._carried.pop(thread, None)) is not None:
+                self._deaths[identity] += 1
+                self.submit(identity)
+
     def _work(self) -> None:
+        me = threading.current_thread()
         while (identity := self._queue.get()) is not None:
             if self._stop.is_set():
                 return
+            self._carried[me] = identity
+            self._attempt(identity)
+            self._carried.pop(me, None)
+
+    def _attempt(self, identity: str) -> None:
+        """Carry out a batch until it has ended, whatever the machine is short of meanwhile."""
+        while not self._stop.is_set():
             try:
-                self._one(identity)
-            except Exception as error:  # a worker must not die of one batch
-                self._fail(identity, [{"code": type(error).__name__, "message": str(error), "line": None}])
+                if self._deaths[identity] >= MOST_DEATHS:
+                    self._fail(identity, [_inner("its worker died several times")])
+                else:
+                    self._one(identity)
+            except Exception as error:
+                short = shortage_of(error)
+                if short is not None:
+                    self._pause(identity, short)
+                elif self._failed(identity, error):
+                    return
+            else:
+                return
+
+    def _failed(self, identity: str, error: Exception) -> bool:
+        """Write down that a batch failed; False when even that cannot be written just now."""
+        try:
+            self._fail(identity, [_inner(type(error).__name__)])
+        except OSError as trouble:
+            self._pause(identity, shortage_of(trouble) or Shortage.DISK)
+            return False
+        except CorralError:  # there is no such batch any more
+            pass
+        return True
+
+    def _pause(self, identity: str, short: Shortage) -> None:
+        """Wait until the machine has what it lacked; the batch says so meanwhile."""
+        self._store.wait_for(identity, short.value, short.text)
+        while not self._stop.wait(AGAIN_S) and not has_room(self._store.folder):
+            pass
+        self._store.wait_for(identity)
+
+    # One batch
 
     def _one(self, identity: str) -> None:
         batch = self._store.batch(identity)
@@ -75,8 +145,12 @@ class Workers:
             self._end(identity, "cancelled")
         if batch["status"] in (*ENDED, "cancelling"):
             return
+        content = self._input(batch)
+        if content is None:
+            self._fail(identity, [_error("input_file_deleted", f"{batch['input_file_id']} was deleted.")])
+            return
         order = BatchOrder(
-            input=str(self._store.content(batch["input_file_id"])),
+            input=str(content),
             output=str(self._store.output_of(identity)),
             recipe=Recipe(kind=OPENAI, any_model=self._any_model, only_path=batch["endpoint"]),
             input_format="jsonl",
@@ -89,9 +163,12 @@ class Workers:
                 if self._store.batch(identity)["status"] == "cancelling":
                     self._end(identity, "cancelled")
                     return
+                self._store.wait_for(identity, "model_away", NO_MODEL)
                 self._stop.wait(AGAIN_S)
                 continue
             except CorralError as error:
+                if shortage_of(error) is not None:
+                    raise
                 self._fail(identity, _errors(error))
                 return
             if result.summary.state == "done":
@@ -99,6 +176,12 @@ class Workers:
             elif not self._stop.is_set():
                 self._end(identity, "cancelled")
             return
+
+    def _input(self, batch: dict[str, Any]) -> Path | None:
+        with contextlib.suppress(NotFoundError):
+            content = self._store.content(batch["input_file_id"])
+            return content if content.exists() else None
+        return None
 
     def _end(self, identity: str, status: str, rows: int = 0) -> None:
         """Make the files of a batch known, then its end."""
@@ -125,17 +208,25 @@ def _ask_to_stop(store: Store, identity: str) -> None:
         BatchFolder(store.output_of(identity)).cancel.touch()
 
 
-def _count_lines(path: Any) -> int:
+def _count_lines(path: Path) -> int:
     if not path.exists():
         return 0
     with path.open("rb") as file:
         return sum(1 for _ in file)
 
 
+def _error(code: str, message: str) -> dict[str, Any]:
+    return {"code": code, "message": message, "line": None, "param": None}
+
+
+def _inner(what: str) -> dict[str, Any]:
+    return _error("server_error", f"The server failed ({what}).")
+
+
 def _errors(error: CorralError) -> list[dict[str, Any]]:
     problems = error.details.get("problems")
     if not problems:
-        return [{"code": type(error).__name__, "message": f"{error.message} {error.remedy}", "line": None}]
+        return [_error(type(error).__name__, without_paths(f"{error.message} {error.remedy}"))]
     return [{"code": "invalid_row", "message": p["text"], "line": p["line"], "param": None} for p in problems]
 
 
@@ -151,11 +242,18 @@ class _Counter:
             now = self._store.change(self._identity, "in_progress")
             if now["status"] == "cancelling":  # asked before the job could hear it
                 _ask_to_stop(self._store, self._identity)
+        elif kind == "waiting":
+            self._store.wait_for(self._identity, "model_away", NO_MODEL)
+        elif kind == "back":
+            self._store.wait_for(self._identity)
 
     def tick(self, counts: Counts, runner: Runner) -> None:
         now = time.monotonic()
         if now - self._told > 1.0:
             self._told = now
+            if not runner.waiting_for:
+                self._store.wait_for(self._identity)
             done = counts.before + counts.fine
             numbers = {"total": counts.rows, "completed": done, "failed": counts.failed}
-            self._store.change(self._identity, request_counts=numbers)
+            with contextlib.suppress(OSError):  # a count that cannot be kept ends no batch
+                self._store.change(self._identity, request_counts=numbers)
