@@ -1,25 +1,31 @@
 """One lock: a file that names its holder, and is taken over when the holder is known to be dead.
 
 The file appears whole (a link to a finished file, which NFS and Lustre do in one step), so it is never half written;
-flock would mean different things on different file systems. A holder on this machine is dead when its process is; one
-on another machine when it has not touched the lock for `silent_s`, measured by the file system's own clock. Without
-`silent_s` a holder elsewhere counts as alive for ever.
+flock would mean different things on different file systems. A holder whose process can be seen from here (the same
+boot of the same machine, the same process namespace) is dead when its process is. Any other, on another machine, one
+of the same name, or in a container, is dead when it has not touched the lock for `silent_s`, measured by the file
+system's own clock. Without `silent_s` such a holder counts as alive for ever.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
+import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
+from corral.errors import DataError
 from corral.processes import Identity, own_identity
+from corral.record import from_json
+from corral.untrusted import parse_json
 
 __all__ = [
     "SILENT_S",
@@ -36,6 +42,7 @@ __all__ = [
 TOUCH_S = 10.0
 SILENT_S = 120.0  # for holders that touch their locks
 POLL_S = 0.05
+NOBODY = Identity(pid=0, host="", boot_id="", start_ticks=0)
 
 
 class FileLock:
@@ -45,10 +52,15 @@ class FileLock:
     """
 
     def __init__(
-        self, path: Path, held: Callable[[Identity], None] | None = None, silent_s: float | None = None
+        self,
+        path: Path,
+        held: Callable[[Identity], None] | None = None,
+        silent_s: float | None = None,
+        beats: bool = False,
     ) -> None:
-        self.path, self._held, self._silent_s = path, held, silent_s
+        self.path, self._held, self._silent_s, self._beats = path, held, silent_s, beats
         self._touched = 0.0
+        self._beating = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,11 +75,14 @@ class FileLock:
                 self._held(found)
             time.sleep(POLL_S)
         self._touched = time.monotonic()
+        if self._beats:
+            self._beating.enter_context(beating(self.path))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._beating.close()
         with contextlib.suppress(OSError):  # it is known to be dead once we are gone; how it ended is to be told
             if lock_holder(self.path) == own_identity():
                 self.path.unlink(missing_ok=True)
@@ -85,7 +100,7 @@ class FileLock:
 
 
 def exclusive_lock(path: Path, on_wait: Callable[[str], None]) -> FileLock:
-    """A lock that is waited for; who holds it is told once, through `on_wait`."""
+    """A lock that is waited for and touched while it is held; who holds it is told once, through `on_wait`."""
     told: list[Identity] = []
 
     def held(holder: Identity) -> None:
@@ -93,7 +108,7 @@ def exclusive_lock(path: Path, on_wait: Callable[[str], None]) -> FileLock:
             told.append(holder)
             on_wait(f"process {holder.pid} on {holder.host} (lock {path})")
 
-    return FileLock(path, held)
+    return FileLock(path, held, SILENT_S, beats=True)
 
 
 @contextlib.contextmanager
@@ -123,7 +138,7 @@ def holder_of(path: Path, silent_s: float | None = SILENT_S) -> Identity | None:
 
 def try_lock(path: Path) -> bool:
     """A link to a file already written: the lock is never seen without its holder's name."""
-    written = path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.{threading.get_ident()}")
+    written = path.with_name(f"{path.name}.{_own_name()}")
     written.write_text(json.dumps(vars(own_identity())))
     try:
         os.link(written, path)
@@ -134,9 +149,14 @@ def try_lock(path: Path) -> bool:
     return True
 
 
+def _own_name() -> str:
+    """What no other process calls a file, wherever it runs: numbers of processes and names of machines repeat."""
+    return f"{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}"
+
+
 def discard_lock(path: Path, seen: Identity) -> None:
     """Remove a dead holder's lock, but never one that a third process has taken in the meantime."""
-    aside = path.with_name(f"{path.name}.stale.{os.getpid()}")
+    aside = path.with_name(f"{path.name}.stale.{_own_name()}")
     with contextlib.suppress(FileNotFoundError):
         if lock_holder(path) != seen:
             return
@@ -162,18 +182,21 @@ def lock_holder(path: Path) -> Identity | None:
             raise
         return None  # removed while it was read, as NFS tells it
     try:
-        body: dict[str, Any] = json.loads(text)
-        return Identity(**body)
-    except (ValueError, TypeError):  # no lock of ours is ever torn: something else wrote it
-        return Identity(pid=0, host=socket.gethostname(), boot_id="", start_ticks=0)
+        found = parse_json(text, str(path))
+        known = {field.name for field in dataclasses.fields(Identity)}  # a later Corral may say more
+        return from_json(Identity, {name: found[name] for name in known & set(found)})
+    except (DataError, TypeError):  # no lock of ours is ever torn: something else wrote it
+        return NOBODY
 
 
 def _is_dead(path: Path, holder: Identity, silent_s: float | None) -> bool:
-    if holder.is_here():
-        return holder.is_gone()
+    if holder == NOBODY:
+        return True
+    if holder.is_among_ours():
+        return holder.has_ended()
     if silent_s is None:
         return False
-    probe = path.with_name(f"{path.name}.clock.{os.getpid()}")
+    probe = path.with_name(f"{path.name}.clock.{_own_name()}")
     try:
         probe.touch()  # now, on the clock that stamped the lock
         return probe.stat().st_mtime - path.stat().st_mtime > silent_s

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from corral.node.identity import boot_id, identity, start_ticks
 from corral.node.tcp_table import LISTEN, TIME_WAIT, tcp_sockets
 
-__all__ = ["Identity", "boot_id", "identify", "only_lingering", "own_identity", "port_owner"]
+__all__ = ["Identity", "boot_id", "identify", "only_lingering", "own_identity", "port_owner", "process_namespace"]
 
 
 @dataclass(frozen=True)
@@ -21,10 +22,18 @@ class Identity:
     host: str
     boot_id: str
     start_ticks: int
+    namespace: str = ""  # in which its number counts; empty: not known
 
     def is_here(self) -> bool:
-        """Whether this machine is the one the process ran on."""
-        return self.host == socket.gethostname()
+        """Whether this machine is the one the process ran on, and its processes can be seen from here."""
+        seen = self.namespace in ("", process_namespace()) or self.boot_id != boot_id()
+        return self.host == socket.gethostname() and seen
+
+    def is_among_ours(self) -> bool:
+        """Whether its number means the same process here, beyond doubt: not on a machine of the same name, nor in
+        another container of this one."""
+        known = bool(self.boot_id and self.namespace and self.start_ticks)
+        return known and (self.boot_id, self.namespace) == (boot_id(), process_namespace())
 
     def machine_restarted(self) -> bool:
         return self.is_here() and self.boot_id != boot_id()
@@ -33,7 +42,12 @@ class Identity:
         """Whether the process is known to have ended; a process of another machine is never known to."""
         if not self.is_here():
             return False
-        return self.machine_restarted() or start_ticks(self.pid) != self.start_ticks
+        return self.machine_restarted() or self.has_ended()
+
+    def has_ended(self) -> bool:
+        """Whether no process among ours is this one; one of another user that is hidden may still be."""
+        found = start_ticks(self.pid)
+        return found != self.start_ticks if found else not _is_hidden(self.pid)
 
 
 def identify(pid: int) -> Identity:
@@ -41,7 +55,26 @@ def identify(pid: int) -> Identity:
 
 
 def own_identity() -> Identity:
-    return identify(os.getpid())
+    return replace(identify(os.getpid()), namespace=process_namespace())
+
+
+def process_namespace() -> str:
+    """In which the numbers of /proc count; empty when they are not those of this process' own namespace."""
+    with contextlib.suppress(OSError):
+        if os.readlink("/proc/self") == str(os.getpid()):  # noqa: PTH115 - text, not a path
+            return " ".join(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "time"))  # noqa: PTH115
+    return ""
+
+
+def _is_hidden(pid: int) -> bool:
+    """Whether there is a process of another user that /proc does not show (hidepid)."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (OSError, OverflowError):
+        pass
+    return False
 
 
 def port_owner(port: int) -> str:

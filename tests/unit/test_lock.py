@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from corral.lock import FileLock, discard_lock, exclusive_lock, holder_of, lock_holder, try_lock
-from corral.processes import Identity, own_identity
+from corral.batch.core.lock import BatchLock
+from corral.errors import ConflictError
+from corral.lock import SILENT_S, FileLock, discard_lock, exclusive_lock, holder_of, lock_holder, try_lock
+from corral.processes import Identity, own_identity, process_namespace
+from tests.skips import NO_MOUNT
+from tests.testbed import NOT_ROOT, makes_namespaces
+from tests.until import until
 
 ELSEWHERE = Identity(1, "elsewhere", "b", 5)
 
@@ -86,3 +95,161 @@ def test_a_lock_that_was_taken_over_is_left_to_its_new_holder(tmp_path: Path) ->
     with FileLock(tmp_path / "below" / "lock") as lock:
         held_by(lock.path, ELSEWHERE)
     assert lock_holder(lock.path) == ELSEWHERE
+
+
+# Holders whose processes cannot be seen from here
+
+HOLD = """
+import sys; from pathlib import Path; from corral.batch.core.lock import BatchLock
+with BatchLock(Path(sys.argv[1]), "x") as lock:
+    lock.check()
+    print("held", flush=True)
+    sys.stdin.read()
+    lock.check()
+"""
+TAKE = """
+import sys; from pathlib import Path
+from corral.batch.core.lock import BatchLock; from corral.errors import ConflictError
+try:
+    with BatchLock(Path(sys.argv[1]), "x"):
+        print("taken")
+except ConflictError:
+    print("refused")
+"""
+NAMESPACES = {
+    "with its own /proc": ["unshare", "--pid", "--fork", "--mount-proc"],
+    "with the machine's /proc": ["unshare", "--pid", "--fork"],
+}
+
+
+@pytest.fixture(params=list(NAMESPACES.values()), ids=list(NAMESPACES))
+def container(request: pytest.FixtureRequest) -> list[str]:
+    """How a command is started in a process namespace of its own: its first process has the number 1 there."""
+    if os.geteuid() != 0:
+        pytest.skip(NOT_ROOT)
+    if not makes_namespaces():
+        pytest.skip(NO_MOUNT)
+    return [str(word) for word in request.param]
+
+
+@contextmanager
+def holding(path: Path, start: list[str]) -> Iterator[None]:
+    argv = [*start, sys.executable, "-c", HOLD, str(path)]
+    holder = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert holder.stdin is not None
+    assert holder.stdout is not None
+    try:
+        assert holder.stdout.readline() == "held\n"
+        yield
+    finally:
+        holder.stdin.close()
+        code = holder.wait(60)
+        holder.stdout.close()
+    assert code == 0  # it still had its lock
+
+
+def take(path: Path, start: list[str]) -> str:
+    argv = [*start, sys.executable, "-c", TAKE, str(path)]
+    return subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_a_lock_is_not_stolen_out_of_a_container(tmp_path: Path, container: list[str]) -> None:
+    path = tmp_path / "lock"
+    with holding(path, container):
+        assert lock_holder(path) != own_identity()
+        with pytest.raises(ConflictError), BatchLock(path, "x"):
+            pass
+        assert take(path, []) == "refused"
+        assert take(path, container) == "refused"  # by another container, where the same numbers are in use
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_is_not_stolen_from_within_a_container(tmp_path: Path, container: list[str]) -> None:
+    path = tmp_path / "lock"
+    with BatchLock(path, "x") as lock:
+        assert take(path, container) == "refused"
+        lock.check()
+
+
+def test_a_silent_holder_in_a_container_is_dead(tmp_path: Path, container: list[str]) -> None:
+    path = tmp_path / "lock"
+    subprocess.run([*container, sys.executable, "-c", HOLD.replace("sys.stdin.read()", "__import__('os')._exit(9)"),
+                    str(path)], check=False, stdout=subprocess.DEVNULL)  # fmt: skip
+    assert holder_of(path) is not None
+    old = time.time() - SILENT_S - 5
+    os.utime(path, (old, old))
+    with BatchLock(path, "x"):
+        pass
+
+
+def test_a_machine_of_the_same_name_is_another_machine(tmp_path: Path) -> None:
+    twin = replace(own_identity(), pid=1, boot_id="another boot")
+    path = held_by(tmp_path / "lock", twin, age_s=100)
+    with pytest.raises(ConflictError, match=f"process 1 on {socket.gethostname()}"), BatchLock(path, "x"):
+        pass
+    assert holder_of(path, silent_s=60) is None
+
+
+def test_a_holder_seen_from_here_is_judged_by_its_process_however_long_it_is_silent(tmp_path: Path) -> None:
+    path = held_by(tmp_path / "lock", own_identity(), age_s=1e6)
+    assert holder_of(path) == own_identity()
+    assert process_namespace() != ""
+
+
+def test_a_process_that_is_hidden_is_not_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under hidepid=2: /proc shows nothing of other users, and only a signal tells that they are there."""
+    path = held_by(tmp_path / "lock", replace(own_identity(), pid=os.getppid()))
+
+    def not_ours(pid: int, number: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr("corral.processes.start_ticks", lambda pid: 0)
+    assert holder_of(path) is None
+    monkeypatch.setattr("os.kill", not_ours)
+    assert holder_of(path) is not None
+
+
+def test_two_writers_of_one_number_do_not_write_each_others_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On machines of one name, or in two containers, host, process and thread can all be the same."""
+    names: list[str] = []
+    link = os.link
+
+    def noted(made: Path, path: Path) -> None:
+        names.append(made.name)
+        link(made, path)
+
+    monkeypatch.setattr("os.link", noted)
+    for number in range(2):
+        assert try_lock(tmp_path / f"{number}.lock")
+    assert names[0].split(".", 2)[2] != names[1].split(".", 2)[2]
+
+
+def test_what_a_later_version_says_more_is_no_reason_to_take_its_lock(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    path.write_text(json.dumps({**vars(ELSEWHERE), "more": [1]}))
+    assert holder_of(path) == ELSEWHERE
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"pid":"x"}', "[" * 5000, "5", '{"pid":1e999}', "null", ""])
+def test_a_file_that_is_no_lock_is_nobodys(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "lock"
+    path.write_text(text)
+    assert holder_of(path, silent_s=None) is None
+
+
+def test_a_lock_that_is_waited_for_is_touched_while_it_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a long installation would look dead elsewhere, and a reboot would leave it locked for ever."""
+    monkeypatch.setattr("corral.lock.TOUCH_S", 0.01)
+    path = tmp_path / "lock"
+    with exclusive_lock(path, lambda who: None):
+        os.utime(path, (0, 0))
+        until(lambda: path.stat().st_mtime > 0)
+    old = time.time() - SILENT_S - 5
+    held_by(path, replace(own_identity(), boot_id="before the reboot"))
+    os.utime(path, (old, old))
+    with exclusive_lock(path, lambda who: None):
+        assert lock_holder(path) == own_identity()

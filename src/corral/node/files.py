@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import socket
-import threading
 from typing import Any, Dict, Union
 
 Json = Dict[str, Any]
@@ -16,7 +15,7 @@ Json = Dict[str, Any]
 def write_atomic(path: Union[str, "os.PathLike[str]"], text: Union[str, bytes], mode: int = 0o600) -> None:
     """Replace `path` with `text` in one step, synced; writers on several nodes do not meet."""
     folder, name = os.path.split(os.fspath(path))
-    own = "%s.%d.%d" % (socket.gethostname(), os.getpid(), threading.get_ident())
+    own = "%s.%d.%s" % (socket.gethostname(), os.getpid(), os.urandom(4).hex())  # names and numbers repeat elsewhere
     temporary = os.path.join(folder, ".%s.%s.tmp" % (name, own))
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     try:

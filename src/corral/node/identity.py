@@ -4,6 +4,7 @@ Standard library only, Python 3.8 or later, nothing of corral: the source is sen
 """
 
 import contextlib
+import os
 import socket
 from typing import Any, Dict, Mapping
 
@@ -19,7 +20,8 @@ def boot_id() -> str:
 
 def start_ticks(pid: int) -> int:
     """When the process started, in the kernel's ticks; 0 when there is no such living process."""
-    with contextlib.suppress(OSError, IndexError, ValueError), open("/proc/%d/stat" % pid) as file:
+    name = "self" if pid == os.getpid() else "%d" % pid  # a namespace may see the numbers of another one in /proc
+    with contextlib.suppress(OSError, IndexError, ValueError), open("/proc/%s/stat" % name) as file:
         fields = file.read().rpartition(")")[2].split()
         return 0 if fields[0] in "ZX" else int(fields[19])
     return 0
