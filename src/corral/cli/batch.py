@@ -324,7 +324,7 @@ def in_job(output: str, deployment: str, **given: Any) -> int:
 
 def _carry_out(order: Any, where: Any, given: dict[str, Any]) -> int:
     from corral.batch.batch import carry_out
-    from corral.batch.jobs.submit import is_queued
+    from corral.batch.jobs.queued import is_queued
     from corral.batch.serving import RAY_DATA
     from corral.batch.sharing.shared import Sharing
 

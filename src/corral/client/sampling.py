@@ -14,8 +14,10 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypedDict
 
 from corral.errors import UsageError
@@ -67,6 +69,9 @@ class Sampling(TypedDict, total=False):
     extra: Mapping[str, Any] | None  # fields that this table does not know, sent as they are
 
 
+_NUMBERS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float)}
+
+
 @dataclass(frozen=True)
 class Parameter:
     """One sampling parameter; bounds are inclusive unless `above` says that the lower one is not."""
@@ -89,8 +94,12 @@ class Parameter:
 
     def checked(self, value: Any) -> Any:
         """The value, if the server would take it; otherwise an error that names the range."""
-        if self.kind in ("int", "float"):
-            return self._number(value)
+        if self.kind in _NUMBERS:
+            if isinstance(value, _NUMBERS[self.kind]) and value is not True and value is not False:
+                low, high = self._bounds
+                if low <= value <= high:
+                    return value
+            raise self._wrong_number(value)
         if self.kind == "texts":
             return self._texts(value)
         if self.kind == "ints":
@@ -103,15 +112,19 @@ class Parameter:
             raise self._wrong(value, "text")
         return value
 
-    def _number(self, value: Any) -> Any:
-        if isinstance(value, bool) or not isinstance(value, int if self.kind == "int" else (int, float)):
-            raise self._wrong(value, "a whole number" if self.kind == "int" else "a number")
+    @cached_property
+    def _bounds(self) -> tuple[float, float]:
+        """The least and the greatest number that is taken; a float is finite."""
+        infinite = math.inf if self.kind == "int" else sys.float_info.max
+        low = -infinite if self.low is None else self.low
+        return math.nextafter(low, math.inf) if self.above else low, infinite if self.high is None else self.high
+
+    def _wrong_number(self, value: Any) -> UsageError:
+        if isinstance(value, bool) or not isinstance(value, _NUMBERS[self.kind]):
+            return self._wrong(value, "a whole number" if self.kind == "int" else "a number")
         if not math.isfinite(value):
-            raise self._wrong(value, "a finite number")
-        low_ok = self.low is None or (value > self.low if self.above else value >= self.low)
-        if not low_ok or (self.high is not None and value > self.high):
-            raise UsageError(f"{self.name} cannot be {value}.", f"Its range is {self.range_text}.")
-        return value
+            return self._wrong(value, "a finite number")
+        return UsageError(f"{self.name} cannot be {value}.", f"Its range is {self.range_text}.")
 
     def _texts(self, value: Any) -> list[str]:
         found: list[Any] = (
@@ -212,9 +225,10 @@ def body_fields(given: Mapping[str, Any], chat: bool) -> dict[str, Any]:
 
 def check_fields(body: Mapping[str, Any], chat: bool) -> None:
     """Refuse a whole request that the server would refuse for its parameters."""
-    for name, value in body.items():
-        if value is not None and not (chat and _is_whether(name, value)):
-            _checked(name, value)
+    for name, value in body.items():  # for every row of a batch, and twice
+        known = FIELDS.get(name)
+        if known is not None and value is not None and not (chat and _is_whether(name, value)):
+            known.checked(value)
     _check_lengths(body)
 
 

@@ -216,6 +216,10 @@ class FakeExchange:
             metrics.e2e.add((now - self.arrival_ns) / 1e9)
             if job.steps > 1:
                 metrics.itl.add((now - first) / 1e9 / (job.steps - 1), job.steps - 1)
+        if self._context.log.wanted:
+            self._write_down(start, first, now, tokens, finish)
+
+    def _write_down(self, start: int, first: int, now: int, tokens: int, finish: str) -> None:
         ask = self._ask
         fault = b'"%b"' % self._fault.kind.encode() if self._fault else b"null"
         self._context.log.add(

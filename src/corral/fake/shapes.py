@@ -7,6 +7,7 @@ take the slower way through dictionaries.
 from __future__ import annotations
 
 import json
+from json.encoder import encode_basestring as quoted
 from typing import Any
 
 from corral.fake import words
@@ -54,9 +55,9 @@ def full_body(ask: Ask, name: str, created: int, model: str, answers: list[Answe
 
 
 def _plain_body(ask: Ask, name: str, created: int, model: str, answer: Answer, prompt: int) -> bytes:
-    text, model = json.dumps(answer.text, ensure_ascii=False), json.dumps(model, ensure_ascii=False)
+    text, model = quoted(answer.text), quoted(model)
     spent = _FULL_USAGE % (prompt, prompt + answer.count, answer.count)
-    stop = json.dumps(answer.stop_reason, ensure_ascii=False) if answer.stop_reason else "null"
+    stop = quoted(answer.stop_reason) if answer.stop_reason else "null"
     tail = f'"service_tier":null,"system_fingerprint":"{FINGERPRINT}","usage":{spent}'
     end = '"kv_transfer_params":null,"ec_transfer_params":null,"metrics":null}'
     if ask.chat:

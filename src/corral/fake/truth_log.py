@@ -15,11 +15,14 @@ class TruthLog:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644) if path else -1
         self._lines: list[bytes] = []
 
+    @property
+    def wanted(self) -> bool:
+        return self._fd >= 0
+
     def add(self, line: bytes) -> None:
-        if self._fd >= 0:
-            self._lines.append(line)
-            if len(self._lines) >= 512:
-                self.flush()
+        self._lines.append(line)
+        if len(self._lines) >= 512:
+            self.flush()
 
     def flush(self) -> None:
         if self._lines:

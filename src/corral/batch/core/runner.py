@@ -151,6 +151,11 @@ class _Flight:
         self.doubled = False
 
 
+def _fits(most: int, lane: Lane, flight: _Flight, part: int) -> bool:
+    """Whether a lane may take a request beside what it carries; alone, it may take any."""
+    return not lane.weight or lane.weight + flight.ask.requests[part].weight <= most
+
+
 class Runner:
     """Runs one job until it is done, stopped or failed."""
 
@@ -226,11 +231,12 @@ class Runner:
 
     def _fill(self, lane: Lane) -> None:
         """Give a lane as much as it has room for."""
+        most = self.settings.most_weight
         while lane.room > 0 and not self._outbox.full and not self._ending:
             part, self._next = self._next or self._take(), None
             if part is None:
                 break
-            if not self._fits(lane, *part):
+            if most is not None and not _fits(most, lane, *part):
                 self._next = part
                 break
             self._send(lane, *part)
@@ -239,10 +245,6 @@ class Runner:
     def _ending(self) -> bool:
         """Whether nothing more is to be sent: results could not be kept, or somebody has stopped it."""
         return self._stop_by is not None or self._failure is not None or self._outbox.failure is not None
-
-    def _fits(self, lane: Lane, flight: _Flight, part: int) -> bool:
-        most, weight = self.settings.most_weight, flight.ask.requests[part].weight
-        return most is None or not lane.weight or lane.weight + weight <= most
 
     def _take(self) -> tuple[_Flight, int] | None:
         """The next request: one whose pause is over, a further one of a row under way, or that of a new row."""

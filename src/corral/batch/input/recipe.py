@@ -116,7 +116,7 @@ class Recipe:
             raise DataError(f"has the url {path!r}; the batch is for {self.only_path}")
         if not isinstance(body, dict):
             raise DataError("lacks 'body', an object")
-        whole = {**body_fields(self.params, path == CHAT), **body}
+        whole = {**body_fields(self.params, path == CHAT), **body} if self.params else dict(body)
         check_fields(whole, path == CHAT)
         if whole.get("stream"):
             raise DataError("asks for a stream; a batch has none")

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from corral.batch.core.folder import BatchFolder
+from corral.batch.serving import Where
 from corral.files import make_private_dir, write_atomic
 from corral.record import dump_json, load_json
 from corral.targets.base import Queue, Target, load_target
 
-__all__ = ["QueuedJob", "QueuedState", "add_job", "cancel_waiting", "jobs_of", "queued_states"]
+__all__ = ["QueuedJob", "QueuedState", "add_job", "cancel_waiting", "is_queued", "jobs_of", "queued_states"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,12 @@ class QueuedState:
     remedy: str
     ended: bool | None
     waiting: bool
+
+
+def is_queued(where: Where) -> bool:
+    """Whether a batch is done by jobs of a scheduler."""
+    more = where.offline.more if where.offline else {}
+    return "target" in more and isinstance(load_target(more["target"], more.get("place", {})), Queue)
 
 
 def add_job(folder: BatchFolder, id: str, deployment: str, target: Target) -> None:

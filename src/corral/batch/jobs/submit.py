@@ -26,9 +26,9 @@ from corral.deployment.state import ENDED
 from corral.errors import ConflictError
 from corral.home import home_dir
 from corral.lifecycle import bringup, deployments
-from corral.targets.base import Queue, load_target
+from corral.targets.base import Queue
 
-__all__ = ["MAX_JOBS", "SubmittedBatch", "is_queued", "submit"]
+__all__ = ["MAX_JOBS", "SubmittedBatch", "submit"]
 
 MAX_JOBS = 10
 
@@ -41,12 +41,6 @@ class SubmittedBatch:
     rows: int
     jobs: tuple[str, ...]
     done: bool = False  # there was nothing left to do
-
-
-def is_queued(where: Where) -> bool:
-    """Whether a batch is done by jobs of a scheduler."""
-    more = where.offline.more if where.offline else {}
-    return "target" in more and isinstance(load_target(more["target"], more.get("place", {})), Queue)
 
 
 def submit(
