@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from corral.engines import environments as engines
 from tests.skips import NO_SHELLCHECK
 from tests.stand_in import install_stand_in
 from tests.tiny_llama import make_tiny_llama
@@ -25,6 +26,7 @@ settings.register_profile("corral", deadline=None, suppress_health_check=[Health
 settings.load_profile("corral")
 
 STUB = Path(__file__).parent.parent / "stub_engine.py"
+ENGINE = Path(__file__).parent.parent / "fake_engine.py"
 
 
 @dataclass
@@ -107,3 +109,11 @@ def corral(clean_home: Path, tiny_model: Path) -> Iterator[Corral]:
     command = Corral(clean_home, tiny_model, dict(os.environ))
     yield command
     command("down", "--all")
+
+
+@pytest.fixture
+def answering(corral: Corral) -> Corral:
+    """`corral` with an engine that really answers."""
+    python = Path(engines.expected("cpu").path) / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{ENGINE}" "$@"\n')
+    return corral

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
-
-import pytest
 
 from corral.deployment.folder import DeploymentFolder
 from corral.engines import environments as engines
@@ -15,16 +12,6 @@ from corral.lifecycle import deployments
 from corral.lifecycle.successors import Chain, write_chain
 from tests.unit.conftest import Corral
 from tests.until import free_port
-
-ENGINE = Path(__file__).parent.parent / "fake_engine.py"
-
-
-@pytest.fixture
-def answering(corral: Corral) -> Corral:
-    """`corral` with an engine that really answers."""
-    python = Path(engines.expected("cpu").path) / "bin" / "python"
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{ENGINE}" "$@"\n')
-    return corral
 
 
 def rows(tmp_path: Path, count: int) -> tuple[str, Path]:

@@ -16,8 +16,7 @@ from corral.batch.inspect import inspect
 from corral.batch.job import BatchOrder, load_record
 from corral.batch.jobs import in_job
 from corral.batch.jobs.in_job import InJob
-from corral.batch.jobs.queued import add_job, jobs_of
-from corral.batch.jobs.queued import is_queued
+from corral.batch.jobs.queued import add_job, is_queued, jobs_of
 from corral.batch.serving import Offline, Where
 from corral.batch.sharing.parts import Participant, bury, claim_path, runners_of
 from corral.batch.sharing.shared import Sharing

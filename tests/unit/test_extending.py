@@ -5,21 +5,28 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
 import types
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
 from corral.cli.target_options import chosen_target
-from corral.deployment.folder import open_folder
+from corral.deployment.folder import all_folders, open_folder
 from corral.errors import DataError, UsageError
 from corral.lifecycle import bringup, deployments
+from corral.lifecycle.deployments import Record
 from corral.profile import load_profile, merged
 from corral.profile.places import user_folder
+from corral.record import load_json
 from corral.runtimes.base import RUNTIMES
 from corral.targets.base import TARGETS
 from tests.conftest import ROOT
 from tests.unit.conftest import Corral, Silent
+from tests.until import free_port
 
 PAGE = (ROOT / "docs" / "extending.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -83,3 +90,37 @@ def test_a_new_target_has_a_table_in_profiles_and_flags(corral: Corral) -> None:
     path.write_text('target = "desk"\n[desk]\nfirst_prot = 1\n')
     with pytest.raises(DataError, match="first_prot"):
         load_profile("mine")
+
+
+@pytest.fixture
+def with_desk(answering: Corral, tmp_path: Path) -> Corral:
+    """`corral` from a copy of its sources with the page's file and its row; nothing else is touched."""
+    sources = tmp_path / "sources"
+    shutil.copytree(ROOT / "src" / "corral", sources / "corral", ignore=shutil.ignore_patterns("__pycache__"))
+    for block in BLOCKS:
+        if named := re.match(r"# src/(corral/targets/\S+)\n", block):
+            (sources / named[1]).write_text(block)
+        elif block.startswith("TARGETS"):
+            with (sources / "corral" / "targets" / "base.py").open("a") as file:
+                file.write(f"\n{block}")
+    return replace(answering, env={**answering.env, "PYTHONPATH": str(sources)})
+
+
+def test_a_new_target_serves_and_runs_batches_through_a_profile(with_desk: Corral, tmp_path: Path) -> None:
+    port = free_port()
+    path = user_folder() / "mine.toml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'target = "desk"\n[desk]\nfirst_port = {port}\nlast_port = {port + 20}\n')
+    assert "--first-port" in with_desk("up", "--help").out
+    up = with_desk("up", str(with_desk.model), "--on", "mine", "--name", "served", "--json")
+    assert up.code == 0, up.err
+    assert port <= int(urlsplit(up.json()["endpoint"]["base_url"]).port or 0) <= port + 20
+    assert with_desk("status", "served", "--json").json()["target"] == "desk"
+    assert with_desk("down", "served").code == 0
+    given, output = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    given.write_text("".join(json.dumps({"id": n, "prompt": f"Row {n}"}) + "\n" for n in range(20)))
+    batch = with_desk("batch", str(given), "-o", str(output), "--model", str(with_desk.model), "--on", "mine")
+    assert batch.code == 0, batch.err
+    assert len(output.read_text().splitlines()) == 20
+    started = [folder for folder in all_folders() if folder.name.startswith("batch-")]
+    assert [load_json(Record, folder.record).target for folder in started] == ["desk"]

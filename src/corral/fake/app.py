@@ -46,7 +46,7 @@ _decode = msgspec.json.Decoder().decode
 
 
 def _decoded(body: bytes) -> Any:
-    """A body's JSON; what only Python's own reader takes (NaN, half a surrogate pair) it also gets here, as in vLLM."""
+    """A body's JSON; as in vLLM, also what only Python's own reader takes (NaN, half a surrogate pair)."""
     try:
         return _decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError):
