@@ -69,7 +69,7 @@ class Sampling(TypedDict, total=False):
     extra: Mapping[str, Any] | None  # fields that this table does not know, sent as they are
 
 
-_NUMBERS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float)}
+_NUMBERS: dict[str, Any] = {"int": (int,), "float": (int, float)}
 
 
 @dataclass(frozen=True)
