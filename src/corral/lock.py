@@ -43,6 +43,7 @@ TOUCH_S = 10.0
 SILENT_S = 120.0  # for holders that touch their locks
 POLL_S = 0.05
 NOBODY = Identity(pid=0, host="", boot_id="", start_ticks=0)
+TELL_AGAIN_S = 60.0
 
 
 class FileLock:
@@ -99,16 +100,22 @@ class FileLock:
                 os.utime(self.path)
 
 
-def exclusive_lock(path: Path, on_wait: Callable[[str], None]) -> FileLock:
-    """A lock that is waited for and touched while it is held; who holds it is told once, through `on_wait`."""
-    told: list[Identity] = []
+def exclusive_lock(path: Path, on_wait: Callable[[str], None], silent_s: float = SILENT_S) -> FileLock:
+    """A lock that is waited for and touched while held; `on_wait` is told who holds it, at once and every minute."""
+    return FileLock(path, _telling(path, on_wait), silent_s, beats=True)
+
+
+def _telling(path: Path, on_wait: Callable[[str], None]) -> Callable[[Identity], None]:
+    told_s: list[float] = []
 
     def held(holder: Identity) -> None:
-        if not told:
-            told.append(holder)
-            on_wait(f"process {holder.pid} on {holder.host} (lock {path})")
+        now = time.monotonic()
+        if not told_s or now - told_s[-1] >= TELL_AGAIN_S:
+            told_s.append(now)
+            waited = f", for {now - told_s[0]:.0f} s now" if len(told_s) > 1 else ""
+            on_wait(f"process {holder.pid} on {holder.host} (lock {path}){waited}")
 
-    return FileLock(path, held, SILENT_S, beats=True)
+    return held
 
 
 @contextlib.contextmanager

@@ -17,7 +17,9 @@ from pathlib import Path
 import pytest
 
 from corral.batch.core.lock import BatchLock
+from corral.deployment.folder import DeploymentFolder
 from corral.errors import ConflictError
+from corral.lifecycle.successors import chain_lock
 from corral.lock import SILENT_S, FileLock, discard_lock, exclusive_lock, holder_of, lock_holder, try_lock
 from corral.processes import Identity, own_identity, process_namespace
 from tests.skips import NO_MOUNT
@@ -65,6 +67,38 @@ def test_who_holds_it_is_told_once_and_waited_for(tmp_path: Path) -> None:
         assert lock_holder(path) == own_identity()
     thread.join()
     assert told == [f"process 1 on elsewhere (lock {path})"]
+
+
+def test_a_long_wait_is_told_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("corral.lock.TELL_AGAIN_S", 0.0)
+    path = held_by(tmp_path / "lock", ELSEWHERE)
+    told: list[str] = []
+
+    def tell(who: str) -> None:
+        told.append(who)
+        if len(told) == 3:
+            path.unlink()
+
+    with exclusive_lock(path, tell):
+        pass
+    assert told[0] == f"process 1 on elsewhere (lock {path})"
+    assert all("s now" in text for text in told[1:])
+
+
+def test_who_changes_a_chain_is_told(clean_home: Path) -> None:
+    folder = DeploymentFolder.of("first")
+    folder.path.mkdir(parents=True)
+    held_by(folder.successors_lock, ELSEWHERE)
+    told: list[str] = []
+
+    def tell(text: str) -> None:
+        told.append(text)
+        folder.successors_lock.unlink()
+
+    with chain_lock(folder, tell):
+        pass
+    assert "what follows first" in told[0]
+    assert "process 1 on elsewhere" in told[0]
 
 
 def test_a_holder_elsewhere_is_dead_only_after_its_silence(tmp_path: Path) -> None:

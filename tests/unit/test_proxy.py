@@ -313,6 +313,24 @@ async def test_held_requests_get_one_clear_error_when_nobody_comes() -> None:
 
 
 @in_loop
+async def test_when_all_have_failed_the_answer_is_the_diagnosis_at_once() -> None:
+    async with proxy_to(hold_s=10_000) as proxy:
+        proxy.members.update([MemberReading("m0", LOADING)])
+        held = asyncio.create_task(exchange(proxy.url, post(b"{}")))
+        while not proxy.figures.held:
+            await asyncio.sleep(0.01)
+        text = "out of memory: 3 GiB are missing"
+        proxy.members.update([MemberReading("m0", State.FAILED, text=text), MemberReading("m1", State.STOPPED)])
+        await asyncio.sleep(0.05)
+        assert not held.done()  # somebody stopped it, and may start it again
+        proxy.members.update([MemberReading("m0", State.FAILED, text=text)])
+        for answer in (await held, await exchange(proxy.url, post(b"{}"))):
+            assert answer.startswith(b"HTTP/1.1 503")
+            assert text.encode() in answer
+        assert proxy.held_bytes == 0
+
+
+@in_loop
 async def test_said_to_be_ready_and_never_accepting_is_held_no_longer_than_others() -> None:
     async with proxy_to("http://127.0.0.1:1", hold_s=0.3) as proxy:
         answer = await exchange(proxy.url, post(b"{}"))

@@ -194,7 +194,7 @@ def renew(
             say(f"{error.message} {error.remedy}".strip())
             step = Step(Action.WAIT, "", RETRY_S)
             if refusals >= MOST_REFUSALS:
-                with chain_lock(folder):
+                with chain_lock(folder, say):
                     write_chain(folder, replace(read_chain(folder), closed=error.message))
                 continue
         if step.action is Action.WAIT and not step.is_told_as(told):
@@ -217,7 +217,7 @@ def _passes(error: CorralError) -> bool:
 
 def _act(folder: DeploymentFolder, say: Callable[[str], None]) -> Step:
     """Do what is due, with the chain's lock held, if it is still due then."""
-    with chain_lock(folder):
+    with chain_lock(folder, say):
         chain = read_chain(folder)
         if chain.closed:
             return Step(Action.WAIT, "")

@@ -167,6 +167,13 @@ class Members:
                  for one in self.all]  # fmt: skip
         return ", ".join(words) or "there is no deployment"
 
+    def all_failed(self) -> str:
+        """What became of each member when all have failed; empty while one is left, or none is known yet."""
+        if not self.all or any(one.state is not State.FAILED for one in self.all):
+            return ""
+        told = "; ".join(f"{one.name} has failed ({one.text or 'no reason is known'})" for one in self.all)
+        return f"no server is left: {told}. Start it again with `corral up`."
+
     # waiting
 
     def wait(self, waiter: Waiter) -> None:

@@ -166,6 +166,10 @@ class Relay:
         if self._request.path.partition(b"?")[0] == b"/health":  # asked in order to know now
             self._fail(503, "not ready: " + host.members.standing())
             return
+        if diagnosis := host.members.all_failed():  # nobody comes back by himself: waiting would only hide why
+            self._end_hold()
+            self._fail(503, diagnosis)
+            return
         if not self._held_since_s:
             self._held_since_s = host.loop.time()
             host.figures.held += 1
