@@ -13,7 +13,7 @@ from corral.hardware import inventory as hardware
 from corral.launch.links import Node, Ports
 from corral.launch.render import PlacedFile
 from corral.lifecycle import bringup
-from corral.targets.base import ChosenPorts, Life
+from corral.targets.base import AgentsStatus, ChosenPorts
 from tests.unit.conftest import Silent
 
 
@@ -90,8 +90,8 @@ class Elsewhere:
     def start(self, spec: object, folder: object) -> None:
         raise AssertionError
 
-    def life(self, folder: object) -> Life:
-        return Life(False)
+    def agents(self, folder: object) -> AgentsStatus:
+        return AgentsStatus(False)
 
     def stop(self, folder: object, launch_id: str, grace_s: float) -> bool:
         return True

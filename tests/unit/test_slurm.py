@@ -30,7 +30,8 @@ from corral.slurm.commands import SlurmJob, seconds
 from corral.slurm.options import SlurmOptions, mebibytes
 from corral.slurm.script import BatchJob, batch_script, clock
 from corral.slurm.states import STATES, WAITS, standing
-from corral.targets.slurm import SlurmTarget, Submitted
+from corral.targets.slurm import SlurmTarget
+from corral.targets.slurm_job import Submitted
 from tests.unit.conftest import Shellcheck
 
 GOLDEN = Path(__file__).parent / "golden"

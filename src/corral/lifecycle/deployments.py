@@ -31,7 +31,7 @@ from corral.launch.render import LaunchSpec
 from corral.lock import exclusive_lock
 from corral.processes import Identity
 from corral.record import dump_json, from_json, load_json
-from corral.targets.base import Life, Target, load_target
+from corral.targets.base import AgentsStatus, Target, load_target
 
 if TYPE_CHECKING:  # the planner is not needed to look at a deployment
     from corral.plan import Plan
@@ -149,7 +149,7 @@ def status(folder: DeploymentFolder) -> Status:
     record = load_json(Record, folder.record)
     target = target_of(record)
     target.refresh(folder)
-    return _combine(folder, record, read_events(folder.rank(0).events), target.life(folder))
+    return _combine(folder, record, read_events(folder.rank(0).events), target.agents(folder))
 
 
 def target_of(record: Record) -> Target:
@@ -195,22 +195,22 @@ def _unreadable(folder: DeploymentFolder, error: Exception) -> Status:
 
 
 def _verdict(
-    folder: DeploymentFolder, record: Record, last: Event | None, life: Life
+    folder: DeploymentFolder, record: Record, last: Event | None, agents: AgentsStatus
 ) -> tuple[State, Reason | None, str, str]:
     """State, reason, text and remedy: what the journal says last, unless the target knows better."""
     name = shlex.quote(record.name)
     state = State(last.get("state")) if last else State.STARTING
     reason = Reason(last.get("reason")) if last and last.get("reason") else None
     text, remedy = str(last.get("text", "")) if last else "", ""
-    if life.state and (state not in ENDED or (life.overrules and life.reason is not reason)):
-        state, reason = life.state, life.reason
-        text, remedy = life.text, life.remedy
+    if agents.state and (state not in ENDED or (agents.overrules and agents.reason is not reason)):
+        state, reason = agents.state, agents.reason
+        text, remedy = agents.text, agents.remedy
     elif not folder.rank(0).agent.exists():
         state, reason, text, remedy = _staged(record)
-    elif state not in ENDED and life.alive is False:
-        state, reason, text, remedy = _lost(life.machine_restarted, name)
+    elif state not in ENDED and agents.alive is False:
+        state, reason, text, remedy = _lost(agents.machine_restarted, name)
     elif state not in ENDED and _heartbeat_age_s(folder) > SILENT_S:
-        state, text = State.UNKNOWN, f"its agent on {life.where} has written nothing for {SILENT_S:.0f} s"
+        state, text = State.UNKNOWN, f"its agent on {agents.where} has written nothing for {SILENT_S:.0f} s"
     if state is State.FAILED and reason is Reason.ENGINE_EXITED and last:
         found = _diagnosis(folder, last, name)
         reason, text, remedy = found.reason, found.cause, found.remedy
@@ -221,11 +221,11 @@ def _verdict(
     return state, reason, text, remedy
 
 
-def _combine(folder: DeploymentFolder, record: Record, events: list[Event], life: Life) -> Status:
+def _combine(folder: DeploymentFolder, record: Record, events: list[Event], agents: AgentsStatus) -> Status:
     states = [event for event in events if event.kind == "state"]
     last = states[-1] if states else None
     since = last.time_s if last else record.created_s
-    state, reason, text, remedy = _verdict(folder, record, last, life)
+    state, reason, text, remedy = _verdict(folder, record, last, agents)
     phases = [event for event in events if event.kind in ("phase", "state")]
     phase = phases[-1] if phases else None
     course = course_of(events)

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "TARGETS",
+    "AgentsStatus",
     "ChosenPorts",
     "Declared",
     "JobStatus",
     "Lease",
-    "Life",
     "OwnJob",
     "Queue",
     "Target",
@@ -56,7 +56,7 @@ class ChosenPorts:
 
 
 @dataclass(frozen=True)
-class Life:
+class AgentsStatus:
     """What a target knows of the agents of a deployment; `alive` is None when it cannot be known from here.
 
     A target with states of its own (a queue) says them in `state`, `reason`, `text` and `remedy`; they hold while
@@ -173,7 +173,7 @@ class Target(Protocol):
         """Bring what the agents wrote since the last time into the folder on this machine."""
         ...
 
-    def life(self, folder: DeploymentFolder) -> Life:
+    def agents(self, folder: DeploymentFolder) -> AgentsStatus:
         """Whether the agents run."""
         ...
 

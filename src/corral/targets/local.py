@@ -24,7 +24,7 @@ from corral.processes import Identity, only_lingering, port_owner
 from corral.record import dump_json, load_json
 from corral.shell import run
 from corral.ssh import Forward
-from corral.targets.base import ChosenPorts, Declared, Life, Progress
+from corral.targets.base import AgentsStatus, ChosenPorts, Declared, Progress
 
 if TYPE_CHECKING:
     from corral.hardware.inventory import Inventory
@@ -120,25 +120,25 @@ class LocalTarget(Declared):
     def forward(self, folder: DeploymentFolder) -> Forward | None:
         return None
 
-    def life(self, folder: DeploymentFolder) -> Life:
+    def agents(self, folder: DeploymentFolder) -> AgentsStatus:
         _STARTED[:] = [process for process in _STARTED if process.poll() is None]
         ranks = folder.ranks()
         agents = [_agent_of(rank) for rank in ranks]
         known = [agent for agent in agents if agent is not None]
         if not known or len(known) < len(ranks):
-            return Life(False)
+            return AgentsStatus(False)
         if not all(agent.is_here() for agent in known):
-            return Life(None, where=known[0].host)
+            return AgentsStatus(None, where=known[0].host)
         alive = not any(agent.is_gone() for agent in known)
-        return Life(alive, any(agent.machine_restarted() for agent in known), known[0].host)
+        return AgentsStatus(alive, any(agent.machine_restarted() for agent in known), known[0].host)
 
     def stop(self, folder: DeploymentFolder, launch_id: str, grace_s: float) -> bool:
         for rank in folder.ranks():
             rank.stop.touch(mode=0o600)
         deadline = time.monotonic() + grace_s + 20
-        while time.monotonic() < deadline and self.life(folder).alive is not False:
+        while time.monotonic() < deadline and self.agents(folder).alive is not False:
             time.sleep(0.05)
-        if folder.ranks() and self.life(folder).alive is not False:
+        if folder.ranks() and self.agents(folder).alive is not False:
             return False
         return _sweep(folder, launch_id)
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from corral.bundle import bundle
 from corral.deployment.folder import DeploymentFolder, chain_of
-from corral.deployment.state import Reason, State
+from corral.deployment.state import State
 from corral.errors import CorralError, DoesNotFitError, EngineError, UnreachableError, UsageError
 from corral.files import make_private_dir, write_atomic
 from corral.hardware.inventory import Inventory, parse_gpus
@@ -32,38 +32,25 @@ from corral.record import dump_json, load_json, to_json
 from corral.shell import run
 from corral.slurm import commands
 from corral.slurm.cluster import NodeShape, Partition, discover, gpu_of
-from corral.slurm.commands import SlurmJob
 from corral.slurm.early import refuse_lacking
 from corral.slurm.options import SlurmOptions
 from corral.slurm.script import BatchJob, batch_script
 from corral.slurm.states import standing
 from corral.ssh import Forward
-from corral.targets.base import ChosenPorts, Declared, JobStatus, Lease, Life, OwnJob, Progress
+from corral.targets.base import AgentsStatus, ChosenPorts, Declared, JobStatus, Lease, OwnJob, Progress
 from corral.targets.keys import Flag, Shared, Size, at_least, key, number, one_word, only_said, time_limit
+from corral.targets.slurm_job import Submitted, agents_of, forgotten, is_over, look, submitted_job, unasked
 
 if TYPE_CHECKING:
     from corral.plan import Plan
     from corral.runtimes.base import NodeCheck
 
-__all__ = ["SlurmTarget", "Submitted"]
+__all__ = ["SlurmTarget"]
 
 DEFAULT_TIME_S = 4 * 3600.0  # where neither the user nor the partition says how long
 END_PATIENCE_S = 90.0  # for a cancelled job: KillWait and epilogues
-RUNS = ("RUNNING", "SIGNALING", "RESIZING")
 SIGNAL_EARLY_S = 60.0  # by so much SLURM may send a signal before its time, says sbatch's manual
 SIZES = (2, 3, 4, 8, 16)
-_seen_agents: dict[str, tuple[int, int]] = {}  # the agents' file when SLURM was last asked
-
-
-@dataclass(frozen=True)
-class Submitted:
-    """The job of a deployment, as kept in its folder."""
-
-    id: str
-    submitted_s: float
-    time_s: float | None = None
-    stop_asked: bool = False  # by `corral down`
-    last: SlurmJob | None = None  # as SLURM last showed it
 
 
 @dataclass(frozen=True)
@@ -369,7 +356,7 @@ class SlurmTarget(Declared):
 
     def job_of(self, folder: DeploymentFolder) -> str:
         """The number of the deployment's job."""
-        kept = _submitted(folder)
+        kept = submitted_job(folder)
         return kept.id if kept else ""
 
     def hand_on(self, folder: DeploymentFolder, current: str) -> str:
@@ -414,24 +401,24 @@ class SlurmTarget(Declared):
     def refresh(self, folder: DeploymentFolder) -> None:
         pass  # the agents write into this very folder
 
-    def life(self, folder: DeploymentFolder) -> Life:
-        kept = _submitted(folder)
+    def agents(self, folder: DeploymentFolder) -> AgentsStatus:
+        kept = submitted_job(folder)
         if kept is None:
-            return Life(False)
+            return AgentsStatus(False)
         try:
-            job = self._look(folder, kept)
+            job = look(folder, kept)
         except CorralError as error:
-            return _unasked(folder, kept, error)
+            return unasked(folder, kept, error)
         if job is None:
-            return _forgotten(kept)
+            return forgotten(kept)
         if job != kept.last and (kept.last is None or job.state != kept.last.state):
             with contextlib.suppress(OSError):
                 write_atomic(folder.job, dump_json(replace(kept, last=job)))
-        return _life(folder, kept, job)
+        return agents_of(folder, kept, job)
 
     def lease(self, folder: DeploymentFolder) -> Lease | None:
-        kept = _submitted(folder)
-        job = self._look(folder, kept) if kept else None
+        kept = submitted_job(folder)
+        job = look(folder, kept) if kept else None
         if kept is None or job is None:
             return None
         if standing(job).state is State.QUEUED:  # what SLURM expects is no promise
@@ -440,112 +427,28 @@ class SlurmTarget(Declared):
         drains_s = ends_s - self.given.signal_s - SIGNAL_EARLY_S if ends_s else None
         return Lease(kept.submitted_s, job.start_s, drains_s)
 
-    def _look(self, folder: DeploymentFolder, kept: Submitted) -> SlurmJob | None:
-        """The job now; what has ended stays as it was, and news from the agents make SLURM worth asking again."""
-        if kept.last is not None and standing(kept.last).ended:
-            return kept.last
-        agents = _stamp(folder.rank(0).agent)
-        if _seen_agents.get(str(folder.path)) != agents:
-            commands.forget_answers()
-        job = commands.find_job(kept.id)
-        _seen_agents[str(folder.path)] = agents
-        return job
-
     def stop(self, folder: DeploymentFolder, launch_id: str, grace_s: float) -> bool:
-        kept = _submitted(folder)
+        kept = submitted_job(folder)
         if kept is None:
             return True
         for rank in folder.ranks():
             rank.stop.touch(mode=0o600)
-        job = self._look(folder, kept)
+        job = look(folder, kept)
         if job is None or standing(job).ended:
             return True
         write_atomic(folder.job, dump_json(replace(kept, stop_asked=True)))
         if standing(job).state is not State.QUEUED:  # the agents take their engines down and say so
             commands.cancel(kept.id, "TERM")
-            if _is_over(kept.id, grace_s + 20):
+            if is_over(kept.id, grace_s + 20):
                 return True
         commands.cancel(kept.id)
-        return _is_over(kept.id, END_PATIENCE_S)
+        return is_over(kept.id, END_PATIENCE_S)
 
 
 def _renewer(deployment: str) -> str:
     """The command that looks after what follows; the nodes share this machine's file system, and so this Python."""
     home = f"CORRAL_HOME={shlex.quote(str(home_dir()))}"
     return f"{home} {shlex.join([sys.executable, '-m', 'corral', 'renew', chain_of(deployment)])}"
-
-
-def _submitted(folder: DeploymentFolder) -> Submitted | None:
-    with contextlib.suppress(FileNotFoundError):
-        return load_json(Submitted, folder.job)
-    return None
-
-
-def _stamp(path: Path) -> tuple[int, int]:
-    try:
-        found = path.stat()
-    except OSError:
-        return (0, 0)
-    return (found.st_ino, found.st_mtime_ns)
-
-
-def _is_over(id: str, patience_s: float) -> bool:
-    """Wait until the job has left its nodes."""
-    deadline = time.monotonic() + patience_s
-    while True:
-        commands.forget_answers()
-        job = commands.jobs().get(id)
-        if job is None or standing(job).ended:
-            return True
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.5)
-
-
-def _life(folder: DeploymentFolder, kept: Submitted, job: SlurmJob) -> Life:
-    """What SLURM says, where it says more than the agents do."""
-    found = standing(job, str(folder.job_log))
-    if found.ended and kept.stop_asked:
-        return Life(False, state=State.STOPPED, reason=Reason.REQUESTED, overrules=True)
-    if job.state in RUNS:
-        if _agents_run(folder, job):
-            return Life(True, where=job.nodes)
-        text = f"job {job.id} runs on {job.nodes}; its agents are starting"
-        return Life(True, where=job.nodes, state=State.STARTING, text=text, overrules=True)
-    return Life(
-        not found.ended, False, job.nodes, found.state, found.reason, found.text, found.remedy,
-        overrules=found.caused or found.state in (State.DRAINING, State.STARTING),
-    )  # fmt: skip
-
-
-def _agents_run(folder: DeploymentFolder, job: SlurmJob) -> bool:
-    """Whether the agents of this life of the job have begun; what an earlier life wrote does not count."""
-    head = folder.rank(0)
-    if not head.agent.exists():
-        return False
-    with contextlib.suppress(CorralError, OSError):
-        address: dict[str, Any] = load_json(dict, head.address)
-        return bool(address.get("life") == f"{job.id}.{job.restarts}")
-    return False
-
-
-def _unasked(folder: DeploymentFolder, kept: Submitted, error: CorralError) -> Life:
-    """SLURM cannot be asked: the agents' heartbeat may still be heard, and nothing else is known."""
-    if not isinstance(error, UnreachableError):
-        raise error
-    if folder.rank(0).heartbeat.exists() and kept.last is not None and kept.last.state in RUNS:
-        return Life(None, where=kept.last.nodes)
-    seen = f"job {kept.id} was last seen {kept.last.state.lower()}" if kept.last else f"job {kept.id} was submitted"
-    text = f"{error.message.rstrip('.')}; {seen}"
-    return Life(None, state=State.UNKNOWN, text=text, remedy="Wait: the job goes on without the controller.")
-
-
-def _forgotten(kept: Submitted) -> Life:
-    last = kept.last.state.lower() if kept.last else "being submitted"
-    text = f"SLURM no longer knows job {kept.id}, which was last seen {last}"
-    reason = Reason.REQUESTED if kept.stop_asked else Reason.JOB_FORGOTTEN
-    state = State.STOPPED if kept.stop_asked else State.FAILED
-    return Life(False, False, "", state, reason, text, "Start it again with `corral up`.")
 
 
 def _words(seconds: float) -> str:

@@ -32,7 +32,7 @@ from corral.launch.render import LaunchSpec, PlacedFile, agent_spec, server_url
 from corral.node.ports import free_port
 from corral.record import from_json, to_json
 from corral.ssh import Forward, Ssh, check_host, each, read_hosts
-from corral.targets.base import ChosenPorts, Declared, Life, Progress
+from corral.targets.base import AgentsStatus, ChosenPorts, Declared, Progress
 from corral.targets.keys import Flag, Shared, Size, key, only_said
 from corral.targets.keys import hosts as good_hosts
 from corral.targets.remote_answers import NodeReport, Started, read_report, read_started, read_stopped
@@ -366,19 +366,19 @@ class SshTarget(Declared):
 
         self._reports = each(self.chosen.hosts, look)
 
-    def life(self, folder: DeploymentFolder) -> Life:
+    def agents(self, folder: DeploymentFolder) -> AgentsStatus:
         head, *others = self.chosen.hosts
         found = self._reports.get(head)
         if isinstance(found, CorralError):
             for number, host in enumerate(others, 1):
                 if ended := last_word(folder.rank(number)):
-                    return Life(False, where=host, state=State.FAILED, reason=Reason.NODE_LOST, text=ended)
+                    return AgentsStatus(False, where=host, state=State.FAILED, reason=Reason.NODE_LOST, text=ended)
             text = f"{found.message.rstrip('.')}; its agents go on without this machine"
-            return Life(None, where=head, state=State.UNKNOWN, text=text, remedy=found.remedy)
+            return AgentsStatus(None, where=head, state=State.UNKNOWN, text=text, remedy=found.remedy)
         if found is None or found.missing:
-            return Life(False, where=head)
+            return AgentsStatus(False, where=head)
         restarted = found.agent is not None and found.agent.boot_id != found.boot_id
-        return Life(found.alive, restarted, head)
+        return AgentsStatus(found.alive, restarted, head)
 
     def stop(self, folder: DeploymentFolder, launch_id: str, grace_s: float) -> bool:
         there = self.node_folder(folder, launch_id)
