@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 from corral.node.files import write_atomic
 
-__all__ = ["create_private", "make_private_dir", "write_atomic"]
+__all__ = ["create_private", "make_private_dir", "remove_tree", "write_atomic"]
 
 
 def create_private(path: Path, like: Path | None = None) -> int:
@@ -29,3 +30,11 @@ def make_private_dir(path: Path) -> None:
     """Make a folder, and its missing parents, that only the owner may enter."""
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
     path.chmod(0o700)
+
+
+def remove_tree(path: Path, mark: str = "") -> None:
+    """Delete a folder: it loses its name at once and its files after that, so that nobody finds half of it."""
+    aside = path.with_name(f".{path.name}{mark}.removed")
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
+    shutil.rmtree(aside)

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
+from click.testing import CliRunner
+
+from corral.cli.models import command
+from corral.deployment.state import State
+from corral.errors import ConflictError
+from corral.lifecycle import deployments
 from tests.tiny_llama import make_tiny_llama
 from tests.unit.conftest import Corral
 
@@ -54,3 +62,16 @@ def test_what_is_on_disk_is_shown_and_can_be_removed(corral: Corral, tmp_path: P
     assert folder.exists()
     assert corral("models", "remove", "meta-llama/Llama-3.1-8B", **env).code == 0  # by its repository, too
     assert sorted(path.name for path in (tmp_path / "hf" / "hub").iterdir()) == []
+
+
+@pytest.mark.parametrize("served", ["llama-3.1-8b", "meta-llama/Llama-3.1-8B"])
+@pytest.mark.parametrize("named", ["llama-3.1-8b", "meta-llama/Llama-3.1-8B"])
+def test_a_model_that_is_served_stays_whatever_it_is_called(
+    served: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = SimpleNamespace(name="mine", model=served, state=State.READY)
+    monkeypatch.setattr(deployments, "statuses", lambda: [status])
+    monkeypatch.setattr("corral.cli.models.remove", lambda name: pytest.fail(f"{name} was removed"))
+    done = CliRunner().invoke(command, ["remove", named])
+    assert isinstance(done.exception, ConflictError)
+    assert done.exception.remedy == "Stop it first: corral down mine"

@@ -41,7 +41,9 @@ def command(prompt: str | None, file: str | None, as_json: bool, **given: Any) -
         elif "logprobs" in sampling or "prompt_logprobs" in sampling:
             _show_tokens(llm, text, sampling)
         elif (sampling.get("n") or 1) > 1:
-            _show_several(llm.complete(text, **sampling).choices)
+            choices = llm.complete(text, **sampling).choices
+            for choice in choices:
+                _show_choice(choice, len(choices))
         else:
             _stream(llm, text, sampling)
 
@@ -90,10 +92,11 @@ def _note_end(reason: str, reply: Any) -> None:
         click.echo(click.style(f"(ended at {made} tokens; --max-tokens sets the limit)", dim=True), err=True)
 
 
-def _show_several(choices: list[Any]) -> None:
-    for choice in choices:
+def _show_choice(choice: Any, of: int) -> None:
+    """One answer, under its number where there are several."""
+    if of > 1:
         click.echo(click.style(f"[{choice.index + 1}]", dim=True), err=True)
-        click.echo(shown(choice.text))
+    click.echo(shown(choice.text))
 
 
 def _show_tokens(llm: Any, text: str, sampling: dict[str, Any]) -> None:
@@ -105,9 +108,8 @@ def _show_tokens(llm: Any, text: str, sampling: dict[str, Any]) -> None:
 def show_views(views: list[Any], reply: Any) -> None:
     """Each answer with the probabilities of its tokens."""
     for view, choice in zip(views, reply.choices, strict=True):
-        if len(views) > 1:
-            click.echo(click.style(f"[{choice.index + 1}]", dim=True), err=True)
-        click.echo(shown(choice.text) + "\n")
+        _show_choice(choice, len(views))
+        click.echo()
         if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
             click.echo(view.ansi() + "\n")
         click.echo(view.table().rstrip())

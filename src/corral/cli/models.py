@@ -9,7 +9,7 @@ import click
 from corral.cli.screen import print_json, print_table
 from corral.errors import ConflictError
 from corral.hardware.inventory import Inventory
-from corral.models.shelf import ShelvedModel, on_disk, remove
+from corral.models.shelf import ShelvedModel, known_name, on_disk, remove
 
 __all__ = ["command"]
 
@@ -44,7 +44,7 @@ def remove_model(name: str, as_json: bool) -> None:
     from corral.lifecycle.deployments import statuses
 
     for status in statuses():
-        if status.model == name and status.state not in ENDED:
+        if known_name(status.model) == known_name(name) and status.state not in ENDED:
             raise ConflictError(f"{status.name!r} serves {name}.", f"Stop it first: corral down {status.name}")
     gone = remove(name)
     if as_json:

@@ -30,7 +30,7 @@ from corral.engines import flags as engine_flags
 from corral.engines.locks import FLAVOURS, PINNED_VERSION, lock_text, torch_cpu
 from corral.engines.pip_configuration import read_sources
 from corral.errors import EngineError, NotFoundError, UnreachableError
-from corral.files import write_atomic
+from corral.files import remove_tree, write_atomic
 from corral.home import engines_dir
 from corral.lock import exclusive_lock
 from corral.record import dump_json, load_json
@@ -336,13 +336,10 @@ def flags_of(engine: Engine) -> engine_flags.FlagList:
 
 def remove(flavour: str, version: str = PINNED_VERSION) -> None:
     """Delete an engine, with those of older pins; each stops being an engine before its files go."""
-    places = [Path(engine.path) for engine in installed() if (engine.flavour, engine.version) == (flavour, version)]
-    if not places:
+    folders = [Path(engine.path) for engine in installed() if (engine.flavour, engine.version) == (flavour, version)]
+    if not folders:
         raise NotFoundError(
             f"there is no engine {flavour}-{version} to remove.", "`corral engine list` shows what is there."
         )
-    for place in places:
-        aside = place.with_name(f".{place.name}.building.removed")
-        shutil.rmtree(aside, ignore_errors=True)
-        place.rename(aside)
-        shutil.rmtree(aside)
+    for folder in folders:
+        remove_tree(folder, ".building")

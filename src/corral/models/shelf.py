@@ -5,16 +5,16 @@ A model that the hub's cache holds may be used by other programs too, so it is r
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from corral.errors import NotFoundError
+from corral.files import remove_tree
 from corral.home import models_dir
 from corral.models import catalogue
 from corral.record import nearest
 
-__all__ = ["ShelvedModel", "on_disk", "remove"]
+__all__ = ["ShelvedModel", "known_name", "on_disk", "remove"]
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,14 @@ def _cached() -> list[ShelvedModel]:
         return []
     repositories = [repo for repo in scan_cache_dir(cache).repos if repo.repo_type == "model"]
     return [
-        ShelvedModel(_known(repo.repo_id), str(repo.repo_path), repo.size_on_disk, True)
+        ShelvedModel(known_name(repo.repo_id), str(repo.repo_path), repo.size_on_disk, True)
         for repo in repositories
         if any(file.file_name == "config.json" for revision in repo.revisions for file in revision.files)
     ]
 
 
-def _known(repo: str) -> str:
+def known_name(repo: str) -> str:
+    """The catalogue's name of a repository, or the name itself where the catalogue has none."""
     entry = catalogue.find(repo)
     return entry.name if entry else repo
 
@@ -67,7 +68,7 @@ def _known(repo: str) -> str:
 def remove(name: str) -> list[ShelvedModel]:
     """Delete a model's files wherever they lie; each folder stops being a model before its files go."""
     known = on_disk()
-    wanted = [model for model in known if model.name == _known(name)]
+    wanted = [model for model in known if model.name == known_name(name)]
     if not wanted:
         near = nearest(name, [model.name for model in known])
         raise NotFoundError(
@@ -75,9 +76,5 @@ def remove(name: str) -> list[ShelvedModel]:
             f"Closest: {', '.join(near)}." if near else "`corral models` lists what there is.",
         )
     for model in wanted:
-        path = Path(model.path)
-        aside = path.with_name(f".{path.name}.removed")
-        shutil.rmtree(aside, ignore_errors=True)
-        path.rename(aside)
-        shutil.rmtree(aside)
+        remove_tree(Path(model.path))
     return wanted
