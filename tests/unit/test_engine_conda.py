@@ -47,6 +47,10 @@ esac
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return make_conda(tmp_path, monkeypatch)
+
+
+def make_conda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine with conda, and an engine of one tiny package."""
     home = tmp_path / "conda"
     home.mkdir()
