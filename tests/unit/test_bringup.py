@@ -78,6 +78,12 @@ class Elsewhere:
     def find_model(self, name: str, repo: str, at_least_bytes: int) -> str | None:
         return self.found
 
+    def placed(self, path: Path) -> str:
+        return str(path)
+
+    def reach(self, node: str) -> tuple[str, ...]:
+        return ()
+
     def verify(self, checks: object) -> None:
         pass
 

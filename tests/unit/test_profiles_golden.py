@@ -21,10 +21,11 @@ import pytest
 from corral.cli import main
 from corral.engines import environments as engines
 from corral.engines.flags import REMOVED
+from corral.errors import UnreachableError
 from corral.hardware import inventory as hardware
 from corral.launch.links import Ports
 from corral.profile import environment, load_profile, places
-from corral.targets import local
+from corral.targets import local, ssh
 from corral.targets.base import ChosenPorts
 
 GOLDEN = Path(__file__).parent / "golden" / "profiles"
@@ -153,7 +154,7 @@ def kempner(label: str, model: str, nodes: int, tensor: int, settings: tuple[str
                 "partition=gpu_h100",
                 "account=my_lab",
                 f"job-name=corral-{model}",
-                f"output={HOME}/deployments/{model}/job.log",
+                f"output={HOME}/pasted/{model}/job.log",
             )
         ),
         options=(
@@ -240,6 +241,10 @@ BY_NAME = [pytest.param(case, id=case.name) for case in CASES]
 Command = Callable[..., str]
 
 
+def nobody_answers(_: object) -> list[str]:
+    raise UnreachableError("node00 cannot be reached.")
+
+
 @pytest.fixture
 def corral(clean_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     """`corral` in this process, on a machine whose name, home and free ports are always the same."""
@@ -249,6 +254,8 @@ def corral(clean_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     monkeypatch.chdir(clean_home)
     monkeypatch.setattr("socket.gethostname", lambda: "this-machine")
     monkeypatch.setattr(local.LocalTarget, "choose_ports", lambda *_: ChosenPorts(Ports(8000)))
+    monkeypatch.setattr("corral.launch.paste.own_python", lambda: "python3")
+    monkeypatch.setattr(ssh.SshTarget, "prepare", nobody_answers)
 
     def run(*words: str) -> str:
         with pytest.raises(SystemExit) as caught:

@@ -19,10 +19,10 @@ from corral.deployment.folder import chain_of, open_folder
 from corral.deployment.patience import Patience
 from corral.errors import CorralError, LaunchError, UsageError
 from corral.launch.masking import masked
-from corral.launch.render import as_shell, refuse_reserved
+from corral.launch.render import refuse_reserved
 from corral.lifecycle import bringup, deployments
 from corral.plan.fixed import parse_assignments
-from corral.profile import load_profile, merged, with_storage
+from corral.profile import Profile, load_profile, merged, with_storage
 from corral.runtimes.base import RUNTIMES, parse_options
 from corral.targets.base import Queue, load_target
 from corral.untrusted import plain
@@ -147,8 +147,7 @@ def command(
     if shell and not dry_run:
         raise UsageError("--shell shows the commands of a dry run.", "Add --dry-run.")
     if dry_run:
-        spec = masked(bringup.dry_run(wish, lambda text: tell(plain(f"  note: {text}"), err=True)))
-        click.echo(as_shell(spec), nl=False) if shell else print_json(spec)
+        _preview(wish, profile, shell)
         return
     with PhaseScreen(quiet=as_json) as screen:
         if any(layer.kind == "project" for layer in profile.layers):  # found by where one stands: never silently
@@ -166,6 +165,20 @@ def command(
         click.echo("\n" + summary(status, endpoint, answer))
         if renew:
             click.echo(f"One address for it and its successors: corral proxy {shlex.quote(status.name)}")
+
+
+def _preview(wish: bringup.Wish, profile: Profile, shell: bool) -> None:
+    """What would run; a profile that names its hardware needs none of it here."""
+    # a target with options of its own has heard of that hardware from them
+    named = profile.inventory() if wish.target == profile.target and not wish.place else None
+
+    def note(text: str) -> None:
+        tell(plain(f"  note: {text}"), err=True)
+
+    if shell:
+        click.echo(bringup.to_paste(wish, note, named), nl=False)
+    else:
+        print_json(masked(bringup.dry_run(wish, note, named)))
 
 
 def _renewed(wish: bringup.Wish, renew: bool, max_jobs: int | None) -> bringup.Wish:

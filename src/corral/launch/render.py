@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from corral.deployment.expectation import Expected
@@ -18,7 +17,6 @@ from corral.errors import UsageError
 from corral.launch.links import RAY_SCRIPT, Gang, LinkedRank, Node, Ports, link_ranks
 from corral.record import to_json
 from corral.runtimes.base import EngineCommand, Runtime
-from corral.shell import quote_command
 
 if TYPE_CHECKING:
     from corral.plan import Plan
@@ -31,7 +29,6 @@ __all__ = [
     "RankSpec",
     "Serve",
     "agent_spec",
-    "as_shell",
     "refuse_reserved",
     "render",
     "server_url",
@@ -241,8 +238,9 @@ def _rank(plan: Plan, order: Order, runtime: Runtime, linked: LinkedRank) -> Ran
         fabric=len(order.nodes) > 1,
     )
     wrapped = runtime.wrap(job)
+    unset = tuple(name for name in UNSET if order.model_path.startswith("/") or name not in _HUB_TOKENS)
     return RankSpec(
-        linked.rank, linked.node.name, wrapped.argv, wrapped.env, UNSET, str(files.path), serve, wrapped.cleanup,
+        linked.rank, linked.node.name, wrapped.argv, wrapped.env, unset, str(files.path), serve, wrapped.cleanup,
         wrapped.pid_query,
     )  # fmt: skip
 
@@ -294,7 +292,8 @@ def _common_env(order: Order, nodes: int) -> dict[str, str]:
         "CORRAL_DRAIN_FILE": str(order.folder.rank(0).drain),
         "PYTHONPATH": str(order.folder.node_files),
         "PYTHONUNBUFFERED": "1",
-        "HF_HUB_OFFLINE": "1",  # the model is on disk; a start must not depend on the hub
+        # the model is on disk, and a start must not depend on the hub; a hub id stands only in commands to paste
+        **({"HF_HUB_OFFLINE": "1"} if order.model_path.startswith("/") else {}),
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         # start-up is judged by progress (the agent's stall rule), so the engine's own deadline must not come first
@@ -341,38 +340,3 @@ def _expected(spec: LaunchSpec) -> dict[str, object]:
         "default_limit_s": spec.patience.limit_s(),
         "weights_bytes": spec.weights_bytes,
     }
-
-
-def _secrets(spec: LaunchSpec) -> list[str]:
-    """The files that must hold random words before a launch by hand."""
-    keys = {rank.serve.key_file for rank in spec.ranks if rank.serve}
-    return sorted(keys | ({spec.gang.token_file} if spec.gang else set()))
-
-
-def _worn(spec: LaunchSpec) -> list[PlacedFile]:
-    """The files of Corral's that the engines themselves need, without agents."""
-    needed = ("corral_guard.py", RAY_SCRIPT) if spec.link == "ray" else ("corral_guard.py",)
-    return [file for file in spec.files if file.name in needed]
-
-
-def as_shell(spec: LaunchSpec) -> str:
-    """The launch as commands a person can paste, one per rank; or the batch script that a target submits."""
-    if spec.script:
-        return spec.script
-    node = PurePath(spec.ranks[0].env["PYTHONPATH"])
-    lines = [f"# {spec.deployment}: {spec.model} with vLLM {spec.engine}"]
-    if spec.gang:
-        lines.append("# on every node; the key and the token must be the same on all (on a shared file system: once)")
-    lines.append("umask 077")
-    lines.append(quote_command(["mkdir", "-p", str(node), *(rank.cwd for rank in spec.ranks)]))
-    for secret in _secrets(spec):
-        lines.append(quote_command(["openssl", "rand", "-hex", "24", "-out", secret]))
-    lines.append("# with the Python of Corral's environment:")
-    for file in _worn(spec):
-        lines.append(quote_command(["python3", "-m", "corral.bundle", file.resource, str(node / file.name)]))
-    for rank in spec.ranks:
-        unset = [word for name in rank.unset_env for word in ("-u", name)]
-        assignments = [f"{key}={value}" for key, value in sorted(rank.env.items())]
-        lines.append(f"# rank {rank.rank}, on {rank.node}")
-        lines.append(quote_command(["env", "-C", rank.cwd, *unset, *assignments, *rank.argv]))
-    return "\n".join(lines) + "\n"

@@ -7,6 +7,7 @@ gated repository, a model that does not fit. Only then is a name taken, an engin
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import secrets
 import shlex
@@ -25,10 +26,13 @@ from corral.deployment.state import State
 from corral.engines import environments as engines
 from corral.engines.flags import check_arguments
 from corral.engines.planned import joined, read_back
-from corral.errors import CorralError, DoesNotFitError, LaunchError, UsageError
+from corral.errors import AccessError, CorralError, DoesNotFitError, LaunchError, UnreachableError, UsageError
 from corral.files import write_atomic
 from corral.hardware.inventory import Inventory
+from corral.home import home_dir
 from corral.launch.links import choose_link
+from corral.launch.masking import masked
+from corral.launch.paste import as_batch, as_shell, own_python
 from corral.launch.render import LaunchSpec, Order, render
 from corral.lifecycle import deployments
 from corral.lifecycle.cpu_measuring import measure_cpu, unmeasured
@@ -48,7 +52,7 @@ from corral.runtimes.base import NodeSide, Runtime, make_runtime
 from corral.runtimes.ray import ray_checks, refuse_known_lack
 from corral.targets.base import Queue, Target, load_target
 
-__all__ = ["LaunchDecision", "Reporter", "Wish", "bring_up", "decide", "dry_run", "sized", "wait_ready"]
+__all__ = ["LaunchDecision", "Reporter", "Wish", "bring_up", "decide", "dry_run", "sized", "to_paste", "wait_ready"]
 
 
 PORT_ATTEMPTS = 3  # a port that was free when chosen can be taken before the engine binds it
@@ -113,10 +117,17 @@ class LaunchDecision:
         return [f"{self.source.name} is served in {precision.weights}: {because}{insist}", *said]
 
 
-def decide(wish: Wish, target: Target) -> LaunchDecision:
+@dataclass(frozen=True)
+class Preview:
+    """A dry run: it needs no hub for a model of the catalogue, and no GPU where the hardware is named."""
+
+    inventory: Inventory | None = None  # named, in the place of what the target finds
+
+
+def decide(wish: Wish, target: Target, preview: Preview | None = None) -> LaunchDecision:
     """Choose and check; raises what can be refused now. Installs, fetches and starts nothing."""
     wish = _planned(wish)
-    inventory = target.inventory()
+    inventory = (preview.inventory if preview else None) or target.inventory()
     flavour = _flavour(wish, inventory)
     reference = wish.model or _fitting_model(inventory, wish)
     source = model_store.locate(reference)
@@ -126,11 +137,14 @@ def decide(wish: Wish, target: Target) -> LaunchDecision:
     check_arguments(wish.extra_args, runtime.flags())
     if wish.link == "ray" and wish.runtime_options.get("ray") != "install" and len(target.nodes()) > 1:
         refuse_known_lack(runtime)
-    model_store.check_access(source)
-    plan = _fitting(source, _plan(source, inventory, wish))
+    known = preview is not None and catalogue.find(source.repo) is not None
+    if not known:
+        model_store.check_access(source)
+    plan = _fitting(source, _plan(source, inventory, wish, offline=known))
     if plan.precision.how == "checkpoint":  # the plan chose a quantised twin of what was named
         source = replace(model_store.locate(plan.checkpoint), name=source.name)
-        model_store.check_access(source)
+        if not known:
+            model_store.check_access(source)
     if isinstance(target, Queue):
         target.check(plan)
     return LaunchDecision(wish, name, source, served, flavour, plan, inventory)
@@ -154,27 +168,38 @@ def _planned(wish: Wish) -> Wish:
     return replace(wish, fixed=joined(wish.fixed, read), link=read.link or wish.link, extra_args=read.rest)
 
 
-def sized(wish: Wish, note: Callable[[str], None] | None = None) -> tuple[Target, LaunchDecision]:
+def sized(
+    wish: Wish, note: Callable[[str], None] | None = None, preview: Preview | None = None
+) -> tuple[Target, LaunchDecision]:
     """The target and what is decided for it; where a scheduler gives the nodes, as many as the model needs."""
     target = load_target(wish.target, wish.place)
-    if note:  # a dry run touches no node
-        for text in target.prepare():
-            note(text)
+    if note:  # a dry run touches no node, unless its commands are to be pasted
+        _prepare(target, note, preview)
     try:
-        return target, decide(wish, target)
+        return target, decide(wish, target, preview)
     except DoesNotFitError as error:
         if not isinstance(target, Queue) or "nearest" not in error.details:  # other limits do not go away with size
             raise
         for nodes in target.sizes():
             wider = target.resized(nodes)
             with contextlib.suppress(DoesNotFitError):
-                return wider, decide(wish, wider)
+                return wider, decide(wish, wider, preview)
         raise
 
 
-def _plan(source: ModelSource, inventory: Inventory, wish: Wish) -> Plan:
+def _prepare(target: Target, note: Callable[[str], None], preview: Preview | None) -> None:
+    try:
+        for text in target.prepare():
+            note(text)
+    except (UnreachableError, AccessError) as error:
+        if preview is None:
+            raise
+        note(f"{error.message.rstrip('.')}: addresses are what names stand for here, and no adapter was looked for")
+
+
+def _plan(source: ModelSource, inventory: Inventory, wish: Wish, offline: bool = False) -> Plan:
     here = model_store.already_here(source)
-    facts = read_facts(str(here) if here else source.repo, offline=source.kind == "embedded")
+    facts = read_facts(str(here) if here else source.repo, offline=offline or source.kind == "embedded")
     tuning = tuning_for(facts, inventory)
     plan = make_plan(facts, inventory, wish.goal, wish.fixed, tuning)
     spans = plan.parallel.replica_gpus > inventory.gpus_per_node
@@ -205,15 +230,51 @@ def _fitting_model(inventory: Inventory, wish: Wish) -> str:
     return EMBEDDED
 
 
-def dry_run(wish: Wish, note: Callable[[str], None] = lambda _: None) -> LaunchSpec:
+def dry_run(
+    wish: Wish, note: Callable[[str], None] = lambda _: None, inventory: Inventory | None = None
+) -> LaunchSpec:
     """The very LaunchSpec that would run, with nothing installed, fetched or started."""
-    target, decision = sized(wish)
+    target, decision = sized(wish, preview=Preview(inventory))
     for text in decision.notes():
         note(text)
-    here = model_store.already_here(decision.source)
-    path = str(here) if here else decision.source.repo
+    path = _place_of_model(decision, target)
     folder = DeploymentFolder.of(decision.name)
     return _render(decision, target, folder, _runtime(wish, target, decision.flavour), path, "dry-run", note)
+
+
+def to_paste(wish: Wish, note: Callable[[str], None], inventory: Inventory | None = None) -> str:
+    """The same launch as commands to paste: they leave a deployment of the same name alone."""
+    target, decision = sized(wish, note, Preview(inventory))
+    for text in decision.notes():
+        note(text)
+    path = _place_of_model(decision, target)
+    folder = DeploymentFolder(home_dir() / "pasted" / DeploymentFolder.of(decision.name).path.name)
+    runtime = _runtime(wish, target, decision.flavour)
+    launch_id = f"pasted{hashlib.sha256(decision.name.encode()).hexdigest()[:10]}"
+    spec = masked(_render(decision, target, folder, runtime, path, launch_id, note))
+    reach = {rank.node: target.reach(rank.node) for rank in spec.ranks}
+    first = _before(decision, path, reach)
+    if isinstance(target, Queue):
+        return as_batch(spec, folder.script, target.templates(spec, folder), first)
+    return as_shell(spec, reach, first)
+
+
+def _place_of_model(decision: LaunchDecision, target: Target) -> str:
+    """Where the nodes have the model, or will have it; its name on the hub, where nobody has it yet."""
+    source, least = decision.source, decision.plan.memory.weights_bytes * 9 // 10
+    here = model_store.already_here(source)
+    return target.placed(here) if here else target.find_model(source.name, source.repo, least) or source.repo
+
+
+def _before(decision: LaunchDecision, path: str, reach: Mapping[str, Sequence[str]]) -> list[str]:
+    """What must be done before a launch by hand, as commands; or what to know."""
+    source, here = decision.source, model_store.already_here(decision.source)
+    if here and path != str(here):
+        hosts = ",".join(reach)
+        return [shlex.join([own_python(), "-m", "corral", "pull", str(here), "--hosts", hosts, "--to", path])]
+    if path == source.repo:
+        return [f"# vLLM fetches {path} from the hub; after `corral pull {path}` this would serve it from disk"]
+    return []
 
 
 def _runtime(wish: Wish, target: Target, flavour: str) -> Runtime:

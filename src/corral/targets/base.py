@@ -157,6 +157,14 @@ class Target(Protocol):
         """Where every node already has a model of the hub; None when they have not, or nobody looked."""
         ...
 
+    def placed(self, path: Path) -> str:
+        """Where the nodes will find a model of this machine; nothing is moved, and nobody new is asked."""
+        ...
+
+    def reach(self, node: str) -> tuple[str, ...]:
+        """The words that bring a command to a node, for people; empty: none are needed."""
+        ...
+
     def verify(self, checks: Sequence[NodeCheck]) -> None:
         """Ask every node what the runtime wants to know before a start; refuse nodes that lack it or differ."""
         ...
@@ -241,6 +249,10 @@ class Queue(Protocol):
 
     def script(self, spec: LaunchSpec, folder: DeploymentFolder) -> str:
         """The batch script that `start` submits. Pure."""
+        ...
+
+    def templates(self, spec: LaunchSpec, folder: DeploymentFolder) -> dict[Path, str]:
+        """What the agents are given, by file, one for each rank; tokens stand for what is found on the nodes."""
         ...
 
     def sizes(self) -> tuple[int, ...]:

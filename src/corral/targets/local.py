@@ -111,6 +111,12 @@ class LocalTarget(Declared):
     def find_model(self, name: str, repo: str, at_least_bytes: int) -> str | None:
         return None  # what this machine has, the nodes see
 
+    def placed(self, path: Path) -> str:
+        return str(path)
+
+    def reach(self, node: str) -> tuple[str, ...]:
+        return ()
+
     def verify(self, checks: Sequence[NodeCheck]) -> None:
         pass  # what is missing on this machine the engine says itself, and at once
 

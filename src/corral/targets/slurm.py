@@ -219,6 +219,12 @@ class SlurmTarget(Declared):
     def find_model(self, name: str, repo: str, at_least_bytes: int) -> str | None:
         return None  # what this machine has, the nodes see
 
+    def placed(self, path: Path) -> str:
+        return str(path)
+
+    def reach(self, node: str) -> tuple[str, ...]:
+        return ()
+
     def verify(self, checks: Sequence[NodeCheck]) -> None:
         """The nodes are known only once the job runs; but what lies on the shared file system can be asked here."""
         for check in checks:
@@ -341,10 +347,9 @@ class SlurmTarget(Declared):
         for file in spec.files:
             write_atomic(folder.node_files / file.name, bundle(file.resource))
         for rank in spec.ranks:
-            files = folder.rank(rank.rank)
-            make_private_dir(files.path)
-            template = {**agent_spec(spec, rank, folder), "interface": self.given.interface}
-            write_atomic(files.template, dump_json(template))
+            make_private_dir(folder.rank(rank.rank).path)
+        for path, text in self.templates(spec, folder).items():
+            write_atomic(path, text)
         write_atomic(folder.script, spec.script or self.script(spec, folder), 0o700)
         id = commands.submit(folder.script)
         try:
@@ -353,6 +358,14 @@ class SlurmTarget(Declared):
             folder.job.unlink(missing_ok=True)
             commands.cancel(id)
             raise
+
+    def templates(self, spec: LaunchSpec, folder: DeploymentFolder) -> dict[Path, str]:
+        return {
+            folder.rank(rank.rank).template: dump_json(
+                {**agent_spec(spec, rank, folder), "interface": self.given.interface}
+            )
+            for rank in spec.ranks
+        }
 
     def job_of(self, folder: DeploymentFolder) -> str:
         """The number of the deployment's job."""

@@ -22,21 +22,21 @@ from corral.deployment.folder import DeploymentFolder
 from corral.deployment.state import ENDED, Reason, State
 from corral.errors import ConflictError, CorralError, EngineError, LaunchError, UnreachableError, UsageError
 from corral.files import make_private_dir, write_atomic
-from corral.hardware.cpu import common_cpu, parse_cpuinfo
 from corral.hardware.fabric import Fabric, choose_fabric
-from corral.hardware.inventory import Inventory, parse_gpus, recognise
+from corral.hardware.inventory import Inventory, parse_gpus
 from corral.hardware.survey import Asked, NodeFacts, survey
 from corral.home import home_dir
 from corral.launch.links import Node, Ports
 from corral.launch.render import LaunchSpec, PlacedFile, agent_spec, server_url
 from corral.node.ports import free_port
 from corral.record import from_json, to_json
-from corral.ssh import Forward, Ssh, check_host, each, read_hosts
+from corral.ssh import Forward, Ssh, check_host, each, read_hosts, ssh_command
 from corral.targets.base import AgentsStatus, ChosenPorts, Declared, Progress
 from corral.targets.keys import Flag, Shared, Size, key, only_said
 from corral.targets.keys import hosts as good_hosts
 from corral.targets.remote_answers import NodeReport, Started, read_report, read_started, read_stopped
 from corral.targets.remote_files import last_state, last_word, mirror, mirrored_sizes, pack
+from corral.targets.ssh_nodes import all_or_error, bare, inventory_of, refuse_skew
 from corral.transfer.in_place import find_on_nodes, lacking
 from corral.transfer.spread import ensure_folder
 
@@ -169,10 +169,10 @@ class SshTarget(Declared):
         finally:
             for mark in marks:
                 mark.unlink(missing_ok=True)
-        self._facts = _all_or_error(found)
+        self._facts = all_or_error(found)
         seen = [all(facts.nonces.get(str(mark)) == content for facts in self._facts.values()) for mark in marks]
         self._shared, self._shared_hub = seen[0], hub is not None and seen[1]
-        _refuse_skew(list(self._facts.values()))
+        refuse_skew(list(self._facts.values()))
         return [self._fabric().because] if len(self.chosen.hosts) > 1 else []
 
     def _hub_here(self) -> Path | None:
@@ -198,7 +198,7 @@ class SshTarget(Declared):
                 "NCCL_IB_HCA": self.chosen.hca,
             }
             env = {name: value for name, value in network.items() if value}
-            return tuple(Node(host, _bare(host), {**env, **self.chosen.env}) for host in self.chosen.hosts)
+            return tuple(Node(host, bare(host), {**env, **self.chosen.env}) for host in self.chosen.hosts)
         self._looked()
         if len(self.chosen.hosts) == 1:
             return (Node(self.chosen.hosts[0]),)
@@ -209,7 +209,7 @@ class SshTarget(Declared):
         count, link = len(self.chosen.hosts), self.chosen.fabric or "ib-ndr"
         if self.chosen.gpus:
             return parse_gpus(self.chosen.gpus, count, link)
-        return _inventory([self._looked()[host] for host in self.chosen.hosts], link)
+        return inventory_of([self._looked()[host] for host in self.chosen.hosts], link)
 
     def home(self) -> str:
         if self.chosen.home and not self.chosen.home.startswith("~"):
@@ -227,14 +227,14 @@ class SshTarget(Declared):
     def default_bind(self, expose: bool = False) -> str:
         if not expose:
             return "127.0.0.1"
-        return self.nodes()[0].address or _bare(self.chosen.hosts[0])
+        return self.nodes()[0].address or bare(self.chosen.hosts[0])
 
     def choose_ports(self, bind: str, wanted: int | None) -> ChosenPorts:
         if not self._facts and self.chosen.gpus:
             return ChosenPorts(Ports(wanted or DEFAULT_PORT, 29501, 29502))
         head = self.chosen.hosts[0]
         asked = Asked(ports=(wanted or DEFAULT_PORT,), free_ports=3)
-        facts = _all_or_error(survey(self.ssh, [head], asked))[head]
+        facts = all_or_error(survey(self.ssh, [head], asked))[head]
         if len(facts.free_ports) < asked.free_ports:
             why = facts.errors.get("ports", "it named none")
             raise ConflictError(f"{head} has no free ports: {why}.", "Look at the node: `corral doctor`.", host=head)
@@ -264,11 +264,24 @@ class SshTarget(Declared):
                 return str(path)  # a model that every node sees where this machine does
             host, why = next(iter(away.items()))
             progress(f"{path}: {host} {why}; it is brought to the nodes", 0, 0)
-        destination = PurePath(self.home()) / (
-            path.relative_to(home_dir()) if path.is_relative_to(home_dir()) else PurePath("models") / path.name
-        )
+        destination = self._destination(path)
         addresses = {node.name: node.address or facts[node.name].hostname for node in self.nodes()}
-        return ensure_folder(self.ssh, self.chosen.hosts, path, str(destination), addresses, progress)
+        return ensure_folder(self.ssh, self.chosen.hosts, path, destination, addresses, progress)
+
+    def _destination(self, path: Path) -> str:
+        own = path.relative_to(home_dir()) if path.is_relative_to(home_dir()) else PurePath("models") / path.name
+        return str(PurePath(self.home()) / own)
+
+    def placed(self, path: Path) -> str:
+        if not self._facts:  # what a profile says lies on the nodes, lies there
+            said = (self.chosen.home, self.chosen.models, self.chosen.hf_home)
+            there = any(path.is_relative_to(Path(one).expanduser()) for one in said if one)
+            return str(path) if there else self._destination(path)
+        seen = self._shared and not self.chosen.home and path.is_relative_to(home_dir())
+        return str(path) if seen or not lacking(self.ssh, self.chosen.hosts, path) else self._destination(path)
+
+    def reach(self, node: str) -> tuple[str, ...]:
+        return (*ssh_command(), node)
 
     def files(self) -> tuple[PlacedFile, ...]:
         return ()
@@ -279,6 +292,8 @@ class SshTarget(Declared):
         return () if shared else self.chosen.hosts
 
     def find_model(self, name: str, repo: str, at_least_bytes: int) -> str | None:
+        if not self._facts and self.chosen.gpus:
+            return None  # a dry run on named hardware asks nobody
         folders = [f"{self.home()}/models/{name}"]
         if self.chosen.models:
             kept = self._there(self.chosen.models).rstrip("/")
@@ -429,51 +444,6 @@ class SshTarget(Declared):
 
 def _why(found: Started | CorralError) -> str:
     return found.message if isinstance(found, CorralError) else found.error
-
-
-def _bare(host: str) -> str:
-    """The host's own name: without a user."""
-    return host.rpartition("@")[2]
-
-
-def _all_or_error(found: Mapping[str, NodeFacts | CorralError]) -> dict[str, NodeFacts]:
-    """Every node's facts; one error that names each node that could not be asked."""
-    errors = {host: error for host, error in found.items() if isinstance(error, CorralError)}
-    if errors:
-        first = next(iter(errors.values()))
-        message = " ".join(error.message for error in errors.values())
-        raise type(first)(message, first.remedy, hosts=list(errors))
-    return {host: facts for host, facts in found.items() if isinstance(facts, NodeFacts)}
-
-
-def _refuse_skew(facts: Sequence[NodeFacts]) -> None:
-    """Ranks of one replica must be equal: GPUs of one kind and number, one driver."""
-    kinds = {
-        node.host: (tuple(gpu.name for gpu in node.gpus), node.gpus[0].driver if node.gpus else "") for node in facts
-    }
-    first = facts[0].host
-    for host, kind in kinds.items():
-        if kind[0] != kinds[first][0]:
-            says = {h: f"{len(k[0])} × {k[0][0]}" if k[0] else "no GPU" for h, k in kinds.items()}
-            raise ConflictError(
-                f"the nodes differ: {first} has {says[first]}, {host} has {says[host]}.",
-                "Name only nodes with the same GPUs.",
-            )
-
-
-def _inventory(facts: Sequence[NodeFacts], link: str) -> Inventory:
-    """The smallest of what the nodes have: every rank gets the same."""
-    least = min(facts, key=lambda node: node.memory_available_bytes)
-    base = Inventory(
-        None, 1, len(facts), 0, min(node.cores for node in facts), least.memory_bytes, least.memory_available_bytes,
-        link, "probed", cpu=common_cpu([parse_cpuinfo(node.cpuinfo, node.machine) for node in facts]),
-    )  # fmt: skip
-    gpus = facts[0].gpus
-    if not gpus:
-        return base
-    kind, memory = gpus[0].name, min(gpu.memory_bytes for node in facts for gpu in node.gpus)
-    kind, memory = recognise(kind, memory)
-    return replace(base, gpu=kind, gpus_per_node=len(gpus), memory_bytes_per_gpu=memory, driver=gpus[0].driver)
 
 
 def _launch_id(folder: DeploymentFolder) -> str | None:

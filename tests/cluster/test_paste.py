@@ -1,0 +1,71 @@
+"""What `corral up --dry-run --shell` prints, pasted as it is: two nodes over real sshd, each with a real Docker."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.bed import FILES
+from tests.testbed import missing
+from tests.testbed.containers import Docker
+from tests.testbed.hosts import Hosts
+from tests.tiny_llama import make_tiny_llama
+from tests.until import free_port, until
+
+pytestmark = pytest.mark.skipif(bool(missing("containers")), reason=missing("containers"))
+NODES = ("node1", "node2")
+ASK = """
+import sys, urllib.error, urllib.request
+headers = {"Authorization": "Bearer " + open(sys.argv[2]).read().strip()} if len(sys.argv) > 2 else {}
+try:
+    print(urllib.request.urlopen(urllib.request.Request(sys.argv[1], headers=headers), timeout=5).status)
+except urllib.error.HTTPError as error:
+    print(error.code)
+except OSError:
+    print(0)
+"""
+
+
+def test_two_nodes_with_docker_serve_what_was_pasted(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    model, home, port = make_tiny_llama(tmp_path / "tiny"), tmp_path / "corral", free_port()
+    with (
+        Hosts(tmp_path / "hosts", NODES, shared=[tmp_path]) as hosts,
+        Docker(tmp_path / "d1", hosts, "node1") as one,
+        Docker(tmp_path / "d2", hosts, "node2") as two,
+    ):
+        for docker in (one, two):
+            docker.import_image("stand-in:1", FILES)
+        env = {**os.environ, "CORRAL_HOME": str(home), "CORRAL_SSH": " ".join(hosts.ssh_command)}
+        words = ["up", str(model), "--hosts", ",".join(NODES), "--port", str(port), "--runtime", "docker"]
+        words += ["--runtime-option", "image=stand-in:1", "--dry-run", "--shell"]
+        printed = subprocess.run([sys.executable, "-m", "corral", *words], env=env, capture_output=True, text=True)
+        assert printed.returncode == 0, printed.stderr
+        for node in NODES:  # the very addresses, found on the nodes
+            assert f"VLLM_HOST_IP={hosts.address(node)} " in printed.stdout
+        shell = subprocess.Popen(["bash"], stdin=subprocess.PIPE, env=env, text=True, start_new_session=True)
+        assert shell.stdin
+        shell.stdin.write(printed.stdout)
+        shell.stdin.close()
+        try:
+            (folder,) = until(lambda: list((home / "nodes").glob("tiny-*")), "the folder on the nodes")
+            url = f"http://127.0.0.1:{port}/v1/models"
+
+            def asked(*key: str) -> str:
+                return hosts.exec("node1", ["python3", "-c", ASK, url, *key]).stdout.strip()
+
+            until(lambda: asked() == "401", "an answer")
+            assert asked(str(folder / "key")) == "200"
+            for docker in (one, two):
+                until(lambda docker=docker: docker.run("ps", "-q").stdout.split(), "a container on each node")  # type: ignore[misc]
+        finally:
+            os.killpg(shell.pid, signal.SIGKILL)
+            shell.wait()
+            for docker in (one, two):
+                if left := docker.run("ps", "-aq").stdout.split():
+                    docker.run("rm", "-f", *left)

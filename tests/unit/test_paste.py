@@ -1,0 +1,121 @@
+"""`corral up --dry-run --shell`: what it prints is pasted, as it is, into a shell."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from corral.cli import root
+from corral.lifecycle import bringup
+from tests.unit.conftest import Corral
+from tests.until import free_port, until
+
+
+NOBODY = "sh -c 'exit 255'"  # an ssh that reaches nobody
+
+
+def code_of(port: int, key: str = "") -> int:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/models", headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=5) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return 0
+
+
+def test_on_this_machine_it_serves(corral: Corral, tmp_path: Path) -> None:
+    port = free_port()
+    printed = corral("up", str(corral.model), "--name", "it's", "--port", str(port), "--dry-run", "--shell")
+    assert printed.code == 0, printed.err
+    assert str(corral.model) in printed.out
+    shell = subprocess.Popen(
+        ["bash"], stdin=subprocess.PIPE, env=corral.env, cwd=tmp_path, start_new_session=True, text=True
+    )
+    assert shell.stdin
+    shell.stdin.write(printed.out)
+    shell.stdin.close()
+    try:
+        assert until(lambda: code_of(port), "an answer") == 401
+        (key,) = (corral.home / "corral" / "pasted").glob("*/key")
+        assert code_of(port, key.read_text().strip()) == 200
+        assert key.stat().st_mode & 0o077 == 0
+    finally:
+        os.killpg(shell.pid, signal.SIGKILL)
+        shell.wait()
+    assert not (corral.home / "corral/deployments").exists()  # nobody takes it for a deployment
+
+
+def test_a_model_of_the_hub_is_fetched_there_and_no_hub_is_asked(
+    clean_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr("corral.models.hub.read_repository", lambda *_: pytest.fail("the hub was asked"))
+    monkeypatch.setattr("huggingface_hub.HfApi.auth_check", lambda *_: pytest.fail("the hub was asked"))
+    monkeypatch.chdir(clean_home)
+    profile = clean_home / ".corral" / "profiles" / "box.toml"
+    profile.parent.mkdir(parents=True)
+    profile.write_text('[hardware]\ngpus = "8xH100"\n[runtime]\nname = "docker"\n')
+    words = ["up", "llama-3.1-70b-instruct", "--on", "box", "--dry-run"]  # 8 GPUs that are not here
+    spec = json.loads(CliRunner().invoke(root, words).stdout)
+    done = CliRunner().invoke(root, [*words, "--shell"])
+    assert done.exit_code == 0, done.output
+    assert "--gpus" in spec["ranks"][0]["argv"]
+    assert spec["model_path"] == "meta-llama/Llama-3.1-70B-Instruct"
+    assert "meta-llama/Llama-3.1-70B-Instruct --served-model-name" in done.stdout
+    assert "HF_HUB_OFFLINE" not in done.stdout
+    assert "-u HF_TOKEN" not in done.stdout
+
+
+def test_over_ssh_the_profiles_adapters_and_addresses_are_there(
+    clean_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CORRAL_SSH", NOBODY)
+    place = {"hosts": ["localhost", "10.0.0.2"], "gpus": "8xH100", "hca": "mlx5", "home": "/shared/corral"}
+    notes: list[str] = []
+    wish = bringup.Wish(model="llama-3.1-70b", target="ssh", place=place, runtime="docker", fixed={"data": 2})
+    text = bringup.to_paste(wish, notes.append)
+    assert text.count("NCCL_IB_HCA=mlx5") == 2
+    assert re.search(r"VLLM_HOST_IP=(127\.0\.0\.1|::1) ", text)  # an address, not the name
+    assert "VLLM_HOST_IP=10.0.0.2 " in text
+    assert any("addresses are what names stand for" in note for note in notes)
+    assert text.index("# rank 1") < text.index("# rank 0")  # the head comes last, and keeps the terminal
+    assert text.count("<<'CORRAL' &\n") == 1
+
+
+def test_a_model_that_nodes_lack_is_brought_by_a_command_of_its_own(
+    corral: Corral, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CORRAL_SSH", NOBODY)
+    place = {"hosts": ["10.0.0.1"], "gpus": "1xH100", "home": "/shared/corral", "models": str(corral.model.parent)}
+    wish = bringup.Wish(model=str(corral.model), target="ssh", place=place, runtime="docker")
+    assert f" {corral.model} --served-model-name" in bringup.to_paste(wish, lambda _: None)  # the profile says so
+    wish = bringup.Wish(model=str(corral.model), target="ssh", place={**place, "models": None}, runtime="docker")
+    text = bringup.to_paste(wish, lambda _: None)
+    assert f"pull {corral.model} --hosts 10.0.0.1 --to /shared/corral/models/{corral.model.name}\n" in text
+    assert f" /shared/corral/models/{corral.model.name} --served-model-name" in text
+    assert f"source=/shared/corral/models/{corral.model.name}," in text
+
+
+def test_scripts_around_an_engine_are_not_shown_with_it(clean_home: Path) -> None:
+    place = {"gpu": "h100", "gpus_per_node": 4, "nodes": 2, "partition": "gpu", "time": "4:00:00"}
+    wish = bringup.Wish(
+        model="llama-3.1-70b", target="slurm", place=place, runtime="conda", runtime_options={"env": "vllm"},
+        fixed={"tensor": 4},
+    )  # fmt: skip
+    lines = bringup.to_paste(wish, lambda _: None).splitlines()
+    shown = [line for line in lines if line.startswith("#   ")]
+    assert len(shown) == 2
+    assert all("serve meta-llama/Llama-3.1-70B" in line for line in shown)
+    assert lines[-2].startswith("sbatch ")
