@@ -17,7 +17,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
@@ -59,17 +59,18 @@ class Forward:
     port: int  # of this machine
     far: str  # HOST:PORT, as `through` reaches it
     through: str
+    ssh: Ssh = field(default_factory=lambda: Ssh())
 
     def command(self, near: Path) -> list[str]:
         """The ssh that forwards what comes to a socket file, and ends when it cannot."""
-        return [*_forwarding(), "-L", f"{near}:{self.far}", check_host(self.through)]
+        return [*_forwarding(self.ssh), "-L", f"{near}:{self.far}", check_host(self.through)]
 
 
-def _forwarding() -> list[str]:
+def _forwarding(ssh: Ssh) -> list[str]:
     options = ["-N", "-T", "-o", "BatchMode=yes", "-o", "ExitOnForwardFailure=yes", "-o", "ControlMaster=no"]
     options += ["-o", "ControlPath=none", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"]
     options += ["-o", "StreamLocalBindUnlink=yes", "-o", "StreamLocalBindMask=0177"]
-    return [*ssh_command(), *options]
+    return [*ssh.words, *options]
 
 
 def check_host(name: str) -> str:
@@ -99,6 +100,14 @@ class Ssh:
     """Runs commands on hosts; holds no state beyond the shared connections of ssh itself."""
 
     connect_s: float = CONNECT_S
+    identity: str | None = None  # ssh -i: a key file
+    config: str | None = None  # ssh -F: a configuration in the place of the user's own
+
+    @property
+    def words(self) -> list[str]:
+        """The ssh to use, with its key and configuration."""
+        given = (("-i", self.identity), ("-F", self.config))
+        return [*ssh_command(), *(word for flag, path in given if path for word in (flag, path))]
 
     def run(
         self, host: str, argv: Sequence[str], stdin: bytes = b"", timeout_s: float = 60, check: bool = False
@@ -140,7 +149,7 @@ class Ssh:
 
     def prefix(self, host: str) -> list[str]:
         """The words before the command."""
-        return [*ssh_command(), *_options(tuple(ssh_command()), check_host(host), self.connect_s), host]
+        return [*self.words, *_options(tuple(self.words), check_host(host), self.connect_s), host]
 
 
 def each(

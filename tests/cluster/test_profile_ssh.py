@@ -25,3 +25,25 @@ def test_two_nodes_by_the_name_of_a_profile(bench: Bench) -> None:
     assert all(bench.engines(host) for host in NODES)
     assert bench.run("down", "pair").returncode == 0
     bench.nothing_left()
+
+
+def test_a_key_and_a_configuration_of_the_profiles_own_are_kept(bench: Bench) -> None:
+    """`ssh -i KEY -F CONFIG`: nothing but the deployment says how its nodes are reached."""
+    file = Path(bench.env["HOME"]) / ".config" / "corral" / "profiles" / "keyed.toml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    config = Path(bench.env["HOME"]) / "cluster-config"
+    lines = bench.hosts.ssh_config.read_text().splitlines(keepends=True)
+    key = next(line.split()[1] for line in lines if line.split()[:1] == ["IdentityFile"])
+    config.write_text("".join(line for line in lines if "IdentityFile" not in line))
+    hosts = ", ".join(f'"{name}"' for name in NODES)
+    text = f'target = "ssh"\n[ssh]\nhosts = [{hosts}]\nidentity = "{key}"\nconfig = "{config}"\n'
+    file.write_text(text + f'[defaults]\nmodel = "{bench.model}"\n')
+    plain = {"CORRAL_SSH": "ssh"}
+    assert bench.run("up", "--hosts", ",".join(NODES), str(bench.model), "--name", "no", **plain).returncode != 0
+    done = bench.run("up", "--on", "keyed", "--name", "keyed", **plain)
+    assert done.returncode == 0, done.stderr
+    file.unlink()  # the deployment itself knows
+    found = bench.run("status", "keyed", "--json", **plain)
+    assert '"state": "ready"' in found.stdout, found.stdout
+    assert bench.run("down", "keyed", **plain).returncode == 0
+    bench.nothing_left()

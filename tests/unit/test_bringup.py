@@ -13,6 +13,7 @@ from corral.hardware import inventory as hardware
 from corral.launch.links import Node, Ports
 from corral.launch.render import PlacedFile
 from corral.lifecycle import bringup
+from corral.ssh import Ssh
 from corral.targets.base import AgentsStatus, ChosenPorts
 from tests.unit.conftest import Silent
 
@@ -84,6 +85,9 @@ class Elsewhere:
     def reach(self, node: str) -> tuple[str, ...]:
         return ()
 
+    def shell(self) -> Ssh:
+        return Ssh()
+
     def verify(self, checks: object) -> None:
         pass
 
@@ -148,7 +152,7 @@ def test_a_model_of_the_hub_goes_straight_to_the_nodes(monkeypatch: pytest.Monke
     staging = bringup._Staging(Silent(), Folder(tmp_path), {})  # type: ignore[arg-type]
     orders = []
 
-    def pull(order: Any, report: Any) -> Any:
+    def pull(order: Any, report: Any, ssh: Any) -> Any:
         orders.append(order)
         return types.SimpleNamespace(failed=(), folder=order.to)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import urllib.error
@@ -18,7 +17,6 @@ from corral.cli import root
 from corral.lifecycle import bringup
 from tests.unit.conftest import Corral
 from tests.until import free_port, until
-
 
 NOBODY = "sh -c 'exit 255'"  # an ssh that reaches nobody
 
@@ -82,12 +80,14 @@ def test_over_ssh_the_profiles_adapters_and_addresses_are_there(
     clean_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CORRAL_SSH", NOBODY)
-    place = {"hosts": ["localhost", "10.0.0.2"], "gpus": "8xH100", "hca": "mlx5", "home": "/shared/corral"}
+    known = {"node00": "10.0.0.1", "10.0.0.2": "10.0.0.2"}
+    monkeypatch.setattr("socket.getaddrinfo", lambda host, *_, **__: [(2, 1, 6, "", (known[host], 0))])
+    place = {"hosts": ["node00", "10.0.0.2"], "gpus": "8xH100", "hca": "mlx5", "home": "/shared/corral"}
     notes: list[str] = []
     wish = bringup.Wish(model="llama-3.1-70b", target="ssh", place=place, runtime="docker", fixed={"data": 2})
     text = bringup.to_paste(wish, notes.append)
     assert text.count("NCCL_IB_HCA=mlx5") == 2
-    assert re.search(r"VLLM_HOST_IP=(127\.0\.0\.1|::1) ", text)  # an address, not the name
+    assert "VLLM_HOST_IP=10.0.0.1 " in text  # an address, not the name
     assert "VLLM_HOST_IP=10.0.0.2 " in text
     assert any("addresses are what names stand for" in note for note in notes)
     assert text.index("# rank 1") < text.index("# rank 0")  # the head comes last, and keeps the terminal

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from corral.lifecycle.bringup import Wish, dry_run
+from corral.profile import load_profile, merged
 from tests.unit.conftest import Corral
 
 
@@ -37,3 +39,15 @@ def test_what_a_profile_gets_wrong_is_said_before_anything_starts(corral: Corral
     assert done.code == 7
     assert "--swap-space" in done.err
     assert corral("ps", "--json").json() == []
+
+
+def test_a_jobs_name_and_its_logs_are_the_profiles(clean_home: Path) -> None:
+    folder = Path.home() / ".config" / "corral" / "profiles"
+    folder.mkdir(parents=True, exist_ok=True)
+    own = 'job_name = "llama"\noutput = "/logs/%x.%j.out"\nerror = "/logs/%x.%j.err"\ntime = "4:00:00"\n'
+    (folder / "logged.toml").write_text(f'target = "slurm"\n[slurm]\n{own}[hardware]\ngpus = "4xH100"\n')
+    wish = Wish.of(merged(load_profile("logged", {}), {"model": "llama-3.1-8b"}))
+    lines = dry_run(wish).script.splitlines()
+    assert {"#SBATCH --job-name=llama", "#SBATCH --output=/logs/%x.%j.out", "#SBATCH --error=/logs/%x.%j.err"} <= {
+        *lines
+    }

@@ -228,11 +228,13 @@ def _place(given: dict[str, Any]) -> dict[str, Any]:
 
 def _from_profile(given: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
     from corral.launch.render import refuse_reserved
+    from corral.plan.fixed import parse_assignments
     from corral.profile import load_profile, merged, with_storage
     from corral.record import to_json
 
     profile = load_profile(given["on"])
-    wish = with_storage(profile, merged(profile, {**flags, "model": given["model"]}))
+    said = {"model": given["model"], "context": given["context"], "fixed": parse_assignments(given["fixed"])}
+    wish = with_storage(profile, merged(profile, {**flags, **said}))  # what is said here wins over the profile
     refuse_reserved(wish.get("extra_env", {}))
     return {name: to_json(value) for name, value in wish.items()}
 

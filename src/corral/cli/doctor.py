@@ -112,6 +112,8 @@ def _of_profile(question: Question, name: str) -> Question:
     return dataclasses.replace(
         question,
         hosts=tuple(place.get("hosts", ())),
+        identity=place.get("identity"),
+        config=place.get("config"),
         interface=question.interface or place.get("interface"),
         hca=place.get("hca"),
         home=place.get("home"),

@@ -14,6 +14,7 @@ import click
 from corral.cli.hub_login import with_token
 from corral.cli.screen import duration, print_json, print_table
 from corral.errors import CorralError, UsageError
+from corral.ssh import Ssh
 from corral.transfer.pull import Arrival, Pull, PullOrder, pull
 from corral.transfer.spread import Progress
 
@@ -58,7 +59,7 @@ def command(
         check_again=check,
     )
     with NodeScreen(quiet=as_json) as screen:
-        result = with_token(lambda: pull(order, screen.report))
+        result = with_token(lambda: pull(order, screen.report, _ssh(profile)))
     if as_json:
         print_json(result)
         click.get_current_context().exit(1 if result.failed else 0)
@@ -69,6 +70,14 @@ def command(
             f"{result.model} did not reach {names}: {result.failed[0].text}",
             result.failed[0].remedy or "Run the same command again: what has arrived is kept.",
         )
+
+
+def _ssh(profile: str | None) -> Ssh:
+    """The ssh that a profile asks for."""
+    if not profile:
+        return Ssh()
+    place = importlib.import_module("corral.profile").load_profile(profile).place
+    return Ssh(identity=place.get("identity"), config=place.get("config"))
 
 
 def _hosts(names: str | None, profile: str | None) -> tuple[str, ...]:

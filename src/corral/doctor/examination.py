@@ -48,6 +48,8 @@ class Question:
     ports: tuple[int, ...] = (8000,)
     ports_needed: bool = False  # whether a taken port ends it
     home: str | None = None  # Corral's home on the nodes
+    identity: str | None = None  # ssh -i
+    config: str | None = None  # ssh -F
     quick: bool = False
     timeout_s: float = 60.0
 
@@ -67,7 +69,7 @@ class _Examination:
         self.began = time.monotonic()
         self.hosts = question.hosts or (HERE,)
         connect_s = max(2, min(6, int(question.timeout_s / 3)))
-        self.ssh: Ssh | Here = Ssh(connect_s) if question.hosts else Here()
+        self.ssh: Ssh | Here = Ssh(connect_s, question.identity, question.config) if question.hosts else Here()
         self.findings: list[Finding] = []
         self.facts: list[NodeFacts] = []
         self.fabric: Fabric | None = None

@@ -98,7 +98,7 @@ def _placed(file: PlacedFile, where: str) -> str:
 
 def _secret(path: str) -> str:
     """Random words in a file, made once: several nodes may see the same one."""
-    return f"[ -s {quote_command([path])} ] || {quote_command(['openssl', 'rand', '-hex', '24', '-out', path])}"
+    return f"[ -s {quote_command([path])} ] || {quote_command(['openssl', 'rand', '-hex', '-out', path, '24'])}"
 
 
 def _secrets(spec: LaunchSpec) -> list[str]:

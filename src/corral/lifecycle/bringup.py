@@ -440,10 +440,15 @@ def _bring_model(decision: LaunchDecision, target: Target, staging: _Staging) ->
     if found := target.find_model(source.name, source.repo, decision.plan.memory.weights_bytes * 9 // 10):
         return found
     from corral.transfer.pull import PullOrder, pull
+    from corral.transfer.spread import Progress
 
     addresses = {node.name: node.address for node in target.nodes() if node.address}
     order = PullOrder(source.repo, hosts, f"{target.home()}/models/{source.name}", addresses=addresses)
-    result = pull(order, lambda far: staging.detail(f"{far.host}: {far.what}", far.done_bytes, far.total_bytes))
+
+    def report(far: Progress) -> None:
+        staging.detail(f"{far.host}: {far.what}", far.done_bytes, far.total_bytes)
+
+    result = pull(order, report, target.shell())
     if result.failed:
         first = result.failed[0]
         raise LaunchError(f"the model did not reach {first.host}: {first.text}", first.remedy, host=first.host)

@@ -21,7 +21,7 @@ from corral.deployment.state import Reason, State
 from corral.errors import UsageError
 from corral.launch.links import Node, Ports
 from corral.launch.render import LaunchSpec, PlacedFile
-from corral.ssh import Forward
+from corral.ssh import Forward, Ssh
 from corral.targets.keys import Flag, Shared, Size, only_said
 
 if TYPE_CHECKING:
@@ -163,6 +163,10 @@ class Target(Protocol):
 
     def reach(self, node: str) -> tuple[str, ...]:
         """The words that bring a command to a node, for people; empty: none are needed."""
+        ...
+
+    def shell(self) -> Ssh:
+        """The ssh that reaches its hosts."""
         ...
 
     def verify(self, checks: Sequence[NodeCheck]) -> None:

@@ -25,6 +25,7 @@ __all__ = [
     "Shared",
     "Size",
     "StorageKeys",
+    "a_path",
     "at_least",
     "is_placeholder",
     "key",
@@ -69,6 +70,12 @@ def one_word(value: str) -> str:
     """One word of a batch script or of a command line: nothing that could begin another line or option."""
     good = is_placeholder(value) or (value.isprintable() and value.strip() == value and not value.startswith("-"))
     return "" if value and good else "one word that does not begin with a dash"
+
+
+def a_path(value: str) -> str:
+    """A file of this machine; what begins with a dash would be an option of the command that gets it."""
+    good = is_placeholder(value) or (value.isprintable() and value.startswith(("/", "~")))
+    return "" if good else "a path of this machine that begins with / or ~"
 
 
 def path_on_nodes(value: str) -> str:

@@ -23,7 +23,7 @@ from corral.node.ports import free_port
 from corral.processes import Identity, only_lingering, port_owner
 from corral.record import dump_json, load_json
 from corral.shell import run
-from corral.ssh import Forward
+from corral.ssh import Forward, Ssh
 from corral.targets.base import AgentsStatus, ChosenPorts, Declared, Progress
 
 if TYPE_CHECKING:
@@ -116,6 +116,9 @@ class LocalTarget(Declared):
 
     def reach(self, node: str) -> tuple[str, ...]:
         return ()
+
+    def shell(self) -> Ssh:
+        return Ssh()
 
     def verify(self, checks: Sequence[NodeCheck]) -> None:
         pass  # what is missing on this machine the engine says itself, and at once

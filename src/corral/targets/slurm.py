@@ -36,7 +36,7 @@ from corral.slurm.early import refuse_lacking
 from corral.slurm.options import SlurmOptions
 from corral.slurm.script import BatchJob, batch_script
 from corral.slurm.states import standing
-from corral.ssh import Forward
+from corral.ssh import Forward, Ssh
 from corral.targets.base import AgentsStatus, ChosenPorts, Declared, JobStatus, Lease, OwnJob, Progress
 from corral.targets.keys import Flag, Shared, Size, at_least, key, number, one_word, only_said, time_limit
 from corral.targets.slurm_job import Submitted, agents_of, forgotten, is_over, look, submitted_job, unasked
@@ -87,6 +87,11 @@ class SlurmKeys:
     time: str | None = key("`--time`: the time limit of the job", None, time_limit, "4:00:00")
     nodes: int | None = key("`--nodes` (default: hardware.nodes, or 1)", None, at_least(1, 4096), 1)
     signal_s: int | None = key("seconds before the time limit at which draining begins", None, at_least(1), 120)
+    job_name: str | None = key("`--job-name` (default: `corral-NAME`)", None, one_word, "llama")
+    output: str | None = key(
+        "`--output` (default: `job.log` in the deployment's folder)", None, one_word, "%x.%j.out"
+    )
+    error: str | None = key("`--error` (default: with the output)", None, one_word, "%x.%j.err")
     modules: tuple[str, ...] = key("modules that the job loads before anything else", (), None, ["cuda"])
     extra: Mapping[str, str | int | bool] = key(
         "other #SBATCH options, passed on as they stand", {}, _sbatch, {"mail-type": "END"}
@@ -224,6 +229,9 @@ class SlurmTarget(Declared):
 
     def reach(self, node: str) -> tuple[str, ...]:
         return ()
+
+    def shell(self) -> Ssh:
+        return Ssh()
 
     def verify(self, checks: Sequence[NodeCheck]) -> None:
         """The nodes are known only once the job runs; but what lies on the shared file system can be asked here."""

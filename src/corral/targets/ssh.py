@@ -30,13 +30,13 @@ from corral.launch.links import Node, Ports
 from corral.launch.render import LaunchSpec, PlacedFile, agent_spec, server_url
 from corral.node.ports import free_port
 from corral.record import from_json, to_json
-from corral.ssh import Forward, Ssh, check_host, each, read_hosts, ssh_command
+from corral.ssh import Forward, Ssh, check_host, each, read_hosts
 from corral.targets.base import AgentsStatus, ChosenPorts, Declared, Progress
-from corral.targets.keys import Flag, Shared, Size, key, only_said
+from corral.targets.keys import Flag, Shared, Size, a_path, key, only_said
 from corral.targets.keys import hosts as good_hosts
 from corral.targets.remote_answers import NodeReport, Started, read_report, read_started, read_stopped
 from corral.targets.remote_files import last_state, last_word, mirror, mirrored_sizes, pack
-from corral.targets.ssh_nodes import all_or_error, bare, inventory_of, refuse_skew
+from corral.targets.ssh_nodes import address_of, all_or_error, bare, inventory_of, refuse_skew
 from corral.transfer.in_place import find_on_nodes, lacking
 from corral.transfer.spread import ensure_folder
 
@@ -65,8 +65,13 @@ class SshOptions:
     gpus: str | None = None  # hardware of one node by name, so that a dry run need not ask: 8xH100
     fabric: str | None = None  # kind of network between the nodes, for the plan: ib-ndr, ethernet-100, …
     env: dict[str, str] = field(default_factory=dict)  # network variables that the user fixes
+    identity: str | None = None  # ssh -i; kept with the deployment, as all of these
+    config: str | None = None  # ssh -F
 
     def __post_init__(self) -> None:
+        for what, path in (("the key file", self.identity), ("the ssh configuration", self.config)):
+            if path and not Path(path).is_file():
+                raise UsageError(f"{what} {path!r} is not there.", "Correct [ssh] in the profile.")
         if not self.hosts:
             raise UsageError("no host was given.", "Name them: --hosts node00,node01.")
         for host in self.hosts:
@@ -84,6 +89,8 @@ class SshKeys:
     hosts_file: str | None = key(
         "a file with one host per line instead; relative to the profile", None, None, "hosts.txt"
     )
+    identity: str | None = key("`ssh -i`: the key file", None, a_path, "~/.ssh/cluster_key")
+    config: str | None = key("`ssh -F`: a configuration of its own", None, a_path, "~/.ssh/config.d/cluster")
 
 
 class SshTarget(Declared):
@@ -120,6 +127,8 @@ class SshTarget(Declared):
         named = parse_gpus(shared.hardware.gpus) if shared.hardware.gpus else None
         return only_said({
             "hosts": list(table.hosts),
+            "identity": _expanded(table.identity),
+            "config": _expanded(table.config),
             "gpus": f"{named.gpus_per_node}x{named.gpu}" if named else None,  # of one node
             "fabric": shared.hardware.link,
             "interface": shared.network.interface,
@@ -140,7 +149,7 @@ class SshTarget(Declared):
         return Size(len(options.get("hosts", ())) or 1, parse_gpus(str(gpus)).gpus_per_node if gpus else 0)
 
     def __init__(self, chosen: SshOptions) -> None:
-        self.chosen, self.ssh = chosen, Ssh()
+        self.chosen, self.ssh = chosen, Ssh(identity=chosen.identity, config=chosen.config)
         self._facts: dict[str, NodeFacts] = {}
         self._reports: dict[str, NodeReport | CorralError] = {}
         self._shared = self._shared_hub = False  # whether the nodes see this machine's home, and its hub's cache
@@ -198,7 +207,7 @@ class SshTarget(Declared):
                 "NCCL_IB_HCA": self.chosen.hca,
             }
             env = {name: value for name, value in network.items() if value}
-            return tuple(Node(host, bare(host), {**env, **self.chosen.env}) for host in self.chosen.hosts)
+            return tuple(Node(host, address_of(host), {**env, **self.chosen.env}) for host in self.chosen.hosts)
         self._looked()
         if len(self.chosen.hosts) == 1:
             return (Node(self.chosen.hosts[0]),)
@@ -281,7 +290,10 @@ class SshTarget(Declared):
         return str(path) if seen or not lacking(self.ssh, self.chosen.hosts, path) else self._destination(path)
 
     def reach(self, node: str) -> tuple[str, ...]:
-        return (*ssh_command(), node)
+        return (*self.ssh.words, node)
+
+    def shell(self) -> Ssh:
+        return self.ssh
 
     def files(self) -> tuple[PlacedFile, ...]:
         return ()
@@ -434,12 +446,16 @@ class SshTarget(Declared):
             return None
         local = launch["base_url"].rpartition(":")[2].partition("/")[0]
         far = "[::1]" if serve["host"] == "::1" else "127.0.0.1"
-        return Forward(int(local), f"{far}:{serve['port']}", self.chosen.hosts[0])
+        return Forward(int(local), f"{far}:{serve['port']}", self.chosen.hosts[0], self.ssh)
 
     def _do(self, host: str, action: str, order: Mapping[str, Any], data: bytes, timeout_s: float) -> str:
         """What the host says to a command of `node/remote.py`; nobody has looked at it yet."""
         done = self.ssh.python(host, bundle("node/remote.py"), [action, json.dumps(order)], data, timeout_s)
         return done.or_raise(f"on {host}", f"Does `ssh {host} python3 --version` say 3.8 or later?").stdout
+
+
+def _expanded(path: str | None) -> str | None:
+    return str(Path(path).expanduser()) if path else None
 
 
 def _why(found: Started | CorralError) -> str:

@@ -2,8 +2,8 @@
 # vLLM fetches meta-llama/Llama-3.1-405B-Instruct from the hub; after `corral pull meta-llama/Llama-3.1-405B-Instruct` this would serve it from disk
 umask 077
 mkdir -p /srv/corral-home/pasted/llama-3.1-405b-instruct/node /srv/corral-home/pasted/llama-3.1-405b-instruct/rank0 /srv/corral-home/pasted/llama-3.1-405b-instruct/rank1 /srv/corral-home/pasted/llama-3.1-405b-instruct/rank2 /srv/corral-home/pasted/llama-3.1-405b-instruct/rank3
-[ -s /srv/corral-home/pasted/llama-3.1-405b-instruct/key ] || openssl rand -hex 24 -out /srv/corral-home/pasted/llama-3.1-405b-instruct/key
-[ -s /srv/corral-home/pasted/llama-3.1-405b-instruct/token ] || openssl rand -hex 24 -out /srv/corral-home/pasted/llama-3.1-405b-instruct/token
+[ -s /srv/corral-home/pasted/llama-3.1-405b-instruct/key ] || openssl rand -hex -out /srv/corral-home/pasted/llama-3.1-405b-instruct/key 24
+[ -s /srv/corral-home/pasted/llama-3.1-405b-instruct/token ] || openssl rand -hex -out /srv/corral-home/pasted/llama-3.1-405b-instruct/token 24
 python3 -m corral.bundle node/agent /srv/corral-home/pasted/llama-3.1-405b-instruct/node/agent.py
 python3 -m corral.bundle node/guard.py /srv/corral-home/pasted/llama-3.1-405b-instruct/node/corral_guard.py
 python3 -m corral.bundle node/ray_rank.py /srv/corral-home/pasted/llama-3.1-405b-instruct/node/ray_rank.py

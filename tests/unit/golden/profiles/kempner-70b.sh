@@ -2,7 +2,7 @@
 # vLLM fetches meta-llama/Llama-3.1-70B-Instruct from the hub; after `corral pull meta-llama/Llama-3.1-70B-Instruct` this would serve it from disk
 umask 077
 mkdir -p /srv/corral-home/pasted/llama-3.1-70b-instruct/node /srv/corral-home/pasted/llama-3.1-70b-instruct/rank0
-[ -s /srv/corral-home/pasted/llama-3.1-70b-instruct/key ] || openssl rand -hex 24 -out /srv/corral-home/pasted/llama-3.1-70b-instruct/key
+[ -s /srv/corral-home/pasted/llama-3.1-70b-instruct/key ] || openssl rand -hex -out /srv/corral-home/pasted/llama-3.1-70b-instruct/key 24
 python3 -m corral.bundle node/agent /srv/corral-home/pasted/llama-3.1-70b-instruct/node/agent.py
 python3 -m corral.bundle node/guard.py /srv/corral-home/pasted/llama-3.1-70b-instruct/node/corral_guard.py
 python3 -m corral.bundle node/ray_rank.py /srv/corral-home/pasted/llama-3.1-70b-instruct/node/ray_rank.py
