@@ -29,7 +29,8 @@ from corral.slurm import cluster, commands
 from corral.slurm.commands import SlurmJob, seconds
 from corral.slurm.options import SlurmOptions, mebibytes
 from corral.slurm.script import BatchJob, batch_script, clock
-from corral.slurm.states import STATES, WAITS, standing
+from corral.slurm.states import NOT_KNOWN, STATES, WAITS, standing
+from corral.targets.base import JobState
 from corral.targets.slurm import SlurmTarget
 from corral.targets.slurm_job import Submitted
 from tests.unit.conftest import Shellcheck
@@ -709,3 +710,7 @@ def test_a_newline_elsewhere_stays_where_it_is(name: str, shellcheck: Shellcheck
 def test_options_with_a_newline_are_refused(name: str) -> None:
     with pytest.raises(UsageError):
         SlurmOptions.read({name: EVIL})
+
+
+def test_every_state_of_slurm_is_a_state_of_a_job() -> None:
+    assert {JobState(row[0]) for row in [*STATES.values(), NOT_KNOWN]} == {*JobState} - {JobState.RUNNING}

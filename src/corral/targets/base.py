@@ -13,6 +13,7 @@ import functools
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
@@ -34,6 +35,7 @@ __all__ = [
     "AgentsStatus",
     "ChosenPorts",
     "Declared",
+    "JobState",
     "JobStatus",
     "Lease",
     "OwnJob",
@@ -92,11 +94,23 @@ class OwnJob:
     life: str  # another one when the scheduler put the job back into its queue and started it again
 
 
+class JobState(StrEnum):
+    """Where a job of a scheduler stands; all but `running` are called as a deployment's states are."""
+
+    QUEUED = State.QUEUED
+    STARTING = State.STARTING
+    RUNNING = "running"
+    DRAINING = State.DRAINING
+    STOPPED = State.STOPPED
+    FAILED = State.FAILED
+    UNKNOWN = State.UNKNOWN
+
+
 @dataclass(frozen=True)
 class JobStatus:
     """What a scheduler says of a job; `ended` is None when it cannot be asked."""
 
-    state: str  # of a deployment's states, or "running"
+    state: JobState
     text: str
     remedy: str = ""
     ended: bool | None = False

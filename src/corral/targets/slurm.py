@@ -37,7 +37,7 @@ from corral.slurm.options import SlurmOptions
 from corral.slurm.script import BatchJob, batch_script
 from corral.slurm.states import standing
 from corral.ssh import Forward, Ssh
-from corral.targets.base import AgentsStatus, ChosenPorts, Declared, JobStatus, Lease, OwnJob, Progress
+from corral.targets.base import AgentsStatus, ChosenPorts, Declared, JobState, JobStatus, Lease, OwnJob, Progress
 from corral.targets.keys import Flag, Shared, Size, at_least, key, number, one_word, only_said, time_limit
 from corral.targets.slurm_job import Submitted, agents_of, forgotten, is_over, look, submitted_job, unasked
 
@@ -406,15 +406,15 @@ class SlurmTarget(Declared):
         try:
             job = commands.find_job(id)
         except CorralError as error:  # it cannot be asked: nothing is known, and nothing has failed
-            return JobStatus(State.UNKNOWN, error.message, error.remedy, None)
+            return JobStatus(JobState.UNKNOWN, error.message, error.remedy, None)
         if job is None:
-            return JobStatus(State.STOPPED, f"job {id} is over and forgotten", ended=True)
+            return JobStatus(JobState.STOPPED, f"job {id} is over and forgotten", ended=True)
         if job.state == "COMPLETED":
-            return JobStatus(State.STOPPED, f"job {id} has ended", ended=True)
+            return JobStatus(JobState.STOPPED, f"job {id} has ended", ended=True)
         if job.state == "RUNNING":
-            return JobStatus("running", f"job {id} runs on {job.nodes}")
+            return JobStatus(JobState.RUNNING, f"job {id} runs on {job.nodes}")
         said = standing(job)
-        return JobStatus(said.state, said.text, said.remedy, said.ended, said.state is State.QUEUED)
+        return JobStatus(JobState(said.state), said.text, said.remedy, said.ended, said.state is State.QUEUED)
 
     def cancel_job(self, id: str) -> None:
         commands.cancel(id)

@@ -14,7 +14,7 @@ from corral.batch.core.folder import BatchFolder
 from corral.batch.serving import Where
 from corral.files import make_private_dir, write_atomic
 from corral.record import dump_json, load_json
-from corral.targets.base import Queue, Target, load_target
+from corral.targets.base import JobState, Queue, Target, load_target
 
 __all__ = ["QueuedJob", "QueuedState", "add_job", "cancel_waiting", "is_queued", "jobs_of", "queued_states"]
 
@@ -43,7 +43,7 @@ class QueuedState:
 
     id: str
     deployment: str
-    state: str
+    state: JobState
     text: str
     remedy: str
     ended: bool | None
