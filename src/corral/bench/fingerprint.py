@@ -6,7 +6,6 @@ Keys, paths of key files and prompts are in no fingerprint.
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 from dataclasses import dataclass, field
@@ -14,14 +13,17 @@ from pathlib import Path
 
 import corral
 from corral.client.client import Client
+from corral.client.endpoint import Endpoint
 from corral.client.errors import RequestError
 from corral.client.metrics import cache_config
 from corral.deployment.folder import DeploymentFolder, all_folders
 from corral.deployment.state import ENDED
-from corral.errors import CorralError
+from corral.errors import CorralError, DataError
 from corral.hardware.probe import gpu_facts
+from corral.launch.render import LaunchSpec
 from corral.lifecycle.deployments import status
 from corral.plan import Plan
+from corral.record import load_json
 
 __all__ = ["Fingerprint", "differences", "find_folder", "take"]
 
@@ -50,11 +52,11 @@ def find_folder(client: Client) -> DeploymentFolder | None:
     """The deployment of this home that serves this address, if one does."""
     for folder in all_folders():
         try:
-            endpoint = json.loads(folder.endpoint.read_text(encoding="utf-8"))
-            same = endpoint.get("base_url", "").rstrip("/").removesuffix("/v1") == client.endpoint.root
+            endpoint = load_json(Endpoint, folder.endpoint)
+            same = endpoint.base_url.rstrip("/").removesuffix("/v1") == client.endpoint.root
             if same and status(folder).state not in ENDED:  # an ended one may have had the same port
                 return folder
-        except (OSError, ValueError, CorralError):
+        except (OSError, CorralError):
             continue
     return None
 
@@ -84,9 +86,8 @@ async def take(client: Client, folder: DeploymentFolder | None, plan: Plan | Non
 
 def _flags(folder: DeploymentFolder) -> tuple[str, ...]:
     try:
-        spec = json.loads(folder.launch.read_text(encoding="utf-8"))
-        argv = [str(word) for word in spec["ranks"][0]["argv"]]
-    except (OSError, ValueError, KeyError, IndexError):
+        argv = load_json(LaunchSpec, folder.launch).ranks[0].argv
+    except (OSError, DataError, IndexError):
         return ()
     flags: list[str] = []
     for word in argv:

@@ -50,10 +50,13 @@ def _with_successors(folders: list[DeploymentFolder]) -> list[DeploymentFolder]:
 
 
 def _stop(folder: DeploymentFolder, purge: bool, quiet: bool) -> deployments.Status:
-    before = deployments.status(folder)
+    try:
+        before = deployments.status(folder).state
+    except (CorralError, OSError):  # files of it cannot be read: what was done without them is said
+        before = None
     after = deployments.stop(folder)
     if not quiet:
-        word = "was not running" if before.state in ENDED else "stopped"
+        word = "was not running" if before in ENDED else "stopped" if before else f"stopped. {after.text}"
         click.echo(f"{folder.name}: {word}")
     if purge and folder.path.exists():
         folder.delete()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import json
 from urllib.parse import urlsplit
 
 import click
@@ -13,6 +12,8 @@ from corral.cli.use_options import deployment_argument
 from corral.client.endpoint import Endpoint
 from corral.deployment.folder import DeploymentFolder
 from corral.deployment.state import ENDED, State
+from corral.errors import DataError
+from corral.launch.render import LaunchSpec
 from corral.lifecycle.deployments import Status, status
 from corral.lifecycle.successors import all_standings, choose_folder, read_chain
 from corral.plan.reconcile import Differences
@@ -68,10 +69,10 @@ def _answers(endpoint: Endpoint) -> bool:
 def _nodes(folder: DeploymentFolder) -> list[str]:
     """The nodes it runs on, head first; as far as they were known when it was launched."""
     try:
-        spec = json.loads(folder.launch.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        ranks = load_json(LaunchSpec, folder.launch).ranks
+    except (OSError, DataError):
         return []
-    return [str(rank["node"]) for rank in spec["ranks"]] if len(spec["ranks"]) > 1 else []
+    return [rank.node for rank in ranks] if len(ranks) > 1 else []
 
 
 def _lines(found: Status, answers: bool | None, nodes: list[str]) -> list[str]:

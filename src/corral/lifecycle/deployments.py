@@ -8,7 +8,6 @@ after a reboot, "stopped: the machine restarted".
 from __future__ import annotations
 
 import contextlib
-import json
 import shlex
 import time
 from collections.abc import Callable, Iterator
@@ -24,14 +23,17 @@ from corral.deployment.folder import DeploymentFolder, all_folders
 from corral.deployment.patience import Patience
 from corral.deployment.slowness import explain_slow
 from corral.deployment.state import ENDED, Reason, State
-from corral.errors import ConflictError, CorralError, LaunchError
+from corral.errors import ConflictError, CorralError, DataError, LaunchError, UsageError
 from corral.files import write_atomic
 from corral.home import deployments_dir
 from corral.launch.render import LaunchSpec
+from corral.lifecycle.traces import traces_of
 from corral.lock import exclusive_lock
+from corral.node.agent.processes import marked
 from corral.processes import Identity
 from corral.record import dump_json, from_json, load_json
 from corral.targets.base import AgentsStatus, Target, load_target
+from corral.untrusted import parse_json
 
 if TYPE_CHECKING:  # the planner is not needed to look at a deployment
     from corral.plan import Plan
@@ -169,8 +171,8 @@ def plan_of(folder: DeploymentFolder) -> Plan | None:
 
 def expected_of(folder: DeploymentFolder) -> dict[str, Expected]:
     """How long the phases of its start usually take, as known when it was launched."""
-    with contextlib.suppress(OSError, ValueError, KeyError, CorralError):
-        body = json.loads(folder.launch.read_text(encoding="utf-8"))
+    with contextlib.suppress(OSError, CorralError, KeyError, TypeError, AttributeError):
+        body = parse_json(folder.launch.read_bytes(), str(folder.launch))
         return {str(phase): from_json(Expected, one) for phase, one in body["expected"].items()}
     return {}
 
@@ -366,8 +368,12 @@ def watch(folder: DeploymentFolder, poll_s: float = 0.1) -> Iterator[Event | Sta
 
 def stop(folder: DeploymentFolder) -> Status:
     """End a deployment and make sure that nothing of it is left."""
-    record = load_json(Record, folder.record)
-    if status(folder).state is State.STAGING:
+    try:
+        record = load_json(Record, folder.record)
+        before = status(folder)
+    except (DataError, UsageError, OSError) as error:
+        return _stop_unreadable(folder, error)
+    if before.state is State.STAGING:
         return _stop_staging(folder, record)
     if not target_of(record).stop(folder, record.launch_id, _grace_s(folder)):
         raise LaunchError(
@@ -378,10 +384,47 @@ def stop(folder: DeploymentFolder) -> Status:
     return status(folder)
 
 
+def _stop_unreadable(folder: DeploymentFolder, error: Exception) -> Status:
+    """End what carries the launch's id, where files of the deployment cannot be read."""
+    why = _unreadable(folder, error)
+    traces = traces_of(folder)
+    if not traces.launch_id:
+        raise DataError(
+            f"{why.text} No other file of {folder.name!r} tells its launch id, so nothing of it can be looked for.",
+            f"If its engine runs, end it by hand; then delete {folder.path}.",
+        ) from error
+    try:
+        target = load_target(traces.target or "local", traces.place)
+    except CorralError:
+        target = load_target("local")
+    found = marked(traces.launch_id, [str(rank.engine) for rank in folder.ranks()])
+    ended = target.stop(folder, traces.launch_id, Patience().grace_s)
+    told = f"{why.text} Looked for its launch id {traces.launch_id}: {_counted(found)}"
+    if not ended:
+        raise LaunchError(
+            f"{told}; not all could be ended from here.", "Run `corral down` on the machine it runs on."
+        )
+    if traces.target and target.name != traces.target:
+        where = ", ".join(traces.nodes) or "its nodes"
+        raise LaunchError(
+            f"{told}; but it was started with the target {traces.target}, whose machines are not known any more.",
+            f"On {where}, end the processes with CORRAL_LAUNCH={traces.launch_id} in their environment.",
+        )
+    folder.tunnel.unlink(missing_ok=True)
+    return replace(why, state=State.STOPPED, reason=Reason.REQUESTED, text=told, target=target.name)
+
+
+def _counted(found: set[int]) -> str:
+    if not found:
+        return "no process of it was found on this machine"
+    numbers = ", ".join(map(str, sorted(found)))
+    return f"{'process' if len(found) == 1 else 'processes'} {numbers} of this machine ended"
+
+
 def _grace_s(folder: DeploymentFolder) -> float:
     """How long its engines have to end by themselves."""
-    with contextlib.suppress(OSError, ValueError, KeyError):  # not launched yet, or by another version
-        return float(json.loads(folder.launch.read_text(encoding="utf-8"))["patience"]["grace_s"])
+    with contextlib.suppress(OSError, CorralError, KeyError, TypeError, ValueError):  # not launched, or damaged
+        return float(parse_json(folder.launch.read_bytes(), str(folder.launch))["patience"]["grace_s"])
     return Patience().grace_s
 
 

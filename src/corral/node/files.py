@@ -37,7 +37,7 @@ def write_json(path: str, body: Any) -> None:
 
 def read_json(path: str) -> Json:
     """The file's object; empty while it is absent or not whole."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, RecursionError):
         os.listdir(os.path.dirname(path))  # makes NFS look again
         with open(path) as file:
             found = json.load(file)

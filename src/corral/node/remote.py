@@ -29,11 +29,11 @@ MOST_BYTES = 4 << 20  # of one file in one report
 
 
 def alive(path: str) -> Optional[bool]:
-    """Whether the agent whose identity is in this file runs; None when there is no such file."""
+    """Whether the agent whose identity is in this file runs; None when no such file can be read."""
     try:
         with open(path) as file:
             return is_running(json.load(file))
-    except (OSError, ValueError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 
 from corral.bundle import bundle
 from corral.deployment.folder import DeploymentFolder, RankFolder
-from corral.errors import ConflictError, LaunchError, UsageError
+from corral.errors import ConflictError, DataError, LaunchError, UsageError
 from corral.files import make_private_dir, write_atomic
 from corral.home import home_dir
 from corral.launch.links import Node, Ports
 from corral.launch.render import LaunchSpec, PlacedFile, agent_spec, server_url
+from corral.node.agent.processes import marked
 from corral.node.ports import free_port
 from corral.processes import Identity, only_lingering, port_owner
 from corral.record import dump_json, load_json
@@ -145,11 +146,18 @@ class LocalTarget(Declared):
         for rank in folder.ranks():
             rank.stop.touch(mode=0o600)
         deadline = time.monotonic() + grace_s + 20
-        while time.monotonic() < deadline and self.agents(folder).alive is not False:
+        while time.monotonic() < deadline and self._may_run(folder, launch_id):
             time.sleep(0.05)
-        if folder.ranks() and self.agents(folder).alive is not False:
-            return False
+        with contextlib.suppress(DataError):  # which agent it is cannot be read: what it started is ended by its id
+            if folder.ranks() and self.agents(folder).alive is not False:
+                return False
         return _sweep(folder, launch_id)
+
+    def _may_run(self, folder: DeploymentFolder, launch_id: str) -> bool:
+        try:
+            return self.agents(folder).alive is not False
+        except DataError:
+            return bool(marked(launch_id, [str(rank.engine) for rank in folder.ranks()]))
 
 
 def _bindable(host: str) -> str:

@@ -20,7 +20,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from corral.bundle import bundle
 from corral.deployment.folder import DeploymentFolder
 from corral.deployment.state import ENDED, Reason, State
-from corral.errors import ConflictError, CorralError, EngineError, LaunchError, UnreachableError, UsageError
+from corral.errors import (
+    ConflictError,
+    CorralError,
+    DataError,
+    EngineError,
+    LaunchError,
+    UnreachableError,
+    UsageError,
+)
 from corral.files import make_private_dir, write_atomic
 from corral.hardware.fabric import Fabric, choose_fabric
 from corral.hardware.inventory import Inventory, parse_gpus
@@ -29,7 +37,7 @@ from corral.home import home_dir
 from corral.launch.links import Node, Ports
 from corral.launch.render import LaunchSpec, PlacedFile, agent_spec, server_url
 from corral.node.ports import free_port
-from corral.record import from_json, to_json
+from corral.record import from_json, load_json, to_json
 from corral.ssh import Forward, Ssh, check_host, each, read_hosts
 from corral.targets.base import AgentsStatus, ChosenPorts, Declared, Progress
 from corral.targets.keys import Flag, Shared, Size, a_path, key, only_said
@@ -39,6 +47,7 @@ from corral.targets.remote_files import last_state, last_word, mirror, mirrored_
 from corral.targets.ssh_nodes import address_of, all_or_error, bare, inventory_of, refuse_skew
 from corral.transfer.in_place import find_on_nodes, lacking
 from corral.transfer.spread import ensure_folder
+from corral.untrusted import parse_json
 
 if TYPE_CHECKING:
     from corral.runtimes.base import NodeCheck
@@ -440,13 +449,15 @@ class SshTarget(Declared):
         return (*found.left, *found.containers)
 
     def forward(self, folder: DeploymentFolder) -> Forward | None:
-        launch = json.loads(folder.launch.read_text(encoding="utf-8"))
-        serve = launch["ranks"][0]["serve"]
-        if serve["host"] not in LOOPBACK:
+        launch = load_json(LaunchSpec, folder.launch)
+        serve = launch.ranks[0].serve if launch.ranks else None
+        local = launch.base_url.rpartition(":")[2].partition("/")[0]
+        if serve is None or not local.isascii() or not local.isdigit():
+            raise DataError(f"{folder.launch} does not say where the server is.", "Restore the file or delete it.")
+        if serve.host not in LOOPBACK:
             return None
-        local = launch["base_url"].rpartition(":")[2].partition("/")[0]
-        far = "[::1]" if serve["host"] == "::1" else "127.0.0.1"
-        return Forward(int(local), f"{far}:{serve['port']}", self.chosen.hosts[0], self.ssh)
+        far = "[::1]" if serve.host == "::1" else "127.0.0.1"
+        return Forward(int(local), f"{far}:{serve.port}", self.chosen.hosts[0], self.ssh)
 
     def _do(self, host: str, action: str, order: Mapping[str, Any], data: bytes, timeout_s: float) -> str:
         """What the host says to a command of `node/remote.py`; nobody has looked at it yet."""
@@ -463,7 +474,7 @@ def _why(found: Started | CorralError) -> str:
 
 
 def _launch_id(folder: DeploymentFolder) -> str | None:
-    with contextlib.suppress(OSError, ValueError):
-        found: str = json.loads(folder.launch.read_text(encoding="utf-8"))["launch_id"]
-        return found
+    with contextlib.suppress(OSError, DataError, KeyError, TypeError):
+        found = parse_json(folder.launch.read_bytes(), str(folder.launch))["launch_id"]
+        return found if isinstance(found, str) else None
     return None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
 import time
 from typing import Any, Dict, List, Sequence, Set, Tuple
 
+from ..files import read_json
 from .processes import end_all, process_table
 from .sockets import listener_users, sockets_of
 
@@ -118,8 +118,7 @@ def containers_of(launch_id: str, engine_files: Sequence[str]) -> List[Container
     """The containers of a launch, as the specs beside these files tell."""
     found = []
     for path in engine_files:
-        with contextlib.suppress(OSError, ValueError), open(os.path.join(os.path.dirname(path), "spec.json")) as file:
-            spec = json.load(file)
-            if spec.get("launch_id") == launch_id and spec.get("cleanup"):
-                found.append(Container(spec))
+        spec = read_json(os.path.join(os.path.dirname(path), "spec.json"))
+        if spec.get("launch_id") == launch_id and spec.get("cleanup"):
+            found.append(Container(spec))
     return found

@@ -65,7 +65,7 @@ def engine_sessions(engine_files: Sequence[str]) -> Set[int]:
     """Sessions that engines were started in; the kernel gives no number again while a session has it."""
     found = set()
     for path in engine_files:
-        with contextlib.suppress(OSError, ValueError, KeyError), open(path) as file:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError), open(path) as file:
             engine = json.load(file)
             if engine["boot_id"] == boot_id() and start_ticks(engine["pid"]) in (0, engine["start_ticks"]):
                 found.add(int(engine["pid"]))
