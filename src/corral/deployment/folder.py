@@ -134,10 +134,6 @@ class DeploymentFolder:
         return self.path / "wish.json"
 
     @property
-    def renewal_log(self) -> Path:
-        return self.path / "renewal.log"
-
-    @property
     def proxy(self) -> Path:
         """The port of the proxy in front of the chain, and who holds it."""
         return self.path / "proxy.json"
