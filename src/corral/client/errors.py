@@ -134,7 +134,7 @@ def _said(body: bytes) -> tuple[str, Any]:
     """The server's message and code, from vLLM's, OpenAI's or FastAPI's error shape."""
     try:
         value = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return body[:300].decode("utf-8", "replace").strip(), None
     error = value.get("error", value) if isinstance(value, dict) else value
     if isinstance(error, dict):

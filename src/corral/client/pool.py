@@ -49,7 +49,10 @@ class Page(msgspec.Struct, frozen=True):
     body: bytes
 
     def json(self) -> Any:
-        return msgspec.json.decode(self.body)
+        try:
+            return msgspec.json.decode(self.body)
+        except RecursionError:
+            raise msgspec.DecodeError("it is nested too deep") from None
 
 
 class Pool:

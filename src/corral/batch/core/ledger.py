@@ -334,7 +334,7 @@ def _is_whole(line: bytes, record: LedgerRecord) -> bool:
         return False
     try:
         msgspec.json.decode(line)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return False
     return True
 
