@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 
 from corral.deployment.folder import DeploymentFolder
+from corral.errors import DataError
+from corral.lifecycle.deployments import expected_of
 from corral.lifecycle.traces import traces_of
 from corral.node.agent.processes import marked
+from corral.targets.base import load_target
 from tests.unit.conftest import Corral
 
 DAMAGE = {
@@ -97,3 +100,16 @@ def test_half_a_file_still_tells_the_launch(clean_home: Path) -> None:
     folder.record.write_bytes(b'{"name": "one", "launch_id": "abc-1", "target": "ssh", "pla')
     found = traces_of(folder)
     assert (found.launch_id, found.target, found.place) == ("abc-1", "ssh", {})
+
+
+@pytest.mark.parametrize("body", [[5], 5, {}, {"ranks": 5}, {"launch_id": 5, "ranks": [{"serve": []}]}, None])
+def test_wrong_types_in_a_launch_are_one_clear_error(clean_home: Path, body: object) -> None:
+    folder = DeploymentFolder.of("one")
+    folder.path.mkdir(parents=True)
+    folder.launch.write_text(json.dumps(body))
+    target = load_target("ssh", {"hosts": ["far"]})
+    with pytest.raises(DataError):
+        target.forward(folder)
+    target.refresh(folder)  # nothing more can come
+    assert expected_of(folder) == {}
+    assert traces_of(folder).nodes == ()
