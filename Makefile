@@ -4,7 +4,7 @@ PYTEST := $(PYTHON) -m pytest
 # root has everything installed; anybody else goes without, and what is skipped says so (tests/skips.py)
 INSTALL = tools/install_testbed.sh $(1) || test "$$(id -u)" -ne 0
 
-.PHONY: help test lint unit fuzz cluster integration e2e bench-start lock clean
+.PHONY: help test lint unit fuzz soak cluster integration e2e bench-start lock clean
 
 test: lint unit fuzz cluster integration e2e  ## everything a change must pass
 
@@ -23,6 +23,11 @@ FUZZ_SECONDS ?= 60
 fuzz: .venv/.test-installed  ## hostile input to every decoder, for FUZZ_SECONDS
 	$(call INSTALL,unit)
 	FUZZ_SECONDS=$(FUZZ_SECONDS) $(PYTEST) tests/fuzz --timeout 0
+
+SOAK_MINUTES ?= 30
+soak: .venv/.test-installed  ## random faults against nodes, tunnel and batch service, for SOAK_MINUTES; as root
+	$(call INSTALL,cluster)
+	$(PYTHON) tests/soak.py --minutes $(SOAK_MINUTES) $(if $(SOAK_SEED),--seed $(SOAK_SEED))
 
 unit: .venv/.test-installed  ## no network, no engine
 	$(call INSTALL,unit)

@@ -6,11 +6,13 @@
 Options: `die-after-ready=CODE`, `exit=CODE` (before ready), `silent` (no more lines, no CPU), `daemon` (leaves a
 child in a session of its own), `retitled` (a child without the launch's environment), `open` (answers without a key),
 `hang` (stops answering after ready), `slow=SECONDS` or `after=FILE` (before the port is bound), `worker-exit=CODE`
-(a headless rank), `busy` (says that a request runs), `spin` (computes and writes lines, and never gets on).
+(a headless rank), `busy` (says that a request runs), `spin` (computes and writes lines, and never gets on),
+`pause=SECONDS` (before each answer).
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -64,6 +66,8 @@ def main() -> None:
             print("ValueError: something the engine did not like", flush=True)
             sys.exit(int(options["worker-exit"]))
         time.sleep(1000)
+    named = [word.partition("=")[2] for word in words if word.startswith("--served-model-name=")]
+    model = named[0] if named else "m"
     if words[0] == "-m":
         port, key_file = int(words[words.index("--port") + 1]), Path(os.environ["CORRAL_KEY_FILE"])
         host = words[words.index("--host") + 1] if "--host" in words else "127.0.0.1"
@@ -111,10 +115,13 @@ def main() -> None:
                 return self.answer(
                     200, f'vllm:num_requests_running{{a="b"}} {busy}\nvllm:generation_tokens_total 1\n'
                 )
+            if self.path == "/v1/models":
+                return self.answer(200, json.dumps({"object": "list", "data": [{"id": model, "object": "model"}]}))
             return self.answer(200, "{}")
 
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
+            time.sleep(float(options.get("pause", 0)))
             self.answer(200, ANSWER)
             if "die-after-ready" in options:
                 threading.Timer(0.3, os._exit, [int(options["die-after-ready"])]).start()

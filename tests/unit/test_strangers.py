@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from corral.client.errors import RequestError, ServerGoneError, StrangerError
 from corral.deployment.state import State
 from corral.lifecycle.near_end import NearEnd
 from corral.node.agent.probe import Server
-from corral.node.tcp_table import stays_here, users_at_other_end
+from corral.node.tcp_table import TcpSocket, stays_here, tcp_sockets, users_at_other_end
 from corral.proxy.members import MemberReading
 from corral.proxy.server import Proxy
 from tests.testbed import NOT_ROOT
@@ -228,6 +229,21 @@ def test_the_near_end_keeps_its_port_while_ssh_is_away(tmp_path: Path) -> None:
 
 def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_connection_that_ends_while_its_owner_is_looked_up_is_a_lost_one(
+    tmp_path: Path, key_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slowly(port: int) -> list[TcpSocket]:
+        time.sleep(0.3)  # the near end resets the connection meanwhile
+        return tcp_sockets(port)
+
+    monkeypatch.setattr("corral.client.doorkeeper.tcp_sockets", slowly)
+    with NearEnd(0, tmp_path / "nobody-listens") as near:
+        client = Client(Endpoint(f"http://127.0.0.1:{near.port}", "m", str(key_file)))
+        with client, pytest.raises(ServerGoneError, match="cannot be reached") as lost:
+            client.page_sync("/health", timeout_s=30)
+        assert judge(lost.value) is Verdict.AWAY
 
 
 def test_nothing_is_left_of_a_near_end(far: Path) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
 import ssl
 import time
 from collections import deque
@@ -295,6 +297,8 @@ class Pool:
         try:
             if wire.transport is not None:
                 await doorkeeper.check(wire.transport)
+            if wire.transport is None or wire.transport.is_closing():  # meanwhile: nothing was sent through it
+                raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
         except BaseException:
             wire.abandon()
             raise
