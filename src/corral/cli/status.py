@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import http.client
+import time
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 import click
@@ -12,9 +14,8 @@ from corral.cli.use_options import deployment_argument
 from corral.client.endpoint import Endpoint
 from corral.deployment.folder import DeploymentFolder
 from corral.deployment.state import ENDED, State
-from corral.errors import DataError
-from corral.launch.render import LaunchSpec
 from corral.lifecycle.deployments import Status, status
+from corral.lifecycle.members import HeldJob, Member, held_job, members
 from corral.lifecycle.successors import all_standings, choose_folder, read_chain
 from corral.plan.reconcile import Differences
 from corral.record import load_json, to_json
@@ -31,17 +32,19 @@ def command(name: str | None, as_json: bool) -> None:
     found = status(folder)
     compared = load_json(Differences, folder.differences) if folder.differences.is_file() else None
     answers = _answers(found.endpoint) if found.state is State.READY and found.endpoint else None
-    nodes = _nodes(folder)
+    nodes, job = members(folder), held_job(folder)
     if as_json:
-        print_json({**to_json(found), "answers": answers, "plan_against_engine": compared, "nodes": nodes})
+        print_json({**to_json(found), "answers": answers, "plan_against_engine": compared, **_where(nodes, job)})
     else:
-        click.echo(
-            "\n".join(
-                _lines(found, answers, nodes) + _followers(folder) + (_compared_lines(compared) if compared else [])
-            )
-        )
+        more = _compared_lines(compared) if compared else []
+        click.echo("\n".join([*_lines(found, answers, nodes, job), *_followers(folder), *more]))
     if found.state is State.FAILED:
         raise SystemExit(8)
+
+
+def _where(nodes: Sequence[Member], job: HeldJob | None) -> dict[str, object]:
+    several = [node.node for node in nodes] if len(nodes) > 1 or job else []
+    return {"nodes": several, "members": nodes, "job": job}
 
 
 def _followers(folder: DeploymentFolder) -> list[str]:
@@ -66,16 +69,24 @@ def _answers(endpoint: Endpoint) -> bool:
         connection.close()
 
 
-def _nodes(folder: DeploymentFolder) -> list[str]:
-    """The nodes it runs on, head first; as far as they were known when it was launched."""
-    try:
-        ranks = load_json(LaunchSpec, folder.launch).ranks
-    except (OSError, DataError):
-        return []
-    return [rank.node for rank in ranks] if len(ranks) > 1 else []
+def _node_rows(nodes: Sequence[Member]) -> list[tuple[str, str]]:
+    """Who has joined of those expected, and each node with its GPUs."""
+    joined = [node for node in nodes if node.joined]
+    gpus = f", {sum(n.gpus for n in joined)} of {sum(n.gpus for n in nodes)} GPUs" if nodes[0].gpus else ""
+    rows = [("nodes", f"{len(joined)} of {len(nodes)} joined{gpus}")]
+    for node in nodes:
+        each = f", {node.gpus} GPU{'s' if node.gpus > 1 else ''}" if node.gpus else ""
+        head = " (head)" if node.rank == 0 else ""
+        rows.append(("", f"rank {node.rank} {node.node}{head}{each}{'' if node.joined else ', not there yet'}"))
+    return rows
 
 
-def _lines(found: Status, answers: bool | None, nodes: list[str]) -> list[str]:
+def _job_row(job: HeldJob, state: State) -> tuple[str, str]:
+    left = f", {duration(max(0.0, job.drains_s - time.time()))} until it drains" if job.drains_s else ""
+    return ("job", f"{job.id}{left if state not in ENDED else ''}")
+
+
+def _lines(found: Status, answers: bool | None, nodes: Sequence[Member], job: HeldJob | None) -> list[str]:
     rows = [("name", found.name), ("state", f"{found.state} for {since(found.since_s)}")]
     if answers is False:
         rows.append(("but", "its server does not answer at this moment"))
@@ -90,8 +101,10 @@ def _lines(found: Status, answers: bool | None, nodes: list[str]) -> list[str]:
     if found.remedy and (found.state in ENDED or found.state in (State.QUEUED, State.UNKNOWN)):
         rows.append(("do", found.remedy))
     rows += [("model", found.model), ("engine", found.engine or "-"), ("target", found.target)]
-    if nodes:
-        rows.append(("nodes", f"{nodes[0]} (head), {', '.join(nodes[1:])}"))
+    if job:
+        rows.append(_job_row(job, found.state))
+    if len(nodes) > 1 or (nodes and job):
+        rows += _node_rows(nodes)
     if found.endpoint:
         rows += [("endpoint", found.endpoint.base_url), ("key", found.endpoint.key_file or "none")]
     if found.timings.ready_s is not None:

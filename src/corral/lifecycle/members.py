@@ -1,0 +1,64 @@
+"""Who belongs to a deployment: its ranks with their nodes and GPUs, who has joined, and the job that holds them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from corral.deployment.folder import DeploymentFolder
+from corral.errors import CorralError
+from corral.lifecycle.deployments import Record, plan_of, target_of
+from corral.record import load_json
+from corral.targets.base import Queue
+
+__all__ = ["HeldJob", "Member", "held_job", "members"]
+
+
+@dataclass(frozen=True)
+class Member:
+    """One rank of a deployment."""
+
+    rank: int
+    node: str  # by its host name, once that is known
+    gpus: int  # that it uses there
+    joined: bool  # whether its agent runs, or ran
+
+
+@dataclass(frozen=True)
+class HeldJob:
+    """The job of a scheduler that a deployment runs in."""
+
+    id: str
+    drains_s: float | None = None  # wall-clock time at which it begins to drain; None: not known yet
+
+
+def members(folder: DeploymentFolder) -> tuple[Member, ...]:
+    """Its ranks, head first; empty before it is launched."""
+    ranks = _read(folder.launch).get("ranks", [])
+    names = [str(rank["node"]) for rank in ranks]
+    met = _read(folder.path / "rendezvous.json").get("names", [])  # a scheduler's nodes are known once they met
+    names = [str(name) for name in met] if len(met) == len(names) else names
+    plan = plan_of(folder)
+    gpus = plan.parallel.replica_gpus * plan.parallel.data if plan and plan.inventory.gpu else 0
+    each = -(-gpus // len(names)) if names else 0
+    return tuple(Member(rank, name, each, folder.rank(rank).agent.exists()) for rank, name in enumerate(names))
+
+
+def held_job(folder: DeploymentFolder) -> HeldJob | None:
+    """The job in the queue; None for a target without one. A scheduler that does not answer leaves its end open."""
+    target = target_of(load_json(Record, folder.record))
+    if not isinstance(target, Queue) or not (id := target.job_of(folder)):
+        return None
+    with contextlib.suppress(CorralError, OSError):
+        lease = target.lease(folder)
+        return HeldJob(id, lease.last_request_s if lease else None)
+    return HeldJob(id)
+
+
+def _read(path: Any) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else {}
+    return {}
