@@ -11,7 +11,7 @@ from corral.cli import status as shown
 from corral.deployment.folder import DeploymentFolder
 from corral.deployment.state import State
 from corral.lifecycle import members as found
-from corral.lifecycle.members import HeldJob, Member
+from corral.lifecycle.members import HeldJob, RankMember
 
 
 def test_nodes_of_a_job_have_their_names_once_they_met(tmp_path: Path) -> None:
@@ -27,7 +27,7 @@ def test_nodes_of_a_job_have_their_names_once_they_met(tmp_path: Path) -> None:
 
 
 def test_who_has_joined_of_those_expected(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = shown._node_rows([Member(0, "holygpu8a15303", 4, True), Member(1, "holygpu8a15304", 4, False)])
+    rows = shown._node_rows([RankMember(0, "holygpu8a15303", 4, True), RankMember(1, "holygpu8a15304", 4, False)])
     assert rows == [
         ("nodes", "1 of 2 joined, 4 of 8 GPUs"),
         ("", "rank 0 holygpu8a15303 (head), 4 GPUs"),

@@ -15,7 +15,7 @@ from corral.client.endpoint import Endpoint
 from corral.deployment.folder import DeploymentFolder
 from corral.deployment.state import ENDED, State
 from corral.lifecycle.deployments import Status, status
-from corral.lifecycle.members import HeldJob, Member, held_job, members
+from corral.lifecycle.members import HeldJob, RankMember, held_job, members
 from corral.lifecycle.successors import all_standings, choose_folder, read_chain
 from corral.plan.reconcile import Differences
 from corral.record import load_json, to_json
@@ -42,7 +42,7 @@ def command(name: str | None, as_json: bool) -> None:
         raise SystemExit(8)
 
 
-def _where(nodes: Sequence[Member], job: HeldJob | None) -> dict[str, object]:
+def _where(nodes: Sequence[RankMember], job: HeldJob | None) -> dict[str, object]:
     several = [node.node for node in nodes] if len(nodes) > 1 or job else []
     return {"nodes": several, "members": nodes, "job": job}
 
@@ -69,7 +69,7 @@ def _answers(endpoint: Endpoint) -> bool:
         connection.close()
 
 
-def _node_rows(nodes: Sequence[Member]) -> list[tuple[str, str]]:
+def _node_rows(nodes: Sequence[RankMember]) -> list[tuple[str, str]]:
     """Who has joined of those expected, and each node with its GPUs."""
     joined = [node for node in nodes if node.joined]
     gpus = f", {sum(n.gpus for n in joined)} of {sum(n.gpus for n in nodes)} GPUs" if nodes[0].gpus else ""
@@ -86,7 +86,7 @@ def _job_row(job: HeldJob, state: State) -> tuple[str, str]:
     return ("job", f"{job.id}{left if state not in ENDED else ''}")
 
 
-def _lines(found: Status, answers: bool | None, nodes: Sequence[Member], job: HeldJob | None) -> list[str]:
+def _lines(found: Status, answers: bool | None, nodes: Sequence[RankMember], job: HeldJob | None) -> list[str]:
     rows = [("name", found.name), ("state", f"{found.state} for {since(found.since_s)}")]
     if answers is False:
         rows.append(("but", "its server does not answer at this moment"))

@@ -13,11 +13,11 @@ from corral.lifecycle.deployments import Record, plan_of, target_of
 from corral.record import load_json
 from corral.targets.base import Queue
 
-__all__ = ["HeldJob", "Member", "held_job", "members"]
+__all__ = ["HeldJob", "RankMember", "held_job", "members"]
 
 
 @dataclass(frozen=True)
-class Member:
+class RankMember:
     """One rank of a deployment."""
 
     rank: int
@@ -34,7 +34,7 @@ class HeldJob:
     drains_s: float | None = None  # wall-clock time at which it begins to drain; None: not known yet
 
 
-def members(folder: DeploymentFolder) -> tuple[Member, ...]:
+def members(folder: DeploymentFolder) -> tuple[RankMember, ...]:
     """Its ranks, head first; empty before it is launched."""
     ranks = _read(folder.launch).get("ranks", [])
     names = [str(rank["node"]) for rank in ranks]
@@ -43,7 +43,7 @@ def members(folder: DeploymentFolder) -> tuple[Member, ...]:
     plan = plan_of(folder)
     gpus = plan.parallel.replica_gpus * plan.parallel.data if plan and plan.inventory.gpu else 0
     each = -(-gpus // len(names)) if names else 0
-    return tuple(Member(rank, name, each, folder.rank(rank).agent.exists()) for rank, name in enumerate(names))
+    return tuple(RankMember(rank, name, each, folder.rank(rank).agent.exists()) for rank, name in enumerate(names))
 
 
 def held_job(folder: DeploymentFolder) -> HeldJob | None:
