@@ -317,3 +317,13 @@ def test_accounts_and_who_cancelled(tmp_path_factory: pytest.TempPathFactory, ti
         found = login.wait("paid", lambda now: now["state"] == "stopped")
         assert found["reason"] == "cancelled"
         assert "cancelled by root" in found["text"]
+
+
+def test_an_environment_that_is_not_there_is_told_before_a_job_is_queued(login: Login) -> None:
+    """The login node cannot tell (it has no conda), so a node is asked, by a real srun."""
+    words = ["up", str(login.model), "--name", "lacking", *SMALL, "--time", "10:00", "--runtime", "conda"]
+    done = login.corral(*words, "--runtime-option", "env=/nowhere/vllm")
+    assert done.returncode == 7, done.stderr
+    assert "asked on a node: corral: there is no command conda on this node" in done.stderr
+    assert "corral engine install --into conda:/nowhere/vllm" in done.stderr
+    assert "lacking" not in login.hosts.exec("login", ["squeue", "--format=%j"]).stdout
