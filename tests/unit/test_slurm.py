@@ -640,22 +640,52 @@ def test_a_network_per_rack_and_addresses_that_are_the_same_everywhere() -> None
         slurm_start.choose_network(racks, "usb0")
 
 
+def port(device: str, layer: str = "infiniband", rate: float = 400.0, netdev: str = "") -> dict[str, Any]:
+    return {
+        "device": device, "port": 1, "state": "active", "link_layer": layer, "rate_gbps": rate, "netdev": netdev
+    }  # fmt: skip
+
+
+def test_adapters_are_found_on_the_jobs_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = rank("a", ("eth0", "10.0.0.1")), rank("b", ("eth0", "10.0.0.2"))
+    both = [port("mlx5_0"), port("mlx5_1"), port("mlx5_bond", rate=100.0)]
+    ranks = [{**one, "rdma": both, "default": "eth0"}, {**two, "rdma": both, "default": "eth0"}]
+    assert slurm_start.adapters(ranks) == {"hcas": ["mlx5_0:1,mlx5_1:1"] * 2, "sockets_only": False}
+    ranks[1]["rdma"] = []
+    assert slurm_start.adapters(ranks) == {"hcas": [], "sockets_only": True}
+    assert "b has no active InfiniBand ports" in capsys.readouterr().out
+    ranks[0]["rdma"] = []
+    assert slurm_start.adapters(ranks) == {"hcas": [], "sockets_only": False}
+
+
 def test_the_spec_is_filled_in(tmp_path: Path) -> None:
     template = {
         "argv": ["serve", "--port", "@PORT@", "--master-addr", "@ADDRESS0@", "user@host", "@OTHER@"],
-        "env": {"VLLM_HOST_IP": "@ADDRESS1@", "NCCL_SOCKET_IFNAME": "=@INTERFACE1@", "GLOO_SOCKET_IFNAME": "mine"},
+        "env": {
+            "VLLM_HOST_IP": "@ADDRESS1@",
+            "NCCL_SOCKET_IFNAME": "=@INTERFACE1@",
+            "GLOO_SOCKET_IFNAME": "mine",
+            "NCCL_IB_HCA": "=@HCA1@",
+            "NCCL_IB_DISABLE": "@NO_RDMA@",
+        },
         "serve": {"host": "0.0.0.0", "port": 0, "model": "m", "key_file": "/k"},
         "gang": {"names": ["rank0", "rank1"], "head": "@ADDRESS0@", "port": 0, "token_file": "/t"},
     }
     meeting = {
         "names": ["n1", "n2"], "addresses": ["10.0.0.1", "10.0.0.2"], "interfaces": ["eth0", "eth1"],
-        "ports": {"serve": 1, "master": 2, "gang": 3},
+        "ports": {"serve": 1, "master": 2, "gang": 3}, "sockets_only": False,
+        "hcas": ["mlx5_0:1", "mlx5_0:1,mlx5_1:1"],
     }  # fmt: skip
     spec = slurm_start.complete(template, meeting)
     assert spec["argv"] == ["serve", "--port", "1", "--master-addr", "10.0.0.1", "user@host", "@OTHER@"]
     assert spec["env"]["VLLM_HOST_IP"] == "10.0.0.2"
     assert spec["env"]["NCCL_SOCKET_IFNAME"] == "=eth1"
     assert spec["env"]["GLOO_SOCKET_IFNAME"] == "mine"
+    assert spec["env"]["NCCL_IB_HCA"] == "=mlx5_0:1,mlx5_1:1"
+    assert "NCCL_IB_DISABLE" not in spec["env"]
+    bare = slurm_start.complete(template, {**meeting, "hcas": [], "sockets_only": True})
+    assert "NCCL_IB_HCA" not in bare["env"]  # nothing was found: NCCL chooses
+    assert bare["env"]["NCCL_IB_DISABLE"] == "1"
     assert spec["gang"] == {
         "names": ["n1", "n2"], "head": "10.0.0.1", "port": 3, "token_file": "/t"
     }  # fmt: skip

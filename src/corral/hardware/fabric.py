@@ -16,9 +16,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from ipaddress import IPv4Interface, IPv4Network, ip_network
+from typing import Any
 
 from corral.errors import UnreachableError, UsageError
-from corral.hardware.survey import Interface, NodeFacts, RdmaPort
+from corral.hardware.survey import Interface, NodeFacts
+from corral.node.adapters import choose_adapters
+from corral.record import to_json
 
 __all__ = ["Fabric", "choose_fabric", "speed_mbps"]
 
@@ -28,7 +31,6 @@ NOT_OURS = re.compile(r"^(docker|virbr|vnet|br-[0-9a-f]{12}$|lxcbr|lxdbr|cni|pod
 # what to take an interface for when the kernel does not say its speed (virtual machines mostly do not)
 ASSUMED_MBPS = {"mlx5_core": 25_000, "mlx4_core": 10_000, "ena": 10_000, "gve": 10_000, "hv_netvsc": 10_000}
 SLOWEST_MBPS = 1_000
-COMPUTE_GBPS = 100.0  # an Ethernet adapter that carries the default route is a management port below this
 
 
 @dataclass(frozen=True)
@@ -252,42 +254,15 @@ def _adapters(facts: Sequence[NodeFacts], wanted: str | None) -> tuple[dict[str,
     """The ports NCCL may use on each node, whether RDMA must be left alone, and a word about it."""
     if wanted:
         return {node.host: _asked_ports(node, wanted) for node in facts}, False, ""
-    infiniband, ethernet = (_active(facts, layer) for layer in ("infiniband", "ethernet"))
-    compute = {node.host: _for_compute(node, ethernet[node.host], facts) for node in facts}
-    for active in (infiniband, compute):
-        if all(active.values()):
-            return {host: _fastest(ports) for host, ports in active.items()}, False, ""
-    for what, active in (("active InfiniBand ports", infiniband), ("RDMA ports on the nodes' network", compute)):
-        if any(active.values()):
-            lacking = _some([host for host, ports in active.items() if not ports])
-            return {}, True, f"{lacking} has no {what} and other nodes do: NCCL uses sockets on all"
-    if any(ethernet.values()):
-        return {}, True, "the RDMA ports are those of the management network: NCCL uses sockets"
-    return {}, False, ""
+    found, sockets_only, why = choose_adapters([_for_adapters(node) for node in facts])
+    hcas = {node.host: tuple(ports) for node, ports in zip(facts, found, strict=False)}
+    return hcas, sockets_only, why
 
 
-def _active(facts: Sequence[NodeFacts], layer: str) -> dict[str, list[RdmaPort]]:
-    return {n.host: [p for p in n.rdma if p.state == "active" and p.link_layer == layer] for n in facts}
-
-
-def _for_compute(node: NodeFacts, ports: Sequence[RdmaPort], facts: Sequence[NodeFacts]) -> list[RdmaPort]:
-    """Ports whose network the other nodes are in too, without the management port."""
-    everywhere = set.intersection(*({p.address.network for p in _places(other)} for other in facts))
-    kept = []
-    for port in ports:
-        row = node.interface(port.netdev)
-        own = {IPv4Interface(text).network for text in row.ipv4} if row else set()
-        managing = port.netdev == node.default_interface and port.rate_gbps < COMPUTE_GBPS
-        if not managing and (not own or own & everywhere):
-            kept.append(port)
-    return kept
-
-
-def _fastest(ports: Sequence[RdmaPort]) -> tuple[str, ...]:
-    """The ports of the highest rate: slower ones are for storage or management."""
-    most = max(port.rate_gbps for port in ports)
-    chosen = [port for port in ports if port.rate_gbps >= 0.9 * most]
-    return tuple(f"{p.device}:{p.port}" for p in sorted(chosen, key=lambda p: (len(p.device), p.device, p.port)))
+def _for_adapters(node: NodeFacts) -> dict[str, Any]:
+    networks = {row.name: [str(IPv4Interface(text).network) for text in row.ipv4] for row in node.interfaces}
+    rdma = [to_json(port) for port in node.rdma]
+    return {"name": node.host, "rdma": rdma, "networks": networks, "default": node.default_interface}
 
 
 def _asked_ports(node: NodeFacts, wanted: str) -> tuple[str, ...]:

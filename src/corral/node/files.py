@@ -35,6 +35,15 @@ def write_json(path: str, body: Any) -> None:
     write_atomic(path, json.dumps(body))
 
 
+def read_text(path: str) -> str:
+    """A small file's text, or nothing."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read(65536).strip()
+    except (OSError, ValueError):
+        return ""
+
+
 def read_json(path: str) -> Json:
     """The file's object; empty while it is absent or not whole."""
     with contextlib.suppress(OSError, ValueError, RecursionError):

@@ -22,12 +22,14 @@ import sys
 import time
 from typing import Any, Dict, List, Optional
 
-from .files import read_json, write_json
+from .adapters import choose_adapters, default_interface, rdma_ports
+from .files import read_json, read_text, write_json
 from .ports import free_ports
 
 Json = Dict[str, Any]
 WAIT_S = 600.0  # nodes of one job may be minutes apart: prologues, slow file systems
 UP_AND_RUNNING = 0x1 | 0x40
+MAY_BE_EMPTY = ("NCCL_IB_HCA", "NCCL_IB_DISABLE")
 VIRTUAL = re.compile(r"^(lo|docker|virbr|veth|br-|cni|flannel|podman|tun|tap)")
 
 
@@ -47,8 +49,8 @@ def interfaces() -> List[Json]:
             except OSError:
                 continue  # no IPv4 address
             if flags & UP_AND_RUNNING == UP_AND_RUNNING and not address.startswith("169.254."):
-                kind = _read("/sys/class/net/%s/type" % name)
-                speed = _read("/sys/class/net/%s/speed" % name)
+                kind = read_text("/sys/class/net/%s/type" % name)
+                speed = read_text("/sys/class/net/%s/speed" % name)
                 found.append(
                     {
                         "interface": name,
@@ -59,12 +61,6 @@ def interfaces() -> List[Json]:
                     }
                 )
     return sorted(found, key=lambda one: (not one["infiniband"], -one["speed"]))
-
-
-def _read(path: str) -> str:
-    with contextlib.suppress(OSError), open(path) as file:
-        return file.read().strip()
-    return ""
 
 
 def network(address: str, mask: str) -> str:
@@ -169,13 +165,38 @@ def fill(value: Any, tokens: Dict[str, str]) -> Any:
     return value
 
 
+def without_empty(value: Any) -> Any:
+    """The same value without the variables of NCCL that nothing was found for: it then chooses by itself."""
+    if isinstance(value, dict):
+        kept = {key: one for key, one in value.items() if not (key in MAY_BE_EMPTY and one in ("", "="))}
+        return {key: without_empty(one) for key, one in kept.items()}
+    return [without_empty(one) for one in value] if isinstance(value, list) else value
+
+
+def adapters(ranks: List[Json]) -> Json:
+    """The RDMA adapters of all ranks, in NCCL's form; empty where it is left its own choice."""
+    nodes = []
+    for rank in ranks:
+        networks: Dict[str, List[str]] = {}
+        for one in rank["candidates"]:
+            networks.setdefault(one["interface"], []).append(one["network"])
+        nodes.append({"name": rank["name"], "rdma": rank["rdma"], "networks": networks, "default": rank["default"]})
+    found, sockets_only, why = choose_adapters(nodes)
+    if why:
+        sys.stdout.write("corral: %s\n" % why)
+    return {"hcas": [",".join(ports) for ports in found], "sockets_only": sockets_only}
+
+
 def complete(template: Json, meeting: Json) -> Json:
     """The spec of one rank: the template with this job's addresses, ports and names."""
     ports = meeting["ports"]
     tokens = {"@PORT@": str(ports["serve"]), "@MASTER_PORT@": str(ports["master"]), "@GANG_PORT@": str(ports["gang"])}
     tokens.update(("@ADDRESS%d@" % number, address) for number, address in enumerate(meeting["addresses"]))
     tokens.update(("@INTERFACE%d@" % number, name) for number, name in enumerate(meeting["interfaces"]))
-    spec: Json = fill(template, tokens)
+    hcas = meeting["hcas"] or [""] * len(meeting["addresses"])
+    tokens.update(("@HCA%d@" % number, ports) for number, ports in enumerate(hcas))
+    tokens["@NO_RDMA@"] = "1" if meeting["sockets_only"] else ""
+    spec: Json = without_empty(fill(template, tokens))
     if spec.get("serve") and not spec["serve"]["port"]:
         spec["serve"]["port"] = ports["serve"]
     if spec.get("gang"):
@@ -212,6 +233,7 @@ def main(folder: str) -> int:
     set_aside(place, life)
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     own = {"life": life, "name": name, "named": named_address(), "candidates": interfaces()}
+    own.update(rdma=rdma_ports(), default=default_interface())
     write_json(os.path.join(place, "address.json"), own)
     rendezvous = os.path.join(folder, "rendezvous.json")
     if rank == 0:
@@ -219,13 +241,14 @@ def main(folder: str) -> int:
         wanted = template.get("interface", "")
         chosen = choose_network(ranks, wanted) if count > 1 else []
         serve, master, gang = _three_ports()
-        meeting = {
+        meeting: Json = {
             "life": life,
             "names": [one["name"] for one in ranks],
             "addresses": [one["address"] for one in chosen] or [own["named"] or "127.0.0.1"],
             "interfaces": [one["interface"] for one in chosen],
             "ports": {"serve": serve, "master": master, "gang": gang},
         }
+        meeting.update(adapters(ranks) if count > 1 else {"hcas": [], "sockets_only": False})
         write_json(rendezvous, meeting)
     else:
         meeting = wait_for_rendezvous(rendezvous, life)

@@ -177,6 +177,8 @@ class SlurmTarget(Declared):
         """Named here, so that they also enter containers; their values are found on the nodes."""
         found = {"NCCL_IB_HCA": self.given.hca} if self.given.hca else {}
         if count > 1:
+            if not self.given.hca:
+                found |= {"NCCL_IB_HCA": f"=@HCA{rank}@", "NCCL_IB_DISABLE": "@NO_RDMA@"}
             found |= {"NCCL_SOCKET_IFNAME": f"=@INTERFACE{rank}@", "GLOO_SOCKET_IFNAME": f"@INTERFACE{rank}@"}
         return found
 

@@ -8,8 +8,9 @@ import socket
 import sys
 from typing import Any, Dict, List
 
+from ..files import read_text as read
 from ..identity import boot_id
-from .sources import number, read
+from .sources import number
 
 Json = Dict[str, Any]
 CONTAINERS = ("docker", "podman", "apptainer", "singularity", "nvidia-ctk", "nvidia-container-cli")

@@ -1,13 +1,14 @@
 """Interfaces with their addresses, and RDMA adapters."""
 
-import glob
 import os
 import re
 import socket
 import struct
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Tuple
 
-from .sources import number, read
+from ..adapters import default_interface, rdma_ports
+from ..files import read_text as read
+from .sources import number
 
 Json = Dict[str, Any]
 CONTAINER_BRIDGES = re.compile(r"^(docker|br-[0-9a-f]{12}|cni|podman|lxcbr|lxdbr|incusbr|flannel|cilium|kube)")
@@ -106,29 +107,5 @@ def interfaces(_: Json) -> Json:
     return {"interfaces": rows, "default_interface": default_interface()}
 
 
-def default_interface() -> str:
-    best: Optional[Tuple[int, str]] = None
-    for line in read("/proc/net/route").splitlines()[1:]:
-        words = line.split()
-        if len(words) > 7 and words[1] == "00000000" and words[7] == "00000000" and int(words[3], 16) & 1:
-            best = min(best or (1 << 40, ""), (int(words[6]), words[0]))
-    return best[1] if best else ""
-
-
 def rdma(_: Json) -> Json:
-    rows = []
-    for folder in sorted(glob.glob("/sys/class/infiniband/*/ports/*")):
-        device, port = folder.split("/")[4], folder.split("/")[6]
-        rate = re.match(r"[\d.]+", read(folder + "/rate"))
-        beside = sorted(glob.glob("/sys/class/infiniband/%s/device/net/*" % device))
-        rows.append(
-            {
-                "device": device,
-                "port": int(port),
-                "state": read(folder + "/state").rpartition(":")[2].strip().lower(),
-                "link_layer": read(folder + "/link_layer").lower(),
-                "rate_gbps": float(rate.group()) if rate else 0.0,
-                "netdev": read(folder + "/gid_attrs/ndevs/0") or (os.path.basename(beside[0]) if beside else ""),
-            }
-        )
-    return {"rdma": rows}
+    return {"rdma": rdma_ports()}

@@ -2,7 +2,7 @@
 
 import os
 
-from .sources import read
+from ..files import read_text as read
 
 
 def user_name(uid: int) -> str:

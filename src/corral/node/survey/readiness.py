@@ -9,7 +9,7 @@ import re
 import socket
 from typing import Any, Dict, List
 
-from .sources import read
+from ..files import read_text as read
 
 Json = Dict[str, Any]
 PCI = "/sys/bus/pci/devices/*"

@@ -5,15 +5,6 @@ import subprocess
 from typing import List
 
 
-def read(path: str) -> str:
-    """A small file's text, or nothing."""
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read(65536).strip()
-    except (OSError, ValueError):
-        return ""
-
-
 def number(text: str) -> int:
     """A whole number, or 0 for anything else: sysfs says -1 or an error where it does not know."""
     return int(text) if text.isdigit() else 0

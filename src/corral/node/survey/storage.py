@@ -4,7 +4,7 @@ import os
 import time
 from typing import Any, Dict
 
-from .sources import read
+from ..files import read_text as read
 
 Json = Dict[str, Any]
 
