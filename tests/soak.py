@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import openai
 
+from corral.interruption import terminated_as_interrupted
 from tests.stand_in import install_stand_in
 from tests.testbed import missing
 from tests.testbed.hosts import Hosts
@@ -103,7 +104,7 @@ class Soak:
         self.model = make_tiny_llama(folder / "tiny")
         self.service: subprocess.Popen[str] | None = None
         self.url = self.key = ""
-        self.over = threading.Event()
+        self.over, self.given_up = threading.Event(), threading.Event()
         self.first_sizes: dict[tuple[str, int], Size] = {}
 
     # the deployment and its service
@@ -145,8 +146,10 @@ class Soak:
             self.service = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=log, text=True)
         assert self.service.stdout
         line = self.service.stdout.readline()
-        if line.strip():
-            told = json.loads(line)
+        told = json.loads(line) if line.strip() else {}
+        if "url" not in told:
+            print(f"  the service did not start: {line.strip()[:200]}", flush=True)
+        else:
             self.url, self.key = told["url"], Path(told["key_file"]).read_text().strip()
             self.figures.service_starts += 1
 
@@ -169,6 +172,8 @@ class Soak:
         made = self.patiently(lambda c: c.batches.create(input_file_id=file, endpoint="/v1/chat/completions",
                                                          completion_window="24h"))  # fmt: skip
         while (batch := self.patiently(lambda c: c.batches.retrieve(made.id))).status not in ENDED:
+            if self.over.is_set():  # how a batch ends that is under way is told by the one before it
+                return
             if waiting := (batch.model_extra or {}).get("waiting_for"):
                 self.figures.waits[waiting["code"]] += 1
             time.sleep(0.5)
@@ -193,7 +198,7 @@ class Soak:
 
     def patiently(self, ask: Callable[[openai.OpenAI], Any]) -> Any:
         """Ask until the service answers: it may be dead, stopped, full or starting."""
-        while True:
+        while not self.given_up.is_set():
             try:
                 with openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.key, timeout=10, max_retries=0) as client:
                     return ask(client)
@@ -201,6 +206,7 @@ class Soak:
                 raise
             except (openai.APIConnectionError, openai.APIStatusError, openai.OpenAIError):
                 time.sleep(0.5)
+        raise SystemExit  # of this thread
 
     # the faults
 
@@ -308,7 +314,8 @@ class Soak:
         self.bring_up()
         self.start_service()
         ending = time.monotonic() + minutes * 60
-        user, operator = threading.Thread(target=self.use), threading.Thread(target=self.operate)
+        user = threading.Thread(target=self.use, daemon=True)
+        operator = threading.Thread(target=self.operate, daemon=True)
         user.start()
         operator.start()
         while time.monotonic() < ending:
@@ -325,7 +332,9 @@ class Soak:
             self.figures.problems.append("batches did not end within 300 s after the last fault")
         self.over.set()
         operator.join(120)
-        user.join(120)
+        user.join(60)
+        self.given_up.set()
+        user.join(20)
         self.compare()
         self.end()
 
@@ -378,11 +387,12 @@ def main() -> None:
             soak = Soak(folder, hosts, random.Random(given.seed))
             soak.clock.write_text("0")
             try:
-                soak.run(given.minutes)
-            finally:
+                with terminated_as_interrupted():
+                    soak.run(given.minutes)
+            except BaseException:
                 soak.over.set()
-                if soak.service and soak.service.poll() is None:
-                    soak.service.kill()
+                soak.end()
+                raise
             log = (folder / "service.log").read_text(errors="replace")
             known = log.count("[Errno 24] Too many open files")  # asyncio tells each that it cannot accept
             if log.count("Traceback") > known:
