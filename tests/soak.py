@@ -25,7 +25,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,7 @@ class Soak:
         self.service: subprocess.Popen[str] | None = None
         self.url = self.key = ""
         self.over, self.given_up = threading.Event(), threading.Event()
-        self.first_sizes: dict[tuple[str, int], Size] = {}
+        self.smallest: dict[tuple[str, int], Size] = {}
 
     # the deployment and its service
 
@@ -172,8 +172,6 @@ class Soak:
         made = self.patiently(lambda c: c.batches.create(input_file_id=file, endpoint="/v1/chat/completions",
                                                          completion_window="24h"))  # fmt: skip
         while (batch := self.patiently(lambda c: c.batches.retrieve(made.id))).status not in ENDED:
-            if self.over.is_set():  # how a batch ends that is under way is told by the one before it
-                return
             if waiting := (batch.model_extra or {}).get("waiting_for"):
                 self.figures.waits[waiting["code"]] += 1
             time.sleep(0.5)
@@ -284,13 +282,16 @@ class Soak:
     def measure(self) -> None:
         for kind in ("service", "tunnel", "agent"):
             for pid in self.victims()[kind]:
-                if (now := size_of(pid)) is not None:
-                    self.first_sizes.setdefault((kind, pid), now)
+                if (now := size_of(pid)) is not None:  # the smallest seen: under load all are large
+                    seen = self.smallest.get((kind, pid), now)
+                    self.smallest[kind, pid] = Size(
+                        *(min(pair) for pair in zip(astuple(seen), astuple(now), strict=True))
+                    )
 
     def compare(self) -> None:
         for kind in ("service", "tunnel", "agent"):
             for pid in self.victims()[kind]:
-                first, now = self.first_sizes.get((kind, pid)), size_of(pid)
+                first, now = self.smallest.get((kind, pid)), size_of(pid)
                 if first is None or now is None:
                     continue
                 grown = [now.threads - first.threads, now.files - first.files, now.memory_bytes - first.memory_bytes]
@@ -332,9 +333,10 @@ class Soak:
             self.figures.problems.append("batches did not end within 300 s after the last fault")
         self.over.set()
         operator.join(120)
-        user.join(60)
+        user.join(120)  # the batch under way ends too: what is left open then belongs to nobody
         self.given_up.set()
         user.join(20)
+        time.sleep(10)
         self.compare()
         self.end()
 
