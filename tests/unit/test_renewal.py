@@ -112,6 +112,9 @@ class FakeQueue:
     def script(self, spec: Any, folder: Any) -> str:
         return ""
 
+    def templates(self, spec: Any, folder: Any) -> dict[Any, str]:
+        return {}
+
     def sizes(self) -> tuple[int, ...]:
         return ()
 
