@@ -25,7 +25,7 @@ __all__ = ["CpuKind", "CpuSpeed", "FormatSpeed", "Product", "measure", "recall",
 
 ROWS = (1, 4, 32, 512)
 BUDGET_S = 2.0
-_QUIET, _MOST_TIMES = 0.2, 5
+_QUIET, _MOST_TIMES = 0.1, 5
 TIMEOUT_S = 90.0  # importing torch on a busy machine takes longer than measuring
 
 

@@ -29,9 +29,9 @@ class CpuCosts:
     """What a step costs beside its products, on a core that runs `python_s`; sources in docs/log.md."""
 
     python_s: float = 2.4e-3
-    step_s: float = 2e-3  # scheduling, sampling, passing tokens on
-    layer_s: float = 0.1e-3  # norms, rotation, attention's own overhead, activation
-    sequence_s: float = 0.8e-3  # per running request and step: sampling, detokenising, streaming
+    step_s: float = 4e-3  # scheduling, sampling, passing tokens on
+    layer_s: float = 0.35e-3  # norms, rotation, attention's own overhead, activation
+    sequence_s: float = 1.2e-3  # per running request and step: sampling, detokenising, streaming
     request_s: float = 30e-3  # accepting and tokenising a request, and its first chunk
     start_s: float = 20.0  # imports, and compiled code read back
 
