@@ -20,7 +20,7 @@ from corral.errors import DataError, UsageError
 from corral.lifecycle import bringup, deployments
 from corral.lifecycle.deployments import Record
 from corral.profile import load_profile, merged
-from corral.profile.places import user_folder
+from corral.profile.folders import user_folder
 from corral.record import load_json
 from corral.runtimes.base import RUNTIMES
 from corral.targets.base import TARGETS

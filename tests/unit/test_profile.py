@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from corral.errors import AccessError, CorralError, DataError, NotFoundError, UsageError
 from corral.lifecycle.bringup import Wish
 from corral.plan.fixed import KEYS
-from corral.profile import Profile, all_profiles, environment, load_profile, merged, places, with_storage
+from corral.profile import Profile, all_profiles, environment, folders, load_profile, merged, with_storage
 from corral.profile.contract import all_keys
 from corral.profile.drafting import SAMPLES, as_toml, draft, with_value
 from corral.profile.profile import assemble
@@ -36,7 +36,7 @@ def profile_of(text: str, environ: dict[str, str] | None = None) -> Profile:
 
 
 def user_file(name: str, text: str) -> Path:
-    path = places.user_folder() / f"{name}.toml"
+    path = folders.user_folder() / f"{name}.toml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     return path
@@ -228,7 +228,7 @@ def test_any_value_of_any_key_is_taken_or_refused_clearly(value: Any, dotted: st
 )
 def test_names_that_no_profile_has(name: str) -> None:
     with pytest.raises(UsageError, match="cannot be the name"):
-        places.find(name)
+        folders.find(name)
 
 
 @pytest.mark.parametrize("name", ["a", "A1", "x" * 64, "my.cluster_2-b", "toml", "a.toml"])
@@ -248,11 +248,11 @@ def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
 
 # ------------------------------------------------------------------------------------------------------------- places
 def test_where_the_users_own_lie(clean_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert places.user_folder() == clean_home / ".config/corral/profiles"
+    assert folders.user_folder() == clean_home / ".config/corral/profiles"
     monkeypatch.setenv("XDG_CONFIG_HOME", "/x/config")
-    assert places.user_folder() == Path("/x/config/corral/profiles")
+    assert folders.user_folder() == Path("/x/config/corral/profiles")
     monkeypatch.setenv("XDG_CONFIG_HOME", "relative")  # the specification says: ignore it
-    assert places.user_folder() == clean_home / ".config/corral/profiles"
+    assert folders.user_folder() == clean_home / ".config/corral/profiles"
 
 
 def project_file(folder: Path, name: str, text: str) -> Path:
@@ -293,13 +293,13 @@ def test_examples_are_used_only_where_nobody_else_has_the_name() -> None:
     assert load_profile("lambda-1cc").settings.hardware.gpus == "8xH100"
     user_file("lambda-1cc", 'target = "ssh"\n')
     assert load_profile("lambda-1cc").settings.hardware.gpus is None
-    assert places.example("lambda-1cc").is_file()
+    assert folders.example("lambda-1cc").is_file()
 
 
 def test_the_list_holds_broken_ones_with_their_error() -> None:
     user_file("broken", "target = 1\n")
     user_file("odd name", "")
-    (places.user_folder() / "folder.toml").mkdir()
+    (folders.user_folder() / "folder.toml").mkdir()
     found = {one.name: one for one in all_profiles()}
     assert "must be text" in str(found["broken"].error)
     assert "is not a file" in str(found["folder"].error)

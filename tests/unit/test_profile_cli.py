@@ -13,7 +13,7 @@ import pytest
 from corral.cli import main
 from corral.deployment.patience import Patience
 from corral.launch.links import Ports
-from corral.profile import environment, places
+from corral.profile import environment, folders
 from corral.profile.contract import all_keys
 from corral.record import to_json
 from corral.targets.base import ChosenPorts
@@ -42,7 +42,7 @@ def corral(clean_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 
 def own(name: str, text: str) -> Path:
-    path = places.user_folder() / f"{name}.toml"
+    path = folders.user_folder() / f"{name}.toml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     return path
@@ -51,7 +51,7 @@ def own(name: str, text: str) -> Path:
 # --------------------------------------------------------------------------------------------------------------- init
 def test_init_writes_a_commented_draft_that_checks(corral: Command) -> None:
     code, out, _ = corral("profile", "init", "box")
-    path = places.user_folder() / "box.toml"
+    path = folders.user_folder() / "box.toml"
     assert code == 0
     assert str(path) in out
     text = path.read_text()
@@ -77,7 +77,7 @@ def test_init_from_an_example_keeps_its_comments_and_sets_values(corral: Command
     code, out, _ = corral("profile", "init", "k", "--from", "kempner", "--set", "slurm.account=lab", "--json")
     assert code == 0
     assert json.loads(out)["to_fill_in"] == ["slurm.partition"]
-    text = (places.user_folder() / "k.toml").read_text()
+    text = (folders.user_folder() / "k.toml").read_text()
     assert 'account = "lab"' in text
     assert "What the document did" in text
 
@@ -114,7 +114,7 @@ def test_init_refuses_and_writes_nothing(corral: Command, words: tuple[str, ...]
     found, _, err = corral("profile", "init", *words)
     assert found == code
     assert said in err
-    assert not places.user_folder().exists()
+    assert not folders.user_folder().exists()
 
 
 # ------------------------------------------------------------------------------------------------------ list and show
@@ -290,5 +290,5 @@ def test_the_page_lists_every_variable() -> None:
 
 def test_the_page_names_every_example() -> None:
     text = PAGE.read_text()
-    for path in places.example("kempner").parent.glob("*.toml"):
+    for path in folders.example("kempner").parent.glob("*.toml"):
         assert f"`{path.stem}`" in text

@@ -24,7 +24,7 @@ from corral.engines.flags import REMOVED
 from corral.errors import UnreachableError
 from corral.hardware import inventory as hardware
 from corral.launch.links import Ports
-from corral.profile import environment, load_profile, places
+from corral.profile import environment, folders, load_profile
 from corral.targets import local, ssh
 from corral.targets.base import ChosenPorts
 
@@ -344,7 +344,7 @@ GONE = [(case.example, option.documented) for case in CASES for option in case.o
 
 @pytest.mark.parametrize(("example", "documented"), GONE)
 def test_what_is_gone_is_explained_in_the_example_itself(example: str, documented: str) -> None:
-    comment = "".join(line for line in places.example(example).read_text().splitlines() if line.startswith("#"))
+    comment = "".join(line for line in folders.example(example).read_text().splitlines() if line.startswith("#"))
     assert documented.split()[0] in comment
 
 
@@ -369,7 +369,7 @@ def test_what_is_left_out_of_a_container_can_be_brought_back(example: str, corra
 
 
 def test_every_example_has_a_case() -> None:
-    shipped = {path.stem for path in places.example("kempner").parent.glob("*.toml")}
+    shipped = {path.stem for path in folders.example("kempner").parent.glob("*.toml")}
     assert {case.example for case in CASES} == shipped
 
 

@@ -158,11 +158,11 @@ def export(folder: BatchFolder, table: Table, ordered: bool) -> int:
 
 def _lines(ledger: Ledger, table: Table, ordered: bool) -> Callable[[], Iterator[bytes]]:
     def as_they_came() -> Iterator[bytes]:
-        return (ledger.line(record) for record in ledger.places() if record.kind == FINE)
+        return (ledger.line(record) for record in ledger.records() if record.kind == FINE)
 
     def in_order() -> Iterator[bytes]:
         ends, lengths = array("Q", bytes(8 * len(table))), array("I", bytes(4 * len(table)))
-        for record in ledger.places():
+        for record in ledger.records():
             if record.kind == FINE:
                 ends[record.row], lengths[record.row] = record.end, record.length
         for row, length in enumerate(lengths):

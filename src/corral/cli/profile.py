@@ -10,7 +10,7 @@ import click
 from corral.cli.screen import print_json, print_table
 from corral.engines.flags import check_arguments
 from corral.errors import ConflictError, CorralError, DataError, UsageError
-from corral.profile import Profile, all_profiles, load_profile, merged, places
+from corral.profile import Profile, all_profiles, folders, load_profile, merged
 from corral.profile.drafting import as_toml, draft, parse_value, with_value
 from corral.profile.reading import parse
 from corral.targets.base import target_tables
@@ -43,8 +43,8 @@ def init(
     as_json: bool,
 ) -> None:
     """Write a commented profile called NAME, to be edited. Exits 4 when there is one already."""
-    places.check_name(name)
-    folder = places.project_folders()[0] if project else places.user_folder()
+    folders.check_name(name)
+    folder = folders.project_folders()[0] if project else folders.user_folder()
     path = folder / f"{name}.toml"
     if not force and (path.exists() or path.is_symlink()):
         raise ConflictError(f"{path} already exists.", "Edit it, choose another name, or overwrite it with --force.")
@@ -75,7 +75,7 @@ def _assignments(hosts: str | None, pairs: tuple[str, ...]) -> dict[str, Any]:
 
 def _first_text(example: str | None, assignments: dict[str, Any]) -> str:
     if example is not None:
-        text = places.example(example).read_text(encoding="utf-8")
+        text = folders.example(example).read_text(encoding="utf-8")
     else:
         tables = {key.partition(".")[0] for key in assignments}
         target = next((name for name in target_tables() if name in tables), "local")
@@ -147,7 +147,7 @@ def check(names: tuple[str, ...], as_json: bool) -> int:
     """
     chosen = names or tuple(one.name for one in all_profiles() if one.kinds != ("example",))
     for name in chosen:
-        places.find(name)
+        folders.find(name)
     found = {name: _problems_of(name) for name in chosen}
     if as_json:
         print_json({name: [_as_document(error) for error in errors] for name, errors in found.items()})

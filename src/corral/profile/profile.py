@@ -14,7 +14,7 @@ from typing import Any
 
 from corral.errors import CorralError, DataError
 from corral.hardware.inventory import GIB, Inventory, parse_gpus
-from corral.profile import places
+from corral.profile import folders
 from corral.profile.contract import ProfileSettings, all_keys
 from corral.profile.reading import Layer, build_settings, read_file
 from corral.targets.base import TARGETS, target_class, target_tables
@@ -136,15 +136,15 @@ class Listed:
 
 def load_profile(name: str | None, environ: Mapping[str, str] | None = None) -> Profile:
     """The profile of a name, with what the environment says on top; without a name, only that."""
-    layers = [read_file(place.path, place.kind) for place in places.find(name)] if name else []
+    layers = [read_file(file.path, file.kind) for file in folders.find(name)] if name else []
     return assemble(name or "", layers, os.environ if environ is None else environ)
 
 
 def all_profiles() -> list[Listed]:
     """Every profile there is, broken ones with their error."""
     found = []
-    for name in places.known_names():
-        files = places.find(name)
+    for name in folders.known_names():
+        files = folders.find(name)
         kinds, path = tuple(place.kind for place in reversed(files)), files[-1].path
         try:
             found.append(Listed(name, kinds, path, load_profile(name, {})))

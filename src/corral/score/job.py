@@ -91,7 +91,7 @@ def score_file(
         work = ScoreWork(options, table, rows)
         with whole_share(folder, table, lock, listener, first=_bad_rows(folder)) as share:
             ran = run_share(lambda: servers, share, work, settings, listener, signals)
-            failed = sum(1 for record in share.ledger.places() if record.kind == FAILED)
+            failed = sum(1 for record in share.ledger.records() if record.kind == FAILED)
             found = summary(_results(share.ledger), failed)
         if not folder.has_errors:
             folder.errors.unlink(missing_ok=True)
@@ -192,7 +192,7 @@ def _as_bad(problem: RowProblem) -> BadRow:
 
 
 def _results(ledger: Ledger) -> Iterator[dict[str, Any]]:
-    return (msgspec.json.decode(ledger.line(record)) for record in ledger.places() if record.kind == FINE)
+    return (msgspec.json.decode(ledger.line(record)) for record in ledger.records() if record.kind == FINE)
 
 
 def _in_order(results: Path) -> Iterator[dict[str, Any]]:

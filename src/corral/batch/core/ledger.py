@@ -132,7 +132,7 @@ class Ledger:
                 os.close(descriptor)
         self._fds, self._ledger_fd = [], -1
 
-    def places(self) -> Iterable[LedgerRecord]:
+    def records(self) -> Iterable[LedgerRecord]:
         """Every record, in the order in which results arrived."""
         return read_records(self._ledger_fd)
 
