@@ -6,6 +6,7 @@ import contextlib
 import socket
 import threading
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 import pytest
 
 from corral.node.agent import gang, gang_line
+from corral.node.agent.worker import Worker
+from corral.node.states import Reason
 from tests.until import free_port, until
 
 PATIENCE_S, SHORT_S = 60.0, 3.0  # the short one where somebody is to lose it
@@ -236,3 +239,35 @@ def test_a_member_that_says_nonsense_harms_nobody() -> None:
     assert gang_line.read_order({"epoch": "x", "run": 1, "end": 5, "head": []}) == {
         "epoch": 0, "run": False, "end": "engine_exited", "text": "", "head": {},
     }  # fmt: skip
+
+
+def test_a_node_that_does_not_come_back_ends_the_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its agent was killed: fifty restarts would wait for it five minutes each."""
+
+    class Silent:
+        def gather(self, stop_asked: Any, wait_s: float = 60.0) -> Any:
+            return (Reason.NODE_LOST, {"text": f"n1 has not joined within {wait_s:g} s"}) if gathered else None
+
+        def run(self, epoch: int) -> None:
+            gathered.append(epoch)
+
+        def halt(self, wait_s: float) -> None: ...
+
+        def root_cause(self, reason: str, details: Any, ended_at: float) -> Any:
+            return reason, details
+
+    gathered: list[int] = []
+    ended: list[tuple[str, Any]] = []
+    written: list[str] = []
+    worker = Worker.__new__(Worker)
+    worker.restarts, worker.head, worker.ended_at = 50, Silent(), 0.0  # type: ignore[assignment]
+    worker.patience = {"grace_s": 0}
+    worker.journal = types.SimpleNamespace(write=lambda kind, **_: written.append(kind))  # type: ignore[assignment]
+    monkeypatch.setattr(worker, "_run_once", lambda attempt: (Reason.ENGINE_EXITED, {"failed_rank": 1}))
+    monkeypatch.setattr(worker, "_tell_state", lambda *_, **__: None)
+    monkeypatch.setattr(worker, "_pause", lambda seconds: True)
+    monkeypatch.setattr(worker, "_end", lambda reason, details: ended.append((reason, details)))
+    worker._lead()
+    assert gathered == [1]
+    assert written == ["restart"]
+    assert ended == [(Reason.NODE_LOST, {"text": "n1 has not joined within 300 s"})]

@@ -16,7 +16,8 @@ Json = Dict[str, Any]
 FINAL_REASONS = (Reason.REQUESTED, Reason.WALLTIME, Reason.AGENT_KILLED, Reason.NOT_GUARDED, Reason.PORT_TAKEN,
                  Reason.NOT_ADVANCING)  # fmt: skip
 HALTED = "halted"  # a member's rank was taken down because the head said so: the head knows the reason
-REJOIN_S = 300.0  # with restarts left, how long the nodes of a gang wait for one that was lost
+# with restarts left, how long the nodes of a gang wait for one that was lost; then all of them give up
+REJOIN_S = 300.0
 
 
 class Worker(Rank):
@@ -47,12 +48,13 @@ class Worker(Rank):
     def _lead(self) -> int:
         attempts = 1 + self.restarts
         for attempt in range(1, attempts + 1):
-            reason, details = self._gather(attempt) or self._run_once(attempt)
+            hindered = self._gather(attempt)
+            reason, details = hindered or self._run_once(attempt)
             if self.head:
                 if reason == Reason.ENGINE_EXITED and "failed_rank" not in details:
                     reason, details = self.head.root_cause(reason, details, self.ended_at)
                 self.head.halt(self.patience["grace_s"] + 15)
-            if attempt == attempts or reason in FINAL_REASONS:
+            if attempt == attempts or reason in FINAL_REASONS or (hindered and attempt > 1):
                 self._end(reason, details)
                 return 0
             self.journal.write("restart", attempt=attempt, of=attempts - 1, reason=reason, **details)
