@@ -326,11 +326,11 @@ class Soak:
         print("no more faults: the last batch may end", flush=True)
         self.clock.write_text("0")
         done = self.figures.batches
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + 600
         while self.figures.batches < done + 2 and time.monotonic() < deadline:
             time.sleep(1)
         if self.figures.batches < done + 2:
-            self.figures.problems.append("batches did not end within 300 s after the last fault")
+            self.figures.problems.append("batches did not end within 600 s after the last fault")
         self.over.set()
         operator.join(120)
         user.join(120)  # the batch under way ends too: what is left open then belongs to nobody

@@ -227,6 +227,27 @@ def test_the_near_end_keeps_its_port_while_ssh_is_away(tmp_path: Path) -> None:
                 thief.bind(("127.0.0.1", near.port))
 
 
+def test_ssh_does_not_outlive_a_tunnel_that_is_killed(tmp_path: Path) -> None:
+    code = (
+        "import subprocess, sys, time; from corral.lifecycle.tunnel import _not_outliving_us\n"
+        "print(subprocess.Popen(_not_outliving_us(['sleep', '1000'])).pid, flush=True)\n"
+        "time.sleep(1000)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout
+        child = Path("/proc") / holder.stdout.readline().strip()
+        until(lambda: b"sleep\0001000" in (child / "cmdline").read_bytes(), "the command itself")
+        holder.kill()
+
+    def gone() -> bool:
+        try:
+            return "State:\tZ" in (child / "status").read_text()
+        except OSError:
+            return True
+
+    until(gone, "the end of what it started")
+
+
 def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 

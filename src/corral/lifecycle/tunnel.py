@@ -175,7 +175,7 @@ def _forwarding(command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[bytes
     """ssh while it forwards, and its last words; they go to a file, because a full pipe would stop it."""
     with tempfile.TemporaryFile() as log:
         last = ["no word"]
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=log)
+        process = subprocess.Popen(_not_outliving_us(command), stdin=subprocess.DEVNULL, stderr=log)
         try:
             yield process, lambda: last[0]
         finally:
@@ -184,6 +184,21 @@ def _forwarding(command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[bytes
             log.seek(max(0, log.seek(0, os.SEEK_END) - 2000))
             lines = log.read().decode("utf-8", "replace").strip().splitlines()
             last[0] = lines[-1] if lines else "no word"
+
+
+# ends with who started it, also when that is killed; on a system without prctl, only when it is told to
+_WITH_PARENT = """import ctypes, os, sys
+try:
+    ctypes.CDLL(None).prctl(1, 15, 0, 0, 0)
+except (OSError, AttributeError):
+    pass
+if os.getppid() == int(sys.argv[1]):
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+
+def _not_outliving_us(command: Sequence[str]) -> list[str]:
+    return [sys.executable, "-I", "-c", _WITH_PARENT, str(os.getpid()), *command]
 
 
 def _wanted(folder: DeploymentFolder, mine: str) -> bool:
