@@ -181,6 +181,13 @@ def left(corral: Corral, launch_id: str) -> set[int]:
     return marked(launch_id, [str(corral.home / "deployments/mortal/rank0/engine.json")])
 
 
+def _supervisor(agent_file: Path) -> int | None:
+    try:
+        return int(json.loads(agent_file.read_text())["pid"])
+    except (OSError, ValueError):
+        return None
+
+
 def test_kill_9_of_the_engine_then_of_the_agent_then_of_the_cli(corral: Corral, tiny_model: Path) -> None:
     """Three deaths, each ending in the right state with no process and no port left."""
     up = corral.json("up", str(tiny_model), "--name", "mortal", *FAST)
@@ -208,7 +215,7 @@ def test_kill_9_of_the_engine_then_of_the_agent_then_of_the_cli(corral: Corral, 
     process = corral.start("up", str(tiny_model), "--name", "mortal", *FAST)
     agent_file = corral.home / "deployments/mortal/rank0/agent.json"
     deadline = time.monotonic() + 60
-    while not agent_file.exists() and time.monotonic() < deadline:
+    while _supervisor(agent_file) in (None, supervisor) and time.monotonic() < deadline:  # the dead one's file lies there
         time.sleep(0.1)
     time.sleep(1)
     process.kill()
