@@ -213,9 +213,9 @@ def test_kill_9_of_the_engine_then_of_the_agent_then_of_the_cli(corral: Corral, 
     assert port_is_closed(up["endpoint"]["base_url"])
 
     process = corral.start("up", str(tiny_model), "--name", "mortal", *FAST)
-    agent_file = corral.home / "deployments/mortal/rank0/agent.json"
+    agent_file = corral.home / "deployments/mortal/rank0/agent.json"  # the dead one's still lies there
     deadline = time.monotonic() + 60
-    while _supervisor(agent_file) in (None, supervisor) and time.monotonic() < deadline:  # the dead one's file lies there
+    while _supervisor(agent_file) in (None, supervisor) and time.monotonic() < deadline:
         time.sleep(0.1)
     time.sleep(1)
     process.kill()
