@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -81,7 +83,12 @@ def test_over_ssh_the_profiles_adapters_and_addresses_are_there(
 ) -> None:
     monkeypatch.setenv("CORRAL_SSH", NOBODY)
     known = {"node00": "10.0.0.1", "10.0.0.2": "10.0.0.2"}
-    monkeypatch.setattr("socket.getaddrinfo", lambda host, *_, **__: [(2, 1, 6, "", (known[host], 0))])
+    real = socket.getaddrinfo  # other tests' threads may still ask for their own
+
+    def looked_up(host: Any, *rest: Any, **named: Any) -> Any:
+        return [(2, 1, 6, "", (known[host], 0))] if host in known else real(host, *rest, **named)
+
+    monkeypatch.setattr("socket.getaddrinfo", looked_up)
     place = {"hosts": ["node00", "10.0.0.2"], "gpus": "8xH100", "hca": "mlx5", "home": "/shared/corral"}
     notes: list[str] = []
     wish = bringup.Wish(model="llama-3.1-70b", target="ssh", place=place, runtime="docker", fixed={"data": 2})
