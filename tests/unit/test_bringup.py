@@ -11,10 +11,8 @@ import pytest
 from corral.errors import DoesNotFitError, UsageError
 from corral.hardware import inventory as hardware
 from corral.launch.links import Node, Ports
-from corral.launch.render import PlacedFile
 from corral.lifecycle import bringup
-from corral.ssh import Ssh
-from corral.targets.base import AgentsStatus, ChosenPorts
+from corral.targets.base import AgentsStatus, ChosenPorts, Declared
 from tests.unit.conftest import Silent
 
 
@@ -26,7 +24,7 @@ class Folder:
         self.record.touch()
 
 
-class Elsewhere:
+class Elsewhere(Declared):
     """A target with the hardware it is given; nothing can be started on it."""
 
     hosts: tuple[str, ...] = ()
@@ -70,23 +68,11 @@ class Elsewhere:
     def place(self, path: object, progress: object) -> str:
         return str(path)
 
-    def files(self) -> tuple[PlacedFile, ...]:
-        return ()
-
     def fetching_hosts(self) -> tuple[str, ...]:
         return self.hosts
 
     def find_model(self, name: str, repo: str, at_least_bytes: int) -> str | None:
         return self.found
-
-    def placed(self, path: Path) -> str:
-        return str(path)
-
-    def reach(self, node: str) -> tuple[str, ...]:
-        return ()
-
-    def shell(self) -> Ssh:
-        return Ssh()
 
     def verify(self, checks: object) -> None:
         pass

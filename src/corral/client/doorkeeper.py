@@ -8,6 +8,7 @@ Connections that open at the same time are judged by one look, because the kerne
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import pwd
 import socket
@@ -31,7 +32,12 @@ class Doorkeeper:
         self._looking: asyncio.Task[None] | None = None
 
     async def check(self, transport: asyncio.BaseTransport) -> None:
-        """Refuse a connection that a stranger took."""
+        """Refuse a connection that a stranger took, or that was lost meanwhile: nothing was sent through it."""
+        await self._refuse_strangers(transport)
+        if transport.is_closing():
+            raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+
+    async def _refuse_strangers(self, transport: asyncio.BaseTransport) -> None:
         connection: socket.socket | None = transport.get_extra_info("socket")
         try:
             if connection is None or not stays_here(connection):

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
-import os
 import ssl
 import time
 from collections import deque
@@ -279,12 +277,12 @@ class Pool:
         failure: OSError | None = None
         for address in list(self._addresses):
             try:
-                _, wire = await self.loop.create_connection(
+                transport, wire = await self.loop.create_connection(
                     lambda: Wire(self), address[0], address[1],
                     ssl=self._tls, server_hostname=self._host if self._tls else None,
                 )  # fmt: skip
                 if self._doorkeeper is not None:
-                    await self._ask_who_listens(self._doorkeeper, wire)
+                    await self._ask_who_listens(self._doorkeeper, transport, wire)
                 return wire
             except ssl.SSLError:
                 raise
@@ -293,12 +291,9 @@ class Pool:
         raise failure or OSError("no address")
 
     @staticmethod
-    async def _ask_who_listens(doorkeeper: Doorkeeper, wire: Wire) -> None:
+    async def _ask_who_listens(doorkeeper: Doorkeeper, transport: asyncio.BaseTransport, wire: Wire) -> None:
         try:
-            if wire.transport is not None:
-                await doorkeeper.check(wire.transport)
-            if wire.transport is None or wire.transport.is_closing():  # meanwhile: nothing was sent through it
-                raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+            await doorkeeper.check(transport)
         except BaseException:
             wire.abandon()
             raise

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from dataclasses import dataclass
-from typing import Any
 
 from corral.deployment.folder import DeploymentFolder
 from corral.errors import CorralError
 from corral.lifecycle.deployments import Record, plan_of, target_of
+from corral.lifecycle.traces import traces_of
+from corral.node.files import read_json
 from corral.record import load_json
 from corral.targets.base import Queue
 
@@ -36,10 +36,10 @@ class HeldJob:
 
 def members(folder: DeploymentFolder) -> tuple[RankMember, ...]:
     """Its ranks, head first; empty before it is launched."""
-    ranks = _read(folder.launch).get("ranks", [])
-    names = [str(rank["node"]) for rank in ranks]
-    met = _read(folder.path / "rendezvous.json").get("names", [])  # a scheduler's nodes are known once they met
-    names = [str(name) for name in met] if len(met) == len(names) else names
+    names = traces_of(folder).nodes
+    met = read_json(str(folder.path / "rendezvous.json")).get("names")  # a scheduler's nodes are known once they met
+    if isinstance(met, list) and len(met) == len(names):
+        names = tuple(map(str, met))
     plan = plan_of(folder)
     gpus = plan.parallel.replica_gpus * plan.parallel.data if plan and plan.inventory.gpu else 0
     each = -(-gpus // len(names)) if names else 0
@@ -55,10 +55,3 @@ def held_job(folder: DeploymentFolder) -> HeldJob | None:
         lease = target.lease(folder)
         return HeldJob(id, lease.last_request_s if lease else None)
     return HeldJob(id)
-
-
-def _read(path: Any) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else {}
-    return {}

@@ -140,8 +140,6 @@ class Relay:
         transport, upstream = await self._host.loop.create_connection(lambda: Upstream(member), *member.address)
         try:
             await member.doorkeeper.check(transport)
-            if not upstream.open:
-                raise ConnectionResetError
         except BaseException:
             upstream.drop()
             raise

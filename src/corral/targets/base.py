@@ -213,7 +213,7 @@ class Target(Protocol):
 
 
 class Declared:
-    """What a target says of itself before one is made. A target that has nothing to say leaves it as it is.
+    """What a target says of itself before one is made, and what most answer alike; each overrides what differs.
 
     `TABLE` is a dataclass of keys (see `targets.keys`): the table of a profile that has the target's name. `FLAGS`
     are its options of the command line, `VARIABLES` those of the environment. A flag names an option of the target,
@@ -255,6 +255,26 @@ class Declared:
     def size(cls, options: Mapping[str, Any]) -> Size:  # noqa: ARG003
         """How much is asked for."""
         return Size()
+
+    # what holds where the nodes see this machine's files, as here or on a shared file system
+
+    def files(self) -> tuple[PlacedFile, ...]:
+        return ()
+
+    def fetching_hosts(self) -> tuple[str, ...]:
+        return ()
+
+    def find_model(self, name: str, repo: str, at_least_bytes: int) -> str | None:
+        return None
+
+    def placed(self, path: Path) -> str:
+        return str(path)
+
+    def reach(self, node: str) -> tuple[str, ...]:
+        return ()
+
+    def shell(self) -> Ssh:
+        return Ssh()
 
 
 @runtime_checkable

@@ -18,13 +18,13 @@ from corral.errors import ConflictError, DataError, LaunchError, UsageError
 from corral.files import make_private_dir, write_atomic
 from corral.home import home_dir
 from corral.launch.links import Node, Ports
-from corral.launch.render import LaunchSpec, PlacedFile, agent_spec, server_url
+from corral.launch.render import LaunchSpec, agent_spec, server_url
 from corral.node.agent.processes import marked
 from corral.node.ports import free_port
 from corral.processes import Identity, only_lingering, port_owner
 from corral.record import dump_json, load_json
 from corral.shell import run
-from corral.ssh import Forward, Ssh
+from corral.ssh import Forward
 from corral.targets.base import AgentsStatus, ChosenPorts, Declared, Progress
 
 if TYPE_CHECKING:
@@ -102,24 +102,6 @@ class LocalTarget(Declared):
             make_private_dir(files.path)
             write_atomic(files.spec, dump_json(agent_spec(spec, rank, folder)))
             _start_agent(folder, files)
-
-    def files(self) -> tuple[PlacedFile, ...]:
-        return ()
-
-    def fetching_hosts(self) -> tuple[str, ...]:
-        return ()
-
-    def find_model(self, name: str, repo: str, at_least_bytes: int) -> str | None:
-        return None  # what this machine has, the nodes see
-
-    def placed(self, path: Path) -> str:
-        return str(path)
-
-    def reach(self, node: str) -> tuple[str, ...]:
-        return ()
-
-    def shell(self) -> Ssh:
-        return Ssh()
 
     def verify(self, checks: Sequence[NodeCheck]) -> None:
         pass  # what is missing on this machine the engine says itself, and at once

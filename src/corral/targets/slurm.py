@@ -36,7 +36,7 @@ from corral.slurm.early import refuse_lacking
 from corral.slurm.options import SlurmOptions
 from corral.slurm.script import BatchJob, batch_script
 from corral.slurm.states import standing
-from corral.ssh import Forward, Ssh
+from corral.ssh import Forward
 from corral.targets.base import AgentsStatus, ChosenPorts, Declared, JobState, JobStatus, Lease, OwnJob, Progress
 from corral.targets.keys import Flag, Shared, Size, at_least, key, number, one_word, only_said, time_limit
 from corral.targets.slurm_job import Submitted, agents_of, forgotten, is_over, look, submitted_job, unasked
@@ -219,21 +219,6 @@ class SlurmTarget(Declared):
 
     def files(self) -> tuple[PlacedFile, ...]:
         return (PlacedFile("node/slurm_start.py", "slurm_start.py"),)
-
-    def fetching_hosts(self) -> tuple[str, ...]:
-        return ()
-
-    def find_model(self, name: str, repo: str, at_least_bytes: int) -> str | None:
-        return None  # what this machine has, the nodes see
-
-    def placed(self, path: Path) -> str:
-        return str(path)
-
-    def reach(self, node: str) -> tuple[str, ...]:
-        return ()
-
-    def shell(self) -> Ssh:
-        return Ssh()
 
     def verify(self, checks: Sequence[NodeCheck]) -> None:
         """The nodes are known only once the job runs; but what lies on the shared file system can be asked here."""

@@ -35,7 +35,7 @@ from corral.hardware.inventory import Inventory, parse_gpus
 from corral.hardware.survey import Asked, NodeFacts, survey
 from corral.home import home_dir
 from corral.launch.links import Node, Ports
-from corral.launch.render import LaunchSpec, PlacedFile, agent_spec, server_url
+from corral.launch.render import LaunchSpec, agent_spec, server_url
 from corral.node.ports import free_port
 from corral.record import from_json, load_json, to_json
 from corral.ssh import Forward, Ssh, check_host, each, read_hosts
@@ -303,9 +303,6 @@ class SshTarget(Declared):
 
     def shell(self) -> Ssh:
         return self.ssh
-
-    def files(self) -> tuple[PlacedFile, ...]:
-        return ()
 
     def fetching_hosts(self) -> tuple[str, ...]:
         self._looked()
