@@ -18,11 +18,11 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def commands(page: Path) -> list[str]:
-    """Lines of a page that a reader would paste: indented or fenced, beginning with corral."""
+    """Lines of a page that a reader would paste: fenced, beginning with corral."""
     found = []
     for line in page.read_text(encoding="utf-8").splitlines():
-        match = re.match(r"^(?: {4}|\t)?\$? ?(?:\./)?corral (?! )(.+)$", line)
-        if match and (line.startswith((" ", "\t", "$", "corral", "./corral"))):
+        match = re.match(r"^\$? ?(?:\./)?corral (?! )(.+)$", line)
+        if match:
             found.append(match.group(1).split("  #")[0].split(" #")[0].strip())
     return found
 
