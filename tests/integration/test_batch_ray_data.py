@@ -60,18 +60,7 @@ def cluster(corral: Corral, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     env |= {"PATH": f"{python.parent}:{env['PATH']}", "RAY_USAGE_STATS_ENABLED": "0"}
     env.pop("PYTHONPATH", None)
     port = free_port()
-    start = [
-        str(python),
-        "-m",
-        "ray.scripts.scripts",
-        "start",
-        "--head",
-        "--block",
-        "--port",
-        port,
-        "--num-cpus",
-        "4",
-    ]
+    start = [str(python), "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port", port]
     short = tempfile.mkdtemp(prefix="ray-")  # Ray's socket paths must stay below 108 characters
     start += ["--num-cpus", "4", "--include-dashboard=false", "--temp-dir", short]
     with (scratch / "ray.log").open("w") as log:

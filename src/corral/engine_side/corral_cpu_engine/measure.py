@@ -218,6 +218,7 @@ def main() -> None:
             measure_format(torch, kernels, format_, order, computed + order["budget_s"] * (i + 1) / len(formats))
             for i, format_ in enumerate(formats)
         ]
+    answer["python_s"] = min(answer["python_s"], python_s())  # a virtual core may be slow for a tenth of a second
     took = time.perf_counter() - began
     answer |= {"took_s": took, "busy": max(0.0, 1 - (spent() - computed) / took)}
     sys.stdout.write(json.dumps(answer) + "\n")
