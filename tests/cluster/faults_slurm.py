@@ -1,0 +1,130 @@
+"""The SLURM half of the fault table: a login host and three nodes with a real controller, and a stand-in engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.cluster.faults import LINK_S, Fault
+from tests.cluster.test_slurm import PREEMPTION, SMALL, STUB, Login
+from tests.stand_in import install_stand_in
+from tests.testbed.hosts import Hosts
+from tests.testbed.slurm import Slurm
+from tests.tiny_llama import make_tiny_llama
+
+PAIR = ("--nodes", "2", "--slurm", "nodelist=n1,n2", "--slurm", "requeue=false")
+ONE = ("--slurm", "nodelist=n1", "--slurm", "requeue=false")
+SCHEDULER = "SLURM's own time limits say when"
+NODE_PLACES = ("/tmp", "/run", "/dev/shm")  # every node's own
+
+
+@dataclass
+class SlurmBed:
+    """A user on the login host."""
+
+    login: Login
+    before: dict[str, set[str]]  # files of each node's own before anything ran there
+
+    def up(self, name: str, options: Sequence[str]) -> None:
+        done = self.login.corral("up", str(self.login.model), "--name", name, *SMALL, "--time", "10:00", *options)
+        if done.returncode:
+            raise RuntimeError(done.stderr)
+
+    def status(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = self.login.status(name)
+        return found
+
+    def down(self, name: str) -> str:
+        done = self.login.corral("down", name)
+        return done.stderr.strip() if done.returncode else ""
+
+    def left(self, name: str) -> list[str]:
+        hosts = self.login.hosts
+        mark = f"/{name}/"
+        found = [
+            f"process {line.split()[-1]} on {node}"
+            for node in hosts.names
+            for _, line in hosts.processes(node)
+            if mark in line
+        ]
+        found += [f"job {job} in the queue" for job in self.login.queue() if job == f"corral-{name}"]
+        for node in self.login.slurm.nodes:
+            found += [f"{path} on {node}" for path in sorted(files_of(hosts, node) - self.before.get(node, set()))]
+        folder = self.login.folder(name)
+        found += [f"temporary file {path.name}" for path in folder.rglob("*") if ".tmp" in path.name]
+        return found
+
+    def agents(self, name: str, node: str) -> list[int]:
+        """The agent of a deployment on a node, and its supervisor."""
+        return [pid for pid, line in self.login.hosts.processes(node) if "agent.py" in line and f"/{name}/" in line]
+
+    def engines(self, name: str, node: str) -> list[int]:
+        launch = json.loads((self.login.folder(name) / "launch.json").read_text())["launch_id"]
+        mark = f"CORRAL_LAUNCH={launch}".encode()
+        return [
+            pid
+            for pid, line in self.login.hosts.processes(node)
+            if "stub_engine.py" in line and mark in Path(f"/proc/{pid}/environ").read_bytes()
+        ]
+
+
+def files_of(hosts: Hosts, node: str) -> set[str]:
+    if not hosts.pid(node):
+        return set()
+    look = ["find", *NODE_PLACES, "-xdev", "-type", "f", "-not", "-path", "*/munge*"]
+    return set(hosts.exec(node, look, check=False).stdout.split("\n")) - {""}
+
+
+@contextmanager
+def bed(folder: Path) -> Iterator[SlurmBed]:
+    names = ("login", "n1", "n2", "n3")
+    with Hosts(folder / "hosts", names, shared=[folder]) as hosts, Slurm(hosts, settings=PREEMPTION) as slurm:
+        home = folder / "corral"
+        install_stand_in(home, STUB, python="/usr/bin/python3")
+        login = Login(hosts, slurm, home, make_tiny_llama(folder / "tiny"))
+        slurm.run("scontrol", "update", "PartitionName=debug", "PriorityTier=10")
+        made = SlurmBed(login, {node: files_of(hosts, node) for node in slurm.nodes})
+        yield made
+        login.corral("down", "--all")
+
+
+def kill(pids: Sequence[int]) -> None:
+    if not pids:
+        raise RuntimeError("there is nothing to kill")
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+def scancel(bed: SlurmBed, name: str) -> None:
+    bed.login.slurm.run("scancel", bed.login.job(name))
+
+
+def kill_engine(node: str) -> Any:
+    return lambda bed, name: kill(bed.engines(name, node))
+
+
+def kill_agents(node: str) -> Any:
+    return lambda bed, name: kill(bed.agents(name, node))
+
+
+FAULTS: tuple[Fault, ...] = (
+    Fault("scancel", scancel, options=ONE),
+    Fault("engine killed", kill_engine("n1"), options=ONE),
+    Fault("head's engine of two killed", kill_engine("n1"), options=PAIR),
+    Fault("second rank's engine killed", kill_engine("n2"), options=PAIR),
+    Fault("agent and its supervisor killed", kill_agents("n1"), options=ONE),
+    Fault("second rank's agent and supervisor killed", kill_agents("n2"), options=PAIR),
+    Fault(
+        "link of the second node cut",
+        lambda bed, name: bed.login.hosts.cut("n2"),
+        LINK_S,
+        heal=lambda bed, name: bed.login.hosts.heal("n2"),
+        options=PAIR,
+    ),
+)
