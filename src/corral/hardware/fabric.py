@@ -20,7 +20,7 @@ from typing import Any
 
 from corral.errors import UnreachableError, UsageError
 from corral.hardware.survey import Interface, NodeFacts
-from corral.node.adapters import choose_adapters
+from corral.node.adapters import choose_adapters, some_of
 from corral.record import to_json
 
 __all__ = ["Fabric", "choose_fabric", "speed_mbps"]
@@ -195,14 +195,14 @@ def _forced(facts: Sequence[NodeFacts], wanted: str) -> tuple[tuple[_Place, ...]
         if not own[node.host]:
             lacking.setdefault(_why_not(node, wanted, network), []).append(node.host)
     if lacking:
-        why = "; ".join(f"{reason} on {_some(hosts)}" for reason, hosts in lacking.items())
+        why = "; ".join(f"{reason} on {some_of(hosts)}" for reason, hosts in lacking.items())
         raise UsageError(f"--interface {wanted} cannot be used: {why}.", _listing(facts))
     if network:
         chosen = tuple(max(places, key=_preference) for places in own.values())
     else:
         chosen = next(iter(_shared(facts, own)), ())
     if not chosen or len({place.address.ip for place in chosen}) < len(facts):
-        said = _some([f"{host} {places[0].address}" for host, places in own.items()])
+        said = some_of([f"{host} {places[0].address}" for host, places in own.items()])
         raise UsageError(f"--interface {wanted} does not join the nodes: they have {said} there.", _listing(facts))
     return chosen, f"{_names(chosen)}: asked for", []
 
@@ -289,10 +289,6 @@ def _names(chosen: Sequence[_Place]) -> str:
     if len(by_name) == 1:
         return next(iter(by_name))
     return ", ".join(f"{name} on {', '.join(hosts)}" for name, hosts in by_name.items())
-
-
-def _some(words: Sequence[str], most: int = 6) -> str:
-    return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
 
 
 def _speed(chosen: Sequence[_Place]) -> str:

@@ -11,7 +11,7 @@ Standard library only, Python 3.8 or later.
 import glob
 import os
 import re
-from typing import Any, Dict, List, Optional, Set, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 
 from .files import read_text
 
@@ -61,7 +61,7 @@ def choose_adapters(nodes: List[Json]) -> Tuple[List[List[str]], bool, str]:
             return [_fastest(ports) for ports in active], False, ""
     for what, active in (("active InfiniBand ports", infiniband), ("RDMA ports on the nodes' network", compute)):
         if any(active):
-            lacking = _some([node["name"] for node, ports in zip(nodes, active) if not ports])  # noqa: B905
+            lacking = some_of([node["name"] for node, ports in zip(nodes, active) if not ports])  # noqa: B905
             return [], True, "%s has no %s and other nodes do: NCCL uses sockets on all" % (lacking, what)
     if any(ethernet):
         return [], True, "the RDMA ports are those of the management network: NCCL uses sockets"
@@ -91,5 +91,6 @@ def _fastest(ports: List[Json]) -> List[str]:
     return ["%s:%d" % (port["device"], port["port"]) for port in order]
 
 
-def _some(words: List[str], most: int = 6) -> str:
+def some_of(words: Sequence[str], most: int = 6) -> str:
+    """The first of many words, and how many more there are."""
     return ", ".join(words[:most]) + (" and %d more" % (len(words) - most) if len(words) > most else "")
