@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from ipaddress import IPv4Interface
 
@@ -38,6 +38,7 @@ __all__ = [
     "RdmaPort",
     "ReadSpeed",
     "TakenPort",
+    "all_or_error",
     "survey",
     "survey_host",
 ]
@@ -253,6 +254,16 @@ def survey(
     """Ask all hosts at once, at most `width` at a time."""
     asked = asked or Asked()
     return each(hosts, lambda host: survey_host(ssh, host, asked, timeout_s), width)
+
+
+def all_or_error(found: Mapping[str, NodeFacts | CorralError]) -> dict[str, NodeFacts]:
+    """Every node's facts; one error that names each node that could not be asked."""
+    errors = {host: error for host, error in found.items() if isinstance(error, CorralError)}
+    if errors:
+        first = next(iter(errors.values()))
+        message = " ".join(error.message for error in errors.values())
+        raise type(first)(message, first.remedy, hosts=list(errors))
+    return {host: facts for host, facts in found.items() if isinstance(facts, NodeFacts)}
 
 
 def survey_host(ssh: Ssh | Here, host: str, asked: Asked, timeout_s: float = 30) -> NodeFacts:

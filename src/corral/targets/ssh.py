@@ -32,7 +32,7 @@ from corral.errors import (
 from corral.files import make_private_dir, write_atomic
 from corral.hardware.fabric import Fabric, choose_fabric
 from corral.hardware.inventory import Inventory, parse_gpus
-from corral.hardware.survey import Asked, NodeFacts, survey
+from corral.hardware.survey import Asked, NodeFacts, all_or_error, survey
 from corral.home import home_dir
 from corral.launch.links import Node, Ports
 from corral.launch.render import LaunchSpec, agent_spec, server_url
@@ -44,7 +44,7 @@ from corral.targets.keys import Flag, Shared, Size, a_path, key, only_said
 from corral.targets.keys import hosts as good_hosts
 from corral.targets.remote_answers import NodeReport, Started, read_report, read_started, read_stopped
 from corral.targets.remote_files import last_state, last_word, mirror, mirrored_sizes, pack
-from corral.targets.ssh_nodes import address_of, all_or_error, bare, inventory_of, refuse_skew
+from corral.targets.ssh_nodes import address_of, bare, inventory_of, refuse_skew
 from corral.transfer.in_place import find_on_nodes, lacking
 from corral.transfer.spread import ensure_folder
 from corral.untrusted import parse_json

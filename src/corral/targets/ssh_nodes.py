@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from corral.errors import ConflictError, CorralError
+from corral.errors import ConflictError
 from corral.hardware.cpu import common_cpu, parse_cpuinfo
 from corral.hardware.inventory import Inventory, recognise
 from corral.hardware.survey import NodeFacts
 
-__all__ = ["address_of", "all_or_error", "bare", "inventory_of", "refuse_skew"]
+__all__ = ["address_of", "bare", "inventory_of", "refuse_skew"]
 
 
 def bare(host: str) -> str:
@@ -25,16 +25,6 @@ def address_of(host: str) -> str:
     with contextlib.suppress(OSError):
         return str(socket.getaddrinfo(bare(host), None, type=socket.SOCK_STREAM)[0][4][0])
     return bare(host)
-
-
-def all_or_error(found: Mapping[str, NodeFacts | CorralError]) -> dict[str, NodeFacts]:
-    """Every node's facts; one error that names each node that could not be asked."""
-    errors = {host: error for host, error in found.items() if isinstance(error, CorralError)}
-    if errors:
-        first = next(iter(errors.values()))
-        message = " ".join(error.message for error in errors.values())
-        raise type(first)(message, first.remedy, hosts=list(errors))
-    return {host: facts for host, facts in found.items() if isinstance(facts, NodeFacts)}
 
 
 def refuse_skew(facts: Sequence[NodeFacts]) -> None:

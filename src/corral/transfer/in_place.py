@@ -8,11 +8,10 @@ is named, and the model is brought to it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from corral.errors import CorralError
-from corral.hardware.survey import Asked, FolderFacts, Here, NodeFacts, survey
+from corral.hardware.survey import Asked, FolderFacts, Here, NodeFacts, all_or_error, survey
 from corral.ssh import Ssh
 from corral.untrusted import plain
 
@@ -44,15 +43,7 @@ def _here(folder: Path, samples: bool) -> FolderFacts:
 
 def _ask(ssh: Ssh | Here, hosts: Sequence[str], folder: Path, samples: bool) -> dict[str, NodeFacts]:
     asked = Asked(fingerprints=(str(folder),), samples=samples, limit_s=LIMIT_S)
-    return _all(survey(ssh, hosts, asked, timeout_s=LIMIT_S + 10))
-
-
-def _all(found: Mapping[str, NodeFacts | CorralError]) -> dict[str, NodeFacts]:
-    """The facts of every host; a host that could not be asked is an error."""
-    for facts in found.values():
-        if isinstance(facts, CorralError):
-            raise facts
-    return {host: facts for host, facts in found.items() if isinstance(facts, NodeFacts)}
+    return all_or_error(survey(ssh, hosts, asked, timeout_s=LIMIT_S + 10))
 
 
 def _folder(facts: NodeFacts) -> FolderFacts:
@@ -85,7 +76,7 @@ def find_on_nodes(
         commits = _said(ssh, hosts, f"{repository}/refs/main")
         if len(commits) == 1 and COMMIT.fullmatch(commit := commits.pop()):
             places.append(f"{repository}/snapshots/{commit}")
-    found = _all(survey(ssh, hosts, Asked(paths=tuple(places))))
+    found = all_or_error(survey(ssh, hosts, Asked(paths=tuple(places))))
     for place in places:
         seen = [facts.paths.get(place) for facts in found.values()]
         sizes = {one.size_bytes if one and one.exists and one.readable and one.whole else 0 for one in seen}
@@ -95,4 +86,4 @@ def find_on_nodes(
 
 
 def _said(ssh: Ssh, hosts: Sequence[str], path: str) -> set[str]:
-    return {facts.nonces.get(path, "") for facts in _all(survey(ssh, hosts, Asked(nonces=(path,)))).values()}
+    return {facts.nonces.get(path, "") for facts in all_or_error(survey(ssh, hosts, Asked(nonces=(path,)))).values()}
