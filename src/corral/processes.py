@@ -8,10 +8,12 @@ import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from corral.errors import ConflictError
 from corral.node.identity import boot_id, identity, start_ticks
 from corral.node.tcp_table import LISTEN, TIME_WAIT, tcp_sockets
 
-__all__ = ["Identity", "boot_id", "identify", "only_lingering", "own_identity", "port_owner", "process_namespace"]
+__all__ = ["Identity", "boot_id", "identify", "only_lingering", "own_identity", "port_refused",
+           "process_namespace"]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,12 @@ def port_owner(port: int) -> str:
             name = (entry / "comm").read_text().strip()
             return f"process {entry.name} ({name})"
     return "a process of another user"
+
+
+def port_refused(port: int, host: str, error: OSError, remedy: str) -> ConflictError:
+    """The error of a port that could not be bound, with who holds it."""
+    owner = port_owner(port) or "another process"
+    return ConflictError(f"port {port} of {host} cannot be used: {error.strerror or error} ({owner}).", remedy)
 
 
 def only_lingering(port: int) -> bool:

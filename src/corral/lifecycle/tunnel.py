@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -33,8 +34,9 @@ from corral.home import home_dir
 from corral.interruption import terminated_as_interrupted
 from corral.lifecycle.deployments import Record, target_of
 from corral.lifecycle.near_end import NearEnd
+from corral.node.agent.processes import end_with_parent
 from corral.node.ports import free_port
-from corral.processes import Identity, own_identity, port_owner
+from corral.processes import Identity, own_identity, port_refused
 from corral.record import dump_json, from_json, load_json
 from corral.ssh import Forward, Ssh, socket_folder
 
@@ -142,11 +144,8 @@ def _near_end(port: int, near: Path) -> Iterator[NearEnd]:
     try:
         held = NearEnd(port, near)
     except OSError as error:
-        owner = port_owner(port) or "another process"
-        raise ConflictError(
-            f"port {port} of this machine cannot be used: {error.strerror} ({owner}).",
-            "It is the deployment's port here: end what holds it, or bring the deployment up anew.",
-        ) from None
+        remedy = "It is the deployment's port here: end what holds it, or bring the deployment up anew."
+        raise port_refused(port, "this machine", error, remedy) from None
     try:
         with held:
             yield held
@@ -175,7 +174,12 @@ def _forwarding(command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[bytes
     """ssh while it forwards, and its last words; they go to a file, because a full pipe would stop it."""
     with tempfile.TemporaryFile() as log:
         last = ["no word"]
-        process = subprocess.Popen(_not_outliving_us(command), stdin=subprocess.DEVNULL, stderr=log)
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stderr=log,
+            preexec_fn=partial(_not_outliving, os.getpid()),
+        )
         try:
             yield process, lambda: last[0]
         finally:
@@ -186,19 +190,11 @@ def _forwarding(command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[bytes
             last[0] = lines[-1] if lines else "no word"
 
 
-# ends with who started it, also when that is killed; on a system without prctl, only when it is told to
-_WITH_PARENT = """import ctypes, os, sys
-try:
-    ctypes.CDLL(None).prctl(1, 15, 0, 0, 0)
-except (OSError, AttributeError):
-    pass
-if os.getppid() == int(sys.argv[1]):
-    os.execvp(sys.argv[2], sys.argv[2:])
-"""
-
-
-def _not_outliving_us(command: Sequence[str]) -> list[str]:
-    return [sys.executable, "-I", "-c", _WITH_PARENT, str(os.getpid()), *command]
+def _not_outliving(parent: int) -> None:
+    """In the new process: end with the tunnel, also when that is killed, or was before this was said."""
+    end_with_parent()
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _wanted(folder: DeploymentFolder, mine: str) -> bool:

@@ -19,7 +19,7 @@ from corral.errors import ConflictError, CorralError, UsageError
 from corral.files import write_atomic
 from corral.lifecycle.successors import ChainMember, all_standings
 from corral.lifecycle.tunnel import ensure_tunnel
-from corral.processes import Identity, own_identity, port_owner
+from corral.processes import Identity, own_identity, port_refused
 from corral.proxy.figures import Figures
 from corral.proxy.host import ProxyLimits
 from corral.proxy.members import MemberReading
@@ -160,11 +160,7 @@ async def _serve(
     try:
         await proxy.listen(host, port)
     except OSError as error:
-        owner = port_owner(port) or "another process"
-        raise ConflictError(
-            f"port {port} of {host} cannot be used: {error.strerror or error} ({owner}).",
-            "End it, or move the proxy for good with --port.",
-        ) from None
+        raise port_refused(port, host, error, "End it, or move the proxy for good with --port.") from None
     write_atomic(folder.proxy, dump_json(Kept(host, port, own_identity())))
     watcher = Watcher(folder, lambda found: _tell(loop, proxy, found))
     watcher.start()

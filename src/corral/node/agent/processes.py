@@ -24,9 +24,14 @@ def become_subreaper() -> None:
     _prctl(36, 1)
 
 
+def end_with_parent() -> None:
+    """In a new process: be ended with the thread that started it, also when that is killed."""
+    _prctl(1, signal.SIGTERM)
+
+
 def prepare_engine() -> None:
     """In the engine's process, before it becomes the engine: end with us, and take signals as usual."""
-    _prctl(1, signal.SIGTERM)
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
