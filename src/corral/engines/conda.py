@@ -23,9 +23,9 @@ from corral.errors import AccessError, EngineError, NotFoundError, UsageError
 from corral.files import write_atomic
 from corral.shell import run
 
-__all__ = ["CondaEngine", "install_into_conda"]
+__all__ = ["CONDA_HOMES", "CondaEngine", "install_into_conda"]
 
-PLACES = ("miniforge3", "mambaforge", "miniconda3", "anaconda3", "micromamba")
+CONDA_HOMES = ("miniforge3", "mambaforge", "miniconda3", "anaconda3")  # below a home folder, or /opt
 CREATE_S = 1800.0
 PYTHON = "3.12"  # of a new environment
 VERSION = "import sys; print('%d.%d' % sys.version_info[:2])"
@@ -47,14 +47,10 @@ class CondaEngine:
 
 def find_conda() -> str:
     """The conda, mamba or micromamba of this machine."""
-    homes = [Path.home() / name / "bin" for name in PLACES] + [
-        Path("/opt") / name / "bin" for name in ("conda", *PLACES)
-    ]
-    tried = [
-        os.environ.get("CONDA_EXE", ""),
-        *(shutil.which(name) or "" for name in ("conda", "mamba", "micromamba")),
-    ]
-    tried += [os.environ.get("MAMBA_EXE", ""), *(str(place / "conda") for place in homes)]
+    homes = [Path.home() / name for name in CONDA_HOMES] + [Path("/opt") / name for name in ("conda", *CONDA_HOMES)]
+    tried = [os.environ.get("CONDA_EXE", "")]
+    tried += [shutil.which(name) or "" for name in ("conda", "mamba", "micromamba")]
+    tried += [os.environ.get("MAMBA_EXE", ""), *(str(home / "bin" / "conda") for home in homes)]
     for found in tried:
         if found and os.access(found, os.X_OK):
             return found
@@ -87,22 +83,25 @@ def install_into_conda(env: str, flavour: str, version: str, progress: Callable[
     return CondaEngine(env, str(prefix), flavour, done.stdout.strip(), python, made, took_s)
 
 
+def _as_path(env: str) -> Path | None:
+    """The folder that an environment given as a path means; None for one given by its name."""
+    return Path(env).expanduser().absolute() if env.startswith(("/", "~", ".")) else None
+
+
 def _prefix(conda: str, env: str) -> Path | None:
     """The environment's folder; None where there is no such environment."""
-    if env.startswith(("/", "~", ".")):
-        place = Path(env).expanduser().absolute()
-        return place if (place / "bin" / "python").exists() else None
+    if named := _as_path(env):
+        return named if (named / "bin" / "python").exists() else None
     done = run([conda, "env", "list", "--json"], 120).or_raise(f"{conda} does not work")
     with contextlib.suppress(ValueError, KeyError, TypeError):
-        known = [Path(place) for place in json.loads(done.stdout)["envs"]]
-        return next((place for place in known if place.name == env and place.parent.name == "envs"), None)
+        known = [Path(folder) for folder in json.loads(done.stdout)["envs"]]
+        return next((folder for folder in known if folder.name == env and folder.parent.name == "envs"), None)
     raise EngineError(f"{conda} env list --json did not say which environments there are.", "Try it by hand.")
 
 
 def _create(conda: str, env: str) -> Path:
-    where = (
-        ["--prefix", str(Path(env).expanduser().absolute())] if env.startswith(("/", "~", ".")) else ["--name", env]
-    )
+    named = _as_path(env)
+    where = ["--prefix", str(named)] if named else ["--name", env]
     channel = ["--override-channels", "--channel", "conda-forge"]
     done = run([conda, "create", "--yes", "--quiet", *where, *channel, f"python={PYTHON}"], CREATE_S)
     found = None if done.code else _prefix(conda, env)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from corral.engines.conda import CONDA_HOMES
 from corral.engines.flags import FlagList, flags_or_guess
 from corral.errors import UsageError
 from corral.runtimes.base import EngineCommand, NodeCheck, NodeSide, OnTheNodes, Wrapped, kept_caches, read_options
@@ -23,8 +24,8 @@ __all__ = ["CondaOptions", "CondaRuntime"]
 ENTER = """\
 conda=$1 wanted=$2; shift 2
 if [ -z "$conda" ]; then
-    for found in "$CONDA_EXE" "$(type -P conda)" "$HOME"/{miniforge3,mambaforge,miniconda3,anaconda3}/bin/conda \\
-        /opt/{conda,miniforge3,miniconda3,anaconda3}/bin/conda; do
+    for found in "$CONDA_EXE" "$(type -P conda)" "$HOME"/{HOMES}/bin/conda \\
+        /opt/{conda,HOMES}/bin/conda; do
         if [ -x "$found" ]; then conda=$found; break; fi
     done
 fi
@@ -39,7 +40,7 @@ else
 fi
 unset PYTHONHOME
 exec "$@"
-"""
+""".replace("HOMES", ",".join(CONDA_HOMES))
 
 
 @dataclass(frozen=True)
