@@ -254,7 +254,7 @@ def corral(clean_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     monkeypatch.chdir(clean_home)
     monkeypatch.setattr("socket.gethostname", lambda: "this-machine")
     monkeypatch.setattr(local.LocalTarget, "choose_ports", lambda *_: ChosenPorts(Ports(8000)))
-    monkeypatch.setattr("corral.launch.paste.own_python", lambda: "python3")
+    monkeypatch.setattr("sys.executable", "python3")
     monkeypatch.setattr(ssh.SshTarget, "prepare", nobody_answers)
 
     def run(*words: str) -> str:

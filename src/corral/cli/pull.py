@@ -50,16 +50,17 @@ def command(
     """
     if shared and local_disk:
         raise UsageError("--shared and --local-disk cannot be combined.", "Leave out one of them.")
+    nodes, ssh = _nodes(hosts, profile)
     order = PullOrder(
         model=model,
-        hosts=_hosts(hosts, profile),
+        hosts=nodes,
         to=to,
         storage="shared" if shared else "local-disk" if local_disk else "auto",
         source=source,
         check_again=check,
     )
     with NodeScreen(quiet=as_json) as screen:
-        result = with_token(lambda: pull(order, screen.report, _ssh(profile)))
+        result = with_token(lambda: pull(order, screen.report, ssh))
     if as_json:
         print_json(result)
         click.get_current_context().exit(1 if result.failed else 0)
@@ -72,25 +73,19 @@ def command(
         )
 
 
-def _ssh(profile: str | None) -> Ssh:
-    """The ssh that a profile asks for."""
-    if not profile:
-        return Ssh()
-    place = importlib.import_module("corral.profile").load_profile(profile).place
-    return Ssh(identity=place.get("identity"), config=place.get("config"))
-
-
-def _hosts(names: str | None, profile: str | None) -> tuple[str, ...]:
+def _nodes(names: str | None, profile: str | None) -> tuple[tuple[str, ...], Ssh]:
+    """The hosts, and the ssh that reaches them: as a profile says, where one is named."""
     if names and profile:
         raise UsageError("--hosts and --on both name nodes.", "Leave out one of them.")
     found: Any = names or ""
+    ssh = Ssh()
     if profile:
-        profiles = importlib.import_module("corral.profile")
-        found = profiles.load_profile(profile).place.get("hosts", "")
+        place = importlib.import_module("corral.profile").load_profile(profile).place
+        found, ssh = place.get("hosts", ""), Ssh(identity=place.get("identity"), config=place.get("config"))
         if not found:
             raise UsageError(f"the profile {profile!r} names no hosts.", "Give them with --hosts a,b,c.")
     words = found.split(",") if isinstance(found, str) else [str(word) for word in found]
-    return tuple(word.strip() for word in words if word.strip())
+    return tuple(word.strip() for word in words if word.strip()), ssh
 
 
 def _print(result: Pull) -> None:

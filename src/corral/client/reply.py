@@ -222,13 +222,14 @@ class Piece(msgspec.Struct, gc=False):
 
 _BODY = msgspec.json.Decoder(_Body)
 _EVENTS = msgspec.json.Decoder(list[_Body])
+_NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # what decoding hostile bytes may raise
 
 
 def read_piece(event: bytes, at_ns: int) -> list[Piece]:
     """The pieces in one event, as they arrive; malformed events and errors give none (the reply tells of them)."""
     try:
         body = _BODY.decode(event)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except _NOT_JSON:
         return []
     pieces = []
     for choice in body.choices or ():
@@ -249,7 +250,7 @@ def _read_whole(exchange: Exchange, where: str) -> Reply:
     raw = exchange.parts[0] if len(exchange.parts) == 1 else b"".join(exchange.parts)
     try:
         body = _BODY.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except _NOT_JSON as error:
         raise _malformed(where, raw, error) from None
     if not body.choices:
         raise error_from_chunk(raw, where) if body.error is not None else _malformed(where, raw, "no choices")
@@ -300,7 +301,7 @@ class Assembly:
         events, at = self._exchange.events[self._at : self._at + count], self._at
         try:
             bodies = _EVENTS.decode(b"[%b]" % b",".join(events))
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except _NOT_JSON as error:
             raise _malformed(self._where, events[-1], error) from None
         texts, chunk_ns, times = self._texts, self._chunk_ns, self._exchange.times
         for body in bodies:

@@ -1,7 +1,7 @@
 """The commands that make a node ready, for the distribution it runs. Pure; Corral runs none of them.
 
 Docker and NVIDIA publish packages for all of these; SUSE's own Docker is taken, as is usual there.
- What a node says about itself becomes part of commands for root, so each word must be of the expected form.
+What a node says about itself becomes part of commands for root, so each word must be of the expected form.
 """
 
 from __future__ import annotations

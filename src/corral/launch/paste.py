@@ -16,14 +16,9 @@ from corral.launch.links import RAY_SCRIPT
 from corral.launch.render import LaunchSpec, PlacedFile, RankSpec
 from corral.shell import quote_command
 
-__all__ = ["as_batch", "as_shell", "own_python"]
+__all__ = ["as_batch", "as_shell"]
 
 END = "CORRAL"  # of a here-document
-
-
-def own_python() -> str:
-    """The Python that has Corral."""
-    return sys.executable
 
 
 def as_shell(spec: LaunchSpec, reach: Mapping[str, Sequence[str]], first: Sequence[str] = ()) -> str:
@@ -93,7 +88,7 @@ def _written(path: Path, text: str) -> list[str]:
 
 
 def _placed(file: PlacedFile, where: str) -> str:
-    return quote_command([own_python(), "-m", "corral.bundle", file.resource, where])
+    return quote_command([sys.executable, "-m", "corral.bundle", file.resource, where])
 
 
 def _secret(path: str) -> str:

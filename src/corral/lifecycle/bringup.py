@@ -12,6 +12,7 @@ import itertools
 import secrets
 import shlex
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,7 +33,7 @@ from corral.hardware.inventory import Inventory
 from corral.home import home_dir
 from corral.launch.links import choose_link
 from corral.launch.masking import masked
-from corral.launch.paste import as_batch, as_shell, own_python
+from corral.launch.paste import as_batch, as_shell
 from corral.launch.render import LaunchSpec, Order, render
 from corral.lifecycle import deployments
 from corral.lifecycle.cpu_measuring import measure_cpu, unmeasured
@@ -271,7 +272,7 @@ def _before(decision: LaunchDecision, path: str, reach: Mapping[str, Sequence[st
     source, here = decision.source, model_store.already_here(decision.source)
     if here and path != str(here):
         hosts = ",".join(reach)
-        return [shlex.join([own_python(), "-m", "corral", "pull", str(here), "--hosts", hosts, "--to", path])]
+        return [shlex.join([sys.executable, "-m", "corral", "pull", str(here), "--hosts", hosts, "--to", path])]
     if path == source.repo:
         return [f"# vLLM fetches {path} from the hub; after `corral pull {path}` this would serve it from disk"]
     return []

@@ -194,7 +194,7 @@ def complete(template: Json, meeting: Json) -> Json:
     tokens.update(("@ADDRESS%d@" % number, address) for number, address in enumerate(meeting["addresses"]))
     tokens.update(("@INTERFACE%d@" % number, name) for number, name in enumerate(meeting["interfaces"]))
     hcas = meeting["hcas"] or [""] * len(meeting["addresses"])
-    tokens.update(("@HCA%d@" % number, ports) for number, ports in enumerate(hcas))
+    tokens.update(("@HCA%d@" % number, adapters) for number, adapters in enumerate(hcas))
     tokens["@NO_RDMA@"] = "1" if meeting["sockets_only"] else ""
     spec: Json = without_empty(fill(template, tokens))
     if spec.get("serve") and not spec["serve"]["port"]:

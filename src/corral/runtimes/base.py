@@ -155,9 +155,8 @@ class NodeCheck:
     reports: str = ""  # name under which its last line of output is compared between nodes: "vllm", "image", …
     timeout_s: float = 30
     details: Mapping[str, Any] = field(default_factory=dict)
-    light: tuple[
-        str, ...
-    ] = ()  # the same question at little cost, for a queue's cheapest minute; empty: not asked there
+    # the same question at little cost, for a queue's cheapest minute; empty: not asked there
+    light: tuple[str, ...] = ()
 
 
 RUNTIMES = {

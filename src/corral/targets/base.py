@@ -72,9 +72,7 @@ class AgentsStatus:
     reason: Reason | None = None
     text: str = ""
     remedy: str = ""
-    overrules: bool = (
-        False  # also over an end that the agents wrote: the target caused it, or it is of an earlier life
-    )
+    overrules: bool = False  # an end that the agents wrote too: the target caused it, or it is of an earlier run
 
 
 @dataclass(frozen=True)
