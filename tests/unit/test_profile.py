@@ -506,12 +506,12 @@ def test_placeholders_must_be_filled_in_before_use() -> None:
     assert profile.placeholders() == ["slurm.partition", "slurm.account"]
     with pytest.raises(UsageError) as caught:
         merged(profile, {})
-    assert "partition, account" in caught.value.message
+    assert "slurm.partition, slurm.account need values" in caught.value.message
     assert "corral profile init my-kempner --from kempner" in caught.value.remedy
     own = user_file("mine", 'target = "slurm"\n[slurm]\naccount = "<your account>"\n')
     with pytest.raises(UsageError) as caught:
         merged(load_profile("mine"), {})
-    assert caught.value.remedy == f"Fill in what stands in <> in {own}."
+    assert caught.value.remedy == f"Set it in {own}, or on the command line."
     filled = load_profile("kempner", {"CORRAL_PARTITION": "gpu", "CORRAL_ACCOUNT": "lab"})
     assert merged(filled, {})["place"]["account"] == "lab"
     assert merged(profile, {"place": {"partition": "gpu", "account": "lab"}})["place"]["nodes"] == 4

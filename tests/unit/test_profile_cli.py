@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from corral.cli import main
 from corral.deployment.patience import Patience
+from corral.doctor import Question, Report
 from corral.launch.links import Ports
 from corral.profile import environment, folders
 from corral.profile.contract import all_keys
@@ -156,7 +158,7 @@ def test_show_says_where_each_value_comes_from(corral: Command, monkeypatch: pyt
         ("[defaults]\nset = { tenser = 8 }\n", "Did you mean tensor?"),
         ('[runtime]\nname = "dokcer"\n', "there is no runtime 'dokcer'"),
         ('[runtime]\nname = "managed"\nimage = "x"\n', "the managed runtime takes no options, and was given 'image'"),
-        ('[defaults]\nmodel = "<your model>"\n', "model needs a value"),
+        ('[defaults]\nmodel = "<your model>"\n', "defaults.model needs a value"),
         ('target = "local"\n[limits]\nmax_nodes = 0\n', "1 or more"),
         ("[nonsense]\n", "no key 'nonsense'"),
     ],
@@ -187,8 +189,55 @@ def test_check_of_all_leaves_the_examples_aside(corral: Command) -> None:
 
 
 def test_the_examples_that_need_nothing_filled_in_check(corral: Command) -> None:
-    names = ("single-node-docker", "digitalocean-baremetal", "digitalocean-droplet")
-    assert corral("profile", "check", *names)[0] == 0
+    assert corral("profile", "check", "single-node-docker")[0] == 0
+
+
+@pytest.mark.parametrize("example", ["lambda-1cc", "digitalocean-baremetal", "digitalocean-droplet"])
+def test_a_profile_without_hosts_is_not_ok_anywhere(
+    corral: Command, monkeypatch: pytest.MonkeyPatch, example: str
+) -> None:
+    """Not for `init`, `check` and `up`, and `doctor` does not look at this machine instead."""
+    monkeypatch.setattr("corral.cli.doctor.examine", lambda *_: pytest.fail("a machine was looked at"))
+    home = ("--set", "storage.home=/shared/corral")
+    assert "Fill in: ssh.hosts\n" in corral("profile", "init", "mine", "--from", example, *home)[1]
+    code, out, _ = corral("profile", "check", "mine")
+    assert code == 10
+    assert "ssh.hosts needs a value in the profile 'mine'." in out
+    for verb in (("up", "llama-3.1-405b-instruct", "--dry-run"), ("doctor",)):
+        code, _, err = corral(*verb, "--on", "mine")
+        assert code == 2
+        assert "ssh.hosts needs a value in the profile 'mine'." in err
+
+
+def test_doctor_refuses_a_profile_with_open_places_and_takes_hosts_for_it(
+    corral: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Question] = []
+
+    def examined(question: Question, _: object) -> Report:
+        asked.append(question)
+        return Report(question.hosts, (), (), None)
+
+    monkeypatch.setattr("corral.cli.doctor.examine", examined)
+    assert corral("profile", "init", "mine", "--from", "lambda-1cc")[0] == 0
+    assert corral("doctor", "--on", "mine", "--hosts", "a,b")[0] == 2  # storage.home
+    assert corral("profile", "init", "mine", "--from", "lambda-1cc", "--set", "storage.home=/s", "--force")[0] == 0
+    assert corral("doctor", "--on", "mine", "--hosts", "a,b")[0] == 0
+    assert [one.hosts for one in asked] == [("a", "b")]
+
+
+def test_the_opening_of_the_page_runs_as_it_stands(corral: Command) -> None:
+    """Every command of the first block of docs/profiles.md but the last, which needs the nodes."""
+    page = (ROOT / "docs" / "profiles.md").read_text()
+    block = re.search(r"```sh\n(.*?)```", page, re.DOTALL)
+    assert block is not None
+    commands = [shlex.split(line) for line in block[1].replace(" \\\n", " ").splitlines()]
+    assert [words[1] for words in commands] == ["profile", "profile", "plan", "up", "up"]
+    for words in commands[:-1]:
+        code, out, err = corral(*words[1:])
+        assert code == 0, err
+        assert out
+    assert "rank 3, on node03" in out
 
 
 # --------------------------------------------------------------------------------------------------------------- --on
@@ -243,7 +292,7 @@ def test_up_refuses_an_unknown_or_unfinished_profile(corral: Command) -> None:
     assert corral("up", "--on", "nobody", "--dry-run")[0] == 3
     code, _, err = corral("up", "--on", "kempner", "--dry-run")
     assert code == 2
-    assert "partition, account need values" in err
+    assert "slurm.partition, slurm.account need values" in err
 
 
 def test_plan_on_a_profile(corral: Command) -> None:

@@ -18,6 +18,7 @@ from corral.files import write_atomic
 from corral.hardware.inventory import recognise
 from corral.home import home_dir
 from corral.plan.storage import StorageReading, remember
+from corral.profile import load_profile, merged
 from corral.record import to_json
 from corral.ssh import read_hosts
 from corral.targets.base import target_class
@@ -55,10 +56,11 @@ def command(
     Nothing is changed and no process is ended. Exit code 8 when something fatal was found.
     """
     question = Question(model=model, interface=interface, quick=quick, timeout_s=timeout_s)
+    named = read_hosts(hosts) if hosts else ()
     if profile:
-        question = _of_profile(question, profile)
-    if hosts:
-        question = dataclasses.replace(question, hosts=read_hosts(hosts))
+        question = _of_profile(question, profile, named)
+    if named:
+        question = dataclasses.replace(question, hosts=named)
     if ports:
         question = dataclasses.replace(question, ports=ports, ports_needed=True)
     if runtime and runtime != question.runtime:
@@ -99,16 +101,15 @@ def _remember(report: Report) -> None:
         remember(home_dir(), gpu, reading)
 
 
-def _of_profile(question: Question, name: str) -> Question:
-    try:
-        from corral.profile import load_profile  # type: ignore[import-not-found,unused-ignore]
-    except ImportError:
-        raise UsageError("this Corral has no profiles.", "Name the nodes with --hosts.") from None
+def _of_profile(question: Question, name: str, hosts: tuple[str, ...]) -> Question:
+    """The nodes and the runtime of a profile; one that is not filled in is refused, never taken for this machine."""
     profile = load_profile(name)
-    place: dict[str, Any] = dict(profile.place)
-    if not target_class(profile.target).NODES_KNOWN:
+    declared = target_class(profile.target)
+    if not declared.NODES_KNOWN:
         remedy = "Its nodes are known only inside a job; on a node, `corral doctor` without --on looks at that node."
         raise UsageError(f"the profile {name!r} is for {profile.target}.", remedy)
+    wish = merged(profile, {"place": {"hosts": list(hosts)}} if hosts and "hosts" in declared.REQUIRED else {})
+    place: dict[str, Any] = wish["place"]
     return dataclasses.replace(
         question,
         hosts=tuple(place.get("hosts", ())),
@@ -118,8 +119,8 @@ def _of_profile(question: Question, name: str) -> Question:
         hca=place.get("hca"),
         home=place.get("home"),
         env=dict(place.get("env", {})),
-        runtime=profile.runtime,
-        runtime_options=dict(profile.runtime_options),
+        runtime=wish["runtime"],
+        runtime_options=wish["runtime_options"],
     )
 
 

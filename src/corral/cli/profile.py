@@ -53,11 +53,11 @@ def init(
     _write(path, text)
     profile = load_profile(name, {})
     if as_json:
-        print_json({"name": name, "path": str(path), "to_fill_in": profile.placeholders()})
+        print_json({"name": name, "path": str(path), "to_fill_in": profile.to_fill_in()})
         return
     click.echo(f"{path} is written.")
-    if profile.placeholders():
-        click.echo(f"Fill in: {', '.join(profile.placeholders())}")
+    if profile.to_fill_in():
+        click.echo(f"Fill in: {', '.join(profile.to_fill_in())}")
     click.echo(f"Then: corral profile check {name}")
 
 
@@ -126,11 +126,11 @@ def show(name: str, everything: bool, as_json: bool) -> None:
     if as_json:
         values = [{"key": key, "value": value, "from": origin} for key, value, origin in rows]
         files = [layer.label for layer in reversed(profile.layers)]
-        print_json({"name": name, "files": files, "values": values, "to_fill_in": profile.placeholders()})
+        print_json({"name": name, "files": files, "values": values, "to_fill_in": profile.to_fill_in()})
         return
     print_table(["KEY", "VALUE", "FROM"], [[key, _shown(value), origin] for key, value, origin in rows])
-    if profile.placeholders():
-        click.echo(f"To fill in: {', '.join(profile.placeholders())}", err=True)
+    if profile.to_fill_in():
+        click.echo(f"To fill in: {', '.join(profile.to_fill_in())}", err=True)
 
 
 def _shown(value: object) -> str:
@@ -196,11 +196,10 @@ def _check_runtime(profile: Profile) -> None:
 
 
 def _check_target(profile: Profile) -> None:
-    from corral.targets.base import load_target, target_class
+    from corral.targets.base import load_target
 
-    place = profile.place
-    if all(name in place for name in target_class(profile.target).REQUIRED):  # they may come with the command
-        load_target(profile.target, place)
+    if not profile.missing():  # said already
+        load_target(profile.target, profile.place)
 
 
 def _check_arguments(profile: Profile) -> None:

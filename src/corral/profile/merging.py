@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -65,7 +65,7 @@ def merged(profile: Profile, flags: Mapping[str, Any]) -> dict[str, Any]:
     patience = {name: given.get(name, said_patience.get(name)) for name in PATIENCE}
     result["patience"] = {name: value for name, value in patience.items() if value is not None}
     result = {name: value for name, value in result.items() if value is not None}
-    _refuse_placeholders(profile, result)
+    _refuse_unfinished(profile, result)
     _refuse_beyond_limits(profile, result)
     return result
 
@@ -103,18 +103,36 @@ def _said_by(profile: Profile) -> dict[str, Any]:
     }
 
 
-def _refuse_placeholders(profile: Profile, result: Mapping[str, Any]) -> None:
-    open_keys = [
-        name for name, value in {**result["place"], **result["runtime_options"]}.items() if is_placeholder(value)
-    ]
-    open_keys += [name for name in ("model", "bind") if is_placeholder(result.get(name))]
-    if open_keys:
-        name, files = profile.name, [layer for layer in profile.layers if layer.kind != "environment"]
-        remedy = f"Make it your own: `corral profile init my-{name} --from {name}`, and fill in what stands in <>."
-        if files and files[-1].kind != "example":
-            remedy = f"Fill in what stands in <> in {files[-1].label}."
-        need = "needs a value" if len(open_keys) == 1 else "need values"
-        raise UsageError(f"{', '.join(open_keys)} {need} in the profile {name!r}.", remedy, keys=open_keys)
+def _refuse_unfinished(profile: Profile, result: Mapping[str, Any]) -> None:
+    """Refuse what stands in <> still, and what the profile's target cannot do without."""
+    asked = (result["place"], result["runtime_options"], result.get("model"), result.get("bind"))
+    open_values = [value for value in _leaves(asked) if is_placeholder(value)]
+    keys = [dotted for dotted, value, _ in profile.rows() if value in open_values]
+    if result["target"] == profile.target:
+        keys = [*(key for key in profile.missing() if not result["place"].get(key.rpartition(".")[2])), *keys]
+    if not keys and not open_values:
+        return
+    files = [layer for layer in profile.layers if layer.kind != "environment"]
+    named = keys or [str(value) for value in open_values]
+    need = f"{', '.join(named)} {'needs a value' if len(named) == 1 else 'need values'}"
+    if not files:
+        raise UsageError(f"{need}.", "Put your own value in place of what stands in <>.", keys=named)
+    remedy = f"Set {'it' if len(named) == 1 else 'them'} in {files[-1].label}, or on the command line."
+    if files[-1].kind == "example":
+        settings = "".join(" --hosts A,B,…" if key == "ssh.hosts" else f" --set {key}=…" for key in named)
+        remedy = f"Make it your own: `corral profile init my-{profile.name} --from {profile.name}{settings}`."
+    raise UsageError(f"{need} in the profile {profile.name!r}.", remedy, keys=named)
+
+
+def _leaves(value: object) -> Iterator[object]:
+    """Values inside tables and lists."""
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value
 
 
 def _refuse_beyond_limits(profile: Profile, result: Mapping[str, Any]) -> None:

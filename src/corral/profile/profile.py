@@ -122,6 +122,15 @@ class Profile:
         """Keys whose value only the user can know, and has not said yet."""
         return [dotted for dotted, value, _ in self.rows() if is_placeholder(value)]
 
+    def missing(self) -> list[str]:
+        """Keys that its target cannot do without, and that nothing is said for."""
+        place = self.place
+        return [f"{self.target}.{name}" for name in target_class(self.target).REQUIRED if name not in place]
+
+    def to_fill_in(self) -> list[str]:
+        """Everything that is still to be said before it can run."""
+        return [*self.missing(), *self.placeholders()]
+
 
 @dataclass(frozen=True)
 class Listed:
