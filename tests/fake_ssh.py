@@ -1,6 +1,7 @@
 """An `ssh` for tests: every host is a folder with a home of its own on this machine; the command runs there.
 
-Named by `CORRAL_SSH`. A host whose folder holds a file `down` cannot be reached. Started processes are written to the
+Named by `CORRAL_SSH`. A host without a folder is
+unknown, one whose folder holds a file `down` cannot be reached. Started processes are written to the
 host's file `pids`, so that a test can pull the plug.
 """
 
@@ -29,7 +30,10 @@ def main(arguments: list[str]) -> None:
         words = words[2:] if words[0] == "-o" else words[1:]
     host = root / words[0]
     command = words[2] if words[1] == "--" else words[1]
-    if not host.is_dir() or (host / "down").exists():
+    if not host.is_dir():
+        print(f"ssh: Could not resolve hostname {words[0]}: Name or service not known", file=sys.stderr)
+        sys.exit(255)
+    if (host / "down").exists():
         print(f"ssh: connect to host {words[0]} port 22: No route to host", file=sys.stderr)
         sys.exit(255)
     with (host / "pids").open("a") as file:

@@ -33,6 +33,7 @@ __all__ = [
     "MOST_SAID_BYTES",
     "Forward",
     "Ssh",
+    "UnknownHostError",
     "check_host",
     "each",
     "read_hosts",
@@ -45,6 +46,10 @@ FAN_OUT = 32  # hosts talked to at the same time
 CONNECT_S = 10
 MOST_SAID_BYTES = 64 << 20  # by one command on a host; a report holds two files of 4 MiB in base64
 Result = TypeVar("Result")
+
+
+class UnknownHostError(UnreachableError):
+    """A name that ssh cannot resolve: mistyped, most of the time; waiting does not help."""
 
 
 def ssh_command() -> list[str]:
@@ -237,7 +242,7 @@ _ERRORS = (
     ),
     (
         r"Could not resolve hostname|Name or service not known",
-        UnreachableError,
+        UnknownHostError,
         "{host} is not a known host name",
         "Check the spelling, or give it a Host entry in ~/.ssh/config.",
     ),

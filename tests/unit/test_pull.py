@@ -121,6 +121,19 @@ def test_a_host_that_is_down_is_named_and_the_rest_arrives(corral: Corral, hosts
 
 
 @pytest.mark.parametrize(
+    ("named", "said"), [("nope", "nope is not"), ("a,nope", "nope is not"), ("b", "b cannot be")]
+)
+def test_hosts_are_tried_before_anything_is_fetched(corral: Corral, hosts: Path, named: str, said: str) -> None:
+    (hosts / "b" / "down").touch()
+    done = pull(corral, hosts, "smollm2", "--hosts", named, "--to", "~/weights", HF_HUB_OFFLINE="1")
+    assert done.code == 9
+    assert said in done.err
+    assert "fetching" not in done.err
+    assert not (hosts / "a" / "weights").exists()
+    assert not (corral.home / "models").exists()  # nothing was converted
+
+
+@pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
         (["--shared"], 2, "about nodes"),

@@ -23,7 +23,7 @@ from corral.models.hub import gated_error
 from corral.models.store import LEFT_OUT, ModelSource
 from corral.models.token import token_origin
 from corral.record import to_json
-from corral.ssh import Ssh, check_host, each
+from corral.ssh import Ssh, UnknownHostError, check_host, each
 from corral.transfer.courier import HERE, ask_courier
 from corral.transfer.spread import Origin, Outcome, Progress, spread
 from corral.untrusted import last_object
@@ -93,6 +93,9 @@ def pull(order: PullOrder, report: Report, ssh: Ssh | None = None) -> Pull:
     began_s = time.monotonic()
     if not hosts and not order.to:
         return _pull_here(order, report, ssh, began_s)
+    if order.source in ("", "hub") or not order.model.startswith(("/", "~")):
+        model_store.locate(order.model)  # refuses an unknown one before a host is asked
+    _refuse_unreachable(hosts, ssh)
     name, origin, why = _origin(order, hosts or (HERE,), report, ssh)
     folder = order.to or f"{HOME_ON_HOSTS}/{name}"
     if not hosts:
@@ -108,6 +111,15 @@ def pull(order: PullOrder, report: Report, ssh: Ssh | None = None) -> Pull:
         storage=STORAGE[order.storage],
     )
     return _result(name, folder, origin, why, outcomes, ssh, began_s)
+
+
+def _refuse_unreachable(hosts: Sequence[str], ssh: Ssh) -> None:
+    """Before anything is fetched: a mistyped name is refused; a host that is down only where no other answers."""
+    failed = [error for error in each(hosts, lambda host: ssh.run(host, ["true"])).values()
+              if isinstance(error, CorralError)]  # fmt: skip
+    refused = failed if len(failed) == len(hosts) else [e for e in failed if isinstance(e, UnknownHostError)]
+    if refused:
+        raise type(refused[0])(" ".join(error.message for error in refused), refused[0].remedy)
 
 
 # ------------------------------------------------------------------------------------------------ where from
