@@ -65,6 +65,16 @@ SERVING = Facts(NOW, "m", State.READY, served=True, last_request_s=NOW + 3600, q
         ),
         ({"state": State.STOPPED, "reason": Reason.REQUESTED}, "close", "ended: requested"),
         ({"state": State.STOPPED, "reason": Reason.CANCELLED}, "close", "cancelled"),
+        (
+            {"state": State.STOPPED, "reason": Reason.CANCELLED, "text": "job 7 was cancelled by ann"},
+            "close",
+            "m was ended: cancelled (job 7 was cancelled by ann)",
+        ),
+        (
+            {"state": State.QUEUED, "reason": Reason.CANNOT_START, "text": "job 7 waits: PartitionDown"},
+            "close",
+            "m cannot start: job 7 waits",
+        ),
         ({"state": State.STOPPED, "reason": Reason.WALLTIME, "jobs": 3, "max_jobs": 3}, "close", "the last of 3"),
         ({"state": State.FAILED, "reason": Reason.NODE_LOST, "served": False, "unlucky": 5}, "close", "last 5"),
         # begun by somebody who is gone: made again, and not counted twice

@@ -25,7 +25,7 @@ from corral.node.files import write_json
 from corral.node.ports import free_ports
 from corral.processes import own_identity
 from corral.record import dump_json, load_json
-from corral.slurm import cluster, commands
+from corral.slurm import cluster, commands, shared_home
 from corral.slurm.commands import SlurmJob, seconds
 from corral.slurm.options import SlurmOptions, mebibytes
 from corral.slurm.script import BatchJob, batch_script, clock
@@ -308,18 +308,62 @@ def test_inventories_for_the_planner() -> None:
     _, _, none = found.inventory(cluster.Want(gpus_per_node=0, cpus_per_task=8, memory_mib=16000))
     assert (none.gpu, none.cpu_cores, none.host_available_bytes >> 20) == (None, 8, 16000)
     for want, says in (
-        (cluster.Want("gpu_h100", nodes=3), "has 2 usable nodes"),
+        (cluster.Want("gpu_h100", nodes=4), "has 3 nodes with anything; 4 were requested"),
         (cluster.Want("gpu_h100", gpus_per_node=8), "no node with 8 GPUs"),
         (cluster.Want("gpu_h100", gpu="A100"), "no node with A100"),
         (cluster.Want("gpu_h100", constraint="rome"), "no node with feature rome"),
     ):
         with pytest.raises(DoesNotFitError, match=says):
             found.inventory(want)
+    assert not whole.note
+    assert (
+        "has 2 of 3 such nodes up, and 3 were requested" in found.inventory(cluster.Want("gpu_h100", nodes=3))[2].note
+    )
     with pytest.raises(UsageError, match="does not say which GPUs"):
         found.inventory(cluster.Want("odd"))
     assert found.inventory(cluster.Want("odd", gpu="A40"))[2].gpu == "A40"
     assert found.inventory(cluster.Want(gpu="A40", gpus_per_node=2))[0].name == "odd"  # the first that may have them
     assert found.inventory(cluster.Want("odd", gpu_memory_gib=24))[2].memory_bytes_per_gpu == 24 << 30
+
+
+def test_one_node_is_a_number_and_nodes_that_differ_a_little_make_one_job() -> None:
+    found = cluster.read_cluster(
+        PARTITIONS, NODES + NODES.splitlines()[0].replace("h1 ", "h4 ").replace("1500000", "1400000")
+    )
+    (shape,) = found.partition("cpu").shapes
+    assert json.loads(dump_json(shape))["usable_nodes"] == 1
+    assert type(shape.usable_nodes) is type(shape.idle_nodes) is int
+    _, taken = found.shape(cluster.Want("gpu_h100", nodes=4))
+    assert (taken.nodes, taken.memory_mib) == (4, 1400000)
+
+
+def test_the_user_is_believed_where_gres_has_names_of_its_own() -> None:
+    named = cluster.read_cluster(PARTITIONS, NODES.replace("nvidia_h100_80gb_hbm3", "hopper"))
+    assert named.inventory(cluster.Want("gpu_h100", gpu="H100"))[2].gpu == "H100-SXM"
+
+
+def test_a_profiles_hardware_is_held_against_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("corral.slurm.place.discover", lambda: cluster.read_cluster(PARTITIONS, NODES))
+    own: dict[str, object] = {**KEMPNER, "partition": "gpu_h100"}
+    fits = SlurmTarget.from_options({**own, "nodes": 2})
+    assert fits.inventory().source == "profile"  # what the profile says is used, and only checked
+    for wish, says in (
+        ({"nodes": 4}, "has 3 nodes with 4 H100-SXM, 96 CPUs; 4 were requested"),
+        ({"cpus_per_task": 128}, "no node with 4 H100-SXM, 128 CPUs"),
+        ({"gpus_per_node": 8}, "no node with 8 H100-SXM"),
+    ):
+        with pytest.raises(DoesNotFitError, match=says):
+            SlurmTarget.from_options({**own, **wish}).inventory()
+    with pytest.raises(NotFoundError, match="no partition 'kempner_h100'"):
+        SlurmTarget.from_options(KEMPNER).inventory()
+
+
+def test_a_profile_needs_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent() -> cluster.Cluster:
+        raise UnreachableError("SLURM's controller does not answer.", "")
+
+    monkeypatch.setattr("corral.slurm.place.discover", silent)
+    assert SlurmTarget.from_options(KEMPNER).inventory().gpus_per_node == 4
 
 
 # ------------------------------------------------------------------------------------------------------- options
@@ -447,8 +491,8 @@ def deployed() -> DeploymentFolder:
     return folder
 
 
-def queue(fake: Any, state: str, reason: str = "None", restarts: int = 0) -> None:
-    fake("squeue", print_text(f"7|{state}|{reason}|N/A|N/A|1:00:00|n1|{restarts}|0|") if state else "exit 0")
+def queue(fake: Any, state: str, reason: str = "None", restarts: int = 0, code: str = "0") -> None:
+    fake("squeue", print_text(f"7|{state}|{reason}|N/A|N/A|1:00:00|n1|{restarts}|{code}|") if state else "exit 0")
     fake("sacct", "exit 1")
     commands._kept.clear()
     commands._silent.clear()
@@ -512,12 +556,114 @@ def test_what_slurm_caused_is_not_what_was_asked_for(
 def test_a_remedy_keeps_the_names_in_it(fake: Any, deployed: DeploymentFolder) -> None:
     """Only Corral's own templates take the deployment's name; a path that has NAME in it is a path."""
     queue(fake, "FAILED")
+    deployed.job_log.write_text("")
     moved = DeploymentFolder(deployed.path.rename(deployed.path.with_name("NAMEs")))
     record = load_json(deployments.Record, moved.record)
     write_atomic(moved.record, dump_json(replace(record, name="my model")))
     assert deployments.status(moved).remedy == f"Its output: `{moved.job_log}`."
     agent_says(moved, "failed", "stalled")
     assert deployments.status(moved).remedy.startswith("`corral logs 'my model'` shows")
+
+
+def test_an_end_that_slurm_brought_waits_for_its_reason(fake: Any, deployed: DeploymentFolder) -> None:
+    """The agents were told to end, by scancel or srun, and SLURM still shows the job as running."""
+    agent_says(deployed, "loading")
+    agent_says(deployed, "stopped", "requested")
+    queue(fake, "RUNNING")
+    found = deployments.status(deployed)
+    assert (found.state, found.text) == (State.DRAINING, "job 7 is ending")
+    queue(fake, "FAILED", "NonZeroExitCode", code="35072")
+    found = deployments.status(deployed)
+    assert (found.state, found.reason) == (State.FAILED, Reason.JOB_FAILED)
+    assert found.text == "job 7 failed because signal 9 ended it"
+
+
+def test_an_end_that_was_asked_for_stays_so(fake: Any, deployed: DeploymentFolder) -> None:
+    kept = load_json(Submitted, deployed.job)
+    write_atomic(deployed.job, dump_json(replace(kept, stop_asked=True)))
+    agent_says(deployed, "ready")
+    agent_says(deployed, "stopped", "requested")
+    for word in ("RUNNING", "FAILED"):
+        queue(fake, word)
+        assert deployments.status(deployed).reason is Reason.REQUESTED
+
+
+def test_an_agent_that_was_killed_is_named(fake: Any, deployed: DeploymentFolder) -> None:
+    agent_says(deployed, "ready")
+    address = deployed.rank(0).address
+    address.write_text(json.dumps({**json.loads(address.read_text()), "name": "n1"}))
+    (deployed.rank(0).path / ".heartbeat.json.n1.5.abcd.tmp").write_text("{")
+    queue(fake, "FAILED", "NonZeroExitCode", code="35072")
+    found = deployments.status(deployed)
+    assert found.reason is Reason.AGENT_KILLED
+    assert found.text.startswith("the agent of rank 0 on n1 is gone without a word")
+    assert not list(deployed.path.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize(("reason", "code"), [("JobLaunchFailure", "4021"), ("NonZeroExitCode", str(66 << 8))])
+def test_a_job_that_finds_none_of_its_files(fake: Any, deployed: DeploymentFolder, reason: str, code: str) -> None:
+    queue(fake, "FAILED", reason, code=code)
+    found = deployments.status(deployed)
+    assert found.reason is Reason.HOME_NOT_SHARED
+    assert f"the nodes do not see {deployed.path}" in found.text
+    assert "CORRAL_HOME" in found.remedy
+
+
+def test_a_job_that_failed_before_its_agents_gives_its_last_words(fake: Any, deployed: DeploymentFolder) -> None:
+    deployed.job_log.write_text("0: corral: no network joins all nodes of this job\n\n")
+    queue(fake, "FAILED", "NonZeroExitCode", code="256")
+    text = "job 7 failed with exit code 1; its last words: 0: corral: no network joins all nodes of this job"
+    assert deployments.status(deployed).text == text
+
+
+@pytest.mark.parametrize(
+    ("reason", "remedy"),
+    [("DependencyNeverSatisfied", "scancel 7"), ("PartitionNodeLimit", "--nodes"), ("PartitionConfig", "partitions"),
+     ("AssocMaxWallDurationPerJobLimit", "--time"), ("QOSMaxGRESPerJob", "gpus_per_node"),
+     ("BadConstraints", "constraint"), ("QOSMaxNodePerJobLimit", "--nodes"),
+     ("InvalidAccount", "--account"), ("QOSMinCpuNotSatisfied", "qos"),
+     ("AssocMaxGRESPerNode", "gpus_per_node")],
+)  # fmt: skip
+def test_what_never_clears_ends_the_wait(fake: Any, deployed: DeploymentFolder, reason: str, remedy: str) -> None:
+    queue(fake, "PENDING", reason)
+    *_, found = deployments.watch(deployed)
+    assert isinstance(found, deployments.Status)
+    assert (found.state, found.reason) == (State.QUEUED, Reason.CANNOT_START)
+    assert f"({reason})" in found.text
+    assert remedy in found.remedy
+
+
+@pytest.mark.parametrize(
+    "reason", ["Resources", "Priority", "Dependency", "QOSMaxJobsPerUserLimit", "AssocGrpGRES", "JobHeldUser", "None"]
+)
+def test_what_may_clear_is_waited_for(reason: str) -> None:
+    assert standing(SlurmJob("7", "PENDING", reason)).reason is None
+
+
+def test_a_home_that_nodes_do_not_see_is_refused(tmp_path: Path, fake: Any) -> None:
+    home = tmp_path / "corral"
+    calls = tmp_path / "calls"
+    fake("srun", f"echo x >>{calls}; echo corral-reached-a-node; exit 1")
+    with pytest.raises(UsageError, match="the nodes do not see Corral's home"):
+        shared_home.refuse_unseen(home, ["--partition=gpu"])
+    fake("srun", f"echo x >>{calls}; echo 'srun: error: no node' >&2; exit 1")  # nobody could be asked
+    shared_home.refuse_unseen(home, [])
+    fake("srun", f"echo x >>{calls}; echo corral-reached-a-node")
+    for _ in range(2):  # asked once
+        shared_home.refuse_unseen(home, [])
+    assert calls.read_text().count("x") == 3
+    assert [path.name for path in home.iterdir()] == [shared_home.MARK]
+
+
+def test_the_kind_of_file_system(tmp_path: Path) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(
+        f"/dev/sda / ext4 rw 0 0\nserver:/x {tmp_path} nfs4 rw 0 0\ntmpfs {tmp_path}/o\\040k tmpfs rw 0 0\n"
+    )
+    (tmp_path / "o k").mkdir()
+    assert shared_home._kind(tmp_path / "o k", mounts) == "tmpfs"
+    assert shared_home._kind(tmp_path / "other", mounts) == "nfs4"
+    assert shared_home._kind(Path("/usr"), mounts) == "ext4"
 
 
 def test_a_drained_job_stays_drained_whatever_slurm_made_of_it(fake: Any, deployed: DeploymentFolder) -> None:

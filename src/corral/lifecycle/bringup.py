@@ -23,7 +23,7 @@ from corral.deployment.course import Phase
 from corral.deployment.expectation import Expected
 from corral.deployment.folder import DeploymentFolder, checked_name
 from corral.deployment.patience import Patience
-from corral.deployment.state import State
+from corral.deployment.state import Reason, State
 from corral.engines import environments as engines
 from corral.engines.flags import check_arguments
 from corral.engines.planned import joined, read_back
@@ -54,7 +54,6 @@ from corral.runtimes.ray import ray_checks, refuse_known_lack
 from corral.targets.base import Queue, Target, load_target
 
 __all__ = ["LaunchDecision", "Reporter", "Wish", "bring_up", "decide", "dry_run", "sized", "to_paste", "wait_ready"]
-
 
 PORT_ATTEMPTS = 3  # a port that was free when chosen can be taken before the engine binds it
 
@@ -116,6 +115,10 @@ class LaunchDecision:
         asked = {"weights", "dtype", "quantization"} & set(self.wish.fixed)
         insist = "" if asked else "; `--set weights=bf16` would refuse to start instead"
         return [f"{self.source.name} is served in {precision.weights}: {because}{insist}", *said]
+
+    def tell(self, note: Callable[[str], None]) -> None:
+        for text in self.notes():
+            note(text)
 
 
 @dataclass(frozen=True)
@@ -236,8 +239,7 @@ def dry_run(
 ) -> LaunchSpec:
     """The very LaunchSpec that would run, with nothing installed, fetched or started."""
     target, decision = sized(wish, preview=Preview(inventory))
-    for text in decision.notes():
-        note(text)
+    decision.tell(note)
     path = _place_of_model(decision, target)
     folder = DeploymentFolder.of(decision.name)
     return _render(decision, target, folder, _runtime(wish, target, decision.flavour), path, "dry-run", note)
@@ -246,8 +248,7 @@ def dry_run(
 def to_paste(wish: Wish, note: Callable[[str], None], inventory: Inventory | None = None) -> str:
     """The same launch as commands to paste: they leave a deployment of the same name alone."""
     target, decision = sized(wish, note, Preview(inventory))
-    for text in decision.notes():
-        note(text)
+    decision.tell(note)
     path = _place_of_model(decision, target)
     folder = DeploymentFolder(home_dir() / "pasted" / DeploymentFolder.of(decision.name).path.name)
     runtime = _runtime(wish, target, decision.flavour)
@@ -361,7 +362,7 @@ def _bring_up_once(wish: Wish, report: Reporter, wait: bool) -> deployments.Stat
     target, decision = sized(wish, report.note)
     record = _new_record(decision, target)
     if decision.inventory.gpu:
-        _tell_decided(decision, report)
+        decision.tell(report.note)
     refuse_living_chain(decision.name)
     folder = deployments.claim(record, lambda who: report.note(f"waiting for {who}, which uses the same name"))
     staging = _Staging(report, folder, planned_start(decision.plan))
@@ -376,7 +377,7 @@ def _bring_up_once(wish: Wish, report: Reporter, wait: bool) -> deployments.Stat
         target.verify((*runtime.check(), *(ray_checks(runtime) if link == "ray" else ())))
         decision = _measured(decision, staging)
         if not decision.inventory.gpu:
-            _tell_decided(decision, report)
+            decision.tell(report.note)
         kind = kind_of("model", decision.source.name, target.name, target.options())
         staging.phase(Phase.FETCHING, kind, needed=model_store.already_here(decision.source) is None)
         path = _bring_model(decision, target, staging)
@@ -391,6 +392,10 @@ def _bring_up_once(wish: Wish, report: Reporter, wait: bool) -> deployments.Stat
     except KeyboardInterrupt:
         report.note(_interrupted(folder))
         raise
+    except LaunchError as error:
+        if error.details.get("reason") == Reason.CANNOT_START:  # nobody has to take it out of the queue
+            deployments.stop(folder)
+        raise
 
 
 def _measured(decision: LaunchDecision, staging: _Staging) -> LaunchDecision:
@@ -403,11 +408,6 @@ def _measured(decision: LaunchDecision, staging: _Staging) -> LaunchDecision:
     if not measure_cpu(model, inventory, formats, staging.report.note):
         return decision
     return replace(decision, plan=_fitting(decision.source, _plan(decision.source, inventory, decision.wish)))
-
-
-def _tell_decided(decision: LaunchDecision, report: Reporter) -> None:
-    for text in decision.notes():
-        report.note(text)
 
 
 def _interrupted(folder: DeploymentFolder) -> str:

@@ -357,7 +357,7 @@ def watch(folder: DeploymentFolder, poll_s: float = 0.1) -> Iterator[Event | Sta
         if settled or time.monotonic() - checked > 2:
             checked = time.monotonic()
             now = status(folder)
-            if now.state is State.READY or now.state in ENDED:
+            if now.state is State.READY or now.state in ENDED or now.reason is Reason.CANNOT_START:
                 yield now
                 return
             if now.text and now.text != said:  # what only the target knows: a place in a queue

@@ -44,6 +44,7 @@ class Facts:
     name: str
     state: State
     reason: Reason | None = None
+    text: str = ""  # the same in words, with what the target knows
     served: bool = False  # it was ready once
     jobs: int = 1
     unlucky: int = 0  # how many at the end of the chain have never been ready
@@ -85,6 +86,8 @@ def next_step(facts: Facts) -> Step:
     """What the last job's state and the clock ask for. Pure."""
     if facts.state in ENDED:
         return _after_the_end(facts)
+    if facts.reason is Reason.CANNOT_START:
+        return Step(Action.CLOSE, f"{facts.name} cannot start: {facts.text}")
     if facts.last_request_s is None or facts.state in (State.QUEUED, State.STAGING, State.STARTING, State.LOADING):
         return _waiting(facts, f"is {facts.state}")
     if facts.max_jobs is not None and facts.jobs >= facts.max_jobs:
@@ -105,6 +108,8 @@ def _waiting(facts: Facts, what: str, how_long: str = "") -> Step:
 
 def _after_the_end(facts: Facts) -> Step:
     why = facts.reason.value.replace("_", " ") if facts.reason else "no reason known"
+    if facts.text:  # what is kept must tell later why nothing followed
+        why += f" ({facts.text})"
     if facts.reason in (Reason.REQUESTED, Reason.CANCELLED):
         return Step(Action.CLOSE, f"{facts.name} was ended: {why}")
     if not facts.served and facts.reason not in BAD_LUCK:
@@ -133,6 +138,7 @@ def look(folder: DeploymentFolder) -> Facts:
         base,
         state=status.state,
         reason=status.reason,
+        text=status.text,
         served=status.timings.ready_s is not None,
         unlucky=_unlucky(all_of_it),
         last_request_s=lease.last_request_s if lease else None,

@@ -12,7 +12,7 @@ from corral.deployment.events import Event, read_events
 from corral.deployment.expectation import Expected, duration
 from corral.deployment.folder import DeploymentFolder
 from corral.deployment.slowness import explain_slow
-from corral.deployment.state import State
+from corral.deployment.state import Reason, State
 from corral.errors import LaunchError
 from corral.files import write_atomic
 from corral.home import home_dir
@@ -40,7 +40,7 @@ class Reporter(Protocol):
 
 
 def wait_ready(folder: DeploymentFolder, report: Reporter) -> deployments.Status:
-    """Follow a deployment until it is ready; raise its reason when it ends instead."""
+    """Follow a deployment until it is ready; raise its reason when it ends instead, or can never start."""
     final: deployments.Status | None = None
     expected = deployments.expected_of(folder)
     for item in deployments.watch(folder):
@@ -56,8 +56,10 @@ def wait_ready(folder: DeploymentFolder, report: Reporter) -> deployments.Status
         return final
     reason = final.reason.value if final.reason else ""
     log = folder.rank(0).log
+    how = "cannot start" if final.reason is Reason.CANNOT_START else str(final.state)
+    why = final.text or reason.replace("_", " ") or "no reason is known"
     raise LaunchError(
-        f"{final.name!r} {final.state}: {final.text}.",
+        f"{final.name!r} {how}: {why}.",
         final.remedy,
         name=final.name,
         state=final.state.value,

@@ -69,6 +69,8 @@ class Reason(_Word):
     JOB_FAILED = "job_failed"
     JOB_ENDED = "job_ended"
     JOB_FORGOTTEN = "job_forgotten"
+    CANNOT_START = "cannot_start"
+    HOME_NOT_SHARED = "home_not_shared"
 
 
 _END = {State.STOPPED, State.FAILED}

@@ -8,13 +8,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import reduce
 
 from corral.errors import DoesNotFitError, NotFoundError, UsageError
 from corral.hardware.inventory import GIB, Gpu, Inventory, find_gpu
 from corral.record import nearest
 from corral.slurm.commands import ask, seconds
 
-__all__ = ["Cluster", "NodeShape", "Partition", "Want", "discover", "gpu_kind", "gpu_of"]
+__all__ = ["Cluster", "NodeShape", "Partition", "Want", "discover", "gpu_kind", "gpu_of", "shortage"]
 
 MIB = 1 << 20
 # a node in one of these takes no job, now or soon
@@ -115,7 +116,8 @@ class Cluster:
         share = gpus / shape.gpus if gpus and shape.gpus else 1.0
         cores = want.cpus_per_task or max(1, int(shape.cpus * share))
         memory = (want.memory_mib or int(shape.memory_mib * share)) * MIB
-        base = Inventory(None, 1, want.nodes, 0, cores, memory, memory, want.link, "slurm")
+        note = shortage(partition, shape, want)
+        base = Inventory(None, 1, want.nodes, 0, cores, memory, memory, want.link, "slurm", note=note)
         if not gpus:
             return partition, shape, base
         kind, gpu_bytes = gpu_of(want.gpu or shape.gpu, want.gpu_memory_gib, partition.name)
@@ -131,15 +133,46 @@ def _shape(partition: Partition, want: Want) -> tuple[Partition, NodeShape]:
             f"partition {partition.name} has no node with {_wanted(want)}; it has {has}.",
             "`corral slurm partitions` shows all of them.",
         )
-    enough = [shape for shape in fitting if shape.usable_nodes >= want.nodes]
+    enough = [shape for shape in [*fitting, *_alike(fitting)] if shape.nodes >= want.nodes]
     if not enough:
-        most = max(shape.usable_nodes for shape in fitting)
+        most = max(shape.nodes for shape in [*fitting, *_alike(fitting)])
         raise DoesNotFitError(
-            f"partition {partition.name} has {most} usable nodes with {_wanted(want)}; {want.nodes} were requested.",
+            f"partition {partition.name} has {most} node{'s' * (most != 1)} with {_wanted(want)}; "
+            f"{want.nodes} were requested.",
             "Ask for fewer with --nodes, or name another --partition.",
         )
-    best = max(enough, key=lambda one: (one.gpus > 0, one.idle_nodes >= want.nodes, one.gpus, one.usable_nodes))
-    return partition, best
+
+    def rank(one: NodeShape) -> tuple[bool, bool, bool, int, int]:
+        return one.gpus > 0, one.usable_nodes >= want.nodes, one.idle_nodes >= want.nodes, one.gpus, one.usable_nodes
+
+    return partition, max(enough, key=rank)
+
+
+def _alike(shapes: list[NodeShape]) -> list[NodeShape]:
+    """Nodes with the same GPUs taken together, as the least of them: one job may have nodes that differ otherwise."""
+    groups: dict[tuple[str, int], list[NodeShape]] = {}
+    for shape in shapes:
+        groups.setdefault((shape.gpu, shape.gpus), []).append(shape)
+    return [reduce(_together, group) for group in groups.values() if len(group) > 1]
+
+
+def _together(one: NodeShape, other: NodeShape) -> NodeShape:
+    return NodeShape(
+        one.gpu, one.gpus, min(one.cpus, other.cpus), min(one.memory_mib, other.memory_mib),
+        tuple(feature for feature in one.features if feature in other.features),
+        one.nodes + other.nodes, one.usable_nodes + other.usable_nodes,
+        one.idle_nodes + other.idle_nodes, one.idle_gpus + other.idle_gpus,
+    )  # fmt: skip
+
+
+def shortage(partition: Partition, shape: NodeShape, want: Want) -> str:
+    """That a job will wait for nodes that are down or drained now; empty when enough are up. SLURM queues it."""
+    if shape.usable_nodes >= want.nodes:
+        return ""
+    return (
+        f"partition {partition.name} has {shape.usable_nodes} of {shape.nodes} such nodes up, and {want.nodes} were "
+        "requested: the job waits in the queue until the others are back (`sinfo -R` says why they are not)"
+    )
 
 
 def gpu_of(name: str, memory_gib: float | None, partition: str) -> tuple[str, int]:
@@ -177,8 +210,8 @@ def _fits(shape: NodeShape, want: Want) -> bool:
         return False
     if want.gpu and shape.gpu and (want.gpus_per_node is None or want.gpus_per_node):
         wanted, has = _known(want.gpu), _known(shape.gpu)
-        if want.gpu.lower() != shape.gpu.lower() and (wanted is None or wanted != has):
-            return False
+        if want.gpu.lower() != shape.gpu.lower() and has is not None and wanted != has:
+            return False  # where GRES calls it by a name of its own, the user is believed
     plain = re.fullmatch(r"[\w.-]+", want.constraint)
     if plain and want.constraint not in shape.features:
         return False
@@ -253,7 +286,10 @@ def _shapes(members: list[dict[str, str]]) -> tuple[NodeShape, ...]:
         idle = usable and state.startswith("IDLE")
         used = _gpus(row.get("GresUsed", ""))[1]
         counts.setdefault(bare, Counter()).update(
-            nodes=1, usable_nodes=usable, idle_nodes=idle, idle_gpus=max(0, gpus - used) if usable else 0
+            nodes=1,
+            usable_nodes=int(usable),  # of one node, a Counter would keep the bool
+            idle_nodes=int(idle),
+            idle_gpus=max(0, gpus - used) if usable else 0,
         )
     made = [_counted(bare, count) for bare, count in counts.items()]
     return tuple(sorted(made, key=lambda shape: -shape.nodes))

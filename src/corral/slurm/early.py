@@ -15,7 +15,7 @@ from corral.runtimes.base import NodeCheck
 from corral.shell import Completed, run
 from corral.slurm.commands import ask
 
-__all__ = ["refuse_lacking"]
+__all__ = ["on_a_node", "refuse_lacking"]
 
 HERE_S = 60.0
 WAIT_S = 60  # for a node to become free
@@ -32,7 +32,7 @@ def refuse_lacking(checks: Sequence[NodeCheck], where: Sequence[str]) -> None:
         here = _here(check)
         if here is not None and here.code == 0:
             continue
-        there = _on_a_node(check, where)
+        there = on_a_node(check.light, where)
         if there is not None and there.code == 0:
             continue
         if there is not None:
@@ -48,10 +48,10 @@ def _here(check: NodeCheck) -> Completed | None:
         return None
 
 
-def _on_a_node(check: NodeCheck, where: Sequence[str]) -> Completed | None:
-    """The answer of a node; None where none could be asked."""
-    small = ["--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--mem=1G", "--time=2", f"--immediate={WAIT_S}"]
-    mark = ["sh", "-c", f'echo {REACHED}; exec "$@"', "corral-early", *check.light]
+def on_a_node(argv: Sequence[str], where: Sequence[str], wait_s: int = WAIT_S) -> Completed | None:
+    """What a command says on a node; None where none was to be had."""
+    small = ["--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--mem=1G", "--time=2", f"--immediate={wait_s}"]
+    mark = ["sh", "-c", f'echo {REACHED}; exec "$@"', "corral-early", *argv]
     try:
         done = ask(["srun", "--quiet", "--job-name=corral-check", *small, *where, *mark], NODE_S)
     except CorralError:

@@ -10,8 +10,9 @@ from typing import Any
 
 from corral.errors import UsageError
 
-__all__ = ["BatchJob", "batch_script", "clock"]
+__all__ = ["NOT_SEEN", "BatchJob", "batch_script", "clock"]
 
+NOT_SEEN = 66  # the exit code of a job whose node does not see the deployment's folder
 RESERVE_S = 30  # between the end of draining and the time limit: the engine ends, files are written
 
 
@@ -66,6 +67,7 @@ def batch_script(job: BatchJob) -> str:
         f"# {_plain(job.title)}, for the deployment {_plain(job.deployment)}; one agent of Corral's per node",
         "umask 077",
         f"folder={shlex.quote(job.folder)}",
+        f'[ -f "$folder/node/slurm_start.py" ] || exit {NOT_SEEN}  # not on a file system that this node shares',
         *(_drain(job.signal_s, drain_s) if not job.runner else _hand_on(job.signal_s)),
         *(f"module load {shlex.quote(module)}" for module in job.modules),
         *_renew(job),

@@ -31,15 +31,25 @@ from corral.launch.render import LaunchSpec, PlacedFile, agent_spec
 from corral.record import dump_json, load_json, to_json
 from corral.shell import run
 from corral.slurm import commands
-from corral.slurm.cluster import NodeShape, Partition, discover, gpu_of
 from corral.slurm.early import refuse_lacking
 from corral.slurm.options import SlurmOptions
+from corral.slurm.place import SlurmPlace, find_place
 from corral.slurm.script import BatchJob, batch_script
+from corral.slurm.shared_home import refuse_unseen
 from corral.slurm.states import standing
 from corral.ssh import Forward
 from corral.targets.base import AgentsStatus, ChosenPorts, Declared, JobState, JobStatus, Lease, OwnJob, Progress
 from corral.targets.keys import Flag, Shared, Size, at_least, key, number, one_word, only_said, time_limit
-from corral.targets.slurm_job import Submitted, agents_of, forgotten, is_over, look, submitted_job, unasked
+from corral.targets.slurm_job import (
+    Submitted,
+    agents_of,
+    clear_unfinished,
+    forgotten,
+    is_over,
+    look,
+    submitted_job,
+    unasked,
+)
 
 if TYPE_CHECKING:
     from corral.plan import Plan
@@ -51,15 +61,6 @@ DEFAULT_TIME_S = 4 * 3600.0  # where neither the user nor the partition says how
 END_PATIENCE_S = 90.0  # for a cancelled job: KillWait and epilogues
 SIGNAL_EARLY_S = 60.0  # by so much SLURM may send a signal before its time, says sbatch's manual
 SIZES = (2, 3, 4, 8, 16)
-
-
-@dataclass(frozen=True)
-class SlurmPlace:
-    """Where a job will run, as far as it is known before."""
-
-    inventory: Inventory
-    partition: Partition | None = None  # None: facts of a profile, and SLURM was not asked
-    shape: NodeShape | None = None
 
 
 def _sbatch(value: Mapping[str, object]) -> str:
@@ -165,7 +166,15 @@ class SlurmTarget(Declared):
         return {name: to_json(value) for name, value in said.items() if value != getattr(defaults, name)}
 
     def prepare(self) -> list[str]:
+        if shutil.which("srun"):
+            refuse_unseen(home_dir(), self._where())
         return []
+
+    def _where(self) -> list[str]:
+        """The options that lead to the job's partition."""
+        names = ("partition", "account", "qos", "reservation", "constraint")
+        said = {name: str(getattr(self.given, name)) for name in names}
+        return [f"--{name}={value}" for name, value in said.items() if value]
 
     # what is known before
 
@@ -187,24 +196,8 @@ class SlurmTarget(Declared):
 
     def _found(self) -> SlurmPlace:
         if self._place is None:
-            self._place = self._stated() or self._discovered()
+            self._place = find_place(self.given)
         return self._place
-
-    def _stated(self) -> SlurmPlace | None:
-        """From a profile's facts: no cluster needs to be asked."""
-        given, facts = self.given, self.given.hardware
-        if not (given.gpu and given.gpus_per_node):
-            return None
-        kind, gpu_bytes = gpu_of(given.gpu, given.gpu_memory_gib, given.partition or "of the profile")
-        memory = int(float(facts.get("memory_gib", 0)) * (1 << 30))
-        cores = given.cpus_per_task or int(facts.get("cpu_cores", 0))
-        nodes = given.nodes or 1
-        made = Inventory(kind, given.gpus_per_node, nodes, gpu_bytes, cores, memory, memory, given.link, "profile")
-        return SlurmPlace(made)
-
-    def _discovered(self) -> SlurmPlace:
-        partition, shape, inventory = discover().inventory(self.given.want())
-        return SlurmPlace(inventory, partition, shape)
 
     def home(self) -> str:
         if not self.given.home:
@@ -233,9 +226,7 @@ class SlurmTarget(Declared):
             if done.code == 1 and said and check.details["refusal"] in said[-1]:
                 raise EngineError(f"{check.what}: {said[-1]}", check.remedy)
         if any(check.light for check in checks):
-            names = ("partition", "account", "qos", "reservation", "constraint")
-            where = {name: str(getattr(self.given, name)) for name in names}
-            refuse_lacking(checks, [f"--{name}={value}" for name, value in where.items() if value])
+            refuse_lacking(checks, self._where())
 
     def default_bind(self, expose: bool = False) -> str:
         return "0.0.0.0"  # noqa: S104 - users sit on the login node; every path needs the key
@@ -422,7 +413,9 @@ class SlurmTarget(Declared):
         if job != kept.last and (kept.last is None or job.state != kept.last.state):
             with contextlib.suppress(OSError):
                 write_atomic(folder.job, dump_json(replace(kept, last=job)))
-        return agents_of(folder, kept, job)
+            if standing(job).ended:
+                clear_unfinished(folder)
+        return agents_of(folder, kept, job, own_output=bool(self.given.output))
 
     def lease(self, folder: DeploymentFolder) -> Lease | None:
         kept = submitted_job(folder)

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from corral.deployment.folder import DeploymentFolder
-from corral.deployment.state import Reason, State
+from corral.deployment.diagnosis import last_lines
+from corral.deployment.events import read_events
+from corral.deployment.folder import DeploymentFolder, RankFolder
+from corral.deployment.state import ENDED, Reason, State
 from corral.errors import CorralError, UnreachableError
 from corral.record import load_json
 from corral.slurm import commands
 from corral.slurm.commands import SlurmJob
-from corral.slurm.states import standing
+from corral.slurm.script import NOT_SEEN
+from corral.slurm.shared_home import REMEDY
+from corral.slurm.states import JobVerdict, exit_of, standing
 from corral.targets.base import AgentsStatus
 
-__all__ = ["Submitted", "agents_of", "forgotten", "is_over", "look", "submitted_job", "unasked"]
+__all__ = ["Submitted", "agents_of", "clear_unfinished", "forgotten", "is_over", "look", "submitted_job", "unasked"]
 
 RUNS = ("RUNNING", "SIGNALING", "RESIZING")
 _seen_agents: dict[str, tuple[int, int]] = {}  # the agents' file when SLURM was last asked
@@ -73,31 +77,85 @@ def is_over(id: str, patience_s: float) -> bool:
         time.sleep(0.5)
 
 
-def agents_of(folder: DeploymentFolder, kept: Submitted, job: SlurmJob) -> AgentsStatus:
-    """What SLURM says, where it says more than the agents do."""
+def agents_of(folder: DeploymentFolder, kept: Submitted, job: SlurmJob, own_output: bool = False) -> AgentsStatus:
+    """What SLURM says, where it says more than the agents do; `own_output`: the job's log is not in the folder."""
     found = standing(job, str(folder.job_log))
     if found.ended and kept.stop_asked:
         return AgentsStatus(False, state=State.STOPPED, reason=Reason.REQUESTED, overrules=True)
+    signalled = _ended_unasked(folder, kept)
+    if job.state in RUNS and _agents_run(folder, job):
+        if signalled:  # SLURM told the agents to end, and will say why in a moment
+            ending = f"job {job.id} is ending"
+            return AgentsStatus(True, where=job.nodes, state=State.DRAINING, text=ending, overrules=True)
+        return AgentsStatus(True, where=job.nodes)
     if job.state in RUNS:
-        if _agents_run(folder, job):
-            return AgentsStatus(True, where=job.nodes)
         text = f"job {job.id} runs on {job.nodes}; its agents are starting"
         return AgentsStatus(True, where=job.nodes, state=State.STARTING, text=text, overrules=True)
+    if found.reason is Reason.JOB_FAILED:
+        found = _why_failed(folder, job, found, own_output)
     return AgentsStatus(
         not found.ended, False, job.nodes, found.state, found.reason, found.text, found.remedy,
-        overrules=found.caused or found.state in (State.DRAINING, State.STARTING),
+        overrules=found.caused
+        or found.state in (State.DRAINING, State.STARTING)
+        or (signalled and found.reason is not Reason.JOB_ENDED),
     )  # fmt: skip
+
+
+def _ended_unasked(folder: DeploymentFolder, kept: Submitted) -> bool:
+    """Whether the head's agent ended because it was told to, though not by `corral down`."""
+    last = _last_state(folder.rank(0))
+    return last == (State.STOPPED, Reason.REQUESTED) and not kept.stop_asked
+
+
+def _last_state(rank: RankFolder) -> tuple[str, str]:
+    states = [event for event in read_events(rank.events) if event.kind == "state"]
+    return (str(states[-1].get("state")), str(states[-1].get("reason") or "")) if states else ("", "")
+
+
+def _why_failed(folder: DeploymentFolder, job: SlurmJob, found: JobVerdict, own_output: bool) -> JobVerdict:
+    """Why a job failed, from what its nodes did and did not write."""
+    ran = [rank for rank in folder.ranks() if rank.agent.exists() and _is_of(rank, job)]
+    unseen = not any(_is_of(rank, job) for rank in folder.ranks()) and not (own_output or folder.job_log.exists())
+    if unseen or exit_of(job.exit_code) == (NOT_SEEN, 0):
+        text = f"job {job.id} found none of its files on {job.nodes}: the nodes do not see {folder.path}"
+        return replace(found, reason=Reason.HOME_NOT_SHARED, text=text, remedy=REMEDY)
+    silent = [rank for rank in ran if _last_state(rank)[0] not in ENDED]
+    if silent:
+        who = ", ".join(f"rank {rank.number} on {_address(rank).get('name')}" for rank in silent)
+        text = f"the agent of {who} is gone without a word: it was killed, and job {job.id} ended with it"
+        remedy = "Start it again with `corral up`; on shared machines, ask who ends processes."
+        return replace(found, reason=Reason.AGENT_KILLED, text=text, remedy=remedy)
+    said = "" if ran or own_output else _last_line(folder.job_log)
+    return replace(found, text=f"{found.text}; its last words: {said}") if said else found
+
+
+def _last_line(log: Path) -> str:
+    lines = [line for line in last_lines(log, 20) if line.strip()]
+    return lines[-1].strip()[:300] if lines else ""
+
+
+def clear_unfinished(folder: DeploymentFolder) -> None:
+    """Remove what agents that were killed had begun to write; the job is over."""
+    for rank in folder.ranks():
+        for path in rank.path.glob(".*.tmp"):
+            path.unlink(missing_ok=True)
+
+
+def _address(rank: RankFolder) -> dict[str, Any]:
+    with contextlib.suppress(CorralError, OSError):
+        return load_json(dict, rank.address)
+    return {}
+
+
+def _is_of(rank: RankFolder, job: SlurmJob) -> bool:
+    """Whether a rank came in this life of the job."""
+    return bool(_address(rank).get("life") == f"{job.id}.{job.restarts}")
 
 
 def _agents_run(folder: DeploymentFolder, job: SlurmJob) -> bool:
     """Whether the agents of this life of the job have begun; what an earlier life wrote does not count."""
     head = folder.rank(0)
-    if not head.agent.exists():
-        return False
-    with contextlib.suppress(CorralError, OSError):
-        address: dict[str, Any] = load_json(dict, head.address)
-        return bool(address.get("life") == f"{job.id}.{job.restarts}")
-    return False
+    return head.agent.exists() and _is_of(head, job)
 
 
 def unasked(folder: DeploymentFolder, kept: Submitted, error: CorralError) -> AgentsStatus:

@@ -15,6 +15,7 @@
 # llama-3.1-405b with vLLM cuda-0.32.0 on 4 nodes × 4 × H100-SXM, for the deployment llama-3.1-405b; one agent of Corral's per node
 umask 077
 folder=/n/holylabs/corral/deployments/llama-3.1-405b
+[ -f "$folder/node/slurm_start.py" ] || exit 66  # not on a file system that this node shares
 # 120 s before the end: no new requests; running ones have 90 s
 trap 'echo 90 >"$folder/rank0/drain"' USR1
 module load python/3.12.5-fasrc01

@@ -46,6 +46,7 @@ cat >/srv/corral-home/pasted/llama-3.1-405b-instruct/job.sh <<'CORRAL'
 # llama-3.1-405b-instruct with vLLM conda vllm-inference (modules python) on 4 nodes × 4 × H100-SXM, for the deployment llama-3.1-405b-instruct; one agent of Corral's per node
 umask 077
 folder=/srv/corral-home/pasted/llama-3.1-405b-instruct
+[ -f "$folder/node/slurm_start.py" ] || exit 66  # not on a file system that this node shares
 # 120 s before the end: no new requests; running ones have 90 s
 trap 'echo 90 >"$folder/rank0/drain"' USR1
 srun --ntasks-per-node=1 --kill-on-bad-exit=1 --label --cpus-per-task=96 python3 -I "$folder/node/slurm_start.py" "$folder" &

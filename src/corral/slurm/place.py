@@ -1,0 +1,54 @@
+"""Where a job will run, as far as it is known before: what the cluster has, or a profile's facts held against it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from corral.errors import CorralError
+from corral.hardware.inventory import GIB, Inventory
+from corral.slurm.cluster import Cluster, NodeShape, Partition, discover, gpu_of, shortage
+from corral.slurm.options import SlurmOptions
+
+__all__ = ["SlurmPlace", "find_place"]
+
+
+@dataclass(frozen=True)
+class SlurmPlace:
+    """What a plan may use, and what limits the job."""
+
+    inventory: Inventory
+    partition: Partition | None = None  # None: facts of a profile, and SLURM could not be asked
+    shape: NodeShape | None = None  # None: the profile says what nodes are like
+
+
+def find_place(given: SlurmOptions) -> SlurmPlace:
+    """The place for what is asked for. Whatever says what nodes are like, what the cluster cannot give is refused."""
+    stated = _stated(given)
+    if stated is None:
+        partition, shape, inventory = discover().inventory(given.want())
+        return SlurmPlace(inventory, partition, shape)
+    cluster = _here()
+    if cluster is None:
+        return SlurmPlace(stated)
+    partition, shape = cluster.shape(given.want())
+    return SlurmPlace(replace(stated, note=shortage(partition, shape, given.want())), partition)
+
+
+def _here() -> Cluster | None:
+    """The cluster of this machine; None where there is none, or it does not answer: a profile can do without."""
+    try:
+        return discover()
+    except CorralError:
+        return None
+
+
+def _stated(given: SlurmOptions) -> Inventory | None:
+    """What a profile says of its nodes; None where it does not say enough."""
+    if not (given.gpu and given.gpus_per_node):
+        return None
+    facts = given.hardware
+    kind, gpu_bytes = gpu_of(given.gpu, given.gpu_memory_gib, given.partition or "of the profile")
+    memory = int(float(facts.get("memory_gib", 0)) * GIB)
+    cores = given.cpus_per_task or int(facts.get("cpu_cores", 0))
+    nodes = given.nodes or 1
+    return Inventory(kind, given.gpus_per_node, nodes, gpu_bytes, cores, memory, memory, given.link, "profile")

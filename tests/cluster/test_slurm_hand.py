@@ -1,0 +1,133 @@
+"""What a user of SLURM runs into by hand: wishes that a cluster cannot fulfil, homes that nodes do not see, ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from tests.cluster.test_slurm import SMALL, STUB, Login
+from tests.stand_in import install_stand_in
+from tests.testbed import missing
+from tests.testbed.hosts import Hosts, wait_for
+from tests.testbed.slurm import Slurm
+from tests.tiny_llama import make_tiny_llama
+
+pytestmark = pytest.mark.skipif(bool(missing("slurm")), reason=missing("slurm"))
+PROFILE = """target = "slurm"
+[slurm]
+partition = "gpu"
+nodes = {nodes}
+cpus_per_task = {cpus}
+time = "10:00"
+[hardware]
+gpus = "4xH100"
+"""
+
+
+@pytest.fixture(scope="module")
+def login(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Login]:
+    folder = tmp_path_factory.mktemp("slurm-hand")
+    folder.parent.chmod(0o755)
+    own = folder / "own"  # on every host: empty, and its own
+    own.mkdir()
+    names = ("login", "n1", "n2", "n3")
+    with Hosts(folder / "hosts", names, shared=[folder], private=[own]) as hosts, Slurm(hosts) as slurm:
+        home = folder / "corral"
+        install_stand_in(home, STUB, python="/usr/bin/python3")
+        found = Login(hosts, slurm, home, make_tiny_llama(folder / "tiny"))
+        yield found
+        found.corral("down", "--all")
+
+
+def test_a_profile_is_held_against_the_cluster(login: Login) -> None:
+    profiles = login.hosts.home() / ".config" / "corral" / "profiles"
+    profiles.mkdir(parents=True)
+    for nodes, cpus, says in ((1, 96, "no node with 4 H100-SXM, 96 CPUs"), (4, 8, "has 3 nodes with")):
+        (profiles / "wide.toml").write_text(PROFILE.format(nodes=nodes, cpus=cpus))
+        done = login.corral("up", str(login.model), "--on", "wide", "--name", "wide")
+        assert done.returncode == 5, done.stderr
+        assert says in done.stderr, done.stderr
+    assert not login.folder("wide").exists()
+    assert login.queue() == []
+
+
+def test_a_partition_of_one_node_is_counted_in_numbers(login: Login) -> None:
+    login.slurm.run("scontrol", "create", "PartitionName=solo", "Nodes=n1")
+    found = json.loads(login.corral("slurm", "partitions", "--json").stdout)
+    (shape,) = {one["name"]: one for one in found["partitions"]}["solo"]["shapes"]
+    assert [type(shape[key]) for key in ("nodes", "usable_nodes", "idle_nodes")] == [int, int, int]
+    table = login.corral("slurm", "partitions").stdout
+    assert "True" not in table
+    assert "False" not in table
+    login.slurm.run("scontrol", "delete", "PartitionName=solo")
+
+
+def test_what_can_never_start_ends_up_with_its_remedy(login: Login) -> None:
+    failed = login.slurm.run("sbatch", "--parsable", "--wait", "-o", "/dev/null", "--wrap", "exit 1", check=False)
+    words = ["up", str(login.model), "--name", "never", *SMALL, "--time", "10:00"]
+    done = login.corral(*words, "--slurm", f"dependency=afterok:{failed.stdout.strip()}")
+    assert done.returncode == 8, done.stderr
+    assert "'never' cannot start: job" in done.stderr
+    assert "(DependencyNeverSatisfied)" in done.stderr
+    assert "takes it out of the queue" in done.stderr
+    assert login.queue() == []
+
+
+def test_what_waits_for_a_drained_node_is_queued_and_told(login: Login) -> None:
+    login.slurm.run("scontrol", "update", "NodeName=n3", "State=DRAIN", "Reason=fan")
+    try:
+        words = ["up", str(login.model), "--name", "all", *SMALL, "--time", "10:00", "--nodes", "3", "--no-wait"]
+        done = login.corral(*words)
+        assert done.returncode == 0, done.stderr
+        assert "has 2 of 3 such nodes up, and 3 were requested" in done.stderr
+        assert login.wait("all", lambda now: "down, drained" in now["text"])["state"] == "queued"
+        assert login.corral("down", "all").returncode == 0
+    finally:
+        login.slurm.run("scontrol", "update", "NodeName=n3", "State=RESUME")
+
+
+def test_a_home_that_the_nodes_do_not_see(login: Login) -> None:
+    own = login.home.parent / "own" / "corral"
+    login.hosts.exec("login", ["cp", "-a", str(login.home), str(own)])
+    login.hosts.exec("login", ["rm", "-f", str(own / ".seen-by-the-nodes")])
+    there = replace(login, home=own)
+    words = ["up", str(login.model), "--name", "unseen", *SMALL, "--time", "10:00"]
+    done = there.corral(*words)
+    assert done.returncode == 2, done.stderr
+    assert f"the nodes do not see Corral's home {own}" in done.stderr
+    assert login.queue() == []
+    login.hosts.exec("login", ["touch", str(own / ".seen-by-the-nodes")])  # as where no node could be asked
+    done = there.corral(*words)
+    assert done.returncode == 8, done.stderr
+    assert f"the nodes do not see {own}/deployments/unseen" in done.stderr
+    assert "Set CORRAL_HOME to a folder that login and compute nodes share" in done.stderr
+    assert there.status("unseen")["reason"] == "home_not_shared"
+
+
+def test_cancelled_while_loading_says_so(login: Login) -> None:
+    words = ["up", str(login.model), "--name", "loads", *SMALL, "--time", "10:00", "--env", "STUB_OPTIONS=slow=100"]
+    waiting = login.start(*words)
+    login.wait("loads", lambda now: now["state"] == "loading")
+    login.slurm.run("scancel", login.job("loads"))
+    _, said = waiting.communicate(timeout=60)
+    assert waiting.returncode == 8, said
+    assert f"'loads' stopped: job {login.job('loads')} was cancelled" in said
+    assert ": ." not in said
+
+
+def test_a_killed_agent_is_named_with_its_node(login: Login) -> None:
+    login.up("pair", "--nodes", "2", "--slurm", "nodelist=n1,n2", "--slurm", "requeue=false")
+    for pid, line in login.hosts.processes("n2"):
+        if "agent.py" in line and "/pair/" in line:
+            os.kill(pid, signal.SIGKILL)
+    found = login.wait("pair", lambda now: now["state"] in ("failed", "stopped"))
+    assert (found["state"], found["reason"]) == ("failed", "agent_killed"), found
+    assert "the agent of rank 1 on n2 is gone without a word" in found["text"]
+    wait_for(lambda: not [line for _, line in login.left() if "/pair/" in line], 20, "nothing of it left")
+    assert not list(login.folder("pair").rglob("*.tmp"))
+    assert login.corral("down", "pair").returncode == 0
