@@ -28,11 +28,11 @@ _RELATIVE = re.compile(r"^[ \t]*from[ \t]+(\.+)([\w.]*)[ \t]+import[ \t]+(\([^)]
 @functools.cache
 def bundle(resource: str) -> str:
     """The text of a file inside the corral package, or of a folder of them, as one file that runs."""
-    place = resources.files("corral") / resource
+    file = resources.files("corral") / resource
     entry = resource.removeprefix("node/").removesuffix(".py")
-    if place.is_file() and (not resource.startswith("node/") or not list(_imported(entry))):
-        return place.read_text(encoding="utf-8")
-    start = entry if place.is_file() else f"{entry}.__main__"
+    if file.is_file() and (not resource.startswith("node/") or not list(_imported(entry))):
+        return file.read_text(encoding="utf-8")
+    start = entry if file.is_file() else f"{entry}.__main__"
     lines = [_files()["parts"].read_text(encoding="utf-8"), "SOURCES = {}"]
     for name in sorted(_needed(start)):
         text = _files()[name].read_text(encoding="utf-8")

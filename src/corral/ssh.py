@@ -208,9 +208,9 @@ def socket_folder() -> Path:
             return folder
     note = home_dir() / f".ssh-sockets-{socket.gethostname()}"
     with contextlib.suppress(OSError, ValueError):
-        kept = Path(note.read_text(encoding="utf-8").strip())
-        if _is_private(kept):
-            return kept
+        noted = Path(note.read_text(encoding="utf-8").strip())
+        if _is_private(noted):
+            return noted
     base = tempfile.gettempdir()
     made = Path(tempfile.mkdtemp(prefix="corral-", dir=base if len(base) < LONGEST_FOLDER - 20 else "/tmp"))  # noqa: S108
     make_private_dir(home_dir())

@@ -230,7 +230,7 @@ def test_a_job_that_is_requeued_serves_again(login: Login) -> None:
     assert second != first
     key = (login.folder("again") / "key").read_text().strip()
     assert request(second, key) == 200
-    assert (login.folder("again") / "rank0" / f"life-{login.job('again')}.0" / "events.jsonl").exists()
+    assert (login.folder("again") / "rank0" / f"attempt-{login.job('again')}.0" / "events.jsonl").exists()
 
 
 def test_preempted_for_good_or_to_come_back(login: Login) -> None:

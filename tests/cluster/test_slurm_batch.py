@@ -146,7 +146,7 @@ def test_a_profile_says_where_and_one_may_wait(login: Login) -> None:
     assert done.returncode == 0, done.stderr
     login.complete(output, 200)
     record = json.loads(Path(f"{output}.corral/job.json").read_text())
-    assert record["offline"]["more"]["place"]["exclude"] == "n1"
+    assert record["offline"]["more"]["target_options"]["exclude"] == "n1"
 
 
 def test_over_ssh_the_model_runs_there_and_the_batch_here(login: Login) -> None:

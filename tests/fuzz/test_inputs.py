@@ -47,8 +47,8 @@ def test_rows(fuzz: Fuzz) -> None:
 
     def check(value: object) -> None:
         assert isinstance(value, tuple)
-        with tempfile.TemporaryDirectory() as place, contextlib.suppress(CorralError):
-            path = Path(place) / f"in.{value[0]}"
+        with tempfile.TemporaryDirectory() as temporary, contextlib.suppress(CorralError):
+            path = Path(temporary) / f"in.{value[0]}"
             path.write_bytes(b"\n".join(text_of(one) for one in value[1]))
             found = check_input(str(path), None, Recipe())
             assert len(found.problems) <= found.rows
@@ -61,8 +61,8 @@ def test_ledgers_keep_what_is_not_damaged(fuzz: Fuzz) -> None:
 
     def check(value: object) -> None:
         assert isinstance(value, list)
-        with tempfile.TemporaryDirectory() as place:
-            folder, table = BatchFolder(Path(place) / "o.jsonl"), Table(Path("none"))
+        with tempfile.TemporaryDirectory() as temporary:
+            folder, table = BatchFolder(Path(temporary) / "o.jsonl"), Table(Path("none"))
             for number in range(10):
                 table.add(hash64(b"%d" % number), number, 0, 1, number + 1)
             folder.create()
@@ -89,25 +89,25 @@ def test_locks(fuzz: Fuzz) -> None:
     holder = {"pid": 5, "host": "n", "boot_id": "b", "start_ticks": 9, "namespace": "pid:[1]"}
 
     def check(value: object) -> None:
-        with tempfile.TemporaryDirectory() as place:
-            path = Path(place) / "lock"
+        with tempfile.TemporaryDirectory() as temporary:
+            path = Path(temporary) / "lock"
             path.write_bytes(text_of(value))
             holder_of(path)
-            assert list(Path(place).iterdir()) == [path]
+            assert list(Path(temporary).iterdir()) == [path]
 
     fuzz(changed(holder) | raw, check)
 
 
 def test_files_of_deployments(fuzz: Fuzz) -> None:
-    launch = {"launch_id": "a-1", "target": "ssh", "place": {"hosts": ["a"]}, "ranks": [{"node": "a"}]}
+    launch = {"launch_id": "a-1", "target": "ssh", "target_options": {"hosts": ["a"]}, "ranks": [{"node": "a"}]}
 
     def check(value: object) -> None:
-        with tempfile.TemporaryDirectory() as place:
-            folder = DeploymentFolder(Path(place))
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = DeploymentFolder(Path(temporary))
             for path in (folder.record, folder.launch):
                 path.write_bytes(text_of(value))
             found = traces_of(folder)
-            assert isinstance(found.place, dict)
+            assert isinstance(found.target_options, dict)
             assert all(isinstance(node, str) for node in found.nodes)
 
     fuzz(changed(launch) | raw, check)

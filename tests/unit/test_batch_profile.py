@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from corral.batch.serving import Offline
-from corral.cli.batch import _place
+from corral.cli.batch import _target_fields
 
 PROFILE = '[hardware]\ngpus = "1xH100"\n[defaults]\nmodel = "llama-3.1-8b"\n%s\n'
 
@@ -17,7 +17,7 @@ def wish(text: str, context: int | None, fixed: tuple[str, ...]) -> Any:
     folder = Path.home() / ".config" / "corral" / "profiles"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "box.toml").write_text(PROFILE % text)
-    more = _place({"on": "box", "model": None, "context": context, "fixed": fixed})
+    more = _target_fields({"on": "box", "model": None, "context": context, "fixed": fixed})
     return Offline(more["model"], context, fixed, (), more).wish("batch")
 
 

@@ -53,7 +53,7 @@ def output(tmp_path: Path) -> Path:
     """A finished small batch that was begun as one on SLURM."""
     rows, output = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
     rows.write_text("".join(json.dumps({"id": n, "prompt": "x"}) + "\n" for n in range(5)))
-    more = {"target": "slurm", "place": {"partition": "gpu", "time": "1:00:00"}}
+    more = {"target": "slurm", "target_options": {"partition": "gpu", "time": "1:00:00"}}
     offline = Offline("m", more=more)
     with FakeServer(FakeOptions(model="m", answer_tokens=(1, 2))) as server:
         order = BatchOrder(input=str(rows), output=str(output))
@@ -111,8 +111,13 @@ def test_where_it_runs_is_kept_and_found_again(output: Path) -> None:
     _, where = again(str(output))
     assert where.offline is not None
     assert is_queued(where)
-    wish = where.offline.wish("x", place={"time": "2:00:00"})
-    assert (wish.target, wish.model, wish.place, wish.patience.restarts) == ("slurm", "m", {"time": "2:00:00"}, 3)
+    wish = where.offline.wish("x", target_options={"time": "2:00:00"})
+    assert (wish.target, wish.model, wish.target_options, wish.patience.restarts) == (
+        "slurm",
+        "m",
+        {"time": "2:00:00"},
+        3,
+    )
     assert not is_queued(Where(offline=Offline("m")))
     assert "more" not in Offline("m").to_json()  # as before there were other places
 

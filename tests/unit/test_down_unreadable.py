@@ -99,7 +99,7 @@ def test_half_a_file_still_tells_the_launch(clean_home: Path) -> None:
     folder.path.mkdir(parents=True)
     folder.record.write_bytes(b'{"name": "one", "launch_id": "abc-1", "target": "ssh", "pla')
     found = traces_of(folder)
-    assert (found.launch_id, found.target, found.place) == ("abc-1", "ssh", {})
+    assert (found.launch_id, found.target, found.target_options) == ("abc-1", "ssh", {})
 
 
 @pytest.mark.parametrize("body", [[5], 5, {}, {"ranks": 5}, {"launch_id": 5, "ranks": [{"serve": []}]}, None])

@@ -67,8 +67,10 @@ def test_a_new_runtime_is_one_file_and_one_row(corral: Corral) -> None:
 
 @pytest.mark.usefixtures("extended")
 def test_a_new_target_is_one_file_and_one_row(corral: Corral) -> None:
-    place = {"first_port": 19000, "last_port": 19400}
-    found = bringup.bring_up(bringup.Wish(model=str(corral.model), name="desk", target="desk", place=place), Silent())
+    options = {"first_port": 19000, "last_port": 19400}
+    found = bringup.bring_up(
+        bringup.Wish(model=str(corral.model), name="desk", target="desk", target_options=options), Silent()
+    )
     try:
         assert found.state == "ready"
         assert found.endpoint
@@ -84,8 +86,8 @@ def test_a_new_target_has_a_table_in_profiles_and_flags(corral: Corral) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text('target = "desk"\n[desk]\nfirst_port = 19000\nlast_port = 19400\n')
     profile = load_profile("mine")
-    wish = merged(profile, {"model": str(corral.model), "place": {"first_port": 19100}})
-    assert (wish["target"], wish["place"]) == ("desk", {"first_port": 19100, "last_port": 19400})
+    wish = merged(profile, {"model": str(corral.model), "target_options": {"first_port": 19100}})
+    assert (wish["target"], wish["target_options"]) == ("desk", {"first_port": 19100, "last_port": 19400})
     assert chosen_target({"target_option_first_port": 19001}, None) == ("desk", {"first_port": 19001})
     path.write_text('target = "desk"\n[desk]\nfirst_prot = 1\n')
     with pytest.raises(DataError, match="first_prot"):

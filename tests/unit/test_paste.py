@@ -89,9 +89,11 @@ def test_over_ssh_the_profiles_adapters_and_addresses_are_there(
         return [(2, 1, 6, "", (known[host], 0))] if host in known else real(host, *rest, **named)
 
     monkeypatch.setattr("socket.getaddrinfo", looked_up)
-    place = {"hosts": ["node00", "10.0.0.2"], "gpus": "8xH100", "hca": "mlx5", "home": "/shared/corral"}
+    options = {"hosts": ["node00", "10.0.0.2"], "gpus": "8xH100", "hca": "mlx5", "home": "/shared/corral"}
     notes: list[str] = []
-    wish = bringup.Wish(model="llama-3.1-70b", target="ssh", place=place, runtime="docker", fixed={"data": 2})
+    wish = bringup.Wish(
+        model="llama-3.1-70b", target="ssh", target_options=options, runtime="docker", fixed={"data": 2}
+    )
     text = bringup.to_paste(wish, notes.append)
     assert text.count("NCCL_IB_HCA=mlx5") == 2
     assert "VLLM_HOST_IP=10.0.0.1 " in text  # an address, not the name
@@ -105,10 +107,12 @@ def test_a_model_that_nodes_lack_is_brought_by_a_command_of_its_own(
     corral: Corral, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CORRAL_SSH", NOBODY)
-    place = {"hosts": ["10.0.0.1"], "gpus": "1xH100", "home": "/shared/corral", "models": str(corral.model.parent)}
-    wish = bringup.Wish(model=str(corral.model), target="ssh", place=place, runtime="docker")
+    options = {"hosts": ["10.0.0.1"], "gpus": "1xH100", "home": "/shared/corral", "models": str(corral.model.parent)}
+    wish = bringup.Wish(model=str(corral.model), target="ssh", target_options=options, runtime="docker")
     assert f" {corral.model} --served-model-name" in bringup.to_paste(wish, lambda _: None)  # the profile says so
-    wish = bringup.Wish(model=str(corral.model), target="ssh", place={**place, "models": None}, runtime="docker")
+    wish = bringup.Wish(
+        model=str(corral.model), target="ssh", target_options={**options, "models": None}, runtime="docker"
+    )
     text = bringup.to_paste(wish, lambda _: None)
     assert f"pull {corral.model} --hosts 10.0.0.1 --to /shared/corral/models/{corral.model.name}\n" in text
     assert f" /shared/corral/models/{corral.model.name} --served-model-name" in text
@@ -116,10 +120,10 @@ def test_a_model_that_nodes_lack_is_brought_by_a_command_of_its_own(
 
 
 def test_scripts_around_an_engine_are_not_shown_with_it(clean_home: Path) -> None:
-    place = {"gpu": "h100", "gpus_per_node": 4, "nodes": 2, "partition": "gpu", "time": "4:00:00"}
+    options = {"gpu": "h100", "gpus_per_node": 4, "nodes": 2, "partition": "gpu", "time": "4:00:00"}
     wish = bringup.Wish(
-        model="llama-3.1-70b", target="slurm", place=place, runtime="conda", runtime_options={"env": "vllm"},
-        fixed={"tensor": 4},
+        model="llama-3.1-70b", target="slurm", target_options=options, runtime="conda",
+        runtime_options={"env": "vllm"}, fixed={"tensor": 4},
     )  # fmt: skip
     lines = bringup.to_paste(wish, lambda _: None).splitlines()
     shown = [line for line in lines if line.startswith("#   ")]

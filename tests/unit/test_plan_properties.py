@@ -11,7 +11,7 @@ from corral.models.catalogue import CATALOGUE
 from corral.models.facts import facts_from_config, facts_from_entry
 from corral.plan import Goal, Parallel, Plan, make_plan
 from corral.plan.constraints import broken_layout, broken_settings, partition
-from corral.plan.layouts import place
+from corral.plan.layouts import replicas_on
 from corral.plan.memory import measure
 from corral.record import from_json, to_json
 
@@ -96,7 +96,7 @@ def test_every_plan_obeys_vllm_and_round_trips(model, inventory, goal, fixed):
 def fitting_plan_obeys(plan: Plan, inventory: Inventory, asked: int | None) -> None:
     assert broken_layout(plan.model, plan.parallel) is None
     assert broken_settings(plan.model, plan.settings, plan.max_model_len) is None
-    assert 1 <= plan.parallel.data <= place(inventory, plan.parallel.tensor, plan.parallel.pipeline)
+    assert 1 <= plan.parallel.data <= replicas_on(inventory, plan.parallel.tensor, plan.parallel.pipeline)
     assert plan.parallel.replica_gpus * plan.parallel.data <= inventory.gpus
     assert plan.max_model_len == asked if asked else plan.max_model_len <= plan.model.max_context
     memory = plan.memory

@@ -123,7 +123,7 @@ def test_every_key_can_be_said() -> None:
     values["endpoint"].pop("expose")
     values["runtime"] = {"name": "docker", "image": "x", "options": {"nested": 1}}
     profile = profile_of(draft(values))
-    assert profile.place["hosts"] == ["node00", "node01"]
+    assert profile.target_options["hosts"] == ["node00", "node01"]
     assert profile.runtime_options == {"image": "x", "options": {"nested": 1}}
     assert profile.settings.limits.max_gpus == 32
 
@@ -345,8 +345,8 @@ def test_flag_over_environment_over_project_over_user_over_default(
     found = merged(profile, {"context": 4000, "port": None})
     assert found["goal"] == {"context": 4000, "concurrency": 3, "goal": "throughput"}
     assert found["patience"] == {"restarts": 1}  # nobody said more: the defaults of `Patience`
-    assert found["place"]["account"] == "lab"
-    assert found["place"]["partition"] == "project"
+    assert found["target_options"]["account"] == "lab"
+    assert found["target_options"]["partition"] == "project"
     assert found["extra_env"] == {"A": "user", "B": "project"}
     assert profile.origin("slurm.account") == f"{user}:3"
     assert profile.origin("slurm.partition") == f"{project}:3"
@@ -363,7 +363,12 @@ def test_another_runtime_or_target_above_leaves_the_options_of_the_one_below_beh
     user_file("c", 'target = "ssh"\n[ssh]\nhosts = ["a"]\n[runtime]\nname = "conda"\nenv = "x"\n')
     project_file(tmp_path, "c", 'target = "local"\n[runtime]\nname = "docker"\n')
     profile = load_profile("c")
-    assert (profile.target, profile.place, profile.runtime, profile.runtime_options) == ("local", {}, "docker", {})
+    assert (profile.target, profile.target_options, profile.runtime, profile.runtime_options) == (
+        "local",
+        {},
+        "docker",
+        {},
+    )
     assert load_profile("c", {"CORRAL_RUNTIME": "venv"}).runtime_options == {}
 
 
@@ -373,9 +378,9 @@ def test_the_environment_is_read_as_strictly_as_a_file() -> None:
     with pytest.raises(DataError, match=r"CORRAL_LINK: link\.name must be one of"):
         load_profile(None, {"CORRAL_LINK": "chain"})
     profile = load_profile("digitalocean-droplet", {"CORRAL_HOSTS": "a, b,", "CORRAL_ACCOUNT": "ignored"})
-    assert profile.place["hosts"] == ["a", "b"]
+    assert profile.target_options["hosts"] == ["a", "b"]
     assert profile.origin("ssh.hosts") == "CORRAL_HOSTS"
-    assert load_profile(None, {"CORRAL_HOSTS": "a"}).place == {}  # no target of its own for it
+    assert load_profile(None, {"CORRAL_HOSTS": "a"}).target_options == {}  # no target of its own for it
     assert load_profile(None, {"CORRAL_PORT": "  "}).settings.endpoint.port is None
 
 
@@ -420,7 +425,7 @@ def test_a_profile_becomes_a_wish() -> None:
     assert found == {
         "model": "llama-3.1-8b",
         "target": "ssh",
-        "place": {
+        "target_options": {
             "hosts": ["a", "b"], "interface": "bond0", "hca": "mlx5", "env": {"NCCL_DEBUG": "INFO"},
             "home": "/srv/corral", "gpus": "8xH100-SXM", "fabric": "ethernet-100",
         },
@@ -448,14 +453,14 @@ def test_an_option_given_always_wins() -> None:
     found = merged(
         profile_of(FULL),
         {
-            "model": "other", "place": {"hosts": ("c",)}, "link": "native", "port": 1, "context": 1,
+            "model": "other", "target_options": {"hosts": ("c",)}, "link": "native", "port": 1, "context": 1,
             "goal": "latency", "fixed": {"tensor": "4"}, "extra_args": ("--max-num-seqs", "4", "--seed", "1"),
             "extra_env": {"X": "2"}, "restarts": 0, "stall_s": 10.0, "name": "n", "bind": "0.0.0.0",
             "runtime_options": {"image": "mine"}, "hung_s": 11.0,
         },
     )  # fmt: skip
-    assert found["place"]["hosts"] == ("c",)
-    assert found["place"]["interface"] == "bond0"
+    assert found["target_options"]["hosts"] == ("c",)
+    assert found["target_options"]["interface"] == "bond0"
     assert found["fixed"] == {"tensor": "4", "pipeline": 2, "eager": "true", "max_num_seqs": "4"}
     assert found["extra_args"] == ("--seed", "1")
     assert found["extra_env"]["X"] == "2"
@@ -485,7 +490,7 @@ def test_what_a_command_says_takes_the_place_of_every_name_of_it(
 
 def test_another_target_or_runtime_on_the_command_line_leaves_the_profiles_options_behind() -> None:
     found = merged(profile_of(FULL), {"target": "local", "runtime": "managed"})
-    assert (found["target"], found["place"], found["runtime_options"]) == ("local", {}, {})
+    assert (found["target"], found["target_options"], found["runtime_options"]) == ("local", {}, {})
 
 
 def test_bind_and_expose_are_one_question() -> None:
@@ -513,8 +518,8 @@ def test_placeholders_must_be_filled_in_before_use() -> None:
         merged(load_profile("mine"), {})
     assert caught.value.remedy == f"Set it in {own}, or on the command line."
     filled = load_profile("kempner", {"CORRAL_PARTITION": "gpu", "CORRAL_ACCOUNT": "lab"})
-    assert merged(filled, {})["place"]["account"] == "lab"
-    assert merged(profile, {"place": {"partition": "gpu", "account": "lab"}})["place"]["nodes"] == 4
+    assert merged(filled, {})["target_options"]["account"] == "lab"
+    assert merged(profile, {"target_options": {"partition": "gpu", "account": "lab"}})["target_options"]["nodes"] == 4
 
 
 @pytest.mark.parametrize(
@@ -522,7 +527,7 @@ def test_placeholders_must_be_filled_in_before_use() -> None:
     [
         ("max_nodes = 1", {}, "2 nodes exceed the 1"),
         ("max_gpus = 8", {}, "16 GPUs exceed the 8"),
-        ("max_nodes = 2", {"place": {"hosts": ("a", "b", "c")}}, "3 nodes exceed the 2"),
+        ("max_nodes = 2", {"target_options": {"hosts": ("a", "b", "c")}}, "3 nodes exceed the 2"),
     ],
 )
 def test_limits_hold_whatever_the_command_line_says(limits: str, flags: dict[str, Any], words: str) -> None:
@@ -534,17 +539,19 @@ def test_limits_hold_whatever_the_command_line_says(limits: str, flags: dict[str
 
 def test_the_limit_of_time_holds_for_the_command_line_too() -> None:
     profile = profile_of('target = "slurm"\n[slurm]\ntime = "1:00:00"\n[limits]\nmax_time = "2:00:00"\n')
-    assert merged(profile, {"place": {"time": "2:00:00"}})["place"]["time"] == "2:00:00"
+    assert merged(profile, {"target_options": {"time": "2:00:00"}})["target_options"]["time"] == "2:00:00"
     with pytest.raises(UsageError, match="10,800 seconds"):
-        merged(profile, {"place": {"time": "3:00:00"}})
+        merged(profile, {"target_options": {"time": "3:00:00"}})
 
 
 def test_limits_hold_for_words_of_the_command_line() -> None:
     profile = profile_of('target = "slurm"\n[limits]\nmax_gpus = 8\n')
-    assert merged(profile, {"place": {"nodes": 2, "gpus_per_node": "4"}})
+    assert merged(profile, {"target_options": {"nodes": 2, "gpus_per_node": "4"}})
     with pytest.raises(UsageError, match="12 GPUs"):
-        merged(profile, {"place": {"nodes": "3", "gpus_per_node": "4"}})
-    assert merged(profile, {"place": {"nodes": "many"}})["place"]["nodes"] == "many"  # the target's to refuse
+        merged(profile, {"target_options": {"nodes": "3", "gpus_per_node": "4"}})
+    assert (
+        merged(profile, {"target_options": {"nodes": "many"}})["target_options"]["nodes"] == "many"
+    )  # the target's to refuse
 
 
 def test_slurm_options() -> None:
@@ -553,7 +560,7 @@ def test_slurm_options() -> None:
         'extra = { "mail-type" = "END", comment = "a b" }\n[hardware]\ngpus = "4xA100"\nnodes = 2\n'
         "[limits]\nmax_jobs = 3\n"
     )
-    assert profile.place == {
+    assert profile.target_options == {
         "partition": "gpu", "mem": 0, "exclusive": False, "signal_s": 60, "nodes": 2,
         "hardware": {"gpus": "4xA100", "nodes": 2}, "extra": {"mail-type": "END", "comment": "a b"}, "max_jobs": 3,
     }  # fmt: skip
@@ -577,7 +584,7 @@ def test_a_hosts_file(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("# nodes\nhead slots=8\n\nworker # second\n")
     path = tmp_path / "p.toml"
     path.write_text('target = "ssh"\n[ssh]\nhosts_file = "hosts"\n')
-    assert assemble("p", [read_file(path, "user")], {}).place["hosts"] == ["head", "worker"]
+    assert assemble("p", [read_file(path, "user")], {}).target_options["hosts"] == ["head", "worker"]
     (tmp_path / "hosts").write_text("good\n-bad\n")
     with pytest.raises(DataError, match=r"p\.toml:3: the hosts file"):
         assemble("p", [read_file(path, "user")], {})

@@ -30,7 +30,7 @@ from corral.lifecycle.successors import (
     write_chain,
 )
 from corral.processes import Identity, own_identity
-from corral.proxy import Kept, port_of
+from corral.proxy import ProxyAddress, port_of
 from corral.record import dump_json, load_json
 from corral.slurm.script import BatchJob, batch_script
 from corral.targets.base import Lease, Queue
@@ -153,7 +153,7 @@ class FakeQueue:
 
 
 def record_of(folder: DeploymentFolder) -> Record:
-    return Record(folder.name, "id", "m", "m", "slurm", NOW, own_identity(), place={"renew_margin_s": 5})
+    return Record(folder.name, "id", "m", "m", "slurm", NOW, own_identity(), target_options={"renew_margin_s": 5})
 
 
 @pytest.fixture
@@ -268,7 +268,7 @@ def test_a_successor_has_the_chains_key_and_a_wish_comes_back_from_its_file(firs
     assert chain_of("it's kept~2") == "it's kept"
     assert chain_of("a~b") == "a~b"
     wish = bringup.Wish(
-        model="m", place={"time": "1:00", "extra": {"a": 1}}, fixed={"tensor": 2}, extra_args=("--x",)
+        model="m", target_options={"time": "1:00", "extra": {"a": 1}}, fixed={"tensor": 2}, extra_args=("--x",)
     )
     write_atomic(first.wish, dump_json(wish))
     assert load_json(bringup.Wish, first.wish) == wish
@@ -304,10 +304,10 @@ def test_renew_needs_a_time_limit(corral: Corral) -> None:
 def test_the_proxys_port_stays(first: DeploymentFolder) -> None:
     port = port_of(first, "127.0.0.1", None)
     assert port == port_of(first, "127.0.0.1", None)
-    write_atomic(first.proxy, dump_json(Kept("127.0.0.1", 18999)))
+    write_atomic(first.proxy, dump_json(ProxyAddress("127.0.0.1", 18999)))
     assert port_of(first, "127.0.0.1", None) == 18999
     assert port_of(first, "127.0.0.1", 7777) == 7777
-    write_atomic(first.proxy, dump_json(Kept("127.0.0.1", 18999, own_identity())))
+    write_atomic(first.proxy, dump_json(ProxyAddress("127.0.0.1", 18999, own_identity())))
     with pytest.raises(ConflictError, match="runs already"):
         port_of(first, "127.0.0.1", None)
 
@@ -319,7 +319,7 @@ def test_the_proxy_as_a_command(corral: Corral) -> None:
         assert proxy.stderr is not None
         url = proxy.stderr.readline().split()[0]
         assert proxy.stderr.readline() == f"export OPENAI_BASE_URL={url} OPENAI_API_KEY=$(cat {folder.key})\n"
-        assert load_json(Kept, folder.proxy).holder is not None
+        assert load_json(ProxyAddress, folder.proxy).holder is not None
         again = corral("proxy", "here")
         assert again.code == 4
         assert url.removesuffix("/v1") in again.err
@@ -336,5 +336,5 @@ def test_the_proxy_as_a_command(corral: Corral) -> None:
         out, _ = proxy.communicate(timeout=30)
     assert proxy.returncode == 0
     assert '"failed": 0' in out
-    assert load_json(Kept, folder.proxy).holder is None
+    assert load_json(ProxyAddress, folder.proxy).holder is None
     assert folder.key.read_text().strip() not in out

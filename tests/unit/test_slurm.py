@@ -63,21 +63,21 @@ KEMPNER: dict[str, object] = {
 
 @pytest.fixture(autouse=True)
 def forgotten() -> None:
-    commands._kept.clear()
+    commands._cache.clear()
     commands._silent.clear()
 
 
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Puts a command on PATH: a shell body; what it was called with is kept in NAME.called."""
-    place = tmp_path / "bin"
-    place.mkdir()
-    monkeypatch.setenv("PATH", f"{place}:{os.environ['PATH']}")
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
 
     def make(name: str, body: str) -> Path:
         called = tmp_path / f"{name}.called"
-        (place / name).write_text(f'#!/bin/sh\nprintf "%s\\n" "$*" >>"{called}"\n{body}\n')
-        (place / name).chmod(0o755)
+        (programs / name).write_text(f'#!/bin/sh\nprintf "%s\\n" "$*" >>"{called}"\n{body}\n')
+        (programs / name).chmod(0o755)
         return called
 
     return make
@@ -343,7 +343,7 @@ def test_the_user_is_believed_where_gres_has_names_of_its_own() -> None:
 
 
 def test_a_profiles_hardware_is_held_against_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("corral.slurm.place.discover", lambda: cluster.read_cluster(PARTITIONS, NODES))
+    monkeypatch.setattr("corral.slurm.allocation.discover", lambda: cluster.read_cluster(PARTITIONS, NODES))
     own: dict[str, object] = {**KEMPNER, "partition": "gpu_h100"}
     fits = SlurmTarget.from_options({**own, "nodes": 2})
     assert fits.inventory().source == "profile"  # what the profile says is used, and only checked
@@ -362,7 +362,7 @@ def test_a_profile_needs_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     def silent() -> cluster.Cluster:
         raise UnreachableError("SLURM's controller does not answer.", "")
 
-    monkeypatch.setattr("corral.slurm.place.discover", silent)
+    monkeypatch.setattr("corral.slurm.allocation.discover", silent)
     assert SlurmTarget.from_options(KEMPNER).inventory().gpus_per_node == 4
 
 
@@ -396,7 +396,10 @@ def test_kempners_documented_deployments(
     monkeypatch.setenv("CORRAL_HOME", "/n/holylabs/corral")
     monkeypatch.setenv("PATH", "/nonexistent")  # a dry run from a profile asks no cluster
     wish = bringup.Wish(
-        model=model, target="slurm", place={**KEMPNER, "nodes": nodes}, fixed={"tensor": tensor, "pipeline": 1}
+        model=model,
+        target="slurm",
+        target_options={**KEMPNER, "nodes": nodes},
+        fixed={"tensor": tensor, "pipeline": 1},
     )
     spec = bringup.dry_run(wish)
     expected = GOLDEN / f"kempner_{model.rpartition('-')[2]}.sh"
@@ -424,7 +427,7 @@ def test_kept_scripts_are_clean(kept: Path, shellcheck: Shellcheck) -> None:
 
 def test_as_many_nodes_as_the_model_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
-    spec = bringup.dry_run(bringup.Wish(model="llama-3.1-405b", target="slurm", place=KEMPNER))
+    spec = bringup.dry_run(bringup.Wish(model="llama-3.1-405b", target="slurm", target_options=KEMPNER))
     assert len(spec.ranks) > 1
     assert f"#SBATCH --nodes={len(spec.ranks)}\n" in spec.script
 
@@ -440,9 +443,9 @@ def test_gpus_need_not_be_typed(fake: Any) -> None:
     assert "--test-only" in tested.read_text()
     fake("sbatch", "echo 'sbatch: error: Invalid account or account/partition combination specified' >&2; exit 1")
     with pytest.raises(UsageError, match="Invalid account"):  # before an engine or a model is fetched
-        bringup.dry_run(bringup.Wish(model="llama-3.1-70b", target="slurm", place={"account": "x"}))
+        bringup.dry_run(bringup.Wish(model="llama-3.1-70b", target="slurm", target_options={"account": "x"}))
     with pytest.raises(DoesNotFitError, match="gives a job 72 h"):
-        bringup.dry_run(bringup.Wish(model="llama-3.1-70b", target="slurm", place={"time": "4-00:00:00"}))
+        bringup.dry_run(bringup.Wish(model="llama-3.1-70b", target="slurm", target_options={"time": "4-00:00:00"}))
 
 
 HOSTILE = ["plain", "it's", "a b", 'quo"te', "$(touch x)", "back`tick", "semi;colon", "100%", "ünïcode", "-rf", "a#b"]
@@ -473,9 +476,9 @@ def test_hostile_names_stay_words(name: str) -> None:
 
 def test_loading_longer_than_the_job_is_refused_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
-    place = {**KEMPNER, "nodes": 4, "time": "3:00"}
+    options = {**KEMPNER, "nodes": 4, "time": "3:00"}
     with pytest.raises(DoesNotFitError) as caught:
-        bringup.dry_run(bringup.Wish(model="llama-3.1-405b", target="slurm", place=place))
+        bringup.dry_run(bringup.Wish(model="llama-3.1-405b", target="slurm", target_options=options))
     assert "loading takes about" in caught.value.message
     assert "the job has 3 min" in caught.value.message
     assert caught.value.details["time_s"] == 180
@@ -484,7 +487,9 @@ def test_loading_longer_than_the_job_is_refused_with_numbers(monkeypatch: pytest
 # ------------------------------------------------------------------------------------------------------- the target
 @pytest.fixture
 def deployed() -> DeploymentFolder:
-    record = deployments.Record("d", "l1", "m", "m", "slurm", time.time(), own_identity(), place={"partition": "gpu"})
+    record = deployments.Record(
+        "d", "l1", "m", "m", "slurm", time.time(), own_identity(), target_options={"partition": "gpu"}
+    )
     folder = deployments.claim(record, lambda _: None)
     folder.rank(0).path.mkdir()
     write_atomic(folder.job, dump_json(Submitted("7", time.time(), 3600.0)))
@@ -494,15 +499,15 @@ def deployed() -> DeploymentFolder:
 def queue(fake: Any, state: str, reason: str = "None", restarts: int = 0, code: str = "0") -> None:
     fake("squeue", print_text(f"7|{state}|{reason}|N/A|N/A|1:00:00|n1|{restarts}|{code}|") if state else "exit 0")
     fake("sacct", "exit 1")
-    commands._kept.clear()
+    commands._cache.clear()
     commands._silent.clear()
 
 
-def agent_says(folder: DeploymentFolder, state: str, reason: str = "", life: str = "7.0") -> None:
+def agent_says(folder: DeploymentFolder, state: str, reason: str = "", attempt: str = "7.0") -> None:
     rank = folder.rank(0)
     rank.agent.write_text(dump_json(own_identity()))
     rank.heartbeat.write_text("{}")
-    rank.address.write_text(json.dumps({"life": life}))
+    rank.address.write_text(json.dumps({"attempt": attempt}))
     body = {"t": time.time(), "kind": "state", "rank": 0, "state": state, **({"reason": reason} if reason else {})}
     with rank.events.open("a") as file:
         file.write(json.dumps(body) + "\n")
@@ -528,7 +533,7 @@ def test_a_life_through_the_queue(fake: Any, deployed: DeploymentFolder) -> None
     assert deployments.status(deployed).state is State.STARTING
     queue(fake, "RUNNING", restarts=1)
     assert deployments.status(deployed).state is State.STARTING  # the files are of the earlier life
-    agent_says(deployed, "ready", life="7.1")
+    agent_says(deployed, "ready", attempt="7.1")
     assert deployments.status(deployed).state is State.READY
     queue(fake, "SIGNALING", restarts=1)
     assert deployments.status(deployed).state is State.READY
@@ -549,7 +554,7 @@ def test_what_slurm_caused_is_not_what_was_asked_for(
     found = deployments.status(deployed)
     assert (found.state, found.reason) == (state, reason)
     fake("squeue", "exit 1")  # what has ended is not asked for again
-    commands._kept.clear()
+    commands._cache.clear()
     assert deployments.status(deployed).reason == reason
 
 
@@ -677,7 +682,7 @@ def test_unknown_is_never_failed(fake: Any, deployed: DeploymentFolder) -> None:
     queue(fake, "PENDING", "Priority")
     deployments.status(deployed)
     fake("squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
-    commands._kept.clear()
+    commands._cache.clear()
     found = deployments.status(deployed)
     assert found.state is State.UNKNOWN
     assert "last seen pending" in found.text
@@ -685,7 +690,7 @@ def test_unknown_is_never_failed(fake: Any, deployed: DeploymentFolder) -> None:
     agent_says(deployed, "ready")
     assert deployments.status(deployed).state is State.READY
     fake("squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
-    commands._kept.clear()
+    commands._cache.clear()
     assert deployments.status(deployed).state is State.READY  # its heartbeat is fresh
     old = time.time() - 300
     os.utime(deployed.rank(0).heartbeat, (old, old))
@@ -740,7 +745,7 @@ def rank(name: str, *candidates: tuple[str, str]) -> dict[str, Any]:
     found = [
         {"interface": i, "address": a, "network": slurm_start.network(a, "255.255.255.0")} for i, a in candidates
     ]
-    return {"life": "7.0", "name": name, "named": "", "candidates": found}
+    return {"attempt": "7.0", "name": name, "named": "", "candidates": found}
 
 
 def test_all_ranks_on_one_network() -> None:
@@ -844,10 +849,10 @@ def test_an_earlier_life_is_set_aside(tmp_path: Path) -> None:
         (tmp_path / name).write_text("old")
     slurm_start.set_aside(str(tmp_path), "7.0")
     assert (tmp_path / "events.jsonl").exists()  # nothing ran here yet
-    write_json(str(tmp_path / "address.json"), {"life": "7.0"})
+    write_json(str(tmp_path / "address.json"), {"attempt": "7.0"})
     slurm_start.set_aside(str(tmp_path), "7.1")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["life-7.0", "template.json"]
-    assert (tmp_path / "life-7.0" / "stop").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["attempt-7.0", "template.json"]
+    assert (tmp_path / "attempt-7.0" / "stop").exists()
 
 
 def test_what_the_nodes_write_is_private(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from corral.batch.core.run import Listener, RunSummary, Share, whole_share
 from corral.batch.core.runner import Counts, Runner, RunnerSettings
 from corral.batch.core.table import RowReader, save_json
 from corral.batch.job import ORDERS, BatchOrder, Prepared, folder_of, load_record, prepare
-from corral.batch.serving import Offline, Served, Where, kept, served_for
+from corral.batch.serving import Offline, Served, Where, served_for, where_record
 from corral.batch.sharing.shared import Sharing, Together
 from corral.client.client import CHAT
 from corral.deployment.events import append_event
@@ -95,7 +95,7 @@ def carry_out(
     folder = folder_of(order.output, order.ordered)
     sharing, serve = sharing or Sharing(), serve or partial(served_for, where, order, reporter)
     pipeline = _Pipeline(
-        folder, order, kept(where), settings, BatchJournal(folder, listener), row_order, signals, serve
+        folder, order, where_record(where), settings, BatchJournal(folder, listener), row_order, signals, serve
     )
     with _tidied(folder):
         made, summary, names = _fed(pipeline, where, sharing)

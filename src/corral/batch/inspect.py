@@ -128,14 +128,14 @@ def _state(folder: BatchFolder, complete: bool, held: bool) -> tuple[str, str]:
     if held:
         return "running", ""
     try:
-        kept = msgspec.json.decode(folder.state.read_bytes())
+        saved = msgspec.json.decode(folder.state.read_bytes())
     except (OSError, msgspec.DecodeError):
-        kept = {"state": "", "details": {}}
-    if complete and (folder.live or kept["state"] == "done") and not folder.shared.is_dir():
+        saved = {"state": "", "details": {}}
+    if complete and (folder.live or saved["state"] == "done") and not folder.shared.is_dir():
         return "done", ""
-    if kept["state"] in ("stopped", "cancelled", "failed"):
-        reason = kept["details"].get("error", {}).get("message", "") if kept["state"] == "failed" else ""
-        return kept["state"], reason
+    if saved["state"] in ("stopped", "cancelled", "failed"):
+        reason = saved["details"].get("error", {}).get("message", "") if saved["state"] == "failed" else ""
+        return saved["state"], reason
     return "interrupted", "its runner ended without a word (killed, or the machine went down)"
 
 
@@ -159,8 +159,8 @@ def ask_to_stop(output: str) -> str:
 def check_input(given: str, format_: str | None, recipe: Recipe) -> Checked:
     """Check an input on its own."""
     source = open_source(given, format_)
-    with tempfile.TemporaryDirectory(prefix="corral-check-") as place:
-        folder = BatchFolder(Path(place) / "check.jsonl")
+    with tempfile.TemporaryDirectory(prefix="corral-check-") as temporary:
+        folder = BatchFolder(Path(temporary) / "check.jsonl")
         folder.create()
         scanned = scan(source, recipe, folder)
         scanned.problems.close()

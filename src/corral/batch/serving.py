@@ -22,7 +22,7 @@ from corral.record import to_json
 if TYPE_CHECKING:
     from corral.lifecycle.bringup import LaunchDecision, Wish
 
-__all__ = ["RAY_DATA", "Offline", "Served", "Where", "facts_of", "kept", "offline_name", "served_for"]
+__all__ = ["RAY_DATA", "Offline", "Served", "Where", "facts_of", "offline_name", "served_for", "where_record"]
 
 RAY_DATA = "ray-data"
 
@@ -35,7 +35,7 @@ class Offline:
     context: int | None = None
     fixed: tuple[str, ...] = ()
     engine_args: tuple[str, ...] = ()
-    more: Mapping[str, Any] = field(default_factory=dict)  # other fields of a wish: target, place, runtime, …
+    more: Mapping[str, Any] = field(default_factory=dict)  # other fields of a wish: target, runtime, …
     engine: str = "http"  # or RAY_DATA: then Ray starts it (see `raydata`) …
     replicas: int = 1  # … so many times
 
@@ -68,7 +68,7 @@ class Where:
     offline: Offline | None = None
 
 
-def kept(where: Where) -> dict[str, Any]:
+def where_record(where: Where) -> dict[str, Any]:
     """Where it runs, as kept with the job for `corral batch resume`."""
     return {
         "deployments": where.deployments,

@@ -157,13 +157,15 @@ def _samples(spec: Spec, rows: Sequence[RequestRow], summary: Summary) -> list[P
             f"{' and '.join(f'P{p:g}' for p in lacking)}: P{most:g} needs {needed(most)}"
         )
         found.append(Problem("few_samples", "caution", text))
-    places = spec.load.concurrency or 0
+    concurrency = spec.load.concurrency or 0
     good = [row for row in rows if row.ok and row.chunk_ns and not row.turn]
-    if not spec.load.open and places and len(good) >= 3 * places and len(good) >= 8:
+    if not spec.load.open and concurrency and len(good) >= 3 * concurrency and len(good) >= 8:
         ordered = sorted(good, key=lambda row: row.asked_ns)
-        first = median(row.e2el_s / max(1, row.output_tokens) for row in ordered[:places])
-        later = percentile(sorted(row.e2el_s / max(1, row.output_tokens) for row in ordered[places:]), 50)
+        first = median(row.e2el_s / max(1, row.output_tokens) for row in ordered[:concurrency])
+        later = percentile(sorted(row.e2el_s / max(1, row.output_tokens) for row in ordered[concurrency:]), 50)
         if later > 0 and first > 2 * later:
-            text = f"the first {places} requests took {first / later:.1f} times as long as later ones: warm up more"
+            text = (
+                f"the first {concurrency} requests took {first / later:.1f} times as long as later ones: warm up more"
+            )
             found.append(Problem("warm_up", "caution", text))
     return found

@@ -118,8 +118,8 @@ class Bench:
         warm = replace(work, dataset="random", file=None, num_prompts=spec.warmup, seed=work.seed ^ _WARM)
         self._tell("warm-up", 0, spec.warmup)
         prompts = load_prompts(warm, words)
-        places = min(spec.warmup, spec.load.concurrency or spec.warmup)
-        outcome = await drive(self._client, prompts, warm, LoadShape(concurrency=places), [0] * len(prompts))
+        concurrency = min(spec.warmup, spec.load.concurrency or spec.warmup)
+        outcome = await drive(self._client, prompts, warm, LoadShape(concurrency=concurrency), [0] * len(prompts))
         if outcome.interrupted:
             raise KeyboardInterrupt
         if outcome.stopped_by is not None:

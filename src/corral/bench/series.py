@@ -45,16 +45,16 @@ class _Book:
 
     async def measure(self, bench: Bench, spec: Spec) -> Finished:
         name = f"p{len(self._series.runs) + 1:02d}"
-        place = self.folder / name
-        place.mkdir(mode=0o700)
+        folder = self.folder / name
+        folder.mkdir(mode=0o700)
         try:
-            return await bench.run(spec, place)
+            return await bench.run(spec, folder)
         finally:
-            if (place / "run.json").is_file():
+            if (folder / "run.json").is_file():
                 self._series = replace(self._series, runs=(*self._series.runs, name))
                 self.save()
             else:
-                place.rmdir()
+                folder.rmdir()
 
     def save(self, **findings: Any) -> store.Series:
         self._series = replace(self._series, findings={**self._series.findings, **findings})
@@ -79,8 +79,8 @@ def sweep_specs(base: Spec, concurrencies: Sequence[int] = (), rates: Sequence[f
     specs = []
     for number, load in enumerate(loads):
         spec = reseeded(replace(base, load=load), number)
-        places = load.concurrency or 4
-        specs.append(replace(spec, warmup=min(places, 16) if number == 0 or base.warmup else base.warmup))
+        concurrency = load.concurrency or 4
+        specs.append(replace(spec, warmup=min(concurrency, 16) if number == 0 or base.warmup else base.warmup))
     return specs
 
 

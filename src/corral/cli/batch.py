@@ -133,7 +133,7 @@ def run(**given: Any) -> int:
         force=given["force"],
         retry_failed=given["retry_failed"],
     )
-    more = _place(given)
+    more = _target_fields(given)
     model = more.get("model") or given["model"]
     engine = given["engine"]
     if engine == "ray-data":
@@ -215,14 +215,14 @@ def serve(**given: Any) -> int:
     return serve_forever(options)
 
 
-def _place(given: dict[str, Any]) -> dict[str, Any]:
+def _target_fields(given: dict[str, Any]) -> dict[str, Any]:
     """Where the model is to run, as fields of a wish; empty for here."""
     target, options = chosen_target(given, given["on"])
     if not given["on"] and target is None:
         return {}
     if not given["on"] and not given["model"]:
         raise UsageError(f"the options of {target} say where to start a model.", "Name it: --model MODEL.")
-    flags = {"place": options, **({"target": target} if target else {})}
+    flags = {"target_options": options, **({"target": target} if target else {})}
     return _from_profile(given, flags) if given["on"] else flags
 
 

@@ -108,17 +108,19 @@ def _of_profile(question: Question, name: str, hosts: tuple[str, ...]) -> Questi
     if not declared.NODES_KNOWN:
         remedy = "Its nodes are known only inside a job; on a node, `corral doctor` without --on looks at that node."
         raise UsageError(f"the profile {name!r} is for {profile.target}.", remedy)
-    wish = merged(profile, {"place": {"hosts": list(hosts)}} if hosts and "hosts" in declared.REQUIRED else {})
-    place: dict[str, Any] = wish["place"]
+    wish = merged(
+        profile, {"target_options": {"hosts": list(hosts)}} if hosts and "hosts" in declared.REQUIRED else {}
+    )
+    said: dict[str, Any] = wish["target_options"]
     return dataclasses.replace(
         question,
-        hosts=tuple(place.get("hosts", ())),
-        identity=place.get("identity"),
-        config=place.get("config"),
-        interface=question.interface or place.get("interface"),
-        hca=place.get("hca"),
-        home=place.get("home"),
-        env=dict(place.get("env", {})),
+        hosts=tuple(said.get("hosts", ())),
+        identity=said.get("identity"),
+        config=said.get("config"),
+        interface=question.interface or said.get("interface"),
+        hca=said.get("hca"),
+        home=said.get("home"),
+        env=dict(said.get("env", {})),
         runtime=wish["runtime"],
         runtime_options=wish["runtime_options"],
     )

@@ -64,12 +64,12 @@ def _rows(inventory: Inventory, shelved: list[ShelvedModel]) -> list[dict[str, A
     from corral.models.catalogue import CATALOGUE
     from corral.models.facts import facts_from_entry
 
-    places = {model.name: model for model in shelved}
+    on_disk = {model.name: model for model in shelved}
     rows = []
     for entry in CATALOGUE.values():
         if entry.name.startswith("llama-3.1-405b-first-upload"):
             continue  # for checking old figures, not for serving
-        facts, here = facts_from_entry(entry), places.pop(entry.name, None)
+        facts, here = facts_from_entry(entry), on_disk.pop(entry.name, None)
         rows.append(
             {
                 "name": entry.name,
@@ -82,7 +82,7 @@ def _rows(inventory: Inventory, shelved: list[ShelvedModel]) -> list[dict[str, A
         )
     others = [
         {"name": m.name, "repository": "", "bytes": m.stored_bytes, "fits": "", "gated": False, "path": m.path}
-        for m in places.values()
+        for m in on_disk.values()
     ]
     return rows + others
 

@@ -199,7 +199,7 @@ def _check_target(profile: Profile) -> None:
     from corral.targets.base import load_target
 
     if not profile.missing():  # said already
-        load_target(profile.target, profile.place)
+        load_target(profile.target, profile.target_options)
 
 
 def _check_arguments(profile: Profile) -> None:

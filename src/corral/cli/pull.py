@@ -80,8 +80,8 @@ def _nodes(names: str | None, profile: str | None) -> tuple[tuple[str, ...], Ssh
     found: Any = names or ""
     ssh = Ssh()
     if profile:
-        place = importlib.import_module("corral.profile").load_profile(profile).place
-        found, ssh = place.get("hosts", ""), Ssh(identity=place.get("identity"), config=place.get("config"))
+        said = importlib.import_module("corral.profile").load_profile(profile).target_options
+        found, ssh = said.get("hosts", ""), Ssh(identity=said.get("identity"), config=said.get("config"))
         if not found:
             raise UsageError(f"the profile {profile!r} names no hosts.", "Give them with --hosts a,b,c.")
     words = found.split(",") if isinstance(found, str) else [str(word) for word in found]

@@ -13,14 +13,14 @@ __all__ = ["up_command"]
 
 
 def up_command(plan: Plan, model: str, asked: AskedValues, profile: Profile | None = None) -> str:
-    """`corral up …`: the profile, its open places, and every value that differs from what it says by itself.
+    """`corral up …`: the profile, its open values, and every value that differs from what it says by itself.
 
     Without a profile, a layout for hardware elsewhere is pinned, so that it stays as planned.
     """
     profile = profile or Profile()
     own = asked_of_plan(profile, {})
     words = ["corral", "up", *([] if model == profile.settings.defaults.model else [model])]
-    words += ["--on", profile.name, *_open_places(plan, profile)] if profile.name else []
+    words += ["--on", profile.name, *_open_values(plan, profile)] if profile.name else []
     if plan.max_model_len != own.goal.get("context"):
         words += ["--context", str(plan.max_model_len)]
     if plan.goal.concurrency and plan.goal.concurrency != own.goal.get("concurrency"):
@@ -46,14 +46,14 @@ def _pinned(plan: Plan, asked: AskedValues) -> dict[str, object]:
     return pinned
 
 
-def _open_places(plan: Plan, profile: Profile) -> list[str]:
+def _open_values(plan: Plan, profile: Profile) -> list[str]:
     """Options for what a profile leaves to its user, in capitals, and the nodes where they differ."""
     words: list[str] = []
-    declared, place = target_class(profile.target), profile.place
+    declared, said = target_class(profile.target), profile.target_options
     for flag in declared.FLAGS:
-        if flag.option in declared.REQUIRED and flag.option not in place:
+        if flag.option in declared.REQUIRED and flag.option not in said:
             words += [flag.name, ",".join(f"HOST{number + 1}" for number in range(plan.inventory.nodes))]
-        elif is_placeholder(place.get(flag.option)):
+        elif is_placeholder(said.get(flag.option)):
             words += [flag.name, flag.option.upper()]
         elif flag.option == "nodes" and plan.inventory.nodes != profile.nodes:
             words += [flag.name, str(plan.inventory.nodes)]

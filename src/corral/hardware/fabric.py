@@ -61,7 +61,7 @@ class Fabric:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _NodeAddress:
     """One address of one node."""
 
     host: str
@@ -86,14 +86,14 @@ def choose_fabric(
         return _alone(facts[0], interface, given)
     chosen, because, notes = _forced(facts, interface) if interface else _best(facts)
     hcas, sockets_only, rdma_note = _adapters(facts, hca)
-    networks = {place.address.network for place in chosen}
+    networks = {one.address.network for one in chosen}
     return Fabric(
-        addresses={place.host: str(place.address.ip) for place in chosen},
-        interfaces={place.host: place.interface.name for place in chosen},
+        addresses={one.host: str(one.address.ip) for one in chosen},
+        interfaces={one.host: one.interface.name for one in chosen},
         hcas=hcas,
         because=because,
         network=str(networks.pop()) if len(networks) == 1 else "",
-        speed_mbps=min(place.speed for place in chosen),
+        speed_mbps=min(one.speed for one in chosen),
         sockets_only=sockets_only,
         notes=tuple(note for note in (*notes, rdma_note) if note),
         given=given,
@@ -110,47 +110,51 @@ def speed_mbps(facts: NodeFacts, interface: Interface) -> int:
     return interface.speed_mbps or behind or ASSUMED_MBPS.get(interface.driver, SLOWEST_MBPS)
 
 
-def _places(facts: NodeFacts) -> list[_Place]:
+def _addresses_of(facts: NodeFacts) -> list[_NodeAddress]:
     return [
-        _Place(facts.host, row, IPv4Interface(text), speed_mbps(facts, row), row.name == facts.default_interface)
+        _NodeAddress(
+            facts.host, row, IPv4Interface(text), speed_mbps(facts, row), row.name == facts.default_interface
+        )
         for row in facts.interfaces
         for text in row.ipv4
     ]
 
 
-def _usable(place: _Place) -> bool:
-    row = place.interface
+def _usable(one: _NodeAddress) -> bool:
+    row = one.interface
     ours = row.kind in CARRIES and not NOT_OURS.match(row.name)
-    return ours and row.up and row.carrier is not False and not place.address.is_link_local
+    return ours and row.up and row.carrier is not False and not one.address.is_link_local
 
 
-def _shared(facts: Sequence[NodeFacts], places: Mapping[str, Sequence[_Place]]) -> list[tuple[_Place, ...]]:
-    """For every network in which all nodes have an address of their own: the fastest place of each node."""
+def _shared(
+    facts: Sequence[NodeFacts], addresses: Mapping[str, Sequence[_NodeAddress]]
+) -> list[tuple[_NodeAddress, ...]]:
+    """For every network in which all nodes have an address of their own: the fastest address of each node."""
     found = []
-    first = dict.fromkeys(p.address.network for p in places[facts[0].host] if p.address.network.prefixlen < 31)
+    first = dict.fromkeys(p.address.network for p in addresses[facts[0].host] if p.address.network.prefixlen < 31)
     for network in first:
-        members = [[p for p in places[node.host] if p.address.network == network] for node in facts]
+        members = [[p for p in addresses[node.host] if p.address.network == network] for node in facts]
         if all(members):
             best = tuple(max(own, key=_preference) for own in members)
-            if len({place.address.ip for place in best}) == len(facts):  # docker0 has the same address everywhere
+            if len({one.address.ip for one in best}) == len(facts):  # docker0 has the same address everywhere
                 found.append(best)
     return found
 
 
-def _preference(place: _Place) -> tuple[bool, int, int, int, bool, int]:
+def _preference(one: _NodeAddress) -> tuple[bool, int, int, int, bool, int]:
     """Larger is better."""
-    kind = CARRIES.index(place.interface.kind) if place.interface.kind in CARRIES else len(CARRIES)
-    digits = re.search(r"(\d+)\D*$", place.interface.name)  # among equals eth2 comes before eth9
+    kind = CARRIES.index(one.interface.kind) if one.interface.kind in CARRIES else len(CARRIES)
+    digits = re.search(r"(\d+)\D*$", one.interface.name)  # among equals eth2 comes before eth9
     early = -int(digits[1]) if digits else 0
-    return (not place.address.is_global, place.speed, place.interface.mtu, -kind, place.default, early)
+    return (not one.address.is_global, one.speed, one.interface.mtu, -kind, one.default, early)
 
 
-def _best(facts: Sequence[NodeFacts]) -> tuple[tuple[_Place, ...], str, list[str]]:
-    places = {node.host: [place for place in _places(node) if _usable(place)] for node in facts}
-    rows = _shared(facts, places)
+def _best(facts: Sequence[NodeFacts]) -> tuple[tuple[_NodeAddress, ...], str, list[str]]:
+    addresses = {node.host: [one for one in _addresses_of(node) if _usable(one)] for node in facts}
+    rows = _shared(facts, addresses)
     if not rows:
-        return _routed(facts, places)
-    ranked = sorted(rows, key=lambda row: min(_preference(place) for place in row), reverse=True)
+        return _routed(facts, addresses)
+    ranked = sorted(rows, key=lambda row: min(_preference(one) for one in row), reverse=True)
     chosen = ranked[0]
     network = chosen[0].address.network
     alone = "the only network" if len(rows) == 1 else f"the fastest of {len(rows)} networks"
@@ -162,20 +166,20 @@ def _best(facts: Sequence[NodeFacts]) -> tuple[tuple[_Place, ...], str, list[str
     return chosen, f"{_names(chosen)}: {network}, {_speed(chosen)}, {alone} that all nodes share", notes
 
 
-def _slower(chosen: Sequence[_Place], other: Sequence[_Place]) -> bool:
-    return min(place.speed for place in chosen) < min(place.speed for place in other)
+def _slower(chosen: Sequence[_NodeAddress], other: Sequence[_NodeAddress]) -> bool:
+    return min(one.speed for one in chosen) < min(one.speed for one in other)
 
 
 def _routed(
-    facts: Sequence[NodeFacts], places: Mapping[str, Sequence[_Place]]
-) -> tuple[tuple[_Place, ...], str, list[str]]:
+    facts: Sequence[NodeFacts], addresses: Mapping[str, Sequence[_NodeAddress]]
+) -> tuple[tuple[_NodeAddress, ...], str, list[str]]:
     """Nodes of several networks: the interfaces of their default routes, if every node has one of its own."""
     chosen = []
     for node in facts:
-        own = [place for place in places[node.host] if place.default]
+        own = [one for one in addresses[node.host] if one.default]
         if own:
             chosen.append(max(own, key=_preference))
-    if len(chosen) < len(facts) or len({place.address.ip for place in chosen}) < len(facts):
+    if len(chosen) < len(facts) or len({one.address.ip for one in chosen}) < len(facts):
         raise UnreachableError(
             f"the {len(facts)} nodes have no network in common{_same_machine(facts)}.",
             f"Connect them to one, or name it with --interface. {_listing(facts)}",
@@ -184,25 +188,27 @@ def _routed(
     return tuple(chosen), because, ["the nodes are in several networks; a router must pass all ports between them"]
 
 
-def _forced(facts: Sequence[NodeFacts], wanted: str) -> tuple[tuple[_Place, ...], str, list[str]]:
+def _forced(facts: Sequence[NodeFacts], wanted: str) -> tuple[tuple[_NodeAddress, ...], str, list[str]]:
     """What the user asked for, or an error that shows what there is."""
     network = _as_network(wanted)
-    own: dict[str, list[_Place]] = {}
+    own: dict[str, list[_NodeAddress]] = {}
     lacking: dict[str, list[str]] = {}
     for node in facts:
-        places = [p for p in _places(node) if (p.address.ip in network if network else p.interface.name == wanted)]
-        own[node.host] = [place for place in places if place.interface.up and place.interface.carrier is not False]
+        addresses = [
+            p for p in _addresses_of(node) if (p.address.ip in network if network else p.interface.name == wanted)
+        ]
+        own[node.host] = [one for one in addresses if one.interface.up and one.interface.carrier is not False]
         if not own[node.host]:
             lacking.setdefault(_why_not(node, wanted, network), []).append(node.host)
     if lacking:
         why = "; ".join(f"{reason} on {some_of(hosts)}" for reason, hosts in lacking.items())
         raise UsageError(f"--interface {wanted} cannot be used: {why}.", _listing(facts))
     if network:
-        chosen = tuple(max(places, key=_preference) for places in own.values())
+        chosen = tuple(max(addresses, key=_preference) for addresses in own.values())
     else:
         chosen = next(iter(_shared(facts, own)), ())
-    if not chosen or len({place.address.ip for place in chosen}) < len(facts):
-        said = some_of([f"{host} {places[0].address}" for host, places in own.items()])
+    if not chosen or len({one.address.ip for one in chosen}) < len(facts):
+        said = some_of([f"{host} {addresses[0].address}" for host, addresses in own.items()])
         raise UsageError(f"--interface {wanted} does not join the nodes: they have {said} there.", _listing(facts))
     return chosen, f"{_names(chosen)}: asked for", []
 
@@ -239,11 +245,11 @@ def _alone(node: NodeFacts, interface: str | None, given: Mapping[str, str]) -> 
     """One node needs no network; its address serves those who want to reach it."""
     if interface:
         chosen, _, _ = _forced([node], interface)
-        place: _Place | None = chosen[0]
+        one: _NodeAddress | None = chosen[0]
     else:
-        usable = [place for place in _places(node) if _usable(place)]
-        place = max(usable, key=lambda place: (place.default, _preference(place)), default=None)
-    address, name = (str(place.address.ip), place.interface.name) if place else ("127.0.0.1", "lo")
+        usable = [one for one in _addresses_of(node) if _usable(one)]
+        one = max(usable, key=lambda one: (one.default, _preference(one)), default=None)
+    address, name = (str(one.address.ip), one.interface.name) if one else ("127.0.0.1", "lo")
     return Fabric({node.host: address}, {node.host: name}, {}, "one node", given=given)
 
 
@@ -282,24 +288,24 @@ def _asked_ports(node: NodeFacts, wanted: str) -> tuple[str, ...]:
 # --- words -------------------------------------------------------------------------------------------------------
 
 
-def _names(chosen: Sequence[_Place]) -> str:
+def _names(chosen: Sequence[_NodeAddress]) -> str:
     by_name: dict[str, list[str]] = {}
-    for place in chosen:
-        by_name.setdefault(place.interface.name, []).append(place.host)
+    for one in chosen:
+        by_name.setdefault(one.interface.name, []).append(one.host)
     if len(by_name) == 1:
         return next(iter(by_name))
     return ", ".join(f"{name} on {', '.join(hosts)}" for name, hosts in by_name.items())
 
 
-def _speed(chosen: Sequence[_Place]) -> str:
-    if all(_guessed(place) for place in chosen):
+def _speed(chosen: Sequence[_NodeAddress]) -> str:
+    if all(_guessed(one) for one in chosen):
         return "speed not known"
-    return f"{min(place.speed for place in chosen) / 1000:g} Gb/s"
+    return f"{min(one.speed for one in chosen) / 1000:g} Gb/s"
 
 
-def _guessed(place: _Place) -> bool:
-    row = place.interface
-    return place.speed <= SLOWEST_MBPS and (row.kind == "veth" or not row.speed_mbps)
+def _guessed(one: _NodeAddress) -> bool:
+    row = one.interface
+    return one.speed <= SLOWEST_MBPS and (row.kind == "veth" or not row.speed_mbps)
 
 
 def _listing(facts: Sequence[NodeFacts], most: int = 8) -> str:

@@ -79,7 +79,7 @@ def _command(rank: RankSpec) -> str:
 
 def _engine_of(argv: Sequence[str]) -> str:
     """The engine's own command, without the text of scripts around it, on one line."""
-    scripts = [place for place, word in enumerate(argv) if "\n" in word]
+    scripts = [number for number, word in enumerate(argv) if "\n" in word]
     return quote_command(argv[scripts[-1] + 1 :] if scripts else argv)
 
 

@@ -66,7 +66,7 @@ class Wish:
     name: str | None = None
     served_name: str | None = None
     target: str = "local"
-    place: Mapping[str, object] = field(default_factory=dict)  # the target's own options: hosts, a partition, …
+    target_options: Mapping[str, object] = field(default_factory=dict)  # hosts, a partition, …
     runtime: str = "managed"
     runtime_options: Mapping[str, object] = field(default_factory=dict)
     link: str = "auto"
@@ -176,7 +176,7 @@ def sized(
     wish: Wish, note: Callable[[str], None] | None = None, preview: Preview | None = None
 ) -> tuple[Target, LaunchDecision]:
     """The target and what is decided for it; where a scheduler gives the nodes, as many as the model needs."""
-    target = load_target(wish.target, wish.place)
+    target = load_target(wish.target, wish.target_options)
     if note:  # a dry run touches no node, unless its commands are to be pasted
         _prepare(target, note, preview)
     try:
@@ -240,7 +240,7 @@ def dry_run(
     """The very LaunchSpec that would run, with nothing installed, fetched or started."""
     target, decision = sized(wish, preview=Preview(inventory))
     decision.tell(note)
-    path = _place_of_model(decision, target)
+    path = _model_path(decision, target)
     folder = DeploymentFolder.of(decision.name)
     return _render(decision, target, folder, _runtime(wish, target, decision.flavour), path, "dry-run", note)
 
@@ -249,7 +249,7 @@ def to_paste(wish: Wish, note: Callable[[str], None], inventory: Inventory | Non
     """The same launch as commands to paste: they leave a deployment of the same name alone."""
     target, decision = sized(wish, note, Preview(inventory))
     decision.tell(note)
-    path = _place_of_model(decision, target)
+    path = _model_path(decision, target)
     folder = DeploymentFolder(home_dir() / "pasted" / DeploymentFolder.of(decision.name).path.name)
     runtime = _runtime(wish, target, decision.flavour)
     launch_id = f"pasted{hashlib.sha256(decision.name.encode()).hexdigest()[:10]}"
@@ -261,7 +261,7 @@ def to_paste(wish: Wish, note: Callable[[str], None], inventory: Inventory | Non
     return as_shell(spec, reach, first)
 
 
-def _place_of_model(decision: LaunchDecision, target: Target) -> str:
+def _model_path(decision: LaunchDecision, target: Target) -> str:
     """Where the nodes have the model, or will have it; its name on the hub, where nobody has it yet."""
     source, least = decision.source, decision.plan.memory.weights_bytes * 9 // 10
     here = model_store.already_here(source)
@@ -352,7 +352,7 @@ def _new_record(decision: LaunchDecision, target: Target) -> deployments.Record:
         model=decision.source.name,
         served_name=decision.served_name,
         target=target.name,
-        place=target.options(),
+        target_options=target.options(),
         created_s=time.time(),
         created_by=own_identity(),
     )
@@ -427,8 +427,8 @@ def _join_chain(wish: Wish, decision: LaunchDecision, folder: DeploymentFolder) 
     elif wish.renew:
         given = Path(wish.model).expanduser() if wish.model else None
         model = str(given.resolve()) if given and given.exists() else wish.model or decision.source.name
-        kept = replace(wish, model=model, name=folder.name, served_name=decision.served_name)
-        write_atomic(folder.wish, dump_json(kept))
+        resolved = replace(wish, model=model, name=folder.name, served_name=decision.served_name)
+        write_atomic(folder.wish, dump_json(resolved))
         write_chain(folder, Chain(max_jobs=wish.max_jobs))
 
 

@@ -65,7 +65,7 @@ class Record:
     created_s: float
     created_by: Identity
     engine: str = ""  # known once staged
-    place: dict[str, Any] = field(default_factory=dict)  # what makes the target again: hosts, a partition, …
+    target_options: dict[str, Any] = field(default_factory=dict)  # what makes the target again: hosts, a partition, …
     kind: str = ""  # what the lengths of its start are remembered under (see `starts`)
 
 
@@ -156,7 +156,7 @@ def status(folder: DeploymentFolder) -> Status:
 
 def target_of(record: Record) -> Target:
     """The target a deployment was started on, with the same nodes."""
-    return load_target(record.target, record.place)
+    return load_target(record.target, record.target_options)
 
 
 def plan_of(folder: DeploymentFolder) -> Plan | None:
@@ -394,7 +394,7 @@ def _stop_unreadable(folder: DeploymentFolder, error: Exception) -> Status:
             f"If its engine runs, end it by hand; then delete {folder.path}.",
         ) from error
     try:
-        target = load_target(traces.target or "local", traces.place)
+        target = load_target(traces.target or "local", traces.target_options)
     except CorralError:
         target = load_target("local")
     found = marked(traces.launch_id, [str(rank.engine) for rank in folder.ranks()])

@@ -133,7 +133,7 @@ def look(folder: DeploymentFolder) -> Facts:
     record = load_json(deployments.Record, last.record)
     target = deployments.target_of(record)
     lease = target.lease(last) if isinstance(target, Queue) else None
-    margin = record.place.get("renew_margin_s")
+    margin = record.target_options.get("renew_margin_s")
     return replace(
         base,
         state=status.state,

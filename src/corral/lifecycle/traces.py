@@ -29,7 +29,7 @@ class Traces:
 
     launch_id: str = ""
     target: str = ""
-    place: dict[str, Any] = field(default_factory=dict)  # what makes the target again
+    target_options: dict[str, Any] = field(default_factory=dict)  # what makes the target again
     nodes: tuple[str, ...] = ()
 
 
@@ -38,12 +38,12 @@ def traces_of(folder: DeploymentFolder) -> Traces:
     files = [folder.record, folder.launch, *(rank.spec for rank in folder.ranks())]
     texts = [_bytes(path) for path in files]
     record, launch = _object(texts[0]), _object(texts[1])
-    place, ranks = record.get("place"), launch.get("ranks")
+    target_options, ranks = record.get("target_options"), launch.get("ranks")
     nodes = [rank.get("node") for rank in ranks if isinstance(rank, dict)] if isinstance(ranks, list) else []
     return Traces(
         _first(_LAUNCH_ID, texts),
         _first(_TARGET, texts[:2]),
-        place if isinstance(place, dict) else {},
+        target_options if isinstance(target_options, dict) else {},
         tuple(node for node in nodes if isinstance(node, str)),
     )
 

@@ -255,13 +255,13 @@ def find_distant(name: str, through: str, program: Sequence[str], port: int | No
         raise NotFoundError(f"{name!r} on {through} is {found['state']}: {found['text'] or 'no endpoint yet'}.",
                             f"Wait for it there: corral wait {shlex.quote(name)}")  # fmt: skip
     key = ssh.run(through, ["cat", endpoint.key_file], timeout_s=30, check=True).stdout
-    kept = home_dir() / "distant" / f"{through}-{DeploymentFolder.of(name).path.name}"
-    make_private_dir(kept)
-    write_atomic(kept / "key", key)
+    folder = home_dir() / "distant" / f"{through}-{DeploymentFolder.of(name).path.name}"
+    make_private_dir(folder)
+    write_atomic(folder / "key", key)
     near = free_port("127.0.0.1", first=port or 0)
     if port and near != port:
         raise ConflictError(f"port {port} of this machine is taken.", "Leave --port out and a free one is chosen.")
-    return Distant(through, endpoint, near, kept / "key")
+    return Distant(through, endpoint, near, folder / "key")
 
 
 def hold_distant(distant: Distant, say: Callable[[str], None]) -> None:

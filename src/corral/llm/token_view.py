@@ -136,16 +136,16 @@ def percent(logprob: float | None) -> str:
 
 
 def table_rows(tokens: Sequence[Token]) -> list[list[str]]:
-    """One row for each token: place, token, id, probability, log-probability, rank, alternatives."""
+    """One row for each token: position, token, id, probability, log-probability, rank, alternatives."""
     rows = []
     shown = _score if are_logits(tokens) else percent
-    for place, token in enumerate(tokens):
+    for position, token in enumerate(tokens):
         others = "  ".join(f"{label(other)} {shown(other.logprob)}" for other in token.top)
         value = "-" if token.logprob is None else f"{token.logprob:.4f}"
         rank = str(token.rank) if token.rank is not None else "-" if token.logprob is None else f">{len(token.top)}"
         number = "-" if token.id is None else str(token.id)
         probability = "-" if shown is _score else percent(token.logprob)
-        rows.append([str(place), label(token), number, probability, value, rank, others])
+        rows.append([str(position), label(token), number, probability, value, rank, others])
     return rows
 
 

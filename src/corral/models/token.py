@@ -41,13 +41,13 @@ def keep_token(token: str) -> Path:
     """Write the token where the hub's library reads it, for the owner only."""
     from huggingface_hub import constants
 
-    place = Path(constants.HF_TOKEN_PATH)
+    file = Path(constants.HF_TOKEN_PATH)
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(place, token, 0o600)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(file, token, 0o600)
     except OSError as error:
         raise DataError(
-            f"the token cannot be kept in {place}: {error.strerror}.",
+            f"the token cannot be kept in {file}: {error.strerror}.",
             "Set HF_TOKEN_PATH to a file that you may write, or set HF_TOKEN for this command.",
         ) from None
-    return place
+    return file

@@ -51,20 +51,26 @@ def start_agent(order: Json) -> Json:
             source = archive.extractfile(member)
             assert source is not None
             write_atomic(path, source.read())  # nodes that share a home unpack the same files at the same moment
-    place = os.path.join(folder, "rank%d" % rank)
-    with open(os.path.join(place, "agent.log"), "ab") as log:
+    rank_folder = os.path.join(folder, "rank%d" % rank)
+    with open(os.path.join(rank_folder, "agent.log"), "ab") as log:
         agent = subprocess.Popen(
-            [sys.executable, "-I", os.path.join(folder, "node", "agent.py"), "run", os.path.join(place, "spec.json")],
+            [
+                sys.executable,
+                "-I",
+                os.path.join(folder, "node", "agent.py"),
+                "run",
+                os.path.join(rank_folder, "spec.json"),
+            ],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             start_new_session=True,
-            cwd=place,
+            cwd=rank_folder,
         )
     until = time.monotonic() + 60
-    while not os.path.exists(os.path.join(place, "agent.json")):
+    while not os.path.exists(os.path.join(rank_folder, "agent.json")):
         if agent.poll() is not None or time.monotonic() > until:
-            with open(os.path.join(place, "agent.log"), errors="replace") as words:
+            with open(os.path.join(rank_folder, "agent.log"), errors="replace") as words:
                 return {"error": "the node agent did not start: %s" % (words.read().strip()[-500:] or "no word")}
         time.sleep(0.01)
     return {"pid": agent.pid}
@@ -72,12 +78,12 @@ def start_agent(order: Json) -> Json:
 
 def report(order: Json) -> Json:
     """What the rank wrote since the offsets given, and whether its agent lives."""
-    place = os.path.join(order["folder"], "rank%d" % order["rank"])
-    if not os.path.isdir(place):
+    rank_folder = os.path.join(order["folder"], "rank%d" % order["rank"])
+    if not os.path.isdir(rank_folder):
         return {"missing": True, "boot_id": boot_id()}
-    found: Json = {"alive": alive(os.path.join(place, "agent.json")), "boot_id": boot_id(), "files": {}}
+    found: Json = {"alive": alive(os.path.join(rank_folder, "agent.json")), "boot_id": boot_id(), "files": {}}
     for name, offset in order["files"].items():
-        with contextlib.suppress(OSError), open(os.path.join(place, name), "rb") as file:
+        with contextlib.suppress(OSError), open(os.path.join(rank_folder, name), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             offset = 0 if size < offset else offset  # trimmed by the agent
             if size - offset > MOST_BYTES and name == "engine.log":
@@ -86,7 +92,7 @@ def report(order: Json) -> Json:
             data = file.read(MOST_BYTES)
             found["files"][name] = {"offset": offset, "data": base64.b64encode(data).decode()}
     for name in ("agent.json", "heartbeat.json"):
-        with contextlib.suppress(OSError, ValueError), open(os.path.join(place, name)) as text:
+        with contextlib.suppress(OSError, ValueError), open(os.path.join(rank_folder, name)) as text:
             found[name] = json.load(text)
             found[name + "_age_s"] = max(0.0, time.time() - os.fstat(text.fileno()).st_mtime)
     return found
@@ -95,12 +101,12 @@ def report(order: Json) -> Json:
 def stop_agent(order: Json) -> Json:
     """Ask the agent, wait, and end what an agent that is gone may have left behind."""
     folder, rank = order["folder"], order["rank"]
-    place = os.path.join(folder, "rank%d" % rank)
-    if not os.path.isdir(place):
+    rank_folder = os.path.join(folder, "rank%d" % rank)
+    if not os.path.isdir(rank_folder):
         return {"left": []}
     with contextlib.suppress(OSError):
-        os.close(os.open(os.path.join(place, "stop"), os.O_WRONLY | os.O_CREAT, 0o600))
-    agent = os.path.join(place, "agent.json")
+        os.close(os.open(os.path.join(rank_folder, "stop"), os.O_WRONLY | os.O_CREAT, 0o600))
+    agent = os.path.join(rank_folder, "agent.json")
     until = time.monotonic() + order["grace_s"]
     while alive(agent) and time.monotonic() < until:
         time.sleep(0.1)
@@ -111,7 +117,7 @@ def stop_agent(order: Json) -> Json:
             os.kill(number, signal.SIGKILL)
         time.sleep(1)
     script = os.path.join(folder, "node", "agent.py")
-    command = [sys.executable, "-I", script, "sweep", order["launch_id"], os.path.join(place, "engine.json")]
+    command = [sys.executable, "-I", script, "sweep", order["launch_id"], os.path.join(rank_folder, "engine.json")]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=60, check=False)
     left: Json = json.loads(done.stdout or b'{"left": ["the sweep said nothing"]}')
     return left

@@ -4,8 +4,8 @@
 
 Which nodes a job gets is known only when it runs. Each rank writes into the shared folder where it can be reached;
 the head waits for all of them, picks a network that joins them and free ports, and writes the rendezvous. Each rank
-then puts addresses and ports in the place of the tokens in its template and becomes its agent. What an earlier life
-of the same job left (SLURM put it back into the queue) is set aside first.
+then replaces the tokens in its template with addresses and ports and becomes its agent. What an earlier attempt of
+the same job left (SLURM put it back into the queue) is set aside first.
 
 Standard library only, Python 3.8 or later, nothing of corral: the file is copied to where the agents run.
 """
@@ -117,25 +117,25 @@ def _on_network(rank: Json, wanted: str, interface: str) -> Optional[Json]:
 
 
 # -------------------------------------------------------------------------------------------------------------- files
-def set_aside(place: str, life: str) -> None:
-    """Keep what an earlier life of this job wrote for reading, and start over."""
-    before = read_json(os.path.join(place, "address.json")).get("life")
-    if before in (None, life):
+def set_aside(rank_folder: str, attempt: str) -> None:
+    """Keep what an earlier attempt of this job wrote for reading, and start over."""
+    before = read_json(os.path.join(rank_folder, "address.json")).get("attempt")
+    if before in (None, attempt):
         return
-    aside = os.path.join(place, "life-" + str(before).replace("/", "-"))
+    aside = os.path.join(rank_folder, "attempt-" + str(before).replace("/", "-"))
     os.makedirs(aside, mode=0o700, exist_ok=True)
-    for name in os.listdir(place):
-        path = os.path.join(place, name)
+    for name in os.listdir(rank_folder):
+        path = os.path.join(rank_folder, name)
         if name != "template.json" and os.path.isfile(path):
             os.replace(path, os.path.join(aside, name))
 
 
-def wait_for_all(folder: str, count: int, life: str) -> List[Json]:
+def wait_for_all(folder: str, count: int, attempt: str) -> List[Json]:
     """Every rank's address, once all have written theirs."""
     until = time.monotonic() + WAIT_S
     while True:
         ranks = [read_json(os.path.join(folder, "rank%d" % rank, "address.json")) for rank in range(count)]
-        missing = [str(rank) for rank, found in enumerate(ranks) if found.get("life") != life]
+        missing = [str(rank) for rank, found in enumerate(ranks) if found.get("attempt") != attempt]
         if not missing:
             return ranks
         if time.monotonic() > until:
@@ -143,11 +143,11 @@ def wait_for_all(folder: str, count: int, life: str) -> List[Json]:
         time.sleep(0.2)
 
 
-def wait_for_rendezvous(path: str, life: str) -> Json:
+def wait_for_rendezvous(path: str, attempt: str) -> Json:
     until = time.monotonic() + 2 * WAIT_S
     while time.monotonic() < until:
         found = read_json(path)
-        if found.get("life") == life:
+        if found.get("attempt") == attempt:
             return found
         time.sleep(0.2)
     raise SystemExit("corral: the head of this job never wrote the addresses")
@@ -225,24 +225,24 @@ def _three_ports() -> List[int]:
 def main(folder: str) -> int:
     os.umask(0o077)
     rank, count = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
-    life = "%s.%s" % (os.environ["SLURM_JOB_ID"], os.environ.get("SLURM_RESTART_COUNT", "0"))
-    place = os.path.join(folder, "rank%d" % rank)
-    template = read_json(os.path.join(place, "template.json"))
+    attempt = "%s.%s" % (os.environ["SLURM_JOB_ID"], os.environ.get("SLURM_RESTART_COUNT", "0"))
+    rank_folder = os.path.join(folder, "rank%d" % rank)
+    template = read_json(os.path.join(rank_folder, "template.json"))
     if not template:
-        raise SystemExit("corral: %s/template.json is missing: is this folder on a shared file system?" % place)
-    set_aside(place, life)
+        raise SystemExit("corral: %s/template.json is missing: is this folder on a shared file system?" % rank_folder)
+    set_aside(rank_folder, attempt)
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    own = {"life": life, "name": name, "named": named_address(), "candidates": interfaces()}
+    own = {"attempt": attempt, "name": name, "named": named_address(), "candidates": interfaces()}
     own.update(rdma=rdma_ports(), default=default_interface())
-    write_json(os.path.join(place, "address.json"), own)
+    write_json(os.path.join(rank_folder, "address.json"), own)
     rendezvous = os.path.join(folder, "rendezvous.json")
     if rank == 0:
-        ranks = wait_for_all(folder, count, life)
+        ranks = wait_for_all(folder, count, attempt)
         wanted = template.get("interface", "")
         chosen = choose_network(ranks, wanted) if count > 1 else []
         serve, master, gang = _three_ports()
         meeting: Json = {
-            "life": life,
+            "attempt": attempt,
             "names": [one["name"] for one in ranks],
             "addresses": [one["address"] for one in chosen] or [own["named"] or "127.0.0.1"],
             "interfaces": [one["interface"] for one in chosen],
@@ -251,14 +251,14 @@ def main(folder: str) -> int:
         meeting.update(adapters(ranks) if count > 1 else {"hcas": [], "sockets_only": False})
         write_json(rendezvous, meeting)
     else:
-        meeting = wait_for_rendezvous(rendezvous, life)
+        meeting = wait_for_rendezvous(rendezvous, attempt)
     template.pop("interface", None)
     spec = complete(template, meeting)
-    write_json(os.path.join(place, "spec.json"), spec)
+    write_json(os.path.join(rank_folder, "spec.json"), spec)
     if spec.get("serve"):
         write_json(os.path.join(folder, "endpoint.json"), endpoint(spec, own))
     agent = os.path.join(folder, "node", "agent.py")
-    os.execv(sys.executable, [sys.executable, "-I", agent, "run", os.path.join(place, "spec.json")])  # noqa: S606
+    os.execv(sys.executable, [sys.executable, "-I", agent, "run", os.path.join(rank_folder, "spec.json")])  # noqa: S606
 
 
 def start() -> None:

@@ -13,7 +13,7 @@ from corral.plan.contract import VERSION, Cost, Goal, Nearest, Parallel, Plan, R
 from corral.plan.cpu_format import cpu_forms
 from corral.plan.engine import cpu_environment, engine_args
 from corral.plan.fixed import Fixed, read_fixed, refuse_two_contexts
-from corral.plan.layouts import layouts, over_nodes, place
+from corral.plan.layouts import layouts, over_nodes, replicas_on
 from corral.plan.nearest import nearest_fits
 from corral.plan.precisions import Form, forms
 from corral.plan.reasons import reasons_for, rejected_for
@@ -134,8 +134,8 @@ def _decide_cpu(form: Form, inventory: Inventory, goal: Goal, fixed: Fixed, tuni
     tried = cpu_forms(form, inventory, goal, fixed, parallel, tuning.cpu)
     why = form.problem
     if not why and parallel.replica_gpus * parallel.data != inventory.nodes:
-        places = "one process" if inventory.nodes == 1 else f"one process on each of {inventory.nodes} nodes"
-        why = f"without a GPU Corral plans {places}; {parallel} is another number"
+        processes = "one process" if inventory.nodes == 1 else f"one process on each of {inventory.nodes} nodes"
+        why = f"without a GPU Corral plans {processes}; {parallel} is another number"
     why = why or broken_layout(form.facts, parallel) or broken_settings(form.facts, tried[0][1].settings, asked) or ""
     if why:
         tried = [(each, with_problem(candidate, why)) for each, candidate in tried]
@@ -164,7 +164,7 @@ def _unplaceable(form: Form, inventory: Inventory, goal: Goal, fixed: Fixed, tun
     parallel = Parallel(fixed.tensor or 1, fixed.pipeline or 1, fixed.data or 1)
     broken = broken_layout(form.facts, parallel)
     why = broken or f"{parallel} cannot be placed on {inventory.label}"
-    if broken is None and place(inventory, parallel.tensor, parallel.pipeline):
+    if broken is None and replicas_on(inventory, parallel.tensor, parallel.pipeline):
         why = f"{inventory.label} holds fewer than {parallel.data} replicas of {replace(parallel, data=1)}"
     candidate = work_out(
         form.facts, inventory, Parallel() if broken else parallel, form.precision, goal, fixed, tuning

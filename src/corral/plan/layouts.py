@@ -10,10 +10,10 @@ from corral.plan.constraints import broken_layout
 from corral.plan.contract import Parallel, Rejected
 from corral.plan.fixed import Fixed
 
-__all__ = ["layouts", "over_nodes", "place", "refused_tensor"]
+__all__ = ["layouts", "over_nodes", "refused_tensor", "replicas_on"]
 
 
-def place(inventory: Inventory, tensor: int, pipeline: int) -> int:
+def replicas_on(inventory: Inventory, tensor: int, pipeline: int) -> int:
     """How many replicas of TP × PP the inventory holds; 0 when not one can be placed.
 
     A replica stays inside one node, or takes whole nodes; its tensor ranks leave a node only by whole nodes too.
@@ -40,7 +40,7 @@ def layouts(model: ModelFacts, inventory: Inventory, fixed: Fixed) -> Iterator[P
     for tensor in tensors:
         stages = [fixed.pipeline] if fixed.pipeline else range(1, max(1, inventory.gpus // tensor) + 1)
         for pipeline in stages:
-            replicas = place(inventory, tensor, pipeline)
+            replicas = replicas_on(inventory, tensor, pipeline)
             wanted = fixed.data or replicas
             if 1 <= wanted <= replicas:
                 parallel = Parallel(tensor, pipeline, wanted)

@@ -21,13 +21,13 @@ from pathlib import Path
 from corral.errors import NotFoundError, UsageError
 from corral.record import nearest
 
-__all__ = ["ProfilePlace", "check_name", "find", "known_names", "user_folder"]
+__all__ = ["ProfileFile", "check_name", "find", "known_names", "user_folder"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True)
-class ProfilePlace:
+class ProfileFile:
     """One file of a profile."""
 
     kind: str  # project | user | example
@@ -65,14 +65,14 @@ def _example_folder() -> Path:
     return Path(str(resources.files("corral") / "data" / "profiles"))
 
 
-def find(name: str) -> list[ProfilePlace]:
+def find(name: str) -> list[ProfileFile]:
     """The files of a profile, the strongest last."""
     check_name(name)
-    user = [ProfilePlace("user", user_folder() / f"{name}.toml")]
-    project = [ProfilePlace("project", folder / f"{name}.toml") for folder in project_folders()]
-    found = [place for place in user if _exists(place.path)]
-    found += [place for place in project if _exists(place.path)][:1]
-    example = ProfilePlace("example", _example_folder() / f"{name}.toml")
+    user = [ProfileFile("user", user_folder() / f"{name}.toml")]
+    project = [ProfileFile("project", folder / f"{name}.toml") for folder in project_folders()]
+    found = [file for file in user if _exists(file.path)]
+    found += [file for file in project if _exists(file.path)][:1]
+    example = ProfileFile("example", _example_folder() / f"{name}.toml")
     if not found and _exists(example.path):
         found = [example]
     if not found:

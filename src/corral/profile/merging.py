@@ -47,14 +47,14 @@ def merged(profile: Profile, flags: Mapping[str, Any]) -> dict[str, Any]:
         raise TypeError(f"a wish has no {', '.join(sorted(unknown))}")
     said = _said_by(profile)
     if given.get("target", profile.target) != profile.target:
-        said["place"] = {}
+        said["target_options"] = {}
     if given.get("runtime", profile.runtime) != profile.runtime:
         said["runtime_options"] = {}
     if "bind" in given or "expose" in given:  # one question with two answers: a given one takes the place of both
         said["bind"] = said["expose"] = None
     asked = asked_of_plan(profile, given)
     result = {name: given.get(name, value) for name, value in said.items()}
-    result["place"] = {**said["place"], **given.get("place", {})}
+    result["target_options"] = {**said["target_options"], **given.get("target_options", {})}
     result["runtime_options"] = {**said["runtime_options"], **given.get("runtime_options", {})}
     result |= {"goal": asked.goal, "fixed": asked.fixed, "link": asked.link, "extra_args": asked.rest}
     settings = profile.settings
@@ -93,7 +93,7 @@ def _said_by(profile: Profile) -> dict[str, Any]:
     return {
         "model": settings.defaults.model,
         "target": profile.target,
-        "place": profile.place,
+        "target_options": profile.target_options,
         "runtime": profile.runtime,
         "runtime_options": profile.runtime_options,
         "link": profile.link,
@@ -105,11 +105,14 @@ def _said_by(profile: Profile) -> dict[str, Any]:
 
 def _refuse_unfinished(profile: Profile, result: Mapping[str, Any]) -> None:
     """Refuse what stands in <> still, and what the profile's target cannot do without."""
-    asked = (result["place"], result["runtime_options"], result.get("model"), result.get("bind"))
+    asked = (result["target_options"], result["runtime_options"], result.get("model"), result.get("bind"))
     open_values = [value for value in _leaves(asked) if is_placeholder(value)]
     keys = [dotted for dotted, value, _ in profile.rows() if value in open_values]
     if result["target"] == profile.target:
-        keys = [*(key for key in profile.missing() if not result["place"].get(key.rpartition(".")[2])), *keys]
+        keys = [
+            *(key for key in profile.missing() if not result["target_options"].get(key.rpartition(".")[2])),
+            *keys,
+        ]
     if not keys and not open_values:
         return
     files = [layer for layer in profile.layers if layer.kind != "environment"]
@@ -136,7 +139,7 @@ def _leaves(value: object) -> Iterator[object]:
 
 
 def _refuse_beyond_limits(profile: Profile, result: Mapping[str, Any]) -> None:
-    limits, size = profile.settings.limits, target_class(result["target"]).size(result["place"])
+    limits, size = profile.settings.limits, target_class(result["target"]).size(result["target_options"])
     for key, asked, most in (
         ("max_nodes", size.nodes, limits.max_nodes),
         ("max_gpus", size.nodes * size.gpus_per_node, limits.max_gpus),

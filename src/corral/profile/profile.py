@@ -77,7 +77,7 @@ class Profile:
         return (target_class(self.target).count_nodes(own) if own else None) or facts.nodes or named
 
     @property
-    def place(self) -> dict[str, Any]:
+    def target_options(self) -> dict[str, Any]:
         """The options of its target; only what is said is in it."""
         return target_class(self.target).from_profile(self.settings.own, self.settings.shared)
 
@@ -124,8 +124,8 @@ class Profile:
 
     def missing(self) -> list[str]:
         """Keys that its target cannot do without, and that nothing is said for."""
-        place = self.place
-        return [f"{self.target}.{name}" for name in target_class(self.target).REQUIRED if name not in place]
+        target_options = self.target_options
+        return [f"{self.target}.{name}" for name in target_class(self.target).REQUIRED if name not in target_options]
 
     def to_fill_in(self) -> list[str]:
         """Everything that is still to be said before it can run."""
@@ -154,7 +154,7 @@ def all_profiles() -> list[Listed]:
     found = []
     for name in folders.known_names():
         files = folders.find(name)
-        kinds, path = tuple(place.kind for place in reversed(files)), files[-1].path
+        kinds, path = tuple(file.kind for file in reversed(files)), files[-1].path
         try:
             found.append(Listed(name, kinds, path, load_profile(name, {})))
         except CorralError as error:

@@ -24,18 +24,18 @@ _ASSIGNMENT = re.compile(r"^\s*([A-Za-z0-9_-]+(?:\s*\.\s*[A-Za-z0-9_-]+)*)\s*=")
 
 @dataclass(frozen=True)
 class Layer:
-    """Values from one place, and where in it each key stands."""
+    """Values from one source, and where in it each key stands."""
 
     kind: str  # example | user | project | environment
     label: str  # a path, or "the environment"
     values: Mapping[str, Any]
-    places: Mapping[str, str] = field(default_factory=dict)  # dotted key -> "FILE:LINE" or a variable's name
+    origins: Mapping[str, str] = field(default_factory=dict)  # dotted key -> "FILE:LINE" or a variable's name
 
     def at(self, dotted: str) -> str:
-        """The place of a key, or of the nearest table around it."""
+        """Where a key stands, or of the nearest table around it."""
         while dotted:
-            if dotted in self.places:
-                return self.places[dotted]
+            if dotted in self.origins:
+                return self.origins[dotted]
             dotted = dotted.rpartition(".")[0]
         return self.label
 
@@ -53,8 +53,8 @@ def parse(text: str, label: str, kind: str = "user") -> Layer:
         raise DataError(f"{label} is not TOML: {error}.", "Correct that line; text needs quotes.") from None
     except RecursionError:
         raise DataError(f"{label} is not a profile: it is nested too deeply.", "Tables go one deep.") from None
-    places = {key: f"{label}:{line}" for key, line in key_lines(text).items()}
-    layer = Layer(kind, label, values, places)
+    origins = {key: f"{label}:{line}" for key, line in key_lines(text).items()}
+    layer = Layer(kind, label, values, origins)
     build_settings(values, layer)
     return layer
 

@@ -27,7 +27,7 @@ def with_storage(
     if not storage.models or not model or model.startswith(("/", ".", "~")) or ".." in model:
         return dict(options)
     folder = Path(storage.models).expanduser()
-    for place in (folder / model, folder / model.rpartition("/")[2]):  # by its whole name, or without its owner
-        if (place / "config.json").is_file():
-            return {**options, "model": str(place)}
+    for copy in (folder / model, folder / model.rpartition("/")[2]):  # by its whole name, or without its owner
+        if (copy / "config.json").is_file():
+            return {**options, "model": str(copy)}
     return dict(options)

@@ -3,14 +3,14 @@
 from corral.proxy.figures import Figures, summary
 from corral.proxy.host import ProxyLimits
 from corral.proxy.members import MemberReading
-from corral.proxy.run import Kept, held_proxy, port_of, run_proxy
+from corral.proxy.run import ProxyAddress, held_proxy, port_of, run_proxy
 from corral.proxy.server import Proxy
 
 __all__ = [
     "Figures",
-    "Kept",
     "MemberReading",
     "Proxy",
+    "ProxyAddress",
     "ProxyLimits",
     "held_proxy",
     "port_of",

@@ -26,7 +26,7 @@ from corral.proxy.members import MemberReading
 from corral.proxy.server import Proxy
 from corral.record import dump_json, load_json
 
-__all__ = ["Kept", "Watcher", "held_proxy", "port_of", "readings", "run_proxy"]
+__all__ = ["ProxyAddress", "Watcher", "held_proxy", "port_of", "readings", "run_proxy"]
 
 FIRST_PORT, PORTS = 18_000, 2_000
 LOOK_S = 1.0
@@ -34,8 +34,8 @@ ENDING_S = 10.0  # for running requests when the proxy is told to end
 
 
 @dataclass(frozen=True)
-class Kept:
-    """The proxy's place, as kept in the deployment's folder."""
+class ProxyAddress:
+    """Where the proxy listens, as written in the deployment's folder."""
 
     host: str
     port: int
@@ -46,21 +46,21 @@ class Kept:
         return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
 
 
-def _kept(folder: DeploymentFolder) -> Kept | None:
+def _saved(folder: DeploymentFolder) -> ProxyAddress | None:
     with contextlib.suppress(OSError, CorralError):
-        return load_json(Kept, folder.proxy)
+        return load_json(ProxyAddress, folder.proxy)
     return None
 
 
-def held_proxy(folder: DeploymentFolder) -> Kept | None:
+def held_proxy(folder: DeploymentFolder) -> ProxyAddress | None:
     """The proxy that runs on this machine, if one does."""
-    kept = _kept(folder)
-    return kept if kept and kept.holder and kept.holder.is_here() and not kept.holder.is_gone() else None
+    saved = _saved(folder)
+    return saved if saved and saved.holder and saved.holder.is_here() and not saved.holder.is_gone() else None
 
 
 def port_of(folder: DeploymentFolder, host: str, wanted: int | None) -> int:
     """The port: as asked, as before, or one that depends on the name only, so that it comes back after a new `up`."""
-    kept = _kept(folder)
+    saved = _saved(folder)
     if (held := held_proxy(folder)) and held.holder:
         raise ConflictError(
             f"a proxy for {folder.name!r} runs already: {held.url} (process {held.holder.pid}).",
@@ -68,8 +68,8 @@ def port_of(folder: DeploymentFolder, host: str, wanted: int | None) -> int:
         )
     if wanted is not None:
         return wanted
-    if kept and kept.host == host:
-        return kept.port
+    if saved and saved.host == host:
+        return saved.port
     start = zlib.crc32(folder.name.encode())
     for step in range(PORTS):
         port = FIRST_PORT + (start + step) % PORTS
@@ -161,7 +161,7 @@ async def _serve(
         await proxy.listen(host, port)
     except OSError as error:
         raise port_refused(port, host, error, "End it, or move the proxy for good with --port.") from None
-    write_atomic(folder.proxy, dump_json(Kept(host, port, own_identity())))
+    write_atomic(folder.proxy, dump_json(ProxyAddress(host, port, own_identity())))
     watcher = Watcher(folder, lambda found: _tell(loop, proxy, found))
     watcher.start()
     try:
@@ -173,8 +173,8 @@ async def _serve(
             loop.remove_signal_handler(number)
         await proxy.close(ENDING_S)
         with contextlib.suppress(OSError):  # the port stays the chain's; the folder may be gone
-            if (kept := _kept(folder)) and kept.holder == own_identity():
-                write_atomic(folder.proxy, dump_json(Kept(host, port)))
+            if (saved := _saved(folder)) and saved.holder == own_identity():
+                write_atomic(folder.proxy, dump_json(ProxyAddress(host, port)))
     return proxy.figures
 
 

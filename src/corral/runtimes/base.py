@@ -105,7 +105,7 @@ class Runtime(Protocol):
         """Make ready what can be made ready on this machine; the runtime as it is then."""
         ...
 
-    def moved(self, places: Mapping[str, str]) -> Runtime:
+    def moved(self, paths: Mapping[str, str]) -> Runtime:
         """The runtime with its carried folders where they lie on the nodes."""
         ...
 
@@ -141,7 +141,7 @@ class OnTheNodes:
     def stage(self, progress: Callable[[str], None]) -> Self:
         return self
 
-    def moved(self, places: Mapping[str, str]) -> Self:
+    def moved(self, paths: Mapping[str, str]) -> Self:
         return self
 
 

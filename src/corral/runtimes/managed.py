@@ -28,7 +28,7 @@ class ManagedRuntime:
 
     installed: engines.Engine
     home: str  # on the nodes
-    place: str = ""  # of the engine on the nodes, once it was put there
+    moved_to: str = ""  # of the engine on the nodes, once it was put there
     name: str = "managed"
 
     @classmethod
@@ -46,7 +46,7 @@ class ManagedRuntime:
 
     @property
     def python(self) -> tuple[str, ...]:
-        return (str(PurePath(self._place) / "bin" / "python"),)
+        return (str(PurePath(self._path) / "bin" / "python"),)
 
     @property
     def serve(self) -> tuple[str, ...]:
@@ -57,10 +57,10 @@ class ManagedRuntime:
         return (self.installed.path,)
 
     @property
-    def _place(self) -> str:
+    def _path(self) -> str:
         """Where the engine lies on the nodes."""
-        if self.place:
-            return self.place
+        if self.moved_to:
+            return self.moved_to
         if self.home == str(home_dir()):
             return self.installed.path
         return str(PurePath(self.home) / "engines" / PurePath(self.installed.path).name)
@@ -71,8 +71,8 @@ class ManagedRuntime:
     def stage(self, progress: Callable[[str], None]) -> ManagedRuntime:
         return replace(self, installed=engines.install(self.installed.flavour, self.installed.version, progress))
 
-    def moved(self, places: Mapping[str, str]) -> ManagedRuntime:
-        return replace(self, place=places[self.installed.path])
+    def moved(self, paths: Mapping[str, str]) -> ManagedRuntime:
+        return replace(self, moved_to=paths[self.installed.path])
 
     def wrap(self, job: EngineCommand) -> Wrapped:
         return Wrapped(job.argv, {**kept_caches(self.home, self.installed.name), **job.env})

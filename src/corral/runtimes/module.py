@@ -95,8 +95,8 @@ class ModuleRuntime:
     def stage(self, progress: Callable[[str], None]) -> ModuleRuntime:
         return replace(self, inside=self.inside.stage(progress))
 
-    def moved(self, places: Mapping[str, str]) -> ModuleRuntime:
-        return replace(self, inside=self.inside.moved(places))
+    def moved(self, paths: Mapping[str, str]) -> ModuleRuntime:
+        return replace(self, inside=self.inside.moved(paths))
 
     def wrap(self, job: EngineCommand) -> Wrapped:
         inner = self.inside.wrap(job)

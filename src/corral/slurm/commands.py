@@ -81,19 +81,19 @@ def _last_line(done: Completed) -> str:
 
 # ------------------------------------------------------------------------------------------------------------ looking
 @dataclass
-class _Kept:
+class _CachedJobs:
     jobs: dict[str, SlurmJob]
     at_s: float
     same_since_s: float
 
 
-_kept: dict[int, _Kept] = {}  # by user
+_cache: dict[int, _CachedJobs] = {}  # by user
 
 
 def forget_answers() -> None:
     """The next look asks SLURM."""
-    for kept in _kept.values():
-        kept.at_s = float("-inf")
+    for cached in _cache.values():
+        cached.at_s = float("-inf")
 
 
 def jobs() -> dict[str, SlurmJob]:
@@ -102,14 +102,14 @@ def jobs() -> dict[str, SlurmJob]:
     The answer is kept for two seconds, and longer (up to half a minute) while nothing changes.
     """
     user, now = os.getuid(), time.monotonic()
-    kept = _kept.get(user)
-    if kept and now - kept.at_s < min(LAZY_S, max(FRESH_S, (kept.at_s - kept.same_since_s) / 20)):
-        return kept.jobs
+    cached = _cache.get(user)
+    if cached and now - cached.at_s < min(LAZY_S, max(FRESH_S, (cached.at_s - cached.same_since_s) / 20)):
+        return cached.jobs
     done = _ask_queue(user)
     found = {job.id: job for job in map(_job, done.stdout.splitlines()) if job}
     states = {id: (job.state, job.reason) for id, job in found.items()}
-    same = kept is not None and states == {id: (job.state, job.reason) for id, job in kept.jobs.items()}
-    _kept[user] = _Kept(found, now, kept.same_since_s if same and kept else now)
+    same = cached is not None and states == {id: (job.state, job.reason) for id, job in cached.jobs.items()}
+    _cache[user] = _CachedJobs(found, now, cached.same_since_s if same and cached else now)
     return found
 
 

@@ -72,7 +72,7 @@ class AgentsStatus:
     reason: Reason | None = None
     text: str = ""
     remedy: str = ""
-    overrules: bool = False  # an end that the agents wrote too: the target caused it, or it is of an earlier run
+    overrules: bool = False  # an end that the agents wrote too: the target caused it, or it is of an earlier attempt
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class OwnJob:
     """The job of a scheduler that this process runs in."""
 
     id: str
-    life: str  # another one when the scheduler put the job back into its queue and started it again
+    attempt: str  # another one when the scheduler put the job back into its queue and started it again
 
 
 class JobState(StrEnum):
@@ -320,7 +320,7 @@ class Queue(Protocol):
         ...
 
     def is_placed(self, folder: DeploymentFolder, own: OwnJob) -> bool:
-        """Whether the address in the folder is of this life of the job."""
+        """Whether the address in the folder is of this attempt of the job."""
         ...
 
     def job_status(self, id: str) -> JobStatus:

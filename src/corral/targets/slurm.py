@@ -31,9 +31,9 @@ from corral.launch.render import LaunchSpec, PlacedFile, agent_spec
 from corral.record import dump_json, load_json, to_json
 from corral.shell import run
 from corral.slurm import commands
+from corral.slurm.allocation import Allocation, find_allocation
 from corral.slurm.early import refuse_lacking
 from corral.slurm.options import SlurmOptions
-from corral.slurm.place import SlurmPlace, find_place
 from corral.slurm.script import BatchJob, batch_script
 from corral.slurm.shared_home import refuse_unseen
 from corral.slurm.states import standing
@@ -118,7 +118,7 @@ class SlurmTarget(Declared):
 
     given: SlurmOptions
     name: str = field(default="slurm", init=False)
-    _place: SlurmPlace | None = field(default=None, init=False)
+    _allocation: Allocation | None = field(default=None, init=False)
 
     @classmethod
     def from_options(cls, options: Mapping[str, object]) -> SlurmTarget:
@@ -194,10 +194,10 @@ class SlurmTarget(Declared):
     def inventory(self) -> Inventory:
         return self._found().inventory
 
-    def _found(self) -> SlurmPlace:
-        if self._place is None:
-            self._place = find_place(self.given)
-        return self._place
+    def _found(self) -> Allocation:
+        if self._allocation is None:
+            self._allocation = find_allocation(self.given)
+        return self._allocation
 
     def home(self) -> str:
         if not self.given.home:
@@ -355,8 +355,8 @@ class SlurmTarget(Declared):
 
     def job_of(self, folder: DeploymentFolder) -> str:
         """The number of the deployment's job."""
-        kept = submitted_job(folder)
-        return kept.id if kept else ""
+        submitted = submitted_job(folder)
+        return submitted.id if submitted else ""
 
     def hand_on(self, folder: DeploymentFolder, current: str) -> str:
         """Submit the same job once more, to start when the current one is over; its number."""
@@ -377,7 +377,7 @@ class SlurmTarget(Declared):
     def is_placed(self, folder: DeploymentFolder, own: OwnJob) -> bool:
         with contextlib.suppress(CorralError, OSError):
             meeting: dict[str, Any] = load_json(dict, folder.path / "rendezvous.json")
-            return bool(meeting.get("life") == own.life)
+            return bool(meeting.get("attempt") == own.attempt)
         return False
 
     def job_status(self, id: str) -> JobStatus:
@@ -401,49 +401,49 @@ class SlurmTarget(Declared):
         pass  # the agents write into this very folder
 
     def agents(self, folder: DeploymentFolder) -> AgentsStatus:
-        kept = submitted_job(folder)
-        if kept is None:
+        submitted = submitted_job(folder)
+        if submitted is None:
             return AgentsStatus(False)
         try:
-            job = look(folder, kept)
+            job = look(folder, submitted)
         except CorralError as error:
-            return unasked(folder, kept, error)
+            return unasked(folder, submitted, error)
         if job is None:
-            return forgotten(kept)
-        if job != kept.last and (kept.last is None or job.state != kept.last.state):
+            return forgotten(submitted)
+        if job != submitted.last and (submitted.last is None or job.state != submitted.last.state):
             with contextlib.suppress(OSError):
-                write_atomic(folder.job, dump_json(replace(kept, last=job)))
+                write_atomic(folder.job, dump_json(replace(submitted, last=job)))
             if standing(job).ended:
                 clear_unfinished(folder)
-        return agents_of(folder, kept, job, own_output=bool(self.given.output))
+        return agents_of(folder, submitted, job, own_output=bool(self.given.output))
 
     def lease(self, folder: DeploymentFolder) -> Lease | None:
-        kept = submitted_job(folder)
-        job = look(folder, kept) if kept else None
-        if kept is None or job is None:
+        submitted = submitted_job(folder)
+        job = look(folder, submitted) if submitted else None
+        if submitted is None or job is None:
             return None
         if standing(job).state is State.QUEUED:  # what SLURM expects is no promise
-            return Lease(kept.submitted_s)
-        ends_s = job.end_s or (job.start_s + kept.time_s if job.start_s and kept.time_s else None)
+            return Lease(submitted.submitted_s)
+        ends_s = job.end_s or (job.start_s + submitted.time_s if job.start_s and submitted.time_s else None)
         drains_s = ends_s - self.given.signal_s - SIGNAL_EARLY_S if ends_s else None
-        return Lease(kept.submitted_s, job.start_s, drains_s)
+        return Lease(submitted.submitted_s, job.start_s, drains_s)
 
     def stop(self, folder: DeploymentFolder, launch_id: str, grace_s: float) -> bool:
-        kept = submitted_job(folder)
-        if kept is None:
+        submitted = submitted_job(folder)
+        if submitted is None:
             return True
         for rank in folder.ranks():
             rank.stop.touch(mode=0o600)
-        job = look(folder, kept)
+        job = look(folder, submitted)
         if job is None or standing(job).ended:
             return True
-        write_atomic(folder.job, dump_json(replace(kept, stop_asked=True)))
+        write_atomic(folder.job, dump_json(replace(submitted, stop_asked=True)))
         if standing(job).state is not State.QUEUED:  # the agents take their engines down and say so
-            commands.cancel(kept.id, "TERM")
-            if is_over(kept.id, grace_s + 20):
+            commands.cancel(submitted.id, "TERM")
+            if is_over(submitted.id, grace_s + 20):
                 return True
-        commands.cancel(kept.id)
-        return is_over(kept.id, END_PATIENCE_S)
+        commands.cancel(submitted.id)
+        return is_over(submitted.id, END_PATIENCE_S)
 
 
 def _renewer(deployment: str) -> str:

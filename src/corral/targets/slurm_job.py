@@ -44,14 +44,14 @@ def submitted_job(folder: DeploymentFolder) -> Submitted | None:
     return None
 
 
-def look(folder: DeploymentFolder, kept: Submitted) -> SlurmJob | None:
+def look(folder: DeploymentFolder, submitted: Submitted) -> SlurmJob | None:
     """The job now; what has ended stays as it was, and news from the agents make SLURM worth asking again."""
-    if kept.last is not None and standing(kept.last).ended:
-        return kept.last
+    if submitted.last is not None and standing(submitted.last).ended:
+        return submitted.last
     agents = _stamp(folder.rank(0).agent)
     if _seen_agents.get(str(folder.path)) != agents:
         commands.forget_answers()
-    job = commands.find_job(kept.id)
+    job = commands.find_job(submitted.id)
     _seen_agents[str(folder.path)] = agents
     return job
 
@@ -77,12 +77,14 @@ def is_over(id: str, patience_s: float) -> bool:
         time.sleep(0.5)
 
 
-def agents_of(folder: DeploymentFolder, kept: Submitted, job: SlurmJob, own_output: bool = False) -> AgentsStatus:
+def agents_of(
+    folder: DeploymentFolder, submitted: Submitted, job: SlurmJob, own_output: bool = False
+) -> AgentsStatus:
     """What SLURM says, where it says more than the agents do; `own_output`: the job's log is not in the folder."""
     found = standing(job, str(folder.job_log))
-    if found.ended and kept.stop_asked:
+    if found.ended and submitted.stop_asked:
         return AgentsStatus(False, state=State.STOPPED, reason=Reason.REQUESTED, overrules=True)
-    signalled = _ended_unasked(folder, kept)
+    signalled = _ended_unasked(folder, submitted)
     if job.state in RUNS and _agents_run(folder, job):
         if signalled:  # SLURM told the agents to end, and will say why in a moment
             ending = f"job {job.id} is ending"
@@ -101,10 +103,10 @@ def agents_of(folder: DeploymentFolder, kept: Submitted, job: SlurmJob, own_outp
     )  # fmt: skip
 
 
-def _ended_unasked(folder: DeploymentFolder, kept: Submitted) -> bool:
+def _ended_unasked(folder: DeploymentFolder, submitted: Submitted) -> bool:
     """Whether the head's agent ended because it was told to, though not by `corral down`."""
     last = _last_state(folder.rank(0))
-    return last == (State.STOPPED, Reason.REQUESTED) and not kept.stop_asked
+    return last == (State.STOPPED, Reason.REQUESTED) and not submitted.stop_asked
 
 
 def _last_state(rank: RankFolder) -> tuple[str, str]:
@@ -148,30 +150,30 @@ def _address(rank: RankFolder) -> dict[str, Any]:
 
 
 def _is_of(rank: RankFolder, job: SlurmJob) -> bool:
-    """Whether a rank came in this life of the job."""
-    return bool(_address(rank).get("life") == f"{job.id}.{job.restarts}")
+    """Whether a rank came in this attempt of the job."""
+    return bool(_address(rank).get("attempt") == f"{job.id}.{job.restarts}")
 
 
 def _agents_run(folder: DeploymentFolder, job: SlurmJob) -> bool:
-    """Whether the agents of this life of the job have begun; what an earlier life wrote does not count."""
+    """Whether the agents of this attempt of the job have begun; what an earlier attempt wrote does not count."""
     head = folder.rank(0)
     return head.agent.exists() and _is_of(head, job)
 
 
-def unasked(folder: DeploymentFolder, kept: Submitted, error: CorralError) -> AgentsStatus:
+def unasked(folder: DeploymentFolder, submitted: Submitted, error: CorralError) -> AgentsStatus:
     """SLURM cannot be asked: the agents' heartbeat may still be heard, and nothing else is known."""
     if not isinstance(error, UnreachableError):
         raise error
-    if folder.rank(0).heartbeat.exists() and kept.last is not None and kept.last.state in RUNS:
-        return AgentsStatus(None, where=kept.last.nodes)
-    seen = f"job {kept.id} was last seen {kept.last.state.lower()}" if kept.last else f"job {kept.id} was submitted"
-    text = f"{error.message.rstrip('.')}; {seen}"
+    if folder.rank(0).heartbeat.exists() and submitted.last is not None and submitted.last.state in RUNS:
+        return AgentsStatus(None, where=submitted.last.nodes)
+    seen = f"was last seen {submitted.last.state.lower()}" if submitted.last else "was submitted"
+    text = f"{error.message.rstrip('.')}; job {submitted.id} {seen}"
     return AgentsStatus(None, state=State.UNKNOWN, text=text, remedy="Wait: the job goes on without the controller.")
 
 
-def forgotten(kept: Submitted) -> AgentsStatus:
-    last = kept.last.state.lower() if kept.last else "being submitted"
-    text = f"SLURM no longer knows job {kept.id}, which was last seen {last}"
-    reason = Reason.REQUESTED if kept.stop_asked else Reason.JOB_FORGOTTEN
-    state = State.STOPPED if kept.stop_asked else State.FAILED
+def forgotten(submitted: Submitted) -> AgentsStatus:
+    last = submitted.last.state.lower() if submitted.last else "being submitted"
+    text = f"SLURM no longer knows job {submitted.id}, which was last seen {last}"
+    reason = Reason.REQUESTED if submitted.stop_asked else Reason.JOB_FORGOTTEN
+    state = State.STOPPED if submitted.stop_asked else State.FAILED
     return AgentsStatus(False, False, "", state, reason, text, "Start it again with `corral up`.")

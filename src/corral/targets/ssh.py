@@ -314,8 +314,8 @@ class SshTarget(Declared):
             return None  # a dry run on named hardware asks nobody
         folders = [f"{self.home()}/models/{name}"]
         if self.chosen.models:
-            kept = self._there(self.chosen.models).rstrip("/")
-            folders += [f"{kept}/{repo}", f"{kept}/{repo.rpartition('/')[2]}", f"{kept}/{name}"]
+            models = self._there(self.chosen.models).rstrip("/")
+            folders += [f"{models}/{repo}", f"{models}/{repo.rpartition('/')[2]}", f"{models}/{name}"]
         hub = self._there(self.chosen.hf_home) if self.chosen.hf_home else ""
         return find_on_nodes(self.ssh, self.chosen.hosts, dict.fromkeys(folders), hub, repo, at_least_bytes)
 

@@ -66,22 +66,22 @@ def _difference(facts: NodeFacts, here: FolderFacts) -> str:
 def find_on_nodes(
     ssh: Ssh, hosts: Sequence[str], folders: Iterable[str], hub: str, repo: str, at_least_bytes: int
 ) -> str | None:
-    """The first place in which every node has a whole model of that size: one of the folders, or the hub's cache.
+    """The first folder in which every node has a whole model of that size: one of the folders, or the hub's cache.
 
     `hub` is a Hugging Face home on the nodes, where `repo` would lie in the snapshot that its `main` stands for.
     """
-    places = list(folders)
+    candidates = list(folders)
     if hub:
         repository = f"{hub.rstrip('/')}/hub/models--{repo.replace('/', '--')}"
         commits = _said(ssh, hosts, f"{repository}/refs/main")
         if len(commits) == 1 and COMMIT.fullmatch(commit := commits.pop()):
-            places.append(f"{repository}/snapshots/{commit}")
-    found = all_or_error(survey(ssh, hosts, Asked(paths=tuple(places))))
-    for place in places:
-        seen = [facts.paths.get(place) for facts in found.values()]
+            candidates.append(f"{repository}/snapshots/{commit}")
+    found = all_or_error(survey(ssh, hosts, Asked(paths=tuple(candidates))))
+    for folder in candidates:
+        seen = [facts.paths.get(folder) for facts in found.values()]
         sizes = {one.size_bytes if one and one.exists and one.readable and one.whole else 0 for one in seen}
         if len(sizes) == 1 and min(sizes) >= at_least_bytes > 0:
-            return place
+            return folder
     return None
 
 

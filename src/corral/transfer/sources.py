@@ -18,7 +18,7 @@ def plan_sources(
     """
     order = sorted(receivers, key=lambda host: -have_bytes.get(host, 0))
     if not heads:
-        return {host: tuple(reversed(order[:place])) for place, host in enumerate(order)}
+        return {host: tuple(reversed(order[:number])) for number, host in enumerate(order)}
     chains: list[list[str]] = [[head] for head in heads]
     plan = {}
     for number, host in enumerate(order):

@@ -157,7 +157,7 @@ class _Run:
     storage: str = "any"
     inbox: queue.Queue[tuple[Courier, Event]] = field(default_factory=lambda: queue.Queue(MOST_WAITING))
     couriers: dict[str, Courier] = field(default_factory=dict)
-    places: dict[str, Event] = field(default_factory=dict)  # where each courier listens
+    listening: dict[str, Event] = field(default_factory=dict)  # where each courier listens
     nonces: dict[str, str] = field(default_factory=dict)
     heard: dict[tuple[str, str], Event] = field(default_factory=dict)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
@@ -266,9 +266,9 @@ class _Run:
                 if self.source.host == HERE:  # links that lead out are taken from this machine only
                     order["links_out"] = self.source.links_out
                 self._courier(host, host, "fetch", order, nonce=True)
-        self.places = self._all_said([host for host in self.hosts if host in self.couriers], "listening")
+        self.listening = self._all_said([host for host in self.hosts if host in self.couriers], "listening")
         if self.source.path:
-            self.places[GIVER] = self._said(GIVER, "listening")
+            self.listening[GIVER] = self._said(GIVER, "listening")
 
     def _courier(self, name: str, host: str, command: str, order: dict[str, Any], nonce: bool) -> None:
         courier = Courier(self.ssh, host, command, self.inbox, token=secrets.token_hex(24))
@@ -381,7 +381,7 @@ class _Run:
                 rows.append({"name": HUB, "kind": "hub", "url": self.source.hub_url, "token": self.source.hub_token})
             elif name not in self.lost and not (name == GIVER and self.source.host == HERE and host != HERE):
                 courier = self.couriers[name]
-                where = self.places[name]
+                where = self.listening[name]
                 address = f"[{where['address']}]" if ":" in where["address"] else where["address"]
                 shown = self.source.host if name == GIVER else name
                 rows.append({"name": shown, "url": f"http://{address}:{where['port']}", "token": courier.token})

@@ -32,12 +32,12 @@ class LedgerFiles(NamedTuple):
 def set_aside(folder: BatchFolder, files: LedgerFiles) -> Path:
     """Copy a damaged ledger, and the lines that no readable record names; where to."""
     try:
-        place = _new_folder(folder.path)
-        _copy(files.ledger_fd, [(0, os.fstat(files.ledger_fd).st_size)], place / "ledger")
+        copy = _new_folder(folder.path)
+        _copy(files.ledger_fd, [(0, os.fstat(files.ledger_fd).st_size)], copy / "ledger")
         for kind, name in zip((FINE, FAILED), _NAMES, strict=True):
             if unnamed := list(_unnamed(files, kind)):
-                _copy(files.fds[kind], unnamed, place / name)
-        sync_dir(place)
+                _copy(files.fds[kind], unnamed, copy / name)
+        sync_dir(copy)
         sync_dir(folder.path)
     except OSError as error:
         raise DataError(
@@ -46,19 +46,19 @@ def set_aside(folder: BatchFolder, files: LedgerFiles) -> Path:
             "Nothing was changed. Make room, then run the same command again.",
             errno=error.errno,
         ) from error
-    return place
+    return copy
 
 
 def _new_folder(parent: Path) -> Path:
     number = 1
     while True:
-        place = parent / f"damaged.{number}"
+        made = parent / f"damaged.{number}"
         try:
-            place.mkdir(mode=0o700)
+            made.mkdir(mode=0o700)
         except FileExistsError:
             number += 1
         else:
-            return place
+            return made
 
 
 def _unnamed(files: LedgerFiles, kind: int) -> Iterator[tuple[int, int]]:

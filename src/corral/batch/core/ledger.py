@@ -207,13 +207,13 @@ class Ledger:
         end = end_of_records(size, damaged)
         if not (lost or size != end or damaged):
             return 0
-        place = set_aside(self._folder, files)
+        copy = set_aside(self._folder, files)
         inside = sum(at < end for at in damaged)
         if inside:
             many = "a damaged record" if inside == 1 else f"{inside} damaged records"
-            self.repaired.append(f"set {many} of the ledger aside, and did those rows again (copy: {place})")
+            self.repaired.append(f"set {many} of the ledger aside, and did those rows again (copy: {copy})")
         elif size != end:
-            self.repaired.append(f"dropped a torn record from the ledger (copy: {place})")
+            self.repaired.append(f"dropped a torn record from the ledger (copy: {copy})")
         return inside
 
     def _rewrite(self, find: Finder, others: list[LedgerFiles], beat: Callable[[], None] = lambda: None) -> Tally:

@@ -37,18 +37,18 @@ def pack_record(record: LedgerRecord) -> bytes:
 
 
 def read_records(descriptor: int, at: int = 0, damaged: list[int] | None = None) -> Iterator[LedgerRecord]:
-    """Every record that can be read; the places of whole ones that cannot are added to `damaged`."""
+    """Every record that can be read; the offsets of whole ones that cannot are added to `damaged`."""
     crc32, body = zlib.crc32, RECORD_BYTES - 4
     while chunk := os.pread(descriptor, _CHUNK, at):
         whole = len(chunk) // RECORD_BYTES * RECORD_BYTES
         view = memoryview(chunk)
-        place = 0
+        offset = 0
         for *fields, check in _RECORD.iter_unpack(view[:whole]):
-            if crc32(view[place : place + body]) == check and fields[5] <= FAILED and fields[4] <= fields[2]:
+            if crc32(view[offset : offset + body]) == check and fields[5] <= FAILED and fields[4] <= fields[2]:
                 yield LedgerRecord._make(fields)
             elif damaged is not None:
-                damaged.append(at + place)
-            place += RECORD_BYTES
+                damaged.append(at + offset)
+            offset += RECORD_BYTES
         if whole < len(chunk):
             return
         at += whole
@@ -57,8 +57,8 @@ def read_records(descriptor: int, at: int = 0, damaged: list[int] | None = None)
 def end_of_records(size: int, damaged: list[int]) -> int:
     """Where the last readable record of a ledger ends: what follows was torn off in a crash."""
     end = size // RECORD_BYTES * RECORD_BYTES
-    for place in reversed(damaged):
-        if place + RECORD_BYTES != end:
+    for at in reversed(damaged):
+        if at + RECORD_BYTES != end:
             break
-        end = place
+        end = at
     return end

@@ -178,7 +178,7 @@ def scan(
     problems = Problems(new_name(folder.problems))
     spool = None if source.in_place else table.data.open("wb")
     long_rows: list[int] = []
-    place = 0
+    next_offset = 0
     try:
         for item in source.items():
             number = len(table)
@@ -186,7 +186,7 @@ def scan(
             parsed, problem, identity = _judged(item, recipe, models, taken)
             offset = item.offset
             if spool is not None:
-                offset, place = place, place + len(item.raw) + 1
+                offset, next_offset = next_offset, next_offset + len(item.raw) + 1
                 spool.write(item.raw + b"\n")
             name_hash = hash64((f"\0line {item.line}" if identity is None else identity).encode())
             table.add(name_hash, hash64(item.raw), offset, len(item.raw), item.line, BAD if problem else 0)

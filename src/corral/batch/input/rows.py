@@ -40,7 +40,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class InputItem(NamedTuple):
-    """One row as read; `offset` is its place in the input when it can be read there again, else -1."""
+    """One row as read; `offset` is where it begins in the input when it can be read there again, else -1."""
 
     line: int
     offset: int
@@ -314,9 +314,9 @@ def _array_item(number: int, value: Any) -> InputItem:
 
 def _parquet(source: InputSource) -> Iterator[InputItem]:
     parquet = optional("pyarrow.parquet", "read Parquet")
-    place: Any = str(source.path) if source.path else io.BytesIO(sys.stdin.buffer.read())
+    given: Any = str(source.path) if source.path else io.BytesIO(sys.stdin.buffer.read())
     try:
-        file = parquet.ParquetFile(place)
+        file = parquet.ParquetFile(given)
         batches: Iterable[Any] = file.iter_batches(batch_size=1024)
         number = 0
         for batch in batches:

@@ -3,8 +3,8 @@
 It ends when the batch is done, and the job with it. Near the time limit (SIGUSR1) it finishes what is under way and
 queues the job once more, up to a number of jobs, and only when this one got anything done: a model that takes the
 whole time to load would do so for ever. When the job is put back into the queue (preempted, or a node was lost) the
-next life of the runner takes over at once what this one had claimed. When the model goes down for good, so does the
-runner.
+next attempt of the runner takes over at once what this one had claimed. When the model goes down for good, so does
+the runner.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class InJobOutcome:
 
 
 class _OwnServer:
-    """The model of this job: found by the address that its head wrote in this life of the job."""
+    """The model of this job: found by the address that its head wrote in this attempt of the job."""
 
     def __init__(self, here: InJob, model: str) -> None:
         self.name, self._here, self._model = here.deployment, here, model

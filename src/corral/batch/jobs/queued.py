@@ -53,7 +53,7 @@ class QueuedState:
 def is_queued(where: Where) -> bool:
     """Whether a batch is done by jobs of a scheduler."""
     more = where.offline.more if where.offline else {}
-    return "target" in more and isinstance(load_target(more["target"], more.get("place", {})), Queue)
+    return "target" in more and isinstance(load_target(more["target"], more.get("target_options", {})), Queue)
 
 
 def add_job(folder: BatchFolder, id: str, deployment: str, target: Target) -> None:

@@ -18,7 +18,7 @@ from corral.batch.core.folder import BatchFolder
 from corral.batch.core.ledger import read_ledger
 from corral.batch.job import BatchOrder, folder_of, prepare
 from corral.batch.jobs.queued import QueuedState, add_job, queued_states
-from corral.batch.serving import Where, facts_of, kept, offline_name
+from corral.batch.serving import Where, facts_of, offline_name, where_record
 from corral.batch.sharing.parts import runners_of
 from corral.batch.sharing.shared import brief_lock, forget_failed
 from corral.deployment.folder import DeploymentFolder
@@ -58,13 +58,13 @@ def submit(
     rows, done = _checked(order, folder, where, facts_of(decision))
     if done:
         return SubmittedBatch(order.output, rows, (), True)
-    most = max_jobs or where.offline.more.get("place", {}).get("max_jobs") or MAX_JOBS
+    most = max_jobs or where.offline.more.get("target_options", {}).get("max_jobs") or MAX_JOBS
     queued = []
     for number in _free(name, jobs - len(busy)):
         runner = [*_python(), "batch", "in-job", str(folder.output), "--deployment", number, "--jobs", str(jobs),
                   "--max-jobs", str(most), *words]  # fmt: skip
-        place = target.with_runner(where.offline.more.get("place", {}), runner)
-        bringup.bring_up(where.offline.wish(number, place=place), reporter, wait=False)
+        options = target.with_runner(where.offline.more.get("target_options", {}), runner)
+        bringup.bring_up(where.offline.wish(number, target_options=options), reporter, wait=False)
         queued.append(target.job_of(DeploymentFolder.of(number)))
         add_job(folder, queued[-1], number, target)
     return SubmittedBatch(order.output, rows, tuple(queued))
@@ -74,7 +74,7 @@ def _checked(order: BatchOrder, folder: BatchFolder, where: Where, facts: dict[s
     """Check the input and write down the job; its rows, and whether all are done already."""
     with brief_lock(folder) as lock:
         others = runners_of(folder)
-        made = prepare(order, folder, kept(where), busy=bool(others), **facts)
+        made = prepare(order, folder, where_record(where), busy=bool(others), **facts)
         if order.retry_failed and not others:
             forget_failed(made, lock)
         done = not folder.shared.is_dir() and sum(1 for _ in read_ledger(folder)) >= made.record.rows

@@ -127,16 +127,16 @@ class _Api:
             raise Refusal(413, f"The upload is longer than {self._largest:,} bytes.")
         if announced + MARGIN_BYTES > shutil.disk_usage(self._store.folder).free:
             raise Refusal(507, "The server has no room for this file.")
-        identity, place = self._store.new_upload()
-        form = await receive(request.headers.get("content-type", ""), request.stream(), place, self._largest)
+        identity, path = self._store.new_upload()
+        form = await receive(request.headers.get("content-type", ""), request.stream(), path, self._largest)
         try:
             if form.get("purpose") != "batch":
                 purpose = str(form.get("purpose"))[:80]
                 raise Refusal(400, f"purpose is {purpose!r}; this server keeps files for 'batch'.")
-            about = await run_in_threadpool(self._store.keep_upload, identity, form["filename"], "batch", place)
+            about = await run_in_threadpool(self._store.keep_upload, identity, form["filename"], "batch", path)
         except BaseException:
             with contextlib.suppress(OSError):
-                place.unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
             raise
         return JSONResponse(about)
 

@@ -35,8 +35,8 @@ class Store:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._files, self._batches = folder / "files", folder / "batches"
-        for place in (folder, self._files, self._batches):
-            make_private_dir(place)
+        for one in (folder, self._files, self._batches):
+            make_private_dir(one)
         self._lock = threading.RLock()
         self._waits: dict[str, dict[str, Any]] = {}  # what a batch waits for; in memory: the disk may be full
 
@@ -54,19 +54,19 @@ class Store:
         identity = f"file-{secrets.token_hex(12)}"
         return identity, self._files / f".{identity}.upload"
 
-    def keep_upload(self, identity: str, filename: str, purpose: str, place: Path) -> dict[str, Any]:
+    def keep_upload(self, identity: str, filename: str, purpose: str, upload: Path) -> dict[str, Any]:
         """A file object for an upload that is whole."""
-        kept = self._files / f"{identity}.data"
-        place.replace(kept)
-        return self.add_file(identity, filename, purpose, kept)
+        path = self._files / f"{identity}.data"
+        upload.replace(path)
+        return self.add_file(identity, filename, purpose, path)
 
     def drop_broken_uploads(self) -> None:
-        """Remove what an earlier life of the service left half done; nobody else may be using the folder."""
-        for place in self._files.glob(".*.upload"):
-            place.unlink()
-        for place in self._files.glob("*.data"):
-            if not place.with_suffix(".json").exists():
-                place.unlink()
+        """Remove what an earlier run of the service left half done; nobody else may be using the folder."""
+        for left in self._files.glob(".*.upload"):
+            left.unlink()
+        for left in self._files.glob("*.data"):
+            if not left.with_suffix(".json").exists():
+                left.unlink()
 
     def add_file(self, identity: str, filename: str, purpose: str, path: Path) -> dict[str, Any]:
         """A file object for content that is on disk."""
@@ -171,13 +171,13 @@ class Store:
         with self._lock:
             save_json(self._batches / f"{batch['id']}.json", batch)
 
-    def _read(self, place: Path, identity: str, what: str) -> dict[str, Any]:
-        path = place / f"{identity}.json"
+    def _read(self, folder: Path, identity: str, what: str) -> dict[str, Any]:
+        path = folder / f"{identity}.json"
         if not _ID.fullmatch(identity) or not path.is_file():
-            raise NotFoundError(f"No such {what} object: {identity[:80]}", f"List them: GET /v1/{place.name}")
+            raise NotFoundError(f"No such {what} object: {identity[:80]}", f"List them: GET /v1/{folder.name}")
         found: dict[str, Any] = msgspec.json.decode(path.read_bytes())
         return found
 
-    def _all(self, place: Path) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = [msgspec.json.decode(path.read_bytes()) for path in place.glob("*.json")]
+    def _all(self, folder: Path) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = [msgspec.json.decode(path.read_bytes()) for path in folder.glob("*.json")]
         return sorted(found, key=lambda about: (about["created_at"], about["id"]), reverse=True)

@@ -100,14 +100,14 @@ async def pieces_in_time(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         yield piece
 
 
-async def receive(content_type: str, stream: AsyncIterator[bytes], place: Path, most: int) -> dict[str, str]:
-    """Write the part called `file` to `place`; returns the other fields, and the file's name as `filename`."""
+async def receive(content_type: str, stream: AsyncIterator[bytes], path: Path, most: int) -> dict[str, str]:
+    """Write the part called `file` to `path`; returns the other fields, and the file's name as `filename`."""
     kind, options = parse_options_header(content_type)
     if kind != b"multipart/form-data" or not options.get(b"boundary"):
         raise Refusal(400, f"The upload is not multipart/form-data. {WANTED}")
     form = _Form()
     try:
-        with place.open("xb", buffering=0) as file:
+        with path.open("xb", buffering=0) as file:
             parser = MultipartParser(options[b"boundary"], form.callbacks())  # type: ignore[arg-type]
             await _write(form, parser, pieces_in_time(stream), file, most)
         if not form.whole:
@@ -115,7 +115,7 @@ async def receive(content_type: str, stream: AsyncIterator[bytes], place: Path, 
         if "filename" not in form.fields:
             raise Refusal(400, f"The upload holds no file. {WANTED}")
     except BaseException as error:
-        place.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
         if isinstance(error, MultipartParseError):
             raise Refusal(400, f"The upload cannot be read: {error}") from None
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):

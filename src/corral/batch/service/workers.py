@@ -85,10 +85,10 @@ class Workers:
                 self._replace_dead()
 
     def _replace_dead(self) -> None:
-        for place, thread in enumerate(self._threads):
+        for number, thread in enumerate(self._threads):
             if thread.is_alive():
                 continue
-            self._threads[place] = self._started()
+            self._threads[number] = self._started()
             if (identity := self._carried.pop(thread, None)) is not None:
                 self._deaths[identity] += 1
                 self.submit(identity)

@@ -36,7 +36,7 @@ from corral.record import dump_json, load_json
 
 __all__ = ["Sharing", "Together", "brief_lock", "forget_failed"]
 
-MANY_PARTS = 64  # after so many lives they are gathered before going on
+MANY_PARTS = 64  # after so many attempts they are gathered before going on
 ALONE_S = 5.0  # a lock that is held longer than this, with no sign of sharing, is that of a lone runner
 
 
@@ -79,7 +79,7 @@ def open_door(folder: BatchFolder, sharing: Sharing) -> Iterator[list[Identity]]
     folder.shared.mkdir(mode=0o700, exist_ok=True)
     if (
         sharing.part_name_file is not None and sharing.part_name_file.is_file()
-    ):  # its scheduler has ended that life before this one
+    ):  # its scheduler has ended that attempt before this one
         bury(PartFolder(folder.output, folder.live, sharing.part_name_file.read_text().strip()))
     others = runners_of(folder)
     try:

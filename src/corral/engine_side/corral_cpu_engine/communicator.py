@@ -17,9 +17,9 @@ from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicat
 
 def shared_memory_identity() -> str:
     """Equal for processes that see one ``/dev/shm`` of one kernel."""
-    place = os.stat("/dev/shm")  # noqa: S108 (looked at, not written)
+    shm = os.stat("/dev/shm")  # noqa: S108 (looked at, not written)
     with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()} {place.st_dev} {place.st_ino}"
+        return f"{file.read().strip()} {shm.st_dev} {shm.st_ino}"
 
 
 class HostAwareCpuCommunicator(CpuCommunicator):

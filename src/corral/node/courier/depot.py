@@ -24,23 +24,23 @@ class Item:
         self.mtime_ns: Optional[int] = row.get("mtime_ns")
         self.target = str(row.get("target", ""))
         self.sha256, self.git_sha1 = row.get("sha256"), row.get("git_sha1")
-        self.place = tree.place(self.path)
-        self.at = self.place  # where the bytes are now
+        self.final_path = tree.resolve(self.path)
+        self.at = self.final_path  # where the bytes are now
         self.have, self.done, self.generation, self.damaged = 0, False, 0, 0
         self.claimed = False
 
     @property
     def part_name(self) -> str:
-        """What the file is called while it is not whole; beside its place, and short enough for any file system."""
+        """Its name while it is not whole: beside the final one, and short enough for any file system."""
         mark = hashlib.sha1(f"{self.size}:{self.sha256 or self.git_sha1}".encode()).hexdigest()[:8]  # noqa: S324
-        name = os.path.basename(self.place)
+        name = os.path.basename(self.final_path)
         if len(os.fsencode(name)) > LONGEST_NAME - 30:
             name = hashlib.sha1(os.fsencode(name)).hexdigest()  # noqa: S324
         return f".{name}.{mark}.corral-part"
 
     @property
     def part(self) -> str:
-        return os.path.join(os.path.dirname(self.place), self.part_name)
+        return os.path.join(os.path.dirname(self.final_path), self.part_name)
 
     def fits(self, digest: "Digest") -> bool:
         if self.sha256:
@@ -74,7 +74,7 @@ class Depot:
     def grow(self, item: Item, have: int, done: bool = False) -> None:
         with self.changed:
             item.have, item.done = have, done
-            item.at = item.place if done else item.part
+            item.at = item.final_path if done else item.part
             self.active_s = time.monotonic()
             self.changed.notify_all()
 

@@ -102,23 +102,23 @@ class Fetch:
     def is_here(self, item: Item, check: str, pace: Pace) -> Optional[bool]:
         """True: as it should be. False: not there. None: there, but damaged."""
         if item.kind == "link":
-            return os.path.islink(item.place) and os.readlink(item.place) == item.target
+            return os.path.islink(item.final_path) and os.readlink(item.final_path) == item.target
         if item.kind == "folder":
-            return os.path.isdir(item.place)
-        if not os.path.isfile(item.place):
+            return os.path.isdir(item.final_path)
+        if not os.path.isfile(item.final_path):
             return False
-        if os.path.getsize(item.place) != item.size:
+        if os.path.getsize(item.final_path) != item.size:
             return None
         if check == "sizes" or not (item.sha256 or item.git_sha1):
             return True
         if not item.sha256:
-            return True if git_sha1_of(item.place) == item.git_sha1 else None
-        found = None if check == "again" else self.hashes.get(item.path, item.place)
+            return True if git_sha1_of(item.final_path) == item.git_sha1 else None
+        found = None if check == "again" else self.hashes.get(item.path, item.final_path)
         if found is None and check == "known":
             return True
         if found is None:
-            found = sha256_of(item.place, pace.add)
-            self.hashes.put(item.path, item.place, found)
+            found = sha256_of(item.final_path, pace.add)
+            self.hashes.put(item.path, item.final_path, found)
         return True if found == item.sha256 else None
 
     def held(self) -> List[List[int]]:

@@ -63,7 +63,7 @@ class Tree:
     def __init__(self, folder: str) -> None:
         self.folder = folder  # the user named it: it may be a link
 
-    def place(self, path: str) -> str:
+    def resolve(self, path: str) -> str:
         return os.path.join(self.folder, *split(path))
 
     @contextlib.contextmanager

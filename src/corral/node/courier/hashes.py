@@ -22,44 +22,44 @@ class Hashes:
     """Known hashes of a folder's files, valid while a file's size, times and inode are what they were."""
 
     def __init__(self, folder: str, own: bool) -> None:
-        self.place = os.path.join(folder, HASHES_FILE)  # travels with the data, also to other nodes that see it
-        if not own and not os.path.exists(self.place):
+        self.store = os.path.join(folder, HASHES_FILE)  # travels with the data, also to other nodes that see it
+        if not own and not os.path.exists(self.store):
             cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
             name = f"{socket.gethostname()}:{os.path.realpath(folder)}"
-            self.place = os.path.join(cache, "corral", "hashes", hashlib.sha1(name.encode()).hexdigest() + ".json")  # noqa: S324
+            self.store = os.path.join(cache, "corral", "hashes", hashlib.sha1(name.encode()).hexdigest() + ".json")  # noqa: S324
         self.lock = threading.Lock()
         self.known: Dict[str, List[Any]] = {}
-        with contextlib.suppress(OSError, ValueError, RecursionError), open(self.place, encoding="utf-8") as file:
+        with contextlib.suppress(OSError, ValueError, RecursionError), open(self.store, encoding="utf-8") as file:
             found = json.load(file)  # who may write here may lie; a lie about a hash is a file fetched anew
             if isinstance(found, dict):
                 self.known = {path: row for path, row in found.items() if isinstance(row, list) and len(row) == 5}
 
-    def get(self, path: str, place: str) -> Optional[str]:
+    def get(self, path: str, full_path: str) -> Optional[str]:
         found = self.known.get(path)
-        return str(found[0]) if found and found[1:] == self.key(place) else None
+        return str(found[0]) if found and found[1:] == self.key(full_path) else None
 
-    def put(self, path: str, place: str, sha256: str) -> None:
+    def put(self, path: str, full_path: str, sha256: str) -> None:
         with self.lock:
-            self.known[path] = [sha256, *self.key(place)]
+            self.known[path] = [sha256, *self.key(full_path)]
 
     @staticmethod
-    def key(place: str) -> List[int]:
-        found = os.stat(place)
+    def key(full_path: str) -> List[int]:
+        found = os.stat(full_path)
         return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
     def save(self) -> None:
         with contextlib.suppress(OSError):  # a folder that cannot be written to is hashed again next time
-            os.makedirs(os.path.dirname(self.place), exist_ok=True)
-            handle, temporary = tempfile.mkstemp(prefix=".corral-hashes.", dir=os.path.dirname(self.place))
+            os.makedirs(os.path.dirname(self.store), exist_ok=True)
+            handle, temporary = tempfile.mkstemp(prefix=".corral-hashes.", dir=os.path.dirname(self.store))
             with os.fdopen(handle, "w", encoding="utf-8") as file, self.lock:
                 json.dump(self.known, file)
             os.chmod(temporary, 0o644)
-            os.replace(temporary, self.place)
+            os.replace(temporary, self.store)
 
 
-def sha256_of(place: str, on_bytes: Callable[[int], None]) -> str:
+def sha256_of(full_path: str, on_bytes: Callable[[int], None]) -> str:
     digest, buffer = hashlib.sha256(), bytearray(1 << 20)
-    with open(place, "rb", buffering=0) as file:
+    with open(full_path, "rb", buffering=0) as file:
         while True:
             count = file.readinto(buffer)
             if not count:
@@ -68,8 +68,8 @@ def sha256_of(place: str, on_bytes: Callable[[int], None]) -> str:
             on_bytes(count)
 
 
-def git_sha1_of(place: str) -> str:
-    with open(place, "rb") as file:
+def git_sha1_of(full_path: str) -> str:
+    with open(full_path, "rb") as file:
         return git_sha1(file.read())
 
 
@@ -77,11 +77,11 @@ def git_sha1(body: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(body) + body).hexdigest()  # noqa: S324
 
 
-def promised_hash(place: str) -> Optional[str]:
+def promised_hash(full_path: str) -> Optional[str]:
     """A hub cache names large files by their hash."""
-    if not os.path.islink(place):
+    if not os.path.islink(full_path):
         return None
-    real = os.path.realpath(place)
+    real = os.path.realpath(full_path)
     name = os.path.basename(real)
     named = os.path.basename(os.path.dirname(real)) == "blobs" and re.fullmatch("[0-9a-f]{64}", name)
     return name if named else None
@@ -93,8 +93,8 @@ def hash_files(folder: str, rows: Sequence[Json], how: str, hashes: Hashes) -> N
     for row in rows:
         if row["kind"] != "file":
             continue
-        place = os.path.join(folder, row["path"])
-        found = None if how == "again" else hashes.get(row["path"], place) or promised_hash(place)
+        full_path = os.path.join(folder, row["path"])
+        found = None if how == "again" else hashes.get(row["path"], full_path) or promised_hash(full_path)
         if found:
             row["sha256"] = found
         elif how != "known":
@@ -102,9 +102,9 @@ def hash_files(folder: str, rows: Sequence[Json], how: str, hashes: Hashes) -> N
     pace = Pace(lambda done, total: tell("hashing", done=done, total=total), sum(row["size"] for row in todo))
 
     def work(row: Json) -> None:
-        place = os.path.join(folder, row["path"])
-        row["sha256"] = sha256_of(place, pace.add)
-        hashes.put(row["path"], place, row["sha256"])
+        full_path = os.path.join(folder, row["path"])
+        row["sha256"] = sha256_of(full_path, pace.add)
+        hashes.put(row["path"], full_path, row["sha256"])
 
     with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         list(pool.map(work, todo))

@@ -117,7 +117,7 @@ class Landing:
         with self.depot.changed:
             self.tree.rename(item.path, item.part_name)
             self.depot.grow(item, item.size, done=True)
-        self.hashes.put(item.path, item.place, sha256)
+        self.hashes.put(item.path, item.final_path, sha256)
 
     def complain(self, item: Item, source: str) -> None:
         item.damaged += 1

@@ -71,7 +71,7 @@ def inner_target(path: str, target: str) -> Optional[List[str]]:
     The target may go up only at its beginning: `a/..` is the folder above whatever `a` is a link to.
     """
     parts = target.split("/")
-    ups = next((place for place, part in enumerate(parts) if part != ".."), len(parts))
+    ups = next((number for number, part in enumerate(parts) if part != ".."), len(parts))
     here = path.split("/")[:-1]
     if target.startswith("/") or ups > len(here) or any(part in ("", ".", "..") for part in parts[ups:]):
         return None

@@ -29,8 +29,8 @@ class Source:
         """A response whose body is the items, one after the other, the first from `offset`."""
         if self.kind == "hub":
             return self.open_hub(items[0], offset)
-        place = urllib.parse.urlsplit(self.url)
-        connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=SILENCE_S)
+        address = urllib.parse.urlsplit(self.url)
+        connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=SILENCE_S)
         if len(items) > 1:
             method, path, span = "POST", "/pack", ""
             body = json.dumps([item.number for item in items]).encode()

@@ -17,28 +17,28 @@ class Nonce:
     """A file by which other nodes can tell whether they see the same storage."""
 
     def __init__(self, folder: str, name: str) -> None:
-        self.place = nonce_place(folder, name)
+        self.path = nonce_path(folder, name)
         self.written = False
         with contextlib.suppress(OSError):
             for old in os.scandir(folder):  # of a courier that was killed
                 if old.name.startswith(".corral-nonce-") and time.time() - old.stat().st_mtime > 86400:
                     os.unlink(old.path)
         with contextlib.suppress(OSError):
-            os.close(os.open(self.place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+            os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
             self.written = True
 
     def remove(self) -> None:
         if self.written:
             with contextlib.suppress(OSError):
-                os.unlink(self.place)
+                os.unlink(self.path)
 
 
 def seen(folder: str, names: Sequence[str]) -> List[str]:
     # one look per fresh name, not a listing: network file systems remember listings
-    return [name for name in names if os.path.exists(nonce_place(folder, name))]
+    return [name for name in names if os.path.exists(nonce_path(folder, name))]
 
 
-def nonce_place(folder: str, name: str) -> str:
+def nonce_path(folder: str, name: str) -> str:
     return os.path.join(folder, f".corral-nonce-{name}")
 
 

@@ -33,13 +33,13 @@ def gpus(_: Json) -> Json:
         }
         for index, name, uuid, total, used, driver in cells(run([smi, wanted, form], SMI_S), 6)
     ]
-    places = {row["uuid"]: row["index"] for row in rows}
+    indices = {row["uuid"]: row["index"] for row in rows}
     processes = []
     text = run([smi, "--query-compute-apps=gpu_uuid,pid,used_memory,process_name", form], SMI_S)
     for uuid, pid, used, name in cells(text, 4):
         processes.append(
             {
-                "gpu": places.get(uuid, -1),
+                "gpu": indices.get(uuid, -1),
                 "pid": number(pid),
                 "user": owner_of(number(pid)),
                 "command": command_of(number(pid)) or name,

@@ -87,13 +87,13 @@ def limits(_: Json) -> Json:
 
 
 def tools(_: Json) -> Json:
-    places = [os.path.expanduser("~/.local/bin"), "/usr/local/bin", "/usr/bin", "/bin", "/usr/sbin", "/opt/conda/bin"]
-    path = os.pathsep.join([os.environ.get("PATH", ""), *places])
+    usual = [os.path.expanduser("~/.local/bin"), "/usr/local/bin", "/usr/bin", "/bin", "/usr/sbin", "/opt/conda/bin"]
+    path = os.pathsep.join([os.environ.get("PATH", ""), *usual])
     return {"tools": {name: where for name, where in ((n, shutil.which(n, path=path)) for n in TOOLS) if where}}
 
 
 def hf_token(_: Json) -> Json:
     home = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
-    place = os.environ.get("HF_TOKEN_PATH") or os.path.join(home, "token")
+    token = os.environ.get("HF_TOKEN_PATH") or os.path.join(home, "token")
     named = any(os.environ.get(name) for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"))
-    return {"hf_token": named or (os.path.isfile(place) and os.path.getsize(place) > 0)}
+    return {"hf_token": named or (os.path.isfile(token) and os.path.getsize(token) > 0)}

@@ -23,7 +23,7 @@ NVIDIA, GRAPHICS, BRIDGE = "0x10de", "0x03", "0x0680"
 
 
 def readiness(_: Json) -> Json:
-    kinds = [read(place + "/class") for place in glob.glob(PCI) if read(place + "/vendor") == NVIDIA]
+    kinds = [read(device + "/class") for device in glob.glob(PCI) if read(device + "/vendor") == NVIDIA]
     driver = re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", read(DRIVER))
     found = {
         "nvidia_devices": sum(kind.startswith(GRAPHICS) for kind in kinds),

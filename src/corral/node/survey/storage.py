@@ -28,15 +28,15 @@ def shm(_: Json) -> Json:
 
 def weigh(path: str, limit_s: float) -> Json:
     """Whether a path is there, what it weighs, and whether there was time to count everything."""
-    place, until = os.path.expanduser(path), time.monotonic() + limit_s
-    if not os.path.exists(place):
+    full, until = os.path.expanduser(path), time.monotonic() + limit_s
+    if not os.path.exists(full):
         return {"exists": False, "readable": False, "size_bytes": 0, "files": 0, "whole": True}
-    readable = os.access(place, os.R_OK)
-    if not os.path.isdir(place):
-        return {"exists": True, "readable": readable, "size_bytes": os.path.getsize(place), "files": 1, "whole": True}
+    readable = os.access(full, os.R_OK)
+    if not os.path.isdir(full):
+        return {"exists": True, "readable": readable, "size_bytes": os.path.getsize(full), "files": 1, "whole": True}
     size = files = 0
     whole = True
-    for folder, _, names in os.walk(place):
+    for folder, _, names in os.walk(full):
         for name in names:
             try:
                 size += os.stat(os.path.join(folder, name)).st_size
@@ -58,11 +58,11 @@ def nonces(asked: Json) -> Json:
     return {"nonces": {path: read(os.path.expanduser(path))[:200] for path in asked.get("nonces", [])}}
 
 
-def largest_file(place: str) -> str:
-    if os.path.isfile(place):
-        return place
+def largest_file(root: str) -> str:
+    if os.path.isfile(root):
+        return root
     found = []
-    for folder, _, names in os.walk(place):
+    for folder, _, names in os.walk(root):
         found += [os.path.join(folder, name) for name in names]
         if len(found) > 5000:
             break
@@ -71,8 +71,8 @@ def largest_file(place: str) -> str:
 
 def read_speed(asked: Json) -> Json:
     """How fast the storage of a path reads: at most 1 GiB or 3 s. Caches are left as they are."""
-    place = asked.get("read", "")
-    path = largest_file(os.path.expanduser(place)) if place else ""
+    wanted = asked.get("read", "")
+    path = largest_file(os.path.expanduser(wanted)) if wanted else ""
     if not path:
         return {"read_speed": None}
     done, began, piece = 0, time.monotonic(), bytearray(8 << 20)

@@ -9,11 +9,11 @@ from corral.hardware.inventory import GIB, Inventory
 from corral.slurm.cluster import Cluster, NodeShape, Partition, discover, gpu_of, shortage
 from corral.slurm.options import SlurmOptions
 
-__all__ = ["SlurmPlace", "find_place"]
+__all__ = ["Allocation", "find_allocation"]
 
 
 @dataclass(frozen=True)
-class SlurmPlace:
+class Allocation:
     """What a plan may use, and what limits the job."""
 
     inventory: Inventory
@@ -21,17 +21,17 @@ class SlurmPlace:
     shape: NodeShape | None = None  # None: the profile says what nodes are like
 
 
-def find_place(given: SlurmOptions) -> SlurmPlace:
-    """The place for what is asked for. Whatever says what nodes are like, what the cluster cannot give is refused."""
+def find_allocation(given: SlurmOptions) -> Allocation:
+    """What can be had of it. Whatever says what nodes are like, what the cluster cannot give is refused."""
     stated = _stated(given)
     if stated is None:
         partition, shape, inventory = discover().inventory(given.want())
-        return SlurmPlace(inventory, partition, shape)
+        return Allocation(inventory, partition, shape)
     cluster = _here()
     if cluster is None:
-        return SlurmPlace(stated)
+        return Allocation(stated)
     partition, shape = cluster.shape(given.want())
-    return SlurmPlace(replace(stated, note=shortage(partition, shape, given.want())), partition)
+    return Allocation(replace(stated, note=shortage(partition, shape, given.want())), partition)
 
 
 def _here() -> Cluster | None:
