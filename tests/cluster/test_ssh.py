@@ -11,88 +11,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT
-from tests.stand_in import install_stand_in
+from tests.cluster.ssh_bench import NODES, Bench, open_bench
 from tests.testbed import missing
-from tests.testbed.hosts import Hosts
 from tests.tiny_llama import make_tiny_llama
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
-NODES = ("node1", "node2")
-
-
-@dataclass
-class Bench:
-    """Hosts, and `corral` on the machine that reaches them."""
-
-    hosts: Hosts
-    env: dict[str, str]
-    model: Path
-
-    def run(self, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "corral", *arguments]
-        return subprocess.run(command, env={**self.env, **env}, capture_output=True, text=True, timeout=180)
-
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "corral", *arguments]
-        return subprocess.Popen(
-            command, env=self.env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-        )
-
-    def up(self, name: str, *options: str) -> subprocess.CompletedProcess[str]:
-        return self.run("up", str(self.model), "--name", name, "--hosts", ",".join(NODES), *options)
-
-    def status(self, name: str) -> Any:
-        return json.loads(self.run("status", name, "--json").stdout)
-
-    def wait(self, name: str, wanted: Callable[[Any], Any], limit_s: float = 90) -> Any:
-        deadline = time.monotonic() + limit_s
-        while time.monotonic() < deadline:
-            found = self.status(name)
-            if wanted(found):
-                return found
-            time.sleep(0.2)
-        raise AssertionError(f"never: {found}")
-
-    def engines(self, host: str) -> list[int]:
-        return [pid for pid, line in self.hosts.processes(host) if "stub_engine.py" in line]
-
-    def agents(self, host: str) -> list[int]:
-        return [pid for pid, line in self.hosts.processes(host) if "agent.py" in line]
-
-    def nothing_left(self) -> None:
-        for host in NODES:
-            deadline = time.monotonic() + 30
-            while (left := self.hosts.processes(host)) and time.monotonic() < deadline:
-                time.sleep(0.1)
-            assert not left, f"{host}: {left}"
 
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    folder = tmp_path_factory.mktemp("ssh")
-    home = folder / "home" / "corral"
-    env = {**os.environ, "HOME": str(folder / "home"), "CORRAL_HOME": str(home)}
-    install_stand_in(home, ROOT / "tests" / "stub_engine.py")
-    private = [folder / "local", folder / "mine"]  # on every node: empty, and its own
-    for path in private:
-        path.mkdir()
-    with Hosts(folder / "hosts", shared=[folder], private=private) as hosts:
-        env["CORRAL_SSH"] = " ".join(hosts.ssh_command)
-        made = Bench(hosts, env, make_tiny_llama(folder / "tiny"))
+    with open_bench(tmp_path_factory.mktemp("ssh")) as made:
         yield made
-        for host in NODES:
-            if not hosts.pid(host):
-                hosts.power_on(host)
-        made.run("down", "--all")
 
 
 @pytest.fixture
@@ -101,10 +37,7 @@ def ready(bench: Bench, request: pytest.FixtureRequest) -> Iterator[str]:
     done = bench.up(name, *getattr(request, "param", ()))
     assert done.returncode == 0, done.stderr
     yield name
-    for host in NODES:
-        if not bench.hosts.pid(host):
-            bench.hosts.power_on(host)
-        bench.hosts.heal(host)
+    bench.mend()
     assert bench.run("down", name).returncode == 0
     bench.nothing_left()
 
@@ -301,12 +234,17 @@ def test_a_lost_head_ends_the_workers(bench: Bench, ready: str) -> None:
     assert "the head node1 stopped answering" in found["text"]
 
 
-def test_a_killed_engine_ends_the_gang(bench: Bench, ready: str) -> None:
+def test_a_killed_engine_ends_the_gang_and_is_named(bench: Bench, ready: str) -> None:
     began = time.time()
     for pid in bench.engines("node1"):
         os.kill(pid, signal.SIGKILL)
-    noticed(bench, ready, began)
+    found = noticed(bench, ready, began)
+    assert found["text"].startswith("rank 0 on node1: ")
     assert not bench.engines("node2")
+    states = [json.loads(line) for line in (bench.folder(ready) / "rank0" / "events.jsonl").read_text().splitlines()]
+    draining = next(one for one in states if one.get("state") == "draining")  # what a look in between shows
+    assert draining["reason"] == "engine_exited"
+    assert "rank 0 on node1: the engine ended by signal 9" in draining["text"]
 
 
 def test_a_killed_worker_is_the_cause_not_the_head(bench: Bench, ready: str) -> None:

@@ -111,6 +111,33 @@ def test_silence_is_loss_on_both_sides(spec: dict[str, Any]) -> None:
     head.end("requested", {})
 
 
+def test_a_head_that_is_gone_is_known_before_its_silence_is(spec: dict[str, Any]) -> None:
+    """Whoever refuses the connection where the head was says as much as the silence of a minute."""
+    early = gang.Follower(spec, PATIENCE_S, 1, Rank())  # before there is a head to listen: refused, and no loss
+    until(lambda: early._refused_at)
+    head = gang.Head(spec, PATIENCE_S, Rank())
+    gang.Follower(spec, PATIENCE_S, 2, Rank())
+    assert head.gather(lambda: "") is None
+    until(lambda: not early._refused_at)
+    assert early.lost() is None
+    head.end("requested", {})
+    for member in head.members:
+        member.line.close()
+    assert "the agent of the head n0 is gone" in until(early.lost)
+
+
+def test_a_member_whose_connection_was_closed_is_lost_before_its_silence_is(spec: dict[str, Any]) -> None:
+    head = gang.Head(spec, PATIENCE_S, Rank())
+    members = [gang.Follower(spec, PATIENCE_S, number, Rank()) for number in (1, 2)]
+    assert head.gather(lambda: "") is None
+    head.run(1)
+    members[0]._address = ("127.0.0.1", free_port())  # it cannot come back
+    head.members[0].line.close()
+    reason, details = until(head.fault)
+    assert (reason, details["node"]) == ("node_lost", "n1")
+    head.end("requested", {})
+
+
 def test_an_old_connection_that_ends_late_does_not_hide_the_new_one(spec: dict[str, Any], head: gang.Head) -> None:
     gang.Follower(spec, PATIENCE_S, 2, Rank())
     first = gang.Follower(spec, PATIENCE_S, 1, Rank())

@@ -324,7 +324,8 @@ def _diagnosis(folder: DeploymentFolder, last: Event, name: str) -> Diagnosis:
         bool(last.get("container")),
         name,
     )
-    return replace(found, cause=f"rank {failed} on {last.get('node')}: {found.cause}") if failed else found
+    node = last.get("node")  # where there are several
+    return replace(found, cause=f"rank {failed} on {node}: {found.cause}") if node else found
 
 
 def _why_slow(last: Event, text: str, name: str) -> tuple[str, str]:

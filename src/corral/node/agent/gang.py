@@ -1,6 +1,7 @@
 """How the agents of several nodes hold together, without the machine that started them.
 
-The head's agent listens; every other agent keeps a connection to it and says every two seconds how its rank stands.
+The head's agent listens; every other agent keeps a connection to it and says several times a second how its rank
+stands, so that an end on one node is known on all of them within a second.
 The head answers with an order: which attempt to run, or to stop, or that it is over and why. Silence for `node_s`
 on either side means that the other is lost: the head then takes every rank down and says which node it was; a member
 that lost its head takes its own rank down, because a headless engine would live on for ever.
@@ -21,9 +22,10 @@ from ..states import Reason
 from .gang_line import Line, Strangers, read_order, read_standing
 
 Json = Dict[str, Any]
-SAY_EVERY_S = 1.0
+SAY_EVERY_S = 0.3
 JOIN_S = 60.0  # for agents that are started at the same moment
-CLOSED_S = 3.0  # a closed connection that is not opened anew within this time is a lost member
+CLOSED_S = 1.5  # a closed connection that is not opened anew within this time: whoever was there is gone
+NOTICE_S = 0.5  # within which an agent knows and has said that its engine ended
 
 
 def _clock() -> str:
@@ -36,6 +38,7 @@ class Member:
     def __init__(self, rank: int, name: str) -> None:
         self.rank, self.name = rank, name
         self.connected = False
+        self.closed_at = 0.0  # monotonic; when its last connection ended
         self.line: Any = None  # the newest connection
         self.heard = 0.0  # monotonic; 0 before the first word
         self.heard_at = ""  # the same as people say it
@@ -103,7 +106,7 @@ class Head:
             pass
         finally:
             if member is not None and member.line is line:  # it may have come back on another one meanwhile
-                member.connected = False
+                member.connected, member.closed_at = False, time.monotonic()
             self._strangers.known(connection)
             connection.close()
 
@@ -150,8 +153,9 @@ class Head:
         return None
 
     def _is_lost(self, member: Member) -> bool:
-        node_s = self.node_s if member.connected else min(CLOSED_S, self.node_s)
-        return time.monotonic() - member.heard > node_s
+        now = time.monotonic()
+        closed_s = 0.0 if member.connected else now - member.closed_at
+        return now - member.heard > self.node_s or closed_s > min(CLOSED_S, self.node_s)
 
     def _ended(self, member: Member, ended: Json) -> Tuple[str, Json]:
         reason = str(ended.get("reason"))
@@ -174,7 +178,7 @@ class Head:
                     return self._ended(member, theirs)
                 if self._is_lost(member):
                     return self._lost(member)
-            if all(member.heard > ended + 1.5 * SAY_EVERY_S for member in self.members):
+            if all(member.heard > ended + NOTICE_S for member in self.members):
                 break
             self._tick()
             time.sleep(0.1)
@@ -226,6 +230,7 @@ class Follower:
         self._heard_at = ""
         self._began = time.monotonic()
         self._error = ""
+        self._refused_at = 0.0  # since when nobody listens where the head was
         threading.Thread(target=self._keep_talking, daemon=True).start()
 
     def _keep_talking(self) -> None:
@@ -234,6 +239,8 @@ class Follower:
                 self._talk()
             except (OSError, ValueError, RecursionError) as error:
                 self._error = str(error)
+                refused = isinstance(error, ConnectionRefusedError)
+                self._refused_at = (self._refused_at or time.monotonic()) if refused else 0.0
             time.sleep(0.3)
 
     def _talk(self) -> None:
@@ -245,7 +252,7 @@ class Follower:
             while True:
                 line.send(self._own())
                 self.order = read_order(line.receive())
-                self._heard, self._heard_at = time.monotonic(), _clock()
+                self._heard, self._heard_at, self._refused_at = time.monotonic(), _clock(), 0.0
                 time.sleep(SAY_EVERY_S)
         finally:
             line.close()
@@ -258,6 +265,8 @@ class Follower:
             return "the head %s never answered on %s:%d (%s)" % ((self.head_name, *self._address, self._error))
         if time.monotonic() - self._heard > self.node_s:
             return "the head %s stopped answering at %s" % (self.head_name, self._heard_at)
+        if self._refused_at and time.monotonic() - self._refused_at > CLOSED_S:
+            return "the agent of the head %s is gone; it was last heard at %s" % (self.head_name, self._heard_at)
         return None
 
     def silent_s(self) -> float:

@@ -158,7 +158,7 @@ def read_standing(said: Json) -> Json:
     """How a member stands: the fields that the head reads, each of its type."""
     found: Json = {name: _text(said.get(name)) for name in ("state", "phase")}
     found["running"] = said.get("running") is True
-    found["quiet_s"] = _seconds(said.get("quiet_s"), 1e9)
+    found.update((name, _seconds(said.get(name), 1e9)) for name in ("quiet_s", "still_s"))
     found.update((name, said[name]) for name in COUNTS if _is_count(said.get(name)))
     found["ended"] = _ended(said["ended"]) if isinstance(said.get("ended"), dict) else None
     return found

@@ -63,6 +63,10 @@ class Rank:
         """Why this rank must end because of others, if it must."""
         return None
 
+    def _note_end(self, attempt: int, reason: str, details: Json) -> None:
+        """The engine has ended, or must; its processes may still be there."""
+        self.ended_at = time.monotonic()
+
     def _quiet_s(self, now: float) -> float:
         """Seconds since anything moved."""
         return now - self.activity_at
@@ -83,21 +87,23 @@ class Rank:
             self.engine = self._start()
         except OSError as error:
             self.running = False
-            return Reason.ENGINE_BROKEN, {"text": "the engine could not be started: %s" % error}
+            broken = {"text": "the engine could not be started: %s" % error}
+            self._note_end(attempt, Reason.ENGINE_BROKEN, broken)
+            return Reason.ENGINE_BROKEN, broken
         with contextlib.suppress(OSError):
             write_json(self.spec["engine_file"], identity(self.engine.pid))
         self._tell_state(State.STARTING, attempt=attempt, pid=self.engine.pid)
         self.probe = self._probe()
         reason, details = self._watch()
-        self.ended_at = time.monotonic()
         if self.probe:
             self.probe.stopping.set()
         if reason == Reason.ENGINE_EXITED:
             details.update(was_ready=self.state is State.READY, log_from=log_from)
             if kernel_oom_kills() > self.oom_kills:  # within the last heartbeat
                 details["kernel_oom_kill"] = True
+        self._note_end(attempt, reason, details)
         if self.state is State.READY:
-            self._tell_state(State.DRAINING)  # not ready any more, and not yet gone
+            self._tell_state(State.DRAINING, **_why(reason, details))  # not ready any more, and not yet gone
         # a container's client passes the signal on and stays until the container has ended
         end_all(self._own_processes if self.container else self._engine_processes, self.patience["grace_s"])
         self.container.remove()
@@ -300,3 +306,10 @@ class Rank:
         if values:
             self.advance.step(time.monotonic())
             self.journal.write("observed", **values)
+
+
+def _why(reason: str, details: Json) -> Json:
+    """For a rank that is on its way down: why, unless it was asked to end."""
+    if reason not in {known.value for known in Reason} - {Reason.REQUESTED.value}:
+        return {}
+    return {"reason": reason, "text": details.get("text", "")}

@@ -7,7 +7,7 @@ import time
 from typing import Any, Dict, Optional, Tuple
 
 from ..states import Reason, State
-from .gang import Follower, Head
+from .gang import NOTICE_S, Follower, Head
 from .journal import Journal
 from .rank import HEARTBEAT_S, TICK_S, Rank
 
@@ -15,6 +15,8 @@ Json = Dict[str, Any]
 # a restart would change nothing
 FINAL_REASONS = (Reason.REQUESTED, Reason.WALLTIME, Reason.AGENT_KILLED, Reason.NOT_GUARDED, Reason.PORT_TAKEN,
                  Reason.NOT_ADVANCING)  # fmt: skip
+# ends that are no fault of the rank that tells them
+NOT_OF_A_RANK = (Reason.REQUESTED, Reason.WALLTIME, Reason.NODE_LOST, Reason.STALLED, Reason.NOT_ADVANCING)
 HALTED = "halted"  # a member's rank was taken down because the head said so: the head knows the reason
 # with restarts left, how long the nodes of a gang wait for one that was lost; then all of them give up
 REJOIN_S = 300.0
@@ -51,7 +53,7 @@ class Worker(Rank):
             hindered = self._gather(attempt)
             reason, details = hindered or self._run_once(attempt)
             if self.head:
-                if reason == Reason.ENGINE_EXITED and "failed_rank" not in details:
+                if reason == Reason.ENGINE_EXITED and details.get("failed_rank", 0) == 0:
                     reason, details = self.head.root_cause(reason, details, self.ended_at)
                 self.head.halt(self.patience["grace_s"] + 15)
             if attempt == attempts or reason in FINAL_REASONS or (hindered and attempt > 1):
@@ -92,7 +94,7 @@ class Worker(Rank):
             if self._stop_asked() or os.getppid() != self.supervisor:
                 reason: str = Reason.REQUESTED if self._stop_asked() else Reason.AGENT_KILLED
                 self.ended = {"epoch": order.get("epoch", 0), "reason": reason, "text": "", "ago_s": 0}
-                time.sleep(2.5)  # the head hears it
+                time.sleep(2 * NOTICE_S)  # the head hears it
                 self._end(reason, {})
                 return 0
             if lost and not (epoch and self.restarts and follower.silent_s() < REJOIN_S):
@@ -102,8 +104,6 @@ class Worker(Rank):
                 self.epoch = epoch = order["epoch"]
                 reason, details = self._run_once(epoch)
                 if reason != HALTED:
-                    text = details.get("text", "")
-                    self.ended = {"epoch": epoch, "reason": reason, "text": text, "details": details}
                     self.journal.write("rank_ended", reason=reason, **details)
                 self._tell_state(State.STARTING, waiting_for=follower.head_name)
             time.sleep(TICK_S)
@@ -123,6 +123,15 @@ class Worker(Rank):
             if self.state is not State.READY and order.get("head", {}).get("state") == State.READY:
                 self._tell_state(State.READY)
         return None
+
+    def _note_end(self, attempt: int, reason: str, details: Json) -> None:
+        """The others hear of it at once: how long this rank takes to go is no reason to wait."""
+        super()._note_end(attempt, reason, details)
+        if self.follower and reason != HALTED:
+            self.ended = {"epoch": attempt, "reason": reason, "text": details.get("text", ""), "details": details}
+        if self.head and "failed_rank" not in details and reason not in NOT_OF_A_RANK:
+            node, rank = self.spec["gang"]["names"][0], self.spec["rank"]
+            details.update(failed_rank=rank, node=node, text="rank %d on %s: %s" % (rank, node, details.get("text")))
 
     def _quiet_s(self, now: float) -> float:
         """Seconds since anything moved on this node or, in a gang, on any; its head judges a member."""
