@@ -18,7 +18,7 @@ class Patience:
     stall_s: float | None = None  # a start that does not advance; None: as the plan asks for (`limit_s`)
     idle_s: float = 600.0  # a start in which nothing moves: no line, no processor time, no disk traffic
     hung_s: float = 300.0  # a running server that answers nothing and moves no token
-    node_s: float = 10.0  # silence after which a node of several counts as lost; their agents speak three times a second
+    node_s: float = 10.0  # silence after which a node of several counts as lost
     grace_s: float = 20.0  # between asking an engine to end and ending it
     restarts: int = 0  # after a failure
 
