@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.test_ssh import NODES, Bench, bench
+from tests.cluster.ssh_bench import NODES, Bench
+from tests.cluster.test_ssh import bench
 from tests.testbed import missing
 
 __all__ = ["bench"]
