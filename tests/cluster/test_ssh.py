@@ -5,12 +5,15 @@ The engine is a stand-in so that faults take seconds; real vLLM over the same ho
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,6 +24,7 @@ import pytest
 from tests.cluster.ssh_bench import NODES, Bench, open_bench
 from tests.testbed import missing
 from tests.tiny_llama import make_tiny_llama
+from tests.until import until
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
@@ -375,3 +379,82 @@ def test_a_changed_host_key_is_refused(bench: Bench) -> None:
     assert done.returncode == 6, done.stderr
     assert "host key" in done.stderr
     assert "node2" in done.stderr
+
+
+def test_two_that_load_on_one_head_at_the_same_time_get_two_ports(bench: Bench) -> None:
+    """The port is taken among Corral's own from the start, not from the moment at which an engine listens."""
+    gate = bench.home.parent / "gate"
+    words = ("--env", f"STUB_OPTIONS=after={gate}", "--json")
+    pair = [
+        bench.start("up", str(bench.model), "--name", name, "--hosts", "node1", *words) for name in ("one", "two")
+    ]
+    until(lambda: len(bench.engines("node1")) == 2, "two engines that load")
+    gate.touch()
+    told = [json.loads(process.communicate(timeout=120)[0]) for process in pair]
+    assert [one["state"] for one in told] == ["ready", "ready"]
+    urls = {one["endpoint"]["base_url"] for one in told}
+    served = {json.loads((bench.folder(name) / "launch.json").read_text())["ranks"][0]["serve"]["port"]
+              for name in ("one", "two")}  # fmt: skip
+    assert len(urls) == len(served) == 2
+    gate.unlink()
+    assert bench.run("down", "one", "two").returncode == 0
+    bench.nothing_left()
+
+
+def test_doctor_tries_to_write_where_up_will(bench: Bench) -> None:
+    """A home that is full, or not a folder, on one node: `corral up` would fail there, and the doctor says so."""
+    nodes = bench.home / "nodes"
+    nodes.mkdir(exist_ok=True)
+    bench.hosts.limit_disk("node2", nodes, 4096)
+    bench.hosts.exec("node2", ["sh", "-c", f"head -c 4096 /dev/zero >{nodes}/full"])
+    try:
+        done = bench.run("doctor", "--hosts", ",".join(NODES), "--quick", "--json")
+        assert bench.hosts.exec("node2", ["ls", "-A", str(nodes)]).stdout.split() == ["full"]
+    finally:
+        bench.hosts.exec("node2", ["umount", str(nodes)])
+    assert done.returncode == 8, done.stdout
+    wrong = [one for one in json.loads(done.stdout)["findings"] if one["level"] == "fatal"]
+    assert [(one["host"], one["what"]) for one in wrong] == [("node2", "folders")]
+    assert wrong[0]["text"] == f"{bench.home} cannot be written to: {nodes}: No space left on device"
+    good = bench.run("doctor", "--hosts", ",".join(NODES), "--quick").stdout
+    assert f"{bench.home} and /tmp can be written to" in good
+
+
+def test_a_tunnel_through_another_machine_follows_the_server_and_says_when_it_is_gone(bench: Bench) -> None:
+    corral = ["env", f"CORRAL_HOME={bench.home}", sys.executable, "-m", "corral"]
+    endpoints = {}
+    for name in ("far", "moved"):
+        up = [*corral, "up", str(bench.model), "--name", name, "--served-name", name, "--json"]
+        endpoints[name] = json.loads(bench.hosts.exec("head", up, timeout=120).stdout)["endpoint"]
+    tunnel = bench.start("tunnel", "far", "--through", "head", "--corral", shlex.join(corral))
+    assert tunnel.stdout
+    assert tunnel.stderr
+    try:
+        url = tunnel.stdout.readline().strip().partition("=")[2]
+        key = Path(tunnel.stdout.readline().partition("cat ")[2].strip('\n")'))
+        until(lambda: models_at(url, key) == ["far"], "an answer through the tunnel")
+        endpoint = bench.folder("far") / "endpoint.json"
+        before = endpoint.read_text()
+        endpoint.write_text(json.dumps(endpoints["moved"]))  # as the head of a job does that starts elsewhere
+        said = next(line for line in tunnel.stderr if "the tunnel leads there" in line)
+        assert endpoints["moved"]["base_url"] in said
+        until(lambda: models_at(url, key) == ["moved"], "an answer from where it is now")
+        endpoint.write_text(before)
+        bench.hosts.exec("head", [*corral, "down", "--purge", "far", "moved"])
+        until(lambda: not models_at(url, key) and tunnel.poll() is not None, "the end of the tunnel")
+        assert tunnel.returncode == 3
+        assert "the server is gone: " in tunnel.stderr.read()
+    finally:
+        tunnel.kill()
+        tunnel.communicate()
+
+
+def models_at(url: str, key_file: Path) -> list[str]:
+    """Who answers there."""
+    key = key_file.read_text().strip()
+    request = urllib.request.Request(url + "/models", headers={"Authorization": f"Bearer {key}"})
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return [one["id"] for one in json.load(answer)["data"]]
+    except (OSError, http.client.HTTPException):
+        return []

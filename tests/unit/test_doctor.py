@@ -18,7 +18,7 @@ from corral.cli.doctor import command
 from corral.cli.doctor_view import report_lines
 from corral.doctor import Finding, Level, Question, Report, examine, quick_check
 from corral.doctor.engine import judge_all_reduce, read_all_reduce
-from corral.doctor.judge import judge_facts, judge_model, judge_versions
+from corral.doctor.judge import judge_facts, judge_model, judge_versions, judge_writing
 from corral.doctor.wire import Peer, WireResult, judge_wire, stream_time_s
 from corral.errors import UsageError
 from corral.hardware.fabric import choose_fabric
@@ -35,6 +35,7 @@ from corral.hardware.survey import (
     ReadSpeed,
     TakenPort,
 )
+from corral.node.survey import storage
 from corral.record import to_json
 from corral.shell import Completed
 from tests.unit.machines import lambda_1cc
@@ -347,3 +348,25 @@ def test_time_that_is_up_is_said(fake: Path, monkeypatch: pytest.MonkeyPatch) ->
     report = examine(Question(("a", "b", "hung-1"), timeout_s=8.0))
     assert report.seconds < 8.0
     assert "network" in [f.what for f in report.findings if "the time was up" in f.text]
+
+
+def test_what_up_will_write_is_tried_and_nothing_of_it_stays(tmp_path: Path) -> None:
+    home = tmp_path / "a" / "home"
+    assert storage.try_writing(str(home)) == ""
+    assert not list(tmp_path.iterdir())  # what was made for the trial is gone
+    home.mkdir(parents=True)
+    (home / "nodes").write_text("")  # not a folder
+    assert storage.try_writing(str(home)) == f"{home}/nodes: Not a directory"
+    assert [path.name for path in home.iterdir()] == ["nodes"]
+    (tmp_path / "file").write_text("")
+    assert "Not a directory" in storage.try_writing(str(tmp_path / "file" / "home"))
+    assert storage.try_writing("/dev/full/x").endswith("Not a directory")
+
+
+def test_a_folder_that_cannot_be_written_is_fatal_and_named() -> None:
+    told = {"/home": "/home: Read-only file system", "/tmp": ""}
+    facts = [NodeFacts("a", written={"/home": "", "/tmp": ""}), NodeFacts("b", written=told)]
+    found = judge_writing(facts, ("/home", "/tmp"))
+    assert [(one.level, one.host) for one in found] == [(Level.FATAL, "b")]
+    assert found[0].text == "/home cannot be written to: /home: Read-only file system"
+    assert judge_writing(facts[:1], ("/home", "/tmp"))[0].level is Level.OK

@@ -34,7 +34,8 @@ def command(name: str | None, as_json: bool) -> None:
     answers = _answers(found.endpoint) if found.state is State.READY and found.endpoint else None
     nodes, job = members(folder), held_job(folder)
     if as_json:
-        print_json({**to_json(found), "answers": answers, "plan_against_engine": compared, **_where(nodes, job)})
+        more_json = {"plan_against_engine": compared, **_where(nodes, job), "followed_by": _following(folder)}
+        print_json({**to_json(found), "answers": answers, **more_json})
     else:
         more = _compared_lines(compared) if compared else []
         click.echo("\n".join([*_lines(found, answers, nodes, job), *_followers(folder), *more]))
@@ -47,11 +48,17 @@ def _where(nodes: Sequence[RankMember], job: HeldJob | None) -> dict[str, object
     return {"nodes": several, "members": nodes, "job": job}
 
 
+def _following(folder: DeploymentFolder) -> list[dict[str, str]]:
+    """Its successors, and how they stand."""
+    standings = all_standings(folder)[1:] if folder.successors.exists() else []
+    return [{"name": one.folder.name, "state": one.state.value} for one in standings]
+
+
 def _followers(folder: DeploymentFolder) -> list[str]:
     """The successors of a deployment that is renewed."""
     if not folder.successors.exists():
         return []
-    found = [f"{one.folder.name} ({one.state})" for one in all_standings(folder)[1:]]
+    found = [f"{one['name']} ({one['state']})" for one in _following(folder)]
     closed = read_chain(folder).closed
     return [f"{'followed by':<13}{', '.join(found) or 'nothing yet'}" + (f"; no more: {closed}" if closed else "")]
 

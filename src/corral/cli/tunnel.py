@@ -10,12 +10,11 @@ from corral.cli.use_options import deployment_argument
 from corral.client.endpoint import Endpoint
 from corral.errors import UsageError
 from corral.lifecycle.deployments import status
+from corral.lifecycle.distant import find_distant, hold_distant
 from corral.lifecycle.successors import choose_folder
 from corral.lifecycle.tunnel import (
     close_tunnel,
     ensure_tunnel,
-    find_distant,
-    hold_distant,
     hold_tunnel,
     needs_tunnel,
     tunnel_holder,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from corral.doctor.engine import check_runtime, judge_all_reduce, run_all_reduce
 from corral.doctor.finding import Finding, Level, Pair, Report, fatal, ok, warning
-from corral.doctor.judge import TMP, judge_answers, judge_facts, judge_model
+from corral.doctor.judge import TMP, judge_answers, judge_facts, judge_model, judge_writing
 from corral.doctor.readiness import judge_readiness
 from corral.doctor.wire import judge_wire, run_wire
 from corral.errors import CorralError
@@ -99,20 +99,24 @@ class _Examination:
     def look(self, model_path: str) -> None:
         question = self.question
         self.progress(f"asking {len(self.hosts)} nodes" if question.hosts else "looking at this machine")
+        home = question.home or (NODE_HOME if question.hosts else str(home_dir()))
+        shared_home = str(home_dir()) if question.hosts and not question.home else home  # where the nodes see it
         asked = Asked(
-            disks=(question.home or (NODE_HOME if question.hosts else str(home_dir())), TMP),
+            disks=(home, TMP),
+            write=tuple(dict.fromkeys((home, shared_home, TMP))),
             paths=(model_path,) if model_path else (),
             ports=question.ports,
             free_ports=PORTS_ASKED,
             read="" if question.quick else model_path,
         )
-        with _mark(bool(question.hosts)) as (mark, content):
+        with _mark(bool(question.hosts), self.findings) as (mark, content):
             found = self._ask(replace(asked, nonces=(mark,) if mark else ()))
         self.facts = [facts for facts in found.values() if isinstance(facts, NodeFacts)]
         self.shared = bool(mark and self.facts) and all(node.nonces.get(mark) == content for node in self.facts)
         self.findings += judge_answers(found) if question.hosts else []
         if self.facts:
             self.findings += judge_facts(self.facts, question.ports, question.ports_needed)
+            self.findings += judge_writing(self.facts, (shared_home if self.shared else home, TMP))
             self.findings += judge_readiness(self.facts, question.runtime)
         if model_path:
             self.findings += judge_model(self.facts, model_path)
@@ -203,13 +207,17 @@ class _Examination:
 
 
 @contextlib.contextmanager
-def _mark(wanted: bool) -> Iterator[tuple[str, str]]:
+def _mark(wanted: bool, findings: list[Finding]) -> Iterator[tuple[str, str]]:
     """A small file in Corral's home for a moment: nodes that can read what is in it share this machine's files."""
     if not wanted or not home_dir().is_dir():
         yield "", ""
         return
     path, content = home_dir() / f".seen-{secrets.token_hex(4)}", secrets.token_hex(16)
-    write_atomic(path, content)
+    try:
+        write_atomic(path, content)
+    except OSError as error:
+        text = f"Corral's home on this machine cannot be written to: {home_dir()}: {error.strerror or error}"
+        findings.append(fatal("folders", text, "Set CORRAL_HOME to a folder that can be, or free some space."))
     try:
         yield str(path), content
     finally:

@@ -9,7 +9,7 @@ from corral.errors import CorralError
 from corral.hardware.inventory import GIB
 from corral.hardware.survey import OLDEST_PYTHON, NodeFacts
 
-__all__ = ["TMP", "groups", "judge_answers", "judge_facts", "judge_model", "judge_versions"]
+__all__ = ["TMP", "groups", "judge_answers", "judge_facts", "judge_model", "judge_versions", "judge_writing"]
 
 LEAST_DISK, GOOD_DISK = 2 * GIB, 20 * GIB
 LEAST_TMP, GOOD_TMP = 64 << 20, GIB
@@ -145,6 +145,19 @@ def _disk(facts: Sequence[NodeFacts]) -> list[Finding]:
     return found or ([ok("disk", f"at least {gib(min(least))} free")] if least else [])
 
 
+def judge_writing(facts: Sequence[NodeFacts], folders: Sequence[str]) -> list[Finding]:
+    """What `corral up` will do in these folders was tried on every node."""
+    remedy = "Free some space, correct its owner, or name another home (`storage.home` of a profile, CORRAL_HOME)."
+    found = [
+        fatal("folders", f"{folder} cannot be written to: {why}", remedy, node.host)
+        for node in facts
+        for folder in folders
+        if (why := node.written.get(folder, ""))
+    ]
+    tried = all(folder in node.written for node in facts for folder in folders)
+    return found or ([ok("folders", f"{' and '.join(folders)} can be written to")] if tried else [])
+
+
 def _shm(facts: Sequence[NodeFacts]) -> list[Finding]:
     found = []
     for node in facts:
@@ -196,7 +209,7 @@ def _ports(facts: Sequence[NodeFacts], ports: Sequence[int], needed: bool) -> li
     found = []
     for node in facts:
         for taken in node.taken_ports:
-            owner = f"{taken.command or 'a process'} of {taken.user or 'somebody'}"
+            owner = (taken.command or "a process") + (f" of {taken.user}" if taken.user else "")
             number = f" (process {taken.pid})" if taken.pid else ""
             text = f"port {taken.port} is held by {owner}{number}"
             if needed:

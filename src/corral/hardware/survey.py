@@ -54,6 +54,7 @@ class Asked:
     """What is asked of every node beside what is always told. Paths may begin with `~`."""
 
     disks: tuple[str, ...] = ()  # free space of the file systems that hold these
+    write: tuple[str, ...] = ()  # whether a file can be made, written and removed in these folders
     paths: tuple[str, ...] = ()  # whether these are there, and what they weigh
     nonces: tuple[str, ...] = ()  # what these small files say
     fingerprints: tuple[str, ...] = ()  # what these folders hold, in digests
@@ -215,6 +216,7 @@ class NodeFacts:
     cuda_driver: str = ""
     disks: dict[str, Disk] = field(default_factory=dict)
     shm: Disk | None = None
+    written: dict[str, str] = field(default_factory=dict)  # why not, by folder; empty where it can be
     paths: dict[str, PathFacts] = field(default_factory=dict)
     nonces: dict[str, str] = field(default_factory=dict)
     fingerprints: dict[str, FolderFacts] = field(default_factory=dict)

@@ -8,9 +8,7 @@ ended or another process took its place.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import shlex
 import signal
 import socket
 import subprocess
@@ -21,32 +19,28 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from urllib.parse import urlsplit
 
-from corral.client.endpoint import Endpoint
 from corral.client.retry import backoff_s
 from corral.deployment.events import read_events
 from corral.deployment.folder import DeploymentFolder
 from corral.deployment.state import ENDED
-from corral.errors import ConflictError, CorralError, NotFoundError, UnreachableError
-from corral.files import make_private_dir, write_atomic
-from corral.home import home_dir
+from corral.errors import ConflictError, CorralError, UnreachableError
+from corral.files import write_atomic
 from corral.interruption import terminated_as_interrupted
 from corral.lifecycle.deployments import Record, target_of
 from corral.lifecycle.near_end import NearEnd
 from corral.node.agent.processes import end_with_parent
-from corral.node.ports import free_port
 from corral.processes import Identity, own_identity, port_refused
-from corral.record import dump_json, from_json, load_json
-from corral.ssh import Forward, Ssh, socket_folder
+from corral.record import dump_json, load_json
+from corral.ssh import socket_folder
 
 __all__ = [
-    "Distant",
     "close_tunnel",
     "ensure_tunnel",
-    "find_distant",
-    "hold_distant",
+    "hold_forward",
     "hold_tunnel",
+    "near_end",
+    "near_socket",
     "needs_tunnel",
     "tunnel_holder",
 ]
@@ -124,22 +118,22 @@ def hold_tunnel(folder: DeploymentFolder, say: Callable[[str], None]) -> None:
     if forward is None:
         say("no tunnel is needed: the endpoint can be reached from here")
         return
-    near = _near_socket()
-    with _near_end(forward.port, near):  # before anybody is told of it: two at once are one and a refusal
+    near = near_socket()
+    with near_end(forward.port, near):  # before anybody is told of it: two at once are one and a refusal
         write_atomic(folder.tunnel, dump_json(HeldTunnel(own_identity(), str(near))))
         mine = folder.tunnel.read_text()
-        _hold(forward.command(near), say, lambda: _wanted(folder, mine))
+        hold_forward(forward.command(near), say, lambda: _wanted(folder, mine))
         with contextlib.suppress(OSError):
             if folder.tunnel.read_text() == mine:
                 folder.tunnel.unlink()
 
 
-def _near_socket() -> Path:
+def near_socket() -> Path:
     return socket_folder() / f"near-{os.getpid()}"
 
 
 @contextlib.contextmanager
-def _near_end(port: int, near: Path) -> Iterator[NearEnd]:
+def near_end(port: int, near: Path) -> Iterator[NearEnd]:
     """The port, held; and no socket file left behind."""
     try:
         held = NearEnd(port, near)
@@ -153,41 +147,63 @@ def _near_end(port: int, near: Path) -> Iterator[NearEnd]:
         near.unlink(missing_ok=True)
 
 
-def _hold(command: Sequence[str], say: Callable[[str], None], wanted: Callable[[], bool]) -> None:
-    """Run ssh while it is wanted, again whenever it ends; the pauses grow while it ends soon."""
+def hold_forward(
+    command: Sequence[str],
+    say: Callable[[str], None],
+    wanted: Callable[[], bool],
+    refused: Callable[[], None] = lambda: None,
+) -> None:
+    """Run ssh while it is wanted, again whenever it ends; the pauses grow while it ends soon.
+
+    `refused` is called when ssh says that it could not pass a connection on: nobody listens at the far end.
+    """
     failures = 0
     with terminated_as_interrupted():  # so that ssh never outlives it
         while wanted():
-            began = time.monotonic()
-            with _forwarding(command) as (process, words):
-                while process.poll() is None and wanted():
+            began, heard = time.monotonic(), 0
+            with _forwarding(command) as process:
+                while process.ssh.poll() is None and wanted():
                     time.sleep(0.5)
+                    if (size := process.said_bytes()) > heard:
+                        heard = size
+                        refused()
             if wanted():
                 failures = 0 if time.monotonic() - began > 30 else failures + 1
                 pause = backoff_s(failures, FIRST_PAUSE_S, LONGEST_PAUSE_S)
-                say(f"the connection ended ({words()}); again in {pause:.1f} s")
+                say(f"the connection ended ({process.last_words}); again in {pause:.1f} s")
                 time.sleep(pause)
 
 
+@dataclass
+class _Forwarding:
+    """ssh while it forwards, and what it says; that goes to a file, because a full pipe would stop it."""
+
+    ssh: subprocess.Popen[bytes]
+    log: int  # the file's descriptor
+    last_words: str = "no word"
+
+    def said_bytes(self) -> int:
+        return os.fstat(self.log).st_size
+
+
 @contextlib.contextmanager
-def _forwarding(command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], str]]]:
-    """ssh while it forwards, and its last words; they go to a file, because a full pipe would stop it."""
+def _forwarding(command: Sequence[str]) -> Iterator[_Forwarding]:
     with tempfile.TemporaryFile() as log:
-        last = ["no word"]
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stderr=log,
             preexec_fn=partial(_not_outliving, os.getpid()),
         )
+        found = _Forwarding(process, log.fileno())
         try:
-            yield process, lambda: last[0]
+            yield found
         finally:
             process.terminate()
             process.wait()
             log.seek(max(0, log.seek(0, os.SEEK_END) - 2000))
             lines = log.read().decode("utf-8", "replace").strip().splitlines()
-            last[0] = lines[-1] if lines else "no word"
+            found.last_words = lines[-1] if lines else "no word"
 
 
 def _not_outliving(parent: int) -> None:
@@ -216,56 +232,3 @@ def close_tunnel(folder: DeploymentFolder) -> None:
     if holder:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(holder.pid, signal.SIGTERM)
-
-
-@dataclass(frozen=True)
-class Distant:
-    """A deployment of another machine's home, reached through that machine."""
-
-    through: str  # the host whose `corral` knows the deployment: a login node
-    endpoint: Endpoint  # as that host reaches it
-    local_port: int
-    key_file: Path  # the key, brought here
-
-    @property
-    def base_url(self) -> str:
-        return f"http://127.0.0.1:{self.local_port}/v1"
-
-    @property
-    def forward(self) -> Forward:
-        far = urlsplit(self.endpoint.base_url)
-        host = f"[{far.hostname}]" if ":" in (far.hostname or "") else far.hostname
-        return Forward(self.local_port, f"{host}:{far.port}", self.through)
-
-
-def find_distant(name: str, through: str, program: Sequence[str], port: int | None) -> Distant:
-    """Ask the other machine's `corral` where the deployment is, and bring its key here."""
-    ssh = Ssh()
-    done = ssh.run(through, [*program, "status", name, "--json"], timeout_s=60)
-    try:
-        found = json.loads(done.stdout)
-        endpoint = from_json(Endpoint, found["endpoint"]) if found.get("endpoint") else None
-    except (ValueError, KeyError, TypeError):
-        words = (done.stderr.strip() or done.stdout.strip() or "no word").splitlines()
-        raise UnreachableError(
-            f"`{shlex.join(program)}` on {through} did not say where {name!r} is: {words[-1]}",
-            "Name the command as it is called there: --corral /path/to/corral.",
-        ) from None
-    if endpoint is None or endpoint.key_file is None:
-        raise NotFoundError(f"{name!r} on {through} is {found['state']}: {found['text'] or 'no endpoint yet'}.",
-                            f"Wait for it there: corral wait {shlex.quote(name)}")  # fmt: skip
-    key = ssh.run(through, ["cat", endpoint.key_file], timeout_s=30, check=True).stdout
-    folder = home_dir() / "distant" / f"{through}-{DeploymentFolder.of(name).path.name}"
-    make_private_dir(folder)
-    write_atomic(folder / "key", key)
-    near = free_port("127.0.0.1", first=port or 0)
-    if port and near != port:
-        raise ConflictError(f"port {port} of this machine is taken.", "Leave --port out and a free one is chosen.")
-    return Distant(through, endpoint, near, folder / "key")
-
-
-def hold_distant(distant: Distant, say: Callable[[str], None]) -> None:
-    """Keep the forward open until interrupted."""
-    near = _near_socket()
-    with _near_end(distant.local_port, near):
-        _hold(distant.forward.command(near), say, lambda: True)

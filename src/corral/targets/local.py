@@ -20,7 +20,7 @@ from corral.home import home_dir
 from corral.launch.links import Node, Ports
 from corral.launch.render import LaunchSpec, agent_spec, server_url
 from corral.node.agent.processes import marked
-from corral.node.ports import free_port
+from corral.node.ports import free_port, reserved_ports
 from corral.processes import Identity, only_lingering, port_owner
 from corral.record import dump_json, load_json
 from corral.shell import run
@@ -76,14 +76,14 @@ class LocalTarget(Declared):
     def choose_ports(self, bind: str, wanted: int | None) -> ChosenPorts:
         if wanted is not None:
             if not _is_free(bind, wanted):
-                owner = port_owner(wanted) or "another process"
+                owner = _owner(wanted)
                 raise ConflictError(
                     f"port {wanted} is held by {owner}.", "Leave --port out and a free one is chosen.", port=wanted
                 )
             return ChosenPorts(Ports(wanted))
         if _is_free(bind, DEFAULT_PORT):
             return ChosenPorts(Ports(DEFAULT_PORT))
-        owner = port_owner(DEFAULT_PORT) or "another process"
+        owner = _owner(DEFAULT_PORT)
         number = free_port(bind)
         return ChosenPorts(Ports(number), f"port {DEFAULT_PORT} is held by {owner}; using {number}")
 
@@ -155,7 +155,13 @@ def _is_free(host: str, port: int) -> bool:
 
     Without SO_REUSEADDR, because vLLM binds with it long before it listens: two servers would both find it free.
     """
-    return _can_bind(host, port, reuse=False) or (only_lingering(port) and _can_bind(host, port, reuse=True))
+    free = _can_bind(host, port, reuse=False) or (only_lingering(port) and _can_bind(host, port, reuse=True))
+    return free and port not in reserved_ports()
+
+
+def _owner(port: int) -> str:
+    starting = "another deployment that is starting" if port in reserved_ports() else "another process"
+    return port_owner(port) or starting
 
 
 def _can_bind(host: str, port: int, reuse: bool) -> bool:

@@ -36,12 +36,12 @@ from corral.hardware.survey import Asked, NodeFacts, all_or_error, survey
 from corral.home import home_dir
 from corral.launch.links import Node, Ports
 from corral.launch.render import LaunchSpec, agent_spec, server_url
-from corral.node.ports import free_port
 from corral.record import from_json, load_json, to_json
 from corral.ssh import Forward, Ssh, check_host, each, read_hosts
 from corral.targets.base import AgentsStatus, ChosenPorts, Declared, Progress
 from corral.targets.keys import Flag, Shared, Size, a_path, key, only_said
 from corral.targets.keys import hosts as good_hosts
+from corral.targets.near_port import near_port
 from corral.targets.remote_answers import NodeReport, Started, read_report, read_started, read_stopped
 from corral.targets.remote_files import last_state, last_word, mirror, mirrored_sizes, pack
 from corral.targets.ssh_nodes import address_of, bare, inventory_of, refuse_skew
@@ -259,7 +259,7 @@ class SshTarget(Declared):
         serve, note = wanted or DEFAULT_PORT, ""
         if facts.taken_ports:
             taken = facts.taken_ports[0]
-            owner = f"{taken.command or 'a process'} of {taken.user or 'somebody else'}"
+            owner = (taken.command or "a process") + (f" of {taken.user}" if taken.user else "")
             if wanted is not None:
                 raise ConflictError(
                     f"port {wanted} on {head} is held by {owner}.", "Leave --port out and a free one is chosen."
@@ -270,7 +270,7 @@ class SshTarget(Declared):
     def base_url(self, bind: str, ports: Ports) -> str:
         if bind not in LOOPBACK:
             return server_url(self.nodes()[0].address if bind in ("0.0.0.0", "::") else bind, ports.serve)  # noqa: S104
-        return server_url("127.0.0.1", free_port("127.0.0.1", first=ports.serve))  # brought here by a tunnel
+        return server_url("127.0.0.1", near_port(ports.serve))  # brought here by a tunnel
 
     def place(self, path: Path, progress: Progress) -> str:
         facts = self._looked()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from typing import Any, Dict, Optional, Tuple
 
+from ..ports import reserve
 from ..states import Reason, State
 from .gang import NOTICE_S, Follower, Head
 from .journal import Journal
@@ -30,6 +32,7 @@ class Worker(Rank):
         self.restarts = int(spec["patience"]["restarts"])
         self.head: Optional[Head] = None  # of a gang, when this rank leads it
         self.follower: Optional[Follower] = None  # of a gang, when another does
+        self.reserved: Optional[socket.socket] = None  # the server's port, among Corral's own (see `ports`)
         self.epoch = 0  # of the gang's attempt that this member runs
         self.beaten = 0.0
 
@@ -45,6 +48,11 @@ class Worker(Rank):
                 text = "the head cannot listen on %s:%s for the other nodes: %s" % (gang["head"], gang["port"], error)
                 self._end(Reason.NETWORK, {"text": text})
                 return 0
+        serve = self.spec.get("serve")
+        self.reserved = reserve(int(serve["port"])) if serve else None
+        if serve and not self.reserved:
+            self._end(Reason.PORT_TAKEN, {"text": "another deployment has port %d, and was first" % serve["port"]})
+            return 0
         return self._lead()
 
     def _lead(self) -> int:

@@ -13,7 +13,7 @@ from .listeners import ports
 from .machine import cores, cpu, hf_token, identity, limits, memory, tools
 from .network import interfaces, rdma
 from .readiness import readiness
-from .storage import disks, nonces, paths, read_speed, shm
+from .storage import disks, nonces, paths, read_speed, shm, written
 
 Json = Dict[str, Any]
 LIMIT_S = 20.0
@@ -34,6 +34,7 @@ PARTS: Dict[str, Callable[[Json], Json]] = {
     "disks": disks,
     "shm": shm,
     "paths": paths,
+    "written": written,
     "nonces": nonces,
     "fingerprints": fingerprints,
     "read_speed": read_speed,

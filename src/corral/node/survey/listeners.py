@@ -4,10 +4,11 @@ import glob
 import os
 from typing import Any, Dict, List, Tuple
 
-from ..ports import free_ports
+from ..ports import free_ports, reserved_ports
 from .processes import command_of, user_name
 
 Json = Dict[str, Any]
+RESERVED = "another deployment that is starting"
 
 
 def listeners() -> Dict[int, Tuple[str, int]]:
@@ -47,4 +48,6 @@ def ports(asked: Json) -> Json:
     for port, (inode, uid) in sorted(taken.items()):
         pid = processes.get(inode, 0)
         rows.append({"port": port, "pid": pid, "user": user_name(uid), "command": command_of(pid) if pid else ""})
+    for port in sorted(reserved_ports() & set(asked.get("ports", [])) - set(taken)):  # it loads, and will listen
+        rows.append({"port": port, "pid": 0, "user": "", "command": RESERVED})
     return {"taken_ports": rows, "free_ports": free_ports(asked.get("free_ports", 0), asked.get("ports", []))}

@@ -1,12 +1,15 @@
 """Disks and files: space, what paths weigh, which storage is shared, how fast it reads."""
 
+import contextlib
 import os
 import time
-from typing import Any, Dict
+from typing import Any, Dict, List
 
 from ..files import read_text as read
 
 Json = Dict[str, Any]
+FOLDERS = ("deployments", "nodes", "engines", "models")  # of a home
+TRIED_BYTES = 64 << 10
 
 
 def space(path: str) -> Json:
@@ -20,6 +23,47 @@ def space(path: str) -> Json:
 
 def disks(asked: Json) -> Json:
     return {"disks": {path: space(path) for path in asked.get("disks", [])}}
+
+
+def written(asked: Json) -> Json:
+    """Whether what a deployment does in these folders can be done: why not, by path; empty where all went well."""
+    return {"written": {path: try_writing(os.path.expanduser(path)) for path in asked.get("write", [])}}
+
+
+def try_writing(place: str) -> str:
+    """Make the folder, write into it and into those of Corral's own below it, remove all of that; what went wrong."""
+    made: List[str] = []
+    try:
+        missing = place
+        while not os.path.lexists(missing):
+            made.insert(0, missing)
+            missing = os.path.dirname(missing)
+        for folder in made:
+            os.mkdir(folder, 0o700)
+        below = [os.path.join(place, name) for name in FOLDERS]
+        for folder in [place] + [folder for folder in below if os.path.lexists(folder)]:
+            write_and_remove(folder)
+    except OSError as error:
+        return "%s: %s" % (error.filename or place, error.strerror or error)
+    finally:
+        for folder in reversed(made):
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)
+    return ""
+
+
+def write_and_remove(folder: str) -> None:
+    """A file of a few kilobytes, synced: what a full disk, a quota or the wrong owner refuses."""
+    path = os.path.join(folder, ".corral-tried-%d-%s" % (os.getpid(), os.urandom(4).hex()))
+    try:
+        with open(path, "xb", buffering=0) as file:
+            file.write(b"0" * TRIED_BYTES)
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, folder) from None
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
 
 
 def shm(_: Json) -> Json:
