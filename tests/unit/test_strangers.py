@@ -230,8 +230,8 @@ def test_the_near_end_keeps_its_port_while_ssh_is_away(tmp_path: Path) -> None:
 def test_ssh_does_not_outlive_a_tunnel_that_is_killed(tmp_path: Path) -> None:
     code = (
         "import time; from corral.lifecycle.tunnel import _forwarding\n"
-        "with _forwarding(['sleep', '1000']) as (process, _):\n"
-        "    print(process.pid, flush=True)\n"
+        "with _forwarding(['sleep', '1000']) as found:\n"
+        "    print(found.ssh.pid, flush=True)\n"
         "    time.sleep(1000)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as holder:

@@ -24,7 +24,7 @@ from corral.client.retry import backoff_s
 from corral.deployment.events import read_events
 from corral.deployment.folder import DeploymentFolder
 from corral.deployment.state import ENDED
-from corral.errors import ConflictError, CorralError, UnreachableError
+from corral.errors import CorralError, UnreachableError
 from corral.files import write_atomic
 from corral.interruption import terminated_as_interrupted
 from corral.lifecycle.deployments import Record, target_of
