@@ -92,7 +92,7 @@ def test_more_api_servers_are_not_advised_to_who_has_them() -> None:
     assert one is not None
     assert four is not None
     assert unknown is not None
-    assert "--api-server-count 4" in one.advice
+    assert "--set api_servers=4" in one.advice
     assert "API server" not in four.limited_by
     assert (four.roof_tokens_per_s or 0) > (one.roof_tokens_per_s or 0)
     assert "API server" in unknown.limited_by

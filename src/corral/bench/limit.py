@@ -143,7 +143,7 @@ class FrontEnd:
     @property
     def verdict(self) -> tuple[str, str]:
         rate = f"{Efficiency().frontend_tokens_s:,.0f} tokens a second"
-        more = f" (`-- --api-server-count {max(4, 2 * self.processes)}`)" if self.told else ""
+        more = f" (`--set api_servers={max(4, 2 * self.processes)}`)" if self.told else ""
         return (
             f"the {self.processes} API server processes: each streams some {rate}"
             if self.told and self.processes > 1
@@ -198,10 +198,9 @@ def roof(
         step = max(1 / speed.decode_tokens_per_s, n / speed.prefill_tokens_per_s)
         return n * after / (n * before / speed.prefill_tokens_per_s + after * step)
     goal = replace(plan.goal, prompt_tokens=before, output_tokens=after)
-    rates = Efficiency()
+    rates, settings = Efficiency(), plan.settings
     if streamed_tokens_s is not None:
         rates = replace(rates, frontend_tokens_s=streamed_tokens_s / plan.parallel.data)
-    made = predict(
-        plan.model, plan.inventory, plan.parallel, plan.precision, plan.settings, plan.memory, goal, n, rates
-    )
+        settings = replace(settings, api_servers=1)  # the rate is of all processes
+    made = predict(plan.model, plan.inventory, plan.parallel, plan.precision, settings, plan.memory, goal, n, rates)
     return made.throughput_tokens_per_s

@@ -61,6 +61,8 @@ _PLANNED: Mapping[str, _Flag] = {
     "--device-memory-utilization": _Flag("gpu_memory_utilization"),
     "--max-num-batched-tokens": _Flag("max_num_batched_tokens", _tokens),
     "--max-num-seqs": _Flag("max_num_seqs"),
+    "--api-server-count": _Flag("api_servers"),
+    "-asc": _Flag("api_servers"),
 }
 _SWITCHES = {"--enforce-eager": ("eager", "true"), "--no-enforce-eager": ("eager", "false")}
 _BACKEND = "--distributed-executor-backend"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 from corral.hardware.cpu_speed import CpuSpeed
@@ -10,6 +11,7 @@ from corral.models.facts import ModelFacts
 from corral.plan.constraints import broken_settings
 from corral.plan.contract import EngineSettings, Goal, Memory, Parallel, Precision, Speed
 from corral.plan.fixed import Fixed
+from corral.plan.frontend import api_servers
 from corral.plan.memory import Coefficients, measure
 from corral.plan.speed import Efficiency, predict
 
@@ -93,10 +95,14 @@ def work_out(
             context = room // 256 * 256
             memory = measure(model, inventory, parallel, precision, settings, context, tuning.memory)
     concurrency = goal.concurrency or _SATURATING * parallel.data * parallel.replica_gpus
-    speed = predict(
-        model, inventory, parallel, precision, settings, memory, goal, concurrency, tuning.speed
-    )  # fmt: skip
-    return Candidate(parallel, precision, settings, context, memory, speed, problem, broken)
+
+    def at(rates: Efficiency) -> Speed:
+        return predict(model, inventory, parallel, precision, settings, memory, goal, concurrency, rates)
+
+    unbound = at(replace(tuning.speed, frontend_tokens_s=math.inf)).throughput_tokens_per_s
+    processes = fixed.api_servers or api_servers(inventory, parallel, unbound)
+    settings = replace(settings, api_servers=processes)
+    return Candidate(parallel, precision, settings, context, memory, at(tuning.speed), problem, broken)
 
 
 def _no_room(memory: Memory, context: int) -> str:

@@ -88,6 +88,7 @@ class EngineSettings:
     max_num_seqs: int
     eager: bool = False
     block_size: int = 16
+    api_servers: int = 1  # processes that take requests and stream answers, of all replicas
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,14 @@ def work_out_cpu(
         overhead_bytes_per_gpu=_PROCESS_BYTES,
         budget_bytes_per_gpu=inventory.host_available_bytes,
     )
-    settings = EngineSettings(fixed.gpu_memory_utilization or 0.92, batched, seqs, bool(fixed.eager), _BLOCK)
+    settings = EngineSettings(
+        fixed.gpu_memory_utilization or 0.92,
+        batched,
+        seqs,
+        bool(fixed.eager),
+        _BLOCK,
+        fixed.api_servers or parallel.data,
+    )
     read = parts.total - (0 if model.tied_embeddings else parts.embedding)
     speed = predict_cpu(model, rates, settings, goal, read)
     return Candidate(parallel, precision, settings, context, memory, speed, problem)

@@ -37,6 +37,8 @@ def engine_args(
         args += ["--gpu-memory-utilization", f"{settings.gpu_memory_utilization:g}"]
     args += ["--max-num-batched-tokens", str(settings.max_num_batched_tokens)]
     args += ["--max-num-seqs", str(settings.max_num_seqs)]
+    if settings.api_servers != parallel.data:  # one for each replica is vLLM's own default
+        args += ["--api-server-count", str(settings.api_servers)]
     return (*args, "--enforce-eager") if settings.eager else tuple(args)
 
 

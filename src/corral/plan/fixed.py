@@ -32,6 +32,7 @@ class Fixed:
     gpu_memory_utilization: float | None = None
     max_num_batched_tokens: int | None = None
     max_num_seqs: int | None = None
+    api_servers: int | None = None
     eager: bool | None = None
 
     @property
@@ -98,6 +99,7 @@ KEYS: Mapping[str, Callable[[str, object], object]] = {
     "gpu_memory_utilization": _share,
     "max_num_batched_tokens": _whole,
     "max_num_seqs": _whole,
+    "api_servers": _whole,
     "eager": _flag,
 }
 

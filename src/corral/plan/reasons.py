@@ -130,9 +130,21 @@ def _settings(chosen: Candidate, inventory: Inventory, goal: Goal, fixed: Fixed)
     rows += [("max_num_batched_tokens", s.max_num_batched_tokens, batched), ("max_num_seqs", s.max_num_seqs, seqs)]
     graphs = "kernels are launched one by one" if s.eager else "CUDA graphs: small models gain most"
     rows.append(("eager", str(s.eager).lower(), graphs if inventory.gpu else "the engine decides on a CPU"))
-    names = {name for name in ("gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs", "eager")
-             if getattr(fixed, name) is not None}  # fmt: skip
+    if inventory.gpu is not None:
+        rows.append(("api_servers", s.api_servers, _api_servers(chosen, inventory)))
+    fields = ("gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs", "eager", "api_servers")
+    names = {name for name in fields if getattr(fixed, name) is not None}
     return [(name, value, f"{_SET}; {why}" if name in names else why) for name, value, why in rows]
+
+
+def _api_servers(chosen: Candidate, inventory: Inventory) -> str:
+    count = chosen.settings.api_servers
+    if chosen.parallel.data > 1 and count == chosen.parallel.data:
+        return "one process for each replica, vLLM's default"
+    if count == 1:
+        return "one process streams all that this load asks for, or all that the cores leave room for"
+    cores = f" on {inventory.cpu_cores} cores" if inventory.cpu_cores else ""
+    return f"one process{cores} streams 9,000 to 16,000 tokens a second, and the GPU would wait for it"
 
 
 def _memory(model: ModelFacts, chosen: Candidate, inventory: Inventory, tuning: Tuning) -> list[Row]:

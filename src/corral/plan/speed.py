@@ -15,6 +15,7 @@ from corral.models.architecture import DTYPE_BYTES
 from corral.models.facts import ModelFacts
 from corral.plan.constraints import partition
 from corral.plan.contract import EngineSettings, Goal, Memory, Parallel, Precision, Speed
+from corral.plan.frontend import streamed_tokens_s
 from corral.plan.memory import convert, kv_element
 
 __all__ = ["MEASURED_KINDS", "Efficiency", "predict", "significant"]
@@ -115,7 +116,8 @@ def predict(
     prefill = roof.prefill_rate(goal.prompt_tokens)
     waiting = e.frontend_s * (1 + running / 32)  # requests that arrive together wait for each other
     cycle = running * goal.prompt_tokens / prefill + goal.output_tokens * step + waiting
-    cycle = max(cycle, running * goal.output_tokens / e.frontend_tokens_s)
+    streamed = streamed_tokens_s(settings.api_servers, parallel.data, e.frontend_tokens_s)
+    cycle = max(cycle, running * goal.output_tokens / streamed)
     return Speed(
         decode_tokens_per_s=significant(1 / alone),
         prefill_tokens_per_s=significant(prefill),

@@ -32,6 +32,7 @@ _ENGINE_NAMES = {
     "eager": "enforce_eager",
 }
 _NOT_ENGINE = {
+    "api_servers": "Ray Data has no API server; leave it out.",
     "data": "--concurrency N starts N engines.",
     "weights": "Name a checkpoint with those weights: --model PATH.",
 }
