@@ -60,7 +60,7 @@ class FileLock:
         beats: bool = False,
     ) -> None:
         self.path, self._held, self._silent_s, self._beats = path, held, silent_s, beats
-        self._touched = 0.0
+        self._touched, self._inode = 0.0, 0
         self._beating = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
@@ -76,6 +76,7 @@ class FileLock:
                 self._held(found)
             time.sleep(POLL_S)
         self._touched = time.monotonic()
+        self._inode = self.path.stat().st_ino
         if self._beats:
             self._beating.enter_context(beating(self.path))
         return self
@@ -85,11 +86,18 @@ class FileLock:
     ) -> None:
         self._beating.close()
         with contextlib.suppress(OSError):  # it is known to be dead once we are gone; how it ended is to be told
-            if lock_holder(self.path) == own_identity():
+            if self._is_ours():
                 self.path.unlink(missing_ok=True)
                 for left in self.path.parent.glob(f"{self.path.name}.*"):  # of processes that were killed just then
                     if ".stale." not in left.name:  # may be a living one's, on its way back
                         left.unlink(missing_ok=True)
+
+    def _is_ours(self) -> bool:
+        """Whether nobody took the lock over; told by the file itself where no descriptor is left to read it."""
+        try:
+            return lock_holder(self.path) == own_identity()
+        except OSError:
+            return self.path.stat().st_ino == self._inode
 
     def touch(self) -> None:
         """Show that the holder lives; cheap enough to be called often."""

@@ -287,3 +287,34 @@ def test_a_lock_that_is_waited_for_is_touched_while_it_is_held(
     os.utime(path, (old, old))
     with exclusive_lock(path, lambda who: None):
         assert lock_holder(path) == own_identity()
+
+
+WITHOUT_DESCRIPTORS = """
+import errno, os, resource, sys
+from pathlib import Path
+from corral.lock import FileLock
+
+path = Path(sys.argv[1])
+with FileLock(path):
+    if sys.argv[2] == "taken over":
+        path.unlink()
+        path.with_name("other").write_text("somebody else's")
+        path.with_name("other").rename(path)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))  # no further file can be opened
+    try:
+        path.read_bytes()
+    except OSError as error:
+        assert error.errno == errno.EMFILE
+resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+"""
+
+
+@pytest.mark.parametrize(("what", "left"), [("held", False), ("taken over", True)])
+def test_it_is_released_also_without_a_free_descriptor(tmp_path: Path, what: str, left: bool) -> None:
+    path = tmp_path / "lock"
+    keeper = tmp_path / "keeps the inode busy"
+    script = WITHOUT_DESCRIPTORS.replace("path.unlink()", f"path.rename({str(keeper)!r})")
+    done = subprocess.run([sys.executable, "-c", script, str(path), what], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert path.exists() is left
