@@ -16,11 +16,12 @@ from corral.batch.inspect import inspect
 from corral.batch.job import BatchOrder, load_record
 from corral.batch.jobs import in_job
 from corral.batch.jobs.in_job import InJob
-from corral.batch.jobs.queued import add_job, is_queued, jobs_of
+from corral.batch.jobs.queued import add_job, cancel_hopeless, is_queued, jobs_of
 from corral.batch.serving import Offline, Where
 from corral.batch.sharing.parts import Participant, bury, claim_path, runners_of
 from corral.batch.sharing.shared import Sharing
-from corral.errors import UnreachableError
+from corral.cli.batch_view import print_status, wait_for_jobs
+from corral.errors import LaunchError, UnreachableError
 from corral.fake import FakeOptions, FakeServer
 from corral.slurm import commands
 from corral.slurm.commands import SlurmJob
@@ -131,15 +132,49 @@ def test_status_shows_jobs_and_never_calls_unknown_failed(output: Path, monkeypa
     now = inspect(str(output))
     assert (now.state, now.jobs[0].waiting) == ("queued", True)
     assert "jobs of higher priority" in now.jobs[0].text
-    known["41"] = SlurmJob("41", "CANCELLED", nodes="n1", cancelled_by="root")
-    now = inspect(str(output))
-    assert "was cancelled by root" in now.reason
 
     def silent(id: str) -> SlurmJob:
         raise UnreachableError("no answer", "later")
 
-    monkeypatch.setattr(commands, "find_job", silent)
-    assert (inspect(str(output)).state, inspect(str(output)).jobs[0].ended) == ("unknown", None)
+    with monkeypatch.context() as patch:
+        patch.setattr(commands, "find_job", silent)
+        assert (inspect(str(output)).state, inspect(str(output)).jobs[0].ended) == ("unknown", None)
+    known["41"] = SlurmJob("41", "CANCELLED", nodes="n1", cancelled_by="root")
+    now = inspect(str(output))
+    assert "was cancelled by root" in now.reason
+    known["41"] = None  # SLURM forgets its jobs after some minutes
+    assert "was cancelled by root" in inspect(str(output)).reason
+
+
+def test_a_dead_job_stays_in_sight_beside_those_that_followed(
+    output: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = load_record(str(output))
+    folder.shared.mkdir()
+    for id in ("41", "42", "43"):
+        add_job(folder, id, "d", SlurmTarget(SlurmOptions()))
+    known = {"41": SlurmJob("41", "NODE_FAIL", nodes="n1"), "42": SlurmJob("42", "COMPLETED")}
+    monkeypatch.setattr(commands, "find_job", lambda id: known.get(id) or SlurmJob(id, "RUNNING", nodes="n2"))
+    print_status(inspect(str(output)), as_json=False)
+    said = capsys.readouterr().out
+    assert "job 41 lost a node of n1" in said
+    assert "job 42" not in said
+    assert "job 43 runs on n2" in said
+
+
+def test_a_job_that_can_never_start_is_not_waited_for(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, _ = load_record(str(output))
+    folder.shared.mkdir()
+    add_job(folder, "41", "d", SlurmTarget(SlurmOptions()))
+    monkeypatch.setattr(commands, "find_job", lambda id: SlurmJob(id, "PENDING", "DependencyNeverSatisfied"))
+    cancelled: list[str] = []
+    monkeypatch.setattr(commands, "cancel", cancelled.append)
+    now = inspect(str(output))
+    assert (now.jobs[0].ended, now.jobs[0].over, now.jobs[0].reason) == (False, True, "cannot_start")
+    with pytest.raises(LaunchError, match="DependencyNeverSatisfied"):
+        wait_for_jobs(str(output))
+    cancel_hopeless(folder)
+    assert cancelled == ["41"]
 
 
 def test_the_next_life_takes_over_at_once(tmp_path: Path) -> None:

@@ -177,6 +177,22 @@ def test_check_names_every_problem_at_once(corral: Command) -> None:
     assert len(json.loads(corral("profile", "check", "mine", "--json")[1])["mine"]) == 3
 
 
+def test_check_names_every_wrong_key_at_once(corral: Command) -> None:
+    text = 'target = "slurm"\n[slurm]\npartiton = "gpu"\nnodes = 5000\n[limits]\nmax_nodes = 0\n[nonsense]\nx = 1\n'
+    own("mine", text)
+    found = json.loads(corral("profile", "check", "mine", "--json")[1])["mine"]
+    said = " ".join(one["message"] for one in found)
+    for words in ("no key 'partiton'", "from 1 to 4096", "limits.max_nodes must be", "no key 'nonsense'"):
+        assert words in said
+    assert len(found) == 4
+
+
+def test_check_names_every_contradiction_at_once(corral: Command) -> None:
+    own("mine", '[slurm]\ntime = "1:00:00"\n[ssh]\nhosts = ["a"]\n[endpoint]\nbind = "127.0.0.1"\nexpose = true\n')
+    found = json.loads(corral("profile", "check", "mine", "--json")[1])["mine"]
+    assert len(found) == 3
+
+
 def test_check_of_all_leaves_the_examples_aside(corral: Command) -> None:
     assert corral("profile", "check")[0] == 0
     own("good", "")

@@ -84,10 +84,10 @@ def inspect(output: str) -> BatchStatus:
     holder = runners[0] if runners else None
     state, reason = _state(folder, fine + failed >= record.rows, holder is not None)
     jobs = queued_states(folder)
-    if state not in ("running", "done") and (alive := [job for job in jobs if not job.ended]):
+    if state not in ("running", "done") and (alive := [job for job in jobs if not job.over]):
         state, reason = alive[0].state, ""
     elif jobs and state not in ("running", "done"):
-        reason = jobs[-1].text
+        reason = next((job.text for job in reversed(jobs) if job.reason), jobs[-1].text)
     return BatchStatus(
         output=output,
         errors=str(folder.errors),

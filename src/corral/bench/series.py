@@ -191,7 +191,7 @@ def _findings(searching: Searching, slos: Sequence[Slo], over: str, probes: int)
     best, worst = searching.best, searching.worst
     if best is None:
         lowest = min((probe for probe in searching.probes), key=lambda probe: probe.load)
-        text = f"no load that was tried keeps {promises}; at {lowest.load:g} {unit}: {lowest.why}"
+        text = f"no load that was tried keeps {promises}; at {lowest.load:.15g} {unit}: {lowest.why}"
     else:
         above = next((probe for probe in searching.probes if probe.load == worst), None)
         text = f"{best:.4g} {unit} is the highest load that keeps {promises}"

@@ -171,7 +171,7 @@ def print_status(standing: BatchStatus, as_json: bool) -> None:
         b = s.blocks
         click.echo(f"  blocks   {b.done:,} of {b.count:,} done, {b.held:,} under way, {b.size:,} rows each")
     for job in s.jobs:
-        if not job.ended or job is s.jobs[-1]:
+        if not job.ended or job.reason or job is s.jobs[-1]:
             click.echo(f"  job      {job.text}{f' ({job.remedy})' if job.remedy and not job.ended else ''}")
     click.echo(f"  model    {s.model}")
     click.echo(f"  input    {s.input}")
@@ -180,7 +180,7 @@ def print_status(standing: BatchStatus, as_json: bool) -> None:
         click.echo(f"  reason   {s.reason}")
     if s.failed:
         click.echo(f"  failed   {s.errors}")
-    if not s.runners and s.state != "done" and all(job.ended for job in s.jobs):
+    if not s.runners and s.state != "done" and all(job.over for job in s.jobs):
         click.echo(f"  continue corral batch resume {s.output}")
 
 
@@ -214,7 +214,7 @@ def wait_for_jobs(output: str, poll_s: float = 2.0) -> int:
             told = line
         if now.state == "done":
             return 1 if now.failed else 0
-        if not now.runners and all(job.ended for job in now.jobs):
+        if not now.runners and all(job.over for job in now.jobs):
             raise LaunchError(
                 f"no job works on {output} any more; {now.rows - done:,} rows are left ({now.reason or now.state}).",
                 f"Everything up to here is kept; continue: corral batch resume {shlex.quote(output)}",

@@ -170,7 +170,8 @@ def _problems_of(name: str) -> list[CorralError]:
     try:
         profile = load_profile(name, {})
     except CorralError as error:
-        return [error]
+        others = error.details.get("others", ())
+        return [error, *(DataError(one["message"], one["remedy"]) for one in others)]
     questions = (_check_wish, _check_runtime, _check_target, _check_arguments, _check_environment, _check_plan)
     problems = []
     for question in questions:

@@ -89,8 +89,8 @@ class Parameter:
         if self.low is None and self.high is None:
             return ""
         if self.high is None:
-            return f"above {self.low:g}" if self.above else f"{self.low:g} or more"
-        return f"above {self.low:g}, to {self.high:g}" if self.above else f"{self.low:g} to {self.high:g}"
+            return f"above {self.low:.15g}" if self.above else f"{self.low:.15g} or more"
+        return f"above {self.low:.15g}, to {self.high:.15g}" if self.above else f"{self.low:.15g} to {self.high:.15g}"
 
     def checked(self, value: Any) -> Any:
         """The value, if the server would take it; otherwise an error that names the range."""

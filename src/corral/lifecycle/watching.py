@@ -96,7 +96,8 @@ def _tell(event: Event, report: Reporter, expected: Mapping[str, Expected], name
     elif event.kind == "slow":
         report.note(slow_text(event.details, expected, name))
     elif event.kind == "restart":
-        report.note(f"restart {event.get('attempt')} of {event.get('of')}: {event.get('text', event.get('reason'))}")
+        why = event.get("text") or str(event.get("reason")).replace("_", " ")
+        report.note(f"restart {event.get('attempt')} of {event.get('of')}: {why}")
 
 
 def slow_text(details: Mapping[str, Any], expected: Mapping[str, Expected], name: str) -> str:

@@ -7,7 +7,7 @@ the keyword arguments of a wish; an option that was given always wins.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from corral.errors import CorralError, DataError
 from corral.hardware.inventory import GIB, Inventory, parse_gpus
 from corral.profile import folders
 from corral.profile.contract import ProfileSettings, all_keys
-from corral.profile.reading import Layer, build_settings, read_file
+from corral.profile.reading import Layer, all_wrong, build_settings, read_file
 from corral.targets.base import TARGETS, target_class, target_tables
 from corral.targets.keys import is_placeholder
 
@@ -244,26 +244,33 @@ def _completed(profile: Profile) -> Profile:
 
 def _check_whole(profile: Profile) -> None:
     """What no single key shows: tables of another target, and numbers that contradict each other."""
+    with all_wrong() as wrong:
+        wrong.extend(_contradictions(profile))
+
+
+def _contradictions(profile: Profile) -> Iterator[DataError]:
     settings, at = profile.settings, profile.origin
     for table in target_tables():
         if table != profile.target and any(table in layer.values for layer in profile.layers):
             where = next(layer.at(table) for layer in reversed(profile.layers) if table in layer.values)
-            raise DataError(
+            yield DataError(
                 f"{where}: [{table}] is there, but the target is {profile.target!r}.",
                 f'Say target = "{table}" at the top, or take [{table}] out.',
             )
     named = parse_gpus(settings.hardware.gpus) if settings.hardware.gpus else None
     if named and named.nodes > 1 and profile.nodes != named.nodes:
-        _contradiction(at("hardware.gpus"), f"hardware.gpus says {named.nodes} nodes", f"{profile.nodes} are named")
+        yield _contradiction(
+            at("hardware.gpus"), f"hardware.gpus says {named.nodes} nodes", f"{profile.nodes} are named"
+        )
     if settings.own is not None:
         for name, one, other in target_class(profile.target).contradictions(settings.own, settings.shared):
-            _contradiction(at(f"{profile.target}.{name}"), one, other)
+            yield _contradiction(at(f"{profile.target}.{name}"), one, other)
     if settings.endpoint.bind is not None and settings.endpoint.expose is not None:
-        _contradiction(at("endpoint.expose"), "[endpoint] says bind", "it says expose")
+        yield _contradiction(at("endpoint.expose"), "[endpoint] says bind", "it says expose")
 
 
-def _contradiction(where: str, one: str, other: str) -> None:
-    raise DataError(f"{where}: {one}, but {other}.", "Make them agree, or remove one of them.")
+def _contradiction(where: str, one: str, other: str) -> DataError:
+    return DataError(f"{where}: {one}, but {other}.", "Make them agree, or remove one of them.")
 
 
 def _has(values: Mapping[str, Any], dotted: str) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import stat
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -15,7 +16,7 @@ from corral.profile.contract import ProfileSettings, all_keys, takes
 from corral.record import nearest
 from corral.targets.base import target_tables
 
-__all__ = ["Layer", "build_settings", "key_lines", "parse", "read_file", "read_text"]
+__all__ = ["Layer", "all_wrong", "build_settings", "kept_in", "key_lines", "parse", "read_file", "read_text"]
 
 MOST_BYTES = 256 * 1024  # the largest profile anybody writes by hand is a hundredth of this
 _HEADER = re.compile(r"^\s*\[\s*([A-Za-z0-9_.\"'\s-]+?)\s*\]\s*(?:#.*)?$")
@@ -95,10 +96,15 @@ def key_lines(text: str) -> dict[str, int]:
 def build_settings(values: Mapping[str, Any], layer: Layer) -> ProfileSettings:
     """A whole profile from its values; tables that belong to a target are built by what that declares."""
     tables = target_tables()
-    settings: ProfileSettings = build(
-        ProfileSettings, {name: value for name, value in values.items() if name not in tables}, layer
-    )
-    made = {name: build(kind, values[name], layer, name) for name, kind in tables.items() if name in values}
+    made: dict[str, Any] = {}
+    settings: ProfileSettings = ProfileSettings()
+    with all_wrong() as wrong:
+        with kept_in(wrong):
+            shared = {name: value for name, value in values.items() if name not in tables}
+            settings = build(ProfileSettings, shared, layer)
+        for name in [name for name in values if name in tables]:
+            with kept_in(wrong):
+                made[name] = build(tables[name], values[name], layer, name)
     return replace(settings, targets=made)
 
 
@@ -111,23 +117,57 @@ def build(kind: Any, data: Any, layer: Layer, where: str = "") -> Any:
     entries = {entry.name: entry for entry in fields(kind) if not entry.metadata.get("targets")}
     rest = next((name for name, entry in entries.items() if entry.metadata.get("rest")), "")
     hints, values, others = get_type_hints(kind), {}, {}
-    for name, value in data.items():
-        dotted = f"{where}.{name}" if where else name
-        if name == rest or name not in entries:
-            if not rest:
-                raise _unknown(name, where, [*entries, *([] if where else target_tables())], layer)
-            others[name] = value
-        elif is_dataclass(hints[name]):
-            values[name] = build(hints[name], value, layer, dotted)
-        else:
-            values[name] = _value(hints[name], value, dotted, layer)
-            check = entries[name].metadata["check"]
-            expected = check(values[name]) if check and values[name] is not None else ""
-            if expected:
-                raise _wrong(dotted, expected, value, layer)
+    with all_wrong() as wrong:
+        for name, value in data.items():
+            dotted = f"{where}.{name}" if where else name
+            if name == rest or name not in entries:
+                if not rest:
+                    wrong.append(_unknown(name, where, [*entries, *([] if where else target_tables())], layer))
+                others[name] = value
+                continue
+            with kept_in(wrong):
+                if is_dataclass(hints[name]):
+                    values[name] = build(hints[name], value, layer, dotted)
+                else:
+                    values[name] = _checked(hints[name], entries[name].metadata["check"], value, dotted, layer)
     if rest:
         values[rest] = others
     return kind(**values)
+
+
+def _checked(kind: Any, check: Callable[[Any], str] | None, value: Any, dotted: str, layer: Layer) -> Any:
+    made = _value(kind, value, dotted, layer)
+    expected = check(made) if check and made is not None else ""
+    if expected:
+        raise _wrong(dotted, expected, value, layer)
+    return made
+
+
+@contextlib.contextmanager
+def all_wrong() -> Iterator[list[DataError]]:
+    """A list for all that is wrong; at the end the first is raised, with the others in its details."""
+    wrong: list[DataError] = []
+    yield wrong
+    if not wrong:
+        return
+    others = [one for error in wrong for one in (_as_detail(error), *error.details.get("others", ()))][1:]
+    if others:
+        first = wrong[0]
+        raise DataError(first.message, first.remedy, **{**first.details, "others": others})
+    raise wrong[0]
+
+
+@contextlib.contextmanager
+def kept_in(wrong: list[DataError]) -> Iterator[None]:
+    """What is wrong inside is told later, with the rest."""
+    try:
+        yield
+    except DataError as error:
+        wrong.append(error)
+
+
+def _as_detail(error: DataError) -> dict[str, str]:
+    return {"message": error.message, "remedy": error.remedy}
 
 
 def _unknown(name: str, table: str, known: list[str], layer: Layer) -> DataError:

@@ -113,6 +113,7 @@ class JobStatus:
     remedy: str = ""
     ended: bool | None = False
     waiting: bool = False
+    reason: Reason | None = None  # why it ended, or why it can never start; None: as it should, or not known
 
 
 class Target(Protocol):

@@ -58,7 +58,7 @@ def one_of(*known: str) -> Check:
 
 
 def at_least(least: float, most: float | None = None) -> Check:
-    words = f"from {least:g} to {most:g}" if most is not None else f"{least:g} or more"
+    words = f"from {least:.15g} to {most:.15g}" if most is not None else f"{least:.15g} or more"
     return lambda value: "" if value >= least and (most is None or value <= most) else words
 
 

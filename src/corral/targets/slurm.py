@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from corral.bundle import bundle
 from corral.deployment.folder import DeploymentFolder, chain_of
-from corral.deployment.state import State
+from corral.deployment.state import Reason, State
 from corral.errors import CorralError, DoesNotFitError, EngineError, UnreachableError, UsageError
 from corral.files import make_private_dir, write_atomic
 from corral.hardware.inventory import Inventory, parse_gpus
@@ -386,13 +386,15 @@ class SlurmTarget(Declared):
         except CorralError as error:  # it cannot be asked: nothing is known, and nothing has failed
             return JobStatus(JobState.UNKNOWN, error.message, error.remedy, None)
         if job is None:
-            return JobStatus(JobState.STOPPED, f"job {id} is over and forgotten", ended=True)
+            text = f"job {id} is over, and SLURM no longer knows how it ended"
+            return JobStatus(JobState.STOPPED, text, ended=True, reason=Reason.JOB_FORGOTTEN)
         if job.state == "COMPLETED":
             return JobStatus(JobState.STOPPED, f"job {id} has ended", ended=True)
         if job.state == "RUNNING":
             return JobStatus(JobState.RUNNING, f"job {id} runs on {job.nodes}")
         said = standing(job)
-        return JobStatus(JobState(said.state), said.text, said.remedy, said.ended, said.state is State.QUEUED)
+        waiting = said.state is State.QUEUED
+        return JobStatus(JobState(said.state), said.text, said.remedy, said.ended, waiting, said.reason)
 
     def cancel_job(self, id: str) -> None:
         commands.cancel(id)

@@ -176,7 +176,7 @@ def _hand_on(output: str, here: InJob, result: Result | None) -> InJobOutcome:
     count = len(jobs_of(folder, here.deployment))
     if not done:
         text = "this job did not get one row done in its time; it is not queued again"
-        return InJobOutcome(result, text=f"{text}. RowAsk for more with --time. {_continue(output)}")
+        return InJobOutcome(result, text=f"{text}. Ask for more with --time. {_continue(output)}")
     if count >= here.max_jobs:
         return InJobOutcome(result, text=f"{count} jobs were used (--max-jobs). {_continue(output)}")
     id = here.queue.hand_on(here.folder, here.own.id)

@@ -6,17 +6,28 @@ each submitted by the one before when its time was nearly up.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from corral.batch.core.folder import BatchFolder
 from corral.batch.serving import Where
+from corral.deployment.state import Reason
 from corral.files import make_private_dir, write_atomic
 from corral.record import dump_json, load_json
 from corral.targets.base import JobState, Queue, Target, load_target
 
-__all__ = ["QueuedJob", "QueuedState", "add_job", "cancel_waiting", "is_queued", "jobs_of", "queued_states"]
+__all__ = [
+    "QueuedJob",
+    "QueuedState",
+    "add_job",
+    "cancel_hopeless",
+    "cancel_waiting",
+    "is_queued",
+    "jobs_of",
+    "queued_states",
+]
 
 
 @dataclass(frozen=True)
@@ -28,6 +39,7 @@ class QueuedJob:
     submitted_s: float
     target: str
     options: dict[str, Any]  # of the target
+    end: QueuedState | None = None  # once somebody has seen it
 
     @property
     def queue(self) -> Queue:
@@ -48,6 +60,12 @@ class QueuedState:
     remedy: str
     ended: bool | None
     waiting: bool
+    reason: Reason | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will come of it: it has ended, or can never start."""
+        return bool(self.ended) or self.reason is Reason.CANNOT_START
 
 
 def is_queued(where: Where) -> bool:
@@ -73,17 +91,33 @@ def jobs_of(folder: BatchFolder, deployment: str | None = None) -> list[QueuedJo
 
 def queued_states(folder: BatchFolder) -> list[QueuedState]:
     """What the scheduler says now."""
-    return [_state_of(job) for job in jobs_of(folder)]
+    return [_state_of(folder, job) for job in jobs_of(folder)]
 
 
-def _state_of(job: QueuedJob) -> QueuedState:
+def _state_of(folder: BatchFolder, job: QueuedJob) -> QueuedState:
+    """How a job stands; how it ended is kept, for schedulers forget."""
+    if job.end is not None:
+        return job.end
     found = job.queue.job_status(job.id)
-    return QueuedState(job.id, job.deployment, found.state, found.text, found.remedy, found.ended, found.waiting)
+    state = QueuedState(
+        job.id, job.deployment, found.state, found.text, found.remedy, found.ended, found.waiting, found.reason
+    )
+    if found.ended and found.reason is not Reason.JOB_FORGOTTEN:
+        with contextlib.suppress(OSError):  # a full disk does not hide how it stands
+            write_atomic(folder.jobs / f"{job.id}.json", dump_json(replace(job, end=state)))
+    return state
+
+
+def cancel_hopeless(folder: BatchFolder) -> None:
+    """Take jobs that can never start out of the queue."""
+    for job in jobs_of(folder):
+        if _state_of(folder, job).reason is Reason.CANNOT_START:
+            job.queue.cancel_job(job.id)
 
 
 def cancel_waiting(folder: BatchFolder, but: str = "") -> list[str]:
     """Take jobs that have not begun out of the queue; their numbers."""
-    waiting = [job for job in jobs_of(folder) if job.id != but and _state_of(job).waiting]
+    waiting = [job for job in jobs_of(folder) if job.id != but and _state_of(folder, job).waiting]
     for job in waiting:
         job.queue.cancel_job(job.id)
     return [job.id for job in waiting]

@@ -17,7 +17,7 @@ from typing import Any
 from corral.batch.core.folder import BatchFolder
 from corral.batch.core.ledger import read_ledger
 from corral.batch.job import BatchOrder, folder_of, prepare
-from corral.batch.jobs.queued import QueuedState, add_job, queued_states
+from corral.batch.jobs.queued import QueuedState, add_job, cancel_hopeless, queued_states
 from corral.batch.serving import Where, facts_of, offline_name, where_record
 from corral.batch.sharing.parts import runners_of
 from corral.batch.sharing.shared import brief_lock, forget_failed
@@ -52,6 +52,7 @@ def submit(
     name = offline_name(order.output)
     target, decision = bringup.sized(where.offline.wish(name), reporter.note)
     assert isinstance(target, Queue)
+    cancel_hopeless(folder)
     busy = _active(folder)
     if len(busy) >= jobs:
         raise _at_work(order.output, busy, jobs)
@@ -82,7 +83,7 @@ def _checked(order: BatchOrder, folder: BatchFolder, where: Where, facts: dict[s
 
 
 def _active(folder: BatchFolder) -> list[QueuedState]:
-    return [job for job in queued_states(folder) if not job.ended] if folder.jobs.is_dir() else []
+    return [job for job in queued_states(folder) if not job.over] if folder.jobs.is_dir() else []
 
 
 def _at_work(output: str, busy: list[QueuedState], jobs: int) -> ConflictError:

@@ -18,7 +18,7 @@ import threading
 import time
 from typing import Any, Dict, Optional, Tuple
 
-from ..states import Reason
+from ..states import Reason, State
 from .gang_line import Line, Strangers, read_order, read_standing
 
 Json = Dict[str, Any]
@@ -47,8 +47,9 @@ class Member:
     def words(self) -> str:
         """What it said last, for people."""
         said = self.said
-        amount = " %s/%s" % (said["done"], said["total"]) if said.get("total") else ""
-        return "%s%s" % (said.get("phase") or said.get("state") or "nothing", amount)
+        phase = said.get("phase") or said.get("state") or "nothing"
+        counted = said.get("total") and phase not in (State.READY, State.DRAINING)  # a count of what is over by then
+        return "%s, %s of %s" % (phase, said["done"], said["total"]) if counted else str(phase)
 
     def ended(self, epoch: int) -> Optional[Json]:
         """How its rank ended in this attempt, if it has."""
