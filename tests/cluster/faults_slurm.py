@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
-from collections.abc import Iterator, Sequence
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +23,8 @@ from tests.tiny_llama import make_tiny_llama
 
 PAIR = ("--nodes", "2", "--slurm", "nodelist=n1,n2", "--slurm", "requeue=false")
 ONE = ("--slurm", "nodelist=n1", "--slurm", "requeue=false")
-SCHEDULER = "SLURM's own time limits say when"
+SCHEDULER = "only SLURM can tell, after SlurmdTimeout (6 s here) and its own round"
+HOME_BYTES = 64 << 20
 NODE_PLACES = ("/tmp", "/run", "/dev/shm")  # every node's own
 
 
@@ -83,15 +87,32 @@ def files_of(hosts: Hosts, node: str) -> set[str]:
 
 @contextmanager
 def bed(folder: Path) -> Iterator[SlurmBed]:
-    names = ("login", "n1", "n2", "n3")
-    with Hosts(folder / "hosts", names, shared=[folder]) as hosts, Slurm(hosts, settings=PREEMPTION) as slurm:
-        home = folder / "corral"
+    names, home = ("login", "n1", "n2", "n3"), folder / "corral"
+    with (
+        small_disk(home),
+        Hosts(folder / "hosts", names, shared=[folder, home]) as hosts,
+        Slurm(hosts, settings=PREEMPTION) as slurm,
+    ):
         install_stand_in(home, STUB, python="/usr/bin/python3")
         login = Login(hosts, slurm, home, make_tiny_llama(folder / "tiny"))
         slurm.run("scontrol", "update", "PartitionName=debug", "PriorityTier=10")
         made = SlurmBed(login, {node: files_of(hosts, node) for node in slurm.nodes})
         yield made
         login.corral("down", "--all")
+
+
+@contextmanager
+def small_disk(path: Path) -> Iterator[None]:
+    """A file system of its own that can be filled without harm, and that all hosts share."""
+    path.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={HOME_BYTES}", "tmpfs", str(path)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(path)], check=False)
+
+
+Strike = Callable[[SlurmBed, str], None]
 
 
 def kill(pids: Sequence[int]) -> None:
@@ -105,12 +126,53 @@ def scancel(bed: SlurmBed, name: str) -> None:
     bed.login.slurm.run("scancel", bed.login.job(name))
 
 
-def kill_engine(node: str) -> Any:
+def kill_engine(node: str) -> Strike:
     return lambda bed, name: kill(bed.engines(name, node))
 
 
-def kill_agents(node: str) -> Any:
+def kill_agents(node: str) -> Strike:
     return lambda bed, name: kill(bed.agents(name, node))
+
+
+def kill_worker(bed: SlurmBed, name: str) -> None:
+    """The agent alone; its supervisor lives on."""
+    both = bed.agents(name, "n1")
+    kill([pid for pid in both if int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) in both])
+
+
+def requeue(bed: SlurmBed, name: str) -> None:
+    bed.login.slurm.run("scontrol", "requeue", bed.login.job(name))
+
+
+def preempt(bed: SlurmBed, name: str) -> None:
+    words = ["--job-name=rival", "-p", "debug", "-t5", "-o", "/dev/null", "--exclusive", "--nodelist=n1"]
+    bed.login.slurm.run("sbatch", *words, "--wrap", "sleep 600")
+
+
+def end_rival(bed: SlurmBed, name: str) -> None:
+    bed.login.slurm.run("scancel", "--name=rival")
+
+
+def fill_disk(bed: SlurmBed, name: str) -> None:
+    """The file system of Corral's home is full for ten seconds: five heartbeats."""
+    filler = bed.login.home / "filler"
+    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1 << 16))
+    time.sleep(10)
+    filler.unlink()
+
+
+def power_off(node: str) -> Strike:
+    return lambda bed, name: bed.login.hosts.power_off(node)
+
+
+def restart(node: str) -> Strike:
+    return lambda bed, name: bed.login.slurm.restart_node(node)
+
+
+def still_serves(now: dict[str, Any]) -> bool:
+    return now.get("state") == "ready"
 
 
 FAULTS: tuple[Fault, ...] = (
@@ -118,13 +180,76 @@ FAULTS: tuple[Fault, ...] = (
     Fault("engine killed", kill_engine("n1"), options=ONE),
     Fault("head's engine of two killed", kill_engine("n1"), options=PAIR),
     Fault("second rank's engine killed", kill_engine("n2"), options=PAIR),
-    Fault("agent and its supervisor killed", kill_agents("n1"), options=ONE),
+    Fault("agent killed, its supervisor not", kill_worker, options=ONE),
+    Fault("agent and supervisor killed", kill_agents("n1"), options=ONE),
+    Fault("head's agent and supervisor of two killed", kill_agents("n1"), options=PAIR),
     Fault("second rank's agent and supervisor killed", kill_agents("n2"), options=PAIR),
+    Fault(
+        "scontrol requeue",
+        requeue,
+        noticed=lambda now: now.get("state") in ("queued", "starting"),
+        options=("--slurm", "nodelist=n1"),
+    ),
+    Fault(
+        "preempted by a job of higher priority",
+        preempt,
+        None,
+        heal=end_rival,
+        options=ONE,
+        why_no_goal="counted from the rival's `sbatch`",
+    ),
+    Fault(
+        "controller (slurmctld) gone",
+        lambda bed, name: bed.login.slurm.stop_controller(),
+        None,
+        noticed=still_serves,
+        heal=lambda bed, name: bed.login.slurm.start_controller(),
+        options=ONE,
+        why_no_goal="nothing has failed",
+    ),
+    Fault(
+        "disk of CORRAL_HOME full for 10 s",
+        fill_disk,
+        None,
+        noticed=still_serves,
+        options=ONE,
+        why_no_goal="it serves on; looked at afterwards",
+    ),
     Fault(
         "link of the second node cut",
         lambda bed, name: bed.login.hosts.cut("n2"),
         LINK_S,
         heal=lambda bed, name: bed.login.hosts.heal("n2"),
         options=PAIR,
+    ),
+    Fault(
+        "second node powered off",
+        power_off("n3"),
+        LINK_S,
+        heal=restart("n3"),
+        options=("--nodes", "2", "--slurm", "nodelist=n1,n3", "--slurm", "requeue=false"),
+    ),
+    Fault(
+        "only node's slurmd killed",
+        lambda bed, name: bed.login.hosts.exec("n1", ["pkill", "-KILL", "-x", "slurmd"]),
+        None,
+        heal=restart("n1"),
+        options=ONE,
+        why_no_goal=SCHEDULER,
+    ),
+    Fault(
+        "only node powered off",
+        power_off("n2"),
+        None,
+        heal=restart("n2"),
+        options=("--slurm", "nodelist=n2", "--slurm", "requeue=false"),
+        why_no_goal=SCHEDULER,
+    ),
+    Fault(
+        "time limit reached",
+        lambda bed, name: None,
+        None,
+        options=("--slurm", "nodelist=n1", "--slurm", "signal_s=25", "--time", "1:00"),
+        why_no_goal="a limit of one minute, counted from when it was ready",
     ),
 )

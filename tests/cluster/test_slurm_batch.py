@@ -122,14 +122,14 @@ def test_what_cannot_work_is_refused_before_it_is_queued(login: Login) -> None:
 
 
 def test_two_jobs_share_a_batch_and_end_themselves(login: Login) -> None:
-    output = login.batch("pair", "--jobs", "2", "--slurm", "exclude=n1", rate=60, count=600)
+    output = login.batch("pair", "--jobs", "2", "--slurm", "exclude=n1", rate=60, count=1200)
     now = login.wait(output, lambda now: len(now["runners"]) == 2 and now["fine"] > 0)
     assert [job["state"] for job in now["jobs"]] == ["running", "running"]
     again = login.corral("batch", "resume", str(output), "--jobs", "2")
     assert again.returncode == 4
     assert "runs on" in again.stderr
     login.wait(output, lambda now: now["state"] == "done")
-    login.complete(output, 600)
+    login.complete(output, 1200)
     ids = [job["id"] for job in now["jobs"]]
     wait_for(lambda: all(login.over(id) for id in ids), 60, "the jobs' end")
     assert [login.exit_code(id) for id in ids] == ["0:0", "0:0"]

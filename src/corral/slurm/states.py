@@ -53,7 +53,7 @@ STATES: dict[str, tuple[State, Reason | None, str, str]] = {
         "reached its time limit and was killed",
         "Ask for more with --time; --slurm signal_s=… drains earlier.",
     ),
-    "DEADLINE": (State.FAILED, Reason.DEADLINE, "could not end before its deadline", "Leave --deadline out."),
+    "DEADLINE": (State.FAILED, Reason.DEADLINE, "could not end before its deadline", "Leave --slurm deadline=… out."),
     "NODE_FAIL": (State.FAILED, Reason.NODE_LOST, "lost a node of {nodes}", _AGAIN),
     "BOOT_FAIL": (State.FAILED, Reason.BOOT_FAILED, "ended because its nodes did not boot: {nodes}", _AGAIN),
     "OUT_OF_MEMORY": (
