@@ -39,7 +39,7 @@ cluster: .venv/.test-installed  ## real sshd, SLURM, Docker, Podman and Apptaine
 
 integration: .venv/.test-installed  ## real vLLM on the CPU (installed into .scratch/), on one host and on several
 	$(call INSTALL,cluster)
-	$(PYTEST) tests/integration --reruns 1
+	$(PYTEST) tests/integration --numprocesses 2 --dist loadfile --timeout 1500 --reruns 1 --durations 12
 
 e2e: .venv/.test-installed  ## pages in a real browser; Corral installed from its wheel
 	$(call INSTALL,browser)

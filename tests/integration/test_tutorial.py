@@ -20,7 +20,7 @@ def test_the_tutorial_runs(corral: Corral, tmp_path: Path, monkeypatch: pytest.M
     notebook = nbformat.read(ROOT / "notebooks" / "tutorial.ipynb", as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells), "save it without outputs"
     client = nbclient.NotebookClient(
-        notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
+        notebook, timeout=1200, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
     )
     corral.run("up", "smollm2", "--name", "tutorial", "--port", free_port())  # the notebook reuses it
     try:
