@@ -10,7 +10,7 @@ import pytest
 
 from corral.batch.batch import Result, again, carry_out
 from corral.batch.core.folder import BatchFolder
-from corral.batch.core.run import Quiet, RunSummary
+from corral.batch.core.run import BatchState, Quiet, RunSummary
 from corral.batch.core.runner import RunnerSettings
 from corral.batch.inspect import inspect
 from corral.batch.job import BatchOrder, load_record
@@ -65,7 +65,7 @@ def output(tmp_path: Path) -> Path:
     return output
 
 
-def summary(fine: int, state: str = "stopped") -> RunSummary:
+def summary(fine: int, state: BatchState = BatchState.STOPPED) -> RunSummary:
     return RunSummary(state, 5, 0, fine, 0, 5 - fine, 1.0, 0, 0, 0, 0, 0, 0, 0)
 
 

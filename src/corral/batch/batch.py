@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from corral.batch.core.folder import BatchFolder
 from corral.batch.core.lock import BatchLock
-from corral.batch.core.run import Listener, RunSummary, Share, whole_share
+from corral.batch.core.run import BatchState, Listener, RunSummary, Share, whole_share
 from corral.batch.core.runner import Counts, Runner, RunnerSettings
 from corral.batch.core.table import RowReader, save_json
 from corral.batch.job import ORDERS, BatchOrder, Prepared, folder_of, load_record, prepare
@@ -170,7 +170,7 @@ class Alone:
         )
 
     def finish(self, made: Prepared, summary: RunSummary) -> RunSummary:
-        if summary.state == "done":
+        if summary.done:
             made.export()
         return summary
 
@@ -229,7 +229,7 @@ def _tell_short_answers(made: Prepared, journal: BatchJournal) -> None:
 def _kept_state(folder: BatchFolder, journal: BatchJournal) -> Iterator[Callable[[RunSummary], None]]:
     """Writes down how it ended."""
 
-    def write(state: str, details: Any) -> None:
+    def write(state: BatchState, details: Any) -> None:
         with contextlib.suppress(OSError):
             save_json(folder.state, {"state": state, "at_s": time.time(), "details": details})
 
@@ -240,8 +240,8 @@ def _kept_state(folder: BatchFolder, journal: BatchJournal) -> Iterator[Callable
     try:
         yield keep
     except CorralError as error:
-        write("failed", error.to_json())
-        journal.note("failed", error.message)
+        write(BatchState.FAILED, error.to_json())
+        journal.note(BatchState.FAILED, error.message)
         raise
 
 

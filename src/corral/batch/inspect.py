@@ -11,6 +11,7 @@ import msgspec
 
 from corral.batch.core.folder import BatchFolder
 from corral.batch.core.ledger import read_ledger
+from corral.batch.core.run import BatchState
 from corral.batch.input.check import RowProblem, read_problems, scan
 from corral.batch.input.recipe import Recipe
 from corral.batch.input.rows import open_source
@@ -20,6 +21,7 @@ from corral.batch.sharing.blocks import held_blocks, load_division
 from corral.batch.sharing.parts import all_parts, claim_path, runners_of
 from corral.lock import holder_of
 from corral.processes import Identity
+from corral.targets.base import JobState
 
 __all__ = ["BatchStatus", "Blocks", "Checked", "ask_to_stop", "check_input", "inspect"]
 
@@ -30,7 +32,7 @@ class BatchStatus:
 
     output: str
     errors: str
-    state: str
+    state: BatchState | JobState
     reason: str
     rows: int
     fine: int
@@ -42,6 +44,10 @@ class BatchStatus:
     runners: tuple[Identity, ...] = ()  # all who work on it
     blocks: Blocks | None = None  # when several may
     jobs: tuple[QueuedState, ...] = ()  # of a scheduler
+
+    @property
+    def done(self) -> bool:
+        return self.state is BatchState.DONE
 
 
 @dataclass(frozen=True)
@@ -82,11 +88,12 @@ def inspect(output: str) -> BatchStatus:
     fine, failed = counts
     runners = runners_of(folder) or [one for one in (holder_of(folder.lock),) if one is not None]
     holder = runners[0] if runners else None
+    state: BatchState | JobState
     state, reason = _state(folder, fine + failed >= record.rows, holder is not None)
     jobs = queued_states(folder)
-    if state not in ("running", "done") and (alive := [job for job in jobs if not job.over]):
+    if state not in (BatchState.RUNNING, BatchState.DONE) and (alive := [job for job in jobs if not job.over]):
         state, reason = alive[0].state, ""
-    elif jobs and state not in ("running", "done"):
+    elif jobs and state not in (BatchState.RUNNING, BatchState.DONE):
         reason = next((job.text for job in reversed(jobs) if job.reason), jobs[-1].text)
     return BatchStatus(
         output=output,
@@ -124,19 +131,19 @@ def _blocks(folder: BatchFolder, record: BatchRecord, done: bytearray) -> Blocks
     return Blocks(size, count, len(finished), live)
 
 
-def _state(folder: BatchFolder, complete: bool, held: bool) -> tuple[str, str]:
+def _state(folder: BatchFolder, complete: bool, held: bool) -> tuple[BatchState, str]:
     if held:
-        return "running", ""
+        return BatchState.RUNNING, ""
     try:
         saved = msgspec.json.decode(folder.state.read_bytes())
     except (OSError, msgspec.DecodeError):
         saved = {"state": "", "details": {}}
-    if complete and (folder.live or saved["state"] == "done") and not folder.shared.is_dir():
-        return "done", ""
-    if saved["state"] in ("stopped", "cancelled", "failed"):
-        reason = saved["details"].get("error", {}).get("message", "") if saved["state"] == "failed" else ""
-        return saved["state"], reason
-    return "interrupted", "its runner ended without a word (killed, or the machine went down)"
+    if complete and (folder.live or saved["state"] == BatchState.DONE) and not folder.shared.is_dir():
+        return BatchState.DONE, ""
+    if saved["state"] in (BatchState.STOPPED, BatchState.CANCELLED, BatchState.FAILED):
+        failed = saved["state"] == BatchState.FAILED
+        return BatchState(saved["state"]), saved["details"].get("error", {}).get("message", "") if failed else ""
+    return BatchState.INTERRUPTED, "its runner ended without a word (killed, or the machine went down)"
 
 
 def ask_to_stop(output: str) -> str:

@@ -320,7 +320,7 @@ def in_job(output: str, deployment: str, **given: Any) -> int:
     if outcome.next_job:
         return 0
     return (
-        _exit_code(outcome.result.summary.state, outcome.result.errors is not None) if outcome.result else INTERRUPTED
+        _exit_code(outcome.result.summary.done, outcome.result.errors is not None) if outcome.result else INTERRUPTED
     )
 
 
@@ -347,11 +347,11 @@ def _carry_out(order: Any, where: Any, given: dict[str, Any]) -> int:
             sharing=Sharing(given["jobs"]),
         )
     screen.summary(result)
-    return _exit_code(result.summary.state, result.errors is not None)
+    return _exit_code(result.summary.done, result.errors is not None)
 
 
-def _exit_code(state: str, failed: bool) -> int:
-    if state != "done":
+def _exit_code(done: bool, failed: bool) -> int:
+    if not done:
         return INTERRUPTED
     return UNFINISHED if failed else 0
 

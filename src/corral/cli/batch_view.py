@@ -128,10 +128,10 @@ def _line(v: dict[str, Any]) -> str:
 def _print_summary(result: Result) -> None:
     s = result.summary
     done = s.before + s.fine + s.failed
-    if s.state == "done" and not s.fine and not s.failed and s.before:
+    if s.done and not s.fine and not s.failed and s.before:
         tell(f"already complete: {s.rows:,} rows in {result.output}", err=True)
         return
-    head = "done" if s.state == "done" else f"{s.state}: {s.left:,} rows left"
+    head = "done" if s.done else f"{s.state}: {s.left:,} rows left"
     lines = [f"{head}: {done:,} of {s.rows:,} rows"]
     if s.before:
         lines[0] += f" ({s.before:,} from before)" if result.runners == 1 else f" ({s.before:,} by other runs)"
@@ -148,10 +148,10 @@ def _print_summary(result: Result) -> None:
         cost = f", cost {result.cost:.2f}" if result.cost is not None else ""
         lines.append(f"  GPU-hours  {result.gpu_hours:.3f} on {result.gpus}{cost}")
     so_far = " (so far)" if Path(result.output).exists() else " (made at the end)"
-    lines.append(f"  output     {result.output}" + ("" if s.state == "done" else so_far))
+    lines.append(f"  output     {result.output}" + ("" if s.done else so_far))
     if result.errors:
         lines.append(f"  failed     {result.errors}")
-    if s.state != "done":
+    if not s.done:
         lines.append(f"  continue   corral batch resume {result.output}")
     tell("\n".join(lines), err=True)
 
@@ -180,7 +180,7 @@ def print_status(standing: BatchStatus, as_json: bool) -> None:
         click.echo(f"  reason   {s.reason}")
     if s.failed:
         click.echo(f"  failed   {s.errors}")
-    if not s.runners and s.state != "done" and all(job.over for job in s.jobs):
+    if not s.runners and not s.done and all(job.over for job in s.jobs):
         click.echo(f"  continue corral batch resume {s.output}")
 
 
@@ -212,7 +212,7 @@ def wait_for_jobs(output: str, poll_s: float = 2.0) -> int:
         if line != told:
             tell(line, err=True)
             told = line
-        if now.state == "done":
+        if now.done:
             return 1 if now.failed else 0
         if not now.runners and all(job.over for job in now.jobs):
             raise LaunchError(

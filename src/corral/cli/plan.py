@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
@@ -16,7 +17,7 @@ from corral.plan import Goal, calibration, make_plan
 from corral.plan.choose import compare
 from corral.plan.fixed import KEYS, parse_assignments
 from corral.plan.tuning import tuning_for
-from corral.profile import Profile, asked_of_plan, load_profile
+from corral.profile import AskedValues, Profile, asked_of_plan, load_profile
 from corral.record import dump_json, to_json
 
 __all__ = ["command"]
@@ -56,14 +57,6 @@ def command(
     gpus: str | None,
     nodes: int | None,
     link: str | None,
-    context: int | None,
-    concurrency: int | None,
-    goal: str | None,
-    prompt_tokens: int,
-    output_tokens: int,
-    price: float | None,
-    storage: float | None,
-    assignments: tuple[str, ...],
     comparing: bool,
     explaining: bool,
     needing: bool,
@@ -72,58 +65,57 @@ def command(
     offline: bool,
     as_json: bool,
     engine_args: tuple[str, ...],
+    **given: Any,
 ) -> int:
     """Plan how to run MODEL: a folder, a Hugging Face repository, or a catalogue name.
 
     Arguments of `vllm serve` after `--` are read as `--set` where the plan decides them. --table takes several.
     """
+    offline = offline or os.environ.get("HF_HUB_OFFLINE") == "1"
     if tabling:
-        offline = offline or os.environ.get("HF_HUB_OFFLINE") == "1"
-        return _show_table([*([model] if model else []), *engine_args], gpus or "H100", context, offline, as_json)
+        named = [*([model] if model else []), *engine_args]
+        return _show_table(named, gpus or "H100", given["context"], offline, as_json)
     if model and model.startswith("-"):  # `corral plan -- --flag value`: everything after -- is the engine's
         engine_args, model = (model, *engine_args), None
     if learned:
         return _show_lessons(as_json)
     profile = load_profile(on)
+    question = _asked(profile, model, given, engine_args)
+    facts = read_facts(question.model, os.environ.get("HF_TOKEN"), offline)
+    if needing:
+        return _show_needs(facts, question.goal, gpus, as_json)
+    inventory = _inventory(profile, gpus, nodes, link)
+    if comparing:
+        return _show_comparison(question, facts, inventory, as_json)
+    return _show_plan(
+        question, facts, inventory, profile, "json" if as_json else "reasons" if explaining else "table"
+    )
+
+
+class _Question(NamedTuple):
+    """What is to be planned."""
+
+    model: str
+    goal: Goal
+    asked: AskedValues
+
+
+def _asked(profile: Profile, model: str | None, given: Mapping[str, Any], engine_args: tuple[str, ...]) -> _Question:
     model = profile.settings.defaults.model if model is None else model
     if model is None:
         raise UsageError("no model was named.", "For example: corral plan llama-3.1-8b --gpus 1xH100.")
-    given = {
-        "context": context,
-        "concurrency": concurrency,
-        "goal": goal,
-        "fixed": parse_assignments(assignments),
-        "extra_args": engine_args,
-    }
-    asked = asked_of_plan(profile, {name: value for name, value in given.items() if value is not None})
+    said = {name: given[name] for name in ("context", "concurrency", "goal") if given[name] is not None}
+    said |= {"fixed": parse_assignments(given["assignments"]), "extra_args": engine_args}
+    asked = asked_of_plan(profile, said)
     _check_rest(asked.rest)
-    fixed = asked.fixed
-    wish = Goal(
+    goal = Goal(
         **asked.goal,
-        prompt_tokens=prompt_tokens,
-        output_tokens=output_tokens,
-        price_per_gpu_hour=price,
-        storage_gb_s=storage,
+        prompt_tokens=given["prompt_tokens"],
+        output_tokens=given["output_tokens"],
+        price_per_gpu_hour=given["price"],
+        storage_gb_s=given["storage"],
     )
-    facts = read_facts(model, os.environ.get("HF_TOKEN"), offline or os.environ.get("HF_HUB_OFFLINE") == "1")
-    if needing:
-        return _show_needs(facts, wish, gpus, as_json)
-    inventory = _inventory(profile, gpus, nodes, link)
-    tuning = tuning_for(facts, inventory)
-    if comparing:
-        return _show_comparison(compare(facts, inventory, wish, fixed, tuning), as_json)
-    plan = make_plan(facts, inventory, wish, fixed, tuning)
-    if as_json:
-        click.echo(dump_json(plan), nl=False)
-    elif explaining:
-        from corral.plan.explain import explain
-
-        click.echo("\n".join(explain(plan)))
-    else:
-        from corral.cli.plan_view import plan_lines
-
-        click.echo("\n".join(plan_lines(plan, model, asked, profile)))
-    return 0 if plan.fits else DoesNotFitError.exit_code
+    return _Question(model, goal, asked)
 
 
 def _check_rest(arguments: tuple[str, ...]) -> None:
@@ -189,11 +181,27 @@ def _show_table(models: list[str], gpus: str, context: int | None, offline: bool
     return 0
 
 
-def _show_comparison(rows: list[Any], as_json: bool) -> int:
+def _show_comparison(question: _Question, facts: ModelFacts, inventory: Inventory, as_json: bool) -> int:
     from corral.cli.plan_view import comparison_lines
 
+    rows = compare(facts, inventory, question.goal, question.asked.fixed, tuning_for(facts, inventory))
     if as_json:
         click.echo(dump_json({"candidates": [c for _, c in rows]}), nl=False)
     else:
         click.echo("\n".join(comparison_lines(rows)))
     return 0 if any(not c.problem for _, c in rows) else DoesNotFitError.exit_code
+
+
+def _show_plan(question: _Question, facts: ModelFacts, inventory: Inventory, profile: Profile, form: str) -> int:
+    plan = make_plan(facts, inventory, question.goal, question.asked.fixed, tuning_for(facts, inventory))
+    if form == "json":
+        click.echo(dump_json(plan), nl=False)
+    elif form == "reasons":
+        from corral.plan.explain import explain
+
+        click.echo("\n".join(explain(plan)))
+    else:
+        from corral.cli.plan_view import plan_lines
+
+        click.echo("\n".join(plan_lines(plan, question.model, question.asked, profile)))
+    return 0 if plan.fits else DoesNotFitError.exit_code

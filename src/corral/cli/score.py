@@ -81,7 +81,7 @@ def command(source: Path, output: Path, patience_s: float, restart: bool, as_jso
     finally:
         progress.end()
     print_json(report) if as_json else _tell(report)
-    return INTERRUPTED if report.state != "done" else UNFINISHED if report.summary["bad"] else 0
+    return INTERRUPTED if not report.done else UNFINISHED if report.summary["bad"] else 0
 
 
 class _Progress:

@@ -15,7 +15,7 @@ from corral.errors import UsageError
 from corral.targets.base import TARGETS, target_class
 from corral.targets.keys import Flag
 
-__all__ = ["GroupedCommand", "chosen_target", "target_options"]
+__all__ = ["PREFIX", "GroupedCommand", "chosen_target", "target_options"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 PREFIX = "target_option_"  # of the parameters, so that no other option has their name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import click
 
 from corral.cli.screen import PhaseScreen, duration, print_json, tell
-from corral.cli.target_options import GroupedCommand, chosen_target, target_options
+from corral.cli.target_options import PREFIX, GroupedCommand, chosen_target, target_options
 from corral.client.client import CHAT, Client
 from corral.client.endpoint import Endpoint
 from corral.deployment.diagnosis import last_lines
@@ -81,33 +82,15 @@ FIRST_QUESTION = "What is the capital of France?"
 def command(
     model: str | None,
     on: str | None,
-    name: str | None,
-    served_name: str | None,
-    context: int | None,
-    concurrency: int | None,
-    goal: str | None,
-    fixed: tuple[str, ...],
-    bind: str | None,
-    port: int | None,
-    flavour: str | None,
-    link: str | None,
-    expose: bool,
-    node_s: float | None,
-    runtime: str | None,
-    runtime_options: tuple[str, ...],
     renew: bool,
     max_jobs: int | None,
     attach: str | None,
-    extra_env: tuple[str, ...],
-    restarts: int | None,
-    stall_s: float | None,
-    hung_s: float | None,
     wait: bool,
     dry_run: bool,
     shell: bool,
     as_json: bool,
     engine_args: tuple[str, ...],
-    **of_targets: Any,
+    **given: Any,
 ) -> None:
     """Serve MODEL: a catalogue name, a Hugging Face id, or a folder. Without MODEL, one that fits this machine.
 
@@ -115,35 +98,9 @@ def command(
     """
     if model and model.startswith("-"):  # `corral up -- --flag value`: everything after -- is the engine's
         engine_args, model = (model, *engine_args), None
-    target, target_options = chosen_target(of_targets, on)
-    flags = {
-        "target": target,
-        "target_options": target_options,
-        "link": link,
-        "expose": expose or None,
-        "node_s": node_s,
-        "model": model,
-        "name": name,
-        "served_name": served_name,
-        "flavour": flavour,
-        "runtime": runtime,
-        "runtime_options": parse_options(runtime_options) or None,
-        "bind": bind,
-        "port": port,
-        "context": context,
-        "concurrency": concurrency,
-        "goal": goal,
-        "fixed": parse_assignments(fixed),
-        "extra_args": engine_args,
-        "extra_env": _environment(extra_env),
-        "restarts": restarts,
-        "stall_s": stall_s,
-        "hung_s": hung_s,
-    }
+    flags = {**_flags(given, on), "model": model, "extra_args": engine_args}
     profile = load_profile(on)
-    options = with_storage(profile, merged(profile, flags))
-    refuse_reserved(options["extra_env"])
-    wish = _renewed(bringup.Wish.of(options), renew, max_jobs)
+    wish = _renewed(_wish(profile, flags), renew, max_jobs)
     if shell and not dry_run:
         raise UsageError("--shell shows the commands of a dry run.", "Add --dry-run.")
     if dry_run:
@@ -153,18 +110,30 @@ def command(
         if any(layer.kind == "project" for layer in profile.layers):  # found by where one stands: never silently
             screen.note(f"profile {on}: {' over '.join(layer.label for layer in reversed(profile.layers))}")
         status = _attach(attach, screen) if attach else _bring_up(wish, screen, wait)
-    if not wait:
-        _told_started(status, as_json)
-        return
-    endpoint = status.endpoint
-    assert endpoint is not None
-    answer = ask(endpoint)
-    if as_json:
-        print_json(_document(status, screen, answer))
+    if wait:
+        _tell_ready(status, screen, renew, as_json)
     else:
-        click.echo("\n" + summary(status, endpoint, answer))
-        if renew:
-            click.echo(f"One address for it and its successors: corral proxy {shlex.quote(status.name)}")
+        _tell_started(status, as_json)
+
+
+def _flags(given: Mapping[str, Any], on: str | None) -> dict[str, Any]:
+    """What the command line says of a wish, by the names that a wish and a profile have for it."""
+    target, options = chosen_target(given, on)
+    return {
+        **{name: value for name, value in given.items() if not name.startswith(PREFIX)},
+        "target": target,
+        "target_options": options,
+        "expose": given["expose"] or None,
+        "runtime_options": parse_options(given["runtime_options"]) or None,
+        "fixed": parse_assignments(given["fixed"]),
+        "extra_env": _environment(given["extra_env"]),
+    }
+
+
+def _wish(profile: Profile, flags: Mapping[str, Any]) -> bringup.Wish:
+    options = with_storage(profile, merged(profile, flags))
+    refuse_reserved(options["extra_env"])
+    return bringup.Wish.of(options)
 
 
 def _preview(wish: bringup.Wish, profile: Profile, shell: bool) -> None:
@@ -231,7 +200,19 @@ def _environment(pairs: tuple[str, ...]) -> dict[str, str]:
     return found
 
 
-def _told_started(status: deployments.Status, as_json: bool) -> None:
+def _tell_ready(status: deployments.Status, screen: PhaseScreen, renew: bool, as_json: bool) -> None:
+    endpoint = status.endpoint
+    assert endpoint is not None
+    answer = ask(endpoint)
+    if as_json:
+        print_json(_document(status, screen, answer))
+        return
+    click.echo("\n" + summary(status, endpoint, answer))
+    if renew:
+        click.echo(f"One address for it and its successors: corral proxy {shlex.quote(status.name)}")
+
+
+def _tell_started(status: deployments.Status, as_json: bool) -> None:
     if as_json:
         print_json(status)
     else:

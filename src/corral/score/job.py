@@ -29,7 +29,7 @@ from corral.batch import (
     Table,
 )
 from corral.batch.core.folder import BEFORE
-from corral.batch.core.run import run_share, whole_share
+from corral.batch.core.run import BatchState, run_share, whole_share
 from corral.batch.input.check import RowProblem, read_problems, scan
 from corral.batch.input.rows import InputSource, open_source
 from corral.batch.job import folder_of
@@ -50,7 +50,7 @@ OUTPUTS = (".jsonl", ".parquet")
 class ScoreReport:
     """How a run ended; `summary` covers all rows, also those of earlier runs."""
 
-    state: str  # done, stopped, cancelled
+    state: BatchState
     rows: int
     before: int
     fine: int
@@ -61,6 +61,10 @@ class ScoreReport:
     output: str
     errors: str
     repaired: tuple[str, ...] = ()
+
+    @property
+    def done(self) -> bool:
+        return self.state is BatchState.DONE
 
 
 def score_file(
@@ -95,7 +99,7 @@ def score_file(
             found = summary(_results(share.ledger), failed)
         if not folder.has_errors:
             folder.errors.unlink(missing_ok=True)
-        if not folder.live and ran.state == "done":
+        if not folder.live and ran.done:
             write_parquet(_in_order(folder.results), output, folder.like(output))
     return ScoreReport(
         ran.state, ran.rows, ran.before, ran.fine, ran.failed, ran.left, ran.wall_s, found, str(output),

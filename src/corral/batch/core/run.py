@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,17 +28,38 @@ from corral.client.client import run as run_loop
 from corral.client.endpoint import ModelServer
 from corral.lock import beating
 
-__all__ = ["Listener", "Quiet", "RunSummary", "Share", "commit_first", "run_job", "run_share", "whole_share"]
+__all__ = [
+    "BatchState",
+    "Listener",
+    "Quiet",
+    "RunSummary",
+    "Share",
+    "commit_first",
+    "run_job",
+    "run_share",
+    "whole_share",
+]
 
 _COUNTED = ("rows", "before", "fine", "failed", "left", "prompt_tokens", "cached_tokens", "output_tokens", "retries",
             "losses", "stolen", "groups", "example", "peak_in_flight")  # fmt: skip
 
 
+class BatchState(StrEnum):
+    """Where a batch stands; a run of it ends as done, stopped (by a signal) or cancelled."""
+
+    RUNNING = "running"
+    DONE = "done"
+    STOPPED = "stopped"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+    INTERRUPTED = "interrupted"  # its runner ended without a word
+
+
 @dataclass(frozen=True)
 class RunSummary:
-    """How one run of a job went; `state` is done, stopped (by a signal) or cancelled."""
+    """How one run of a job went."""
 
-    state: str
+    state: BatchState
     rows: int
     before: int
     fine: int
@@ -58,7 +80,7 @@ class RunSummary:
     stopped_by: str = ""  # the signal
 
     @classmethod
-    def of(cls, share: Share, state: str, stopped_by: str = "") -> RunSummary:
+    def of(cls, share: Share, state: BatchState, stopped_by: str = "") -> RunSummary:
         counts = share.counts
         counted: dict[str, Any] = {name: getattr(counts, name) for name in _COUNTED}
         return cls(
@@ -69,6 +91,10 @@ class RunSummary:
             stopped_by=stopped_by,
             **counted,
         )
+
+    @property
+    def done(self) -> bool:
+        return self.state is BatchState.DONE
 
     @property
     def rows_per_s(self) -> float:
@@ -254,9 +280,8 @@ class _Loop:
         share = self._share
         share.counts.losses = sum(lane.losses for lane in lanes)
         done = not share.counts.left or share.is_over()
-        return RunSummary.of(
-            share, "done" if done else "cancelled" if self._cancelled else "stopped", self._stopped_by
-        )
+        unfinished = BatchState.CANCELLED if self._cancelled else BatchState.STOPPED
+        return RunSummary.of(share, BatchState.DONE if done else unfinished, self._stopped_by)
 
     def _on_commit(self, count: int) -> None:
         self._share.counts.committed += count

@@ -141,7 +141,7 @@ def run_in_job(
             )  # fmt: skip
         except _WarnedError:
             return _hand_on(output, here, None)
-        if result.summary.state == "done":
+        if result.summary.done:
             with contextlib.suppress(CorralError):  # they would find nothing to do
                 cancel_waiting(folder, but=here.own.id)
             return InJobOutcome(result)

@@ -21,7 +21,7 @@ import msgspec
 
 from corral.batch.core.folder import PartFolder
 from corral.batch.core.ledger import FAILED, FINE, LedgerEntry
-from corral.batch.core.run import Listener, RunSummary, Share
+from corral.batch.core.run import BatchState, Listener, RunSummary, Share
 from corral.batch.core.runner import RunnerSettings, Work
 from corral.batch.core.table import RowReader
 from corral.batch.input.recipe import Parsed
@@ -68,7 +68,7 @@ def run_on_engine(
     if isinstance(share.folder, PartFolder):
         raise UsageError(f"{share.folder.output} is shared (--jobs).", "Finish it with `corral batch resume`.")
     if not share.counts.left:
-        return RunSummary.of(share, "done")
+        return RunSummary.of(share, BatchState.DONE)
     with beating(share.alive):
         return _EngineRun(make(), model, share, work, listener).run()
 
@@ -90,15 +90,15 @@ class _EngineRun:
         self._proof: tuple[int, bool] | None = None  # a row that was answered, and whether as chat
 
     def run(self) -> RunSummary:
-        state = "done"
+        state = BatchState.DONE
         try:
             with terminated_as_interrupted():
                 for chat, numbers in self._kinds():
                     self._pass(numbers, chat)
         except _CancelledError:
-            state = "cancelled"
+            state = BatchState.CANCELLED
         except KeyboardInterrupt:
-            state = "stopped"
+            state = BatchState.STOPPED
         finally:
             self._commit()
             self._reader.close()

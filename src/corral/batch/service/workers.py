@@ -171,7 +171,7 @@ class Workers:
                     raise
                 self._fail(identity, _errors(error))
                 return
-            if result.summary.state == "done":
+            if result.summary.done:
                 self._end(identity, "completed", result.summary.rows)
             elif not self._stop.is_set():
                 self._end(identity, "cancelled")

@@ -23,7 +23,7 @@ from typing import Any
 from corral.batch.core.folder import BatchFolder, PartFolder, sync_dir
 from corral.batch.core.ledger import Ledger, Tally
 from corral.batch.core.lock import BatchLock
-from corral.batch.core.run import Listener, RunSummary, Share, commit_first
+from corral.batch.core.run import BatchState, Listener, RunSummary, Share, commit_first
 from corral.batch.core.runner import Counts, Feed
 from corral.batch.job import BatchOrder, BatchRecord, Prepared, prepare
 from corral.batch.sharing.blocks import BlockFeed, Division, block_size, load_division
@@ -135,7 +135,7 @@ class Together:
 
     def finish(self, made: Prepared, summary: RunSummary) -> RunSummary | None:
         """Put the parts together when all is done; None when rows turn out to be missing and must be done again."""
-        return gather(made, summary) if summary.state == "done" else summary
+        return gather(made, summary) if summary.done else summary
 
 
 def _take_stock(
@@ -240,7 +240,7 @@ def gather(made: Prepared, summary: RunSummary) -> RunSummary | None:
                 complete = True
                 break
     before = made.record.rows - summary.fine - summary.failed
-    return replace(summary, state="done", left=0, before=before) if complete else None
+    return replace(summary, state=BatchState.DONE, left=0, before=before) if complete else None
 
 
 def _gather(made: Prepared, lock: BatchLock) -> bool:
