@@ -558,6 +558,9 @@ class Transport:
     def get_extra_info(self, name: str) -> None:
         return None
 
+    def is_closing(self) -> bool:
+        return False
+
     def write(self, data: bytes) -> None:
         pass
 

@@ -172,7 +172,7 @@ def prepare(
     source = _source(order, folder)
     recipe = replace(order.recipe, text_cells=order.recipe.text_cells or source.format in ("csv", "tsv"))
     same = before is not None and _differences(before, order, recipe, model) == []
-    try:
+    with folder.nothing_if_refused():
         seen = _saved(before, folder) if order.saved else _reuse(before, source, folder) if same else None
         fresh = seen is None
         if seen is None:
@@ -186,10 +186,6 @@ def prepare(
         if record != before:
             write_atomic(folder.job, dump_json(record))
         sync_dir(folder.path)
-    except BaseException:
-        if before is None and not folder.job.exists():  # refused: leave nothing behind
-            shutil.rmtree(folder.path, ignore_errors=True)
-        raise
     return Prepared(folder, record, seen.table, seen.problems, continued=before is not None)
 
 

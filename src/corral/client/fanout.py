@@ -8,7 +8,7 @@ must survive this process there is `corral batch`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ from corral.client.errors import RequestError
 from corral.client.reply import Reply
 from corral.client.retry import RETRIES, retried
 
-__all__ = ["CONCURRENCY", "fan_out"]
+__all__ = ["CONCURRENCY", "fan_out", "run_workers"]
 
 T = TypeVar("T")
 CONCURRENCY = 256  # vLLM's own default of sequences at once; more would wait in its queue
@@ -48,11 +48,16 @@ async def fan_out(
             if on_done is not None:
                 on_done(len(results))
 
-    workers = [asyncio.ensure_future(worker()) for _ in range(max(1, concurrency))]
+    await run_workers(worker, concurrency)
+    return [results[number] for number in range(len(results))]
+
+
+async def run_workers(worker: Callable[[], Coroutine[Any, Any, None]], count: int) -> None:
+    """So many workers at once until all are done; the first error ends the others, and none outlives this."""
+    workers = [asyncio.ensure_future(worker()) for _ in range(max(1, count))]
     try:
         await asyncio.gather(*workers)
     finally:
         for task in workers:
             task.cancel()
         await asyncio.gather(*workers, return_exceptions=True)
-    return [results[number] for number in range(len(results))]

@@ -9,7 +9,6 @@ Not covered: proxies, redirects, compression (none is asked for), HTTP/2.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable
 from typing import Any, Protocol, cast
@@ -17,6 +16,7 @@ from typing import Any, Protocol, cast
 from corral.client.errors import CutStreamError, MalformedReplyError, RequestError, ServerGoneError
 from corral.client.events import EventSplitter
 from corral.http1.reading import BadMessageError, Headers, ResponseReader
+from corral.http1.writing import write_now
 
 __all__ = ["Exchange", "Wire", "WireOwner"]
 
@@ -98,16 +98,7 @@ class Wire(asyncio.Protocol):
         self._reader.expect()
         data = exchange.head + exchange.body
         exchange.sent_ns = self.active_ns = _now()
-        if self._fd >= 0 and not self.transport.is_closing() and not self.transport.get_write_buffer_size():
-            # uvloop would send at the end of its round, after all that is still to be done in it: sent_ns would lie.
-            try:
-                sent = os.write(self._fd, data)
-            except OSError:
-                sent = 0  # the transport finds out why
-            if sent == len(data):
-                return
-            data = data[sent:]
-        self.transport.write(data)
+        write_now(self.transport, self._fd, data)
 
     def abandon(self) -> None:
         """Drop the connection together with whatever it carries; nobody is told."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 import struct
 import time
@@ -12,7 +11,7 @@ from collections import deque
 from typing import NamedTuple, Protocol, cast
 
 from corral.http1.reading import BadMessageError, Headers, HeadTooLongError, RequestReader
-from corral.http1.writing import response
+from corral.http1.writing import response, write_now
 
 __all__ = ["FakeConnection", "FakeRequest", "Handler"]
 
@@ -125,19 +124,8 @@ class FakeConnection(asyncio.Protocol):
             self._pump()
 
     def _write(self, data: bytes) -> None:
-        """Write at once: uvloop would wait for the end of its round, and the log's times would lie."""
-        transport = self.transport
-        if transport is None or transport.is_closing():
-            return
-        if not transport.get_write_buffer_size():
-            try:
-                sent = os.write(self._fd, data)
-            except OSError:
-                sent = 0  # the transport finds out why
-            if sent == len(data):
-                return
-            data = data[sent:]
-        transport.write(data)
+        if self.transport is not None:
+            write_now(self.transport, self._fd, data)
 
     def done(self) -> None:
         """The current request is answered: take the next one."""

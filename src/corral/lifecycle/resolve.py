@@ -25,7 +25,7 @@ from corral.deployment.state import ENDED, State
 from corral.errors import ConflictError, CorralError, LaunchError, NotFoundError, UnreachableError, UsageError
 from corral.lifecycle import deployments
 from corral.lifecycle.absence import absence_of, describe, ending_of
-from corral.lifecycle.successors import all_chains, all_standings, newest_ready
+from corral.lifecycle.successors import living_chains, newest_ready
 from corral.lifecycle.tunnel import ensure_tunnel
 from corral.record import load_json, nearest
 
@@ -171,7 +171,7 @@ def ready_endpoint(name: str) -> Endpoint:
 
 def _only_deployment(ready: bool) -> str:
     """The only one that is ready, or, unless it must be, the only one that will be."""
-    chains = {first.name: [one for one in all_standings(first) if one.state not in ENDED] for first in all_chains()}
+    chains = living_chains()
     there = [name for name, chain in chains.items() if any(one.state is State.READY for one in chain)]
     coming = [name for name, chain in chains.items() if any(one.state is not State.UNKNOWN for one in chain)]
     found = there or ([] if ready else coming)

@@ -28,6 +28,7 @@ __all__ = [
     "choose_folder",
     "close_chain",
     "first_of",
+    "living_chains",
     "members",
     "newest_ready",
     "read_chain",
@@ -116,6 +117,12 @@ def all_chains() -> list[DeploymentFolder]:
     return [folder for folder in all_folders() if first_of(folder.name) == folder.name]
 
 
+def living_chains() -> dict[str, list[ChainMember]]:
+    """By the name of its first: those of every chain that have not ended, where there are any."""
+    chains = {first.name: [one for one in all_standings(first) if one.state not in ENDED] for first in all_chains()}
+    return {name: chain for name, chain in chains.items() if chain}
+
+
 def choose_folder(name: str | None) -> DeploymentFolder:
     """The deployment of that name; without a name the only one there is, or the only one that has not ended."""
     if name is not None:
@@ -124,8 +131,8 @@ def choose_folder(name: str | None) -> DeploymentFolder:
     if not folders:
         raise NotFoundError("there is no deployment yet.", "Start one: corral up MODEL.")
     if len(folders) > 1:
-        living = [one for one in folders if any(member.state not in ENDED for member in all_standings(one))]
-        folders = living or folders
+        living = living_chains()
+        folders = [one for one in folders if one.name in living] or folders
     if len(folders) > 1:
         names = ", ".join(folder.name for folder in folders)
         raise UsageError(f"there are {len(folders)} deployments: {names}.", "Say which one you mean, by its name.")

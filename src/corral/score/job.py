@@ -145,9 +145,8 @@ def _checked(
     folder: BatchFolder, source: InputSource, asked: dict[str, Any], skip_bad: bool
 ) -> tuple[Table, ScoreRows]:
     """Read the whole input, compare with what was asked before, write down the job; refused, it leaves nothing."""
-    new = not folder.job.exists()
-    try:
-        if not new:
+    with folder.nothing_if_refused():
+        if folder.job.exists():
             _refuse_others(folder, asked)
         folder.sweep()
         scanned = scan(source, ScoreRows(text_cells=source.format in ("csv", "tsv")), folder)
@@ -160,10 +159,6 @@ def _checked(
             )
         scanned.problems.put_in_place(folder, scanned.table)
         write_atomic(folder.job, json.dumps(asked, indent=2) + "\n")
-    except BaseException:
-        if new and not folder.ledger.exists():
-            shutil.rmtree(folder.path, ignore_errors=True)
-        raise
     return scanned.table, scanned.recipe
 
 

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from corral.batch import RowRequest
 from corral.client.client import COMPLETIONS, Client, Page, Reply
 from corral.client.errors import MalformedReplyError, PromptTooLongError, RequestError, error_from_status
+from corral.client.fanout import run_workers
 from corral.client.retry import retried
 from corral.errors import CorralError, DataError, EngineError, UsageError
 from corral.score.likelihood import (
@@ -302,13 +303,7 @@ async def score_rows(client: Client, rows: Iterable[Mapping[str, Any]], options:
                     raise
                 bad.append(bad_row(data, number, error))
 
-    workers = [asyncio.ensure_future(worker()) for _ in range(options.concurrency)]
-    try:
-        await asyncio.gather(*workers)
-    finally:
-        for task in workers:
-            task.cancel()
-        await asyncio.gather(*workers, return_exceptions=True)
+    await run_workers(worker, options.concurrency)
     return Scores([scores[number] for number in sorted(scores)], sorted(bad, key=lambda row: row.number))
 
 

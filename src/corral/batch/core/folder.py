@@ -26,7 +26,10 @@ Everything of a job lies beside its output, so that it is found again by who kno
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,6 +127,17 @@ class BatchFolder:
         """Make the folder and its parents; it holds prompts, so only the owner may read it."""
         self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         sync_dir(self.path.parent)
+
+    @contextlib.contextmanager
+    def nothing_if_refused(self) -> Iterator[None]:
+        """Leave no folder behind when what is done inside fails before a new job was written down."""
+        new = not self.job.exists()
+        try:
+            yield
+        except BaseException:
+            if new and not self.job.exists():
+                shutil.rmtree(self.path, ignore_errors=True)
+            raise
 
     def begin_anew(self, *paths: Path) -> None:
         """Take files away; what is written in their place can be read by the same people, and by nobody else."""
