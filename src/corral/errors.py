@@ -5,7 +5,7 @@ once, prints the message and the remedy, and exits with the class's code; a trac
 
     CorralError                 1   something failed that has no better name
     ├── UsageError              2   a value the user gave cannot be used
-    ├── NotFoundError           3   no such deployment, model, engine, profile
+    ├── NotFoundError           3   no such deployment, model, engine, profile, input file
     ├── ConflictError           4   the name, port, lock or file is held by somebody else
     ├── DoesNotFitError         5   the model cannot run on that hardware as asked
     ├── AccessError             6   a gated model, a missing token, a refused key

@@ -1,4 +1,8 @@
-"""Writing files so that a crash leaves the old content or the new, and only the owner can read them."""
+"""Reading files that users name, and writing so that a crash leaves the old content or the new.
+
+One rule for every input that a command line names: what is not there is exit code 3, what cannot be read or is not
+UTF-8 is exit code 10.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,35 @@ import os
 import shutil
 from pathlib import Path
 
+from corral.errors import DataError, NotFoundError
 from corral.node.files import write_atomic
+from corral.record import nearest
 
-__all__ = ["create_private", "make_private_dir", "remove_tree", "write_atomic"]
+__all__ = ["create_private", "existing_file", "make_private_dir", "read_text", "remove_tree", "write_atomic"]
+
+
+def existing_file(given: str | Path, hint: str = "Check the path.") -> Path:
+    """The path of a file that was named; with a guess what was meant where there is none."""
+    path = Path(given).expanduser()
+    if path.is_dir():
+        raise DataError(f"{str(given)!r} is a folder.", "Name a file.")
+    if not path.exists():
+        near = nearest(path.name, [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else [], 1)
+        raise NotFoundError(
+            f"there is no file {str(given)!r}.", f"Did you mean {path.parent / near[0]}?" if near else hint
+        )
+    return path
+
+
+def read_text(given: str | Path) -> str:
+    """The text of a file that was named."""
+    path = existing_file(given)
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise DataError(f"{given} cannot be read: {error.strerror}.", "Check its permissions.") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{given} is not UTF-8 (byte {error.start}).", "Save it as UTF-8.") from None
 
 
 def create_private(path: Path, like: Path | None = None) -> int:

@@ -22,8 +22,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
 
-from corral.errors import AccessError, CorralError, UnreachableError, UsageError
-from corral.files import make_private_dir, write_atomic
+from corral.errors import AccessError, CorralError, DataError, UnreachableError, UsageError
+from corral.files import existing_file, make_private_dir, read_text, write_atomic
 from corral.home import home_dir
 from corral.shell import Completed, capture
 from corral.untrusted import plain
@@ -88,13 +88,9 @@ def check_host(name: str) -> str:
 def read_hosts(text: str) -> tuple[str, ...]:
     """Hosts from `a,b,c`, or from a file with one per line when the text is `@FILE`; `#` begins a comment."""
     if text.startswith("@"):
-        path = Path(text[1:]).expanduser()
-        if path.exists() and not path.is_file():  # a pipe would be waited for without end
-            raise UsageError(f"the hosts file {text[1:]!r} is not a file.", "One host per line.")
-        try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"the hosts file {text[1:]!r} cannot be read: {error}.", "One host per line.") from None
+        if not existing_file(text[1:]).is_file():  # a pipe would be waited for without end
+            raise DataError(f"the hosts file {text[1:]!r} is not a file.", "Name a file with one host per line.")
+        lines = read_text(text[1:]).splitlines()
         words = [line.partition("#")[0].split() for line in lines]
         return tuple(check_host(found[0]) for found in words if found)
     return tuple(check_host(name.strip()) for name in text.split(",") if name.strip())

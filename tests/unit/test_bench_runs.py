@@ -429,8 +429,9 @@ def test_an_interruption_keeps_what_was_measured(server: FakeServer, bench, name
             assert process.poll() is None
             time.sleep(0.02)
         process.send_signal(signal.Signals[name])
-        process.communicate(timeout=60)
+        _, told = process.communicate(timeout=60)
     assert process.returncode == 130
+    assert "bench/cut; `corral bench report cut` shows it" in told
     known = bench("report", "cut", "--json").json()
     assert known["summary"]["completed"] >= 10
     assert known["problems"][0]["kind"] == "stopped"

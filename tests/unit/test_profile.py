@@ -589,7 +589,7 @@ def test_a_hosts_file(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"p\.toml:3: the hosts file"):
         assemble("p", [read_file(path, "user")], {})
     (tmp_path / "hosts").unlink()
-    with pytest.raises(DataError, match="No such file"):
+    with pytest.raises(DataError, match="there is no file"):
         assemble("p", [read_file(path, "user")], {})
     os.mkfifo(tmp_path / "hosts")
     with pytest.raises(DataError, match="is not a file"):

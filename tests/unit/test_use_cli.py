@@ -154,15 +154,15 @@ def test_every_parameter_is_in_the_help() -> None:
         (["complete", "a", "--param", "temperatur=1"], 2, "'temperature'"),
         (["complete", "a", "--regex", "a", "--choice", "b"], 2, "one of them"),
         (["complete", "a", "-f", "b"], 2, "one of them"),
-        (["complete", "-f", "/nowhere"], 2, "cannot be read"),
-        (["complete", "a", "--json-schema", "@/nowhere"], 2, "cannot be read"),
+        (["complete", "-f", "/nowhere"], 3, "there is no file"),
+        (["complete", "a", "--json-schema", "@/nowhere"], 3, "there is no file"),
         (["complete", "a", "--model", "other"], 3, "fake"),
         (["complete", "word " * 9000], 2, "too long"),
         (["complete", "a", "--logprobs", "99"], 2, "99"),
         (["chat", "--min-p", "2"], 2, "0 to 1"),
         (["chat", "-n", "2"], 2, "corral complete -n"),
         (["chat", "--prompt-logprobs", "1"], 2, "corral complete --prompt-logprobs"),
-        (["score", "-i", "/nowhere.jsonl", "-o", "x.jsonl"], 3, "no input"),
+        (["score", "-i", "/nowhere.jsonl", "-o", "x.jsonl"], 3, "there is no file"),
     ],
 )
 def test_refusals(

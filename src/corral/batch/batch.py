@@ -24,7 +24,7 @@ from corral.batch.core.lock import BatchLock
 from corral.batch.core.run import BatchState, Listener, RunSummary, Share, whole_share
 from corral.batch.core.runner import Counts, Runner, RunnerSettings
 from corral.batch.core.table import RowReader, save_json
-from corral.batch.job import ORDERS, BatchOrder, Prepared, folder_of, load_record, prepare
+from corral.batch.job import ORDERS, BatchOrder, Prepared, folder_of, load_record, prepare, source_of
 from corral.batch.serving import Offline, Served, Where, served_for, where_record
 from corral.batch.sharing.shared import Sharing, Together
 from corral.client.client import CHAT
@@ -93,6 +93,8 @@ def carry_out(
     if row_order not in ORDERS:
         raise UsageError(f"there is no order {row_order!r}.", f"Known: {', '.join(ORDERS)}.")
     folder = folder_of(order.output, order.ordered)
+    if not folder.job.is_file():
+        source_of(order, folder)  # what is mistyped is told before a server is asked for, or a model planned
     sharing, serve = sharing or Sharing(), serve or partial(served_for, where, order, reporter)
     pipeline = _Pipeline(
         folder, order, where_record(where), settings, BatchJournal(folder, listener), row_order, signals, serve

@@ -144,7 +144,8 @@ def _earlier(order: BatchOrder, folder: BatchFolder) -> BatchRecord | None:
     return None
 
 
-def _source(order: BatchOrder, folder: BatchFolder) -> InputSource:
+def source_of(order: BatchOrder, folder: BatchFolder) -> InputSource:
+    """The input, refused where there is none, or where it is the output."""
     source = open_source(order.input, order.input_format)
     if source.path is not None and source.path.absolute() == folder.output.absolute():
         raise UsageError("the output is the input.", "Write to another file.")
@@ -169,7 +170,7 @@ def prepare(
     if not busy:  # left from an earlier run; one that comes while the input is checked counts
         folder.cancel.unlink(missing_ok=True)
     before = _earlier(order, folder)
-    source = _source(order, folder)
+    source = source_of(order, folder)
     recipe = replace(order.recipe, text_cells=order.recipe.text_cells or source.format in ("csv", "tsv"))
     same = before is not None and _differences(before, order, recipe, model) == []
     with folder.nothing_if_refused():

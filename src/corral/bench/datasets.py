@@ -12,7 +12,6 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,6 +19,7 @@ import msgspec
 from corral.bench.spec import Workload
 from corral.bench.vocabulary import Vocabulary
 from corral.errors import DataError
+from corral.files import existing_file
 
 __all__ = ["Prompt", "body_of", "load_prompts", "path_of"]
 
@@ -122,11 +122,11 @@ def _multi_turn(workload: Workload, words: Vocabulary) -> list[Prompt]:
 
 def _texts(workload: Workload) -> Iterator[tuple[int, str]]:
     """The lines of a file with their numbers; blank ones are skipped."""
-    path = Path(str(workload.file)).expanduser()
+    path = existing_file(str(workload.file))
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}.", "Check --dataset-path.") from error
+        raise DataError(f"{path} cannot be read: {error.strerror}.", "Check its permissions.") from error
     except UnicodeDecodeError as error:
         at = path.read_bytes()[: error.start].count(b"\n") + 1
         raise DataError(f"line {at} of {path} is not UTF-8 text.", "Save the file as UTF-8.") from error
@@ -233,13 +233,13 @@ def _batch(workload: Workload, _: Vocabulary) -> list[Prompt]:
 
 def _sharegpt(workload: Workload, _: Vocabulary) -> list[Prompt]:
     """First turns of two-turn conversations, shuffled by the seed; answers of `output_len` tokens."""
-    path = Path(str(workload.file)).expanduser()
+    path = existing_file(str(workload.file))
     try:
         data = json.loads(path.read_text(encoding="utf-8-sig"))
         talks = [(n, talk["conversations"]) for n, talk in enumerate(data, 1) if len(talk["conversations"]) >= 2]
         texts = [(n, str(talk[0]["value"])) for n, talk in talks]
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}.", "Check --dataset-path.") from error
+        raise DataError(f"{path} cannot be read: {error.strerror}.", "Check its permissions.") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(
             f"{path} is not a ShareGPT file: {error}.", "Give a list of conversations as JSON."

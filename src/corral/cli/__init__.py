@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import click
 
 from corral import __version__
-from corral.errors import INTERRUPTED, CorralError
+from corral.errors import INTERRUPTED, CorralError, UsageError
 from corral.record import nearest
 from corral.untrusted import plain, plain_json
 
@@ -136,7 +136,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
         click.echo(error.ctx.get_help() if error.ctx else "", err=True)
         sys.exit(2)
     except click.ClickException as error:
-        error.show()
+        _report_usage(error, as_json="--json" in args)
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         if os.environ.get("CORRAL_DEBUG"):
@@ -153,12 +153,26 @@ def main(argv: list[str] | None = None) -> NoReturn:
     sys.exit(code if isinstance(code, int) else 0)
 
 
+def _report_usage(error: click.ClickException, as_json: bool) -> None:
+    context = getattr(error, "ctx", None)
+    remedy = f"`{context.command_path} --help` lists what it takes." if context else ""
+    if as_json:
+        _tell_json(UsageError(error.format_message(), remedy))
+    error.show()
+
+
+def _tell_json(error: CorralError) -> None:
+    from corral.cli.screen import tell
+
+    tell(json.dumps(plain_json(error.to_json()), ensure_ascii=False))
+
+
 def _report(error: CorralError, as_json: bool) -> None:
     """Say it; words of other machines and of files are in it, and none of them may speak to the terminal."""
     from corral.cli.screen import tell  # a reader who left must not change the exit code
 
     if as_json:
-        tell(json.dumps(plain_json(error.to_json()), ensure_ascii=False))
+        _tell_json(error)
     tell(plain(f"corral: {error.message}"), err=True)
     if error.remedy:
         tell(plain(f"  → {error.remedy}"), err=True)

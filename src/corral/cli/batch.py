@@ -12,6 +12,7 @@ from corral.cli.batch_view import Screen, print_check, print_status
 from corral.cli.screen import tell
 from corral.cli.target_options import GroupedCommand, chosen_target, target_options
 from corral.errors import INTERRUPTED, UsageError
+from corral.files import read_text
 
 __all__ = ["command"]
 
@@ -249,10 +250,7 @@ def _recipe(given: dict[str, Any]) -> Any:
             params[name] = given[name]
     template = given["prompt_template"]
     if template and template.startswith("@"):
-        try:
-            template = Path(template[1:]).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"the template {template[1:]!r} cannot be read: {error}.", "Check the path.") from None
+        template = read_text(template[1:])
     return Recipe(
         template=template,
         chat=given["chat"],

@@ -26,9 +26,10 @@ from corral.cli.bench_options import (
     work_options,
 )
 from corral.cli.bench_view import compare, list_runs, report
-from corral.cli.screen import print_json
+from corral.cli.screen import print_json, tell
 from corral.client.client import run as run_loop
 from corral.errors import UsageError
+from corral.files import existing_file
 from corral.interruption import terminated_as_interrupted
 from corral.lifecycle.resolve import resolve
 
@@ -61,6 +62,8 @@ class _Line:
 
 
 def _bench(given: dict[str, Any], line: _Line) -> Bench:
+    if given["dataset_path"] is not None:
+        existing_file(given["dataset_path"])  # before a server is asked for anything
     endpoint = resolve(given["name"], url=given["url"], key_file=given["key_file"], model=given["model"])
     return Bench(
         endpoint,
@@ -106,6 +109,11 @@ def _new_folder(label: str, name: str) -> Iterator[Path]:
         folder = store.new_folder(label, name=name)
         try:
             yield folder
+        except KeyboardInterrupt:
+            saved = any(folder.iterdir())
+            look = f"what was measured until now is in {folder}; `corral bench report {folder.name}` shows it"
+            tell(f"corral: {look if saved else 'nothing was measured yet'}", err=True)
+            raise
         finally:
             if not any(folder.iterdir()):
                 folder.rmdir()

@@ -39,10 +39,10 @@ def command(name: str | None, system: str | None, load: str | None, **given: Any
     sampling = taken_sampling(given)
     check_chat(sampling)
     talk = Conversation(system=system, sampling=sampling)
-    endpoint = resolve(name, url=given["url"], key_file=given["key_file"], model=given["model"])
     if load:
         talk.enter(f"/load {load}")
         talk.system = system or talk.system
+    endpoint = resolve(name, url=given["url"], key_file=given["key_file"], model=given["model"])
     with LLM(endpoint) as llm:
         if sys.stdin.isatty():
             click.echo(click.style(f"{endpoint.model} at {endpoint.root}    /help, Ctrl-D ends", dim=True), err=True)

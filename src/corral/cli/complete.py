@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import click
 
 from corral.cli.use_options import endpoint_options, sampling_options, taken_sampling
-from corral.errors import UsageError
+from corral.errors import DataError, UsageError
+from corral.files import read_text
 
 __all__ = ["command", "show_views", "shown"]
 
@@ -58,13 +58,12 @@ def _prompt(prompt: str | None, file: str | None) -> str:
     if file is None:
         assert prompt is not None
         return prompt
+    if file != "-":
+        return read_text(file)
     try:
-        data = sys.stdin.buffer.read() if file == "-" else Path(file).expanduser().read_bytes()
-        return data.decode("utf-8-sig")
-    except OSError as error:
-        raise UsageError(f"{file} cannot be read: {error.strerror}.", "Check -f.") from None
+        return sys.stdin.buffer.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UsageError(f"{file} is not UTF-8 (byte {error.start}).", "Save it as UTF-8.") from None
+        raise DataError(f"standard input is not UTF-8 (byte {error.start}).", "Convert it with iconv.") from None
 
 
 def _stream(llm: Any, text: str, sampling: dict[str, Any]) -> None:

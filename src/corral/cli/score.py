@@ -59,7 +59,7 @@ def command(source: Path, output: Path, patience_s: float, restart: bool, as_jso
     """
     from corral.batch import RunnerSettings
     from corral.lifecycle.resolve import resolve_server
-    from corral.score.job import score_file
+    from corral.score.job import check_paths, score_file
     from corral.score.likelihood import ScoreOptions
 
     names = ("too_long", "window", "overlap", "prefix", "special_tokens", "top", "per_token", "concurrency",
@@ -71,6 +71,7 @@ def command(source: Path, output: Path, patience_s: float, restart: bool, as_jso
         most_weight=options.tokens_in_flight,
         wait=given["wait"],
     )
+    check_paths(source, output)
     server, endpoint = resolve_server(given["name"], given["url"], given["key_file"], given["model"])
     progress = _Progress(quiet=as_json)
     try:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from corral.client.sampling import PARAMETERS, STRUCTURED, parse_assignments
-from corral.errors import UsageError
+from corral.files import read_text
 
 __all__ = ["deployment_argument", "endpoint_options", "sampling_options", "server_options", "taken_sampling"]
 
@@ -92,9 +91,4 @@ def taken_sampling(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(value: str) -> str:
-    if not value.startswith("@"):
-        return value
-    try:
-        return Path(value[1:]).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{value[1:]} cannot be read: {error}.", "Check the file's name.") from None
+    return read_text(value[1:]) if value.startswith("@") else value

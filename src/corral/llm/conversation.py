@@ -11,7 +11,7 @@ from typing import Any
 
 from corral.client.sampling import parse_assignment, request_fields
 from corral.errors import DataError, UsageError
-from corral.files import write_atomic
+from corral.files import read_text, write_atomic
 from corral.record import nearest
 
 __all__ = ["COMMANDS", "Conversation", "Turn", "check_chat"]
@@ -117,10 +117,8 @@ class Conversation:
     def _load(self, text: str) -> Turn:
         path = _path(text, "/load")
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = json.loads(read_text(path))
             messages = [{"role": str(item["role"]), "content": str(item["content"])} for item in found]
-        except OSError as error:
-            raise DataError(f"{path} cannot be read: {error.strerror}.", "Check the name.") from None
         except (ValueError, TypeError, KeyError):
             raise DataError(f"{path} holds no conversation.", "It must be a JSON list of messages.") from None
         self.system = messages[0]["content"] if messages and messages[0]["role"] == "system" else None

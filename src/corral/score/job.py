@@ -81,9 +81,7 @@ def score_file(
     signals: bool = True,
 ) -> ScoreReport:
     """Score every row of a file that has no result yet."""
-    if output.suffix not in OUTPUTS:
-        raise UsageError(f"the output cannot be {output.name!r}.", f"It ends in {' or '.join(OUTPUTS)}.")
-    folder, given = folder_of(str(output)), open_source(str(source), None)
+    folder, given = check_paths(source, output)
     if not restart and output.exists() and not folder.job.exists():
         raise ConflictError(f"{output} exists and is not of a scoring job.", "Choose another -o, or give --restart.")
     folder.create()
@@ -105,6 +103,13 @@ def score_file(
         ran.state, ran.rows, ran.before, ran.fine, ran.failed, ran.left, ran.wall_s, found, str(output),
         str(folder.errors), ran.repaired,
     )  # fmt: skip
+
+
+def check_paths(source: Path, output: Path) -> tuple[BatchFolder, InputSource]:
+    """The job's folder and its input, refused where they cannot be meant; nothing is written, nobody is asked."""
+    if output.suffix not in OUTPUTS:
+        raise UsageError(f"the output cannot be {output.name!r}.", f"It ends in {' or '.join(OUTPUTS)}.")
+    return folder_of(str(output)), open_source(str(source), None)
 
 
 class ScoreWork:

@@ -26,7 +26,8 @@ import msgspec
 from corral.batch.input.arrays import array_values
 from corral.batch.input.csv_lines import CsvLines, LongRowError
 from corral.batch.input.row_limits import LONGEST_ROW, TOO_LONG
-from corral.errors import DataError, NotFoundError, UsageError
+from corral.errors import DataError, UsageError
+from corral.files import existing_file
 from corral.record import nearest
 
 __all__ = ["FORMATS", "InputItem", "InputSource", "open_source", "optional"]
@@ -164,13 +165,9 @@ def open_source(given: str, format_: str | None = None) -> InputSource:
         raise UsageError(f"there is no input format {format_!r}.", f"Known: {', '.join(guess or FORMATS)}.")
     if given == "-":
         return InputSource(None, format_ or "jsonl")
-    path = Path(given)
-    if not path.exists():
-        near = nearest(path.name, [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else [], 1)
-        hint = f"Did you mean {path.parent / near[0]}?" if near else "Check the path; - reads standard input."
-        raise NotFoundError(f"there is no input {given!r}.", hint)
-    if path.is_dir():
+    if Path(given).is_dir():
         raise UsageError(f"{given!r} is a folder.", "Give one file; `cat` several, or run one batch for each.")
+    path = existing_file(given, "Check the path; - reads standard input.")
     compression = path.suffix if path.suffix in (".gz", ".zst") else ""
     ending = Path(path.name.removesuffix(compression)).suffix.lower()
     format_ = format_ or _ENDINGS.get(ending)
