@@ -119,10 +119,14 @@ def there(monkeypatch: pytest.MonkeyPatch, clean_home: Path) -> Deployments:
     return Deployments(monkeypatch)
 
 
-def test_the_only_ready_one(there: Deployments) -> None:
+def test_the_only_ready_one(there: Deployments, monkeypatch: pytest.MonkeyPatch) -> None:
     there.set(a=State.READY, b=State.LOADING, c=State.FAILED)
     assert resolve(environ={}).model == "a"
+    served = ServedModels(("a", "adapter"), ("a",), None)
+    monkeypatch.setattr("corral.lifecycle.resolve._models_at", lambda endpoint: served)
     assert resolve(model="adapter", environ={}).model == "adapter"
+    with pytest.raises(NotFoundError, match="does not serve 'adaptor'"):  # as with --url: no request is sent for it
+        resolve(model="adaptor", environ={})
     assert [server.name for server in find_servers([], [], None, environ={})] == ["a"]
     there.set(d=State.READY)
     for find in (resolve, lambda **given: find_servers([], [], None, **given)):

@@ -9,8 +9,9 @@ from typing import Any
 import click
 
 from corral.cli.batch_view import Screen, print_check, print_status
-from corral.cli.screen import tell
-from corral.cli.target_options import GroupedCommand, chosen_target, target_options
+from corral.cli.help_pages import GroupedCommand, WholeGroup
+from corral.cli.screen import print_json, tell
+from corral.cli.target_options import chosen_target, target_options
 from corral.errors import INTERRUPTED, UsageError
 from corral.files import read_text
 
@@ -20,7 +21,7 @@ HELP = {"help_option_names": ["-h", "--help"]}
 UNFINISHED = 1  # finished, but some rows are in the error file
 
 
-class BatchGroup(click.Group):
+class BatchGroup(WholeGroup):
     """`corral batch FILE …` runs; `corral batch VERB …` does something about a run."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -93,7 +94,9 @@ def _run_options(function: Any) -> Any:
 @command.command("run", cls=GroupedCommand, context_settings=HELP)
 @click.argument("input")
 @click.option("-o", "--output", required=True, help="Results: .jsonl, .csv, .parquet, also .gz or .zst.")
-@click.option("--deployment", "deployments", multiple=True, metavar="NAME", help="Use this deployment; repeatable.")
+@click.option(
+    "--deployment", "-d", "deployments", multiple=True, metavar="NAME", help="Deployment to use; repeatable."
+)
 @click.option("--url", "urls", multiple=True, help="Use the server at this address; repeatable.")
 @click.option("--key-file", help="File (mode 0600) with the key for --url.")
 @click.option("--model", help="Start this model, run, stop it: the offline mode.")
@@ -169,11 +172,13 @@ def status(output: str, as_json: bool) -> None:
 
 @command.command("cancel", context_settings=HELP)
 @click.argument("output")
-def cancel(output: str) -> None:
+@click.option("--json", "as_json", is_flag=True, help="One JSON document.")
+def cancel(output: str, as_json: bool) -> None:
     """Stop the batch that writes OUTPUT; rows under way may finish, and `resume` continues it."""
     from corral.batch.inspect import ask_to_stop
 
-    click.echo(ask_to_stop(output), err=True)
+    text = ask_to_stop(output)
+    print_json({"output": output, "text": text}) if as_json else click.echo(text, err=True)
 
 
 @command.command("check", context_settings=HELP)
@@ -189,7 +194,9 @@ def check(as_json: bool, **given: Any) -> None:
 
 @command.command("serve", context_settings=HELP)
 @click.option("--folder", type=click.Path(file_okay=False, path_type=Path), help="Where files and jobs are kept.")
-@click.option("--deployment", "deployments", multiple=True, metavar="NAME", help="Use this deployment; repeatable.")
+@click.option(
+    "--deployment", "-d", "deployments", multiple=True, metavar="NAME", help="Deployment to use; repeatable."
+)
 @click.option("--url", "urls", multiple=True, help="Use the server at this address; repeatable.")
 @click.option("--key-file", help="File (mode 0600) with the key for --url.")
 @click.option("--serve-key-file", help="File (mode 0600) with the key clients must send (default: made for you).")

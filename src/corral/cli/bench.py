@@ -26,6 +26,7 @@ from corral.cli.bench_options import (
     work_options,
 )
 from corral.cli.bench_view import compare, list_runs, report
+from corral.cli.help_pages import WholeGroup
 from corral.cli.screen import print_json, tell
 from corral.client.client import run as run_loop
 from corral.errors import UsageError
@@ -119,7 +120,7 @@ def _new_folder(label: str, name: str) -> Iterator[Path]:
                 folder.rmdir()
 
 
-@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=WholeGroup, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 @server_options
 @work_options
 @click.pass_context

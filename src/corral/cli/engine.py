@@ -7,6 +7,7 @@ import sys
 
 import click
 
+from corral.cli.help_pages import WholeGroup
 from corral.cli.screen import PhaseScreen, duration, print_json, print_table
 from corral.engines import environments as engines
 from corral.engines.locks import LockedFor, locked
@@ -18,7 +19,7 @@ HELP = {"help_option_names": ["-h", "--help"]}
 FLAVOUR = click.Choice(engines.FLAVOURS)
 
 
-@click.group(context_settings=HELP)
+@click.group(cls=WholeGroup, context_settings=HELP)
 def command() -> None:
     """Engines are vLLM builds in environments of their own: pinned, hash-checked, one per flavour and version."""
 

@@ -6,6 +6,7 @@ import shlex
 
 import click
 
+from corral.cli.screen import print_json
 from corral.cli.use_options import deployment_argument
 from corral.errors import ConflictError
 from corral.lifecycle.deployments import status
@@ -17,7 +18,8 @@ __all__ = ["command"]
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @deployment_argument
-def command(name: str | None) -> None:
+@click.option("--json", "as_json", is_flag=True, help="The two variables as one JSON document.")
+def command(name: str | None, as_json: bool) -> None:
     """Print OPENAI_BASE_URL and OPENAI_API_KEY for the shell: eval "$(corral env NAME)".
 
     The key is printed. Everything that reads the two variables then finds the server: the openai SDK, curl, Corral.
@@ -33,5 +35,9 @@ def command(name: str | None) -> None:
             state=found.state.value,
         )
     root = proxy.url if proxy else found.endpoint.root  # the proxy's address stays
-    click.echo(f"export OPENAI_BASE_URL={shlex.quote(root + '/v1')}")
-    click.echo(f"export OPENAI_API_KEY={shlex.quote(found.endpoint.key() or 'none')}")
+    variables = {"OPENAI_BASE_URL": f"{root}/v1", "OPENAI_API_KEY": found.endpoint.key() or "none"}
+    if as_json:
+        print_json(variables)
+        return
+    for variable, value in variables.items():
+        click.echo(f"export {variable}={shlex.quote(value)}")

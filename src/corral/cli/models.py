@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from corral.cli.help_pages import WholeGroup
 from corral.cli.screen import print_json, print_table
 from corral.errors import ConflictError
 from corral.hardware.inventory import Inventory
@@ -16,7 +17,7 @@ __all__ = ["command"]
 HELP = {"help_option_names": ["-h", "--help"]}
 
 
-@click.group(invoke_without_command=True, context_settings=HELP)
+@click.group(cls=WholeGroup, invoke_without_command=True, context_settings=HELP)
 @click.option("--gpus", metavar="SPEC", help="Ask whether they fit these GPUs instead (8xH100, 1xA100-40GB, …).")
 @click.option("--json", "as_json", is_flag=True, help="The list as JSON.")
 @click.pass_context

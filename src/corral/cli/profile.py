@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from corral.cli.help_pages import WholeGroup
 from corral.cli.screen import print_json, print_table
 from corral.engines.flags import check_arguments
 from corral.errors import ConflictError, CorralError, DataError, UsageError
@@ -20,7 +21,7 @@ __all__ = ["command"]
 HELP = {"help_option_names": ["-h", "--help"]}
 
 
-@click.group(context_settings=HELP)
+@click.group(cls=WholeGroup, context_settings=HELP)
 def command() -> None:
     """Profiles say where and how to run; `corral up MODEL --on NAME` uses one. docs/profiles.md lists the keys."""
 

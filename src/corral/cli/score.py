@@ -10,7 +10,7 @@ import click
 
 from corral.cli.screen import duration, print_json
 from corral.cli.use_options import endpoint_options
-from corral.errors import INTERRUPTED
+from corral.errors import INTERRUPTED, UsageError
 
 if TYPE_CHECKING:
     from corral.batch import Counts, Runner
@@ -24,8 +24,8 @@ UNFINISHED = 1  # finished, but some rows are in the error file
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 118},
     epilog="More: docs/scoring.md.",
 )
-@click.option("-i", "--input", "source", required=True, type=click.Path(path_type=Path), metavar="FILE",
-              help="Rows: .jsonl, .json, .csv, .tsv, .parquet (the text forms also as .gz or .zst).")  # fmt: skip
+@click.argument("source", metavar="INPUT", type=click.Path(path_type=Path), required=False)
+@click.option("-i", "--input", "named", hidden=True, type=click.Path(path_type=Path))
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), metavar="FILE",
               help="Results: .jsonl (as they come) or .parquet (at the end, in the input's order).")  # fmt: skip
 @endpoint_options
@@ -51,8 +51,10 @@ UNFINISHED = 1  # finished, but some rows are in the error file
 @click.option("--skip-bad", is_flag=True, help="Send bad rows to the error file and score the others.")
 @click.option("--restart", is_flag=True, help="Forget what an earlier run wrote, and start over.")
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON.")
-def command(source: Path, output: Path, patience_s: float, restart: bool, as_json: bool, **given: Any) -> int:
-    """Score rows: {"id", "text"}, {"id", "context", "continuation"} or {"id", "context", "choices": […]}.
+def command(output: Path, patience_s: float, restart: bool, as_json: bool, **given: Any) -> int:
+    """Score rows of INPUT: {"id", "text"}, {"id", "context", "continuation"} or {"id", "context", "choices": […]}.
+
+    INPUT is .jsonl, .json, .csv, .tsv or .parquet, the text forms also as .gz or .zst.
 
     The same command again continues after any interruption. Exit codes are those of `corral batch`: 0 every row has a
     result; 1 finished, some rows are in OUTPUT.errors.jsonl with their reason; 10 the input is bad; 130 interrupted.
@@ -71,6 +73,7 @@ def command(source: Path, output: Path, patience_s: float, restart: bool, as_jso
         most_weight=options.tokens_in_flight,
         wait=given["wait"],
     )
+    source = _input(given["source"], given["named"])
     check_paths(source, output)
     server, endpoint = resolve_server(given["name"], given["url"], given["key_file"], given["model"])
     progress = _Progress(quiet=as_json)
@@ -83,6 +86,17 @@ def command(source: Path, output: Path, patience_s: float, restart: bool, as_jso
         progress.end()
     print_json(report) if as_json else _tell(report)
     return INTERRUPTED if not report.done else UNFINISHED if report.summary["bad"] else 0
+
+
+def _input(source: Path | None, named: Path | None) -> Path:
+    if (source is None) == (named is None):
+        raise UsageError(
+            "score takes one input." if source else "there is no input.",
+            "For example: corral score rows.jsonl -o s.jsonl",
+        )
+    found = source or named
+    assert found is not None
+    return found
 
 
 class _Progress:

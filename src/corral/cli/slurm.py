@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import click
 
+from corral.cli.help_pages import WholeGroup
 from corral.cli.screen import duration, print_json, print_table
-from corral.deployment.folder import open_folder
+from corral.cli.use_options import deployment_argument
 from corral.errors import NotFoundError
+from corral.lifecycle.successors import choose_folder
 from corral.slurm.cluster import NodeShape, Partition, discover, gpu_kind
 
 __all__ = ["command"]
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=WholeGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def command() -> None:
     """What a SLURM cluster has, and the batch scripts of deployments."""
 
@@ -57,10 +59,10 @@ def _row(partition: Partition, shape: NodeShape) -> list[str]:
 
 
 @command.command()
-@click.argument("name")
-def script(name: str) -> None:
+@deployment_argument
+def script(name: str | None) -> None:
     """Print the batch script of deployment NAME as it was submitted."""
-    folder = open_folder(name)
+    folder = choose_folder(name)
     if not folder.script.is_file():
-        raise NotFoundError(f"{name!r} was not started through SLURM.", "`corral status` says where it runs.")
+        raise NotFoundError(f"{folder.name!r} was not started through SLURM.", "`corral status` says where it runs.")
     click.echo(folder.script.read_text(encoding="utf-8"), nl=False)

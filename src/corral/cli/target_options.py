@@ -11,37 +11,15 @@ from typing import Any, TypeVar
 
 import click
 
+from corral.cli.help_pages import GroupedOption
 from corral.errors import UsageError
 from corral.targets.base import TARGETS, target_class
 from corral.targets.keys import Flag
 
-__all__ = ["PREFIX", "GroupedCommand", "chosen_target", "target_options"]
+__all__ = ["PREFIX", "chosen_target", "target_options"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 PREFIX = "target_option_"  # of the parameters, so that no other option has their name
-
-
-class _Option(click.Option):
-    """An option that is shown under a heading."""
-
-    def __init__(self, *args: Any, heading: str, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.heading = heading
-
-
-class GroupedCommand(click.Command):
-    """A command whose help shows the options of each target apart."""
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        groups: dict[str, list[tuple[str, str]]] = {"Options": []}
-        for param in self.get_params(ctx):
-            record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
-            if record:
-                groups.setdefault(getattr(param, "heading", "Options"), []).append(record)
-        for heading, rows in groups.items():
-            if rows:
-                with formatter.section(heading):
-                    formatter.write_dl(rows)
 
 
 def _flags() -> dict[str, tuple[Flag, tuple[str, ...]]]:
@@ -60,7 +38,7 @@ def target_options(command: F) -> F:
         command = click.option(
             flag.name,
             PREFIX + flag.name.strip("-").replace("-", "_"),
-            cls=_Option,
+            cls=GroupedOption,
             heading="Options for " + " and ".join(target_class(target).TITLE or target for target in targets),
             type=click.IntRange(min=flag.least) if flag.least is not None else str,
             multiple=not flag.option,

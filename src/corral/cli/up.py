@@ -11,8 +11,9 @@ from typing import Any
 
 import click
 
+from corral.cli.help_pages import GroupedCommand
 from corral.cli.screen import PhaseScreen, duration, print_json, tell
-from corral.cli.target_options import PREFIX, GroupedCommand, chosen_target, target_options
+from corral.cli.target_options import PREFIX, chosen_target, target_options
 from corral.client.client import CHAT, Client
 from corral.client.endpoint import Endpoint
 from corral.deployment.diagnosis import last_lines
@@ -30,10 +31,32 @@ from corral.untrusted import plain
 
 __all__ = ["command"]
 
+EXAMPLES = """
+corral up                 # a small model, on this machine
+corral up llama-3.1-8b-instruct --context 32768
+corral up llama-3.1-70b-instruct --hosts node00,node01
+corral up llama-3.1-70b-instruct --partition gpu --time 8:00:00 --renew
+corral up llama-3.1-405b-instruct --on my-cluster --dry-run --shell
+"""
+HEADINGS = {
+    "The model": ("--context", "--concurrency", "--goal", "--set", "--served-name"),
+    "Where it runs": ("--on", "--bind", "--port", "--expose"),
+    "Options for ssh": (),
+    "Options for SLURM": ("--renew", "--max-jobs"),
+    "Options for ssh and SLURM": (),
+    "How it runs": ("--runtime", "--runtime-option", "--flavour", "--link", "--env"),
+    "Behaviour": ("--name", "--wait", "--attach", "--restart", "--stall", "--hung", "--patience"),
+    "Output": ("--dry-run", "--shell", "--json", "--help"),
+}
 FIRST_QUESTION = "What is the capital of France?"
 
 
-@click.command(cls=GroupedCommand, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(
+    cls=GroupedCommand,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    headings=HEADINGS,
+    examples=EXAMPLES,
+)
 @click.argument("model", required=False)
 @click.option("--on", "on", metavar="PROFILE", envvar="CORRAL_PROFILE", help="Where to run (`corral profile list`).")
 @click.option("--name", help="Name of the deployment (default: the model's name).")

@@ -62,7 +62,7 @@ def resolve(
         bare = _endpoint(urls[0], model or "", key_file, key)
         return _endpoint(urls[0], _choose(bare, model), key_file, key)
     endpoint = ready_endpoint(name or _only_deployment(ready=True))
-    return Endpoint(endpoint.base_url, model, endpoint.key_file) if model else endpoint
+    return Endpoint(endpoint.base_url, _choose(endpoint, model), endpoint.key_file) if model else endpoint
 
 
 def resolve_server(
