@@ -4,7 +4,7 @@ PYTEST := $(PYTHON) -m pytest
 # root has everything installed; anybody else goes without, and what is skipped says so (tests/skips.py)
 INSTALL = tools/install_testbed.sh $(1) || test "$$(id -u)" -ne 0
 
-.PHONY: help test lint unit fuzz soak cluster integration e2e bench-start lock clean
+.PHONY: help test lint unit fuzz soak faults cluster integration e2e bench-start lock clean
 
 test: lint unit fuzz cluster integration e2e  ## everything a change must pass
 
@@ -28,6 +28,10 @@ SOAK_MINUTES ?= 30
 soak: .venv/.test-installed  ## random faults against nodes, tunnel and batch service, for SOAK_MINUTES; as root
 	$(call INSTALL,cluster)
 	$(PYTHON) tests/soak.py --minutes $(SOAK_MINUTES) $(if $(SOAK_SEED),--seed $(SOAK_SEED))
+
+faults: .venv/.test-installed  ## the fault table of docs/log.md: what is noticed when, and what is left; as root
+	$(call INSTALL,cluster)
+	$(PYTHON) -m tests.cluster.faults $(FAULTS)
 
 unit: .venv/.test-installed  ## no network, no engine
 	$(call INSTALL,unit)

@@ -298,3 +298,27 @@ def test_a_node_that_does_not_come_back_ends_the_restarts(monkeypatch: pytest.Mo
     assert gathered == [1]
     assert written == ["restart"]
     assert ended == [(Reason.NODE_LOST, {"text": "n1 has not joined within 300 s"})]
+
+
+@pytest.mark.parametrize(
+    ("reason", "order"),
+    [(Reason.ENGINE_EXITED, ["failed", "halt", "end"]), (Reason.REQUESTED, ["halt", "end", "stopped"])],
+)
+def test_a_failure_is_told_before_the_others_are_gone(reason: Reason, order: list[str]) -> None:
+    """What was asked for is told when nothing is left; a failure is not waited for."""
+    told: list[str] = []
+    worker: Any = Worker.__new__(Worker)
+    worker.patience = {"grace_s": 0.0}
+    worker.head = types.SimpleNamespace(halt=lambda _: told.append("halt"), end=lambda *_: told.append("end"))
+    worker._tell_state = lambda state, **_: told.append(str(state))
+    worker._end(reason, {})
+    assert told == order
+
+
+def test_what_a_member_said_last() -> None:
+    member = gang.Member(1, "n2")
+    assert member.words() == "nothing"
+    member.said = {"state": "loading", "phase": "weights", "done": 8, "total": 10}
+    assert member.words() == "weights, 8 of 10"
+    member.said = {"state": "ready", "phase": "weights", "done": 8, "total": 10}
+    assert member.words() == "ready"

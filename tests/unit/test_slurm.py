@@ -605,6 +605,14 @@ def test_an_agent_that_was_killed_is_named(fake: Any, deployed: DeploymentFolder
     assert not list(deployed.path.rglob("*.tmp"))
 
 
+def test_what_runs_on_a_node_that_slurm_lost_is_told_to_end(fake: Any, deployed: DeploymentFolder) -> None:
+    """Its slurmd is gone, its agent may not be: it reads the shared folder."""
+    agent_says(deployed, "ready")
+    queue(fake, "NODE_FAIL")
+    assert deployments.status(deployed).reason is Reason.NODE_LOST
+    assert deployed.rank(0).stop.exists()
+
+
 @pytest.mark.parametrize(("reason", "code"), [("JobLaunchFailure", "4021"), ("NonZeroExitCode", str(66 << 8))])
 def test_a_job_that_finds_none_of_its_files(fake: Any, deployed: DeploymentFolder, reason: str, code: str) -> None:
     queue(fake, "FAILED", reason, code=code)

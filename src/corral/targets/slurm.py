@@ -43,7 +43,7 @@ from corral.targets.keys import Flag, Shared, Size, at_least, key, number, one_w
 from corral.targets.slurm_job import (
     Submitted,
     agents_of,
-    clear_unfinished,
+    clear_up,
     forgotten,
     is_over,
     look,
@@ -415,8 +415,8 @@ class SlurmTarget(Declared):
         if job != submitted.last and (submitted.last is None or job.state != submitted.last.state):
             with contextlib.suppress(OSError):
                 write_atomic(folder.job, dump_json(replace(submitted, last=job)))
-            if standing(job).ended:
-                clear_unfinished(folder)
+                if standing(job).ended:
+                    clear_up(folder, job)
         return agents_of(folder, submitted, job, own_output=bool(self.given.output))
 
     def lease(self, folder: DeploymentFolder) -> Lease | None:

@@ -21,7 +21,7 @@ from corral.slurm.shared_home import REMEDY
 from corral.slurm.states import JobVerdict, exit_of, standing
 from corral.targets.base import AgentsStatus
 
-__all__ = ["Submitted", "agents_of", "clear_unfinished", "forgotten", "is_over", "look", "submitted_job", "unasked"]
+__all__ = ["Submitted", "agents_of", "clear_up", "forgotten", "is_over", "look", "submitted_job", "unasked"]
 
 RUNS = ("RUNNING", "SIGNALING", "RESIZING")
 _seen_agents: dict[str, tuple[int, int]] = {}  # the agents' file when SLURM was last asked
@@ -136,9 +136,12 @@ def _last_line(log: Path) -> str:
     return lines[-1].strip()[:300] if lines else ""
 
 
-def clear_unfinished(folder: DeploymentFolder) -> None:
-    """Remove what agents that were killed had begun to write; the job is over."""
+def clear_up(folder: DeploymentFolder, job: SlurmJob) -> None:
+    """The job is over: remove what killed agents had begun to write, and tell those that SLURM lost sight of."""
     for rank in folder.ranks():
+        if job.state == "NODE_FAIL":  # its node may live without its slurmd, and nobody else ends what runs there
+            rank.stop.touch(mode=0o600)
+            continue
         for path in rank.path.glob(".*.tmp"):
             path.unlink(missing_ok=True)
 

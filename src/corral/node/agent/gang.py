@@ -47,9 +47,10 @@ class Member:
     def words(self) -> str:
         """What it said last, for people."""
         said = self.said
+        if said.get("state") in (State.READY, State.DRAINING):  # its phases, and what was counted in them, are over
+            return str(said["state"])
         phase = said.get("phase") or said.get("state") or "nothing"
-        counted = said.get("total") and phase not in (State.READY, State.DRAINING)  # a count of what is over by then
-        return "%s, %s of %s" % (phase, said["done"], said["total"]) if counted else str(phase)
+        return "%s, %s of %s" % (phase, said["done"], said["total"]) if said.get("total") else str(phase)
 
     def ended(self, epoch: int) -> Optional[Json]:
         """How its rank ended in this attempt, if it has."""

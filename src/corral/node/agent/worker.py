@@ -60,13 +60,12 @@ class Worker(Rank):
         for attempt in range(1, attempts + 1):
             hindered = self._gather(attempt)
             reason, details = hindered or self._run_once(attempt)
-            if self.head:
-                if reason == Reason.ENGINE_EXITED and details.get("failed_rank", 0) == 0:
-                    reason, details = self.head.root_cause(reason, details, self.ended_at)
-                self.head.halt(self.patience["grace_s"] + 15)
+            if self.head and reason == Reason.ENGINE_EXITED and details.get("failed_rank", 0) == 0:
+                reason, details = self.head.root_cause(reason, details, self.ended_at)
             if attempt == attempts or reason in FINAL_REASONS or (hindered and attempt > 1):
                 self._end(reason, details)
                 return 0
+            self._halt_others()
             self.journal.write("restart", attempt=attempt, of=attempts - 1, reason=reason, **details)
             self._tell_state(State.STARTING, restarting=True)
             if not self._pause(min(30.0, 2.0 ** (attempt - 1))):
@@ -172,10 +171,19 @@ class Worker(Rank):
             self._beat()
 
     def _end(self, reason: str, details: Json) -> None:
+        """A failure is told at once: how long the others take to go is no reason to wait."""
+        wanted = reason in (Reason.REQUESTED, Reason.WALLTIME)
+        if not wanted:
+            self._tell_state(State.FAILED, reason=reason, **details)
         if self.head:
+            self._halt_others()
             self.head.end(reason, details)
-        state = State.STOPPED if reason in (Reason.REQUESTED, Reason.WALLTIME) else State.FAILED
-        self._tell_state(state, reason=reason, **details)
+        if wanted:
+            self._tell_state(State.STOPPED, reason=reason, **details)
+
+    def _halt_others(self) -> None:
+        if self.head:
+            self.head.halt(self.patience["grace_s"] + 15)
 
     def _pause(self, seconds: float) -> bool:
         """Wait before a restart; false when it is not wanted any more."""
