@@ -4,9 +4,9 @@ PYTEST := $(PYTHON) -m pytest
 # root has everything installed; anybody else goes without, and what is skipped says so (tests/skips.py)
 INSTALL = tools/install_testbed.sh $(1) || test "$$(id -u)" -ne 0
 
-.PHONY: help test lint unit fuzz soak faults cluster integration e2e bench-start lock clean
+.PHONY: help test lint unit docs fuzz soak faults cluster integration e2e bench-start lock clean
 
-test: lint unit fuzz cluster integration e2e  ## everything a change must pass
+test: lint unit docs fuzz cluster integration e2e  ## everything a change must pass
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -36,6 +36,9 @@ faults: .venv/.test-installed  ## the fault table of docs/log.md: what is notice
 unit: .venv/.test-installed  ## no network, no engine
 	$(call INSTALL,unit)
 	$(PYTEST) tests/unit --numprocesses 4 --dist worksteal --timeout 240
+
+docs: .venv/.test-installed  ## every command and Python block of README and docs/, with stand-ins
+	$(PYTEST) tests/docs --numprocesses 2 --dist worksteal
 
 cluster: .venv/.test-installed  ## real sshd, SLURM, Docker, Podman and Apptainer on simulated hosts, with stand-in engines
 	$(call INSTALL,cluster)

@@ -33,21 +33,10 @@ from corral.slurm.states import NOT_KNOWN, STATES, WAITS, standing
 from corral.targets.base import JobState
 from corral.targets.slurm import SlurmTarget
 from corral.targets.slurm_job import Submitted
+from tests.fake_slurm import NODES, PARTITIONS, print_text
 from tests.unit.conftest import Shellcheck
 
 GOLDEN = Path(__file__).parent / "golden"
-PARTITIONS = """\
-PartitionName=gpu_h100 AllowGroups=ALL AllowAccounts=ALL Default=NO DefaultTime=01:00:00 MaxNodes=8 MaxTime=3-00:00:00 Nodes=h[1-3] State=UP
-PartitionName=cpu AllowGroups=ALL AllowAccounts=lab,other Default=YES DefaultTime=NONE MaxNodes=UNLIMITED MaxTime=UNLIMITED Nodes=c1 State=UP
-PartitionName=odd AllowGroups=ALL AllowAccounts=ALL Default=NO DefaultTime=NONE MaxNodes=UNLIMITED MaxTime=UNLIMITED Nodes=o1 State=UP
-"""  # noqa: E501
-NODES = """\
-NodeName=h1 Arch=x86_64 CoresPerSocket=48  CPUAlloc=0 CPUTot=96 ActiveFeatures=h100,ib Gres=gpu:nvidia_h100_80gb_hbm3:4(S:0-1) GresUsed=gpu:nvidia_h100_80gb_hbm3:0(IDX:N/A) OS=Linux 5.14 #1 SMP  RealMemory=1500000 State=IDLE Partitions=gpu_h100
-NodeName=h2 CPUAlloc=8 CPUTot=96 ActiveFeatures=h100,ib Gres=gpu:nvidia_h100_80gb_hbm3:4(S:0-1) GresUsed=gpu:nvidia_h100_80gb_hbm3:3(IDX:0-2) RealMemory=1500000 State=MIXED Partitions=gpu_h100
-NodeName=h3 CPUAlloc=0 CPUTot=96 ActiveFeatures=h100,ib Gres=gpu:nvidia_h100_80gb_hbm3:4(S:0-1) GresUsed=gpu:0 RealMemory=1500000 State=IDLE+DRAIN Partitions=gpu_h100 Reason=bad fan = loud [root@2026-11-01T00:00:00]
-NodeName=c1 CPUAlloc=0 CPUTot=64 ActiveFeatures=(null) Gres=(null) RealMemory=256000 State=IDLE Partitions=cpu
-NodeName=o1 CPUAlloc=0 CPUTot=16 ActiveFeatures=(null) Gres=gpu:2,shard:8 RealMemory=64000 State=IDLE Partitions=odd
-"""  # noqa: E501
 KEMPNER: dict[str, object] = {
     "partition": "kempner_h100",
     "account": "kempner_lab",
@@ -81,10 +70,6 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         return called
 
     return make
-
-
-def print_text(text: str) -> str:
-    return f"cat <<'END'\n{text}\nEND"
 
 
 # --------------------------------------------------------------------------------------------------------- states
