@@ -262,7 +262,8 @@ def _commands(folder: Path, patch: pytest.MonkeyPatch) -> None:
     partitions = PARTITIONS + "".join(
         PARTITIONS.splitlines()[0].replace("gpu_h100", name) + "\n" for name in ("gpu", "h100")
     )
-    nodes = NODES.replace("Partitions=gpu_h100", "Partitions=gpu_h100,gpu,h100")
+    nodes = NODES + NODES.splitlines()[0].replace("h1 ", "h4 ")
+    nodes = nodes.replace("Partitions=gpu_h100", "Partitions=gpu_h100,gpu,h100")
     answers = {
         "corral": f'exec {shlex.quote(sys.executable)} -m corral "$@"',
         "scontrol": f'case "$*" in *partition*) {print_text(partitions)}\n;; *) {print_text(nodes)}\n;; esac',
