@@ -193,7 +193,7 @@ class Reader:
 
     def _run(self, argv: list[str], env: dict[str, str]) -> Done:
         done = subprocess.run(
-            argv, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL, cwd=self.folder, env=env
+            argv, capture_output=True, text=True, timeout=400, stdin=subprocess.DEVNULL, cwd=self.folder, env=env
         )
         return Done(done.returncode, done.stdout, done.stderr)
 
