@@ -115,17 +115,13 @@ class FakeConnection(asyncio.Protocol):
         if self.transport is None:
             return
         if not self.split_bytes and not self._pieces:
-            self._write(data)
+            write_now(self.transport, self._fd, data)
             return
         size = self.split_bytes or len(data)
         pumping = bool(self._pieces)
         self._pieces.extend(data[i : i + size] for i in range(0, len(data), size))
         if not pumping:
             self._pump()
-
-    def _write(self, data: bytes) -> None:
-        if self.transport is not None:
-            write_now(self.transport, self._fd, data)
 
     def done(self) -> None:
         """The current request is answered: take the next one."""
@@ -158,7 +154,7 @@ class FakeConnection(asyncio.Protocol):
     def _pump(self) -> None:
         if self.transport is None or not self._pieces:
             return
-        self._write(self._pieces.popleft())
+        write_now(self.transport, self._fd, self._pieces.popleft())
         if self._pieces:
             asyncio.get_running_loop().call_soon(self._pump)
 
