@@ -278,3 +278,10 @@ def test_lists_are_paged_as_the_sdk_wants_them(service: Service) -> None:
         assert not client.files.list(purpose="fine-tune").data
         with pytest.raises(openai.BadRequestError, match="limit is"):
             client.files.list(limit=100_000)
+
+
+@pytest.mark.parametrize("line", [b"GET /v1/models", b"POST /v1/chat/completions", b"POST /v1/completions"])
+def test_who_asks_for_the_model_is_told_where_it_is(service: Service, line: bytes) -> None:
+    status, rest = ask(service, head(service, line, b"content-length: 0", CLOSE))
+    assert status == 404
+    assert b"deployment's own address: see `corral status`" in rest

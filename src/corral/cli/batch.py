@@ -12,6 +12,7 @@ from corral.cli.batch_view import Screen, print_check, print_status
 from corral.cli.help_pages import GroupedCommand, WholeGroup
 from corral.cli.screen import print_json, tell
 from corral.cli.target_options import chosen_target, target_options
+from corral.cli.token_count import TokenCount
 from corral.errors import INTERRUPTED, UsageError
 from corral.files import read_text
 
@@ -100,7 +101,7 @@ def _run_options(function: Any) -> Any:
 @click.option("--url", "urls", multiple=True, help="Use the server at this address; repeatable.")
 @click.option("--key-file", help="File (mode 0600) with the key for --url.")
 @click.option("--model", help="Start this model, run, stop it: the offline mode.")
-@click.option("--context", type=click.IntRange(min=1), help="With --model: longest request in tokens.")
+@click.option("--context", type=TokenCount(), help="With --model: longest request in tokens, 32768 or 32k.")
 @click.option("--set", "fixed", multiple=True, metavar="KEY=VALUE", help="With --model: fix a field of the plan.")
 @click.option("--on", metavar="PROFILE", help="With --model: where to run it (`corral profile list`).")
 @target_options

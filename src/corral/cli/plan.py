@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import click
 
+from corral.cli.token_count import TokenCount
 from corral.errors import DoesNotFitError, UsageError
 from corral.hardware.inventory import GPUS, LINKS, Inventory, find_gpu, parse_gpus, probe
 from corral.home import home_dir
@@ -29,7 +30,9 @@ __all__ = ["command"]
 @click.option("--gpus", metavar="NxKIND", help="Hardware, for example 8xH100 (default: this machine's own).")
 @click.option("--nodes", type=int, metavar="N", help="Equal nodes of that hardware.")
 @click.option("--link", type=click.Choice(list(LINKS)), help="Between nodes (default: ib-ndr).")
-@click.option("--context", type=int, metavar="TOKENS", help="Longest request (default: the model's own, if it fits).")
+@click.option(
+    "--context", type=TokenCount(), help="Longest request: 32768, or 32k (default: the model's own, if it fits)."
+)
 @click.option("--concurrency", type=int, metavar="N", help="Requests at once.")
 @click.option(
     "--goal", type=click.Choice(["balanced", "latency", "throughput"]), help="What comes first (default: balanced)."

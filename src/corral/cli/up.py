@@ -14,6 +14,7 @@ import click
 from corral.cli.help_pages import GroupedCommand
 from corral.cli.screen import PhaseScreen, duration, print_json, tell
 from corral.cli.target_options import PREFIX, chosen_target, target_options
+from corral.cli.token_count import TokenCount
 from corral.client.client import CHAT, Client
 from corral.client.endpoint import Endpoint
 from corral.deployment.diagnosis import last_lines
@@ -61,7 +62,7 @@ FIRST_QUESTION = "What is the capital of France?"
 @click.option("--on", "on", metavar="PROFILE", envvar="CORRAL_PROFILE", help="Where to run (`corral profile list`).")
 @click.option("--name", help="Name of the deployment (default: the model's name).")
 @click.option("--served-name", help="Model name that clients say (default: the model's name).")
-@click.option("--context", type=click.IntRange(min=1), help="Longest request in tokens (default: the plan's choice).")
+@click.option("--context", type=TokenCount(), help="Longest request: 32768, or 32k (default: the plan's choice).")
 @click.option("--concurrency", type=click.IntRange(min=1), help="Requests at once that the plan must hold.")
 @click.option(
     "--goal", type=click.Choice(["balanced", "latency", "throughput"]), help="What comes first (default: balanced)."

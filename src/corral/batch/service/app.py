@@ -35,6 +35,7 @@ LARGEST_JSON_BYTES = 1 << 20
 LARGEST_PAGE = 10_000
 MARGIN_BYTES = 256 << 20  # of the disk: batches need room for their results
 CLOSE = {"connection": "close"}
+OF_THE_MODEL = ("/v1/models", "/v1/chat", "/v1/completions")  # what people ask here, because OpenAI has one address
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
@@ -107,6 +108,8 @@ def _unknown_path(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 404
     words = f"{request.method} {request.url.path[:200]}"
     text = f"There is no {words}; this server has /v1/files and /v1/batches."
+    if request.url.path.startswith(OF_THE_MODEL):
+        text += " The model itself answers at the deployment's own address: see `corral status`."
     if status == 405:
         text = f"{HTTPStatus(405).phrase}: {words}."
     return JSONResponse(Refusal(status, text).body(), status, CLOSE)
