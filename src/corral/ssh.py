@@ -16,7 +16,8 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -31,6 +32,7 @@ from corral.untrusted import plain
 __all__ = [
     "FAN_OUT",
     "MOST_SAID_BYTES",
+    "WAITING",
     "Forward",
     "Ssh",
     "UnknownHostError",
@@ -45,7 +47,16 @@ LONGEST_FOLDER = 48  # for a socket: ssh adds 40 characters, and 17 while it mak
 FAN_OUT = 32  # hosts talked to at the same time
 CONNECT_S = 10
 MOST_SAID_BYTES = 64 << 20  # by one command on a host; a report holds two files of 4 MiB in base64
+SAY_AFTER_S = 1.5
 Result = TypeVar("Result")
+
+
+def _say_nothing(_: str) -> None:
+    """Where nobody watches."""
+
+
+# who is told for which hosts a command waits
+WAITING: ContextVar[Callable[[str], None]] = ContextVar("WAITING", default=_say_nothing)
 
 
 class UnknownHostError(UnreachableError):
@@ -165,7 +176,11 @@ def each(
             return error
 
     with ThreadPoolExecutor(max(1, min(width, len(hosts)))) as workers:
-        return dict(zip(hosts, workers.map(attempt, hosts), strict=True))
+        asked = {host: workers.submit(attempt, host) for host in hosts}
+        if wait(asked.values(), SAY_AFTER_S).not_done:
+            late = [host for host, answer in asked.items() if not answer.done()]
+            WAITING.get()(f"waiting for {', '.join(late[:5])}" + (f" and {len(late) - 5} more" if late[5:] else ""))
+        return {host: answer.result() for host, answer in asked.items()}
 
 
 @lru_cache(maxsize=1024)

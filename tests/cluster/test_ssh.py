@@ -356,6 +356,8 @@ def test_a_full_disk_on_one_node_stops_the_start_everywhere(bench: Bench) -> Non
         assert "node2" in done.stderr
         assert "No space left" in done.stderr
         bench.nothing_left()
+        assert not bench.hosts.exec("node2", ["ls", "-A", str(folder)]).stdout  # neither files nor a key
+        assert bench.run("down", "full").returncode == 0  # which knows it
     finally:
         bench.hosts.exec("node2", ["umount", str(folder)])
 
@@ -458,3 +460,23 @@ def models_at(url: str, key_file: Path) -> list[str]:
             return [one["id"] for one in json.load(answer)["data"]]
     except (OSError, http.client.HTTPException):
         return []
+
+
+def test_a_head_whose_link_was_cut_blames_itself_and_is_waited_for_in_words(bench: Bench, ready: str) -> None:
+    bench.hosts.cut("node1")
+    looked = bench.run("status", ready)
+    assert "waiting for node1" in looked.stderr
+    until(lambda: not bench.engines("node2") and not bench.engines("node1"), "the end of both ranks")
+    bench.hosts.heal("node1")
+    found = bench.wait(ready, lambda status: "the link of node1 was cut" in status["text"])
+    assert found["reason"] == "node_lost"
+
+
+def test_down_finds_the_hosts_of_a_record_that_cannot_be_read(bench: Bench) -> None:
+    assert bench.up("torn").returncode == 0
+    record = bench.folder("torn") / "deployment.json"
+    record.write_bytes(record.read_bytes()[:40])
+    done = bench.run("down", "torn")
+    assert done.returncode == 0, done.stderr
+    bench.nothing_left()
+    assert not list((bench.home / "nodes").glob("torn-*"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from corral.cli.screen import print_json
+from corral.cli.screen import print_json, say_waiting
 from corral.deployment.folder import DeploymentFolder, all_folders
 from corral.deployment.state import ENDED
 from corral.errors import CorralError, UsageError
@@ -24,6 +24,7 @@ def command(names: tuple[str, ...], every: bool, purge: bool, as_json: bool) -> 
 
     Without a name it stops the only deployment that runs. The successors of a deployment end with it.
     """
+    say_waiting()
     if names and every:
         raise UsageError("both names and --all were given.", "`corral down NAME`, or `corral down --all`.")
     folders = all_folders() if every else [choose_folder(name) for name in names or (None,)]

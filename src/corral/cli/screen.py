@@ -22,9 +22,10 @@ import click
 from corral.deployment.course import Phase
 from corral.deployment.expectation import Expected, duration
 from corral.record import to_json
+from corral.ssh import WAITING
 from corral.untrusted import plain
 
-__all__ = ["PhaseScreen", "duration", "print_json", "print_table", "since", "tell"]
+__all__ = ["PhaseScreen", "duration", "print_json", "print_table", "say_waiting", "since", "tell"]
 
 
 def tell(text: str, err: bool = False, nl: bool = True) -> None:
@@ -194,3 +195,8 @@ class PhaseScreen:
             sys.stderr.write("\r\033[2K")
             sys.stderr.flush()
             self._drawn = ""
+
+
+def say_waiting() -> None:
+    """From now on, this command says for which hosts it waits."""
+    WAITING.set(lambda text: tell(f"corral: {text} …", err=True))

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import click
 
-from corral.cli.screen import duration, print_json, since
+from corral.cli.screen import duration, print_json, say_waiting, since
 from corral.cli.use_options import deployment_argument
 from corral.client.endpoint import Endpoint
 from corral.deployment.folder import DeploymentFolder
@@ -28,6 +28,7 @@ __all__ = ["command"]
 @click.option("--json", "as_json", is_flag=True, help="The whole status as JSON.")
 def command(name: str | None, as_json: bool) -> None:
     """Show one deployment: state, reason, endpoint, what the engine reported. Exit code 8 when it has failed."""
+    say_waiting()
     folder = choose_folder(name)
     found = status(folder)
     compared = load_json(Differences, folder.differences) if folder.differences.is_file() else None

@@ -23,7 +23,7 @@ from corral.deployment.folder import DeploymentFolder, all_folders
 from corral.deployment.patience import Patience
 from corral.deployment.slowness import explain_slow
 from corral.deployment.state import ENDED, Reason, State
-from corral.errors import ConflictError, CorralError, DataError, LaunchError, UsageError
+from corral.errors import ConflictError, CorralError, DataError, LaunchError, UnreachableError, UsageError
 from corral.files import write_atomic
 from corral.home import deployments_dir
 from corral.launch.render import LaunchSpec
@@ -395,21 +395,26 @@ def _stop_unreadable(folder: DeploymentFolder, error: Exception) -> Status:
             f"If its engine runs, end it by hand; then delete {folder.path}.",
         ) from error
     try:
-        target = load_target(traces.target or "local", traces.target_options)
+        target = load_target(traces.target or "local", traces.target_options or traces.hosts)
     except CorralError:
         target = load_target("local")
     found = marked(traces.launch_id, [str(rank.engine) for rank in folder.ranks()])
-    ended = target.stop(folder, traces.launch_id, Patience().grace_s)
-    told = f"{why.text} Looked for its launch id {traces.launch_id}: {_counted(found)}"
+    where = ", ".join(traces.nodes) or "its nodes"
+    by_hand = f"On {where}, end the processes with CORRAL_LAUNCH={traces.launch_id} in their environment."
+    try:
+        ended = target.stop(folder, traces.launch_id, Patience().grace_s)
+    except UnreachableError as unreachable:
+        raise UnreachableError(f"{why.text} {unreachable.message}", by_hand) from error
+    elsewhere = f"; what ran on {where} was ended" if target.name != "local" else ""
+    told = f"{why.text} Looked for its launch id {traces.launch_id}: {_counted(found)}{elsewhere}"
     if not ended:
         raise LaunchError(
             f"{told}; not all could be ended from here.", "Run `corral down` on the machine it runs on."
         )
     if traces.target and target.name != traces.target:
-        where = ", ".join(traces.nodes) or "its nodes"
         raise LaunchError(
             f"{told}; but it was started with the target {traces.target}, whose machines are not known any more.",
-            f"On {where}, end the processes with CORRAL_LAUNCH={traces.launch_id} in their environment.",
+            by_hand,
         )
     folder.tunnel.unlink(missing_ok=True)
     return replace(why, state=State.STOPPED, reason=Reason.REQUESTED, text=told, target=target.name)

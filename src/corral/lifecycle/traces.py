@@ -14,6 +14,7 @@ from typing import Any
 
 from corral.deployment.folder import DeploymentFolder
 from corral.errors import CorralError
+from corral.targets.base import target_class
 from corral.untrusted import parse_json
 
 __all__ = ["Traces", "traces_of"]
@@ -31,6 +32,12 @@ class Traces:
     target: str = ""
     target_options: dict[str, Any] = field(default_factory=dict)  # what makes the target again
     nodes: tuple[str, ...] = ()
+
+    @property
+    def hosts(self) -> dict[str, Any]:
+        """What makes a target that names its nodes, where only the launch tells them."""
+        known = self.target and self.nodes and "hosts" in target_class(self.target).REQUIRED
+        return {"hosts": list(self.nodes)} if known else {}
 
 
 def traces_of(folder: DeploymentFolder) -> Traces:

@@ -123,10 +123,18 @@ def stop_agent(order: Json) -> Json:
     return left
 
 
+def is_deployment(folder: str) -> bool:
+    """Whether a folder holds what a start places and nothing else; a full disk may have kept most of it away."""
+    if os.path.isfile(os.path.join(folder, "node", "agent.py")):
+        return True
+    ours = ("node", "key", "token", "rank", ".key.", ".token.")
+    return os.path.isdir(folder) and all(name.startswith(ours) for name in os.listdir(folder))
+
+
 def remove(order: Json) -> Json:
-    """Delete this rank's part; on a shared file system the last node deletes the folder."""
+    """Delete the deployment's folder; on a shared file system the first node deletes it for all."""
     folder = order["folder"]
-    if os.path.isfile(os.path.join(folder, "node", "agent.py")) or not os.path.exists(folder):
+    if is_deployment(folder):
         shutil.rmtree(folder, ignore_errors=True)
     return {"removed": not os.path.exists(folder)}
 

@@ -22,8 +22,10 @@ __all__ = [
     "Heartbeat",
     "LogPiece",
     "NodeReport",
+    "Removed",
     "Started",
     "Stopped",
+    "read_removed",
     "read_report",
     "read_started",
     "read_stopped",
@@ -79,6 +81,17 @@ class Stopped:
 
     left: tuple[int | str, ...]
     containers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Removed:
+    """Whether the deployment's folder is gone from the node."""
+
+    removed: bool
+
+
+def read_removed(text: str, host: str) -> Removed:
+    return from_json(Removed, _answer(text, host), _what(host))
 
 
 def read_started(text: str, host: str) -> Started:

@@ -42,7 +42,7 @@ from corral.targets.base import AgentsStatus, ChosenPorts, Declared, Progress
 from corral.targets.keys import Flag, Shared, Size, a_path, key, only_said
 from corral.targets.keys import hosts as good_hosts
 from corral.targets.near_port import near_port
-from corral.targets.remote_answers import NodeReport, Started, read_report, read_started, read_stopped
+from corral.targets.remote_answers import NodeReport, Started, read_removed, read_report, read_started, read_stopped
 from corral.targets.remote_files import last_state, last_word, mirror, mirrored_sizes, pack
 from corral.targets.ssh_nodes import address_of, bare, inventory_of, refuse_skew
 from corral.transfer.in_place import find_on_nodes, lacking
@@ -56,8 +56,9 @@ __all__ = ["SshOptions", "SshTarget"]
 
 DEFAULT_PORT = 8000
 DEFAULT_HOME = "~/.local/share/corral"
-REPORT_S = 8.0  # a node that takes longer to say how it stands counts as unreachable for the moment
-STOP_TRIES = 3
+REPORT_S = 4.0  # a node that takes longer to say how it stands counts as unreachable for the moment
+AWAY_S = 15.0  # within which a node that did not answer is not asked again how it stands
+REACH_S, STOP_TRIES = 4.0, 2  # a node that answers nothing in so long is given up by `down`, after so many tries
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -390,10 +391,16 @@ class SshTarget(Declared):
         there = self.node_folder(folder, launch)
 
         def look(host: str) -> NodeReport:
+            if time.monotonic() - _AWAY.get(host, (-AWAY_S, None))[0] < AWAY_S and (known := _AWAY[host][1]):
+                raise known
             rank = ranks[self.chosen.hosts.index(host)]
             sizes = mirrored_sizes(rank)
             order = {"folder": str(there.path), "rank": rank.number, "files": sizes}
-            found = read_report(self._do(host, "report", order, b"", REPORT_S), host, sizes)
+            try:
+                found = read_report(self._do(host, "report", order, b"", REPORT_S), host, sizes)
+            except UnreachableError as error:
+                _AWAY[host] = (time.monotonic(), error)
+                raise
             mirror(rank, found)
             return found
 
@@ -419,7 +426,7 @@ class SshTarget(Declared):
         left: dict[str, tuple[int | str, ...]] = {}
         for attempt in range(STOP_TRIES):
             if attempt:
-                time.sleep(2.0 * attempt)
+                time.sleep(1.0)
             results = each(waiting, lambda host: self._stop_on(host, there, launch_id, grace_s))
             left |= {host: found for host, found in results.items() if not isinstance(found, CorralError)}
             unreachable = {host: found for host, found in results.items() if isinstance(found, CorralError)}
@@ -428,7 +435,7 @@ class SshTarget(Declared):
                 break
         self.refresh(folder)
         if not waiting and not any(left.values()):  # the folders say how to find what is left, so they go last
-            each(self.chosen.hosts, lambda host: self._do(host, "remove", {"folder": str(there.path)}, b"", 60))
+            self._remove(there)
         if waiting:
             names, why = ", ".join(waiting), next(iter(unreachable.values()))
             raise UnreachableError(
@@ -439,7 +446,20 @@ class SshTarget(Declared):
             )
         return not any(left.values())
 
+    def _remove(self, there: DeploymentFolder) -> None:
+        """The folders on the nodes go; one that stays holds the deployment's key, and is named."""
+        order = {"folder": str(there.path)}
+        found = each(self.chosen.hosts, lambda host: read_removed(self._do(host, "remove", order, b"", 60), host))
+        stays = [host for host, gone in found.items() if isinstance(gone, CorralError) or not gone.removed]
+        if stays:
+            raise LaunchError(
+                f"{there.path} could not be deleted on {', '.join(stays)}; it holds the deployment's key.",
+                f"Nothing of it runs any more. Delete it there: ssh {stays[0]} rm -r {shlex.quote(str(there.path))}",
+                hosts=stays,
+            )
+
     def _stop_on(self, host: str, there: DeploymentFolder, launch_id: str, grace_s: float) -> tuple[int | str, ...]:
+        self.ssh.run(host, ["true"], timeout_s=REACH_S)  # one that is cut off is known soon, and by its name
         rank = self.chosen.hosts.index(host)
         order = {"folder": str(there.path), "rank": rank, "launch_id": launch_id, "grace_s": grace_s + 25}
         found = read_stopped(self._do(host, "stop", order, b"", grace_s + 120), host)
@@ -460,6 +480,9 @@ class SshTarget(Declared):
         """What the host says to a command of `node/remote.py`; nobody has looked at it yet."""
         done = self.ssh.python(host, bundle("node/remote.py"), [action, json.dumps(order)], data, timeout_s)
         return done.or_raise(f"on {host}", f"Does `ssh {host} python3 --version` say 3.8 or later?").stdout
+
+
+_AWAY: dict[str, tuple[float, UnreachableError | None]] = {}  # hosts that did not answer, when, and what was said
 
 
 def _expanded(path: str | None) -> str | None:

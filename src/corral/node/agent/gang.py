@@ -16,15 +16,17 @@ import contextlib
 import socket
 import threading
 import time
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 from ..states import Reason, State
 from .gang_line import Line, Strangers, read_order, read_standing
+from .own_link import link_is_down
 
 Json = Dict[str, Any]
 SAY_EVERY_S = 0.3
 JOIN_S = 60.0  # for agents that are started at the same moment
 CLOSED_S = 1.5  # a closed connection that is not opened anew within this time: whoever was there is gone
+FLAP_S = 3.0  # others that fell silent within so long of each other did so at once
 NOTICE_S = 0.5  # within which an agent knows and has said that its engine ended
 
 
@@ -66,6 +68,7 @@ class Head:
             self._token = file.read().strip()
         self._tick = tick  # called while it waits for others
         self.node_s = node_s
+        self._name, self._address = gang["names"][0], gang["head"]
         self.members = [Member(rank, name) for rank, name in enumerate(gang["names"]) if rank]
         self._own = own  # returns this rank's own state, for the members
         self._order: Json = {"epoch": 0, "run": False, "end": None}
@@ -166,9 +169,19 @@ class Head:
         return reason, details if reason != Reason.REQUESTED else {}
 
     def _lost(self, member: Member) -> Tuple[str, Json]:
+        silent = [one for one in self.members if time.monotonic() - one.heard > self.node_s - FLAP_S]
+        if member in silent and self._is_alone(silent):
+            names = ", ".join(one.name for one in silent)
+            words = "the link of %s was cut: from %s on it heard nothing of %s" % (self._name, member.heard_at, names)
+            return Reason.NODE_LOST, {"text": words, "node": self._name, "failed_rank": 0}
         text = "%s stopped answering at %s; rank %d last said: %s"
         words = text % (member.name, member.heard_at, member.rank, member.words())
         return Reason.NODE_LOST, {"text": words, "node": member.name, "failed_rank": member.rank}
+
+    def _is_alone(self, silent: List[Member]) -> bool:
+        """Whether it is this node that is cut off: several others fell silent at once, or its own link is down."""
+        every = len(silent) == len(self.members)
+        return every and (len(silent) > 1 or link_is_down(self._address))
 
     def root_cause(self, reason: str, details: Json, ended: float) -> Tuple[str, Json]:
         """This rank ended at `ended`: because another had? Whoever was first is the cause, so all are heard."""
