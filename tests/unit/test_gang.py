@@ -138,6 +138,21 @@ def test_a_member_whose_connection_was_closed_is_lost_before_its_silence_is(spec
     head.end("requested", {})
 
 
+def test_who_loses_all_others_at_once_has_lost_itself(spec: dict[str, Any]) -> None:
+    head = gang.Head(spec, SHORT_S, Rank())
+    hung = [Rank(), Rank()]
+    for number, rank in enumerate(hung, 1):
+        gang.Follower(spec, SHORT_S, number, rank)
+    assert head.gather(lambda: "") is None
+    head.run(1)
+    for rank in hung:
+        rank.wait_until = time.monotonic() + 3 * SHORT_S
+    reason, details = until(head.fault)
+    assert (reason, details["node"], details["failed_rank"]) == ("node_lost", "n0", 0)
+    assert details["text"].startswith("the link of n0 was cut: from ")
+    head.end("requested", {})
+
+
 def test_an_old_connection_that_ends_late_does_not_hide_the_new_one(spec: dict[str, Any], head: gang.Head) -> None:
     gang.Follower(spec, PATIENCE_S, 2, Rank())
     first = gang.Follower(spec, PATIENCE_S, 1, Rank())

@@ -26,7 +26,7 @@ Json = Dict[str, Any]
 SAY_EVERY_S = 0.3
 JOIN_S = 60.0  # for agents that are started at the same moment
 CLOSED_S = 1.5  # a closed connection that is not opened anew within this time: whoever was there is gone
-FLAP_S = 3.0  # others that fell silent within so long of each other did so at once
+AT_ONCE = 0.7  # of the patience: when one is lost, others that were silent for so long fell silent with it
 NOTICE_S = 0.5  # within which an agent knows and has said that its engine ended
 
 
@@ -169,7 +169,7 @@ class Head:
         return reason, details if reason != Reason.REQUESTED else {}
 
     def _lost(self, member: Member) -> Tuple[str, Json]:
-        silent = [one for one in self.members if time.monotonic() - one.heard > self.node_s - FLAP_S]
+        silent = [one for one in self.members if time.monotonic() - one.heard > AT_ONCE * self.node_s]
         if member in silent and self._is_alone(silent):
             names = ", ".join(one.name for one in silent)
             words = "the link of %s was cut: from %s on it heard nothing of %s" % (self._name, member.heard_at, names)
