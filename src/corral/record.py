@@ -121,7 +121,7 @@ def _build_record(kind: type, data: Any, where: str) -> Any:
         if name in data:
             values[name] = _build(hints[name], data[name], f"{where}.{name}")
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise DataError(f"{where} lacks {name!r}.", f"Add {name!r}.")
+            raise DataError(f"{where} lacks {name!r}.", f"Add {name!r}.", lacks=name)
     return kind(**values)
 
 

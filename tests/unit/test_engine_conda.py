@@ -159,6 +159,6 @@ def test_the_command_line(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = runner.invoke(command, ["install", "--into", "conda:cli", "--json"])
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["flavour"] == "cuda"
-    for words, told in ((["install", "--into", "venv:x"], "--into cannot be"), (["install"], "which engine")):
+    for words, told in ((["install", "--into", "venv:x"], "--into cannot be"), (["install"], "no engine was named")):
         refused = runner.invoke(command, words)
         assert told in str(refused.exception)

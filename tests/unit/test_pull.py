@@ -136,11 +136,11 @@ def test_hosts_are_tried_before_anything_is_fetched(corral: Corral, hosts: Path,
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["--shared"], 2, "about nodes"),
+        (["--shared"], 2, "applies to nodes"),
         (["--hosts", "a", "--shared", "--local-disk"], 2, "cannot be combined"),
         (["--hosts", "a", "--on", "lab"], 2, "both name nodes"),
         (["--hosts", "-oProxyCommand=evil"], 2, "is not the name of a host"),
-        (["--from", "b"], 2, "needs a place"),
+        (["--from", "b"], 2, "needs a destination"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(

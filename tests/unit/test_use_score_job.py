@@ -162,7 +162,7 @@ def test_a_batchs_output_is_not_scored_into(server: FakeServer, tmp_path: Path) 
     source, out = write(tmp_path / "rows.jsonl", ROWS), tmp_path / "out.jsonl"
     (tmp_path / "out.jsonl.corral").mkdir()
     (tmp_path / "out.jsonl.corral" / "job.json").write_text('{"version": 1}')
-    with pytest.raises(ConflictError, match="is of a batch"):
+    with pytest.raises(ConflictError, match="belongs to a batch"):
         job(server, source, out)
 
 

@@ -137,7 +137,10 @@ def _online(where: Where, order: BatchOrder) -> Served:
     answering = [(server, found) for server in servers if (found := served_by(server))]
     models = {found.names[0] for _, found in answering} or {server.model for server in deployments}
     if len(models) > 1:
-        raise UsageError(f"the endpoints serve different models: {', '.join(sorted(models))}.", "Use those of one.")
+        raise UsageError(
+            f"the endpoints serve different models: {', '.join(sorted(models))}.",
+            "Name endpoints that serve the same model.",
+        )
     facts: dict[str, Any] = {"model": next(iter(models), known or "")}
     if answering:
         server, found = answering[0]

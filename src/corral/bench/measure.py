@@ -68,7 +68,7 @@ class Bench:
         try:
             await self._client.models()
         except ServerGoneError as error:
-            raise UnreachableError(error.message, "Is it running? `corral ps` shows deployments.") from error
+            raise UnreachableError(error.message, "Check the address; `corral ps` lists deployments.") from error
         folder = find_folder(self._client)
         self._plan = self._plan or (plan_of(folder) if folder else None)
         self._fingerprint = await take(self._client, folder, self._plan)

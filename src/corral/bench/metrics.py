@@ -159,7 +159,7 @@ def statistic(summary: Summary, slo: Slo) -> float:
     found = summary.of(slo.metric)
     if not found.count:
         why = f"no answer had the two tokens that {slo.metric} needs" if summary.completed else "nothing was answered"
-        raise UsageError(f"{slo} cannot be judged: {why}.", "Raise --output-len, or promise ttft or e2el.")
+        raise UsageError(f"{slo} cannot be judged: {why}.", "Raise --output-len, or limit ttft or e2el.")
     if slo.statistic in ("mean", "median"):
         return float(getattr(found, slo.statistic))
     return dict(found.percentiles)[slo.percentile]

@@ -109,7 +109,7 @@ def _refuse_unjudgeable(base: Spec, slos: Sequence[Slo]) -> None:
         if base.workload.one_token and slo.metric in ("tpot", "itl"):
             raise UsageError(
                 f"{slo} cannot be judged with --output-len 1: {slo.metric} needs two tokens.",
-                "Raise --output-len, or promise ttft or e2el.",
+                "Raise --output-len, or limit ttft or e2el.",
             )
 
 

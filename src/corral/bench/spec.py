@@ -156,7 +156,7 @@ def parse_goodput(text: str) -> tuple[Slo, ...]:
     limits = parse_slos(text) if text else ()
     if any(limit.metric == "itl" for limit in limits):
         raise UsageError(
-            f"--goodput {text!r}: a request has no one ITL, so it cannot be judged by that.",
+            f"--goodput {text!r}: a request has many ITLs, so it cannot be judged by one.",
             "Limit tpot, its mean time per token; known are ttft, tpot and e2el.",
         )
     return limits

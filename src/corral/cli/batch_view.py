@@ -131,8 +131,8 @@ def _print_summary(result: Result) -> None:
     if s.done and not s.fine and not s.failed and s.before:
         tell(f"already complete: {s.rows:,} rows in {result.output}", err=True)
         return
-    head = "done" if s.done else f"{s.state}: {s.left:,} rows left"
-    lines = [f"{head}: {done:,} of {s.rows:,} rows"]
+    head = f"done: {done:,} of {s.rows:,} rows"
+    lines = [head if s.done else f"{s.state}: {done:,} of {s.rows:,} rows done, {s.left:,} left"]
     if s.before:
         lines[0] += f" ({s.before:,} from before)" if result.runners == 1 else f" ({s.before:,} by other runs)"
     if s.fine or s.failed:

@@ -139,7 +139,7 @@ def _refuse_options_before(context: click.Context) -> None:
         if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
             flag = next(p.opts[0] for p in context.command.params if p.name == name)
             word = context.invoked_subcommand
-            raise UsageError(f"{flag} stands before `{word}`.", f"Write: corral bench {word} {flag} …")
+            raise UsageError(f"{flag} must come after `{word}`.", f"Write: corral bench {word} {flag} …")
 
 
 def _series(given: dict[str, Any], kind: str, specs: list[Any]) -> int:
@@ -215,9 +215,7 @@ def run(repeat: int, **given: Any) -> int:
 def sweep(concurrencies: str, rates: str, num_prompts: int | None, **given: Any) -> int:
     """The latency/throughput curve: one run for each load."""
     if bool(concurrencies) == bool(rates):
-        raise UsageError(
-            "a sweep goes over one kind of load.", "Give --concurrency 1,4,16,64 or --request-rate 1,2,4."
-        )
+        raise UsageError("a sweep varies one kind of load.", "Give --concurrency 1,4,16,64 or --request-rate 1,2,4.")
     from dataclasses import replace
 
     base = make_spec({**given, "concurrency": None, "num_prompts": num_prompts or 100})
@@ -250,7 +248,9 @@ def search(
     """The highest load that still meets its service levels."""
     slos = parse_slos(slo)
     if not 0.001 <= tolerance <= 0.5 or not 2 <= max_probes <= 100 or saturate < 1 or probe_seconds <= 0:
-        raise UsageError("the search cannot go with these numbers.", "Tolerance 0.001 to 0.5, 2 to 100 probes.")
+        raise UsageError(
+            "the search cannot use these numbers.", "Give a tolerance from 0.001 to 0.5, and 2 to 100 probes."
+        )
     spec = make_spec(given)
     line = _Line()
     bench = _bench(given, line)

@@ -83,7 +83,7 @@ def _write_script(path: Path, script: str) -> None:
         click.echo(f"nothing to put right by a script: {path} is not written", err=True)
         return
     if path.exists() and readiness.HEADER not in path.read_text(encoding="utf-8", errors="replace"):
-        raise ConflictError(f"{path} is there, and not of `corral doctor`.", "Name another file.")
+        raise ConflictError(f"{path} exists and was not written by `corral doctor`.", "Name another file.")
     write_atomic(path, script, 0o700)
     click.echo(f"{path}: read it, copy it to the node, and run it there: bash {path.name}", err=True)
 

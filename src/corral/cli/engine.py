@@ -55,7 +55,7 @@ def install(flavour: str | None, version: str, into: str | None, as_json: bool) 
         _install_into(into, flavour or "cuda", version, as_json)
         return
     if flavour is None:
-        raise UsageError("which engine is meant?", f"Name one: {', '.join(engines.FLAVOURS)}.")
+        raise UsageError("no engine was named.", f"Name one: {', '.join(engines.FLAVOURS)}.")
     with PhaseScreen(quiet=as_json) as screen:
         screen.phase("installing engine")
         engine = engines.install(flavour, version, screen.detail, screen.note)

@@ -138,7 +138,8 @@ def _tell(report: Any) -> None:
     if "accuracy" in found:
         click.echo(f"accuracy {found['accuracy']:.1%}, by length {found['accuracy_norm']:.1%}", err=True)
     if found["bad"]:
-        click.echo(f"{found['bad']:,} bad rows, with reasons: {report.errors}", err=True)
+        rows = "bad row" if found["bad"] == 1 else "bad rows"
+        click.echo(f"{found['bad']:,} {rows}, with reasons: {report.errors}", err=True)
     if report.left:
         click.echo("The same command continues.", err=True)
     else:

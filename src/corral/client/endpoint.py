@@ -69,7 +69,7 @@ class HeldKeyEndpoint(Endpoint):
         super().__init__(base_url, model, None)
         if key is not None and (not key.isascii() or not key.isprintable() or " " in key or not key):
             raise UsageError(
-                "The key holds characters that no key has.", "Give the key alone, without quotes or spaces."
+                "the key contains characters that a key cannot have.", "Give the key alone, without quotes or spaces."
             )
         object.__setattr__(self, "_held", key)
 

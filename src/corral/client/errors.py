@@ -163,7 +163,8 @@ def _from_status(status: int, message: str, where: str, model: str) -> RequestEr
     said = f" It said: {message}" if message else ""
     if status in (401, 403):
         return KeyRefusedError(
-            f"{where} refused the key (HTTP {status}).", "Check --key-file; a deployment's key is in its folder."
+            f"{where} refused the key (HTTP {status}).",
+            "Check the key: --key-file, OPENAI_API_KEY, or the file `key` in the deployment's folder.",
         )
     if status == 404:
         if "model" in message.lower():

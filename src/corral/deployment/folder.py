@@ -264,6 +264,6 @@ def open_folder(name: str) -> DeploymentFolder:
     if not folder.record.is_file():
         known = [other.name for other in all_folders()]
         guesses = nearest(name, known) or known
-        remedy = f"There is: {', '.join(guesses)}." if guesses else "There is none yet: `corral up` makes one."
+        remedy = f"Known: {', '.join(guesses)}." if guesses else "There is none yet: `corral up` makes one."
         raise NotFoundError(f"no deployment is called {name!r}.", remedy)
     return folder

@@ -94,7 +94,7 @@ def read_wire(text: str, host: str, others: set[str]) -> _Answer:
         number for peer in found.peers.values() for number in (peer.rtt_s or 0.0, peer.there_bps, peer.back_bps)
     ]
     if not set(found.peers) <= others or not all(0 <= number < MOST for number in numbers):
-        raise DataError(f"{what} speaks of other nodes, or of speeds that cannot be.", "Look at the node.", host=host)
+        raise DataError(f"{what} names other nodes, or impossible speeds.", "Look at the node.", host=host)
     return found
 
 

@@ -171,5 +171,5 @@ def _unknown(name: str, flags: FlagList) -> EngineError:
     if name in REMOVED:
         return EngineError(f"vLLM {flags.version} has no {name} any more.", f"{REMOVED[name]}.")
     guesses = nearest(name, list(flags.takes_value))
-    remedy = f"Nearest valid: {', '.join(guesses)}." if guesses else "`vllm serve --help=all` lists the flags."
+    remedy = f"Closest: {', '.join(guesses)}." if guesses else "`vllm serve --help=all` lists the flags."
     return EngineError(f"vLLM {flags.version} has no flag {name}.", remedy, flag=name, nearest=guesses)

@@ -89,7 +89,7 @@ def _native(gang: Gang) -> tuple[LinkedRank, ...]:
 def _ray(gang: Gang) -> tuple[LinkedRank, ...]:
     head, count = gang.nodes[0], len(gang.nodes)
     if gang.replicas > 1:
-        raise UsageError(f"Ray joins one replica, not {gang.replicas}.", "Use --link native, or --set data=1.")
+        raise UsageError(f"Ray can run one replica, not {gang.replicas}.", "Use --link native, or --set data=1.")
     port = str(gang.ports.master or "@MASTER_PORT@")
     ranks = []
     for rank, node in enumerate(gang.nodes):

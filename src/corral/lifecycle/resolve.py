@@ -179,7 +179,7 @@ def _only_deployment(ready: bool) -> str:
         return found[0]
     if there:
         raise UsageError(
-            f"{len(there)} deployments are ready: {', '.join(there)}.", "Say which one is meant, by its name."
+            f"{len(there)} deployments are ready: {', '.join(there)}.", "Give the name of the one you mean."
         )
     if states := [f"{one.folder.name} ({one.state})" for chain in chains.values() for one in chain]:
         raise NotFoundError(f"no deployment is ready yet: {', '.join(states)}.", "`corral wait NAME` waits.")

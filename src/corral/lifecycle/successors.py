@@ -135,7 +135,7 @@ def choose_folder(name: str | None) -> DeploymentFolder:
         folders = [one for one in folders if one.name in living] or folders
     if len(folders) > 1:
         names = ", ".join(folder.name for folder in folders)
-        raise UsageError(f"there are {len(folders)} deployments: {names}.", "Say which one you mean, by its name.")
+        raise UsageError(f"there are {len(folders)} deployments: {names}.", "Give the name of the one you mean.")
     return folders[0]
 
 

@@ -97,7 +97,7 @@ def ensure_tunnel(folder: DeploymentFolder) -> None:
     words = folder.tunnel_log.read_text(errors="replace").strip().splitlines()
     said = words[-1] if words else "ssh said nothing"
     raise UnreachableError(
-        f"the tunnel to {folder.name!r} did not open: {said}", f"`corral tunnel {folder.name}` tries."
+        f"the tunnel to {folder.name!r} did not open: {said}", f"`corral tunnel {folder.name}` shows why."
     )
 
 

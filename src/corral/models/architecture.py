@@ -157,7 +157,7 @@ def parse_config(text: bytes | str, where: str) -> dict[str, Any]:
     """A model's `config.json`, which anybody may have written."""
     found = parse_json(text, where, LONGEST_CONFIG_BYTES, "Download it again.")
     if not isinstance(found, dict):
-        raise DataError(f"{where} is not an object, so it is no model's config.", "Download it again.")
+        raise DataError(f"{where} is not an object, so it is not a model's config.", "Download it again.")
     return found
 
 

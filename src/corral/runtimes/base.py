@@ -186,7 +186,9 @@ def read_options(kind: type[T], options: Mapping[str, object], runtime: str) -> 
     try:
         return from_json(kind, given, f"runtime {runtime}")
     except DataError as error:  # given by the user, so a matter of usage
-        raise UsageError(error.message, error.remedy) from None
+        lacks = error.details.get("lacks")
+        remedy = f"Give it: --runtime-option {lacks}=…" if lacks else error.remedy
+        raise UsageError(error.message, remedy) from None
 
 
 def parse_options(pairs: Iterable[str]) -> dict[str, object]:

@@ -83,7 +83,9 @@ def score_file(
     """Score every row of a file that has no result yet."""
     folder, given = check_paths(source, output)
     if not restart and output.exists() and not folder.job.exists():
-        raise ConflictError(f"{output} exists and is not of a scoring job.", "Choose another -o, or give --restart.")
+        raise ConflictError(
+            f"{output} exists and does not belong to a scoring job.", "Choose another -o, or give --restart."
+        )
     folder.create()
     with BatchLock(folder.lock, str(output)) as lock:
         if restart:
@@ -170,7 +172,7 @@ def _checked(
 def _refuse_others(folder: BatchFolder, asked: dict[str, Any]) -> None:
     before = json.loads(folder.job.read_text(encoding="utf-8"))
     if "too_long" not in before:
-        raise ConflictError(f"{folder.output} is of a batch.", "Choose another -o, or give --restart.")
+        raise ConflictError(f"{folder.output} belongs to a batch.", "Choose another -o, or give --restart.")
     changed = [f"{k}: {before.get(k)!r} before, {v!r} now" for k, v in asked.items() if before.get(k) != v]
     if changed:
         raise ConflictError(

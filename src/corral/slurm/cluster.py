@@ -84,13 +84,15 @@ class Cluster:
                     return partition
             names = [partition.name for partition in self.partitions]
             guesses = nearest(name, names) or names
-            raise NotFoundError(f"there is no partition {name!r}.", f"There is: {', '.join(guesses)}.")
+            raise NotFoundError(f"there is no partition {name!r}.", f"Known: {', '.join(guesses)}.")
         return self._ranked(gpus)[0]
 
     def _ranked(self, gpus: bool) -> list[Partition]:
         """All partitions, the most likely choice first."""
         if not self.partitions:
-            raise NotFoundError("this cluster shows no partition to you.", "`sinfo` lists them; ask for access.")
+            raise NotFoundError(
+                "you have access to no partition of this cluster.", "`sinfo` lists them; ask for access."
+            )
 
         def rank(one: Partition) -> tuple[bool, bool, bool, int]:
             return one.open, not gpus or one.gpus > 0, one.default, one.idle_gpus

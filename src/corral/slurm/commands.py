@@ -290,9 +290,7 @@ def _number(text: str) -> str:
     for line in reversed(text.strip().splitlines()):
         if match := re.fullmatch(r"(\d+)(;\S+)?", line.strip()):
             return match[1]
-    raise CorralError(
-        f"sbatch did not say the number of the job: {text.strip()[-200:]!r}", "Look with `squeue --me`."
-    )
+    raise CorralError(f"sbatch did not print a job id: {text.strip()[-200:]!r}", "Look with `squeue --me`.")
 
 
 _REFUSALS = (

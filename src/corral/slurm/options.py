@@ -103,7 +103,7 @@ class SlurmOptions:
             if not re.fullmatch(r"[a-zA-Z][a-zA-Z0-9-]*", name):
                 raise UsageError(f"{name!r} is not the name of an option of sbatch.", "Give it without dashes.")
             if name in OURS:
-                raise UsageError(f"--{name} is Corral's own to set: {OURS[name]}.", f"Leave {name} out.")
+                raise UsageError(f"--{name} is set by Corral itself: {OURS[name]}.", f"Leave {name} out.")
             _one_line(name, str(value))
 
     @property

@@ -85,7 +85,7 @@ def path_on_nodes(value: str) -> str:
 
 def variables(value: Mapping[str, str]) -> str:
     bad = [name for name in value if not _ENV_NAME.fullmatch(name)]
-    return f"names of variables on the left; {bad[0]!r} is none" if bad else ""
+    return f"names of variables on the left; {bad[0]!r} is not one" if bad else ""
 
 
 def hosts(value: tuple[str, ...]) -> str:
@@ -93,7 +93,7 @@ def hosts(value: tuple[str, ...]) -> str:
         try:
             check_host(host)
         except UsageError:
-            return f"a list of hosts as ssh knows them; {host!r} is none"
+            return f"a list of hosts as ssh knows them; {host!r} is not one"
     return "" if len(set(value)) == len(value) else "a list that names no host twice"
 
 

@@ -134,7 +134,9 @@ def read_event(line: bytes) -> dict[str, Any] | None:
     body = parse_json(line, "what its courier says", LONGEST_LINE_BYTES, "Look at the host.")
     kind = body.pop("event")
     if not isinstance(kind, str) or kind not in KINDS:
-        raise DataError(f"its courier says {plain(repr(kind), 100)}, which none says.", "Look at the host.")
+        raise DataError(
+            f"its courier sent the event {plain(repr(kind), 100)}, which does not exist.", "Look at the host."
+        )
     if kind != "manifest":  # paths of files are kept as they are, also those that are no text
         body = plain_json(body)
     event = {**vars(from_json(KINDS[kind], body, f"the event {kind!r}")), "event": kind}

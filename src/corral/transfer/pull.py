@@ -89,7 +89,7 @@ def pull(order: PullOrder, report: Report, ssh: Ssh | None = None) -> Pull:
     ssh = ssh or Ssh()
     hosts = tuple(check_host(host) for host in dict.fromkeys(order.hosts))
     if order.storage != "auto" and not hosts:
-        raise UsageError(f"--{order.storage} is about nodes.", "Name them with --hosts a,b,c.")
+        raise UsageError(f"--{order.storage} applies to nodes.", "Name them with --hosts a,b,c.")
     began_s = time.monotonic()
     if not hosts and not order.to:
         return _pull_here(order, report, ssh, began_s)
@@ -164,7 +164,7 @@ def _from_hub(source: ModelSource, host: str, ssh: Ssh) -> Origin:
         raise _hub_error(source.repo, host, error) from error
     if not re.fullmatch(r"[0-9A-Za-z._-]{1,100}", found["commit"]):
         raise DataError(
-            f"{host} says that {source.repo} is at {found['commit']!r}, which is no commit.", "Look there."
+            f"{host} says that {source.repo} is at {found['commit']!r}, which is not a commit.", "Look there."
         )
     url = f"{constants.ENDPOINT.rstrip('/')}/{source.repo}/resolve/{found['commit']}"  # the token goes nowhere else
     return Origin(host="", hub_url=url, hub_token=token, files=found["files"])
@@ -197,7 +197,7 @@ def _found_path(host: str, said: str) -> str:
         return ""
     path = last_object(said, f"the answer of {host}").get("folder")
     if not isinstance(path, str) or not path.startswith("/") or len(path) > 4096:
-        raise DataError(f"{host} says that the model is in {str(path)[:100]!r}, which is no path.", "Look there.")
+        raise DataError(f"{host} says that the model is in {str(path)[:100]!r}, which is not a path.", "Look there.")
     return path
 
 
@@ -222,7 +222,7 @@ def _on_host(order: PullOrder, host: str, ssh: Ssh) -> tuple[str, Origin, str]:
 def _pull_here(order: PullOrder, report: Report, ssh: Ssh, began_s: float) -> Pull:
     """As `corral up` would fetch it, and then judged by the hashes the hub promised."""
     if order.source not in ("", "hub"):
-        raise UsageError("--from a host needs a place to go to.", "Name it with --to FOLDER or --hosts.")
+        raise UsageError("--from HOST needs a destination.", "Name it with --to FOLDER or --hosts.")
     source = model_store.locate(order.model)
 
     def progress(text: str, done: int, total: int) -> None:
@@ -234,7 +234,7 @@ def _pull_here(order: PullOrder, report: Report, ssh: Ssh, began_s: float) -> Pu
     damaged = _damaged_in_cache(folder, order.check_again, report, ssh)
     if damaged:
         if source.kind == "folder":
-            raise DataError(f"{folder} has {len(damaged)} damaged files, first {damaged[0]}.", "Get them again.")
+            raise DataError(f"{folder} has {len(damaged)} damaged files, first {damaged[0]}.", "Download them again.")
         report(Progress(HERE, f"{len(damaged)} damaged, first {damaged[0]}: fetching again"))
         for name in damaged:
             (folder / name).resolve().unlink()

@@ -109,9 +109,9 @@ class Recipe:
         if not isinstance(identity, str) or not identity:
             raise DataError("lacks 'custom_id', a text")
         if row.get("method", "POST") != "POST":
-            raise DataError(f"has the method {row['method']!r}; only POST is possible")
+            raise DataError(f"has the method {row['method']!r}; only POST is supported")
         if path not in _PATHS:
-            raise DataError(f"has the url {path!r}; possible are {' and '.join(_PATHS)}")
+            raise DataError(f"has the url {path!r}; it must be {' or '.join(_PATHS)}")
         if self.only_path is not None and path != self.only_path:
             raise DataError(f"has the url {path!r}; the batch is for {self.only_path}")
         if not isinstance(body, dict):
@@ -119,7 +119,7 @@ class Recipe:
         whole = {**body_fields(self.params, path == CHAT), **body} if self.params else dict(body)
         check_fields(whole, path == CHAT)
         if whole.get("stream"):
-            raise DataError("asks for a stream; a batch has none")
+            raise DataError("asks for a stream; batches do not stream")
         if path == CHAT:
             _check_messages(whole.get("messages"))
         elif not isinstance(whole.get("prompt"), (str, list)) or not whole["prompt"]:
@@ -128,7 +128,7 @@ class Recipe:
         if named is not None and models and named not in models:
             if not self.any_model:
                 raise DataError(
-                    f"asks for the model {named!r}; served is {', '.join(models)} (--any-model: use that)"
+                    f"asks for the model {named!r}; the server has {', '.join(models)} (--any-model uses that)"
                 )
             del whole["model"]
         return Parsed(identity, path, whole, row)
