@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -175,6 +176,22 @@ def test_a_cancelled_job_says_how_to_go_on(login: Login) -> None:
     assert done.returncode == 0, done.stderr
     assert kept > 50
     login.complete(output)
+
+
+def test_a_killed_runner_is_told_as_such(login: Login) -> None:
+    output = login.batch("shot", "--slurm", "exclude=n1", rate=20)
+    now = login.wait(output, lambda now: bool(now["runners"]) and now["fine"] > 0)
+    found = [
+        pid for node in login.slurm.nodes for pid, line in login.hosts.processes(node) if f"in-job {output}" in line
+    ]
+    assert found
+    for pid in found:
+        os.kill(pid, signal.SIGKILL)
+    now = login.wait(output, lambda now: now["jobs"][-1]["ended"])
+    assert now["jobs"][-1]["reason"] == "job_failed"
+    assert "because signal 9 ended it" in now["jobs"][-1]["text"]
+    told = json.loads(login.corral("status", now["jobs"][-1]["deployment"], "--json").stdout)
+    assert (told["state"], told["reason"]) == ("failed", "job_failed")
 
 
 def test_a_lost_node_costs_nothing_but_time(login: Login) -> None:
