@@ -355,7 +355,8 @@ class SshTarget(Declared):
 
         def begin(host: str) -> Started:
             rank = order[host]
-            archive = pack(spec, folder, {f"rank{rank.rank}/spec.json": agent_spec(spec, rank, there)})
+            told = {**agent_spec(spec, rank, there), "secrets": [str(there.key), str(there.token)]}
+            archive = pack(spec, folder, {f"rank{rank.rank}/spec.json": told})
             said = self._do(host, "start", {"folder": str(there.path), "rank": rank.rank}, archive, 90)
             return read_started(said, host)
 

@@ -61,6 +61,9 @@ def supervise(spec_path: str) -> int:
     end_all(lambda: descendants(os.getpid()) | marked(spec["launch_id"], [spec["engine_file"]]), 3.0)
     Container(spec).remove()
     shutil.rmtree(private_tmp(spec["launch_id"]), ignore_errors=True)
+    for path in spec.get("secrets", []):  # copies on this node alone: of no use to anybody any more
+        with contextlib.suppress(OSError):
+            os.unlink(path)
     if os.WIFSIGNALED(status):
         text = "the agent was killed by signal %d; the engine was taken down" % os.WTERMSIG(status)
         journal.catch_up()
