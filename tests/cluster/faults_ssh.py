@@ -50,6 +50,8 @@ class SshBed:
 
     def _files(self, host: str) -> list[str]:
         """What is below `nodes` of a node's home is a deployment's own, until `down` ends it."""
+        if not self.bench.hosts.pid(host):
+            return []
         look = ["find", *NODE_PLACES, str(self.node_home / "nodes"), "-xdev", "-type", "f"]
         paths = self.bench.hosts.exec(host, look, check=False).stdout.split("\n")
         return sorted(path for path in paths if path and not any(word in path for word in OF_THE_TESTBED))

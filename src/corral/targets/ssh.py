@@ -346,7 +346,6 @@ class SshTarget(Declared):
             raise EngineError(f"{check.what} does not work on {host}: {last or 'it said nothing'}", check.remedy)
         return last
 
-    # ----------------------------------------------------------------------------------------------- the agents' life
     def start(self, spec: LaunchSpec, folder: DeploymentFolder) -> None:
         there = self.node_folder(folder, spec.launch_id)
         for rank in spec.ranks:
