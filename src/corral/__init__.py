@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from corral.batch.call import batch
     from corral.client.endpoint import Endpoint
     from corral.client.errors import RequestError
     from corral.client.reply import Piece, Reply, Token
@@ -38,6 +39,7 @@ __all__ = [
     "Token",
     "TokenView",
     "__version__",
+    "batch",
     "connect",
     "up",
 ]
@@ -55,6 +57,7 @@ _HOMES = {
     "Scores": "score.score",
     "Token": "client.reply",
     "TokenView": "llm.token_view",
+    "batch": "batch.call",
     "connect": "llm.session",
     "up": "llm.session",
 }

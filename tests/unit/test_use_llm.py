@@ -36,7 +36,7 @@ def llm(server: FakeServer) -> Iterator[LLM]:
 def test_the_public_surface() -> None:
     assert corral.__all__ == [
         "LLM", "AsyncLLM", "CorralError", "Endpoint", "Piece", "Reply", "RequestError", "Score", "ScoreOptions",
-        "Scores", "Token", "TokenView", "__version__", "connect", "up",
+        "Scores", "Token", "TokenView", "__version__", "batch", "connect", "up",
     ]  # fmt: skip
     for name in corral.__all__:
         assert getattr(corral, name) is not None

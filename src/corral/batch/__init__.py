@@ -24,9 +24,15 @@ counts once it is synced; after any crash the same call continues.
 and model with those of the first run is the caller's part (`job` does it for batch). `run_job` handles retries,
 endpoint loss and moves (`ModelServer.find`), adaptive concurrency per endpoint, signals (drain), cancel files and a
 full disk. `check.scan` reads every input format into a Table.
+
+Programs say `corral.batch(…)` (`batch/call.py`). Python gives that name to this package, so the package is callable.
 """
 
 from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from corral.batch.core.folder import BatchFolder
 from corral.batch.core.ledger import FAILED, FINE, Ledger, LedgerEntry
@@ -60,3 +66,18 @@ __all__ = [
     "hash64",
     "run_job",
 ]
+
+if TYPE_CHECKING:
+    from corral.batch.batch import Result
+
+
+class _Callable(ModuleType):
+    """A package that is called as its function."""
+
+    def __call__(self, *given: Any, **more: Any) -> Result:
+        from corral.batch.call import batch
+
+        return batch(*given, **more)
+
+
+sys.modules[__name__].__class__ = _Callable

@@ -210,9 +210,10 @@ class LLM:
         stall_s: float = 600.0,
         timeout_s: float | None = None,
         on_exit: Callable[[], None] | None = None,
+        on_down: Callable[[], None] | None = None,
     ) -> None:
         self.aio = AsyncLLM(endpoint, stall_s=stall_s, timeout_s=timeout_s)
-        self._on_exit = on_exit
+        self._on_exit, self._on_down = on_exit, on_down
 
     def __repr__(self) -> str:
         return f"LLM({self.endpoint.model!r} at {self.endpoint.base_url})"
@@ -288,6 +289,13 @@ class LLM:
         on_exit, self._on_exit = self._on_exit, None
         if on_exit is not None:
             on_exit()
+
+    def down(self) -> None:
+        """Close the connections and stop the server, also one that `reuse=True` or `corral.connect` found running."""
+        self._on_exit, on_down = None, self._on_down
+        self.close()
+        if on_down is not None:
+            on_down()
 
     def __enter__(self) -> LLM:
         return self

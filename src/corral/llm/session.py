@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 
-from corral.deployment.expectation import Expected
+from corral.client.endpoint import Endpoint
 from corral.deployment.folder import all_folders, open_folder
-from corral.errors import ConflictError
+from corral.errors import ConflictError, NotFoundError
 from corral.lifecycle import bringup, deployments
+from corral.lifecycle.lines import Lines
 from corral.lifecycle.resolve import ready_endpoint, resolve
 from corral.llm.llm import LLM
 from corral.plan import Goal
@@ -17,29 +18,6 @@ from corral.processes import own_identity
 from corral.record import load_json
 
 __all__ = ["connect", "up"]
-
-
-class _Lines:
-    """Tells on stderr what `up` is doing, a line for each phase."""
-
-    def __init__(self, quiet: bool) -> None:
-        self._quiet, self._began, self._phase = quiet, time.monotonic(), ""
-
-    def phase(self, name: str, expected: Expected | None = None) -> None:
-        if name != self._phase:
-            self._phase = name
-            self._write(f"{name} ({expected.text})" if expected else name)
-
-    def detail(self, text: str, done: int = 0, total: int = 0, news: bool = False) -> None:
-        if news:
-            self._write(text)
-
-    def note(self, text: str) -> None:
-        self._write(f"note: {text}")
-
-    def _write(self, text: str) -> None:
-        if not self._quiet:
-            sys.stderr.write(f"[{time.monotonic() - self._began:6.1f} s] {text}\n")
 
 
 def up(
@@ -76,21 +54,35 @@ def up(
 def _serve(wish: bringup.Wish, reuse: bool, quiet: bool) -> LLM:
     began_s = time.time()
     try:
-        status = bringup.bring_up(wish, _Lines(quiet))
+        status = bringup.bring_up(wish, Lines(quiet))
     except ConflictError as error:
         if reuse and error.details.get("state") == "ready":
-            return LLM(ready_endpoint(str(error.details["name"])))
+            found = ready_endpoint(str(error.details["name"]))
+            return LLM(found, on_down=lambda: _down(found))
         raise
     except KeyboardInterrupt:
         _stop_own(began_s)  # a program that is interrupted leaves nothing behind; `corral up` in a shell goes on
         raise
     assert status.endpoint is not None
     folder = open_folder(status.name)
-    return LLM(status.endpoint, on_exit=lambda: _stop(folder.name))
+    stop = partial(_stop, folder.name)
+    return LLM(status.endpoint, on_exit=stop, on_down=stop)
 
 
 def _stop(name: str) -> None:
     deployments.stop(open_folder(name))
+
+
+def _down(endpoint: Endpoint) -> None:
+    """End the deployment that answers there."""
+    for folder in all_folders():
+        found = deployments.status(folder).endpoint
+        if found is not None and found.root == endpoint.root:
+            deployments.stop(folder)
+            return
+    raise NotFoundError(
+        f"no deployment of yours answers at {endpoint.base_url}.", "End that server where it was started."
+    )
 
 
 def _stop_own(since_s: float) -> None:
@@ -113,4 +105,4 @@ def connect(
 ) -> LLM:
     """Use a running server: a deployment by name, any address, what `OPENAI_BASE_URL` says, or the only ready one."""
     endpoint = resolve(name, url=url, key=key, key_file=key_file, model=model)
-    return LLM(endpoint, stall_s=stall_s, timeout_s=timeout_s)
+    return LLM(endpoint, stall_s=stall_s, timeout_s=timeout_s, on_down=lambda: _down(endpoint))

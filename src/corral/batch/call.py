@@ -1,0 +1,69 @@
+"""`corral.batch`: a file of prompts through a model, from Python, with the promises of `corral batch`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from corral.batch.batch import Result, carry_out
+from corral.batch.core.run import Quiet
+from corral.batch.core.runner import RunnerSettings
+from corral.batch.input.recipe import Recipe
+from corral.batch.job import BatchOrder
+from corral.batch.serving import Offline, Where
+from corral.client.sampling import request_fields
+from corral.lifecycle.lines import Lines
+
+__all__ = ["batch"]
+
+
+def batch(
+    input: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    deployment: str | None = None,
+    url: str | None = None,
+    key_file: str | os.PathLike[str] | None = None,
+    model: str | None = None,
+    context: int | None = None,
+    chat: bool = False,
+    system: str | None = None,
+    prompt_template: str | None = None,
+    prompt_column: str | None = None,
+    concurrency: int | None = None,
+    skip_bad: bool = False,
+    force: bool = False,
+    quiet: bool = False,
+    **params: Any,
+) -> Result:
+    """Run every row of a file and write the answers; called again after anything, it continues.
+
+    It uses the named deployment, the server at an address, or the only ready one; with `model` it starts that model
+    and stops it at the end. Sampling parameters for all rows are keyword arguments: `max_tokens=64, temperature=0`.
+    """
+    request_fields(params, chat=True)  # a misspelt name is an error, as it is for one prompt
+    params |= params.pop("extra", None) or {}
+    recipe = Recipe(template=prompt_template, chat=chat, system=system, params=params, prompt_column=prompt_column)
+    order = BatchOrder(str(input), str(output), recipe, skip_bad=skip_bad, force=force)
+    where = Where(
+        (deployment,) if deployment else (),
+        (url,) if url else (),
+        str(key_file) if key_file else None,
+        Offline(model, context) if model else None,
+    )
+    settings = RunnerSettings(concurrency=concurrency)
+    return _apart(lambda signals: carry_out(order, where, settings, Quiet(), reporter=Lines(quiet), signals=signals))
+
+
+def _apart(work: Callable[[bool], Result]) -> Result:
+    """Here, where Ctrl-C ends a batch in order; in a thread where an event loop runs already, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return work(threading.current_thread() is threading.main_thread())
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(work, False).result()
