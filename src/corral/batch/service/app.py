@@ -169,7 +169,7 @@ class _Api:
         if not isinstance(file, str) or not isinstance(endpoint, str):
             raise Refusal(400, "Give a JSON object with input_file_id and endpoint.")
         if endpoint not in (CHAT, COMPLETIONS):
-            raise Refusal(400, f"endpoint is {endpoint[:80]!r}; possible are {CHAT} and {COMPLETIONS}.")
+            raise Refusal(400, f"endpoint is {endpoint[:80]!r}; it must be {CHAT} or {COMPLETIONS}.")
         metadata = body.get("metadata")
         if not isinstance(metadata, dict | None):
             raise Refusal(400, "metadata is not an object.")
