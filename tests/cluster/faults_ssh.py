@@ -8,7 +8,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,15 @@ GOES_ON = "the server lives on, as it must"
 
 @dataclass
 class SshBed:
-    """A user's machine before two nodes."""
+    """A user's machine before two nodes.
+
+    Until `down`, a deployment that failed keeps its journal, its logs and its agent's source on the nodes, for
+    `corral status` and `corral logs`; processes, keys and temporary files count as left behind even then.
+    """
 
     bench: Bench
     node_home: Path
+    ended: set[str] = field(default_factory=set)  # those that `down` was run for
 
     def up(self, name: str, options: Sequence[str]) -> None:
         done = self.bench.run("up", "--on", "apart", str(self.bench.model), "--name", name, *options)
@@ -38,6 +43,7 @@ class SshBed:
 
     def down(self, name: str) -> str:
         done = self.bench.run("down", name)
+        self.ended.add(name)
         return done.stderr.strip() if done.returncode else ""
 
     def left(self, name: str) -> list[str]:
@@ -45,11 +51,11 @@ class SshBed:
         hosts = self.bench.hosts
         found = [f"process {line.split()[-1]} on {host}" for host in NODES for _, line in hosts.processes(host)]
         for host in NODES:
-            found += [f"{path} on {host}" for path in self._files(host)]
+            files = self._files(host)
+            found += [f"{path} on {host}" for path in files if name in self.ended or is_left(path)]
         return found
 
     def _files(self, host: str) -> list[str]:
-        """What is below `nodes` of a node's home is a deployment's own, until `down` ends it."""
         if not self.bench.hosts.pid(host):
             return []
         look = ["find", *NODE_PLACES, str(self.node_home / "nodes"), "-xdev", "-type", "f"]
@@ -62,6 +68,12 @@ class SshBed:
     def holder(self, name: str) -> int:
         """The process that holds the tunnel's near end."""
         return int(json.loads((self.bench.folder(name) / "tunnel.json").read_text())["holder"]["pid"])
+
+
+def is_left(path: str) -> bool:
+    """Whether a file on a node is none that a failed deployment may keep there."""
+    file = Path(path)
+    return "nodes" not in file.parts or file.name in ("key", "token") or file.name.endswith(".tmp")
 
 
 @contextmanager
@@ -124,12 +136,6 @@ def start_sshd(bed: SshBed, name: str) -> None:
 def kill_tunnel(bed: SshBed, name: str) -> None:
     found = subprocess.run(["pgrep", "-P", str(bed.holder(name))], capture_output=True, text=True).stdout.split()
     kill([int(pid) for pid in found])
-
-
-def fill_disk(bed: SshBed, name: str) -> None:
-    """Nothing can be written any more where the second node keeps its deployments."""
-    bed.bench.hosts.limit_disk("node2", bed.node_home / "engines", 4096)
-    bed.bench.hosts.exec("node2", ["sh", "-c", f"cat /dev/zero >{bed.node_home}/engines/full"], check=False)
 
 
 def mend(bed: SshBed, name: str) -> None:
