@@ -184,7 +184,9 @@ def test_a_torn_lock_is_nobodys(tmp_path: Path) -> None:
         pass
 
 
-def test_a_lock_that_cannot_be_read_names_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_cannot_be_read_names_nobody_and_is_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "lock"
 
     def none_left(self: Path) -> bytes:
@@ -197,7 +199,7 @@ def test_a_lock_that_cannot_be_read_names_nobody(tmp_path: Path, monkeypatch: py
         with pytest.raises(OSError, match="Too many open files"):
             lock.check()
         assert lock_holder(tmp_path / "none") is None
-    assert path.exists()  # left for the next one, who sees that we are gone
+    assert not path.exists()  # told by its inode to be ours
 
 
 def away(*_: object) -> int:

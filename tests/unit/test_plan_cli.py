@@ -124,7 +124,7 @@ BAD = [
     (["llama-3.1-8b", "--gpus", "8xH900"], 2, "'H900' is not a kind of GPU"),
     (["llama-3.1-8b", "--gpus", "8xH100", "--nodes", "0"], 2, "0 is not a possible number of nodes"),
     (["llama-3.1-8b", "--nodes", "2"], 2, "--nodes needs --gpus"),
-    (["llama-3.1-8b", "--gpus", "H100", "--context", "-5"], 2, "context cannot be -5"),
+    (["llama-3.1-8b", "--gpus", "H100", "--context", "-5"], 2, "'-5' is not a number of tokens"),
     (["llama-3.1-8b", "--gpus", "H100", "--price", "-1"], 2, "price_per_gpu_hour cannot be -1"),
     (["llama-3.1-8b", "--gpus", "H100", "--set", "tensr=4"], 2, "'tensr' is not a field"),
     (["llama-3.1-8b", "--gpus", "H100", "--set", "tensor"], 2, "is not key=value"),

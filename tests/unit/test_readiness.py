@@ -226,7 +226,7 @@ def test_a_file_of_somebody_elses_is_not_overwritten(tmp_path: Path, clean_home:
     env = {"PATH": str(tmp_path), "DOCKER_HOST": ""}
     done = CliRunner().invoke(command, words, env=env, standalone_mode=False)
     if "is not written" not in done.output:  # this machine lacks something
-        assert "not of `corral doctor`" in str(done.exception)
+        assert "was not written by `corral doctor`" in str(done.exception)
     assert mine.read_text() == "echo mine\n"
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import click
 import pytest
 
 from corral.cli import main
 from corral.cli.token_count import TokenCount
+from corral.errors import UsageError
 
 
 @pytest.mark.parametrize(("text", "number"), [("32768", 32768), ("32k", 32768), ("128K", 131072), ("1m", 1 << 20)])
@@ -16,8 +16,9 @@ def test_counts(text: str, number: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "0k", "-1", "3.5k", "32kb", "k"])
 def test_what_is_no_count(text: str) -> None:
-    with pytest.raises(click.BadParameter, match="32k"):
+    with pytest.raises(UsageError) as refused:
         TokenCount().convert(text, None, None)
+    assert "32k" in refused.value.remedy
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ import re
 
 import click
 
+from corral.errors import UsageError
+
 __all__ = ["TokenCount"]
 
 _TIMES = {"": 1, "k": 1 << 10, "m": 1 << 20}
@@ -21,5 +23,5 @@ class TokenCount(click.ParamType[int]):
             return value
         read = re.fullmatch(r"(\d+)([km]?)", value.strip().lower())
         if read is None or int(read[1]) < 1:
-            self.fail(f"{value!r} is not a number of tokens, such as 32768 or 32k (32,768).", param, ctx)
+            raise UsageError(f"{value!r} is not a number of tokens.", "Give one such as 32768, or 32k (32,768).")
         return int(read[1]) * _TIMES[read[2]]
