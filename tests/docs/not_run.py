@@ -8,6 +8,8 @@ __all__ = ["NOT_RUN", "why_not_run"]
 NOT_RUN = {
     "make test": "it is what runs this",
     "uv tool install": "tests/e2e/test_installed.py installs Corral; here there is no package index",
+    "uv pip install .": "it would install into the environment of these tests",
+    "bash_source": "tests/unit/test_completion.py speaks with it as a shell does",
     "pip install . vllm": "vLLM and Ray: half a gigabyte, tests/integration has them",
     "RAY_ADDRESS=": "a Ray cluster: tests/integration/test_batch_ray_data.py",
     "--through login.cluster": "a login node with a Corral of its own: tests/cluster/test_slurm_view.py",

@@ -9,7 +9,7 @@ import importlib
 import json
 import os
 import sys
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -17,6 +17,9 @@ from corral import __version__
 from corral.errors import INTERRUPTED, CorralError, UsageError
 from corral.record import nearest
 from corral.untrusted import plain, plain_json
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 __all__ = ["VERBS", "main"]
 
@@ -84,7 +87,18 @@ class VerbGroup(click.Group):
         module, _, attribute = VERBS[cmd_name][0].partition(":")
         command: click.Command = getattr(importlib.import_module(module), attribute)
         command.name = cmd_name
+        if ctx.resilient_parsing:  # a shell asks what may follow
+            from corral.cli.completion import offer
+
+            offer(command)
         return command
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """The verbs, without importing them."""
+        from click.shell_completion import CompletionItem
+
+        verbs = [CompletionItem(verb, help=text) for verb, (_, text) in VERBS.items() if verb.startswith(incomplete)]
+        return [*verbs, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -1,0 +1,64 @@
+"""What a shell offers when Tab is pressed: deployments, models, profiles and files, by what a parameter stands for.
+
+Nothing here asks a node, a hub or a scheduler: only names that lie on this machine are offered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import click
+from click.shell_completion import CompletionItem
+
+__all__ = ["offer"]
+
+Offer = Callable[[], Iterator[str]]
+
+
+def _deployments() -> Iterator[str]:
+    from corral.deployment.folder import all_folders
+
+    return (folder.name for folder in all_folders())
+
+
+def _models() -> Iterator[str]:
+    from corral.models.catalogue import CATALOGUE
+
+    return iter(CATALOGUE)
+
+
+def _profiles() -> Iterator[str]:
+    from corral.profile.folders import known_names
+
+    return known_names()
+
+
+_OPTIONS: dict[str, Offer] = {"--deployment": _deployments, "--on": _profiles, "--model": _models}
+_ARGUMENTS: dict[str, Offer] = {"name": _deployments, "names": _deployments, "model": _models}
+_FILES = ("--file", "--output", "--key-file", "--load", "--serve-key-file", "input", "output")
+
+
+def offer(command: click.Command, group: str = "") -> None:
+    """Give the parameters of a command what they offer; of a group, those of its verbs too."""
+    if isinstance(command, click.Group):
+        for name, verb in command.commands.items():
+            offer(verb, command.name or name)
+        return
+    for param in command.params:
+        words = param.opts if isinstance(param, click.Option) else [param.name or ""]
+        table = _OPTIONS if isinstance(param, click.Option) else _ARGUMENTS
+        found = next((table[word] for word in words if word in table), None)
+        if found is _deployments and group == "profile":
+            found = _profiles
+        if found is not None:
+            _set(param, found, files=found is _models)
+        elif any(word in _FILES for word in words):
+            _set(param, lambda: iter(()), files=True)
+
+
+def _set(param: click.Parameter, names: Offer, files: bool) -> None:
+    def complete(_: click.Context, incomplete: str) -> list[CompletionItem]:
+        found = [CompletionItem(name) for name in sorted(set(names())) if name.startswith(incomplete)]
+        return found or ([CompletionItem(incomplete, type="file")] if files else [])
+
+    param.shell_complete = complete  # type: ignore[method-assign,assignment]
