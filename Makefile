@@ -11,10 +11,11 @@ test: lint unit docs fuzz cluster integration e2e  ## everything a change must p
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
 
-lint: .venv/.test-installed  ## ruff, mypy, shellcheck
+lint: .venv/.test-installed  ## ruff, mypy, the documentation's site without a dead link, shellcheck
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
+	$(PYTHON) -m mkdocs build --strict --quiet
 	$(call INSTALL,unit)
 	@if command -v shellcheck >/dev/null; then shellcheck corral tools/*.sh .ci/run; \
 	else echo "lint: shell scripts go unchecked: there is no shellcheck, and only root can install it"; fi
