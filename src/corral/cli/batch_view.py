@@ -69,10 +69,10 @@ class Screen:
             tell(json.dumps({"event": "progress", **values}))
         elif self._live:
             width = shutil.get_terminal_size().columns - 1
-            tell(f"\r\033[2K{_line(values)[:width]}", err=True, nl=False)
+            tell(f"\r\033[2K{progress_line(values, width)}", err=True, nl=False)
             self._drawn = True
         else:
-            tell(f"[{now - self._began:7.1f} s] {_line(values)}", err=True)
+            tell(f"[{now - self._began:7.1f} s] {progress_line(values)}", err=True)
 
     def summary(self, result: Result) -> None:
         if self._json:
@@ -107,22 +107,32 @@ class Screen:
             self._drawn = False
 
 
-def _line(v: dict[str, Any]) -> str:
+def progress_line(v: dict[str, Any], width: int | None = None) -> str:
+    """What people ask first stands first; on a narrow terminal the rest is left out, whole words at a time."""
     share = 100 * v["done"] / v["rows"] if v["rows"] else 100
     words = [f"{v['done']:,}/{v['rows']:,} rows ({share:.0f}%)"]
+    if v["eta_s"] is not None:
+        words.append(f"{duration(v['eta_s'])} left")
     if v["failed"]:
         words.append(f"{v['failed']:,} failed")
+    if v["waiting_for"]:
+        return ", ".join([*words, f"waiting: {v['waiting_for']}"])[:width]
+    words.append(f"{v['in_flight']} under way")
     if v["rows_per_s"]:
         words.append(f"{v['rows_per_s']:,.1f} rows/s")
-        words.append(f"{v['output_tokens_per_s']:,.0f} tok/s out, {v['prompt_tokens_per_s']:,.0f} in")
-    words.append(f"waiting: {v['waiting_for']}" if v["waiting_for"] else f"{v['in_flight']} under way")
+        words.append(f"{v['output_tokens_per_s']:,.0f} tok/s out")
+        words.append(f"{v['prompt_tokens_per_s']:,.0f} in")
     if v["kv_use"] is not None:
         words.append(f"KV {100 * v['kv_use']:.0f}%")
     if v["retries"]:
         words.append(f"{v['retries']:,} retries")
-    if v["eta_s"] is not None:
-        words.append(f"{duration(v['eta_s'])} left")
-    return ", ".join(words)
+    if width is None:
+        return ", ".join(words)
+    line = words[0]
+    for word in words[1:]:
+        if len(line) + len(word) + 2 <= width:
+            line += f", {word}"
+    return line[:width]
 
 
 def _print_summary(result: Result) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import click
 
+from corral.cli import tables
 from corral.cli.start_line import up_command
 from corral.hardware.inventory import GIB, Gpu
 from corral.plan import Plan
@@ -165,14 +166,7 @@ def _numbers(plan: Plan, columns: int) -> Iterator[str]:
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> Iterator[str]:
-    cells = [list(headings), *(list(row) for row in rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(headings))]
-    for number, row in enumerate(cells):
-        line = "  ".join(
-            cell.ljust(wide) if i < left or i == len(row) - 1 else cell.rjust(wide)
-            for i, (cell, wide) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        yield click.style(line, bold=True) if number == 0 else line
+    yield from tables.table_lines(headings, rows, left, tables.room())
 
 
 def comparison_lines(rows: Sequence[tuple[Form, Candidate]], most: int = 20) -> Iterator[str]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import click
 
+from corral.cli import tables
 from corral.deployment.course import Phase
 from corral.deployment.expectation import Expected, duration
 from corral.record import to_json
@@ -45,20 +46,14 @@ def print_json(value: Any) -> None:
 
 
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A plain aligned table on stdout; as narrow as its content; nothing is cut off."""
-    cells = [[_one_line(cell) for cell in row] for row in [headings, *rows]]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(headings))]
-    for number, row in enumerate(cells):
-        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        click.echo(click.style(line, bold=True) if number == 0 else line)
-
-
-def _one_line(text: str) -> str:
-    return "".join(character if character.isprintable() else "?" for character in text)
+    """A plain aligned table on stdout, within a terminal's width; nothing is cut off."""
+    for line in tables.table_lines(headings, rows, columns=tables.room()):
+        click.echo(line)
 
 
 def since(moment_s: float) -> str:
-    return duration(max(0.0, time.time() - moment_s))
+    """How long ago; a dash where nobody knows when."""
+    return duration(max(0.0, time.time() - moment_s)) if moment_s else "-"
 
 
 def _amount(done: int, total: int) -> str:
