@@ -140,7 +140,7 @@ def test_what_the_cluster_has(login: Login) -> None:
 def test_what_cannot_be_queued_is_refused_and_leaves_nothing(login: Login) -> None:
     model = str(login.model)
     for words, code, says in (
-        (["--partition", "nope"], 3, "there is: gpu, debug"),
+        (["--partition", "nope"], 3, "known: gpu, debug"),
         (["--slurm", "partiton=gpu"], 2, "unrecognized option '--partiton=gpu'"),
         (
             ["--partition", "debug", "--slurm", "gpus_per_node=0", "--time", "10:00"],
