@@ -178,6 +178,7 @@ def test_a_host_lost_in_the_middle_is_named_and_the_others_complete(
     outcomes = to_hosts(source, report=report, uplink_bytes_per_s=8e6)
     assert [host for host in HOSTS if not outcomes[host].ok] == [victim]
     assert outcomes[victim].text.startswith("lost")
+    assert outcomes[victim].exit_code == 9
     others = [host for host in HOSTS if host != victim]
     assert all(same(model, hosts / host / "model") for host in others)
     again = to_hosts(source)
@@ -199,6 +200,7 @@ def test_a_source_lost_in_the_middle_is_named_and_a_rerun_continues(hosts: Path,
     outcomes = to_hosts(source, report=report, uplink_bytes_per_s=8e6)
     assert states(outcomes) == ["failed"] * 4
     assert outcomes["n1"].text.startswith("n3: lost")
+    assert outcomes["n1"].exit_code == 9
     again = to_hosts(source)
     assert states(again) == ["arrived"] * 4
     assert again["n0"].moved_bytes < 12_000_000, "it began again"

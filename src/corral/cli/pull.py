@@ -13,13 +13,14 @@ import click
 
 from corral.cli.hub_login import with_token
 from corral.cli.screen import duration, print_json, print_table
-from corral.errors import CorralError, UsageError
+from corral.errors import CorralError, DataError, UnreachableError, UsageError
 from corral.ssh import Ssh
 from corral.transfer.pull import Arrival, Pull, PullOrder, pull
 from corral.transfer.spread import Progress
 
 __all__ = ["command"]
 
+_KINDS = {kind.exit_code: kind for kind in (UnreachableError, DataError)}
 STATES = {"arrived": "arrived", "already": "was there", "shared": "sees it", "failed": "failed"}
 
 
@@ -63,13 +64,14 @@ def command(
         result = with_token(lambda: pull(order, screen.report, ssh))
     if as_json:
         print_json(result)
-        click.get_current_context().exit(1 if result.failed else 0)
+        click.get_current_context().exit(result.failed[0].exit_code if result.failed else 0)
     _print(result)
     if result.failed:
         names = ", ".join(arrival.host for arrival in result.failed)
-        raise CorralError(
-            f"{result.model} did not reach {names}: {result.failed[0].text}",
-            result.failed[0].remedy or "Run the same command again: what has arrived is kept.",
+        first = result.failed[0]
+        raise _KINDS.get(first.exit_code, CorralError)(
+            f"{result.model} did not reach {names}: {first.text}",
+            first.remedy or "Run the same command again: what has arrived is kept.",
         )
 
 

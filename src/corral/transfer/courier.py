@@ -26,6 +26,7 @@ from corral.untrusted import plain
 __all__ = ["HERE", "MOST_WAITING", "Courier", "Event", "ask_courier"]
 
 HERE = "this machine"
+SSH_FAILED = 255  # what ssh itself ends with
 MOST_WAITING = 1000  # events that nobody has looked at yet: a courier that says more must wait
 LONGEST_COMPLAINT_BYTES = 1 << 16
 Event = dict[str, Any]
@@ -110,7 +111,8 @@ class Courier:
             self.inbox.put((self, {"event": "failed", "text": error.message}))
         code = self._process.wait()
         self._errors.join(5)
-        said = self._said[-1] if self._said else f"its courier ended with code {code}"
+        ended = "ssh lost the connection to it" if code == SSH_FAILED else f"its courier ended with code {code}"
+        said = self._said[-1] if self._said else ended
         self.inbox.put((self, {"event": "gone", "code": code, "text": said}))
 
     def _read_errors(self) -> None:

@@ -106,6 +106,7 @@ class _Done:
 class _Failed:
     text: str
     status: int | None = None
+    errno: int | None = None
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,7 @@ class Arrival:
     damaged: tuple[str, ...] = ()
     text: str = ""
     remedy: str = ""
+    exit_code: int = 0  # of its failure
 
 
 @dataclass(frozen=True)
@@ -303,4 +304,5 @@ def _arrival(outcome: Outcome, speed: Any) -> Arrival:
         damaged=outcome.damaged,
         text=outcome.text,
         remedy=outcome.remedy,
+        exit_code=outcome.exit_code,
     )

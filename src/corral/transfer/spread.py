@@ -13,6 +13,7 @@ on this machine go to the first node over the ssh connection itself, so nodes ne
 
 from __future__ import annotations
 
+import errno
 import queue
 import secrets
 import threading
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from corral.errors import ConflictError, CorralError, DataError, UsageError
+from corral.errors import ConflictError, CorralError, DataError, UnreachableError, UsageError
 from corral.record import to_json
 from corral.ssh import Ssh, each
 from corral.transfer.courier import HERE, MOST_WAITING, Courier, Event
@@ -73,6 +74,7 @@ class Outcome:
     text: str = ""
     remedy: str = ""
     damaged: tuple[str, ...] = ()  # files that were there and wrong, and were fetched again
+    exit_code: int = 0  # of the failure, as docs/exit-codes.md has them
 
     @property
     def ok(self) -> bool:
@@ -209,19 +211,20 @@ class _Run:
         elif kind == "damaged":
             self.report(Progress(name, f"{event['path']} came damaged from {event['source']}; again"))
         elif kind == "failed":
-            self._failed(name, event["text"])
+            full = event.get("errno") in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+            self._failed(name, event["text"], exit_code=(DataError if full else CorralError).exit_code)
         elif kind == "gone":
             self.lost.add(name)
-            self._failed(name, f"lost: {event['text']}")
+            self._failed(name, f"lost: {event['text']}", exit_code=UnreachableError.exit_code)
         else:
             self.heard[name, kind] = event
 
-    def _failed(self, name: str, text: str, remedy: str = "") -> None:
+    def _failed(self, name: str, text: str, remedy: str = "", exit_code: int = CorralError.exit_code) -> None:
         self.lost.add(name)
         if name == GIVER:
-            self.heard.setdefault((GIVER, "failed"), {"event": "failed", "text": text})
+            self.heard.setdefault((GIVER, "failed"), {"event": "failed", "text": text, "exit_code": exit_code})
         elif name not in self.outcomes:
-            self.outcomes[name] = Outcome(name, "failed", text=text, remedy=remedy)
+            self.outcomes[name] = Outcome(name, "failed", text=text, remedy=remedy, exit_code=exit_code)
             self.report(Progress(name, f"failed: {text}"))
 
     def _said(self, name: str, kind: str) -> Event:
@@ -251,7 +254,7 @@ class _Run:
         check = "import sys; sys.exit(sys.version_info < (3, 8))"
         for host, done in each(remote, lambda host: self.ssh.run(host, ["python3", "-c", check])).items():
             if isinstance(done, CorralError):
-                self._failed(host, done.message, done.remedy)
+                self._failed(host, done.message, done.remedy, done.exit_code)
             elif done.code:
                 self._failed(host, "it has no python3 of version 3.8 or later.", "Install python3 there.")
         if self.source.path:
@@ -413,9 +416,11 @@ class _Run:
                 self.pushed = orphans[0]
                 threading.Thread(target=self._push, args=(self.pushed,), daemon=True).start()
                 return
-            reason = self.heard.get((GIVER, "failed"), {}).get("text", "no source is left")
+            said = self.heard.get((GIVER, "failed"), {"text": "no source is left"})
+            code = said.get("exit_code", UnreachableError.exit_code)
             for host in orphans:  # and then those who had only these to ask
-                self._failed(host, f"{self.source.host}: {reason}", "Run it again: what has arrived is kept.")
+                text = f"{self.source.host}: {said['text']}"
+                self._failed(host, text, "Run it again: what has arrived is kept.", code)
 
     def _push(self, host: str) -> None:
         """Send what the host lacks down its ssh connection, and again what went wrong, until it is done."""
@@ -458,7 +463,8 @@ class _Run:
             if host in self.outcomes:
                 continue
             if not outcome.ok:
-                self._failed(host, f"{writer}, which fills the same storage, failed: {outcome.text}", outcome.remedy)
+                self._failed(host, f"{writer}, which fills the same storage, failed: {outcome.text}", outcome.remedy,
+                             outcome.exit_code)  # fmt: skip
             elif self._sees_all(host):
                 self.outcomes[host] = replace(outcome, host=host, state="shared", moved_bytes=0, seconds=0.0)
                 self.report(Progress(host, f"sees what {writer} has", self.total_bytes, self.total_bytes))

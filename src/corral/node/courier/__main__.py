@@ -98,7 +98,8 @@ def main(arguments: Sequence[str]) -> int:
     except (BrokenPipeError, ConnectionError):  # whoever wanted this is gone
         return 1
     except OSError as error:
-        tell("failed", text=f"{error.strerror or error}: {error.filename or order.get('folder', '')}.")
+        text = f"{error.strerror or error}: {error.filename or order.get('folder', '')}."
+        tell("failed", text=text, errno=error.errno)
         return 1
     return 0
 

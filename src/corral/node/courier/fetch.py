@@ -188,10 +188,10 @@ class Fetch:
         self.hashes.save()
         tell("done", bytes=self.landing.arrived_bytes, seconds=time.monotonic() - self.began_s)
 
-    def fail(self, text: str) -> None:
+    def fail(self, text: str, errno: Optional[int] = None) -> None:
         if not self.failed.is_set():
             self.failed.set()
-            tell("failed", text=text)
+            tell("failed", text=text, errno=errno)
 
     def work(self) -> None:
         while not self.failed.is_set():
@@ -204,7 +204,7 @@ class Fetch:
             except TroubleError as trouble:
                 self.fail(str(trouble))
             except OSError as error:
-                self.fail(f"{self.folder} cannot be written to: {error.strerror or error}.")
+                self.fail(f"{self.folder} cannot be written to: {error.strerror or error}.", error.errno)
 
     def bring(self, unit: List[Item]) -> None:
         while not self.failed.is_set():
@@ -288,7 +288,7 @@ class Fetch:
             except TroubleError as trouble:
                 self.fail(str(trouble))
             except OSError as error:
-                self.fail(f"{self.folder} cannot be written to: {error.strerror or error}.")
+                self.fail(f"{self.folder} cannot be written to: {error.strerror or error}.", error.errno)
         return None
 
 
