@@ -89,7 +89,7 @@ class FileLock:
             if self._is_ours():
                 self.path.unlink(missing_ok=True)
                 for left in self.path.parent.glob(f"{self.path.name}.*"):  # of processes that were killed just then
-                    if ".stale." not in left.name:  # may be a living one's, on its way back
+                    if ".stale." not in left.name or _is_known_dead(left):  # else a living one's, on its way back
                         left.unlink(missing_ok=True)
 
     def _is_ours(self) -> bool:
@@ -202,6 +202,12 @@ def lock_holder(path: Path) -> Identity | None:
         return from_json(Identity, {name: found[name] for name in known & set(found)})
     except (DataError, TypeError):  # no lock of ours is ever torn: something else wrote it
         return NOBODY
+
+
+def _is_known_dead(path: Path) -> bool:
+    """Whether a lock that was put aside is of somebody who ended: whoever put it there was killed just then."""
+    found = lock_holder(path)
+    return found is not None and _is_dead(path, found, None)
 
 
 def _is_dead(path: Path, holder: Identity, silent_s: float | None) -> bool:

@@ -318,3 +318,15 @@ def test_it_is_released_also_without_a_free_descriptor(tmp_path: Path, what: str
     done = subprocess.run([sys.executable, "-c", script, str(path), what], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert path.exists() is left
+
+
+def test_what_a_killed_process_put_aside_goes_with_the_next_release(tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", "pass"])
+    dead = replace(own_identity(), pid=gone.pid)
+    gone.wait()
+    aside = held_by(tmp_path / "lock.stale.vm.1.aa", dead)
+    alive = held_by(tmp_path / "lock.stale.vm.2.bb", own_identity())
+    with FileLock(tmp_path / "lock"):
+        pass
+    assert not aside.exists()
+    assert alive.exists()  # on its way back
