@@ -26,6 +26,7 @@ from typing import TypeVar
 from corral.errors import AccessError, CorralError, DataError, UnreachableError, UsageError
 from corral.files import existing_file, make_private_dir, read_text, write_atomic
 from corral.home import home_dir
+from corral.node.adapters import some_of
 from corral.shell import Completed, capture
 from corral.untrusted import plain
 
@@ -179,7 +180,7 @@ def each(
         asked = {host: workers.submit(attempt, host) for host in hosts}
         if wait(asked.values(), SAY_AFTER_S).not_done:
             late = [host for host, answer in asked.items() if not answer.done()]
-            WAITING.get()(f"waiting for {', '.join(late[:5])}" + (f" and {len(late) - 5} more" if late[5:] else ""))
+            WAITING.get()(f"waiting for {some_of(late, 5)}")
         return {host: answer.result() for host, answer in asked.items()}
 
 

@@ -110,7 +110,8 @@ def distance(
         prefill = mean_input / (summary.ttft.median / 1000) * per_token / (rates.flops * parallel.replica_gpus)
     front = FrontEnd.of(plan, api_servers)
     load = (running * parallel.data, mean_input, mean_output)
-    reachable, unbound = roof(plan, *load, front.tokens_s), roof(plan, *load, math.inf)
+    endless = replace(Efficiency(), frontend_tokens_s=math.inf)
+    reachable, unbound = roof(plan, *load, front.processes), roof(plan, *load, rates=endless)
     bound = front.binds(summary.output_throughput, reachable, unbound)
     why, advice = _reason(plan, summary, server, decode, compute, front if bound else None)
     return Limit(decode, prefill, compute, reachable, why, advice, rates.basis)
@@ -187,9 +188,14 @@ def _reason(
 
 
 def roof(
-    plan: Plan, concurrency: float, input_len: float, output_len: float, streamed_tokens_s: float | None = None
+    plan: Plan,
+    concurrency: float,
+    input_len: float,
+    output_len: float,
+    api_servers: int | None = None,
+    rates: Efficiency | None = None,
 ) -> float | None:
-    """Output tokens per second that the plan predicts for a load, with API servers that stream so many."""
+    """Output tokens per second that the plan predicts for a load, with its own API servers or so many."""
     n, before, after = max(1, round(concurrency)), max(1, round(input_len)), max(1, round(output_len))
     speed = plan.speed
     if plan.inventory.kind is None:
@@ -198,9 +204,6 @@ def roof(
         step = max(1 / speed.decode_tokens_per_s, n / speed.prefill_tokens_per_s)
         return n * after / (n * before / speed.prefill_tokens_per_s + after * step)
     goal = replace(plan.goal, prompt_tokens=before, output_tokens=after)
-    rates, settings = Efficiency(), plan.settings
-    if streamed_tokens_s is not None:
-        rates = replace(rates, frontend_tokens_s=streamed_tokens_s / plan.parallel.data)
-        settings = replace(settings, api_servers=1)  # the rate is of all processes
+    settings = replace(plan.settings, api_servers=api_servers or plan.settings.api_servers)
     made = predict(plan.model, plan.inventory, plan.parallel, plan.precision, settings, plan.memory, goal, n, rates)
     return made.throughput_tokens_per_s

@@ -14,6 +14,7 @@ import click
 from corral.doctor import Finding, Level, Report
 from corral.hardware.inventory import GIB
 from corral.hardware.survey import NodeFacts
+from corral.node.adapters import some_of
 
 __all__ = ["report_lines"]
 
@@ -70,7 +71,7 @@ def _entry(group: Sequence[Finding], columns: int, nodes: int) -> Iterator[str]:
     hosts = [finding.host for finding in group if finding.host]
     text = first.text
     if len(hosts) > 1:
-        text = f"{_names(hosts)}: {text.replace(first.host, 'each')}"
+        text = f"{some_of(hosts)}: {text.replace(first.host, 'each')}"
     elif hosts and nodes > 1 and first.host not in text:
         text = f"{first.host}: {text}"
     indent = " " * (_STATE + _WHAT)
@@ -85,11 +86,6 @@ def _entry(group: Sequence[Finding], columns: int, nodes: int) -> Iterator[str]:
             yield click.style(f"{indent}{'→ ' if number == 0 else '  '}{line}", dim=True)
     for line in first.commands:  # to be pasted: never cut
         yield f"    {line}"
-
-
-def _names(hosts: Sequence[str], most: int = 6) -> str:
-    rest = f" and {len(hosts) - most} more" if len(hosts) > most else ""
-    return ", ".join(hosts[:most]) + rest
 
 
 def _table(report: Report, columns: int) -> Iterator[str]:

@@ -8,6 +8,7 @@ from corral.doctor.finding import Finding, fatal, ok, warning
 from corral.errors import CorralError
 from corral.hardware.inventory import GIB
 from corral.hardware.survey import OLDEST_PYTHON, NodeFacts
+from corral.node.adapters import some_of
 
 __all__ = ["TMP", "groups", "judge_answers", "judge_facts", "judge_model", "judge_versions", "judge_writing"]
 
@@ -35,8 +36,7 @@ def groups(values: Mapping[str, str]) -> str:
 
 
 def names(hosts: Sequence[str], most: int = 3) -> str:
-    rest = f" and {len(hosts) - most} more" if len(hosts) > most else ""
-    return ", ".join(hosts[:most]) + rest
+    return some_of(hosts, most)
 
 
 def gib(count: int) -> str:

@@ -294,8 +294,8 @@ def _curves(runs: Sequence[Run]) -> list[str]:
     throughput = [curve("measured", [run.summary.output_throughput for run in ordered])]
     plan, work = ordered[0].plan, ordered[0].spec.workload
     if plan is not None and not rates:
-        streamed = FrontEnd.of(plan, ordered[0].fingerprint.api_servers).tokens_s
-        roofs = [roof(plan, x, work.input_len, work.output_len, streamed) for x in xs]
+        front = FrontEnd.of(plan, ordered[0].fingerprint.api_servers)
+        roofs = [roof(plan, x, work.input_len, work.output_len, front.processes) for x in xs]
         points = tuple((x, r) for x, r in zip(xs, roofs, strict=True) if r is not None)
         throughput.append(Curve("the plan's roofline", points, 2, dashed=True, dots=False))
     top = _top(runs)
