@@ -24,12 +24,11 @@ import corral as package
 from corral.client.client import COMPLETIONS, Client, run
 from corral.client.endpoint import Endpoint
 from corral.client.errors import RequestError
-from tests.conftest import ROOT
+from tests.integration.conftest import KEPT
 from tests.testbed.hosts import Hosts, wait_for
 from tests.testbed.slurm import Slurm
 from tests.tiny_llama import make_tiny_llama
 
-KEPT = Path(os.environ.get("CORRAL_TEST_HOME", ROOT / ".scratch" / "test-home"))
 JOB = ("--partition", "gpu", "--slurm", "cpus_per_task=2", "--slurm", "mem=6G", "--slurm", "gpus_per_node=0")
 PAIR = ("--link", "native", "--set", "pipeline=2")
 SMALL = ("--set", "eager=true", "--set", "max_model_len=512", "--patience", "60")
@@ -44,12 +43,18 @@ class Bed:
         self.hosts, self.folder, self.home = hosts, folder, folder / "corral"
         self.model = make_tiny_llama(folder / "tiny")
 
+    @property
+    def env(self) -> dict[str, str]:
+        return {
+            "CORRAL_HOME": str(self.home),
+            "PYTHONPATH": str(Path(package.__file__).parent.parent),
+            "HF_HUB_OFFLINE": "1",
+            "CORRAL_SSH": " ".join(self.hosts.ssh_command),
+        }
+
     def corral(self, *words: str, timeout: float = 900) -> subprocess.CompletedProcess[str]:
-        source = str(Path(package.__file__).parent.parent)
-        env = {"CORRAL_HOME": str(self.home), "PYTHONPATH": source, "HF_HUB_OFFLINE": "1"}
-        env["CORRAL_SSH"] = " ".join(self.hosts.ssh_command)
         command = [sys.executable, "-m", "corral", *words]
-        return self.hosts.exec("login", command, env=env, check=False, timeout=timeout)
+        return self.hosts.exec("login", command, env=self.env, check=False, timeout=timeout)
 
     def must(self, *words: str) -> str:
         done = self.corral(*words)
@@ -58,9 +63,7 @@ class Bed:
         return done.stdout
 
     def start(self, *words: str) -> subprocess.Popen[str]:
-        source = str(Path(package.__file__).parent.parent)
-        env = {"CORRAL_HOME": str(self.home), "PYTHONPATH": source, "HF_HUB_OFFLINE": "1"}
-        return self.hosts.popen("login", [sys.executable, "-m", "corral", *words], env=env, text=True,
+        return self.hosts.popen("login", [sys.executable, "-m", "corral", *words], env=self.env, text=True,
                                 stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)  # fmt: skip
 
     def status(self, name: str) -> Any:

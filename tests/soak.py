@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ import openai
 from corral.interruption import terminated_as_interrupted
 from tests.stand_in import install_stand_in
 from tests.testbed import missing
+from tests.testbed.disk import small_disk
 from tests.testbed.hosts import Hosts
 from tests.tiny_llama import make_tiny_llama
 
@@ -362,16 +363,6 @@ def _delete(file: str, client: openai.OpenAI) -> Any:
     return client.files.delete(file)
 
 
-@contextlib.contextmanager
-def small_disk(place: Path) -> Iterator[None]:
-    place.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m,mode=700", "soak", str(place)], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", str(place)], check=False)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=30)
@@ -385,7 +376,7 @@ def main() -> None:
         (folder / "site").mkdir()
         (folder / "site" / "sitecustomize.py").write_text(CLOCK)
         install_stand_in(folder / "home" / "corral", ROOT / "tests" / "stub_engine.py")
-        with small_disk(folder / "disk"), Hosts(folder / "hosts", shared=[folder]) as hosts:
+        with small_disk(folder / "disk", DISK_MIB << 20, 0o700), Hosts(folder / "hosts", shared=[folder]) as hosts:
             soak = Soak(folder, hosts, random.Random(given.seed))
             soak.clock.write_text("0")
             try:

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.cluster.faults import LINK_S, Fault
-from tests.cluster.test_slurm import PREEMPTION, SMALL, STUB, Login
-from tests.stand_in import install_stand_in
+from tests.cluster.test_slurm import PREEMPTION, SMALL, Login, logged_in
+from tests.testbed.disk import small_disk
 from tests.testbed.hosts import Hosts
 from tests.testbed.slurm import Slurm
-from tests.tiny_llama import make_tiny_llama
 
 PAIR = ("--nodes", "2", "--slurm", "nodelist=n1,n2", "--slurm", "requeue=false")
 ONE = ("--slurm", "nodelist=n1", "--slurm", "requeue=false")
@@ -89,27 +87,13 @@ def files_of(hosts: Hosts, node: str) -> set[str]:
 def bed(folder: Path) -> Iterator[SlurmBed]:
     names, home = ("login", "n1", "n2", "n3"), folder / "corral"
     with (
-        small_disk(home),
+        small_disk(home, HOME_BYTES),
         Hosts(folder / "hosts", names, shared=[folder, home]) as hosts,
         Slurm(hosts, settings=PREEMPTION) as slurm,
+        logged_in(hosts, slurm, home) as login,
     ):
-        install_stand_in(home, STUB, python="/usr/bin/python3")
-        login = Login(hosts, slurm, home, make_tiny_llama(folder / "tiny"))
         slurm.run("scontrol", "update", "PartitionName=debug", "PriorityTier=10")
-        made = SlurmBed(login, {node: files_of(hosts, node) for node in slurm.nodes})
-        yield made
-        login.corral("down", "--all")
-
-
-@contextmanager
-def small_disk(path: Path) -> Iterator[None]:
-    """A file system of its own that can be filled without harm, and that all hosts share."""
-    path.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={HOME_BYTES}", "tmpfs", str(path)], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", str(path)], check=False)
+        yield SlurmBed(login, {node: files_of(hosts, node) for node in slurm.nodes})
 
 
 Strike = Callable[[SlurmBed, str], None]

@@ -13,6 +13,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,15 @@ def request(url: str, key: str | None = None, path: str = "/models") -> int:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code
+
+
+@contextmanager
+def logged_in(hosts: Hosts, slurm: Slurm, home: Path) -> Iterator[Login]:
+    """A user with stand-in engines in a home that all hosts see; at the end nothing runs."""
+    install_stand_in(home, STUB, python="/usr/bin/python3")
+    found = Login(hosts, slurm, home, make_tiny_llama(home.parent / "tiny"))
+    yield found
+    found.corral("down", "--all")
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,10 @@ from dataclasses import replace
 
 import pytest
 
-from tests.cluster.test_slurm import SMALL, STUB, Login
-from tests.stand_in import install_stand_in
+from tests.cluster.test_slurm import SMALL, Login, logged_in
 from tests.testbed import missing
 from tests.testbed.hosts import Hosts, wait_for
 from tests.testbed.slurm import Slurm
-from tests.tiny_llama import make_tiny_llama
 
 pytestmark = pytest.mark.skipif(bool(missing("slurm")), reason=missing("slurm"))
 PROFILE = """target = "slurm"
@@ -36,12 +34,12 @@ def login(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Login]:
     own = folder / "own"  # on every host: empty, and its own
     own.mkdir()
     names = ("login", "n1", "n2", "n3")
-    with Hosts(folder / "hosts", names, shared=[folder], private=[own]) as hosts, Slurm(hosts) as slurm:
-        home = folder / "corral"
-        install_stand_in(home, STUB, python="/usr/bin/python3")
-        found = Login(hosts, slurm, home, make_tiny_llama(folder / "tiny"))
+    with (
+        Hosts(folder / "hosts", names, shared=[folder], private=[own]) as hosts,
+        Slurm(hosts) as slurm,
+        logged_in(hosts, slurm, folder / "corral") as found,
+    ):
         yield found
-        found.corral("down", "--all")
 
 
 def test_a_profile_is_held_against_the_cluster(login: Login) -> None:

@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.test_slurm import SMALL, STUB, Login, request
-from tests.stand_in import install_stand_in
+from tests.cluster.test_slurm import SMALL, Login, logged_in, request
 from tests.testbed import missing
 from tests.testbed.hosts import Hosts
 from tests.testbed.slurm import Slurm
-from tests.tiny_llama import make_tiny_llama
 from tests.until import until
 
 pytestmark = pytest.mark.skipif(bool(missing("slurm")), reason=missing("slurm"))
@@ -23,12 +21,12 @@ pytestmark = pytest.mark.skipif(bool(missing("slurm")), reason=missing("slurm"))
 def login(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Login]:
     folder = tmp_path_factory.mktemp("slurm-view")
     folder.parent.chmod(0o755)
-    with Hosts(folder / "hosts", ("login", "n1", "n2"), shared=[folder]) as hosts, Slurm(hosts) as slurm:
-        home = folder / "corral"
-        install_stand_in(home, STUB, python="/usr/bin/python3")
-        found = Login(hosts, slurm, home, make_tiny_llama(folder / "tiny"))
+    with (
+        Hosts(folder / "hosts", ("login", "n1", "n2"), shared=[folder]) as hosts,
+        Slurm(hosts) as slurm,
+        logged_in(hosts, slurm, folder / "corral") as found,
+    ):
         yield found
-        found.corral("down", "--all")
 
 
 def test_status_names_nodes_job_and_end(login: Login) -> None:

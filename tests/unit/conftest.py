@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from corral.cli import main
 from corral.engines import environments as engines
 from tests.skips import NO_SHELLCHECK
 from tests.stand_in import install_stand_in
@@ -80,6 +81,18 @@ class Silent:
 
 
 Shellcheck = Callable[..., None]
+
+
+def in_process(capsys: pytest.CaptureFixture[str], *verb: str) -> Callable[..., tuple[int, str, str]]:
+    """`corral` without a process of its own: its exit code, stdout and stderr for words (behind a verb)."""
+
+    def run(*words: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as caught:
+            main([*verb, *words])
+        said = capsys.readouterr()
+        return int(caught.value.code or 0), said.out, said.err
+
+    return run
 
 
 @pytest.fixture

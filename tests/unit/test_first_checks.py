@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from corral.cli import main
+from tests.unit.conftest import in_process
 
 Command = Callable[..., tuple[int, str, str]]
 NOBODY = ("--url", "http://127.0.0.1:9")  # an address where nobody answers: who asks it exits 9
@@ -20,14 +20,7 @@ def corral(clean_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     work.mkdir()
     (work / "rows.jsonl").write_text(json.dumps({"id": "a", "text": "b", "prompt": "c"}) + "\n")
     monkeypatch.chdir(work)
-
-    def run(*words: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as caught:
-            main(list(words))
-        said = capsys.readouterr()
-        return int(caught.value.code or 0), said.out, said.err
-
-    return run
+    return in_process(capsys)
 
 
 MISSING = (

@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from corral.cli import main
 from corral.hardware.inventory import Inventory
 from corral.models.facts import read_facts
 from corral.plan import Goal, Plan, make_plan
 from corral.plan.calibration import append, learn, read
 from corral.plan.reconcile import Observed, read_log, reconcile
 from corral.record import from_json
+from tests.unit.conftest import in_process
 
 
 @pytest.fixture(autouse=True)
@@ -22,13 +22,7 @@ def home(tmp_path, monkeypatch):
 
 @pytest.fixture
 def corral(capsys):
-    def run(*words: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as caught:
-            main(["plan", *words])
-        out = capsys.readouterr()
-        return int(caught.value.code or 0), out.out, out.err
-
-    return run
+    return in_process(capsys, "plan")
 
 
 def test_json_contract(corral):

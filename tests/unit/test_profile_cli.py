@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from corral.cli import main
 from corral.deployment.patience import Patience
 from corral.doctor import Question, Report
 from corral.launch.links import Ports
@@ -21,6 +20,7 @@ from corral.record import to_json
 from corral.targets.base import ChosenPorts
 from corral.targets.local import LocalTarget
 from tests.conftest import ROOT
+from tests.unit.conftest import in_process
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -33,14 +33,7 @@ def corral(clean_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     work = clean_home / "work"
     work.mkdir()
     monkeypatch.chdir(work)
-
-    def run(*words: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as caught:
-            main(list(words))
-        said = capsys.readouterr()
-        return int(caught.value.code or 0), said.out, said.err
-
-    return run
+    return in_process(capsys)
 
 
 def own(name: str, text: str) -> Path:
