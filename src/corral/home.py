@@ -3,6 +3,7 @@
 <home>/engines/       installed engines, one environment per flavour and version
 <home>/models/        models Corral fetched or converted itself (hub models stay in the hub's own cache)
 <home>/deployments/   one folder per deployment
+<home>/fleets/        one folder per fleet
 <home>/cache/         compiled artefacts of the engines, safe to delete
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["cache_dir", "deployments_dir", "engines_dir", "home_dir", "models_dir"]
+__all__ = ["cache_dir", "deployments_dir", "engines_dir", "fleets_dir", "home_dir", "models_dir"]
 
 
 def home_dir() -> Path:
@@ -32,6 +33,10 @@ def models_dir() -> Path:
 
 def deployments_dir() -> Path:
     return home_dir() / "deployments"
+
+
+def fleets_dir() -> Path:
+    return home_dir() / "fleets"
 
 
 def cache_dir() -> Path:

@@ -38,8 +38,8 @@ ROWS: list[list[str]] = [
     ["launch"],
     ["targets"],
     ["lifecycle", "profile"],
-    ["proxy", "batch"],
-    ["score", "bench"],
+    ["proxy", "batch", "fleet"],
+    ["score", "bench", "gateway"],
     ["llm", "report"],
     ["cli"],
 ]

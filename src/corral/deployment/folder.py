@@ -33,7 +33,7 @@ from corral.files import make_private_dir, write_atomic
 from corral.home import deployments_dir
 from corral.record import nearest
 
-__all__ = ["DeploymentFolder", "all_folders", "chain_of", "checked_name", "open_folder"]
+__all__ = ["DeploymentFolder", "all_folders", "chain_of", "checked_name", "folder_name", "open_folder"]
 
 LONGEST_NAME = 80
 LONGEST_FOLDER_NAME = 200  # file systems allow 255 bytes, and locks and nodes add to it
@@ -58,6 +58,14 @@ def checked_name(name: str) -> str:
     return name
 
 
+def folder_name(name: str) -> str:
+    """What the folder of something with that name is called."""
+    encoded = quote(checked_name(name), safe=SAFE)
+    return (
+        "%2E" + encoded[1:] if encoded.startswith(".") else encoded
+    )  # neither hidden, nor this folder or its parent
+
+
 def chain_of(name: str) -> str:
     """The name that a chain goes by: `NAME` of `NAME~2`."""
     return re.sub(r"~\d+$", "", name)
@@ -71,10 +79,7 @@ class DeploymentFolder:
 
     @classmethod
     def of(cls, name: str) -> DeploymentFolder:
-        encoded = quote(checked_name(name), safe=SAFE)
-        if encoded.startswith("."):  # neither hidden, nor this folder or its parent
-            encoded = "%2E" + encoded[1:]
-        return cls(deployments_dir() / encoded)
+        return cls(deployments_dir() / folder_name(name))
 
     @property
     def name(self) -> str:
