@@ -1,4 +1,4 @@
-"""One connection of a client to the proxy: requests are read whole, one after the other, within limits."""
+"""One connection of a client: requests are read whole, one after the other, within limits."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import socket
 import struct
 import time
 from collections import deque
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 from corral.http1.reading import BadMessageError, Headers, HeadTooLongError, RequestReader, has_token
 from corral.http1.writing import response
 from corral.proxy.host import Host
-from corral.proxy.relay import Relay, Request
+from corral.proxy.relay import Relay
+from corral.proxy.request import Request
 
 __all__ = ["Front", "FrontHost"]
 
@@ -33,16 +34,18 @@ class RefusedError(Exception):
 
 
 class FrontHost(Host, Protocol):
-    """The proxy, seen from one of its clients' connections."""
+    """The server, seen from one of its clients' connections."""
 
     fronts: set[Front]
-    ending: bool
-
-    def status(self) -> dict[str, Any]: ...
 
 
 class Front(asyncio.Protocol):
     """Reads requests, hands each to a relay, writes its answer."""
+
+    __slots__ = (
+        "_ahead_bytes", "_body", "_expects", "_from_here", "_handling", "_head", "_host", "_http_10", "_paused",
+        "_reader", "_refused", "_relay", "_since_s", "_transport", "_waiting", "closing",
+    )  # fmt: skip
 
     def __init__(self, host: FrontHost) -> None:
         self._host = host
@@ -55,12 +58,14 @@ class Front(asyncio.Protocol):
         self._refused: RefusedError | None = None  # told when those have their answers
         self._relay: Relay | None = None
         self._ahead_bytes = 0
-        self._paused = self._handling = self._expects = False
+        self._paused = self._handling = self._expects = self._from_here = False
         self._since_s = _now()  # of what is now waited for
         self.closing = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
+        peer = transport.get_extra_info("peername")
+        self._from_here = peer is not None and (str(peer[0]).startswith("127.") or peer[0] == "::1")
         self._host.fronts.add(self)
         if len(self._host.fronts) > self._host.limits.connections:
             self._refuse(RefusedError(503, "too many connections"))
@@ -72,11 +77,6 @@ class Front(asyncio.Protocol):
         relay, self._relay = self._relay, None
         if relay is not None:
             relay.abandon()
-
-    @property
-    def from_this_machine(self) -> bool:
-        peer = self._transport.get_extra_info("peername") if self._transport else None
-        return peer is not None and (str(peer[0]).startswith("127.") or peer[0] == "::1")
 
     # writing
 
@@ -191,19 +191,14 @@ class Front(asyncio.Protocol):
     def _handle(self, request: Request) -> None:
         self._http_10, self._ahead_bytes = request.http_10, 0
         self.closing = request.http_10 or not request.keep
-        if request.path.partition(b"?")[0] == b"/proxy/status":
+        taken = self._host.take(request, self._from_here)
+        if isinstance(taken, bytes):
             self._host.held_bytes -= len(request.body)
-            self._status_page()
-            return
-        self._relay = Relay(self._host, self, request)
-        self._relay.start()
-
-    def _status_page(self) -> None:
-        if not self.from_this_machine:
-            self._refuse(RefusedError(403, "this path is for the proxy's own machine"))
-            return
-        self.write(response(200, json.dumps(self._host.status()).encode()))
-        self.done()
+            self.write(taken)
+            self.done()
+        else:
+            self._relay = Relay(self._host, self, request, taken)
+            self._relay.start()
 
     def _release(self) -> None:
         self._host.held_bytes -= len(self._body) + sum(len(request.body) for request in self._waiting)
@@ -217,7 +212,7 @@ class Front(asyncio.Protocol):
         self._host.figures.requests += 1
         self._host.figures.failed += 1
         error = {
-            "message": f"corral proxy: {refused.message}",
+            "message": f"{self._host.title}: {refused.message}",
             "type": "invalid_request_error",
             "param": None,
             "code": refused.status,

@@ -1,4 +1,4 @@
-"""What a request may use of the proxy that it passes through."""
+"""What a request may use of the server that it passes through."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from corral.proxy.figures import Figures
-from corral.proxy.members import Members
+from corral.proxy.request import Request
+from corral.proxy.route import Route
 
 __all__ = ["Host", "ProxyLimits"]
 
@@ -26,10 +27,14 @@ class ProxyLimits:
 
 
 class Host(Protocol):
-    """The proxy, seen from inside one request."""
+    """The server, seen from inside one request."""
 
+    title: str  # how it calls itself in errors
     loop: asyncio.AbstractEventLoop
     limits: ProxyLimits
     figures: Figures
-    members: Members
     held_bytes: int
+    ending: bool
+
+    def take(self, request: Request, from_here: bool) -> Route | bytes:
+        """Where a request goes, or the whole answer that the server gives itself; `from_here`: from this machine."""

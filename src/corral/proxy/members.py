@@ -8,20 +8,14 @@ new requests; one of unknown state that was ready before comes after those that 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol
-from urllib.parse import urlsplit
+from dataclasses import dataclass
 
-from corral.client.doorkeeper import Doorkeeper
 from corral.deployment.state import ENDED, State
-from corral.proxy.upstream import Upstream
+from corral.proxy.member import Member, Waiter
+from corral.proxy.request import Request
 
-__all__ = ["Member", "MemberReading", "Members", "Waiter"]
-
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
+__all__ = ["MemberReading", "Members"]
 
 
 @dataclass(frozen=True)
@@ -34,75 +28,8 @@ class MemberReading:
     text: str = ""
 
 
-class Waiter(Protocol):
-    """A request, as the members see it: it waits for one of them, or for the answer of one."""
-
-    def attempt(self) -> None:
-        """Something has changed: try again."""
-
-    def give_up(self, silent_since_s: float) -> None:
-        """The member has ended; an answer that has not moved since then will not move again."""
-
-
-@dataclass(eq=False)
-class Member:
-    """One server that requests may be sent to: a deployment at one address."""
-
-    name: str
-    url: str
-    state: State
-    text: str = ""
-    was_ready: bool = False
-    declined: bool = False  # it said that it drains
-    down_until_s: float = 0.0
-    pause_s: float = 0.0
-    idle: list[Upstream] = field(default_factory=list)
-    active: set[Waiter] = field(default_factory=set)
-
-    @functools.cached_property
-    def doorkeeper(self) -> Doorkeeper:
-        return Doorkeeper(self.url)
-
-    @property
-    def address(self) -> tuple[str, int]:
-        parts = urlsplit(self.url)
-        return parts.hostname or "", parts.port or 80
-
-    @property
-    def host(self) -> bytes:
-        return urlsplit(self.url).netloc.encode()
-
-    def rank(self) -> int:
-        """How gladly a new request is given to it: 2 ready, 1 perhaps, 0 not."""
-        if self.declined or not self.url:
-            return 0
-        if self.state is State.READY:
-            return 2
-        return 1 if self.state is State.UNKNOWN and self.was_ready else 0
-
-    def failed(self, now_s: float) -> None:
-        """Avoid it for a moment, longer each time."""
-        if now_s >= self.down_until_s:  # several requests that meet one failure are one failure
-            self.pause_s = min(LONGEST_PAUSE_S, max(FIRST_PAUSE_S, self.pause_s * 2))
-            self.down_until_s = now_s + self.pause_s
-
-    def worked(self) -> None:
-        self.pause_s = self.down_until_s = 0.0
-
-    def take_back(self, connection: Upstream) -> bool:
-        """Keep a connection for the next request, if there may be one."""
-        if not self.rank():
-            return False
-        self.idle.append(connection)
-        return True
-
-    def lost(self, connection: Upstream) -> None:
-        with contextlib.suppress(ValueError):
-            self.idle.remove(connection)
-
-
 class Members:
-    """The chain, oldest first, and the requests that wait for one of it to be ready."""
+    """The chain, oldest first, and the requests that wait for one of it to be ready: the route of all of them."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, say: Callable[[str], None]) -> None:
         self._loop, self._say = loop, say
@@ -130,19 +57,13 @@ class Members:
             found.append(member)
         for gone in before.values():  # another address, or out of the chain: its running requests go on
             gone.state = State.STOPPED
-            self._close_idle(gone)
+            gone.close_idle()
         kept = [one for one in before.values() if one.active]
         self.all = [*kept, *found]
         for member in self.all:
             if member.state in ENDED:
-                self._close_idle(member)
+                member.close_idle()
         self.wake()
-
-    @staticmethod
-    def _close_idle(member: Member) -> None:
-        for connection in member.idle:
-            connection.drop()
-        member.idle.clear()
 
     def choose(self, now_s: float) -> Member | None:
         """Who takes a new request now."""
@@ -174,6 +95,28 @@ class Members:
         told = "; ".join(f"{one.name} has failed ({one.text or 'no reason is known'})" for one in self.all)
         return f"no server is left: {told}. Start it again with `corral up`."
 
+    def parts(self, request: Request, member: Member) -> list[bytes | bytearray]:
+        """The key goes on untouched: the server decides about it."""
+        return request.parts(member.host)
+
+    def crowded(self) -> bool:
+        return False
+
+    def answers(self, member: Member, status: int) -> bytes:
+        return b""
+
+    def moves(self, now_s: float, data: list[bytes]) -> None:
+        """Nothing is learned from answers."""
+
+    def leaves(self, member: Member) -> None:
+        """Nothing is counted for a member."""
+
+    def ends(self, status: int, whole: bool) -> None:
+        """Nothing is counted for a client."""
+
+    def last_words(self, message: str) -> bytes:
+        return b""
+
     # waiting
 
     def wait(self, waiter: Waiter) -> None:
@@ -204,5 +147,3 @@ class Members:
     def close(self) -> None:
         if self._alarm:
             self._alarm.cancel()
-        for member in self.all:
-            self._close_idle(member)

@@ -2,7 +2,7 @@
 
 Until the first byte of an answer has gone to the client nothing is lost: the request is kept and sent again when a
 member refuses the connection, drops it, or says that it drains. From then on a failure ends the client's connection
-before the announced end of the answer, which every client sees as an error.
+before the announced end of the answer, which every client sees as an error. Who is asked is the route's decision.
 
 A request that three servers dropped without a word is not given to a fourth: it may be what ends them.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from dataclasses import dataclass
 from typing import Protocol
 
 from corral.client.errors import StrangerError
@@ -21,38 +20,17 @@ from corral.http1.reading import Headers
 from corral.http1.writing import LAST_CHUNK, chunk, response, status_line
 from corral.proxy.forwarding import forwarded
 from corral.proxy.host import Host
-from corral.proxy.members import Member
+from corral.proxy.member import Member
+from corral.proxy.request import Request
+from corral.proxy.route import Route
 from corral.proxy.upstream import Upstream
 
-__all__ = ["Downstream", "Relay", "Request"]
+__all__ = ["Downstream", "Relay"]
 
 MOST_DROPS = 3
 LARGEST_DECLINE_BYTES = 1 << 16
 DRAINING_HEADER = b"x-corral-state"  # what the guard of a draining server adds to its 503
 _now = time.monotonic
-
-
-@dataclass(frozen=True)
-class Request:
-    """A whole request, as it was read from a client."""
-
-    method: bytes
-    path: bytes
-    headers: Headers
-    http_10: bool
-    body: bytes | bytearray
-    keep: bool  # another may follow on its connection
-
-    def parts(self, host: bytes) -> list[bytes | bytearray]:
-        """What is sent to a member; the key goes on untouched, the server decides about it."""
-        kept = forwarded(self.headers, frozenset((b"host", b"content-length", b"expect")))
-        size = len(self.body)
-        length = b"content-length: %d\r\n" % size if size or self.method in _WITH_BODY else b""
-        head = b"%b %b HTTP/1.1\r\nhost: %b\r\n%b%b\r\n" % (self.method, self.path, host, kept, length)
-        return [head, self.body] if size else [head]
-
-
-_WITH_BODY = frozenset((b"POST", b"PUT", b"PATCH"))
 
 
 class Downstream(Protocol):
@@ -70,8 +48,14 @@ class Downstream(Protocol):
 class Relay:
     """The life of one request."""
 
-    def __init__(self, host: Host, client: Downstream, request: Request) -> None:
-        self._host, self._client = host, client
+    __slots__ = (
+        "_answered_by", "_answering", "_began_s", "_chunked", "_client", "_deadline", "_decline", "_decline_headers",
+        "_declines", "_drops", "_held_since_s", "_host", "_http_10", "_member", "_opening", "_over", "_request",
+        "_route", "_stale", "_status", "_upstream", "method", "moved_s",
+    )  # fmt: skip
+
+    def __init__(self, host: Host, client: Downstream, request: Request, route: Route) -> None:
+        self._host, self._client, self._route = host, client, route
         self._request: Request | None = request
         self.method = request.method
         self._http_10 = request.http_10
@@ -97,8 +81,7 @@ class Relay:
         """Give the request to who takes new ones, or wait for somebody."""
         if self._over or self._request is None:
             return
-        members, now = self._host.members, self._host.loop.time()
-        member = members.choose(now)
+        member = self._route.choose(self._host.loop.time())
         if member is None:
             self._hold()
             return
@@ -124,7 +107,7 @@ class Relay:
         except StrangerError as error:
             self._opening = None
             self._leave(member, failed=True)
-            if self._host.members.other(member, self._host.loop.time()):
+            if self._route.other(member, self._host.loop.time()):
                 self.attempt()
             elif not self._over:
                 self._fail(502, error.message)
@@ -150,23 +133,24 @@ class Relay:
         self._end_hold()
         self._upstream = upstream
         self.moved_s = _now()
-        upstream.send(self, self._request.parts(member.host))
+        upstream.send(self, self._route.parts(self._request, member))
 
     def _leave(self, member: Member, failed: bool = False) -> None:
         member.active.discard(self)
         self._member = self._upstream = None
         if failed:
             member.failed(self._host.loop.time())
+        self._route.leaves(member)
 
     # holding
 
     def _hold(self) -> None:
         host = self._host
         assert self._request is not None
-        if self._request.path.partition(b"?")[0] == b"/health":  # asked in order to know now
-            self._fail(503, "not ready: " + host.members.standing())
+        if self._request.bare_path == b"/health":  # asked in order to know now
+            self._fail(503, "not ready: " + self._route.standing())
             return
-        if diagnosis := host.members.all_failed():  # nobody comes back by himself: waiting would only hide why
+        if diagnosis := self._route.all_failed():  # nobody comes back by himself: waiting would only hide why
             self._end_hold()
             self._fail(503, diagnosis)
             return
@@ -174,7 +158,7 @@ class Relay:
             self._held_since_s = host.loop.time()
             host.figures.held += 1
             self._deadline = host.loop.call_later(host.limits.hold_s, self._too_long)
-        host.members.wait(self)
+        self._route.wait(self)
 
     def _end_hold(self) -> None:
         if self._held_since_s:
@@ -186,13 +170,16 @@ class Relay:
             self._deadline = None
 
     def _too_long(self) -> None:
+        if self._route.crowded():
+            self._deadline = self._host.loop.call_later(self._host.limits.hold_s, self._too_long)
+            return
         self._end_hold()
         if self._opening is not None:  # to a server that is said to be ready and does not accept
             self._opening.cancel()
         if self._member is not None:
             self._leave(self._member)
         held = f"no server was ready within {self._host.limits.hold_s:g} s"
-        self._fail(503, f"{held}: {self._host.members.standing()}. Try again later.")
+        self._fail(503, f"{held}: {self._route.standing()}. Try again later.")
 
     # from the member
 
@@ -214,8 +201,11 @@ class Relay:
         self._answering = True
         self._forget_request()
         framing = b"transfer-encoding: chunked\r\n" if self._chunked else b""
-        close = b"connection: close\r\n" if self._client.closing else b""
-        self._client.write(b"%b%b%b%b\r\n" % (status_line(self._status), forwarded(headers), framing, close))
+        if self._client.closing:
+            framing += b"connection: close\r\n"
+        if member := self._member or self._answered_by:
+            framing += self._route.answers(member, self._status)
+        self._client.write(b"%b%b%b\r\n" % (status_line(self._status), forwarded(headers), framing))
         self._moved(now, first=True)
 
     def data(self, data: list[bytes]) -> None:
@@ -225,7 +215,9 @@ class Relay:
             if sum(map(len, self._decline)) > LARGEST_DECLINE_BYTES:
                 self._accept_decline()
             return
-        self._moved(_now())
+        now = _now()
+        self._moved(now)
+        self._route.moves(now, data)
         self._pass_body(data)
 
     def _pass_body(self, data: list[bytes]) -> None:
@@ -258,11 +250,11 @@ class Relay:
 
     def _declined(self) -> bool:
         """Whether the 503 is one that another member, now or soon, can do better than; if so it is asked."""
-        members, now, member = self._host.members, self._host.loop.time(), self._answered_by
+        now, member = self._host.loop.time(), self._answered_by
         assert member is not None
         if (DRAINING_HEADER, b"draining") in self._decline_headers or member.state is State.DRAINING:
             member.declined = True
-        elif members.other(member, now) and self._declines < MOST_DROPS:
+        elif self._route.other(member, now) and self._declines < MOST_DROPS:
             self._declines += 1
             member.failed(now)
         else:
@@ -285,6 +277,7 @@ class Relay:
             return
         if self._answering:
             self._leave(member, failed=True)
+            self._say_last_words(f"{member.name} broke off: {how}")
             self._finish(answered=False)
             self._client.cut()
             return
@@ -301,11 +294,16 @@ class Relay:
                 return
         self.attempt()
 
-    def give_up(self, silent_since_s: float) -> None:
-        """The member has ended; an answer that has not moved since then will not move again."""
+    def _say_last_words(self, message: str) -> None:
+        """Tell the reader of a stream why it ends, where its form allows that."""
+        if words := self._route.last_words(message):
+            self._client.write(chunk(words) if self._chunked else words)
+
+    def give_up(self, silent_since_s: float, why: str = "the server has ended") -> None:
+        """An answer that has not moved since then will not move again."""
         if self._upstream is not None and self.moved_s < silent_since_s:
             self._upstream.drop()
-            self.broke("the server has ended")
+            self.broke(why)
 
     # the end
 
@@ -321,7 +319,7 @@ class Relay:
         if self._opening is not None:
             self._opening.cancel()
         self._host.figures.left += 1
-        self._close()
+        self._close(whole=False)
 
     def pause(self, paused: bool) -> None:
         """The client reads slowly: so do we."""
@@ -330,7 +328,7 @@ class Relay:
 
     def _fail(self, status: int, message: str) -> None:
         kind = "service_unavailable_error" if status == 503 else "bad_gateway_error"
-        error = {"message": f"corral proxy: {message}", "type": kind, "param": None, "code": status}
+        error = {"message": f"{self._host.title}: {message}", "type": kind, "param": None, "code": status}
         extra = b"retry-after: 10\r\n" if status == 503 else b""
         self._client.write(response(status, json.dumps({"error": error}).encode(), extra=extra))
         self._finish(answered=False)
@@ -343,14 +341,15 @@ class Relay:
             figures.refused += self._status >= 400
         else:
             figures.failed += 1
-        self._close()
+        self._close(whole=answered)
         if answered:
             self._client.done()
 
-    def _close(self) -> None:
+    def _close(self, whole: bool) -> None:
         self._over = True
         self._host.figures.running -= 1
-        self._host.members.forget(self)
+        self._route.forget(self)
+        self._route.ends(self._status, whole)
         self._forget_request()
         if self._deadline is not None:
             self._deadline.cancel()

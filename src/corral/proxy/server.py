@@ -1,51 +1,45 @@
 """The proxy itself: one fixed address, in front of whichever member of a chain is ready.
 
-It holds no key: requests are passed on as they come, and the guard of the server decides. Headers and bodies are
-never logged. Not covered: TLS, HTTP/2, changes of protocol (WebSocket).
+It holds no key: requests are passed on as they come, and the guard of the server decides.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import time
+import json
 from collections.abc import Callable
 from typing import Any
 
-from corral.deployment.state import ENDED
-from corral.proxy.figures import Figures
-from corral.proxy.front import Front
+from corral.http1.writing import response
 from corral.proxy.host import ProxyLimits
+from corral.proxy.member import Member
 from corral.proxy.members import Members
+from corral.proxy.relay_server import RelayServer
+from corral.proxy.request import Request
+from corral.proxy.route import Route
 
 __all__ = ["Proxy"]
 
-SWEEP_S = 1.0
-ENDED_SILENCE_S = 5.0  # a server that has ended sends nothing more: what still waits on it is given up
 
+class Proxy(RelayServer):
+    """One address for one chain."""
 
-class Proxy:
-    """Everything inside one event loop."""
+    title = "corral proxy"
 
     def __init__(self, limits: ProxyLimits | None = None, say: Callable[[str], None] = lambda _: None) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.limits = limits or ProxyLimits()
-        self.figures = Figures()
+        super().__init__(limits)
         self.members = Members(self.loop, say)
-        self.fronts: set[Front] = set()
-        self.held_bytes = 0
-        self.ending = False
-        self.url = ""
-        self._server: asyncio.Server | None = None
-        self._sweeper: asyncio.TimerHandle | None = None
 
-    async def listen(self, host: str, port: int) -> None:
-        """Accept clients; port 0 takes a free one."""
-        raise_file_limit(2 * self.limits.connections + 64)
-        self._server = await self.loop.create_server(lambda: Front(self), host, port, backlog=1024)
-        number = self._server.sockets[0].getsockname()[1]
-        self.url = f"http://[{host}]:{number}" if ":" in host else f"http://{host}:{number}"
-        self._sweep()
+    def every_member(self) -> list[Member]:
+        return self.members.all
+
+    def take(self, request: Request, from_here: bool) -> Route | bytes:
+        if request.bare_path != b"/proxy/status":
+            return self.members
+        if from_here:
+            return response(200, json.dumps(self.status()).encode())
+        error = {"message": f"{self.title}: this path is for the proxy's own machine", "type": "permission_error",
+                 "param": None, "code": 403}  # fmt: skip
+        return response(403, json.dumps({"error": error}).encode())
 
     def status(self) -> dict[str, Any]:
         """What `/proxy/status` shows."""
@@ -58,39 +52,8 @@ class Proxy:
         current = self.members.current.name if self.members.current else None
         return {"current": current, "members": members, "figures": self.figures.to_json()}
 
-    def _sweep(self) -> None:
-        now = time.monotonic()
-        for front in list(self.fronts):
-            front.sweep(now)
-        for member in self.members.all:
-            if member.state in ENDED:
-                for waiter in list(member.active):
-                    waiter.give_up(now - ENDED_SILENCE_S)
-        self._sweeper = self.loop.call_later(SWEEP_S, self._sweep)
-
     async def close(self, patience_s: float = 0.0) -> None:
         """Accept nobody any more; running requests have some time to end."""
-        self.ending = True
-        if self._server:
-            self._server.close()
-        until = self.loop.time() + patience_s
-        while self.figures.running and self.loop.time() < until:
-            await asyncio.sleep(0.05)
-        if self._sweeper:
-            self._sweeper.cancel()
-        for front in list(self.fronts):
-            front.close()
+        await super().close(patience_s)
         self.members.close()
-        await asyncio.sleep(0)
         self.figures.switch_overs = self.members.switch_overs
-
-
-def raise_file_limit(wanted: int) -> None:
-    """Each request takes two open files: lift the soft limit as far as the hard one allows."""
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    target = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < target:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
