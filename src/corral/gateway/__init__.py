@@ -1,0 +1,1 @@
+"""One address for fleets and deployments: requests are routed by model, prompt and load."""

@@ -1,0 +1,101 @@
+"""Who gets a request: four policies, each a choice among the members that can take it. No clocks, no connections.
+
+`prefix`: the member with the highest of (prompt tokens that it need not compute) minus (work that it has outstanding
+beyond the others), both in tokens. A beginning that nearly every request has counts for nobody, so that a common
+system prompt does not draw all requests to who saw it first. Of equals, who has computed least so far.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+from corral.errors import UsageError
+from corral.gateway.asks import RoutedPrompt
+from corral.gateway.prefixes import Holdings, SharedBeginnings
+from corral.record import nearest
+
+__all__ = ["POLICIES", "Loaded", "Policy", "make_policy"]
+
+
+class Loaded(Protocol):
+    """A member, as a policy sees it."""
+
+    work_tokens: float  # outstanding, relative to its speed
+    holdings: Holdings
+
+
+M = TypeVar("M", bound=Loaded)
+
+
+class Policy(Protocol):
+    """Chooses among members that can all take the request; there is at least one."""
+
+    def choose(self, members: Sequence[M], prompt: RoutedPrompt) -> M: ...
+
+
+class PrefixPolicy:
+    """Saved prefill minus outstanding work."""
+
+    def __init__(self) -> None:
+        self.shared = SharedBeginnings()
+
+    def choose(self, members: Sequence[M], prompt: RoutedPrompt) -> M:
+        blocks = prompt.blocks
+        shared = self.shared.depth(blocks, len(members))
+        self.shared.note(blocks)
+        common = prompt.tokens_until(shared)
+        best, highest = members[0], float("-inf")
+        for member in members:
+            depth = member.holdings.depth(blocks) if blocks else 0
+            saved = prompt.tokens_until(depth) - common if depth > shared else 0.0
+            score = saved - member.work_tokens
+            if score > highest or (score == highest and member.holdings.clock < best.holdings.clock):
+                best, highest = member, score
+        return best
+
+
+class LeastWorkPolicy:
+    """The least work outstanding, in tokens."""
+
+    def choose(self, members: Sequence[M], prompt: RoutedPrompt) -> M:
+        return min(members, key=lambda one: (one.work_tokens, one.holdings.clock))
+
+
+class RoundRobinPolicy:
+    """One after the other."""
+
+    def __init__(self) -> None:
+        self._turn = -1
+
+    def choose(self, members: Sequence[M], prompt: RoutedPrompt) -> M:
+        self._turn += 1
+        return members[self._turn % len(members)]
+
+
+class RandomPolicy:
+    """Any."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        self._random = random.Random(seed)  # noqa: S311 - balances load
+
+    def choose(self, members: Sequence[M], prompt: RoutedPrompt) -> M:
+        return self._random.choice(members)
+
+
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "prefix": PrefixPolicy,
+    "least-work": LeastWorkPolicy,
+    "round-robin": RoundRobinPolicy,
+    "random": RandomPolicy,
+}
+
+
+def make_policy(name: str) -> Policy:
+    """The policy of that name."""
+    if name not in POLICIES:
+        guess = nearest(name, list(POLICIES), 1)
+        hint = f"Did you mean {guess[0]!r}?" if guess else f"Known: {', '.join(POLICIES)}."
+        raise UsageError(f"there is no routing policy {name!r}.", hint)
+    return POLICIES[name]()
