@@ -157,9 +157,9 @@ def test_a_dead_job_stays_in_sight_beside_those_that_followed(
     monkeypatch.setattr(commands, "find_job", lambda id: known.get(id) or SlurmJob(id, "RUNNING", nodes="n2"))
     print_status(inspect(str(output)), as_json=False)
     said = capsys.readouterr().out
-    assert "job 41 lost a node of n1" in said
-    assert "job 42" not in said
-    assert "job 43 runs on n2" in said
+    assert "job    41 lost a node of n1" in said
+    assert "job    42" not in said
+    assert "job    43 runs on n2" in said
 
 
 def test_a_job_that_can_never_start_is_not_waited_for(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:

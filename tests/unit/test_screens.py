@@ -12,12 +12,15 @@ from pathlib import Path
 import click
 import pytest
 
-from corral.cli import main, tables
+from corral.cli import main
 from corral.cli.batch_view import progress_line
-from corral.cli.tables import table_lines
+from corral.report import tables
+from corral.report.tables import table_lines
+from tests.unit import shown
 
 GOLDEN = Path(__file__).parent / "golden" / "screens"
 WIDTHS = (60, 80, 120)
+COPIED = ("vllm serve", "corral up", "corral bench report", "/home/mia", "/n/holylabs")  # to be copied: never broken
 
 PS = (
     ["NAME", "STATE", "SINCE", "MODEL", "ENDPOINT", "ENGINE"],
@@ -71,15 +74,18 @@ SCREENS: dict[str, Callable[[int], Iterator[str]]] = {
     "plan": of_command("plan", "llama-3.1-70b", "--gpus", "8xH100"),
     "compare": of_command("plan", "llama-3.1-70b", "--gpus", "8xH100", "--compare"),
     "need": of_command("plan", "llama-3.1-405b", "--need"),
+    "models": of_command("models", "--gpus", "8xH100"),
+    **shown.SCREENS,
 }
 
 
 @pytest.mark.parametrize("name", SCREENS)
-def test_screens(name: str, clean_home: Path) -> None:
+def test_screens(name: str, clean_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = []
     for columns in WIDTHS:
+        monkeypatch.setenv("COLUMNS", str(columns))
         lines = [click.unstyle(line) for line in SCREENS[name](columns)]
-        longest = max((line for line in lines if "vllm serve" not in line and "corral up" not in line), key=len)
+        longest = max((line for line in lines if not any(word in line for word in COPIED)), key=len)
         assert len(longest) <= columns, longest
         parts.append(f"{'-' * 8} {columns} columns\n" + "\n".join(lines) + "\n")
     path = GOLDEN / f"{name}.txt"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from corral.cli.screen import PhaseScreen, duration, print_json, since, tell
+from corral.report import tables
 
 if TYPE_CHECKING:
     from corral.batch.batch import Result
@@ -24,7 +25,16 @@ if TYPE_CHECKING:
 
 PROGRESS_EVERY_S, WAITING_EVERY_S = 5.0, 60.0  # a line where there is no terminal
 
-__all__ = ["Screen", "print_check", "print_status", "print_submitted", "wait_for_jobs"]
+__all__ = [
+    "Screen",
+    "print_check",
+    "print_status",
+    "print_submitted",
+    "progress_line",
+    "status_lines",
+    "summary_lines",
+    "wait_for_jobs",
+]
 
 
 class Screen:
@@ -136,34 +146,45 @@ def progress_line(v: dict[str, Any], width: int | None = None) -> str:
 
 
 def _print_summary(result: Result) -> None:
+    columns = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
+    tell("\n".join(summary_lines(result, columns)), err=True)
+
+
+def summary_lines(result: Result, columns: int | None) -> list[str]:
+    """How a run ended."""
     s = result.summary
     done = s.before + s.fine + s.failed
     if s.done and not s.fine and not s.failed and s.before:
-        tell(f"already complete: {s.rows:,} rows in {result.output}", err=True)
-        return
+        return [f"already complete: {s.rows:,} rows in {result.output}"]
     head = f"done: {done:,} of {s.rows:,} rows"
-    lines = [head if s.done else f"{s.state}: {done:,} of {s.rows:,} rows done, {s.left:,} left"]
+    head = head if s.done else f"{s.state}: {done:,} of {s.rows:,} rows done, {s.left:,} left"
     if s.before:
-        lines[0] += f" ({s.before:,} from before)" if result.runners == 1 else f" ({s.before:,} by other runs)"
+        head += f" ({s.before:,} from before)" if result.runners == 1 else f" ({s.before:,} by other runs)"
+    return [*tables.wrapped(head, columns), *tables.fact_lines(_summary_facts(result), columns, indent="  ")]
+
+
+def _summary_facts(result: Result) -> list[tuple[str, str]]:
+    s = result.summary
+    facts = []
     if s.fine or s.failed:
-        lines.append(f"  this run   {s.fine:,} answered, {s.failed:,} failed in {duration(s.wall_s)}"
-                     f" ({s.rows_per_s:,.1f} rows/s)")  # fmt: skip
+        rate = f"{s.rows_per_s:,.1f} rows/s"
+        facts.append(("this run", f"{s.fine:,} answered, {s.failed:,} failed in {duration(s.wall_s)} ({rate})"))
     if s.output_tokens:
         cached = f" ({s.cached_tokens:,} from the prefix cache)" if s.cached_tokens else ""
-        lines.append(f"  tokens     {s.prompt_tokens:,} in{cached}, {s.output_tokens:,} out"
-                     f" ({s.output_tokens_per_s:,.0f} tok/s)")  # fmt: skip
+        rate = f"{s.output_tokens_per_s:,.0f} tok/s"
+        facts.append(("tokens", f"{s.prompt_tokens:,} in{cached}, {s.output_tokens:,} out ({rate})"))
     if s.errors:
-        lines.append("  errors     " + ", ".join(f"{name} {count:,}" for name, count in sorted(s.errors.items())))
+        facts.append(("errors", ", ".join(f"{name} {count:,}" for name, count in sorted(s.errors.items()))))
     if result.gpu_hours is not None:
         cost = f", cost {result.cost:.2f}" if result.cost is not None else ""
-        lines.append(f"  GPU-hours  {result.gpu_hours:.3f} on {result.gpus}{cost}")
+        facts.append(("GPU-hours", f"{result.gpu_hours:.3f} on {result.gpus}{cost}"))
     so_far = " (so far)" if Path(result.output).exists() else " (made at the end)"
-    lines.append(f"  output     {result.output}" + ("" if s.done else so_far))
+    facts.append(("output", result.output + ("" if s.done else so_far)))
     if result.errors:
-        lines.append(f"  failed     {result.errors}")
+        facts.append(("failed", result.errors))
     if not s.done:
-        lines.append(f"  continue   corral batch resume {result.output}")
-    tell("\n".join(lines), err=True)
+        facts.append(("continue", tables.tied(f"corral batch resume {shlex.quote(result.output)}")))
+    return facts
 
 
 def print_status(standing: BatchStatus, as_json: bool) -> None:
@@ -171,27 +192,35 @@ def print_status(standing: BatchStatus, as_json: bool) -> None:
     if as_json:
         print_json(standing)
         return
-    s = standing
+    click.echo("\n".join(status_lines(standing, tables.room())))
+
+
+def status_lines(standing: BatchStatus, columns: int | None) -> list[str]:
+    """How a job stands, who works on it, and how to go on."""
+    who = ", ".join(f"process {one.pid} on {one.host}" for one in standing.runners)
+    head = f"{standing.output}: {standing.state}" + (f" ({who})" if who else "")
+    facts = tables.fact_lines(_status_facts(standing), columns, indent="  ")
+    return [*tables.wrapped(head, columns, rest="    "), *facts]
+
+
+def _status_facts(s: BatchStatus) -> list[tuple[str, str]]:
     done = s.fine + s.failed
-    who = ", ".join(f"process {one.pid} on {one.host}" for one in s.runners)
-    who = f" ({who})" if who else ""
-    click.echo(f"{s.output}: {s.state}{who}")
-    click.echo(f"  rows     {done:,} of {s.rows:,} done, {s.failed:,} failed, {s.rows - done:,} left")
+    facts = [("rows", f"{done:,} of {s.rows:,} done, {s.failed:,} failed, {s.rows - done:,} left")]
     if s.blocks is not None:
         b = s.blocks
-        click.echo(f"  blocks   {b.done:,} of {b.count:,} done, {b.held:,} under way, {b.size:,} rows each")
+        facts.append(("blocks", f"{b.done:,} of {b.count:,} done, {b.held:,} under way, {b.size:,} rows each"))
     for job in s.jobs:
         if not job.ended or job.reason or job is s.jobs[-1]:
-            click.echo(f"  job      {job.text}{f' ({job.remedy})' if job.remedy and not job.ended else ''}")
-    click.echo(f"  model    {s.model}")
-    click.echo(f"  input    {s.input}")
-    click.echo(f"  begun    {since(s.created_s)} ago")
+            remedy = f" ({job.remedy})" if job.remedy and not job.ended else ""
+            facts.append(("job", job.text.removeprefix("job ") + remedy))
+    facts += [("model", s.model), ("input", s.input), ("begun", f"{since(s.created_s)} ago")]
     if s.reason:
-        click.echo(f"  reason   {s.reason}")
+        facts.append(("reason", s.reason))
     if s.failed:
-        click.echo(f"  failed   {s.errors}")
+        facts.append(("failed", s.errors))
     if not s.runners and not s.done and all(job.over for job in s.jobs):
-        click.echo(f"  continue corral batch resume {s.output}")
+        facts.append(("continue", tables.tied(f"corral batch resume {shlex.quote(s.output)}")))
+    return facts
 
 
 def print_submitted(queued: SubmittedBatch, as_json: bool) -> None:

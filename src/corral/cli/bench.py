@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import signal
 import sys
 import time
@@ -33,6 +34,7 @@ from corral.errors import UsageError
 from corral.files import existing_file
 from corral.interruption import terminated_as_interrupted
 from corral.lifecycle.resolve import resolve
+from corral.report import tables
 
 __all__ = ["command"]
 
@@ -53,7 +55,8 @@ class _Line:
         self._told = now
         text = f"{label}: {done}/{total}" if done else f"{label} …"
         if self._live:
-            click.echo(f"\r\033[2K{text}", err=True, nl=False)
+            columns = shutil.get_terminal_size().columns
+            click.echo(f"\r\033[2K{text[: columns - 1]}", err=True, nl=False)
         elif done:
             click.echo(text, err=True)
 
@@ -166,7 +169,7 @@ def _show_series(folder: Path, runs: list[store.Run], as_json: bool) -> int:
     else:
         from corral.report.text import series_lines
 
-        click.echo("\n".join(series_lines(series, runs, folder)))
+        click.echo("\n".join(series_lines(series, runs, folder, tables.room())))
     return INVALID if all(run.verdict == "invalid" for run in runs) else 0
 
 
@@ -201,7 +204,7 @@ def run(repeat: int, **given: Any) -> int:
     else:
         from corral.report.text import run_lines
 
-        click.echo("\n".join(run_lines(finished.run, finished.rows, folder)))
+        click.echo("\n".join(run_lines(finished.run, finished.rows, folder, tables.room())))
     return INVALID if finished.run.verdict == "invalid" else 0
 
 

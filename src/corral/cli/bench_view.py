@@ -11,6 +11,7 @@ from corral.bench import store
 from corral.cli.screen import print_json, print_table, since
 from corral.errors import UsageError
 from corral.files import write_atomic
+from corral.report import tables
 
 __all__ = ["compare", "list_runs", "report"]
 
@@ -40,7 +41,7 @@ def compare(a: str, b: str, as_json: bool) -> None:
         print_json({"a": str(one), "b": str(other), "figures": rows, "differs": changed, "repeats": repeats})
     else:
         invalid = [f.name for f, run in zip((one, other), firsts, strict=True) if run.verdict == "invalid"]
-        lines = comparison_lines((one.name, other.name), found, changed, repeats)
+        lines = comparison_lines((one.name, other.name), found, changed, repeats, tables.room())
         click.echo("\n".join([*(f"✗ {name} is INVALID" for name in invalid), *lines]))
 
 
@@ -101,7 +102,7 @@ def _series_html(folder: Path) -> str:
 def _series_text(folder: Path) -> list[str]:
     from corral.report.text import series_lines
 
-    return series_lines(**_known_of_series(folder), folder=folder)
+    return series_lines(**_known_of_series(folder), folder=folder, columns=tables.room())
 
 
 def _run_html(folder: Path) -> str:
@@ -113,7 +114,7 @@ def _run_html(folder: Path) -> str:
 def _run_text(folder: Path) -> list[str]:
     from corral.report.text import run_lines
 
-    return run_lines(store.load_run(folder), store.load_rows(folder), folder)
+    return run_lines(store.load_run(folder), store.load_rows(folder), folder, tables.room())
 
 
 @click.command("list")
@@ -141,4 +142,4 @@ def list_runs(as_json: bool) -> None:
     rows = [
         (name, load, verdict, f"{rate:,.0f}" if rate else "", since(at)) for name, load, verdict, rate, at in found
     ]
-    print_table(("RUN", "LOAD", "VERDICT", "OUT TOK/S", "AGO"), rows)
+    print_table(("RUN", "LOAD", "VERDICT", "OUT TOK/S", "AGO"), rows, left=3)

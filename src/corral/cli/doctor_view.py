@@ -1,12 +1,10 @@
 """A doctor's report for people: one line per node, then what is wrong with a remedy each, then what is right.
 
-Made for 80 columns and more; the same sentence about many nodes is one entry.
+Made for 60 columns and more; the same sentence about many nodes is one entry.
 """
 
 from __future__ import annotations
 
-import shutil
-import textwrap
 from collections.abc import Iterator, Sequence
 
 import click
@@ -15,26 +13,23 @@ from corral.doctor import Finding, Level, Report
 from corral.hardware.inventory import GIB
 from corral.hardware.survey import NodeFacts
 from corral.node.adapters import some_of
+from corral.report.tables import reading_width, table_lines, wrapped
 
 __all__ = ["report_lines"]
 
 COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.FATAL: "red"}
 MOST_ROWS = 40
 HEADINGS = ("NODE", "STATE", "PYTHON", "CORES", "MEMORY", "GPUS", "DISK", "ADDRESS")
-SPARED = ("PYTHON", "CORES", "DISK", "MEMORY")  # left out in this order when the terminal is narrow
+SPARED = ("PYTHON", "CORES", "DISK", "MEMORY", "ADDRESS")  # left out in this order when the terminal is narrow
 _STATE, _WHAT = 9, 12
-
-
-def width() -> int:
-    return max(72, min(120, shutil.get_terminal_size((100, 24)).columns))
 
 
 def report_lines(report: Report) -> Iterator[str]:
     """The whole report."""
-    columns = width()
+    columns = reading_width()
     yield from _table(report, columns)
     yield ""
-    wrong = [finding for finding in report.findings if finding.level != Level.OK]
+    wrong = [f for level in (Level.FATAL, Level.WARNING) for f in report.findings if f.level == level]
     for group in _grouped(wrong):
         yield from _entry(group, columns, len(report.hosts))
     if wrong:
@@ -75,15 +70,12 @@ def _entry(group: Sequence[Finding], columns: int, nodes: int) -> Iterator[str]:
     elif hosts and nodes > 1 and first.host not in text:
         text = f"{first.host}: {text}"
     indent = " " * (_STATE + _WHAT)
-    lines = textwrap.wrap(text, columns - len(indent), break_on_hyphens=False) or [""]
-    state = click.style(f"{first.level.value:<{_STATE}}", fg=COLOURS[first.level], bold=first.level == Level.FATAL)
-    yield f"{state}{first.what:<{_WHAT}}{lines[0]}"
-    for line in lines[1:]:
-        yield indent + line
+    lines = wrapped(text, columns, f"{first.level.value:<{_STATE}}{first.what:<{_WHAT}}", indent)
+    state = click.style(lines[0][:_STATE], fg=COLOURS[first.level], bold=first.level == Level.FATAL)
+    yield from (f"{state}{lines[0][_STATE:]}", *lines[1:])
     if first.remedy:
         remedy = first.remedy.replace(first.host, "NODE") if len(hosts) > 1 else first.remedy
-        for number, line in enumerate(textwrap.wrap(remedy, columns - len(indent) - 2, break_on_hyphens=False)):
-            yield click.style(f"{indent}{'→ ' if number == 0 else '  '}{line}", dim=True)
+        yield from (click.style(line, dim=True) for line in wrapped(remedy, columns, f"{indent}→ ", f"{indent}  "))
     for line in first.commands:  # to be pasted: never cut
         yield f"    {line}"
 
@@ -93,31 +85,26 @@ def _table(report: Report, columns: int) -> Iterator[str]:
     hosts = sorted(report.hosts, key=lambda host: report.of(host) == Level.OK)[:MOST_ROWS]
     hosts = [host for host in report.hosts if host in hosts]
     rows = [_row(host, report, facts.get(host)) for host in hosts]
-    shown = list(HEADINGS)
-    for spared in ("", *SPARED):
-        shown = [heading for heading in shown if heading != spared]
-        widths = {h: max(len(h), *(len(row[h]) for row in rows)) for h in shown}
-        if sum(widths.values()) + 2 * (len(shown) - 1) <= columns:
-            break
-    yield click.style("  ".join(h.ljust(widths[h]) for h in shown).rstrip(), bold=True)
-    for host, row in zip(hosts, rows, strict=True):
-        cells = {h: row[h].ljust(widths[h]) for h in shown}
-        cells["STATE"] = click.style(cells["STATE"], fg=COLOURS[report.of(host)])
-        yield "  ".join(cells.values()).rstrip()
+
+    def paint(number: int, heading: str, cell: str) -> str:
+        return click.style(cell, fg=COLOURS[report.of(hosts[number])]) if heading == "STATE" else cell
+
+    yield from table_lines(HEADINGS, rows, columns=columns, spared=SPARED, paint=paint)
     if len(report.hosts) > len(hosts):
         yield f"… and {len(report.hosts) - len(hosts)} more nodes that are well"
 
 
-def _row(host: str, report: Report, node: NodeFacts | None) -> dict[str, str]:
+def _row(host: str, report: Report, node: NodeFacts | None) -> list[str]:
+    state = report.of(host).value
     if node is None:
-        return dict.fromkeys(HEADINGS, "–") | {"NODE": host, "STATE": report.of(host).value}
+        return [host, state, *["–"] * (len(HEADINGS) - 2)]
     address = report.fabric.addresses.get(host, "–") if report.fabric else "–"
     free = min((disk.free_bytes for disk in node.disks.values()), default=0)
     memory = f"{node.memory_available_bytes / GIB:.0f} of {node.memory_bytes / GIB:.0f} GiB"
     names = sorted({gpu.name.removeprefix("NVIDIA ") for gpu in node.gpus})
-    return {
+    cells = {
         "NODE": host,
-        "STATE": report.of(host).value,
+        "STATE": state,
         "PYTHON": node.python or "–",
         "CORES": str(node.cores or "–"),
         "MEMORY": memory if node.memory_bytes else "–",
@@ -125,3 +112,4 @@ def _row(host: str, report: Report, node: NodeFacts | None) -> dict[str, str]:
         "DISK": f"{free / GIB:.0f} GiB" if node.disks else "–",
         "ADDRESS": address,
     }
+    return [cells[heading] for heading in HEADINGS]

@@ -33,7 +33,7 @@ def command(context: click.Context, gpus: str | None, as_json: bool) -> None:
         print_json(rows)
         return
     cells = [[r["name"], _gigabytes(r["bytes"]), r["fits"], "gated" if r["gated"] else "", r["path"]] for r in rows]
-    print_table(["NAME", "WEIGHTS", f"FITS {gpus or 'HERE'}", "ACCESS", "ON DISK"], cells)
+    print_table(["NAME", "WEIGHTS", f"FITS {gpus or 'HERE'}", "ACCESS", "ON DISK"], cells, left=1, tail=3)
 
 
 @command.command("remove", context_settings=HELP)

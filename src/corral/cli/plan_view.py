@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import shlex
-import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
 
 import click
 
-from corral.cli import tables
 from corral.cli.start_line import up_command
 from corral.hardware.inventory import GIB, Gpu
 from corral.plan import Plan
@@ -21,6 +19,8 @@ from corral.plan.reasons import load_words
 from corral.plan.reconcile import Differences
 from corral.plan.table import Cell, TableRow
 from corral.profile import AskedValues, Profile
+from corral.report import tables
+from corral.report.tables import reading_width
 
 __all__ = [
     "about",
@@ -35,10 +35,6 @@ __all__ = [
 _LABEL = 13
 _MOST_REFUSED = 5  # of what cannot run, shown
 _BAR = (("weights", "█"), ("activations", "▓"), ("graphs", "▒"), ("overhead", "▒"), ("KV cache", "░"))
-
-
-def width() -> int:
-    return max(60, min(120, shutil.get_terminal_size((80, 24)).columns))
 
 
 def about(value: float | None) -> str:
@@ -93,7 +89,7 @@ def _memory_words(plan: Plan) -> str:
 
 def plan_lines(plan: Plan, model: str, asked: AskedValues, profile: Profile | None = None) -> Iterator[str]:
     """The plan, top to bottom: verdict, split, memory, speed, what else was considered, how to start it."""
-    columns = width()
+    columns = reading_width()
     verdict = click.style(plan.verdict, fg="green" if plan.fits else "red", bold=True)
     yield f"{click.style(plan.model.name, bold=True)} on {plan.inventory.label}: {verdict}"
     yield ""
@@ -193,7 +189,7 @@ def comparison_lines(rows: Sequence[tuple[Form, Candidate]], most: int = 20) -> 
         yield f"{len(refused)} do not run:"
     for c in refused[:_MOST_REFUSED]:
         text = f"{c.parallel} in {_bits(c)}: {c.problem}"
-        yield from textwrap.wrap(text, width(), initial_indent="  ", subsequent_indent="    ")
+        yield from textwrap.wrap(text, reading_width(), initial_indent="  ", subsequent_indent="    ")
     if len(refused) > _MOST_REFUSED:
         yield f"  … and {len(refused) - _MOST_REFUSED} more (--json has all)"
 
@@ -219,7 +215,7 @@ def need_lines(rows: Sequence[Need], notes: Sequence[str] = ()) -> Iterator[str]
     yield from _table(("GPU", "weights", "on paper", "runs on", "nodes", "KV tokens", "as"), table, left=2)
     for note in dict.fromkeys([row.note for row in rows if row.note] + list(notes)):
         yield ""
-        yield from textwrap.wrap(note, width())
+        yield from textwrap.wrap(note, reading_width())
 
 
 def table_lines(rows: Sequence[TableRow], gpu: Gpu) -> Iterator[str]:
@@ -246,7 +242,7 @@ def table_lines(rows: Sequence[TableRow], gpu: Gpu) -> Iterator[str]:
     yield from _table(("model", *widths), [(r.model, *(_gpus(c) for c in r.cells)) for r in rows], left=4)
     for note in dict.fromkeys(note for row in rows for note in row.notes):
         yield ""
-        yield from textwrap.wrap(note, width())
+        yield from textwrap.wrap(note, reading_width())
 
 
 def _gigabytes(size: float) -> str:

@@ -19,10 +19,10 @@ from typing import Any
 
 import click
 
-from corral.cli import tables
 from corral.deployment.course import Phase
 from corral.deployment.expectation import Expected, duration
 from corral.record import to_json
+from corral.report import tables
 from corral.ssh import WAITING
 from corral.untrusted import plain
 
@@ -45,9 +45,11 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(to_json(value), indent=2, ensure_ascii=False))
 
 
-def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def print_table(
+    headings: Sequence[str], rows: Sequence[Sequence[str]], left: int | None = None, tail: int = 1
+) -> None:
     """A plain aligned table on stdout, within a terminal's width; nothing is cut off."""
-    for line in tables.table_lines(headings, rows, columns=tables.room()):
+    for line in tables.table_lines(headings, rows, left, tables.room(), tail=tail):
         click.echo(line)
 
 

@@ -19,8 +19,9 @@ from corral.lifecycle.members import HeldJob, RankMember, held_job, members
 from corral.lifecycle.successors import all_standings, choose_folder, read_chain
 from corral.plan.reconcile import Differences
 from corral.record import load_json, to_json
+from corral.report import tables
 
-__all__ = ["command"]
+__all__ = ["command", "status_facts", "status_lines"]
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -38,8 +39,8 @@ def command(name: str | None, as_json: bool) -> None:
         more_json = {"plan_against_engine": compared, **_where(nodes, job), "followed_by": _following(folder)}
         print_json({**to_json(found), "answers": answers, **more_json})
     else:
-        more = _compared_lines(compared) if compared else []
-        click.echo("\n".join([*_lines(found, answers, nodes, job), *_followers(folder), *more]))
+        facts = [*status_facts(found, answers, nodes, job), *_followers(folder)]
+        click.echo("\n".join(status_lines(facts, compared, tables.room())))
     if found.state is State.FAILED:
         raise SystemExit(8)
 
@@ -55,13 +56,13 @@ def _following(folder: DeploymentFolder) -> list[dict[str, str]]:
     return [{"name": one.folder.name, "state": one.state.value} for one in standings]
 
 
-def _followers(folder: DeploymentFolder) -> list[str]:
+def _followers(folder: DeploymentFolder) -> list[tuple[str, str]]:
     """The successors of a deployment that is renewed."""
     if not folder.successors.exists():
         return []
     found = [f"{one['name']} ({one['state']})" for one in _following(folder)]
     closed = read_chain(folder).closed
-    return [f"{'followed by':<13}{', '.join(found) or 'nothing yet'}" + (f"; no more: {closed}" if closed else "")]
+    return [("followed by", (", ".join(found) or "nothing yet") + (f"; no more: {closed}" if closed else ""))]
 
 
 def _answers(endpoint: Endpoint) -> bool:
@@ -94,7 +95,10 @@ def _job_row(job: HeldJob, state: State) -> tuple[str, str]:
     return ("job", f"{job.id}{left if state not in ENDED else ''}")
 
 
-def _lines(found: Status, answers: bool | None, nodes: Sequence[RankMember], job: HeldJob | None) -> list[str]:
+def status_facts(
+    found: Status, answers: bool | None, nodes: Sequence[RankMember], job: HeldJob | None
+) -> list[tuple[str, str]]:
+    """What is known of it, each under its name."""
     rows = [("name", found.name), ("state", f"{found.state} for {since(found.since_s)}")]
     if answers is False:
         rows.append(("but", "its server does not answer at this moment"))
@@ -119,8 +123,7 @@ def _lines(found: Status, answers: bool | None, nodes: Sequence[RankMember], job
         rows.append(("ready after", duration(found.timings.ready_s)))
     if found.restarts:
         rows.append(("restarts", str(found.restarts)))
-    width = max(len(name) for name, _ in rows)
-    return [f"{name:<{width}}  {value}" for name, value in rows]
+    return rows
 
 
 PLANNED = {
@@ -133,12 +136,12 @@ PLANNED = {
 }
 
 
-def _compared_lines(compared: Differences) -> list[str]:
-    """The plan held against what the engine reported."""
-    rows = [row for row in compared.rows if row.name in PLANNED]
-    if not rows:
-        return []
-    lines = ["", f"{'':<20}  {'planned':>12}  {'engine says':>12}  {'off by':>7}"]
-    for row in rows:
-        lines.append(f"{PLANNED[row.name]:<20}  {row.predicted:>12,g}  {row.observed:>12,g}  {row.percent:>+6.1f}%")
-    return lines
+def status_lines(facts: Sequence[tuple[str, str]], compared: Differences | None, columns: int | None) -> list[str]:
+    """The facts, and the plan held against what the engine reported."""
+    rows = [
+        (PLANNED[row.name], f"{row.predicted:,g}", f"{row.observed:,g}", f"{row.percent:+.1f}%")
+        for row in (compared.rows if compared else ())
+        if row.name in PLANNED
+    ]
+    table = tables.table_lines(("", "planned", "engine says", "off by"), rows, 1, columns, tail=0)
+    return [*tables.fact_lines(facts, columns), *(["", *table] if rows else [])]

@@ -58,7 +58,7 @@ def _servers(names: tuple[str, ...], urls: tuple[str, ...], key_file: str | None
 
     if names or urls:
         named = [(name, ready_endpoint(name)) for name in names]
-        return named + [(url, resolve(url=url, key_file=key_file)) for url in urls]
+        return named + [(_without_scheme(url), resolve(url=url, key_file=key_file)) for url in urls]
     ready = [status for status in deployments.statuses() if status.state is State.READY]
     found = [(status.name, status.endpoint) for status in ready if status.endpoint is not None]
     if not found:
@@ -66,8 +66,13 @@ def _servers(names: tuple[str, ...], urls: tuple[str, ...], key_file: str | None
 
         if os.environ.get("OPENAI_BASE_URL"):
             endpoint = resolve()
-            return [(endpoint.root, endpoint)]
+            return [(_without_scheme(endpoint.root), endpoint)]
     return found
+
+
+def _without_scheme(url: str) -> str:
+    """An address by what tells it from others, where there is little room."""
+    return url.partition("://")[2].rstrip("/").removesuffix("/v1") or url
 
 
 async def _twice(servers: list[tuple[str, Endpoint]], interval_s: float) -> list[Line]:

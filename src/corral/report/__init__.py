@@ -1,1 +1,1 @@
-"""Saved runs -> a page in the terminal, or one self-contained HTML file."""
+"""What people read: tables that fit a terminal; saved runs as a page there, or as one self-contained HTML file."""
