@@ -3,9 +3,11 @@
 One machine, one engine, one run: the server that Corral starts is measured with `corral batch` and the threads script
 in turn (in both orders), then stopped; then the engine itself runs the same prompts in process with the same
 settings, and `vllm run-batch` does. Both are warmed up by 160 short answers. Printed are output tokens per second
-without start-up, and the ratios.
+without start-up, and the ratios. With `--together` the engine in process is there beside the server and they take
+turns, run by run: give each less than half of the memory then (`--up "--set gpu_memory_utilization=0.45"`).
 
-    python benchmarks/batch_engines.py [--rows 96] [--tokens 64] [--model smollm2] [--skip run-batch]
+    python benchmarks/batch_engines.py [--rows 96] [--tokens 64] [--model smollm2] [--skip run-batch] [--together]
+                                       [--loads 6000x128,20000x16,1500x128x2000]
                                        [--up "--runtime venv --runtime-option path=/opt/vllm -- --load-format dummy"]
 """
 
@@ -22,10 +24,13 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 NAME = "batchtest-speed"
+CORRAL, THREADS, OFFLINE_ENGINE = "corral batch", "20 threads + requests", "LLM.generate"
 ENGINE_FLAGS: dict[str, Callable[[str], Any]] = {
     "--dtype": str,
     "--load-format": str,
@@ -39,12 +44,11 @@ OFFLINE = """
 import json, sys, time
 from vllm import LLM, SamplingParams
 if __name__ == "__main__":
-    ask = json.load(open(sys.argv[1]))
-    llm = LLM(**ask["engine"])
-    params = SamplingParams(temperature=0, max_tokens=ask["tokens"], ignore_eos=True)
-    few = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    llm.generate(ask["prompts"][:160], few, use_tqdm=False)
-    for _ in range(ask["repeat"]):
+    llm = LLM(**json.loads(sys.argv[1]))
+    print("RESULT 0", flush=True)
+    for line in sys.stdin:  # prompts in a file, and how many tokens each
+        ask = json.load(open(line.strip()))
+        params = SamplingParams(temperature=0, max_tokens=ask["tokens"], ignore_eos=True)
         began = time.perf_counter()
         found = llm.generate(ask["prompts"], params, use_tqdm=False)
         took = time.perf_counter() - began
@@ -52,9 +56,28 @@ if __name__ == "__main__":
 """
 
 
-def prompts_of(count: int) -> list[str]:
-    topics = ["the sea", "a small town", "old machines", "a long winter", "two friends", "the first railway"]
-    return [f"Story number {n}, about {topics[n % len(topics)]}. It begins like this:" for n in range(count)]
+@dataclass(frozen=True)
+class Load:
+    """So many rows of so many output tokens; their prompts of about so many tokens."""
+
+    rows: int
+    tokens: int
+    prompt_tokens: int = 0  # as many as a first sentence has
+
+    @classmethod
+    def read(cls, text: str) -> Load:
+        return cls(*map(int, text.split("x")))
+
+    def prompts(self) -> list[str]:
+        topics = ["the sea", "a small town", "old machines", "a long winter", "two friends", "the first railway"]
+        found = []
+        for n in range(self.rows):
+            further = " ".join(f"{(n * 7919 + at * 104729) % 9973}" for at in range(self.prompt_tokens // 3))
+            found.append(f"Story number {n}, {further} about {topics[n % len(topics)]}. It begins like this:")
+        return found
+
+
+WARM_UP = Load(160, 8)
 
 
 def corral(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -66,7 +89,6 @@ def corral(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def with_corral(rows: Path, place: Path, tokens: int) -> float:
     """Output tokens per second of `corral batch`, by its own summary: first request to last commit."""
-    place.unlink(missing_ok=True)
     done = corral("batch", str(rows), "-o", str(place), "--deployment", NAME, "--max-tokens", str(tokens),
                   "--temperature", "0", "--param", "ignore_eos=true", "--json")  # fmt: skip
     summary = json.loads(done.stdout.splitlines()[-1])
@@ -92,23 +114,42 @@ def with_threads(prompts: list[str], url: str, key: str, model: str, tokens: int
     return counted[0] / (time.perf_counter() - began)
 
 
-def with_engine(spec: dict[str, Any], prompts: list[str], tokens: int, repeat: int, place: Path) -> list[float]:
+class Engine:
     """`LLM.generate` in the engine's own environment, with the settings of the server."""
-    rank = spec["ranks"][0]
-    argv: list[str] = rank["argv"]
-    engine = {"model": spec["model_path"], "enable_prefix_caching": True}
-    for flag, read in ENGINE_FLAGS.items():
-        if flag in argv:
-            engine[flag[2:].replace("-", "_")] = read(argv[argv.index(flag) + 1])
-    ask = {"engine": engine, "prompts": prompts, "tokens": tokens, "repeat": repeat}
-    (place / "ask.json").write_text(json.dumps(ask))
-    (place / "offline.py").write_text(OFFLINE)
-    command = [*_python(argv), str(place / "offline.py"), str(place / "ask.json")]
-    done = subprocess.run(command, env=_all_cores(rank), capture_output=True, text=True, timeout=900, check=False)
-    speeds = [float(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT")]
-    if len(speeds) != repeat:
-        raise SystemExit(f"LLM.generate: {done.stderr[-2000:]}")
-    return speeds
+
+    def __init__(self, spec: dict[str, Any], place: Path) -> None:
+        rank = spec["ranks"][0]
+        argv: list[str] = rank["argv"]
+        engine = {"model": spec["model_path"], "enable_prefix_caching": True}
+        for flag, read in ENGINE_FLAGS.items():
+            if flag in argv:
+                engine[flag[2:].replace("-", "_")] = read(argv[argv.index(flag) + 1])
+        (place / "offline.py").write_text(OFFLINE)
+        self._place, self._log = place, (place / "offline.log").open("w")
+        self._process = subprocess.Popen(
+            [*_python(argv), str(place / "offline.py"), json.dumps(engine)],
+            env=_all_cores(rank), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
+        )  # fmt: skip
+        self._result()
+
+    def run(self, prompts: list[str], tokens: int) -> float:
+        ask = self._place / "ask.json"
+        ask.write_text(json.dumps({"prompts": prompts, "tokens": tokens}))
+        assert self._process.stdin is not None
+        print(ask, file=self._process.stdin, flush=True)
+        return self._result()
+
+    def _result(self) -> float:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("RESULT"):
+                return float(line[7:])
+        raise SystemExit("LLM.generate: " + (self._place / "offline.log").read_text()[-2000:])
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
 
 
 def with_run_batch(spec: dict[str, Any], prompts: list[str], tokens: int, place: Path) -> tuple[float, float]:
@@ -160,56 +201,84 @@ def _env(rank: dict[str, Any]) -> dict[str, str]:
     return {**env, **{name: value for name, value in rank["env"].items() if name != "PYTHONPATH"}}
 
 
+def served(prompts: list[str], load: Load, place: Path, endpoint: dict[str, str], contender: str) -> float:
+    """One run against the server."""
+    if contender == THREADS:
+        url, key = endpoint["base_url"] + "/completions", Path(endpoint["key_file"]).read_text().strip()
+        return with_threads(prompts, url, key, endpoint["model"], load.tokens)
+    rows = place / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    return with_corral(rows, place / f"out-{time.monotonic_ns()}.jsonl", load.tokens)  # no run goes on with another's
+
+
+def table(load: Load, speeds: dict[str, list[float]]) -> None:
+    ours = mean(speeds[CORRAL])
+    print(f"\n{load}\n{'contender':30} {'out tok/s':>10} {'corral / it':>12}   each run")
+    for name, found in speeds.items():
+        each = ", ".join(f"{speed:,.0f}" for speed in found)
+        print(f"{name:30} {mean(found):10.1f} {ours / mean(found):12.2f}   {each}", flush=True)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=96)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--loads", help="several loads: ROWSxTOKENS or ROWSxTOKENSxPROMPT_TOKENS, comma between")
     parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--context", default="2048")
     parser.add_argument("--seqs", type=int, help="max_num_seqs of the server (default: the plan's)")
     parser.add_argument("--repeat", type=int, default=2, help="runs of each (default 2)")
+    parser.add_argument("--together", action="store_true", help="the engine in process takes turns with the server")
     parser.add_argument("--up", default="", help="further words for `corral up`")
     parser.add_argument("--skip", action="append", default=[], choices=["threads", "llm", "run-batch"])
     given = parser.parse_args()
-    prompts = prompts_of(given.rows)
-    names = ["corral batch", "20 threads + requests"]
-    speeds: dict[str, list[float]] = {name: [] for name in names if name == names[0] or "threads" not in given.skip}
+    loads = [*map(Load.read, given.loads.split(","))] if given.loads else [Load(given.rows, given.tokens)]
+    setup = ["--name", NAME, "--context", given.context]
+    setup += ["--set", f"max_num_seqs={given.seqs}"] if given.seqs else []
+    speeds: dict[Load, dict[str, list[float]]] = {load: {} for load in loads}
+
+    def note(load: Load, contender: str, speed: float) -> None:
+        speeds[load].setdefault(contender, []).append(speed)
+        print(f"{load}  {contender}: {speed:.1f} tok/s", flush=True)
+
     with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder)
-        rows = place / "rows.jsonl"
-        rows.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
-        setup = ["--name", NAME, "--context", "2048"]
-        setup += ["--set", f"max_num_seqs={given.seqs}"] if given.seqs else []
-        more = shlex.split(given.up)
+        place, more = Path(folder), shlex.split(given.up)
         spec = json.loads(corral("up", given.model, *setup, "--dry-run", *more).stdout)
         corral("up", given.model, *setup, "--json", *more)
+        engine: Engine | None = None
         try:
-            status = json.loads(corral("status", NAME, "--json").stdout)
-            url = status["endpoint"]["base_url"].removesuffix("/v1") + "/v1/completions"
-            key = Path(status["endpoint"]["key_file"]).read_text().strip()
-            warm = place / "warm.jsonl"
-            warm.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts[:160]))
-            with_corral(warm, place / "warm-out.jsonl", 8)
-            turns = [0] * given.repeat if "threads" in given.skip else [0, 1, 1, 0] * (given.repeat // 2)
-            for turn in turns:
-                name = names[turn]
-                if turn:
-                    speed = with_threads(prompts, url, key, status["endpoint"]["model"], given.tokens)
-                else:
-                    speed = with_corral(rows, place / f"out{len(speeds[name])}.jsonl", given.tokens)
-                speeds[name].append(speed)
-                print(f"{name}: {speed:.1f} tok/s", flush=True)
+            endpoint = json.loads(corral("status", NAME, "--json").stdout)["endpoint"]
+            served(loads[0].prompts()[:160], WARM_UP, place, endpoint, CORRAL)
+            if given.together:
+                engine = Engine(spec, place)
+                engine.run(loads[0].prompts()[:160], WARM_UP.tokens)
+            for load in loads:
+                prompts = load.prompts()
+                for turn in range(given.repeat):
+                    contenders = [CORRAL, *([] if "threads" in given.skip else [THREADS])]
+                    for contender in contenders if turn % 2 == 0 else reversed(contenders):
+                        note(load, contender, served(prompts, load, place, endpoint, contender))
+                    if engine:
+                        note(load, OFFLINE_ENGINE, engine.run(prompts, load.tokens))
+                if engine:
+                    table(load, speeds[load])
         finally:
             corral("down", NAME)
-        if "llm" not in given.skip:
-            speeds["LLM.generate"] = with_engine(spec, prompts, given.tokens, given.repeat, place)
+            if engine:
+                engine.close()
+        if engine is None and "llm" not in given.skip:
+            engine = Engine(spec, place)
+            engine.run(loads[0].prompts()[:160], WARM_UP.tokens)
+            for load in loads:
+                for _ in range(given.repeat):
+                    note(load, OFFLINE_ENGINE, engine.run(load.prompts(), load.tokens))
+            engine.close()
         if "run-batch" not in given.skip:
-            own, whole = with_run_batch(spec, prompts, given.tokens, place)
-            speeds["vllm run-batch (own work)"], speeds["vllm run-batch (with start)"] = [own], [whole]
-    ours = sum(speeds["corral batch"]) / len(speeds["corral batch"])
-    print(f"\n{'contender':30} {'out tok/s':>10} {'corral / it':>12}   each run")
-    for name, found in speeds.items():
-        mean = sum(found) / len(found)
-        print(f"{name:30} {mean:10.1f} {ours / mean:12.2f}   {', '.join(f'{speed:,.0f}' for speed in found)}")
+            own, whole = with_run_batch(spec, loads[0].prompts(), loads[0].tokens, place)
+            note(loads[0], "vllm run-batch (own work)", own)
+            note(loads[0], "vllm run-batch (with start)", whole)
+    for load in loads:
+        table(load, speeds[load])
 
 
 if __name__ == "__main__":
