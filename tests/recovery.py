@@ -32,6 +32,7 @@ from tests.tiny_llama import make_tiny_llama
 JOB = ("--partition", "gpu", "--slurm", "cpus_per_task=2", "--slurm", "mem=6G", "--slurm", "gpus_per_node=0")
 PAIR = ("--link", "native", "--set", "pipeline=2")
 SMALL = ("--set", "eager=true", "--set", "max_model_len=512", "--patience", "60")
+PREEMPTION = {"PreemptType": "preempt/partition_prio", "PreemptMode": "REQUEUE"}
 STREAMS = 4
 ROWS = 9000
 
@@ -182,7 +183,7 @@ def preemption(bed: Bed, slurm: Slurm) -> bool:
         return json.loads(bed.must("batch", "status", str(output), "--json"))
 
     wait_for(lambda: output.exists() and output.stat().st_size > 0, 600, "the first rows")
-    node = standing()["jobs"][0]["text"].rpartition(" ")[2]
+    node = slurm.run("squeue", "-h", "-t", "R", "-o", "%N").stdout.split()[0]
     rival = ["sbatch", "--parsable", "-p", "debug", "-t5", "-o", "/dev/null", "--exclusive", f"--nodelist={node}"]
     job = slurm.run(*rival, "--wrap", "sleep 600").stdout.strip()
     wait_for(lambda: "RUNNING" in slurm.run("squeue", "-h", "-j", job, "-o", "%T").stdout, 120, "the rival's start")
@@ -207,7 +208,10 @@ def main() -> None:
             (KEPT / part).mkdir(parents=True, exist_ok=True)
             (folder / "corral" / part).symlink_to(KEPT / part)
         names = ("login", "n1", "n2", "n3", "n4")
-        with Hosts(folder / "hosts", names, shared=[folder, KEPT]) as hosts, Slurm(hosts) as slurm:
+        with (
+            Hosts(folder / "hosts", names, shared=[folder, KEPT]) as hosts,
+            Slurm(hosts, settings=PREEMPTION) as slurm,
+        ):
             bed = Bed(folder, hosts)
             bed.must("engine", "install", "cpu")
             bad = [one for one in chosen if not SCENARIOS[one](bed, slurm)]

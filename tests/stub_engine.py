@@ -7,13 +7,15 @@ Options: `die-after-ready=CODE`, `exit=CODE` (before ready), `silent` (no more l
 child in a session of its own), `retitled` (a child without the launch's environment), `open` (answers without a key),
 `hang` (stops answering after ready), `slow=SECONDS` or `after=FILE` (before the port is bound), `worker-exit=CODE`
 (a headless rank), `busy` (says that a request runs), `spin` (computes and writes lines, and never gets on),
-`pause=SECONDS` (before each answer).
+`pause=SECONDS` (before each answer). After SIGUSR1 it looks well and gets nowhere: completions are taken and never
+answered, and counted as running.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -94,7 +96,8 @@ def main() -> None:
             "WARNING 11-15 10:00:00 [cpu.py:1] Failed to create oneDNN linear, fallback to torch linear", flush=True
         )
         sum(range(200_000))
-    hanging = threading.Event()
+    hanging, stuck, taken = threading.Event(), threading.Event(), threading.Semaphore(0)
+    signal.signal(signal.SIGUSR1, lambda *_: stuck.set())
 
     class Handler(BaseHTTPRequestHandler):
         def answer(self, code: int, text: str) -> None:
@@ -111,7 +114,7 @@ def main() -> None:
             if "open" not in options and self.headers.get("Authorization") != f"Bearer {key}":
                 return self.answer(401, "")
             if self.path == "/metrics":
-                busy = 1 if "busy" in options else 0
+                busy = int("busy" in options) + taken._value
                 return self.answer(
                     200, f'vllm:num_requests_running{{a="b"}} {busy}\nvllm:generation_tokens_total 1\n'
                 )
@@ -121,6 +124,9 @@ def main() -> None:
 
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
+            if stuck.is_set():
+                taken.release()  # one more
+                time.sleep(1000)
             time.sleep(float(options.get("pause", 0)))
             self.answer(200, ANSWER)
             if "die-after-ready" in options:

@@ -10,7 +10,7 @@ wanted=(unit:shellcheck:shellcheck unit:openssl:openssl
     cluster:slurmctld:slurm-wlm cluster:slurmd:slurm-wlm cluster:munged:munge
     cluster:mariadbd:mariadb-server cluster:slurmdbd:slurmdbd
     cluster:dockerd:docker.io cluster:docker:docker.io cluster:runc:runc
-    cluster:podman:podman cluster:catatonit:catatonit
+    cluster:podman:podman cluster:catatonit:catatonit cluster:bindfs:bindfs
     browser:chromium:chromium+fonts-dejavu-core)
 [ $# -gt 0 ] || set -- unit cluster browser
 PATH=$PATH:/usr/sbin:/sbin

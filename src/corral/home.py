@@ -9,10 +9,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["cache_dir", "deployments_dir", "engines_dir", "fleets_dir", "home_dir", "models_dir"]
+__all__ = ["cache_dir", "deployments_dir", "engines_dir", "fleets_dir", "home_dir", "models_dir", "watch_home"]
+
+HANGS_S = 3.0
 
 
 def home_dir() -> Path:
@@ -21,6 +26,28 @@ def home_dir() -> Path:
         return Path(chosen).expanduser().absolute()
     data = os.environ.get("XDG_DATA_HOME")
     return (Path(data) if data else Path.home() / ".local" / "share") / "corral"
+
+
+def watch_home(say: Callable[[str], None], hangs_s: float = HANGS_S) -> threading.Thread:
+    """Say so when the file system of the home does not answer: whoever reads it then waits, and cannot say why.
+
+    Beside the command, and no more than a word: there are file systems that answer this question last of all.
+    """
+    answered = threading.Event()
+
+    def look() -> None:
+        with contextlib.suppress(OSError, RuntimeError):  # it is not there yet, or nobody knows where
+            os.statvfs(home_dir())  # asks the server of a network file system, where `stat` may be remembered
+        answered.set()
+
+    def wait() -> None:
+        if not answered.wait(hangs_s):
+            say(f"waiting for the file system of {home_dir()}: it has not answered for {hangs_s:g} s")
+
+    threading.Thread(target=look, daemon=True).start()
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    return waiting
 
 
 def engines_dir() -> Path:

@@ -17,7 +17,29 @@ from typing import IO
 
 from corral.errors import CorralError, DataError, UnreachableError
 
-__all__ = ["Completed", "capture", "quote_command", "run", "stream"]
+__all__ = ["Completed", "Leash", "capture", "quote_command", "run", "stream"]
+
+
+class Leash:
+    """Holds a command that another thread runs, to end it when nobody waits for it any more."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._cut = False
+
+    def hold(self, process: subprocess.Popen[bytes]) -> None:
+        with self._lock:
+            self._process = process
+            if self._cut:
+                process.kill()
+
+    def cut(self) -> None:
+        """End the command that is held, and any that comes."""
+        with self._lock:
+            self._cut = True
+            if self._process:
+                self._process.kill()
 
 
 @dataclass(frozen=True)
@@ -38,7 +60,9 @@ class Completed:
         raise CorralError(f"{what}: `{self.argv[0]}` ended with code {self.code}: {said}", remedy)
 
 
-def capture(argv: Sequence[str], stdin: bytes, timeout_s: float, most_bytes: int) -> tuple[int, bytes, bytes]:
+def capture(
+    argv: Sequence[str], stdin: bytes, timeout_s: float, most_bytes: int, leash: Leash | None = None
+) -> tuple[int, bytes, bytes]:
     """Run a command whose words are not trusted: its exit code and what it said, or an error when it says too much.
 
     Raises what `subprocess.run` raises for a command that is missing or takes too long.
@@ -47,6 +71,8 @@ def capture(argv: Sequence[str], stdin: bytes, timeout_s: float, most_bytes: int
     heard = {"stdout": bytearray(), "stderr": bytearray()}
     pipe = subprocess.PIPE
     with subprocess.Popen(list(argv), stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0) as process:
+        if leash:
+            leash.hold(process)
         listeners = [
             threading.Thread(target=_listen, args=(process, stream, heard[name], most_bytes), daemon=True)
             for name, stream in (("stdout", process.stdout), ("stderr", process.stderr))

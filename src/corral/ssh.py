@@ -27,7 +27,7 @@ from corral.errors import AccessError, CorralError, DataError, UnreachableError,
 from corral.files import existing_file, make_private_dir, read_text, write_atomic
 from corral.home import home_dir
 from corral.node.adapters import some_of
-from corral.shell import Completed, capture
+from corral.shell import Completed, Leash, capture
 from corral.untrusted import plain
 
 __all__ = [
@@ -123,12 +123,18 @@ class Ssh:
         return [*ssh_command(), *(word for flag, path in given if path for word in (flag, path))]
 
     def run(
-        self, host: str, argv: Sequence[str], stdin: bytes = b"", timeout_s: float = 60, check: bool = False
+        self,
+        host: str,
+        argv: Sequence[str],
+        stdin: bytes = b"",
+        timeout_s: float = 60,
+        check: bool = False,
+        leash: Leash | None = None,
     ) -> Completed:
         """Run a command on a host to its end. With `check`, an exit code other than 0 is an error."""
         command = [*self.prefix(host), "--", shlex.join(argv)]
         try:
-            code, said, complained = capture(command, stdin, timeout_s, MOST_SAID_BYTES)
+            code, said, complained = capture(command, stdin, timeout_s, MOST_SAID_BYTES, leash)
         except FileNotFoundError:
             raise CorralError(f"the command {command[0]!r} is not on this machine.", "Install OpenSSH.") from None
         except subprocess.TimeoutExpired:
@@ -144,14 +150,20 @@ class Ssh:
         return completed.or_raise(f"on {host}") if check else completed
 
     def python(
-        self, host: str, source: str, arguments: Sequence[str] = (), stdin: bytes = b"", timeout_s: float = 60
+        self,
+        host: str,
+        source: str,
+        arguments: Sequence[str] = (),
+        stdin: bytes = b"",
+        timeout_s: float = 60,
+        leash: Leash | None = None,
     ) -> Completed:
         """Run Python source on a host without placing a file; `stdin` is what the script reads."""
         # the source travels on stdin, before what the script itself reads: nothing is too long for an argument list
         length = len(source.encode())
         boot = f"import sys; exec(compile(sys.stdin.buffer.read({length}), 'corral', 'exec'))"
         argv = ["python3", "-I", "-c", boot, *arguments]
-        return self.run(host, argv, source.encode() + stdin, timeout_s)
+        return self.run(host, argv, source.encode() + stdin, timeout_s, leash=leash)
 
     def write(self, host: str, path: str, data: bytes, mode: int = 0o600, timeout_s: float = 60) -> None:
         """Put a file on a host: whole or not at all, readable by its owner only unless `mode` says more."""

@@ -5,7 +5,8 @@
 Each half (`faults_ssh.py`, `faults_slurm.py`) brings hosts with a stand-in engine (`bed`) and its faults (`FAULTS`).
 A fault gets a deployment of its own: it is brought up, struck, watched until the fault is seen, then looked over for
 what it left, and once more after `corral down`. What is measured ends when a `corral status` has answered, so its
-own half second is in every figure. The exit code is 1 when a fault missed its goal or left something.
+own half second is in every figure. Where a host stays cut off or without power, `corral down` is tried before it
+comes back, too. The exit code is 1 when a fault missed its goal or left something.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
@@ -58,12 +60,16 @@ class Fault:
     """Something that breaks under a ready deployment."""
 
     name: str
-    strike: Callable[[Any, str], None]  # the bed, and the deployment's name
+    strike: Callable[[Any, str], str | None]  # the bed, and the deployment's name; what was said meanwhile
     goal_s: float | None = PROCESS_S  # None: there is nothing to notice, or the scheduler's own time limits say when
     noticed: Callable[[dict[str, Any]], bool] = is_failed  # of what `corral status` says
     heal: Callable[[Any, str], None] | None = None  # before `corral down`
     options: tuple[str, ...] = ()  # of `corral up`
     why_no_goal: str = ""
+    on: Callable[[Any], Any] = lambda bed: bed  # where it is brought up, if not on the half's own bed
+    down_meanwhile: bool = False  # `corral down` also before `heal`
+    cleared_s: float = CLEARED_S
+    out_of_reach: bool = False  # until `heal`, only the scheduler can end its own there: looked at afterwards
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,10 @@ class Seen:
     left: tuple[str, ...]
     left_after_down: tuple[str, ...]
     note: str = ""
+    status_s: float = 0.0  # the longest `corral status` until it was noticed
+    down_s: float = 0.0
+    down_meanwhile_s: float | None = None  # with the fault still there
+    load: float = 0.0  # the machine's, over the last minute
 
     @property
     def good(self) -> bool:
@@ -95,31 +105,52 @@ class Half(Protocol):
 
 def run_fault(target: str, bed: Bed, fault: Fault, number: int) -> Seen:
     name = f"fault{number}"
+    bed = fault.on(bed)
     bed.up(name, fault.options)
     began = time.monotonic()
-    fault.strike(bed, name)
-    noticed_s, now = _watch(bed, name, fault, began)
-    left = _left(bed, name) if is_failed(now) else ()
+    said = fault.strike(bed, name)
+    watched = _watch(bed, name, fault, began)
+    load = os.getloadavg()[0]
+    left = _left(bed, name, fault.cleared_s) if is_failed(watched.now) and not fault.out_of_reach else ()
+    meanwhile_s = _down(bed, name)[0] if fault.down_meanwhile else None
     if fault.heal:
         fault.heal(bed, name)
-    refused = bed.down(name)
-    after = _left(bed, name)
-    note = "; ".join(filter(None, (fault.why_no_goal, f"`down`: {refused}" if refused else "")))
-    return Seen(target, fault.name, fault.goal_s, noticed_s, _said(now), left, after, note)
+    down_s, refused = _down(bed, name)
+    after = _left(bed, name, fault.cleared_s)
+    note = "; ".join(filter(None, (said, fault.why_no_goal, f"`down`: {refused}" if refused else "")))
+    return Seen(target, fault.name, fault.goal_s, watched.noticed_s, _said(watched.now), left, after, note,
+                watched.longest_s, down_s, meanwhile_s, load)  # fmt: skip
 
 
-def _watch(bed: Bed, name: str, fault: Fault, began: float) -> tuple[float | None, dict[str, Any]]:
-    now: dict[str, Any] = {}
-    while time.monotonic() - began < PATIENCE_S:
-        now = bed.status(name)
-        if fault.noticed(now):
-            return time.monotonic() - began, now
+@dataclass
+class Watched:
+    """What `corral status` said until it had noticed."""
+
+    noticed_s: float | None = None  # None: never
+    now: dict[str, Any] = field(default_factory=dict)
+    longest_s: float = 0.0
+
+
+def _watch(bed: Bed, name: str, fault: Fault, began: float) -> Watched:
+    found = Watched()
+    while (asked := time.monotonic()) - began < PATIENCE_S:
+        found.now = bed.status(name)
+        found.longest_s = max(found.longest_s, time.monotonic() - asked)
+        if fault.noticed(found.now):
+            found.noticed_s = time.monotonic() - began
+            break
         time.sleep(0.1)
-    return None, now
+    return found
 
 
-def _left(bed: Bed, name: str) -> tuple[str, ...]:
-    until = time.monotonic() + CLEARED_S
+def _down(bed: Bed, name: str) -> tuple[float, str]:
+    began = time.monotonic()
+    refused = bed.down(name)
+    return time.monotonic() - began, refused
+
+
+def _left(bed: Bed, name: str, cleared_s: float) -> tuple[str, ...]:
+    until = time.monotonic() + cleared_s
     while (found := bed.left(name)) and time.monotonic() < until:
         time.sleep(0.5)
     return tuple(found)
@@ -132,16 +163,16 @@ def _said(now: dict[str, Any]) -> str:
 
 def markdown(rows: Sequence[Seen]) -> str:
     """The table, as it stands in docs/log.md."""
-    lines = [
-        "| target | fault | noticed after | goal | what `status` said | left behind |",
-        "|---|---|---|---|---|---|",
-    ]
+    heads = ("target", "fault", "noticed after", "goal", "longest `status`", "`down`", "load", "said", "left behind")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in rows:
         noticed = "never" if row.noticed_s is None else f"{row.noticed_s:.1f} s"
         goal = "–" if row.goal_s is None else f"{row.goal_s:g} s"
         left = [*row.left, *(f"after `down`: {one}" for one in row.left_after_down)]
         said = f"{row.said}; {row.note}" if row.note else row.said
-        cells = (row.target, row.fault, noticed, goal, said, "; ".join(left) or "nothing")
+        meanwhile = "" if row.down_meanwhile_s is None else f"{row.down_meanwhile_s:.1f} s, then "
+        times = (f"{row.status_s:.1f} s", f"{meanwhile}{row.down_s:.1f} s", f"{row.load:.1f}")
+        cells = (row.target, row.fault, noticed, goal, *times, said, "; ".join(left) or "nothing")
         lines.append("| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in cells) + " |")
     return "\n".join(lines)
 

@@ -9,20 +9,24 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tests.cluster.faults import LINK_S, Fault
-from tests.cluster.test_slurm import PREEMPTION, SMALL, Login, logged_in
-from tests.testbed.disk import small_disk
+from tests.cluster.test_slurm import PREEMPTION, SMALL, Login, logged_in, request
+from tests.testbed.disk import Served, served_folder, small_disk
 from tests.testbed.hosts import Hosts
 from tests.testbed.slurm import Slurm
 
 PAIR = ("--nodes", "2", "--slurm", "nodelist=n1,n2", "--slurm", "requeue=false")
 ONE = ("--slurm", "nodelist=n1", "--slurm", "requeue=false")
 SCHEDULER = "only SLURM can tell, after SlurmdTimeout (6 s here) and its own round"
+HUNG = ("--hung", "10")
+PATIENCE = "an idle engine of several is asked for a token every 5 s and has 10 s to answer"
+BUSY = "with `--hung 10`, counted from a request that is never answered"
 HOME_BYTES = 64 << 20
+FULL_S = 10.0
 NODE_PLACES = ("/tmp", "/run", "/dev/shm")  # every node's own
 
 
@@ -32,6 +36,9 @@ class SlurmBed:
 
     login: Login
     before: dict[str, set[str]]  # files of each node's own before anything ran there
+    elsewhere: Login | None = None  # the same user with a home on a file system that can hang
+    server: Served | None = None  # that file system
+    asking: list[Any] = field(default_factory=list)  # commands that wait for an answer
 
     def up(self, name: str, options: Sequence[str]) -> None:
         done = self.login.corral("up", str(self.login.model), "--name", name, *SMALL, "--time", "10:00", *options)
@@ -50,7 +57,7 @@ class SlurmBed:
         hosts = self.login.hosts
         mark = f"/{name}/"
         found = [
-            f"process {line.split()[-1]} on {node}"
+            f"{line.split()[0]} of {line.split()[-1]} on {node}"
             for node in hosts.names
             for _, line in hosts.processes(node)
             if mark in line
@@ -85,15 +92,24 @@ def files_of(hosts: Hosts, node: str) -> set[str]:
 
 @contextmanager
 def bed(folder: Path) -> Iterator[SlurmBed]:
-    names, home = ("login", "n1", "n2", "n3"), folder / "corral"
+    names, home, distant = ("login", "n1", "n2", "n3"), folder / "corral", folder / "net"
     with (
         small_disk(home, HOME_BYTES),
-        Hosts(folder / "hosts", names, shared=[folder, home]) as hosts,
+        served_folder(distant, folder / "behind") as server,
+        Hosts(folder / "hosts", names, shared=[folder, home, distant]) as hosts,
         Slurm(hosts, settings=PREEMPTION) as slurm,
         logged_in(hosts, slurm, home) as login,
+        logged_in(hosts, slurm, distant / "corral", login.model) as elsewhere,
     ):
         slurm.run("scontrol", "update", "PartitionName=debug", "PriorityTier=10")
-        yield SlurmBed(login, {node: files_of(hosts, node) for node in slurm.nodes})
+        before = {node: files_of(hosts, node) for node in slurm.nodes}
+        yield SlurmBed(login, before, elsewhere, server)
+
+
+def served(bed: SlurmBed) -> SlurmBed:
+    """The same cluster with a home on a file system that is a process."""
+    assert bed.elsewhere
+    return SlurmBed(bed.elsewhere, bed.before, server=bed.server)
 
 
 Strike = Callable[[SlurmBed, str], None]
@@ -137,14 +153,64 @@ def end_rival(bed: SlurmBed, name: str) -> None:
     bed.login.slurm.run("scancel", "--name=rival")
 
 
+def signal_engine(node: str, number: signal.Signals) -> Strike:
+    def strike(bed: SlurmBed, name: str) -> None:
+        for pid in bed.engines(name, node):
+            os.kill(pid, number)
+
+    return strike
+
+
+def hang_and_ask(bed: SlurmBed, name: str) -> None:
+    """The engine looks well, and a request gets no token."""
+    signal_engine("n1", signal.SIGUSR1)(bed, name)
+    bed.asking.append(bed.login.start("complete", "Once", "--deployment", name))
+
+
+def answer_nobody(bed: SlurmBed, name: str) -> None:
+    for asking in bed.asking:
+        asking.communicate(timeout=60)
+    bed.asking.clear()
+
+
 def fill_disk(bed: SlurmBed, name: str) -> None:
-    """The file system of Corral's home is full for ten seconds: five heartbeats."""
-    filler = bed.login.home / "filler"
-    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+    with contextlib.suppress(OSError), (bed.login.home / "filler").open("wb", buffering=0) as file:
         while True:
             file.write(bytes(1 << 16))
-    time.sleep(10)
-    filler.unlink()
+
+
+def empty_disk(bed: SlurmBed, name: str) -> None:
+    (bed.login.home / "filler").unlink()
+
+
+def fill_for_a_while(bed: SlurmBed, name: str) -> str:
+    """The file system of Corral's home is full for ten seconds: five heartbeats."""
+    fill_disk(bed, name)
+    time.sleep(FULL_S)
+    meanwhile = bed.status(name)
+    empty_disk(bed, name)
+    return f"while it was full: {meanwhile.get('state')}"
+
+
+def kill_on_a_full_disk(bed: SlurmBed, name: str) -> None:
+    fill_disk(bed, name)
+    kill(bed.engines(name, "n1"))
+
+
+def hang_home(bed: SlurmBed, name: str) -> str:
+    """Nothing of Corral's home can be read or written for ten seconds; a `corral status` waits meanwhile."""
+    assert bed.server
+    endpoint = json.loads((bed.login.folder(name) / "endpoint.json").read_text())
+    key = Path(endpoint["key_file"]).read_text().strip()
+    bed.server.hang()
+    try:
+        asking = bed.login.start("status", name, "--json")
+        time.sleep(FULL_S)
+        answered = request(endpoint["base_url"], key)
+    finally:
+        bed.server.go_on()
+    told = asking.communicate(timeout=60)[1].strip()
+    return f"meanwhile the server answered {answered}, and `status` said: {told}"
 
 
 def power_off(node: str) -> Strike:
@@ -193,11 +259,45 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "disk of CORRAL_HOME full for 10 s",
-        fill_disk,
+        fill_for_a_while,
         None,
         noticed=still_serves,
         options=ONE,
-        why_no_goal="it serves on; looked at afterwards",
+        why_no_goal="it serves on",
+    ),
+    Fault("engine killed on a full disk", kill_on_a_full_disk, heal=empty_disk, options=ONE),
+    Fault(
+        "file system of CORRAL_HOME hangs for 10 s",
+        hang_home,
+        None,
+        noticed=still_serves,
+        options=ONE,
+        why_no_goal="it serves on",
+        on=served,
+    ),
+    Fault("head's engine of two stopped (SIGSTOP)", signal_engine("n1", signal.SIGSTOP), LINK_S, options=PAIR),
+    Fault("second rank's engine stopped (SIGSTOP)", signal_engine("n2", signal.SIGSTOP), LINK_S, options=PAIR),
+    Fault(
+        "only engine stopped (SIGSTOP)",
+        signal_engine("n1", signal.SIGSTOP),
+        None,
+        options=(*ONE, *HUNG),
+        why_no_goal="with `--hung 10`",
+    ),
+    Fault(
+        "head's engine of two hung: /health says 200, no token comes",
+        signal_engine("n1", signal.SIGUSR1),
+        None,
+        options=PAIR,
+        why_no_goal=PATIENCE,
+    ),
+    Fault(
+        "only engine hung: /health says 200, no token comes",
+        hang_and_ask,
+        None,
+        heal=answer_nobody,
+        options=(*ONE, *HUNG),
+        why_no_goal=BUSY,
     ),
     Fault(
         "link of the second node cut",
@@ -205,6 +305,18 @@ FAULTS: tuple[Fault, ...] = (
         LINK_S,
         heal=lambda bed, name: bed.login.hosts.heal("n2"),
         options=PAIR,
+        down_meanwhile=True,
+    ),
+    Fault(
+        "link of the head cut",
+        lambda bed, name: bed.login.hosts.cut("n1"),
+        LINK_S,
+        heal=lambda bed, name: bed.login.hosts.heal("n1"),
+        options=PAIR,
+        down_meanwhile=True,
+        cleared_s=90,
+        out_of_reach=True,
+        why_no_goal="while it is cut, SLURM's own `srun` stays on n1, and goes once the node is back",
     ),
     Fault(
         "second node powered off",

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,8 +17,11 @@ from tests.cluster.faults import LINK_S, PROCESS_S, Fault
 from tests.cluster.ssh_bench import NODES, Bench, open_bench
 
 NODE_PLACES = ("/tmp", "/run", "/dev/shm")  # every node's own, as is the home there
-OF_THE_TESTBED = ("/sshd", "/lock")
+OF_THE_TESTBED = ("/sshd", "/lock", "/behind")
 GOES_ON = "the server lives on, as it must"
+PATIENCE = "an idle engine is asked for a token every 5 s and has 10 s to answer"
+DISK_BYTES = 64 << 20
+FULL_S = 10.0
 
 
 @dataclass
@@ -30,10 +34,11 @@ class SshBed:
 
     bench: Bench
     node_home: Path
+    profile: str = "apart"
     ended: set[str] = field(default_factory=set)  # those that `down` was run for
 
     def up(self, name: str, options: Sequence[str]) -> None:
-        done = self.bench.run("up", "--on", "apart", str(self.bench.model), "--name", name, *options)
+        done = self.bench.run("up", "--on", self.profile, str(self.bench.model), "--name", name, *options)
         if done.returncode:
             raise RuntimeError(done.stderr)
 
@@ -79,12 +84,30 @@ def is_left(path: str) -> bool:
 @contextmanager
 def bed(folder: Path) -> Iterator[SshBed]:
     with open_bench(folder) as bench:
-        home = folder / "local"  # on every node: empty, and its own
         profiles = Path(bench.env["HOME"]) / ".config/corral/profiles"
         profiles.mkdir(parents=True)
-        text = f'target = "ssh"\n[ssh]\nhosts = {json.dumps(NODES)}\n[storage]\nhome = "{home}"\n'
-        (profiles / "apart.toml").write_text(text)
-        yield SshBed(bench, home)
+        homes = {"apart": folder / "local", "small": folder / "mine"}  # on every node: empty, and its own
+        for name, home in homes.items():
+            text = f'target = "ssh"\n[ssh]\nhosts = {json.dumps(NODES)}\n[storage]\nhome = "{home}"\n'
+            (profiles / f"{name}.toml").write_text(text)
+        yield SshBed(bench, homes["apart"])
+
+
+def small(bed: SshBed) -> SshBed:
+    """The same nodes with a small empty disk for their home."""
+    found = SshBed(bed.bench, bed.node_home.parent / "mine", "small", bed.ended)
+    for host in NODES:
+        bed.bench.hosts.limit_disk(host, found.node_home, DISK_BYTES)
+    return found
+
+
+def served(bed: SshBed) -> SshBed:
+    """The same nodes; the head's home is on a file system that is a process."""
+    found = SshBed(bed.bench, bed.node_home.parent / "mine", "small", bed.ended)
+    bed.bench.hosts.ignored.add("bindfs")
+    bed.bench.hosts.exec("node1", ["mkdir", "-p", "/run/behind"])
+    bed.bench.hosts.exec("node1", ["bindfs", "-o", "nonempty", "/run/behind", str(found.node_home)])
+    return found
 
 
 Strike = Callable[[SshBed, str], None]
@@ -119,9 +142,45 @@ def power_off(host: str) -> Strike:
     return lambda bed, name: bed.bench.hosts.power_off(host)
 
 
-def stop_engine(bed: SshBed, name: str) -> None:
-    for pid in bed.pids("node2", "stub_engine.py"):
-        os.kill(pid, signal.SIGSTOP)
+def signal_engine(host: str, number: signal.Signals) -> Strike:
+    def strike(bed: SshBed, name: str) -> None:
+        for pid in bed.pids(host, "stub_engine.py"):
+            os.kill(pid, number)
+
+    return strike
+
+
+def fill_disk(bed: SshBed, name: str) -> None:
+    filler = bed.node_home / "filler"
+    bed.bench.hosts.exec("node1", ["dd", "if=/dev/zero", f"of={filler}", "bs=64k"], check=False)
+
+
+def empty_disk(bed: SshBed, name: str) -> None:
+    bed.bench.hosts.exec("node1", ["rm", "-f", str(bed.node_home / "filler")])
+
+
+def fill_for_a_while(bed: SshBed, name: str) -> str:
+    fill_disk(bed, name)
+    time.sleep(FULL_S)
+    meanwhile = bed.status(name)
+    empty_disk(bed, name)
+    return f"while it was full: {meanwhile['state']}"
+
+
+def kill_on_a_full_disk(bed: SshBed, name: str) -> None:
+    fill_disk(bed, name)
+    kill(bed.pids("node1", "stub_engine.py"))
+
+
+def hang_disk(bed: SshBed, name: str) -> None:
+    bed.bench.hosts.exec("node1", ["pkill", "-STOP", "-x", "bindfs"])
+
+
+def let_disk_go_on(bed: SshBed, name: str) -> None:
+    """And nothing has failed meanwhile."""
+    time.sleep(FULL_S)
+    bed.bench.hosts.exec("node1", ["pkill", "-CONT", "-x", "bindfs"])
+    bed.bench.wait(name, serves, 20)
 
 
 def kill_sshd(bed: SshBed, name: str) -> None:
@@ -156,11 +215,18 @@ FAULTS: tuple[Fault, ...] = (
     Fault("head's agent killed, its supervisor alive", kill_worker),
     Fault("head's agent and supervisor killed", kill_agents("node1")),
     Fault("second rank's agent and supervisor killed", kill_agents("node2")),
-    Fault("second rank's engine stopped (SIGSTOP)", stop_engine, LINK_S),
-    Fault("link of the second node cut", cut("node2"), LINK_S, heal=mend),
-    Fault("link of the head cut", cut("node1"), LINK_S, heal=mend),
-    Fault("second node without power", power_off("node2"), LINK_S, heal=mend),
-    Fault("head without power", power_off("node1"), LINK_S, heal=mend),
+    Fault("head's engine stopped (SIGSTOP)", signal_engine("node1", signal.SIGSTOP), LINK_S),
+    Fault("second rank's engine stopped (SIGSTOP)", signal_engine("node2", signal.SIGSTOP), LINK_S),
+    Fault("head's engine hung: /health says 200, no token comes", signal_engine("node1", signal.SIGUSR1), None,
+          why_no_goal=PATIENCE),
+    Fault("disk of the head's node full for 10 s", fill_for_a_while, None, serves, on=small, why_no_goal=GOES_ON),
+    Fault("head's engine killed on a full disk", kill_on_a_full_disk, heal=empty_disk, on=small),
+    Fault("file system of the head's node hangs", hang_disk, PROCESS_S + 4, unknown_or_failed, let_disk_go_on,
+          on=served, why_no_goal="ready again afterwards; nothing has failed"),
+    Fault("link of the second node cut", cut("node2"), LINK_S, heal=mend, down_meanwhile=True),
+    Fault("link of the head cut", cut("node1"), LINK_S, heal=mend, down_meanwhile=True),
+    Fault("second node without power", power_off("node2"), LINK_S, heal=mend, down_meanwhile=True),
+    Fault("head without power", power_off("node1"), LINK_S, heal=mend, down_meanwhile=True),
     Fault("sshd of the head killed", kill_sshd, PROCESS_S + 4, unknown_or_failed, start_sshd,
           why_no_goal="unknown until ssh is back; its agents go on"),
     Fault("the tunnel's ssh killed", kill_tunnel, None, serves, why_no_goal=GOES_ON),

@@ -106,10 +106,10 @@ def request(url: str, key: str | None = None, path: str = "/models") -> int:
 
 
 @contextmanager
-def logged_in(hosts: Hosts, slurm: Slurm, home: Path) -> Iterator[Login]:
+def logged_in(hosts: Hosts, slurm: Slurm, home: Path, model: Path | None = None) -> Iterator[Login]:
     """A user with stand-in engines in a home that all hosts see; at the end nothing runs."""
     install_stand_in(home, STUB, python="/usr/bin/python3")
-    found = Login(hosts, slurm, home, make_tiny_llama(home.parent / "tiny"))
+    found = Login(hosts, slurm, home, model or make_tiny_llama(home.parent / "tiny"))
     yield found
     found.corral("down", "--all")
 

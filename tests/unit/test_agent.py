@@ -367,6 +367,23 @@ def test_a_server_whose_figures_cannot_be_read_does_not_go_unwatched() -> None:
     assert "the last look failed: KeyError" in probe.fault.text
 
 
+def test_a_file_system_that_hung_during_a_look_is_no_hung_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr("corral.node.agent.probe.time.monotonic", lambda: clock[0])
+    server = OddServer([1.0], False)
+    probe = Probe(server, {"hung_s": 300}, Container({}), lambda text: None, False)
+    probe._look()
+    assert probe.ready
+
+    def slow_counters() -> tuple[float, float]:  # the key is read from a file, and that takes its time
+        clock[0] += 400
+        return 0.0, 1.0
+
+    server.counters = slow_counters  # type: ignore[method-assign]
+    probe._look()
+    assert probe.fault is None
+
+
 def test_a_first_look_that_fails_is_told_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     failures = iter([KeyError("pid")])
 

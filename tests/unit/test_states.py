@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import errno
 import itertools
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -58,6 +60,26 @@ def test_another_process_s_last_state_is_known(tmp_path: Path) -> None:
         file.write('{"torn')
     other.catch_up()
     assert other.ended
+
+
+def test_a_state_is_written_on_a_full_disk_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal, spare, write = Journal(str(tmp_path / "events.jsonl"), 0), tmp_path / "spare", os.write
+
+    def on_a_full_disk(descriptor: int, data: bytes) -> int:
+        """The disk takes the first bytes of a line; all of it once the spare block is given back."""
+        if not spare.exists():
+            return write(descriptor, data)
+        if len(data) > 10 and not (tmp_path / "events.jsonl").read_bytes().endswith(data[:5]):
+            return write(descriptor, data[:5])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    assert spare.stat().st_size
+    monkeypatch.setattr(os, "write", on_a_full_disk)
+    journal.write("observed", kv_tokens=1)
+    assert spare.exists()
+    journal.tell_state(State.FAILED, reason=Reason.ENGINE_EXITED)
+    events = read_events(tmp_path / "events.jsonl")
+    assert [(event.kind, event.get("state")) for event in events] == [("state", "failed")]
 
 
 def test_states_and_reasons_are_their_own_text_everywhere() -> None:

@@ -15,6 +15,7 @@ import click
 
 from corral import __version__
 from corral.errors import INTERRUPTED, CorralError, UsageError
+from corral.home import watch_home
 from corral.record import nearest
 from corral.untrusted import plain, plain_json
 
@@ -123,6 +124,7 @@ def root(debug: bool) -> None:
     """Corral puts open models to work on whatever you have."""
     if debug:
         os.environ["CORRAL_DEBUG"] = "1"
+    watch_home(lambda text: click.echo(f"corral: {text} …", err=True))
 
 
 def main(argv: list[str] | None = None) -> NoReturn:

@@ -23,6 +23,9 @@ from corral.report import tables
 
 __all__ = ["command", "status_facts", "status_lines"]
 
+CONNECT_S = 1.0  # a kernel answers, however busy its machine is; a node that is cut off does not
+ANSWER_S = 3.0
+
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @deployment_argument
@@ -68,8 +71,10 @@ def _followers(folder: DeploymentFolder) -> list[tuple[str, str]]:
 def _answers(endpoint: Endpoint) -> bool:
     """Whether the server answers right now: the state is what its agent saw up to five seconds ago."""
     address = urlsplit(endpoint.base_url)
-    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=3)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=CONNECT_S)
     try:
+        connection.connect()
+        connection.sock.settimeout(ANSWER_S)
         connection.request("GET", "/health")
         return connection.getresponse().status == 200
     except (OSError, http.client.HTTPException):

@@ -18,7 +18,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from corral.bundle import bundle
-from corral.deployment.folder import DeploymentFolder
+from corral.deployment.folder import DeploymentFolder, RankFolder
 from corral.deployment.state import ENDED, Reason, State
 from corral.errors import (
     ConflictError,
@@ -37,14 +37,16 @@ from corral.home import home_dir
 from corral.launch.links import Node, Ports
 from corral.launch.render import LaunchSpec, agent_spec, server_url
 from corral.record import from_json, load_json, to_json
+from corral.shell import Leash
 from corral.ssh import Forward, Ssh, check_host, each, read_hosts
 from corral.targets.base import AgentsStatus, ChosenPorts, Declared, Progress
 from corral.targets.keys import Flag, Shared, Size, a_path, key, only_said
 from corral.targets.keys import hosts as good_hosts
 from corral.targets.near_port import near_port
 from corral.targets.remote_answers import NodeReport, Started, read_removed, read_report, read_started, read_stopped
-from corral.targets.remote_files import last_state, last_word, mirror, mirrored_sizes, pack
+from corral.targets.remote_files import last_state, last_word, mirrored_sizes, pack
 from corral.targets.ssh_nodes import address_of, bare, inventory_of, refuse_skew
+from corral.targets.ssh_reports import Answers, gather, is_away
 from corral.transfer.in_place import find_on_nodes, lacking
 from corral.transfer.spread import ensure_folder
 from corral.untrusted import parse_json
@@ -56,8 +58,6 @@ __all__ = ["SshOptions", "SshTarget"]
 
 DEFAULT_PORT = 8000
 DEFAULT_HOME = "~/.local/share/corral"
-REPORT_S = 4.0  # a node that takes longer to say how it stands counts as unreachable for the moment
-AWAY_S = 15.0  # within which a node that did not answer is not asked again how it stands
 REACH_S, STOP_TRIES = 4.0, 2  # a node that answers nothing in so long is given up by `down`, after so many tries
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -161,7 +161,7 @@ class SshTarget(Declared):
     def __init__(self, chosen: SshOptions) -> None:
         self.chosen, self.ssh = chosen, Ssh(identity=chosen.identity, config=chosen.config)
         self._facts: dict[str, NodeFacts] = {}
-        self._reports: dict[str, NodeReport | CorralError] = {}
+        self._reports: Answers = {}
         self._shared = self._shared_hub = False  # whether the nodes see this machine's home, and its hub's cache
 
     @classmethod
@@ -390,29 +390,21 @@ class SshTarget(Declared):
             return  # nothing more can come
         there = self.node_folder(folder, launch)
 
-        def look(host: str) -> NodeReport:
-            if time.monotonic() - _AWAY.get(host, (-AWAY_S, None))[0] < AWAY_S and (known := _AWAY[host][1]):
-                raise known
-            rank = ranks[self.chosen.hosts.index(host)]
+        def ask(host: str, rank: RankFolder, timeout_s: float, leash: Leash) -> NodeReport:
             sizes = mirrored_sizes(rank)
             order = {"folder": str(there.path), "rank": rank.number, "files": sizes}
-            try:
-                found = read_report(self._do(host, "report", order, b"", REPORT_S), host, sizes)
-            except UnreachableError as error:
-                _AWAY[host] = (time.monotonic(), error)
-                raise
-            mirror(rank, found)
-            return found
+            return read_report(self._do(host, "report", order, b"", timeout_s, leash), host, sizes)
 
-        self._reports = each(self.chosen.hosts, look)
+        self._reports = gather(folder, self.chosen.hosts, ask)
 
     def agents(self, folder: DeploymentFolder) -> AgentsStatus:
         head, *others = self.chosen.hosts
         found = self._reports.get(head)
-        if isinstance(found, CorralError):
+        if not isinstance(found, NodeReport):  # not heard, or not waited for: others may say that it is lost
             for number, host in enumerate(others, 1):
                 if ended := last_word(folder.rank(number)):
                     return AgentsStatus(False, where=host, state=State.FAILED, reason=Reason.NODE_LOST, text=ended)
+        if isinstance(found, CorralError):
             text = f"{found.message.rstrip('.')}; its agents go on without this machine"
             return AgentsStatus(None, where=head, state=State.UNKNOWN, text=text, remedy=found.remedy)
         if found is None or found.missing:
@@ -424,6 +416,8 @@ class SshTarget(Declared):
         there = self.node_folder(folder, launch_id)
         waiting = list(self.chosen.hosts)
         left: dict[str, tuple[int | str, ...]] = {}
+        away = {host for number, host in enumerate(waiting) if is_away(folder.rank(number))}  # asked just before
+        unreachable: dict[str, CorralError] = {}
         for attempt in range(STOP_TRIES):
             if attempt:
                 time.sleep(1.0)
@@ -431,9 +425,10 @@ class SshTarget(Declared):
             left |= {host: found for host, found in results.items() if not isinstance(found, CorralError)}
             unreachable = {host: found for host, found in results.items() if isinstance(found, CorralError)}
             waiting = list(unreachable)
-            if not waiting:
+            if away.issuperset(waiting):  # all others have answered; these did not before either
                 break
-        self.refresh(folder)
+        if self.chosen.hosts[0] not in waiting:
+            self.refresh(folder)
         if not waiting and not any(left.values()):  # the folders say how to find what is left, so they go last
             self._remove(there)
         if waiting:
@@ -476,13 +471,18 @@ class SshTarget(Declared):
         far = "[::1]" if serve.host == "::1" else "127.0.0.1"
         return Forward(int(local), f"{far}:{serve.port}", self.chosen.hosts[0], self.ssh)
 
-    def _do(self, host: str, action: str, order: Mapping[str, Any], data: bytes, timeout_s: float) -> str:
+    def _do(
+        self,
+        host: str,
+        action: str,
+        order: Mapping[str, Any],
+        data: bytes,
+        timeout_s: float,
+        leash: Leash | None = None,
+    ) -> str:
         """What the host says to a command of `node/remote.py`; nobody has looked at it yet."""
-        done = self.ssh.python(host, bundle("node/remote.py"), [action, json.dumps(order)], data, timeout_s)
+        done = self.ssh.python(host, bundle("node/remote.py"), [action, json.dumps(order)], data, timeout_s, leash)
         return done.or_raise(f"on {host}", f"Does `ssh {host} python3 --version` say 3.8 or later?").stdout
-
-
-_AWAY: dict[str, tuple[float, UnreachableError | None]] = {}  # hosts that did not answer, when, and what was said
 
 
 def _expanded(path: str | None) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any
 from ..states import ENDED, State, may_follow
 
 TAIL_BYTES = 1 << 16  # of the journal: the last state is within
+SPARE_BYTES = 1 << 12  # kept for the words that must be written, should the disk be full by then
 
 
 class TransitionError(Exception):
@@ -19,11 +20,18 @@ class TransitionError(Exception):
 
 
 class Journal:
-    """Appends events; one write and one sync each. States follow their table."""
+    """Appends events; one write and one sync each. States follow their table.
+
+    A block of the disk is held in a file beside it and given back when a state finds the disk full: how a rank ended
+    must be readable, however it ended. Whatever else fills the disk may be quicker; then the state is lost.
+    """
 
     def __init__(self, path: str, rank: int) -> None:
         # opened once: when the folder is set aside for a new launch, late words stay with the old one
         self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+        self._spare = os.path.join(os.path.dirname(path), "spare")
+        with contextlib.suppress(OSError), open(self._spare, "wb") as file:
+            file.write(os.urandom(SPARE_BYTES))  # nothing that a file system could compress away
         self._rank = rank
         self._began = time.monotonic()
         self._lock = threading.Lock()
@@ -60,14 +68,22 @@ class Journal:
         line = (json.dumps(body) + "\n").encode()
         try:
             with self._lock:
-                end = os.lseek(self._descriptor, 0, os.SEEK_END)
-                if end and os.pread(self._descriptor, 1, end - 1) != b"\n":
-                    line = b"\n" + line  # close a line that a crash tore
-                os.write(self._descriptor, line)
-                os.fsync(self._descriptor)
+                self._append(line)
         except OSError:  # a full disk must not end a server that runs; only its states must be told
-            if kind == "state":
-                raise
+            if kind != "state":
+                return
+            with self._lock:
+                with contextlib.suppress(OSError):
+                    os.unlink(self._spare)
+                self._append(line)
+
+    def _append(self, line: bytes) -> None:
+        end = os.lseek(self._descriptor, 0, os.SEEK_END)
+        if end and os.pread(self._descriptor, 1, end - 1) != b"\n":
+            line = b"\n" + line  # close a line that a crash, or a full disk, tore
+        while line:
+            line = line[os.write(self._descriptor, line) :]
+        os.fsync(self._descriptor)
 
 
 def private_tmp(launch_id: str) -> str:

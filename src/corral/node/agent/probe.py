@@ -158,11 +158,11 @@ class Probe(threading.Thread):
             )
 
     def _watch(self) -> None:
-        now = time.monotonic()
         if self.server.call("GET", "/health", key=False)[0] == 503:
             self.fault = Fault(Reason.ENGINE_EXITED, "/health says that the engine behind the server is dead", True)
             return
         busy, tokens = self.server.counters()
+        now = time.monotonic()  # not before: the key's file may lie on a file system that hung meanwhile
         self.trouble = ""
         if tokens != self._tokens:
             self._tokens, self._moved = tokens, now

@@ -1,0 +1,137 @@
+"""Asking the nodes of an ssh deployment: nobody is waited for whose answer would change nothing."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from corral.deployment.folder import DeploymentFolder, RankFolder
+from corral.errors import UnreachableError
+from corral.shell import Leash
+from corral.targets import ssh_reports
+from corral.targets.remote_answers import LogPiece, NodeReport
+from corral.targets.ssh_reports import REPORT_S, SHORT_S, gather, is_away
+
+HOSTS = ("head", "second", "third")
+Answer = Callable[[Leash], NodeReport]
+
+
+class WatchedLeash(Leash):
+    """A question that nobody answers, until it is given up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_cut = threading.Event()
+
+    def cut(self) -> None:
+        super().cut()
+        self.is_cut.set()
+
+
+@pytest.fixture(autouse=True)
+def watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ssh_reports, "Leash", WatchedLeash)
+    monkeypatch.setattr(ssh_reports, "AGAIN_S", 0.01)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> DeploymentFolder:
+    found = DeploymentFolder(tmp_path / "one")
+    for number in range(len(HOSTS)):
+        found.rank(number).path.mkdir(parents=True)
+    return found
+
+
+def says(state: str, **details: object) -> Answer:
+    event = {"t": 1.0, "kind": "state", "rank": 0, "elapsed_s": 1.0, "state": state, **details}
+    data = (json.dumps(event) + "\n").encode()
+    return lambda leash: NodeReport(alive=True, pieces={"events.jsonl": LogPiece(0, data)})
+
+
+def silent(leash: Leash) -> NodeReport:
+    assert isinstance(leash, WatchedLeash)
+    assert leash.is_cut.wait(60), "it was waited for"
+    raise UnreachableError("given up", "")
+
+
+def unreachable(leash: Leash) -> NodeReport:
+    raise UnreachableError("no answer", "")
+
+
+def ask(answers: dict[str, Answer]) -> ssh_reports.Ask:
+    return lambda host, rank, timeout_s, leash: answers[host](leash)
+
+
+def test_a_lost_node_is_not_waited_for_once_the_head_says_so(folder: DeploymentFolder) -> None:
+    told = says("failed", reason="node_lost", failed_rank=1)
+    found = gather(folder, HOSTS, ask({"head": told, "second": silent, "third": silent}))
+    assert set(found) == {"head"}
+    assert not is_away(folder.rank(1))
+
+
+def test_the_rank_that_failed_is_heard_for_its_log(folder: DeploymentFolder) -> None:
+    told = says("failed", reason="engine_exited", failed_rank=1)
+    late = threading.Event()
+
+    def slow(leash: Leash) -> NodeReport:
+        late.wait(0.2)
+        return says("failed", reason="engine_exited")(leash)
+
+    found = gather(folder, HOSTS, ask({"head": told, "second": slow, "third": silent}))
+    assert set(found) == {"head", "second"}
+    assert folder.rank(1).events.exists()
+
+
+@pytest.mark.parametrize("rank", [7, -1, "1", True, None])
+def test_a_head_may_say_nonsense_of_the_rank_that_failed(folder: DeploymentFolder, rank: object) -> None:
+    told = says("failed", reason="engine_exited", failed_rank=rank)
+    found = gather(folder, HOSTS[:1] + HOSTS[2:], ask({"head": told, "third": unreachable}))
+    assert "head" in found
+
+
+def test_while_the_head_is_silent_the_others_are_asked_until_one_has_lost_it(folder: DeploymentFolder) -> None:
+    asked: list[int] = []
+
+    def second(leash: Leash) -> NodeReport:
+        asked.append(1)
+        return says("ready")(leash) if len(asked) < 3 else says("failed", reason="node_lost", text="lost")(leash)
+
+    found = gather(folder, HOSTS, ask({"head": silent, "second": second, "third": says("ready")}))
+    assert "head" not in found
+    assert len(asked) >= 3  # one more may be under way
+
+
+def test_all_are_waited_for_while_it_runs(folder: DeploymentFolder) -> None:
+    found = gather(folder, HOSTS, ask({"head": says("ready"), "second": says("ready"), "third": unreachable}))
+    assert set(found) == set(HOSTS)
+    assert isinstance(found["third"], UnreachableError)
+
+
+def test_one_that_did_not_answer_is_given_less_time_the_head_never(folder: DeploymentFolder) -> None:
+    given: dict[str, list[float]] = {host: [] for host in HOSTS}
+
+    def note(host: str, rank: RankFolder, timeout_s: float, leash: Leash) -> NodeReport:
+        given[host].append(timeout_s)
+        return says("ready")(leash) if host == "third" else unreachable(leash)
+
+    for _ in range(2):
+        gather(folder, HOSTS, note)
+    assert set(given["head"]) == {REPORT_S}
+    assert given["second"][0] == REPORT_S
+    assert given["second"][-1] == SHORT_S
+    assert set(given["third"]) == {REPORT_S}
+    gather(folder, HOSTS, ask({"head": says("ready"), "second": says("ready"), "third": says("ready")}))
+    assert not is_away(folder.rank(0))
+    assert not is_away(folder.rank(1))
+
+
+def test_an_error_that_is_a_defect_is_not_swallowed(folder: DeploymentFolder) -> None:
+    def broken(leash: Leash) -> NodeReport:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        gather(folder, HOSTS, ask({"head": broken, "second": says("ready"), "third": says("ready")}))
