@@ -2,7 +2,7 @@
 
 What the cluster tests do with stand-in engines in seconds, once with the real one on the CPU (installed and kept as
 for the integration tests): the hand-over of a deployment over two nodes under load, `--restart` after a node was cut
-off, and a batch over three SLURM jobs of which one is preempted. Prints what was seen; exits 1 where something was
+off, and a batch over three SLURM jobs, preempted while they run. Prints what was seen; exits 1 where something was
 lost.
 """
 
@@ -172,7 +172,7 @@ def restart(bed: Bed, slurm: Slurm) -> bool:
 
 
 def preemption(bed: Bed, slurm: Slurm) -> bool:
-    """A batch over three jobs; one is preempted, comes back, and every row has one answer."""
+    """A batch over three jobs; those of one node are preempted, come back, and every row has one answer."""
     rows, output = bed.folder / "rows.jsonl", bed.folder / "out.jsonl"
     rows.write_text("".join(json.dumps({"id": n, "prompt": f"Row {n}"}) + "\n" for n in range(ROWS)))
     slurm.run("scontrol", "update", "PartitionName=debug", "PriorityTier=10")
