@@ -18,7 +18,7 @@ from corral.profile import Profile, all_profiles, environment, folders, load_pro
 from corral.profile.contract import all_keys
 from corral.profile.drafting import SAMPLES, as_toml, draft, with_value
 from corral.profile.profile import assemble
-from corral.profile.reading import MOST_BYTES, parse, read_file
+from corral.profile.reading import MOST_BYTES, build_settings, parse, read_file
 from corral.slurm.commands import seconds
 
 
@@ -372,8 +372,16 @@ def test_another_runtime_or_target_above_leaves_the_options_of_the_one_below_beh
     assert load_profile("c", {"CORRAL_RUNTIME": "venv"}).runtime_options == {}
 
 
+def test_a_context_is_said_as_on_the_command_line() -> None:
+    assert load_profile(None, {"CORRAL_CONTEXT": "32k"}).settings.defaults.context == 32768
+    layer = parse('[defaults]\ncontext = "128K"\n', "x.toml")
+    assert build_settings(layer.values, layer).defaults.context == 131072
+    with pytest.raises(DataError, match=r'x\.toml:2: defaults\.context must be a number of tokens such as 32768 or "32k"'):
+        parse('[defaults]\ncontext = "3kk"\n', "x.toml")
+
+
 def test_the_environment_is_read_as_strictly_as_a_file() -> None:
-    with pytest.raises(DataError, match=r"CORRAL_CONTEXT: defaults\.context must be a whole number, not 'many'"):
+    with pytest.raises(DataError, match=r"CORRAL_CONTEXT: defaults\.context must be a number of tokens.*, not 'many'"):
         load_profile(None, {"CORRAL_CONTEXT": "many"})
     with pytest.raises(DataError, match=r"CORRAL_LINK: link\.name must be one of"):
         load_profile(None, {"CORRAL_LINK": "chain"})

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, get_args, get_type_hints
 
+from corral.plan.token_count import token_count
 from corral.targets.base import TARGETS, target_tables
 from corral.targets.keys import (
     HardwareKeys,
@@ -26,6 +27,9 @@ from corral.targets.keys import (
 )
 
 __all__ = ["Key", "ProfileSettings", "all_keys", "takes"]
+
+
+TOKENS = ('a number of tokens such as 32768 or "32k"', token_count)
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ class DefaultsKeys:
     """[defaults]: what `corral up` and `corral plan` do unless told otherwise."""
 
     model: str | None = key("the model when none is named")
-    context: int | None = key("`--context`", None, at_least(1))
+    context: int | None = key("`--context`", None, at_least(1), read=TOKENS)
     concurrency: int | None = key("`--concurrency`", None, at_least(1))
     goal: str | None = key("`--goal`", None, one_of("balanced", "latency", "throughput"))
     set: Mapping[str, str | int | float | bool] = key("`--set`: fields of the plan, as `{tensor = 16}`", {})
@@ -157,6 +161,7 @@ def all_keys(kind: type = ProfileSettings, table: str = "") -> Iterator[Key]:
         elif is_dataclass(hints[entry.name]):
             yield from all_keys(hints[entry.name], entry.name)
         else:
-            words = "anything" if entry.metadata.get("rest") else takes(hints[entry.name])
+            read = entry.metadata.get("read")
+            words = "anything" if entry.metadata.get("rest") else read[0] if read else takes(hints[entry.name])
             sample = entry.metadata.get("sample")
             yield Key(table, entry.name, words, entry.metadata["doc"], hints[entry.name], sample)

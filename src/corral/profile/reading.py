@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from corral.errors import AccessError, DataError
+from corral.errors import AccessError, DataError, UsageError
 from corral.profile.contract import ProfileSettings, all_keys, takes
 from corral.record import nearest
 from corral.targets.base import target_tables
@@ -129,10 +129,21 @@ def build(kind: Any, data: Any, layer: Layer, where: str = "") -> Any:
                 if is_dataclass(hints[name]):
                     values[name] = build(hints[name], value, layer, dotted)
                 else:
+                    value = _read(entries[name].metadata.get("read"), value, dotted, layer)
                     values[name] = _checked(hints[name], entries[name].metadata["check"], value, dotted, layer)
     if rest:
         values[rest] = others
     return kind(**values)
+
+
+def _read(how: tuple[str, Callable[[str], Any]] | None, value: Any, dotted: str, layer: Layer) -> Any:
+    """The value of a text such as "32k", for a key that takes one."""
+    if how is None or not isinstance(value, str):
+        return value
+    try:
+        return how[1](value)
+    except UsageError:
+        raise _wrong(dotted, how[0], value, layer) from None
 
 
 def _checked(kind: Any, check: Callable[[Any], str] | None, value: Any, dotted: str, layer: Layer) -> Any:

@@ -40,9 +40,18 @@ Check = Callable[[Any], str]  # what is expected instead, or nothing when the va
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-def key(doc: str, default: Any = None, check: Check | None = None, sample: object = None) -> Any:
-    """A key of a profile; `sample` is what a reader sees in a draft, where the type alone says too little."""
-    shown = {"doc": doc, "check": check, "sample": sample}
+def key(
+    doc: str,
+    default: Any = None,
+    check: Check | None = None,
+    sample: object = None,
+    read: tuple[str, Callable[[str], Any]] | None = None,
+) -> Any:
+    """A key of a profile; `sample` is what a reader sees in a draft, where the type alone says too little.
+
+    `read` makes the value of text, where people write it as such, after what is said of such values.
+    """
+    shown = {"doc": doc, "check": check, "sample": sample, "read": read}
     if isinstance(default, dict):
         return field(default_factory=dict, metadata=shown)
     return field(default=MISSING if default is MISSING else default, metadata=shown)
