@@ -25,6 +25,7 @@ def test_the_tutorial_runs(corral: Corral, tmp_path: Path, monkeypatch: pytest.M
     corral.run("up", "smollm2", "--name", "tutorial", "--port", free_port())  # the notebook reuses it
     try:
         client.execute()
+        assert corral.json("status", "tutorial")["state"] == "stopped"  # its last cell stops what it used
     finally:
         corral.run("down", "tutorial", check=False)
         if kept := os.environ.get("CORRAL_KEEP_TUTORIAL"):

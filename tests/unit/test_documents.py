@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import shlex
 from pathlib import Path
@@ -102,3 +103,11 @@ def test_links_between_pages_lead_somewhere() -> None:
         for link in re.findall(r"\]\(([^)#\s]+)\)", page.read_text()):
             if "://" not in link:
                 assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+def test_the_tutorial_needs_no_shell() -> None:
+    cells = json.loads((ROOT / "notebooks" / "tutorial.ipynb").read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert not [text for text in code if re.search(r"subprocess|os\.system|^[!%]", text, re.MULTILINE)]
+    assert any("corral.batch(" in text for text in code)
+    assert code[-1] == "llm.down()"

@@ -376,12 +376,16 @@ def test_a_context_is_said_as_on_the_command_line() -> None:
     assert load_profile(None, {"CORRAL_CONTEXT": "32k"}).settings.defaults.context == 32768
     layer = parse('[defaults]\ncontext = "128K"\n', "x.toml")
     assert build_settings(layer.values, layer).defaults.context == 131072
-    with pytest.raises(DataError, match=r'x\.toml:2: defaults\.context must be a number of tokens such as 32768 or "32k"'):
+    with pytest.raises(
+        DataError, match=r'x\.toml:2: defaults\.context must be a number of tokens such as 32768 or "32k"'
+    ):
         parse('[defaults]\ncontext = "3kk"\n', "x.toml")
 
 
 def test_the_environment_is_read_as_strictly_as_a_file() -> None:
-    with pytest.raises(DataError, match=r"CORRAL_CONTEXT: defaults\.context must be a number of tokens.*, not 'many'"):
+    with pytest.raises(
+        DataError, match=r"CORRAL_CONTEXT: defaults\.context must be a number of tokens.*, not 'many'"
+    ):
         load_profile(None, {"CORRAL_CONTEXT": "many"})
     with pytest.raises(DataError, match=r"CORRAL_LINK: link\.name must be one of"):
         load_profile(None, {"CORRAL_LINK": "chain"})
