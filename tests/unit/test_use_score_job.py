@@ -247,18 +247,20 @@ def test_what_is_refused(server: FakeServer, tmp_path: Path) -> None:
     with pytest.raises(ConflictError):
         job(server, source, foreign)
     assert foreign.read_text() == "keep me\n"
+    assert job(server, source, foreign, force=True).fine == 3
     (tmp_path / "other.parquet").write_bytes(b"no parquet")
     with pytest.raises(DataError):
         job(server, tmp_path / "other.parquet", tmp_path / "o.jsonl")
 
 
-def test_other_settings_need_a_restart(server: FakeServer, tmp_path: Path) -> None:
+def test_other_settings_must_be_forced(server: FakeServer, tmp_path: Path) -> None:
     source, out = write(tmp_path / "rows.jsonl", ROWS), tmp_path / "out.jsonl"
     job(server, source, out)
     with pytest.raises(ConflictError, match="per_token"):
         job(server, source, out, per_token=True)
     assert job(server, source, out, concurrency=2).before == 3
-    assert job(server, source, out, per_token=True, restart=True).fine == 3
+    assert job(server, source, out, per_token=True, force=True).fine == 3
+    assert job(server, source, out, per_token=True, force=True).before == 3  # nothing to start over for
     assert all("id" in row for row in lines(out))
 
 

@@ -49,9 +49,12 @@ UNFINISHED = 1  # finished, but some rows are in the error file
               metavar="SECONDS", help="How long to wait for a server that is away.")  # fmt: skip
 @click.option("--wait", is_flag=True, help="Also wait for a deployment that has ended, until it is started again.")
 @click.option("--skip-bad", is_flag=True, help="Send bad rows to the error file and score the others.")
-@click.option("--restart", is_flag=True, help="Forget what an earlier run wrote, and start over.")
+@click.option(
+    "--force", is_flag=True, help="Accept another model or other settings than at the start, and start over."
+)
+@click.option("--restart", "force_too", is_flag=True, hidden=True)
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON.")
-def command(output: Path, patience_s: float, restart: bool, as_json: bool, **given: Any) -> int:
+def command(output: Path, patience_s: float, force: bool, as_json: bool, **given: Any) -> int:
     """Score rows of INPUT: {"id", "text"}, {"id", "context", "continuation"} or {"id", "context", "choices": […]}.
 
     INPUT is .jsonl, .json, .csv, .tsv or .parquet, the text forms also as .gz or .zst.
@@ -80,7 +83,7 @@ def command(output: Path, patience_s: float, restart: bool, as_json: bool, **giv
     try:
         report = score_file(
             [server], endpoint.model, source, output, options, progress,
-            settings=settings, skip_bad=given["skip_bad"], restart=restart,
+            settings=settings, skip_bad=given["skip_bad"], force=force or given["force_too"],
         )  # fmt: skip
     finally:
         progress.end()

@@ -77,21 +77,20 @@ def score_file(
     *,
     settings: RunnerSettings,
     skip_bad: bool = False,
-    restart: bool = False,
+    force: bool = False,
     signals: bool = True,
 ) -> ScoreReport:
     """Score every row of a file that has no result yet."""
     folder, given = check_paths(source, output)
-    if not restart and output.exists() and not folder.job.exists():
-        raise ConflictError(
-            f"{output} exists and does not belong to a scoring job.", "Choose another -o, or give --restart."
-        )
+    asked = _identity(model, options)
+    if not force and (conflict := _conflict(folder, asked)):
+        raise conflict
     folder.create()
     with BatchLock(folder.lock, str(output)) as lock:
-        if restart:
+        if force and _conflict(folder, asked):
             _forget(folder)
         with beating(lock.path):
-            table, rows = _checked(folder, given, _identity(model, options), skip_bad)
+            table, rows = _checked(folder, given, asked, skip_bad)
         work = ScoreWork(options, table, rows)
         with whole_share(folder, table, lock, listener, first=_bad_rows(folder)) as share:
             ran = run_share(lambda: servers, share, work, settings, listener, signals)
@@ -153,8 +152,8 @@ def _checked(
 ) -> tuple[Table, ScoreRows]:
     """Read the whole input, compare with what was asked before, write down the job; refused, it leaves nothing."""
     with folder.nothing_if_refused():
-        if folder.job.exists():
-            _refuse_others(folder, asked)
+        if conflict := _conflict(folder, asked):  # another one began since
+            raise conflict
         folder.sweep()
         scanned = scan(source, ScoreRows(text_cells=source.format in ("csv", "tsv")), folder)
         scanned.problems.close()
@@ -169,16 +168,27 @@ def _checked(
     return scanned.table, scanned.recipe
 
 
-def _refuse_others(folder: BatchFolder, asked: dict[str, Any]) -> None:
+def _conflict(folder: BatchFolder, asked: dict[str, Any]) -> ConflictError | None:
+    """Why an earlier output cannot be continued; None where it can, or there is none."""
+    if not folder.job.exists():
+        if not folder.output.exists():
+            return None
+        return ConflictError(
+            f"{folder.output} exists and does not belong to a scoring job.",
+            "Choose another output, or overwrite it: --force",
+        )
     before = json.loads(folder.job.read_text(encoding="utf-8"))
     if "too_long" not in before:
-        raise ConflictError(f"{folder.output} belongs to a batch.", "Choose another -o, or give --restart.")
-    changed = [f"{k}: {before.get(k)!r} before, {v!r} now" for k, v in asked.items() if before.get(k) != v]
-    if changed:
-        raise ConflictError(
-            f"{folder.output} was begun with other settings ({'; '.join(changed)}).",
-            "Use the same ones, another -o, or --restart to start over.",
+        return ConflictError(
+            f"{folder.output} belongs to a batch.", "Choose another output, or overwrite it: --force"
         )
+    changed = [f"{k}: {before.get(k)!r} before, {v!r} now" for k, v in asked.items() if before.get(k) != v]
+    if not changed:
+        return None
+    return ConflictError(
+        f"{folder.output} was begun with other settings: {'; '.join(changed)}.",
+        "Use the old settings to continue, another output, or --force to start over with the new ones.",
+    )
 
 
 def _forget(folder: BatchFolder) -> None:
