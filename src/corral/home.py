@@ -4,6 +4,7 @@
 <home>/models/        models Corral fetched or converted itself (hub models stay in the hub's own cache)
 <home>/deployments/   one folder per deployment
 <home>/fleets/        one folder per fleet
+<home>/gateway/       the keys of the gateways' clients
 <home>/cache/         compiled artefacts of the engines, safe to delete
 """
 
@@ -15,7 +16,10 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["cache_dir", "deployments_dir", "engines_dir", "fleets_dir", "home_dir", "models_dir", "watch_home"]
+__all__ = [
+    "cache_dir", "deployments_dir", "engines_dir", "fleets_dir", "gateway_dir", "home_dir", "models_dir",
+    "watch_home",
+]  # fmt: skip
 
 HANGS_S = 3.0
 
@@ -64,6 +68,10 @@ def deployments_dir() -> Path:
 
 def fleets_dir() -> Path:
     return home_dir() / "fleets"
+
+
+def gateway_dir() -> Path:
+    return home_dir() / "gateway"
 
 
 def cache_dir() -> Path:

@@ -34,8 +34,12 @@ class Server:
         self.holdings.hold(prompt.blocks, prompt.tokens - saved)
 
 
+def scaled(_: str | None) -> TokenScale:
+    return TokenScale()
+
+
 def ask(**body: Any) -> RoutedPrompt:
-    return read_prompt(json.dumps({"model": "m", "max_tokens": 16, **body}).encode(), TokenScale())
+    return read_prompt(json.dumps({"model": "m", "max_tokens": 16, **body}).encode(), scaled)
 
 
 def text_of(subject: str, size: int = 4000) -> str:
@@ -59,7 +63,7 @@ def test_token_ids_are_routed_by_the_ids_and_counted_exactly() -> None:
     one = ask(prompt=ids)
     assert one.tokens == 600
     assert one.tokens_until(len(one.blocks)) <= 600
-    close = read_prompt(b'{"prompt": [' + b",  ".join(b"%d" % i for i in ids[:500]) + b", 7]}", TokenScale())
+    close = read_prompt(b'{"model": "m", "prompt": [' + b",  ".join(b"%d" % i for i in ids[:500]) + b", 7]}", scaled)
     assert close.blocks[:10] == one.blocks[:10]  # however the list is written
     assert ask(prompt=[ids[::-1]]).blocks[0] != one.blocks[0]  # of equal length, and not the same
     several = ask(prompt=[ids, [1, 2]], n=3)
@@ -74,10 +78,10 @@ def test_chats_texts_and_lists_of_texts_are_understood() -> None:
     assert ask(input="to embed").tokens > 0
     assert ask(max_tokens=7).output_tokens == 7
     assert ask(max_tokens="many").output_tokens == TokenScale().output_tokens
-    assert read_prompt(b'{"model": 5}', TokenScale()).model is None
+    assert read_prompt(b'{"model": 5}', scaled).model is None
     for bad in (b"", b"[1]", b'{"model"', b'"text"', b"\xff\xfe"):
         with pytest.raises(BadAskError):
-            read_prompt(bad, TokenScale())
+            read_prompt(bad, scaled)
 
 
 def test_the_scale_of_tokens_is_learned() -> None:

@@ -40,6 +40,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "down": ("corral.cli.down:command", "Stop a deployment and leave nothing behind."),
     "tunnel": ("corral.cli.tunnel:command", "Bring the endpoint of a deployment elsewhere to this machine."),
     "proxy": ("corral.cli.proxy:command", "One address that stays, while servers behind it come and go."),
+    "gateway": ("corral.cli.gateway:command", "One address for fleets and deployments; keys of its clients."),
     "renew": ("corral.cli.renew:command", "Submit successors of a job before its time limit (see `up --renew`)."),
     "complete": ("corral.cli.complete:command", "Continue a text; show the probabilities of its tokens."),
     "chat": ("corral.cli.chat:command", "Talk with a model in the terminal."),

@@ -8,13 +8,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-__all__ = ["Histogram", "Metrics"]
+__all__ = ["LATENCY_BOUNDS", "TTFT_BOUNDS", "Histogram", "Metrics"]
 
-_TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+TTFT_BOUNDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
          80.0, 160.0, 640.0, 2560.0)  # fmt: skip
 _ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
-_LATENCY = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0,
-            960.0, 1920.0, 7680.0)  # fmt: skip
+LATENCY_BOUNDS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
+                  480.0, 960.0, 1920.0, 7680.0)  # fmt: skip
 
 
 class Histogram:
@@ -27,8 +27,8 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
-    def lines(self, name: str, labels: str) -> list[str]:
-        total, lines = 0, [f"# HELP {name} {name}", f"# TYPE {name} histogram"]
+    def lines(self, name: str, labels: str, headed: bool = True) -> list[str]:
+        total, lines = 0, [f"# HELP {name} {name}", f"# TYPE {name} histogram"] if headed else []
         for bound, count in zip([*map(repr, self.bounds), "+Inf"], self.counts, strict=True):
             total += count
             lines.append(f'{name}_bucket{{{labels},le="{bound}"}} {float(total)}')
@@ -44,10 +44,10 @@ class Metrics:
     prefix_queries: int = 0
     prefix_hits: int = 0
     success: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("stop", "length", "abort", "error"), 0))
-    ttft: Histogram = field(default_factory=lambda: Histogram(_TTFT))
+    ttft: Histogram = field(default_factory=lambda: Histogram(TTFT_BOUNDS))
     itl: Histogram = field(default_factory=lambda: Histogram(_ITL))
-    e2e: Histogram = field(default_factory=lambda: Histogram(_LATENCY))
-    queue: Histogram = field(default_factory=lambda: Histogram(_LATENCY))
+    e2e: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))
+    queue: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))
 
     def text(self, model: str, gauges: dict[str, float], preemptions: int, cache: dict[str, str]) -> str:
         """The page that `/metrics` serves."""

@@ -7,6 +7,7 @@ from its length, by the ratio that earlier answers of the model gave.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,19 +79,20 @@ class RoutedPrompt:
         return POSITIONS[depth - 1] * self.tokens_per_byte if depth else 0.0
 
 
-def read_prompt(body: bytes | bytearray, scale: TokenScale) -> RoutedPrompt:
+def read_prompt(body: bytes | bytearray, scale_of: Callable[[str | None], TokenScale]) -> RoutedPrompt:
     """A request's body; counts that are no numbers count as not given, the server will say what it thinks of them."""
     try:
         fields = _decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise BadAskError(str(error)) from None
+    model = fields.model if isinstance(fields.model, str) else None
+    scale = scale_of(model)
     data, tokens, many, ids = _content(fields, scale)
     width = many * (_count(fields.n) or 1)
     limit = _count(fields.max_completion_tokens) or _count(fields.max_tokens)
     output = min(limit, scale.output_tokens) if limit else scale.output_tokens
-    seed = hash(bytes(fields.tools)) if fields.tools else int(ids)
+    seed = hash((model, bytes(fields.tools), ids))
     per_byte = 1 / ID_BYTES if ids else scale.per_byte
-    model = fields.model if isinstance(fields.model, str) else None
     blocks = block_hashes(data, seed)
     size = 0 if ids else len(data)
     return RoutedPrompt(model, blocks, tokens, per_byte, size, output * width, width, bool(fields.stream))

@@ -57,15 +57,15 @@ class MemberProgress:
 
 
 def judge(progress: MemberProgress, now_s: float, speed: float = 1.0, reachable: bool = True) -> Judgement:
-    """What to think of a member now; `speed`: relative to the others, `reachable`: connections are accepted."""
-    if not reachable:
-        return Judgement.GONE
+    """What to think of a member now; `speed`: relative to the others, `reachable`: its metrics are answered."""
     if progress.hung:  # until it has answered a request again
         return Judgement.HUNG
     if progress.busy_since_s:
         still_s = now_s - max(progress.moved_s, progress.busy_since_s)
-        if still_s > progress.stall_s():
+        if still_s > (progress.stall_s() if reachable else LEAST_STALL_S):
             return Judgement.HUNG
+    elif not reachable:
+        return Judgement.GONE
     return Judgement.SLOW if speed < SLOW_SHARE else Judgement.OK
 
 

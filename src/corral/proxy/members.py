@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from corral.deployment.state import ENDED, State
+from corral.http1.reading import Headers
 from corral.proxy.member import Member, Waiter
 from corral.proxy.request import Request
 
@@ -102,7 +103,7 @@ class Members:
     def crowded(self) -> bool:
         return False
 
-    def answers(self, member: Member, status: int) -> bytes:
+    def answers(self, member: Member, status: int, headers: Headers) -> bytes:
         return b""
 
     def moves(self, now_s: float, data: list[bytes]) -> None:

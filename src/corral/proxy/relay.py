@@ -49,9 +49,9 @@ class Relay:
     """The life of one request."""
 
     __slots__ = (
-        "_answered_by", "_answering", "_began_s", "_chunked", "_client", "_deadline", "_decline", "_decline_headers",
-        "_declines", "_drops", "_held_since_s", "_host", "_http_10", "_member", "_opening", "_over", "_request",
-        "_route", "_stale", "_status", "_upstream", "method", "moved_s",
+        "_answered_by", "_answering", "_began_s", "_chunked", "_client", "_deadline", "_decline", "_declines",
+        "_drops", "_early", "_headers", "_held_since_s", "_host", "_http_10", "_member", "_opening", "_over",
+        "_request", "_route", "_stale", "_status", "_upstream", "method", "moved_s",
     )  # fmt: skip
 
     def __init__(self, host: Host, client: Downstream, request: Request, route: Route) -> None:
@@ -68,7 +68,8 @@ class Relay:
         self._drops = self._stale = self._declines = self._status = 0
         self._answering = self._chunked = self._over = False
         self._decline: list[bytes] | None = None  # a 503 that may not be the last word
-        self._decline_headers: Headers = []
+        self._headers: Headers = []
+        self._early = False  # the head is here, and kept until bytes of the body are: it says nothing yet
         self._began_s = self.moved_s = _now()
 
     def start(self) -> None:
@@ -184,27 +185,35 @@ class Relay:
     # from the member
 
     def head(self, status: int, headers: Headers, measured: bool) -> None:
-        """The head of an answer; a 503 is looked at before it is passed on."""
+        """The head of an answer; a 503 is looked at before it is passed on, and that of a stream waits for its bytes.
+
+        An engine sends the head of a stream when it takes the request, long before it has anything to say.
+        """
         self._status = status
         self._chunked = not measured and not self._http_10
+        self._headers = headers
         if status == 503 and self._request is not None:
-            self._decline, self._decline_headers = [], headers
+            self._decline = []
             return
         if self._member is not None:
             self._member.worked()
-        self._pass_head(headers)
+        self._early = not measured and self._request is not None
+        if not self._early:
+            self._pass_head()
 
-    def _pass_head(self, headers: Headers) -> None:
+    def _pass_head(self) -> None:
+        self._early = False
         now = _now()
         figures = self._host.figures
         figures.longest_wait_s = max(figures.longest_wait_s, now - self._began_s)
+        headers = self._headers
         self._answering = True
         self._forget_request()
         framing = b"transfer-encoding: chunked\r\n" if self._chunked else b""
         if self._client.closing:
             framing += b"connection: close\r\n"
         if member := self._member or self._answered_by:
-            framing += self._route.answers(member, self._status)
+            framing += self._route.answers(member, self._status, headers)
         self._client.write(b"%b%b%b\r\n" % (status_line(self._status), forwarded(headers), framing))
         self._moved(now, first=True)
 
@@ -215,6 +224,8 @@ class Relay:
             if sum(map(len, self._decline)) > LARGEST_DECLINE_BYTES:
                 self._accept_decline()
             return
+        if self._early:
+            self._pass_head()
         now = _now()
         self._moved(now)
         self._route.moves(now, data)
@@ -244,6 +255,8 @@ class Relay:
             if self._declined():
                 return
             self._accept_decline()
+        if self._early:
+            self._pass_head()
         if self._chunked:
             self._client.write(LAST_CHUNK)
         self._finish(answered=True)
@@ -252,7 +265,7 @@ class Relay:
         """Whether the 503 is one that another member, now or soon, can do better than; if so it is asked."""
         now, member = self._host.loop.time(), self._answered_by
         assert member is not None
-        if (DRAINING_HEADER, b"draining") in self._decline_headers or member.state is State.DRAINING:
+        if (DRAINING_HEADER, b"draining") in self._headers or member.state is State.DRAINING:
             member.declined = True
         elif self._route.other(member, now) and self._declines < MOST_DROPS:
             self._declines += 1
@@ -266,7 +279,7 @@ class Relay:
 
     def _accept_decline(self) -> None:
         parts, self._decline = self._decline or [], None
-        self._pass_head(self._decline_headers)
+        self._pass_head()
         if parts:
             self._pass_body(parts)
 
@@ -281,7 +294,7 @@ class Relay:
             self._finish(answered=False)
             self._client.cut()
             return
-        self._decline = None
+        self._decline, self._early = None, False
         self._host.figures.retried += 1
         if stale and self._stale < 3:  # a kept connection that the server had closed says nothing about the server
             self._stale += 1

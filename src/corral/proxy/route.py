@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from corral.http1.reading import Headers
 from corral.proxy.member import Member, Waiter
 from corral.proxy.request import Request
 
@@ -40,7 +41,7 @@ class Route(Protocol):
     def all_failed(self) -> str:
         """What became of each member when all have failed; empty while one is left, or none is known yet."""
 
-    def answers(self, member: Member, status: int) -> bytes:
+    def answers(self, member: Member, status: int, headers: Headers) -> bytes:
         """The head of an answer goes to the client; header lines to add."""
 
     def moves(self, now_s: float, data: list[bytes]) -> None:

@@ -26,7 +26,7 @@ from corral.proxy.members import MemberReading
 from corral.proxy.server import Proxy
 from corral.record import dump_json, load_json
 
-__all__ = ["ProxyAddress", "Watcher", "held_proxy", "port_of", "readings", "run_proxy"]
+__all__ = ["ProxyAddress", "Watcher", "free_port", "held_proxy", "is_free", "port_of", "readings", "run_proxy"]
 
 FIRST_PORT, PORTS = 18_000, 2_000
 LOOK_S = 1.0
@@ -70,15 +70,20 @@ def port_of(folder: DeploymentFolder, host: str, wanted: int | None) -> int:
         return wanted
     if saved and saved.host == host:
         return saved.port
-    start = zlib.crc32(folder.name.encode())
+    return free_port(host, folder.name)
+
+
+def free_port(host: str, name: str) -> int:
+    """A port that depends on the name only, or the next that is free."""
+    start = zlib.crc32(name.encode())
     for step in range(PORTS):
         port = FIRST_PORT + (start + step) % PORTS
-        if _is_free(host, port):
+        if is_free(host, port):
             return port
     raise ConflictError(f"no free port from {FIRST_PORT} on.", "Name one with --port.")
 
 
-def _is_free(host: str, port: int) -> bool:
+def is_free(host: str, port: int) -> bool:
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         try:
             probe.bind((host, port))

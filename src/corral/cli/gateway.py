@@ -1,0 +1,134 @@
+"""`corral gateway NAME...`: one address for fleets and deployments; `corral gateway key`: its clients' keys."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+import click
+
+from corral.cli.help_pages import WholeGroup
+from corral.cli.screen import print_json, print_table, since
+from corral.errors import UsageError
+from corral.gateway.client_keys import add_key, read_keys, remove_key
+from corral.gateway.counting import KeyUse, used_by_keys
+from corral.gateway.policies import POLICIES
+from corral.gateway.run import choose_place, run_gateway
+from corral.gateway.watching import Source, open_source
+from corral.proxy import summary
+
+__all__ = ["command"]
+
+
+HELP = {"help_option_names": ["-h", "--help"]}
+
+
+class GatewayGroup(WholeGroup):
+    """`corral gateway NAME...` serves; `corral gateway key ...` is about keys."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ("-h", "--help"):
+            args = ["serve", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=GatewayGroup, context_settings=HELP)
+def command() -> None:
+    """Give fleets and deployments one address: `corral gateway NAME...`.
+
+    Requests go to the model that they name, and there to the server that holds most of their prompt and has least to
+    do. Clients send the key of the fleet or deployment, or a key of their own (`corral gateway key add`). Ctrl-C ends
+    it. `corral gateway serve --help` lists all options.
+    """
+
+
+@command.command(context_settings=HELP)
+@click.argument("names", nargs=-1, required=True, metavar="NAME...")
+@click.option("--port", type=click.IntRange(1, 65535), help="Port (default: the one it had before, or a free one).")
+@click.option("--bind", metavar="ADDRESS", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option(
+    "--route", type=click.Choice(list(POLICIES)), help="Who gets a request.  [default: the fleet's; prefix]"
+)
+@click.option("--json", "as_json", is_flag=True, help="The figures as JSON when it ends.")
+def serve(names: tuple[str, ...], port: int | None, bind: str, route: str | None, as_json: bool) -> None:
+    """Serve the fleets and deployments NAME... behind one address until Ctrl-C."""
+    if len(set(names)) < len(names):
+        raise UsageError("a name was given twice.", "Give each fleet or deployment once.")
+    sources = [open_source(name) for name in names]
+    place = choose_place(sources, bind, port)
+
+    def ready(url: str) -> None:
+        click.echo(f"{url}/v1  (Ctrl-C ends it)", err=True)
+        key = shlex.quote(sources[0].key_file())
+        click.echo(f"export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY=$(cat {key})", err=as_json)
+
+    say = (lambda _: None) if as_json else (lambda text: click.echo(f"corral: {text}", err=True))
+    figures = run_gateway(sources, place, route or _route_of(sources), ready, say)
+    if as_json:
+        print_json(figures.to_json())
+    else:
+        click.echo("\n" + summary(figures), err=True)
+
+
+def _route_of(sources: list[Source]) -> str:
+    """What the fleets ask for, where they agree."""
+    wanted = {one.route() for one in sources if one.fleet is not None}
+    return wanted.pop() if len(wanted) == 1 else "prefix"
+
+
+@command.group(cls=WholeGroup, context_settings=HELP)
+def key() -> None:
+    """Keys of clients, good at every gateway of this machine's Corral."""
+
+
+@key.command("add", context_settings=HELP)
+@click.argument("name")
+@click.option("--rpm", type=click.IntRange(min=1), metavar="N", help="At most N requests a minute.")
+@click.option("--tpm", type=click.IntRange(min=1), metavar="N", help="At most N tokens a minute, answers included.")
+@click.option("--models", metavar="NAME,...", help="Only these models, fleets or deployments.")
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+def add(name: str, rpm: int | None, tpm: int | None, models: str | None, as_json: bool) -> None:
+    """Make a key for the client NAME and print it: it is shown once, and kept nowhere."""
+    wanted = tuple(word.strip() for word in (models or "").split(",") if word.strip())
+    if models is not None and not wanted:
+        raise UsageError(f"--models {models!r} names no model.", "Give names with commas between, or leave it out.")
+    made = add_key(name, rpm, tpm, wanted)
+    if as_json:
+        print_json({"name": name, "key": made, "rpm": rpm, "tpm": tpm, "models": list(wanted)})
+        return
+    click.echo(f"the key of {name}, shown only now; gateways take it within seconds:", err=True)
+    click.echo(made)
+
+
+@key.command("list", context_settings=HELP)
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+def list_keys(as_json: bool) -> None:
+    """The keys of clients, their limits, and what each has used at the gateways that run."""
+    used = used_by_keys()
+    rows = [
+        {"name": one.name, "created_s": one.created_s, "rpm": one.rpm, "tpm": one.tpm, "models": list(one.models),
+         **used.get(one.name, KeyUse()).to_json()}
+        for one in read_keys()
+    ]  # fmt: skip
+    if as_json:
+        print_json({"keys": rows})
+    elif rows:
+        headings = ["NAME", "MADE", "REQUESTS/MIN", "TOKENS/MIN", "ANSWERED", "LIMITED", "TOKENS", "MODELS"]
+        print_table(headings, [_row(row) for row in rows])
+    else:
+        click.echo("No keys of clients. `corral gateway key add NAME` makes one.", err=True)
+
+
+def _row(row: dict[str, Any]) -> list[str]:
+    limits = [f"{row[name]:,}" if row[name] else "-" for name in ("rpm", "tpm")]
+    tokens = row["prompt_tokens"] + row["output_tokens"]
+    counts = [f"{count:,}" for count in (row["answered"], row["limited"], tokens)]
+    return [row["name"], since(row["created_s"]), *limits, *counts, ", ".join(row["models"]) or "all"]
+
+
+@key.command(context_settings=HELP)
+@click.argument("name")
+def remove(name: str) -> None:
+    """Take the key NAME away; gateways refuse it within seconds."""
+    remove_key(name)
+    click.echo(f"the key {name} is removed", err=True)

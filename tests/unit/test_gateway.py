@@ -1,0 +1,414 @@
+"""The gateway in front of fake servers: keys, models, routing, queues, and members that die or hang."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corral.client.client import CHAT, Client, run
+from corral.client.endpoint import HeldKeyEndpoint
+from corral.client.errors import KeyRefusedError, RequestError
+from corral.client.metrics import parse
+from corral.deployment.fleet import Judgement
+from corral.deployment.state import State
+from corral.errors import ConflictError, NotFoundError
+from corral.fake import FakeOptions, FakeServer, Pace
+from corral.gateway import judging
+from corral.gateway.client_keys import add_key, digest_of, keys_file, read_keys, remove_key
+from corral.gateway.gateway import Gateway
+from corral.gateway.looking import Overseer, take_reading
+from corral.gateway.run import fleet_load
+from corral.gateway.serving import ServerReading
+from corral.gateway.users import Bucket, KeyGrant
+
+KEY, OTHER, MEMBERS = "a-clients-key-of-length", "another-clients-key", "the-members-own-key"
+GRANTS = [KeyGrant("own", digest_of(KEY.encode()), frozenset(("fake", "fleet")))]
+PACED = Pace(ttft_s=0.01, itl_s=0.004)
+
+
+def in_loop(work: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    def test(tmp_path: Path) -> None:
+        run(asyncio.wait_for(work(tmp_path), 60))
+
+    test.__name__ = work.__name__
+    return test
+
+
+def reading(number: int, url: str, **given: Any) -> ServerReading:
+    given = {"state": State.READY, "model": "fake", "key": MEMBERS, "source": "fleet", **given}
+    return ServerReading(f"fleet-{number}", url=url, **given)
+
+
+@contextlib.asynccontextmanager
+async def gateway_to(*urls: str, grants: list[KeyGrant] = GRANTS, **given: Any) -> AsyncIterator[Gateway]:
+    gateway = Gateway()
+    await gateway.listen("127.0.0.1", 0)
+    gateway.update([reading(number + 1, url, **given) for number, url in enumerate(urls)], grants)
+    try:
+        yield gateway
+    finally:
+        await gateway.close()
+
+
+@contextlib.contextmanager
+def servers(tmp_path: Path, count: int, **options: Any) -> Any:
+    key = tmp_path / "member-key"
+    key.write_text(MEMBERS)
+    key.chmod(0o600)
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(FakeServer(FakeOptions(key_file=key, **options))) for _ in range(count)]
+
+
+def client_of(gateway: Gateway, key: str = KEY) -> Client:
+    return Client(HeldKeyEndpoint(gateway.url, "fake", key))
+
+
+def chat(subject: str, number: int = 0, tokens: int = 8) -> dict[str, Any]:
+    text = f"{subject} " * 300 + f"question {number}"
+    return {"messages": [{"role": "user", "content": text}], "stream": True, "max_tokens": tokens, "ignore_eos": True}
+
+
+async def exchange(url: str, request: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+    writer.write(request)
+    try:
+        return await reader.read(-1)
+    finally:
+        writer.close()
+
+
+def post(body: dict[str, Any], key: str = KEY, path: str = "/v1/chat/completions") -> bytes:
+    raw = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\nauthorization: Bearer {key}\r\n"
+    return head.encode() + b"content-length: %d\r\n\r\n%b" % (len(raw), raw)
+
+
+def get(path: str, key: str = KEY) -> bytes:
+    return f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\nauthorization: Bearer {key}\r\n\r\n".encode()
+
+
+def who(answer: bytes) -> str:
+    return answer.partition(b"x-corral-member: ")[2].partition(b"\r\n")[0].decode()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+# Keys and models
+
+
+@in_loop
+async def test_a_clients_key_opens_the_gateway_and_goes_no_further(tmp_path: Path) -> None:
+    with servers(tmp_path, 1) as (a,):
+        async with gateway_to(a.url) as gateway, client_of(gateway) as client:
+            assert (await client.request(CHAT, chat("x"))).text
+            for wrong in ("", "wrong", MEMBERS):  # the member's own key is no client's
+                async with client_of(gateway, wrong or "none") as stranger:
+                    with pytest.raises(KeyRefusedError):
+                        await stranger.request(CHAT, chat("x"))
+            answer = await exchange(gateway.url, get("/metrics", "wrong"))
+            assert answer.startswith(b"HTTP/1.1 401")
+            assert b"www-authenticate: Bearer" in answer
+            assert (await exchange(gateway.url, get("/health", "wrong"))).startswith(b"HTTP/1.1 200")
+            assert gateway.unknown_keys == 4
+
+
+@in_loop
+async def test_models_are_told_apart_and_refusals_have_openais_form(tmp_path: Path) -> None:
+    with servers(tmp_path, 1) as (a,), servers(tmp_path, 1, model="second") as (b,):
+        async with gateway_to(a.url) as gateway:
+            both = [reading(1, a.url), reading(2, b.url, model="second", source="solo")]
+            grants = [*GRANTS, KeyGrant("all", digest_of(OTHER.encode()))]
+            gateway.update(both, grants)
+            for model, member in (("fake", "fleet-1"), ("second", "fleet-2")):
+                answer = await exchange(gateway.url, post({"model": model, "prompt": "x"}, OTHER, "/v1/completions"))
+                assert who(answer) == member
+            listed = json.loads((await exchange(gateway.url, get("/v1/models", OTHER))).partition(b"\r\n\r\n")[2])
+            assert {one["id"] for one in listed["data"]} == {"fake", "second"}
+            listed = json.loads((await exchange(gateway.url, get("/v1/models"))).partition(b"\r\n\r\n")[2])
+            assert [one["id"] for one in listed["data"]] == ["fake"]  # what this key is good for
+            for body, status, words in (
+                ({"model": "second", "prompt": "x"}, 403, "not for the model 'second'"),
+                ({"model": "fakee", "prompt": "x"}, 404, "Did you mean 'fake'?"),
+                ({"prompt": "x"}, 200, ""),  # the only one that the key is for
+            ):
+                answer = await exchange(gateway.url, post(body, path="/v1/completions"))
+                assert answer.startswith(b"HTTP/1.1 %d" % status)
+                assert words in answer.decode()
+                if status != 200:
+                    error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+                    assert set(error) == {"message", "type", "param", "code"}
+            answer = await exchange(gateway.url, post({"prompt": "x"}, OTHER, "/v1/completions"))
+            assert answer.startswith(b"HTTP/1.1 400")
+            broken = post({}).replace(b"content-length: 2\r\n\r\n{}", b"content-length: 2\r\n\r\n{]")
+            assert b"cannot be read as JSON" in await exchange(gateway.url, broken)
+
+
+@in_loop
+async def test_limits_of_a_key_are_kept_and_counted(tmp_path: Path) -> None:
+    grants = [*GRANTS, KeyGrant("small", digest_of(OTHER.encode()), None, rpm=3)]
+    with servers(tmp_path, 1) as (a,):
+        async with gateway_to(a.url, grants=grants) as gateway:
+            body = {"model": "fake", "prompt": "x", "max_tokens": 4, "ignore_eos": True}
+            for _ in range(3):
+                assert (await exchange(gateway.url, post(body, OTHER, "/v1/completions"))).startswith(b"HTTP/1.1 200")
+            refused = await exchange(gateway.url, post(body, OTHER, "/v1/completions"))
+            assert refused.startswith(b"HTTP/1.1 429")
+            assert b"retry-after: " in refused
+            assert b"3 requests per minute" in refused
+            assert (await exchange(gateway.url, post(body, KEY, "/v1/completions"))).startswith(b"HTTP/1.1 200")
+            small = next(one for one in gateway.status()["keys"] if one["name"] == "small")
+            assert (small["answered"], small["limited"], small["output_tokens"]) == (3, 1, 12)
+            gateway.update([reading(1, a.url)], GRANTS)  # the key was removed
+            assert (await exchange(gateway.url, post(body, OTHER, "/v1/completions"))).startswith(b"HTTP/1.1 401")
+
+
+def test_a_bucket_fills_again_and_takes_debts() -> None:
+    bucket = Bucket(60, 0.0)
+    assert bucket.wait_s(60, 0.0) == 0
+    bucket.take(60)
+    assert bucket.wait_s(1, 0.0) == pytest.approx(1.0)
+    assert bucket.wait_s(1, 2.0) == 0
+    bucket.take(90)  # an answer that was longer than thought
+    assert bucket.wait_s(1, 2.0) == pytest.approx(89.0)
+    assert bucket.wait_s(1000, 200.0) == 0  # more than a minute's worth waits for a full bucket only
+
+
+def test_keys_are_kept_as_hashes_only(clean_home: Path) -> None:
+    key = add_key("alice", rpm=5, models=("llama",))
+    assert key not in keys_file().read_text()
+    assert keys_file().stat().st_mode & 0o077 == 0
+    assert [one.name for one in read_keys()] == ["alice"]
+    assert bytes.fromhex(read_keys()[0].digest) == digest_of(key.encode())
+    with pytest.raises(ConflictError):
+        add_key("alice")
+    with pytest.raises(NotFoundError) as missing:
+        remove_key("alicia")
+    assert "alice" in missing.value.remedy
+    remove_key("alice")
+    assert read_keys() == ()
+
+
+# Routing
+
+
+@in_loop
+async def test_prompts_that_begin_alike_go_to_one_member_as_text_and_as_ids(tmp_path: Path) -> None:
+    with servers(tmp_path, 4) as found:
+        async with gateway_to(*(one.url for one in found)) as gateway:
+            for kind in ("text", "ids"):
+                homes: dict[int, set[str]] = {}
+                for number in range(24):
+                    subject = number % 6
+                    ids = [100 + subject] * 400 + [number + 1]
+                    body = (
+                        chat(f"{kind} {subject}", number, 2) if kind == "text" else {"prompt": ids, "max_tokens": 2}
+                    )
+                    path = CHAT if kind == "text" else "/v1/completions"
+                    answer = await exchange(gateway.url, post({"model": "fake", **body}, path=path))
+                    homes.setdefault(subject, set()).add(who(answer))
+                assert all(len(one) == 1 for one in homes.values())
+                assert len({name for one in homes.values() for name in one}) == 4
+
+
+@in_loop
+async def test_who_leaves_or_drains_gets_no_new_requests_and_ends_what_it_has(tmp_path: Path) -> None:
+    with servers(tmp_path, 2, pace=PACED) as (a, b):
+        async with gateway_to(a.url, b.url) as gateway, client_of(gateway) as client:
+            running = [asyncio.ensure_future(client.request(CHAT, chat(str(n), n, 60))) for n in range(8)]
+            await until(lambda: all(one.active for one in gateway.members))
+            gateway.update([reading(1, a.url), reading(2, b.url, leaving=True)], GRANTS)
+            more = await asyncio.gather(*(client.request(CHAT, chat(f"y{n}", n)) for n in range(8)))
+            assert all(one.text for one in more)
+            assert all(one.text for one in await asyncio.gather(*running))
+            assert gateway.figures.failed == 0
+            assert not gateway.members[1].active
+
+
+# Queues
+
+
+@in_loop
+async def test_more_than_a_member_seats_waits_here_and_keys_share_fairly(tmp_path: Path) -> None:
+    grants = [KeyGrant("batch", digest_of(KEY.encode())), KeyGrant("chat", digest_of(OTHER.encode()))]
+    with servers(tmp_path, 1, pace=Pace(ttft_s=0.01)) as (a,):
+        async with gateway_to(a.url, grants=grants, seats=2) as gateway:
+            async with client_of(gateway) as batch, client_of(gateway, OTHER) as other:
+                order: list[str] = []
+
+                async def ask(client: Client, name: str) -> None:
+                    await client.request(CHAT, chat(name))
+                    order.append(name)
+
+                many = [asyncio.ensure_future(ask(batch, f"b{n}")) for n in range(40)]
+                await until(lambda: len(gateway.pools["fake"].queue) >= 30)
+                assert gateway.members[0].width == 2
+                load = fleet_load(gateway, "fleet")
+                assert (load.running, load.members["fleet-1"].running) == (2, 2)
+                assert load.waiting >= 30
+                assert load.arrivals[-1] + load.arrivals[-2] == 40
+                await asyncio.wait_for(ask(other, "chat"), 5)
+                assert len(order) < 30  # not behind the batch
+                await asyncio.gather(*many)
+            assert len(order) == 41
+            assert gateway.figures.failed == 0
+            assert fleet_load(gateway, "fleet").outstanding_tokens == 0
+
+
+# Failures
+
+
+class Streams:
+    """Requests without pause, and what became of them; a cut after the first byte is counted apart."""
+
+    def __init__(self, gateway: Gateway, count: int, tokens: int = 12) -> None:
+        self.done = self.broken = 0
+        self.failures: list[RequestError] = []
+        self._client, self._tokens, self._stop = client_of(gateway), tokens, False
+        self._tasks = [asyncio.ensure_future(self._ask(number)) for number in range(count)]
+
+    async def _ask(self, number: int) -> None:
+        while not self._stop:
+            events: list[bytes] = []
+
+            def note(event: bytes, _: int, to: list[bytes] = events) -> None:
+                to.append(event)
+
+            try:
+                await self._client.request(CHAT, chat(f"s{number % 7}", number, self._tokens), on_event=note)
+                self.done += 1
+            except RequestError as error:
+                if events:
+                    self.broken += 1
+                else:
+                    self.failures.append(error)
+            number += 1000
+
+    async def more(self, count: int) -> None:
+        wanted = self.done + count
+        await until(lambda: self.done >= wanted)
+
+    async def end(self) -> None:
+        self._stop = True
+        await asyncio.gather(*self._tasks)
+        await self._client.close()
+
+
+@in_loop
+async def test_a_member_that_dies_costs_nobody_an_answer_that_had_not_begun(tmp_path: Path) -> None:
+    with servers(tmp_path, 3, pace=PACED) as found:
+        async with gateway_to(*(one.url for one in found)) as gateway:
+            load = Streams(gateway, 32)
+            await load.more(60)
+            found[0].set_faults("reset:when=before")
+            await load.more(100)
+            await asyncio.get_running_loop().run_in_executor(None, found[1].stop)
+            await load.more(100)
+            await load.end()
+            assert not load.failures
+            assert gateway.figures.retried > 0
+
+
+@in_loop
+async def test_a_stream_that_breaks_off_says_so_in_an_event_of_its_own(tmp_path: Path) -> None:
+    with servers(tmp_path, 1) as (a,):
+        a.set_faults("reset:when=mid")
+        async with gateway_to(a.url) as gateway:
+            answer = await exchange(gateway.url, post({"model": "fake", **chat("x", 0, 64)}))
+            events = [line for line in answer.decode().split("\n") if line.startswith("data: ")]
+            error = json.loads(events[-1].removeprefix("data: "))["error"]
+            assert "fleet-1 broke off" in error["message"]
+            assert not answer.endswith(b"0\r\n\r\n")  # and is no whole answer
+            assert b"[DONE]" not in answer
+
+
+def test_a_member_that_hangs_loses_its_requests_to_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It accepts connections and answers /health and /metrics all the time."""
+    monkeypatch.setattr(judging, "FIRST_STALL_S", 0.3)
+    monkeypatch.setattr(judging, "LEAST_STALL_S", 0.3)
+
+    async def hang() -> None:
+        said: list[str] = []
+        with servers(tmp_path, 2) as (a, b):
+            async with gateway_to(a.url, b.url) as gateway, client_of(gateway) as client:
+                gateway.say = said.append
+                looking = asyncio.ensure_future(Overseer(gateway, 0.05).run())
+                a.set_faults("hang:when=before")
+                replies = await asyncio.gather(*(client.request(CHAT, chat(str(n), n)) for n in range(12)))
+                assert all(one.text for one in replies)
+                assert gateway.figures.failed == 0
+                assert gateway.members[0].judged is Judgement.HUNG
+                assert any("fleet-1 is hung" in text for text in said)
+                await client.request(CHAT, chat("later"))  # to the other one
+                a.set_faults()
+                await until(lambda: gateway.members[0].judged is Judgement.OK)  # it answers again
+                looking.cancel()
+                await asyncio.gather(looking, return_exceptions=True)
+
+    run(asyncio.wait_for(hang(), 60))
+
+
+@in_loop
+async def test_nobody_ready_is_said_with_who_and_why(tmp_path: Path) -> None:
+    async with gateway_to() as gateway:
+        failed = reading(1, "", state=State.FAILED, text="out of memory")
+        gateway.update([failed], GRANTS)
+        answer = await exchange(gateway.url, post({"model": "fake", **chat("x")}))
+        assert answer.startswith(b"HTTP/1.1 503")
+        assert b"out of memory" in answer
+        assert (await exchange(gateway.url, get("/health"))).startswith(b"HTTP/1.1 503")
+        gateway.update([reading(1, "", state=State.LOADING)], GRANTS)
+        waiting = asyncio.ensure_future(exchange(gateway.url, post({"model": "fake", **chat("x")})))
+        await until(lambda: len(gateway.pools["fake"].queue) == 1)
+        with servers(tmp_path, 1) as (a,):
+            gateway.update([reading(1, a.url)], GRANTS)
+            assert (await waiting).startswith(b"HTTP/1.1 200")
+
+
+# What it tells
+
+
+@in_loop
+async def test_metrics_can_be_added_up_under_vllms_names(tmp_path: Path) -> None:
+    with servers(tmp_path, 2) as (a, b):
+        async with gateway_to(a.url, b.url) as gateway, client_of(gateway) as client:
+            bodies = [{"prompt": f"{n} " * 200, "max_tokens": 5, "ignore_eos": True} for n in range(10)]
+            replies = await asyncio.gather(*(client.request("/v1/completions", body) for body in bodies))
+            overseer = Overseer(gateway, 0.01)
+            overseer.look()
+            await asyncio.gather(*overseer._busy.values())
+            page = await client.page("/metrics")
+            found = parse(page.body, 0.0)
+            assert found.generated_tokens == 50
+            assert found.prompt_tokens == sum(one.usage.prompt_tokens for one in replies if one.usage)
+            assert (found.running, found.waiting, found.finished) == (0, 0, 10)
+            assert found.ttft_count == 10
+            assert found.prefix_queries == found.prompt_tokens  # as the members told it
+            text = page.body.decode()
+            assert 'key="own"' in text
+            assert 'member="fleet-2"' in text
+            assert len([line for line in text.splitlines() if line.startswith("# TYPE")]) == len(
+                {line for line in text.splitlines() if line.startswith("# TYPE")}
+            )
+            for one in overseer._clients.values():
+                await one.close()
+
+
+@in_loop
+async def test_requests_of_others_take_seats_too(tmp_path: Path) -> None:
+    async with gateway_to("http://127.0.0.1:1", seats=4) as gateway:
+        member = gateway.members[0]
+        page = b"vllm:num_requests_running 3\nvllm:num_requests_waiting 0\n"
+        for at in (0.0, 1.0):
+            take_reading(member, parse(page, at))
+        assert member.outside == 3
+        assert member.has_seats(1)
+        assert not member.has_seats(2)

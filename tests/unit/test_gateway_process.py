@@ -1,0 +1,172 @@
+"""`corral gateway` as a process: over a deployment and over a fleet's folder; its files, its end, its return."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corral.client.client import Client
+from corral.client.endpoint import Endpoint
+from corral.client.errors import KeyRefusedError
+from corral.deployment.fleet import (
+    Fleet,
+    FleetFolder,
+    FleetMember,
+    GatewayAddress,
+    create_fleet,
+    held_gateways,
+    read_loads,
+    write_fleet,
+)
+from corral.deployment.folder import DeploymentFolder
+from corral.deployment.state import State
+from corral.fake import FakeOptions, FakeServer
+from corral.files import make_private_dir, write_atomic
+from corral.gateway.client_keys import add_key
+from corral.gateway.run import choose_place
+from corral.gateway.watching import GatewayWatcher, open_source
+from corral.lifecycle import deployments
+from corral.processes import own_identity
+from corral.record import dump_json, load_json
+from tests.unit.conftest import Corral
+
+
+@contextlib.contextmanager
+def gateway(corral: Corral, *words: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    process = corral.start("gateway", *words, "--json")
+    assert process.stderr
+    try:
+        first = process.stderr.readline()
+        assert "Ctrl-C ends it" in first, first + process.stderr.read()
+        yield first.split("/v1")[0], process
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+
+
+def ask(url: str, key_file: Path) -> str:
+    body = {"prompt": "hello", "max_tokens": 4}
+    return Client(Endpoint(url, "served", str(key_file))).request_sync("/v1/completions", body).text
+
+
+def test_a_deployment_behind_a_gateway(answering: Corral) -> None:
+    up = answering("up", str(answering.model), "--name", "a", "--served-name", "served", "--json")
+    assert up.code == 0, up.err
+    folder = DeploymentFolder.of("a")
+    client = add_key("alice")
+    alice = answering.home / "alice"
+    alice.write_text(client)
+    alice.chmod(0o600)
+    with gateway(answering, "a") as (url, process):
+        assert ask(url, folder.key)
+        assert ask(url, alice)
+        wrong = answering.home / "wrong"
+        wrong.write_text("no-such-key")
+        wrong.chmod(0o600)
+        with pytest.raises(KeyRefusedError):
+            ask(url, wrong)
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=60)
+        assert json.loads(out)["answered"] == 2
+
+
+@pytest.fixture
+def fleet(monkeypatch: pytest.MonkeyPatch, clean_home: Path) -> Iterator[tuple[FleetFolder, dict[str, Any]]]:
+    """A fleet of two fake servers, known to `deployments.status` without any process."""
+    states: dict[str, Any] = {}
+    folder = create_fleet(Fleet("f", "fake", 1, 4, 2, time.time(), (FleetMember("f-1"), FleetMember("f-2"))))
+    with FakeServer(FakeOptions()) as a, FakeServer(FakeOptions()) as b:
+        for name, server in (("f-1", a), ("f-2", b)):
+            member = DeploymentFolder.of(name)
+            make_private_dir(member.path)
+            write_atomic(member.key, f"the-key-of-{name}\n")
+            write_atomic(
+                member.record,
+                dump_json(deployments.Record(name, "x", "fake", "fake", "local", time.time(), own_identity())),
+            )
+            states[name] = Endpoint(server.url, "fake", str(member.key))
+
+        def status(found: DeploymentFolder) -> deployments.Status:
+            endpoint = states[found.name]
+            state = State.READY if endpoint else State.FAILED
+            return deployments.Status(
+                found.name, state, None, "", "", "", None, None, "fake", "", "local", 0.0, 0.0, endpoint,
+                deployments.Timings(),
+            )  # fmt: skip
+
+        monkeypatch.setattr(deployments, "status", status)
+        monkeypatch.setattr("corral.gateway.watching.ensure_tunnel", lambda _: None)
+        yield folder, states
+
+
+def test_what_a_gateway_sees_of_a_fleet(fleet: tuple[FleetFolder, dict[str, Any]]) -> None:
+    folder, states = fleet
+    watcher = GatewayWatcher([open_source("f")], lambda _: None)
+    found = watcher.look()
+    assert [(one.name, one.state, one.key, one.model, one.source) for one in found.readings] == [
+        ("f-1", State.READY, "the-key-of-f-1", "fake", "f"),
+        ("f-2", State.READY, "the-key-of-f-2", "fake", "f"),
+    ]
+    assert [one.name for one in found.grants] == ["f"]
+    assert "the-key-of" not in repr(found)
+    states["f-2"] = None
+    write_fleet(
+        folder, Fleet("f", "fake", 1, 4, 2, time.time(), (FleetMember("f-1", leaving=True), FleetMember("f-2")))
+    )
+    add_key("alice", tpm=7)
+    found = watcher.look()
+    assert [(one.state, one.leaving) for one in found.readings] == [(State.READY, True), (State.FAILED, False)]
+    assert [(one.name, one.tpm) for one in found.grants] == [("f", None), ("alice", 7)]
+
+
+def test_a_gateway_comes_back_where_it_was_and_a_second_one_goes_elsewhere(
+    fleet: tuple[FleetFolder, dict[str, Any]],
+) -> None:
+    folder, _ = fleet
+    sources = [open_source("f")]
+    first = choose_place(sources, "127.0.0.1", None)
+    make_private_dir(folder.gateways)
+    write_atomic(folder.gateway(first.id), dump_json(GatewayAddress("127.0.0.1", first.port, own_identity())))
+    assert list(held_gateways(folder)) == [first.id]
+    assert choose_place(sources, "127.0.0.1", None).id != first.id
+    write_atomic(folder.gateway(first.id), dump_json(GatewayAddress("127.0.0.1", first.port)))  # it has ended
+    assert choose_place(sources, "127.0.0.1", None) == first
+    assert choose_place(sources, "127.0.0.1", 45_678).port == 45_678
+
+
+def test_a_fleet_behind_a_gateway_process(answering: Corral) -> None:
+    """Two deployments with engines that answer, as a fleet; the gateway leaves its address and its load in files."""
+    for name in ("f-1", "f-2"):
+        up = answering("up", str(answering.model), "--name", name, "--served-name", "served", "--json")
+        assert up.code == 0, up.err
+    folder = create_fleet(Fleet("f", "served", 1, 4, 2, time.time(), (FleetMember("f-1"), FleetMember("f-2"))))
+    with gateway(answering, "f") as (url, process):
+        assert [one.url for one in held_gateways(folder).values()] == [url]
+        for _ in range(4):
+            assert ask(url, folder.key)
+        for _ in range(400):
+            loads = read_loads(folder)
+            if loads and sum(sum(one.arrivals) for one in loads.values()) == 4:
+                break
+            time.sleep(0.05)
+        (load,) = read_loads(folder).values()
+        assert sorted(load.members) == ["f-1", "f-2"]
+        process.kill()  # and another takes its place
+        process.wait()
+        with gateway(answering, "f") as (again, second):
+            assert again == url
+            assert ask(again, folder.key)
+            second.send_signal(signal.SIGTERM)
+            second.communicate(timeout=60)
+        assert held_gateways(folder) == {}
+        (path,) = folder.gateways.glob("*.json")
+        assert load_json(GatewayAddress, path).holder is None
