@@ -8,7 +8,7 @@ child in a session of its own), `retitled` (a child without the launch's environ
 `hang` (stops answering after ready), `slow=SECONDS` or `after=FILE` (before the port is bound), `worker-exit=CODE`
 (a headless rank), `busy` (says that a request runs), `spin` (computes and writes lines, and never gets on),
 `pause=SECONDS` (before each answer). After SIGUSR1 it looks well and gets nowhere: completions are taken and never
-answered, and counted as running.
+answered, and counted as running. After SIGUSR2 it ends with code 0, as vLLM does when its engine has died.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ def main() -> None:
             sys.exit("ImportError: no torch")
         print(MEASURED.replace("9.0, 36.0, 150.0, 230.0", "0.5, 0.5, 0.5, 0.5") if kind else MEASURED)
         return
+    signal.signal(signal.SIGUSR2, lambda *_: os._exit(0))
     if "--headless" in words:  # a rank without a server
         for line in LINES[:6]:
             print(line, flush=True)

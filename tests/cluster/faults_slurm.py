@@ -228,6 +228,7 @@ def still_serves(now: dict[str, Any]) -> bool:
 FAULTS: tuple[Fault, ...] = (
     Fault("scancel", scancel, options=ONE),
     Fault("engine killed", kill_engine("n1"), options=ONE),
+    Fault("engine ends with code 0", signal_engine("n1", signal.SIGUSR2), options=ONE),
     Fault("head's engine of two killed", kill_engine("n1"), options=PAIR),
     Fault("second rank's engine killed", kill_engine("n2"), options=PAIR),
     Fault("agent killed, its supervisor not", kill_worker, options=ONE),

@@ -192,6 +192,15 @@ def start_sshd(bed: SshBed, name: str) -> None:
     bed.bench.hosts._start_sshd("node1")
 
 
+def change_host_key(bed: SshBed, name: str) -> None:
+    bed.bench.hosts.change_host_key("node1")
+    bed.bench.hosts.exec("node1", ["pkill", "-KILL", "-f", "^sshd: root"], check=False)
+
+
+def trust_again(bed: SshBed, name: str) -> None:
+    bed.bench.hosts.trust("node1")
+
+
 def kill_tunnel(bed: SshBed, name: str) -> None:
     found = subprocess.run(["pgrep", "-P", str(bed.holder(name))], capture_output=True, text=True).stdout.split()
     kill([int(pid) for pid in found])
@@ -212,6 +221,8 @@ def unknown_or_failed(now: dict[str, Any]) -> bool:
 FAULTS: tuple[Fault, ...] = (
     Fault("head's engine killed", kill_engine("node1")),
     Fault("second rank's engine killed", kill_engine("node2")),
+    Fault("head's engine ends with code 0", signal_engine("node1", signal.SIGUSR2)),
+    Fault("second rank's engine ends with code 0", signal_engine("node2", signal.SIGUSR2)),
     Fault("head's agent killed, its supervisor alive", kill_worker),
     Fault("head's agent and supervisor killed", kill_agents("node1")),
     Fault("second rank's agent and supervisor killed", kill_agents("node2")),
@@ -229,5 +240,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("head without power", power_off("node1"), LINK_S, heal=mend, down_meanwhile=True),
     Fault("sshd of the head killed", kill_sshd, PROCESS_S + 4, unknown_or_failed, start_sshd,
           why_no_goal="unknown until ssh is back; its agents go on"),
+    Fault("host key of the head changed, connections closed", change_host_key, PROCESS_S + 4, unknown_or_failed,
+          trust_again, why_no_goal="unknown until the key is confirmed; its agents go on"),
     Fault("the tunnel's ssh killed", kill_tunnel, None, serves, why_no_goal=GOES_ON),
 )  # fmt: skip
