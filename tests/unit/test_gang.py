@@ -134,7 +134,8 @@ def test_a_member_whose_connection_was_closed_is_lost_before_its_silence_is(spec
     members[0]._address = ("127.0.0.1", free_port())  # it cannot come back
     head.members[0].line.close()
     reason, details = until(head.fault)
-    assert (reason, details["node"]) == ("node_lost", "n1")
+    assert (reason, details["node"], details["closed"]) == ("node_lost", "n1", True)
+    assert details["text"].startswith("the agent on n1 is gone; it was last heard at ")
     head.end("requested", {})
 
 

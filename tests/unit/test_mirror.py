@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from corral.bundle import bundle
 from corral.deployment.folder import RankFolder
+from corral.node.identity import identity
 from corral.targets.remote_answers import NodeReport, read_report
 from corral.targets.remote_files import last_state, mirror, mirrored_sizes
 
@@ -67,6 +69,23 @@ def test_a_log_that_was_cut_short_begins_anew(sides: tuple[Path, RankFolder]) ->
     (there / "engine.log").write_text("short\n")
     bring(there, here)
     assert here.log.read_text() == "short\n"
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_the_secrets_of_an_agent_that_was_killed_go(sides: tuple[Path, RankFolder], lives: bool) -> None:
+    there, here = sides
+    secrets = [there.parent / name for name in ("key", "token")]
+    for path in secrets:
+        path.write_text("secret")
+    agent = identity(os.getpid())
+    (there / "agent.json").write_text(json.dumps(agent if lives else {**agent, "start_ticks": 1}))
+    assert bring(there, here).alive is lives
+    assert [path.exists() for path in secrets] == [lives, lives]
+    (there / "agent.json").unlink()  # before it has begun
+    for path in secrets:
+        path.write_text("secret")
+    bring(there, here)
+    assert all(path.exists() for path in secrets)
 
 
 def test_a_node_that_has_forgotten_it_changes_nothing(sides: tuple[Path, RankFolder], tmp_path: Path) -> None:

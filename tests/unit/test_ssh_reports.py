@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from corral.deployment.folder import DeploymentFolder, RankFolder
+from corral.deployment.state import Reason
 from corral.errors import UnreachableError
 from corral.shell import Leash
 from corral.targets import ssh_reports
 from corral.targets.remote_answers import LogPiece, NodeReport
+from corral.targets.remote_files import last_word
 from corral.targets.ssh_reports import REPORT_S, SHORT_S, gather, is_away
 
 HOSTS = ("head", "second", "third")
@@ -84,6 +86,38 @@ def test_the_rank_that_failed_is_heard_for_its_log(folder: DeploymentFolder) -> 
     found = gather(folder, HOSTS, ask({"head": told, "second": slow, "third": silent}))
     assert set(found) == {"head", "second"}
     assert folder.rank(1).events.exists()
+
+
+def test_a_node_whose_agent_was_killed_is_asked_for_the_secrets_there(folder: DeploymentFolder) -> None:
+    told = says("failed", reason="node_lost", failed_rank=1, closed=True)
+    asked = threading.Event()
+
+    def second(leash: Leash) -> NodeReport:
+        asked.wait(0.2)
+        return says("ready")(leash)
+
+    found = gather(folder, HOSTS, ask({"head": told, "second": second, "third": silent}))
+    assert set(found) == {"head", "second"}
+
+
+def test_a_rank_that_was_told_to_end_does_not_speak_for_its_head(folder: DeploymentFolder) -> None:
+    late = threading.Event()
+
+    def head(leash: Leash) -> NodeReport:
+        late.wait(0.2)
+        return says("failed", reason="engine_exited", failed_rank=1)(leash)
+
+    second = says("failed", reason="engine_exited", text="told by the head")
+    found = gather(folder, HOSTS, ask({"head": head, "second": second, "third": silent}))
+    assert "head" in found
+    assert last_word(folder.rank(1)) == (Reason.ENGINE_EXITED, "told by the head")
+
+
+@pytest.mark.parametrize("reason", [None, 5, "a reason of tomorrow"])
+def test_a_rank_whose_reason_is_not_known_has_still_failed(folder: DeploymentFolder, reason: object) -> None:
+    second = says("failed", reason=reason, text="it says")
+    gather(folder, HOSTS, ask({"head": silent, "second": second, "third": says("ready")}))
+    assert last_word(folder.rank(1)) == (Reason.NODE_LOST, "it says")
 
 
 @pytest.mark.parametrize("rank", [7, -1, "1", True, None])

@@ -26,6 +26,7 @@ from .identity import boot_id, is_running
 
 Json = Dict[str, Any]
 MOST_BYTES = 4 << 20  # of one file in one report
+SECRETS = ("key", "token")
 
 
 def alive(path: str) -> Optional[bool]:
@@ -82,6 +83,8 @@ def report(order: Json) -> Json:
     if not os.path.isdir(rank_folder):
         return {"missing": True, "boot_id": boot_id()}
     found: Json = {"alive": alive(os.path.join(rank_folder, "agent.json")), "boot_id": boot_id(), "files": {}}
+    if found["alive"] is False:  # an agent deletes them when it ends; one that was killed with its supervisor did not
+        forget_secrets(order["folder"])
     for name, offset in order["files"].items():
         with contextlib.suppress(OSError), open(os.path.join(rank_folder, name), "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -96,6 +99,13 @@ def report(order: Json) -> Json:
             found[name] = json.load(text)
             found[name + "_age_s"] = max(0.0, time.time() - os.fstat(text.fileno()).st_mtime)
     return found
+
+
+def forget_secrets(folder: str) -> None:
+    """The copies of key and token on this node go: nothing uses them any more, and nobody else is left to do it."""
+    for name in SECRETS:
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(folder, name))
 
 
 def stop_agent(order: Json) -> Json:

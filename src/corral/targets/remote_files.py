@@ -16,7 +16,7 @@ from pathlib import Path
 from corral.bundle import bundle
 from corral.deployment.events import read_events
 from corral.deployment.folder import DeploymentFolder, RankFolder
-from corral.deployment.state import State
+from corral.deployment.state import Reason, State
 from corral.files import make_private_dir, write_atomic
 from corral.launch.render import LaunchSpec
 from corral.processes import Identity
@@ -73,12 +73,14 @@ def _mirror_record(path: Path, record: Identity | Heartbeat | None, age_s: float
         os.utime(path, (moment, moment))
 
 
-def last_word(rank: RankFolder) -> str:
-    """How a rank says that it ended without its head; empty when it does not."""
+def last_word(rank: RankFolder) -> tuple[Reason, str] | None:
+    """Why a rank has failed, as it says itself; None when it does not."""
     states = [event for event in read_events(rank.events) if event.kind == "state"]
-    if states and states[-1].get("state") == State.FAILED:
-        return str(states[-1].get("text", ""))
-    return ""
+    if not states or states[-1].get("state") != State.FAILED:
+        return None
+    said = states[-1].get("reason")
+    known = isinstance(said, str) and said in {reason.value for reason in Reason}
+    return Reason(said) if known else Reason.NODE_LOST, str(states[-1].get("text", ""))
 
 
 def last_state(rank: RankFolder) -> State | None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from corral.bundle import bundle
 from corral.deployment.folder import DeploymentFolder, RankFolder
-from corral.deployment.state import ENDED, Reason, State
+from corral.deployment.state import ENDED, State
 from corral.errors import (
     ConflictError,
     CorralError,
@@ -402,8 +402,8 @@ class SshTarget(Declared):
         found = self._reports.get(head)
         if not isinstance(found, NodeReport):  # not heard, or not waited for: others may say that it is lost
             for number, host in enumerate(others, 1):
-                if ended := last_word(folder.rank(number)):
-                    return AgentsStatus(False, where=host, state=State.FAILED, reason=Reason.NODE_LOST, text=ended)
+                if said := last_word(folder.rank(number)):
+                    return AgentsStatus(False, where=host, state=State.FAILED, reason=said[0], text=said[1])
         if isinstance(found, CorralError):
             text = f"{found.message.rstrip('.')}; its agents go on without this machine"
             return AgentsStatus(None, where=head, state=State.UNKNOWN, text=text, remedy=found.remedy)

@@ -125,19 +125,26 @@ class _Inquiry:
             if cause is not None:
                 others = [self._hosts[cause]] if 0 < cause < len(self._hosts) else []
             return [host for host in others if host not in self.answers]
-        if any(last_word(self._ranks[host]) for host in others if host in self.answers):
-            return []  # the others have lost it, and have ended
+        if any(_has_lost_its_head(self._ranks[host]) for host in others if host in self.answers):
+            return []
         return [host for host in self._hosts if host not in self.answers]
+
+
+def _has_lost_its_head(rank: RankFolder) -> bool:
+    """Whether a rank has ended for a lost node; one that ended for another reason was told so by the head itself."""
+    ended = last_word(rank)
+    return ended is not None and ended[0] is Reason.NODE_LOST
 
 
 def _cause(head: RankFolder) -> int | None:
     """Once it is over: the rank whose own log says why, or the head's; None while it goes on.
 
-    A node that the agents have lost has nothing to say, and is not waited for.
+    A node that fell silent has nothing to say, and is not waited for. One whose agent is gone may live: by being
+    asked, it learns that nobody needs the secrets there any more.
     """
     states = [event for event in read_events(head.events) if event.kind == "state"]
     if not states or states[-1].get("state") not in ENDED:
         return None
     failed = states[-1].get("failed_rank")
-    lost = states[-1].get("reason") == Reason.NODE_LOST
+    lost = states[-1].get("reason") == Reason.NODE_LOST and not states[-1].get("closed")
     return failed if isinstance(failed, int) and not lost else 0

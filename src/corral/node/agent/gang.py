@@ -174,9 +174,13 @@ class Head:
             names = ", ".join(one.name for one in silent)
             words = "the link of %s was cut: from %s on it heard nothing of %s" % (self._name, member.heard_at, names)
             return Reason.NODE_LOST, {"text": words, "node": self._name, "failed_rank": 0}
-        text = "%s stopped answering at %s; rank %d last said: %s"
-        words = text % (member.name, member.heard_at, member.rank, member.words())
-        return Reason.NODE_LOST, {"text": words, "node": member.name, "failed_rank": member.rank}
+        closed = (
+            member not in silent
+        )  # its connection ended, and nobody has opened another: the node itself may be well
+        text = "the agent on %s is gone; it was last heard at %s" if closed else "%s stopped answering at %s"
+        words = (text + "; rank %d last said: %s") % (member.name, member.heard_at, member.rank, member.words())
+        found = {"text": words, "node": member.name, "failed_rank": member.rank}
+        return Reason.NODE_LOST, dict(found, closed=True) if closed else found
 
     def _is_alone(self, silent: List[Member]) -> bool:
         """Whether it is this node that is cut off: several others fell silent at once, or its own link is down."""
