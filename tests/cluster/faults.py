@@ -5,7 +5,8 @@
 Each half (`faults_ssh.py`, `faults_slurm.py`) brings hosts with a stand-in engine (`bed`) and its faults (`FAULTS`).
 A fault gets a deployment of its own: it is brought up, struck, watched until the fault is seen, then looked over for
 what it left, and once more after `corral down`. What is measured ends when a `corral status` has answered, so its
-own half second is in every figure. Where a host stays cut off or without power, `corral down` is tried before it
+own half second (several on a busy machine) is in every figure; beside it stands when the agents wrote it down, where
+they did. Where a host stays cut off or without power, `corral down` is tried before it
 comes back, too. The exit code is 1 when a fault missed its goal or left something.
 """
 
@@ -88,6 +89,7 @@ class Seen:
     down_s: float = 0.0
     down_meanwhile_s: float | None = None  # with the fault still there
     load: float = 0.0  # the machine's, over the last minute
+    written_s: float | None = None  # when the agents wrote it into their journal; None: they did not
 
     @property
     def good(self) -> bool:
@@ -107,7 +109,7 @@ def run_fault(target: str, bed: Bed, fault: Fault, number: int) -> Seen:
     name = f"fault{number}"
     bed = fault.on(bed)
     bed.up(name, fault.options)
-    began = time.monotonic()
+    struck_s, began = time.time(), time.monotonic()
     said = fault.strike(bed, name)
     watched = _watch(bed, name, fault, began)
     load = os.getloadavg()[0]
@@ -119,7 +121,7 @@ def run_fault(target: str, bed: Bed, fault: Fault, number: int) -> Seen:
     after = _left(bed, name, fault.cleared_s)
     note = "; ".join(filter(None, (said, fault.why_no_goal, f"`down`: {refused}" if refused else "")))
     return Seen(target, fault.name, fault.goal_s, watched.noticed_s, _said(watched.now), left, after, note,
-                watched.longest_s, down_s, meanwhile_s, load)  # fmt: skip
+                watched.longest_s, down_s, meanwhile_s, load, _written(watched.now, struck_s))  # fmt: skip
 
 
 @dataclass
@@ -143,6 +145,11 @@ def _watch(bed: Bed, name: str, fault: Fault, began: float) -> Watched:
     return found
 
 
+def _written(now: dict[str, Any], struck_s: float) -> float | None:
+    after_s = float(now.get("since_s") or 0.0) - struck_s
+    return after_s if is_failed(now) and after_s > 0 else None
+
+
 def _down(bed: Bed, name: str) -> tuple[float, str]:
     began = time.monotonic()
     refused = bed.down(name)
@@ -163,7 +170,8 @@ def _said(now: dict[str, Any]) -> str:
 
 def markdown(rows: Sequence[Seen]) -> str:
     """The table, as it stands in docs/log.md."""
-    heads = ("target", "fault", "noticed after", "goal", "longest `status`", "`down`", "load", "said", "left behind")
+    heads = ("target", "fault", "noticed after", "goal", "in the journal after", "longest `status`", "`down`", "load",
+             "said", "left behind")  # fmt: skip
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in rows:
         noticed = "never" if row.noticed_s is None else f"{row.noticed_s:.1f} s"
@@ -171,7 +179,8 @@ def markdown(rows: Sequence[Seen]) -> str:
         left = [*row.left, *(f"after `down`: {one}" for one in row.left_after_down)]
         said = f"{row.said}; {row.note}" if row.note else row.said
         meanwhile = "" if row.down_meanwhile_s is None else f"{row.down_meanwhile_s:.1f} s, then "
-        times = (f"{row.status_s:.1f} s", f"{meanwhile}{row.down_s:.1f} s", f"{row.load:.1f}")
+        written = "–" if row.written_s is None else f"{row.written_s:.1f} s"
+        times = (written, f"{row.status_s:.1f} s", f"{meanwhile}{row.down_s:.1f} s", f"{row.load:.1f}")
         cells = (row.target, row.fault, noticed, goal, *times, said, "; ".join(left) or "nothing")
         lines.append("| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in cells) + " |")
     return "\n".join(lines)
