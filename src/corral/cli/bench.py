@@ -238,12 +238,15 @@ def sweep(concurrencies: str, rates: str, num_prompts: int | None, **given: Any)
 @server_options
 @work_options
 @click.option("--slo", required=True, metavar="SLOS", help="For example ttft_p99=1s,tpot_p99=50ms.")
-@click.option("--over", type=click.Choice(["rate", "concurrency"]), default="rate", show_default=True)
-@click.option("--arrival", default="poisson", show_default=True, type=click.Choice(["poisson", "constant", "gamma"]))
+@click.option(
+    "--over", type=click.Choice(["rate", "concurrency"]), default="rate", show_default=True, help="What is varied."
+)
+@click.option("--arrival", default="poisson", show_default=True, type=click.Choice(["poisson", "constant", "gamma"]),
+              help="When requests are sent.")  # fmt: skip
 @click.option("--burstiness", default=1.0, help="gamma: below 1 burstier, above 1 more even.")
 @click.option("--probe-seconds", default=15.0, show_default=True, help="How long one probe sends, at least.")
 @click.option("--tolerance", default=0.03, show_default=True, help="End when the bracket is this narrow.")
-@click.option("--max-probes", default=12, show_default=True)
+@click.option("--max-probes", default=12, show_default=True, help="End after this many.")
 @click.option("--saturate", default=64, show_default=True, help="Requests at once that saturate the server.")
 def search(
     slo: str, over: str, probe_seconds: float, tolerance: float, max_probes: int, saturate: int, **given: Any

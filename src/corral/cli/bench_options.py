@@ -54,10 +54,10 @@ work_options = _apply(
     click.option("--turns", default=3, show_default=True, help="multi_turn: requests of one conversation."),
     click.option("--chat", is_flag=True, help="Use the chat endpoint."),
     click.option("--ignore-eos/--no-ignore-eos", default=True, show_default=True, help="Answers of full length."),
-    click.option("--temperature", default=0.0, show_default=True),
+    click.option("--temperature", default=0.0, show_default=True, help="0 is greedy."),
     click.option("--seed", type=int, help="Of prompts and send times (default: a new one, saved with the run)."),
     click.option("--warmup", type=int, help="Requests before the measurement (default: one per place, at most 16)."),
-    click.option("--percentiles", default="90,99", show_default=True),
+    click.option("--percentiles", default="90,99", show_default=True, metavar="P,P,…", help="Which to report."),
     click.option("--goodput", "goodput", default="", metavar="SLOS", help="Count good requests: ttft=1s,tpot=50ms."),
     click.option("--stall", "stall_s", default=600.0, show_default=True, help="Seconds a server may be silent."),
 )
@@ -66,7 +66,9 @@ load_options = _apply(
     click.option("--num-prompts", default=100, show_default=True, help="Requests (conversations) to send."),
     click.option("--concurrency", type=int, help="Closed loop: requests at once. With a rate: the most at once."),
     click.option("--request-rate", "rate", type=float, metavar="PER_S", help="Open loop: requests per second."),
-    click.option("--arrival", default="poisson", show_default=True, type=click.Choice(ARRIVALS)),
+    click.option(
+        "--arrival", default="poisson", show_default=True, type=click.Choice(ARRIVALS), help="With a rate: when."
+    ),
     click.option("--burstiness", default=1.0, show_default=True, help="gamma: below 1 burstier, above 1 more even."),
     click.option("--ramp-to", type=float, metavar="PER_S", help="ramp: the last rate."),
     click.option("--trace-speed", default=1.0, show_default=True, help="trace: how many times faster to replay."),

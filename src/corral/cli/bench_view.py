@@ -118,7 +118,7 @@ def _run_text(folder: Path) -> list[str]:
 
 
 @click.command("list")
-@click.option("--json", "as_json", is_flag=True)
+@click.option("--json", "as_json", is_flag=True, help="The same as one JSON document.")
 def list_runs(as_json: bool) -> None:
     """Saved runs, oldest first."""
     found = []

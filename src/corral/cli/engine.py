@@ -25,7 +25,7 @@ def command() -> None:
 
 
 @command.command("list", context_settings=HELP)
-@click.option("--json", "as_json", is_flag=True)
+@click.option("--json", "as_json", is_flag=True, help="The same as one JSON document.")
 def list_engines(as_json: bool) -> None:
     """What is installed."""
     found = engines.installed()
@@ -42,9 +42,9 @@ def list_engines(as_json: bool) -> None:
 
 @command.command("install", context_settings=HELP)
 @click.argument("flavour", type=FLAVOUR, required=False)
-@click.option("--version", default=engines.PINNED_VERSION, show_default=True)
+@click.option("--version", default=engines.PINNED_VERSION, show_default=True, help="Of vLLM.")
 @click.option("--into", metavar="conda:NAME", help="Into a conda environment of your own, made if it is not there.")
-@click.option("--json", "as_json", is_flag=True)
+@click.option("--json", "as_json", is_flag=True, help="The same as one JSON document.")
 def install(flavour: str | None, version: str, into: str | None, as_json: bool) -> None:
     """Install an engine, or do nothing when it is there.
 
@@ -80,8 +80,8 @@ def _install_into(into: str, flavour: str, version: str, as_json: bool) -> None:
 
 @command.command("check", context_settings=HELP)
 @click.argument("flavour", type=FLAVOUR, required=False)
-@click.option("--version", default=engines.PINNED_VERSION, show_default=True)
-@click.option("--json", "as_json", is_flag=True)
+@click.option("--version", default=engines.PINNED_VERSION, show_default=True, help="Of vLLM.")
+@click.option("--json", "as_json", is_flag=True, help="The same as one JSON document.")
 def check(flavour: str | None, version: str, as_json: bool) -> None:
     """Import an engine in its environment and say what it is made of (default: the one that is installed).
 
@@ -119,8 +119,8 @@ def _locked_rows(rows: list[LockedFor]) -> list[list[str]]:
 
 @command.command("remove", context_settings=HELP)
 @click.argument("flavour", type=FLAVOUR)
-@click.option("--version", default=engines.PINNED_VERSION, show_default=True)
-@click.option("--json", "as_json", is_flag=True)
+@click.option("--version", default=engines.PINNED_VERSION, show_default=True, help="Of vLLM.")
+@click.option("--json", "as_json", is_flag=True, help="The same as one JSON document.")
 def remove(flavour: str, version: str, as_json: bool) -> None:
     """Delete an engine's environment; refused while a deployment runs from it."""
     from corral.deployment.state import ENDED

@@ -38,7 +38,7 @@ def command(context: click.Context, gpus: str | None, as_json: bool) -> None:
 
 @command.command("remove", context_settings=HELP)
 @click.argument("name")
-@click.option("--json", "as_json", is_flag=True)
+@click.option("--json", "as_json", is_flag=True, help="The same as one JSON document.")
 def remove_model(name: str, as_json: bool) -> None:
     """Delete a model's files from this machine's disk; refused while a deployment serves it."""
     from corral.deployment.state import ENDED

@@ -33,7 +33,7 @@ def command() -> None:
 @click.option("--set", "pairs", multiple=True, metavar="TABLE.KEY=VALUE", help="Set a key: slurm.account=my_lab.")
 @click.option("--project", is_flag=True, help="Write .corral/profiles here instead of the user's own folder.")
 @click.option("--force", is_flag=True, help="Overwrite a profile of that name.")
-@click.option("--json", "as_json", is_flag=True)
+@click.option("--json", "as_json", is_flag=True, help="The same as one JSON document.")
 def init(
     name: str,
     example: str | None,
@@ -96,7 +96,7 @@ def _write(path: Path, text: str) -> None:
 
 
 @command.command("list", context_settings=HELP)
-@click.option("--json", "as_json", is_flag=True)
+@click.option("--json", "as_json", is_flag=True, help="The same as one JSON document.")
 def list_profiles(as_json: bool) -> None:
     """Every profile: the project's, your own, and shipped examples."""
     found = all_profiles()
@@ -119,7 +119,7 @@ def list_profiles(as_json: bool) -> None:
 @command.command("show", context_settings=HELP)
 @click.argument("name")
 @click.option("--all", "everything", is_flag=True, help="Also keys that nothing is said about.")
-@click.option("--json", "as_json", is_flag=True)
+@click.option("--json", "as_json", is_flag=True, help="The same as one JSON document.")
 def show(name: str, everything: bool, as_json: bool) -> None:
     """What a profile says, resolved, and where each value comes from: a file and line, a variable, a default."""
     profile = load_profile(name)
@@ -140,7 +140,7 @@ def _shown(value: object) -> str:
 
 @command.command("check", context_settings=HELP)
 @click.argument("names", nargs=-1)
-@click.option("--json", "as_json", is_flag=True)
+@click.option("--json", "as_json", is_flag=True, help="The same as one JSON document.")
 def check(names: tuple[str, ...], as_json: bool) -> int:
     """Check profiles (default: all but the shipped examples) without touching a node.
 

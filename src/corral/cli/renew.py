@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from dataclasses import replace
@@ -9,6 +10,7 @@ from dataclasses import replace
 import click
 
 from corral.cli.use_options import deployment_argument
+from corral.deployment.folder import DeploymentFolder
 from corral.lifecycle.renewal import renew
 from corral.lifecycle.successors import chain_lock, choose_folder, read_chain, write_chain
 from corral.processes import identify
@@ -21,7 +23,8 @@ __all__ = ["command"]
 @click.option("--max-jobs", type=click.IntRange(min=1), help="Jobs in all, from now on.")
 @click.option("--while", "parent", type=click.IntRange(min=1), metavar="PID", help="End when this process has ended.")
 @click.option("--once", is_flag=True, help="Only what is due now.")
-def command(name: str | None, max_jobs: int | None, parent: int | None, once: bool) -> None:
+@click.option("--json", "as_json", is_flag=True, help="What it does, and at last why it ends, as JSON lines.")
+def command(name: str | None, max_jobs: int | None, parent: int | None, once: bool, as_json: bool) -> None:
     """Look after NAME, started with `corral up … --renew`: submit a successor before each time limit.
 
     The jobs do this by themselves. By hand it is for clusters whose nodes may not submit jobs, from a login node; it
@@ -33,10 +36,16 @@ def command(name: str | None, max_jobs: int | None, parent: int | None, once: bo
             write_chain(folder, replace(read_chain(folder), max_jobs=max_jobs))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a submission under way is undone, not left unknown
     wanted = identify(parent) if parent else None
-    why = renew(
-        folder,
-        lambda text: click.echo(f"{time.strftime('%H:%M:%S')} {text}"),
-        once,
-        lambda: wanted is None or not wanted.is_gone(),
-    )
-    click.echo(f"{folder.name}: {why}", err=True)
+
+    def say(text: str) -> None:
+        click.echo(_json_line(folder, "renewal", text) if as_json else f"{time.strftime('%H:%M:%S')} {text}")
+
+    why = renew(folder, say, once, lambda: wanted is None or not wanted.is_gone())
+    if as_json:
+        click.echo(_json_line(folder, "end", why))
+    else:
+        click.echo(f"{folder.name}: {why}", err=True)
+
+
+def _json_line(folder: DeploymentFolder, event: str, text: str) -> str:
+    return json.dumps({"event": event, "at_s": time.time(), "name": folder.name, "text": text}, ensure_ascii=False)

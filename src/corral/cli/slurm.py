@@ -60,9 +60,14 @@ def _row(partition: Partition, shape: NodeShape) -> list[str]:
 
 @command.command()
 @deployment_argument
-def script(name: str | None) -> None:
+@click.option("--json", "as_json", is_flag=True, help="The script and where it lies as one JSON document.")
+def script(name: str | None, as_json: bool) -> None:
     """Print the batch script of deployment NAME as it was submitted."""
     folder = choose_folder(name)
     if not folder.script.is_file():
         raise NotFoundError(f"{folder.name!r} was not started through SLURM.", "`corral status` says where it runs.")
-    click.echo(folder.script.read_text(encoding="utf-8"), nl=False)
+    text = folder.script.read_text(encoding="utf-8")
+    if as_json:
+        print_json({"name": folder.name, "path": str(folder.script), "script": text})
+    else:
+        click.echo(text, nl=False)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 
 import click
 
+from corral.cli.screen import print_json
 from corral.cli.use_options import deployment_argument
 from corral.client.endpoint import Endpoint
+from corral.deployment.folder import DeploymentFolder
 from corral.errors import UsageError
 from corral.lifecycle.deployments import status
 from corral.lifecycle.distant import find_distant, hold_distant
@@ -31,8 +34,15 @@ __all__ = ["command"]
 @click.option("--through", metavar="HOST", help="The deployment belongs to Corral on HOST, a login node for example.")
 @click.option("--corral", "program", default="corral", show_default=True, help="With --through: the command there.")
 @click.option("--port", type=click.IntRange(1, 65535), help="With --through: the port here (default: a free one).")
+@click.option("--json", "as_json", is_flag=True, help="The address, and which process holds it open, as JSON.")
 def command(
-    name: str | None, background: bool, close: bool, through: str | None, program: str, port: int | None
+    name: str | None,
+    background: bool,
+    close: bool,
+    through: str | None,
+    program: str,
+    port: int | None,
+    as_json: bool,
 ) -> None:
     """Bring the endpoint of NAME to this machine and keep it here; opens the connection again when it breaks.
 
@@ -43,30 +53,48 @@ def command(
             raise UsageError(
                 "--through needs the name of a deployment there.", f"`ssh {through} corral ps` lists them."
             )
-        _through(name, through, program, port)
+        _through(name, through, program, port, as_json)
         return
     folder = choose_folder(name)
     if close:
         close_tunnel(folder)
+        if as_json:
+            _print_facts(folder, None)
         return
-    url = load_json(Endpoint, folder.endpoint).base_url if folder.endpoint.is_file() else ""
+    url = _url(folder)
     if not needs_tunnel(folder):
-        click.echo(f"{folder.name} needs no tunnel: {url or status(folder).state}", err=True)
-        return
-    if holder := tunnel_holder(folder):
-        click.echo(f"{url} (held open by process {holder.pid})")
-        return
-    if background:
+        _tell(as_json, folder, None, f"{folder.name} needs no tunnel: {url or status(folder).state}", err=True)
+    elif holder := tunnel_holder(folder):
+        _tell(as_json, folder, holder.pid, f"{url} (held open by process {holder.pid})")
+    elif background:
         ensure_tunnel(folder)
-        click.echo(url)
-        return
-    click.echo(f"{url}  (Ctrl-C closes it)", err=True)
-    hold_tunnel(folder, lambda text: click.echo(f"corral: {text}", err=True))
+        opened = tunnel_holder(folder)
+        _tell(as_json, folder, opened.pid if opened else None, url)
+    else:
+        _tell(as_json, folder, os.getpid(), f"{url}  (Ctrl-C closes it)", err=True)
+        hold_tunnel(folder, lambda text: click.echo(f"corral: {text}", err=True))
 
 
-def _through(name: str, through: str, program: str, port: int | None) -> None:
+def _url(folder: DeploymentFolder) -> str:
+    return load_json(Endpoint, folder.endpoint).base_url if folder.endpoint.is_file() else ""
+
+
+def _tell(as_json: bool, folder: DeploymentFolder, holder: int | None, text: str, err: bool = False) -> None:
+    _print_facts(folder, holder) if as_json else click.echo(text, err=err)
+
+
+def _print_facts(folder: DeploymentFolder, holder: int | None) -> None:
+    facts = {"name": folder.name, "url": _url(folder) or None, "needed": needs_tunnel(folder), "held_by": holder}
+    print_json(facts)
+
+
+def _through(name: str, through: str, program: str, port: int | None, as_json: bool) -> None:
     distant = find_distant(name, through, shlex.split(program), port)
-    click.echo(f"export OPENAI_BASE_URL={distant.base_url}")
-    click.echo(f'export OPENAI_API_KEY="$(cat {shlex.quote(str(distant.key_file))})"')
+    if as_json:
+        facts = {"name": name, "url": distant.base_url, "through": through, "key_file": str(distant.key_file)}
+        print_json({**facts, "held_by": os.getpid()})
+    else:
+        click.echo(f"export OPENAI_BASE_URL={distant.base_url}")
+        click.echo(f'export OPENAI_API_KEY="$(cat {shlex.quote(str(distant.key_file))})"')
     click.echo(f"{name} through {through}  (Ctrl-C closes it)", err=True)
     hold_distant(distant, lambda text: click.echo(f"corral: {text}", err=True))
