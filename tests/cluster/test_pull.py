@@ -1,4 +1,4 @@
-"""Pulling over real ssh onto hosts with disks of their own: shared storage, lost hosts, full disks."""
+"""Pulling over real ssh onto hosts with own disks: shared storage, lost hosts, full disks, changing sources."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import threading
@@ -16,6 +17,8 @@ import pytest
 
 from corral.errors import DataError
 from corral.ssh import Ssh
+from corral.transfer import courier as near_end
+from corral.transfer.changed import ChangedSourceError
 from corral.transfer.spread import Origin, Progress, spread
 from tests.testbed import missing
 from tests.testbed.hosts import Hosts
@@ -109,4 +112,106 @@ def test_a_host_without_power_in_the_middle(hosts: Hosts, model: Path, from_here
             hosts.power_on("node2")
     assert all(outcome.ok for outcome in spread(Ssh(), NAMES, source, str(place), {}, lambda step: None).values())
     assert sums_on(hosts, "node2", place) == sums(model)
+    assert not couriers(hosts)
+
+
+def parts(hosts: Hosts, host: str, folder: Path) -> list[str]:
+    found = hosts.exec(host, ["find", str(folder), "-name", ".*.corral-part"]).stdout.split()
+    return [name.rpartition("/")[2] for name in found]
+
+
+@pytest.mark.parametrize(
+    ("from_here", "name"),
+    [(True, "model-1.safetensors"), (True, "model-2.safetensors"), (False, "model-1.safetensors")],
+)
+def test_a_source_that_changes_is_told_once_and_nothing_is_sent_in_vain(
+    hosts: Hosts, model: Path, tmp_path: Path, from_here: bool, name: str
+) -> None:
+    """While it is sent, and before its turn; from this machine, and from a host."""
+    place, said = hosts.folder / "disk" / f"changing-{from_here}-{name}", list[str]()
+    source, folder = Origin(str(tmp_path / "model")), tmp_path / "model"
+    if not from_here:
+        folder = hosts.folder / "disk" / "changes"
+        source = Origin(str(folder), host="node1")
+        spread(Ssh(), ("node1",), Origin(str(model)), str(folder), {}, lambda step: None)
+    else:
+        shutil.copytree(model, folder)
+    changed = threading.Event()
+
+    def report(step: Progress) -> None:
+        said.append(f"{step.host}: {step.what}")
+        if step.host == "node2" and step.what == "receiving" and step.done_bytes > 2_000_000 and not changed.is_set():
+            changed.set()
+            write = ["sh", "-c", f"echo more >> {folder}/{name}"]
+            subprocess.run(write, check=True) if from_here else hosts.exec("node1", write)
+
+    receivers = NAMES[1:]
+    with pytest.raises(ChangedSourceError) as caught:
+        spread(Ssh(), receivers, source, str(place), {}, report, uplink_bytes_per_s=5e6)
+    assert changed.is_set()
+    assert f"{name} had 20,000,000 bytes and has 20,000,005" in caught.value.message
+    assert str(folder) in caught.value.message
+    assert not [line for line in said if "damaged" in line or "failed" in line]
+    for host in receivers:
+        assert not [part for part in parts(hosts, host, place) if name in part]
+    assert not couriers(hosts)
+    again = spread(Ssh(), receivers, source, str(place), {}, lambda step: None)
+    assert all(outcome.ok for outcome in again.values())
+    expected = sums(folder) if from_here else sums_on(hosts, "node1", folder)
+    assert all(sums_on(hosts, host, place) == expected for host in receivers)
+    assert not any(parts(hosts, host, place) for host in receivers)
+
+
+def test_what_a_pull_left_goes_with_the_next_unless_somebody_uses_it(
+    hosts: Hosts, model: Path, tmp_path: Path
+) -> None:
+    place, folder = hosts.folder / "disk" / "left", tmp_path / "model"
+    shutil.copytree(model, folder)
+
+    def interrupt(step: Progress) -> None:
+        if step.host == "node3" and step.what == "receiving" and step.done_bytes > 2_000_000:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        spread(Ssh(), NAMES, Origin(str(folder)), str(place), {}, interrupt, uplink_bytes_per_s=5e6)
+    left = {host: parts(hosts, host, place) for host in NAMES}
+    assert left["node3"]
+    for path in folder.glob("*.safetensors"):
+        path.write_bytes(os.urandom(20_000_000))
+    holds = f"import fcntl, os, sys; fcntl.flock(os.open({str(place)!r}, 0), 2); print('held', flush=True); input()"
+    words = [*hosts.ssh_command, "node3", shlex.join(["python3", "-c", holds])]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        outcomes = spread(Ssh(), NAMES, Origin(str(folder)), str(place), {}, lambda step: None)
+        assert other.stdin is not None
+        other.stdin.close()
+    assert [host for host in NAMES if not outcomes[host].ok] == ["node3"]
+    assert "another pull is writing" in outcomes["node3"].text
+    assert parts(hosts, "node3", place) == left["node3"], "another pull was there"
+    assert not any(parts(hosts, host, place) for host in NAMES if host != "node3")
+    assert all(sums_on(hosts, host, place) == sums(folder) for host in NAMES if host != "node3")
+    assert all(outcome.ok for outcome in spread(Ssh(), NAMES, Origin(str(folder)), str(place), {}, print).values())
+    assert not parts(hosts, "node3", place)
+
+
+def test_behind_a_disk_that_fills_up_nobody_waits(hosts: Hosts, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silence would be waited for without end here: only a chain that is mended at once delivers anything more."""
+    patient = near_end._source().replace(b"SILENCE_S = 20.0", b"SILENCE_S = 9999.0")
+    assert patient != near_end._source()
+    monkeypatch.setattr(near_end, "_source", lambda: patient)
+    place, full = hosts.folder / "disk" / "fills", threading.Event()
+    hosts.exec("node2", ["mkdir", "-p", str(place)])
+    hosts.limit_disk("node2", place, 50_000_000)
+
+    def report(step: Progress) -> None:
+        if step.host == "node2" and step.what == "receiving" and step.done_bytes > 2_000_000 and not full.is_set():
+            full.set()
+            hosts.exec("node2", ["sh", "-c", f"dd if=/dev/zero of={place}/filler bs=1M || true"])
+
+    outcomes = spread(Ssh(), NAMES, Origin(str(model)), str(place), {}, report, uplink_bytes_per_s=5e6, stall_s=40)
+    assert full.is_set()
+    assert [(host, outcomes[host].exit_code) for host in NAMES if not outcomes[host].ok] == [("node2", 10)]
+    assert "No space left on device" in outcomes["node2"].text
+    assert all(sums_on(hosts, host, place) == sums(model) for host in NAMES if host != "node2")
     assert not couriers(hosts)

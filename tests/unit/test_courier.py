@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import http.client
 import http.server
@@ -19,6 +20,8 @@ from typing import Any
 import pytest
 
 from corral.bundle import bundle
+from corral.node.courier import folders, hashes
+from corral.node.courier.changes import ChangedError
 from corral.node.courier.signature import authorization
 from tests.fake_hub import FakeHub
 
@@ -228,16 +231,160 @@ def test_a_whole_part_that_was_never_named_is_judged(talks: list[Talk], folder: 
     assert contents(copy) == contents(folder)
 
 
+def write_unseen(path: Path, body: bytes) -> None:
+    """Other bytes, and nothing that shows it: as a disk does that loses some."""
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.write(body)
+    os.utime(path, ns=(before.st_mtime_ns, before.st_mtime_ns))
+
+
 def test_a_damaged_source_never_becomes_a_file(talks: list[Talk], folder: Path, tmp_path: Path) -> None:
     source, files = serve(talks, folder)
-    with (folder / "model-1.safetensors").open("r+b") as file:
-        file.write(b"\0" * 100)
+    write_unseen(folder / "model-1.safetensors", b"\0" * 100)
     talk = fetch(talks, tmp_path / "copy")
     talk.say(do="compare", files=files, check="hash")
     talk.hear("need")
     talk.say(do="go", sources=[source])
     assert "model-1.safetensors" in talk.hear("failed")["text"]
     assert not (tmp_path / "copy" / "model-1.safetensors").exists()
+    number = next(number for number, row in enumerate(files) if row["path"] == "model-1.safetensors")
+    talks[0].say(do="doubt", file=number)
+    assert talks[0].hear("changed")["path"] == "model-1.safetensors"
+
+
+# ------------------------------------------------------------------------------------------- a source that changes
+@pytest.mark.parametrize("how", ["rewritten", "gone", "new", "longer"])
+def test_a_source_that_changes_says_so_and_gives_nothing_more(talks: list[Talk], folder: Path, how: str) -> None:
+    source, _ = serve(talks, folder)
+    changed, size = folder / "model-1.safetensors", 3_000_001
+    if how == "gone":
+        changed.unlink()
+    elif how == "new":
+        changed = folder / "model-3.safetensors"
+        changed.write_bytes(b"abc")
+    else:
+        with changed.open("ab" if how == "longer" else "r+b") as file:
+            file.write(b"abc")
+    told = talks[0].hear("changed")
+    assert (told["path"], told["how"]) == (changed.name, "rewritten" if how == "longer" else how)
+    sizes = {"rewritten": (size, size), "gone": (size, 0), "new": (0, 3), "longer": (size, size + 3)}
+    assert (told["was_bytes"], told["now_bytes"]) == sizes[how]
+    assert ask(source, "/files/0")[0] == 503
+
+
+def test_an_environment_may_grow_files_that_nobody_asked_for(talks: list[Talk], folder: Path) -> None:
+    _, files = serve(talks, folder, links_out="keep")
+    number = next(number for number, row in enumerate(files) if row["path"] == "config.json")
+    talks[0].say(do="watch", files=[number])
+    (folder / "new.pyc").write_text("compiled")
+    (folder / "model-1.safetensors").write_text("other")
+    talks[0].say(do="still")
+    talks[0].hear("unchanged")
+    (folder / "config.json").write_text("[]")
+    assert talks[0].hear("changed")["path"] == "config.json"
+
+
+def test_a_file_that_grows_while_it_is_hashed_is_a_source_that_changes(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, clean_home: Path
+) -> None:
+    def slow(path: str, _: object) -> str:
+        with Path(path).open("ab") as file:
+            file.write(b"more")
+        return "0" * 64
+
+    rows = folders.listing(str(folder), (), "follow")
+    known = hashes.Hashes(str(folder), own=False)
+    monkeypatch.setattr(hashes, "sha256_of", slow)
+    with pytest.raises(ChangedError):
+        hashes.hash_files(str(folder), rows, "all", known)
+    assert not known.known, "the hash of no version is remembered"
+
+
+# ------------------------------------------------------------------------------------------- what earlier ones left
+def test_parts_that_nobody_continues_go_and_those_of_a_live_pull_stay(
+    talks: list[Talk], folder: Path, tmp_path: Path
+) -> None:
+    _, files = serve(talks, folder)
+    wanted = next(row for row in files if row["path"] == "model-1.safetensors")
+    copy = tmp_path / "copy"
+    (copy / "sub").mkdir(parents=True)
+    (copy / "other").mkdir()
+    own = copy / part_of(wanted)
+    old = [copy / ".model-1.safetensors.00000000.corral-part", copy / "sub" / ".gone.py.00000000.corral-part"]
+    foreign = [copy / "other" / ".x.00000000.corral-part", copy / "a.corral-part", copy / ".corral-mine"]
+    for path in (own, *old, *foreign):
+        path.write_bytes(b"x" * 1000)
+    handle = os.open(copy, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    talk = fetch(talks, copy)
+    talk.say(do="compare", files=files, check="hash")
+    assert talk.hear("need")["freed_bytes"] == 0
+    assert all(path.exists() for path in old), "another pull writes into this folder"
+    os.close(handle)
+    talk.say(do="compare", files=files, check="hash")
+    assert talk.hear("need")["freed_bytes"] == 2000
+    assert not any(path.exists() for path in old)
+    assert all(path.exists() for path in (own, *foreign))
+
+
+def test_a_part_whose_hash_is_not_known_yet_stays(talks: list[Talk], folder: Path, tmp_path: Path) -> None:
+    source, files = serve(talks, folder)
+    wanted = next(row for row in files if row["path"] == "model-1.safetensors")
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    (copy / part_of(wanted)).write_bytes((folder / wanted["path"]).read_bytes()[:2_000_000])
+    stale = copy / ".model-1.safetensors.00000000.corral-part"
+    stale.write_bytes(b"x")
+    talk = fetch(talks, copy)
+    unknown = [{name: value for name, value in row.items() if name != "sha256"} for row in files]
+    talk.say(do="compare", files=unknown, check="known")
+    talk.hear("need")
+    found = {str(number): row["sha256"] for number, row in enumerate(files) if row["kind"] == "file"}
+    talk.say(do="go", sources=[source], hashes=found)
+    assert talk.hear("done")["bytes"] == sum(file["size"] for file in files) - 2_000_000
+    assert not stale.exists()
+
+
+def test_parts_given_up_beside_it_go_after_a_week(talks: list[Talk], tmp_path: Path) -> None:
+    old, fresh = [tmp_path / "models" / name / "sub" / ".x.00000000.corral-part" for name in ("old", "fresh")]
+    for path in (old, fresh):
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"x" * 1000)
+    os.utime(old, (0, 0))
+    talk = fetch(talks, tmp_path / "models" / "this", beside=True)
+    talk.say(do="compare", files=[row("a")], check="hash")
+    assert talk.hear("need")["freed_bytes"] == 1000
+    assert (old.exists(), fresh.exists()) == (False, True)
+
+
+# ------------------------------------------------------------------------------------------- a source that failed
+def test_whoever_waits_for_one_that_failed_goes_elsewhere_at_once(
+    talks: list[Talk], folder: Path, tmp_path: Path
+) -> None:
+    """The one before it cannot write: its connections end, and no silence is waited for."""
+    source, files = serve(talks, folder)
+    first, second = fetch(talks, tmp_path / "one"), fetch(talks, tmp_path / "two")
+    for talk in (first, second):
+        talk.say(do="compare", files=files, check="hash")
+        talk.hear("need")
+    row = next(row for row in files if row["path"] == "model-1.safetensors")
+    number, half = files.index(row), (folder / "model-1.safetensors").read_bytes()[: 1 << 20]
+    first.say(do="go", sources=[])
+    second.say(do="go", sources=[{**first.where}])
+    first.say(do="data", file=number, offset=0, length=len(half), payload=half)
+    waiting = tmp_path / "two" / part_of(row)
+    while not (waiting.exists() and waiting.stat().st_size == 1 << 20):
+        threading.Event().wait(0.01)
+    (tmp_path / "one" / part_of(row)).unlink()  # and a folder of that name: nothing can be written
+    (tmp_path / "one" / part_of(row)).mkdir()
+    first.say(do="data", file=number, offset=len(half), length=len(half), payload=half)
+    assert "cannot be written" in first.hear("failed")["text"]
+    assert ask({**first.where}, f"/files/{number}", "mine")[0] == 503
+    second.say(do="sources", sources=[source])
+    second.hear("done")
+    assert second.end() == 0
+    assert contents(tmp_path / "two") == contents(folder)
 
 
 def test_a_file_is_passed_on_while_it_arrives(talks: list[Talk], folder: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from corral.errors import ConflictError, CorralError, DataError, UsageError
 from corral.ssh import Ssh
+from corral.transfer.changed import ChangedSourceError
 from corral.transfer.courier_events import CourierRow
 from corral.transfer.sources import plan_sources, same_storage
 from corral.transfer.spread import Origin, Outcome, Progress, ensure_folder, spread
@@ -240,6 +241,35 @@ def test_another_model_is_not_overwritten(hosts: Path, model: Path) -> None:
     with pytest.raises(ConflictError, match="on n1 holds another model"):
         to_hosts(Origin(str(model)))
     assert not (hosts / "n0" / "model" / "config.json").exists()
+    with pytest.raises(ConflictError) as caught:
+        ensure_folder(Ssh(), HOSTS, model, "~/model", {}, lambda *_: None)
+    assert "home in [storage]" in caught.value.remedy
+    assert "--to" not in caught.value.remedy, "`corral up` has no such option"
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_a_source_that_changes_ends_it_for_all_and_is_told_once(hosts: Path, model: Path, here: bool) -> None:
+    source, folder, said = Origin(str(model)), model, list[str]()
+    if not here:
+        shutil.copytree(model, hosts / "n3" / "source")
+        source, folder = Origin("~/source", host="n3"), hosts / "n3" / "source"
+    changed = threading.Event()
+
+    def report(step: Progress) -> None:
+        said.append(step.what)
+        if step.what == "receiving" and step.done_bytes > 20_000 and not changed.is_set():
+            changed.set()
+            with (folder / "model-3.safetensors").open("ab") as file:
+                file.write(b"more")
+
+    with pytest.raises(ChangedSourceError, match=r"model-3.safetensors had 4,000,003 bytes and has 4,000,007\."):
+        to_hosts(source, report=report, uplink_bytes_per_s=2e6)
+    assert not [what for what in said if "damaged" in what or "failed" in what]
+    assert not list(hosts.glob("*/model/.model-3*.corral-part"))
+    assert nothing_left_over(hosts)
+    assert all(outcome.ok for outcome in to_hosts(source).values())
+    assert all(same(folder, hosts / host / "model") for host in HOSTS)
+    assert not list(hosts.glob("*/model/*.corral-part"))
 
 
 def test_a_full_disk_is_told_with_numbers_before_anything_moves(hosts: Path) -> None:

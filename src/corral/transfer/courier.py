@@ -20,6 +20,7 @@ from typing import Any
 from corral.bundle import bundle
 from corral.errors import CorralError, DataError, UnreachableError
 from corral.ssh import Ssh
+from corral.transfer.changed import changed_source
 from corral.transfer.courier_events import LONGEST_LINE_BYTES, read_event
 from corral.untrusted import plain
 
@@ -134,6 +135,8 @@ def ask_courier(ssh: Ssh, host: str, command: str, order: Mapping[str, Any], wan
                 return event
             if event["event"] == "failed":
                 raise CorralError(f"{host}: {event['text']}", "", host=host, status=event.get("status"))
+            if event["event"] == "changed":
+                raise changed_source(f"{host}:{order.get('folder', '')}", event)
             if event["event"] == "gone":
                 raise UnreachableError(f"{host}: {event['text']}", f"Try `ssh {host}` by hand.", host=host)
     finally:

@@ -76,6 +76,7 @@ class _Need:
     have_bytes: int
     files: int
     unknown: tuple[int, ...]
+    freed_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,20 @@ class _Damaged:
     file: int
     path: str
     source: str
+
+
+@dataclass(frozen=True)
+class _Changed:
+    path: str
+    how: str
+    was_bytes: int
+    now_bytes: int
+    more: int
+
+
+@dataclass(frozen=True)
+class _Unchanged:
+    pass
 
 
 @dataclass(frozen=True)
@@ -124,7 +139,7 @@ class _Starved:
 KINDS: dict[str, type] = {
     "listening": _Listening, "manifest": _Manifest, "seen": _Seen, "hashes": _Hashes, "need": _Need, "held": _Held,
     "hashing": _Pace, "checking": _Pace, "progress": _Pace, "damaged": _Damaged, "done": _Done, "failed": _Failed,
-    "read-speed": _ReadSpeed, "starved": _Starved,
+    "read-speed": _ReadSpeed, "starved": _Starved, "changed": _Changed, "unchanged": _Unchanged,
 }  # fmt: skip
 
 
@@ -170,7 +185,7 @@ def _is_possible(name: str, value: Any) -> bool:
         return all(number >= 0 and 0 <= have <= MOST_BYTES for number, have in value)
     if name == "unknown":
         return all(number >= 0 for number in value)
-    if name in ("text", "path", "source"):
+    if name in ("text", "path", "source", "how"):
         return len(value) <= LONGEST_TEXT
     if name in ("seconds", "bytes_per_s"):
         return bool(0 <= value <= (MOST_S if name == "seconds" else MOST_BYTES))

@@ -25,13 +25,12 @@ from corral.models.token import token_origin
 from corral.record import to_json
 from corral.ssh import Ssh, UnknownHostError, check_host, each
 from corral.transfer.courier import HERE, ask_courier
-from corral.transfer.spread import Origin, Outcome, Progress, spread
+from corral.transfer.spread import HOME_ON_HOSTS, Origin, Outcome, Progress, spread
 from corral.untrusted import last_object
 
 __all__ = ["Arrival", "Pull", "PullOrder", "pull"]
 
 NOT_THE_MODEL = ("original/*", ".cache/*", ".git/*")  # in a folder the user named, everything else is meant
-HOME_ON_HOSTS = "~/.local/share/corral/models"
 STORAGE = {"auto": "any", "shared": "shared", "local-disk": "own"}
 
 

@@ -5,7 +5,9 @@ uplink and downlink each carry the folder once, so 16 nodes take the time of one
 of a megabyte. (A tree that waits for whole copies needs log2(16) = 4; one that pipelines with two children per node
 needs 2, because its uplinks carry everything twice.) A slow node delays those behind it, but the slowest node decides
 when a deployment can start in any case. When a node is lost, those behind it go to the one before it and continue
-where they were; whom each may ask, and in which order, is decided before anything moves (`transfer_plan.py`).
+where they were; whom each may ask, and in which order, is decided before anything moves (`transfer/sources.py`).
+
+A source that is written to meanwhile ends everything at once (`transfer/changed.py`): it would not arrive whole.
 
 Nodes that see the same storage are found by a file that one writes and the others look for; it is filled once. Files
 on this machine go to the first node over the ssh connection itself, so nodes need not reach this machine.
@@ -26,59 +28,19 @@ from typing import Any
 from corral.errors import ConflictError, CorralError, DataError, UnreachableError, UsageError
 from corral.record import to_json
 from corral.ssh import Ssh, each
+from corral.transfer.changed import changed_source
 from corral.transfer.courier import HERE, MOST_WAITING, Courier, Event
 from corral.transfer.courier_events import CourierRow
+from corral.transfer.outcome import Origin, Outcome, Progress
+from corral.transfer.push import Push
 from corral.transfer.sources import plan_sources, same_storage
 
-__all__ = ["Origin", "Outcome", "Progress", "ensure_folder", "spread"]
+__all__ = ["HOME_ON_HOSTS", "Origin", "Outcome", "Progress", "ensure_folder", "spread"]
 
 GIVER = "the source"
 HUB = "the hub"
-SMALL_BYTES = 1 << 20  # as in node/courier/fetch.py: smaller files travel whole
-FRAME_BYTES = 1 << 20
+HOME_ON_HOSTS = "~/.local/share/corral/models"  # where a model lies unless the user says otherwise
 LOOKS = 10  # network file systems may show a new file late
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where a folder comes from: a folder here or on a host, or the hub, whose files are known beforehand."""
-
-    path: str = ""
-    host: str = HERE
-    leave_out: tuple[str, ...] = ()
-    links_out: str = "follow"  # links that lead out of the folder: follow (models), keep (environments)
-    hub_url: str = ""
-    hub_token: str | None = field(default=None, repr=False)
-    files: tuple[CourierRow, ...] = ()
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far one host is."""
-
-    host: str
-    what: str  # hashing, checking, receiving, done, failed, or a note
-    done_bytes: int = 0
-    total_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of one host."""
-
-    host: str
-    state: str  # arrived, already (nothing was missing), shared (another host filled this storage), failed
-    total_bytes: int = 0
-    moved_bytes: int = 0
-    seconds: float = 0.0
-    text: str = ""
-    remedy: str = ""
-    damaged: tuple[str, ...] = ()  # files that were there and wrong, and were fetched again
-    exit_code: int = 0  # of the failure, as docs/exit-codes.md has them
-
-    @property
-    def ok(self) -> bool:
-        return self.state != "failed"
 
 
 Report = Callable[[Progress], None]
@@ -109,7 +71,8 @@ def ensure_folder(
             total = sum(item.total_bytes for item in far.values())
         progress(f"{path.name}: {step.what} on {step.host}", done, total)
 
-    outcomes = spread(ssh, hosts, origin, destination, addresses, report, check="known")
+    elsewhere = "Or name another folder of the nodes as home in [storage] of a profile"
+    outcomes = spread(ssh, hosts, origin, destination, addresses, report, check="known", elsewhere=elsewhere)
     if failed := [outcome for outcome in outcomes.values() if not outcome.ok]:
         told = "; ".join(f"{outcome.host}: {outcome.text}" for outcome in failed)
         raise CorralError(
@@ -131,18 +94,24 @@ def spread(
     stall_s: float = 120,
     uplink_bytes_per_s: float = 0,
     storage: str = "any",
+    elsewhere: str = "Or name another folder with --to",
 ) -> dict[str, Outcome]:
     """Bring a folder to `destination` on every host. A host that fails is named in its outcome; the others complete.
 
     `check` says how what is already there is judged: `known` by size and known hashes, `hash` by hash (computed where
     it is not known), `again` by hash in any case. `storage` may insist: `shared` by all hosts, or each its `own`.
+    `elsewhere` says how the user names another folder.
     """
     run = _Run(ssh, tuple(dict.fromkeys(hosts)), source, destination, addresses, report, check, stall_s)
-    run.uplink_bytes_per_s, run.storage = uplink_bytes_per_s, storage
+    run.uplink_bytes_per_s, run.storage, run.elsewhere = uplink_bytes_per_s, storage, elsewhere
     try:
         return run.go()
     finally:
         run.close()
+
+
+class CourierLostError(CorralError):
+    """A courier that failed before it said what was asked."""
 
 
 @dataclass
@@ -157,6 +126,7 @@ class _Run:
     stall_s: float
     uplink_bytes_per_s: float = 0
     storage: str = "any"
+    elsewhere: str = ""
     inbox: queue.Queue[tuple[Courier, Event]] = field(default_factory=lambda: queue.Queue(MOST_WAITING))
     couriers: dict[str, Courier] = field(default_factory=dict)
     listening: dict[str, Event] = field(default_factory=dict)  # where each courier listens
@@ -169,6 +139,8 @@ class _Run:
     at_source: set[str] = field(default_factory=set)
     pushed: str = ""  # the host that gets its files from this machine, over ssh
     files: tuple[CourierRow, ...] = ()
+    doubted: set[int] = field(default_factory=set)  # files that came damaged from the source: it looks at them again
+    ended: bool = False
 
     # -- the course of things
     def go(self) -> dict[str, Outcome]:
@@ -187,6 +159,7 @@ class _Run:
         return {host: self.outcomes[host] for host in self.hosts}
 
     def close(self) -> None:
+        self.ended = True
         for courier in self.couriers.values():
             courier.send({"do": "end"})
         threads = [threading.Thread(target=courier.close) for courier in self.couriers.values()]
@@ -210,6 +183,9 @@ class _Run:
             self.report(Progress(host, what, event["done"], event["total"]))
         elif kind == "damaged":
             self.report(Progress(name, f"{event['path']} came damaged from {event['source']}; again"))
+            self._doubt(event)
+        elif kind == "changed":
+            self._source_changed(event)
         elif kind == "failed":
             full = event.get("errno") in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
             self._failed(name, event["text"], exit_code=(DataError if full else CorralError).exit_code)
@@ -218,6 +194,21 @@ class _Run:
             self._failed(name, f"lost: {event['text']}", exit_code=UnreachableError.exit_code)
         else:
             self.heard[name, kind] = event
+
+    def _doubt(self, event: Event) -> None:
+        """A file that came wrong from the source itself: damaged on its way, or written to without a trace?"""
+        if event["source"] in (self.source.host, HERE) and event["file"] not in self.doubted and self.source.path:
+            self.doubted.add(event["file"])
+            self.couriers[GIVER].send({"do": "doubt", "file": event["file"]})
+
+    def _source_changed(self, event: Event) -> None:
+        """Nothing that is under way could arrive whole: it ends for all, once, and leaves no part of that file."""
+        numbers = [number for number, row in enumerate(self.files) if row.path == event["path"]]
+        for host, courier in self.couriers.items():
+            if host != GIVER and host not in self.lost and host in self.sources:
+                courier.send({"do": "drop", "files": numbers})
+        where = self.source.path if self.source.host == HERE else f"{self.source.host}:{self.source.path}"
+        raise changed_source(where, event)
 
     def _failed(self, name: str, text: str, remedy: str = "", exit_code: int = CorralError.exit_code) -> None:
         self.lost.add(name)
@@ -233,7 +224,7 @@ class _Run:
             if name in self.lost:
                 where = self.source.host if name == GIVER else name
                 text = self.heard.get((name, "failed"), {}).get("text", "lost")
-                raise CorralError(f"{where}: {text}", "Check the folder and the host.", host=where)
+                raise CourierLostError(f"{where}: {text}", "Check the folder and the host.", host=where)
             self._next()
         return self.heard.pop((name, kind))
 
@@ -244,7 +235,7 @@ class _Run:
             if name not in self.lost:
                 try:
                     found[name] = self._said(name, kind)
-                except CorralError:
+                except CourierLostError:
                     continue
         return found
 
@@ -266,6 +257,7 @@ class _Run:
         for host in self.hosts:
             if host not in self.lost:
                 order = {"folder": self.destination, "stall_s": self.stall_s}
+                order["beside"] = self.destination.startswith(f"{HOME_ON_HOSTS}/")
                 if self.source.host == HERE:  # links that lead out are taken from this machine only
                     order["links_out"] = self.source.links_out
                 self._courier(host, host, "fetch", order, nonce=True)
@@ -323,9 +315,12 @@ class _Run:
             if need["foreign"]:
                 raise ConflictError(
                     f"{self.destination} on {host} holds another model: its config.json differs.",
-                    "Name another folder with --to, or delete that one. Nothing was moved.",
+                    f"Delete that one, if nobody needs it. {self.elsewhere}. Nothing was moved.",
                     host=host,
                 )
+            if need["freed_bytes"]:
+                freed = f"{need['freed_bytes'] / 1e6:.2f} MB"
+                self.report(Progress(host, f"deleted {freed} that earlier pulls had left unfinished"))
             if need["damaged"]:
                 self.report(Progress(host, f"{len(need['damaged'])} damaged, first {need['damaged'][0]}"))
         return needs
@@ -343,7 +338,7 @@ class _Run:
             )
             raise DataError(
                 f"{self.destination} is too small: {told}.",
-                "Free space there, or name another folder with --to. Nothing was moved.",
+                f"Free space there. {self.elsewhere}. Nothing was moved.",
                 hosts=list(full),
             )
 
@@ -364,9 +359,15 @@ class _Run:
         self.sources = plan_sources(receivers, have, heads or ([HUB] if self.source.hub_url else []))
         if self.source.hub_url and heads:  # whoever has it is nearer than the hub, which remains as a last resort
             self.sources = {host: (*asked, HUB) for host, asked in self.sources.items()}
+        if self.source.path:
+            wanted = sorted({number for host in receivers for number, _ in needs[host]["held"]})
+            self.couriers[GIVER].send({"do": "watch", "files": [n for n in wanted if n < len(self.files)]})
         for host in receivers:
             self.couriers[host].send({"do": "go", "hashes": hashes, "sources": self._rows(host)})
         self._follow(receivers)
+        if self.source.path and any(self.outcomes[host].ok for host in receivers):
+            self.couriers[GIVER].send({"do": "still"})
+            self._all_said([GIVER], "unchanged")  # or that it changed, which raises
 
     def _hashes(self, needs: Mapping[str, Event]) -> dict[str, str]:
         """Files that somebody lacks and whose hash nobody knew so far."""
@@ -414,7 +415,7 @@ class _Run:
         while orphans := [host for host in receivers if host not in self.outcomes and not self._rows(host)]:
             if self.source.host == HERE and self.source.path:
                 self.pushed = orphans[0]
-                threading.Thread(target=self._push, args=(self.pushed,), daemon=True).start()
+                self._push(self.pushed)
                 return
             said = self.heard.get((GIVER, "failed"), {"text": "no source is left"})
             code = said.get("exit_code", UnreachableError.exit_code)
@@ -423,38 +424,21 @@ class _Run:
                 self._failed(host, text, "Run it again: what has arrived is kept.", code)
 
     def _push(self, host: str) -> None:
-        """Send what the host lacks down its ssh connection, and again what went wrong, until it is done."""
         courier = self.couriers[host]
-        while host not in self.outcomes and host not in self.lost:
-            self.heard.pop((host, "held"), None)
-            if not courier.send({"do": "held"}):
-                return
-            while (host, "held") not in self.heard:
-                if host in self.outcomes or host in self.lost:
-                    return
-                time.sleep(0.02)
-            held = [row for row in self.heard.pop((host, "held"))["held"] if row[0] < len(self.files)]
-            small_first = sorted(held, key=lambda row: self.files[row[0]].size >= SMALL_BYTES)
-            for number, have in small_first:
-                if not self._push_file(courier, number, have):
-                    return
 
-    def _push_file(self, courier: Courier, number: int, offset: int) -> bool:
-        path = Path(self.source.path).expanduser() / self.files[number].path
-        try:
-            with path.open("rb") as file:
-                file.seek(offset)
-                while block := file.read(FRAME_BYTES):
-                    if self.uplink_bytes_per_s:
-                        time.sleep(len(block) / self.uplink_bytes_per_s)
-                    order = {"do": "data", "file": number, "offset": offset, "length": len(block)}
-                    if courier.host in self.lost or not courier.send(order, block):
-                        return False
-                    offset += len(block)
-        except OSError as error:
-            self.inbox.put((courier, {"event": "failed", "text": f"{path} cannot be read here: {error.strerror}."}))
-            return False
-        return True
+        def is_over() -> bool:
+            return self.ended or host in self.outcomes or host in self.lost
+
+        def asked() -> Event | None:
+            while (host, "held") not in self.heard:
+                if is_over():
+                    return None
+                time.sleep(0.02)
+            return self.heard.pop((host, "held"))
+
+        folder = Path(self.source.path).expanduser()
+        Push(courier, folder, self.files, asked, is_over, lambda event: self.inbox.put((courier, event)),
+             self.uplink_bytes_per_s).start()  # fmt: skip
 
     # -- storage that several hosts see
     def _look_on_others(self, writer: str, group: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ import sys
 import time
 from typing import IO, Sequence
 
+from .changes import ChangedError
 from .depot import Depot, Item
 from .fetch import Fetch
 from .folders import Tree, listing
@@ -16,6 +17,7 @@ from .hub import hub
 from .server import end_when_idle, start_server
 from .storage import Nonce, free_bytes, read_speed, seen
 from .talk import Json, TroubleError, read_line, tell
+from .watched import Watched
 
 
 def serve(order: Json, stdin: IO[bytes]) -> None:
@@ -24,12 +26,15 @@ def serve(order: Json, stdin: IO[bytes]) -> None:
         raise TroubleError(f"there is no folder {folder}.")
     nonce = Nonce(folder, order["nonce"]) if order.get("nonce") else None
     try:
-        rows = listing(folder, order.get("leave_out", ()), order.get("links_out", "follow"))
+        leave_out, links_out = order.get("leave_out", ()), order.get("links_out", "follow")
+        rows = listing(folder, leave_out, links_out)
+        depot = Depot([], order.get("uplink_bytes_per_s", 0))
+        watched = Watched(folder, rows, leave_out, links_out, depot)
+        depot.allows = watched.allows
         hashes = Hashes(folder, own=False)
         hash_files(folder, rows, order.get("hash", "known"), hashes)
-        items = [Item(number, row, Tree(folder)) for number, row in enumerate(rows)]
-        depot = Depot(items, order.get("uplink_bytes_per_s", 0))
-        for item in items:
+        depot.items[:] = [Item(number, row, Tree(folder)) for number, row in enumerate(rows)]
+        for item in depot.items:
             depot.grow(item, item.size, done=True)
         tell("listening", **start_server(order.get("address", ""), depot, order["token"]))
         tell("manifest", files=rows)
@@ -45,6 +50,12 @@ def serve(order: Json, stdin: IO[bytes]) -> None:
                 wanted = [rows[number] for number in message["files"]]
                 hash_files(folder, wanted, "all", hashes)
                 tell("hashes", hashes={str(number): rows[number]["sha256"] for number in message["files"]})
+            elif message["do"] == "watch":
+                watched.wanted = message["files"]
+            elif message["do"] == "doubt":
+                watched.hash_again(message["file"])
+            elif message["do"] == "still" and watched.is_same():
+                tell("unchanged")
     finally:
         if nonce:
             nonce.remove()
@@ -94,6 +105,9 @@ def main(arguments: Sequence[str]) -> int:
         COMMANDS[arguments[0]](order, sys.stdin.buffer)
     except TroubleError as trouble:
         tell("failed", text=str(trouble))
+        return 1
+    except ChangedError as changed:
+        changed.tell()
         return 1
     except (BrokenPipeError, ConnectionError):  # whoever wanted this is gone
         return 1

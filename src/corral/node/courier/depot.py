@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import time
-from typing import IO, Any, List, Optional, Tuple
+from typing import IO, Any, Callable, List, Optional, Tuple
 
 from .folders import Tree
 from .manifest import LONGEST_NAME
@@ -33,10 +33,15 @@ class Item:
     def part_name(self) -> str:
         """Its name while it is not whole: beside the final one, and short enough for any file system."""
         mark = hashlib.sha1(f"{self.size}:{self.sha256 or self.git_sha1}".encode()).hexdigest()[:8]  # noqa: S324
+        return f"{self.part_stem}{mark}.corral-part"
+
+    @property
+    def part_stem(self) -> str:
+        """How the names of all its parts begin, whichever version of it they are of."""
         name = os.path.basename(self.final_path)
         if len(os.fsencode(name)) > LONGEST_NAME - 30:
             name = hashlib.sha1(os.fsencode(name)).hexdigest()  # noqa: S324
-        return f".{name}.{mark}.corral-part"
+        return f".{name}."
 
     @property
     def part(self) -> str:
@@ -62,6 +67,10 @@ class Digest:
             self.git.update(block)
 
 
+def always(_: Item, __: IO[bytes]) -> bool:
+    return True
+
+
 class Depot:
     """The items of one folder and everybody who waits for their bytes."""
 
@@ -70,6 +79,14 @@ class Depot:
         self.changed = threading.Condition()
         self.uplink, self.free_at_s = uplink_bytes_per_s, 0.0
         self.sent_bytes, self.active_s = 0, time.monotonic()
+        self.closed = False
+        self.allows: Callable[[Item, IO[bytes]], bool] = always  # whether a file may still be sent
+
+    def close(self) -> None:
+        """Nothing more will come: whoever waits here is to ask somebody else, at once."""
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
 
     def grow(self, item: Item, have: int, done: bool = False) -> None:
         with self.changed:
@@ -86,17 +103,25 @@ class Depot:
     def open(self, item: Item, offset: int, timeout_s: float) -> Tuple[IO[bytes], int]:
         """The file, once it has bytes after `offset`, and which attempt at it this is."""
         with self.changed:
-            ready = self.changed.wait_for(lambda: item.done or item.have > offset, timeout_s)
+            ready = self.changed.wait_for(lambda: self.closed or item.done or item.have > offset, timeout_s)
+            self.refuse_when_closed()
             if not ready:
                 raise TimeoutError(item.path)
             return open(item.at, "rb", buffering=0), item.generation
 
     def available(self, item: Item, offset: int, generation: int, timeout_s: float) -> int:
         with self.changed:
-            self.changed.wait_for(lambda: item.done or item.have > offset or item.generation != generation, timeout_s)
+            self.changed.wait_for(
+                lambda: self.closed or item.done or item.have > offset or item.generation != generation, timeout_s
+            )
+            self.refuse_when_closed()
             if item.generation != generation:
                 raise ConnectionError(f"{item.path} is fetched anew")
             return item.size if item.done else item.have
+
+    def refuse_when_closed(self) -> None:
+        if self.closed:
+            raise ConnectionError("nothing more comes from here")
 
     def send(self, sock: socket.socket, item: Item, offset: int, end: int, timeout_s: float) -> None:
         if offset >= end:
@@ -107,12 +132,16 @@ class Depot:
                 until = min(end, self.available(item, offset, generation, timeout_s))
                 if until <= offset:
                     raise TimeoutError(item.path)
-                count = sock.sendfile(file, offset, self.portion(until - offset))
+                portion = self.portion(until - offset)
+                if not self.allows(item, file):
+                    raise ConnectionError(f"{item.path} changed")
+                count = sock.sendfile(file, offset, portion)
                 if not count:
                     raise ConnectionError(f"{item.path} is shorter than it was")
                 offset += count
                 self.sent_bytes += count
                 self.active_s = time.monotonic()
+            self.allows(item, file)  # what went out last may already have been of another version
 
     def portion(self, wanted: int) -> int:
         """How much may go out now: everything, unless the uplink is limited."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import fcntl
 import os
 import queue
 import threading
@@ -15,6 +14,7 @@ from .depot import Depot, Item
 from .folders import Tree
 from .hashes import HASHES_FILE, Hashes, git_sha1_of, sha256_of
 from .landing import Landing
+from .leftovers import lock, opened, remove_given_up, remove_leftovers, take_lock
 from .manifest import checked
 from .sources import Source, as_connection_errors
 from .storage import free_bytes, seen, sync_file_system
@@ -44,12 +44,14 @@ class Fetch:
         self.missing: List[Item] = []
         self.tree = Tree(self.folder)
         self.links_out = order.get("links_out") == "keep"
-        self.hashes = Hashes(self.folder, own=bool(order.get("own", True)))
+        self.own = bool(order.get("own", True))
+        self.beside = bool(order.get("beside"))  # the folders beside this one are Corral's, too
+        self.hashes = Hashes(self.folder, own=self.own)
         self.landing = Landing(self.tree, self.depot, self.hashes, self.heard)
 
     # -- what is asked of it
     def obey(self, stdin: IO[bytes]) -> None:
-        """Lines until the end: look, compare, go, sources, held, data (with bytes behind it), end."""
+        """Lines until the end: look, compare, go, sources, drop, held, data (with bytes behind it), end."""
         while True:
             message = read_line(stdin)
             if message is None or message["do"] == "end":
@@ -63,6 +65,8 @@ class Fetch:
                 self.go(message)
             elif message["do"] == "sources":
                 self.set_sources(message["sources"])
+            elif message["do"] == "drop":
+                self.drop(message["files"])
             elif message["do"] == "held":
                 tell("held", held=self.held())
             elif message["do"] == "data":
@@ -88,12 +92,27 @@ class Fetch:
         foreign = "config.json" in damaged and not ours  # another model's folder: not ours to overwrite
         if check != "sizes" and not foreign:
             self.hashes.save()
+        freed = self.tidy() if self.own and check != "sizes" and not foreign else 0
         needed = sum(item.size - item.have for item in self.missing)
         tell("need", bytes=needed, held=self.held(), damaged=damaged, foreign=foreign,
-             free_bytes=free_bytes(self.folder),
+             free_bytes=free_bytes(self.folder), freed_bytes=freed,
              have_bytes=sum(item.have for item in items), files=len(self.missing),
              unknown=[item.number for item in self.missing
                       if item.kind == "file" and not (item.sha256 or item.git_sha1)])  # fmt: skip
+
+    def tidy(self) -> int:
+        """Delete parts that nobody will continue, before free space is counted; not while another pull is here."""
+        with opened(self.folder) as handle, lock(handle) as held:
+            freed = remove_leftovers(self.tree, self.depot.items, held) if held is not False else 0
+        return freed + (remove_given_up(self.folder) if self.beside else 0)
+
+    def drop(self, numbers: List[int]) -> None:
+        """Stop, and leave no part of these files: they are not what they were to be."""
+        self.failed.set()
+        self.depot.close()
+        for item in [self.depot.items[number] for number in numbers]:
+            if not item.done:
+                self.tree.unlink(item.path, item.part_name)
 
     def find_part(self, item: Item) -> None:
         if item.size >= SMALL_BYTES and not item.done and os.path.exists(item.part):
@@ -126,16 +145,21 @@ class Fetch:
 
     def set_sources(self, rows: List[Json]) -> None:
         with self.depot.changed:
-            self.sources = [Source(row) for row in rows]
+            before = {source.url: source for source in self.sources}
+            self.sources = [before.get(source.url, source) for source in map(Source, rows)]
             self.alive_s = time.monotonic()
             self.depot.changed.notify_all()
+        for source in before.values():
+            if source not in self.sources:
+                source.leave()
 
     def go(self, message: Json) -> None:
         for number, sha256 in message.get("hashes", {}).items():
             item = self.depot.items[int(number)]
             item.sha256 = sha256
             self.find_part(item)
-        self.lock_folder()
+        held = self.lock_folder()
+        remove_leftovers(self.tree, self.depot.items, held)  # all hashes are known only now
         self.began_s = time.monotonic()
         self.set_sources(message["sources"])
         for item in self.missing:
@@ -147,16 +171,13 @@ class Fetch:
             threading.Thread(target=self.work, daemon=True).start()
         threading.Thread(target=self.watch, daemon=True).start()
 
-    def lock_folder(self) -> None:
+    def lock_folder(self) -> Optional[bool]:
         """Two couriers must not write into one folder; the lock goes when the process does."""
-        handle = os.open(self.folder, os.O_RDONLY)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise TroubleError(f"another pull is writing into {self.folder}.") from None
-        except OSError:
-            pass  # a file system without locks for folders
-        self.lock_handle = handle
+        self.lock_handle = os.open(self.folder, os.O_RDONLY)
+        held = take_lock(self.lock_handle)
+        if held is False:
+            raise TroubleError(f"another pull is writing into {self.folder}.")
+        return held
 
     # -- the work
     def watch(self) -> None:
@@ -191,6 +212,7 @@ class Fetch:
     def fail(self, text: str, errno: Optional[int] = None) -> None:
         if not self.failed.is_set():
             self.failed.set()
+            self.depot.close()
             tell("failed", text=text, errno=errno)
 
     def work(self) -> None:

@@ -13,6 +13,7 @@ import tempfile
 import threading
 from typing import Any, Callable, Dict, List, Optional, Sequence
 
+from .changes import Change, ChangedError, changed_file, status_of
 from .talk import Json, Pace, tell
 
 HASHES_FILE = ".corral-hashes.json"
@@ -101,9 +102,20 @@ def hash_files(folder: str, rows: Sequence[Json], how: str, hashes: Hashes) -> N
             todo.append(row)
     pace = Pace(lambda done, total: tell("hashing", done=done, total=total), sum(row["size"] for row in todo))
 
+    changes: List[Change] = []
+
+    def add(count: int) -> None:
+        if changes:  # for nobody wants the others any more
+            raise ChangedError(changes)
+        pace.add(count)
+
     def work(row: Json) -> None:
         full_path = os.path.join(folder, row["path"])
-        row["sha256"] = sha256_of(full_path, pace.add)
+        with contextlib.suppress(FileNotFoundError):
+            row["sha256"] = sha256_of(full_path, add)
+        if change := changed_file(row, status_of(full_path)):
+            changes.append(change)
+            raise ChangedError(changes)
         hashes.put(row["path"], full_path, row["sha256"])
 
     with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:

@@ -52,6 +52,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         matched = re.fullmatch(r"/files/(\d{1,9})", self.path)
         if not matched or int(matched.group(1)) >= len(self.depot.items):
             return self.refuse(404)
+        if self.depot.closed:
+            return self.refuse(503)
         item = self.depot.items[int(matched.group(1))]
         start, end = 0, item.size
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
@@ -78,6 +80,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return self.refuse(400)
         if self.path != "/pack" or any(item.kind != "file" for item in items):
             return self.refuse(404)
+        if self.depot.closed:
+            return self.refuse(503)
         self.send_response(200)
         return self.body([(item, 0, item.size) for item in items])
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import socket
 import urllib.parse
 import urllib.request
-from typing import Any, Callable, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Iterator, List, Optional, Set, Tuple
 
 from .depot import Item
 from .signature import authorization
@@ -24,6 +25,15 @@ class Source:
         self.kind = str(row.get("kind", "courier"))
         self.rest_until_s = 0.0
         self.said = ""
+        self.sockets: Set[socket.socket] = set()
+        self.gone = False
+
+    def leave(self) -> None:
+        """It has failed: whoever waits for its bytes stops waiting."""
+        self.gone = True
+        for sock in list(self.sockets):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
 
     def open(self, items: List[Item], offset: int) -> Tuple[Any, Callable[[], None]]:
         """A response whose body is the items, one after the other, the first from `offset`."""
@@ -38,12 +48,25 @@ class Source:
             method, path, span = "GET", f"/files/{items[0].number}", f"bytes={offset}-" if offset else ""
             body = b""
         headers = {"Authorization": authorization(str(self.token), method, path, span, body)}
-        connection.request(method, path, body or None, {**headers, **({"Range": span} if span else {})})
-        response = connection.getresponse()
-        if response.status != (206 if offset else 200):
+        connection.connect()
+        sock: socket.socket = connection.sock
+
+        def close() -> None:
+            self.sockets.discard(sock)
             connection.close()
-            raise ConnectionError(f"answered {response.status}")
-        return response, connection.close
+
+        self.sockets.add(sock)
+        try:
+            if self.gone:
+                raise ConnectionError("has failed")
+            connection.request(method, path, body or None, {**headers, **({"Range": span} if span else {})})
+            response = connection.getresponse()
+            if response.status != (206 if offset else 200):
+                raise ConnectionError(f"answered {response.status}")
+        except BaseException:
+            close()
+            raise
+        return response, close
 
     def open_hub(self, item: Item, offset: int) -> Tuple[Any, Callable[[], None]]:
         response = open_url(f"{self.url}/{urllib.parse.quote(item.path)}", self.token, offset)
