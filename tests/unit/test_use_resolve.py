@@ -16,6 +16,7 @@ from corral.deployment.state import State
 from corral.errors import AccessError, ConflictError, LaunchError, NotFoundError, UnreachableError, UsageError
 from corral.fake import FakeOptions, FakeServer
 from corral.lifecycle import deployments
+from corral.lifecycle import resolve as resolve_module
 from corral.lifecycle.resolve import DeploymentServer, ServedModels, find_servers, resolve, served_by
 from corral.lifecycle.successors import Chain, choose_folder, write_chain
 from corral.record import to_json
@@ -79,6 +80,14 @@ def test_a_held_key_is_nowhere_to_be_seen() -> None:
     assert "secret" not in json.dumps(to_json(endpoint))
     with pytest.raises(UsageError):
         HeldKeyEndpoint("http://127.0.0.1:1", "m", "two words\r\nx-evil: 1")
+
+
+def test_who_only_watches_a_server_need_not_choose_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = resolve_module.ServedModels(("one", "two"), ("one", "two"), None)
+    monkeypatch.setattr(resolve_module, "_models_at", lambda endpoint: served)
+    with pytest.raises(UsageError, match="serves 2 models"):
+        resolve(url="http://127.0.0.1:9", environ={})
+    assert resolve_module.server_at("http://127.0.0.1:9", None).model == "one"
 
 
 def test_contradictions() -> None:

@@ -262,7 +262,8 @@ def _refuse_foreign(order: BatchOrder, folder: BatchFolder) -> None:
     for path in (folder.output, folder.errors):
         if path.exists() and path.stat().st_size and not order.force:
             raise ConflictError(
-                f"{path} exists and does not belong to a batch.", "Choose another output, or overwrite it: --force"
+                f"{path} exists and does not belong to a batch.",
+                "Choose another output, or overwrite it: `corral batch run` with --force.",
             )
     folder.begin_anew(folder.output, folder.errors)
 
@@ -339,13 +340,13 @@ def _compare(before: BatchRecord, now: BatchRecord, order: BatchOrder, folder: B
     if busy and order.force and (asked or before.digest != now.digest):
         raise ConflictError(
             f"{folder.output} is being worked on, and input or settings changed.",
-            "Stop it first with `corral batch cancel`; then --force begins with the new ones.",
+            "Stop it first with `corral batch cancel`; then start it anew: `corral batch run` with --force.",
         )
     if asked:
         if not order.force:
             raise ConflictError(
                 f"{folder.output} was begun with other settings: {'; '.join(asked)}.",
-                "Use the old settings to continue, another output, or --force to start over with the new ones.",
+                "Use the old settings to continue, another output, or `corral batch run` with --force to start over.",
                 differences=asked,
             )
         folder.ledger.unlink(missing_ok=True)
@@ -354,5 +355,5 @@ def _compare(before: BatchRecord, now: BatchRecord, order: BatchOrder, folder: B
     elif before.digest != now.digest and not order.force:
         raise ConflictError(
             f"the input changed since {folder.output} was begun ({before.rows} rows then, {now.rows} now).",
-            "--force keeps the results of rows that did not change and does the others; or choose another output.",
+            "`corral batch run` with --force keeps the results of rows that did not change. Or use another output.",
         )

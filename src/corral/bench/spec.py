@@ -147,7 +147,7 @@ def parse_slos(text: str) -> tuple[Slo, ...]:
             raise UsageError(f"{part!r}: a percentile lies between 0 and 100.", "For example p99.")
         found.append(Slo(metric, statistic or "p99", float(number) * scale))
     if not found:
-        raise UsageError("no service level was given.", "For example: --slo ttft_p99=1s,tpot_p99=50ms.")
+        raise UsageError("no service level was given.", "For example: ttft_p99=1s,tpot_p99=50ms.")
     return tuple(found)
 
 

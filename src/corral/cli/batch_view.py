@@ -275,7 +275,8 @@ def print_check(checked: Checked, as_json: bool) -> None:
                 click.echo(f"line {problem.line} {problem.text}{alike(count)}")
     if checked.problems:
         raise DataError(
-            f"{len(checked.problems)} of {checked.rows} rows cannot be used.", "Correct them, or use --skip-bad."
+            f"{len(checked.problems)} of {checked.rows} rows cannot be used.",
+            "Correct them, or leave them out: `corral batch run` with --skip-bad.",
         )
     if not as_json:
         click.echo(f"{checked.rows:,} rows, all good ({checked.kind})", err=True)

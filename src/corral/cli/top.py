@@ -54,18 +54,18 @@ def command(
 def _servers(names: tuple[str, ...], urls: tuple[str, ...], key_file: str | None) -> list[tuple[str, Endpoint]]:
     from corral.deployment.state import State
     from corral.lifecycle import deployments
-    from corral.lifecycle.resolve import ready_endpoint, resolve
+    from corral.lifecycle.resolve import ready_endpoint, server_at
 
     if names or urls:
         named = [(name, ready_endpoint(name)) for name in names]
-        return named + [(_without_scheme(url), resolve(url=url, key_file=key_file)) for url in urls]
+        return named + [(_without_scheme(url), server_at(url, key_file)) for url in urls]
     ready = [status for status in deployments.statuses() if status.state is State.READY]
     found = [(status.name, status.endpoint) for status in ready if status.endpoint is not None]
     if not found:
         import os
 
         if os.environ.get("OPENAI_BASE_URL"):
-            endpoint = resolve()
+            endpoint = server_at(None, key_file)
             return [(_without_scheme(endpoint.root), endpoint)]
     return found
 

@@ -45,13 +45,14 @@ RUNTIME_SIGNATURES: tuple[Signature, ...] = (
         Reason.NO_RUNTIME,
         r"corral: (?:there is no command (\S+)|(\S+) does not work) on this node",
         "the command {1}{2} is not on the node, or does not work there",
-        "Install it there, name it with --runtime-option, or choose another --runtime.",
+        "Install it there, or choose another runtime: [runtime] in a profile, or --runtime of `corral up`.",
     ),
     Signature(
         Reason.NO_RUNTIME,
         r"corral: the conda environment (.+?) could not be activated",
         "the conda environment {1} could not be activated",
-        "`conda env list` on the node shows its environments; name one with --runtime-option env=….",
+        "`conda env list` on the node shows its environments; name one: env in [runtime] of a profile, or "
+        "--runtime-option env=… of `corral up`.",
     ),
     Signature(
         Reason.NO_RUNTIME,
@@ -63,7 +64,8 @@ RUNTIME_SIGNATURES: tuple[Signature, ...] = (
         Reason.NO_RUNTIME,
         r"permission denied while trying to connect to the [Dd]ocker|dial unix \S+: connect: permission denied",
         "this user may not use the Docker daemon of the node",
-        "Ask to be put into the group `docker` (then log in again), or use --runtime podman or apptainer.",
+        "Ask to be put into the group `docker` (then log in again), or use podman or apptainer: [runtime] in a "
+        "profile, or --runtime of `corral up`.",
     ),
     Signature(
         Reason.NO_RUNTIME,
@@ -83,7 +85,7 @@ RUNTIME_SIGNATURES: tuple[Signature, ...] = (
         Reason.NAME_TAKEN,
         r"container name \"/?([^\"]+)\" is already in use",
         "another container is called {1}, and it is not this launch's",
-        "See whose it is (`docker ps -a --filter name={1}`); remove it if nobody needs it, or choose another --name.",
+        "See whose it is (`docker ps -a --filter name={1}`); remove it if nobody needs it, or choose another name.",
     ),
     Signature(
         Reason.NO_IMAGE,
@@ -118,7 +120,7 @@ RUNTIME_SIGNATURES: tuple[Signature, ...] = (
         r"bind source path does not exist: ([^\n]+)|statfs ([^\n]+): no such file or directory"
         r"|mount source (\S+) doesn't exist",
         "a folder to be mounted is not on the node: {1}{2}{3}",
-        "Correct --runtime-option mounts=…, or make the folder there.",
+        "Make the folder there, or correct mounts: in [runtime] of a profile, or --runtime-option of `corral up`.",
     ),
     Signature(
         Reason.BAD_ARGUMENT,
@@ -134,7 +136,7 @@ SIGNATURES: tuple[Signature, ...] = (
         Reason.PORT_TAKEN,
         r"(?:Errno 98\]|address already in use|Address already in use)",
         "the port was taken by another process before the server could bind it",
-        "Start it again: another free port is chosen; or name one with --port.",
+        "Start it again: another free port is chosen; or name one with --port of `corral up`.",
     ),
     Signature(
         Reason.CONTEXT_TOO_LONG,
@@ -251,7 +253,7 @@ SIGNATURES: tuple[Signature, ...] = (
         r"(?:ncclSystemError|ncclRemoteError|ncclInternalError|NCCL error|Gloo connectFullMesh failed|"
         r"Connection closed by peer)",
         "the ranks could not talk to each other",
-        "Name the interface that joins the nodes: --env NCCL_SOCKET_IFNAME=… --env GLOO_SOCKET_IFNAME=….",
+        "Name the interface that joins the nodes: --interface NAME.",
     ),
     Signature(
         Reason.NO_GPU,
@@ -263,7 +265,7 @@ SIGNATURES: tuple[Signature, ...] = (
         Reason.NO_GPU,
         r"(?:No CUDA GPUs are available|Failed to infer device type|no NVIDIA driver|Found no NVIDIA driver)",
         "the engine sees no GPU",
-        "Check `nvidia-smi` and CUDA_VISIBLE_DEVICES; on a machine without a GPU use --flavour cpu.",
+        "Check `nvidia-smi` and CUDA_VISIBLE_DEVICES; on a machine without a GPU use --flavour cpu of `corral up`.",
     ),
     Signature(
         Reason.ENGINE_BROKEN,
@@ -350,7 +352,8 @@ def diagnose(
     return Diagnosis(
         Reason.ENGINE_EXITED,
         f"the engine ended {how} without saying why",
-        f"Start it again (`--restart 3` does so by itself); if it repeats, the whole log is in `corral logs {name}`.",
+        "Start it again (`corral up … --restart 3` does so by itself); if it repeats, the whole log is in "
+        f"`corral logs {name}`.",
     )
 
 

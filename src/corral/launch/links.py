@@ -64,7 +64,10 @@ class LinkedRank:
 
 def _single(gang: Gang) -> tuple[LinkedRank, ...]:
     if len(gang.nodes) != 1:
-        raise UsageError(f"the link 'single' joins one node, not {len(gang.nodes)}.", "Use --link native or ray.")
+        raise UsageError(
+            f"the link 'single' joins one node, not {len(gang.nodes)}.",
+            "Use native or ray: --link of `corral up`, or [link] in a profile.",
+        )
     return (LinkedRank(0, gang.nodes[0]),)
 
 
@@ -89,7 +92,10 @@ def _native(gang: Gang) -> tuple[LinkedRank, ...]:
 def _ray(gang: Gang) -> tuple[LinkedRank, ...]:
     head, count = gang.nodes[0], len(gang.nodes)
     if gang.replicas > 1:
-        raise UsageError(f"Ray can run one replica, not {gang.replicas}.", "Use --link native, or --set data=1.")
+        raise UsageError(
+            f"Ray can run one replica, not {gang.replicas}.",
+            "Use --set data=1, or the link native: --link of `corral up`, or [link] in a profile.",
+        )
     port = str(gang.ports.master or "@MASTER_PORT@")
     ranks = []
     for rank, node in enumerate(gang.nodes):

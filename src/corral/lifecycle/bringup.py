@@ -218,7 +218,9 @@ def _flavour(wish: Wish, inventory: Inventory) -> str:
     if flavour not in engines.FLAVOURS:
         raise UsageError(f"there is no engine flavour {flavour!r}.", f"Known: {', '.join(engines.FLAVOURS)}.")
     if flavour == "cuda" and not inventory.gpu:
-        raise UsageError("this machine has no GPU that the CUDA engine could use.", "Use --flavour cpu.")
+        raise UsageError(
+            "this machine has no GPU that the CUDA engine could use.", "Use --flavour cpu of `corral up`."
+        )
     return flavour
 
 

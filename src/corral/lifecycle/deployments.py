@@ -124,7 +124,7 @@ def _refuse_living(folder: DeploymentFolder) -> None:
         name = shlex.quote(before.name)
         raise ConflictError(
             f"{before.name!r} is already {current.state}, started by {who}.",
-            f"Use it (`corral status {name}`), end it (`corral down {name}`), or choose another --name.",
+            f"Use it (`corral status {name}`), end it (`corral down {name}`), or choose another name.",
             name=before.name,
             state=current.state.value,
             endpoint=current.endpoint.base_url if current.endpoint else None,
@@ -132,7 +132,7 @@ def _refuse_living(folder: DeploymentFolder) -> None:
     if not target_of(before).stop(folder, before.launch_id, 20):
         raise ConflictError(
             f"processes of the last {before.name!r} are still there and cannot be ended from here.",
-            "Run `corral down` on the machine it ran on, or choose another --name.",
+            "Run `corral down` on the machine it ran on, or choose another name.",
         )
 
 

@@ -37,6 +37,7 @@ __all__ = [
     "resolve",
     "resolve_server",
     "served_by",
+    "server_at",
 ]
 
 URL_VARIABLE, KEY_VARIABLE = "OPENAI_BASE_URL", "OPENAI_API_KEY"
@@ -63,6 +64,12 @@ def resolve(
         return _endpoint(urls[0], _choose(bare, model), key_file, key)
     endpoint = ready_endpoint(name or _only_deployment(ready=True))
     return Endpoint(endpoint.base_url, _choose(endpoint, model), endpoint.key_file) if model else endpoint
+
+
+def server_at(url: str | None, key_file: str | None) -> Endpoint:
+    """An address, or the environment's, with whichever of its models comes first."""
+    urls, key = _addresses([], [url] if url else [], key_file, None, None)
+    return _endpoint(urls[0], _choose(_endpoint(urls[0], "", key_file, key), None, any_model=True), key_file, key)
 
 
 def resolve_server(
@@ -240,7 +247,7 @@ def _first_model(server: FixedServer, attempts: int) -> str | None:
     return None
 
 
-def _choose(endpoint: Endpoint, wanted: str | None) -> str:
+def _choose(endpoint: Endpoint, wanted: str | None, any_model: bool = False) -> str:
     """The model that is wanted, or the only one that is no adapter."""
     served = _models_at(endpoint)
     if wanted is not None:
@@ -248,7 +255,7 @@ def _choose(endpoint: Endpoint, wanted: str | None) -> str:
             return wanted
         known = nearest(wanted, served.names) or served.names
         raise NotFoundError(f"{endpoint.root} does not serve {wanted!r}.", f"It serves: {', '.join(known)}.")
-    if len(served.base) == 1:
+    if len(served.base) == 1 or (any_model and served.base):
         return served.base[0]
     names = ", ".join(served.names)
     raise UsageError(f"{endpoint.root} serves {len(served.names)} models: {names}.", "Say which: --model NAME.")

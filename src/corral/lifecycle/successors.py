@@ -158,7 +158,7 @@ def refuse_living_chain(name: str) -> None:
         if one.folder.record.is_file() and one.state not in ENDED:
             raise ConflictError(
                 f"{one.folder.name!r} follows {name!r} and is {one.state}.",
-                f"Use it, end all of them (`corral down {shlex.quote(name)}`), or choose another --name.",
+                f"Use it, end all of them (`corral down {shlex.quote(name)}`), or choose another name.",
             )
 
 

@@ -129,7 +129,8 @@ def default_image(node: NodeSide, prefix: str = "") -> str:
     if node.flavour != "cuda":
         raise UsageError(
             "vLLM's own image is for NVIDIA GPUs, and this is a machine without one.",
-            "Name an image with vLLM for CPUs: --runtime-option image=…, or use --runtime managed.",
+            "Name an image with vLLM for CPUs (image in [runtime] of a profile, or --runtime-option image=… of "
+            "`corral up`), or use the runtime managed.",
         )
     return f"{prefix}vllm/vllm-openai:v{node.version}"
 

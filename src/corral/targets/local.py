@@ -78,7 +78,9 @@ class LocalTarget(Declared):
             if not _is_free(bind, wanted):
                 owner = _owner(wanted)
                 raise ConflictError(
-                    f"port {wanted} is held by {owner}.", "Leave --port out and a free one is chosen.", port=wanted
+                    f"port {wanted} is held by {owner}.",
+                    "Leave the port out (--port of `corral up`, port in a profile) and a free one is chosen.",
+                    port=wanted,
                 )
             return ChosenPorts(Ports(wanted))
         if _is_free(bind, DEFAULT_PORT):

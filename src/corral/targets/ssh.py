@@ -263,7 +263,8 @@ class SshTarget(Declared):
             owner = (taken.command or "a process") + (f" of {taken.user}" if taken.user else "")
             if wanted is not None:
                 raise ConflictError(
-                    f"port {wanted} on {head} is held by {owner}.", "Leave --port out and a free one is chosen."
+                    f"port {wanted} on {head} is held by {owner}.",
+                    "Leave the port out (--port of `corral up`, port in a profile) and a free one is chosen.",
                 )
             serve, note = facts.free_ports[0], f"port {DEFAULT_PORT} on {head} is held by {owner}; using another"
         return ChosenPorts(Ports(serve, facts.free_ports[1], facts.free_ports[2]), note)

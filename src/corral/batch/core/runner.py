@@ -460,6 +460,7 @@ class Runner:
             self._fail(
                 EngineError(
                     f"{bad} of the last {len(recent)} rows failed; the last: {error.message}",
-                    "Correct the cause and run again with --retry-failed, or go on regardless with --keep-going.",
+                    "Correct the cause, then `corral batch resume` with --retry-failed; or go on regardless with "
+                    "--keep-going.",
                 )
             )

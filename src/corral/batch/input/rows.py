@@ -174,7 +174,7 @@ def open_source(given: str, format_: str | None = None) -> InputSource:
     if format_ is None:
         raise UsageError(
             f"the format of {given!r} cannot be told from its name.",
-            f"Say it with --input-format ({', '.join(FORMATS)}).",
+            f"Give it an ending that says it, or --input-format of `corral batch run` ({', '.join(FORMATS)}).",
         )
     if format_ == "json" and not compression and _first_sign(path) == b"{":
         format_ = "jsonl"  # JSON lines under another name

@@ -1,0 +1,177 @@
+"""Remedies name only options that help: of every verb that can show them, or of the verb that they name."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from corral.cli import VERBS, root
+from tests.unit.test_messages import SOURCE, error_classes, words
+from tests.unit.test_messages import _last as last_name
+
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
+# other programs' options: Ray's, SLURM's, conda's, pip's, Docker's, and vLLM's own flags
+FOREIGN = re.compile(r"(ray start|squeue|conda create|uv pip install|python3|docker ps|Docker|Say|unless)\b[^`,;)]*")
+
+USES = ("complete", "chat", "score", "top", "batch run", "batch serve", "bench run", "bench search", "bench sweep")
+STARTS = ("up", "batch run")  # whatever starts a model
+BATCH = ("batch run", "batch resume", "batch in-job")
+# who can show the messages of a module; those of cli/VERB.py are that verb's. What became of a deployment is shown by
+# others, too (status, wait, ps): its remedy is for the verb that starts it again
+SHOWN_BY: dict[str, tuple[str, ...]] = {
+    "batch/batch.py": ("batch run",),
+    "batch/core/runner.py": BATCH,
+    "batch/input/rows.py": ("batch run", "batch check", "score"),
+    "batch/job.py": BATCH,
+    "batch/jobs/submit.py": ("batch run", "batch resume"),
+    "batch/raydata/run.py": ("batch run",),
+    "batch/service/server.py": ("batch serve",),
+    "batch/sharing/shared.py": BATCH,
+    "bench/metrics.py": ("bench run", "bench sweep", "bench search"),
+    "bench/series.py": ("bench search",),
+    "bench/spec.py": ("bench run", "bench sweep", "bench search"),
+    "bench/store.py": ("bench run", "bench sweep", "bench search"),
+    "cli/__init__.py": ("",),
+    "cli/batch_view.py": ("batch check",),
+    "cli/target_options.py": STARTS,
+    "client/endpoint.py": USES,
+    "client/errors.py": USES,
+    "client/sampling.py": ("complete", "chat", "batch run"),
+    "deployment/diagnosis.py": STARTS,
+    "doctor/judge.py": ("doctor",),
+    "doctor/readiness.py": ("doctor",),
+    "engines/flags.py": ("up",),
+    "hardware/fabric.py": ("up", "batch run", "doctor"),
+    "launch/links.py": STARTS,
+    "lifecycle/bringup.py": STARTS,
+    "lifecycle/deployments.py": STARTS,
+    "lifecycle/distant.py": ("tunnel",),
+    "lifecycle/renewal.py": ("renew",),
+    "lifecycle/resolve.py": USES,
+    "lifecycle/successors.py": STARTS,
+    "llm/conversation.py": ("chat",),
+    "models/store.py": ("up",),
+    "plan/fixed.py": ("plan", *STARTS),
+    "proxy/run.py": ("proxy",),
+    "runtimes/container.py": (*STARTS, "doctor"),
+    "score/job.py": ("score",),
+    "score/score.py": ("score",),
+    "slurm/cluster.py": STARTS,
+    "slurm/commands.py": STARTS,
+    "slurm/states.py": STARTS,
+    "targets/local.py": STARTS,
+    "targets/slurm.py": STARTS,
+    "targets/ssh.py": STARTS,
+    "transfer/changed.py": ("pull", *STARTS),
+    "transfer/pull.py": ("pull",),
+    "transfer/spread.py": ("pull", *STARTS),
+}  # fmt: skip
+# those of a module that fewer verbs show
+FEWER: dict[str, tuple[str, ...]] = {
+    "End the output in .jsonl, ": ("batch run",),
+    "Give --request-rate and ": ("bench run",),
+    "Name a folder on shared storage ": ("pull",),
+    "Name a folder on the nodes' own disks ": ("pull",),
+    "Say which: --model ": ("complete", "chat", "score", "batch run", "bench run", "bench search", "bench sweep"),
+}
+# remedies that are no error's: tables of diagnoses, of SLURM's words, of flags
+TABLES = ("deployment/diagnosis.py", "doctor/judge.py", "engines/flags.py", "slurm/states.py", "slurm/commands.py")
+
+
+def options() -> dict[str, set[str]]:
+    """Every verb, and every one below it, with its options; the program itself as "" ."""
+
+    def walk(command: click.Command, name: str) -> Iterator[tuple[str, set[str]]]:
+        found = {word for one in command.params for word in (*one.opts, *one.secondary_opts) if word[:2] == "--"}
+        yield name, found | {"--help"}
+        if isinstance(command, click.Group):
+            for below in command.list_commands(context):
+                inner = command.get_command(context, below)
+                if inner is not None and below not in VERBS:
+                    yield from walk(inner, f"{name} {below}".strip())
+
+    context = click.Context(root)
+    known = dict(walk(root, ""))
+    for verb in VERBS:
+        command = root.get_command(context, verb)
+        assert command is not None
+        known |= dict(walk(command, verb))
+    return known
+
+
+def remedies() -> Iterator[tuple[str, str]]:
+    """Every remedy of an error, and every text of the tables, with its module."""
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(SOURCE.rglob("*.py"))}
+    known = error_classes(trees)
+    for path, tree in trees.items():
+        module = str(path.relative_to(SOURCE))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and last_name(node.func) in known and len(node.args) > 1:
+                yield module, words(node.args[1])
+            elif module in TABLES and isinstance(node, ast.Constant) and _is_sentence(node.value):
+                yield module, str(node.value)
+
+
+def _is_sentence(value: object) -> bool:
+    return isinstance(value, str) and " " in value and bool(OPTION.search(value)) and "or None." not in value
+
+
+def named_verbs(text: str, known: dict[str, set[str]]) -> list[str]:
+    """The verbs that a text names: `corral VERB …`, also `corral VERB SUB …`."""
+    said = [found.split() for found in re.findall(r"corral ((?:[a-z-]+ ?){1,2})", text)]
+    tried = [" ".join(one[:count]) for one in said for count in (1, 2) if len(one) >= count]
+    return [verb for verb in tried if verb in known]
+
+
+def wrong_options(text: str, shown_by: tuple[str, ...], known: dict[str, set[str]]) -> list[str]:
+    """Options that neither a named verb has nor every verb that shows the text."""
+    own = FOREIGN.sub("", text)
+    allowed = set[str]().union(*(known[verb] for verb in named_verbs(own, known)))
+    return [option for option in OPTION.findall(own) if option not in allowed
+            and not all(option in known[verb] for verb in shown_by)]  # fmt: skip
+
+
+def shown_by(module: str) -> tuple[str, ...]:
+    verb = Path(module).stem.replace("_", "-")
+    known = options()
+    below = tuple(name for name in known if name == verb or name.startswith(f"{verb} "))
+    return SHOWN_BY.get(module) or (below if module.startswith("cli/") else ())
+
+
+def test_every_option_in_a_remedy_is_one_that_the_user_has() -> None:
+    known = options()
+    every = set[str]().union(*known.values())
+    wrong = []
+    for module, text in remedies():
+        if not OPTION.search(FOREIGN.sub("", text)):
+            continue
+        verbs = next((few for start, few in FEWER.items() if text.startswith(start)), None) or shown_by(module)
+        assert verbs, f"{module}: say in SHOWN_BY which verbs can show: {text}"
+        if module.startswith("cli/") and module not in SHOWN_BY:  # its own verbs: one of them has it
+            bad = [option for option in OPTION.findall(text) if not any(option in known[verb] for verb in verbs)]
+            bad = [option for option in bad if option not in every or not named_verbs(text, known)]
+        else:
+            bad = wrong_options(text, verbs, known)
+        wrong += [f"{module}: {', '.join(bad)} ({', '.join(verbs)}): {text}"] if bad else []
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "verbs", "wrong"),
+    [
+        ("Use --link native.", ("up", "batch run"), ["--link"]),
+        ("Use --link native of `corral up`.", ("up", "batch run"), []),
+        ("Use `corral plan --gpus 1xH100 --nodes 2`.", ("up",), []),
+        ("Use `corral batch run IN --skip-bad`.", ("batch check",), []),
+        ("Use --skip-bad.", ("batch check",), ["--skip-bad"]),
+        ("Look with `squeue --me`.", ("up",), []),
+        ("Use --no-such-thing of `corral up`.", ("up",), ["--no-such-thing"]),
+    ],
+)
+def test_the_rule_itself(text: str, verbs: tuple[str, ...], wrong: list[str]) -> None:
+    assert wrong_options(text, verbs, options()) == wrong
