@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -72,3 +73,13 @@ def test_two_tunnels_that_open_later_get_two_ports(monkeypatch: pytest.MonkeyPat
     folder.rank(0).path.mkdir(exist_ok=True)
     folder.rank(0).events.write_text('{"t": 1, "kind": "state", "rank": 0, "elapsed_s": 1, "state": "stopped"}\n')
     assert near_port(promised) == promised
+
+
+def test_a_port_held_for_a_tunnel_is_let_go_without_a_warning(tmp_path: Path) -> None:
+    script = "from corral.targets.near_port import near_port; print(near_port(0))"
+    command = [sys.executable, "-X", "dev", "-c", script]
+    done = subprocess.run(command, env={**os.environ, "CORRAL_HOME": str(tmp_path)}, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    held = ports.reserve(int(done.stdout), ports.NEAR)
+    assert held
+    held.close()

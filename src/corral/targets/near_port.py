@@ -6,8 +6,8 @@ reserves its port among Corral's own, and the endpoint in the deployment's folde
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import socket
 from urllib.parse import urlsplit
 
 from corral.deployment.folder import DeploymentFolder, all_folders
@@ -19,8 +19,6 @@ from corral.untrusted import parse_json
 
 __all__ = ["near_port"]
 
-_NEAR: list[socket.socket] = []  # reserved by this process, which then opens the tunnel
-
 
 def near_port(first: int) -> int:
     """A port of this machine for a tunnel that opens when the server is ready; nobody of ours gets it twice."""
@@ -29,7 +27,7 @@ def near_port(first: int) -> int:
         port = free_port("127.0.0.1", first=0 if first in promised else first)
         held = None if port in promised else reserve(port, NEAR)
         if held:
-            _NEAR.append(held)
+            atexit.register(held.close)  # this process opens the tunnel, and holds the port until it ends
             return port
         first = 0
     raise ConflictError("this machine has no free port for a tunnel.", "End deployments that are not needed.")
