@@ -13,13 +13,13 @@ from corral.gateway.usage import TAIL_BYTES, find_usage
 from corral.gateway.users import KeyUser
 from corral.http1.reading import Headers
 from corral.proxy.member import Member, Waiter
-from corral.proxy.request import Request
+from corral.proxy.request import OWN, Request
 
 __all__ = ["OUTPUT_WEIGHT", "Counter", "Passage"]
 
 OUTPUT_WEIGHT = 4.0  # a token of an answer takes a step of its own; those of a prompt are computed together
 HIT, MISS = 0.8, 0.5  # of the tokens that were expected to be cached
-_CLIENTS_KEYS = frozenset((b"authorization", b"x-api-key"))
+_LEFT_OUT = OWN | {b"authorization", b"x-api-key"}
 _now = time.monotonic
 
 
@@ -104,7 +104,7 @@ class Passage:
     def parts(self, request: Request, member: Member) -> list[bytes | bytearray]:
         """The client's key stays here; the member gets its own."""
         assert isinstance(member, ServingMember)
-        return request.parts(member.host, _CLIENTS_KEYS, member.authorization)
+        return request.parts(member.host, _LEFT_OUT, member.authorization)
 
     # waiting
 
@@ -146,9 +146,9 @@ class Passage:
         member.work_tokens -= self._prefill
         self._prefill = 0.0
         member.progress.moved(now)
-        self._streams = any(
-            name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers
-        )
+        for name, value in headers:
+            if name == b"content-type":
+                self._streams = value.startswith(b"text/event-stream")
         return member.label
 
     def moves(self, now_s: float, data: list[bytes]) -> None:

@@ -26,6 +26,7 @@ from corral.gateway.looking import Overseer
 from corral.gateway.watching import Behind, GatewayWatcher, Source
 from corral.processes import only_lingering, own_identity, port_refused
 from corral.proxy.figures import Figures
+from corral.proxy.relay_server import calm_collector
 from corral.proxy.run import free_port, is_free
 from corral.record import dump_json, load_json
 
@@ -83,6 +84,7 @@ async def _serve(
     ready: Callable[[str], None],
     say: Callable[[str], None],
 ) -> Figures:
+    calm_collector()
     loop = asyncio.get_running_loop()
     gateway, ending = Gateway(route, say=say), asyncio.Event()
     fleets = [one.fleet for one in sources if one.fleet is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from urllib.parse import quote
 
@@ -53,7 +54,7 @@ class ServingMember(Member):
     cards: tuple[dict[str, object], ...] = ()  # the same, as its /v1/models shows them
     unreachable: int = 0  # looks at its metrics in a row that found nobody
 
-    @property
+    @functools.cached_property
     def label(self) -> bytes:
         """The header line that tells a client who answered."""
         return b"x-corral-member: %b\r\n" % quote(self.name, safe=" +,=@~").encode()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from corral.http1.reading import Headers
 
 __all__ = ["forwarded"]
@@ -13,9 +15,14 @@ HOP_BY_HOP = frozenset(
 )  # fmt: skip
 
 
+@functools.lru_cache(16)
+def _left_out(drop: frozenset[bytes]) -> frozenset[bytes]:
+    return HOP_BY_HOP | drop
+
+
 def forwarded(headers: Headers, drop: frozenset[bytes] = frozenset()) -> bytes:
     """Header lines as they go to the other side: without those of this connection only."""
-    left_out = HOP_BY_HOP | drop
+    left_out = _left_out(drop)
     for name, value in headers:
         if name == b"connection":
             left_out |= {word.strip().lower() for word in value.split(b",")}

@@ -153,10 +153,11 @@ class Front(asyncio.Protocol):
     def request(self, method: bytes, target: bytes, http_10: bool, headers: Headers) -> None:
         self._head = method, target, headers, http_10
         self._since_s = _now()
-        announced = int(self._reader.named.get(b"content-length", b"0"))
+        named = self._reader.named
+        announced = int(named.get(b"content-length", b"0"))
         if announced > self._host.limits.body_bytes:
             raise self._too_long()
-        self._expects = has_token(headers, b"expect", b"100-continue")
+        self._expects = b"expect" in named and has_token(headers, b"expect", b"100-continue")
 
     def body(self, data: bytes) -> None:
         self._body += data

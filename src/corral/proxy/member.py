@@ -46,12 +46,12 @@ class Member:
     def doorkeeper(self) -> Doorkeeper:
         return Doorkeeper(self.url)
 
-    @property
+    @functools.cached_property
     def address(self) -> tuple[str, int]:
         parts = urlsplit(self.url)
         return parts.hostname or "", parts.port or 80
 
-    @property
+    @functools.cached_property
     def host(self) -> bytes:
         return urlsplit(self.url).netloc.encode()
 

@@ -50,8 +50,8 @@ class Relay:
 
     __slots__ = (
         "_answered_by", "_answering", "_began_s", "_chunked", "_client", "_deadline", "_decline", "_declines",
-        "_drops", "_early", "_headers", "_held_since_s", "_host", "_http_10", "_member", "_opening", "_over",
-        "_request", "_route", "_stale", "_status", "_upstream", "method", "moved_s",
+        "_drops", "_early", "_ended", "_headers", "_held_since_s", "_host", "_http_10", "_member", "_opening",
+        "_over", "_request", "_route", "_stale", "_status", "_upstream", "method", "moved_s",
     )  # fmt: skip
 
     def __init__(self, host: Host, client: Downstream, request: Request, route: Route) -> None:
@@ -69,6 +69,7 @@ class Relay:
         self._answering = self._chunked = self._over = False
         self._decline: list[bytes] | None = None  # a 503 that may not be the last word
         self._headers: Headers = []
+        self._ended = False  # the last chunk is written
         self._early = False  # the head is here, and kept until bytes of the body are: it says nothing yet
         self._began_s = self.moved_s = _now()
 
@@ -185,7 +186,7 @@ class Relay:
     # from the member
 
     def head(self, status: int, headers: Headers, measured: bool) -> None:
-        """The head of an answer; a 503 is looked at before it is passed on, and that of a stream waits for its bytes.
+        """The head of an answer; it waits for the first bytes of the body, and a 503 is looked at first.
 
         An engine sends the head of a stream when it takes the request, long before it has anything to say.
         """
@@ -197,15 +198,15 @@ class Relay:
             return
         if self._member is not None:
             self._member.worked()
-        self._early = not measured and self._request is not None
-        if not self._early:
-            self._pass_head()
+        self._early = True
 
-    def _pass_head(self) -> None:
+    def _pass_head(self, body: bytes = b"") -> None:
+        """In one write with the first bytes of the body."""
         self._early = False
         now = _now()
         figures = self._host.figures
-        figures.longest_wait_s = max(figures.longest_wait_s, now - self._began_s)
+        if now - self._began_s > figures.longest_wait_s:
+            figures.longest_wait_s = now - self._began_s
         headers = self._headers
         self._answering = True
         self._forget_request()
@@ -214,26 +215,34 @@ class Relay:
             framing += b"connection: close\r\n"
         if member := self._member or self._answered_by:
             framing += self._route.answers(member, self._status, headers)
-        self._client.write(b"%b%b%b\r\n" % (status_line(self._status), forwarded(headers), framing))
+        self._client.write(b"%b%b%b\r\n%b" % (status_line(self._status), forwarded(headers), framing, body))
         self._moved(now, first=True)
 
-    def data(self, data: list[bytes]) -> None:
+    def data(self, data: list[bytes], last: bool) -> None:
         """Bytes of the answer's body."""
         if self._decline is not None:
             self._decline += data
             if sum(map(len, self._decline)) > LARGEST_DECLINE_BYTES:
                 self._accept_decline()
             return
-        if self._early:
-            self._pass_head()
         now = _now()
-        self._moved(now)
+        body = self._framed(data, last)
+        if self._early:
+            self._pass_head(body)
+        else:
+            self._moved(now)
+            self._client.write(body)
         self._route.moves(now, data)
-        self._pass_body(data)
 
-    def _pass_body(self, data: list[bytes]) -> None:
+    def _framed(self, data: list[bytes], last: bool = False) -> bytes:
         """In chunks as they came: an event stays an event of its own."""
-        self._client.write(b"".join(map(chunk, data) if self._chunked else data))
+        if not self._chunked:
+            return b"".join(data)
+        parts = list(map(chunk, data))
+        if last:
+            parts.append(LAST_CHUNK)
+            self._ended = True
+        return b"".join(parts)
 
     def _moved(self, now: float, first: bool = False) -> None:
         figures = self._host.figures
@@ -257,7 +266,7 @@ class Relay:
             self._accept_decline()
         if self._early:
             self._pass_head()
-        if self._chunked:
+        if self._chunked and not self._ended:
             self._client.write(LAST_CHUNK)
         self._finish(answered=True)
 
@@ -279,9 +288,7 @@ class Relay:
 
     def _accept_decline(self) -> None:
         parts, self._decline = self._decline or [], None
-        self._pass_head()
-        if parts:
-            self._pass_body(parts)
+        self._pass_head(self._framed(parts))
 
     def broke(self, how: str, stale: bool = False) -> None:
         """The connection to the member is gone before the answer was whole."""

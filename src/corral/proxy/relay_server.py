@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import time
 from collections.abc import Iterable
 
@@ -18,7 +19,7 @@ from corral.proxy.member import Member
 from corral.proxy.request import Request
 from corral.proxy.route import Route
 
-__all__ = ["RelayServer"]
+__all__ = ["RelayServer", "calm_collector", "raise_file_limit"]
 
 SWEEP_S = 1.0
 ENDED_SILENCE_S = 5.0  # a server that has ended sends nothing more: what still waits on it is given up
@@ -79,6 +80,12 @@ class RelayServer:
         for member in self.every_member():
             member.close_idle()
         await asyncio.sleep(0)
+
+
+def calm_collector() -> None:
+    """Look for circles of objects seldom: requests leave none, and a look costs more the more streams are open."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 def raise_file_limit(wanted: int) -> None:

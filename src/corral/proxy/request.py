@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from corral.http1.reading import Headers
 from corral.proxy.forwarding import forwarded
 
-__all__ = ["Request"]
+__all__ = ["OWN", "Request"]
 
 _WITH_BODY = frozenset((b"POST", b"PUT", b"PATCH"))
-_OWN = frozenset((b"host", b"content-length", b"expect"))
+OWN = frozenset((b"host", b"content-length", b"expect"))  # said anew
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,9 @@ class Request:
     def bare_path(self) -> bytes:
         return self.path.partition(b"?")[0]
 
-    def parts(self, host: bytes, drop: frozenset[bytes] = frozenset(), extra: bytes = b"") -> list[bytes | bytearray]:
-        """What is sent to a member: without the headers to `drop`, and with the lines of `extra`."""
-        kept = forwarded(self.headers, _OWN | drop) + extra
+    def parts(self, host: bytes, drop: frozenset[bytes] = OWN, extra: bytes = b"") -> list[bytes | bytearray]:
+        """What is sent to a member: without the headers to `drop` (`OWN` among them), with the lines of `extra`."""
+        kept = forwarded(self.headers, drop) + extra
         size = len(self.body)
         length = b"content-length: %d\r\n" % size if size or self.method in _WITH_BODY else b""
         head = b"%b %b HTTP/1.1\r\nhost: %b\r\n%b%b\r\n" % (self.method, self.path, host, kept, length)

@@ -23,6 +23,7 @@ from corral.processes import Identity, own_identity, port_refused
 from corral.proxy.figures import Figures
 from corral.proxy.host import ProxyLimits
 from corral.proxy.members import MemberReading
+from corral.proxy.relay_server import calm_collector
 from corral.proxy.server import Proxy
 from corral.record import dump_json, load_json
 
@@ -158,6 +159,7 @@ async def _serve(
     ready: Callable[[str], None],
     say: Callable[[str], None],
 ) -> Figures:
+    calm_collector()
     loop = asyncio.get_running_loop()
     proxy, ending = Proxy(limits, say), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -21,8 +21,8 @@ class Receiver(Protocol):
     def head(self, status: int, headers: Headers, measured: bool) -> None:
         """The head of the answer; `measured`: its headers say how long the body is, or there is none."""
 
-    def data(self, data: list[bytes]) -> None:
-        """Bytes of the answer's body that came together."""
+    def data(self, data: list[bytes], last: bool) -> None:
+        """Bytes of the answer's body that came together; `last`: nothing follows."""
 
     def read(self) -> None:
         """The whole answer was read: the connection is no longer the request's."""
@@ -98,7 +98,7 @@ class Upstream(asyncio.Protocol):
     def _pass_on(self, receiver: Receiver) -> None:
         if self._arrived:
             arrived, self._arrived = self._arrived, []
-            receiver.data(arrived)
+            receiver.data(arrived, self._reader.complete)
         if self._reader.complete and self._receiver is receiver:  # it may have been dropped meanwhile
             self._finish(receiver)
 

@@ -1,0 +1,166 @@
+"""The processes of benchmarks/gateway.py: fake servers, the gateway alone, and vllm-router.
+
+python benchmarks/gateway_processes.py [--route NAME] [--seats N] [--key KEY] URL...     the gateway, until EOF
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from corral.client.client import Client, run
+from corral.client.endpoint import Endpoint
+from corral.client.errors import RequestError
+
+KEY = "a-key-for-this-benchmark"
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass
+class Process:
+    """A server that was started here."""
+
+    url: str
+    popen: subprocess.Popen[str]
+    log: Path | None = None
+
+    def cpu_s(self) -> float:
+        """Processor time so far, all threads."""
+        fields = Path(f"/proc/{self.popen.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) * TICK_S
+
+    def memory_mib(self) -> float:
+        lines = Path(f"/proc/{self.popen.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS"))
+
+
+@contextlib.contextmanager
+def child(*argv: str, log: Path | None = None) -> Iterator[Process]:
+    pipe = subprocess.PIPE
+    popen = subprocess.Popen([sys.executable, *argv], stdin=pipe, stdout=pipe, text=True)
+    assert popen.stdin
+    assert popen.stdout
+    try:
+        yield Process(json.loads(popen.stdout.readline())["url"], popen, log)
+    finally:
+        with contextlib.suppress(OSError):
+            popen.stdin.close()
+        popen.send_signal(signal.SIGCONT)
+        try:
+            popen.wait(10)
+        except subprocess.TimeoutExpired:
+            popen.kill()
+            popen.wait()
+        popen.stdout.close()
+
+
+def fakes(stack: contextlib.ExitStack, count: int, *options: str, folder: str = "") -> list[Process]:
+    found = []
+    for number in range(count):
+        log = Path(folder) / f"{number}.jsonl" if folder else None
+        words = ("-m", "corral", "fake-server", "--until-eof", *options, *(("--log", str(log)) if log else ()))
+        found.append(stack.enter_context(child(*words, log=log)))
+    return found
+
+
+def gateway(stack: contextlib.ExitStack, urls: list[str], route: str = "prefix", *more: str) -> Process:
+    return stack.enter_context(child(__file__, "--route", route, *more, *urls))
+
+
+def router(stack: contextlib.ExitStack, program: str, urls: list[str], policy: str = "cache_aware") -> Process:
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
+        port, metrics = one.getsockname()[1], two.getsockname()[1]
+    command = [
+        program,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--prometheus-port",
+        str(metrics),
+        "--policy",
+        policy,
+    ]
+    command += ["--log-level", "error", "--max-concurrent-requests", "16384", "--worker-urls", *urls]
+    popen = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True)
+    stack.callback(popen.wait)
+    stack.callback(popen.terminate)
+    url = f"http://127.0.0.1:{port}"
+    run(_answering(url))
+    return Process(url, popen)
+
+
+async def _answering(url: str) -> None:
+    """Until it passes a request on."""
+    async with Client(Endpoint(url, "fake")) as client:
+        for _ in range(300):
+            with contextlib.suppress(RequestError, OSError):
+                if (await client.page("/v1/models", timeout_s=5)).status == 200:
+                    return
+            await asyncio.sleep(0.2)
+    raise SystemExit(f"{url} does not answer")
+
+
+async def serve(urls: list[str], route: str, keys: list[str], seats: int | None) -> None:
+    """The gateway alone, in front of servers, until standard input ends."""
+    from corral.deployment.state import State
+    from corral.gateway.client_keys import digest_of
+    from corral.gateway.gateway import Gateway
+    from corral.gateway.looking import Overseer
+    from corral.gateway.serving import ServerReading
+    from corral.gateway.users import KeyGrant
+    from corral.proxy.relay_server import calm_collector
+
+    calm_collector()
+
+    def say(text: str) -> None:
+        sys.stderr.write(f"gateway: {text}\n")
+
+    box, model = Gateway(route, say=say), os.environ.get("BENCH_MODEL", "fake")
+    await box.listen("127.0.0.1", 0)
+    keys = keys or [""] * len(urls)
+    servers = [
+        ServerReading(f"m{number}", State.READY, url, "", model, key, seats, "bench")
+        for number, (url, key) in enumerate(zip(urls, keys, strict=True))
+    ]
+    box.update(servers, [KeyGrant("bench", digest_of(KEY.encode()))])
+    looking = asyncio.ensure_future(Overseer(box).run())
+    print(json.dumps({"url": box.url}), flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    looking.cancel()
+    await asyncio.gather(looking, return_exceptions=True)
+    await box.close()
+
+
+@contextlib.contextmanager
+def key_file() -> Iterator[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "key"
+        path.touch(0o600)
+        path.write_text(KEY)
+        yield str(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("urls", nargs="+")
+    parser.add_argument("--route", default="prefix")
+    parser.add_argument("--key", action="append", default=[])
+    parser.add_argument("--seats", type=int)
+    given = parser.parse_args()
+    run(serve(given.urls, given.route, given.key, given.seats))
+
+
+if __name__ == "__main__":
+    main()
