@@ -277,7 +277,8 @@ def server_url(host: str, port: int) -> str:
 
 def _serve_arguments(serve: Serve) -> list[str]:
     port = str(serve.port or "@PORT@")  # 0: chosen on the node
-    return ["--host", serve.host, "--port", port, "--middleware", GUARD, "--disable-uvicorn-access-log"]
+    told = ["--disable-uvicorn-access-log", "--enable-prompt-tokens-details"]  # the gateway learns from the latter
+    return ["--host", serve.host, "--port", port, "--middleware", GUARD, *told]
 
 
 def _common_env(order: Order, nodes: int) -> dict[str, str]:
