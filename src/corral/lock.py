@@ -36,6 +36,7 @@ __all__ = [
     "exclusive_lock",
     "holder_of",
     "lock_holder",
+    "silence_s",
     "try_lock",
 ]
 
@@ -215,13 +216,16 @@ def _is_dead(path: Path, holder: Identity, silent_s: float | None) -> bool:
         return True
     if holder.is_among_ours():
         return holder.has_ended()
-    if silent_s is None:
-        return False
+    return silent_s is not None and silence_s(path) > silent_s
+
+
+def silence_s(path: Path) -> float:
+    """How long a lock has not been touched, on the clock that stamped it; 0 where that cannot be told."""
     probe = path.with_name(f"{path.name}.clock.{_own_name()}")
     try:
-        probe.touch()  # now, on the clock that stamped the lock
-        return probe.stat().st_mtime - path.stat().st_mtime > silent_s
+        probe.touch()
+        return probe.stat().st_mtime - path.stat().st_mtime
     except OSError:
-        return False
+        return 0.0
     finally:
         probe.unlink(missing_ok=True)

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,9 +19,12 @@ from corral.batch import Table
 from corral.batch.core.folder import BatchFolder
 from corral.batch.core.ledger import FAILED, FINE, Ledger, LedgerEntry
 from corral.batch.inspect import inspect
+from corral.batch.jobs.queued import QueuedState
 from corral.batch.sharing.blocks import BlockFeed, Division, block_size
 from corral.batch.sharing.parts import Others, Participant, all_parts, claim_path, runners_of
+from corral.deployment.state import Reason
 from corral.processes import Identity
+from corral.targets.base import JobState
 from tests.batch_harness import Nursery, Reins, control, fake_server, torment_several, write_rows
 from tests.until import until
 
@@ -68,6 +72,64 @@ def test_sixty_kills_among_three_runners_lose_and_double_nothing(tmp_path: Path,
 def held_blocks(output: Path) -> int:
     blocks = inspect(str(output)).blocks
     return blocks.held if blocks else 0
+
+
+def test_a_killed_runner_is_named_also_after_an_orderly_end_before(tmp_path: Path) -> None:
+    rows, output = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    write_rows(rows, 2000)
+    with fake_server(*ANSWERS) as url:
+        control(url, "pace", {"ttft_s": 0.2})
+        first = start(*batch(url, rows, output, "--concurrency", "4"))
+        until(lambda: output_begun(output) and inspect(str(output)).fine > 0, "some rows done")
+        assert run("batch", "cancel", str(output)).returncode == 0
+        first.communicate()
+        assert inspect(str(output)).state == "cancelled"
+        second = start("batch", "resume", str(output))
+        until(lambda: inspect(str(output)).state == "running", "it goes on")
+        second.kill()
+        second.communicate()
+        standing = inspect(str(output))
+        assert (standing.state, standing.runners) == ("interrupted", ())
+        assert f"process {second.pid} on {socket.gethostname()}, is gone" in standing.reason
+        shown = run("batch", "status", str(output)).stdout
+        assert "continue  corral batch resume" in shown
+
+
+def output_begun(output: Path) -> bool:
+    return (Path(f"{output}.corral") / "job.json").is_file()
+
+
+def elsewhere(path: Path, silent_s: float) -> None:
+    """A lock of a process on another machine that has not touched it for so long."""
+    holder = Identity(pid=77, host="n2", boot_id="other", start_ticks=5)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(vars(holder)))
+    os.utime(path, (time.time() - silent_s, time.time() - silent_s))
+
+
+def test_a_runner_elsewhere_that_is_silent_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, output = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    write_rows(rows, 200)
+    with fake_server(*ANSWERS) as url:
+        control(url, "pace", {"ttft_s": 0.2})
+        runner = start(*batch(url, rows, output, "--concurrency", "4"))
+        until(lambda: output_begun(output) and inspect(str(output)).fine > 0, "some rows done")
+        runner.kill()
+        runner.communicate()
+    lock = BatchFolder(output).lock
+    elsewhere(lock, 5)
+    assert (inspect(str(output)).state, inspect(str(output)).reason) == ("running", "")
+    elsewhere(lock, 60)
+    standing = inspect(str(output))
+    assert standing.state == "running"
+    assert "process 77 on n2 has not been heard of for 6" in standing.reason
+    elsewhere(lock, 300)
+    assert "process 77 on n2, is gone" in inspect(str(output)).reason
+    over = QueuedState("41", "d", JobState.FAILED, "job 41 failed", "", True, False, Reason.JOB_FAILED)
+    monkeypatch.setattr("corral.batch.inspect.queued_states", lambda folder: [over])
+    elsewhere(lock, 25)  # its job has ended: nobody waits two minutes
+    standing = inspect(str(output))
+    assert (standing.state, standing.runners, standing.reason) == ("interrupted", (), "job 41 failed")
 
 
 def test_runners_join_are_counted_shown_and_stopped_together(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from corral.batch.job import BatchRecord, load_record
 from corral.batch.jobs.queued import QueuedState, cancel_waiting, queued_states
 from corral.batch.sharing.blocks import held_blocks, load_division
 from corral.batch.sharing.parts import all_parts, claim_path, runners_of
-from corral.lock import holder_of
+from corral.lock import SILENT_S, TOUCH_S, holder_of, lock_holder, silence_s
 from corral.processes import Identity
 from corral.targets.base import JobState
 
@@ -86,13 +86,15 @@ def inspect(output: str) -> BatchStatus:
                 done[entry.row] = 1
                 counts[entry.kind] += 1
     fine, failed = counts
-    runners = runners_of(folder) or [one for one in (holder_of(folder.lock),) if one is not None]
+    jobs = queued_states(folder)
+    found = _runners(folder, jobs_over=bool(jobs) and all(job.over for job in jobs))
+    runners = [one.who for one in found if not one.gone]
     holder = runners[0] if runners else None
     state: BatchState | JobState
-    state, reason = _state(folder, fine + failed >= record.rows, holder is not None)
-    jobs = queued_states(folder)
+    state, reason = _state(folder, fine + failed >= record.rows, found)
     if state not in (BatchState.RUNNING, BatchState.DONE) and (alive := [job for job in jobs if not job.over]):
-        state, reason = alive[0].state, ""
+        reason = reason if found and state is BatchState.INTERRUPTED else ""  # who was killed there
+        state = alive[0].state
     elif jobs and state not in (BatchState.RUNNING, BatchState.DONE):
         reason = next((job.text for job in reversed(jobs) if job.reason), jobs[-1].text)
     return BatchStatus(
@@ -131,19 +133,59 @@ def _blocks(folder: BatchFolder, record: BatchRecord, done: bytearray) -> Blocks
     return Blocks(size, count, len(finished), live)
 
 
-def _state(folder: BatchFolder, complete: bool, held: bool) -> tuple[BatchState, str]:
-    if held:
-        return BatchState.RUNNING, ""
+@dataclass(frozen=True)
+class _Runner:
+    """Somebody whose lock is there; `gone` when nothing is to be expected of them any more."""
+
+    who: Identity
+    gone: bool
+    silent_s: float  # 0 for those whose process can be seen from here
+    touched_s: float
+
+
+def _runners(folder: BatchFolder, jobs_over: bool) -> list[_Runner]:
+    """Everybody who works on it, or did and was killed. One in a job is gone with the job, if it is silent, too."""
+    locks = [part.holder for part in all_parts(folder)]
+    found = [one for lock in locks if (one := _runner(lock, jobs_over)) is not None]
+    alone = None if any(not one.gone for one in found) else _runner(folder.lock, jobs_over)
+    return [*found, alone] if alone else found
+
+
+def _runner(lock: Path, jobs_over: bool) -> _Runner | None:
+    who = lock_holder(lock)
+    if who is None or not who.pid:
+        return None
+    try:
+        touched_s = lock.stat().st_mtime
+    except OSError:
+        return None
+    silent_s = 0.0 if who.is_among_ours() else silence_s(lock)
+    gone = holder_of(lock) is None or (jobs_over and silent_s > 2 * TOUCH_S)
+    return _Runner(who, gone, silent_s, touched_s)
+
+
+def _silence(found: list[_Runner]) -> str:
+    """Of runners elsewhere, whose process cannot be looked at: how long they have said nothing, when that is long."""
+    late = [one for one in found if not one.gone and one.silent_s > 3 * TOUCH_S]
+    told = [f"process {one.who.pid} on {one.who.host} has not been heard of for {one.silent_s:.0f} s" for one in late]
+    return f"{', '.join(told)}; after {SILENT_S:.0f} s it counts as gone" if told else ""
+
+
+def _state(folder: BatchFolder, complete: bool, found: list[_Runner]) -> tuple[BatchState, str]:
+    if any(not one.gone for one in found):
+        return BatchState.RUNNING, _silence(found)
     try:
         saved = msgspec.json.decode(folder.state.read_bytes())
     except (OSError, msgspec.DecodeError):
         saved = {"state": "", "details": {}}
+    killed = [one for one in found if one.touched_s > saved.get("at_s", 0.0)]  # after it ended the last time
     if complete and (folder.live or saved["state"] == BatchState.DONE) and not folder.shared.is_dir():
         return BatchState.DONE, ""
-    if saved["state"] in (BatchState.STOPPED, BatchState.CANCELLED, BatchState.FAILED):
+    if saved["state"] in (BatchState.STOPPED, BatchState.CANCELLED, BatchState.FAILED) and not killed:
         failed = saved["state"] == BatchState.FAILED
         return BatchState(saved["state"]), saved["details"].get("error", {}).get("message", "") if failed else ""
-    return BatchState.INTERRUPTED, "its runner ended without a word (killed, or the machine went down)"
+    who = ", ".join(f"process {one.who.pid} on {one.who.host}" for one in killed or found)
+    return BatchState.INTERRUPTED, f"its runner{f', {who},' if who else ''} is gone: killed, or the machine went down"
 
 
 def ask_to_stop(output: str) -> str:
