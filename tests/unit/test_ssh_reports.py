@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from corral.deployment.folder import DeploymentFolder, RankFolder
+from corral.deployment.folder import DeploymentFolder
 from corral.deployment.state import Reason
 from corral.errors import UnreachableError
 from corral.shell import Leash
 from corral.targets import ssh_reports
 from corral.targets.remote_answers import LogPiece, NodeReport
 from corral.targets.remote_files import last_word
-from corral.targets.ssh_reports import REPORT_S, SHORT_S, gather, is_away
+from corral.targets.ssh_reports import gather, is_away
 
 HOSTS = ("head", "second", "third")
 Answer = Callable[[Leash], NodeReport]
@@ -145,21 +145,20 @@ def test_all_are_waited_for_while_it_runs(folder: DeploymentFolder) -> None:
     assert isinstance(found["third"], UnreachableError)
 
 
-def test_one_that_did_not_answer_is_given_less_time_the_head_never(folder: DeploymentFolder) -> None:
-    given: dict[str, list[float]] = {host: [] for host in HOSTS}
+def test_one_that_did_not_answer_is_not_waited_for_again_the_head_always(folder: DeploymentFolder) -> None:
+    gather(folder, HOSTS, ask({"head": unreachable, "second": unreachable, "third": says("ready")}))
+    assert [is_away(folder.rank(number)) for number in range(3)] == [True, True, False]
+    late = threading.Event()
 
-    def note(host: str, rank: RankFolder, timeout_s: float, leash: Leash) -> NodeReport:
-        given[host].append(timeout_s)
-        return says("ready")(leash) if host == "third" else unreachable(leash)
+    def head(leash: Leash) -> NodeReport:
+        late.wait(0.2)
+        return says("ready")(leash)
 
-    for _ in range(2):
-        gather(folder, HOSTS, note)
-    assert set(given["head"]) == {REPORT_S}
-    assert given["second"][0] == REPORT_S
-    assert given["second"][-1] == SHORT_S
-    assert set(given["third"]) == {REPORT_S}
-    gather(folder, HOSTS, ask({"head": says("ready"), "second": says("ready"), "third": says("ready")}))
-    assert not is_away(folder.rank(0))
+    found = gather(folder, HOSTS, ask({"head": head, "second": silent, "third": says("ready")}))
+    assert set(found) == {"head", "third"}
+    assert [is_away(folder.rank(number)) for number in range(3)] == [False, True, False]
+    found = gather(folder, HOSTS, ask({"head": head, "second": says("ready"), "third": says("ready")}))
+    assert set(found) == set(HOSTS)  # it was in time
     assert not is_away(folder.rank(1))
 
 

@@ -29,8 +29,7 @@ from corral.targets.remote_files import last_word, mirror
 __all__ = ["Answers", "gather", "is_away"]
 
 REPORT_S = 4.0  # a node that takes longer to say how it stands counts as unreachable for the moment
-AWAY_S = 15.0  # within which a rank that did not answer in that time …
-SHORT_S = 1.0  # … is given no more than this; the head is always given the whole
+AWAY_S = 15.0  # within which a rank that did not answer in that time is not waited for: it says what it says in time
 AGAIN_S = 1.0  # after which the others are asked once more, while the head is silent: they may learn that it is lost
 Answers = dict[str, NodeReport | CorralError]
 Ask = Callable[[str, RankFolder, float, Leash], NodeReport]  # a host, its rank, for how long, and what ends it
@@ -64,6 +63,7 @@ class _Inquiry:
         self.answers: Answers = {}
         self._hosts = hosts
         self._ranks = {host: folder.rank(number) for number, host in enumerate(hosts)}
+        self._away = {host for host in hosts[1:] if is_away(self._ranks[host])}
         self._ask = ask
         self._came: Queue[tuple[str, NodeReport | Exception]] = Queue()
         self._over = threading.Event()
@@ -81,10 +81,8 @@ class _Inquiry:
                 return
 
     def _once(self, host: str) -> NodeReport | Exception:
-        rank = self._ranks[host]
-        short = host != self._hosts[0] and is_away(rank)
         try:
-            return self._ask(host, rank, SHORT_S if short else REPORT_S, self._leashes[host])
+            return self._ask(host, self._ranks[host], REPORT_S, self._leashes[host])
         except Exception as error:
             return error
 
@@ -124,10 +122,10 @@ class _Inquiry:
             cause = _cause(self._ranks[head])
             if cause is not None:
                 others = [self._hosts[cause]] if 0 < cause < len(self._hosts) else []
-            return [host for host in others if host not in self.answers]
+            return [host for host in others if host not in self.answers and host not in self._away]
         if any(_has_lost_its_head(self._ranks[host]) for host in others if host in self.answers):
             return []
-        return [host for host in self._hosts if host not in self.answers]
+        return [host for host in self._hosts if host not in self.answers and host not in self._away]
 
 
 def _has_lost_its_head(rank: RankFolder) -> bool:

@@ -6,6 +6,11 @@ The head answers with an order: which attempt to run, or to stop, or that it is 
 on either side means that the other is lost: the head then takes every rank down and says which node it was; a member
 that lost its head takes its own rank down, because a headless engine would live on for ever.
 
+`node_s` is ten seconds unless the user says otherwise, and not less: vLLM itself survives a link that is gone for
+eight, and what speaks here are threads that do next to nothing and touch no file, so that they are heard in time on a
+machine with ten times the work it can do, or with a file system that hangs. A process that ends needs no such
+patience: its kernel closes the connection (`CLOSED_S`), or refuses a new one where the head was.
+
 Both sides prove that they know the deployment's token, which itself never travels, and sign what they say: see
 `gang_line`.
 """
