@@ -27,6 +27,7 @@ PATIENCE = "an idle engine of several is asked for a token every 5 s and has 10 
 BUSY = "with `--hung 10`, counted from a request that is never answered"
 HOME_BYTES = 64 << 20
 FULL_S = 10.0
+GIVEN_UP_S = 60.0  # a job that ends stays in the queue until SLURM gives up a node that does not answer: 27 to 40 s
 NODE_PLACES = ("/tmp", "/run", "/dev/shm")  # every node's own
 
 
@@ -307,6 +308,7 @@ FAULTS: tuple[Fault, ...] = (
         heal=lambda bed, name: bed.login.hosts.heal("n2"),
         options=PAIR,
         down_meanwhile=True,
+        cleared_s=GIVEN_UP_S,
     ),
     Fault(
         "link of the head cut",
@@ -315,7 +317,7 @@ FAULTS: tuple[Fault, ...] = (
         heal=lambda bed, name: bed.login.hosts.heal("n1"),
         options=PAIR,
         down_meanwhile=True,
-        cleared_s=90,
+        cleared_s=2 * GIVEN_UP_S,
         out_of_reach=True,
         why_no_goal="while it is cut, SLURM's own `srun` stays on n1, and goes once the node is back",
     ),
@@ -324,6 +326,7 @@ FAULTS: tuple[Fault, ...] = (
         power_off("n3"),
         LINK_S,
         heal=restart("n3"),
+        cleared_s=GIVEN_UP_S,
         options=("--nodes", "2", "--slurm", "nodelist=n1,n3", "--slurm", "requeue=false"),
     ),
     Fault(
