@@ -14,7 +14,7 @@ from corral.errors import DoesNotFitError, UsageError
 from corral.hardware.inventory import GPUS, LINKS, Inventory, find_gpu, parse_gpus, probe
 from corral.home import home_dir
 from corral.models.facts import ModelFacts, read_facts
-from corral.plan import Goal, calibration, make_plan
+from corral.plan import Goal, Plan, calibration, make_plan
 from corral.plan.choose import compare
 from corral.plan.fixed import KEYS, parse_assignments
 from corral.plan.tuning import tuning_for
@@ -43,6 +43,8 @@ __all__ = ["command"]
 @click.option(
     "--output", "output_tokens", type=int, default=256, show_default=True, help="Output tokens of a request."
 )
+@click.option("--replicas", type=click.IntRange(1, 1000), metavar="N",
+              help="N replicas: in one engine, or as N servers behind one address, and why.")  # fmt: skip
 @click.option("--price", type=float, metavar="MONEY", help="Price of one GPU for one hour.")
 @click.option("--storage", type=float, metavar="GB/S", help="Speed at which weights are read.")
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Fix one field, plan the rest.")
@@ -90,9 +92,10 @@ def command(
     inventory = _inventory(profile, gpus, nodes, link)
     if comparing:
         return _show_comparison(question, facts, inventory, as_json)
-    return _show_plan(
-        question, facts, inventory, profile, "json" if as_json else "reasons" if explaining else "table"
-    )
+    form = "json" if as_json else "reasons" if explaining else "table"
+    if given["replicas"]:
+        return _show_replicas(question, facts, inventory, profile, form, given["replicas"])
+    return _show_plan(question, facts, inventory, profile, form)
 
 
 class _Question(NamedTuple):
@@ -199,12 +202,35 @@ def _show_plan(question: _Question, facts: ModelFacts, inventory: Inventory, pro
     plan = make_plan(facts, inventory, question.goal, question.asked.fixed, tuning_for(facts, inventory))
     if form == "json":
         click.echo(dump_json(plan), nl=False)
-    elif form == "reasons":
+    else:
+        _print_plan(plan, question, profile, form)
+    return 0 if plan.fits else DoesNotFitError.exit_code
+
+
+def _show_replicas(
+    question: _Question, facts: ModelFacts, inventory: Inventory, profile: Profile, form: str, replicas: int
+) -> int:
+    """The plan of one server, or of the engine with all replicas, and which of the two it is."""
+    from corral.cli.plan_view import replica_lines
+    from corral.plan.replicas import ReplicaForm, advise
+
+    tuning = tuning_for(facts, inventory)
+    advice = advise(facts, inventory, question.goal, question.asked.fixed, tuning, replicas)
+    if form == "json":
+        click.echo(dump_json(advice), nl=False)
+    else:
+        click.echo("\n".join([*replica_lines(advice), ""]))
+        servers = replicas if advice.form is ReplicaForm.SERVERS else 1
+        _print_plan(advice.plan, question, profile, form, servers)
+    return 0 if advice.plan.fits else DoesNotFitError.exit_code
+
+
+def _print_plan(plan: Plan, question: _Question, profile: Profile, form: str, replicas: int = 1) -> None:
+    if form == "reasons":
         from corral.plan.explain import explain
 
         click.echo("\n".join(explain(plan)))
     else:
         from corral.cli.plan_view import plan_lines
 
-        click.echo("\n".join(plan_lines(plan, question.model, question.asked, profile)))
-    return 0 if plan.fits else DoesNotFitError.exit_code
+        click.echo("\n".join(plan_lines(plan, question.model, question.asked, profile, replicas)))

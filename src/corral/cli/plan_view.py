@@ -17,6 +17,7 @@ from corral.plan.need import Need, box_gb
 from corral.plan.precisions import Form
 from corral.plan.reasons import load_words
 from corral.plan.reconcile import Differences
+from corral.plan.replicas import ReplicaAdvice, ReplicaForm
 from corral.plan.table import Cell, TableRow
 from corral.profile import AskedValues, Profile
 from corral.report import tables
@@ -28,6 +29,7 @@ __all__ = [
     "lesson_lines",
     "need_lines",
     "plan_lines",
+    "replica_lines",
     "table_lines",
     "vllm_command",
 ]
@@ -51,6 +53,15 @@ def seconds(value: float | None) -> str:
     if value < 1:
         return f"{about(value * 1000)} ms"
     return f"{about(value)} s" if value < 100 else f"{about(value / 60)} min"
+
+
+def replica_lines(advice: ReplicaAdvice) -> list[str]:
+    """How several replicas run, and why."""
+    whole = advice.form is ReplicaForm.ENGINE
+    servers = f"{advice.replicas} servers behind one address"
+    what = f"{advice.replicas} replicas in one engine (DP {advice.replicas})" if whole else servers
+    text = f"{what}, because {advice.because}. The plan of {'it' if whole else 'each'}:"
+    return textwrap.wrap(text, reading_width())
 
 
 def vllm_command(plan: Plan, more: Sequence[str] = ()) -> str:
@@ -87,7 +98,9 @@ def _memory_words(plan: Plan) -> str:
     return f"{' + '.join(parts)} of {m.budget_bytes_per_gpu / GIB:.1f} GiB {of}"
 
 
-def plan_lines(plan: Plan, model: str, asked: AskedValues, profile: Profile | None = None) -> Iterator[str]:
+def plan_lines(
+    plan: Plan, model: str, asked: AskedValues, profile: Profile | None = None, replicas: int = 1
+) -> Iterator[str]:
     """The plan, top to bottom: verdict, split, memory, speed, what else was considered, how to start it."""
     columns = reading_width()
     verdict = click.style(plan.verdict, fg="green" if plan.fits else "red", bold=True)
@@ -116,7 +129,8 @@ def plan_lines(plan: Plan, model: str, asked: AskedValues, profile: Profile | No
             yield from _row("" if i else heading, f"{near.what}  ({near.change})", columns)
     if plan.fits:
         yield ""
-        yield f"  {'start it':<{_LABEL}}{up_command(plan, model, asked, profile)}"  # not wrapped: made to be copied
+        start = up_command(plan, model, asked, profile, replicas)
+        yield f"  {'start it':<{_LABEL}}{start}"  # not wrapped: made to be copied
         yield f"  {'or by hand':<{_LABEL}}{vllm_command(plan, asked.rest)}"
 
 

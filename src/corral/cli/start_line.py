@@ -12,7 +12,7 @@ from corral.targets.keys import is_placeholder
 __all__ = ["up_command"]
 
 
-def up_command(plan: Plan, model: str, asked: AskedValues, profile: Profile | None = None) -> str:
+def up_command(plan: Plan, model: str, asked: AskedValues, profile: Profile | None = None, replicas: int = 1) -> str:
     """`corral up …`: the profile, its open values, and every value that differs from what it says by itself.
 
     Without a profile, a layout for hardware elsewhere is pinned, so that it stays as planned.
@@ -21,6 +21,7 @@ def up_command(plan: Plan, model: str, asked: AskedValues, profile: Profile | No
     own = asked_of_plan(profile, {})
     words = ["corral", "up", *([] if model == profile.settings.defaults.model else [model])]
     words += ["--on", profile.name, *_open_values(plan, profile)] if profile.name else []
+    words += ["--replicas", str(replicas)] if replicas > 1 else []
     if plan.max_model_len != own.goal.get("context"):
         words += ["--context", str(plan.max_model_len)]
     if plan.goal.concurrency and plan.goal.concurrency != own.goal.get("concurrency"):
