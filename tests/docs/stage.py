@@ -283,6 +283,7 @@ def _files(folder: Path, model: Path) -> None:
     """What the pages take for granted: inputs, and models in folders."""
     rows = [{"id": n, "prompt": f"San Francisco is a {n}"} for n in range(20)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "trace.jsonl").write_text("".join(f'{{"time_s": {n}, "tokens": 900}}\n' for n in range(60)))
     (folder / "items.jsonl").write_text('{"id": "1", "text": "some words to score"}\n')
     (folder / "prompts.txt").write_text("one\ntwo\n")
     pq.write_table(pa.Table.from_pylist(rows), folder / "prompts.parquet")

@@ -16,7 +16,7 @@ from corral.batch.input.lengths import Counter, engine_counter, server_counter
 from corral.batch.job import BatchOrder, load_record
 from corral.client.endpoint import ModelServer
 from corral.errors import CorralError, NotFoundError, UsageError
-from corral.lifecycle.resolve import DeploymentServer, find_servers, served_by
+from corral.lifecycle.resolve import DeploymentServer, FleetServer, find_servers, served_by
 from corral.record import to_json
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def _online(where: Where, order: BatchOrder) -> Served:
             raise failure
 
         return Served.by(unavailable, {"model": known})
-    deployments = [server for server in servers if isinstance(server, DeploymentServer)]
+    deployments = [server for server in servers if isinstance(server, DeploymentServer | FleetServer)]
     answering = [(server, found) for server in servers if (found := served_by(server))]
     models = {found.names[0] for _, found in answering} or {server.model for server in deployments}
     if len(models) > 1:

@@ -29,7 +29,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "plan": ("corral.cli.plan:command", "Will it fit, how to split it, how fast will it be, and why."),
     "doctor": ("corral.cli.doctor:command", "What would go wrong on these nodes, with a remedy each."),
     "up": ("corral.cli.up:command", "Serve a model: install, fetch, start, watch until it answers."),
-    "ps": ("corral.cli.ps:command", "Deployments and their states."),
+    "ps": ("corral.cli.ps:command", "Deployments and fleets, and their states."),
     "status": (
         "corral.cli.status:command",
         "One deployment in full: state, reason, endpoint, what the engine reported.",
@@ -38,6 +38,8 @@ VERBS: dict[str, tuple[str, str]] = {
     "events": ("corral.cli.events:command", "The journal: what happened, and when."),
     "wait": ("corral.cli.wait:command", "Wait until a deployment is ready."),
     "down": ("corral.cli.down:command", "Stop a deployment and leave nothing behind."),
+    "scale": ("corral.cli.scale:command", "Give a fleet another number of members."),
+    "fleet": ("corral.cli.fleet:command", "Fleets of several servers: keep one running, simulate its scaling."),
     "tunnel": ("corral.cli.tunnel:command", "Bring the endpoint of a deployment elsewhere to this machine."),
     "proxy": ("corral.cli.proxy:command", "One address that stays, while servers behind it come and go."),
     "gateway": ("corral.cli.gateway:command", "One address for fleets and deployments; keys of its clients."),

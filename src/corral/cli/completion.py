@@ -16,9 +16,11 @@ Offer = Callable[[], Iterator[str]]
 
 
 def _deployments() -> Iterator[str]:
+    from corral.deployment.fleet import all_fleets
     from corral.deployment.folder import all_folders
 
-    return (folder.name for folder in all_folders())
+    yield from (folder.name for folder in all_folders())
+    yield from (folder.name for folder in all_fleets())
 
 
 def _models() -> Iterator[str]:

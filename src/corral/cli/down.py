@@ -5,9 +5,13 @@ from __future__ import annotations
 import click
 
 from corral.cli.screen import print_json, say_waiting
+from corral.deployment.fleet import FleetFolder, all_fleets, read_fleet
 from corral.deployment.folder import DeploymentFolder, all_folders
 from corral.deployment.state import ENDED
 from corral.errors import CorralError, UsageError
+from corral.files import remove_tree
+from corral.fleet.background import end_fleet
+from corral.fleet.waiting import chosen_fleet
 from corral.lifecycle import deployments
 from corral.lifecycle.successors import choose_folder, close_chain
 
@@ -20,16 +24,21 @@ __all__ = ["command"]
 @click.option("--purge", is_flag=True, help="Also delete the deployment's folder: logs, events, key.")
 @click.option("--json", "as_json", is_flag=True, help="The final statuses as JSON.")
 def command(names: tuple[str, ...], every: bool, purge: bool, as_json: bool) -> None:
-    """Stop deployments: the engine is asked, given time, then ended; every process of it is gone afterwards.
+    """Stop deployments and fleets: each engine is asked, given time, then ended; no process of it is left afterwards.
 
     Without a name it stops the only deployment that runs. The successors of a deployment end with it.
     """
     say_waiting()
     if names and every:
         raise UsageError("both names and --all were given.", "`corral down NAME`, or `corral down --all`.")
-    folders = all_folders() if every else [choose_folder(name) for name in names or (None,)]
-    stopped = []
+    fleets = [folder for folder in all_fleets() if not read_fleet(folder).closed] if every else _fleets(names)
+    meant = {folder.name for folder in fleets}
+    rest = [name for name in names if name not in meant] if names else [] if fleets else [None]
+    stopped: list[deployments.Status] = []
     failures: list[CorralError] = []
+    for fleet in fleets:
+        _end(fleet, purge, as_json, stopped, failures)
+    folders = all_folders() if every else [choose_folder(name) for name in rest]
     for folder in _with_successors(folders):
         try:
             stopped.append(_stop(folder, purge, quiet=as_json))
@@ -39,6 +48,30 @@ def command(names: tuple[str, ...], every: bool, purge: bool, as_json: bool) -> 
         print_json(stopped)
     if failures:
         raise failures[0]
+
+
+def _fleets(names: tuple[str, ...]) -> list[FleetFolder]:
+    found = [chosen_fleet(name) for name in names] if names else [chosen_fleet(None)]
+    return [folder for folder in found if folder is not None]
+
+
+def _end(
+    fleet: FleetFolder, purge: bool, quiet: bool, stopped: list[deployments.Status], failures: list[CorralError]
+) -> None:
+    """End a fleet with all its members; `stopped` and `failures` get how each of them ended."""
+    for name, how in end_fleet(fleet, "ended by `corral down`"):
+        if isinstance(how, CorralError):
+            failures.append(how)
+            continue
+        stopped.append(how)
+        if not quiet:
+            click.echo(f"{name}: stopped")
+        if purge and DeploymentFolder.of(name).path.exists():
+            DeploymentFolder.of(name).delete()
+    if not quiet:
+        click.echo(f"{fleet.name}: ended")
+    if purge:
+        remove_tree(fleet.path)
 
 
 def _with_successors(folders: list[DeploymentFolder]) -> list[DeploymentFolder]:

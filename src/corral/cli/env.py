@@ -9,7 +9,9 @@ import click
 from corral.cli.screen import print_json
 from corral.cli.use_options import deployment_argument
 from corral.errors import ConflictError
+from corral.fleet.waiting import chosen_fleet
 from corral.lifecycle.deployments import status
+from corral.lifecycle.resolve import fleet_endpoint
 from corral.lifecycle.successors import choose_folder, newest_ready
 from corral.proxy import held_proxy
 
@@ -24,6 +26,10 @@ def command(name: str | None, as_json: bool) -> None:
 
     The key is printed. Everything that reads the two variables then finds the server: the openai SDK, curl, Corral.
     """
+    if fleet := chosen_fleet(name):
+        reached = fleet_endpoint(fleet)
+        _print({"OPENAI_BASE_URL": f"{reached.root}/v1", "OPENAI_API_KEY": reached.key() or "none"}, as_json)
+        return
     folder = choose_folder(name)
     ready = newest_ready(folder)
     found = ready.status if ready and ready.status else status(folder)
@@ -35,7 +41,10 @@ def command(name: str | None, as_json: bool) -> None:
             state=found.state.value,
         )
     root = proxy.url if proxy else found.endpoint.root  # the proxy's address stays
-    variables = {"OPENAI_BASE_URL": f"{root}/v1", "OPENAI_API_KEY": found.endpoint.key() or "none"}
+    _print({"OPENAI_BASE_URL": f"{root}/v1", "OPENAI_API_KEY": found.endpoint.key() or "none"}, as_json)
+
+
+def _print(variables: dict[str, str], as_json: bool) -> None:
     if as_json:
         print_json(variables)
         return

@@ -9,6 +9,7 @@ import click
 
 from corral.cli.use_options import deployment_argument
 from corral.deployment.events import Event, read_events
+from corral.fleet.waiting import chosen_fleet
 from corral.lifecycle.deployments import status
 from corral.lifecycle.successors import choose_folder
 
@@ -19,10 +20,13 @@ __all__ = ["command"]
 @deployment_argument
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
 def command(name: str | None, as_json: bool) -> None:
-    """Print what happened, and when."""
-    folder = choose_folder(name)
-    status(folder)  # brings here what was written elsewhere
-    events = [event for rank in folder.ranks() for event in read_events(rank.events)]
+    """Print what happened, and when; of a fleet, what was decided and why."""
+    if fleet := chosen_fleet(name):
+        events = read_events(fleet.events)
+    else:
+        folder = choose_folder(name)
+        status(folder)  # brings here what was written elsewhere
+        events = [event for rank in folder.ranks() for event in read_events(rank.events)]
     for event in sorted(events, key=lambda event: event.time_s):
         if as_json:
             head = {"t": event.time_s, "kind": event.kind, "rank": event.rank, "elapsed_s": event.elapsed_s}

@@ -9,11 +9,14 @@ from urllib.parse import urlsplit
 
 import click
 
+from corral.cli.fleet_view import fleet_lines
 from corral.cli.screen import duration, print_json, say_waiting, since
 from corral.cli.use_options import deployment_argument
 from corral.client.endpoint import Endpoint
 from corral.deployment.folder import DeploymentFolder
 from corral.deployment.state import ENDED, State
+from corral.fleet.standing import fleet_status
+from corral.fleet.waiting import chosen_fleet
 from corral.lifecycle.deployments import Status, status
 from corral.lifecycle.members import HeldJob, RankMember, held_job, members
 from corral.lifecycle.successors import all_standings, choose_folder, read_chain
@@ -31,8 +34,15 @@ ANSWER_S = 3.0
 @deployment_argument
 @click.option("--json", "as_json", is_flag=True, help="The whole status as JSON.")
 def command(name: str | None, as_json: bool) -> None:
-    """Show one deployment: state, reason, endpoint, what the engine reported. Exit code 8 when it has failed."""
+    """Show one deployment: state, reason, endpoint, what the engine reported. Exit code 8 when it has failed.
+
+    Of a fleet: its members, each with its state and load, its gateways and its address.
+    """
     say_waiting()
+    if fleet := chosen_fleet(name):
+        whole = fleet_status(fleet)
+        print_json(whole) if as_json else click.echo("\n".join(fleet_lines(whole)))
+        return
     folder = choose_folder(name)
     found = status(folder)
     compared = load_json(Differences, folder.differences) if folder.differences.is_file() else None

@@ -15,12 +15,15 @@ from corral.cli.help_pages import GroupedCommand
 from corral.cli.screen import PhaseScreen, duration, print_json, tell
 from corral.cli.target_options import PREFIX, chosen_target, target_options
 from corral.cli.token_count import TokenCount
+from corral.cli.up_fleet import bring_up_fleet, checked
 from corral.client.client import CHAT, Client
 from corral.client.endpoint import Endpoint
 from corral.deployment.diagnosis import last_lines
 from corral.deployment.folder import chain_of, open_folder
 from corral.deployment.patience import Patience
 from corral.errors import CorralError, LaunchError, UsageError
+from corral.fleet.making import FleetOrder, parse_size, preview
+from corral.gateway.policies import POLICIES
 from corral.launch.masking import masked
 from corral.launch.render import refuse_reserved
 from corral.lifecycle import bringup, deployments
@@ -38,6 +41,7 @@ corral up llama-3.1-8b-instruct --context 32768
 corral up llama-3.1-70b-instruct --hosts node00,node01
 corral up llama-3.1-70b-instruct --partition gpu --time 8:00:00 --renew
 corral up llama-3.1-405b-instruct --on my-cluster --dry-run --shell
+corral up llama-3.1-8b-instruct --replicas 4 --hosts n0,n1,n2,n3
 """
 HEADINGS = {
     "The model": ("--context", "--concurrency", "--goal", "--set", "--served-name"),
@@ -46,6 +50,7 @@ HEADINGS = {
     "Options for SLURM": ("--renew", "--max-jobs"),
     "Options for ssh and SLURM": (),
     "How it runs": ("--runtime", "--runtime-option", "--flavour", "--link", "--env"),
+    "Several servers": ("--replicas", "--keep", "--route"),
     "Behaviour": ("--name", "--wait", "--attach", "--restart", "--stall", "--hung", "--patience"),
     "Output": ("--dry-run", "--shell", "--json", "--help"),
 }
@@ -88,6 +93,13 @@ FIRST_QUESTION = "What is the capital of France?"
               help="Option of that runtime: image=…, env=…, path=…; lists as mounts='[\"/data\"]'.")  # fmt: skip
 @click.option("--renew", is_flag=True, help="In a queue: submit a successor before the time limit, again and again.")
 @click.option("--max-jobs", type=click.IntRange(min=1), help="With --renew: jobs in all (default: without end).")
+@click.option(
+    "--replicas", metavar="N|A..B", help="A fleet: N servers, or A to B as the load asks; one address, one key."
+)
+@click.option("--keep", is_flag=True, help="With --replicas, in a queue: replace jobs before their time limit.")
+@click.option(
+    "--route", type=click.Choice(list(POLICIES)), help="With --replicas: who gets a request (default: prefix)."
+)
 @click.option("--attach", metavar="NAME", help="Take up an interrupted `corral up` again: wait until NAME is ready.")
 @click.option("--env", "extra_env", multiple=True, metavar="NAME=VALUE", help="Environment variable for the engine.")
 @click.option("--restart", "restarts", type=click.IntRange(0, 100), help="Restarts after a failure (default: 0).")
@@ -108,6 +120,9 @@ def command(
     on: str | None,
     renew: bool,
     max_jobs: int | None,
+    replicas: str | None,
+    keep: bool,
+    route: str | None,
     attach: str | None,
     wait: bool,
     dry_run: bool,
@@ -127,6 +142,15 @@ def command(
     wish = _renewed(_wish(profile, flags), renew, max_jobs)
     if shell and not dry_run:
         raise UsageError("--shell shows the commands of a dry run.", "Add --dry-run.")
+    fleet = _fleet(wish, replicas, keep, route)
+    if fleet is not None:
+        if attach or shell:
+            raise UsageError("--attach and --shell are for single deployments.", "Leave them out, or --replicas.")
+        if dry_run:
+            print_json([masked(spec) for spec in preview(checked(wish, fleet), fleet.size, _note)])
+            return
+        bring_up_fleet(wish, fleet, PhaseScreen(quiet=as_json), wait, ask, as_json)
+        return
     if dry_run:
         _preview(wish, profile, shell)
         return
@@ -138,6 +162,20 @@ def command(
         _tell_ready(status, screen, renew, as_json)
     else:
         _tell_started(status, as_json)
+
+
+def _fleet(wish: bringup.Wish, replicas: str | None, keep: bool, route: str | None) -> FleetOrder | None:
+    """What is asked of a fleet, where one is."""
+    if replicas is None:
+        if keep or route:
+            raise UsageError("--keep and --route are for fleets.", "Say how many servers: --replicas N.")
+        return None
+    host = wish.bind or ("0.0.0.0" if wish.expose else "127.0.0.1")  # noqa: S104 - asked for by the user
+    return FleetOrder(parse_size(replicas), route or "prefix", host, wish.port, keep)
+
+
+def _note(text: str) -> None:
+    tell(plain(f"  note: {text}"), err=True)
 
 
 def _flags(given: Mapping[str, Any], on: str | None) -> dict[str, Any]:
@@ -164,14 +202,10 @@ def _preview(wish: bringup.Wish, profile: Profile, shell: bool) -> None:
     """What would run; a profile that names its hardware needs none of it here."""
     # a target with options of its own has heard of that hardware from them
     named = profile.inventory() if wish.target == profile.target and not wish.target_options else None
-
-    def note(text: str) -> None:
-        tell(plain(f"  note: {text}"), err=True)
-
     if shell:
-        click.echo(bringup.to_paste(wish, note, named), nl=False)
+        click.echo(bringup.to_paste(wish, _note, named), nl=False)
     else:
-        print_json(masked(bringup.dry_run(wish, note, named)))
+        print_json(masked(bringup.dry_run(wish, _note, named)))
 
 
 def _renewed(wish: bringup.Wish, renew: bool, max_jobs: int | None) -> bringup.Wish:

@@ -6,7 +6,10 @@ import click
 
 from corral.cli.screen import PhaseScreen, print_json
 from corral.cli.use_options import deployment_argument
+from corral.fleet.standing import FleetStatus
+from corral.fleet.waiting import chosen_fleet, wait_fleet
 from corral.lifecycle.bringup import wait_ready
+from corral.lifecycle.deployments import Status
 from corral.lifecycle.successors import choose_folder
 
 __all__ = ["command"]
@@ -16,10 +19,16 @@ __all__ = ["command"]
 @deployment_argument
 @click.option("--json", "as_json", is_flag=True, help="The final status as JSON.")
 def command(name: str | None, as_json: bool) -> None:
-    """Wait until NAME is ready (exit 0) or has ended (exit 8, with the reason)."""
-    folder = choose_folder(name)
+    """Wait until NAME is ready (exit 0) or has ended (exit 8, with the reason).
+
+    A fleet is ready when as many members as it has at least are, and its gateway runs.
+    """
+    found: FleetStatus | Status
     with PhaseScreen(quiet=as_json) as screen:
-        found = wait_ready(folder, screen)
+        if fleet := chosen_fleet(name):
+            found = wait_fleet(fleet, screen)
+        else:
+            found = wait_ready(choose_folder(name), screen)
     if as_json:
         print_json(found)
     elif found.endpoint:

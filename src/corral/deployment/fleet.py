@@ -6,7 +6,8 @@
       keys.json             further keys of clients: hashes and limits
       wish.json             how members are made
       events.jsonl          what was decided about it, each line with its reason
-      keeper.json           the process that keeps it; keeper.log is what that says
+      keeper.lock           the process that keeps it; keeper.log is what that says
+      gateway.json          the gateway that this process has started; gateway.log is what that says
       gateways/ID.json      where a gateway listens; gateways/ID.load.json is what it has to do
 
 A member is an ordinary deployment called `FLEET-1`, `FLEET-2`, …; its folder is a deployment's. A fleet and a
@@ -28,6 +29,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from corral.deployment.folder import DeploymentFolder, folder_name
+from corral.deployment.share import NodeShare
 from corral.errors import ConflictError, CorralError, NotFoundError
 from corral.files import make_private_dir, write_atomic
 from corral.home import fleets_dir
@@ -39,6 +41,7 @@ __all__ = [
     "Fleet",
     "FleetFolder",
     "FleetMember",
+    "FleetNode",
     "GatewayAddress",
     "GatewayLoad",
     "Judgement",
@@ -49,6 +52,8 @@ __all__ = [
     "find_fleet",
     "fleet_lock",
     "held_gateways",
+    "living_fleets",
+    "member_fleet",
     "new_gateway_id",
     "open_fleet",
     "read_fleet",
@@ -67,9 +72,18 @@ class FleetMember:
 
     name: str  # of its deployment
     leaving: bool = False  # it gets no new requests, and is stopped once its running ones have ended
-    nodes: tuple[str, ...] = ()  # of the fleet's hosts, those that are its own; empty: wherever its target puts it
-    gpus: tuple[int, ...] = ()  # on each of its nodes; empty: all
-    cores: tuple[int, ...] = ()  # of a machine without GPUs; empty: all
+    leaving_s: float = 0.0  # wall-clock time since when
+    share: NodeShare = field(default_factory=NodeShare)  # of the fleet's machines
+
+
+@dataclass(frozen=True)
+class FleetNode:
+    """A machine that members are placed on, as it was when the fleet was made."""
+
+    name: str
+    gpus: int = 0
+    cores: tuple[int, ...] = ()
+    memory_bytes: int = 0  # that was free
 
 
 @dataclass(frozen=True)
@@ -86,11 +100,16 @@ class Fleet:
     route: str = "prefix"
     host: str = "127.0.0.1"  # where its own gateway listens
     port: int | None = None  # None: one that follows from the name
+    nodes: tuple[FleetNode, ...] = ()  # that members share; empty: whoever gives the nodes divides them
+    keep: bool = False  # a member whose job reaches its time limit is replaced in time
     closed: str = ""  # why it has ended; empty while it is to run
 
     def serving(self) -> tuple[str, ...]:
         """The members that may get new requests."""
         return tuple(one.name for one in self.members if not one.leaving)
+
+    def member(self, name: str) -> FleetMember | None:
+        return next((one for one in self.members if one.name == name), None)
 
 
 class Judgement(enum.StrEnum):
@@ -138,7 +157,9 @@ class GatewayAddress:
 
     @property
     def url(self) -> str:
-        return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
+        """Where this machine reaches it."""
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "::", "") else self.host  # noqa: S104 - bound everywhere
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
 
 @dataclass(frozen=True)
@@ -181,16 +202,27 @@ class FleetFolder:
 
     @property
     def keeper(self) -> Path:
-        return self.path / "keeper.json"
+        """Held by the process that keeps the fleet."""
+        return self.path / "keeper.lock"
 
     @property
     def keeper_log(self) -> Path:
         return self.path / "keeper.log"
 
     @property
+    def own_gateway(self) -> Path:
+        """The process of the gateway that the keeper has started."""
+        return self.path / "gateway.json"
+
+    @property
     def gateway_log(self) -> Path:
         """What the fleet's own gateway says."""
         return self.path / "gateway.log"
+
+    @property
+    def measured(self) -> Path:
+        """What members can do, as their keeper has seen it."""
+        return self.path / "measured.json"
 
     @property
     def gateways(self) -> Path:
@@ -279,11 +311,30 @@ def all_fleets() -> list[FleetFolder]:
     return [FleetFolder(path.parent) for path in sorted(records, key=lambda path: path.parent.stat().st_ctime)]
 
 
+def living_fleets() -> list[Fleet]:
+    """The records of all fleets that have not ended; one that cannot be read hides no other."""
+    found = []
+    for folder in all_fleets():
+        with contextlib.suppress(CorralError, OSError):
+            fleet = read_fleet(folder)
+            if not fleet.closed:
+                found.append(fleet)
+    return found
+
+
+def member_fleet(name: str) -> str:
+    """The fleet that has not ended and has a deployment of that name as its member; empty when none has."""
+    return next((fleet.name for fleet in living_fleets() if fleet.member(name)), "")
+
+
 def find_fleet(name: str) -> FleetFolder | None:
-    """The fleet of that name, if there is one."""
-    with contextlib.suppress(CorralError):  # no name at all
+    """The fleet of that name, if there is one, and no deployment was made under the name after it had ended."""
+    with contextlib.suppress(CorralError, OSError):  # no name at all, or a record that cannot be read
         folder = FleetFolder.of(name)
-        return folder if folder.record.is_file() else None
+        if not folder.record.is_file():
+            return None
+        later = DeploymentFolder.of(name).record.is_file() and bool(read_fleet(folder).closed)
+        return None if later else folder
     return None
 
 

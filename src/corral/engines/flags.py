@@ -8,6 +8,7 @@ Checked are names, missing values, and values of flags that take none; what a va
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -26,6 +27,7 @@ __all__ = [
     "flags_or_guess",
     "shipped_flags",
     "takes_next",
+    "values_of",
 ]
 
 # flags that documents of this field still show, and what to do instead
@@ -173,3 +175,9 @@ def _unknown(name: str, flags: FlagList) -> EngineError:
     guesses = nearest(name, list(flags.takes_value))
     remedy = f"Closest: {', '.join(guesses)}." if guesses else "`vllm serve --help=all` lists the flags."
     return EngineError(f"vLLM {flags.version} has no flag {name}.", remedy, flag=name, nearest=guesses)
+
+
+def values_of(flag: str, arguments: Sequence[str]) -> list[str]:
+    """What a flag is given, as `--flag value` or `--flag=value`."""
+    pairs = itertools.pairwise(arguments)
+    return [b for a, b in pairs if a == flag] + [a.partition("=")[2] for a in arguments if a.startswith(flag + "=")]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import secrets
 import shlex
 import shutil
@@ -23,13 +22,15 @@ from corral.deployment.course import Phase
 from corral.deployment.expectation import Expected
 from corral.deployment.folder import DeploymentFolder, checked_name
 from corral.deployment.patience import Patience
+from corral.deployment.share import NodeShare
 from corral.deployment.state import Reason, State
 from corral.engines import environments as engines
-from corral.engines.flags import check_arguments
+from corral.engines.flags import check_arguments, values_of
 from corral.engines.planned import joined, read_back
 from corral.errors import AccessError, CorralError, DoesNotFitError, LaunchError, UnreachableError, UsageError
 from corral.files import write_atomic
 from corral.hardware.inventory import Inventory
+from corral.hardware.share import within
 from corral.home import home_dir
 from corral.launch.links import choose_link
 from corral.launch.masking import masked
@@ -82,6 +83,7 @@ class Wish:
     renew: bool = False  # successors follow (see `lifecycle.successors`)
     max_jobs: int | None = None
     follows: str = ""  # the chain that this one continues
+    share: NodeShare = field(default_factory=NodeShare)  # of machines that several deployments share
 
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> Wish:
@@ -131,7 +133,7 @@ class Preview:
 def decide(wish: Wish, target: Target, preview: Preview | None = None) -> LaunchDecision:
     """Choose and check; raises what can be refused now. Installs, fetches and starts nothing."""
     wish = _planned(wish)
-    inventory = (preview.inventory if preview else None) or target.inventory()
+    inventory = within((preview.inventory if preview else None) or target.inventory(), wish.share)
     flavour = _flavour(wish, inventory)
     reference = wish.model or _fitting_model(inventory, wish)
     source = model_store.locate(reference)
@@ -318,7 +320,7 @@ def _render(
         base_url=target.base_url(bind, chosen.ports),
         files=target.files(),
         extra_args=wish.extra_args,
-        extra_env=wish.extra_env,
+        extra_env={**wish.share.env(), **wish.extra_env},
         patience=wish.patience,
         expected=expectation(_kind(decision, target, runtime), decision.plan),
     )
@@ -438,7 +440,7 @@ def _bring_model(decision: LaunchDecision, target: Target, staging: _Staging) ->
     """The model's folder on the nodes. What only the hub has goes to them straight, not by way of this machine."""
     source, hosts = decision.source, target.fetching_hosts()
     if not hosts or source.kind != "hub" or model_store.already_here(source):
-        invented = "dummy" in _values_of("--load-format", decision.wish.extra_args)  # vLLM makes up the weights
+        invented = "dummy" in values_of("--load-format", decision.wish.extra_args)  # vLLM makes up the weights
         return target.place(model_store.fetch(source, staging.detail, weights=not invented), staging.detail)
     if found := target.find_model(source.name, source.repo, decision.plan.memory.weights_bytes * 9 // 10):
         return found
@@ -456,12 +458,6 @@ def _bring_model(decision: LaunchDecision, target: Target, staging: _Staging) ->
         first = result.failed[0]
         raise LaunchError(f"the model did not reach {first.host}: {first.text}", first.remedy, host=first.host)
     return result.folder
-
-
-def _values_of(flag: str, arguments: Sequence[str]) -> list[str]:
-    """What a flag is given, as `--flag value` or `--flag=value`."""
-    pairs = itertools.pairwise(arguments)
-    return [b for a, b in pairs if a == flag] + [a.partition("=")[2] for a in arguments if a.startswith(flag + "=")]
 
 
 class _Staging:

@@ -19,6 +19,7 @@ from corral.deployment.course import course_of
 from corral.deployment.diagnosis import Diagnosis, diagnose, last_lines
 from corral.deployment.events import Event, Follower, read_events
 from corral.deployment.expectation import Expected
+from corral.deployment.fleet import refuse_fleet_name
 from corral.deployment.folder import DeploymentFolder, all_folders
 from corral.deployment.patience import Patience
 from corral.deployment.slowness import explain_slow
@@ -107,6 +108,7 @@ def claim(record: Record, on_wait: Callable[[str], None]) -> DeploymentFolder:
     """Take a name for a new deployment; refuse it while another holds it, and say who."""
     name = record.name
     folder = DeploymentFolder.of(name)
+    refuse_fleet_name(name)
     with exclusive_lock(deployments_dir() / f".{folder.path.name}.lock", on_wait):
         if folder.record.is_file():
             _refuse_living(folder)

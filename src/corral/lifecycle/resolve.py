@@ -1,8 +1,9 @@
 """Which server is meant: a deployment's name, an address, the environment, or the only deployment there is.
 
 The order is flag, environment, default: a name or `--url` given; else `OPENAI_BASE_URL` (with `OPENAI_API_KEY`);
-else the only deployment of this home. A deployment and its successors are one: the newest that is ready serves. The
-served model's name is asked of the server, so nobody types a path.
+else the only deployment of this home. A deployment and its successors are one: the newest that is ready serves. A
+fleet is one, too: it is reached by its gateway, with the fleet's key. The served model's name is asked of the server,
+so nobody types a path.
 
 `resolve` gives an endpoint that can be used now. `find_servers` gives what a long job uses: servers that may be away
 for a while and come back elsewhere. A key given in memory or by an environment variable stays in memory.
@@ -20,7 +21,8 @@ from typing import Any
 from corral.client.client import Client
 from corral.client.endpoint import Absence, Endpoint, FixedServer, HeldKeyEndpoint, ModelServer
 from corral.client.errors import MalformedReplyError, error_from_status
-from corral.deployment.folder import open_folder
+from corral.deployment.fleet import FleetFolder, find_fleet, held_gateways, living_fleets, read_fleet
+from corral.deployment.folder import DeploymentFolder, open_folder
 from corral.deployment.state import ENDED, State
 from corral.errors import ConflictError, CorralError, LaunchError, NotFoundError, UnreachableError, UsageError
 from corral.lifecycle import deployments
@@ -31,13 +33,16 @@ from corral.record import load_json, nearest
 
 __all__ = [
     "DeploymentServer",
+    "FleetServer",
     "ServedModels",
     "find_servers",
+    "fleet_endpoint",
     "ready_endpoint",
     "resolve",
     "resolve_server",
     "served_by",
     "server_at",
+    "server_called",
 ]
 
 URL_VARIABLE, KEY_VARIABLE = "OPENAI_BASE_URL", "OPENAI_API_KEY"
@@ -79,7 +84,7 @@ def resolve_server(
     endpoint = resolve(name, url=url, key_file=key_file, model=model)
     if _addresses([name] if name else [], [url] if url else [], key_file, None, None)[0]:
         return FixedServer(endpoint), endpoint
-    return DeploymentServer(name or _only_deployment(ready=True), model), endpoint
+    return server_called(name or _only_deployment(ready=True), model), endpoint
 
 
 def find_servers(
@@ -94,14 +99,14 @@ def find_servers(
     An address that does not answer is refused, unless its model is `known` from before: then it is waited for.
     """
     urls, key = _addresses(names, urls, key_file, None, environ)
-    servers: list[ModelServer] = [DeploymentServer(name) for name in names]
+    servers: list[ModelServer] = [server_called(name) for name in names]
     for url in urls:
         bare = FixedServer(_endpoint(url, "", key_file, key))
         model = _first_model(bare, 1 if known else _ASKED_AGAIN) or known
         if not model:
             raise UnreachableError(f"{bare.name} does not answer.", "Is the server running? Check --url.")
         servers.append(FixedServer(_endpoint(url, model, key_file, key)))
-    return servers or [DeploymentServer(_only_deployment(ready=False))]
+    return servers or [server_called(_only_deployment(ready=False))]
 
 
 def _addresses(
@@ -124,7 +129,64 @@ def _endpoint(url: str, model: str, key_file: str | None, key: str | None) -> En
     return HeldKeyEndpoint(url, model, key) if key_file is None else Endpoint(url, model, key_file)
 
 
-# Deployments
+# Deployments and fleets
+
+
+def server_called(name: str, model: str | None = None) -> ModelServer:
+    """The fleet or the deployment of that name."""
+    fleet = find_fleet(name)
+    return FleetServer(fleet) if fleet else DeploymentServer(name, model)
+
+
+class FleetServer:
+    """A fleet, behind whichever of its gateways runs."""
+
+    def __init__(self, folder: FleetFolder) -> None:
+        self.name, self._folder = folder.name, folder
+
+    @property
+    def model(self) -> str:
+        return read_fleet(self._folder).model
+
+    def find(self) -> Endpoint | None:
+        try:
+            return fleet_endpoint(self._folder)
+        except (NotFoundError, ConflictError, LaunchError):
+            return None
+
+    def absence(self) -> Absence:
+        try:
+            fleet_endpoint(self._folder)
+        except CorralError as error:
+            closed = isinstance(error, NotFoundError)
+            return Absence(error.message.rstrip("."), error.remedy, error if closed else None, stopped=closed)
+        return Absence(f"the gateway of {self.name} does not answer", "`corral status` says whether it runs.")
+
+    def seats(self) -> int | None:
+        """What all members together run at once, where their plans tell."""
+        plans = [deployments.plan_of(DeploymentFolder.of(name)) for name in read_fleet(self._folder).serving()]
+        known = [plan.seats for plan in plans if plan and plan.seats]
+        return sum(known) if known and len(known) == len(plans) else None
+
+
+def fleet_endpoint(folder: FleetFolder) -> Endpoint:
+    """Where a fleet is reached, once a gateway runs and a member is ready."""
+    fleet, name = read_fleet(folder), shlex.quote(folder.name)
+    if fleet.closed:
+        raise NotFoundError(
+            f"the fleet {folder.name!r} has ended: {fleet.closed}.", "Start it again with `corral up`."
+        )
+    gateways = held_gateways(folder)
+    if not gateways:
+        raise ConflictError(f"no gateway of the fleet {folder.name!r} runs.", f"`corral status {name}` says why.")
+    if not any(_is_ready(member) for member in fleet.serving()):
+        raise ConflictError(f"no member of the fleet {folder.name!r} is ready.", f"`corral wait {name}` waits.")
+    return Endpoint(f"{next(iter(gateways.values())).url}/v1", fleet.model, str(folder.key))
+
+
+def _is_ready(name: str) -> bool:
+    folder = DeploymentFolder.of(name)
+    return folder.record.is_file() and newest_ready(folder) is not None
 
 
 class DeploymentServer:
@@ -163,7 +225,9 @@ class DeploymentServer:
 
 
 def ready_endpoint(name: str) -> Endpoint:
-    """The endpoint of a deployment, or of the newest of its successors, if one is ready; opens its tunnel."""
+    """Where a fleet, or a deployment or the newest of its successors, answers, if one is ready; opens its tunnel."""
+    if fleet := find_fleet(name):
+        return fleet_endpoint(fleet)
     folder = open_folder(name)
     serving = newest_ready(folder)
     if serving and serving.status and serving.status.endpoint:
@@ -178,9 +242,13 @@ def ready_endpoint(name: str) -> Endpoint:
 
 def _only_deployment(ready: bool) -> str:
     """The only one that is ready, or, unless it must be, the only one that will be."""
-    chains = living_chains()
+    fleets = living_fleets()
+    members = {member.name for fleet in fleets for member in fleet.members}
+    chains = {name: chain for name, chain in living_chains().items() if name not in members}
     there = [name for name, chain in chains.items() if any(one.state is State.READY for one in chain)]
     coming = [name for name, chain in chains.items() if any(one.state is not State.UNKNOWN for one in chain)]
+    there += [fleet.name for fleet in fleets if any(map(_is_ready, fleet.serving()))]
+    coming += [fleet.name for fleet in fleets]
     found = there or ([] if ready else coming)
     if len(found) == 1:
         return found[0]
@@ -188,7 +256,8 @@ def _only_deployment(ready: bool) -> str:
         raise UsageError(
             f"{len(there)} deployments are ready: {', '.join(there)}.", "Give the name of the one you mean."
         )
-    if states := [f"{one.folder.name} ({one.state})" for chain in chains.values() for one in chain]:
+    states = [f"{one.folder.name} ({one.state})" for chain in chains.values() for one in chain]
+    if states := [*states, *(f"{fleet.name} (a fleet)" for fleet in fleets)]:
         raise NotFoundError(f"no deployment is ready yet: {', '.join(states)}.", "`corral wait NAME` waits.")
     raise NotFoundError(
         "no deployment is ready.", f"Start one with `corral up`, or give --url (or set {URL_VARIABLE})."

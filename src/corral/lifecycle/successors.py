@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from corral.deployment.fleet import living_fleets
 from corral.deployment.folder import DeploymentFolder, all_folders, chain_of, open_folder
 from corral.deployment.state import ENDED, State
 from corral.errors import ConflictError, CorralError, NotFoundError, UsageError
@@ -127,7 +128,11 @@ def choose_folder(name: str | None) -> DeploymentFolder:
     """The deployment of that name; without a name the only one there is, or the only one that has not ended."""
     if name is not None:
         return open_folder(name)
-    folders = all_chains()
+    members = {member.name for fleet in living_fleets() for member in fleet.members}
+    folders = [folder for folder in all_chains() if folder.name not in members]
+    if members and not folders:
+        names = ", ".join(fleet.name for fleet in living_fleets())
+        raise UsageError(f"there are only members of fleets ({names}).", "Give the name of the one you mean.")
     if not folders:
         raise NotFoundError("there is no deployment yet.", "Start one: corral up MODEL.")
     if len(folders) > 1:

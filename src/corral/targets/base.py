@@ -255,6 +255,16 @@ class Declared:
         """How much is asked for."""
         return Size()
 
+    @classmethod
+    def divisible(cls, options: Mapping[str, Any]) -> tuple[str, ...]:  # noqa: ARG003
+        """The nodes that several deployments may be given parts of; empty: whoever gives the nodes divides them."""
+        return ()
+
+    @classmethod
+    def only_on(cls, options: Mapping[str, Any], nodes: Sequence[str]) -> dict[str, Any]:  # noqa: ARG003
+        """The options for some of those nodes."""
+        return dict(options)
+
     # what holds where the nodes see this machine's files, as here or on a shared file system
 
     def files(self) -> tuple[PlacedFile, ...]:

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from corral.bundle import bundle
 from corral.deployment.folder import DeploymentFolder, RankFolder
@@ -49,6 +49,10 @@ class LocalTarget(Declared):
                 f"the local target takes no options, and was given {next(iter(options))!r}.", "Leave it out."
             )
         return cls()
+
+    @classmethod
+    def divisible(cls, options: Mapping[str, Any]) -> tuple[str, ...]:  # noqa: ARG003
+        return (socket.gethostname(),)
 
     def options(self) -> dict[str, object]:
         return {}

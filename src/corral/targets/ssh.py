@@ -13,7 +13,7 @@ import secrets
 import shlex
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -38,14 +38,14 @@ from corral.launch.links import Node, Ports
 from corral.launch.render import LaunchSpec, agent_spec, server_url
 from corral.record import from_json, load_json, to_json
 from corral.shell import Leash
-from corral.ssh import Forward, Ssh, check_host, each, read_hosts
+from corral.ssh import Forward, Ssh, each, read_hosts
 from corral.targets.base import AgentsStatus, ChosenPorts, Declared, Progress
-from corral.targets.keys import Flag, Shared, Size, a_path, key, only_said
-from corral.targets.keys import hosts as good_hosts
+from corral.targets.keys import Flag, Shared, Size, only_said
 from corral.targets.near_port import near_port
 from corral.targets.remote_answers import NodeReport, Started, read_removed, read_report, read_started, read_stopped
 from corral.targets.remote_files import last_state, last_word, mirrored_sizes, pack
 from corral.targets.ssh_nodes import address_of, bare, inventory_of, refuse_skew
+from corral.targets.ssh_options import SshKeys, SshOptions
 from corral.targets.ssh_reports import Answers, gather, is_away
 from corral.transfer.in_place import find_on_nodes, lacking
 from corral.transfer.spread import ensure_folder
@@ -60,47 +60,6 @@ DEFAULT_PORT = 8000
 DEFAULT_HOME = "~/.local/share/corral"
 REACH_S, STOP_TRIES = 4.0, 2  # a node that answers nothing in so long is given up by `down`, after so many tries
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-
-
-@dataclass(frozen=True)
-class SshOptions:
-    """What makes an ssh target."""
-
-    hosts: tuple[str, ...]  # as ssh knows them, head first
-    interface: str | None = None  # found, unless named
-    hca: str | None = None
-    home: str | None = None  # Corral's home on the nodes
-    models: str | None = None  # a folder of models there
-    hf_home: str | None = None  # a Hugging Face home there
-    gpus: str | None = None  # hardware of one node by name, so that a dry run need not ask: 8xH100
-    fabric: str | None = None  # kind of network between the nodes, for the plan: ib-ndr, ethernet-100, …
-    env: dict[str, str] = field(default_factory=dict)  # network variables that the user fixes
-    identity: str | None = None  # ssh -i; kept with the deployment, as all of these
-    config: str | None = None  # ssh -F
-
-    def __post_init__(self) -> None:
-        for what, path in (("the key file", self.identity), ("the ssh configuration", self.config)):
-            if path and not Path(path).is_file():
-                raise UsageError(f"{what} {path!r} is not there.", "Correct [ssh] in the profile.")
-        if not self.hosts:
-            raise UsageError("no host was given.", "Name them: --hosts node00,node01.")
-        for host in self.hosts:
-            check_host(host)
-        doubled = sorted({host for host in self.hosts if self.hosts.count(host) > 1})
-        if doubled:
-            raise UsageError(f"the host {doubled[0]!r} is named twice.", "Name each node once.")
-
-
-@dataclass(frozen=True)
-class SshKeys:
-    """[ssh]: nodes reached by ssh."""
-
-    hosts: tuple[str, ...] = key("the nodes, head first, as ssh knows them", (), good_hosts, ["node00", "node01"])
-    hosts_file: str | None = key(
-        "a file with one host per line instead; relative to the profile", None, None, "hosts.txt"
-    )
-    identity: str | None = key("`ssh -i`: the key file", None, a_path, "~/.ssh/cluster_key")
-    config: str | None = key("`ssh -F`: a configuration of its own", None, a_path, "~/.ssh/config.d/cluster")
 
 
 class SshTarget(Declared):
@@ -157,6 +116,14 @@ class SshTarget(Declared):
     def size(cls, options: Mapping[str, Any]) -> Size:
         gpus = options.get("gpus")
         return Size(len(options.get("hosts", ())) or 1, parse_gpus(str(gpus)).gpus_per_node if gpus else 0)
+
+    @classmethod
+    def divisible(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
+        return tuple(options.get("hosts", ()))
+
+    @classmethod
+    def only_on(cls, options: Mapping[str, Any], nodes: Sequence[str]) -> dict[str, Any]:
+        return {**options, "hosts": list(nodes)}
 
     def __init__(self, chosen: SshOptions) -> None:
         self.chosen, self.ssh = chosen, Ssh(identity=chosen.identity, config=chosen.config)

@@ -1,0 +1,81 @@
+"""`corral fleet`: what runs behind a fleet, and what it would do."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import click
+
+from corral.cli.help_pages import WholeGroup
+from corral.cli.screen import duration, print_json
+from corral.deployment.fleet import open_fleet
+from corral.fleet.keeper import keep
+from corral.fleet.making import parse_size
+from corral.fleet.simulation import Replay, ReplaySetting, read_trace, simulate
+from corral.record import to_json
+
+__all__ = ["command"]
+
+
+@click.group(cls=WholeGroup, context_settings={"help_option_names": ["-h", "--help"]})
+def command() -> None:
+    """Fleets of several servers: see `corral up --replicas`, `corral scale` and docs/fleets.md."""
+
+
+@command.command("keep")
+@click.argument("name")
+def keep_command(name: str) -> None:
+    """Keep the fleet NAME: start, replace and stop members, as many as are wanted; start its gateway.
+
+    `corral up --replicas` starts this in the background. By hand it is for after a restart of this machine, or on
+    another machine that sees the same home.
+    """
+    folder, ending = open_fleet(name), False
+
+    def end(*_: object) -> None:
+        nonlocal ending
+        ending = True
+
+    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGINT, end)
+    why = keep(folder, lambda text: click.echo(f"{time.strftime('%H:%M:%S')} {text}"), lambda: not ending)
+    click.echo(f"{folder.name}: {why}", err=True)
+
+
+@command.command("simulate")
+@click.argument("trace")
+@click.option("--replicas", metavar="A..B", default="1..8", show_default=True, help="How many members it may have.")
+@click.option("--capacity", type=click.FloatRange(min=0.1), required=True, metavar="TOKENS/S",
+              help="What one member makes when it is full (`corral bench`, `corral plan`).")  # fmt: skip
+@click.option("--load-time", "load_s", type=click.FloatRange(min=1), required=True, metavar="SECONDS",
+              help="From the start of a member until it serves.")  # fmt: skip
+@click.option("--queue-wait", "queue_s", type=click.FloatRange(min=0), default=0.0, show_default=True,
+              metavar="SECONDS", help="How long a job waits before it starts.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="All decisions and figures as JSON.")
+def simulate_command(
+    trace: str, replicas: str, capacity: float, load_s: float, queue_s: float, as_json: bool
+) -> None:
+    """Replay TRACE through the code that scales fleets: its decisions, how long requests wait, what it costs.
+
+    TRACE has one request per line: {"time_s": 0.5, "prompt_tokens": 100, "output_tokens": 200}.
+    """
+    size = parse_size(replicas)
+    outcome = simulate(read_trace(trace), ReplaySetting(size.least, size.most, capacity, load_s, queue_s))
+    if as_json:
+        print_json({**to_json(outcome), "ratio": round(outcome.ratio, 4)})
+    else:
+        click.echo("\n".join(_lines(outcome)))
+
+
+def _lines(outcome: Replay) -> list[str]:
+    lines = [f"{change.time_s:10.0f} s  {change.wanted:3} members  {change.why}" for change in outcome.changes]
+    return [
+        *lines,
+        f"requests     {outcome.requests:,} with {outcome.tokens:,} tokens in {duration(outcome.span_s)}",
+        f"waits        mean {outcome.mean_wait_s:.1f} s, P99 {outcome.p99_wait_s:.1f} s,"
+        f" longest {outcome.longest_wait_s:.1f} s",
+        f"job time     {duration(outcome.member_s)}; a schedule that knows the trace needs"
+        f" {duration(outcome.clairvoyant_s)} ({outcome.ratio:.2f} times as much)",
+        f"changes      {len(outcome.changes)}",
+    ]

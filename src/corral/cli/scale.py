@@ -1,0 +1,37 @@
+"""`corral scale NAME N`: another number of members."""
+
+from __future__ import annotations
+
+import click
+
+from corral.cli.screen import PhaseScreen, print_json
+from corral.deployment.fleet import open_fleet
+from corral.fleet.background import ensure_keeper
+from corral.fleet.making import parse_size, resize
+from corral.fleet.standing import fleet_status
+from corral.fleet.waiting import wait_fleet
+
+__all__ = ["command"]
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("name")
+@click.argument("replicas")
+@click.option("--wait", is_flag=True, help="Wait until as many are ready.")
+@click.option("--json", "as_json", is_flag=True, help="The fleet's status as JSON.")
+def command(name: str, replicas: str, wait: bool, as_json: bool) -> None:
+    """Give the fleet NAME another number of members: REPLICAS is 6, or 2..8 to follow the load.
+
+    New members are started at once. Those that go get no new requests, finish what they have, and are stopped then.
+    """
+    folder = open_fleet(name)
+    before, after = resize(folder, parse_size(replicas))
+    ensure_keeper(folder)
+    if wait:
+        with PhaseScreen(quiet=as_json) as screen:
+            wait_fleet(folder, screen)
+    if as_json:
+        print_json(fleet_status(folder))
+    else:
+        limits = f" ({after.least} to {after.most}, as the load asks)" if after.least != after.most else ""
+        click.echo(f"{name}: {before.wanted} → {after.wanted} members{limits}")

@@ -1,0 +1,94 @@
+"""`corral up --replicas N`: several servers of one model, one address, one key."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from dataclasses import replace
+
+import click
+
+from corral.cli.screen import PhaseScreen, print_json
+from corral.errors import UsageError
+from corral.fleet.background import end_fleet, ensure_keeper
+from corral.fleet.making import FleetOrder, make_fleet, start_member
+from corral.fleet.standing import FleetStatus, fleet_status
+from corral.fleet.waiting import wait_fleet
+from corral.lifecycle import bringup
+from corral.targets.base import Queue, load_target
+
+__all__ = ["bring_up_fleet", "checked"]
+
+
+def checked(wish: bringup.Wish, asked: FleetOrder) -> bringup.Wish:
+    """The wish of each member; refuses what is meant for single deployments."""
+    if wish.renew:
+        raise UsageError("--renew is for single deployments.", "Say --keep: a fleet replaces its jobs itself.")
+    queue = isinstance(load_target(wish.target, wish.target_options), Queue)
+    if asked.keep and not queue:
+        raise UsageError("--keep is for jobs of a scheduler, which have a time limit.", "Leave it out.")
+    return replace(wish, port=None, bind=None, expose=wish.expose and queue)
+
+
+def bring_up_fleet(
+    wish: bringup.Wish, asked: FleetOrder, screen: PhaseScreen, wait: bool, ask: Callable[..., str], as_json: bool
+) -> None:
+    """Make the fleet, start its first member here, and let its keeper do the rest."""
+    with screen:
+        folder = make_fleet(checked(wish, asked), asked, screen)
+        try:
+            start_member(folder, f"{folder.name}-1", screen)
+        except BaseException:
+            end_fleet(folder, "its first member could not be started")
+            raise
+        ensure_keeper(folder)
+        if wait:
+            try:
+                found = wait_fleet(folder, screen)
+            except KeyboardInterrupt:
+                name = shlex.quote(folder.name)
+                screen.note(
+                    f"it goes on starting in the background; wait: corral wait {name}; end: corral down {name}"
+                )
+                raise
+            except BaseException:
+                end_fleet(folder, "it never became ready")
+                raise
+        else:
+            found = fleet_status(folder)
+    if as_json:
+        print_json(found)
+    elif wait:
+        assert found.endpoint is not None
+        click.echo("\n" + _summary(found, ask(found.endpoint)))
+    else:
+        click.echo(f"{found.name} is starting; `corral wait {shlex.quote(found.name)}` waits until it is ready.")
+
+
+def _summary(found: FleetStatus, answer: str) -> str:
+    """Where the fleet is, how to call it, how to change and end it."""
+    assert found.endpoint is not None
+    name, endpoint = shlex.quote(found.name), found.endpoint
+    body = json.dumps({"model": endpoint.model, "messages": [{"role": "user", "content": "Hello!"}]})
+    lines = [
+        f"{found.name} is ready: {found.ready} members behind one address",
+        "",
+        f"  endpoint  {endpoint.base_url}",
+        f"  model     {endpoint.model}",
+        f"  key       {endpoint.key_file}",
+        f"  members   {', '.join(one.name for one in found.members)}",
+    ]
+    if answer:
+        lines += ["", f"  answered  {' '.join(answer.split())}"]
+    lines += [
+        "",
+        "curl:",
+        f"  curl {endpoint.base_url}/chat/completions \\",
+        f'    -H "Authorization: Bearer $(cat {shlex.quote(endpoint.key_file or "")})"'
+        ' -H "Content-Type: application/json" \\',
+        f"    -d {shlex.quote(body)}",
+        "",
+        f"It goes on running. Size: corral scale {name} N    Look: corral status {name}    Stop: corral down {name}",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,154 @@
+"""Following the load: from the files that gateways write to a decision how many members are wanted.
+
+The load of all gateways is put together, a member's capacity is what one made while requests waited, and the time
+until a further member serves is measured on the members that there are: the wait of their jobs and the time they
+took to be ready.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import median
+
+from corral.deployment.fleet import Fleet, FleetFolder, GatewayLoad, Judgement, read_loads
+from corral.deployment.folder import DeploymentFolder
+from corral.deployment.state import State
+from corral.errors import CorralError
+from corral.files import write_atomic
+from corral.fleet.scaling import Course, Demand, SizeDecision, next_size, rate
+from corral.fleet.standing import load_of
+from corral.fleet.steps import MemberFacts
+from corral.lifecycle import deployments
+from corral.record import dump_json, load_json
+from corral.targets.base import Queue
+
+__all__ = ["MeasuredMembers", "Pacer", "backlog_of", "summed"]
+
+PLANNED_LOAD_S = 600.0  # where nothing was measured and no plan says how long loading takes
+MARGIN = 1.5  # of the lead before a job's end
+LEAST_MARGIN_S = 60.0
+FULL_S = 10.0  # for so long requests must have waited before what members make counts as all they can
+CAPACITY_FALLS = 0.99  # per look at full members: what was measured long ago counts less
+
+
+@dataclass(frozen=True)
+class MeasuredMembers:
+    """What is known of a fleet's members, as kept in its folder."""
+
+    capacity: float
+    queue_s: float
+    load_s: float
+
+
+@dataclass
+class Pacer:
+    """Remembers what was measured of one fleet."""
+
+    folder: FleetFolder
+    capacity: float = 0.0
+    course: Course = field(default_factory=Course)
+    leads: dict[str, tuple[float, float]] = field(default_factory=dict)  # queue wait, load time; by member
+    full_since_s: float | None = None
+    _saved: float | None = None
+
+    def __post_init__(self) -> None:
+        with contextlib.suppress(OSError, CorralError):  # nothing was measured yet
+            known = load_json(MeasuredMembers, self.folder.measured)
+            self.capacity, self.leads = known.capacity, {"before": (known.queue_s, known.load_s)}
+
+    @property
+    def lead_s(self) -> float:
+        """How long a further member takes until it serves."""
+        return sum(self.parts())
+
+    def parts(self) -> tuple[float, float]:
+        """The wait in the queue and the load time: the middle of what members took."""
+        if not self.leads:
+            return 0.0, PLANNED_LOAD_S
+        return median(queue for queue, _ in self.leads.values()), median(load for _, load in self.leads.values())
+
+    @property
+    def replacement_s(self) -> float:
+        """How long before the end of a job its replacement has to be submitted."""
+        return self.lead_s + max(LEAST_MARGIN_S, self.lead_s * (MARGIN - 1))
+
+    def decide(self, fleet: Fleet, facts: Mapping[str, MemberFacts], now_s: float) -> SizeDecision | None:
+        """Another number of members, where the load asks for it."""
+        self._measure(facts)
+        loads = read_loads(self.folder)
+        if fleet.least == fleet.most == fleet.wanted or not loads:
+            return None
+        load = summed(loads)
+        self._watch_capacity(load, now_s)
+        demand = Demand(
+            now_s, rate(load.arrived_tokens[:-1]), backlog_of(load), load.waiting, self.capacity, self.lead_s,
+            fleet.least, fleet.most, fleet.wanted,
+        )  # fmt: skip
+        self.course, decision = next_size(self.course, demand)
+        return decision
+
+    def _watch_capacity(self, load: GatewayLoad, now_s: float) -> None:
+        """What a member makes while requests wait is what it can make."""
+        if not load.waiting:
+            self.full_since_s = None
+            return
+        self.full_since_s = now_s if self.full_since_s is None else self.full_since_s
+        if now_s - self.full_since_s >= FULL_S:
+            made = [one.tokens_per_s for one in load.members.values() if one.running and one.judged is Judgement.OK]
+            self.capacity = max([self.capacity * CAPACITY_FALLS, *made])
+            self._save()
+
+    def _save(self) -> None:
+        """Keep what was measured for the next keeper, where it has changed by more than a little."""
+        queue_s, load_s = self.parts()
+        before = self._saved
+        if before is None or abs(self.capacity - before) > before / 10:
+            self._saved = self.capacity
+            with contextlib.suppress(OSError):
+                write_atomic(self.folder.measured, dump_json(MeasuredMembers(self.capacity, queue_s, load_s)))
+
+    def _measure(self, facts: Mapping[str, MemberFacts]) -> None:
+        """Once for each member that became ready: how long that took."""
+        for name, one in facts.items():
+            if one.state is not State.READY or name in self.leads:
+                continue
+            folder = DeploymentFolder.of(name)
+            with contextlib.suppress(CorralError, OSError):
+                status = deployments.status(folder)
+                if status.timings.ready_s is not None:
+                    self.leads[name] = (_queue_s(folder), status.timings.ready_s)
+
+
+def _queue_s(folder: DeploymentFolder) -> float:
+    target = deployments.target_of(load_json(deployments.Record, folder.record))
+    lease = target.lease(folder) if isinstance(target, Queue) else None
+    return max(0.0, lease.started_s - lease.submitted_s) if lease and lease.started_s else 0.0
+
+
+def backlog_of(load: GatewayLoad) -> float:
+    """The tokens to be made: what members have, and what waits, which is taken to be like what came lately."""
+    on_members = sum(one.outstanding_tokens for one in load.members.values())
+    arrived = sum(load.arrivals)
+    each = sum(load.arrived_tokens) / arrived if arrived else 0.0
+    return max(float(load.outstanding_tokens), on_members + load.waiting * each)
+
+
+def summed(loads: Mapping[str, GatewayLoad]) -> GatewayLoad:
+    """The loads of all gateways as one; a member's speed is what all of them see of it together."""
+    bins = max(len(one) for load in loads.values() for one in (load.arrivals, load.arrived_tokens))
+    padded = [[0] * (bins - len(load.arrived_tokens)) + list(load.arrived_tokens) for load in loads.values()]
+    counts = [[0] * (bins - len(load.arrivals)) + list(load.arrivals) for load in loads.values()]
+    names = {name for load in loads.values() for name in load.members}
+    members = {name: one for name in names if (one := load_of(loads, name)) is not None}
+    return GatewayLoad(
+        time_s=max(load.time_s for load in loads.values()),
+        running=sum(load.running for load in loads.values()),
+        waiting=sum(load.waiting for load in loads.values()),
+        outstanding_tokens=sum(load.outstanding_tokens for load in loads.values()),
+        arrivals=tuple(map(sum, zip(*counts, strict=True))),
+        arrived_tokens=tuple(map(sum, zip(*padded, strict=True))),
+        oldest_wait_s=max(load.oldest_wait_s for load in loads.values()),
+        members=members,
+    )

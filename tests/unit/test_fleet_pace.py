@@ -1,0 +1,87 @@
+"""From the loads that gateways write to decisions: what counts as a member's capacity, and what is kept of it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corral.deployment.fleet import (
+    Fleet,
+    FleetFolder,
+    GatewayAddress,
+    GatewayLoad,
+    Judgement,
+    MemberLoad,
+    create_fleet,
+)
+from corral.files import write_atomic
+from corral.fleet.pace import FULL_S, Pacer, backlog_of, summed
+from corral.processes import own_identity
+from corral.record import dump_json
+
+FLEET = Fleet("f", "m", 1, 6, 1, 0.0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FleetFolder:
+    monkeypatch.setenv("CORRAL_HOME", str(tmp_path))
+    return create_fleet(FLEET)
+
+
+def say(folder: FleetFolder, id: str = "a", **load: Any) -> None:
+    write_atomic(folder.gateway(id), dump_json(GatewayAddress("127.0.0.1", 1, own_identity())))
+    write_atomic(folder.gateway_load(id), dump_json(GatewayLoad(time.time(), **load)))
+
+
+def full(made: float, judged: Judgement = Judgement.OK) -> dict[str, Any]:
+    """A gateway with more to do than its member can: 4,000 tokens/s arrive."""
+    return {
+        "waiting": 50, "arrivals": (40,) * 6, "arrived_tokens": (40_000,) * 6, "running": 4,
+        "members": {"f-1": MemberLoad(4, 4000, made, judged=judged)},
+    }  # fmt: skip
+
+
+def test_a_capacity_is_believed_once_requests_have_waited(folder: FleetFolder) -> None:
+    pacer = Pacer(folder)
+    pacer.leads = {"f-1": (0.0, 60.0)}
+    say(folder, **full(900.0))
+    assert pacer.decide(FLEET, {}, 0.0) is None  # they may only just have begun
+    assert pacer.decide(FLEET, {}, FULL_S - 1) is None
+    decision = pacer.decide(FLEET, {}, FULL_S)
+    assert decision is not None
+    assert decision.wanted == 5
+    assert "another one comes in 60 s" in decision.why
+    later = Pacer(folder)  # a keeper that was started again knows it
+    assert later.capacity == pytest.approx(900.0)
+    assert later.lead_s == 60.0
+
+
+def test_a_member_that_hangs_says_nothing_about_the_others(folder: FleetFolder) -> None:
+    pacer = Pacer(folder)
+    say(folder, **full(900.0, Judgement.HUNG))
+    assert pacer.decide(FLEET, {}, 0.0) is None
+    assert pacer.decide(FLEET, {}, FULL_S) is None
+    assert pacer.capacity == 0.0
+
+
+def test_a_fleet_of_one_size_and_a_fleet_without_gateways_stay_as_they_are(folder: FleetFolder) -> None:
+    pacer = Pacer(folder)
+    assert pacer.decide(FLEET, {}, 0.0) is None
+    say(folder, **full(900.0))
+    fixed = Fleet("f", "m", 2, 2, 2, 0.0)
+    assert pacer.decide(fixed, {}, 0.0) is None
+    assert pacer.decide(fixed, {}, 100.0) is None
+
+
+def test_loads_of_several_gateways_are_one() -> None:
+    one = GatewayLoad(1.0, 2, 3, 100, (1, 2), (10, 20), 0.5, {"f-1": MemberLoad(2, 100, 50.0)})
+    other = GatewayLoad(2.0, 1, 0, 10, (5,), (7,), 0.1, {"f-1": MemberLoad(1, 10, 5.0, 9.0, Judgement.SLOW)})
+    both = summed({"a": one, "b": other})
+    assert (both.time_s, both.running, both.waiting, both.outstanding_tokens) == (2.0, 3, 3, 110)
+    assert both.arrivals == (1, 7)
+    assert both.arrived_tokens == (10, 27)
+    assert both.members == {"f-1": MemberLoad(3, 110, 55.0, 9.0, Judgement.SLOW)}
+    assert backlog_of(both) == pytest.approx(110 + 3 * 37 / 8)
