@@ -23,6 +23,7 @@ from corral.plan.choose import compare
 from corral.plan.explain import explain
 from corral.plan.need import needs
 from corral.plan.reconcile import Observed, reconcile
+from corral.plan.speed import rounded
 from corral.plan.storage import StorageReading, recall, remember
 from tests.conftest import ROOT
 from tests.unit.test_bringup import Elsewhere
@@ -360,3 +361,11 @@ def test_the_notebook_shows_the_tables() -> None:
     assert table["llama-3.1-405b"]["KV cache, GiB"] == 61.52
     assert table["llama-3.1-405b-first-upload"]["KV cache, GiB"] == 123.05
     assert table["llama-3.1-70b"]["H100 in bf16"] == "2.25 → 3"
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "text"),
+    [(1048576.0, 3, "1,050,000"), (130.0, 2, "130"), (1234.0, 3, "1,230"), (7.456, 3, "7.46"), (0.0123, 3, "0.0123")],
+)
+def test_numbers_are_written_without_exponents(value: float, digits: int, text: str) -> None:
+    assert rounded(value, digits) == text

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from corral.hardware.inventory import GIB
 from corral.plan.contract import Plan
 from corral.plan.reasons import load_words
+from corral.plan.speed import rounded
 
 __all__ = ["explain"]
 
@@ -103,9 +104,10 @@ def _speed(plan: Plan) -> Iterator[str]:
     if s.decode_tokens_per_s is None or s.prefill_tokens_per_s is None:
         yield "  unknown: nothing is known of this GPU's bandwidth"
         return
-    yield f"  one stream     {s.decode_tokens_per_s:g} tokens/s, {1000 / s.decode_tokens_per_s:.3g} ms per token"
-    yield f"  prefill        {s.prefill_tokens_per_s:g} tokens/s per replica"
-    yield f"  together       {s.throughput_tokens_per_s:g} tokens/s at {s.concurrency} requests"
+    each_ms = rounded(1000 / s.decode_tokens_per_s)
+    yield f"  one stream     {rounded(s.decode_tokens_per_s)} tokens/s, {each_ms} ms per token"
+    yield f"  prefill        {rounded(s.prefill_tokens_per_s)} tokens/s per replica"
+    yield f"  together       {rounded(s.throughput_tokens_per_s or 0)} tokens/s at {s.concurrency} requests"
     yield f"  first token    {s.ttft_s:g} s after {s.prompt_tokens} prompt tokens, alone"
     yield f"  basis          {s.basis}"
     yield f"  load           {s.load_s:g} s: {load_words(s)}"

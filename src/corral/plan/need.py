@@ -19,6 +19,7 @@ from corral.plan.contract import Goal, Parallel
 from corral.plan.fixed import Fixed
 from corral.plan.memory import convert
 from corral.plan.precisions import Form, forms
+from corral.plan.speed import rounded
 
 __all__ = ["Need", "box_gb", "by_arithmetic", "needs"]
 
@@ -128,5 +129,9 @@ def _worth_more(model: ModelFacts, found: list[tuple[Inventory, Candidate]]) -> 
         return ""
     why = broken_layout(model, Parallel(small.gpus)) or "TP alone leaves too little room"
     slow, fast = first.speed.decode_tokens_per_s, last.speed.decode_tokens_per_s
-    speeds = f": one stream about {slow:.2g} tokens/s, and {fast:.2g} on {large.gpus}" if slow and fast else ""
+    speeds = (
+        f": one stream about {rounded(slow, 2)} tokens/s, and {rounded(fast, 2)} on {large.gpus}"
+        if slow and fast
+        else ""
+    )
     return f"{small.gpus} × {small.gpu} run it only as a pipeline ({why}){speeds}"

@@ -9,6 +9,7 @@ from corral.plan.contract import Goal, Memory, Reason, Rejected, Speed
 from corral.plan.fixed import Fixed
 from corral.plan.layouts import over_nodes, refused_tensor
 from corral.plan.precisions import Form
+from corral.plan.speed import rounded
 
 __all__ = ["load_words", "reasons_for", "rejected_for"]
 
@@ -107,7 +108,7 @@ def _context(model: ModelFacts, chosen: Candidate, goal: Goal, fixed: Fixed) -> 
     else:
         why = f"shortened from the model's {model.max_context:,}: the KV cache holds no more; --context sets another"
     if not chosen.problem:
-        room = f"{chosen.memory.full_length_requests:g}"
+        room = rounded(chosen.memory.full_length_requests)
         why += f"; room for {room} request{'s' * (room != '1')} of that length at once"
     return "max_model_len", length, why
 

@@ -18,7 +18,7 @@ from corral.plan.contract import EngineSettings, Goal, Memory, Parallel, Precisi
 from corral.plan.frontend import streamed_tokens_s
 from corral.plan.memory import convert, kv_element
 
-__all__ = ["MEASURED_KINDS", "Efficiency", "predict", "significant"]
+__all__ = ["MEASURED_KINDS", "Efficiency", "predict", "rounded", "significant"]
 
 MEASURED_KINDS = ("H200",)  # kinds whose predictions rest on measurements; docs/log.md has them
 
@@ -52,6 +52,12 @@ class Efficiency:
 def significant(value: float, digits: int = 3) -> float:
     """Rounded to the digits that a prediction can claim."""
     return float(f"{value:.{digits}g}")
+
+
+def rounded(value: float, digits: int = 3) -> str:
+    """A rounded number as people write it: never with an exponent."""
+    found = significant(value, digits)
+    return f"{found:,.0f}" if abs(found) >= 1000 else f"{found:g}"
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from corral.bench.metrics import Spread, gaps_s
 from corral.bench.rows import RequestRow
 from corral.bench.server_metrics import ServerSample
 from corral.bench.store import Run, Series
+from corral.plan.speed import rounded
 from corral.report.svg import Curve, chart, histogram
 from corral.report.text import figure, headline
 from corral.report.timeline import timeline
@@ -106,7 +107,7 @@ def run_page(run: Run, rows: Sequence[RequestRow], samples: Sequence[ServerSampl
     if s.request_goodput is not None:
         cards.insert(2, ("good requests/s", figure(s.request_goodput)))
     if run.cost is not None and run.cost.money_per_million_output is not None:
-        cards.append(("money per million output tokens", f"{run.cost.money_per_million_output:.3g}"))
+        cards.append(("money per million output tokens", rounded(run.cost.money_per_million_output)))
     body.append(_cards(cards))
     body += _limit(run)
     body += ["<h2>Latencies</h2>", _latency_table(run), '<div class="charts">', *_distributions(run, rows), "</div>"]
@@ -205,7 +206,7 @@ def _fact_rows(run: Run) -> list[tuple[str, str]]:
     if s.errors:
         rows.append(("errors", ", ".join(f"{count} × {kind}" for kind, count in s.errors.items())))
     if run.cost is not None:
-        rows.append(("cost", f"{run.cost.gpu_hours_per_million_output:.3g} GPU-hours per million output tokens"))
+        rows.append(("cost", f"{rounded(run.cost.gpu_hours_per_million_output)} GPU-hours per million output tokens"))
     rows += [("note", note) for note in run.notes]
     rows.append(("generator", ", ".join(f"{name} {value}" for name, value in f.generator.items())))
     return rows

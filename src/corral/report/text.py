@@ -14,6 +14,7 @@ from corral.bench.limit import TokenCost
 from corral.bench.metrics import Spread, gaps_s
 from corral.bench.rows import RequestRow
 from corral.bench.store import Run, Series
+from corral.plan.speed import rounded
 from corral.report.tables import fact_lines, flowing, table_lines, tied, wrapped
 from corral.report.terminal_plots import bar, histogram, sparkline
 from corral.report.timeline import timeline
@@ -156,10 +157,10 @@ def _facts(run: Run, folder: Path | None) -> list[tuple[str, str]]:
 
 
 def _cost_words(cost: TokenCost) -> str:
-    text = f"{cost.gpu_hours_per_million_output:.3g} GPU-hours per million output tokens"
+    text = f"{rounded(cost.gpu_hours_per_million_output)} GPU-hours per million output tokens"
     if cost.money_per_million_output is None:
         return text
-    return f"{text}, {cost.money_per_million_output:.3g} in money ({cost.price_per_gpu_hour:g} per GPU-hour)"
+    return f"{text}, {rounded(cost.money_per_million_output)} in money ({cost.price_per_gpu_hour:g} per GPU-hour)"
 
 
 def series_lines(series: Series, runs: Sequence[Run], folder: Path, columns: int | None = None) -> list[str]:
