@@ -266,7 +266,7 @@ def test_parameters_of_a_batch_take_the_form_that_the_path_needs() -> None:
     assert Recipe(kind=PLAIN, params={"seed": 1}).read(b'{"prompt":"x","seed":null}', 1).body["seed"] == 1
     cells = b'{"prompt":"x","stop":"5","ignore_eos":"TRUE","n":""}'
     body = Recipe(kind=PLAIN, text_cells=True).read(cells, 1).body
-    assert body == {"stop": ["5"], "ignore_eos": True, "prompt": "x"}
+    assert body == {"stop": ["5"], "ignore_eos": True, "prompt": "x", "max_tokens": 256}
 
 
 def test_a_problem_of_many_rows_is_told_once(tmp_path: Path) -> None:
@@ -325,3 +325,20 @@ def test_a_row_that_changes_after_the_check_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="changed after it was checked"):
         reader.raw(0)
     reader.close()
+
+
+def test_the_length_of_an_answer_is_the_same_as_for_one_prompt() -> None:
+    from corral.llm.llm import request_for
+
+    def sent(row: dict[str, Any], **recipe: Any) -> Any:
+        return Recipe(kind=PLAIN, **recipe).read(json.dumps(row).encode(), 1).body.get("max_tokens")
+
+    assert sent({"prompt": "one"}) == request_for("one", {})[1]["max_tokens"] == 256
+    assert (
+        sent({"prompt": "one", "min_tokens": 300}) == request_for("one", {"min_tokens": 300})[1]["max_tokens"] == 300
+    )
+    assert sent({"prompt": "one", "max_tokens": 4}, params={"max_tokens": 9}) == 4
+    assert sent({"prompt": "one"}, params={"max_tokens": 9}) == 9
+    assert sent({"prompt": "one"}, chat=True) is None  # a chat ends by itself
+    whole = {"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "one"}}
+    assert "max_tokens" not in Recipe(kind=OPENAI).read(json.dumps(whole).encode(), 1).body  # sent as it is

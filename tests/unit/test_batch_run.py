@@ -530,11 +530,12 @@ def test_a_server_that_falls_silent_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_answers_that_will_be_cut_short_are_told_before(work: Work) -> None:
-    work.rows(2)
+    row = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Say something long"}}
+    work.input.write_text(json.dumps(row) + "\n")
     told = Recorded()
     carry_out(work.order(), Where(urls=(work.server.url,)), QUICK, told, signals=False)
     assert any("after 16 tokens" in text for text in told.texts)
-    work.rows(2, max_tokens=4)
+    work.rows(2)
     told = Recorded()
     carry_out(
         work.order(output=str(work.place / "b.jsonl")), Where(urls=(work.server.url,)), QUICK, told, signals=False
@@ -553,6 +554,9 @@ def test_prompts_longer_than_the_context_are_found_before_they_are_sent(work: Wo
     with work.input.open("a") as file:
         file.write(json.dumps({"id": "long", "prompt": "x y " * 2000}) + "\n")
     with pytest.raises(DataError, match="line 3 has 4001 tokens; the context holds 512"):
+        work.run()
+    work.input.write_text(json.dumps({"prompt": "x y " * 200}) + "\n")  # it fits, its answer does not
+    with pytest.raises(DataError, match=r"tokens and asks for 256 \(--max-tokens .*\); the context holds 512"):
         work.run()
 
 

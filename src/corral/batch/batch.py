@@ -212,7 +212,7 @@ class _Pipeline:
 
 
 def _tell_short_answers(made: Prepared, journal: BatchJournal) -> None:
-    """A completion that does not say how many tokens it wants gets 16 from vLLM, and nobody expects that."""
+    """A whole request that does not say how many tokens it wants gets 16 from vLLM, and nobody expects that."""
     first = next((number for number in range(len(made.table)) if not made.table.flags[number]), None)
     if first is None or made.continued:
         return
@@ -224,7 +224,7 @@ def _tell_short_answers(made: Prepared, journal: BatchJournal) -> None:
     finally:
         reader.close()
     if parsed.path != CHAT and not parsed.body.get("max_tokens"):
-        journal.note("note", "answers end after 16 tokens, vLLM's default for plain prompts: give --max-tokens")
+        journal.note("note", "answers end after 16 tokens, vLLM's default: the requests name no max_tokens")
 
 
 @contextlib.contextmanager

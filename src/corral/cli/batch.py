@@ -48,7 +48,9 @@ def _recipe_options(function: Any) -> Any:
         click.option("--id-column", metavar="NAME", help="Column that holds the id (default: custom_id or id)."),
         click.option("--chat", is_flag=True, help="Send prompts as chat messages, not as text to continue."),
         click.option("--system", metavar="TEXT", help="System message before every prompt; implies --chat."),
-        click.option("--max-tokens", type=int, help="Longest answer."),
+        click.option(
+            "--max-tokens", type=int, help="Longest answer in tokens; to a plain prompt 256 where nothing is said."
+        ),
         click.option("--temperature", type=float, help="0 is greedy."),
         click.option("--top-p", type=float, help="Sample from the likeliest tokens of this total probability."),
         click.option("--seed", type=int, help="Seed of every row."),

@@ -24,6 +24,7 @@ from corral.errors import UsageError
 from corral.record import nearest
 
 __all__ = [
+    "ANSWER_TOKENS",
     "FIELDS",
     "PARAMETERS",
     "STRUCTURED",
@@ -35,7 +36,10 @@ __all__ = [
     "parse_assignments",
     "parse_cell",
     "request_fields",
+    "with_length",
 ]
+
+ANSWER_TOKENS = 256  # of a completion, where nothing is said: the server's own default of 16 breaks off mid-sentence
 
 
 class Sampling(TypedDict, total=False):
@@ -139,7 +143,7 @@ class Parameter:
 
 
 _TABLE = (
-    Parameter("max_tokens", "int", "Longest answer in tokens.", 1),
+    Parameter("max_tokens", "int", "Longest answer in tokens; to a plain prompt 256 where nothing is said.", 1),
     Parameter("min_tokens", "int", "No end of the answer before this many tokens.", 0),
     Parameter("temperature", "float", "Spread of the choice: 0 always takes the likeliest token.", 0, 2),
     Parameter("top_p", "float", "Choose among the likeliest tokens of this total probability.", 0, 1, True),
@@ -195,6 +199,11 @@ def request_fields(given: Mapping[str, Any], chat: bool = False) -> dict[str, An
             raise UsageError(f"there is no sampling parameter {name!r}.", hint + "Others go through `extra`.")
     plain = {name: value for name, value in given.items() if name != "extra"}
     return body_fields({**plain, **(given.get("extra") or {})}, chat)
+
+
+def with_length(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A completion's fields; one that says nothing of its length gets ANSWER_TOKENS, or as many as it must have."""
+    return {"max_tokens": max(ANSWER_TOKENS, fields.get("min_tokens") or 0), **fields}
 
 
 def body_fields(given: Mapping[str, Any], chat: bool) -> dict[str, Any]:

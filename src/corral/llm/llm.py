@@ -18,7 +18,7 @@ from corral.client.errors import RequestError, error_from_status
 from corral.client.fanout import CONCURRENCY, fan_out
 from corral.client.reply import Piece, Reply, Token
 from corral.client.retry import RETRIES
-from corral.client.sampling import Sampling, request_fields
+from corral.client.sampling import Sampling, request_fields, with_length
 from corral.errors import EngineError, UsageError
 from corral.llm import token_bytes
 from corral.llm.token_view import TokenView
@@ -32,7 +32,6 @@ __all__ = ["LLM", "AsyncLLM", "AsyncStream", "Messages", "Prompt", "Stream"]
 
 Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Sequence[int] | Messages
-MAX_TOKENS = 256  # of a completion, where nothing is said: the server's own default of 16 breaks off mid-sentence
 
 
 def is_chat(prompt: Prompt) -> bool:
@@ -47,7 +46,7 @@ def request_for(prompt: Prompt, given: Mapping[str, Any]) -> tuple[str, dict[str
         return CHAT, {"messages": list(cast("Messages", prompt)), **request_fields(given, chat=True)}
     if not known or not (isinstance(prompt, str) or all(isinstance(token, int) for token in prompt)):
         raise UsageError(f"a prompt cannot be {prompt!r}.", "Give text, a list of token ids, or a list of messages.")
-    fields = {"max_tokens": MAX_TOKENS, **request_fields(given)}
+    fields = with_length(request_fields(given))
     if "logprobs" in fields:
         fields.setdefault("return_token_ids", True)  # so that tokens carry their ids
     return COMPLETIONS, {"prompt": prompt if isinstance(prompt, str) else list(prompt), **fields}

@@ -22,6 +22,7 @@ from corral.batch.input.recipe import Recipe
 from corral.client.client import Client
 from corral.client.client import run as run_loop
 from corral.client.endpoint import Endpoint, ModelServer
+from corral.client.sampling import ANSWER_TOKENS
 from corral.errors import CorralError
 
 __all__ = ["Counter", "engine_counter", "mark_too_long", "server_counter"]
@@ -42,10 +43,16 @@ def mark_too_long(scanned: Scanned[Recipe], counter: Counter, context: int) -> N
         for row, (identity, body), tokens in zip(rows, parsed, counts, strict=True):
             wanted = int(body.get("max_tokens") or body.get("max_completion_tokens") or 0)
             if tokens and tokens + max(1, wanted) > context and not table.flags[row]:
-                asks = f" and asks for {wanted}" if wanted else ""
-                text = f"has {tokens} tokens{asks}; the context holds {context}"
+                text = f"has {tokens} tokens{_asks(wanted) if tokens < context else ''}; the context holds {context}"
                 table.flags[row] = BAD
                 scanned.problems.add(RowProblem(row, table.lines[row], text, identity))
+
+
+def _asks(wanted: int) -> str:
+    if not wanted:
+        return ""
+    unsaid = " (--max-tokens says for how many)" if wanted == ANSWER_TOKENS else ""
+    return f" and asks for {wanted}{unsaid}"
 
 
 def _groups(scanned: Scanned[Recipe]) -> Iterator[tuple[list[int], list[tuple[str, dict[str, Any]]]]]:

@@ -18,7 +18,7 @@ import msgspec
 
 from corral.batch.input.row_limits import decode_row
 from corral.client.client import CHAT, COMPLETIONS
-from corral.client.sampling import FIELDS, body_fields, check_fields, parse_cell
+from corral.client.sampling import FIELDS, body_fields, check_fields, parse_cell, with_length
 from corral.errors import DataError, UsageError
 from corral.record import nearest
 
@@ -146,7 +146,8 @@ class Recipe:
             messages = [*system, {"role": "user", "content": self._prompt(row)}]
         asked = {"prompt": self._prompt(row)} if messages is None else {"messages": messages}
         path = COMPLETIONS if messages is None else CHAT
-        body = {**body_fields({**self.params, **self._own_params(row)}, path == CHAT), **asked}
+        fields = body_fields({**self.params, **self._own_params(row)}, path == CHAT)
+        body = {**(fields if path == CHAT else with_length(fields)), **asked}
         return Parsed(self._id(row, line), path, body, row)
 
     def _own_params(self, row: Mapping[str, Any]) -> dict[str, Any]:
