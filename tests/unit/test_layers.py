@@ -40,7 +40,7 @@ ROWS: list[list[str]] = [
     ["lifecycle", "profile"],
     ["proxy", "batch", "fleet"],
     ["score", "bench", "gateway"],
-    ["llm", "report"],
+    ["llm", "report", "tune"],
     ["cli"],
 ]
 STANDALONE = ["node", "engine_side"]

@@ -15,7 +15,7 @@ from corral.bench.gate import needed
 from corral.bench.metrics import Summary, gaps_s, percentile
 from corral.bench.rows import RequestRow
 
-__all__ = ["MetricDifference", "Side", "compare"]
+__all__ = ["MetricDifference", "Side", "compare", "t_quantile"]
 
 # two-sided 95% quantiles of Student's t, by degrees of freedom
 _T = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
@@ -117,8 +117,12 @@ def _welch(one: Sequence[float], other: Sequence[float]) -> float:
     if not total:
         return 0.0
     freedom = total**2 / sum(part**2 / (n - 1) for part, n in parts if part)
-    quantile = _T[min(max(int(freedom), 1), len(_T)) - 1] if freedom <= len(_T) else 1.96
-    return quantile * math.sqrt(total)
+    return t_quantile(freedom) * math.sqrt(total)
+
+
+def t_quantile(freedom: float) -> float:
+    """Student's t that a share of 0.95 lies within, either way."""
+    return _T[min(max(int(freedom), 1), len(_T)) - 1] if freedom <= len(_T) else 1.96
 
 
 def _values(metric: str, rows: Sequence[RequestRow]) -> list[float]:

@@ -1,0 +1,1 @@
+"""`corral tune`: which of vLLM's settings serve a workload best, measured, with intervals."""

@@ -1,0 +1,106 @@
+"""Which settings are worth trying for a plan and a workload, and a wish with some of them set.
+
+Only what leaves answers as they are is varied: no narrower weights, no narrower KV cache. What the user fixed with
+`--set` stays; what he brought as flags of vLLM may be left out again, because such flags are often copied from
+somewhere. What a plan for another value shows not to fit is never started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from corral.engines.planned import joined, read_back
+from corral.lifecycle.bringup import Wish
+from corral.plan import Plan
+from corral.tune.setups import Knob, KnobKind, Setup
+
+__all__ = ["base_wish", "knobs_for", "tuned_wish"]
+
+BATCHED = (8192, 16384, 4096, 2048, 32768)
+FEWEST_SEQS, MOST_SEQS = 16, 4096
+MOST_API_SERVERS = 16
+STREAM_INTERVAL = "stream_interval"
+_SWITCHES = {
+    "async_scheduling": "--no-async-scheduling",
+    "prefix_caching": "--no-enable-prefix-caching",
+}
+
+
+def base_wish(wish: Wish) -> Wish:
+    """The same wish with flags that the plan decides as its fields: a setup can then leave one out."""
+    read = read_back(wish.extra_args)
+    return replace(wish, fixed=joined(wish.fixed, read), link=read.link or wish.link, extra_args=read.rest)
+
+
+def knobs_for(
+    plan: Plan, wish: Wish, brought: Sequence[str], bursts: bool, shares_prefixes: bool
+) -> tuple[Knob, ...]:
+    """What may be set otherwise for this plan; `brought` are the arguments the user gave after `--`.
+
+    `bursts`: answers may come in bursts of tokens, because nobody reads along.
+    """
+    read = read_back(brought)
+    said = {name for name in wish.fixed if name not in read.fields}
+    knobs = [*_without(read.fields, read.rest), *_fields(plan)]
+    if plan.inventory.gpu is not None:
+        knobs += [Knob(name, (flag,), KnobKind.SWITCH) for name, flag in _SWITCHES.items()
+                  if name != "prefix_caching" or not shares_prefixes]  # fmt: skip
+    if bursts:
+        knobs.append(Knob(STREAM_INTERVAL, ("4",), KnobKind.FLAG))
+    words = {word.partition("=")[0] for word in read.rest}
+    taken = said | set(read.fields) | {name for name, flag in _SWITCHES.items() if flag in words}
+    return tuple(knob for knob in knobs if knob.kind is KnobKind.WITHOUT or knob.name not in taken)
+
+
+def _without(fields: Mapping[str, str], rest: Sequence[str]) -> Iterator[Knob]:
+    """The user's own flags, each left out."""
+    for name in fields:
+        yield Knob(f"given {name}", ("",), KnobKind.WITHOUT)
+    for word in rest:
+        if word.startswith("--") and not word.startswith("--load-format"):
+            yield Knob(f"given {word.partition('=')[0]}", ("",), KnobKind.WITHOUT)
+
+
+def _fields(plan: Plan) -> Iterator[Knob]:
+    settings, cores = plan.settings, plan.inventory.cpu_cores
+    seqs = [n for n in (settings.max_num_seqs * 2, settings.max_num_seqs // 2) if FEWEST_SEQS <= n <= MOST_SEQS]
+    yield Knob("max_num_seqs", tuple(map(str, seqs)))
+    batched = [n for n in BATCHED if n != settings.max_num_batched_tokens and n >= settings.max_num_seqs]
+    batched.sort(key=lambda n: abs(n.bit_length() - settings.max_num_batched_tokens.bit_length()))
+    yield Knob("max_num_batched_tokens", tuple(map(str, batched[:3])))
+    if plan.inventory.gpu is not None and plan.parallel.data == 1:
+        most = min(MOST_API_SERVERS, max(1, cores // 2)) if cores else 8
+        counts = [n for n in (settings.api_servers * 2, settings.api_servers // 2, 1) if 1 <= n <= most]
+        yield Knob("api_servers", tuple(dict.fromkeys(str(n) for n in counts if n != settings.api_servers)))
+
+
+def tuned_wish(wish: Wish, knobs: Sequence[Knob], setup: Setup) -> Wish:
+    """The base with a setup's choices."""
+    fixed, arguments = dict(wish.fixed), list(wish.extra_args)
+    kinds = {knob.name: knob.kind for knob in knobs}
+    for name, value in setup.choices:
+        match kinds[name]:
+            case KnobKind.FIELD:
+                fixed[name] = value
+            case KnobKind.FLAG:
+                arguments += ["--" + name.replace("_", "-"), value]
+            case KnobKind.SWITCH:
+                arguments.append(value)
+            case KnobKind.WITHOUT:
+                said = name.removeprefix("given ")
+                fixed.pop(said, None)
+                arguments = _left_out(arguments, said)
+    return replace(wish, fixed=fixed, extra_args=tuple(arguments))
+
+
+def _left_out(arguments: Sequence[str], flag: str) -> list[str]:
+    """The arguments without a flag and its value."""
+    kept: list[str] = []
+    skipping = False
+    for word in arguments:
+        if word.startswith("-"):
+            skipping = word.partition("=")[0] == flag
+        if not skipping:
+            kept.append(word)
+    return kept

@@ -1,0 +1,338 @@
+"""What to measure next, and what the measurements say. Pure: both are functions of the trials made so far.
+
+A start costs far more than a measurement, and two starts of one setup differ by more than two measurements of one
+start: so each trial is a fresh start, and noise is judged between starts. The race has four stages:
+
+1. *Screen*: the base, then every value of every knob alone, the most promising first, with the base again every few
+   trials; then the values that helped together. What the budget has no room for is left out, and named.
+2. *Halve*: the best few are started again and measured for longer; the better half stays, until one is left.
+3. *Final*: that one and the base in turns, A B A B, until the difference is clear or the rounds are spent.
+4. The verdict rests on the final alone, because the best of many is flattered by having been chosen. Where its
+   interval includes no gain, the base stays: "no difference" is a result.
+
+A setup that does not start costs one trial. Because the trials say all, a race that was killed goes on where it was.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from corral.bench.compare import t_quantile
+from corral.tune.setups import BASE, Knob, Setup
+
+__all__ = [
+    "Gain",
+    "KnobFinding",
+    "Outcome",
+    "Purpose",
+    "Race",
+    "Trial",
+    "TrialOrder",
+    "Verdict",
+    "next_order",
+    "verdict",
+]
+
+BASE_EVERY = 5  # trials of the screen between two of the base
+SEMIFINALISTS = 4
+FEWEST_ROUNDS, MOST_ROUNDS = 3, 6
+LEAST_NOISE = 0.01  # nobody's starts agree better
+DOUBTS = 2.0  # times the noise, within which one start does not tell two settings apart
+CLEAR = 0.02  # an interval within ± this is "no difference" beyond doubt
+LONGER = 2  # times a screen's measurement, from the second stage on
+
+
+class Purpose(enum.StrEnum):
+    """Why a trial is made."""
+
+    SCREEN = "screen"
+    HALVE = "halve"
+    FINAL = "final"
+
+
+class Outcome(enum.StrEnum):
+    """What came out of a race."""
+
+    BETTER = "better"
+    NO_DIFFERENCE = "no difference"
+    UNFINISHED = "unfinished"  # the budget ended before a final
+    NOTHING_WORKED = "nothing worked"
+
+
+@dataclass(frozen=True)
+class TrialOrder:
+    """A trial to make."""
+
+    setup: Setup
+    purpose: Purpose
+    measure_s: float
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A trial that was made; a score is higher where it is better, and above 0."""
+
+    setup: Setup
+    purpose: Purpose
+    score: float | None  # None: it did not start, or could not be measured
+    took_s: float
+    start_s: float = 0.0
+    why: str = ""  # where there is no score
+    run: str = ""  # the measurement's folder
+
+
+@dataclass(frozen=True)
+class Race:
+    """What is raced, and for how long."""
+
+    knobs: tuple[Knob, ...]
+    budget_s: float
+    measure_s: float
+    start_s: float  # expected, until starts were seen
+
+
+@dataclass(frozen=True)
+class Gain:
+    """A ratio of scores against the base, minus one, with its 95% interval."""
+
+    value: float
+    low: float
+    high: float
+    trials: int
+
+    @property
+    def beyond_doubt(self) -> bool:
+        """Whether more rounds would change nothing. Looking often finds chance differences: twice the interval."""
+        half = (self.high - self.low) / 2
+        return abs(self.value) > 2 * half or max(-self.low, self.high) < CLEAR
+
+    def __str__(self) -> str:
+        return f"{self.value:+.1%} ({self.low:+.1%} to {self.high:+.1%})"
+
+
+@dataclass(frozen=True)
+class KnobFinding:
+    """What one value of one knob did, alone."""
+
+    knob: str
+    value: str
+    gain: Gain | None  # None: it never worked
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the race says."""
+
+    outcome: Outcome
+    best: Setup  # to be used: the base unless another is better
+    gain: Gain | None  # of the finalist against the base, from the final alone
+    finalist: Setup
+    findings: tuple[KnobFinding, ...]
+    left_out: tuple[Setup, ...]  # never tried: the budget had no room
+    noise: float  # standard deviation between starts of one setup, relative
+    spent_s: float
+
+
+# What is known
+
+
+def _scores(trials: Sequence[Trial], setup: Setup, purpose: Purpose | None = None) -> list[float]:
+    return [
+        math.log(one.score)
+        for one in trials
+        if one.setup == setup and one.score and (purpose is None or one.purpose is purpose)
+    ]
+
+
+def _setups(trials: Sequence[Trial]) -> list[Setup]:
+    return list(dict.fromkeys(one.setup for one in trials))
+
+
+def _noise(trials: Sequence[Trial]) -> tuple[float, int]:
+    """The standard deviation between starts of one setup, over all setups, and its degrees of freedom."""
+    squares, freedom = 0.0, 0
+    for setup in _setups(trials):
+        found = _scores(trials, setup)
+        if len(found) > 1:
+            squares += sum((value - fmean(found)) ** 2 for value in found)
+            freedom += len(found) - 1
+    return (max(LEAST_NOISE, math.sqrt(squares / freedom)) if freedom else 2 * LEAST_NOISE), freedom
+
+
+def _gain(trials: Sequence[Trial], setup: Setup, purpose: Purpose | None = None) -> Gain | None:
+    ours, base = _scores(trials, setup, purpose), _scores(trials, BASE, purpose)
+    if not ours or not base:
+        return None
+    noise, freedom = _noise(trials)
+    half = t_quantile(freedom) * noise * math.sqrt(1 / len(ours) + 1 / len(base))
+    middle = fmean(ours) - fmean(base)
+    return Gain(math.expm1(middle), math.expm1(middle - half), math.expm1(middle + half), len(ours) + len(base))
+
+
+def _score(trials: Sequence[Trial], setup: Setup) -> float:
+    found = _scores(trials, setup)
+    return fmean(found) if found else -math.inf
+
+
+# What to do next
+
+
+def next_order(race: Race, trials: Sequence[Trial]) -> TrialOrder | None:
+    """The next trial; None when there is nothing left to learn, or no time."""
+    left_s = race.budget_s - sum(one.took_s for one in trials)
+    if len(trials) >= 2 and not _scores(trials, BASE) and all(one.score is None for one in trials[:2]):
+        return None  # the base does not start, twice: there is nothing to compare with
+    started = [one.start_s for one in trials if one.start_s]
+    start_s = median(started) if started else race.start_s
+    long_s, short_s = start_s + LONGER * race.measure_s, start_s + race.measure_s
+    final_s = 2 * FEWEST_ROUNDS * long_s
+    if not any(one.purpose is Purpose.FINAL for one in trials):
+        halving = _halving(trials)
+        if left_s - short_s >= final_s and not any(one.purpose is Purpose.HALVE for one in trials):
+            setup = _screen(race, trials)
+            if setup is not None:
+                return TrialOrder(setup, Purpose.SCREEN, race.measure_s)
+        if halving is not None and left_s - long_s >= final_s:
+            return TrialOrder(halving, Purpose.HALVE, LONGER * race.measure_s)
+    if left_s < long_s:
+        return None
+    setup = _final(trials)
+    return TrialOrder(setup, Purpose.FINAL, LONGER * race.measure_s) if setup is not None else None
+
+
+def _singles(race: Race) -> list[Setup]:
+    """Every value alone: first each knob's most promising, then each one's next."""
+    deepest = max((len(knob.values) for knob in race.knobs), default=0)
+    return [
+        BASE.with_(knob.name, knob.values[at])
+        for at in range(deepest)
+        for knob in race.knobs
+        if at < len(knob.values)
+    ]
+
+
+def _screen(race: Race, trials: Sequence[Trial]) -> Setup | None:
+    """The next setup of the screen; None when all that is worth it was seen once."""
+    tried = _setups(trials)
+    since = next((at for at, one in enumerate(reversed(trials)) if one.setup == BASE), None)
+    if since is None or since >= BASE_EVERY:
+        return BASE
+    for setup in _singles(race):
+        if setup not in tried:
+            return setup
+    for setup in (*_doubtful(race, trials), *(one for one in _together(race, trials) if one not in tried)):
+        return setup
+    return BASE if since and len(_scores(trials, BASE)) < 2 else None
+
+
+def _helpful(race: Race, trials: Sequence[Trial]) -> list[tuple[float, str, str]]:
+    """The best value of each knob that seems to help, the most helpful first."""
+    base, noise = _score(trials, BASE), _noise(trials)[0]
+    found = []
+    for knob in race.knobs:
+        best = max(knob.values, key=lambda value: _score(trials, BASE.with_(knob.name, value)), default="")
+        gain = _score(trials, BASE.with_(knob.name, best)) - base
+        if gain > max(LEAST_NOISE, 0.5 * noise):
+            found.append((gain, knob.name, best))
+    return sorted(found, reverse=True)
+
+
+def _doubtful(race: Race, trials: Sequence[Trial]) -> list[Setup]:
+    """Values seen once whose one start does not tell whether they help, or which of two helps more."""
+    doubt = DOUBTS * _noise(trials)[0]
+    found = []
+    for knob in race.knobs:
+        scores = {
+            one: _score(trials, one) for one in (BASE, *(BASE.with_(knob.name, value) for value in knob.values))
+        }
+        leading = [one for one, score in scores.items() if score > max(scores.values()) - doubt]
+        if len(leading) > 1:
+            found += [one for one in leading if one != BASE and len(_scores(trials, one)) == 1]
+    return found
+
+
+def _together(race: Race, trials: Sequence[Trial]) -> list[Setup]:
+    """All that helped alone, and all but the least of it, one after the other."""
+    found, setup = [], BASE
+    for _, name, value in _helpful(race, trials):
+        setup = setup.with_(name, value)
+        found.append(setup)
+    return found[1:][::-1]
+
+
+def _halving(trials: Sequence[Trial]) -> Setup | None:
+    """Who is started again: of the best four those seen once, then of the best two those seen twice."""
+    base, noise = _score(trials, BASE), _noise(trials)[0]
+    rivals = [one for one in _setups(trials) if one != BASE and _score(trials, one) > base - noise]
+    rivals.sort(key=lambda one: _score(trials, one), reverse=True)
+    for size, wanted in ((SEMIFINALISTS, 2), (2, 3)):
+        for setup in rivals[:size]:
+            if len([one for one in trials if one.setup == setup]) < wanted:
+                return setup
+    return None
+
+
+def _finalist(trials: Sequence[Trial]) -> Setup:
+    """Who meets the base: once the final has begun, always the same."""
+    begun = [one.setup for one in trials if one.purpose is Purpose.FINAL and one.setup != BASE]
+    if begun:
+        return begun[0]
+    rivals = [one for one in _setups(trials) if one != BASE and _scores(trials, one)]
+    most = max((len(_scores(trials, one)) for one in rivals), default=0)
+    rivals = [one for one in rivals if len(_scores(trials, one)) == most]
+    best = max(rivals, key=lambda one: _score(trials, one), default=BASE)
+    return best if _score(trials, best) > _score(trials, BASE) else BASE
+
+
+def _final(trials: Sequence[Trial]) -> Setup | None:
+    """Whose turn it is in the final; None when it is over."""
+    finalist = _finalist(trials)
+    if finalist == BASE:
+        return None
+    made = [one for one in trials if one.purpose is Purpose.FINAL]
+    ours = sum(one.setup == finalist for one in made)
+    base = len(made) - ours
+    if ours == base and ours >= FEWEST_ROUNDS:
+        gain = _gain(trials, finalist, Purpose.FINAL)
+        if ours >= MOST_ROUNDS or gain is None or gain.beyond_doubt:
+            return None
+    # A B, then B A, and so on: what drifts with time falls on both alike
+    first, second = (finalist, BASE) if min(ours, base) % 2 == 0 else (BASE, finalist)
+    return first if ours == base else second
+
+
+# What it says
+
+
+def verdict(race: Race, trials: Sequence[Trial]) -> Verdict:
+    """What the trials say so far."""
+    finalist = _finalist(trials)
+    gain = _gain(trials, finalist, Purpose.FINAL) if finalist != BASE else None
+    if not any(one.score for one in trials):
+        outcome = Outcome.NOTHING_WORKED
+    elif finalist != BASE and (gain is None or gain.trials < 2 * FEWEST_ROUNDS):
+        outcome = Outcome.UNFINISHED
+    else:
+        outcome = Outcome.BETTER if gain is not None and gain.low > 0 else Outcome.NO_DIFFERENCE
+    tried = _setups(trials)
+    return Verdict(
+        outcome,
+        best=finalist if outcome is Outcome.BETTER else BASE,
+        gain=gain,
+        finalist=finalist,
+        findings=tuple(_finding(trials, knob.name, value) for knob in race.knobs for value in knob.values),
+        left_out=tuple(setup for setup in _singles(race) if setup not in tried),
+        noise=_noise(trials)[0],
+        spent_s=sum(one.took_s for one in trials),
+    )
+
+
+def _finding(trials: Sequence[Trial], knob: str, value: str) -> KnobFinding:
+    setup = BASE.with_(knob, value)
+    why = next((one.why for one in reversed(trials) if one.setup == setup and one.score is None), "")
+    return KnobFinding(knob, value, _gain(trials, setup), why)

@@ -1,0 +1,53 @@
+"""What may be varied, and one way of setting it.
+
+A setup is what it changes against the base (the plan, or the flags that the user came with), so that two trials of
+one setup are recognised in whatever order they come. A knob's values are as `--set` or vLLM's flag take them.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+__all__ = ["BASE", "Knob", "KnobKind", "Setup"]
+
+
+class KnobKind(enum.StrEnum):
+    """How a value becomes part of a start."""
+
+    FIELD = "field"  # of the plan, as in `--set`
+    FLAG = "flag"  # of vLLM: `--stream-interval 4`
+    SWITCH = "switch"  # of vLLM, there or not: the value is the flag itself, or empty
+    WITHOUT = "without"  # the value is what the user gave and this leaves out
+
+
+@dataclass(frozen=True)
+class Knob:
+    """Something that may be set otherwise than in the base."""
+
+    name: str
+    values: tuple[str, ...]  # other than the base's, the most promising first
+    kind: KnobKind = KnobKind.FIELD
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is set otherwise than in the base, by the name of its knob, in the order of names."""
+
+    choices: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of(cls, **choices: str) -> Setup:
+        return cls(tuple(sorted(choices.items())))
+
+    def with_(self, knob: str, value: str) -> Setup:
+        return Setup(tuple(sorted({**dict(self.choices), knob: value}.items())))
+
+    def without(self, knob: str) -> Setup:
+        return Setup(tuple(pair for pair in self.choices if pair[0] != knob))
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value}" if value else f"no {name}" for name, value in self.choices) or "base"
+
+
+BASE = Setup()
