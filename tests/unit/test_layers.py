@@ -40,7 +40,8 @@ ROWS: list[list[str]] = [
     ["lifecycle", "profile"],
     ["proxy", "batch", "fleet"],
     ["score", "bench", "gateway"],
-    ["llm", "report", "tune"],
+    ["llm", "report"],
+    ["tune"],
     ["cli"],
 ]
 STANDALONE = ["node", "engine_side"]

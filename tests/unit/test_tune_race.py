@@ -9,7 +9,7 @@ from collections.abc import Callable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corral.tune.race import Outcome, Purpose, Race, Trial, Verdict, next_order, verdict
+from corral.tune.race import Purpose, Race, RaceEnd, RaceResult, Trial, next_order, verdict
 from corral.tune.setups import BASE, Knob, Setup
 
 KNOBS = (
@@ -41,8 +41,9 @@ def measured(setup: Setup, purpose: Purpose, true: Surface, chance: random.Rando
     return Trial(setup, purpose, true(setup) * math.exp(start + inside), took_s=80 if long else 65, start_s=50)
 
 
-def raced(true: Surface, seed: int, race: Race = RACE) -> tuple[Verdict, list[Trial]]:
-    chance, trials = random.Random(seed), []
+def raced(true: Surface, seed: int, race: Race = RACE) -> tuple[RaceResult, list[Trial]]:
+    chance = random.Random(seed)
+    trials: list[Trial] = []
     while order := next_order(race, trials):
         assert len(trials) < 200, "endless"
         long = order.measure_s > race.measure_s
@@ -72,7 +73,7 @@ def test_the_right_choice_or_no_difference_in_95_of_100() -> None:
 
 def test_where_nothing_helps_nothing_is_claimed() -> None:
     flat = surface({})
-    claimed = sum(raced(flat, seed)[0].outcome is Outcome.BETTER for seed in range(100))
+    claimed = sum(raced(flat, seed)[0].outcome is RaceEnd.BETTER for seed in range(100))
     assert claimed <= 5, claimed
 
 
@@ -97,7 +98,7 @@ def test_two_settings_that_help_are_found_together() -> None:
         {("api_servers", "8"): 1.2, ("max_num_batched_tokens", "16384"): 1.1, ("max_num_seqs", "512"): 0.7}
     )
     found, _ = raced(true, 3)
-    assert found.outcome is Outcome.BETTER
+    assert found.outcome is RaceEnd.BETTER
     assert found.best == Setup.of(api_servers="8", max_num_batched_tokens="16384")
     assert found.gain is not None
     assert found.gain.low < 0.32 < found.gain.high
@@ -125,7 +126,7 @@ def test_a_base_that_never_starts_ends_the_race() -> None:
     while order := next_order(RACE, trials):
         trials.append(Trial(order.setup, order.purpose, None, 60, why="no GPU"))
     assert len(trials) == 2
-    assert verdict(RACE, trials).outcome is Outcome.NOTHING_WORKED
+    assert verdict(RACE, trials).outcome is RaceEnd.NOTHING_WORKED
 
 
 def test_a_small_budget_names_what_it_left_out() -> None:

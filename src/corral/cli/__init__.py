@@ -56,6 +56,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "models": ("corral.cli.models:command", "Models by name: on disk, gated, and which fit this machine."),
     "engine": ("corral.cli.engine:command", "Installed engines: list, install, check, remove."),
     "bench": ("corral.cli.bench:command", "Measure a served model, and how far it is from the limit."),
+    "tune": ("corral.cli.tune:command", "Find vLLM's best settings for a workload, by measuring."),
     "fake-server": ("corral.cli.fake_server:command", "A server with set pace and faults, for tests."),
 }
 

@@ -33,7 +33,7 @@ from corral.runtimes.base import RUNTIMES, parse_options
 from corral.targets.base import Queue, load_target
 from corral.untrusted import plain
 
-__all__ = ["command"]
+__all__ = ["command", "wish_of"]
 
 EXAMPLES = """
 corral up                 # a small model, on this machine
@@ -44,7 +44,7 @@ corral up llama-3.1-405b-instruct --on my-cluster --dry-run --shell
 corral up llama-3.1-8b-instruct --replicas 4 --hosts n0,n1,n2,n3
 """
 HEADINGS = {
-    "The model": ("--context", "--concurrency", "--goal", "--set", "--served-name"),
+    "The model": ("--context", "--concurrency", "--goal", "--set", "--tuned", "--served-name"),
     "Where it runs": ("--on", "--bind", "--port", "--expose"),
     "Options for ssh": (),
     "Options for SLURM": ("--renew", "--max-jobs"),
@@ -75,6 +75,7 @@ FIRST_QUESTION = "What is the capital of France?"
 @click.option(
     "--set", "fixed", multiple=True, metavar="KEY=VALUE", help="Fix one field of the plan (see `corral plan`)."
 )
+@click.option("--tuned", metavar="RUN", help="With the settings that `corral tune` found best in RUN (`last`).")
 @click.option("--bind", metavar="ADDRESS", help="Address to listen on (default: this machine's own, 127.0.0.1).")
 @click.option("--port", type=click.IntRange(1, 65535), help="Port (default: 8000, or a free one when it is taken).")
 @click.option(
@@ -123,6 +124,7 @@ def command(
     replicas: str | None,
     keep: bool,
     route: str | None,
+    tuned: str | None,
     attach: str | None,
     wait: bool,
     dry_run: bool,
@@ -137,9 +139,10 @@ def command(
     """
     if model and model.startswith("-"):  # `corral up -- --flag value`: everything after -- is the engine's
         engine_args, model = (model, *engine_args), None
-    flags = {**_flags(given, on), "model": model, "extra_args": engine_args}
     profile = load_profile(on)
-    wish = _renewed(_wish(profile, flags), renew, max_jobs)
+    if tuned:
+        model, given, engine_args = _tuned(tuned, model, given, engine_args)
+    wish = _renewed(wish_of(profile, given, on, model, engine_args), renew, max_jobs)
     if shell and not dry_run:
         raise UsageError("--shell shows the commands of a dry run.", "Add --dry-run.")
     fleet = _fleet(wish, replicas, keep, route)
@@ -178,6 +181,20 @@ def _note(text: str) -> None:
     tell(plain(f"  note: {text}"), err=True)
 
 
+def _tuned(
+    run: str, model: str | None, given: Mapping[str, Any], engine_args: tuple[str, ...]
+) -> tuple[str, dict[str, Any], tuple[str, ...]]:
+    """The model and settings of a tuning run; what the command line sets itself stays."""
+    from corral.tune.store import find_run
+    from corral.tune.tuner import settings_found
+
+    found = find_run(run)
+    fixed, arguments = settings_found(found)
+    said = parse_assignments(given["fixed"])
+    pairs = [f"{name}={value}" for name, value in {**fixed, **said}.items()]
+    return model or found.spec.model, {**given, "fixed": tuple(pairs)}, (*arguments, *engine_args)
+
+
 def _flags(given: Mapping[str, Any], on: str | None) -> dict[str, Any]:
     """What the command line says of a wish, by the names that a wish and a profile have for it."""
     target, options = chosen_target(given, on)
@@ -185,14 +202,18 @@ def _flags(given: Mapping[str, Any], on: str | None) -> dict[str, Any]:
         **{name: value for name, value in given.items() if not name.startswith(PREFIX)},
         "target": target,
         "target_options": options,
-        "expose": given["expose"] or None,
+        "expose": given.get("expose") or None,
         "runtime_options": parse_options(given["runtime_options"]) or None,
         "fixed": parse_assignments(given["fixed"]),
         "extra_env": _environment(given["extra_env"]),
     }
 
 
-def _wish(profile: Profile, flags: Mapping[str, Any]) -> bringup.Wish:
+def wish_of(
+    profile: Profile, given: Mapping[str, Any], on: str | None, model: str | None, engine_args: tuple[str, ...]
+) -> bringup.Wish:
+    """What a command line with the options of `up` (or some of them) asks for."""
+    flags = {**_flags(given, on), "model": model, "extra_args": engine_args}
     options = with_storage(profile, merged(profile, flags))
     refuse_reserved(options["extra_env"])
     return bringup.Wish.of(options)

@@ -17,7 +17,7 @@ from corral.report.svg import Curve, chart, histogram
 from corral.report.text import figure, headline
 from corral.report.timeline import timeline
 
-__all__ = ["run_page", "series_page"]
+__all__ = ["cards", "document", "run_page", "series_page", "table", "verdict_box"]
 
 _STYLE = """
 :root{--bg:#fbfbfa;--fg:#1d2329;--dim:#66707a;--line:#dcdfe2;--card:#fff;--c1:#2563c9;--c2:#c2410c;--c3:#15803d;
@@ -55,7 +55,7 @@ _NAMES = {
 }
 
 
-def _document(title: str, body: Sequence[str]) -> str:
+def document(title: str, body: Sequence[str]) -> str:
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -67,19 +67,19 @@ def _figure(caption: str, drawing: str) -> str:
     return f"<figure><figcaption>{escape(caption)}</figcaption>{drawing}</figure>" if drawing else ""
 
 
-def _cards(pairs: Sequence[tuple[str, str]]) -> str:
+def cards(pairs: Sequence[tuple[str, str]]) -> str:
     cells = (f'<div class="card"><b>{escape(value)}</b><span>{escape(name)}</span></div>' for name, value in pairs)
     return f'<div class="cards">{"".join(cells)}</div>'
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
     head = "".join(f"<th>{escape(h)}</th>" for h in heads)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     top = f"<thead><tr>{head}</tr></thead>" if heads else ""
     return f'<div class="scroll"><table class="{kind}">{top}<tbody>{body}</tbody></table></div>'
 
 
-def _verdict(verdict: str, sentence: str, problems: Sequence[str]) -> str:
+def verdict_box(verdict: str, sentence: str, problems: Sequence[str]) -> str:
     listed = f"<ul>{''.join(f'<li>{escape(p)}</li>' for p in problems)}</ul>" if problems else ""
     return f'<div class="verdict {verdict}"><b>{escape(sentence)}</b>{listed}</div>'
 
@@ -95,8 +95,8 @@ def run_page(run: Run, rows: Sequence[RequestRow], samples: Sequence[ServerSampl
     """The report of one run."""
     s = run.summary
     body = [f"<h1>Benchmark {escape(name)}</h1>", f'<p class="sub">{escape(headline(run))}<br>{_when(run)}</p>']
-    body.append(_verdict(run.verdict, _SENTENCES[run.verdict], [p.text for p in run.problems]))
-    cards = [
+    body.append(verdict_box(run.verdict, _SENTENCES[run.verdict], [p.text for p in run.problems]))
+    shown = [
         ("output tokens/s", figure(s.output_throughput)),
         ("requests/s", figure(s.request_throughput)),
         ("median TTFT, ms", figure(s.ttft.median)),
@@ -105,15 +105,15 @@ def run_page(run: Run, rows: Sequence[RequestRow], samples: Sequence[ServerSampl
         ("failed", f"{s.failed:,}"),
     ]
     if s.request_goodput is not None:
-        cards.insert(2, ("good requests/s", figure(s.request_goodput)))
+        shown.insert(2, ("good requests/s", figure(s.request_goodput)))
     if run.cost is not None and run.cost.money_per_million_output is not None:
-        cards.append(("money per million output tokens", rounded(run.cost.money_per_million_output)))
-    body.append(_cards(cards))
+        shown.append(("money per million output tokens", rounded(run.cost.money_per_million_output)))
+    body.append(cards(shown))
     body += _limit(run)
     body += ["<h2>Latencies</h2>", _latency_table(run), '<div class="charts">', *_distributions(run, rows), "</div>"]
     body += ["<h2>Over time</h2>", '<div class="charts">', *_over_time(run, rows, samples), "</div>"]
-    body += ["<h2>What was measured on what</h2>", _table((), _fact_rows(run), "facts"), _cache(run), _definitions()]
-    return _document(f"Benchmark {name}", body)
+    body += ["<h2>What was measured on what</h2>", table((), _fact_rows(run), "facts"), _cache(run), _definitions()]
+    return document(f"Benchmark {name}", body)
 
 
 def _limit(run: Run) -> list[str]:
@@ -128,7 +128,7 @@ def _limit(run: Run) -> list[str]:
     if run.limit.roof_tokens_per_s:
         reached = run.summary.output_throughput / run.limit.roof_tokens_per_s
         rows.append((f"of the plan's {figure(run.limit.roof_tokens_per_s)} tok/s", f"{reached:.0%}"))
-    lines.append(_cards([(name, value) for name, value in rows]))
+    lines.append(cards([(name, value) for name, value in rows]))
     return ["<h2>Against the limit</h2>", *lines, f'<p class="sub">Rates: {escape(run.limit.basis)}.</p>']
 
 
@@ -142,7 +142,7 @@ def _latency_table(run: Run) -> str:
             doubt = " ?" if found.count < needed(p) else ""
             cells.append(figure(dict(found.percentiles).get(p, 0.0)) + doubt)
         rows.append(cells)
-    return _table(heads, rows)
+    return table(heads, rows)
 
 
 def _distributions(run: Run, rows: Sequence[RequestRow]) -> list[str]:
@@ -219,7 +219,7 @@ def _cache(run: Run) -> str:
     ]
     if not rows:
         return ""
-    return f"<details><summary>The engine's cache configuration</summary>{_table((), rows, 'facts')}</details>"
+    return f"<details><summary>The engine's cache configuration</summary>{table((), rows, 'facts')}</details>"
 
 
 def _definitions() -> str:
@@ -240,10 +240,10 @@ def series_page(series: Series, runs: Sequence[Run], name: str) -> str:
     worst = max((run.verdict for run in runs), key=("valid", "caution", "invalid").index)
     problems = [f"{run.spec.load.label}: {p.text}" for run in runs for p in run.problems]
     sentence = {"valid": "All runs are valid", "caution": "Some figures are to be read with caution"}
-    body.append(_verdict(worst, sentence.get(worst, "Some runs are invalid: do not use them"), problems))
+    body.append(verdict_box(worst, sentence.get(worst, "Some runs are invalid: do not use them"), problems))
     found = [(key.replace("_", " "), text) for key, text in series.findings.items() if isinstance(text, str)]
     if found:
-        body.append(_table((), found, "facts"))
+        body.append(table((), found, "facts"))
     best = max(runs, key=lambda run: run.summary.output_throughput)
     body += ["<h2>The curve</h2>", '<div class="charts">', *_curves(runs), "</div>"]
     body += _limit(best)
@@ -258,14 +258,14 @@ def series_page(series: Series, runs: Sequence[Run], name: str) -> str:
         cells += [figure(s.ttft.median), _cut(s.ttft, top), figure(s.tpot.median), _cut(s.tpot, top)]
         mark = "" if run.verdict == "valid" else run.verdict
         rows.append([run.spec.load.label, *cells, figure(s.e2el.median), mark])
-    body += ["<h2>All runs (ms)</h2>", _table(heads, rows)]
+    body += ["<h2>All runs (ms)</h2>", table(heads, rows)]
     body += [
         "<h2>What was measured on what</h2>",
-        _table((), _fact_rows(first), "facts"),
+        table((), _fact_rows(first), "facts"),
         _cache(first),
         _definitions(),
     ]
-    return _document(f"Benchmark {name}", body)
+    return document(f"Benchmark {name}", body)
 
 
 def _top(runs: Sequence[Run]) -> float:

@@ -11,7 +11,7 @@ from corral.bench.series import reseeded, search_limit
 from corral.bench.spec import LoadShape, Slo, Spec
 from corral.errors import CorralError, UsageError
 
-__all__ = ["Objective", "ObjectiveKind", "Score", "measure_score"]
+__all__ = ["Measured", "Objective", "ObjectiveKind", "measure_score"]
 
 MOST_PROMPTS = 20_000
 PROBES = 7  # of one search for the highest rate
@@ -60,14 +60,16 @@ class Objective:
 
 
 @dataclass(frozen=True)
-class Score:
+class Measured:
     """One measurement's."""
 
     value: float
     run: str
 
 
-async def measure_score(bench: Bench, spec: Spec, goal: Objective, seconds: float, folder: Path, turn: int) -> Score:
+async def measure_score(
+    bench: Bench, spec: Spec, goal: Objective, seconds: float, folder: Path, turn: int
+) -> Measured:
     """Measure a server for about so long; each turn sends prompts that no earlier one left in a cache."""
     folder.mkdir(mode=0o700, parents=True)
     spec = reseeded(spec, turn)
@@ -78,7 +80,7 @@ async def measure_score(bench: Bench, spec: Spec, goal: Objective, seconds: floa
         )
         if found.best is None:
             raise CorralError(f"no load that was tried keeps {', '.join(map(str, goal.slos))}.", "Relax the --slo.")
-        return Score(found.best, str(folder))
+        return Measured(found.best, str(folder))
     if goal.kind is ObjectiveKind.LATENCY:
         load = LoadShape(rate=goal.rate, seconds=seconds)
         count = max(20, round((goal.rate or 1.0) * seconds))
@@ -90,7 +92,7 @@ async def measure_score(bench: Bench, spec: Spec, goal: Objective, seconds: floa
     if not summary.completed or not summary.e2el.median:
         raise CorralError("no request was answered.", f"The measurement is in {folder}.")
     if goal.kind is ObjectiveKind.LATENCY:
-        return Score(1000 / summary.e2el.median, str(folder))
+        return Measured(1000 / summary.e2el.median, str(folder))
     plan = bench.plan
     gpus = (plan.gpus or 1) if plan and goal.kind is ObjectiveKind.COST else 1
-    return Score(summary.output_throughput / gpus, str(folder))
+    return Measured(summary.output_throughput / gpus, str(folder))

@@ -27,12 +27,12 @@ from corral.tune.setups import BASE, Knob, Setup
 __all__ = [
     "Gain",
     "KnobFinding",
-    "Outcome",
     "Purpose",
     "Race",
+    "RaceEnd",
+    "RaceResult",
     "Trial",
     "TrialOrder",
-    "Verdict",
     "next_order",
     "verdict",
 ]
@@ -54,7 +54,7 @@ class Purpose(enum.StrEnum):
     FINAL = "final"
 
 
-class Outcome(enum.StrEnum):
+class RaceEnd(enum.StrEnum):
     """What came out of a race."""
 
     BETTER = "better"
@@ -80,7 +80,7 @@ class Trial:
     purpose: Purpose
     score: float | None  # None: it did not start, or could not be measured
     took_s: float
-    start_s: float = 0.0
+    start_s: float = 0.0  # of it, until the server was ready
     why: str = ""  # where there is no score
     run: str = ""  # the measurement's folder
 
@@ -108,7 +108,7 @@ class Gain:
     def beyond_doubt(self) -> bool:
         """Whether more rounds would change nothing. Looking often finds chance differences: twice the interval."""
         half = (self.high - self.low) / 2
-        return abs(self.value) > 2 * half or max(-self.low, self.high) < CLEAR
+        return (abs(self.value) > 2 * half and self.trials >= 4) or max(-self.low, self.high) < CLEAR
 
     def __str__(self) -> str:
         return f"{self.value:+.1%} ({self.low:+.1%} to {self.high:+.1%})"
@@ -125,13 +125,14 @@ class KnobFinding:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RaceResult:
     """What the race says."""
 
-    outcome: Outcome
+    outcome: RaceEnd
     best: Setup  # to be used: the base unless another is better
     gain: Gain | None  # of the finalist against the base, from the final alone
     finalist: Setup
+    leader: Setup  # so far, by all trials
     findings: tuple[KnobFinding, ...]
     left_out: tuple[Setup, ...]  # never tried: the budget had no room
     noise: float  # standard deviation between starts of one setup, relative
@@ -184,12 +185,12 @@ def _score(trials: Sequence[Trial], setup: Setup) -> float:
 
 def next_order(race: Race, trials: Sequence[Trial]) -> TrialOrder | None:
     """The next trial; None when there is nothing left to learn, or no time."""
+    if not trials:
+        return TrialOrder(BASE, Purpose.SCREEN, race.measure_s)
     left_s = race.budget_s - sum(one.took_s for one in trials)
     if len(trials) >= 2 and not _scores(trials, BASE) and all(one.score is None for one in trials[:2]):
         return None  # the base does not start, twice: there is nothing to compare with
-    started = [one.start_s for one in trials if one.start_s]
-    start_s = median(started) if started else race.start_s
-    long_s, short_s = start_s + LONGER * race.measure_s, start_s + race.measure_s
+    short_s, long_s = _costs(race, trials)
     final_s = 2 * FEWEST_ROUNDS * long_s
     if not any(one.purpose is Purpose.FINAL for one in trials):
         halving = _halving(trials)
@@ -203,6 +204,14 @@ def next_order(race: Race, trials: Sequence[Trial]) -> TrialOrder | None:
         return None
     setup = _final(trials)
     return TrialOrder(setup, Purpose.FINAL, LONGER * race.measure_s) if setup is not None else None
+
+
+def _costs(race: Race, trials: Sequence[Trial]) -> tuple[float, float]:
+    """How long a trial of the screen takes, and a later one: start, measurement, end."""
+    short = [one.took_s for one in trials if one.purpose is Purpose.SCREEN and one.score]
+    long = [one.took_s for one in trials if one.purpose is not Purpose.SCREEN and one.score]
+    short_s = median(short) if short else race.start_s + race.measure_s
+    return short_s, max(short_s, median(long)) if long else short_s + (LONGER - 1) * race.measure_s
 
 
 def _singles(race: Race) -> list[Setup]:
@@ -309,22 +318,23 @@ def _final(trials: Sequence[Trial]) -> Setup | None:
 # What it says
 
 
-def verdict(race: Race, trials: Sequence[Trial]) -> Verdict:
+def verdict(race: Race, trials: Sequence[Trial]) -> RaceResult:
     """What the trials say so far."""
     finalist = _finalist(trials)
     gain = _gain(trials, finalist, Purpose.FINAL) if finalist != BASE else None
     if not any(one.score for one in trials):
-        outcome = Outcome.NOTHING_WORKED
-    elif finalist != BASE and (gain is None or gain.trials < 2 * FEWEST_ROUNDS):
-        outcome = Outcome.UNFINISHED
+        outcome = RaceEnd.NOTHING_WORKED
+    elif finalist != BASE and (gain is None or (gain.trials < 2 * FEWEST_ROUNDS and not gain.beyond_doubt)):
+        outcome = RaceEnd.UNFINISHED
     else:
-        outcome = Outcome.BETTER if gain is not None and gain.low > 0 else Outcome.NO_DIFFERENCE
+        outcome = RaceEnd.BETTER if gain is not None and gain.low > 0 else RaceEnd.NO_DIFFERENCE
     tried = _setups(trials)
-    return Verdict(
+    return RaceResult(
         outcome,
-        best=finalist if outcome is Outcome.BETTER else BASE,
+        best=finalist if outcome is RaceEnd.BETTER else BASE,
         gain=gain,
         finalist=finalist,
+        leader=max(_setups(trials), key=lambda one: _score(trials, one), default=BASE),
         findings=tuple(_finding(trials, knob.name, value) for knob in race.knobs for value in knob.values),
         left_out=tuple(setup for setup in _singles(race) if setup not in tried),
         noise=_noise(trials)[0],

@@ -98,7 +98,10 @@ def runs_dir() -> Path:
 
 def new_run(spec: TuneSpec, name: str = "") -> TuneRun:
     """A folder for a new run, with what is to be done."""
-    wanted = name or f"{re.sub(r'[^A-Za-z0-9._-]+', '-', spec.model).strip('-.')}-{time.strftime('%Y%m%d-%H%M%S')}"
+    wanted = (
+        name
+        or f"{re.sub(r'[^A-Za-z0-9._-]+', '-', Path(spec.model).name).strip('-.')}-{time.strftime('%Y%m%d-%H%M%S')}"
+    )
     make_private_dir(runs_dir())
     folder, number = runs_dir() / wanted, 1
     while folder.exists():

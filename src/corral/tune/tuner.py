@@ -19,11 +19,11 @@ from corral.lifecycle import bringup, deployments
 from corral.lock import exclusive_lock
 from corral.tune.knobs import tuned_wish
 from corral.tune.objective import measure_score
-from corral.tune.race import Trial, TrialOrder, Verdict, next_order, verdict
+from corral.tune.race import RaceResult, Trial, TrialOrder, next_order, verdict
 from corral.tune.setups import BASE, Knob, Setup
 from corral.tune.store import TuneRun, TuneSpec
 
-__all__ = ["Pruned", "TuneWatcher", "fitting_knobs", "tune"]
+__all__ = ["Pruned", "TuneWatcher", "fitting_knobs", "settings_found", "tune"]
 
 LONGEST_NAME = 60
 OLD_LOCK_S = 86_400.0
@@ -36,7 +36,7 @@ class TuneWatcher(Protocol):
 
     def phase(self, text: str) -> None: ...
 
-    def ended(self, trial: Trial, so_far: Verdict) -> None: ...
+    def ended(self, trial: Trial, so_far: RaceResult) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def fitting_knobs(wish: bringup.Wish, knobs: Sequence[Knob]) -> tuple[tuple[Knob
     return tuple(kept), tuple(pruned)
 
 
-def tune(run: TuneRun, watcher: TuneWatcher) -> Verdict:
+def tune(run: TuneRun, watcher: TuneWatcher) -> RaceResult:
     """Go on with a run until there is nothing left to learn or no time; whatever ends it, nothing is left running."""
     with exclusive_lock(run.folder / "lock", lambda who: watcher.phase(f"waiting for {who}"), silent_s=OLD_LOCK_S):
         spec, trials = run.spec, run.trials()
@@ -91,7 +91,7 @@ def _made(run: TuneRun, spec: TuneSpec, order: TrialOrder, number: int, watcher:
             watcher.phase("measuring")
             value = run_loop(_score(endpoint, spec, order, folder, number))
     except CorralError as error:
-        return trial(None, error.message)
+        return trial(None, error.message.removeprefix(f"{_name(run)!r} failed: "))
     return trial(value)
 
 
@@ -101,10 +101,15 @@ async def _score(endpoint: Endpoint, spec: TuneSpec, order: TrialOrder, folder: 
         return found.value
 
 
+def _name(run: TuneRun) -> str:
+    """Of the deployments that are measured, one after the other."""
+    return f"tune-{run.name}"[:LONGEST_NAME]
+
+
 @contextlib.contextmanager
 def _served(run: TuneRun, spec: TuneSpec, setup: Setup, watcher: TuneWatcher) -> Iterator[Endpoint]:
     """The setup's server while it is measured."""
-    name = f"tune-{run.name}"[:LONGEST_NAME]
+    name = _name(run)
     wish = replace(tuned_wish(spec.wish, spec.race.knobs, setup), name=name)
     folder = DeploymentFolder.of(name)
     try:
@@ -131,3 +136,11 @@ class _Phases:
 
     def note(self, text: str) -> None:
         pass
+
+
+def settings_found(run: TuneRun) -> tuple[dict[str, object], tuple[str, ...]]:
+    """The best setup of a run, as fields of a plan and arguments of vLLM."""
+    spec = run.spec
+    best = verdict(spec.race, run.trials()).best
+    wish = tuned_wish(spec.wish, spec.race.knobs, best)
+    return dict(wish.fixed), wish.extra_args

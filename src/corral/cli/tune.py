@@ -1,0 +1,243 @@
+"""`corral tune`: find the settings that serve a workload best, and prove it."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from corral.bench.spec import Spec, Workload, parse_slos
+from corral.cli.help_pages import GroupedCommand, WholeGroup
+from corral.cli.screen import duration, print_json, tell
+from corral.cli.target_options import target_options
+from corral.cli.token_count import TokenCount
+from corral.cli.up import wish_of
+from corral.errors import UsageError
+from corral.files import write_atomic
+from corral.interruption import terminated_as_interrupted
+from corral.lifecycle import bringup
+from corral.plan.start import planned_start
+from corral.profile import load_profile
+from corral.report import tables
+from corral.runtimes.base import RUNTIMES
+from corral.tune.knobs import base_wish, knobs_for
+from corral.tune.objective import Objective, ObjectiveKind
+from corral.tune.page import html_page, sentence, tune_lines
+from corral.tune.presets import PRESETS, workload_of
+from corral.tune.race import Race, RaceResult, Trial, TrialOrder, verdict
+from corral.tune.store import TuneRun, TuneSpec, find_run, new_run
+from corral.tune.tuner import fitting_knobs, tune
+
+__all__ = ["command"]
+
+HELP = {"help_option_names": ["-h", "--help"]}
+EXAMPLES = """
+corral tune llama-3.1-8b-instruct --workload chat --slo ttft_p99=500ms,tpot_p99=40ms --budget 40m
+corral tune llama-3.1-8b-instruct --input-len 512 --output-len 128 --concurrency 256
+corral tune last                                # go on after an interruption
+corral tune report last -o tune.html
+corral up --tuned last
+"""
+SECONDS = {"s": 1, "m": 60, "h": 3600}
+UNDECIDED = 1  # exit code of a run that ended without a result
+
+
+class TuneGroup(WholeGroup):
+    """`corral tune MODEL …` runs; `corral tune report RUN` shows."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ("-h", "--help"):
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=TuneGroup, context_settings=HELP)
+def command() -> None:
+    """Find the settings that serve a workload best: `corral tune MODEL --workload chat --budget 40m`.
+
+    Servers are started one after the other with different settings of vLLM, measured, and stopped. `corral tune run
+    --help` lists all options; `corral tune RUN` goes on with a run that was interrupted.
+    """
+
+
+class Budget(click.ParamType[float]):
+    """`40m`, `2h`, `90s`; a number alone is minutes."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", str(value))
+        if found is None or not float(found[1]):
+            self.fail(f"{value!r} is not a duration: write 40m or 2h.", param, ctx)
+        return float(found[1]) * SECONDS[found[2] or "m"]
+
+
+@command.command("run", cls=GroupedCommand, context_settings=HELP, examples=EXAMPLES, headings={
+    "The workload": ("--workload", "--input-len", "--output-len", "--chat", "--concurrency", "--request-rate"),
+    "The goal": ("--goal", "--slo", "--budget", "--measure"),
+    "The server": ("--on", "--context", "--set", "--runtime", "--runtime-option", "--env"),
+    "Options for ssh": (), "Options for SLURM": (), "Options for ssh and SLURM": (),
+    "Output": ("--name", "--json", "--help"),
+})  # fmt: skip
+@click.argument("model")
+@click.option("--workload", metavar="NAME|FILE", help=f"{', '.join(PRESETS)}; or a trace, a batch file, prompts.")
+@click.option("--input-len", type=click.IntRange(min=1), help="Prompt tokens, where no workload is named.")
+@click.option("--output-len", type=click.IntRange(min=1), help="Tokens of an answer, where no workload is named.")
+@click.option("--chat", is_flag=True, help="Use the chat endpoint.")
+@click.option("--concurrency", type=click.IntRange(min=1), help="Requests at once (default: what the plan seats).")
+@click.option("--request-rate", "rate", type=click.FloatRange(min=0, min_open=True), metavar="PER_S",
+              help="For --goal latency: requests per second.")  # fmt: skip
+@click.option("--goal", type=click.Choice([one.value for one in ObjectiveKind]),
+              help="What is to be best (default: throughput; with --slo, rate).")  # fmt: skip
+@click.option("--slo", metavar="SLOS", help="Service level to keep: ttft_p99=500ms,tpot_p99=40ms.")
+@click.option("--budget", "budget_s", type=Budget(), default="40m", show_default=True, help="Time in all.")
+@click.option("--measure", "measure_s", type=click.FloatRange(min=1), default=15, show_default=True,
+              metavar="SECONDS", help="Of one measurement at first; later ones take twice as long.")  # fmt: skip
+@click.option("--on", "on", metavar="PROFILE", envvar="CORRAL_PROFILE", help="Where to run (`corral profile list`).")
+@click.option("--context", type=TokenCount(), help="Longest request: 32768, or 32k (default: the plan's choice).")
+@click.option(
+    "--set", "fixed", multiple=True, metavar="KEY=VALUE", help="Fix one field of the plan; it is not varied."
+)
+@click.option("--runtime", type=click.Choice(list(RUNTIMES)), help="How vLLM exists where it runs.")
+@click.option(
+    "--runtime-option", "runtime_options", multiple=True, metavar="KEY=VALUE", help="Option of that runtime."
+)
+@click.option("--env", "extra_env", multiple=True, metavar="NAME=VALUE", help="Environment variable for the engine.")
+@click.option("--name", "run_name", default="", help="Name of the run (default: model and time).")
+@click.option("--json", "as_json", is_flag=True, help="The result as JSON on stdout.")
+@target_options
+@click.argument("engine_args", nargs=-1, type=click.UNPROCESSED)
+def run(model: str, run_name: str, as_json: bool, **given: Any) -> int:
+    """Tune MODEL, or go on with the run of that name. Arguments after `--` are the flags to begin with."""
+    found = _existing(model) or _begun(model, run_name, given)
+    watcher = TrialLines(quiet=as_json)
+    watcher.say(f"tuning run {found.name}: {found.spec.objective.words}")
+    with terminated_as_interrupted():
+        try:
+            result = tune(found, watcher)
+        except KeyboardInterrupt:
+            made = len(found.trials())
+            tell(f"corral: {made} trials are kept; `corral tune {found.name}` goes on", err=True)
+            raise
+    return _show(found, result, as_json)
+
+
+def _existing(word: str) -> TuneRun | None:
+    """The run that a word names, if it does and is not a model's name."""
+    from corral.errors import NotFoundError
+    from corral.tune.store import runs_dir
+
+    if word != "last" and not (runs_dir() / word / "tune.json").is_file():
+        return None
+    try:
+        return find_run(word)
+    except NotFoundError:
+        return None
+
+
+def _begun(model: str, name: str, given: dict[str, Any]) -> TuneRun:
+    """A new run, with everything checked that can be checked before a start."""
+    on, arguments = given["on"], given["engine_args"]
+    options = ("context", "fixed", "runtime", "runtime_options", "extra_env")
+    said = {key: given[key] for key in options} | {
+        key: value for key, value in given.items() if key.startswith("target_option_")
+    }
+    wish = base_wish(wish_of(load_profile(on), {**said, "concurrency": given["concurrency"]}, on, model, arguments))
+    workload = _workload(given)
+    _, decision = bringup.sized(wish)
+    seats = given["concurrency"] or decision.plan.seats
+    objective = _objective(given, seats)
+    bursts = objective.kind in (ObjectiveKind.THROUGHPUT, ObjectiveKind.COST)
+    knobs = knobs_for(decision.plan, wish, arguments, bursts, workload.shares_prefixes)
+    knobs, pruned = fitting_knobs(wish, knobs)
+    for one in pruned:
+        tell(f"  never started: {one.setup}: {one.because}", err=True)
+    if not knobs:
+        raise UsageError("everything that could be tuned is fixed.", "Leave out some of --set.")
+    start_s = sum(planned_start(decision.plan).values()) or 60.0
+    race = Race(knobs, given["budget_s"], given["measure_s"], start_s)
+    if given["budget_s"] < 8 * (start_s + 2 * given["measure_s"]):
+        held = f"a start may take {duration(start_s)}: a budget of {duration(given['budget_s'])} may hold few trials"
+        tell(f"  note: {held}", err=True)
+    spec = Spec(workload, percentiles=(50.0, 90.0, 99.0), warmup=min(seats, 16))
+    return new_run(TuneSpec(model, wish, race, objective, spec, time.time()), name)
+
+
+def _workload(given: dict[str, Any]) -> Workload:
+    seed = secrets.randbelow(2**31)
+    if given["workload"]:
+        if given["input_len"] or given["output_len"]:
+            raise UsageError("--workload has lengths of its own.", "Leave out --input-len and --output-len.")
+        return workload_of(given["workload"], given["chat"], seed)
+    prompt, answer = given["input_len"] or 512, given["output_len"] or 128
+    return Workload(input_len=prompt, output_len=answer, chat=given["chat"], seed=seed)
+
+
+def _objective(given: dict[str, Any], seats: int) -> Objective:
+    slos = parse_slos(given["slo"]) if given["slo"] else ()
+    kind = ObjectiveKind(given["goal"] or ("rate" if slos else "throughput"))
+    return Objective(kind, seats, given["rate"], slos)
+
+
+class TrialLines:
+    """One line for each trial: what runs, what came out, what is best, and the time left."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet, self._phase, self._order = quiet, "", ""
+
+    def say(self, text: str) -> None:
+        if not self._quiet:
+            tell(text, err=True)
+
+    def _live(self, text: str) -> None:
+        """What the trial is doing, on a terminal's last line; an empty text takes it away."""
+        if not self._quiet and sys.stderr.isatty():
+            tell(f"\r\033[2K{'             ' + text + ' …' if text else ''}", err=True, nl=False)
+
+    def begins(self, number: int, order: TrialOrder, left_s: float) -> None:
+        self._phase = ""
+        self._order = f"{number:3d}  {order.purpose.value:6}  {order.setup}"
+        self.say(f"{self._order}  ({duration(left_s)} left)")
+
+    def phase(self, text: str) -> None:
+        if text != self._phase:
+            self._phase = text
+            self._live(text)
+
+    def ended(self, trial: Trial, so_far: RaceResult) -> None:
+        self._live("")
+        result = f"{trial.score:,.1f}" if trial.score else f"failed: {trial.why}"
+        leading = f"; ahead: {so_far.leader}" if so_far.leader.choices else ""
+        self.say(f"             {result} in {duration(trial.took_s)}{leading}")
+
+
+def _show(found: TuneRun, result: RaceResult, as_json: bool) -> int:
+    trials = found.trials()
+    if as_json:
+        print_json({"run": found.name, "folder": str(found.folder), "result": result, "trials": trials})
+    else:
+        for line in tune_lines(found, trials, result, tables.room()):
+            click.echo(line)
+    return UNDECIDED if result.outcome in ("unfinished", "nothing worked") else 0
+
+
+@command.command(context_settings=HELP)
+@click.argument("run")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write an HTML page there.")
+@click.option("--json", "as_json", is_flag=True, help="The result as JSON on stdout.")
+def report(run: str, output: Path | None, as_json: bool) -> int:
+    """Show what RUN found so far: its name, the beginning of it, `last`, or a path."""
+    found = find_run(run)
+    trials = found.trials()
+    result = verdict(found.spec.race, trials)
+    if output is not None:
+        write_atomic(output, html_page(found, trials, result))
+        tell(f"{sentence(result)} Written to {output}.", err=True)
+        if not as_json:
+            return 0
+    return _show(found, result, as_json)

@@ -1,0 +1,91 @@
+"""A tuning run for people: lines for the terminal, and one HTML file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from corral.deployment.expectation import duration
+from corral.report.page import cards, document, table, verdict_box
+from corral.report.tables import table_lines
+from corral.report.text import figure
+from corral.tune.race import KnobFinding, RaceEnd, RaceResult, Trial
+from corral.tune.store import TuneRun
+
+__all__ = ["html_page", "sentence", "tune_lines"]
+
+
+def sentence(found: RaceResult) -> str:
+    """The result in one sentence."""
+    match found.outcome:
+        case RaceEnd.BETTER:
+            return f"{found.finalist} gains {found.gain} over the base."
+        case RaceEnd.NOTHING_WORKED:
+            return "Nothing that was tried could be measured."
+        case RaceEnd.UNFINISHED:
+            return f"The budget ended before {found.finalist} had met the base in a final; the base stays."
+    if found.gain is None:
+        return "No difference: nothing was found that is better than the base."
+    return f"No difference: {found.finalist} against the base is {found.gain}, which includes none."
+
+
+def _finding_row(finding: KnobFinding) -> list[str]:
+    effect = str(finding.gain) if finding.gain else (f"failed: {finding.why}" if finding.why else "not tried")
+    return [f"{finding.knob}={finding.value}" if finding.value else f"no {finding.knob}", effect, _word(finding)]
+
+
+def _word(finding: KnobFinding) -> str:
+    gain = finding.gain
+    if gain is None:
+        return "-"
+    return "helps" if gain.low > 0 else "hurts" if gain.high < 0 else "makes no difference that shows"
+
+
+def _trial_row(number: int, trial: Trial) -> list[str]:
+    score = figure(trial.score) if trial.score else "-"
+    return [str(number), trial.purpose.value, str(trial.setup), score, duration(trial.took_s), trial.why]
+
+
+def tune_lines(run: TuneRun, trials: Sequence[Trial], found: RaceResult, columns: int | None) -> Iterator[str]:
+    """The report for a terminal."""
+    spec = run.spec
+    yield f"{spec.model}: {spec.objective.words}"
+    yield sentence(found)
+    yield ""
+    yield from table_lines(
+        ["SETTING", "ALONE, AGAINST THE BASE", ""], [*map(_finding_row, found.findings)], None, columns
+    )
+    if found.left_out:
+        yield f"left out, for lack of time: {'; '.join(map(str, found.left_out))}"
+    yield ""
+    spent, noise = duration(found.spent_s), f"{found.noise:.1%}"
+    yield f"{len(trials)} trials in {spent}; two starts of one setup differ by {noise} (standard deviation)"
+    if found.outcome is RaceEnd.BETTER:
+        yield f"use it: corral up --tuned {run.name}"
+
+
+def html_page(run: TuneRun, trials: Sequence[Trial], found: RaceResult) -> str:
+    """One self-contained file."""
+    spec = run.spec
+    kind = {RaceEnd.BETTER: "valid", RaceEnd.NO_DIFFERENCE: "valid"}.get(found.outcome, "caution")
+    best = max((one.score for one in trials if one.setup == found.best and one.score), default=0.0)
+    body = [
+        f"<h1>Tuning {escape(spec.model)}</h1>",
+        f'<p class="sub">{escape(spec.objective.words)}</p>',
+        verdict_box(kind, sentence(found), []),
+        cards(
+            [
+                (f"best, {spec.objective.unit}", figure(best)),
+                ("gain", f"{found.gain.value:+.1%}" if found.gain else "-"),
+                ("trials", str(len(trials))),
+                ("time", duration(found.spent_s)),
+                ("noise between starts", f"{found.noise:.1%}"),
+            ]
+        ),
+        "<h2>Settings, each alone against the base</h2>",
+        table(["setting", "gain (95%)", ""], [*map(_finding_row, found.findings)], "facts"),
+        "<h2>All trials</h2>",
+        table(["", "stage", "setup", spec.objective.unit, "took", ""],
+              [_trial_row(n + 1, one) for n, one in enumerate(trials)], "facts"),
+    ]  # fmt: skip
+    return document(f"Tuning {spec.model}", body)

@@ -1,0 +1,161 @@
+"""A tuning run on disk and on servers: what a trial leaves, what a kill leaves, what `up --tuned` makes of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from corral.bench.spec import Spec, Workload
+from corral.errors import NotFoundError, UsageError
+from corral.hardware.inventory import parse_gpus
+from corral.lifecycle.bringup import Wish
+from corral.models.facts import read_facts
+from corral.plan import make_plan
+from corral.tune import tuner
+from corral.tune.knobs import base_wish, knobs_for, tuned_wish
+from corral.tune.objective import Objective, ObjectiveKind
+from corral.tune.page import html_page, tune_lines
+from corral.tune.presets import workload_of
+from corral.tune.race import Purpose, Race, RaceEnd, RaceResult, Trial, TrialOrder, verdict
+from corral.tune.setups import BASE, Knob, Setup
+from corral.tune.store import TuneRun, TuneSpec, find_run, new_run
+from tests.unit.conftest import Corral
+
+KNOBS = (Knob("max_num_seqs", ("256", "64")), Knob("max_num_batched_tokens", ("4096",)))
+TUNED = {"": 3000, "--max-num-batched-tokens 4096": 1.5, "--max-num-seqs 256": 0}
+
+
+class Silent:
+    def __init__(self) -> None:
+        self.begun: list[TrialOrder] = []
+
+    def begins(self, number: int, order: TrialOrder, left_s: float) -> None:
+        self.begun.append(order)
+
+    def phase(self, text: str) -> None: ...
+
+    def ended(self, trial: Trial, so_far: RaceResult) -> None: ...
+
+
+def a_run(model: str = "tiny", budget_s: float = 600.0) -> TuneRun:
+    race = Race(KNOBS, budget_s, measure_s=1.0, start_s=10.0)
+    objective = Objective(ObjectiveKind.THROUGHPUT, concurrency=8)
+    bench = Spec(Workload(input_len=16, output_len=8))
+    wish = Wish(model=model, fixed={"max_model_len": "512"})
+    return new_run(TuneSpec(model, wish, race, objective, bench, 0.0), "t1")
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials without servers: batched tokens help by half, 256 sequences do not start."""
+
+    def made(run: TuneRun, spec: TuneSpec, order: TrialOrder, number: int, _: object) -> Trial:
+        choices = dict(order.setup.choices)
+        score = None if choices.get("max_num_seqs") == "256" else 100.0 * (1 + number % 3 / 100)
+        score = score * 1.5 if score and "max_num_batched_tokens" in choices else score
+        return Trial(order.setup, order.purpose, score, 20.0, 10.0, "" if score else "out of memory")
+
+    monkeypatch.setattr(tuner, "_made", made)
+
+
+@pytest.mark.usefixtures("scripted", "clean_home")
+def test_a_run_that_was_killed_goes_on_where_it_was() -> None:
+    run = a_run()
+    whole = tuner.tune(run, Silent())
+    trials = run.trials()
+    assert whole.outcome is RaceEnd.BETTER
+    assert whole.best == Setup.of(max_num_batched_tokens="4096")
+    file = run.folder / "trials.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join(lines[:4]) + lines[4][:20])  # killed while it wrote the fifth
+    again = Silent()
+    assert tuner.tune(run, again).best == whole.best
+    assert len(again.begun) == len(trials) - 4
+    assert [one.setup for one in run.trials()] == [one.setup for one in trials]
+
+
+@pytest.mark.usefixtures("scripted", "clean_home")
+def test_the_report_says_what_helped_and_what_did_not_start() -> None:
+    run = a_run()
+    found = tuner.tune(run, Silent())
+    text = "\n".join(tune_lines(run, run.trials(), found, 80))
+    assert "max_num_batched_tokens=4096 gains +" in text
+    assert "failed: out of memory" in text
+    assert "corral up --tuned t1" in text
+    assert max(map(len, text.splitlines())) <= 80
+    page = html_page(run, run.trials(), found)
+    assert "<script" not in page
+    assert "max_num_batched_tokens=4096" in page
+    fixed, arguments = tuner.settings_found(run)
+    assert fixed == {"max_model_len": "512", "max_num_batched_tokens": "4096"}
+    assert arguments == ()
+
+
+@pytest.mark.usefixtures("clean_home")
+def test_runs_are_found_by_name_beginning_and_last() -> None:
+    run = a_run()
+    assert find_run("t1") == find_run("t") == find_run("last") == run
+    with pytest.raises(NotFoundError, match="no tuning run is called 'x9'"):
+        find_run("x9")
+
+
+def test_one_trial_on_a_server_leaves_nothing_running(
+    answering: Corral, clean_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CORRAL_HOME", str(clean_home / "corral"))
+    monkeypatch.setenv("FAKE_TUNED", json.dumps(TUNED))
+    run = a_run(str(answering.model))
+    spec = run.spec
+    good = tuner._made(run, spec, TrialOrder(BASE, Purpose.SCREEN, 0.5), 1, Silent())
+    assert good.score
+    assert good.start_s > 0
+    assert (Path(good.run) / "run.json").is_file()
+    bad = tuner._made(run, spec, TrialOrder(Setup.of(max_num_seqs="256"), Purpose.SCREEN, 0.5), 2, Silent())
+    assert bad.score is None
+    assert "ran out of memory" in bad.why
+    states = {one["state"] for one in answering("ps", "--all", "--json").json()}
+    assert states <= {"stopped", "failed"}
+
+
+def test_knobs_leave_alone_what_is_fixed_and_offer_to_drop_what_was_pasted() -> None:
+    pasted = ("--enforce-eager", "--max-num-batched-tokens", "65536", "--enable-chunked-prefill=False")
+    wish = base_wish(Wish(model="llama-3.1-8b", fixed={"max_num_seqs": "256"}, extra_args=pasted))
+    plan = make_plan(read_facts("llama-3.1-8b", offline=True), parse_gpus("1xH200"), wish.goal, wish.fixed)
+    knobs = knobs_for(plan, wish, pasted, bursts=True, shares_prefixes=False)
+    names = [knob.name for knob in knobs]
+    assert "max_num_seqs" not in names
+    assert [one for one in names if one.startswith("given ")] == [
+        "given eager", "given max_num_batched_tokens", "given --enable-chunked-prefill",
+    ]  # fmt: skip
+    assert {"api_servers", "async_scheduling", "prefix_caching", "stream_interval"} <= set(names)
+    freed = tuned_wish(wish, knobs, Setup((("given --enable-chunked-prefill", ""), ("given eager", ""))))
+    assert freed.extra_args == ()
+    assert set(freed.fixed) == {"max_num_seqs", "max_num_batched_tokens"}
+    streamed = tuned_wish(wish, knobs, Setup.of(stream_interval="4", async_scheduling="--no-async-scheduling"))
+    assert streamed.extra_args[1:] == ("--no-async-scheduling", "--stream-interval", "4")
+
+
+def test_objectives_refuse_what_they_cannot_judge() -> None:
+    with pytest.raises(UsageError, match="the highest rate needs a service level"):
+        Objective(ObjectiveKind.RATE, concurrency=8)
+    with pytest.raises(UsageError, match="the lowest latency is measured at a rate"):
+        Objective(ObjectiveKind.LATENCY)
+
+
+def test_workloads_by_name_and_by_file(tmp_path: Path) -> None:
+    assert workload_of("chat", False, 1).shares_prefixes
+    assert workload_of("rag", False, 1).input_len == 4096
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"custom_id": "1", "body": {}}\n')
+    assert workload_of(str(rows), False, 1).dataset == "batch"
+    with pytest.raises(UsageError, match="there is no workload 'chta'"):
+        workload_of("chta", False, 1)
+
+
+def test_an_unfinished_run_keeps_the_base() -> None:
+    trials = [Trial(BASE, Purpose.SCREEN, 100.0, 10), Trial(Setup.of(max_num_seqs="64"), Purpose.SCREEN, 200.0, 10)]
+    found = verdict(Race(KNOBS, 30, 1, 10), trials)
+    assert found.outcome is RaceEnd.UNFINISHED
+    assert found.best == BASE
