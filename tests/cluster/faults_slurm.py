@@ -218,6 +218,10 @@ def power_off(node: str) -> Strike:
     return lambda bed, name: bed.login.hosts.power_off(node)
 
 
+def kill_slurmd(bed: SlurmBed, name: str) -> None:
+    bed.login.hosts.exec("n1", ["pkill", "-KILL", "-x", "slurmd"])
+
+
 def restart(node: str) -> Strike:
     return lambda bed, name: bed.login.slurm.restart_node(node)
 
@@ -331,7 +335,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "only node's slurmd killed",
-        lambda bed, name: bed.login.hosts.exec("n1", ["pkill", "-KILL", "-x", "slurmd"]),
+        kill_slurmd,
         None,
         heal=restart("n1"),
         options=ONE,
