@@ -36,33 +36,45 @@ def say(folder: FleetFolder, id: str = "a", **load: Any) -> None:
     write_atomic(folder.gateway_load(id), dump_json(GatewayLoad(time.time(), **load)))
 
 
-def full(made: float, judged: Judgement = Judgement.OK) -> dict[str, Any]:
-    """A gateway with more to do than its member can: 4,000 tokens/s arrive."""
+def full(finished: int, judged: Judgement = Judgement.OK) -> dict[str, Any]:
+    """A gateway with more to do than its member can: four requests of 1,000 tokens arrive every second."""
     return {
-        "waiting": 50, "arrivals": (40,) * 6, "arrived_tokens": (40_000,) * 6, "running": 4,
-        "members": {"f-1": MemberLoad(4, 4000, made, judged=judged)},
+        "waiting": 50, "arrivals": (40,) * 6, "arrived_tokens": (40_000,) * 6, "running": 4, "finished": finished,
+        "members": {"f-1": MemberLoad(4, 4000, 17.0, judged=judged)},
     }  # fmt: skip
 
 
 def test_a_capacity_is_believed_once_requests_have_waited(folder: FleetFolder) -> None:
     pacer = Pacer(folder)
     pacer.leads = {"f-1": (0.0, 60.0)}
-    say(folder, **full(900.0))
+    say(folder, **full(100))
     assert pacer.decide(FLEET, {}, 0.0) is None  # they may only just have begun
+    say(folder, **full(104))
     assert pacer.decide(FLEET, {}, FULL_S - 1) is None
+    say(folder, **full(109))
     decision = pacer.decide(FLEET, {}, FULL_S)
     assert decision is not None
-    assert decision.wanted == 5
+    assert decision.wanted == 5  # 4,000 tokens/s and 52,000 to be done, at 900 each, for nine minutes
     assert "another one comes in 60 s" in decision.why
     later = Pacer(folder)  # a keeper that was started again knows it
     assert later.capacity == pytest.approx(900.0)
     assert later.lead_s == 60.0
 
 
+def test_a_gateway_that_began_anew_finished_nothing_before(folder: FleetFolder) -> None:
+    pacer = Pacer(folder)
+    say(folder, **full(100))
+    pacer.decide(FLEET, {}, 0.0)
+    say(folder, **full(3))
+    assert pacer.decide(FLEET, {}, FULL_S) is None
+    assert pacer.capacity == 0.0
+
+
 def test_a_member_that_hangs_says_nothing_about_the_others(folder: FleetFolder) -> None:
     pacer = Pacer(folder)
-    say(folder, **full(900.0, Judgement.HUNG))
+    say(folder, **full(100, Judgement.HUNG))
     assert pacer.decide(FLEET, {}, 0.0) is None
+    say(folder, **full(109, Judgement.HUNG))
     assert pacer.decide(FLEET, {}, FULL_S) is None
     assert pacer.capacity == 0.0
 
@@ -70,7 +82,7 @@ def test_a_member_that_hangs_says_nothing_about_the_others(folder: FleetFolder) 
 def test_a_fleet_of_one_size_and_a_fleet_without_gateways_stay_as_they_are(folder: FleetFolder) -> None:
     pacer = Pacer(folder)
     assert pacer.decide(FLEET, {}, 0.0) is None
-    say(folder, **full(900.0))
+    say(folder, **full(100))
     fixed = Fleet("f", "m", 2, 2, 2, 0.0)
     assert pacer.decide(fixed, {}, 0.0) is None
     assert pacer.decide(fixed, {}, 100.0) is None
@@ -84,4 +96,4 @@ def test_loads_of_several_gateways_are_one() -> None:
     assert both.arrivals == (1, 7)
     assert both.arrived_tokens == (10, 27)
     assert both.members == {"f-1": MemberLoad(3, 110, 55.0, 9.0, Judgement.SLOW)}
-    assert backlog_of(both) == pytest.approx(110 + 3 * 37 / 8)
+    assert backlog_of(both) == pytest.approx((3 / 2 + 3) * 37 / 8)

@@ -144,6 +144,7 @@ class GatewayLoad:
     arrived_tokens: tuple[int, ...] = ()  # their tokens, prompt and expected output
     oldest_wait_s: float = 0.0
     members: dict[str, MemberLoad] = field(default_factory=dict)
+    finished: int = 0  # requests, since the gateway began
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Following the load: from the files that gateways write to a decision how many members are wanted.
 
-The load of all gateways is put together, a member's capacity is what one made while requests waited, and the time
-until a further member serves is measured on the members that there are: the wait of their jobs and the time they
-took to be ready.
+The load of all gateways is put together. Work is counted in the tokens that gateways expect of a request when it
+arrives, prompt and answer: a member's capacity is how many requests were finished while others waited, times their
+usual tokens. So it does not matter how well gateways guess, as long as they guess alike. The time until a further
+member serves is measured on the members that there are: the wait of their jobs and the time they took to be ready.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import mean, median
 
 from corral.deployment.fleet import Fleet, FleetFolder, GatewayLoad, Judgement, read_loads
 from corral.deployment.folder import DeploymentFolder
@@ -24,13 +25,14 @@ from corral.lifecycle import deployments
 from corral.record import dump_json, load_json
 from corral.targets.base import Queue
 
-__all__ = ["MeasuredMembers", "Pacer", "backlog_of", "summed"]
+__all__ = ["MeasuredMembers", "Pacer", "backlog_of", "summed", "usual_tokens"]
 
 PLANNED_LOAD_S = 600.0  # where nothing was measured and no plan says how long loading takes
 MARGIN = 1.5  # of the lead before a job's end
 LEAST_MARGIN_S = 60.0
-FULL_S = 10.0  # for so long requests must have waited before what members make counts as all they can
-CAPACITY_FALLS = 0.99  # per look at full members: what was measured long ago counts less
+FULL_S = 10.0  # for so long requests must have waited before what members finish counts as all they can
+WINDOW_S = 30.0  # over which that is counted
+NEW = 0.2  # the weight of a new measurement
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Pacer:
     capacity: float = 0.0
     course: Course = field(default_factory=Course)
     leads: dict[str, tuple[float, float]] = field(default_factory=dict)  # queue wait, load time; by member
-    full_since_s: float | None = None
+    full: list[tuple[float, dict[str, int], int]] = field(default_factory=list)  # when, finished by gateway, members
     _saved: float | None = None
 
     def __post_init__(self) -> None:
@@ -81,7 +83,7 @@ class Pacer:
         if fleet.least == fleet.most == fleet.wanted or not loads:
             return None
         load = summed(loads)
-        self._watch_capacity(load, now_s)
+        self._watch_capacity(loads, load, now_s)
         demand = Demand(
             now_s, rate(load.arrived_tokens[:-1]), backlog_of(load), load.waiting, self.capacity, self.lead_s,
             fleet.least, fleet.most, fleet.wanted,
@@ -89,15 +91,19 @@ class Pacer:
         self.course, decision = next_size(self.course, demand)
         return decision
 
-    def _watch_capacity(self, load: GatewayLoad, now_s: float) -> None:
-        """What a member makes while requests wait is what it can make."""
-        if not load.waiting:
-            self.full_since_s = None
+    def _watch_capacity(self, loads: Mapping[str, GatewayLoad], load: GatewayLoad, now_s: float) -> None:
+        """What members finish while requests wait is what they can do."""
+        busy = sum(bool(one.running) and one.judged is Judgement.OK for one in load.members.values())
+        if not load.waiting or not busy:
+            self.full = []
             return
-        self.full_since_s = now_s if self.full_since_s is None else self.full_since_s
-        if now_s - self.full_since_s >= FULL_S:
-            made = [one.tokens_per_s for one in load.members.values() if one.running and one.judged is Judgement.OK]
-            self.capacity = max([self.capacity * CAPACITY_FALLS, *made])
+        done = {id: one.finished for id, one in loads.items()}
+        self.full = [*(look for look in self.full if now_s - look[0] <= WINDOW_S), (now_s, done, busy)]
+        first_s, before, _ = self.full[0]
+        made = sum(done[id] - before[id] for id in done if done[id] >= before.get(id, done[id] + 1))
+        if now_s - first_s >= FULL_S and made:
+            each = made / (now_s - first_s) / mean(look[2] for look in self.full) * usual_tokens(load)
+            self.capacity = each if not self.capacity else (1 - NEW) * self.capacity + NEW * each
             self._save()
 
     def _save(self) -> None:
@@ -127,12 +133,15 @@ def _queue_s(folder: DeploymentFolder) -> float:
     return max(0.0, lease.started_s - lease.submitted_s) if lease and lease.started_s else 0.0
 
 
-def backlog_of(load: GatewayLoad) -> float:
-    """The tokens to be made: what members have, and what waits, which is taken to be like what came lately."""
-    on_members = sum(one.outstanding_tokens for one in load.members.values())
+def usual_tokens(load: GatewayLoad) -> float:
+    """What a gateway expects of a request that arrives, on the average of the last minute."""
     arrived = sum(load.arrivals)
-    each = sum(load.arrived_tokens) / arrived if arrived else 0.0
-    return max(float(load.outstanding_tokens), on_members + load.waiting * each)
+    return sum(load.arrived_tokens) / arrived if arrived else 0.0
+
+
+def backlog_of(load: GatewayLoad) -> float:
+    """The tokens to be made: of what runs, half is done."""
+    return (load.running / 2 + load.waiting) * usual_tokens(load)
 
 
 def summed(loads: Mapping[str, GatewayLoad]) -> GatewayLoad:
@@ -151,4 +160,5 @@ def summed(loads: Mapping[str, GatewayLoad]) -> GatewayLoad:
         arrived_tokens=tuple(map(sum, zip(*padded, strict=True))),
         oldest_wait_s=max(load.oldest_wait_s for load in loads.values()),
         members=members,
+        finished=sum(load.finished for load in loads.values()),
     )

@@ -170,4 +170,5 @@ def fleet_load(gateway: Gateway, fleet: str) -> GatewayLoad:
         tuple(map(sum, zip(*(one[1] for one in bins), strict=True))),
         max((pool.oldest_wait_s() for pool in pools), default=0.0),
         members,
+        sum(sum(pool.e2e.counts) for pool in pools),
     )
