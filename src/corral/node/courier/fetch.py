@@ -112,7 +112,8 @@ class Fetch:
         self.depot.close()
         for item in [self.depot.items[number] for number in numbers]:
             if not item.done:
-                self.tree.unlink(item.path, item.part_name)
+                with contextlib.suppress(OSError):  # its folder was not made yet
+                    self.tree.unlink(item.path, item.part_name)
 
     def find_part(self, item: Item) -> None:
         if item.size >= SMALL_BYTES and not item.done and os.path.exists(item.part):
