@@ -53,7 +53,8 @@ cluster: .venv/.test-installed  ## real sshd, SLURM, Docker, Podman and Apptaine
 
 integration: .venv/.test-installed  ## real vLLM on the CPU (installed into .scratch/), on one host and on several
 	$(call INSTALL,cluster)
-	$(PYTEST) tests/integration --numprocesses 2 --dist loadfile --timeout 1500 --reruns 1 --durations 12
+	$(PYTEST) tests/integration --numprocesses 2 --dist loadfile --no-loadscope-reorder --timeout 1500 \
+		--reruns 1 --durations 12
 
 e2e: .venv/.test-installed  ## pages in a real browser; Corral installed from its wheel
 	$(call INSTALL,browser)

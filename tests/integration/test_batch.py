@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import time
 from pathlib import Path
 from typing import Any
 
-from tests.integration.conftest import FAST, Corral
+from tests.integration.conftest import FAST, Corral, free_port
 
 
 def write_rows(path: Path, count: int) -> None:
@@ -49,11 +48,9 @@ def test_the_engines_death_is_waited_out_and_a_long_prompt_is_named(
 ) -> None:
     rows, output = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
     write_rows(rows, 600)
-    with socket.socket() as probe:  # not the default port, which other servers on this machine may take between lives
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    # not the default port, which other servers on this machine may take between lives
     corral.run(
-        "up", str(tiny_model), "--name", "batched", *FAST, "--context", "256", "--restart", "2", "--port", port
+        "up", str(tiny_model), "--name", "batched", *FAST, "--context", "256", "--restart", "2", "--port", free_port()
     )
     try:
         with rows.open("a") as file:

@@ -6,9 +6,11 @@ Data needs besides.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,6 +21,7 @@ from pathlib import Path
 
 import pytest
 
+from corral.node.agent.processes import descendants
 from tests.conftest import ROOT
 from tests.integration.conftest import KEPT, Corral, free_port
 
@@ -38,7 +41,7 @@ class Cluster:
 def environment(engine: Path) -> Path:
     """The engine's packages, Ray Data's further needs, and Corral as it lies here."""
     place = KEPT / f"ray-data-{engine.name}"
-    if (place / "made").is_file():
+    if (place / "made").is_file() and (place / "made").read_text() == str(ROOT):
         return place / "bin" / "python"
     shutil.rmtree(place, ignore_errors=True)
     subprocess.run([engine / "bin" / "python", "-m", "venv", "--without-pip", place], check=True)
@@ -47,13 +50,12 @@ def environment(engine: Path) -> Path:
     further = ["pyarrow", "pandas", "python-dateutil", "six", "pytz", "tzdata"]  # numpy is the engine's
     install = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", str(place / "bin" / "python")]
     subprocess.run([*install, "--no-deps", *further, "--editable", str(ROOT)], check=True)
-    (place / "made").touch()
+    (place / "made").write_text(str(ROOT))  # a kept folder may outlive the checkout
     return place / "bin" / "python"
 
 
 @pytest.fixture(scope="module")
 def cluster(corral: Corral, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    corral.run("pull", "smollm2")
     python = environment(corral.engine.resolve())
     scratch = tmp_path_factory.mktemp("r", numbered=True)
     env = {**os.environ, "CORRAL_HOME": str(scratch / "home"), "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
@@ -71,46 +73,57 @@ def cluster(corral: Corral, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             time.sleep(0.2)
         yield Cluster(python, {**env, "RAY_ADDRESS": f"127.0.0.1:{port}"})
     finally:
-        ray.terminate()
+        for pid in (ray.pid, *descendants(ray.pid)):  # asked politely, it takes half a minute
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         ray.wait(60)
         shutil.rmtree(short, ignore_errors=True)
 
 
 def lines(path: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [json.loads(line) for line in path.read_bytes().splitlines()]  # text would also be split at U+2028
 
 
-def test_killed_in_the_middle_every_row_has_one_result(cluster: Cluster, corral: Corral, tmp_path: Path) -> None:
-    rows = [{"id": n, "prompt": f"Story {n} begins: once", "max_tokens": 4 + n % 3} for n in range(400)]
+def whole_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def tokens(number: int) -> int:
+    """How many a row asks for: the last batches of 64 take long, so that the first results are not the last."""
+    return 4 + number % 3 + (200 if number >= 192 else 0)
+
+
+def test_killed_in_the_middle_every_row_has_one_result(cluster: Cluster, tiny_model: Path, tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = [
+        {"id": n, "prompt": f"Story {n} begins: once", "max_tokens": tokens(n), "ignore_eos": True}
+        for n in range(320)
+    ]
     rows[17] |= {"allowed_token_ids": [999_999_999]}  # beyond its vocabulary: vLLM refuses it, and this row alone
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     output = tmp_path / "out.jsonl"
     command = [str(tmp_path / "in.jsonl"), "-o", str(output), "--engine", "ray-data", "--model"]
-    command += [str(corral.home / "models" / "smollm2"), "--context", "512", "--set", "eager=true"]
-    command += ["--temperature", "0"]
+    command += [str(tiny_model), "--context", "512", "--set", "eager=true", "--temperature", "0"]
     first = cluster.batch(*command)
     until = time.monotonic() + 600
-    while not lines(output) and first.poll() is None and time.monotonic() < until:
+    while not whole_lines(output) and first.poll() is None and time.monotonic() < until:
         time.sleep(0.05)
     first.kill()
     said = first.communicate()[0]
-    assert 0 < len(lines(output)) < 399, said
+    assert 0 < whole_lines(output) < 319, said
     again = cluster.batch(*command)
     said = again.communicate(timeout=800)[0]
     assert again.returncode == 1, said  # finished, one row in the error file
     found = lines(output)
-    assert sorted(int(str(line["id"])) for line in found) == [n for n in range(400) if n != 17], said
-    assert all(line["response"] for line in found)
-    assert all(
-        line["completion_tokens"] == 4 + int(str(line["id"])) % 3 or line["finish_reason"] == "stop" for line in found
-    )
+    assert sorted(int(str(line["id"])) for line in found) == [n for n in range(320) if n != 17], said
+    assert all(line["completion_tokens"] == tokens(int(str(line["id"]))) for line in found)
+    assert sum(bool(line["response"]) for line in found) > 300  # not all tokens of a random model are text
     errors = lines(tmp_path / "out.errors.jsonl")
     assert [error["custom_id"] for error in errors] == ["17"]
     assert "allowed_token_ids" in json.dumps(errors)
     resumed = subprocess.run(
         [cluster.python, "-m", "corral", "batch", "resume", output], env=cluster.env, capture_output=True, text=True
     )
-    assert "400" in resumed.stdout + resumed.stderr, resumed.stderr  # nothing to do, and it knows where it ran
+    assert "320" in resumed.stdout + resumed.stderr, resumed.stderr  # nothing to do, and it knows where it ran
 
 
 def test_without_a_cluster_it_says_so(cluster: Cluster, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Bench against a fake server whose true latencies are known, and against real vLLM."""
+"""Bench against a fake server whose true latencies are known; against real vLLM in test_serving.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.conftest import FAST, Corral
+from tests.integration.conftest import Corral
 
 
 @contextmanager
@@ -101,28 +101,3 @@ def test_figures_are_what_vllms_own_code_makes_of_the_same_rows(corral: Corral) 
     assert len(theirs) == 34
     for key, value in theirs.items():
         assert body[key] == pytest.approx(value, rel=1e-6, abs=1e-6), key
-
-
-@pytest.mark.engine
-def test_real_vllm_is_measured_with_exact_lengths(corral: Corral, tiny_model: Path) -> None:
-    corral.run("up", str(tiny_model), "--name", "measured", *FAST)
-    try:
-        done = corral.run("bench", "run", "--deployment", "measured", "--concurrency", "4", "--num-prompts", "24",
-                          "--input-len", "20", "--output-len", "8", "--percentiles", "50", "--json",
-                          "--name", "real", check=False)  # fmt: skip
-        body = json.loads(done.stdout)
-        assert body["completed"] == 24, body
-        assert body["total_output_tokens"] == 24 * 8
-        assert body["total_input_tokens"] == 24 * 20
-        kinds = {problem["kind"] for problem in body["problems"]}
-        assert kinds <= {"generator_lag", "warm_up"}, body["problems"]  # true on a busy machine
-        known = corral.json("bench", "report", "real")
-        assert known["server"]["generation_tokens"] == 24 * 8
-        assert known["server"]["prefix_hit_share"] == pytest.approx(0.0, abs=0.05)
-        assert known["fingerprint"]["server"]["deployment"] == "measured"
-        assert known["limit"]["limited_by"]
-        key = (corral.home / "deployments" / "measured" / "key").read_text().strip()
-        for path in (corral.home / "bench" / "real").iterdir():
-            assert key not in path.read_text()
-    finally:
-        corral.run("down", "measured")

@@ -1,33 +1,148 @@
-"""`corral up` with nothing said: the embedded default, compiled, answers a question of fact."""
+"""`corral up` with nothing said: the embedded default, compiled, answers a question of fact.
+
+The same server for every use of a real model: scores against transformers' logits, tokens of many scripts, structured
+answers, Python, the shell.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
+import pytest
 
+import corral as library
+from corral.client.endpoint import HeldKeyEndpoint
+from corral.client.errors import BadRequestError, KeyRefusedError, PromptTooLongError
+from corral.llm.llm import LLM
 from tests.integration.conftest import Corral
+from tests.integration.transformers_scores import planned_dtype, reference, rows
 
 
-def test_the_capital_of_france_is_paris(corral: Corral) -> None:
-    document = corral.json("up")
-    try:
-        assert document["name"] == "smollm2"
-        assert "Paris" in document["first_answer"]
-        key = Path(document["endpoint"]["key_file"]).read_text().strip()
-        with openai.OpenAI(base_url=document["endpoint"]["base_url"], api_key=key) as client:
-            reply = client.chat.completions.create(
-                model="smollm2",
-                messages=[{"role": "user", "content": "What is the capital of France?"}],
-                temperature=0,
-                max_tokens=16,
-            )
-        assert "Paris" in (reply.choices[0].message.content or "")
-        status = corral.json("status", "smollm2")
-        rows = {row["name"]: row for row in status["plan_against_engine"]["rows"]}
-        assert abs(rows["kv_tokens"]["percent"]) < 1
-        assert (
-            "engine runs in the forked process" in corral.run("logs", "smollm2").stdout
-        )  # the quick start was taken
-    finally:
-        corral.run("down", "smollm2")
+@pytest.fixture(scope="module")
+def document(corral: Corral) -> Iterator[dict[str, Any]]:
+    yield corral.json("up")
+    corral.run("down", "smollm2")
+
+
+@pytest.fixture(scope="module")
+def served(document: dict[str, Any]) -> Iterator[LLM]:
+    """The embedded default, with its key in a file."""
+    endpoint = library.Endpoint(document["endpoint"]["base_url"], "smollm2", document["endpoint"]["key_file"])
+    with LLM(endpoint) as llm:
+        yield llm
+
+
+def test_the_capital_of_france_is_paris(corral: Corral, document: dict[str, Any]) -> None:
+    assert document["name"] == "smollm2"
+    assert "Paris" in document["first_answer"]
+    key = Path(document["endpoint"]["key_file"]).read_text().strip()
+    with openai.OpenAI(base_url=document["endpoint"]["base_url"], api_key=key) as client:
+        reply = client.chat.completions.create(
+            model="smollm2",
+            messages=[{"role": "user", "content": "What is the capital of France?"}],
+            temperature=0,
+            max_tokens=16,
+        )
+    assert "Paris" in (reply.choices[0].message.content or "")
+    status = corral.json("status", "smollm2")
+    compared = {row["name"]: row for row in status["plan_against_engine"]["rows"]}
+    assert abs(compared["kv_tokens"]["percent"]) < 1
+    assert "engine runs in the forked process" in corral.run("logs", "smollm2").stdout  # the quick start was taken
+
+
+def test_its_scores_are_near_those_of_transformers(corral: Corral, served: LLM) -> None:
+    """Real logits are near 16, where bfloat16 has steps of 0.06 to 0.12: single tokens differ by a few steps
+    (unlikely ones, deep in the tail, by more), and the differences cancel out in sums."""
+    dtype = planned_dtype(corral, "smollm2")
+    theirs = reference(corral, corral.home / "models" / "smollm2", dtype, rows())
+    scores = served.score(rows(), per_token=True, prefix="none")
+    differences = [
+        score.logprob - value
+        for ours, other in zip(scores, theirs, strict=True)
+        for score, value in zip(ours.token_scores, other["logprobs"], strict=True)
+    ]
+    sizes = sorted(map(abs, differences))
+    mean, median, most = abs(sum(differences)) / len(sizes), sizes[len(sizes) // 2], sizes[len(sizes) * 9 // 10]
+    print(
+        f"smollm2, {dtype}: mean {mean:.2e}, median {median:.2e}, 9 of 10 under {most:.2e}, largest {sizes[-1]:.2e}"
+    )
+    assert mean < 2e-2
+    assert median < 0.06
+    assert most < 0.25
+    assert dtype == "bfloat16" or sizes[-1] < 1e-3
+
+
+def test_pieces_of_signs_are_right(served: LLM) -> None:
+    prompt = "I love 🎉 parties in 東京都, Ünïcödé, नमस्ते"
+    view = served.explain(prompt, max_tokens=12, temperature=0)
+    ids = served.tokenize(prompt)
+    assert [token.id for token in view.prompt_tokens] == ids
+    assert b"".join(bytes(token.bytes or b"?") for token in view.prompt_tokens).decode() == prompt
+    reply = served.complete(prompt, max_tokens=12, temperature=0)
+    assert b"".join(bytes(token.bytes or b"?") for token in view.tokens).decode("utf-8", "replace") == reply.text
+    alternatives = [other for token in (*view.prompt_tokens, *view.tokens) for other in token.top]
+    assert all(other.bytes for other in alternatives)
+    for token in view.tokens:
+        assert token.rank == 1
+        assert len({other.id for other in token.top}) == len(token.top)
+
+
+def test_structured_answers(served: LLM) -> None:
+    assert served.complete("Is water wet?", choice=["yes", "no"]).text in ("yes", "no")
+    number = served.complete("My number is ", regex=r"\d{3}-\d{4}").text
+    assert len(number) == 8
+    schema = {"type": "object", "properties": {"age": {"type": "integer", "maximum": 99}}, "required": ["age"]}
+    answer = served.chat("How old?", json_schema=schema, max_tokens=60, temperature=0).text
+    assert "age" in json.loads(answer)
+
+
+def test_every_parameter_is_taken_by_the_server(served: LLM) -> None:
+    reply = served.complete(
+        "San Francisco is a", max_tokens=6, min_tokens=2, temperature=0.7, top_p=0.9, top_k=20, min_p=0.01,
+        frequency_penalty=0.1, presence_penalty=0.1, repetition_penalty=1.1, seed=3, stop=["\n\n"], n=2, logprobs=2,
+        prompt_logprobs=1, ignore_eos=True, stop_token_ids=[0], bad_words=["banana"], skip_special_tokens=False,
+        include_stop_str_in_output=True, truncate_prompt_tokens=3, extra={"length_penalty": 1.0},
+    )  # fmt: skip
+    assert len(reply.choices) == 2
+    assert len(reply.prompt_tokens) == 3
+
+
+def test_python_and_the_sdk(served: LLM) -> None:
+    assert "Paris" in served.chat([{"role": "user", "content": "What is the capital of France?"}], temperature=0).text
+    texts = served.map([f"{n} plus one is" for n in range(40)], max_tokens=4, temperature=0)
+    assert len(texts) == 40
+    pieces = [piece.text for piece in served.stream("San", max_tokens=6)]
+    assert "".join(pieces)
+    with served.openai() as client:
+        assert client.completions.create(model="smollm2", prompt="San", max_tokens=3).choices[0].text
+    row = {"context": "The capital of France is", "choices": [" Paris", " Rome", " a banana"], "answer": 0}
+    (score,) = served.score([row])
+    assert (score.chosen_text, score.correct) == (" Paris", True)
+    assert served.metrics().kv_tokens
+
+
+def test_errors_of_the_real_server(served: LLM) -> None:
+    with pytest.raises(PromptTooLongError) as caught:
+        served.complete("word " * 20000)
+    assert caught.value.remedy
+    with pytest.raises(BadRequestError):
+        served.complete("a", logprobs=21)
+    stranger = LLM(HeldKeyEndpoint(served.endpoint.base_url, "smollm2", "wrong"))
+    with pytest.raises(KeyRefusedError):
+        stranger.complete("a")
+
+
+def test_the_shell(corral: Corral, served: LLM, tmp_path: Path) -> None:
+    done = corral.run("complete", "San Francisco is a", "--max-tokens", "7", "--temperature", "0")
+    assert len(done.stdout.split()) > 3
+    items = tmp_path / "items.jsonl"
+    items.write_text('{"id": "1", "text": "The quick brown fox jumps over the lazy dog."}\n')
+    report = corral.json("score", "--input", str(items), "-o", str(tmp_path / "scores.parquet"))
+    assert report["summary"]["rows"] == 1
+    assert report["summary"]["perplexity"] < 100
+    (line,) = corral.json("top", "smollm2")
+    assert line["reading"]["kv_tokens"] > 0

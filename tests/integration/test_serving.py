@@ -160,6 +160,25 @@ def test_it_listens_on_loopback_only(server: dict[str, Any]) -> None:
     assert [address for address in listening if int(address.split(":")[1], 16) == port] == [f"0100007F:{port:04X}"]
 
 
+def test_bench_measures_it_with_exact_lengths(corral: Corral, server: dict[str, Any], key: str) -> None:
+    done = corral.run("bench", "run", "--deployment", "serving", "--concurrency", "4", "--num-prompts", "24",
+                      "--input-len", "20", "--output-len", "8", "--percentiles", "50", "--json", "--name", "real",
+                      check=False)  # fmt: skip
+    body = json.loads(done.stdout)
+    assert body["completed"] == 24, body
+    assert body["total_output_tokens"] == 24 * 8
+    assert body["total_input_tokens"] == 24 * 20
+    kinds = {problem["kind"] for problem in body["problems"]}
+    assert kinds <= {"generator_lag", "warm_up"}, body["problems"]  # true on a busy machine
+    known = corral.json("bench", "report", "real")
+    assert known["server"]["generation_tokens"] == 24 * 8
+    assert known["server"]["prefix_hit_share"] == pytest.approx(0.0, abs=0.05)
+    assert known["fingerprint"]["server"]["deployment"] == "serving"
+    assert known["limit"]["limited_by"]
+    for path in (corral.home / "bench" / "real").iterdir():
+        assert key not in path.read_text()
+
+
 def port_is_closed(base_url: str) -> bool:
     address = urlsplit(base_url)
     with socket.socket() as probe:
