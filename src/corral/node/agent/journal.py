@@ -19,6 +19,10 @@ class TransitionError(Exception):
     """A state was to be written that cannot follow the one before."""
 
 
+def _for_its_owner(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
 class Journal:
     """Appends events; one write and one sync each. States follow their table.
 
@@ -30,7 +34,7 @@ class Journal:
         # opened once: when the folder is set aside for a new launch, late words stay with the old one
         self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
         self._spare = os.path.join(os.path.dirname(path), "spare")
-        with contextlib.suppress(OSError), open(self._spare, "wb") as file:
+        with contextlib.suppress(OSError), open(self._spare, "wb", opener=_for_its_owner) as file:
             file.write(os.urandom(SPARE_BYTES))  # nothing that a file system could compress away
         self._rank = rank
         self._began = time.monotonic()
