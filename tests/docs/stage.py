@@ -167,7 +167,7 @@ class Reader:
         if words[0] == "up" and not {"--dry-run", "--attach"} & set(words):
             at = words.index("--") if "--" in words else len(words)
             words = [*words[:at], "--dry-run", *words[at:]]
-        if words[0] == "pull" or (words[0] == "batch" and "--model" in words):
+        if words[0] == "pull" or (words[0] == "batch" and "--start" in words):
             return self._apart(words)  # the hub's library reads its environment once
         return self._here(words)
 

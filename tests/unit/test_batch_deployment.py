@@ -90,7 +90,7 @@ def test_a_batch_goes_on_at_the_successor(answering: Corral, tmp_path: Path) -> 
 
 def test_offline_starts_a_model_runs_and_stops_it(answering: Corral, tmp_path: Path) -> None:
     given, output = rows(tmp_path, 50)
-    argv = ["batch", given, "-o", str(output), "--model", str(answering.model)]
+    argv = ["batch", given, "-o", str(output), "--start", str(answering.model)]
     done = answering(*argv)
     assert done.code == 0, done.err
     assert ids(output) == list(range(50))

@@ -44,6 +44,18 @@ def test_every_verb_that_prints_facts_has_it() -> None:
     assert {name for name, command in COMMANDS.items() if "--json" not in flags(command)} == set(WITHOUT)
 
 
+def test_model_names_one_that_is_there() -> None:
+    """What a batch starts itself has a name of its own; elsewhere `--model` is served, or lies on nodes."""
+    shown = {
+        name: option.help or ""
+        for name, command in COMMANDS.items()
+        for option in command.params
+        if isinstance(option, click.Option) and "--model" in option.opts and not option.hidden
+    }
+    assert {name for name, text in shown.items() if "served" not in text.lower()} == {"doctor"}
+    assert "--start" in flags(COMMANDS["batch run"])
+
+
 def test_every_option_says_what_it_does() -> None:
     silent = [
         f"{name} {option.opts[0]}"

@@ -28,7 +28,7 @@ def batch(
     deployment: str | None = None,
     url: str | None = None,
     key_file: str | os.PathLike[str] | None = None,
-    model: str | None = None,
+    start: str | None = None,
     context: int | None = None,
     chat: bool = False,
     system: str | None = None,
@@ -42,7 +42,7 @@ def batch(
 ) -> Result:
     """Run every row of a file and write the answers; called again after anything, it continues.
 
-    It uses the named deployment, the server at an address, or the only ready one; with `model` it starts that model
+    It uses the named deployment, the server at an address, or the only ready one; with `start` it starts that model
     and stops it at the end. Sampling parameters for all rows are keyword arguments: `max_tokens=64, temperature=0`.
     """
     request_fields(params, chat=True)  # a misspelt name is an error, as it is for one prompt
@@ -53,7 +53,7 @@ def batch(
         (deployment,) if deployment else (),
         (url,) if url else (),
         str(key_file) if key_file else None,
-        Offline(model, context) if model else None,
+        Offline(start, context) if start else None,
     )
     settings = RunnerSettings(concurrency=concurrency)
     return _apart(lambda signals: carry_out(order, where, settings, Quiet(), reporter=Lines(quiet), signals=signals))

@@ -101,7 +101,7 @@ def served_for(where: Where, order: BatchOrder, reporter: Any) -> Iterator[Serve
         yield _online(where, order)
         return
     if where.deployments or where.urls:
-        raise UsageError("--model starts a model; --deployment and --url use running ones.", "Give one of them.")
+        raise UsageError("--start starts a model; --deployment and --url use running ones.", "Give one of them.")
     if where.offline.engine == RAY_DATA:
         yield _on_ray(where.offline)
         return
@@ -125,7 +125,7 @@ def _online(where: Where, order: BatchOrder) -> Served:
     except CorralError as error:
         if known is None:
             if isinstance(error, NotFoundError) and not where.deployments:
-                error.remedy += " Or let the batch start a model itself: --model MODEL."
+                error.remedy += " Or let the batch start a model itself: --start MODEL."
             raise
         failure = error  # the job may be done already, and then needs nobody
 

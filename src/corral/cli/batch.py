@@ -35,7 +35,7 @@ class BatchGroup(WholeGroup):
 def command() -> None:
     """Run a file of prompts through a model: `corral batch prompts.jsonl -o answers.jsonl`.
 
-    Run the same command again to continue after any interruption. Without --deployment, --url or --model, the running
+    Run the same command again to continue after any interruption. Without --deployment, --url or --start, the running
     deployment is used. `corral batch run --help` lists all options.
     """
 
@@ -102,13 +102,14 @@ def _run_options(function: Any) -> Any:
 )
 @click.option("--url", "urls", multiple=True, help="Use the server at this address; repeatable.")
 @click.option("--key-file", help="File (mode 0600) with the key for --url.")
-@click.option("--model", help="Start this model, run, stop it: the offline mode.")
-@click.option("--context", type=TokenCount(), help="With --model: longest request in tokens, 32768 or 32k.")
-@click.option("--set", "fixed", multiple=True, metavar="KEY=VALUE", help="With --model: fix a field of the plan.")
-@click.option("--on", metavar="PROFILE", help="With --model: where to run it (`corral profile list`).")
+@click.option("--start", "model", metavar="MODEL", help="Start this model, run, stop it: the offline mode.")
+@click.option("--model", "named_model", hidden=True)  # what --start was called
+@click.option("--context", type=TokenCount(), help="With --start: longest request in tokens, 32768 or 32k.")
+@click.option("--set", "fixed", multiple=True, metavar="KEY=VALUE", help="With --start: fix a field of the plan.")
+@click.option("--on", metavar="PROFILE", help="With --start: where to run it (`corral profile list`).")
 @target_options
 @click.option("--engine", type=click.Choice(["http", "ray-data"]), default="http", show_default=True,
-              help="ray-data: on an existing Ray cluster, with --model a path or a Hugging Face id.")  # fmt: skip
+              help="ray-data: on an existing Ray cluster, with --start a path or a Hugging Face id.")  # fmt: skip
 @_recipe_options
 @click.option("--format", "shape", type=click.Choice(["openai", "columns"]),
               help="Shape of results (default: as the input).")  # fmt: skip
@@ -128,6 +129,7 @@ def run(**given: Any) -> int:
     from corral.batch.job import BatchOrder
     from corral.batch.serving import Offline, Where
 
+    given["model"] = given["model"] or given["named_model"]
     order = BatchOrder(
         input=given["input"],
         output=given["output"],
@@ -232,7 +234,7 @@ def _target_fields(given: dict[str, Any]) -> dict[str, Any]:
     if not given["on"] and target is None:
         return {}
     if not given["on"] and not given["model"]:
-        raise UsageError(f"the options of {target} say where to start a model.", "Name it: --model MODEL.")
+        raise UsageError(f"the options of {target} say where to start a model.", "Name it: --start MODEL.")
     flags = {"target_options": options, **({"target": target} if target else {})}
     return _from_profile(given, flags) if given["on"] else flags
 
@@ -367,7 +369,7 @@ def _exit_code(done: bool, failed: bool) -> int:
 def _check_ray(given: dict[str, Any], model: str | None, more: dict[str, Any]) -> None:
     """Refuse what Ray Data cannot use, instead of leaving it out in silence."""
     if not model:
-        raise UsageError("--engine ray-data needs the model.", "Give --model PATH, or a Hugging Face id.")
+        raise UsageError("--engine ray-data needs the model.", "Give --start PATH, or a Hugging Face id.")
     if given["urls"] or given["deployments"] or given["jobs"] > 1:
         raise UsageError("--engine ray-data starts its own engines.", "Leave out --url, --deployment and --jobs.")
     if more:

@@ -35,7 +35,7 @@ def _profiles() -> Iterator[str]:
     return known_names()
 
 
-_OPTIONS: dict[str, Offer] = {"--deployment": _deployments, "--on": _profiles, "--model": _models}
+_OPTIONS: dict[str, Offer] = {"--deployment": _deployments, "--on": _profiles, "--model": _models, "--start": _models}
 _ARGUMENTS: dict[str, Offer] = {"name": _deployments, "names": _deployments, "model": _models}
 _FILES = ("--file", "--output", "--key-file", "--load", "--serve-key-file", "input", "output")
 

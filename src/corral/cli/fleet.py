@@ -8,7 +8,7 @@ import time
 import click
 
 from corral.cli.help_pages import WholeGroup
-from corral.cli.screen import duration, print_json
+from corral.cli.screen import duration, event_line, print_json
 from corral.deployment.fleet import open_fleet
 from corral.fleet.keeper import keep
 from corral.fleet.making import parse_size
@@ -25,7 +25,8 @@ def command() -> None:
 
 @command.command("keep")
 @click.argument("name")
-def keep_command(name: str) -> None:
+@click.option("--json", "as_json", is_flag=True, help="What it does, and at last why it ends, as JSON lines.")
+def keep_command(name: str, as_json: bool) -> None:
     """Keep the fleet NAME: start, replace and stop members, as many as are wanted; start its gateway.
 
     `corral up --replicas` starts this in the background. By hand it is for after a restart of this machine, or on
@@ -39,8 +40,15 @@ def keep_command(name: str) -> None:
 
     signal.signal(signal.SIGTERM, end)
     signal.signal(signal.SIGINT, end)
-    why = keep(folder, lambda text: click.echo(f"{time.strftime('%H:%M:%S')} {text}"), lambda: not ending)
-    click.echo(f"{folder.name}: {why}", err=True)
+
+    def say(text: str) -> None:
+        click.echo(event_line(folder.name, "fleet", text) if as_json else f"{time.strftime('%H:%M:%S')} {text}")
+
+    why = keep(folder, say, lambda: not ending)
+    if as_json:
+        click.echo(event_line(folder.name, "end", why))
+    else:
+        click.echo(f"{folder.name}: {why}", err=True)
 
 
 @command.command("simulate")

@@ -128,7 +128,11 @@ def _row(row: dict[str, Any]) -> list[str]:
 
 @key.command(context_settings=HELP)
 @click.argument("name")
-def remove(name: str) -> None:
+@click.option("--json", "as_json", is_flag=True, help="What was removed as one JSON document.")
+def remove(name: str, as_json: bool) -> None:
     """Take the key NAME away; gateways refuse it within seconds."""
     remove_key(name)
-    click.echo(f"the key {name} is removed", err=True)
+    if as_json:
+        print_json({"removed": name})
+    else:
+        click.echo(f"the key {name} is removed", err=True)

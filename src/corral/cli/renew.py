@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from dataclasses import replace
 
 import click
 
+from corral.cli.screen import event_line
 from corral.cli.use_options import deployment_argument
-from corral.deployment.folder import DeploymentFolder
 from corral.lifecycle.renewal import renew
 from corral.lifecycle.successors import chain_lock, choose_folder, read_chain, write_chain
 from corral.processes import identify
@@ -38,14 +37,10 @@ def command(name: str | None, max_jobs: int | None, parent: int | None, once: bo
     wanted = identify(parent) if parent else None
 
     def say(text: str) -> None:
-        click.echo(_json_line(folder, "renewal", text) if as_json else f"{time.strftime('%H:%M:%S')} {text}")
+        click.echo(event_line(folder.name, "renewal", text) if as_json else f"{time.strftime('%H:%M:%S')} {text}")
 
     why = renew(folder, say, once, lambda: wanted is None or not wanted.is_gone())
     if as_json:
-        click.echo(_json_line(folder, "end", why))
+        click.echo(event_line(folder.name, "end", why))
     else:
         click.echo(f"{folder.name}: {why}", err=True)
-
-
-def _json_line(folder: DeploymentFolder, event: str, text: str) -> str:
-    return json.dumps({"event": event, "at_s": time.time(), "name": folder.name, "text": text}, ensure_ascii=False)

@@ -26,7 +26,7 @@ from corral.report import tables
 from corral.ssh import WAITING
 from corral.untrusted import plain
 
-__all__ = ["PhaseScreen", "duration", "print_json", "print_table", "say_waiting", "since", "tell"]
+__all__ = ["PhaseScreen", "duration", "event_line", "print_json", "print_table", "say_waiting", "since", "tell"]
 
 
 def tell(text: str, err: bool = False, nl: bool = True) -> None:
@@ -43,6 +43,11 @@ def tell(text: str, err: bool = False, nl: bool = True) -> None:
 def print_json(value: Any) -> None:
     """One JSON document on stdout."""
     click.echo(json.dumps(to_json(value), indent=2, ensure_ascii=False))
+
+
+def event_line(name: str, event: str, text: str) -> str:
+    """What happened to a deployment or a fleet just now, as one JSON line."""
+    return json.dumps({"event": event, "at_s": time.time(), "name": name, "text": text}, ensure_ascii=False)
 
 
 def print_table(

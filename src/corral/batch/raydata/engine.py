@@ -34,7 +34,7 @@ _ENGINE_NAMES = {
 _NOT_ENGINE = {
     "api_servers": "Ray Data has no API server; leave it out.",
     "data": "--concurrency N starts N engines.",
-    "weights": "Name a checkpoint with those weights: --model PATH.",
+    "weights": "Name a checkpoint with those weights: --start PATH.",
 }
 
 
