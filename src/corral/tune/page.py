@@ -22,6 +22,8 @@ def sentence(found: RaceResult) -> str:
             return f"{found.finalist} gains {found.gain} over the base."
         case RaceEnd.NOTHING_WORKED:
             return "Nothing that was tried could be measured."
+        case RaceEnd.UNFINISHED if not found.finalist.choices:
+            return "The budget ended before anything was compared with the base. Raise --budget."
         case RaceEnd.UNFINISHED:
             return f"The budget ended before {found.finalist} had met the base in a final; the base stays."
     if found.gain is None:

@@ -43,6 +43,7 @@ FEWEST_ROUNDS, MOST_ROUNDS = 3, 6
 LEAST_NOISE = 0.01  # nobody's starts agree better
 DOUBTS = 2.0  # times the noise, within which one start does not tell two settings apart
 CLEAR = 0.02  # an interval within ± this is "no difference" beyond doubt
+FINAL_SHARE = 0.4  # of the budget, at most, that is kept for the final
 LONGER = 2  # times a screen's measurement, from the second stage on
 
 
@@ -191,7 +192,7 @@ def next_order(race: Race, trials: Sequence[Trial]) -> TrialOrder | None:
     if len(trials) >= 2 and not _scores(trials, BASE) and all(one.score is None for one in trials[:2]):
         return None  # the base does not start, twice: there is nothing to compare with
     short_s, long_s = _costs(race, trials)
-    final_s = 2 * FEWEST_ROUNDS * long_s
+    final_s = min(2 * FEWEST_ROUNDS * long_s, FINAL_SHARE * race.budget_s)
     if not any(one.purpose is Purpose.FINAL for one in trials):
         halving = _halving(trials)
         if left_s - short_s >= final_s and not any(one.purpose is Purpose.HALVE for one in trials):
@@ -210,7 +211,8 @@ def _costs(race: Race, trials: Sequence[Trial]) -> tuple[float, float]:
     """How long a trial of the screen takes, and a later one: start, measurement, end."""
     short = [one.took_s for one in trials if one.purpose is Purpose.SCREEN and one.score]
     long = [one.took_s for one in trials if one.purpose is not Purpose.SCREEN and one.score]
-    short_s = median(short) if short else race.start_s + race.measure_s
+    # the first start compiles what later ones find; until there are others, it says too much
+    short_s = median(short) if len(short) > 2 else min(short, default=race.start_s + race.measure_s)
     return short_s, max(short_s, median(long)) if long else short_s + (LONGER - 1) * race.measure_s
 
 
@@ -324,6 +326,8 @@ def verdict(race: Race, trials: Sequence[Trial]) -> RaceResult:
     gain = _gain(trials, finalist, Purpose.FINAL) if finalist != BASE else None
     if not any(one.score for one in trials):
         outcome = RaceEnd.NOTHING_WORKED
+    elif len(_setups(trials)) < 2:
+        outcome = RaceEnd.UNFINISHED  # the base alone is no comparison
     elif finalist != BASE and (gain is None or (gain.trials < 2 * FEWEST_ROUNDS and not gain.beyond_doubt)):
         outcome = RaceEnd.UNFINISHED
     else:
