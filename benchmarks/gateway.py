@@ -15,12 +15,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import json
 import random
 import signal
 import statistics
+import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -148,7 +151,7 @@ async def open_loop(url: str, key: str, load: list[tuple[float, Any]], rate: flo
 
 
 def spread(given: argparse.Namespace) -> None:
-    pace = ("--ttft-ms", "20", "--prefill-rate", "2000", "--itl-ms", "25", "--max-seqs", "8")
+    pace = ("--ttft-ms", "20", "--prefill-rate", "2000", "--itl-ms", "50", "--max-seqs", "8")
     load = zipf_load(given.kind, given.requests, given.prefixes, 1)
     asked = f"{given.requests:,} requests at {given.rate:g}/s, {given.prefixes} prefixes by Zipf, as {given.kind}"
     print(f"16 fake servers of 8 seats, {asked}")
@@ -257,9 +260,9 @@ def faults(given: argparse.Namespace) -> None:
 # Streams
 
 
-async def hold_open(url: str, key: str, count: int, look: Any) -> int:
-    """So many streams that all have begun; how many had when it was looked."""
-    begun = [0]
+async def hold_open(url: str, key: str, count: int, look: Callable[[], None]) -> tuple[int, int]:
+    """Hold streams that have begun; how many there were at the look, and how many were asked for again."""
+    begun, again = [0], [0]
 
     async def one(client: Client, number: int) -> None:
         seen = [False]
@@ -269,17 +272,22 @@ async def hold_open(url: str, key: str, count: int, look: Any) -> int:
                 seen[0] = True
                 begun[0] += 1
 
-        with contextlib.suppress(RequestError, asyncio.CancelledError):
-            body = {"prompt": f"{number} and more", "max_tokens": 8000, "stream": True, "ignore_eos": True}
-            await client.request(COMPLETIONS, body, on_event=note)
+        body = {"prompt": f"{number} and more", "max_tokens": 8000, "stream": True, "ignore_eos": True}
+        while not seen[0]:
+            try:
+                await client.request(COMPLETIONS, body, on_event=note)
+            except RequestError as error:
+                again[0] += 1
+                if again[0] == 1:
+                    sys.stderr.write(f"asked again: {error}\n")
 
-    async with Client(Endpoint(url, "fake", key)) as client:
+    async with Client(Endpoint(url, "fake", key), connections=count, connect_s=60) as client:
         tasks = []
         for number in range(count):
             tasks.append(asyncio.ensure_future(one(client, number)))
             if number % 100 == 99:
-                await asyncio.sleep(0.05)
-        until = time.monotonic() + 240
+                await asyncio.sleep(0.2)
+        until = time.monotonic() + 200
         while begun[0] < count and time.monotonic() < until:
             await asyncio.sleep(0.2)
         await asyncio.sleep(3)
@@ -287,7 +295,7 @@ async def hold_open(url: str, key: str, count: int, look: Any) -> int:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    return begun[0]
+    return begun[0], again[0]
 
 
 def streams(given: argparse.Namespace) -> None:
@@ -300,11 +308,14 @@ def streams(given: argparse.Namespace) -> None:
         for name in ["corral gateway", *(["vllm-router"] if given.router else [])]:
             urls = [one.url for one in servers]
             front = router(stack, given.router, urls) if name == "vllm-router" else gateway(stack, urls)
-            empty, full = front.memory_mib(), [0.0]
-            begun = run(hold_open(front.url, key, given.count, lambda: full.__setitem__(0, front.memory_mib())))  # noqa: B023
-            print(
-                f"{name}: {begun:,} open streams in {full[0]:.0f} MiB ({empty:.0f} MiB before the first)", flush=True
-            )
+            sizes = [front.memory_mib()]
+            begun, again = run(hold_open(front.url, key, given.count, functools.partial(_note_memory, front, sizes)))
+            told = f"{begun:,} open streams in {sizes[-1]:.0f} MiB ({sizes[0]:.0f} MiB before)"
+            print(f"{name}: {told}, {again} asked again", flush=True)
+
+
+def _note_memory(process: Process, sizes: list[float]) -> None:
+    sizes.append(process.memory_mib())
 
 
 # Real replicas
@@ -327,18 +338,23 @@ def replicas(given: argparse.Namespace) -> None:
                 if not route
                 else gateway(stack, given.urls, route, *more)
             )
-            hits, queries = run(ask_replicas(front.url, key, given, keys, f"way {number} {time.time():.0f}"))
+            hits, queries, oracle = run(ask_replicas(front.url, key, given, keys, f"way {number} {time.time():.0f}"))
         print(
-            f"  {name:26} {hits:8,.0f} of {queries:8,.0f} prompt tokens from the cache ({hits / queries:.1%})",
+            f"  {name:26} {hits:8,.0f} of {queries:8,.0f} prompt tokens from the cache; an oracle {oracle:8,.0f}: "
+            f"{hits / oracle:.3f} of it",
             flush=True,
         )
 
 
 async def ask_replicas(
     url: str, key: str, given: argparse.Namespace, keys: list[str], salt: str
-) -> tuple[float, float]:
+) -> tuple[float, float, float]:
+    """Prompt tokens from the caches and in all, and how many an oracle would have had from them.
+
+    An oracle sends all requests of a prefix to one server, which computes it once; caches hold whole blocks.
+    """
     from corral.client.endpoint import HeldKeyEndpoint
-    from corral.client.metrics import read
+    from corral.client.metrics import cache_config, read
 
     rng = random.Random(3)
     starts = [
@@ -350,6 +366,11 @@ async def ask_replicas(
     readers = [
         Client(HeldKeyEndpoint(one, given.model, held or None)) for one, held in zip(given.urls, keys, strict=True)
     ]
+    block = int(cache_config((await readers[0].page("/metrics")).body).get("block_size", "16"))
+    oracle = 0.0
+    for start in starts:
+        page = await readers[0].page("/tokenize", {"model": given.model, "prompt": f"{start} Question "})
+        oracle += (given.each - 1) * (page.json()["count"] // block * block)
     before = [await read(one) for one in readers]
     gate = asyncio.Semaphore(given.at_once)
     async with Client(Endpoint(url, given.model, key)) as client:
@@ -366,7 +387,7 @@ async def ask_replicas(
         await one.close()
     hits = sum((b.prefix_hits or 0) - (a.prefix_hits or 0) for a, b in zip(before, after, strict=True))
     asked = sum((b.prefix_queries or 0) - (a.prefix_queries or 0) for a, b in zip(before, after, strict=True))
-    return hits, asked
+    return hits, asked, oracle
 
 
 WORDS = [f"{first}{second}" for first in ("river", "stone", "light", "paper") for second in ("", "s", "less", "like")]
@@ -385,7 +406,7 @@ def main() -> None:
             verb.add_argument("--requests", type=int, default=1600)
             verb.add_argument("--rate", type=float, default=80.0)
             verb.add_argument("--prefixes", type=int, default=64)
-            verb.add_argument("--tokens", type=int, default=32)
+            verb.add_argument("--tokens", type=int, default=16)
             verb.add_argument("--routes", nargs="*", default=["prefix", "least-work", "round-robin", "random"])
         elif name == "streams":
             verb.add_argument("--count", type=int, default=5000)

@@ -27,6 +27,7 @@ class Server:
 
     name: str
     work_tokens: float = 0.0
+    recent: float = 0.0
     holdings: Holdings = field(default_factory=Holdings)
 
     def give(self, prompt: RoutedPrompt) -> None:

@@ -2,7 +2,9 @@
 
 `prefix`: the member with the highest of (prompt tokens that it need not compute) minus (work that it has outstanding
 beyond the others), both in tokens. A beginning that nearly every request has counts for nobody, so that a common
-system prompt does not draw all requests to who saw it first. Of equals, who has computed least so far.
+system prompt does not draw all requests to who saw it first. Who got more than its share of the last requests, while
+the others had work too, is left aside little by little: a hot prefix then spreads before its holder is full. Of
+equals, who has computed least so far.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ class Loaded(Protocol):
     """A member, as a policy sees it."""
 
     work_tokens: float  # outstanding, relative to its speed
+    recent: float  # requests of late, on a scale of the policy's own
     holdings: Holdings
 
 
@@ -35,22 +38,45 @@ class Policy(Protocol):
     def choose(self, members: Sequence[M], prompt: RoutedPrompt) -> M: ...
 
 
+EVEN = 1.1  # of its share of the last requests: chance alone makes such differences
+STEEPNESS = 8.0  # prompts that a share of twice the mean weighs
+MEMORY = 64  # requests of each member that count as the last ones
+LARGEST = 1e200
+
+
 class PrefixPolicy:
     """Saved prefill minus outstanding work."""
 
     def __init__(self) -> None:
         self.shared = SharedBeginnings()
+        self._weight = 1.0  # of the next request: it grows, so that the past fades without being touched
 
     def choose(self, members: Sequence[M], prompt: RoutedPrompt) -> M:
+        best = self._best(members, prompt)
+        self._weight *= 1 + 1 / (MEMORY * len(members))
+        best.recent += self._weight
+        if self._weight > LARGEST:
+            for member in members:
+                member.recent /= self._weight
+            self._weight = 1.0
+        return best
+
+    def _best(self, members: Sequence[M], prompt: RoutedPrompt) -> M:
         blocks = prompt.blocks
         shared = self.shared.depth(blocks, len(members))
         self.shared.note(blocks)
         common = prompt.tokens_until(shared)
+        count = len(members)
+        share = EVEN * sum([member.recent for member in members]) / count
+        busy = sum([member.work_tokens for member in members]) / count / (prompt.tokens + prompt.output_tokens + 1)
+        weight = STEEPNESS * prompt.tokens * min(1.0, busy) / share if share else 0.0
         best, highest = members[0], float("-inf")
         for member in members:
             depth = member.holdings.depth(blocks) if blocks else 0
             saved = prompt.tokens_until(depth) - common if depth > shared else 0.0
             score = saved - member.work_tokens
+            if member.recent > share:
+                score -= weight * (member.recent - share)
             if score > highest or (score == highest and member.holdings.clock < best.holdings.clock):
                 best, highest = member, score
         return best

@@ -44,6 +44,7 @@ class ServingMember(Member):
     outside: int = 0  # and of others, by its own count at two looks
     outside_seen: int = 0
     work_tokens: float = 0.0
+    recent: float = 0.0  # see `policies`
     speed: float = 1.0  # relative to the others
     tokens_per_s: float = 0.0
     holdings: Holdings = field(default_factory=Holdings)
