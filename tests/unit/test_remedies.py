@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeGuard
 
 import click
 import pytest
@@ -110,15 +111,17 @@ def remedies() -> Iterator[tuple[str, str]]:
     known = error_classes(trees)
     for path, tree in trees.items():
         module = str(path.relative_to(SOURCE))
+        said = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and last_name(node.func) in known and len(node.args) > 1:
                 yield module, words(node.args[1])
-            elif module in TABLES and isinstance(node, ast.Constant) and _is_sentence(node.value):
-                yield module, str(node.value)
+            elif module in TABLES and id(node) not in said and _is_sentence(node):
+                yield module, words(node)
 
 
-def _is_sentence(value: object) -> bool:
-    return isinstance(value, str) and " " in value and bool(OPTION.search(value)) and "or None." not in value
+def _is_sentence(node: ast.AST) -> TypeGuard[ast.Constant]:
+    text = node.value if isinstance(node, ast.Constant) else None
+    return isinstance(text, str) and " " in text and bool(OPTION.search(text))
 
 
 def named_verbs(text: str, known: dict[str, set[str]]) -> list[str]:
