@@ -255,22 +255,27 @@ _ERRORS = (
     (
         r"REMOTE HOST IDENTIFICATION HAS CHANGED|Host key verification failed",
         AccessError,
-        "{host} shows another host key than the one known, or one nobody has confirmed",
-        "If it was set up anew, run `ssh-keygen -R {host}` and log in once by hand; otherwise ask its owner.",
+        "the host key of {host} is unknown, or is not the one in known_hosts",
+        "If the host was reinstalled, run `ssh-keygen -R {host}` and log in once by hand; otherwise ask its owner.",
     ),
     (
         r"Permission denied|Too many authentication failures",
         AccessError,
-        "{host} refuses the key",
+        "{host} refused the ssh key",
         "`ssh {host}` must work without a password: load the key with ssh-add, or name it in ~/.ssh/config.",
     ),
     (
         r"Could not resolve hostname|Name or service not known",
         UnknownHostError,
-        "{host} is not a known host name",
-        "Check the spelling, or give it a Host entry in ~/.ssh/config.",
+        "the host name {host} does not resolve",
+        "Check the spelling, or add a Host entry to ~/.ssh/config.",
     ),
-    (r"Connection refused", UnreachableError, "{host} runs no ssh server", "Start sshd there, or check the port."),
+    (
+        r"Connection refused",
+        UnreachableError,
+        "{host} refused the connection: no ssh server listens there",
+        "Start sshd there, or check the port.",
+    ),
     (
         r"timed out|No route to host|Network is unreachable|Host is down",
         UnreachableError,

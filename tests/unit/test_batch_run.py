@@ -167,7 +167,7 @@ def test_a_wrong_key_stops_at_once(work: Work, tmp_path: Path) -> None:
 
 def test_an_address_without_a_server_is_refused_at_once_and_leaves_nothing(work: Work) -> None:
     work.rows(5)
-    with pytest.raises(UnreachableError, match="does not answer"):
+    with pytest.raises(UnreachableError, match="cannot be reached"):
         work.run(where=Where(urls=("http://127.0.0.1:9",)))
     assert [path.name for path in work.place.iterdir()] == ["in.jsonl"]
 

@@ -276,8 +276,8 @@ def test_sixty_four_hosts_of_which_some_are_not_well(fake: Path, monkeypatch: py
     said = {finding.host: finding.text for finding in report.fatal if finding.what == "ssh"}
     assert set(said) == set(bad)
     assert all("did not answer within" in said[host] for host in bad[:3])
-    assert "refuses the key" in said["denied-1"]
-    assert "another host key" in said["changed-1"]
+    assert "refused the ssh key" in said["denied-1"]
+    assert "the host key of" in said["changed-1"]
     assert "cannot be reached" in said["gone-1"]
     assert len(report.nodes) == 58
     assert report.fabric is not None
@@ -313,7 +313,7 @@ def test_the_command_and_its_exit_codes(fake: Path, monkeypatch: pytest.MonkeyPa
         [sys.executable, "-m", "corral", "doctor", "--hosts", "a,denied", "--quick"], capture_output=True, text=True
     )
     assert done.returncode == 8
-    assert "denied refuses the key" in done.stdout
+    assert "denied refused the ssh key" in done.stdout
     assert "ssh-add" in done.stdout
     with pytest.raises(UsageError, match="twice"):
         CliRunner().invoke(command, ["--hosts", "a,a"], catch_exceptions=False)
@@ -339,7 +339,7 @@ def test_the_report_fits_the_terminal(columns: int, monkeypatch: pytest.MonkeyPa
     )
     lines = list(report_lines(Report(hosts, findings, tuple(nodes), choose_fabric(nodes), seconds=3.2)))
     assert max(len(click.unstyle(line)) for line in lines) <= columns
-    assert "1 thing must be put right first  (3.2 s)" in click.unstyle(lines[-1])
+    assert "1 problem to fix before anything can start  (3.2 s)" in click.unstyle(lines[-1])
 
 
 def test_time_that_is_up_is_said(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:

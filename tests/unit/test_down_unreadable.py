@@ -89,7 +89,7 @@ def test_a_record_of_other_machines_that_is_lost_is_said(corral: Corral) -> None
     folder.record.write_bytes(b"")
     down = corral("down", "one")
     assert down.code == 9  # its launch still names its nodes, and they are tried
-    assert "far is not a known host name" in down.err
+    assert "the host name far does not resolve" in down.err
     assert "On far, end the processes with CORRAL_LAUNCH=" in down.err
     folder.record.write_bytes(whole)
 

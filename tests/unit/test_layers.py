@@ -16,6 +16,7 @@ SOURCE = Path(__file__).parent.parent.parent / "src" / "corral"
 GROUND = [
     "errors",
     "record",
+    "wording",
     "home",
     "processes",
     "interruption",

@@ -127,7 +127,7 @@ BAD = [
     (["llama-3.1-8b", "--gpus", "H100", "--set", "weights=fp5"], 2, "weights cannot be 'fp5'"),
     (["llama-3.1-8b", "--gpus", "H100", "--set", "gpu_memory_utilization=1.5"], 2, "at most 1"),
     (["llama-3.1-8b", "--gpus", "H100", "--set", "eager=maybe"], 2, "eager must be true or false"),
-    (["no-such-model", "--gpus", "H100"], 3, "neither a folder nor a model of the catalogue"),
+    (["no-such-model", "--gpus", "H100"], 3, "no model is called 'no-such-model'"),
     (["someone/unknown", "--gpus", "H100"], 3, "network is not to be used"),
     ([], 2, "no model was named"),
 ]

@@ -284,7 +284,7 @@ def test_a_chat_in_a_terminal(tmp_path: Path) -> None:
         terminal.type("this 🎉\n")
         terminal.until("token limit")
         terminal.type(f"/save {tmp_path}/t.json\n")
-        terminal.until("4 messages saved")
+        terminal.until("saved 4 messages")
         terminal.until("› ")
         terminal.type("\x04")
         assert terminal.end() == 0

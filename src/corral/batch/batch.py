@@ -33,6 +33,7 @@ from corral.deployment.folder import DeploymentFolder
 from corral.errors import CorralError, DataError, UsageError
 from corral.lifecycle.deployments import plan_of
 from corral.record import to_json
+from corral.wording import counted
 
 __all__ = ["BatchJournal", "Result", "again", "carry_out"]
 
@@ -199,7 +200,9 @@ class _Pipeline:
         with self.serve() as served:
             while True:
                 made, taken = feeder.begin(order, self.where, self.row_order, served.facts)
-                journal.note("begin", f"{'continuing' if made.continued else 'new'}: {made.record.rows} rows")
+                journal.note(
+                    "begin", f"{counted(made.record.rows, 'row')}, {'continued' if made.continued else 'new batch'}"
+                )
                 _tell_short_answers(made, journal)
                 with _kept_state(self.folder, journal) as keep:
                     with taken as share:

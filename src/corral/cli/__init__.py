@@ -72,6 +72,12 @@ OTHER_WORDS = {
     "stop": "`corral down`",
     "rm": "`corral down --purge`",
     "kill": "`corral down`",
+    "delete": "`corral down --purge` or `corral models remove`",
+    "remove": "`corral down --purge` or `corral models remove`",
+    "deploy": "`corral up`",
+    "show": "`corral status`",
+    "info": "`corral status`",
+    "install": "`corral engine install`",
     "help": "`corral --help`",
     "download": "`corral pull`",
     "generate": "`corral complete`",
@@ -188,14 +194,14 @@ def _tell_json(error: CorralError) -> None:
 
 
 def _report(error: CorralError, as_json: bool) -> None:
-    """Say it; words of other machines and of files are in it, and none of them may speak to the terminal."""
-    from corral.cli.screen import tell  # a reader who left must not change the exit code
+    """Say it."""
+    from corral.cli.screen import explain, tell  # a reader who left must not change the exit code
 
     if as_json:
         _tell_json(error)
-    tell(plain(f"corral: {error.message}"), err=True)
+    explain("corral: ", error.message)
     if error.remedy:
-        tell(plain(f"  → {error.remedy}"), err=True)
+        explain("  → ", error.remedy)
     if tail := error.details.get("log_tail"):
         tell(click.style("\n  last lines of the log:", dim=True), err=True)
         for line in tail:

@@ -23,12 +23,13 @@ from corral.cli.bench_options import (
     make_spec,
     numbers,
     read_plan_file,
+    refuse_ignored,
     server_options,
     work_options,
 )
 from corral.cli.bench_view import compare, list_runs, report
 from corral.cli.help_pages import WholeGroup
-from corral.cli.screen import print_json, tell
+from corral.cli.screen import explain, print_json
 from corral.client.client import run as run_loop
 from corral.errors import UsageError
 from corral.files import existing_file
@@ -115,8 +116,8 @@ def _new_folder(label: str, name: str) -> Iterator[Path]:
             yield folder
         except KeyboardInterrupt:
             saved = any(folder.iterdir())
-            look = f"what was measured until now is in {folder}; `corral bench report {folder.name}` shows it"
-            tell(f"corral: {look if saved else 'nothing was measured yet'}", err=True)
+            look = f"what was measured until now is in {folder}; `corral bench report {folder.name}` shows it."
+            explain("corral: ", look if saved else "nothing was measured yet.")
             raise
         finally:
             if not any(folder.iterdir()):
@@ -188,6 +189,7 @@ def _figures(folder: Path) -> dict[str, Any]:
 def run(repeat: int, **given: Any) -> int:
     """Measure one load: closed loop (--concurrency) or open loop (--request-rate)."""
     spec = make_spec(given, replay=True)
+    refuse_ignored(spec.load)
     if repeat > 1:
         return _series(given, "repeat", [reseeded(spec, n) for n in range(repeat)])
     line = _Line()
@@ -213,7 +215,7 @@ def run(repeat: int, **given: Any) -> int:
 @work_options
 @click.option("--concurrency", "concurrencies", default="", metavar="N,N,…", help="Closed loop, one run for each.")
 @click.option("--request-rate", "rates", default="", metavar="R,R,…", help="Open loop, one run for each.")
-@click.option("--num-prompts", type=int, help="Requests of each run (default: 8 per place, at least 64).")
+@click.option("--num-prompts", type=int, help="Requests of each run (default: 8 for each at once, at least 64).")
 @click.option("--seconds", type=float, help="Send nothing after this long, in each run.")
 def sweep(concurrencies: str, rates: str, num_prompts: int | None, **given: Any) -> int:
     """The latency/throughput curve: one run for each load."""
@@ -258,6 +260,7 @@ def search(
             "the search cannot use these numbers.", "Give a tolerance from 0.001 to 0.5, and 2 to 100 probes."
         )
     spec = make_spec(given)
+    refuse_ignored(spec.load, over)
     line = _Line()
     bench = _bench(given, line)
 

@@ -117,6 +117,34 @@ def make_spec(given: dict[str, Any], *, replay: bool = False) -> Spec:
     )
 
 
+def refuse_ignored(load: LoadShape, over: str = "rate") -> None:
+    """Options about arrivals that this load would ignore in silence."""
+    context = click.get_current_context()
+
+    def typed(name: str) -> bool:
+        return context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+
+    open_loop = load.open or (context.info_name == "search" and over == "rate")
+    if typed("arrival") and not open_loop:
+        raise UsageError(
+            f"--arrival {load.arrival} needs a rate: without one, requests are not spread over time.",
+            "Use --over rate." if context.info_name == "search" else "Add --request-rate R, in requests per second.",
+        )
+    for name, flag, arrival in _OF_ARRIVAL:
+        if typed(name) and load.arrival != arrival:
+            raise UsageError(
+                f"{flag} applies to --arrival {arrival}, not to {load.arrival}.",
+                f"Add --arrival {arrival}, or leave {flag} out.",
+            )
+
+
+_OF_ARRIVAL = (
+    ("burstiness", "--burstiness", "gamma"),
+    ("ramp_to", "--ramp-to", "ramp"),
+    ("trace_speed", "--trace-speed", "trace"),
+)
+
+
 def numbers(text: str, flag: str) -> list[float]:
     """`1,4,16` as numbers above 0."""
     try:

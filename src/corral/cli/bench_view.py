@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
 from corral.bench import store
-from corral.cli.screen import print_json, print_table, since
+from corral.cli.screen import print_json, print_table, since, tell
 from corral.errors import UsageError
 from corral.files import write_atomic
 from corral.report import tables
+from corral.wording import counted
 
 __all__ = ["compare", "list_runs", "report"]
 
@@ -117,29 +119,42 @@ def _run_text(folder: Path) -> list[str]:
     return run_lines(store.load_run(folder), store.load_rows(folder), folder, tables.room())
 
 
+@dataclass(frozen=True)
+class _Listed:
+    """One line of `corral bench list`; of a series, its fastest run and its worst verdict."""
+
+    name: str
+    load: str
+    verdict: str
+    output_throughput: float
+    created_s: float
+
+
+def _listed(folder: Path) -> _Listed | None:
+    if (folder / "run.json").is_file():
+        one = store.load_run(folder)
+        return _Listed(folder.name, one.spec.load.label, one.verdict, one.summary.output_throughput, one.created_s)
+    if not (folder / "series.json").is_file():
+        return None
+    many = store.load_series(folder)
+    runs = [store.load_run(folder / name) for name in many.runs]
+    worst = next((word for word in ("invalid", "caution", "valid") if word in {run.verdict for run in runs}), "")
+    fastest = max((run.summary.output_throughput for run in runs), default=0.0)
+    return _Listed(folder.name, f"{many.kind}, {counted(len(runs), 'run')}", worst, fastest, many.created_s)
+
+
 @click.command("list")
 @click.option("--json", "as_json", is_flag=True, help="The same as one JSON document.")
 def list_runs(as_json: bool) -> None:
-    """Saved runs, oldest first."""
-    found = []
-    for folder in sorted(store.runs_dir().glob("*"), key=lambda path: path.stat().st_mtime):
-        if (folder / "run.json").is_file():
-            one = store.load_run(folder)
-            found.append(
-                (folder.name, one.spec.load.label, one.verdict, one.summary.output_throughput, one.created_s)
-            )
-        elif (folder / "series.json").is_file():
-            many = store.load_series(folder)
-            found.append((folder.name, f"{many.kind}, {len(many.runs)} runs", "", 0.0, many.created_s))
+    """Saved runs, oldest first; of a series, the fastest run's tokens per second."""
+    folders = sorted(store.runs_dir().glob("*"), key=lambda path: path.stat().st_mtime)
+    found = [one for folder in folders if (one := _listed(folder))]
     if as_json:
-        print_json(
-            [
-                dict(zip(("name", "load", "verdict", "output_throughput", "created_s"), row, strict=True))
-                for row in found
-            ]
-        )
-        return
-    rows = [
-        (name, load, verdict, f"{rate:,.0f}" if rate else "", since(at)) for name, load, verdict, rate, at in found
-    ]
-    print_table(("RUN", "LOAD", "VERDICT", "OUT TOK/S", "AGO"), rows, left=3)
+        print_json(found)
+    elif not found:
+        tell("No runs. `corral bench` makes one.", err=True)
+    else:
+        rows = [
+            (one.name, one.load, one.verdict, f"{one.output_throughput:,.0f}", since(one.created_s)) for one in found
+        ]
+        print_table(("RUN", "LOAD", "VERDICT", "OUT TOK/S", "AGO"), rows, left=3)

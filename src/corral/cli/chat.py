@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from corral.cli.complete import show_views, shown
+from corral.cli.screen import explain
 from corral.cli.use_options import deployment_argument, sampling_options, server_options, taken_sampling
 from corral.errors import CorralError
 
@@ -154,6 +155,6 @@ def _stream_answer(llm: LLM, talk: Conversation) -> None:
 
 
 def _tell(error: CorralError) -> None:
-    click.echo(click.style(f"corral: {error.message}", fg="red"), err=True)
+    explain("corral: ", error.message)
     if error.remedy:
-        click.echo(f"  → {error.remedy}", err=True)
+        explain("  → ", error.remedy)

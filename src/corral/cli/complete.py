@@ -30,6 +30,8 @@ def command(prompt: str | None, file: str | None, as_json: bool, **given: Any) -
     from corral.llm.llm import LLM, request_for
 
     text = _prompt(prompt, file)
+    if not text:
+        raise UsageError("the prompt is empty.", 'For example: corral complete "San Francisco is a"')
     sampling = taken_sampling(given)
     path, body = request_for(text, sampling)
     endpoint = resolve(given["name"], url=given["url"], key_file=given["key_file"], model=given["model"])
@@ -67,13 +69,17 @@ def _prompt(prompt: str | None, file: str | None) -> str:
 
 
 def _stream(llm: Any, text: str, sampling: dict[str, Any]) -> None:
-    stream = llm.stream(text, **sampling)
+    stream, begun = llm.stream(text, **sampling), False
     try:
         for piece in stream:
             click.echo(shown(piece.text), nl=False)
             sys.stdout.flush()
-    finally:
-        click.echo()  # an error begins on a line of its own
+            begun = True
+    except BaseException:
+        if begun:
+            click.echo()  # an error begins on a line of its own
+        raise
+    click.echo()
     if stream.reply is not None:
         _note_end(stream.reply.finish_reason, stream.reply)
 

@@ -14,6 +14,7 @@ from corral.hardware.inventory import GIB
 from corral.hardware.survey import NodeFacts
 from corral.node.adapters import some_of
 from corral.report.tables import reading_width, table_lines, wrapped
+from corral.wording import counted
 
 __all__ = ["report_lines"]
 
@@ -32,11 +33,11 @@ def report_lines(report: Report) -> Iterator[str]:
     wrong = [f for level in (Level.FATAL, Level.WARNING) for f in report.findings if f.level == level]
     for group in _grouped(wrong):
         yield from _entry(group, columns, len(report.hosts))
-    if wrong:
+    fine = [finding for finding in report.findings if finding.level == Level.OK]
+    if wrong and fine:
         yield ""
-    for finding in report.findings:
-        if finding.level == Level.OK:
-            yield from _entry([finding], columns, len(report.hosts))
+    for finding in fine:
+        yield from _entry([finding], columns, len(report.hosts))
     yield ""
     yield _verdict(report)
 
@@ -44,9 +45,9 @@ def report_lines(report: Report) -> Iterator[str]:
 def _verdict(report: Report) -> str:
     count = {level: len(_grouped([f for f in report.findings if f.level == level])) for level in Level}
     if report.level == Level.FATAL:
-        said = f"{count[Level.FATAL]} thing{'s' * (count[Level.FATAL] > 1)} must be put right first"
+        said = f"{counted(count[Level.FATAL], 'problem')} to fix before anything can start"
     elif report.level == Level.WARNING:
-        said = f"this works; {count[Level.WARNING]} thing{'s' * (count[Level.WARNING] > 1)} to look at"
+        said = f"this works; {counted(count[Level.WARNING], 'thing')} to look at"
     else:
         said = "all is well"
     return click.style(said, fg=COLOURS[report.level], bold=True) + f"  ({report.seconds:.1f} s)"
@@ -66,7 +67,7 @@ def _entry(group: Sequence[Finding], columns: int, nodes: int) -> Iterator[str]:
     hosts = [finding.host for finding in group if finding.host]
     text = first.text
     if len(hosts) > 1:
-        text = f"{some_of(hosts)}: {text.replace(first.host, 'each')}"
+        text = f"{some_of(hosts)}: {text.replace(first.host, 'NODE')}"
     elif hosts and nodes > 1 and first.host not in text:
         text = f"{first.host}: {text}"
     indent = " " * (_STATE + _WHAT)
@@ -91,7 +92,7 @@ def _table(report: Report, columns: int) -> Iterator[str]:
 
     yield from table_lines(HEADINGS, rows, columns=columns, spared=SPARED, paint=paint)
     if len(report.hosts) > len(hosts):
-        yield f"… and {len(report.hosts) - len(hosts)} more nodes that are well"
+        yield f"… and {len(report.hosts) - len(hosts)} more nodes without a problem"
 
 
 def _row(host: str, report: Report, node: NodeFacts | None) -> list[str]:

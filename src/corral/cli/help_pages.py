@@ -7,11 +7,33 @@ from typing import Any
 
 import click
 
+from corral.record import nearest
+
 __all__ = ["GroupedCommand", "GroupedOption", "WholeGroup"]
 
 
 class WholeGroup(click.Group):
-    """A group whose page says what each verb does in whole sentences."""
+    """A group whose page says what each verb does in whole sentences, and that knows where an option belongs."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            name = error.option_name
+            having = [verb for verb, one in self.commands.items() if any(name in param.opts for param in one.params)]
+            if not having:
+                raise
+            verbs = " and ".join(f"`{ctx.command_path} {verb}`" for verb in having)
+            raise click.UsageError(f"{name} is an option of {verbs}.", ctx) from None
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
+            verbs = self.list_commands(ctx)
+            known = ", ".join(nearest(args[0], verbs) or verbs)
+            raise click.UsageError(f"there is no verb `{ctx.command_path} {args[0]}`. Known: {known}.", ctx)
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         found = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}

@@ -11,6 +11,7 @@ import click
 from corral.cli.screen import duration, print_json
 from corral.cli.use_options import endpoint_options
 from corral.errors import INTERRUPTED, UsageError
+from corral.wording import counted
 
 if TYPE_CHECKING:
     from corral.batch import Counts, Runner
@@ -130,19 +131,17 @@ class _Progress:
 def _tell(report: Any) -> None:
     made = report.fine + report.failed
     earlier = f", {report.before:,} from before" if report.before else ""
-    click.echo(f"{made:,} rows in {duration(report.wall_s)}{earlier}, {report.left:,} left", err=True)
+    left = f", {report.left:,} left" if report.left else ""
+    click.echo(f"scored {counted(made, 'row')} in {duration(report.wall_s)}{earlier}{left}", err=True)
     found = report.summary
     if "mean_logprob" in found:
         perplexity = "beyond numbers" if found["perplexity"] is None else f"{found['perplexity']:.4g}"
-        click.echo(
-            f"{found['tokens']:,} tokens, mean log-probability {found['mean_logprob']:.4f}, perplexity {perplexity}",
-            err=True,
-        )
+        mean = f"mean log-probability {found['mean_logprob']:.4f}"
+        click.echo(f"{counted(found['tokens'], 'token')}, {mean}, perplexity {perplexity}", err=True)
     if "accuracy" in found:
         click.echo(f"accuracy {found['accuracy']:.1%}, by length {found['accuracy_norm']:.1%}", err=True)
     if found["bad"]:
-        rows = "bad row" if found["bad"] == 1 else "bad rows"
-        click.echo(f"{found['bad']:,} {rows}, with reasons: {report.errors}", err=True)
+        click.echo(f"{counted(found['bad'], 'bad row')}, with reasons: {report.errors}", err=True)
     if report.left:
         click.echo("The same command continues.", err=True)
     else:

@@ -26,7 +26,17 @@ from corral.report import tables
 from corral.ssh import WAITING
 from corral.untrusted import plain
 
-__all__ = ["PhaseScreen", "duration", "event_line", "print_json", "print_table", "say_waiting", "since", "tell"]
+__all__ = [
+    "PhaseScreen",
+    "duration",
+    "event_line",
+    "explain",
+    "print_json",
+    "print_table",
+    "say_waiting",
+    "since",
+    "tell",
+]
 
 
 def tell(text: str, err: bool = False, nl: bool = True) -> None:
@@ -38,6 +48,14 @@ def tell(text: str, err: bool = False, nl: bool = True) -> None:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, (sys.stderr if err else sys.stdout).fileno())
             os.close(nowhere)
+
+
+def explain(lead: str, text: str) -> None:
+    """A sentence on stderr after its lead. Words of other machines may be in it: none may speak to the terminal."""
+    columns, rest = tables.room(err=True), " " * min(len(lead), 4)
+    for number, part in enumerate(plain(text).split("\n")):
+        for line in tables.wrapped(part, columns, rest if number and columns else "" if number else lead, rest):
+            tell(line, err=True)
 
 
 def print_json(value: Any) -> None:
@@ -130,7 +148,7 @@ class PhaseScreen:
         self._clear()
         self.notes.append(plain(text))
         if not self._quiet:
-            tell(plain(f"  note: {text}"), err=True)
+            explain("  note: ", text)
 
     def remind(self) -> None:
         """Where there are only lines: one a minute, so that nobody wonders."""

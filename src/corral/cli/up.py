@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from corral.cli.help_pages import GroupedCommand
-from corral.cli.screen import PhaseScreen, duration, print_json, tell
+from corral.cli.screen import PhaseScreen, duration, explain, print_json
 from corral.cli.target_options import PREFIX, chosen_target, target_options
 from corral.cli.token_count import TokenCount
 from corral.cli.up_fleet import bring_up_fleet, checked
@@ -31,7 +31,6 @@ from corral.plan.fixed import parse_assignments
 from corral.profile import Profile, load_profile, merged, with_storage
 from corral.runtimes.base import RUNTIMES, parse_options
 from corral.targets.base import Queue, load_target
-from corral.untrusted import plain
 
 __all__ = ["command", "wish_of"]
 
@@ -178,7 +177,7 @@ def _fleet(wish: bringup.Wish, replicas: str | None, keep: bool, route: str | No
 
 
 def _note(text: str) -> None:
-    tell(plain(f"  note: {text}"), err=True)
+    explain("  note: ", text)
 
 
 def _tuned(

@@ -6,10 +6,11 @@ import click
 
 from corral.cli.screen import PhaseScreen, print_json
 from corral.cli.use_options import deployment_argument
+from corral.deployment.state import State
 from corral.fleet.standing import FleetStatus
 from corral.fleet.waiting import chosen_fleet, wait_fleet
 from corral.lifecycle.bringup import wait_ready
-from corral.lifecycle.deployments import Status
+from corral.lifecycle.deployments import Status, status
 from corral.lifecycle.successors import choose_folder
 
 __all__ = ["command"]
@@ -23,12 +24,12 @@ def command(name: str | None, as_json: bool) -> None:
 
     A fleet is ready when as many members as it has at least are, and its gateway runs.
     """
+    fleet = chosen_fleet(name)
+    folder = None if fleet else choose_folder(name)
+    ready = folder is not None and status(folder).state is State.READY  # then there is nothing to show
     found: FleetStatus | Status
-    with PhaseScreen(quiet=as_json) as screen:
-        if fleet := chosen_fleet(name):
-            found = wait_fleet(fleet, screen)
-        else:
-            found = wait_ready(choose_folder(name), screen)
+    with PhaseScreen(quiet=as_json or ready) as screen:
+        found = wait_fleet(fleet, screen) if fleet else wait_ready(folder or choose_folder(name), screen)
     if as_json:
         print_json(found)
     elif found.endpoint:

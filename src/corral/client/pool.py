@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import ssl
 import time
 from collections import deque
@@ -241,16 +242,13 @@ class Pool:
             late.reached = False
             self._settle(exchange, late)
         except ssl.SSLError as error:
-            self._settle(exchange, ServerGoneError(f"No TLS connection to {self.where}: {error.reason}.",
+            self._settle(exchange, ServerGoneError(f"{self.where} accepts no TLS connection: {error.reason}.",
                                                    "Check the address and its certificate."))  # fmt: skip
         except RequestError as error:
             self._settle(exchange, error)
         except OSError as error:
             self._addresses = []
-            gone = ServerGoneError(
-                f"{self.where} cannot be reached: {error.strerror or error}.",
-                "Check the address, and that the server is running.",
-            )
+            gone = self._out_of_reach(error)
             gone.reached = False
             self._settle(exchange, gone)
         except asyncio.CancelledError:
@@ -269,6 +267,18 @@ class Pool:
             return
         if not self._closed:
             self.loop.call_soon(self._next)
+
+    def _out_of_reach(self, error: OSError) -> ServerGoneError:
+        """A name that stands for no address is another matter than a server that is not there."""
+        if isinstance(error, socket.gaierror):
+            return ServerGoneError(
+                f"the name {self._host!r} does not resolve to an address ({error.strerror}).",
+                "Check the spelling; from a laptop, a cluster's names often work only through `corral tunnel`.",
+            )
+        return ServerGoneError(
+            f"{self.where} cannot be reached: {error.strerror or error}.",
+            "Check the address, and that the server is running.",
+        )
 
     async def _connect(self) -> Wire:
         if not self._addresses:

@@ -128,7 +128,7 @@ class Parameter:
             return self._wrong(value, "a whole number" if self.kind == "int" else "a number")
         if not math.isfinite(value):
             return self._wrong(value, "a finite number")
-        return UsageError(f"{self.name} cannot be {value}.", f"Its range is {self.range_text}.")
+        return UsageError(f"{self.name} cannot be {value:.15g}.", f"Its range is {self.range_text}.")
 
     def _texts(self, value: Any) -> list[str]:
         found: list[Any] = (
@@ -196,7 +196,7 @@ def request_fields(given: Mapping[str, Any], chat: bool = False) -> dict[str, An
         if value is not None and name not in PARAMETERS and name not in STRUCTURED and name != "extra":
             known = nearest(name, [*PARAMETERS, *STRUCTURED], 1)
             hint = f"Did you mean {known[0]!r}? " if known else ""
-            raise UsageError(f"there is no sampling parameter {name!r}.", hint + "Others go through `extra`.")
+            raise UsageError(f"there is no parameter {name!r}.", hint + "Others go through `extra`.")
     plain = {name: value for name, value in given.items() if name != "extra"}
     return body_fields({**plain, **(given.get("extra") or {})}, chat)
 

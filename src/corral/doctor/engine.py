@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from corral.bundle import bundle
@@ -78,6 +79,8 @@ def _one_check(
     if done.code == 0:
         lines = done.stdout.strip().splitlines()
         return None, lines[-1].strip() if lines else ""
+    if runtime.carried and isinstance(ssh, Here) and not Path(check.argv[0]).exists():
+        return ok("runtime", f"{check.what} is not installed yet; `corral up` installs it"), ""
     # what Corral, or the node's own daemon, brings at the start need not be there yet
     kind = warning if runtime.carried or check.details.get("pulled_at_start") else fatal
     return kind("runtime", f"{check.what}: {_last_words(done)}", check.remedy, host), ""

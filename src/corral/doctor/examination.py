@@ -22,6 +22,7 @@ from corral.home import home_dir
 from corral.models.store import already_here, check_access, locate
 from corral.runtimes.base import NodeSide, Runtime, make_runtime
 from corral.ssh import Ssh
+from corral.wording import counted
 
 __all__ = ["Question", "examine", "quick_check"]
 
@@ -98,7 +99,7 @@ class _Examination:
 
     def look(self, model_path: str) -> None:
         question = self.question
-        self.progress(f"asking {len(self.hosts)} nodes" if question.hosts else "looking at this machine")
+        self.progress(f"asking {counted(len(self.hosts), 'node')}" if question.hosts else "looking at this machine")
         home = question.home or (NODE_HOME if question.hosts else str(home_dir()))
         shared_home = str(home_dir()) if question.hosts and not question.home else home  # where the nodes see it
         asked = Asked(

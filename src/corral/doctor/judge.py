@@ -81,7 +81,7 @@ def _parts(facts: Sequence[NodeFacts]) -> list[Finding]:
         for part, error in node.errors.items():
             say = PARTS.get(part, f"{part.replace('_', ' ')} could not be looked at")
             kind = fatal if part in PARTS else warning
-            remedy = REMEDIES.get(part, "Look at it by hand on the node.")
+            remedy = REMEDIES.get(part, "Check it by hand on the node.")
             found.append(kind(part, f"{say}: {error}", remedy, node.host))
     return found
 
@@ -95,7 +95,7 @@ def _gpus(facts: Sequence[NodeFacts]) -> list[Finding]:
         return [fatal("gpus", f"the nodes differ: {groups(kinds)}", "Name only nodes with the same GPUs.")]
     drivers = {node.host: node.gpus[0].driver for node in able if node.gpus}
     if len(set(drivers.values())) > 1:
-        remedy = "Different drivers mostly work; where NCCL fails at its start, make them equal first."
+        remedy = "Different drivers usually work; if NCCL fails to start, install the same one everywhere."
         return [warning("gpus", f"the drivers differ: {groups(drivers)}", remedy)]
     driver = f", driver {next(iter(drivers.values()))}" if drivers else ""
     cuda = f", CUDA {able[0].cuda_driver}" if able[0].cuda_driver else ""
@@ -122,7 +122,12 @@ def _gpu_use(facts: Sequence[NodeFacts]) -> list[Finding]:
 
 def _memory(facts: Sequence[NodeFacts]) -> list[Finding]:
     found = [
-        warning("memory", f"only {gib(node.memory_available_bytes)} of memory is free", "See `top` there.", node.host)
+        warning(
+            "memory",
+            f"only {gib(node.memory_available_bytes)} of memory is free",
+            "See what uses it: `top` on the node.",
+            node.host,
+        )
         for node in facts
         if node.memory_bytes and node.memory_available_bytes < GOOD_MEMORY
     ]
@@ -180,7 +185,7 @@ def _limits(facts: Sequence[NodeFacts]) -> list[Finding]:
             locked = node.limits.memlock_bytes >> 10
             remedy = "RDMA needs it: set memlock to unlimited in /etc/security/limits.conf (ulimit -l)."
             found.append(warning("limits", f"only {locked} KiB of memory may be locked", remedy, node.host))
-    return found or [ok("limits", "open files and locked memory suffice")]
+    return found or [ok("limits", "enough open files and locked memory allowed")]
 
 
 def _clock(facts: Sequence[NodeFacts]) -> list[Finding]:
@@ -193,14 +198,20 @@ def _clock(facts: Sequence[NodeFacts]) -> list[Finding]:
     unsure = first.clock_error_s + last.clock_error_s
     if apart - unsure > MOST_SKEW_S:
         text = f"{last.host} is {apart:.0f} s ahead of {first.host}"
-        return [warning("clock", text, "Logs and tokens need one time: switch NTP on (timedatectl set-ntp true).")]
+        return [
+            warning(
+                "clock",
+                text,
+                "Logs and tokens need the same time everywhere: switch NTP on (`timedatectl set-ntp true`).",
+            )
+        ]
     return [ok("clock", f"within {max(apart, unsure):.1f} s of each other")]
 
 
 def _token(facts: Sequence[NodeFacts]) -> list[Finding]:
     having = [node.host for node in facts if node.hf_token]
     if len(facts) == 1:
-        return [ok("hub token", "there" if having else "none; only gated models need one")]
+        return [ok("hub token", "found" if having else "none; only gated models need one")]
     where = "on all nodes" if len(having) == len(facts) else f"on {names(having)}" if having else "on no node"
     return [ok("hub token", f"{where}; only gated models need one, and `corral pull` uses this machine's")]
 
@@ -213,7 +224,9 @@ def _ports(facts: Sequence[NodeFacts], ports: Sequence[int], needed: bool) -> li
             number = f" (process {taken.pid})" if taken.pid else ""
             text = f"port {taken.port} is held by {owner}{number}"
             if needed:
-                found.append(fatal("ports", text, "Choose another port, or none and a free one is taken.", node.host))
+                found.append(
+                    fatal("ports", text, "Choose another port, or leave it out and a free one is chosen.", node.host)
+                )
             else:
                 found.append(warning("ports", text, "Nothing to do: `corral up` takes a free one.", node.host))
     told = ", ".join(map(str, ports))
@@ -227,7 +240,7 @@ def judge_versions(versions: Mapping[str, Mapping[str, str]]) -> list[Finding]:
     for part in parts:
         values = {host: told.get(part, "") or "none" for host, told in versions.items()}
         if len(set(values.values())) > 1:
-            remedy = "Ranks of one deployment need the same: install one version everywhere."
+            remedy = "All ranks of a deployment need the same version: install one everywhere."
             found.append(fatal("versions", f"{part} differs: {groups(values)}", remedy))
         elif set(values.values()) != {"none"}:
             same.append(f"{part} {next(iter(values.values()))}")
@@ -264,7 +277,7 @@ def _storage(facts: Sequence[NodeFacts], size_bytes: int) -> list[Finding]:
     host = min(speeds, key=lambda name: speeds[name])
     slowest = speeds[host]
     minutes = size_bytes / slowest / 60
-    text = f"reads at {slowest / 1e9:.2f} GB/s or more (slowest: {host}; cached parts count)"
+    text = f"reads at {slowest / 1e9:.2f} GB/s or more (slowest: {host}; part of it may come from the page cache)"
     if minutes > 10:
         remedy = "Copy it to local disks first (`corral pull`), or expect to wait."
         return [warning("storage", f"{text}: about {minutes:.0f} min to load", remedy)]

@@ -65,7 +65,7 @@ def _docker(node: NodeFacts) -> Iterator[Lack]:
     if not there:
         yield Lack(RepairStep.DOCKER, "Docker is not installed")
     elif told.docker_socket in ("none", "silent"):
-        yield Lack(RepairStep.DOCKER_SERVICE, "Docker is installed, and its service does not run")
+        yield Lack(RepairStep.DOCKER_SERVICE, "Docker is installed, but its service is not running")
     if node.user != "root" and not told.docker_group and (not there or told.docker_socket == "refuses"):
         yield Lack(RepairStep.GROUP, f"{node.user or 'you'} may not use Docker")
     if told.nvidia_devices and not TOOLKIT & set(node.tools):
@@ -91,8 +91,8 @@ def judge_readiness(facts: Sequence[NodeFacts], runtime: str) -> list[Finding]:
     if runtime in ("docker", "podman"):
         return [ok("node", f"ready for {runtime}" + (" with GPUs" if facts[0].readiness.nvidia_devices else ""))]
     having = [name for name in ("docker", "podman", "apptainer") if all(name in node.tools for node in facts)]
-    said = f"{', '.join(having)} there" if having else "no containers"
-    return [ok("node", f"{said}; only --runtime docker, podman or apptainer needs them")]
+    said = f"has {' and '.join(having)}" if having else "has no container runtime"
+    return [ok("node", f"{said}; only --runtime docker, podman or apptainer needs one")]
 
 
 def _finding(node: NodeFacts, lack: Lack) -> Finding:

@@ -11,6 +11,7 @@ for a while and come back elsewhere. A key given in memory or by an environment 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import time
@@ -46,7 +47,7 @@ __all__ = [
 ]
 
 URL_VARIABLE, KEY_VARIABLE = "OPENAI_BASE_URL", "OPENAI_API_KEY"
-_ASKED_AGAIN = 3
+_ASKED_AGAIN = 2
 
 
 def resolve(
@@ -101,10 +102,7 @@ def find_servers(
     urls, key = _addresses(names, urls, key_file, None, environ)
     servers: list[ModelServer] = [server_called(name) for name in names]
     for url in urls:
-        bare = FixedServer(_endpoint(url, "", key_file, key))
-        model = _first_model(bare, 1 if known else _ASKED_AGAIN) or known
-        if not model:
-            raise UnreachableError(f"{bare.name} does not answer.", "Is the server running? Check --url.")
+        model = _first_model(_endpoint(url, "", key_file, key), known)
         servers.append(FixedServer(_endpoint(url, model, key_file, key)))
     return servers or [server_called(_only_deployment(ready=False))]
 
@@ -307,13 +305,18 @@ def _models_at(endpoint: Endpoint) -> ServedModels:
     return ServedModels(names, base, context)
 
 
-def _first_model(server: FixedServer, attempts: int) -> str | None:
-    """The model of rows that name none; None when nobody answers, who may be restarting."""
-    for attempt in range(attempts):
-        time.sleep(0.5 if attempt else 0.0)
-        if found := served_by(server):
-            return found.names[0]
-    return None
+def _first_model(endpoint: Endpoint, known: str | None) -> str:
+    """The model of rows that name none. A server that does not answer may be restarting, and is asked again."""
+    for _ in range(0 if known else _ASKED_AGAIN):
+        with contextlib.suppress(UnreachableError):
+            return _models_at(endpoint).names[0]
+        time.sleep(0.5)
+    try:
+        return _models_at(endpoint).names[0]
+    except UnreachableError:
+        if known:
+            return known
+        raise
 
 
 def _choose(endpoint: Endpoint, wanted: str | None, any_model: bool = False) -> str:

@@ -9,21 +9,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from corral.client.sampling import parse_assignment, request_fields
+from corral.client.sampling import PARAMETERS, STRUCTURED, parse_assignments, request_fields
 from corral.errors import DataError, UsageError
 from corral.files import read_text, write_atomic
 from corral.record import nearest
+from corral.wording import counted
 
 __all__ = ["COMMANDS", "Conversation", "Turn", "check_chat"]
 
 COMMANDS: dict[str, str] = {
     "/help": "this list",
-    "/system TEXT": "set the system message (without TEXT: show it; `/system -` removes it)",
+    "/system TEXT": "set the system message; alone: show it; `-`: remove it",
     "/retry": "ask the last question again",
-    "/new": "forget the conversation, keep the system message and the settings",
-    "/set NAME=VALUE": "change a sampling parameter; without one, show them",
-    "/save FILE": "write the conversation as JSON (messages of the OpenAI API); `/load FILE` reads it",
-    "/load FILE": "go on with a saved conversation",
+    "/new": "forget what was said; keep system message and settings",
+    "/set NAME=VALUE": "change a sampling parameter; alone: show all",
+    "/save FILE": "write the conversation as JSON, in OpenAI's form",
+    "/load FILE": "continue a saved conversation",
     "/quit": "leave (so do /exit, /bye and Ctrl-D)",
 }
 
@@ -99,11 +100,12 @@ class Conversation:
 
     def _set(self, text: str) -> Turn:
         if text:
-            name, value = parse_assignment(text)
-            changed = {**self.sampling, name: value}
+            changed = {**self.sampling, **_as_given(text, self.sampling.get("extra") or {})}
             check_chat(changed)
             self.sampling = {key: setting for key, setting in changed.items() if setting is not None}
-        shown = ", ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in self.sampling.items())
+        settings = {**self.sampling, **(self.sampling.get("extra") or {})}
+        settings.pop("extra", None)
+        shown = ", ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in settings.items())
         return Turn(say=shown or "(the server's defaults)")
 
     def _save(self, text: str) -> Turn:
@@ -112,7 +114,7 @@ class Conversation:
             write_atomic(path, json.dumps(self.to_send(), indent=2, ensure_ascii=False) + "\n")
         except OSError as error:
             raise DataError(f"{path} cannot be written: {error.strerror}.", "Choose another file.") from None
-        return Turn(say=f"{len(self.messages)} messages saved to {path}")
+        return Turn(say=f"saved {counted(len(self.messages), 'message')} to {path}")
 
     def _load(self, text: str) -> Turn:
         path = _path(text, "/load")
@@ -123,10 +125,16 @@ class Conversation:
             raise DataError(f"{path} holds no conversation.", "It must be a JSON list of messages.") from None
         self.system = messages[0]["content"] if messages and messages[0]["role"] == "system" else None
         self.messages = messages[1:] if self.system is not None else messages
-        return Turn(say=f"{len(self.messages)} messages loaded")
+        return Turn(say=f"loaded {counted(len(self.messages), 'message')}")
 
     def _quit(self, _: str) -> Turn:
         return Turn(end=True)
+
+
+def _as_given(text: str, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """One setting, checked as `--param` is: what the server alone knows is passed on, a slip is refused."""
+    found = parse_assignments([text])
+    return found if found.keys() <= PARAMETERS.keys() | STRUCTURED.keys() else {"extra": {**extra, **found}}
 
 
 def check_chat(sampling: Mapping[str, Any]) -> None:

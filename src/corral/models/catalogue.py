@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from corral.errors import NotFoundError
 from corral.record import nearest
 
 __all__ = ["CATALOGUE", "Entry", "find", "near", "twin"]
@@ -132,6 +133,7 @@ _SMOLLM2 = Entry(
     family="smollm2",
 )
 
+OTHER_MODELS = "A folder, or owner/name of the Hugging Face hub, works too."
 CATALOGUE: Mapping[str, Entry] = {e.name: e for e in [_SMOLLM2, *_llama_entries(), *_first_uploads()]}
 
 
@@ -146,6 +148,12 @@ def find(name: str) -> Entry | None:
 def near(name: str, count: int = 3) -> list[str]:
     """Known names most like `name`."""
     return nearest(name.lower().rsplit("/", 1)[-1], list(CATALOGUE), count)
+
+
+def unknown(name: str, why: str = "") -> NotFoundError:
+    """What is said about a name that is none of these, no folder and no repository."""
+    guess = f"Did you mean {', '.join(near(name))}?" if near(name) else "`corral models` lists the names."
+    return NotFoundError(f"no model is called {name!r}{why}.", f"{guess} {OTHER_MODELS}")
 
 
 def twin(name: str, weights: str) -> Entry | None:

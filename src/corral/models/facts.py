@@ -168,11 +168,11 @@ def read_facts(ref: str, token: str | None = None, offline: bool = False) -> Mod
     if path.is_absolute() or text.startswith(("./", "../", "~")):
         raise NotFoundError(f"there is no folder {text}.", "Give a model folder, a repository or a catalogue name.")
     if text.count("/") != 1:
-        raise _unknown_name(text)
+        raise catalogue.unknown(text)
     if offline:
         if entry is not None:
             return facts_from_entry(entry)
-        raise _unknown_name(text, " and the network is not to be used")
+        raise catalogue.unknown(text, ", and the network is not to be used")
     return _from_hub(text, token, entry)
 
 
@@ -188,11 +188,3 @@ def _from_hub(repo: str, token: str | None, entry: catalogue.Entry | None) -> Mo
         return replace(known, notes=(*known.notes, f"from the catalogue: {error.message}"))
     facts = facts_from_config(found.config, repo, repo, "hub", found.tensors)
     return replace(facts, gated=found.gated, notes=(*facts.notes, *found.notes))
-
-
-def _unknown_name(name: str, why: str = "") -> NotFoundError:
-    guesses = catalogue.near(name) or list(catalogue.CATALOGUE)[:4]
-    return NotFoundError(
-        f"{name!r} is neither a folder nor a model of the catalogue{why}.",
-        f"Closest: {', '.join(guesses)}; or a repository as owner/name, or a folder.",
-    )

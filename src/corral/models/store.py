@@ -78,12 +78,7 @@ def locate(reference: str) -> ModelSource:
         raise NotFoundError(f"there is no folder {reference}.", "Check the path.")
     if reference.count("/") == 1:
         return ModelSource(reference.rpartition("/")[2], "hub", repo=reference)
-    near = catalogue.near(reference)
-    known = ", ".join(near) if near else ", ".join(catalogue.CATALOGUE)
-    raise NotFoundError(
-        f"no model is called {reference!r}.",
-        f"{'Did you mean' if near else 'Known names'}: {known}? A folder or owner/name from the hub works too.",
-    )
+    raise catalogue.unknown(reference)
 
 
 def already_here(source: ModelSource) -> Path | None:

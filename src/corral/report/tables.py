@@ -7,6 +7,7 @@ file; `columns` is None) every row and every fact is one line, and nothing is le
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import textwrap
@@ -18,12 +19,13 @@ __all__ = ["fact_lines", "flowing", "reading_width", "room", "table_lines", "tie
 
 _GAP, _INDENT = "  ", "    "
 _TIED = "\x00"  # stands for a space at which no line is broken
+_COMMAND = re.compile(r"`[^`\n]*`")
 Paint = Callable[[int, str, str], str]  # row, heading, padded cell -> the cell in colour
 
 
-def room() -> int | None:
-    """Columns of the terminal that stdout is; None where it is none."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+def room(err: bool = False) -> int | None:
+    """Columns of the terminal that stdout (or stderr) is; None where it is none."""
+    return shutil.get_terminal_size().columns if (sys.stderr if err else sys.stdout).isatty() else None
 
 
 def reading_width() -> int:
@@ -78,11 +80,14 @@ def tied(text: str) -> str:
 
 
 def wrapped(text: str, columns: int | None, first: str = "", rest: str = "") -> list[str]:
-    """A sentence in lines; `first` and `rest` stand before the first line and the others."""
+    """A sentence in lines; `first` and `rest` stand before the first line and the others.
+
+    No line break divides a `command`: it is there to be copied.
+    """
     if columns is None:
         return [f"{first}{text}".replace(_TIED, " ").rstrip()]
     lines = textwrap.wrap(
-        text, columns, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
+        _COMMAND.sub(lambda found: tied(found[0]), text), columns, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
     )
     return [line.replace(_TIED, " ").rstrip() for line in lines] or [first.rstrip()]
 
