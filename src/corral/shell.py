@@ -57,7 +57,7 @@ class Completed:
             return self
         words = (self.stderr.strip() or self.stdout.strip()).splitlines()
         said = words[-1] if words else "it said nothing"
-        raise CorralError(f"{what}: `{self.argv[0]}` ended with code {self.code}: {said}", remedy)
+        raise CorralError(f"{what}. `{self.argv[0]}` ended with code {self.code} and said: {said}", remedy)
 
 
 def capture(
@@ -89,7 +89,7 @@ def capture(
             process.kill()
             raise
     if any(len(words) > most_bytes for words in heard.values()):
-        raise DataError(f"`{argv[0]}` said more than {most_bytes >> 20} MiB and was cut off.", "Look at the host.")
+        raise DataError(f"`{argv[0]}` printed more than {most_bytes >> 20} MiB and was cut off.", "Look at the host.")
     return code, bytes(heard["stdout"]), bytes(heard["stderr"])
 
 

@@ -19,7 +19,11 @@ RECORDED = {
     "context_beyond_kv": (Reason.CONTEXT_TOO_LONG, "one request of 2048 tokens needs", "--context"),
     "no_kv_memory": (Reason.OUT_OF_MEMORY, "no memory for the KV cache", "more GPUs"),
     "heads_not_divisible": (Reason.BAD_PARALLELISM, "8 attention heads cannot be split over 3", "divides 8"),
-    "damaged_shard": (Reason.MODEL_INCOMPLETE, "damaged or was not downloaded whole", "Download the model again"),
+    "damaged_shard": (
+        Reason.MODEL_INCOMPLETE,
+        "damaged or was not downloaded completely",
+        "Download the model again",
+    ),
     "missing_weights": (Reason.MODEL_INCOMPLETE, "missing", "Download the model again"),
     "unknown_architecture": (Reason.MODEL_UNSUPPORTED, "['PonyForCausalLM']", "newer engine"),
     "unknown_model_type": (Reason.MODEL_UNSUPPORTED, "does not know this model's type", "newer engine"),
@@ -67,9 +71,9 @@ TOLD = [
      Reason.NO_GPU, "nvidia.com/gpu=all"),
     ("docker: Error response from daemon: Conflict. The container name \"/corral-m-0-1a2b\" is already in use by"
      " container \"b4967544966242c68\". You have to remove (or rename) that container to be able to reuse that name.",
-     Reason.NAME_TAKEN, "another container is called corral-m-0-1a2b"),
+     Reason.NAME_TAKEN, "a container named corral-m-0-1a2b"),
     ("Error: creating container storage: the container name \"corral-m-0-1a2b\" is already in use by 3e7b",
-     Reason.NAME_TAKEN, "another container is called corral-m-0-1a2b"),
+     Reason.NAME_TAKEN, "a container named corral-m-0-1a2b"),
     ("Unable to find image 'me/private:1' locally\ndocker: Error response from daemon: pull access denied for"
      " me/private, repository does not exist or may require 'docker login'", Reason.NO_IMAGE, "no image me/private,"),
     ("docker: Error response from daemon: manifest for vllm/vllm-openai:v9.9.9 not found: manifest unknown",

@@ -347,7 +347,7 @@ def test_time_that_is_up_is_said(fake: Path, monkeypatch: pytest.MonkeyPatch) ->
     simulate(fake, ["a", "b"])
     report = examine(Question(("a", "b", "hung-1"), timeout_s=8.0))
     assert report.seconds < 8.0
-    assert "network" in [f.what for f in report.findings if "the time was up" in f.text]
+    assert "network" in [f.what for f in report.findings if "time limit was reached" in f.text]
 
 
 def test_what_up_will_write_is_tried_and_nothing_of_it_stays(tmp_path: Path) -> None:

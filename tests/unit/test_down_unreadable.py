@@ -73,7 +73,7 @@ def test_where_no_file_tells_the_launch_nothing_is_claimed(corral: Corral) -> No
         (folder.path / name).write_bytes(b"{")
     down = corral("down", "one")
     assert down.code == 10
-    assert "tells its launch id" in down.err
+    assert "records its launch id" in down.err
     assert marked(launch_id)
     for name, data in kept.items():
         (folder.path / name).write_bytes(data)

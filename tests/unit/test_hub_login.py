@@ -74,7 +74,7 @@ def test_a_terminal_is_asked_and_the_token_kept(corral: Corral, tiny_model: Path
     ("typed", "words"),
     [
         ("tok-en-of-somebody-else\n", "the token (as typed) may not read it"),
-        ("revoked\n", "the hub did not accept the token (as typed)"),
+        ("revoked\n", "the hub rejected the token (as typed)"),
         ("\n", "no token was given"),
         ("\x04", "no token was given"),
         ("two words\n", "not a token of the hub"),
@@ -115,7 +115,7 @@ def test_a_token_that_is_there_and_refused_is_named_by_its_place(
         code, shown = at_a_terminal(corral, f"{GOOD}\n", verb, "lab/gated", **settings(hub))
         assert (code, f"the token ({kept})" in shown) == (6, True), shown
         done = corral("pull", "lab/gated", **settings(hub), HF_TOKEN="revoked")
-        assert (done.code, "did not accept the token (HF_TOKEN)" in done.err) == (6, True), done.err
+        assert (done.code, "rejected the token (HF_TOKEN)" in done.err) == (6, True), done.err
     assert kept.read_text() == "bad"
 
 

@@ -1,13 +1,16 @@
-"""Every message with its remedy in one file, to be read as a whole: tests/unit/golden/messages.txt.
+"""Everything that is said to people, in one file to be read as a whole: tests/unit/golden/messages.txt.
 
 After a change of wording run CORRAL_WRITE_MESSAGES=1 pytest tests/unit/test_messages.py, and read the difference.
+Collected are errors with their remedies, what is said while something runs (notes, findings of the doctor, diagnoses,
+answers of the batch service), tables of sentences, and sentences that functions return.
 """
 
 from __future__ import annotations
 
 import ast
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from corral import errors
@@ -16,6 +19,11 @@ from tests.conftest import ROOT
 SOURCE = ROOT / "src" / "corral"
 KEPT = ROOT / "tests" / "unit" / "golden" / "messages.txt"
 BASES = {name for name in errors.__all__ if name.endswith("Error")}
+SPEAKERS = {
+    "Diagnosis", "Finding", "Lack", "Refusal", "Signature", "_line", "explain", "fail", "fatal", "note", "ok", "say",
+    "tell", "warning",
+}  # fmt: skip
+MACHINES = ("engine_side", "fake", "report")  # what these make is read by programs, or shown as a page
 
 
 def error_classes(trees: dict[Path, ast.Module]) -> set[str]:
@@ -53,15 +61,67 @@ def _name(node: ast.expr) -> str:
     return "{" + (ast.unparse(node) if isinstance(node, ast.Name | ast.Attribute) else "…") + "}"
 
 
+SPOKEN_NAMES = {"cause", "hint", "look", "message", "remedy", "said", "text", "why", "words"}
+NO_PROSE = re.compile(
+    r"""\\[bswSd"]|\(\?|\(\.|\[\^|\[\w+\]\w|\w\|\w|\$["{(\w]|</?\w+>|/dev/null|^import |^corral\.\w"""
+)
+
+
+def is_prose(text: str) -> bool:
+    """Three words or more with spaces between them, which are neither a pattern nor a script."""
+    own = re.sub(r"\{[^{}]*\}", "{}", text).strip()
+    return len(re.findall(r"(?:^|[\s(`])[A-Za-z][a-z']+\b", own)) >= 3 and not NO_PROSE.search(own)
+
+
+def prose(nodes: Sequence[ast.expr]) -> list[str]:
+    texts = (words(node) for node in nodes if isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp | ast.IfExp))
+    return [text for text in texts if is_prose(text)]
+
+
+def _nested(node: ast.expr) -> Iterator[list[str]]:
+    """Rows of a table: the texts of each tuple or call in it that holds no further one."""
+    inner = [one for one in ast.iter_child_nodes(node) if isinstance(one, ast.Tuple | ast.List | ast.Dict)]
+    if inner:
+        for one in inner:
+            yield from _nested(one)
+    elif isinstance(node, ast.Dict):
+        yield from ([text] for text in prose(node.values))
+    elif isinstance(node, ast.Tuple | ast.List):
+        yield prose(node.elts)
+    else:
+        yield prose([node])
+
+
+def spoken(node: ast.AST, errors: set[str]) -> Iterator[tuple[str, list[str]]]:
+    """What a call, a table or a return says: its kind, and the sentences in order."""
+    match node:
+        case ast.Call(func=func, args=[first, *rest]) if _last(func) in errors:
+            if not isinstance(first, ast.Starred):
+                yield _last(func), [words(one) for one in (first, *rest[:1])]
+        case ast.Call(func=func, args=args, keywords=keywords) if _last(func) in SPEAKERS:
+            yield _last(func), prose([*args, *(keyword.value for keyword in keywords)])
+        case (
+            ast.Assign(targets=[ast.Name(id=name)], value=value)
+            | ast.AnnAssign(target=ast.Name(id=name), value=value)
+        ):
+            if value is not None and name.lstrip("_").isupper():
+                yield from ((name, row) for row in _nested(value))
+            elif value is not None and name in SPOKEN_NAMES:
+                yield name, prose([value])
+        case ast.Return(value=ast.expr() as value):
+            yield "returned", prose([value])
+
+
 def messages() -> Iterator[str]:
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(SOURCE.rglob("*.py"))}
     known = error_classes(trees)
     for path, tree in trees.items():
-        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _last(node.func) in known]
-        for call in sorted(calls, key=lambda one: (one.lineno, one.col_offset)):
-            if call.args and not isinstance(call.args[0], ast.Starred):
-                remedy = f"\n    → {words(call.args[1])}" if len(call.args) > 1 else ""
-                yield f"{path.relative_to(SOURCE)} {_last(call.func)}\n    {words(call.args[0])}{remedy}"
+        nodes = [node for node in ast.walk(tree) if hasattr(node, "lineno")]
+        machine = path.relative_to(SOURCE).parts[0] in MACHINES
+        for node in sorted(nodes, key=lambda one: (one.lineno, one.col_offset)):
+            for kind, texts in spoken(node, known):
+                if texts and (not machine or kind in known):
+                    yield f"{path.relative_to(SOURCE)} {kind}\n    " + "\n    → ".join(texts)
 
 
 def test_every_message_is_in_the_file_for_reading() -> None:
@@ -69,3 +129,28 @@ def test_every_message_is_in_the_file_for_reading() -> None:
     if os.environ.get("CORRAL_WRITE_MESSAGES"):
         KEPT.write_text(found, encoding="utf-8")
     assert KEPT.read_text(encoding="utf-8") == found, "read the new messages, then write the file anew (see above)"
+
+
+# names that keep their capital letter after "corral: "
+PROPER = {
+    "CORRAL_HOME", "Corral's", "HF_HUB_OFFLINE", "OpenAI", "Parquet", "Ray", "SLURM's",
+    "No",  # "No such …": OpenAI's words
+}  # fmt: skip
+FOREIGN = re.compile(r"\b(anew|thereby|for want of|is none\b|signs?|a text\b|texts that|mostly)\b")
+
+
+def test_errors_begin_like_the_middle_of_a_line_and_end_like_sentences() -> None:
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(SOURCE.rglob("*.py"))}
+    known = error_classes(trees)
+    wrong = []
+    for message in messages():
+        head, said, *_ = message.split("\n    ")
+        first = said.split()[0] if said.split() else ""
+        if head.split()[1] in known and first[:1].isupper() and first not in PROPER:
+            wrong.append(message)
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_message_uses_words_that_english_speakers_would_not() -> None:
+    odd = [message for message in messages() if FOREIGN.search(message)]
+    assert not odd, "\n".join(odd)

@@ -98,7 +98,7 @@ def test_over_ssh_the_profiles_adapters_and_addresses_are_there(
     assert text.count("NCCL_IB_HCA=mlx5") == 2
     assert "VLLM_HOST_IP=10.0.0.1 " in text  # an address, not the name
     assert "VLLM_HOST_IP=10.0.0.2 " in text
-    assert any("addresses are what names stand for" in note for note in notes)
+    assert any("as this machine resolves them" in note for note in notes)
     assert text.index("# rank 1") < text.index("# rank 0")  # the head comes last, and keeps the terminal
     assert text.count("<<'CORRAL' &\n") == 1
 

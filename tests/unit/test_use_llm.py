@@ -65,9 +65,9 @@ def test_both_faces_have_the_same_methods() -> None:
 
 
 def test_what_is_no_prompt_is_refused(llm: LLM) -> None:
-    with pytest.raises(corral.CorralError, match="one text was given"):
+    with pytest.raises(corral.CorralError, match="one string was given"):
         llm.map("hello")
-    with pytest.raises(corral.CorralError, match="one text was given"):
+    with pytest.raises(corral.CorralError, match="one string was given"):
         llm.replies("hello")
     with pytest.raises(corral.CorralError, match="a prompt cannot be 5"):
         llm.complete(5)  # type: ignore[arg-type]

@@ -46,7 +46,7 @@ def output_kind(path: Path) -> tuple[str, str]:
             "End it in .jsonl, .csv or .parquet (.jsonl.gz, .jsonl.zst, …).",
         )
     if ending == ".parquet" and compression:
-        raise UsageError("Parquet is compressed by itself.", "Drop the ending " + compression)
+        raise UsageError("Parquet files are already compressed.", f"Drop the suffix {compression}.")
     return _KINDS[ending], compression
 
 

@@ -73,7 +73,7 @@ def load_prompts(workload: Workload, vocabulary: Vocabulary | None) -> list[Prom
     """All prompts of a run, in the order of sending."""
     prompts = LOADERS[workload.dataset](workload, vocabulary or Vocabulary(("word",), exact=False))
     if not prompts:
-        raise DataError(f"{workload.file} holds no request.", "Give a file with at least one line.")
+        raise DataError(f"{workload.file} contains no requests.", "Give a file with at least one line.")
     return prompts
 
 

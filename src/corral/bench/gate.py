@@ -94,7 +94,9 @@ def _generator(summary: Summary) -> list[Problem]:
     allowed = max(LAG_MS, _LAG_SHARE * summary.ttft.median)
     if beyond <= allowed:
         return []
-    text = f"the load generator itself was late: P99 {beyond:.1f} ms, allowed {allowed:.1f} ms; use a freer machine"
+    text = (
+        f"the load generator itself was late: P99 {beyond:.1f} ms, allowed {allowed:.1f} ms; use a less busy machine"
+    )
     return [Problem("generator_lag", "invalid", text)]
 
 
@@ -116,7 +118,7 @@ def _lengths(spec: Spec, rows: Sequence[RequestRow], exact: bool) -> list[Proble
     # a chat template adds a few tokens, and may merge one with the text
     slack = 2 if spec.workload.chat else 0
     if added and (max(added) - min(added) > slack or (added != {0} and not spec.workload.chat)):
-        text = f"the server counts prompts {min(added):+d} to {max(added):+d} tokens off the lengths asked"
+        text = f"the server counts {min(added):+d} to {max(added):+d} tokens per prompt beside the lengths asked for"
         found.append(Problem("input_lengths", "caution", text))
     return found
 
@@ -138,7 +140,7 @@ def _server(spec: Spec, rows: Sequence[RequestRow], summary: Summary, server: Se
         text = f"{server.running_before:.0f} requests of others were running when the measurement began"
         found.append(Problem("other_traffic", "invalid", text))
     elif server.finished > len(rows) * 1.01 + 1 or server.prompt_tokens > summary.input_tokens * 1.05 + 4096:
-        text = f"the server finished {server.finished:.0f} requests while {len(rows)} were sent: others used it, too"
+        text = f"the server finished {server.finished:.0f} requests while {len(rows)} were sent: others used it too"
         if not summary.failed:
             found.append(Problem("other_traffic", "invalid", text))
     if server.preemptions >= 1:

@@ -44,11 +44,11 @@ class Workload:
         for name in ("num_prompts", "input_len", "output_len", "num_prefixes", "turns"):
             if not 1 <= getattr(self, name) <= 10**8:
                 flag = "--" + name.replace("_", "-")
-                raise UsageError(f"{flag} cannot be {getattr(self, name)}.", "Give a whole number from 1.")
+                raise UsageError(f"{flag} cannot be {getattr(self, name)}.", "Give a whole number, 1 or more.")
         if not 0 <= self.range_ratio < 1:
             raise UsageError(f"--range-ratio cannot be {self.range_ratio:g}.", "Give a number from 0 to below 1.")
         if not 0 <= self.prefix_len <= 10**8:
-            raise UsageError(f"--prefix-len cannot be {self.prefix_len}.", "Give a whole number from 0.")
+            raise UsageError(f"--prefix-len cannot be {self.prefix_len}.", "Give a whole number, 0 or more.")
         if self.file is None and self.dataset in ("sharegpt", "custom", "batch", "trace"):
             raise UsageError(f"--dataset {self.dataset} needs a file.", "Add --dataset-path FILE.")
 
@@ -168,7 +168,7 @@ def parse_percentiles(text: str) -> tuple[float, ...]:
     except ValueError:
         found = ()
     if not found or not all(0 < p < 100 for p in found):
-        raise UsageError(f"{text!r} are not percentiles.", "For example: --percentiles 90,99.")
+        raise UsageError(f"{text!r} is not a list of percentiles.", "For example: --percentiles 90,99.")
     return found
 
 

@@ -179,7 +179,7 @@ def find(reference: str) -> Path:
     if found:
         raise UsageError(f"{reference!r} matches the beginning of {len(found)} runs.", "Give more of the name.")
     guesses = nearest(reference, [p.name for p in known]) or [p.name for p in known[-3:]]
-    hint = f"Known: {', '.join(guesses)}." if guesses else "There is none yet: `corral bench` makes one."
+    hint = f"Known: {', '.join(guesses)}." if guesses else "There are none yet: `corral bench` makes one."
     raise NotFoundError(f"no run is called {reference!r}.", hint)
 
 

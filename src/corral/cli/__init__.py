@@ -44,7 +44,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "proxy": ("corral.cli.proxy:command", "One address that stays, while servers behind it come and go."),
     "gateway": ("corral.cli.gateway:command", "One address for fleets and deployments; keys of its clients."),
     "renew": ("corral.cli.renew:command", "Submit successors of a job before its time limit (see `up --renew`)."),
-    "complete": ("corral.cli.complete:command", "Continue a text; show the probabilities of its tokens."),
+    "complete": ("corral.cli.complete:command", "Continue a prompt; show the probabilities of its tokens."),
     "chat": ("corral.cli.chat:command", "Talk with a model in the terminal."),
     "score": ("corral.cli.score:command", "Likelihoods of texts, continuations and choices; resumable."),
     "top": ("corral.cli.top:command", "Live load: running, waiting, KV use, tokens per second."),

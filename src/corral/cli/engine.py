@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
+from typing import Any
 
 import click
 
@@ -89,16 +90,23 @@ def check(flavour: str | None, version: str, as_json: bool) -> None:
     """
     found, rows = engines.installed(), locked()
     wanted = flavour or (found[0].flavour if found else None)
-    versions = engines.check(wanted, version) if wanted else {}
+    versions = _imported(wanted, version, as_json) if wanted else {}
     if as_json:
         print_json({**versions, "locked": rows})
         return
     if versions:
-        print_table(["PART", "VERSION"], [[name, value] for name, value in versions.items()])
+        print_table(["PART", "VERSION"], [[name, value or "-"] for name, value in versions.items()])
     else:
         click.echo("No engine is installed: `corral engine install cpu` (or cuda); `corral up` does so by itself.")
     click.echo("\nEvery file is locked by its hash for:")
     print_table(["ENGINE", "PLATFORM", "PYTHON", "PACKAGES", "GLIBC", ""], _locked_rows(rows))
+
+
+def _imported(flavour: str, version: str, quiet: bool) -> dict[str, Any]:
+    """What the engine is made of; importing vLLM takes some ten seconds, in which something must be seen."""
+    with PhaseScreen(quiet=quiet) as screen:
+        screen.phase("importing vLLM")
+        return engines.check(flavour, version)
 
 
 def _locked_rows(rows: list[LockedFor]) -> list[list[str]]:
@@ -128,6 +136,8 @@ def remove(flavour: str, version: str, as_json: bool) -> None:
 
     for status in statuses():
         if status.engine == f"{flavour}-{version}" and status.state not in ENDED:
-            raise ConflictError(f"{status.name!r} runs from {status.engine}.", "Stop it first: corral down NAME.")
+            raise ConflictError(
+                f"{status.name!r} runs from {status.engine}.", f"Stop it first: corral down {status.name}"
+            )
     engines.remove(flavour, version)
     print_json({"removed": f"{flavour}-{version}"}) if as_json else click.echo(f"{flavour}-{version} removed")

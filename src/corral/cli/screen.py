@@ -54,7 +54,7 @@ def explain(lead: str, text: str) -> None:
     """A sentence on stderr after its lead. Words of other machines may be in it: none may speak to the terminal."""
     columns, rest = tables.room(err=True), " " * min(len(lead), 4)
     for number, part in enumerate(plain(text).split("\n")):
-        for line in tables.wrapped(part, columns, rest if number and columns else "" if number else lead, rest):
+        for line in tables.wrapped(part, columns, "" if number else lead, rest):
             tell(line, err=True)
 
 
@@ -108,6 +108,7 @@ class PhaseScreen:
         self.notes: list[str] = []
         self._painter: threading.Thread | None = None
         self._stop = threading.Event()
+        self._drawing = threading.RLock()  # the painter must not draw between a cleared line and what takes its place
 
     def __enter__(self) -> PhaseScreen:
         if not self._quiet:
@@ -145,10 +146,11 @@ class PhaseScreen:
             self._line(f"{self._phase}: {self._detail}")
 
     def note(self, text: str) -> None:
-        self._clear()
         self.notes.append(plain(text))
-        if not self._quiet:
-            explain("  note: ", text)
+        with self._drawing:
+            self._clear()
+            if not self._quiet:
+                explain("  note: ", text)
 
     def remind(self) -> None:
         """Where there are only lines: one a minute, so that nobody wonders."""
@@ -179,6 +181,10 @@ class PhaseScreen:
             tell(f"[{self._told - self._began:7.1f} s] {text}", err=True)
 
     def _finish_phase(self, failed: bool = False) -> None:
+        with self._drawing:
+            self._end_phase(failed)
+
+    def _end_phase(self, failed: bool) -> None:
         if not self._phase:
             return
         took = self._clock() - self._phase_began
@@ -196,7 +202,8 @@ class PhaseScreen:
 
     def _go_on(self) -> None:
         while not self._stop.wait(0.1 if self._live else 1.0):
-            self._paint() if self._live else self.remind()
+            with self._drawing:
+                self._paint() if self._live else self.remind()
 
     def _paint(self) -> None:
         if not self._phase:

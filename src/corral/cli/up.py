@@ -329,7 +329,7 @@ def summary(status: deployments.Status, endpoint: Endpoint, answer: str) -> str:
     """What a newcomer needs next: where it is, how to call it, how to stop it."""
     key_file = shlex.quote(endpoint.key_file or "")
     name = shlex.quote(status.name)
-    ready = f" (ready in {duration(status.timings.ready_s)})" if status.timings.ready_s else ""
+    ready = f" (the engine took {duration(status.timings.ready_s)})" if status.timings.ready_s else ""
     body = json.dumps({"model": endpoint.model, "messages": [{"role": "user", "content": "Hello!"}]})
     lines = [
         f"{status.name} is ready{ready}",
@@ -355,6 +355,6 @@ def summary(status: deployments.Status, endpoint: Endpoint, answer: str) -> str:
         '      messages=[{"role": "user", "content": "Hello!"}])',
         "  print(reply.choices[0].message.content)",
         "",
-        f"It goes on running. Watch: corral logs {name} -f    Stop: corral down {name}",
+        f"It keeps running. Watch: corral logs {name} -f    Stop: corral down {name}",
     ]
     return "\n".join(lines)

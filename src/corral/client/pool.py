@@ -327,7 +327,7 @@ class Pool:
                 self._expire(wire, exchange, f"sent nothing for {self.limits.stall_s:g} s")
         for exchange in [e for e in self._waiting if e.deadline_ns and now > e.deadline_ns]:
             self._settle(
-                exchange, TimedOutError(f"No connection to {self.where} became free in time.", "Raise `connections`.")
+                exchange, TimedOutError(f"no connection to {self.where} became free in time.", "Raise `connections`.")
             )
         for wire in [w for w in self._idle if now - w.idle_since_ns > _IDLE_NS]:
             self._idle.remove(wire)

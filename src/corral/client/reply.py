@@ -333,7 +333,7 @@ class Assembly:
         """The whole answer, once all events are decoded."""
         exchange, last = self._exchange, self._last
         if not exchange.done or last is None:
-            message = f"The stream of {self._where} ended before [DONE]."
+            message = f"the stream from {self._where} ended before [DONE]."
             raise CutStreamError(message, "Try again; look at the engine's log.")
         if self._simple:
             _check_finish(last.finish_reason, self._where)
@@ -382,7 +382,7 @@ def _check_finish(reason: str | None, where: str) -> None:
     if reason == "error":
         raise ServerFailedError(f'{where} failed while answering (finish_reason "error").', "Look at its log.")
     if not reason:
-        raise CutStreamError(f"An answer of {where} has no finish reason.", "Try again; look at the engine's log.")
+        raise CutStreamError(f"an answer from {where} has no finish reason.", "Try again; look at the engine's log.")
 
 
 def _malformed(where: str, raw: bytes, why: object) -> MalformedReplyError:

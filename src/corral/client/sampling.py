@@ -259,7 +259,7 @@ def _check_lengths(fields: Mapping[str, Any]) -> None:
 def _form(name: str, value: Any) -> Any:
     if name == "choice":
         if isinstance(value, str) or not value or not all(isinstance(text, str) for text in value):
-            raise UsageError(f"choice must be a list of texts, not {value!r}.", "Give two texts or more.")
+            raise UsageError(f"choice must be a list of strings, not {value!r}.", "Give at least two.")
         return list(value)
     if name == "json_schema":
         if hasattr(value, "model_json_schema"):  # a pydantic class

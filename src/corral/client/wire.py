@@ -119,7 +119,7 @@ class Wire(asyncio.Protocol):
             reader.feed(data)
         except BadMessageError as error:
             where = self._owner.where
-            self._fail(MalformedReplyError(f"{where} does not answer in HTTP: {error}.", "Check the base URL."))
+            self._fail(MalformedReplyError(f"{where} does not speak HTTP: {error}.", "Check the base URL."))
         else:
             if reader.complete:
                 self._finish()
@@ -147,7 +147,7 @@ class Wire(asyncio.Protocol):
                 f"{where} closed the connection without an answer (it {how}).", "Is the server still running?"
             )
         return CutStreamError(
-            f"The answer of {where} broke off (the connection {how}).", "Try again; look at the engine's log."
+            f"the answer from {where} broke off (the connection {how}).", "Try again; look at the engine's log."
         )
 
     def answer(self, status: int, headers: Headers) -> None:

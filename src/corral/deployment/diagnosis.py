@@ -64,7 +64,7 @@ RUNTIME_SIGNATURES: tuple[Signature, ...] = (
         Reason.NO_RUNTIME,
         r"permission denied while trying to connect to the [Dd]ocker|dial unix \S+: connect: permission denied",
         "this user may not use the Docker daemon of the node",
-        "Ask to be put into the group `docker` (then log in again), or use podman or apptainer: [runtime] in a "
+        "Ask to be added to the group `docker` (then log in again), or use podman or apptainer: [runtime] in a "
         "profile, or --runtime of `corral up`.",
     ),
     Signature(
@@ -84,7 +84,7 @@ RUNTIME_SIGNATURES: tuple[Signature, ...] = (
     Signature(
         Reason.NAME_TAKEN,
         r"container name \"/?([^\"]+)\" is already in use",
-        "another container is called {1}, and it is not this launch's",
+        "a container named {1} already exists, and this launch did not create it",
         "See whose it is (`docker ps -a --filter name={1}`); remove it if nobody needs it, or choose another name.",
     ),
     Signature(
@@ -148,7 +148,7 @@ SIGNATURES: tuple[Signature, ...] = (
     Signature(
         Reason.CONTEXT_TOO_LONG,
         r"max_model_len \((\d+)\) is greater than the derived max_model_len \((?:.*?=)?(\d+)",
-        "the asked context of {1} tokens is longer than the {2} this model was trained for",
+        "the requested context of {1} tokens is longer than the {2} this model was trained for",
         "Ask for at most --context {2}.",
     ),
     Signature(
@@ -202,14 +202,14 @@ SIGNATURES: tuple[Signature, ...] = (
     Signature(
         Reason.NO_SPACE,
         r"(?:No space left on device|Errno 28\])",
-        "a disk became full",
+        "a disk is full",
         "Free space where the model, the engine's cache (CORRAL_HOME) and /dev/shm live.",
     ),
     Signature(
         Reason.MODEL_INCOMPLETE,
         r"(?:SafetensorError|Error while deserializing header|InvalidHeader|incomplete metadata"
         r"|MetadataIncompleteBuffer)",
-        "a weight file is damaged or was not downloaded whole",
+        "a weight file is damaged or was not downloaded completely",
         "Download the model again: finished files are kept, the broken one is replaced.",
     ),
     Signature(
@@ -246,7 +246,7 @@ SIGNATURES: tuple[Signature, ...] = (
         Reason.BAD_ARGUMENT,
         r"(?:unrecognized arguments: (.+)|error: argument (.+)|error: ambiguous option: (.+))",
         "the engine refused an argument: {1}{2}{3}",
-        "Correct what stands after `--`; `corral up --dry-run` shows the whole command.",
+        "Correct the arguments after `--`; `corral up --dry-run` shows the whole command.",
     ),
     Signature(
         Reason.NETWORK,
@@ -284,7 +284,7 @@ SIGNATURES: tuple[Signature, ...] = (
         Reason.BAD_ARGUMENT,
         r"(?:Value error, ([^\n]+)|ValueError: ([^\n]+))",
         "the engine refused its configuration: {1}{2}",
-        "Correct what stands after `--`; `corral up --dry-run` shows the whole command.",
+        "Correct the arguments after `--`; `corral up --dry-run` shows the whole command.",
     ),
 )
 
@@ -362,13 +362,13 @@ def _ended_from_outside(signal: int, container: bool) -> Diagnosis:
         word = "killed" if signal == 9 else "stopped"
         return Diagnosis(
             Reason.ENGINE_EXITED,
-            f"someone {word} the engine's container (signal {signal}): by `docker kill`, `stop` or `rm -f`, as an"
-            " administrator, or the kernel for lack of memory",
+            f"the engine's container was {word} from outside (signal {signal}): by `docker kill`, `stop` or"
+            " `rm -f`, or by the kernel for lack of memory",
             "Ask who looks after the containers of that node; start it again with `corral up`.",
         )
     return Diagnosis(
         Reason.ENGINE_EXITED,
-        "someone killed the engine (signal 9): the kernel for lack of memory, an administrator, or a scheduler",
+        "the engine was killed from outside (signal 9): by the kernel for lack of memory, a person or a scheduler",
         "Look at `dmesg` or ask the administrator; start it again with `corral up`.",
     )
 

@@ -53,7 +53,7 @@ def checked_name(name: str) -> str:
     if length > LONGEST_FOLDER_NAME:
         raise UsageError(
             f"{name!r} cannot name a deployment: its folder's name would have {length} bytes.",
-            f"Use fewer letters outside ASCII: at most {LONGEST_FOLDER_NAME} bytes, three for each byte of theirs.",
+            f"Use a shorter name: at most {LONGEST_FOLDER_NAME} bytes, six or more for each non-ASCII character.",
         )
     return name
 
@@ -269,6 +269,6 @@ def open_folder(name: str) -> DeploymentFolder:
     if not folder.record.is_file():
         known = [other.name for other in all_folders()]
         guesses = nearest(name, known) or known
-        remedy = f"Known: {', '.join(guesses)}." if guesses else "There is none yet: `corral up` makes one."
+        remedy = f"Known: {', '.join(guesses)}." if guesses else "There are none yet: `corral up` starts one."
         raise NotFoundError(f"no deployment is called {name!r}.", remedy)
     return folder

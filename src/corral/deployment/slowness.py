@@ -15,8 +15,8 @@ from corral.deployment.state import Reason
 __all__ = ["SLOW", "explain_slow"]
 
 LET_THE_PLAN_CHOOSE = (
-    "Let the plan choose the number format (leave out --dtype and --set weights), or fix one that this CPU is quick"
-    " in: --set weights=fp32."
+    "Let the plan choose the number format (leave out --dtype and --set weights), or fix one that is fast on this"
+    " CPU: --set weights=fp32."
 )
 
 SLOW: tuple[Signature, ...] = (
@@ -31,7 +31,7 @@ SLOW: tuple[Signature, ...] = (
     Signature(
         Reason.NOT_ADVANCING,
         r"[Pp]lacement group|No available node types can fulfill|VLLM_HOST_IP",
-        "Ray cannot place the ranks: a node did not join, or gives another address than Ray knows it by",
+        "Ray cannot place the ranks: a node did not join, or reports another address than the one Ray knows",
         "Compare the nodes' addresses (`corral doctor`), and see the other ranks' logs: corral logs {name} --rank N.",
     ),
     Signature(
@@ -58,7 +58,7 @@ SLOW: tuple[Signature, ...] = (
     Signature(
         Reason.NOT_ADVANCING,
         r"flashinfer[^\n]*(?:JIT|ninja|compil)|(?:nvcc|ninja) ",
-        "kernels are built on this machine for the first time",
+        "kernels are being built on this machine for the first time",
         "Wait: the next start finds them.",
     ),
 )
@@ -75,6 +75,6 @@ def explain_slow(lines: Iterable[str], name: str, phase: str = "") -> Diagnosis 
         return Diagnosis(
             Reason.NOT_ADVANCING,
             "the machine is busy with other work, or this is the first start of its kind, which compiles",
-            "`uptime` tells how busy it is; a second start finds the compiled code.",
+            "`uptime` shows how busy it is; a second start finds the compiled code.",
         )
     return None

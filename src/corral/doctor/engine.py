@@ -190,6 +190,6 @@ def judge_all_reduce(found: Mapping[str, Mapping[str, Any]], fabric: Fabric) -> 
         f"({slowest['bytes_per_s'] / 1e9:.2f} GB/s), 4 KiB in {slowest['small_s'] * 1e3:.2f} ms"
     )
     if slowest.get("network") == "Socket" and any(fabric.hcas.values()):
-        remedy = "NCCL did not take the RDMA adapters: NCCL_DEBUG=INFO tells why; containers must see them."
+        remedy = "NCCL did not take the RDMA adapters: NCCL_DEBUG=INFO shows why; containers must see them."
         return [warning("all-reduce", text, remedy)]
     return [ok("all-reduce", text)]

@@ -86,7 +86,7 @@ class _Examination:
         """Whether there is time for a step; said when there is not."""
         if self.left_s >= least_s:
             return True
-        self.findings.append(warning(what, "not looked at: the time was up", "Give more with --timeout."))
+        self.findings.append(warning(what, "not checked: the time limit was reached", "Allow more with --timeout."))
         return False
 
     def report(self) -> Report:

@@ -116,7 +116,7 @@ def _gpu_use(facts: Sequence[NodeFacts]) -> list[Finding]:
             remedy = f"Ask {p.user or 'its owner'}, wait, or use other GPUs; Corral ends nothing it did not start."
             found.append(warning("gpu use", text, remedy, node.host))
     if not found and any(node.gpus for node in facts):
-        return [ok("gpu use", "no process uses the GPUs")]
+        return [ok("gpu use", "no process is using the GPUs")]
     return found
 
 

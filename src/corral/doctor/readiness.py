@@ -28,7 +28,7 @@ GUARDS = {
 }
 AFTER = {
     RepairStep.DRIVER: "Restart the machine (sudo reboot), then run `corral doctor` again.",
-    RepairStep.GROUP: "Log in again (or run: newgrp docker). Who is in this group can become root through Docker.",
+    RepairStep.GROUP: "Log in again (or run: newgrp docker). Members of this group can become root through Docker.",
 }
 TOOLKIT = {"nvidia-ctk", "nvidia-container-cli"}  # the first is missing from old ones
 UNKNOWN = (
@@ -49,9 +49,9 @@ def lacks(node: NodeFacts, runtime: str) -> Iterator[Lack]:
     """What the node lacks for this runtime, in the order in which it is put right."""
     told = node.readiness
     if told.nvidia_devices and not told.driver and not node.gpus:
-        yield Lack(RepairStep.DRIVER, f"{told.nvidia_devices} NVIDIA GPUs on its bus, and no driver is loaded")
+        yield Lack(RepairStep.DRIVER, f"{told.nvidia_devices} NVIDIA GPUs on its PCI bus, but no driver is loaded")
     if told.nvswitches and told.driver and not told.fabric_manager:
-        text = "it has NVSwitches, and no fabric manager is seen to run (in a container it is outside)"
+        text = "it has NVSwitches, but no fabric manager was seen running (from inside a container it cannot be seen)"
         yield Lack(RepairStep.FABRIC_MANAGER, f"{text}: CUDA fails without it", Level.WARNING)
     if runtime == "docker":
         yield from _docker(node)

@@ -128,6 +128,6 @@ def _python_of(prefix: Path, flavour: str) -> str:
 def _refuse_foreign(prefix: Path) -> None:
     if prefix.stat().st_uid != os.getuid() or not os.access(prefix, os.W_OK):
         raise AccessError(
-            f"{prefix} is not yours: nothing is installed into it.",
+            f"{prefix} belongs to another user, and nothing is installed into it.",
             "Make one of your own: conda create --name NAME --clone OTHER, or name one that is not there yet.",
         )

@@ -215,9 +215,9 @@ def _install_torch_cpu(wanted: Path, python: str, version: str, progress: Progre
         done = _pip_install(python, arguments, progress, TORCH_CPU_INDEX)
     if done.code:
         raise EngineError(
-            f"{torch_cpu().requirement} was found neither through pip's configuration nor in PyTorch's index:"
-            f" {_last_words(done)}",
-            "Check the connection, or name a folder with the wheel: pip config set global.find-links FOLDER.",
+            f"{torch_cpu().requirement} was found neither through pip's configuration nor in PyTorch's index"
+            f" ({_last_words(done)}).",
+            "Check the connection, or name a folder that holds the wheel: `pip config set global.find-links FOLDER`.",
             output=done.stdout[-4000:],
         )
 
@@ -261,7 +261,10 @@ def install_into(folder: Path, requirement: str, progress: Progress) -> None:
 
 
 def _last_words(done: Completed) -> str:
+    """The end of what uv said; of a chain of causes, the last, which is the first that happened."""
     lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    if lines and (cause := re.match(r"cause(?:d by)?:\s*(.+)", lines[-1], re.IGNORECASE)):
+        lines = [cause[1]]
     return re.sub("://[^/@ ]+@", "://****@", " ".join(lines[-3:]))[:400] if lines else "no output"
 
 
@@ -309,7 +312,7 @@ def check(flavour: str, version: str = PINNED_VERSION) -> dict[str, str]:
         "import json, torch, transformers, vllm; from vllm.platforms import current_platform as p;"
         "print(json.dumps({'vllm': vllm.__version__, 'torch': torch.__version__,"
         " 'transformers': transformers.__version__, 'platform': type(p).__name__,"
-        " 'cuda': str(torch.version.cuda)}))"
+        " 'cuda': torch.version.cuda or ''}))"
     )
     done = run([engine.python, "-c", code], 300, {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"})
     if done.code:

@@ -132,10 +132,10 @@ def boolean_with_value(
     wanted = (value.lower() in _TRUE) == (positive == name)  # `--no-x=false` means x
     spelling = positive if wanted else f"--no-{positive[2:]}"
     if value.lower() not in (*_TRUE, *_FALSE):
-        return UsageError(f"{name} takes no value, and {value!r} follows it.", "Leave the value out.")
+        return UsageError(f"{name} takes no value, but {value!r} follows it.", "Leave the value out.")
     if spelling not in known:
-        return UsageError(f"{name} takes no value, and {value!r} follows it.", f"Leave {name} out altogether.")
-    return UsageError(f"{name} takes no value, and {value!r} follows it.", f"vLLM spells it {spelling} today.")
+        return UsageError(f"{name} takes no value, but {value!r} follows it.", f"Leave {name} out altogether.")
+    return UsageError(f"{name} takes no value, but {value!r} follows it.", f"vLLM spells it {spelling} today.")
 
 
 def check_arguments(arguments: Sequence[str], flags: FlagList) -> None:

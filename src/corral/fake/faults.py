@@ -87,13 +87,13 @@ def parse_fault(text: str) -> Fault:
     for pair in filter(None, rest.split(",")):
         name, _, value = pair.partition("=")
         if name not in readers:
-            raise UsageError(f"The fault {kind!r} has no setting {name!r}.", f"Known: {', '.join(readers)}.")
+            raise UsageError(f"the fault {kind!r} has no setting {name!r}.", f"Known: {', '.join(readers)}.")
         try:
             values[name] = readers[name](value)
         except ValueError:
-            raise UsageError(f"The fault setting {pair!r} cannot be read.", "Give a number.") from None
+            raise UsageError(f"the fault setting {pair!r} cannot be read.", "Give a number.") from None
     if values.get("when", "before") not in ("before", "mid"):
-        raise UsageError(f"The fault setting when={values['when']} is unknown.", "Use when=before or when=mid.")
+        raise UsageError(f"the fault setting when={values['when']} is unknown.", "Use when=before or when=mid.")
     return Fault(kind, **values)
 
 

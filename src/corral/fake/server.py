@@ -149,7 +149,7 @@ def _listen(options: FakeOptions, port: int | None = None) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConflictError(
-            f"The fake server cannot listen on {options.host}:{options.port}: {error.strerror}.",
+            f"the fake server cannot listen on {options.host}:{options.port}: {error.strerror}.",
             "Choose another port, or 0 for any free one.",
         ) from error
     return listener

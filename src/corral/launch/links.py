@@ -123,9 +123,13 @@ def _refuse_uneven(gang: Gang) -> None:
     """Every node has the same part: ranks that do not come out even would wait for each other for ever."""
     count = len(gang.nodes)
     if gang.replicas > 1 and gang.replicas % count:
-        raise UsageError(f"{gang.replicas} replicas cannot be shared evenly by {count} nodes.", "Change --set data=…")
+        raise UsageError(
+            f"{gang.replicas} replicas cannot be spread evenly over {count} nodes.", "Change --set data=…"
+        )
     if gang.replicas == 1 and gang.replica_ranks and gang.replica_ranks % count:
-        raise UsageError(f"{gang.replica_ranks} ranks cannot be shared evenly by {count} nodes.", "Name fewer nodes.")
+        raise UsageError(
+            f"{gang.replica_ranks} ranks cannot be spread evenly over {count} nodes.", "Name fewer nodes."
+        )
 
 
 def choose_link(wanted: str, nodes: Sequence[object], flags: FlagList) -> tuple[str, str]:

@@ -200,7 +200,7 @@ def _prepare(target: Target, note: Callable[[str], None], preview: Preview | Non
     except (UnreachableError, AccessError) as error:
         if preview is None:
             raise
-        note(f"{error.message.rstrip('.')}: addresses are what names stand for here, and no adapter was looked for")
+        note(f"{error.message.rstrip('.')}; addresses are as this machine resolves them, without network adapters")
 
 
 def _plan(source: ModelSource, inventory: Inventory, wish: Wish, offline: bool = False) -> Plan:
@@ -420,8 +420,8 @@ def _interrupted(folder: DeploymentFolder) -> str:
     with contextlib.suppress(CorralError, OSError):
         now = deployments.status(folder)
         if now.state is State.QUEUED:
-            return f"{now.text}. Take it up again: corral up --attach {name}. End it: corral down {name}"
-    return f"it goes on starting in the background; wait: corral up --attach {name}; end it: corral down {name}"
+            return f"{now.text}. Wait for it again: corral up --attach {name}. Stop it: corral down {name}"
+    return f"it keeps starting in the background. Wait for it: corral up --attach {name}. Stop it: corral down {name}"
 
 
 def _join_chain(wish: Wish, decision: LaunchDecision, folder: DeploymentFolder) -> None:

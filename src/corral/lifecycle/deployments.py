@@ -133,7 +133,7 @@ def _refuse_living(folder: DeploymentFolder) -> None:
         )
     if not target_of(before).stop(folder, before.launch_id, 20):
         raise ConflictError(
-            f"processes of the last {before.name!r} are still there and cannot be ended from here.",
+            f"processes of the previous {before.name!r} are still running and cannot be stopped from here.",
             "Run `corral down` on the machine it ran on, or choose another name.",
         )
 
@@ -273,7 +273,7 @@ REMEDIES = {
     Reason.ENGINE_HUNG: "Start it again (`--restart 3` does so by itself); the log may say what it waited for.",
     Reason.PORT_TAKEN: "Start it again: another free port is chosen; or name one with --port.",
     Reason.NOT_GUARDED: "The guard was not loaded; report this with `corral logs {name}`. The server was taken down.",
-    Reason.AGENT_KILLED: "Start it again with `corral up`; on shared machines, ask who ends processes.",
+    Reason.AGENT_KILLED: "Start it again with `corral up`; on a shared machine, find out who killed it.",
     Reason.NODE_LOST: "`corral doctor` looks at the node; then start again (`--restart N` does so when it returns).",
     Reason.NETWORK: "`corral doctor` shows the interfaces all nodes share; name one with --interface.",
     Reason.WALLTIME: "Start it again with `corral up`, with a longer --time if it was too short.",
@@ -393,7 +393,7 @@ def _stop_unreadable(folder: DeploymentFolder, error: Exception) -> Status:
     traces = traces_of(folder)
     if not traces.launch_id:
         raise DataError(
-            f"{why.text} No other file of {folder.name!r} tells its launch id, so nothing of it can be looked for.",
+            f"{why.text} No other file of {folder.name!r} records its launch id, so its processes cannot be found.",
             f"If its engine runs, end it by hand; then delete {folder.path}.",
         ) from error
     try:
@@ -415,7 +415,7 @@ def _stop_unreadable(folder: DeploymentFolder, error: Exception) -> Status:
         )
     if traces.target and target.name != traces.target:
         raise LaunchError(
-            f"{told}; but it was started with the target {traces.target}, whose machines are not known any more.",
+            f"{told}; but it was started with the target {traces.target}, whose machines are no longer known.",
             by_hand,
         )
     folder.tunnel.unlink(missing_ok=True)

@@ -256,7 +256,7 @@ def _only_deployment(ready: bool) -> str:
         )
     states = [f"{one.folder.name} ({one.state})" for chain in chains.values() for one in chain]
     if states := [*states, *(f"{fleet.name} (a fleet)" for fleet in fleets)]:
-        raise NotFoundError(f"no deployment is ready yet: {', '.join(states)}.", "`corral wait NAME` waits.")
+        raise NotFoundError(f"no deployment is ready yet: {', '.join(states)}.", "Wait for it: `corral wait NAME`.")
     raise NotFoundError(
         "no deployment is ready.", f"Start one with `corral up`, or give --url (or set {URL_VARIABLE})."
     )

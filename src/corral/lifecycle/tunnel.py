@@ -138,7 +138,7 @@ def near_end(port: int, near: Path) -> Iterator[NearEnd]:
     try:
         held = NearEnd(port, near)
     except OSError as error:
-        remedy = "It is the deployment's port here: end what holds it, or bring the deployment up anew."
+        remedy = "It is the deployment's port here: end what holds it, or start the deployment again."
         raise port_refused(port, "this machine", error, remedy) from None
     try:
         with held:

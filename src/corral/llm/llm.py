@@ -335,7 +335,7 @@ async def exact_view(client: Client, reply: Reply, prompt: str, index: int = 0) 
 def _several(prompts: Iterable[Prompt]) -> Iterable[Prompt]:
     """Many prompts; one text is a list of letters to Python, and never what was meant."""
     if isinstance(prompts, str):
-        raise UsageError("several prompts were expected, and one text was given.", "Put it in a list: [text].")
+        raise UsageError("several prompts were expected, and one string was given.", "Put it in a list: [text].")
     return prompts
 
 

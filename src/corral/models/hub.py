@@ -124,7 +124,7 @@ def hub_error(repo: str, error: Exception, typed: str | None = None) -> CorralEr
         )
     if isinstance(error, errors.HfHubHTTPError) and error.response.status_code == 401:
         return AccessError(
-            f"the hub did not accept the token ({'as typed' if typed else token_origin()}).",
+            f"the hub rejected the token ({'as typed' if typed else token_origin()}).",
             "It may have been revoked. Make one at https://huggingface.co/settings/tokens and set HF_TOKEN, or "
             f"take the old one away and run `corral pull {repo}` at a terminal.",
         )

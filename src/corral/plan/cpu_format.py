@@ -34,7 +34,7 @@ _LONE = {"latency": 1.0, "balanced": 0.5, "throughput": 0.0}  # weight of the si
 # Seen without bf16 instructions, 32 rows against fp32: 4.1 × (AVX-512), 3.7 × (AVX2); docs/log.md. On Neoverse-N1 a
 # short answer took two minutes in fp16 and some three seconds in fp32.
 _X86_SLOWER, _ARM_SLOWER = 4.0, 30.0
-_SAFE = "fp32 crawls on none (`--set weights=bf16` where it has bf16 instructions)"
+_SAFE = "fp32 is slow on none (`--set weights=bf16` where it has bf16 instructions)"
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def _whole(key: str, value: object) -> int:
     except ValueError:
         raise UsageError(f"{key} must be a whole number, not {value!r}.", f"For example --set {key}=4.") from None
     if not 1 <= number <= 10**9:
-        raise UsageError(f"{key} cannot be {number}.", "Give a whole number from 1.")
+        raise UsageError(f"{key} cannot be {number}.", "Give a whole number, 1 or more.")
     return number
 
 

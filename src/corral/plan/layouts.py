@@ -54,5 +54,11 @@ def refused_tensor(model: ModelFacts, inventory: Inventory) -> list[Rejected]:
     for tensor in range(2, inventory.gpus_per_node + 1):
         why = broken_layout(model, Parallel(tensor))
         if why:
-            reasons.setdefault(why.replace(f"TP{tensor}", "it"), []).append(tensor)
-    return [Rejected("TP " + ", ".join(map(str, sizes)), why) for why, sizes in reasons.items()]
+            reasons.setdefault(_of_any(why, tensor), []).append(tensor)
+    return [Rejected(", ".join(f"TP{size}" for size in sizes), why) for why, sizes in reasons.items()]
+
+
+def _of_any(why: str, tensor: int) -> str:
+    """The reason without its subject, as it is said of one size or of several."""
+    words = why.removeprefix(f"TP{tensor} ").replace("does not divide", "no divisor of")
+    return words.replace("neither divides nor is a multiple of", "neither a divisor nor a multiple of")

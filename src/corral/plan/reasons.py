@@ -221,7 +221,8 @@ def load_words(speed: Speed, startup_s: float | None = None) -> str:
         f"{gib(speed.read_bytes_per_node)} read on each node at {speed.storage_gb_s:g} GB/s ({speed.storage_basis})"
     )
     if speed.storage_basis.startswith("assumed"):
-        words += "; shared file systems often give 0.1 to 1: --storage says, `corral doctor --model` measures"
+        words += "; shared file systems often give 0.1 to 1: set it with --storage, or measure it with `corral doctor"
+        words += " --model`"
     return words if startup_s is None else f"{words}, then about {startup_s:.0f} s of compiling"
 
 

@@ -119,7 +119,7 @@ def _refuse_unfinished(profile: Profile, result: Mapping[str, Any]) -> None:
     named = keys or [str(value) for value in open_values]
     need = f"{', '.join(named)} {'needs a value' if len(named) == 1 else 'need values'}"
     if not files:
-        raise UsageError(f"{need}.", "Put your own value in place of what stands in <>.", keys=named)
+        raise UsageError(f"{need}.", "Replace the text in <> with your own value.", keys=named)
     remedy = f"Set {'it' if len(named) == 1 else 'them'} in {files[-1].label}, or on the command line."
     if files[-1].kind == "example":
         settings = "".join(" --hosts A,B,…" if key == "ssh.hosts" else f" --set {key}=…" for key in named)

@@ -53,7 +53,9 @@ def parse(text: str, label: str, kind: str = "user") -> Layer:
     except tomllib.TOMLDecodeError as error:
         raise DataError(f"{label} is not TOML: {error}.", "Correct that line; text needs quotes.") from None
     except RecursionError:
-        raise DataError(f"{label} is not a profile: it is nested too deeply.", "Tables go one deep.") from None
+        raise DataError(
+            f"{label} is not a profile: it is nested too deeply.", "Tables may be nested only one level deep."
+        ) from None
     origins = {key: f"{label}:{line}" for key, line in key_lines(text).items()}
     layer = Layer(kind, label, values, origins)
     build_settings(values, layer)

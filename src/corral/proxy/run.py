@@ -64,7 +64,7 @@ def port_of(folder: DeploymentFolder, host: str, wanted: int | None) -> int:
     saved = _saved(folder)
     if (held := held_proxy(folder)) and held.holder:
         raise ConflictError(
-            f"a proxy for {folder.name!r} runs already: {held.url} (process {held.holder.pid}).",
+            f"a proxy for {folder.name!r} is already running: {held.url} (process {held.holder.pid}).",
             f"Use it, or end it: kill {held.holder.pid}",
         )
     if wanted is not None:

@@ -87,7 +87,12 @@ def wrapped(text: str, columns: int | None, first: str = "", rest: str = "") -> 
     if columns is None:
         return [f"{first}{text}".replace(_TIED, " ").rstrip()]
     lines = textwrap.wrap(
-        _COMMAND.sub(lambda found: tied(found[0]), text), columns, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
+        _COMMAND.sub(lambda found: tied(found[0]), text),
+        columns,
+        initial_indent=first,
+        subsequent_indent=rest,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
     return [line.replace(_TIED, " ").rstrip() for line in lines] or [first.rstrip()]
 

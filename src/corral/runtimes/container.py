@@ -128,7 +128,7 @@ def default_image(node: NodeSide, prefix: str = "") -> str:
     """vLLM's own image of the pinned version; there is none for CPUs under that name."""
     if node.flavour != "cuda":
         raise UsageError(
-            "vLLM's own image is for NVIDIA GPUs, and this is a machine without one.",
+            "vLLM's own image is for NVIDIA GPUs, and this machine has none.",
             "Name an image with vLLM for CPUs (image in [runtime] of a profile, or --runtime-option image=… of "
             "`corral up`), or use the runtime managed.",
         )

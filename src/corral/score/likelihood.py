@@ -94,12 +94,14 @@ def read_row(data: Any, number: int) -> ScoreRow:
     name = str(given.get("id", number))
     if "text" in given:
         if given.get("context") or "continuation" in given or "choices" in given:
-            raise DataError(f"row {name!r} has a text and a context or continuation.", "Give one or the other.")
+            raise DataError(
+                f"row {name!r} has both `text` and `context` or `continuation`.", "Give one or the other."
+            )
         return ScoreRow(name, _text(given, "text", name))
     if "choices" in given:
         choices = given["choices"]
         if not isinstance(choices, Sequence) or isinstance(choices, str) or not choices:
-            raise DataError(f"row {name!r}: choices must be a list of texts.", 'For example ["Paris", "Rome"].')
+            raise DataError(f"row {name!r}: choices must be a list of strings.", 'For example ["Paris", "Rome"].')
         if not all(isinstance(choice, str) and choice for choice in choices):
             raise DataError(f"row {name!r}: a choice is empty or not text.", "Correct the row.")
         context = _text(given, "context", name)
@@ -116,7 +118,7 @@ def read_row(data: Any, number: int) -> ScoreRow:
 def _text(given: Mapping[str, Any], name: str, row: str) -> str:
     value = given.get(name, "" if name == "context" else None)
     if not isinstance(value, str) or (not value and name != "context"):
-        raise DataError(f"row {row!r}: {name} must be a text that is not empty.", "Correct the row.")
+        raise DataError(f"row {row!r}: {name} must be non-empty text.", "Correct the row.")
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -135,7 +137,7 @@ def _answer(value: Any, choices: Sequence[str], row: str) -> int | None:
         return list(choices).index(value)
     raise DataError(
         f"row {row!r}: the answer {value!r} is not among its {len(choices)} choices.",
-        "Give an index from 0, or a text.",
+        "Give an index, counted from 0, or one of the choices.",
     )
 
 

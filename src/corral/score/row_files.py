@@ -33,7 +33,8 @@ class ScoreRows:
         try:
             return Parsed(self.row(raw, line).id, "", {}, {})
         except DataError as error:
-            raise DataError(f"{error.message} {error.remedy}".strip()) from None
+            remedy = error.remedy.removeprefix("Correct the row.")  # that much is said of all of them
+            raise DataError(f"{error.message} {remedy}".strip()) from None
 
     def row(self, raw: bytes, line: int) -> ScoreRow:
         """What is to be scored; DataError when that cannot be told."""

@@ -13,7 +13,7 @@ from functools import reduce
 from corral.errors import DoesNotFitError, NotFoundError, UsageError
 from corral.hardware.inventory import GIB, Gpu, Inventory, find_gpu
 from corral.record import nearest
-from corral.slurm.commands import ask, seconds
+from corral.slurm.commands import LOGIN_NODE, ask, seconds
 
 __all__ = ["Cluster", "NodeShape", "Partition", "Want", "discover", "gpu_kind", "gpu_of", "shortage"]
 
@@ -91,7 +91,7 @@ class Cluster:
         """All partitions, the most likely choice first."""
         if not self.partitions:
             raise NotFoundError(
-                "you have access to no partition of this cluster.", "`sinfo` lists them; ask for access."
+                "you do not have access to any partition of this cluster.", "`sinfo` lists them; ask for access."
             )
 
         def rank(one: Partition) -> tuple[bool, bool, bool, int]:
@@ -236,8 +236,12 @@ def _words(shape: NodeShape) -> str:
 # ------------------------------------------------------------------------------------------------------------ reading
 def discover() -> Cluster:
     """Ask SLURM what it has."""
-    partitions = ask(["scontrol", "--oneliner", "show", "partition"]).or_raise("SLURM's partitions could not be read")
-    nodes = ask(["scontrol", "--oneliner", "--detail", "show", "node"]).or_raise("SLURM's nodes could not be read")
+    partitions = ask(["scontrol", "--oneliner", "show", "partition"]).or_raise(
+        "SLURM's partitions could not be read", LOGIN_NODE
+    )
+    nodes = ask(["scontrol", "--oneliner", "--detail", "show", "node"]).or_raise(
+        "SLURM's nodes could not be read", LOGIN_NODE
+    )
     return read_cluster(partitions.stdout, nodes.stdout)
 
 

@@ -23,8 +23,20 @@ from pathlib import Path
 from corral.errors import CorralError, UnreachableError, UsageError
 from corral.shell import Completed, run
 
-__all__ = ["SlurmJob", "ask", "cancel", "find_job", "forget_answers", "jobs", "refuse_unknown", "seconds", "submit"]
+__all__ = [
+    "LOGIN_NODE",
+    "SlurmJob",
+    "ask",
+    "cancel",
+    "find_job",
+    "forget_answers",
+    "jobs",
+    "refuse_unknown",
+    "seconds",
+    "submit",
+]
 
+LOGIN_NODE = "Run Corral on a login node of the cluster, or set PATH to where SLURM's commands are."
 PATIENCE_S = 15.0  # for one command; a living controller answers in well under a second
 FRESH_S = 2.0
 LAZY_S = 30.0
@@ -60,7 +72,7 @@ def ask(argv: Sequence[str], timeout_s: float = PATIENCE_S) -> Completed:
     except CorralError:
         raise CorralError(
             f"there is no `{argv[0]}` on this machine: it is not a login node of a SLURM cluster.",
-            "Run Corral on a login node, or set PATH to where SLURM's commands are.",
+            LOGIN_NODE,
         ) from None
     if done.code and re.search(UNREACHABLE, done.stderr):
         raise UnreachableError(f"SLURM's controller does not answer: {_last_line(done)}", "Try again later.")

@@ -20,7 +20,7 @@ WAIT_S = 5  # for a node to become free
 SHARED = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "panfs", "wekafs", "glusterfs", "orangefs", "afs", "cifs", "smb",
           "9p", "virtiofs", "fuse")  # fmt: skip
 MARK = ".seen-by-the-nodes"
-REMEDY = "Set CORRAL_HOME to a folder that login and compute nodes share: a home, project or scratch folder, mostly."
+REMEDY = "Set CORRAL_HOME to a folder that login and compute nodes share, usually a home, project or scratch folder."
 
 
 def refuse_unseen(home: Path, where: Sequence[str]) -> None:

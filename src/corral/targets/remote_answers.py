@@ -35,7 +35,7 @@ __all__ = [
 MIRRORED = {"events.jsonl": 64 << 20, "engine.log": 256 << 20}
 PIECE_BYTES = 4 << 20  # as in node/remote.py
 OLDEST_S = 10 * 365 * 86400.0
-REMEDY = "Something else than Corral's agent answers there: look at the node."
+REMEDY = "Something other than Corral's agent answers there: look at the node."
 
 
 @dataclass(frozen=True)

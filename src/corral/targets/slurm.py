@@ -66,7 +66,7 @@ SIZES = (2, 3, 4, 8, 16)
 def _sbatch(value: Mapping[str, object]) -> str:
     for name, given in value.items():
         if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
-            return f"names of #SBATCH options without dashes in front; {name!r} is none"
+            return f"names of #SBATCH options without dashes in front; {name!r} is not one"
         if not isinstance(given, (str, int, bool)) or (isinstance(given, str) and not given.isprintable()):
             return f"text, numbers or true; {name} is {given!r}"
     return ""

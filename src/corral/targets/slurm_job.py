@@ -125,7 +125,7 @@ def _why_failed(folder: DeploymentFolder, job: SlurmJob, found: JobVerdict, own_
     if silent:
         who = ", ".join(f"rank {rank.number} on {_address(rank).get('name')}" for rank in silent)
         text = f"the agent of {who} is gone without a word: it was killed, and job {job.id} ended with it"
-        remedy = "Start it again with `corral up`; on shared machines, ask who ends processes."
+        remedy = "Start it again with `corral up`; on a shared machine, find out who killed it."
         return replace(found, reason=Reason.AGENT_KILLED, text=text, remedy=remedy)
     said = "" if ran or own_output else _last_line(folder.job_log)
     return replace(found, text=f"{found.text}; its last words: {said}") if said else found

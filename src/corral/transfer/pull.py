@@ -27,6 +27,7 @@ from corral.ssh import Ssh, UnknownHostError, check_host, each
 from corral.transfer.courier import HERE, ask_courier
 from corral.transfer.spread import HOME_ON_HOSTS, Origin, Outcome, Progress, spread
 from corral.untrusted import last_object
+from corral.wording import counted
 
 __all__ = ["Arrival", "Pull", "PullOrder", "pull"]
 
@@ -234,8 +235,10 @@ def _pull_here(order: PullOrder, report: Report, ssh: Ssh, began_s: float) -> Pu
     damaged = _damaged_in_cache(folder, order.check_again, report, ssh)
     if damaged:
         if source.kind == "folder":
-            raise DataError(f"{folder} has {len(damaged)} damaged files, first {damaged[0]}.", "Download them again.")
-        report(Progress(HERE, f"{len(damaged)} damaged, first {damaged[0]}: fetching again"))
+            raise DataError(
+                f"{folder} has {counted(len(damaged), 'damaged file')}, first {damaged[0]}.", "Download them again."
+            )
+        report(Progress(HERE, f"fetching again: {counted(len(damaged), 'file')} damaged, first {damaged[0]}"))
         for name in damaged:
             (folder / name).resolve().unlink()
             (folder / name).unlink(missing_ok=True)

@@ -300,7 +300,7 @@ class _Run:
             )
         if self.storage == "own" and shared:
             raise UsageError(
-                f"{self.destination} is one storage for {', '.join(shared)}, not a local disk.",
+                f"{self.destination} is the same storage on {', '.join(shared)}, not a local disk.",
                 "Name a folder on the nodes' own disks with --to, or use --shared.",
             )
 

@@ -312,7 +312,9 @@ class _Loop:
         def stop(name: str) -> None:
             again = runner.stopped
             text = (
-                "giving up what is under way" if again else "finishing what is under way; once more to leave at once"
+                "giving up what is under way"
+                if again
+                else "finishing what is under way; press again to leave at once"
             )
             self._listener.note("stopping", f"{name}: {text}")
             self._stopped_by = self._stopped_by or name

@@ -302,7 +302,7 @@ class Runner:
         elif isinstance(error, RequestError):
             self._failed(lane, flight, part, error)
         else:
-            self._fail(error if isinstance(error, CorralError) else CorralError(f"unexpected: {error!r}"))
+            self._fail(error if isinstance(error, CorralError) else CorralError(f"an unexpected error: {error!r}"))
         self._fill(lane)
         if not self.counts.left or self._failure:
             self._changed.set()

@@ -107,7 +107,7 @@ class Recipe:
                 raise DataError(f"has an unknown field {key!r}" + (f" (did you mean {near[0]!r}?)" if near else ""))
         identity, body, path = row.get("custom_id"), row.get("body"), row.get("url")
         if not isinstance(identity, str) or not identity:
-            raise DataError("lacks 'custom_id', a text")
+            raise DataError("lacks 'custom_id' (text)")
         if row.get("method", "POST") != "POST":
             raise DataError(f"has the method {row['method']!r}; only POST is supported")
         if path not in _PATHS:
@@ -115,7 +115,7 @@ class Recipe:
         if self.only_path is not None and path != self.only_path:
             raise DataError(f"has the url {path!r}; the batch is for {self.only_path}")
         if not isinstance(body, dict):
-            raise DataError("lacks 'body', an object")
+            raise DataError("lacks 'body' (an object)")
         whole = {**body_fields(self.params, path == CHAT), **body} if self.params else dict(body)
         check_fields(whole, path == CHAT)
         if whole.get("stream"):
@@ -199,7 +199,7 @@ class Recipe:
 
 def _check_messages(messages: Any) -> None:
     if not isinstance(messages, list) or not messages:
-        raise DataError("lacks 'messages', a list of at least one message")
+        raise DataError("lacks 'messages' (a list of at least one message)")
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise DataError(f"has a message (number {number}) without a 'role'")

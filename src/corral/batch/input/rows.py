@@ -174,7 +174,7 @@ def open_source(given: str, format_: str | None = None) -> InputSource:
     if format_ is None:
         raise UsageError(
             f"the format of {given!r} cannot be told from its name.",
-            f"Give it an ending that says it, or --input-format of `corral batch run` ({', '.join(FORMATS)}).",
+            f"Give it a suffix that tells, or --input-format of `corral batch run` ({', '.join(FORMATS)}).",
         )
     if format_ == "json" and not compression and _first_sign(path) == b"{":
         format_ = "jsonl"  # JSON lines under another name
@@ -250,7 +250,7 @@ def _csv_rows(text: io.TextIOWrapper, delimiter: str) -> Iterator[InputItem]:
     try:
         names = list(reader.fieldnames or ())
     except (csv.Error, LongRowError):
-        raise DataError("the first line of the CSV file has no names of columns.", "Write them there.") from None
+        raise DataError("the CSV file has no header line with column names.", "Add one.") from None
     if len(set(names)) < len(names):
         raise DataError("two columns of the CSV file have the same name.", "Give every column a name of its own.")
     while True:

@@ -175,7 +175,7 @@ def _hand_on(output: str, here: InJob, result: Result | None) -> InJobOutcome:
     done = result.summary.fine + result.summary.failed if result else 0
     count = len(jobs_of(folder, here.deployment))
     if not done:
-        text = "this job did not get one row done in its time; it is not queued again"
+        text = "this job finished no row in its time, and is not queued again"
         return InJobOutcome(result, text=f"{text}. Ask for more with --time. {_continue(output)}")
     if count >= here.max_jobs:
         return InJobOutcome(result, text=f"{count} jobs were used (--max-jobs). {_continue(output)}")

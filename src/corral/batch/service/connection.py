@@ -42,7 +42,7 @@ class Connection(HttpToolsProtocol):
                 self._refuse(Refusal(431, "The request's headers are too long."))
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(Refusal(400, "This is not an HTTP request that is understood here."))
+        self._refuse(Refusal(400, "This is not a valid HTTP request."))
 
     def _refuse(self, refusal: Refusal) -> None:
         body = json.dumps(refusal.body()).encode()

@@ -30,7 +30,7 @@ class Shortage(enum.Enum):
 
     @property
     def text(self) -> str:
-        return f"Paused: {_WORDS[self]}. The batch goes on by itself when there is some again; nothing is lost."
+        return f"Paused: {_WORDS[self]}. The batch continues by itself when there is some again; nothing is lost."
 
 
 _WORDS = {

@@ -94,7 +94,7 @@ async def pieces_in_time(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
             async with asyncio.timeout(SILENCE_S):
                 piece = await anext(stream, None)
         except TimeoutError:
-            raise Refusal(408, f"Nothing came for {SILENCE_S:g} s.") from None
+            raise Refusal(408, f"Nothing was received for {SILENCE_S:g} s.") from None
         if piece is None:
             return
         yield piece

@@ -32,7 +32,7 @@ __all__ = ["Workers"]
 AGAIN_S = 5.0
 LOOK_S = 1.0
 MOST_DEATHS = 3
-NO_MODEL = "Waiting: the model does not answer. The batch goes on by itself when it does."
+NO_MODEL = "Waiting: the model does not answer. The batch continues by itself when it does."
 
 
 class Workers:
