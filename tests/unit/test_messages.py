@@ -116,7 +116,7 @@ def messages() -> Iterator[str]:
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(SOURCE.rglob("*.py"))}
     known = error_classes(trees)
     for path, tree in trees.items():
-        nodes = [node for node in ast.walk(tree) if hasattr(node, "lineno")]
+        nodes = [node for node in ast.walk(tree) if isinstance(node, ast.expr | ast.stmt)]
         machine = path.relative_to(SOURCE).parts[0] in MACHINES
         for node in sorted(nodes, key=lambda one: (one.lineno, one.col_offset)):
             for kind, texts in spoken(node, known):
@@ -136,7 +136,7 @@ PROPER = {
     "CORRAL_HOME", "Corral's", "HF_HUB_OFFLINE", "OpenAI", "Parquet", "Ray", "SLURM's",
     "No",  # "No such …": OpenAI's words
 }  # fmt: skip
-FOREIGN = re.compile(r"\b(anew|thereby|for want of|is none\b|signs?|a text\b|texts that|mostly)\b")
+FOREIGN = re.compile(r"\b(anew|thereby|for want of|(?<![Tt]here )is none|signs?|a text\b|texts that|mostly)\b")
 
 
 def test_errors_begin_like_the_middle_of_a_line_and_end_like_sentences() -> None:

@@ -227,9 +227,7 @@ def need_lines(rows: Sequence[Need], notes: Sequence[str] = ()) -> Iterator[str]
         for row in rows
     ]
     yield from _table(("GPU", "weights", "on paper", "runs on", "nodes", "KV tokens", "as"), table, left=2)
-    for note in dict.fromkeys([row.note for row in rows if row.note] + list(notes)):
-        yield ""
-        yield from textwrap.wrap(note, reading_width())
+    yield from _notes([*(row.note for row in rows if row.note), *notes])
 
 
 def table_lines(rows: Sequence[TableRow], gpu: Gpu) -> Iterator[str]:
@@ -254,9 +252,15 @@ def table_lines(rows: Sequence[TableRow], gpu: Gpu) -> Iterator[str]:
     yield f"{gpu.kind} for both: on paper ({box_gb(gpu)} GB each), and the fewest that run it with that context"
     yield ""
     yield from _table(("model", *widths), [(r.model, *(_gpus(c) for c in r.cells)) for r in rows], left=4)
-    for note in dict.fromkeys(note for row in rows for note in row.notes):
-        yield ""
-        yield from textwrap.wrap(note, reading_width())
+    yield from _notes([note for row in rows for note in row.notes])
+
+
+def _notes(notes: Sequence[str]) -> Iterator[str]:
+    """Each once, below a table; further lines of one are indented, so that one sees where the next begins."""
+    for number, note in enumerate(dict.fromkeys(notes)):
+        if number == 0:
+            yield ""
+        yield from textwrap.wrap(note, reading_width(), subsequent_indent="  ")
 
 
 def _gigabytes(size: float) -> str:
