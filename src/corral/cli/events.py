@@ -40,4 +40,4 @@ def _line(event: Event) -> str:
     details = dict(event.details)
     head = str(details.pop("state", None) or details.pop("phase", None) or "")
     words = " ".join(f"{name}={value}" for name, value in details.items() if value is not None)
-    return f"{moment}  {event.elapsed_s:8.1f} s  rank {event.rank}  {event.kind:<8} {head} {words}".rstrip()
+    return f"{moment}  {event.elapsed_s:8.1f} s  rank {event.rank}  {event.kind:<9} {head} {words}".rstrip()

@@ -252,7 +252,8 @@ def _only_deployment(ready: bool) -> str:
         return found[0]
     if there:
         raise UsageError(
-            f"{len(there)} deployments are ready: {', '.join(there)}.", "Give the name of the one you mean."
+            f"{len(there)} deployments are ready: {', '.join(there)}.",
+            "Say which: --deployment NAME (`chat` and `top` take just NAME).",
         )
     states = [f"{one.folder.name} ({one.state})" for chain in chains.values() for one in chain]
     if states := [*states, *(f"{fleet.name} (a fleet)" for fleet in fleets)]:
