@@ -99,7 +99,7 @@ def test_a_job_is_handed_on_as_often_as_allowed_and_only_when_it_helps(output: P
     add_job(folder, "3", "another", target)
     none = in_job._hand_on(str(output), here, result(0, output))
     assert not none.next_job
-    assert "did not get one row done" in none.text
+    assert "finished no row in its time" in none.text
     done = in_job._hand_on(str(output), here, result(3, output))
     assert (done.next_job, target.after) == ("8", ["7"])
     assert [job.id for job in jobs_of(folder, "d")] == ["7", "8"]

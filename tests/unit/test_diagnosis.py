@@ -42,7 +42,7 @@ TOLD = [
      Reason.BAD_PARALLELISM, "needs 8 GPUs on this node and there are 4"),
     ("huggingface_hub.errors.GatedRepoError: 403 Client Error.\nCannot access gated repo for url",
      Reason.GATED_MODEL, "gated"),
-    ("OSError: [Errno 28] No space left on device", Reason.NO_SPACE, "disk became full"),
+    ("OSError: [Errno 28] No space left on device", Reason.NO_SPACE, "disk is full"),
     ("FileNotFoundError: No such file or directory: '/models/m/model-00007-of-00030.safetensors'",
      Reason.MODEL_INCOMPLETE, "model-00007-of-00030.safetensors"),
     ("ValueError: Following weights were not initialized from checkpoint: {'model.layers.3.mlp.up_proj.weight'}",

@@ -340,7 +340,7 @@ def _compare(before: BatchRecord, now: BatchRecord, order: BatchOrder, folder: B
     if busy and order.force and (asked or before.digest != now.digest):
         raise ConflictError(
             f"{folder.output} is being worked on, and input or settings changed.",
-            "Stop it first with `corral batch cancel`; then start it anew: `corral batch run` with --force.",
+            "Stop it first with `corral batch cancel`; then start it again: `corral batch run` with --force.",
         )
     if asked:
         if not order.force:
