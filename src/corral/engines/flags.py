@@ -178,6 +178,6 @@ def _unknown(name: str, flags: FlagList) -> EngineError:
 
 
 def values_of(flag: str, arguments: Sequence[str]) -> list[str]:
-    """What a flag is given, as `--flag value` or `--flag=value`."""
+    """The values that a flag is given, in either of its two forms."""
     pairs = itertools.pairwise(arguments)
     return [b for a, b in pairs if a == flag] + [a.partition("=")[2] for a in arguments if a.startswith(flag + "=")]
