@@ -41,6 +41,7 @@ class Policy(Protocol):
 EVEN = 1.1  # of its share of the last requests: chance alone makes such differences
 STEEPNESS = 8.0  # prompts that a share of twice the mean weighs
 MEMORY = 64  # requests of each member that count as the last ones
+FEW = 16  # requests of each member, before which shares are chance
 LARGEST = 1e200
 
 
@@ -49,10 +50,12 @@ class PrefixPolicy:
 
     def __init__(self) -> None:
         self.shared = SharedBeginnings()
+        self._chosen = 0
         self._weight = 1.0  # of the next request: it grows, so that the past fades without being touched
 
     def choose(self, members: Sequence[M], prompt: RoutedPrompt) -> M:
         best = self._best(members, prompt)
+        self._chosen += 1
         self._weight *= 1 + 1 / (MEMORY * len(members))
         best.recent += self._weight
         if self._weight > LARGEST:
@@ -69,7 +72,7 @@ class PrefixPolicy:
         count = len(members)
         share = EVEN * sum([member.recent for member in members]) / count
         busy = sum([member.work_tokens for member in members]) / count / (prompt.tokens + prompt.output_tokens + 1)
-        weight = STEEPNESS * prompt.tokens * min(1.0, busy) / share if share else 0.0
+        weight = STEEPNESS * prompt.tokens * min(1.0, busy) / share if self._chosen > FEW * count else 0.0
         best, highest = members[0], float("-inf")
         for member in members:
             depth = member.holdings.depth(blocks) if blocks else 0
