@@ -72,7 +72,8 @@ class PrefixPolicy:
         count = len(members)
         share = EVEN * sum([member.recent for member in members]) / count
         busy = sum([member.work_tokens for member in members]) / count / (prompt.tokens + prompt.output_tokens + 1)
-        weight = STEEPNESS * prompt.tokens * min(1.0, busy) / share if self._chosen > FEW * count else 0.0
+        known = share and self._chosen > FEW * count
+        weight = STEEPNESS * prompt.tokens * min(1.0, busy) / share if known else 0.0
         best, highest = members[0], float("-inf")
         for member in members:
             depth = member.holdings.depth(blocks) if blocks else 0
