@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
+import subprocess
+import sys
+import urllib.error
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from tests.cluster.test_slurm import SMALL, Login, logged_in
+from tests.cluster.test_slurm import SMALL, Login, logged_in, request
 from tests.testbed import missing
 from tests.testbed.hosts import Hosts, wait_for
 from tests.testbed.slurm import Slurm
@@ -129,3 +134,41 @@ def test_a_killed_agent_is_named_with_its_node(login: Login) -> None:
     wait_for(lambda: not [line for _, line in login.left() if "/pair/" in line], 20, "nothing of it left")
     assert not list(login.folder("pair").rglob("*.tmp"))
     assert login.corral("down", "pair").returncode == 0
+
+
+def answers(url: str, key: str) -> bool:
+    try:
+        return request(url, key) == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def test_a_tunnel_follows_a_requeued_job_and_says_when_the_server_is_gone(login: Login, tmp_path: Path) -> None:
+    first = login.up("moves")["endpoint"]["base_url"]
+    node = next(node for node in login.slurm.nodes if f"//{login.hosts.address(node)}:" in first)
+    there = ["env", *(f"{name}={value}" for name, value in login.env.items()), sys.executable, "-m", "corral"]
+    words = [sys.executable, "-m", "corral", "tunnel", "moves", "--through", "login", "--corral", shlex.join(there)]
+    own = {"CORRAL_HOME": str(tmp_path / "here"), "CORRAL_SSH": shlex.join(login.hosts.ssh_command)}
+    with (tmp_path / "said").open("w") as said:
+        tunnel = subprocess.Popen(words, env={**os.environ, **own}, stdout=subprocess.PIPE, stderr=said, text=True)
+    try:
+        assert tunnel.stdout is not None
+        url = tunnel.stdout.readline().strip().partition("=")[2]
+        key = Path(tunnel.stdout.readline().partition("$(cat ")[2].partition(")")[0]).read_text().strip()
+        wait_for(lambda: answers(url, key), 30, "an answer through the tunnel")
+        login.slurm.run("scontrol", "update", f"NodeName={node}", "State=DRAIN", "Reason=fan")
+        login.slurm.run("scontrol", "requeue", login.job("moves"))
+        now = login.wait("moves", lambda now: now["state"] == "ready" and now["endpoint"]["base_url"] != first, 120)
+        wait_for(lambda: answers(url, key), 60, "an answer from where the job is now")
+        assert (
+            f"moves on login is now at {now['endpoint']['base_url']}; the tunnel leads there"
+            in (tmp_path / "said").read_text()
+        )
+        assert login.corral("down", "moves").returncode == 0
+        assert tunnel.wait(60) == 3
+        assert "the server is gone: moves on login is stopped" in (tmp_path / "said").read_text()
+        assert not answers(url, key)
+    finally:
+        tunnel.kill()
+        tunnel.communicate()
+        login.slurm.run("scontrol", "update", f"NodeName={node}", "State=RESUME", check=False)
