@@ -68,7 +68,8 @@ PROFILES = {
     " --set 'defaults.set={tensor = 4}'",
 }
 # a machine without a Docker that answers, and one too busy for a measurement: told by codes of their own
-TOLERATED = {"doctor": (0, 8), "bench": (0, 1)}
+# (and a tuning run of one trial, which decides nothing)
+TOLERATED = {"doctor": (0, 8), "bench": (0, 1), "tune": (0, 1)}
 # the same in less time: a later option wins
 QUICK = {
     "bench": ["--output-len", "8", "--warmup", "0"],
@@ -79,6 +80,9 @@ QUICK = {
     "bench report": [],
     "bench list": [],
     "doctor": ["--quick"],
+    "tune": ["--budget", "1s", "--measure", "1"],
+    "tune report": [],
+    "tune last": [],
 }
 
 
@@ -136,7 +140,7 @@ class Reader:
         if LASTING.match(text):
             return self._begun(words[1:], lines or 1)
         kind = " ".join(words[1:3])
-        return self._done([*words[1:], *QUICK.get(kind, QUICK.get(kind.partition(" ")[0], []))])
+        return self._done(_with_options(words[1:], QUICK.get(kind, QUICK.get(kind.partition(" ")[0], []))))
 
     def _have_profiles(self, words: list[str]) -> None:
         for name in (words[at + 1] for at, word in enumerate(words[:-1]) if word == "--on"):
@@ -165,8 +169,9 @@ class Reader:
             self._here(["down", "--all"])  # a page may begin twice
             return self._here(words, ON_CPU)
         if words[0] == "up" and not {"--dry-run", "--attach"} & set(words):
-            at = words.index("--") if "--" in words else len(words)
-            words = [*words[:at], "--dry-run", *words[at:]]
+            words = _with_options(words, ["--dry-run"])
+        if words[0] == "tune":
+            return self._apart(words, ON_CPU)
         if words[0] == "pull" or (words[0] == "batch" and "--start" in words):
             return self._apart(words)  # the hub's library reads its environment once
         return self._here(words)
@@ -184,8 +189,8 @@ class Reader:
         code = ended.value.code
         return Done(code if isinstance(code, int) else 0, said.out, said.err)
 
-    def _apart(self, words: list[str]) -> Done:
-        online = {"HF_ENDPOINT": self.hub.url, "HF_HUB_OFFLINE": "0", "HF_TOKEN": TOKEN}
+    def _apart(self, words: list[str], env: Mapping[str, str] = MappingProxyType({})) -> Done:
+        online = {**env, "HF_ENDPOINT": self.hub.url, "HF_HUB_OFFLINE": "0", "HF_TOKEN": TOKEN}
         return self._run([sys.executable, "-m", "corral", *words], {**os.environ, **online})
 
     def _in_a_shell(self, text: str) -> Done:
@@ -207,6 +212,12 @@ class Reader:
         assert process.stdout is not None
         said = "".join(process.stdout.readline() for _ in range(lines))
         return Done(process.poll() or 0, said, "")
+
+
+def _with_options(words: list[str], options: list[str]) -> list[str]:
+    """With further options, before what goes to vLLM."""
+    at = words.index("--") if "--" in words else len(words)
+    return [*words[:at], *options, *words[at:]]
 
 
 def make_stage(

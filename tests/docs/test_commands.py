@@ -41,15 +41,17 @@ def parsed(words: list[str]) -> None:
     command: click.Command = root
     while isinstance(command, click.Group):
         found = command.get_command(context, words[0])
-        assert found is not None or "run" in getattr(command, "commands", {}), words
-        command, words = found or command.commands["run"], words[1:] if found else words
+        usual = next((one for name, one in command.commands.items() if name in ("run", "serve")), None)
+        chosen = found or usual  # what a group does with words that are no verb of it
+        assert chosen is not None, words
+        command, words = chosen, words[1:] if found else words
     command.make_context(words[0] if words else "", words)
 
 
 def test_what_is_not_run_is_there_and_can_be_read() -> None:
     texts = [command.text for page in PAGES for command in commands(page)]
     assert [part for part in NOT_RUN if not any(part in text for text in texts)] == []
-    assert len(NOT_RUN) < 10, "the list is for what cannot be helped"
+    assert len(NOT_RUN) < 12, "the list is for what cannot be helped"
     for text in filter(why_not_run, texts):
         if ours := re.match(r"(?:\w+=\S+ )*corral (.*)", text, re.DOTALL):
             parsed(shlex.split(ours[1]))
