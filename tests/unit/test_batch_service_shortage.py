@@ -86,7 +86,7 @@ def test_a_full_disk_pauses_a_batch_and_it_goes_on_by_itself(server: FakeServer,
             filler = fill(small_disk)
             told = paused(client, batch.id, Shortage.DISK)
             assert str(small_disk) not in told["message"]
-            assert "goes on by itself" in told["message"]
+            assert "continues by itself" in told["message"]
             assert client.batches.retrieve(batch.id).status == "in_progress"
             filler.unlink()
             until(lambda: waits_for(client, batch.id) is None, "it goes on")

@@ -62,7 +62,7 @@ def test_what_cannot_be_done_is_told(place: Path, tmp_path: Path, monkeypatch: p
             install(wrong)
     install("mine")
     monkeypatch.setattr(os, "getuid", lambda: 12345)
-    with pytest.raises(AccessError, match="is not yours"):
+    with pytest.raises(AccessError, match="belongs to another user"):
         install("mine")
     monkeypatch.undo()
     monkeypatch.setenv("HOME", str(tmp_path))

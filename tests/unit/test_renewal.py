@@ -308,7 +308,7 @@ def test_the_proxys_port_stays(first: DeploymentFolder) -> None:
     assert port_of(first, "127.0.0.1", None) == 18999
     assert port_of(first, "127.0.0.1", 7777) == 7777
     write_atomic(first.proxy, dump_json(ProxyAddress("127.0.0.1", 18999, own_identity())))
-    with pytest.raises(ConflictError, match="runs already"):
+    with pytest.raises(ConflictError, match="is already running"):
         port_of(first, "127.0.0.1", None)
 
 

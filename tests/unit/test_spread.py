@@ -231,7 +231,7 @@ def test_shared_storage_is_filled_once(hosts: Path, model: Path, tmp_path: Path)
     assert same(model, hosts / "n3" / "disk")
     with pytest.raises(UsageError, match="not the storage that n3 sees"):
         to_hosts(Origin(str(model)), "~/disk", storage="shared")
-    with pytest.raises(UsageError, match="one storage for n0, n1, n2"):
+    with pytest.raises(UsageError, match="the same storage on n0, n1, n2"):
         to_hosts(Origin(str(model)), "~/disk", storage="own")
 
 
