@@ -18,6 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -760,7 +761,8 @@ def test_a_failure_that_may_pass_is_tried_again_and_no_other(monkeypatch: pytest
     async def sleep(seconds: float) -> None:
         pauses.append(seconds)
 
-    monkeypatch.setattr("corral.client.retry.asyncio.sleep", sleep)
+    # not asyncio's own: a fake server in another thread of this process sleeps, too
+    monkeypatch.setattr("corral.client.retry.asyncio", SimpleNamespace(sleep=sleep))
 
     def asked(*errors: Exception) -> Callable[[], Awaitable[str]]:
         waiting = iter(errors)

@@ -121,7 +121,7 @@ def test_a_host_that_is_down_is_named_and_the_rest_arrives(corral: Corral, hosts
 
 
 @pytest.mark.parametrize(
-    ("named", "said"), [("nope", "nope is not"), ("a,nope", "nope is not"), ("b", "b cannot be")]
+    ("named", "said"), [("nope", "nope does not"), ("a,nope", "nope does not"), ("b", "b cannot be")]
 )
 def test_hosts_are_tried_before_anything_is_fetched(corral: Corral, hosts: Path, named: str, said: str) -> None:
     (hosts / "b" / "down").touch()
