@@ -3,7 +3,6 @@
     <name>/
       fleet.json            model, how many members are wanted, and who they are
       key                   the key of its clients (0600); each member keeps its own
-      keys.json             further keys of clients: hashes and limits
       wish.json             how members are made
       events.jsonl          what was decided about it, each line with its reason
       keeper.lock           the process that keeps it; keeper.log is what that says
@@ -188,10 +187,6 @@ class FleetFolder:
     @property
     def key(self) -> Path:
         return self.path / "key"
-
-    @property
-    def keys(self) -> Path:
-        return self.path / "keys.json"
 
     @property
     def wish(self) -> Path:
