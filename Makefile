@@ -7,12 +7,12 @@ INSTALL = tools/install_testbed.sh $(1) || test "$$(id -u)" -ne 0
 .PHONY: help test lint unit docs fuzz soak faults cluster integration e2e bench-start lock clean
 
 # Two at a time where one alone leaves a core idle. Lint and e2e, which builds a wheel in this folder, are one lane; the
-# unit tests, which fill the machine, run alone; everything is installed first, because only one can install.
+# others fill two cores and run alone (cluster beside integration gained nothing and cost tests that wait);
+# everything is installed first, because only one can install.
 test: .venv/.test-installed  ## everything a change must pass: all tiers, the waiting ones side by side
 	$(call INSTALL)
 	$(PYTHON) tools/side_by_side.py lint,e2e fuzz,docs
-	$(MAKE) --no-print-directory unit
-	$(PYTHON) tools/side_by_side.py cluster integration
+	$(MAKE) --no-print-directory unit cluster integration
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile

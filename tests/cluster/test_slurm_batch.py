@@ -163,7 +163,7 @@ def test_over_ssh_the_model_runs_there_and_the_batch_here(login: Login) -> None:
 
 
 def test_a_cancelled_job_says_how_to_go_on(login: Login) -> None:
-    output = login.batch("cancelled", "--slurm", "nodelist=n2", rate=30)
+    output = login.batch("cancelled", "--slurm", "nodelist=n2", rate=8)  # on a busy machine 30 was over too soon
     now = login.wait(output, lambda now: now["fine"] > 50)
     login.slurm.run("scancel", now["jobs"][0]["id"])
     now = login.wait(output, lambda now: now["jobs"][0]["ended"] and not now["runners"])
