@@ -71,10 +71,10 @@ def test_two_hundred_kills_and_torn_files_lose_nothing(tmp_path: Path, nursery: 
 def test_a_flapping_server_is_waited_for(tmp_path: Path) -> None:
     rows, output = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
     write_rows(rows, 200)
-    with fake_server(*ANSWERS, "--requests-per-s", "150", "--fault", "flap:down=0.2,period=0.6") as url:
+    with fake_server(*ANSWERS, "--requests-per-s", "100", "--fault", "flap:down=0.3,period=1.2") as url:
         control(url, "faults", {"faults": []})
         argv = batch(url, rows, output)
-        control(url, "faults", {"faults": ["flap:down=0.2,period=0.6"]})
+        control(url, "faults", {"faults": ["flap:down=0.3,period=1.2"]})
         done = run(*argv)
     assert done.returncode == 0, done.stderr
     assert len(lines_by_id(output)) == 200
