@@ -171,7 +171,7 @@ def test_a_cancelled_job_says_how_to_go_on(login: Login) -> None:
     assert "was cancelled" in now["reason"]
     kept = now["fine"]
     shown = login.corral("batch", "status", str(output)).stdout
-    assert f"continue corral batch resume {output}" in shown
+    assert f"continue  corral batch resume {output}" in shown
     done = login.corral("batch", "resume", str(output), "--wait", rate=2000)
     assert done.returncode == 0, done.stderr
     assert kept > 50
