@@ -1,0 +1,144 @@
+"""Fifteen short measurements of one server, for `corral simulate validate`: three to fit, twelve to hold out.
+
+    python benchmarks/simulate_runs.py --set h200 --deployment NAME --into FOLDER     # about 170 s
+    python benchmarks/simulate_runs.py --thin FOLDER --into RUNS.tar.gz               # what a fit needs
+    corral simulate validate FOLDER/*
+
+The runs vary what a simulation is asked about: rates, lengths, concurrencies, bursts, shared prefixes. `h200` is
+sized for an 8B model on one H200, `cpu` for a 135M model on a few cores. Every run is a run of `corral bench` with
+its rows; `--thin` keeps of a row's times the first and the last token, on which alone the fit rests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import tarfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from corral.bench import store
+from corral.bench.measure import Bench
+from corral.bench.rows import read_rows, write_rows
+from corral.bench.spec import LoadShape, Spec, Workload
+from corral.client.client import run
+from corral.client.endpoint import Endpoint
+from corral.lifecycle.resolve import resolve
+
+SHARED = "prefix_repetition"
+
+
+def spec_of(seconds: float, input_len: int, output_len: int, most: int = 2000, **given: object) -> Spec:
+    """One measurement; a rate decides how many requests there are, a closed loop sends for `seconds`."""
+    load_keys = {"concurrency", "rate", "arrival", "burstiness"}
+    load = LoadShape(seconds=seconds, **{k: v for k, v in given.items() if k in load_keys})  # type: ignore[arg-type]
+    count = max(1, round(load.rate * seconds)) if load.rate else most
+    work = {k: v for k, v in given.items() if k not in load_keys}
+    workload = Workload(num_prompts=count, input_len=input_len, output_len=output_len, **work)  # type: ignore[arg-type]
+    return Spec(workload, load, warmup=min(16, load.concurrency or 4), percentiles=(50.0, 90.0, 95.0, 99.0))
+
+
+def h200(s: float = 7.0) -> dict[str, Spec]:
+    return {
+        "fit-1-alone": spec_of(s, 512, 128, 40, concurrency=1, range_ratio=0.5),
+        "fit-2-crowd": spec_of(s, 256, 128, 1200, concurrency=128, range_ratio=0.5),
+        "fit-3-rate": spec_of(s, 1024, 128, rate=20.0, range_ratio=0.9),
+        "held-01-at-once-8": spec_of(s, 512, 128, 200, concurrency=8),
+        "held-02-at-once-32": spec_of(s, 512, 128, 600, concurrency=32, range_ratio=0.5),
+        "held-03-at-once-192": spec_of(s, 512, 64, 2000, concurrency=192, range_ratio=0.3),
+        "held-04-rate-10": spec_of(s, 512, 128, rate=10.0),
+        "held-05-rate-30": spec_of(s, 512, 128, rate=30.0),
+        "held-06-rate-50": spec_of(s, 512, 128, rate=50.0),
+        "held-07-rate-70": spec_of(s, 512, 128, rate=70.0),
+        "held-08-long-prompts": spec_of(s, 6000, 64, rate=4.0, range_ratio=0.3),
+        "held-09-short": spec_of(s, 64, 48, rate=60.0, range_ratio=0.5),
+        "held-10-bursts": spec_of(s, 512, 128, rate=20.0, arrival="gamma", burstiness=0.25),
+        "held-11-hard-bursts": spec_of(s, 256, 128, rate=12.0, arrival="gamma", burstiness=0.1),
+        "held-12-shared-prefix": spec_of(s, 128, 64, rate=24.0, prefix_len=2048, num_prefixes=8, dataset=SHARED),
+    }  # fmt: skip
+
+
+def cpu(s: float = 7.0) -> dict[str, Spec]:
+    return {
+        "fit-1-alone": spec_of(s, 64, 16, 40, concurrency=1, range_ratio=0.5),
+        "fit-2-crowd": spec_of(s, 64, 24, 80, concurrency=8, range_ratio=0.5),
+        "fit-3-rate": spec_of(s, 160, 12, rate=0.8, range_ratio=0.9),
+        "held-01-at-once-2": spec_of(s, 64, 16, 60, concurrency=2),
+        "held-02-at-once-4": spec_of(s, 64, 24, 60, concurrency=4, range_ratio=0.5),
+        "held-03-at-once-12": spec_of(s, 48, 16, 80, concurrency=12, range_ratio=0.3),
+        "held-04-rate-0.5": spec_of(s, 64, 16, rate=0.5),
+        "held-05-rate-1": spec_of(s, 64, 16, rate=1.0),
+        "held-06-rate-1.5": spec_of(s, 64, 16, rate=1.5),
+        "held-07-rate-2": spec_of(s, 64, 16, rate=2.0),
+        "held-08-long-prompts": spec_of(s, 400, 8, rate=0.5, range_ratio=0.3),
+        "held-09-short": spec_of(s, 16, 8, rate=2.0, range_ratio=0.5),
+        "held-10-bursts": spec_of(s, 64, 16, rate=1.2, arrival="gamma", burstiness=0.25),
+        "held-11-hard-bursts": spec_of(s, 64, 16, rate=1.2, arrival="gamma", burstiness=0.1),
+        "held-12-shared-prefix": spec_of(s, 32, 12, rate=1.2, prefix_len=256, num_prefixes=2, dataset=SHARED),
+    }  # fmt: skip
+
+
+SETS = {"h200": h200, "cpu": cpu}
+
+
+async def measure(endpoint: Endpoint, specs: dict[str, Spec], into: Path) -> None:
+    began = time.monotonic()
+    async with Bench(endpoint) as bench:
+        for number, (name, spec) in enumerate(specs.items()):
+            seeded = replace(spec, workload=replace(spec.workload, seed=1000 + number), label=name)
+            folder = store.new_folder(name, into, name)
+            done = await bench.run(seeded, folder)
+            s, load = done.run.summary, os.getloadavg()[0]
+            print(
+                f"{time.monotonic() - began:6.1f} s  {name:22}  {s.completed:5} requests, {s.failed} failed,"
+                f" {s.output_throughput:8.1f} tok/s, TTFT P50 {s.ttft.median:8.1f} ms, E2EL {s.e2el.mean:9.1f} ms,"
+                f" {done.run.verdict}, load average {load:.1f}",
+                flush=True,
+            )
+
+
+def thin(folder: Path, into: Path) -> None:
+    """The runs with two times of each request, without the server's samples, as one archive."""
+    with tarfile.open(into, "w:gz", compresslevel=9) as archive:
+        for one in sorted(path for path in folder.iterdir() if (path / "run.json").is_file()):
+            rows = read_rows(one / "rows.jsonl")
+            for row in rows:
+                row.chunk_ns = [row.chunk_ns[0], row.chunk_ns[-1]] if len(row.chunk_ns) > 1 else row.chunk_ns
+            small = one / "rows.thin"
+            write_rows(small, rows)
+            document = json.loads((one / "run.json").read_text()) | {"heartbeat_ms": []}
+            for name, data in (
+                ("rows.jsonl", small.read_bytes()),
+                ("run.json", json.dumps(document).encode()),
+            ):
+                entry = tarfile.TarInfo(f"{one.name}/{name}")
+                entry.size = len(data)
+                archive.addfile(entry, io.BytesIO(data))
+            small.unlink()
+    print(f"{into}: {into.stat().st_size:,} bytes")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--set", choices=list(SETS), default="h200")
+    parser.add_argument("--deployment", help="the deployment to measure (default: the only ready one)")
+    parser.add_argument("--url", help="a server that Corral did not start")
+    parser.add_argument("--key-file")
+    parser.add_argument("--seconds", type=float, default=7.0, help="for which each run sends requests")
+    parser.add_argument("--only", default="", help="runs whose name contains this")
+    parser.add_argument("--thin", type=Path, metavar="FOLDER", help="pack runs that were measured before")
+    parser.add_argument("--into", type=Path, required=True)
+    given = parser.parse_args()
+    if given.thin:
+        thin(given.thin, given.into)
+        return
+    endpoint = resolve(given.deployment, url=given.url, key_file=given.key_file)
+    specs = {name: spec for name, spec in SETS[given.set](given.seconds).items() if given.only in name}
+    run(measure(endpoint, specs, given.into))
+
+
+if __name__ == "__main__":
+    main()
