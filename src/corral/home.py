@@ -5,6 +5,7 @@
 <home>/deployments/   one folder per deployment
 <home>/fleets/        one folder per fleet
 <home>/gateway/       the keys of the gateways' clients
+<home>/batches/       where batches write, one small file each
 <home>/cache/         compiled artefacts of the engines, safe to delete
 """
 
@@ -17,8 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 __all__ = [
-    "cache_dir", "deployments_dir", "engines_dir", "fleets_dir", "gateway_dir", "home_dir", "models_dir",
-    "watch_home",
+    "batches_dir", "cache_dir", "deployments_dir", "engines_dir", "fleets_dir", "gateway_dir", "home_dir",
+    "models_dir", "watch_home",
 ]  # fmt: skip
 
 HANGS_S = 3.0
@@ -72,6 +73,10 @@ def fleets_dir() -> Path:
 
 def gateway_dir() -> Path:
     return home_dir() / "gateway"
+
+
+def batches_dir() -> Path:
+    return home_dir() / "batches"
 
 
 def cache_dir() -> Path:

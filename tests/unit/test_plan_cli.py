@@ -101,7 +101,7 @@ def test_need(corral):
 
 def test_this_machine_without_gpu(corral, monkeypatch):
     here = Inventory(None, 1, 1, 0, 4, 16 << 30, 12 << 30, source="probed")
-    monkeypatch.setattr("corral.cli.plan.probe", lambda: here)
+    monkeypatch.setattr("corral.profile.hardware.probe", lambda: here)
     code, out, _ = corral("smollm2", "--json")
     plan = json.loads(out)
     assert code == 0

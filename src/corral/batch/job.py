@@ -28,6 +28,7 @@ from corral.batch.input.check import (
 from corral.batch.input.lengths import Counter, mark_too_long
 from corral.batch.input.recipe import AUTO, OPENAI, Recipe
 from corral.batch.input.rows import InputSource, open_source
+from corral.batch.known import note_output
 from corral.batch.output import BatchWork, check_output, export, is_live, output_kind, problem_line
 from corral.errors import ConflictError, DataError, NotFoundError, UsageError
 from corral.files import write_atomic
@@ -187,6 +188,7 @@ def prepare(
         if record != before:
             write_atomic(folder.job, dump_json(record))
         sync_dir(folder.path)
+        note_output(folder.output)
     return Prepared(folder, record, seen.table, seen.problems, continued=before is not None)
 
 

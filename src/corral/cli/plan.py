@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import click
 
 from corral.cli.token_count import TokenCount
 from corral.errors import DoesNotFitError, UsageError
-from corral.hardware.inventory import GPUS, LINKS, Inventory, find_gpu, parse_gpus, probe
+from corral.hardware.inventory import GPUS, LINKS, Inventory, find_gpu, parse_gpus
 from corral.home import home_dir
 from corral.models.facts import ModelFacts, read_facts
 from corral.plan import Goal, Plan, calibration, make_plan
@@ -19,6 +18,7 @@ from corral.plan.choose import compare
 from corral.plan.fixed import KEYS, parse_assignments
 from corral.plan.tuning import tuning_for
 from corral.profile import AskedValues, Profile, asked_of_plan, load_profile
+from corral.profile.hardware import hardware_of_plan
 from corral.record import dump_json, to_json
 
 __all__ = ["command"]
@@ -89,7 +89,7 @@ def command(
     facts = read_facts(question.model, os.environ.get("HF_TOKEN"), offline)
     if needing:
         return _show_needs(facts, question.goal, gpus, as_json)
-    inventory = _inventory(profile, gpus, nodes, link)
+    inventory = hardware_of_plan(profile, gpus, nodes, link)
     if comparing:
         return _show_comparison(question, facts, inventory, as_json)
     form = "json" if as_json else "reasons" if explaining else "table"
@@ -130,21 +130,6 @@ def _check_rest(arguments: tuple[str, ...]) -> None:
 
     if flags := shipped_flags():
         check_arguments(arguments, flags)
-
-
-def _inventory(profile: Profile, gpus: str | None, nodes: int | None, link: str | None) -> Inventory:
-    if gpus is not None:
-        return parse_gpus(gpus, nodes, link or "ib-ndr")
-    if named := profile.inventory(nodes):
-        return replace(named, link=link or named.link)
-    if profile.target != "local":
-        raise UsageError(
-            f"the profile {profile.name!r} does not say what its nodes hold.",
-            'Add [hardware] gpus = "8xH100" to it, or give --gpus.',
-        )
-    if nodes is not None and nodes != 1:
-        raise UsageError("--nodes needs --gpus: what the other nodes hold is not known here.", "Add --gpus 8xH100.")
-    return probe()
 
 
 def _show_lessons(as_json: bool) -> int:

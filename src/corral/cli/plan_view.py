@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
 import textwrap
 from collections.abc import Iterator, Sequence
 
 import click
 
-from corral.cli.start_line import up_command
 from corral.hardware.inventory import GIB, Gpu
 from corral.plan import Plan
 from corral.plan.candidate import Candidate
@@ -20,6 +18,7 @@ from corral.plan.reconcile import Differences
 from corral.plan.replicas import ReplicaAdvice, ReplicaForm
 from corral.plan.table import Cell, TableRow
 from corral.profile import AskedValues, Profile
+from corral.profile.start_line import up_command, vllm_command
 from corral.report import tables
 from corral.report.tables import reading_width
 
@@ -31,7 +30,6 @@ __all__ = [
     "plan_lines",
     "replica_lines",
     "table_lines",
-    "vllm_command",
 ]
 
 _LABEL = 13
@@ -62,11 +60,6 @@ def replica_lines(advice: ReplicaAdvice) -> list[str]:
     what = f"{advice.replicas} replicas in one engine (DP {advice.replicas})" if whole else servers
     text = f"{what}, because {advice.because}. The plan of {'it' if whole else 'each'}:"
     return textwrap.wrap(text, reading_width())
-
-
-def vllm_command(plan: Plan, more: Sequence[str] = ()) -> str:
-    environment = [f"{name}={value}" for name, value in plan.engine_env.items()]
-    return shlex.join([*environment, "vllm", "serve", plan.checkpoint, *plan.engine_args, *more])
 
 
 def _row(label: str, text: str, columns: int) -> list[str]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 
 from corral.plan import Plan
-from corral.profile import AskedValues, Profile, asked_of_plan
+from corral.profile.merging import AskedValues, asked_of_plan
+from corral.profile.profile import Profile
 from corral.targets.base import target_class
 from corral.targets.keys import is_placeholder
 
-__all__ = ["up_command"]
+__all__ = ["up_command", "vllm_command"]
 
 
 def up_command(plan: Plan, model: str, asked: AskedValues, profile: Profile | None = None, replicas: int = 1) -> str:
@@ -59,3 +61,9 @@ def _open_values(plan: Plan, profile: Profile) -> list[str]:
         elif flag.option == "nodes" and plan.inventory.nodes != profile.nodes:
             words += [flag.name, str(plan.inventory.nodes)]
     return words
+
+
+def vllm_command(plan: Plan, more: Sequence[str] = ()) -> str:
+    """The same by hand: `vllm serve` with everything the plan decides."""
+    environment = [f"{name}={value}" for name, value in plan.engine_env.items()]
+    return shlex.join([*environment, "vllm", "serve", plan.checkpoint, *plan.engine_args, *more])
