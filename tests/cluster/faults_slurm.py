@@ -75,6 +75,14 @@ class SlurmBed:
         return [pid for pid, line in self.login.hosts.processes(node) if "agent.py" in line and f"/{name}/" in line]
 
     def engines(self, name: str, node: str) -> list[int]:
+        """A deployment's engines on a node; a stand-in head is ready before its second rank has begun: waited for."""
+        for _ in range(100):
+            if found := self._engines(name, node):
+                return found
+            time.sleep(0.1)
+        return []
+
+    def _engines(self, name: str, node: str) -> list[int]:
         launch = json.loads((self.login.folder(name) / "launch.json").read_text())["launch_id"]
         mark = f"CORRAL_LAUNCH={launch}".encode()
         return [
