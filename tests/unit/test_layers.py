@@ -43,6 +43,7 @@ ROWS: list[list[str]] = [
     ["score", "bench", "gateway"],
     ["llm", "report"],
     ["tune"],
+    ["console"],
     ["cli"],
 ]
 STANDALONE = ["node", "engine_side"]

@@ -48,6 +48,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "chat": ("corral.cli.chat:command", "Talk with a model in the terminal."),
     "score": ("corral.cli.score:command", "Likelihoods of texts, continuations and choices; resumable."),
     "top": ("corral.cli.top:command", "Live load: running, waiting, KV use, tokens per second."),
+    "console": ("corral.cli.console:command", "Everything on one page in the browser; a playground, plans and runs."),
     "env": ("corral.cli.env:command", "Address and key as environment variables, for `eval`."),
     "slurm": ("corral.cli.slurm:command", "What a SLURM cluster has; the script of a deployment."),
     "batch": ("corral.cli.batch:command", "Run a file of prompts through a model; nothing is lost."),

@@ -29,7 +29,7 @@ from corral.client.endpoint import Endpoint
 from corral.errors import ConflictError
 from corral.home import home_dir
 
-__all__ = ["BatchService", "ServiceOptions", "serve_forever"]
+__all__ = ["BatchService", "ServiceOptions", "listen", "serve_forever"]
 
 IDLE_S = 30  # a connection between two requests
 ENDING_S = 5  # for answers under way when the service ends
@@ -66,7 +66,7 @@ class BatchService:
         key = Endpoint("http://127.0.0.1", "", self.key_file).key() or ""
         self._lock.__enter__()
         try:
-            self._socket = _listen(self.options.bind, self.options.port)
+            self._socket = listen(self.options.bind, self.options.port)
             self.store.drop_broken_uploads()
         except BaseException:
             self._lock.__exit__(None, None, None)
@@ -104,7 +104,7 @@ class BatchService:
         self._lock.touch()
 
 
-def _listen(bind: str, port: int) -> socket.socket:
+def listen(bind: str, port: int) -> socket.socket:
     """From now on connections are accepted, if only answered once the service runs."""
     try:
         return socket.create_server(

@@ -1,0 +1,103 @@
+"""`corral` commands that the page's buttons run: as children with a session of their own, so that they outlive it.
+
+The words are made by a view from checked values, never taken from the browser as they are. What a command prints goes
+into a file of `<home>/console/`, which the page shows; the newest few are kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import secrets
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from corral.deployment.diagnosis import last_lines
+from corral.errors import NotFoundError
+from corral.files import make_private_dir
+from corral.home import home_dir
+
+__all__ = ["Commands", "RunningCommand", "line_of"]
+
+KEPT = 50
+LINES = 200
+
+
+def line_of(words: Sequence[str]) -> str:
+    """The line that does the same in a terminal."""
+    return shlex.join(["corral", *words])
+
+
+@dataclass(frozen=True)
+class RunningCommand:
+    """A command that was started, or is over: then it has an exit code."""
+
+    id: str
+    line: str
+    started_s: float
+    exit_code: int | None = None
+    output: tuple[str, ...] = ()
+
+
+@dataclass
+class _Child:
+    line: str
+    started_s: float
+    process: subprocess.Popen[bytes]
+    log: Path
+
+
+@dataclass
+class Commands:
+    """Starts commands, and knows how those of this console do."""
+
+    program: Sequence[str] = (sys.executable, "-m", "corral")
+    clock: Callable[[], float] = time.time
+    _children: dict[str, _Child] = field(default_factory=dict)
+
+    def start(self, words: Sequence[str]) -> RunningCommand:
+        """Run `corral WORDS` in the background."""
+        folder = home_dir() / "console"
+        make_private_dir(folder)
+        self._forget(folder)
+        id = secrets.token_hex(6)
+        log = folder / f"{id}.log"
+        with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
+            process = subprocess.Popen(
+                [*self.program, *words], stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+                start_new_session=True, env={**os.environ, "NO_COLOR": "1", "COLUMNS": "120"},
+            )  # fmt: skip
+        self._children[id] = _Child(line_of(words), self.clock(), process, log)
+        return self.look(id)
+
+    def look(self, id: str) -> RunningCommand:
+        """One command, with the last lines of what it printed."""
+        child = self._children.get(id)
+        if child is None:
+            raise NotFoundError(f"no command {id!r} was started here.", "Start it again.")
+        lines = tuple(last_lines(child.log, LINES)) if child.log.exists() else ()
+        return RunningCommand(id, child.line, child.started_s, child.process.poll(), lines)
+
+    def all(self) -> list[RunningCommand]:
+        """Those of this console, newest first, without their output."""
+        return [
+            RunningCommand(id, child.line, child.started_s, child.process.poll())
+            for id, child in reversed(self._children.items())
+        ]
+
+    def _forget(self, folder: Path) -> None:
+        """Keep the newest; one that still runs stays."""
+        over = [id for id, child in self._children.items() if child.process.poll() is not None]
+        for id in over[: max(0, len(self._children) - KEPT + 1)]:
+            del self._children[id]
+        with contextlib.suppress(OSError):
+            logs = sorted(folder.glob("*.log"), key=lambda path: path.stat().st_mtime, reverse=True)
+            living = {child.log for child in self._children.values()}
+            for path in itertools.islice((path for path in logs if path not in living), KEPT, None):
+                path.unlink(missing_ok=True)

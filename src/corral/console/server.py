@@ -1,0 +1,98 @@
+"""The console as a process: a socket, uvicorn, and the link that opens it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import html
+import socket
+import threading
+import webbrowser
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import uvicorn
+
+from corral.batch.service.connection import Connection
+from corral.batch.service.server import listen
+from corral.console.app import make_app, static_files
+from corral.console.desk import Desk
+from corral.console.guard import Guard, Tickets
+from corral.files import make_private_dir, write_atomic
+from corral.home import home_dir
+
+__all__ = ["Console", "ConsoleOptions", "open_browser"]
+
+IDLE_S = 30
+ENDING_S = 1  # streams never end by themselves
+
+
+@dataclass(frozen=True)
+class ConsoleOptions:
+    """Everything that can be set."""
+
+    port: int = 8765
+    bind: str = "127.0.0.1"
+    read_only: bool = False
+    hosts: tuple[str, ...] = ()  # names it answers to, besides this machine's own
+
+
+class Console:
+    """The console in a thread of its own: `with Console(options) as console: console.link()`."""
+
+    def __init__(
+        self, options: ConsoleOptions, desk: Desk | None = None, used: Callable[[], None] = lambda: None
+    ) -> None:
+        self.options = options
+        self.tickets = Tickets(used)
+        desk = desk or Desk(read_only=options.read_only)
+        static_files()
+        app = Guard(make_app(desk), self.tickets, options.read_only, options.hosts)
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                app, http=Connection, ws="none", lifespan="off", log_config=None, log_level="critical",
+                access_log=False, server_header=False, date_header=False, timeout_keep_alive=IDLE_S,
+                timeout_graceful_shutdown=ENDING_S,
+            )
+        )  # fmt: skip
+
+    def __enter__(self) -> Self:
+        self._socket = listen(self.options.bind, self.options.port)
+        self._thread = threading.Thread(target=self._serve, name="corral-console", daemon=True)
+        self._thread.start()
+        return self
+
+    def _serve(self) -> None:
+        asyncio.run(self._server.serve(sockets=[self._socket]))
+
+    def __exit__(self, *_: object) -> None:
+        self._server.should_exit = True
+        self._thread.join(ENDING_S + 5)
+        self._socket.close()
+
+    @property
+    def url(self) -> str:
+        bind = self.options.bind
+        everywhere: dict[str, socket.AddressFamily] = {"0.0.0.0": socket.AF_INET, "::": socket.AF_INET6}  # noqa: S104
+        host = "127.0.0.1" if bind in everywhere else f"[{bind}]" if ":" in bind else bind
+        return f"http://{host}:{self._socket.getsockname()[1]}"
+
+    def link(self) -> str:
+        """A link that opens the page once."""
+        return f"{self.url}/?once={self.tickets.issue()}"
+
+
+def open_browser(link: str) -> Path:
+    """Open the link in the user's browser, by way of a private file: a command line is everybody's to read."""
+    folder = home_dir() / "console"
+    make_private_dir(folder)
+    path = folder / "open.html"
+    there = html.escape(link, quote=True)
+    write_atomic(
+        path, f'<!doctype html><meta http-equiv="refresh" content="0;url={there}"><a href="{there}">Open</a>'
+    )
+    with contextlib.suppress(webbrowser.Error):
+        webbrowser.open(path.as_uri())
+    return path

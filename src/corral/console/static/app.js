@@ -1,0 +1,68 @@
+// The page: one view at a time, by what stands after #. A view that is not looked at is unmounted and costs nothing.
+
+import { el, fill, problem, sentence } from "/static/dom.js";
+import { get, post, stream } from "/static/net.js";
+
+const VIEWS = { fleet: "Fleet", live: "Live", play: "Playground", plan: "Plan", runs: "Runs" };
+const main = document.getElementById("main");
+let unmount = () => {};
+let turn = 0;
+
+history.replaceState(null, "", location.pathname + location.hash); // the token in the link is used up
+
+let about = null;
+const asked = get("/api/about");
+
+async function show() {
+  const [name, ...rest] = location.hash.replace(/^#\/?/, "").split("/");
+  const view = name in VIEWS ? name : "fleet";
+  const mine = ++turn;
+  for (const link of document.querySelectorAll("nav a")) {
+    const here = link.getAttribute("href") === `#/${view}`;
+    here ? link.setAttribute("aria-current", "page") : link.removeAttribute("aria-current");
+  }
+  document.title = `${VIEWS[view]} – Corral`;
+  try { unmount(); } finally { unmount = () => {}; }
+  try {
+    const [module, known] = await Promise.all([import(`/static/${view}.js`), asked]);
+    if (mine !== turn) return;
+    about = known;
+    const root = el("div", { class: `view view-${view}` });
+    fill(main, root);
+    unmount = module.mount(root, context(rest.map(decodeURIComponent))) ?? (() => {});
+  } catch (error) {
+    if (mine === turn) fill(main, problem(error));
+  }
+}
+
+function context(path) {
+  return {
+    get, post, el, toast, path,
+    readOnly: about.read_only,
+    go: (hash) => { location.hash = hash; },
+    stream: (where, on, options = {}) => stream(where, on, { ...options, state: (up, failure) => { connected(up, failure); options.state?.(up, failure); } }),
+  };
+}
+
+function connected(up, failure) {
+  const dot = document.getElementById("link");
+  const words = up ? "connected" : failure?.message ?? "connecting again";
+  dot.classList.toggle("off", !up);
+  dot.setAttribute("aria-label", words);
+  dot.title = words;
+  if (!up && failure) toast(`${sentence(failure.message)} ${failure.remedy}`);
+}
+
+let clearing = 0;
+function toast(text) {
+  const box = fill(document.getElementById("toast"), el("div", {}, text));
+  clearTimeout(clearing);
+  clearing = setTimeout(() => fill(box), 6000);
+}
+
+asked.then((known) => {
+  document.getElementById("host").textContent = `${known.host} · ${known.version}`;
+  document.getElementById("read-only").hidden = !known.read_only;
+}).catch(() => {});
+window.addEventListener("hashchange", show);
+show();

@@ -1,0 +1,80 @@
+// Elements are made from text and attributes only: whatever a model, a log or a node says stays text.
+
+const PROPERTIES = new Set(["value", "checked", "disabled", "selected", "hidden", "indeterminate", "open"]);
+
+/** An element: `el("a", {href: "#/fleet", class: "x", onclick: f, style: {width: "3px"}}, "text", other)`. */
+export function el(tag, props = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(props ?? {})) set(made, name, value);
+  made.append(...kept(children));
+  return made;
+}
+
+/** The same for the elements of a drawing. */
+export function svg(tag, props = {}, ...children) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(props ?? {})) set(made, name, value);
+  made.append(...kept(children));
+  return made;
+}
+
+function set(made, name, value) {
+  if (value === null || value === undefined) return;
+  if (name.startsWith("on") && typeof value === "function") made.addEventListener(name.slice(2), value);
+  else if (name === "style") for (const [key, one] of Object.entries(value)) made.style.setProperty(key, one);
+  else if (name === "dataset") Object.assign(made.dataset, value);
+  else if (PROPERTIES.has(name)) made[name] = value;
+  else if (value === false) return;
+  else if (name === "href" && !/^(#|\/|https?:)/.test(String(value))) return; // no javascript: from anywhere
+  else made.setAttribute(name, value === true ? "" : String(value));
+}
+
+const kept = (children) => children.flat(Infinity).filter((one) => one !== null && one !== undefined && one !== false)
+  .map((one) => (one instanceof Node ? one : String(one)));
+
+/** Replace what an element holds. */
+export function fill(parent, ...children) {
+  parent.replaceChildren(...kept(children));
+  return parent;
+}
+
+/** Seconds as a person says them. */
+export function duration(seconds) {
+  if (seconds === null || seconds === undefined || !isFinite(seconds)) return "–";
+  if (seconds < 10) return `${Math.max(0, seconds).toFixed(1)} s`;
+  if (seconds < 60) return `${Math.round(seconds)} s`;
+  const minutes = Math.floor(seconds / 60);
+  if (minutes < 60) return `${minutes} min ${Math.round(seconds % 60)} s`;
+  const hours = Math.floor(minutes / 60);
+  return hours < 48 ? `${hours} h ${minutes % 60} min` : `${Math.floor(hours / 24)} d ${hours % 24} h`;
+}
+
+/** A figure of about three digits; a dash where there is none. */
+export function number(value, digits = 0) {
+  if (value === null || value === undefined) return "–";
+  return value.toLocaleString("en", { maximumFractionDigits: digits, minimumFractionDigits: 0 });
+}
+
+/** Errors begin like the middle of a line; here they begin one. */
+export const sentence = (text) => text.charAt(0).toUpperCase() + text.slice(1);
+
+/** A message about what went wrong, and what to do. */
+export function problem(error) {
+  return el("div", { class: "problem", role: "alert" }, el("strong", {}, sentence(error.message || String(error))),
+    error.remedy ? el("p", {}, error.remedy) : null);
+}
+
+/** What stands where there is nothing to show. */
+export function empty(title, ...more) {
+  return el("div", { class: "empty" }, el("p", { class: "empty-title" }, title), ...more);
+}
+
+/** A command line with a button that copies it. */
+export function command(line) {
+  const copy = el("button", { class: "small", type: "button", "aria-label": "Copy the command" }, "Copy");
+  copy.addEventListener("click", async () => {
+    try { await navigator.clipboard.writeText(line); copy.textContent = "Copied"; } catch { copy.textContent = "Select it"; }
+    setTimeout(() => { copy.textContent = "Copy"; }, 1500);
+  });
+  return el("div", { class: "command" }, el("code", {}, line), copy);
+}
