@@ -165,7 +165,11 @@ def test_cli_killed_while_loading_leaves_a_server_that_becomes_ready(corral: Cor
     process.kill()
     process.communicate()
     assert corral("wait", "tiny").code == 0
-    assert corral("status", "tiny", "--json").json()["state"] == "ready"
+    status = corral("status", "tiny", "--json").json()
+    assert status["state"] == "ready"
+    rows = {row["name"]: row for row in status["plan_against_engine"]["rows"]}  # though nobody waited at the start
+    assert rows["kv_tokens"]["observed"] == 914304
+    assert '"kv_tokens"' in (corral.home / "corral/calibration.jsonl").read_text()
 
 
 def test_agent_killed_with_its_supervisor_is_a_failure_and_down_cleans_up(corral: Corral) -> None:

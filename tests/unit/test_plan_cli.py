@@ -1,6 +1,7 @@
 """`corral plan` as people and programs use it."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -179,12 +180,38 @@ def test_differences_are_learned_and_used(home, corral):
     assert better.memory.kv_cache_tokens == pytest.approx(919_824, rel=0.001)
     assert any("corrected by 1 earlier deployment of" in r.because for r in better.reasons)
     again = reconcile(better, read_log(LOG.splitlines()))
-    assert again.missing_gib == pytest.approx(found.missing_gib, abs=0.01)  # corrections do not pile up
+    assert again.missing_gib == pytest.approx(found.gap_gib(counting=False), abs=0.01)  # corrections do not pile up
     assert learn(lessons, "A100-80").source == "built in"
     assert learn(lessons, "H200", engine_version="0.99").source == "built in"
     code, out, _ = corral("--calibration")
     assert code == 0
     assert "H200  0.26.0  llama-3.1-8b" in out
+
+
+def test_a_lesson_of_a_plan_that_counted_graphs_serves_one_that_does_not():
+    """Plans for vLLM 0.26 used to take graphs out of the KV cache: what such a plan missed is no correction."""
+    facts, here, goal = read_facts("llama-3.1-8b"), Inventory("H200", 1, 1, 150_109_880_320), Goal(context=8192)
+    before = reconcile(make_plan(facts, here, goal), read_log(LOG.splitlines()))
+    assert before.graphs_counted
+    assert before.missing_gib == pytest.approx(-0.87, abs=0.1)
+    tuning = learn([before], "H200", facts.name, "0.26.0")
+    assert not tuning.memory.counts_graphs
+    assert tuning.memory.correction_gib == pytest.approx(0, abs=0.1)
+    assert make_plan(facts, here, goal, {}, tuning).memory.kv_cache_tokens == pytest.approx(919_824, rel=0.001)
+    counting = replace(before, graphs_counted=False, missing_gib=0.0)
+    assert counting.gap_gib(counting=True) == pytest.approx(-0.87, abs=0.1)
+
+
+def test_the_engine_of_a_profile_chooses_the_coefficients(corral, tmp_path, monkeypatch):
+    info = tmp_path / "venv/lib/python3.12/site-packages/vllm-0.26.0.dist-info"
+    info.mkdir(parents=True)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    (tmp_path / "config/corral/profiles").mkdir(parents=True)
+    (tmp_path / "config/corral/profiles/old.toml").write_text(f'[runtime]\nname = "venv"\npath = "{tmp_path}/venv"\n')
+    asked = ("llama-3.1-8b", "--gpus", "H200", "--context", "8192", "--json")
+    tokens = json.loads(corral(*asked, "--on", "old")[1])["memory"]["kv_cache_tokens"]
+    assert tokens == pytest.approx(919_824, rel=0.002)
+    assert json.loads(corral(*asked)[1])["memory"]["kv_cache_tokens"] < 0.995 * tokens
 
 
 def test_torn_and_foreign_lessons_are_left_out(home):

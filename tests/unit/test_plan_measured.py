@@ -28,7 +28,7 @@ THREE = {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28
          "tie_word_embeddings": True}  # fmt: skip
 FP8 = {"quantization_config": {"quant_method": "fp8"}}
 SMALL = {"max_num_batched_tokens": 2048, "max_num_seqs": 256}
-OLD = Tuning(memory=Coefficients(counts_graphs=False))
+OLD = Tuning(memory=Coefficients.of_version("0.26.0"))
 
 # shape, fixed settings: weights GiB, activation GiB, graphs GiB, KV tokens
 MEMORY: dict[str, tuple[dict[str, Any], dict[str, Any], float, float | None, float | None, int]] = {
@@ -49,6 +49,8 @@ MEMORY: dict[str, tuple[dict[str, Any], dict[str, Any], float, float | None, flo
     "8b bf16, fp8 KV": (EIGHT, {"kv": "fp8"}, 15.0, 1.10, 0.97, 1_839_648),
     "8b bf16, 2048 tokens": (EIGHT, SMALL, 15.0, 1.02, None, 920_617),
     "8b eager": (EIGHT, {"eager": True}, 15.0, 0.88, None, 921_696),
+    "8b bf16, 16384 tokens, 16% of the memory": (EIGHT, {"max_num_batched_tokens": 16384,
+                                                         "gpu_memory_utilization": 0.16}, 15.0, None, None, 43_920),
 }  # fmt: skip
 
 
@@ -68,6 +70,12 @@ def test_memory(name):
     if graphs is not None:
         assert memory.graph_bytes_per_gpu / GIB == pytest.approx(graphs, rel=0.15)
     assert memory.kv_cache_tokens == pytest.approx(tokens, rel=0.02)
+
+
+@pytest.mark.parametrize(("version", "counts"), [("0.26.0", False), ("v0.29.1+cu130", False), ("0.30.0", True),
+                                                 ("", True), ("1.0", True), ("main", True)])  # fmt: skip
+def test_the_version_says_whether_graphs_leave_the_kv_cache(version, counts):
+    assert Coefficients.of_version(version).counts_graphs is counts
 
 
 # one stream, then output tokens/s of 16, 64 and 256 requests at once of 128 + 128 tokens

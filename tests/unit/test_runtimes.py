@@ -537,3 +537,22 @@ def test_a_venv_is_served_from_the_command_line(corral, tools: Tools) -> None:
     assert told.code == 0, told.err
     assert told.json()["engine"] == f"venv {tools.place / 'venv'}"
     assert corral("down", "v").code == 0
+
+
+@pytest.mark.parametrize(("name", "more", "version"), [
+    ("managed", {}, engines.PINNED_VERSION),
+    ("venv", {}, "0.26.0"),
+    ("venv", {"version": "0.31.1"}, "0.31.1"),
+    ("module", {}, "0.26.0"),
+    ("conda", {}, ""),
+    ("conda", {"env": "{place}/venv"}, "0.26.0"),
+    ("docker", {"image": "registry.example/vllm/vllm-openai:v0.28.0"}, "0.28.0"),
+    ("docker", {"image": "me/vllm:1"}, ""),
+    ("apptainer", {"version": "0.26.0"}, "0.26.0"),
+])  # fmt: skip
+def test_the_version_is_told_without_asking_a_node(name: str, more: dict[str, str], version: str, tmp_path: Path):
+    site = tmp_path / "venv/lib/python3.12/site-packages"
+    (site / "vllm-0.26.0+cu130.dist-info").mkdir(parents=True)
+    (site / "vllm_router-0.1.16.dist-info").mkdir()
+    filled = {key: value.replace("{place}", str(tmp_path)) for key, value in more.items()}
+    assert made(name, tmp_path, "cuda", **filled).version == version

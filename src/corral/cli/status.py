@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import time
 from collections.abc import Sequence
@@ -15,11 +16,13 @@ from corral.cli.use_options import deployment_argument
 from corral.client.endpoint import Endpoint
 from corral.deployment.folder import DeploymentFolder
 from corral.deployment.state import ENDED, State
+from corral.errors import CorralError
 from corral.fleet.standing import fleet_status
 from corral.fleet.waiting import chosen_fleet
 from corral.lifecycle.deployments import Status, status
 from corral.lifecycle.members import HeldJob, RankMember, held_job, members
 from corral.lifecycle.successors import all_standings, choose_folder, read_chain
+from corral.lifecycle.watching import learn_from
 from corral.plan.reconcile import Differences
 from corral.record import load_json, to_json
 from corral.report import tables
@@ -45,6 +48,9 @@ def command(name: str | None, as_json: bool) -> None:
         return
     folder = choose_folder(name)
     found = status(folder)
+    if found.state is State.READY:
+        with contextlib.suppress(OSError, CorralError):  # its log may be on a node; the status is what was asked for
+            learn_from(folder)  # nobody waited for it to be ready
     compared = load_json(Differences, folder.differences) if folder.differences.is_file() else None
     answers = _answers(found.endpoint) if found.state is State.READY and found.endpoint else None
     nodes, job = members(folder), held_job(folder)

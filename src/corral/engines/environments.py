@@ -48,6 +48,7 @@ __all__ = [
     "install_into",
     "installed",
     "remove",
+    "version_in",
 ]
 
 NEEDED_GIB = {"cpu": 4, "cuda": 18}
@@ -335,6 +336,16 @@ def flags_of(engine: Engine) -> engine_flags.FlagList:
         done = run([engine.python, str(script)], 300).or_raise("the engine's flags could not be listed")
         write_atomic(listed, done.stdout.strip().splitlines()[-1], 0o644)
     return engine_flags.FlagList.parse(listed.read_text(encoding="utf-8"))
+
+
+def version_in(prefix: str) -> str:
+    """vLLM's version in an environment of this machine, by its metadata; empty where there is none to be read."""
+    try:
+        found = sorted(Path(prefix).glob("lib/python3*/site-packages/vllm-*.dist-info"))
+    except OSError:
+        return ""
+    names = [re.fullmatch(r"vllm-(\d+\.\d+[\w.]*)(?:\+.*)?\.dist-info", path.name) for path in found]
+    return next((name[1] for name in names if name), "")
 
 
 def remove(flavour: str, version: str = PINNED_VERSION) -> None:

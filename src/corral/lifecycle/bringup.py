@@ -103,6 +103,7 @@ class LaunchDecision:
     flavour: str
     plan: Plan
     inventory: Inventory
+    engine_version: str = ""  # where it can be told
 
     def notes(self) -> list[str]:
         """What was decided that nobody asked for in so many words, to be said before anything starts."""
@@ -146,14 +147,14 @@ def decide(wish: Wish, target: Target, preview: Preview | None = None) -> Launch
     known = preview is not None and catalogue.find(source.repo) is not None
     if not known:
         model_store.check_access(source)
-    plan = _fitting(source, _plan(source, inventory, wish, offline=known))
+    plan = _fitting(source, _plan(source, inventory, wish, runtime.version, offline=known))
     if plan.precision.how == "checkpoint":  # the plan chose a quantised twin of what was named
         source = replace(model_store.locate(plan.checkpoint), name=source.name)
         if not known:
             model_store.check_access(source)
     if isinstance(target, Queue):
         target.check(plan)
-    return LaunchDecision(wish, name, source, served, flavour, plan, inventory)
+    return LaunchDecision(wish, name, source, served, flavour, plan, inventory, runtime.version)
 
 
 def _fitting(source: ModelSource, plan: Plan) -> Plan:
@@ -203,10 +204,10 @@ def _prepare(target: Target, note: Callable[[str], None], preview: Preview | Non
         note(f"{error.message.rstrip('.')}; addresses are as this machine resolves them, without network adapters")
 
 
-def _plan(source: ModelSource, inventory: Inventory, wish: Wish, offline: bool = False) -> Plan:
+def _plan(source: ModelSource, inventory: Inventory, wish: Wish, version: str, offline: bool = False) -> Plan:
     here = model_store.already_here(source)
     facts = read_facts(str(here) if here else source.repo, offline=offline or source.kind == "embedded")
-    tuning = tuning_for(facts, inventory)
+    tuning = tuning_for(facts, inventory, version)
     plan = make_plan(facts, inventory, wish.goal, wish.fixed, tuning)
     spans = plan.parallel.replica_gpus > inventory.gpus_per_node
     if plan.parallel.data > 1 and (spans or (wish.link == "ray" and inventory.nodes > 1)):
@@ -411,7 +412,8 @@ def _measured(decision: LaunchDecision, staging: _Staging) -> LaunchDecision:
     staging.phase(Phase.MEASURING)
     if not measure_cpu(model, inventory, formats, staging.report.note):
         return decision
-    return replace(decision, plan=_fitting(decision.source, _plan(decision.source, inventory, decision.wish)))
+    again = _plan(decision.source, inventory, decision.wish, decision.engine_version)
+    return replace(decision, plan=_fitting(decision.source, again))
 
 
 def _interrupted(folder: DeploymentFolder) -> str:

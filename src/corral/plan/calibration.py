@@ -15,6 +15,7 @@ from statistics import median
 
 from corral.errors import CorralError, DataError
 from corral.plan.candidate import Tuning
+from corral.plan.memory import Coefficients
 from corral.plan.reconcile import Differences
 from corral.plan.storage import recall
 from corral.record import from_json, to_json
@@ -60,14 +61,15 @@ def read(home: Path) -> list[Differences]:
 
 def learn(lessons: list[Differences], gpu: str, model: str = "", engine_version: str = "") -> Tuning:
     """The built-in numbers, corrected by the lessons for this kind and version (the last one seen when not named)."""
-    built_in = Tuning()
     mine = [lesson for lesson in lessons if lesson.gpu == gpu]
-    wanted = engine_version or (mine[-1].engine_version if mine else "")
-    mine = [lesson for lesson in mine if lesson.engine_version == wanted]
+    wanted = _public(engine_version or (mine[-1].engine_version if mine else ""))
+    mine = [lesson for lesson in mine if _public(lesson.engine_version) == wanted]
+    built_in = Tuning(Coefficients.of_version(wanted))
     if not mine:
         return built_in
     same = [lesson for lesson in mine if lesson.model == model]
-    gaps = [d.missing_gib for d in same or mine if d.missing_gib is not None and abs(d.missing_gib) <= _MOST_GIB]
+    found = [lesson.gap_gib(built_in.memory.counts_graphs) for lesson in same or mine]
+    gaps = [gap for gap in found if gap is not None and abs(gap) <= _MOST_GIB]
     memory = replace(built_in.memory, correction_gib=median(gaps)) if gaps else built_in.memory
     whose = f"of {model}" if same else f"on {gpu}"
     number = len(same or mine)
@@ -76,10 +78,15 @@ def learn(lessons: list[Differences], gpu: str, model: str = "", engine_version:
     )
 
 
-def known(home: Path, gpu: str, model: str) -> Tuning:
+def _public(version: str) -> str:
+    """Without the mark of a build: `0.26.0+cu130` and `0.26.0` are one version."""
+    return version.partition("+")[0]
+
+
+def known(home: Path, gpu: str, model: str, engine_version: str = "") -> Tuning:
     """Everything that was learned here about nodes with this kind of GPU (or `CPU`), and about the model on them."""
     lessons = read(home)
-    tuning = learn(lessons, gpu, model)
+    tuning = learn(lessons, gpu, model, engine_version)
     speeds = [lesson.storage_gb_s for lesson in lessons if lesson.gpu == gpu and lesson.storage_gb_s]
     reading = recall(home, gpu)
     if speeds:

@@ -109,7 +109,7 @@ def _no_room(memory: Memory, context: int) -> str:
     used = (
         memory.weights_bytes_per_gpu
         + memory.activation_bytes_per_gpu
-        + memory.graph_bytes_per_gpu
+        + memory.counted_graph_bytes
         + memory.overhead_bytes_per_gpu
     )
     budget = memory.budget_bytes_per_gpu

@@ -109,6 +109,12 @@ class Memory:
     overhead_bytes_per_gpu: int  # CUDA context, NCCL and other memory torch does not manage
     budget_bytes_per_gpu: int  # gpu_memory_utilization × what the driver reports
     correction_bytes_per_gpu: int = 0  # learned from earlier deployments and taken out of the KV cache
+    graphs_counted: bool = True  # whether this vLLM takes graphs out of the KV cache
+
+    @property
+    def counted_graph_bytes(self) -> int:
+        """What graphs take out of the budget; others lie outside it."""
+        return self.graph_bytes_per_gpu if self.graphs_counted else 0
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def _sum(plan: Plan) -> Iterator[str]:
             m.activation_bytes_per_gpu,
             f"{s.max_num_batched_tokens:,} tokens, {s.max_num_seqs:,} requests",
         ),
-        ("CUDA graphs", m.graph_bytes_per_gpu, "none: eager" if s.eager else "sizes up to 512"),
+        ("CUDA graphs", m.counted_graph_bytes, "none: eager" if s.eager else "sizes up to 512"),
         ("overhead", m.overhead_bytes_per_gpu, "what torch does not manage"),
     ]
     if m.correction_bytes_per_gpu:

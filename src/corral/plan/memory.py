@@ -10,8 +10,10 @@ Sliding-window layers follow vLLM's hybrid manager: layers form groups of equal 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
+from corral.engines.locks import PINNED_VERSION
 from corral.hardware.inventory import GIB, Inventory
 from corral.models.architecture import DTYPE_BYTES, Parts, Quantisation, stored
 from corral.models.facts import ModelFacts
@@ -33,7 +35,21 @@ class Coefficients:
     graph_batch_copies: float = 2.84  # the same of max_num_batched_tokens × hidden
     graph_layer_gib: float = 0.0079  # per layer, 51 sizes captured whole and in pieces
     correction_gib: float = 0.0  # learned from deployments (corral.plan.calibration)
-    counts_graphs: bool = True  # vLLM before 0.30 with its second model runner left them out
+    counts_graphs: bool = True  # whether vLLM takes CUDA graphs out of the KV cache
+
+    @classmethod
+    def of_version(cls, version: str) -> Coefficients:
+        """The built-in numbers for a version of vLLM; an empty one is the version that Corral installs."""
+        return cls(counts_graphs=_release(version or PINNED_VERSION) >= COUNT_GRAPHS)
+
+
+COUNT_GRAPHS = (0, 30)  # the first version seen to; 0.26 with its second model runner leaves them out
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """`0.26.1+cu130` as (0, 26); what cannot be read is taken for new."""
+    found = re.match(r"v?(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else COUNT_GRAPHS
 
 
 def convert(model: ModelFacts, precision: Precision) -> Parts:
@@ -175,4 +191,5 @@ def measure(
         overhead_bytes_per_gpu=overhead,
         budget_bytes_per_gpu=budget,
         correction_bytes_per_gpu=correction,
+        graphs_counted=c.counts_graphs,
     )

@@ -162,7 +162,7 @@ def _memory(model: ModelFacts, chosen: Candidate, inventory: Inventory, tuning: 
     if inventory.gpu is not None:
         measured = "measured on one H200" if p.replica_gpus == 1 else "the part for NCCL is not yet measured"
         rows += [
-            ("memory.graph_bytes_per_gpu", m.graph_bytes_per_gpu, "captured batch sizes up to 512; vLLM counts them"),
+            ("memory.graph_bytes_per_gpu", m.graph_bytes_per_gpu, _graphs(m)),
             ("memory.overhead_bytes_per_gpu", m.overhead_bytes_per_gpu, f"what torch does not manage; {measured}"),
         ]
         rows.append(("prompt_logprobs", "", _logprobs(model, chosen, inventory)))
@@ -174,6 +174,11 @@ def _memory(model: ModelFacts, chosen: Candidate, inventory: Inventory, tuning: 
         tokens += f"; corrected by {tuning.source}"
     rows.append(("memory.kv_cache_tokens", m.kv_cache_tokens, tokens))
     return rows
+
+
+def _graphs(m: Memory) -> str:
+    taken = "taken out of the KV cache" if m.graphs_counted else "this vLLM does not take them out of the KV cache"
+    return f"captured batch sizes up to 512; {taken}"
 
 
 def _weights_words(model: ModelFacts, m: Memory) -> str:

@@ -78,6 +78,14 @@ class Differences:
     rows: tuple[Difference, ...]
     missing_gib: float | None  # more used per GPU than planned, corrections of the plan taken out
     storage_gb_s: float | None  # how fast weights were read
+    graphs_counted: bool = True  # by the plan
+
+    def gap_gib(self, counting: bool) -> float | None:
+        """What was missing, for a plan that counts graphs or does not: this one may have done otherwise."""
+        if self.missing_gib is None or self.graphs_counted == counting:
+            return self.missing_gib
+        graphs = next((row.predicted for row in self.rows if row.name == "graph_gib"), 0.0)
+        return round(self.missing_gib + (-graphs if counting else graphs), 3)
 
 
 def reconcile(plan: Plan, observed: Observed) -> Differences:
@@ -112,6 +120,7 @@ def reconcile(plan: Plan, observed: Observed) -> Differences:
         rows=rows,
         missing_gib=missing,
         storage_gb_s=round(speed, 3) if speed else None,
+        graphs_counted=m.graphs_counted,
     )
 
 

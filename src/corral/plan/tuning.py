@@ -23,8 +23,11 @@ def cpu_kind(inventory: Inventory) -> CpuKind | None:
     return CpuKind(inventory.cpu, inventory.cpu_cores, engines.expected("cpu").lock_sha256)
 
 
-def tuning_for(facts: ModelFacts, inventory: Inventory) -> Tuning:
-    """The built-in numbers, corrected by what is known of this hardware."""
-    tuning = calibration.known(home_dir(), inventory.gpu or "CPU", facts.name)
+def tuning_for(facts: ModelFacts, inventory: Inventory, engine_version: str = "") -> Tuning:
+    """The built-in numbers for a version of vLLM, corrected by what is known of this hardware.
+
+    Where the version is not known, it is taken to be the last one seen on this hardware, or the one Corral installs.
+    """
+    tuning = calibration.known(home_dir(), inventory.gpu or "CPU", facts.name, engine_version)
     kind = cpu_kind(inventory)
     return replace(tuning, cpu=recall(kind, products(facts))) if kind else tuning

@@ -126,12 +126,21 @@ class Runtime(Protocol):
         """The image its vLLM is in, as published; empty where there is none."""
         ...
 
+    @property
+    def version(self) -> str:
+        """Of its vLLM, as far as it can be told without asking a node; empty where it cannot."""
+        ...
+
 
 class OnTheNodes:
     """The part of a runtime whose vLLM is on the nodes, or fetched by them: nothing of this machine goes there."""
 
     @property
     def image(self) -> str:
+        return ""
+
+    @property
+    def version(self) -> str:
         return ""
 
     @property

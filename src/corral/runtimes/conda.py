@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from corral.engines.conda import CONDA_HOMES
+from corral.engines.environments import version_in
 from corral.engines.flags import FlagList, flags_or_guess
 from corral.errors import UsageError
 from corral.runtimes.base import EngineCommand, NodeCheck, NodeSide, OnTheNodes, Wrapped, kept_caches, read_options
@@ -91,6 +92,12 @@ class CondaRuntime(OnTheNodes):
     @property
     def serve(self) -> tuple[str, ...]:
         return (*self.python, *SERVE_MODULE)
+
+    @property
+    def version(self) -> str:
+        """As the user says, or as the environment says where it is named by its path."""
+        prefix = self.options.env
+        return self.options.version or (version_in(prefix) if prefix.startswith("/") else "")
 
     def flags(self) -> FlagList:
         return flags_or_guess(self.options.version, self.node.version)

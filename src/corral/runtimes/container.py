@@ -167,8 +167,12 @@ class InImage(OnTheNodes):
     def python(self) -> tuple[str, ...]:
         return ("python3",)
 
+    @property
+    def version(self) -> str:
+        return self.options.version or version_of_image(self.image)
+
     def flags(self) -> FlagList:
-        return flags_or_guess(self.options.version or version_of_image(self.image), self.node.version)
+        return flags_or_guess(self.version, self.node.version)
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,10 @@ class ManagedRuntime:
             return self.installed.path
         return str(PurePath(self.home) / "engines" / PurePath(self.installed.path).name)
 
+    @property
+    def version(self) -> str:
+        return self.installed.version
+
     def flags(self) -> FlagList:
         return engines.flags_of(self.installed)
 

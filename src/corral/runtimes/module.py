@@ -89,6 +89,10 @@ class ModuleRuntime:
     def carried(self) -> tuple[str, ...]:
         return self.inside.carried
 
+    @property
+    def version(self) -> str:
+        return self.inside.version
+
     def flags(self) -> FlagList:
         return self.inside.flags()
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 
+from corral.engines.environments import version_in
 from corral.engines.flags import FlagList, flags_or_guess
 from corral.errors import UsageError
 from corral.runtimes.base import EngineCommand, NodeCheck, NodeSide, OnTheNodes, Wrapped, kept_caches, read_options
@@ -60,6 +61,11 @@ class VenvRuntime(OnTheNodes):
     @property
     def serve(self) -> tuple[str, ...]:
         return (*self.python, *SERVE_MODULE)
+
+    @property
+    def version(self) -> str:
+        """As the user says, or as the environment at that path of this machine says."""
+        return self.options.version or version_in(self.options.path)
 
     def flags(self) -> FlagList:
         return flags_or_guess(self.options.version, self.node.version)
