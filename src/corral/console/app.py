@@ -14,13 +14,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from corral import __version__
-from corral.console import fleet, live
+from corral.console import fleet, live, plans, play, runs
 from corral.console.desk import Desk, answer, refusal
 from corral.errors import CorralError, NotFoundError
 
 __all__ = ["make_app", "static_files"]
 
-VIEWS = (fleet, live)
+VIEWS = (fleet, live, play, plans, runs)
 TYPES = {
     "html": "text/html",
     "css": "text/css",

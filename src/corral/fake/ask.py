@@ -63,6 +63,7 @@ class Ask:
     echo: bool = False
     greedy: bool = False
     return_token_ids: bool = False
+    tokens_as_ids: bool = False  # `token_id:N` in the place of each token's text
     stops: tuple[str, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -140,6 +141,7 @@ def _read_options(ask: Ask, body: dict[str, Any]) -> None:
         raise FakeRefusedError(400, message)
     ask.ignore_eos = bool(body.get("ignore_eos"))
     ask.return_token_ids = bool(body.get("return_token_ids"))
+    ask.tokens_as_ids = bool(body.get("return_tokens_as_token_ids"))
     stop = body.get("stop") or ()
     ask.stops = (stop,) if isinstance(stop, str) else tuple(stop)
     if ask.chat:

@@ -109,6 +109,10 @@ def _generated(ask: Ask, at: int, answer: Answer, steps: range, count: int) -> l
     return rows
 
 
+def _name(ask: Ask, token: Ranked) -> str:
+    return f"token_id:{token.token}" if ask.tokens_as_ids else token.text
+
+
 def _prompt_texts(ask: Ask, at: int) -> list[str]:
     return [words.piece_of(t).decode("utf-8", "replace") for t in ask.ids(at)]
 
@@ -144,6 +148,7 @@ def _completion_logprobs(
         texts += _prompt_texts(ask, at)
     rows += _generated(ask, at, answer, steps, ask.logprobs)
     texts += [answer.tokens[i] or words.EOS_TEXT for i in steps]
+    shown = [text if row is None else _name(ask, row[0]) for text, row in zip(texts, rows, strict=True)]
     offsets = []
     for text in texts:
         offsets.append(offset)
@@ -151,8 +156,8 @@ def _completion_logprobs(
     return {
         "text_offset": offsets,
         "token_logprobs": [None if row is None else row[0].logprob for row in rows],
-        "tokens": texts,
-        "top_logprobs": [None if row is None else {r.text: r.logprob for r in row} for row in rows],
+        "tokens": shown,
+        "top_logprobs": [None if row is None else {_name(ask, r): r.logprob for r in row} for row in rows],
     }
 
 
@@ -161,7 +166,7 @@ def _chat_logprobs(ask: Ask, answer: Answer, steps: range) -> dict[str, Any] | N
         return None
 
     def entry(r: Ranked) -> dict[str, Any]:
-        return {"token": r.text, "logprob": r.logprob, "bytes": list(r.text.encode())}
+        return {"token": _name(ask, r), "logprob": r.logprob, "bytes": list(r.text.encode())}
 
     rows = _generated(ask, 0, answer, steps, ask.logprobs)
     content = []
@@ -235,7 +240,7 @@ class FakeStream:
             echo = ask.echo and step == 1
             logprobs = _completion_logprobs(ask, at, answer, steps, self._offsets[i], echo)
             if logprobs:
-                self._offsets[i] = logprobs["text_offset"][-1] + len(logprobs["tokens"][-1])
+                self._offsets[i] = logprobs["text_offset"][-1] + len(answer.tokens[step - 1] or words.EOS_TEXT)
             if echo and not ask.return_token_ids:
                 text = ask.prompts[at].decode("utf-8", "replace") + text
             prompt_ids = ask.ids(at) if ask.return_token_ids and step == 1 else None

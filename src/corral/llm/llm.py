@@ -319,13 +319,7 @@ async def exact_view(client: Client, reply: Reply, prompt: str, index: int = 0) 
     if before and given and before[0].id is None:  # the first token has no probability, but it has an id
         before[0] = Token("", None, None, int(given[0]))
     after = choice.tokens
-    ids = [
-        number
-        for token in (*before, *after)
-        for one in (token, *token.top)
-        if (number := token_bytes.token_id(one)) is not None
-    ]
-    known = await token_bytes.learn(client, ids, (prompt, choice.text))
+    known = await token_bytes.learn(client, token_bytes.all_ids((*before, *after)), (prompt, choice.text))
     return TokenView(
         tuple(token_bytes.exact(token, known) for token in before),
         tuple(token_bytes.exact(token, known) for token in after),

@@ -18,7 +18,7 @@ from corral.client.client import Client
 from corral.client.errors import RequestError
 from corral.client.reply import Token
 
-__all__ = ["exact", "learn", "spelling"]
+__all__ = ["all_ids", "exact", "learn", "spelling"]
 
 _AS_ID = re.compile(r"token_id:(\d+)")
 _AT_ONCE, _MOST = 64, 5000
@@ -120,6 +120,12 @@ def token_id(token: Token) -> int | None:
     """The id of a token, also where the server wrote it as `token_id:N`."""
     found = _AS_ID.fullmatch(token.text)
     return int(found[1]) if found else token.id
+
+
+def all_ids(tokens: Iterable[Token]) -> list[int]:
+    """The ids of tokens and of their alternatives, as far as they are told."""
+    each = (one for token in tokens for one in (token, *token.top))
+    return [number for one in each if (number := token_id(one)) is not None]
 
 
 def exact(token: Token, known: Mapping[int, bytes | None]) -> Token:

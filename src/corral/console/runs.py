@@ -1,0 +1,196 @@
+"""The Runs view: saved measurements, alone, over each other and compared; the rows of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from corral.batch.inspect import inspect
+from corral.batch.known import known_outputs
+from corral.batch.results import failure_groups, rows_of
+from corral.bench import store
+from corral.bench.compare import compare
+from corral.bench.fingerprint import differences
+from corral.bench.listing import ListedRun, all_runs, asked_differently, side_of
+from corral.bench.metrics import gaps_s, percentile
+from corral.bench.rows import RequestRow
+from corral.console.desk import Desk, answer
+from corral.errors import CorralError, NotFoundError, UsageError
+from corral.record import to_json
+from corral.report.text import headline
+from corral.report.timeline import timeline
+
+__all__ = ["batch_list", "batch_page", "comparison", "routes", "run_list", "run_page"]
+
+METRICS = ("ttft", "tpot", "itl", "e2el")
+_CUTS = (*range(0, 100, 2), 99, 100)  # percentiles of a drawn distribution
+_MOST_ROWS = 200
+
+
+def routes(_: Desk) -> list[BaseRoute]:
+    def path(name: str, work: Callable[[Mapping[str, str]], Any]) -> Route:
+        async def asked(request: Request) -> Response:
+            return answer(await run_in_threadpool(work, dict(request.query_params)))
+
+        return Route(f"/api/runs{name}", asked, methods=["GET"])
+
+    return [
+        path("", lambda _: {"runs": run_list(), "batches": batch_list()}),
+        path("/run", lambda given: run_page(given.get("name", ""))),
+        path("/compare", lambda given: comparison(given.get("a", ""), given.get("b", ""))),
+        path("/batch", lambda given: batch_page(given.get("output", ""))),
+        path("/rows", batch_rows),
+    ]
+
+
+# Measurements
+
+
+def run_list() -> list[ListedRun]:
+    """Newest first."""
+    return sorted(all_runs(), key=lambda one: -one.created_s)
+
+
+def _folder(name: str) -> Path:
+    """The folder of a listed run, or of a point of a listed series; nothing outside."""
+    known = {folder.name for folder in store.runs_dir().glob("*")} if store.runs_dir().is_dir() else set()
+    first, _, point = name.partition("/")
+    if first not in known or "/" in point or point in (".", ".."):
+        raise NotFoundError(f"no run is called {name[:80]!r}.", "The list shows those there are.")
+    return store.find(name) if point else store.runs_dir() / first
+
+
+def run_page(name: str) -> dict[str, Any]:
+    """A run with its curves, or a series with a line for each of its runs."""
+    folder = _folder(name)
+    if (folder / "series.json").is_file():
+        series = store.load_series(folder)
+        points = [_figures(f"{name}/{part}", store.load_run(folder / part)) for part in series.runs]
+        return {"kind": series.kind, "name": name, "findings": series.findings, "points": points}
+    run = store.load_run(folder)
+    rows = store.load_rows(folder)
+    return {"kind": "run", **_figures(name, run), **_curves(run, rows)}
+
+
+def _figures(name: str, run: store.Run) -> dict[str, Any]:
+    s, limit = run.summary, run.limit
+    return {
+        "name": name,
+        "title": headline(run),
+        "label": run.label,
+        "load": run.spec.load.label,
+        "concurrency": run.spec.load.concurrency,
+        "rate": run.spec.load.rate,
+        "created_s": run.created_s,
+        "verdict": run.verdict,
+        "problems": [{"severity": one.severity, "text": one.text} for one in run.problems],
+        "notes": run.notes,
+        "completed": s.completed,
+        "failed": s.failed,
+        "errors": s.errors,
+        "duration_s": s.duration_s,
+        "request_throughput": s.request_throughput,
+        "output_throughput": s.output_throughput,
+        "input_throughput": s.input_throughput,
+        "mean_concurrency": s.mean_concurrency,
+        "latency": {metric: _spread(run, metric) for metric in METRICS},
+        "limit": None if limit is None else {**to_json(limit), "sentence": limit.sentence,
+                                             "reached": _reached(run)},
+        "cost": run.cost,
+        "facts": {**run.fingerprint.server, **run.fingerprint.hardware},
+    }  # fmt: skip
+
+
+def _spread(run: store.Run, metric: str) -> dict[str, Any]:
+    found = run.summary.of(metric)
+    cuts = {f"p{p:g}": value for p, value in found.percentiles}
+    return {"count": found.count, "mean": found.mean, "median": found.median, **cuts}
+
+
+def _reached(run: store.Run) -> float | None:
+    roof = run.limit.roof_tokens_per_s if run.limit else None
+    return run.summary.output_throughput / roof if roof else None
+
+
+def _curves(run: store.Run, rows: Sequence[RequestRow]) -> dict[str, Any]:
+    over = timeline(rows, run.summary.duration_s)
+    good = [row for row in rows if row.ok and row.chunk_ns]
+    values = {
+        "ttft": [row.ttft_s for row in good],
+        "tpot": [t for row in good if (t := row.tpot_s) is not None],
+        "itl": [gap for row in good for gap in gaps_s(row)],
+        "e2el": [row.e2el_s for row in good],
+    }
+    return {
+        "timeline": {"step_s": over.step_s, "tokens_per_s": over.tokens_per_s, "concurrency": over.concurrency},
+        "distribution": {"percent": _CUTS, **{name: _cut(found) for name, found in values.items()}},
+    }
+
+
+def _cut(values: Sequence[float]) -> list[float]:
+    """Milliseconds at each percentile of `_CUTS`."""
+    ordered = sorted(values)
+    return [percentile(ordered, p) * 1000 for p in _CUTS] if ordered else []
+
+
+def comparison(a: str, b: str) -> dict[str, Any]:
+    """Two runs side by side: what changed, and whether that is more than noise."""
+    (one, first), (other, second) = side_of(_folder(a)), side_of(_folder(b))
+    figures = [{**vars(d), "change": d.change, "verdict": d.verdict} for d in compare(one, other)]
+    changed = [*differences(first.fingerprint, second.fingerprint), *asked_differently(first, second)]
+    repeats = len(one.summaries) > 1 and len(other.summaries) > 1
+    invalid = [name for name, run in ((a, first), (b, second)) if run.verdict == "invalid"]
+    return {"a": a, "b": b, "figures": figures, "differs": changed, "repeats": repeats, "invalid": invalid}
+
+
+# Batches
+
+
+def batch_list() -> list[dict[str, Any]]:
+    """Batches that left a note, the one worked on last first."""
+    found = []
+    for output in known_outputs()[:100]:
+        try:
+            found.append(_standing(str(output)))
+        except (CorralError, OSError) as error:
+            words = error.message if isinstance(error, CorralError) else str(error)
+            found.append({"output": str(output), "state": "unreadable", "reason": words})
+    return found
+
+
+def _standing(output: str) -> dict[str, Any]:
+    s = inspect(output)
+    return {
+        "output": s.output, "state": s.state, "reason": s.reason, "rows": s.rows, "fine": s.fine, "failed": s.failed,
+        "model": s.model, "input": s.input, "created_s": s.created_s, "runners": len(s.runners),
+    }  # fmt: skip
+
+
+def _known(output: str) -> str:
+    if Path(output) not in known_outputs():
+        raise NotFoundError(f"no batch writes to {output[:200]!r}.", "The list shows those that are known.")
+    return output
+
+
+def batch_page(output: str) -> dict[str, Any]:
+    """How a batch stands, and what its rows failed of."""
+    return {**_standing(_known(output)), "failures": failure_groups(output)}
+
+
+def batch_rows(given: Mapping[str, str]) -> dict[str, Any]:
+    """A page of its rows: those answered, or those that failed of one cause."""
+    try:
+        at, count = int(given.get("at", "0")), int(given.get("count", "50"))
+    except ValueError:
+        at = count = -1
+    if not (at >= 0 and 0 < count <= _MOST_ROWS):
+        raise UsageError("that is no page of rows.", f"Give at from 0, and count up to {_MOST_ROWS}.")
+    failed = given.get("failed") == "1"
+    found = rows_of(_known(given.get("output", "")), failed, at, count, given.get("code", ""), given.get("like", ""))
+    return {"rows": found, "at": at}

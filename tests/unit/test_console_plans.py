@@ -1,0 +1,101 @@
+"""The Plan view's backend: every number with its reason, refusals with what would fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from corral.console.plans import FactCache, alternatives, plan_choices, plan_page, read_question
+from corral.errors import CorralError, UsageError
+
+
+def planned(**given: str) -> dict[str, Any]:
+    return plan_page(read_question(given, FactCache(lambda: 0.0)))
+
+
+def test_a_plan_that_fits_explains_every_number() -> None:
+    found = planned(model="llama-3.1-8b", kind="H100-SXM", count="1", concurrency="64", price="2.5")
+    assert found["fits"]
+    assert found["verdict"] == "fits"
+    figures = {one["name"]: one for one in found["figures"]}
+    assert {"split", "context", "KV cache", "one stream", "together", "first token", "load", "cost"} <= figures.keys()
+    assert [name for name, one in figures.items() if not one["because"]] == []
+    memory = found["memory"]
+    assert [part["name"] for part in memory["parts"] if not part["because"]] == []
+    assert sum(part["bytes"] for part in memory["parts"]) == pytest.approx(memory["budget_bytes"], rel=0.01)
+    assert memory["budget_bytes"] < memory["total_bytes"]
+    assert found["commands"]["up"].startswith("corral up llama-3.1-8b")
+    assert found["commands"]["vllm"].startswith("vllm serve")
+
+
+def test_a_refusal_says_why_and_what_would_fit() -> None:
+    found = planned(model="llama-3.1-405b", kind="A100-80", count="1")
+    assert not found["fits"]
+    assert found["reason"]
+    assert found["nearest"]
+    assert found["commands"] is None
+    used = sum(part["bytes"] for part in found["memory"]["parts"] if part["name"] != "KV cache")
+    assert used > found["memory"]["budget_bytes"]
+
+
+def test_a_broken_rule_shows_no_numbers() -> None:
+    found = planned(model="llama-3.1-8b", kind="H100-SXM", context="10000000")
+    assert found["verdict"] == "cannot run as asked"
+    assert found["memory"] is None
+    assert found["figures"] == []
+
+
+def test_precision_and_context_are_taken_from_the_form() -> None:
+    found = planned(model="llama-3.1-70b", kind="H100-SXM", count="2", nodes="2", weights="fp8", context="8192")
+    figures = {one["name"]: one["value"] for one in found["figures"]}
+    assert figures["weights"] == "fp8"
+    assert figures["context"] == 8192
+    assert "2 nodes" in found["hardware"]
+
+
+def test_alternatives_are_listed_with_what_keeps_them_from_running() -> None:
+    rows = alternatives(read_question({"model": "llama-3.1-70b", "kind": "H100-SXM", "count": "4"}, FactCache(float)))
+    assert any(not row["problem"] for row in rows)
+    assert any(row["problem"] for row in rows)
+    running = [bool(row["problem"]) for row in rows]
+    assert running == sorted(running)
+
+
+@pytest.mark.parametrize("given", [
+    {}, {"model": "no-such-model-at-all"}, {"model": "llama-3.1-8b", "kind": "H9000"},
+    {"model": "llama-3.1-8b", "kind": "H100-SXM", "count": "many"}, {"model": "llama-3.1-8b", "context": "-1"},
+    {"model": "llama-3.1-8b", "kind": "H100-SXM", "nodes": "0"}, {"model": "llama-3.1-8b", "weights": "int3"},
+    {"model": "llama-3.1-8b", "goal": "money"}, {"model": "llama-3.1-8b", "price": "1e99"},
+], ids=repr)  # fmt: skip
+def test_bad_values_are_refused_with_a_remedy(given: dict[str, str]) -> None:
+    with pytest.raises(CorralError) as caught:
+        planned(**given)
+    assert caught.value.remedy
+
+
+def test_facts_are_read_again_when_they_are_old() -> None:
+    now, reads = [0.0], []
+    kept = FactCache(lambda: now[0])
+    for at in (0.0, 59.0, 61.0):
+        now[0] = at
+        kept.get("x", lambda: reads.append(now[0]))
+    assert reads == [0.0, 61.0]
+
+
+def test_a_failed_read_is_not_kept() -> None:
+    kept = FactCache(float)
+
+    def fail() -> None:
+        raise UsageError("no.", "")
+
+    for _ in range(2):
+        with pytest.raises(UsageError):
+            kept.get("x", fail)
+
+
+def test_the_form_offers_models_and_hardware() -> None:
+    found = plan_choices(FactCache(float))
+    assert "llama-3.1-8b" in found["models"]
+    assert {"H100-SXM", "T4"} <= {kind["name"] for kind in found["kinds"]}
+    assert found["here"]["label"]
