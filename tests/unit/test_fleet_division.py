@@ -31,7 +31,7 @@ def test_some_gpus_each_where_members_share_a_node() -> None:
         (("n0",), (0, 1, 2, 3)), (("n1",), (0, 1, 2, 3)), (("n0",), (4, 5, 6, 7)), (("n1",), (4, 5, 6, 7)),
     ]  # fmt: skip
     assert shares[2].env() == {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
-    with pytest.raises(ConflictError, match="16 of 16 are held by 4 members"):
+    with pytest.raises(ConflictError, match="4 members hold 16 of 16 GPUs"):
         place(gpu_nodes(2), shares, 5)
     with pytest.raises(ConflictError):
         place_all(gpu_nodes(1, 1), 2, 2)  # a GPU is not shared

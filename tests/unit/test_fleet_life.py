@@ -154,7 +154,7 @@ def test_names_are_shared_between_fleets_and_deployments(herd: Corral) -> None:
     assert herd("up", str(herd.model), "--name", "single", "--no-wait", "--context", "128").code == 0
     done = herd("up", str(herd.model), "--name", "single", "--replicas", "2", "--context", "128")
     assert done.code == 4
-    assert "a deployment is called 'single'" in done.err
+    assert "there is already a deployment called 'single'" in done.err
 
 
 def test_a_first_member_that_cannot_start_ends_the_fleet(corral: Corral) -> None:

@@ -136,7 +136,7 @@ async def test_models_are_told_apart_and_refusals_have_openais_form(tmp_path: Pa
             listed = json.loads((await exchange(gateway.url, get("/v1/models"))).partition(b"\r\n\r\n")[2])
             assert [one["id"] for one in listed["data"]] == ["fake"]  # what this key is good for
             for body, status, words in (
-                ({"model": "second", "prompt": "x"}, 403, "not for the model 'second'"),
+                ({"model": "second", "prompt": "x"}, 403, "may not use the model 'second'"),
                 ({"model": "fakee", "prompt": "x"}, 404, "Did you mean 'fake'?"),
                 ({"prompt": "x"}, 200, ""),  # the only one that the key is for
             ):
@@ -149,7 +149,7 @@ async def test_models_are_told_apart_and_refusals_have_openais_form(tmp_path: Pa
             answer = await exchange(gateway.url, post({"prompt": "x"}, OTHER, "/v1/completions"))
             assert answer.startswith(b"HTTP/1.1 400")
             broken = post({}).replace(b"content-length: 2\r\n\r\n{}", b"content-length: 2\r\n\r\n{]")
-            assert b"cannot be read as JSON" in await exchange(gateway.url, broken)
+            assert b"the request body is not valid JSON" in await exchange(gateway.url, broken)
 
 
 @in_loop

@@ -21,7 +21,7 @@ from corral.tune.presets import workload_of
 from corral.tune.race import Purpose, Race, RaceEnd, RaceResult, Trial, TrialOrder, verdict
 from corral.tune.setups import BASE, Knob, Setup
 from corral.tune.store import TuneRun, TuneSpec, find_run, new_run
-from tests.unit.conftest import Corral
+from tests.unit.conftest import Corral, in_process
 
 KNOBS = (Knob("max_num_seqs", ("256", "64")), Knob("max_num_batched_tokens", ("4096",)))
 TUNED = {"": 3000, "--max-num-batched-tokens 4096": 1.5, "--max-num-seqs 256": 0}
@@ -81,7 +81,7 @@ def test_the_report_says_what_helped_and_what_did_not_start() -> None:
     run = a_run()
     found = tuner.tune(run, Silent())
     text = "\n".join(tune_lines(run, run.trials(), found, 80))
-    assert "max_num_batched_tokens=4096 gains +" in text
+    assert "max_num_batched_tokens=4096: +" in text
     assert "failed: out of memory" in text
     assert "corral up --tuned t1" in text
     assert max(map(len, text.splitlines())) <= 80
@@ -97,8 +97,15 @@ def test_the_report_says_what_helped_and_what_did_not_start() -> None:
 def test_runs_are_found_by_name_beginning_and_last() -> None:
     run = a_run()
     assert find_run("t1") == find_run("t") == find_run("last") == run
-    with pytest.raises(NotFoundError, match="no tuning run is called 'x9'"):
+    with pytest.raises(NotFoundError, match="there is no tuning run called 'x9'"):
         find_run("x9")
+
+
+@pytest.mark.usefixtures("clean_home")
+def test_the_last_run_of_none_is_not_taken_for_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = in_process(capsys, "tune")("last")
+    assert code == 3
+    assert "there is no tuning run called 'last'. → `corral tune MODEL` starts one." in " ".join(err.split())
 
 
 def test_one_trial_on_a_server_leaves_nothing_running(
@@ -138,9 +145,9 @@ def test_knobs_leave_alone_what_is_fixed_and_offer_to_drop_what_was_pasted() -> 
 
 
 def test_objectives_refuse_what_they_cannot_judge() -> None:
-    with pytest.raises(UsageError, match="the highest rate needs a service level"):
+    with pytest.raises(UsageError, match="--goal rate needs a service level"):
         Objective(ObjectiveKind.RATE, concurrency=8)
-    with pytest.raises(UsageError, match="the lowest latency is measured at a rate"):
+    with pytest.raises(UsageError, match="--goal latency needs a request rate"):
         Objective(ObjectiveKind.LATENCY)
 
 
@@ -150,7 +157,7 @@ def test_workloads_by_name_and_by_file(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"custom_id": "1", "body": {}}\n')
     assert workload_of(str(rows), False, 1).dataset == "batch"
-    with pytest.raises(UsageError, match="there is no workload 'chta'"):
+    with pytest.raises(UsageError, match="there is no workload called 'chta'"):
         workload_of("chta", False, 1)
 
 

@@ -20,17 +20,19 @@ __all__ = ["command"]
 
 @click.group(cls=WholeGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def command() -> None:
-    """Fleets of several servers: see `corral up --replicas`, `corral scale` and docs/fleets.md."""
+    """Run or simulate what manages a fleet. To start one: `corral up --replicas`; to resize it: `corral scale`."""
 
 
 @command.command("keep")
 @click.argument("name")
-@click.option("--json", "as_json", is_flag=True, help="What it does, and at last why it ends, as JSON lines.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print each step, and at the end why it stopped, as JSON lines."
+)
 def keep_command(name: str, as_json: bool) -> None:
-    """Keep the fleet NAME: start, replace and stop members, as many as are wanted; start its gateway.
+    """Run the keeper of the fleet NAME: it starts, replaces and stops members, and starts the gateway.
 
-    `corral up --replicas` starts this in the background. By hand it is for after a restart of this machine, or on
-    another machine that sees the same home.
+    `corral up --replicas` starts it in the background. Run it by hand after a restart of this machine, or on another
+    machine that shares CORRAL_HOME.
     """
     folder, ending = open_fleet(name), False
 
@@ -53,18 +55,20 @@ def keep_command(name: str, as_json: bool) -> None:
 
 @command.command("simulate")
 @click.argument("trace")
-@click.option("--replicas", metavar="A..B", default="1..8", show_default=True, help="How many members it may have.")
+@click.option(
+    "--replicas", metavar="A..B", default="1..8", show_default=True, help="How many members the fleet may have."
+)
 @click.option("--capacity", type=click.FloatRange(min=0.1), required=True, metavar="TOKENS/S",
-              help="What one member makes when it is full (`corral bench`, `corral plan`).")  # fmt: skip
+              help="What one member generates at full load (see `corral bench`, `corral plan`).")  # fmt: skip
 @click.option("--load-time", "load_s", type=click.FloatRange(min=1), required=True, metavar="SECONDS",
-              help="From the start of a member until it serves.")  # fmt: skip
+              help="Time from the start of a member until it is ready.")  # fmt: skip
 @click.option("--queue-wait", "queue_s", type=click.FloatRange(min=0), default=0.0, show_default=True,
-              metavar="SECONDS", help="How long a job waits before it starts.")  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="All decisions and figures as JSON.")
+              metavar="SECONDS", help="Time that a job waits in the queue.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print all decisions and figures as JSON.")
 def simulate_command(
     trace: str, replicas: str, capacity: float, load_s: float, queue_s: float, as_json: bool
 ) -> None:
-    """Replay TRACE through the code that scales fleets: its decisions, how long requests wait, what it costs.
+    """Replay TRACE through the code that scales fleets: what it decides, how long requests wait, what it costs.
 
     TRACE has one request per line: {"time_s": 0.5, "prompt_tokens": 100, "output_tokens": 200}.
     """
@@ -83,7 +87,7 @@ def _lines(outcome: Replay) -> list[str]:
         f"requests     {outcome.requests:,} with {outcome.tokens:,} tokens in {duration(outcome.span_s)}",
         f"waits        mean {outcome.mean_wait_s:.1f} s, P99 {outcome.p99_wait_s:.1f} s,"
         f" longest {outcome.longest_wait_s:.1f} s",
-        f"job time     {duration(outcome.member_s)}; a schedule that knows the trace needs"
-        f" {duration(outcome.clairvoyant_s)} ({outcome.ratio:.2f} times as much)",
+        f"job time     {duration(outcome.member_s)}, {outcome.ratio:.2f} times the {duration(outcome.clairvoyant_s)}"
+        " of a schedule that knows the whole trace",
         f"changes      {len(outcome.changes)}",
     ]

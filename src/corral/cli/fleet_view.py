@@ -39,8 +39,8 @@ def fleet_lines(found: FleetStatus) -> list[str]:
         ("model", found.model),
         ("wanted", size),
         ("requests", f"{found.running} running, {found.waiting} waiting"),
-        ("keeper", "runs" if found.kept else "does not run: `corral fleet keep` starts it"),
-        ("gateways", ", ".join(found.gateways) or "none runs"),
+        ("keeper", "running" if found.kept else f"not running: `corral fleet keep {found.name}` starts it"),
+        ("gateways", ", ".join(found.gateways) or "none is running"),
     ]
     if found.endpoint:
         rows += [("endpoint", found.endpoint.base_url), ("key", found.endpoint.key_file or "none")]

@@ -36,9 +36,9 @@ class GatewayGroup(WholeGroup):
 def command() -> None:
     """Give fleets and deployments one address: `corral gateway NAME...`.
 
-    Requests go to the model that they name, and there to the server that holds most of their prompt and has least to
-    do. Clients send the key of the fleet or deployment, or a key of their own (`corral gateway key add`). Ctrl-C ends
-    it. `corral gateway serve --help` lists all options.
+    Each request goes to the model that it names, and there to the server that has most of its prompt cached and the
+    least to do. Clients send the key of the fleet or deployment, or their own (`corral gateway key add`). Ctrl-C
+    stops it. `corral gateway serve --help` lists all options.
     """
 
 
@@ -47,13 +47,16 @@ def command() -> None:
 @click.option("--port", type=click.IntRange(1, 65535), help="Port (default: the one it had before, or a free one).")
 @click.option("--bind", metavar="ADDRESS", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option(
-    "--route", type=click.Choice(list(POLICIES)), help="Who gets a request.  [default: the fleet's; prefix]"
+    "--route",
+    type=click.Choice(list(POLICIES)),
+    help="How a server is chosen.  [default: as the fleet says, or prefix]",
 )
-@click.option("--json", "as_json", is_flag=True, help="The figures as JSON when it ends.")
+@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON when it ends.")
 def serve(names: tuple[str, ...], port: int | None, bind: str, route: str | None, as_json: bool) -> None:
     """Serve the fleets and deployments NAME... behind one address until Ctrl-C."""
     if len(set(names)) < len(names):
-        raise UsageError("a name was given twice.", "Give each fleet or deployment once.")
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UsageError(f"{twice!r} was given twice.", "Give each fleet or deployment once.")
     sources = [open_source(name) for name in names]
     place = choose_place(sources, bind, port)
 
@@ -78,32 +81,32 @@ def _route_of(sources: list[Source]) -> str:
 
 @command.group(cls=WholeGroup, context_settings=HELP)
 def key() -> None:
-    """Keys of clients, good at every gateway of this machine's Corral."""
+    """Manage clients' keys; they are valid at every gateway of this CORRAL_HOME."""
 
 
 @key.command("add", context_settings=HELP)
 @click.argument("name")
-@click.option("--rpm", type=click.IntRange(min=1), metavar="N", help="At most N requests a minute.")
-@click.option("--tpm", type=click.IntRange(min=1), metavar="N", help="At most N tokens a minute, answers included.")
-@click.option("--models", metavar="NAME,...", help="Only these models, fleets or deployments.")
-@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@click.option("--rpm", type=click.IntRange(min=1), metavar="N", help="At most N requests per minute.")
+@click.option("--tpm", type=click.IntRange(min=1), metavar="N", help="At most N tokens per minute, answers included.")
+@click.option("--models", metavar="NAME,...", help="Only for these models, fleets or deployments.")
+@click.option("--json", "as_json", is_flag=True, help="Print the key and its limits as JSON.")
 def add(name: str, rpm: int | None, tpm: int | None, models: str | None, as_json: bool) -> None:
-    """Make a key for the client NAME and print it: it is shown once, and kept nowhere."""
+    """Make a key for the client NAME and print it. It is shown only once: just its hash is kept."""
     wanted = tuple(word.strip() for word in (models or "").split(",") if word.strip())
     if models is not None and not wanted:
-        raise UsageError(f"--models {models!r} names no model.", "Give names with commas between, or leave it out.")
+        raise UsageError(f"--models {models!r} names no model.", "Separate names with commas, or leave it out.")
     made = add_key(name, rpm, tpm, wanted)
     if as_json:
         print_json({"name": name, "key": made, "rpm": rpm, "tpm": tpm, "models": list(wanted)})
         return
-    click.echo(f"the key of {name}, shown only now; gateways take it within seconds:", err=True)
+    click.echo(f"the key for {name}, shown only this once; gateways accept it within seconds:", err=True)
     click.echo(made)
 
 
 @key.command("list", context_settings=HELP)
-@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print the keys as JSON.")
 def list_keys(as_json: bool) -> None:
-    """The keys of clients, their limits, and what each has used at the gateways that run."""
+    """List clients' keys, their limits, and what each has used at the running gateways."""
     used = used_by_keys()
     rows = [
         {"name": one.name, "created_s": one.created_s, "rpm": one.rpm, "tpm": one.tpm, "models": list(one.models),
@@ -116,7 +119,7 @@ def list_keys(as_json: bool) -> None:
         headings = ["NAME", "MADE", "REQUESTS/MIN", "TOKENS/MIN", "ANSWERED", "LIMITED", "TOKENS", "MODELS"]
         print_table(headings, [_row(row) for row in rows])
     else:
-        click.echo("No keys of clients. `corral gateway key add NAME` makes one.", err=True)
+        click.echo("There are no client keys. `corral gateway key add NAME` makes one.", err=True)
 
 
 def _row(row: dict[str, Any]) -> list[str]:
@@ -128,11 +131,11 @@ def _row(row: dict[str, Any]) -> list[str]:
 
 @key.command(context_settings=HELP)
 @click.argument("name")
-@click.option("--json", "as_json", is_flag=True, help="What was removed as one JSON document.")
+@click.option("--json", "as_json", is_flag=True, help="Print what was removed as JSON.")
 def remove(name: str, as_json: bool) -> None:
-    """Take the key NAME away; gateways refuse it within seconds."""
+    """Remove the key NAME; gateways refuse it within seconds."""
     remove_key(name)
     if as_json:
         print_json({"removed": name})
     else:
-        click.echo(f"the key {name} is removed", err=True)
+        click.echo(f"removed the key {name}", err=True)

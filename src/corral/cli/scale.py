@@ -17,12 +17,13 @@ __all__ = ["command"]
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("name")
 @click.argument("replicas")
-@click.option("--wait", is_flag=True, help="Wait until as many are ready.")
-@click.option("--json", "as_json", is_flag=True, help="The fleet's status as JSON.")
+@click.option("--wait", is_flag=True, help="Wait until that many are ready.")
+@click.option("--json", "as_json", is_flag=True, help="Print the fleet's status as JSON.")
 def command(name: str, replicas: str, wait: bool, as_json: bool) -> None:
-    """Give the fleet NAME another number of members: REPLICAS is 6, or 2..8 to follow the load.
+    """Change how many members the fleet NAME has: REPLICAS is 6, or 2..8 to follow the load.
 
-    New members are started at once. Those that go get no new requests, finish what they have, and are stopped then.
+    New members are started at once. Members that are no longer wanted get no new requests, finish those they have,
+    and are then stopped.
     """
     folder = open_fleet(name)
     before, after = resize(folder, parse_size(replicas))
@@ -33,5 +34,5 @@ def command(name: str, replicas: str, wait: bool, as_json: bool) -> None:
     if as_json:
         print_json(fleet_status(folder))
     else:
-        limits = f" ({after.least} to {after.most}, as the load asks)" if after.least != after.most else ""
+        limits = f" ({after.least} to {after.most}, depending on the load)" if after.least != after.most else ""
         click.echo(f"{name}: {before.wanted} → {after.wanted} members{limits}")

@@ -30,7 +30,7 @@ from corral.tune.objective import Objective, ObjectiveKind
 from corral.tune.page import html_page, sentence, tune_lines
 from corral.tune.presets import PRESETS, workload_of
 from corral.tune.race import Race, RaceResult, Trial, TrialOrder, verdict
-from corral.tune.store import TuneRun, TuneSpec, find_run, new_run
+from corral.tune.store import TuneRun, TuneSpec, find_run, new_run, runs_dir
 from corral.tune.tuner import fitting_knobs, tune
 
 __all__ = ["command"]
@@ -39,7 +39,7 @@ HELP = {"help_option_names": ["-h", "--help"]}
 EXAMPLES = """
 corral tune llama-3.1-8b-instruct --workload chat --slo ttft_p99=500ms,tpot_p99=40ms --budget 40m
 corral tune llama-3.1-8b-instruct --input-len 512 --output-len 128 --concurrency 256
-corral tune last                                # go on after an interruption
+corral tune last                                # continue after an interruption
 corral tune report last -o tune.html
 corral up --tuned last
 """
@@ -60,8 +60,8 @@ class TuneGroup(WholeGroup):
 def command() -> None:
     """Find the settings that serve a workload best: `corral tune MODEL --workload chat --budget 40m`.
 
-    Servers are started one after the other with different settings of vLLM, measured, and stopped. `corral tune run
-    --help` lists all options; `corral tune RUN` goes on with a run that was interrupted.
+    Servers are started one after the other with different vLLM settings, measured, and stopped. `corral tune run
+    --help` lists all options; `corral tune RUN` continues a run that was interrupted.
     """
 
 
@@ -73,7 +73,7 @@ class Budget(click.ParamType[float]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", str(value))
         if found is None or not float(found[1]):
-            self.fail(f"{value!r} is not a duration: write 40m or 2h.", param, ctx)
+            self.fail(f"{value!r} is not a duration: write 90s, 40m or 2h.", param, ctx)
         return float(found[1]) * SECONDS[found[2] or "m"]
 
 
@@ -85,35 +85,41 @@ class Budget(click.ParamType[float]):
     "Output": ("--name", "--json", "--help"),
 })  # fmt: skip
 @click.argument("model")
-@click.option("--workload", metavar="NAME|FILE", help=f"{', '.join(PRESETS)}; or a trace, a batch file, prompts.")
-@click.option("--input-len", type=click.IntRange(min=1), help="Prompt tokens, where no workload is named.")
-@click.option("--output-len", type=click.IntRange(min=1), help="Tokens of an answer, where no workload is named.")
+@click.option(
+    "--workload", metavar="NAME|FILE", help=f"{', '.join(PRESETS)}; or a file: a trace, a batch, or prompts."
+)
+@click.option("--input-len", type=click.IntRange(min=1), help="Prompt tokens (without --workload; default: 512).")
+@click.option("--output-len", type=click.IntRange(min=1), help="Output tokens (without --workload; default: 128).")
 @click.option("--chat", is_flag=True, help="Use the chat endpoint.")
-@click.option("--concurrency", type=click.IntRange(min=1), help="Requests at once (default: what the plan seats).")
+@click.option(
+    "--concurrency", type=click.IntRange(min=1), help="Requests at once (default: as many as the plan has seats for)."
+)
 @click.option("--request-rate", "rate", type=click.FloatRange(min=0, min_open=True), metavar="PER_S",
               help="For --goal latency: requests per second.")  # fmt: skip
 @click.option("--goal", type=click.Choice([one.value for one in ObjectiveKind]),
-              help="What is to be best (default: throughput; with --slo, rate).")  # fmt: skip
-@click.option("--slo", metavar="SLOS", help="Service level to keep: ttft_p99=500ms,tpot_p99=40ms.")
-@click.option("--budget", "budget_s", type=Budget(), default="40m", show_default=True, help="Time in all.")
+              help="What to optimise (default: throughput; with --slo, rate).")  # fmt: skip
+@click.option("--slo", metavar="SLOS", help="Service level to meet: ttft_p99=500ms,tpot_p99=40ms.")
+@click.option(
+    "--budget", "budget_s", type=Budget(), default="40m", show_default=True, help="Time limit for the whole run."
+)
 @click.option("--measure", "measure_s", type=click.FloatRange(min=1), default=15, show_default=True,
-              metavar="SECONDS", help="Of one measurement at first; later ones take twice as long.")  # fmt: skip
+              metavar="SECONDS", help="Length of the first measurements; later ones are twice as long.")  # fmt: skip
 @click.option("--on", "on", metavar="PROFILE", envvar="CORRAL_PROFILE", help="Where to run (`corral profile list`).")
 @click.option("--context", type=TokenCount(), help="Longest request: 32768, or 32k (default: the plan's choice).")
 @click.option(
     "--set", "fixed", multiple=True, metavar="KEY=VALUE", help="Fix one field of the plan; it is not varied."
 )
-@click.option("--runtime", type=click.Choice(list(RUNTIMES)), help="How vLLM exists where it runs.")
+@click.option("--runtime", type=click.Choice(list(RUNTIMES)), help="How vLLM is installed where it runs.")
 @click.option(
     "--runtime-option", "runtime_options", multiple=True, metavar="KEY=VALUE", help="Option of that runtime."
 )
 @click.option("--env", "extra_env", multiple=True, metavar="NAME=VALUE", help="Environment variable for the engine.")
-@click.option("--name", "run_name", default="", help="Name of the run (default: model and time).")
+@click.option("--name", "run_name", default="", help="Name of the run (default: the model and the time).")
 @click.option("--json", "as_json", is_flag=True, help="The result as JSON on stdout.")
 @target_options
 @click.argument("engine_args", nargs=-1, type=click.UNPROCESSED)
 def run(model: str, run_name: str, as_json: bool, **given: Any) -> int:
-    """Tune MODEL, or go on with the run of that name. Arguments after `--` are the flags to begin with."""
+    """Tune MODEL, or continue the run of that name. Arguments after `--` are vLLM flags to begin with."""
     found = _existing(model) or _begun(model, run_name, given)
     watcher = TrialLines(quiet=as_json)
     watcher.say(f"tuning run {found.name}: {found.spec.objective.words}")
@@ -122,22 +128,16 @@ def run(model: str, run_name: str, as_json: bool, **given: Any) -> int:
             result = tune(found, watcher)
         except KeyboardInterrupt:
             made = len(found.trials())
-            tell(f"corral: {made} trials are kept; `corral tune {found.name}` goes on", err=True)
+            tell(f"corral: {made} trials are kept; `corral tune {found.name}` continues", err=True)
             raise
     return _show(found, result, as_json)
 
 
 def _existing(word: str) -> TuneRun | None:
     """The run that a word names, if it does and is not a model's name."""
-    from corral.errors import NotFoundError
-    from corral.tune.store import runs_dir
-
     if word != "last" and not (runs_dir() / word / "tune.json").is_file():
         return None
-    try:
-        return find_run(word)
-    except NotFoundError:
-        return None
+    return find_run(word)
 
 
 def _begun(model: str, name: str, given: dict[str, Any]) -> TuneRun:
@@ -158,11 +158,13 @@ def _begun(model: str, name: str, given: dict[str, Any]) -> TuneRun:
     for one in pruned:
         tell(f"  never started: {one.setup}: {one.because}", err=True)
     if not knobs:
-        raise UsageError("everything that could be tuned is fixed.", "Leave out some of --set.")
+        raise UsageError("everything that could be tuned is fixed.", "Remove some of the --set options.")
     start_s = sum(planned_start(decision.plan).values()) or 60.0
     race = Race(knobs, given["budget_s"], given["measure_s"], start_s)
     if given["budget_s"] < 8 * (start_s + 2 * given["measure_s"]):
-        held = f"a start may take {duration(start_s)}: a budget of {duration(given['budget_s'])} may hold few trials"
+        held = (
+            f"a start may take {duration(start_s)}: --budget {duration(given['budget_s'])} leaves time for few trials"
+        )
         tell(f"  note: {held}", err=True)
     spec = Spec(workload, percentiles=(50.0, 90.0, 99.0), warmup=min(seats, 16))
     return new_run(TuneSpec(model, wish, race, objective, spec, time.time()), name)
@@ -172,7 +174,7 @@ def _workload(given: dict[str, Any]) -> Workload:
     seed = secrets.randbelow(2**31)
     if given["workload"]:
         if given["input_len"] or given["output_len"]:
-            raise UsageError("--workload has lengths of its own.", "Leave out --input-len and --output-len.")
+            raise UsageError("--workload already sets the lengths.", "Leave out --input-len and --output-len.")
         return workload_of(given["workload"], given["chat"], seed)
     prompt, answer = given["input_len"] or 512, given["output_len"] or 128
     return Workload(input_len=prompt, output_len=answer, chat=given["chat"], seed=seed)
@@ -228,10 +230,10 @@ def _show(found: TuneRun, result: RaceResult, as_json: bool) -> int:
 
 @command.command(context_settings=HELP)
 @click.argument("run")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write an HTML page there.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the report to this file, as HTML.")
 @click.option("--json", "as_json", is_flag=True, help="The result as JSON on stdout.")
 def report(run: str, output: Path | None, as_json: bool) -> int:
-    """Show what RUN found so far: its name, the beginning of it, `last`, or a path."""
+    """Show what RUN has found so far. RUN is its name, the beginning of it, `last`, or a path."""
     found = find_run(run)
     trials = found.trials()
     result = verdict(found.spec.race, trials)

@@ -88,7 +88,7 @@ FIRST_QUESTION = "What is the capital of France?"
               help="Silence after which a node of several counts as lost"
                    f" (default: {Patience.node_s:g}).")  # fmt: skip
 @click.option("--runtime", type=click.Choice(list(RUNTIMES)),
-              help="How vLLM exists where it runs (default: managed; see docs/runtimes.md).")  # fmt: skip
+              help="How vLLM is installed where it runs (default: managed; see docs/runtimes.md).")  # fmt: skip
 @click.option("--runtime-option", "runtime_options", multiple=True, metavar="KEY=VALUE",
               help="Option of that runtime: image=…, env=…, path=…; lists as mounts='[\"/data\"]'.")  # fmt: skip
 @click.option("--renew", is_flag=True, help="In a queue: submit a successor before the time limit, again and again.")

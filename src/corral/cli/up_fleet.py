@@ -24,10 +24,12 @@ __all__ = ["bring_up_fleet", "checked"]
 def checked(wish: bringup.Wish, asked: FleetOrder) -> bringup.Wish:
     """The wish of each member; refuses what is meant for single deployments."""
     if wish.renew:
-        raise UsageError("--renew is for single deployments.", "Say --keep: a fleet replaces its jobs itself.")
+        raise UsageError(
+            "--renew cannot be used with --replicas.", "Use --keep instead: the fleet then replaces its jobs itself."
+        )
     queue = isinstance(load_target(wish.target, wish.target_options), Queue)
     if asked.keep and not queue:
-        raise UsageError("--keep is for jobs of a scheduler, which have a time limit.", "Leave it out.")
+        raise UsageError("--keep is for SLURM jobs, which have a time limit.", "Leave it out.")
     return replace(wish, port=None, bind=None, expose=wish.expose and queue)
 
 
@@ -49,7 +51,7 @@ def bring_up_fleet(
             except KeyboardInterrupt:
                 name = shlex.quote(folder.name)
                 screen.note(
-                    f"it goes on starting in the background; wait: corral wait {name}; end: corral down {name}"
+                    f"it keeps starting in the background. Wait: corral wait {name}    Stop: corral down {name}"
                 )
                 raise
             except BaseException:

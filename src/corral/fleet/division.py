@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from corral.deployment.fleet import FleetNode
 from corral.deployment.share import NodeShare
 from corral.errors import ConflictError
+from corral.wording import counted
 
 __all__ = ["place", "place_all"]
 
@@ -47,11 +48,12 @@ def _some_gpus(order: Sequence[FleetNode], taken: Sequence[NodeShare], whole: in
     free = {node.name: _free_gpus(node, taken) for node in order}
     able = [node for node in order if size and len(free[node.name]) >= size]
     if len(able) < whole:
-        held = sum(node.gpus for node in order) - sum(map(len, free.values()))
+        total = sum(node.gpus for node in order)
+        held = total - sum(map(len, free.values()))
         raise ConflictError(
-            f"there is no GPU for another member: {held} of {sum(node.gpus for node in order)} are held by"
-            f" {len(taken)} members, and one needs {max(1, size) * whole}.",
-            "Ask for fewer members, or end the fleet and start it with as many as it may grow to: --replicas A..B.",
+            f"there is no room for another member: {counted(len(taken), 'member holds', 'members hold')} {held} of"
+            f" {total} GPUs, and one more needs {max(1, size) * whole}.",
+            "Ask for fewer members, or end the fleet and start it again with room to grow: --replicas A..B.",
         )
     chosen = able[:whole]
     if parts == 1:

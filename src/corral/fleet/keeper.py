@@ -55,7 +55,7 @@ def keep(folder: FleetFolder, say: Callable[[str], None], wanted: Callable[[], b
                 except (CorralError, OSError) as error:  # a scheduler that does not answer, a disk that is full
                     say(error.message if isinstance(error, CorralError) else str(error))
                 time.sleep(LOOK_S)
-            return "asked to end; the members go on"
+            return "told to stop; the members keep running"
         finally:
             keeper.finish()
 
@@ -63,8 +63,8 @@ def keep(folder: FleetFolder, say: Callable[[str], None], wanted: Callable[[], b
 def _refuse(folder: FleetFolder) -> Callable[[Identity], None]:
     def held(holder: Identity) -> None:
         raise ConflictError(
-            f"the fleet {folder.name!r} is kept already, by process {holder.pid} on {holder.host}.",
-            f"Nothing is to be done; to keep it from here instead, end that process first: kill {holder.pid}",
+            f"the fleet {folder.name!r} already has a keeper: process {holder.pid} on {holder.host}.",
+            f"There is nothing to do. To run the keeper here instead, stop that one first: kill {holder.pid}",
         )
 
     return held

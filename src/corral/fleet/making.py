@@ -32,6 +32,7 @@ from corral.lifecycle import bringup, deployments
 from corral.lifecycle.watching import Reporter
 from corral.record import dump_json, load_json
 from corral.targets.base import load_target, target_class
+from corral.wording import counted
 
 __all__ = ["FleetOrder", "FleetSize", "make_fleet", "parse_size", "preview", "resize", "start_member"]
 
@@ -45,6 +46,12 @@ class FleetSize:
     least: int
     most: int
 
+    @property
+    def words(self) -> str:
+        if self.least == self.most:
+            return counted(self.least, "member")
+        return f"{self.least} to {counted(self.most, 'member')}"
+
 
 def parse_size(text: str) -> FleetSize:
     """Read `4`, or `2..8`."""
@@ -53,12 +60,12 @@ def parse_size(text: str) -> FleetSize:
         size = FleetSize(int(low), int(high if dots else low))
     except ValueError:
         raise UsageError(
-            f"{text!r} is not a number of replicas.", "Write --replicas 4, or --replicas 2..8."
+            f"{text!r} is not a number of replicas.", "Give a number, such as 4, or a range, such as 2..8."
         ) from None
     if not 1 <= size.least <= size.most <= MOST_MEMBERS:
         raise UsageError(
-            f"{text!r} is not a possible number of replicas.",
-            f"Give 1 to {MOST_MEMBERS}; of two numbers, the smaller one first.",
+            f"a fleet cannot have {text} replicas.",
+            f"Give 1 to {MOST_MEMBERS}; a range begins with the smaller number.",
         )
     return size
 
@@ -108,7 +115,7 @@ def make_fleet(wish: bringup.Wish, asked: FleetOrder, report: Reporter) -> Fleet
     kept = replace(wish, model=str(given.resolve()) if given.exists() else model, name=fleet.name,
                    served_name=fleet.model, port=None)  # fmt: skip
     write_atomic(folder.wish, dump_json(kept))
-    append_event(folder.events, "made", text=f"{fleet.name}: {asked.size.least} to {asked.size.most} members")
+    append_event(folder.events, "made", text=f"{fleet.name}: {asked.size.words}")
     return folder
 
 
@@ -122,7 +129,7 @@ def _free_the_name(fleet: Fleet) -> None:
         state = deployments.status(folder).state
         if state not in ENDED:
             raise ConflictError(
-                f"a deployment is called {name!r}, and it is {state}.",
+                f"there is already a deployment called {name!r}, and it is {state}.",
                 f"End it (`corral down {shlex.quote(name)}`), or choose another --name for the fleet.",
             )
         if name == fleet.name:
@@ -177,7 +184,8 @@ def resize(folder: FleetFolder, size: FleetSize) -> tuple[Fleet, Fleet]:
     before = read_fleet(folder)
     if before.closed:
         raise ConflictError(
-            f"the fleet {folder.name!r} has ended: {before.closed}.", "Start it again with `corral up --replicas N`."
+            f"the fleet {folder.name!r} has ended: {before.closed}.",
+            "Start it again with `corral up MODEL --replicas N`.",
         )
     taken = [one.share for one in before.members]
     for _ in range(size.least - len(taken)):
@@ -189,5 +197,5 @@ def resize(folder: FleetFolder, size: FleetSize) -> tuple[Fleet, Fleet]:
         )
 
     after = change_fleet(folder, changed)
-    append_event(folder.events, "asked", text=f"{size.least} to {size.most} members were asked for")
+    append_event(folder.events, "asked", text=f"asked for {size.words}")
     return before, after

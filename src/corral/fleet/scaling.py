@@ -18,6 +18,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from corral.wording import counted
+
 __all__ = ["BIN_S", "Course", "Demand", "SizeDecision", "needed", "next_size", "rate"]
 
 BIN_S = 10.0  # of the arrivals that gateways count
@@ -92,9 +94,10 @@ def next_size(course: Course, demand: Demand) -> tuple[Course, SizeDecision | No
 def _grow(demand: Demand, count: int) -> tuple[Course, SizeDecision]:
     wait_s = _forecast_s(demand)
     why = (
-        f"requests would wait for {wait_s:.0f} s with {demand.wanted} members, and another one comes in"
-        f" {demand.lead_s:.0f} s ({demand.rate:.0f} tokens/s arrive, {demand.backlog_tokens:.0f} are to be done,"
-        f" one member makes {demand.capacity:.0f} tokens/s)"
+        f"with {counted(demand.wanted, 'member')} requests would wait {wait_s:.0f} s, and another takes"
+        f" {demand.lead_s:.0f} s to start"
+        f" ({demand.rate:.0f} tokens/s arriving, {demand.backlog_tokens:.0f} tokens queued,"
+        f" {demand.capacity:.0f} tokens/s per member)"
     )
     return Course(grown_s=demand.now_s), SizeDecision(count, why)
 
@@ -108,7 +111,8 @@ def _shrink(course: Course, demand: Demand) -> tuple[Course, SizeDecision | None
     idle_s = max(LEAST_IDLE_S, IDLE_LEADS * demand.lead_s)
     if demand.now_s - max(since_s, course.grown_s) < idle_s:
         return replace(course, below_s=since_s, peak=peak), None
-    why = f"{peak} members were enough for {demand.now_s - since_s:.0f} s ({demand.rate:.0f} tokens/s arrive)"
+    past_s = demand.now_s - since_s
+    why = f"{peak} would have been enough for the last {past_s:.0f} s ({demand.rate:.0f} tokens/s arriving)"
     return replace(course, below_s=None, peak=0), SizeDecision(peak, why)
 
 

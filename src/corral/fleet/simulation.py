@@ -22,6 +22,7 @@ from corral.errors import DataError
 from corral.files import read_text
 from corral.fleet.scaling import BIN_S, Course, Demand, SizeDecision, next_size, rate
 from corral.untrusted import parse_json
+from corral.wording import counted
 
 __all__ = ["Replay", "ReplaySetting", "SizeChange", "TraceRequest", "clairvoyant_s", "read_trace", "simulate"]
 
@@ -127,7 +128,7 @@ class _World:
 def simulate(trace: Sequence[TraceRequest], setting: ReplaySetting) -> Replay:
     """Replay a trace from the first request until the last one is done."""
     if not trace:
-        raise DataError("the trace holds no request.", "Give one request per line.")
+        raise DataError("the trace has no requests.", "Give one request per line.")
     world, course, changes = _World(setting, setting.least), Course(), []
     bins: deque[int] = deque([0] * BINS, BINS)
     rows, now_s, at = sorted(trace, key=lambda one: one.time_s), trace[0].time_s, 0
@@ -202,5 +203,8 @@ def _arrivals(lines: Iterable[str], where: str) -> Iterable[TraceRequest]:
                 'Write {"time_s": 0.5, "prompt_tokens": 100, "output_tokens": 200}.',
             ) from None
         if arrival.tokens < 1 or not 0 <= arrival.time_s < 1e9:
-            raise DataError(f"line {number} of {where} has no tokens, or an impossible time.", "Correct the line.")
+            raise DataError(
+                f"line {number} of {where} has {counted(arrival.tokens, 'token')} at {arrival.time_s:g} s.",
+                "Give each request at least one token and a time_s from 0 to 1e9.",
+            )
         yield arrival

@@ -112,7 +112,7 @@ def _state(fleet: Fleet, members: tuple[MemberStatus, ...], reached: bool, ready
     if ready and reached:
         return State.READY, count
     if ready:
-        return State.STARTING, f"{count}; its gateway does not run yet"
+        return State.STARTING, f"{count}; its gateway is not running yet"
     states = [one.state for one in members if one.state and one.state not in ENDED]
     best = next((state for state in ORDER if state in states), State.STARTING)
     return State.STARTING if best is State.READY else best, count

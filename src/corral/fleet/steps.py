@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from corral.deployment.fleet import Fleet
 from corral.deployment.state import ENDED, Reason, State
+from corral.wording import counted
 
 __all__ = ["Act", "FleetStep", "MemberFacts", "ending", "free_names", "next_steps"]
 
@@ -87,12 +88,14 @@ def _leaving(one: MemberFacts, since_s: float, now_s: float) -> list[FleetStep]:
         return [FleetStep(Act.FORGET, one.name, "it has left")]
     waited_s = now_s - since_s
     if one.state in COMING:
-        return [FleetStep(Act.STOP, one.name, f"it is not wanted any more, and was {one.state}")]
+        return [FleetStep(Act.STOP, one.name, f"it is no longer wanted, and was {one.state}")]
     if waited_s >= SEEN_S and one.running == 0:
-        return [FleetStep(Act.STOP, one.name, f"its last request ended; it was leaving for {waited_s:.0f} s")]
+        return [
+            FleetStep(Act.STOP, one.name, f"its last request has ended, {waited_s:.0f} s after it was told to leave")
+        ]
     if waited_s >= DRAIN_MOST_S:
-        left = "requests that nobody has counted" if one.running is None else f"{one.running} requests"
-        return [FleetStep(Act.STOP, one.name, f"it had {left} {waited_s:.0f} s after it was told to leave")]
+        left = "an unknown number of requests" if one.running is None else f"{one.running} requests"
+        return [FleetStep(Act.STOP, one.name, f"it still had {left} {waited_s:.0f} s after it was told to leave")]
     return []
 
 
@@ -106,7 +109,7 @@ def _starting(one: MemberFacts, now_s: float) -> list[FleetStep]:
 
 def ending(one: MemberFacts) -> str:
     """How a member ended, in words."""
-    reason = one.reason.value.replace("_", " ") if one.reason else "no reason known"
+    reason = one.reason.value.replace("_", " ") if one.reason else "for an unknown reason"
     return f"{reason} ({one.text})" if one.text else reason
 
 
@@ -121,10 +124,10 @@ def _counted(fleet: Fleet, staying: Sequence[MemberFacts], expiring: set[str]) -
     lacking = fleet.wanted - len(staying)
     if lacking > 0:
         instead = f"; {len(expiring)} near the end of their jobs" if expiring else ""
-        why = f"{fleet.wanted} members are wanted and {len(staying)} are there{instead}"
+        why = f"{counted(fleet.wanted, 'member is', 'members are')} wanted; there are {len(staying)}{instead}"
         return [FleetStep(Act.ADD, name, why) for name in free_names(fleet, lacking)]
     first_to_go = sorted(staying, key=lambda one: (one.state is State.READY, one.running or 0, -_number(one.name)))
-    why = f"{len(staying)} members are there and {fleet.wanted} are wanted"
+    why = f"{counted(fleet.wanted, 'member is', 'members are')} wanted; there are {len(staying)}"
     return [FleetStep(Act.LEAVE, one.name, why) for one in first_to_go[: max(0, -lacking)]]
 
 

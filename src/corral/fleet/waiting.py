@@ -74,7 +74,7 @@ def _refuse_hopeless(found: FleetStatus) -> None:
         if status is None or status.state not in ENDED or status.timings.ready_s is not None:
             continue
         if status.state is State.FAILED and status.reason not in BAD_LUCK:
-            why = status.text or (status.reason.value if status.reason else "no reason is known")
+            why = status.text or (status.reason.value if status.reason else "the reason is unknown")
             raise LaunchError(
                 f"{one.name!r}, a member of the fleet {found.name!r}, failed: {why}.",
                 status.remedy,
@@ -87,9 +87,9 @@ def _refuse_hopeless(found: FleetStatus) -> None:
 
 def _no_gateway(folder: FleetFolder) -> LaunchError:
     said = last_lines(folder.gateway_log, 3) if folder.gateway_log.is_file() else []
-    words = " ".join(said) or "it said nothing"
+    words = " ".join(said) or "it logged nothing"
     return LaunchError(
         f"the members of {folder.name!r} are ready, but its gateway does not start: {words}",
-        f"Look into {folder.gateway_log}; end the fleet with `corral down {shlex.quote(folder.name)}`.",
+        f"Read {folder.gateway_log}, or end the fleet with `corral down {shlex.quote(folder.name)}`.",
         log=str(folder.gateway_log),
     )

@@ -59,13 +59,13 @@ def read_keys() -> tuple[ClientKey, ...]:
 def add_key(name: str, rpm: int | None = None, tpm: int | None = None, models: tuple[str, ...] = ()) -> str:
     """Make a key; it is returned once, and kept nowhere."""
     if not name.strip() or len(name) > LONGEST_NAME or not name.isprintable():
-        raise UsageError(f"{name!r} cannot name a key.", f"Use 1 to {LONGEST_NAME} characters that can be printed.")
+        raise UsageError(f"{name!r} cannot be the name of a key.", f"Use 1 to {LONGEST_NAME} printable characters.")
     key = secrets.token_urlsafe(32)
     with _lock():
         before = read_keys()
         if any(one.name == name for one in before):
             raise ConflictError(
-                f"there is a key called {name!r} already.",
+                f"there is already a key called {name!r}.",
                 f"Choose another name, or remove it first: corral gateway key remove {name}",
             )
         _write((*before, ClientKey(name, digest_of(key.encode()).hex(), time.time(), rpm, tpm, models)))
@@ -81,7 +81,10 @@ def remove_key(name: str) -> None:
             known = [one.name for one in before]
             guesses = nearest(name, known) or known
             raise NotFoundError(
-                f"no key is called {name!r}.", f"Known: {', '.join(guesses)}." if guesses else "There is none."
+                f"there is no key called {name!r}.",
+                f"Known: {', '.join(guesses)}."
+                if guesses
+                else "No keys have been made yet: `corral gateway key add NAME`.",
             )
         _write(after)
 
@@ -92,7 +95,7 @@ def _write(keys: tuple[ClientKey, ...]) -> None:
 
 def _lock() -> FileLock:
     def waits(who: str) -> None:
-        sys.stderr.write(f"corral: waiting to change the keys: {who} is doing so\n")
+        sys.stderr.write(f"corral: waiting for {who}, which is changing the keys\n")
 
     make_private_dir(gateway_dir())
     return exclusive_lock(gateway_dir() / "keys.lock", waits)

@@ -115,7 +115,7 @@ class Gateway(RelayServer):
         try:
             prompt = self._prompt(request)
         except BadAskError as error:
-            return self.refusal(400, f"the request's body cannot be read as JSON: {error}")
+            return self.refusal(400, f"the request body is not valid JSON: {error}")
         model = prompt.model or self._only_model(user)
         if model is None:
             return self.refusal(400, f"the request names no model. Known: {self._known(user)}.", param="model")
@@ -125,7 +125,7 @@ class Gateway(RelayServer):
             hint = f"Did you mean {guess[0]!r}?" if guess else f"Known: {self._known(user)}."
             return self.refusal(404, f"the model {model!r} is not served here. {hint}", param="model")
         if not self.allowed(user, model):
-            return self.refusal(403, f"this key is not for the model {model!r}. It is for: {self._known(user)}.")
+            return self.refusal(403, f"this key may not use the model {model!r}. It may use: {self._known(user)}.")
         return self._admit(pool, user, prompt)
 
     def _admit(self, pool: ModelPool, user: KeyUser, prompt: RoutedPrompt) -> Route | bytes:
@@ -136,7 +136,7 @@ class Gateway(RelayServer):
             text = f"the key {user.name!r} has reached its limit of {limit}. Try again in {wait:.0f} s."
             return self.refusal(429, text, code="rate_limit_exceeded", extra=b"retry-after: %d\r\n" % (wait + 1))
         if len(pool.queue) >= MOST_WAITING:
-            text = f"{len(pool.queue):,} requests wait for {pool.model!r} already. Try again later."
+            text = f"{len(pool.queue):,} requests are already waiting for {pool.model!r}. Try again later."
             return self.refusal(429, text, extra=b"retry-after: 10\r\n")
         user.take(tokens)
         pool.arrivals.note(now, tokens)

@@ -99,7 +99,7 @@ class Overseer:
         if found is Judgement.HUNG:
             member.progress.hung = True
             for waiter in list(member.active):
-                waiter.give_up(now + 1.0, "the server has stopped advancing")
+                waiter.give_up(now + 1.0, "the server has stopped making progress")
         self._gateway.sort_out()
 
     # asking

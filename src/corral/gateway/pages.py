@@ -19,7 +19,7 @@ Series = tuple[dict[str, str], float]
 _PASSED_ON = {
     "kv_cache_usage_perc": ("kv_use", "gauge", "Share of the KV cache in use."),
     "prefix_cache_queries_total": ("prefix_queries", "counter", "Prompt tokens looked up in the prefix cache."),
-    "prefix_cache_hits_total": ("prefix_hits", "counter", "Prompt tokens found there."),
+    "prefix_cache_hits_total": ("prefix_hits", "counter", "Prompt tokens found in the prefix cache."),
     "num_preemptions_total": ("preemptions", "counter", "Preempted requests."),
 }
 
@@ -101,12 +101,17 @@ Metric = tuple[str, str, str, list[Series]]
 
 def _of_requests(pools: Mapping[str, ModelPool], members: Sequence[ServingMember]) -> Iterator[Metric]:
     running = [({"model_name": one.model, "member": one.name}, len(one.active)) for one in members]
-    yield "vllm:num_requests_running", "gauge", "Requests at a member.", [(a, float(b)) for a, b in running]
+    yield (
+        "vllm:num_requests_running",
+        "gauge",
+        "Requests being processed by a member.",
+        [(a, float(b)) for a, b in running],
+    )
     waiting: list[Series] = []
     for pool in pools.values():
         by_key = pool.queue.waiting() or {"": 0}
         waiting += [({"model_name": pool.model, "key": key}, float(count)) for key, count in by_key.items()]
-    yield "vllm:num_requests_waiting", "gauge", "Requests that wait in the gateway.", waiting
+    yield "vllm:num_requests_waiting", "gauge", "Requests waiting in the gateway.", waiting
 
 
 def _of_keys(users: Sequence[KeyUser]) -> Iterator[Metric]:
@@ -119,11 +124,11 @@ def _of_keys(users: Sequence[KeyUser]) -> Iterator[Metric]:
         (2, "vllm:prompt_tokens_total", "Prompt tokens."),
         (3, "vllm:generation_tokens_total", "Generated tokens."),
         (0, "vllm:request_success_total", "Requests answered."),
-        (1, "corral:gateway_requests_failed_total", "Requests refused or broken off."),
+        (1, "corral:gateway_requests_failed_total", "Requests refused or cut off."),
     ):
         yield name, "counter", text, [(labels, counts[at]) for labels, counts in rows]
     limited = [({"key": user.name}, float(user.limited)) for user in users]
-    yield "corral:gateway_requests_limited_total", "counter", "Requests over a key's limit.", limited
+    yield "corral:gateway_requests_limited_total", "counter", "Requests refused because of a key's limit.", limited
 
 
 def _of_members(members: Sequence[ServingMember]) -> Iterator[Metric]:
@@ -132,9 +137,9 @@ def _of_members(members: Sequence[ServingMember]) -> Iterator[Metric]:
         values = [(labels, getattr(one.reading, field)) for one, labels in known if one.reading is not None]
         yield f"vllm:{name}", kind, text, [(labels, value) for labels, value in values if value is not None]
     tokens = [(labels, one.work_tokens) for one, labels in known]
-    yield "corral:gateway_outstanding_tokens", "gauge", "Work given to a member, in tokens of prompt.", tokens
+    yield "corral:gateway_outstanding_tokens", "gauge", "Work assigned to a member, in prompt tokens.", tokens
     judged = [({**labels, "judged": one.judged.value, "state": one.state.value}, 1.0) for one, labels in known]
-    yield "corral:gateway_member_info", "gauge", "State of a member, and what is held of it.", judged
+    yield "corral:gateway_member_info", "gauge", "State of a member, and how the gateway judges it.", judged
 
 
 def _labels(labels: Mapping[str, str]) -> str:

@@ -117,13 +117,13 @@ class ModelPool:
 
     def standing(self) -> str:
         """All members in words."""
-        return ", ".join(map(_words, self.members)) or f"there is no server of {self.model}"
+        return ", ".join(map(_words, self.members)) or f"no server of {self.model} is running"
 
     def all_failed(self) -> str:
         """What became of each member when all have failed; empty while one is left, or none is known yet."""
         if not self.members or any(one.state is not State.FAILED for one in self.members):
             return ""
-        told = "; ".join(f"{one.name} has failed ({one.text or 'no reason is known'})" for one in self.members)
+        told = "; ".join(f"{one.name} has failed ({one.text or 'the reason is unknown'})" for one in self.members)
         return f"no server is left: {told}. Start it again with `corral up`."
 
     def close(self) -> None:
@@ -133,7 +133,7 @@ class ModelPool:
 
 def _words(member: ServingMember) -> str:
     if member.state is State.READY and member.judged is Judgement.HUNG:
-        return f"{member.name} hangs"
+        return f"{member.name} is hung"
     if member.state is State.READY and (member.declined or member.leaving):
         return f"{member.name} is draining"
     return f"{member.name} is {member.state}"

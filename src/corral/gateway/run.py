@@ -93,7 +93,7 @@ async def _serve(
     try:
         await gateway.listen(place.host, place.port)
     except OSError as error:
-        raise port_refused(place.port, place.host, error, "End it, or choose another with --port.") from None
+        raise port_refused(place.port, place.host, error, "End it, or choose another port with --port.") from None
     watcher = GatewayWatcher(sources, lambda found: _tell(loop, gateway, found))
     _tell(loop, gateway, await asyncio.to_thread(watcher.look))
     await asyncio.to_thread(_write_addresses, fleets, place, gateway, True)

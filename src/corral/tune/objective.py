@@ -37,11 +37,13 @@ class Objective:
 
     def __post_init__(self) -> None:
         if self.kind is ObjectiveKind.RATE and not self.slos:
-            raise UsageError("the highest rate needs a service level.", "Add --slo ttft_p99=1s,tpot_p99=50ms.")
+            raise UsageError("--goal rate needs a service level.", "Add --slo ttft_p99=1s,tpot_p99=50ms.")
         if self.kind is ObjectiveKind.LATENCY and not self.rate:
-            raise UsageError("the lowest latency is measured at a rate.", "Add --request-rate PER_S.")
+            raise UsageError("--goal latency needs a request rate.", "Add --request-rate PER_S.")
         if self.slos and self.kind is not ObjectiveKind.RATE:
-            raise UsageError(f"--slo has no meaning for --goal {self.kind}.", "Leave --goal out: --slo says it.")
+            raise UsageError(
+                f"--slo cannot be used with --goal {self.kind}.", "Leave out --goal: --slo implies --goal rate."
+            )
 
     @property
     def unit(self) -> str:
@@ -51,12 +53,12 @@ class Objective:
     def words(self) -> str:
         match self.kind:
             case ObjectiveKind.RATE:
-                return f"the highest rate that keeps {', '.join(map(str, self.slos))}"
+                return f"the highest request rate that meets {', '.join(map(str, self.slos))}"
             case ObjectiveKind.LATENCY:
                 return f"the lowest median latency at {self.rate:g} req/s"
             case ObjectiveKind.COST:
-                return f"the fewest GPU-hours per token at {self.concurrency} requests at once"
-        return f"the most output tokens a second at {self.concurrency} requests at once"
+                return f"the fewest GPU-hours per token with {self.concurrency} requests at once"
+        return f"the most output tokens per second with {self.concurrency} requests at once"
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ async def measure_score(
             bench, spec, goal.slos, folder, seconds=seconds / 2, most=PROBES, saturate=saturate
         )
         if found.best is None:
-            raise CorralError(f"no load that was tried keeps {', '.join(map(str, goal.slos))}.", "Relax the --slo.")
+            raise CorralError(f"none of the loads tried meets {', '.join(map(str, goal.slos))}.", "Relax --slo.")
         return Measured(found.best, str(folder))
     if goal.kind is ObjectiveKind.LATENCY:
         load = LoadShape(rate=goal.rate, seconds=seconds)
@@ -90,7 +92,7 @@ async def measure_score(
     finished = await bench.run(replace(spec, load=load, workload=replace(spec.workload, num_prompts=count)), folder)
     summary = finished.run.summary
     if not summary.completed or not summary.e2el.median:
-        raise CorralError("no request was answered.", f"The measurement is in {folder}.")
+        raise CorralError("no request was answered.", f"See the measurement in {folder}.")
     if goal.kind is ObjectiveKind.LATENCY:
         return Measured(1000 / summary.e2el.median, str(folder))
     plan = bench.plan

@@ -19,16 +19,18 @@ def sentence(found: RaceResult) -> str:
     """The result in one sentence."""
     match found.outcome:
         case RaceEnd.BETTER:
-            return f"{found.finalist} gains {found.gain} over the base."
+            return f"{found.finalist}: {found.gain} over the base."
         case RaceEnd.NOTHING_WORKED:
-            return "Nothing that was tried could be measured."
+            return "None of the settings tried could be measured."
         case RaceEnd.UNFINISHED if not found.finalist.choices:
-            return "The budget ended before anything was compared with the base. Raise --budget."
+            return "The budget ran out before anything was compared with the base. Raise --budget."
         case RaceEnd.UNFINISHED:
-            return f"The budget ended before {found.finalist} had met the base in a final; the base stays."
+            return (
+                f"The budget ran out before {found.finalist} was compared with the base in a final; the base stays."
+            )
     if found.gain is None:
-        return "No difference: nothing was found that is better than the base."
-    return f"No difference: {found.finalist} against the base is {found.gain}, which includes none."
+        return "No difference: nothing tried was better than the base."
+    return f"No difference: {found.finalist} against the base is {found.gain}, an interval that includes zero."
 
 
 def _finding_row(finding: KnobFinding) -> list[str]:
@@ -40,7 +42,7 @@ def _word(finding: KnobFinding) -> str:
     gain = finding.gain
     if gain is None:
         return "-"
-    return "helps" if gain.low > 0 else "hurts" if gain.high < 0 else "makes no difference that shows"
+    return "helps" if gain.low > 0 else "hurts" if gain.high < 0 else "makes no measurable difference"
 
 
 def _trial_row(number: int, trial: Trial) -> list[str]:
@@ -55,10 +57,10 @@ def tune_lines(run: TuneRun, trials: Sequence[Trial], found: RaceResult, columns
     yield sentence(found)
     yield ""
     yield from table_lines(
-        ["SETTING", "ALONE, AGAINST THE BASE", ""], [*map(_finding_row, found.findings)], None, columns
+        ["SETTING", "ALONE, OVER THE BASE", ""], [*map(_finding_row, found.findings)], None, columns
     )
     if found.left_out:
-        yield f"left out, for lack of time: {'; '.join(map(str, found.left_out))}"
+        yield f"not tried, for lack of time: {'; '.join(map(str, found.left_out))}"
     yield ""
     spent, noise = duration(found.spent_s), f"{found.noise:.1%}"
     yield f"{len(trials)} trials in {spent}; two starts of one setup differ by {noise} (standard deviation)"

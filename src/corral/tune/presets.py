@@ -44,7 +44,7 @@ def workload_of(word: str, chat: bool, seed: int) -> Workload:
             prefix_len=preset.shared or 64, chat=chat, seed=seed,
         )  # fmt: skip
     if "." not in word and "/" not in word:
-        raise UsageError(f"there is no workload {word!r}.", f"Known: {', '.join(PRESETS)}; or give a file.")
+        raise UsageError(f"there is no workload called {word!r}.", f"Known: {', '.join(PRESETS)}; or give a file.")
     return Workload(dataset=_kind(word), file=word, chat=chat, seed=seed)
 
 

@@ -25,7 +25,7 @@ from corral.record import dump_json, from_json, load_json, nearest, to_json
 from corral.tune.objective import Objective
 from corral.tune.race import Race, Trial
 
-__all__ = ["TuneRun", "TuneSpec", "find_run", "new_run"]
+__all__ = ["TuneRun", "TuneSpec", "find_run", "new_run", "runs_dir"]
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,10 @@ class TuneRun:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            raise DataError(f"{path} cannot be written: {error.strerror}.", "Free space, and go on.") from error
+            raise DataError(
+                f"{path} cannot be written: {error.strerror}.",
+                f"Free some space, then run `corral tune {self.name}`.",
+            ) from error
 
     def trial_folder(self, number: int) -> Path:
         """Where a trial keeps its measurements; one that was cut off leaves its own behind."""
@@ -123,5 +126,5 @@ def find_run(name: str) -> TuneRun:
     if len(matching) == 1:
         return TuneRun(known[matching[0]])
     guesses = matching or nearest(name, list(known)) or list(known)
-    remedy = f"Known: {', '.join(sorted(guesses)[:8])}." if guesses else "`corral tune MODEL` makes one."
-    raise NotFoundError(f"no tuning run is called {name!r}.", remedy)
+    remedy = f"Known: {', '.join(sorted(guesses)[:8])}." if guesses else "`corral tune MODEL` starts one."
+    raise NotFoundError(f"there is no tuning run called {name!r}.", remedy)
