@@ -143,7 +143,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     args = sys.argv[1:] if argv is None else argv
     colour = False if os.environ.get("NO_COLOR") else None  # as no-color.org asks; None: on a terminal
     try:
-        code: Any = root.main(args=args, prog_name="corral", standalone_mode=False, color=colour)
+        code: Any = root.main(args=args, prog_name="corral", standalone_mode=False, color=colour, obj=tuple(args))
     except CorralError as error:
         if os.environ.get("CORRAL_DEBUG"):
             raise

@@ -142,6 +142,7 @@ def command(
     if tuned:
         model, given, engine_args = _tuned(tuned, model, given, engine_args)
     wish = _renewed(wish_of(profile, given, on, model, engine_args), renew, max_jobs)
+    wish = replace(wish, words=_own_words())
     if shell and not dry_run:
         raise UsageError("--shell shows the commands of a dry run.", "Add --dry-run.")
     fleet = _fleet(wish, replicas, keep, route)
@@ -164,6 +165,13 @@ def command(
         _tell_ready(status, screen, renew, as_json)
     else:
         _tell_started(status, as_json)
+
+
+def _own_words() -> tuple[str, ...]:
+    """The words of this command, from its verb on."""
+    context = click.get_current_context()
+    given: tuple[str, ...] = context.find_root().obj or ()
+    return given[given.index(context.info_name) :] if context.info_name in given else ()
 
 
 def _fleet(wish: bringup.Wish, replicas: str | None, keep: bool, route: str | None) -> FleetOrder | None:

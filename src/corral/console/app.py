@@ -50,6 +50,7 @@ def make_app(desk: Desk) -> Starlette:
         *(route for view in VIEWS for route in view.routes(desk)),
     ]
     answers: Any = {CorralError: _failed, OSError: _failed, HTTPException: _unknown, ClientDisconnect: _failed}
+    answers[Exception] = _unexpected
     return Starlette(routes=routes, exception_handlers=answers)
 
 
@@ -78,6 +79,11 @@ def _failed(_: Request, error: Exception) -> Response:
         return refusal(error)
     words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return refusal(CorralError(f"{words or 'the request broke off'}.", "Try it again."), 500)
+
+
+def _unexpected(_: Request, error: Exception) -> Response:
+    words = f"an unexpected error: {type(error).__name__}: {error}"
+    return refusal(CorralError(words, "Please report it."), 500)
 
 
 def _unknown(request: Request, error: Exception) -> Response:

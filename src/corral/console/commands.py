@@ -61,8 +61,8 @@ class Commands:
     clock: Callable[[], float] = time.time
     _children: dict[str, _Child] = field(default_factory=dict)
 
-    def start(self, words: Sequence[str]) -> RunningCommand:
-        """Run `corral WORDS` in the background."""
+    def start(self, *commands: Sequence[str]) -> RunningCommand:
+        """Run `corral WORDS` in the background; of several commands, each once the one before has succeeded."""
         folder = home_dir() / "console"
         make_private_dir(folder)
         self._forget(folder)
@@ -70,11 +70,16 @@ class Commands:
         log = folder / f"{id}.log"
         with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
             process = subprocess.Popen(
-                [*self.program, *words], stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+                self._argv(commands), stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
                 start_new_session=True, env={**os.environ, "NO_COLOR": "1", "COLUMNS": "120"},
             )  # fmt: skip
-        self._children[id] = _Child(line_of(words), self.clock(), process, log)
+        self._children[id] = _Child(" && ".join(map(line_of, commands)), self.clock(), process, log)
         return self.look(id)
+
+    def _argv(self, commands: Sequence[Sequence[str]]) -> list[str]:
+        if len(commands) == 1:
+            return [*self.program, *commands[0]]
+        return ["sh", "-c", " && ".join(shlex.join([*self.program, *words]) for words in commands)]
 
     def look(self, id: str) -> RunningCommand:
         """One command, with the last lines of what it printed."""

@@ -1,13 +1,134 @@
-"""The Fleet view: every deployment and how it stands."""
+"""The Fleet view: every deployment and how it stands; start, stop, restart; logs and events."""
 
 from __future__ import annotations
 
-from starlette.routing import BaseRoute
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
 
-from corral.console.desk import Desk
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
-__all__ = ["routes"]
+from corral.console.commands import line_of
+from corral.console.desk import Desk, answer, body_of, events
+from corral.console.logs import read_journal, read_log, whole_number
+from corral.console.newsfeed import Newsfeed
+from corral.console.standings import Row, Standings, restart_words
+from corral.console.starting import choices, form_of, preview, up_words
+from corral.deployment.folder import DeploymentFolder, open_folder
+from corral.deployment.state import ENDED
+from corral.errors import ConflictError, UsageError
+from corral.fleet.waiting import chosen_fleet
+from corral.lifecycle.deployments import Record, status
+from corral.record import load_json
+
+__all__ = ["changes", "routes"]
+
+QUIET_S = 15.0  # after which a stream without news says that it still stands
 
 
-def routes(_desk: Desk) -> list[BaseRoute]:
-    return []
+def routes(desk: Desk) -> list[Route]:
+    return _Fleet(desk).routes()
+
+
+def changes(before: dict[str, Row], now: dict[str, Row]) -> dict[str, Any] | None:
+    """What a page that knows `before` needs: rows that are new or other, and the order where it is another."""
+    rows = [row for key, row in now.items() if before.get(key) is not row]
+    moved = list(before) != list(now)
+    return {"rows": rows, "order": list(now) if moved else None} if rows or moved else None
+
+
+class _Fleet:
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._feed: Newsfeed[dict[str, Row]] = Newsfeed(Standings().look)
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/api/fleet/stream", self.stream),
+            Route("/api/fleet/logs", self.logs),
+            Route("/api/fleet/events", self.journal),
+            Route("/api/fleet/choices", self.choices),
+            Route("/api/fleet/plan", self.plan),
+            Route("/api/fleet/start", self.start, methods=["POST"]),
+            Route("/api/fleet/stop", self.stop, methods=["POST"]),
+            Route("/api/fleet/restart", self.restart, methods=["POST"]),
+        ]
+
+    async def stream(self, _: Request) -> Response:
+        return events(self._news())
+
+    async def _news(self) -> AsyncIterator[dict[str, Any]]:
+        """All rows first, then those that changed; and a word now and then, to find out who has left."""
+        known: dict[str, Row] = {}
+        told_s = float("-inf")
+        clock = asyncio.get_running_loop().time
+        values = self._feed.values()
+        try:  # closed at once when the reader leaves, not when somebody collects it
+            async for rows in values:
+                news = changes(known, rows)
+                if news is not None or clock() - told_s > QUIET_S:
+                    told_s = clock()
+                    yield {"now_s": self._desk.clock(), "order": None, "rows": [], **(news or {})}
+                known = rows
+        finally:
+            await values.aclose()
+
+    async def logs(self, request: Request) -> Response:
+        asked = request.query_params
+        after = whole_number(asked["after"], "after") if "after" in asked else None
+        folder = open_folder(asked.get("name", ""))
+        rank = whole_number(asked.get("rank", "0"), "rank")
+        return answer(await run_in_threadpool(read_log, folder, rank, asked.get("search", "")[:200], after))
+
+    async def journal(self, request: Request) -> Response:
+        folder = open_folder(request.query_params.get("name", ""))
+        return answer({"events": await run_in_threadpool(read_journal, folder)})
+
+    async def choices(self, _: Request) -> Response:
+        return answer(await run_in_threadpool(choices))
+
+    async def plan(self, request: Request) -> Response:
+        """What the form would start: the line at once, and the plan behind it."""
+        asked = {name: value for name, value in request.query_params.items() if value and name != "line_only"}
+        options = {name: value for name, value in asked.items() if name.startswith("-")}
+        form = form_of({**{name: asked[name] for name in asked.keys() - options.keys()}, "options": options})
+        line = line_of(up_words(form))
+        if "line_only" in request.query_params:
+            return answer({"line": line})
+        return answer({"line": line, "plan": await run_in_threadpool(preview, form)})
+
+    async def start(self, request: Request) -> Response:
+        form = form_of(await body_of(request))
+        return answer(self._desk.commands.start(up_words(form)), 202)
+
+    async def stop(self, request: Request) -> Response:
+        name = await _name(request)
+        if chosen_fleet(name) is None:
+            open_folder(name)
+        return answer(self._desk.commands.start(["down", name]), 202)
+
+    async def restart(self, request: Request) -> Response:
+        folder = open_folder(await _name(request))
+        words, living = await run_in_threadpool(_again, folder)
+        return answer(self._desk.commands.start(*([["down", folder.name]] if living else []), words), 202)
+
+
+async def _name(request: Request) -> str:
+    name = (await body_of(request)).get("name")
+    if not isinstance(name, str) or not name or name.startswith("-"):
+        raise UsageError(f"{str(name)[:80]!r} names no deployment.", "Give its name.")
+    return name
+
+
+def _again(folder: DeploymentFolder) -> tuple[list[str], bool]:
+    """The words that start a deployment again, and whether it still lives."""
+    words = restart_words(load_json(Record, folder.record))
+    if words is None:
+        raise ConflictError(
+            f"how {folder.name!r} was started is not known as a command.",
+            "Start it again as it was started, or stop it and start one from the form.",
+        )
+    return words, status(folder).state not in ENDED

@@ -84,6 +84,7 @@ class Wish:
     max_jobs: int | None = None
     follows: str = ""  # the chain that this one continues
     share: NodeShare = field(default_factory=NodeShare)  # of machines that several deployments share
+    words: tuple[str, ...] = ()  # of the command that asked for it: the same words start it again
 
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> Wish:
@@ -360,6 +361,7 @@ def _new_record(decision: LaunchDecision, target: Target) -> deployments.Record:
         target_options=target.options(),
         created_s=time.time(),
         created_by=own_identity(),
+        words=decision.wish.words,
     )
 
 

@@ -50,6 +50,7 @@ __all__ = [
     "statuses",
     "stop",
     "target_of",
+    "unreadable",
     "watch",
 ]
 
@@ -68,6 +69,7 @@ class Record:
     engine: str = ""  # known once staged
     target_options: dict[str, Any] = field(default_factory=dict)  # what makes the target again: hosts, a partition, …
     kind: str = ""  # what the lengths of its start are remembered under (see `starts`)
+    words: tuple[str, ...] = ()  # of the `corral up` that made it
 
 
 @dataclass(frozen=True)
@@ -186,11 +188,11 @@ def statuses() -> list[Status]:
         try:
             found.append(status(folder))
         except (CorralError, OSError) as error:
-            found.append(_unreadable(folder, error))
+            found.append(unreadable(folder, error))
     return found
 
 
-def _unreadable(folder: DeploymentFolder, error: Exception) -> Status:
+def unreadable(folder: DeploymentFolder, error: Exception) -> Status:
     why = error.message if isinstance(error, CorralError) else str(error)
     remedy = f"Delete {folder.path} if nothing of it runs."
     return Status(
@@ -389,7 +391,7 @@ def stop(folder: DeploymentFolder) -> Status:
 
 def _stop_unreadable(folder: DeploymentFolder, error: Exception) -> Status:
     """End what carries the launch's id, where files of the deployment cannot be read."""
-    why = _unreadable(folder, error)
+    why = unreadable(folder, error)
     traces = traces_of(folder)
     if not traces.launch_id:
         raise DataError(

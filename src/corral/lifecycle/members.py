@@ -32,6 +32,7 @@ class HeldJob:
 
     id: str
     drains_s: float | None = None  # wall-clock time at which it begins to drain; None: not known yet
+    submitted_s: float | None = None
 
 
 def members(folder: DeploymentFolder) -> tuple[RankMember, ...]:
@@ -53,5 +54,5 @@ def held_job(folder: DeploymentFolder) -> HeldJob | None:
         return None
     with contextlib.suppress(CorralError, OSError):
         lease = target.lease(folder)
-        return HeldJob(id, lease.last_request_s if lease else None)
+        return HeldJob(id, lease.last_request_s, lease.submitted_s) if lease else HeldJob(id)
     return HeldJob(id)

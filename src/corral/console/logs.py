@@ -1,0 +1,102 @@
+"""An engine's log and a deployment's journal as the page reads them: last lines, those with a word, what is new.
+
+Whatever an engine or a node wrote is cleaned of control characters; the page shows it as text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from corral.deployment.events import read_events
+from corral.deployment.folder import DeploymentFolder
+from corral.errors import NotFoundError, UsageError
+from corral.untrusted import plain
+
+__all__ = ["LogPage", "read_journal", "read_log", "whole_number"]
+
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+LINES = 400
+LONGEST_LINE = 4000
+BLOCK_BYTES = 1 << 20
+SEARCHED_BYTES = 64 << 20  # from the end
+TAIL_BYTES = 256 << 10
+MOST_EVENTS = 400
+
+
+@dataclass(frozen=True)
+class LogPage:
+    """Some lines of a log, and from where to ask for more."""
+
+    lines: tuple[str, ...]
+    end: int  # the byte after the last whole line
+    size: int
+    found: int | None = None  # lines that hold the word, of those searched
+
+
+def read_log(folder: DeploymentFolder, rank: int, search: str = "", after: int | None = None) -> LogPage:
+    """The end of a rank's log, or what came after a byte, or the last lines that hold a word in any case."""
+    known = [one.number for one in folder.ranks()]
+    if known and rank not in known:
+        raise NotFoundError(f"{folder.name!r} has no rank {rank}.", f"It has: {', '.join(map(str, known))}.")
+    log = folder.rank(rank).log
+    try:
+        size = log.stat().st_size
+    except FileNotFoundError:
+        return LogPage((), 0, 0)
+    if after is not None and 0 <= after <= size:
+        begin = after
+    else:
+        begin = max(0, size - (SEARCHED_BYTES if search else TAIL_BYTES))
+    kept: deque[str] = deque(maxlen=LINES)
+    end, found, wanted = begin, 0, search.casefold()
+    for line, at in _lines(folder, rank, begin, whole=after is not None or begin == 0):
+        end = at
+        text = _clean(line)
+        if not wanted or wanted in text.casefold():
+            found += 1
+            kept.append(text)
+    return LogPage(tuple(kept), end, size, found if search else None)
+
+
+def _lines(folder: DeploymentFolder, rank: int, begin: int, whole: bool) -> Iterator[tuple[bytes, int]]:
+    """Whole lines and the byte after each; where reading begins in the middle of one, that is left out."""
+    rest, at = b"", begin
+    with folder.rank(rank).log.open("rb") as file:
+        file.seek(begin)
+        while block := file.read(BLOCK_BYTES):
+            *lines, rest = (rest + block).split(b"\n")
+            for line in lines:
+                at += len(line) + 1
+                if whole:
+                    yield line, at
+                whole = True
+            if len(rest) > BLOCK_BYTES:  # a line without end
+                at += len(rest)
+                yield rest, at
+                rest = b""
+
+
+def _clean(line: bytes) -> str:
+    text = line.replace(b"\0", b"").decode("utf-8", "replace").rstrip("\r").rpartition("\r")[2]
+    return plain(COLOUR.sub("", text))[:LONGEST_LINE]
+
+
+def read_journal(folder: DeploymentFolder) -> list[dict[str, Any]]:
+    """What happened, newest first."""
+    events = [event for rank in folder.ranks() for event in read_events(rank.events)]
+    newest = sorted(events, key=lambda event: -event.time_s)[:MOST_EVENTS]
+    return [
+        {"at_s": one.time_s, "elapsed_s": one.elapsed_s, "rank": one.rank, "kind": one.kind, "details": one.details}
+        for one in newest
+    ]
+
+
+def whole_number(text: str, name: str) -> int:
+    """A number from a query."""
+    if not text.isascii() or not text.isdigit() or len(text) > 15:
+        raise UsageError(f"{name} is {text[:40]!r}; it is a whole number.", "Give one.")
+    return int(text)

@@ -1,0 +1,137 @@
+"""The form that starts a deployment: its fields to the words of `corral up`, and the plan that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from corral.deployment.folder import checked_name
+from corral.errors import UsageError
+from corral.lifecycle import bringup
+from corral.models import catalogue
+from corral.models.store import EMBEDDED
+from corral.plan import Plan
+from corral.plan.token_count import token_count
+from corral.profile import all_profiles, load_profile, merged, with_storage
+from corral.targets.base import TARGETS, target_class
+from corral.targets.keys import Flag
+
+__all__ = ["StartForm", "choices", "form_of", "preview", "up_words"]
+
+GOALS = ("balanced", "latency", "throughput")
+LONGEST_FIELD = 2000
+FIELDS = ("model", "name", "on", "target", "context", "concurrency", "goal", "replicas")
+
+
+@dataclass(frozen=True)
+class StartForm:
+    """What was filled in; empty means: Corral chooses."""
+
+    model: str = ""
+    name: str = ""
+    on: str = ""
+    target: str = ""
+    context: str = ""
+    concurrency: str = ""
+    goal: str = ""
+    replicas: str = ""
+    options: dict[str, str] = field(default_factory=dict)  # of the target, by their flags
+
+
+def form_of(given: Mapping[str, Any]) -> StartForm:
+    """The form from a request: known fields, text, one line each."""
+    options = given.get("options", {})
+    if unknown := given.keys() - {*FIELDS, "options"}:
+        raise UsageError(f"the form has no field {sorted(unknown)[0]!r}.", f"Known: {', '.join(FIELDS)}.")
+    if not isinstance(options, dict):
+        raise UsageError("the target's options are not an object.", "Give them by their flags.")
+    form = StartForm(**{name: _text(name, given.get(name, "")) for name in FIELDS},
+                     options={str(flag): _text(str(flag), value) for flag, value in options.items()})  # fmt: skip
+    _check(form)
+    return form
+
+
+def _text(name: str, value: object) -> str:
+    text = str(value).strip() if isinstance(value, str | int) else ""
+    if len(text) > LONGEST_FIELD or any(ord(character) < 32 for character in text):
+        raise UsageError(f"{name} is too long, or has more than one line.", "Shorten it.")
+    if text.startswith("-"):
+        raise UsageError(f"{name} is {text[:40]!r}: a value does not begin with a dash.", "Correct it.")
+    return text
+
+
+def _check(form: StartForm) -> None:
+    if form.name:
+        checked_name(form.name)
+    if form.goal and form.goal not in GOALS:
+        raise UsageError(f"there is no goal {form.goal!r}.", f"Known: {', '.join(GOALS)}.")
+    if form.target and form.target not in TARGETS:
+        raise UsageError(f"there is no target {form.target!r}.", f"Known: {', '.join(TARGETS)}.")
+    if form.context:
+        token_count(form.context)
+    if form.concurrency and not (form.concurrency.isascii() and form.concurrency.isdigit()):
+        raise UsageError(f"{form.concurrency!r} is not a number of requests.", "Give a whole number.")
+    known = {flag.name for flag in _flags(form.target)}
+    if unknown := [flag for flag in form.options if flag not in known]:
+        raise UsageError(f"{form.target or 'this machine'} has no option {unknown[0]!r}.",
+                         f"Known: {', '.join(sorted(known)) or 'none'}.")  # fmt: skip
+
+
+def _flags(target: str) -> list[Flag]:
+    """Options of a target that take one value."""
+    return [flag for flag in target_class(target).FLAGS if flag.option] if target else []
+
+
+def up_words(form: StartForm) -> list[str]:
+    """What `corral` is told."""
+    pairs = [("--name", form.name), ("--on", form.on), ("--context", form.context),
+             ("--concurrency", form.concurrency), ("--goal", form.goal), ("--replicas", form.replicas)]  # fmt: skip
+    pairs += [(flag.name, form.options.get(flag.name, "")) for flag in _flags(form.target)]
+    model = [form.model] if form.model else []
+    return ["up", *model, *(word for flag, value in pairs if value for word in (flag, value))]
+
+
+def preview(form: StartForm) -> dict[str, Any]:
+    """The plan that the form makes, with every number's reason; raises what `corral up` would refuse."""
+    profile = load_profile(form.on or None)
+    options: dict[str, object] = {}
+    for flag in _flags(form.target):
+        if value := form.options.get(flag.name):
+            options[flag.option] = flag.read(value) if flag.read else int(value) if flag.least is not None else value
+    flags: dict[str, Any] = {
+        "model": form.model or None,
+        "name": form.name or None,
+        "context": token_count(form.context) if form.context else None,
+        "concurrency": int(form.concurrency) if form.concurrency else None,
+        "goal": form.goal or None,
+        "target": form.target or None,
+        "target_options": options,
+        "fixed": {},
+        "extra_args": (),
+    }
+    wish = bringup.Wish.of(with_storage(profile, merged(profile, flags)))
+    named = profile.inventory() if wish.target == profile.target and not wish.target_options else None
+    _, decision = bringup.sized(wish, preview=bringup.Preview(named))
+    return {"name": decision.name, "notes": decision.notes(), **_plan_facts(decision.plan)}
+
+
+def _plan_facts(plan: Plan) -> dict[str, Any]:
+    return {
+        "model": plan.checkpoint,
+        "weights": plan.precision.weights,
+        "hardware": plan.inventory.gpu or "CPU",
+        "context": plan.max_model_len,
+        "reasons": [{"field": one.field, "value": one.value, "because": one.because} for one in plan.reasons],
+    }
+
+
+def choices() -> dict[str, Any]:
+    """What the form offers."""
+    profiles = [{"name": one.name, "problem": one.error.message if one.error else ""} for one in all_profiles()]
+    targets = [
+        {"name": name, "title": target_class(name).TITLE or name,
+         "flags": [{"flag": one.name, "help": one.help, "metavar": one.metavar} for one in _flags(name)]}
+        for name in TARGETS
+    ]  # fmt: skip
+    return {"models": [EMBEDDED, *catalogue.CATALOGUE], "profiles": profiles, "targets": targets, "goals": GOALS}
