@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from corral.cli.batch_view import Screen, print_check, print_status
+from corral.cli.duration import Duration
 from corral.cli.help_pages import GroupedCommand, WholeGroup
 from corral.cli.screen import print_json, tell
 from corral.cli.target_options import chosen_target, target_options
@@ -71,11 +72,11 @@ def _run_options(function: Any) -> Any:
         click.option("--concurrency", type=click.IntRange(min=1), help="Requests at once (default: adapts itself)."),
         click.option("--attempts", type=click.IntRange(min=1), default=6, show_default=True,
                      help="Tries per row after 5xx, cut answers, aborts and timeouts."),
-        click.option("--backoff", type=click.FloatRange(min=0.001), default=0.5, show_default=True, metavar="SECONDS",
+        click.option("--backoff", type=Duration(0.001), default=0.5, show_default=True, metavar="TIME",
                      help="Pause before the second try; doubles with every further one, up to a minute."),
-        click.option("--patience", type=click.FloatRange(min=0), default=1800, show_default=True, metavar="SECONDS",
+        click.option("--patience", type=Duration(), default="30m", show_default=True, metavar="TIME",
                      help="How long to wait while nothing succeeds, for example for a server that restarts."),
-        click.option("--timeout", type=click.FloatRange(min=1), default=3600, show_default=True, metavar="SECONDS",
+        click.option("--timeout", type=Duration(1), default="1h", show_default=True, metavar="TIME",
                      help="How long a server may be silent about one request."),
         click.option("--keep-going", is_flag=True, help="Do not stop when nearly every row fails."),
         click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, metavar="N",

@@ -28,6 +28,7 @@ from corral.cli.bench_options import (
     work_options,
 )
 from corral.cli.bench_view import compare, list_runs, report
+from corral.cli.duration import Duration
 from corral.cli.help_pages import WholeGroup
 from corral.cli.screen import explain, print_json
 from corral.client.client import run as run_loop
@@ -216,7 +217,7 @@ def run(repeat: int, **given: Any) -> int:
 @click.option("--concurrency", "concurrencies", default="", metavar="N,N,…", help="Closed loop, one run for each.")
 @click.option("--request-rate", "rates", default="", metavar="R,R,…", help="Open loop, one run for each.")
 @click.option("--num-prompts", type=int, help="Requests of each run (default: 8 for each at once, at least 64).")
-@click.option("--seconds", type=float, help="Send nothing after this long, in each run.")
+@click.option("--seconds", type=Duration(), metavar="TIME", help="Send nothing after this long, in each run.")
 def sweep(concurrencies: str, rates: str, num_prompts: int | None, **given: Any) -> int:
     """The latency/throughput curve: one run for each load."""
     if bool(concurrencies) == bool(rates):

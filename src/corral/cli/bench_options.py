@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from corral.bench.spec import ARRIVALS, DATASETS, LoadShape, Spec, Workload, parse_goodput, parse_percentiles
+from corral.cli.duration import Duration
 from corral.errors import UsageError
 from corral.plan import Plan
 from corral.record import load_json
@@ -59,7 +60,15 @@ work_options = _apply(
     click.option("--warmup", type=int, help="Requests before the measurement (default: one per place, at most 16)."),
     click.option("--percentiles", default="90,99", show_default=True, metavar="P,P,…", help="Which to report."),
     click.option("--goodput", "goodput", default="", metavar="SLOS", help="Count good requests: ttft=1s,tpot=50ms."),
-    click.option("--stall", "stall_s", default=600.0, show_default=True, help="Seconds a server may be silent."),
+    click.option(
+        "--stall",
+        "stall_s",
+        type=Duration(),
+        default="10m",
+        show_default=True,
+        metavar="TIME",
+        help="How long a server may be silent.",
+    ),
 )
 
 load_options = _apply(
@@ -72,7 +81,7 @@ load_options = _apply(
     click.option("--burstiness", default=1.0, show_default=True, help="gamma: below 1 burstier, above 1 more even."),
     click.option("--ramp-to", type=float, metavar="PER_S", help="ramp: the last rate."),
     click.option("--trace-speed", default=1.0, show_default=True, help="trace: how many times faster to replay."),
-    click.option("--seconds", type=float, help="Send nothing after this long."),
+    click.option("--seconds", type=Duration(), metavar="TIME", help="Send nothing after this long."),
 )
 
 

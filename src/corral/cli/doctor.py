@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from corral.cli.doctor_view import report_lines
+from corral.cli.duration import Duration
 from corral.cli.screen import PhaseScreen, print_json
 from corral.doctor import Level, Question, Report, examine, readiness
 from corral.errors import ConflictError, LaunchError, UsageError
@@ -34,8 +35,8 @@ __all__ = ["command"]
 @click.option("--interface", metavar="NAME|NETWORK", help="Interface or network between the nodes (default: found).")
 @click.option("--port", "ports", type=click.IntRange(1, 65535), multiple=True, help="Port that must be free.")
 @click.option("--quick", is_flag=True, help="Only what `corral up` looks at: nothing is measured.")
-@click.option("--timeout", "timeout_s", type=click.FloatRange(min=5), default=60, show_default=True,
-              metavar="SECONDS", help="The whole examination ends within this.")  # fmt: skip
+@click.option("--timeout", "timeout_s", type=Duration(5), default=60, show_default=True,
+              metavar="TIME", help="The whole examination ends within this.")  # fmt: skip
 @click.option("--fix-script", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
               help="Write the commands that make the nodes ready into FILE, to read and run there.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="The report as one JSON document.")

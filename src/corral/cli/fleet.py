@@ -7,6 +7,7 @@ import time
 
 import click
 
+from corral.cli.duration import Duration
 from corral.cli.help_pages import WholeGroup
 from corral.cli.screen import duration, event_line, print_json
 from corral.deployment.fleet import open_fleet
@@ -60,10 +61,10 @@ def keep_command(name: str, as_json: bool) -> None:
 )
 @click.option("--capacity", type=click.FloatRange(min=0.1), required=True, metavar="TOKENS/S",
               help="What one member generates at full load (see `corral bench`, `corral plan`).")  # fmt: skip
-@click.option("--load-time", "load_s", type=click.FloatRange(min=1), required=True, metavar="SECONDS",
+@click.option("--load-time", "load_s", type=Duration(1), required=True, metavar="TIME",
               help="Time from the start of a member until it is ready.")  # fmt: skip
-@click.option("--queue-wait", "queue_s", type=click.FloatRange(min=0), default=0.0, show_default=True,
-              metavar="SECONDS", help="Time that a job waits in the queue.")  # fmt: skip
+@click.option("--queue-wait", "queue_s", type=Duration(), default=0.0, show_default=True,
+              metavar="TIME", help="Time that a job waits in the queue.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print all decisions and figures as JSON.")
 def simulate_command(
     trace: str, replicas: str, capacity: float, load_s: float, queue_s: float, as_json: bool

@@ -6,6 +6,7 @@ import shlex
 
 import click
 
+from corral.cli.duration import Duration
 from corral.cli.screen import print_json
 from corral.cli.use_options import deployment_argument
 from corral.lifecycle.successors import choose_folder
@@ -18,7 +19,7 @@ __all__ = ["command"]
 @deployment_argument
 @click.option("--port", type=click.IntRange(1, 65535), help="Port (default: the one it had before, or a free one).")
 @click.option("--bind", metavar="ADDRESS", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--hold", "hold_s", type=click.FloatRange(min=0), default=120, show_default=True, metavar="SECONDS",
+@click.option("--hold", "hold_s", type=Duration(), default=120, show_default=True, metavar="TIME",
               help="How long a request waits while no server is ready.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="The figures as JSON when it ends.")
 def command(name: str | None, port: int | None, bind: str, hold_s: float, as_json: bool) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from corral.cli.duration import Duration
 from corral.cli.screen import duration, print_json
 from corral.cli.use_options import endpoint_options
 from corral.errors import INTERRUPTED, UsageError
@@ -46,8 +47,8 @@ UNFINISHED = 1  # finished, but some rows are in the error file
               help="What prompt log-probabilities may take on the server at once.")  # fmt: skip
 @click.option("--vocabulary", type=click.IntRange(min=1), default=128256, show_default=True, metavar="TOKENS",
               help="Size of the model's vocabulary, for that bound.")  # fmt: skip
-@click.option("--patience", "patience_s", type=click.FloatRange(min=0), default=600, show_default=True,
-              metavar="SECONDS", help="How long to wait for a server that is away.")  # fmt: skip
+@click.option("--patience", "patience_s", type=Duration(), default=600, show_default=True,
+              metavar="TIME", help="How long to wait for a server that is away.")  # fmt: skip
 @click.option("--wait", is_flag=True, help="Also wait for a deployment that has ended, until it is started again.")
 @click.option("--skip-bad", is_flag=True, help="Send bad rows to the error file and score the others.")
 @click.option(

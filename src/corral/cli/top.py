@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from corral.cli.duration import Duration
 from corral.cli.screen import print_json, print_table
 from corral.errors import NotFoundError
 
@@ -28,8 +29,8 @@ NARROW = ["NAME", "RUNNING", "WAITING", "KV USE", "TOK/S", "TTFT"]
 @click.argument("names", nargs=-1)
 @click.option("--url", "urls", multiple=True, metavar="URL", help="Watch any vLLM server by its address; repeatable.")
 @click.option("--key-file", metavar="FILE", help="File with its key.")
-@click.option("--interval", "interval_s", type=click.FloatRange(min=0.2), default=1.0, show_default=True,
-              metavar="SECONDS", help="Time between looks; speeds are means over it.")  # fmt: skip
+@click.option("--interval", "interval_s", type=Duration(0.2), default=1.0, show_default=True,
+              metavar="TIME", help="Time between looks; speeds are means over it.")  # fmt: skip
 @click.option("--once", is_flag=True, help="Two looks, one interval apart; print and leave.")
 @click.option("--json", "as_json", is_flag=True, help="The same as one JSON document.")
 def command(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 import sys
 import time
@@ -12,6 +11,7 @@ from typing import Any
 import click
 
 from corral.bench.spec import Spec, Workload, parse_slos
+from corral.cli.duration import Duration
 from corral.cli.help_pages import GroupedCommand, WholeGroup
 from corral.cli.screen import duration, print_json, tell
 from corral.cli.target_options import target_options
@@ -43,7 +43,6 @@ corral tune last                                # continue after an interruption
 corral tune report last -o tune.html
 corral up --tuned last
 """
-SECONDS = {"s": 1, "m": 60, "h": 3600}
 UNDECIDED = 1  # exit code of a run that ended without a result
 
 
@@ -63,18 +62,6 @@ def command() -> None:
     Servers are started one after the other with different vLLM settings, measured, and stopped. `corral tune run
     --help` lists all options; `corral tune RUN` continues a run that was interrupted.
     """
-
-
-class Budget(click.ParamType[float]):
-    """`40m`, `2h`, `90s`; a number alone is minutes."""
-
-    name = "duration"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", str(value))
-        if found is None or not float(found[1]):
-            self.fail(f"{value!r} is not a duration: write 90s, 40m or 2h.", param, ctx)
-        return float(found[1]) * SECONDS[found[2] or "m"]
 
 
 @command.command("run", cls=GroupedCommand, context_settings=HELP, examples=EXAMPLES, headings={
@@ -100,10 +87,15 @@ class Budget(click.ParamType[float]):
               help="What to optimise (default: throughput; with --slo, rate).")  # fmt: skip
 @click.option("--slo", metavar="SLOS", help="Service level to meet: ttft_p99=500ms,tpot_p99=40ms.")
 @click.option(
-    "--budget", "budget_s", type=Budget(), default="40m", show_default=True, help="Time limit for the whole run."
+    "--budget",
+    "budget_s",
+    type=Duration(1, unit="m"),
+    default="40m",
+    show_default=True,
+    help="Time limit for the whole run.",
 )
-@click.option("--measure", "measure_s", type=click.FloatRange(min=1), default=15, show_default=True,
-              metavar="SECONDS", help="Length of the first measurements; later ones are twice as long.")  # fmt: skip
+@click.option("--measure", "measure_s", type=Duration(1), default="15s", show_default=True,
+              metavar="TIME", help="Length of the first measurements; later ones are twice as long.")  # fmt: skip
 @click.option("--on", "on", metavar="PROFILE", envvar="CORRAL_PROFILE", help="Where to run (`corral profile list`).")
 @click.option("--context", type=TokenCount(), help="Longest request: 32768, or 32k (default: the plan's choice).")
 @click.option(

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from corral.cli.duration import Duration
 from corral.cli.help_pages import GroupedCommand
 from corral.cli.screen import PhaseScreen, duration, explain, print_json
 from corral.cli.target_options import PREFIX, chosen_target, target_options
@@ -84,7 +85,7 @@ FIRST_QUESTION = "What is the capital of France?"
     "--link", type=click.Choice(["auto", "native", "ray"]), help="How several nodes are joined (default: auto)."
 )
 @click.option("--expose", is_flag=True, help="Listen on the cluster's network instead of the node itself.")
-@click.option("--patience", "node_s", type=click.FloatRange(min=3), metavar="SECONDS",
+@click.option("--patience", "node_s", type=Duration(3), metavar="TIME",
               help="Silence after which a node of several counts as lost"
                    f" (default: {Patience.node_s:g}).")  # fmt: skip
 @click.option("--runtime", type=click.Choice(list(RUNTIMES)),
@@ -103,10 +104,10 @@ FIRST_QUESTION = "What is the capital of France?"
 @click.option("--attach", metavar="NAME", help="Take up an interrupted `corral up` again: wait until NAME is ready.")
 @click.option("--env", "extra_env", multiple=True, metavar="NAME=VALUE", help="Environment variable for the engine.")
 @click.option("--restart", "restarts", type=click.IntRange(0, 100), help="Restarts after a failure (default: 0).")
-@click.option("--stall", "stall_s", type=click.FloatRange(min=10), metavar="SECONDS",
+@click.option("--stall", "stall_s", type=Duration(10), metavar="TIME",
               help="Give up on a start that does not advance for this long (default: ten times what its phase"
                    " usually takes, at least 15 minutes).")  # fmt: skip
-@click.option("--hung", "hung_s", type=click.FloatRange(min=10), metavar="SECONDS",
+@click.option("--hung", "hung_s", type=Duration(10), metavar="TIME",
               help="Give up on a running server that answers nothing and moves no token for this long"
                    f" (default: {Patience.hung_s:g}).")  # fmt: skip
 @click.option("--wait/--no-wait", default=True, help="Wait until it is ready (default), or only start it.")

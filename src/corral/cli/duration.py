@@ -1,0 +1,32 @@
+"""The type of options that take a length of time."""
+
+from __future__ import annotations
+
+import re
+
+import click
+
+__all__ = ["Duration"]
+
+SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+class Duration(click.ParamType[float]):
+    """Seconds, from `90s`, `40m`, `2h` or `1.5`; a number alone is in `unit`."""
+
+    name = "duration"
+
+    def __init__(self, at_least_s: float = 0.0, unit: str = "s") -> None:
+        self.at_least_s = at_least_s
+        self.unit = unit
+
+    def convert(self, value: str | float, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, int | float):
+            return float(value)
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|[smh]?)", value.strip())
+        if found is None:
+            self.fail(f"{value!r} is not a duration: write 90s, 40m or 2h.", param, ctx)
+        seconds = float(found[1]) * SECONDS[found[2] or self.unit]
+        if seconds < self.at_least_s:
+            self.fail(f"{value!r} is too short: at least {self.at_least_s:g} s.", param, ctx)
+        return seconds
