@@ -45,7 +45,7 @@ def test_json_contract(corral):
     }  # fmt: skip
     assert plan["cost"]["per_million_tokens"] > 0
     assert all(isinstance(word, str) for word in plan["engine_args"])
-    assert all(set(reason) == {"field", "value", "because"} for reason in plan["reasons"])
+    assert all(set(reason) == {"field", "value", "because", "gain"} for reason in plan["reasons"])
     assert all(set(row) == {"what", "because"} for row in plan["rejected"])
     assert plan["nearest"] == []
     assert from_json(Plan, plan).fits

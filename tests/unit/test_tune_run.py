@@ -140,8 +140,8 @@ def test_knobs_leave_alone_what_is_fixed_and_offer_to_drop_what_was_pasted() -> 
     freed = tuned_wish(wish, knobs, Setup((("given --enable-chunked-prefill", ""), ("given eager", ""))))
     assert freed.extra_args == ()
     assert set(freed.fixed) == {"max_num_seqs", "max_num_batched_tokens"}
-    streamed = tuned_wish(wish, knobs, Setup.of(stream_interval="4", async_scheduling="--no-async-scheduling"))
-    assert streamed.extra_args[1:] == ("--no-async-scheduling", "--stream-interval", "4")
+    streamed = tuned_wish(wish, knobs, Setup.of(stream_interval="4", async_scheduling="false"))
+    assert (streamed.fixed["stream_interval"], streamed.fixed["async_scheduling"]) == ("4", "false")
 
 
 def test_objectives_refuse_what_they_cannot_judge() -> None:

@@ -8,15 +8,41 @@ prefill share. Rates are the vendors' for GPUs in the table; on a CPU they are t
 
 from __future__ import annotations
 
+import enum
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from corral.bench.metrics import Summary
 from corral.bench.server_metrics import ServerDelta
 from corral.plan import Plan
 from corral.plan.speed import Efficiency, predict
 
-__all__ = ["FrontEnd", "Limit", "TokenCost", "cost_of", "distance", "roof"]
+__all__ = ["FrontEnd", "Limit", "LimitCause", "TokenCost", "cost_of", "distance", "roof"]
+
+
+class LimitCause(enum.StrEnum):
+    """What a run was limited by."""
+
+    KV_CACHE = "kv cache"
+    SEATS = "seats"
+    ARITHMETIC = "arithmetic"
+    BANDWIDTH = "bandwidth"
+    FRONT_END = "front end"
+    EAGER = "eager"
+    LOAD = "load"
+    SCHEDULING = "scheduling"
+    OVERHEADS = "overheads"
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """A cause in words, and what would likely help."""
+
+    cause: LimitCause
+    why: str
+    advice: str
+    advised: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -30,6 +56,8 @@ class Limit:
     limited_by: str
     advice: str
     basis: str
+    cause: LimitCause | None = None
+    advised: Mapping[str, str] = field(default_factory=dict)  # fields of a plan, as `--set` takes them
 
     @property
     def sentence(self) -> str:
@@ -113,8 +141,9 @@ def distance(
     endless = replace(Efficiency(), frontend_tokens_s=math.inf)
     reachable, unbound = roof(plan, *load, front.processes), roof(plan, *load, rates=endless)
     bound = front.binds(summary.output_throughput, reachable, unbound)
-    why, advice = _reason(plan, summary, server, decode, compute, front if bound else None)
-    return Limit(decode, prefill, compute, reachable, why, advice, rates.basis)
+    found = _reason(plan, summary, server, decode, compute, front if bound else None)
+    said = (found.why, found.advice, rates.basis, found.cause, found.advised)
+    return Limit(decode, prefill, compute, reachable, *said)
 
 
 @dataclass(frozen=True)
@@ -142,14 +171,17 @@ class FrontEnd:
         return unbound >= 1.1 * reachable and unbound > measured >= 0.65 * self.tokens_s
 
     @property
-    def verdict(self) -> tuple[str, str]:
+    def verdict(self) -> _Verdict:
         rate = f"{Efficiency().frontend_tokens_s:,.0f} tokens a second"
-        more = f" (`--set api_servers={max(4, 2 * self.processes)}`)" if self.told else ""
-        return (
+        wanted = max(4, 2 * self.processes)
+        more = f" (`--set api_servers={wanted}`)" if self.told else ""
+        return _Verdict(
+            LimitCause.FRONT_END,
             f"the {self.processes} API server processes: each streams some {rate}"
             if self.told and self.processes > 1
             else f"the API server: one process streams some {rate}",
             f"more API server processes{more} or replicas; `corral batch` does not stream",
+            {"api_servers": str(wanted)},
         )
 
 
@@ -160,31 +192,48 @@ def _reason(
     decode: float,
     compute: float,
     front: FrontEnd | None,
-) -> tuple[str, str]:
+) -> _Verdict:
     """The first cause that fits, gravest first, and what would likely help; `front` when it binds."""
-    settings = plan.settings
+    settings, cause = plan.settings, LimitCause
     full = server is not None and (server.preemptions >= 1 or server.peak_kv_use > 0.95)
     waiting = server is not None and server.peak_waiting >= 1
     if full:
-        return "the size of the KV cache", "raise gpu_memory_utilization, take an fp8 KV cache, or more GPUs"
+        help_ = "raise gpu_memory_utilization, take an fp8 KV cache, or more GPUs"
+        return _Verdict(cause.KV_CACHE, "the size of the KV cache", help_)
     if waiting and server is not None and server.peak_running >= settings.max_num_seqs:
-        return f"max_num_seqs ({settings.max_num_seqs})", f"--set max_num_seqs={settings.max_num_seqs * 2}"
+        seqs = str(settings.max_num_seqs * 2)
+        why = f"max_num_seqs ({settings.max_num_seqs})"
+        return _Verdict(cause.SEATS, why, f"--set max_num_seqs={seqs}", {"max_num_seqs": seqs})
     on_cpu = plan.inventory.gpu is None
     if compute >= 0.5:
         more = "more cores, or a GPU" if on_cpu else "fp8 weights, or more GPUs"
-        return "arithmetic", f"{more}; shared prefixes, so that the prefix cache saves prompt tokens"
+        shared = "shared prefixes, so that the prefix cache saves prompt tokens"
+        return _Verdict(cause.ARITHMETIC, "arithmetic", f"{more}; {shared}")
     if decode >= 0.6:
         lighter = "a smaller model" if on_cpu else "fp8/int4 weights"
-        return "memory bandwidth", f"more requests at once (they share each read of the weights), or {lighter}"
+        more = f"more requests at once (they share each read of the weights), or {lighter}"
+        return _Verdict(cause.BANDWIDTH, "memory bandwidth", more)
     if front is not None:
         return front.verdict
+    return _outside(plan, summary, waiting)
+
+
+def _outside(plan: Plan, summary: Summary, waiting: bool) -> _Verdict:
+    """What holds back a run that uses up nothing."""
+    settings, cause = plan.settings, LimitCause
     if summary.mean_concurrency < 0.5 * settings.max_num_seqs and not waiting:
         if settings.eager:
-            return "kernel launches (eager mode)", "start without eager mode, and offer more requests at once"
-        return "the load: few requests at once", "offer more: --concurrency higher, or a higher --request-rate"
+            help_ = "start without eager mode, and offer more requests at once"
+            return _Verdict(cause.EAGER, "kernel launches (eager mode)", help_, {"eager": "false"})
+        help_ = "offer more: --concurrency higher, or a higher --request-rate"
+        return _Verdict(cause.LOAD, "the load: few requests at once", help_)
     if waiting:
-        return "scheduling: requests wait while the hardware has room", "raise max_num_batched_tokens"
-    return "overheads outside the model (scheduler, tokenizer, streaming)", "more API server processes, or replicas"
+        more = {"max_num_batched_tokens": str(2 * settings.max_num_batched_tokens)}
+        why = "scheduling: requests wait while the hardware has room"
+        return _Verdict(cause.SCHEDULING, why, "raise max_num_batched_tokens", more)
+    why = "overheads outside the model (scheduler, tokenizer, streaming)"
+    more = {"api_servers": str(max(4, 2 * settings.api_servers))}
+    return _Verdict(cause.OVERHEADS, why, "more API server processes, or replicas", more)
 
 
 def roof(

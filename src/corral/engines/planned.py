@@ -63,8 +63,15 @@ _PLANNED: Mapping[str, _Flag] = {
     "--max-num-seqs": _Flag("max_num_seqs"),
     "--api-server-count": _Flag("api_servers"),
     "-asc": _Flag("api_servers"),
+    "--stream-interval": _Flag("stream_interval"),
+    "--max-cudagraph-capture-size": _Flag("max_graph_size"),
 }
-_SWITCHES = {"--enforce-eager": ("eager", "true"), "--no-enforce-eager": ("eager", "false")}
+_SWITCHES = {
+    "--enforce-eager": ("eager", "true"),
+    "--no-enforce-eager": ("eager", "false"),
+    "--async-scheduling": ("async_scheduling", "true"),
+    "--no-async-scheduling": ("async_scheduling", "false"),
+}
 _BACKEND = "--distributed-executor-backend"
 _LINKS = {"ray": "ray", "mp": "native"}  # other backends are vLLM's own business
 

@@ -11,13 +11,14 @@ from corral.models.facts import ModelFacts
 from corral.plan.constraints import broken_settings
 from corral.plan.contract import EngineSettings, Goal, Memory, Parallel, Precision, Speed
 from corral.plan.fixed import Fixed
-from corral.plan.frontend import api_servers
+from corral.plan.frontend import api_servers, stream_interval
 from corral.plan.memory import Coefficients, measure
 from corral.plan.speed import Efficiency, predict
 
 __all__ = ["Candidate", "Tuning", "settings_for", "work_out"]
 
 _SATURATING = 256  # requests per GPU that show what a layout can carry, when no concurrency is asked
+MOST_SEQS = 4096  # on large GPUs, where so many requests at once are asked for
 _SHORTEST = 2048  # a context below this is not worth starting for, unless it is all the model has
 _BATCHED = {"latency": 2048, "balanced": 8192, "throughput": 16384}
 
@@ -65,10 +66,26 @@ def settings_for(inventory: Inventory, goal: Goal, fixed: Fixed, context: int) -
     if goal.goal == "latency":
         seqs = 256
     if goal.concurrency:
-        seqs = max(16, min(seqs, 1 << (goal.concurrency - 1).bit_length()))
+        most = seqs if goal.goal == "latency" or a100 or not large else MOST_SEQS
+        seqs = max(16, min(most, 1 << (goal.concurrency - 1).bit_length()))
+        if large and not a100 and goal.goal == "balanced" and _asked_of_a_step(goal, seqs) > batched:
+            batched = _BATCHED["throughput"]
     seqs = fixed.max_num_seqs or min(seqs, batched)
     batched = fixed.max_num_batched_tokens or max(seqs, min(batched, seqs * context))
-    return EngineSettings(fixed.gpu_memory_utilization or 0.92, batched, seqs, bool(fixed.eager))
+    return EngineSettings(
+        fixed.gpu_memory_utilization or 0.92,
+        batched,
+        seqs,
+        bool(fixed.eager),
+        stream_interval=fixed.stream_interval or 1,
+        max_graph_size=fixed.max_graph_size,
+        async_scheduling=fixed.async_scheduling is not False,
+    )
+
+
+def _asked_of_a_step(goal: Goal, running: int) -> float:
+    """Tokens of a step in which as many prompts begin as answers end."""
+    return running * (1 + goal.prompt_tokens / goal.output_tokens)
 
 
 def work_out(
@@ -101,7 +118,8 @@ def work_out(
 
     unbound = at(replace(tuning.speed, frontend_tokens_s=math.inf)).throughput_tokens_per_s
     processes = fixed.api_servers or api_servers(inventory, parallel, unbound)
-    settings = replace(settings, api_servers=processes)
+    interval = fixed.stream_interval or stream_interval(goal.goal, unbound and unbound / parallel.data)
+    settings = replace(settings, api_servers=processes, stream_interval=interval)
     return Candidate(parallel, precision, settings, context, memory, at(tuning.speed), problem, broken)
 
 

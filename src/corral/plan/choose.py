@@ -13,6 +13,7 @@ from corral.plan.contract import VERSION, Cost, Goal, Nearest, Parallel, Plan, R
 from corral.plan.cpu_format import cpu_forms
 from corral.plan.engine import cpu_environment, engine_args
 from corral.plan.fixed import Fixed, read_fixed, refuse_two_contexts
+from corral.plan.judged import judge
 from corral.plan.layouts import layouts, over_nodes, replicas_on
 from corral.plan.nearest import nearest_fits
 from corral.plan.precisions import Form, forms
@@ -56,7 +57,8 @@ def make_plan(
         nearest = nearest_fits(ask, inventory, goal, pinned, min(room, facts.max_context), made.chosen)
     reasons = reasons_for(facts, made.form, made.chosen, inventory, goal, pinned, tuning)
     rejected = rejected_for(facts, made.chosen, made.tried, inventory, goal)
-    return _plan(made, inventory, goal, reasons, rejected, nearest)
+    judged = judge(made.form.facts, inventory, made.chosen, goal, tuning)
+    return replace(_plan(made, inventory, goal, reasons, rejected, nearest), judged=judged)
 
 
 def decide(facts: ModelFacts, inventory: Inventory, goal: Goal, fixed: Fixed, tuning: Tuning) -> Decision:

@@ -16,6 +16,7 @@ __all__ = [
     "Cost",
     "EngineSettings",
     "Goal",
+    "Judged",
     "Memory",
     "Nearest",
     "Parallel",
@@ -89,6 +90,9 @@ class EngineSettings:
     eager: bool = False
     block_size: int = 16
     api_servers: int = 1  # processes that take requests and stream answers, of all replicas
+    stream_interval: int = 1  # tokens that are streamed together
+    max_graph_size: int | None = None  # largest batch that is captured; None: vLLM's own choice
+    async_scheduling: bool = True  # the next step is scheduled while this one runs: vLLM's default
 
 
 @dataclass(frozen=True)
@@ -147,6 +151,19 @@ class Reason:
     field: str
     value: str
     because: str
+    gain: float | None = None  # in throughput at the stated load, against vLLM's own default; None where they agree
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Something vLLM offers, judged for the stated load."""
+
+    what: str
+    taken: bool
+    because: str
+    pays_when: str
+    gain: float | None = None  # in throughput, under what `because` or `pays_when` assumes; None: not known
+    arguments: tuple[str, ...] = ()  # that turn it round: on where it is off, off where it is on
 
 
 @dataclass(frozen=True)
@@ -190,6 +207,7 @@ class Plan:
     notes: tuple[str, ...] = field(default=())
     verdict: str = "fits"  # fits | does not fit (memory, or too few GPUs) | cannot run as asked (a rule is broken)
     warnings: tuple[str, ...] = ()  # what was asked for, and will hurt
+    judged: tuple[Judged, ...] = ()  # what vLLM offers beside, and when it pays
 
     @property
     def seats(self) -> int:

@@ -82,6 +82,8 @@ def work_out_cpu(
         bool(fixed.eager),
         _BLOCK,
         fixed.api_servers or parallel.data,
+        fixed.stream_interval or 1,
+        async_scheduling=fixed.async_scheduling is not False,
     )
     read = parts.total - (0 if model.tied_embeddings else parts.embedding)
     speed = predict_cpu(model, rates, settings, goal, read)

@@ -39,6 +39,12 @@ def engine_args(
     args += ["--max-num-seqs", str(settings.max_num_seqs)]
     if settings.api_servers != parallel.data:  # one for each replica is vLLM's own default
         args += ["--api-server-count", str(settings.api_servers)]
+    if settings.stream_interval > 1:
+        args += ["--stream-interval", str(settings.stream_interval)]
+    if settings.max_graph_size and not settings.eager:
+        args += ["--max-cudagraph-capture-size", str(settings.max_graph_size)]
+    if not settings.async_scheduling:
+        args += ["--no-async-scheduling"]
     return (*args, "--enforce-eager") if settings.eager else tuple(args)
 
 

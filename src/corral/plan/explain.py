@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from corral.hardware.inventory import GIB
-from corral.plan.contract import Plan
+from corral.plan.contract import Judged, Plan
 from corral.plan.reasons import load_words
 from corral.plan.speed import rounded
 
@@ -31,6 +31,8 @@ def explain(plan: Plan) -> list[str]:
     lines += [
         f"  {r.field} = {r.value}: {r.because}" if r.value else f"  {r.field}: {r.because}" for r in plan.reasons
     ]
+    if plan.judged:
+        lines += ["", "Judged for this load", *map(_judged, plan.judged)]
     if plan.rejected:
         lines += ["", "Not taken", *(f"  {r.what}: {r.because}" for r in plan.rejected)]
     if plan.warnings:
@@ -38,6 +40,10 @@ def explain(plan: Plan) -> list[str]:
     if plan.notes:
         lines += ["", "Notes", *(f"  {note}" for note in plan.notes)]
     return lines
+
+
+def _judged(one: Judged) -> str:
+    return f"  {one.what} is {'on' if one.taken else 'off'}: {one.because}. It pays when {one.pays_when}."
 
 
 def _weights(plan: Plan) -> Iterator[str]:

@@ -33,6 +33,9 @@ class Fixed:
     max_num_batched_tokens: int | None = None
     max_num_seqs: int | None = None
     api_servers: int | None = None
+    stream_interval: int | None = None
+    max_graph_size: int | None = None
+    async_scheduling: bool | None = None
     eager: bool | None = None
 
     @property
@@ -100,6 +103,9 @@ KEYS: Mapping[str, Callable[[str, object], object]] = {
     "max_num_batched_tokens": _whole,
     "max_num_seqs": _whole,
     "api_servers": _whole,
+    "stream_interval": _whole,
+    "max_graph_size": _whole,
+    "async_scheduling": _flag,
     "eager": _flag,
 }
 

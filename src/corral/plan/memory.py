@@ -85,7 +85,7 @@ def graph_sizes(settings: EngineSettings) -> tuple[int, int]:
     """
     if settings.eager:
         return 0, 0
-    largest = min(2 * settings.max_num_seqs, 512, settings.max_num_batched_tokens)
+    largest = min(settings.max_graph_size or min(2 * settings.max_num_seqs, 512), settings.max_num_batched_tokens)
     every = [n for n in (1, 2, 4) if n <= largest]
     every += [*range(8, min(largest + 1, 256), 8), *range(256, largest + 1, 16)]
     whole = [n for n in every if n <= settings.max_num_seqs]

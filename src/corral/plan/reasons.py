@@ -5,8 +5,9 @@ from __future__ import annotations
 from corral.hardware.inventory import GIB, LINKS, Inventory
 from corral.models.facts import ModelFacts
 from corral.plan.candidate import Candidate, Tuning
-from corral.plan.contract import Goal, Memory, Reason, Rejected, Speed
+from corral.plan.contract import EngineSettings, Goal, Memory, Reason, Rejected, Speed
 from corral.plan.fixed import Fixed
+from corral.plan.gains import gains
 from corral.plan.layouts import over_nodes, refused_tensor
 from corral.plan.precisions import Form
 from corral.plan.speed import rounded
@@ -33,7 +34,18 @@ def reasons_for(
         *_memory(form.facts, chosen, inventory, tuning),
         *_speed(chosen, inventory, tuning),
     ]
-    return tuple(Reason(field, str(value), because) for field, value, because in rows)
+    worth = gains(form.facts, inventory, chosen, goal, tuning)
+    return tuple(
+        Reason(field, str(value), because + _worth(worth.get(field), chosen), worth.get(field))
+        for field, value, because in rows
+    )
+
+
+def _worth(gain: float | None, chosen: Candidate) -> str:
+    if gain is None:
+        return ""
+    load = f"at {chosen.speed.concurrency:,} requests at once"
+    return f"; {gain:+.0%} {load}" if abs(gain) >= 0.005 else f"; no difference {load} that the roofline knows of"
 
 
 Row = tuple[str, object, str]
@@ -125,17 +137,43 @@ def _settings(chosen: Candidate, inventory: Inventory, goal: Goal, fixed: Fixed)
         "balanced": "vLLM's default for this memory size",
         "throughput": "large prefill chunks use the matrix units best",
     }[goal.goal]
+    if goal.goal == "balanced" and s.max_num_batched_tokens > 8192:
+        batched = "as many prompts begin as answers end, and their tokens would not fit a step of 8,192"
     seqs = "vLLM's default for this memory size"
-    if goal.concurrency:
+    if goal.concurrency and goal.concurrency > s.max_num_seqs:
+        seqs = f"of the {goal.concurrency:,} requests at once you asked for, so many run and the others wait"
+    elif goal.concurrency:
         seqs = f"room for the {goal.concurrency} requests at once you asked for; smaller means more KV cache"
     rows += [("max_num_batched_tokens", s.max_num_batched_tokens, batched), ("max_num_seqs", s.max_num_seqs, seqs)]
     graphs = "kernels are launched one by one" if s.eager else "CUDA graphs: small models gain most"
     rows.append(("eager", str(s.eager).lower(), graphs if inventory.gpu else "the engine decides on a CPU"))
     if inventory.gpu is not None:
         rows.append(("api_servers", s.api_servers, _api_servers(chosen, inventory)))
-    fields = ("gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs", "eager", "api_servers")
+        rows.append(("stream_interval", s.stream_interval, _interval(s)))
+        rows += [_graph_size(s)] if not s.eager else []
+        rows.append(("async_scheduling", str(s.async_scheduling).lower(), _scheduling(s)))
+    fields = ("gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs", "eager", "api_servers",
+              "stream_interval", "max_graph_size", "async_scheduling")  # fmt: skip
     names = {name for name in fields if getattr(fixed, name) is not None}
     return [(name, value, f"{_SET}; {why}" if name in names else why) for name, value, why in rows]
+
+
+def _interval(s: EngineSettings) -> str:
+    if s.stream_interval == 1:
+        return "every token is streamed as it comes; with --goal throughput and a fast stream, four together"
+    return "so many tokens are streamed together, which the API servers notice; the first comes at once"
+
+
+def _graph_size(s: EngineSettings) -> Row:
+    largest = s.max_graph_size or min(2 * s.max_num_seqs, 512, s.max_num_batched_tokens)
+    why = "vLLM's own: twice max_num_seqs, at most 512; larger batches compute for longer than launches take"
+    return "max_graph_size", largest, why
+
+
+def _scheduling(s: EngineSettings) -> str:
+    if s.async_scheduling:
+        return "vLLM's default: the next step is scheduled while the GPU computes this one"
+    return "each step is scheduled when the one before it has ended"
 
 
 def _api_servers(chosen: Candidate, inventory: Inventory) -> str:
@@ -178,7 +216,7 @@ def _memory(model: ModelFacts, chosen: Candidate, inventory: Inventory, tuning: 
 
 def _graphs(m: Memory) -> str:
     taken = "taken out of the KV cache" if m.graphs_counted else "this vLLM does not take them out of the KV cache"
-    return f"captured batch sizes up to 512; {taken}"
+    return f"the captured batch sizes; {taken}"
 
 
 def _weights_words(model: ModelFacts, m: Memory) -> str:

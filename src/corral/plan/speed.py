@@ -18,7 +18,7 @@ from corral.plan.contract import EngineSettings, Goal, Memory, Parallel, Precisi
 from corral.plan.frontend import streamed_tokens_s
 from corral.plan.memory import convert, kv_element
 
-__all__ = ["MEASURED_KINDS", "Efficiency", "predict", "rounded", "significant"]
+__all__ = ["MEASURED_KINDS", "Efficiency", "Roof", "predict", "roof_of", "rounded", "significant"]
 
 MEASURED_KINDS = ("H200",)  # kinds whose predictions rest on measurements; docs/log.md has them
 
@@ -38,6 +38,7 @@ class Efficiency:
     floor_sequence_s: float = 22e-6
     frontend_s: float = 13.5e-3  # HTTP, scheduling and streaming before a first token
     frontend_tokens_s: float = 12_000.0  # tokens one API server process streams: 10,500 to 16,000 seen
+    frontend_chunk_s: float = 20e-6  # of the 83 µs that a token costs there: one process with 4 a chunk gave 14,592
     eager_layer_s: float = 0.52e-3  # per layer when kernels are launched one by one; depends on the host's cores
     eager_sequence_s: float = 28e-6
     reduce_s: float = 12e-6  # one small all-reduce inside a node over NVLink
@@ -89,6 +90,19 @@ def _machine(gpu: Gpu, inventory: Inventory, parallel: Parallel, precision: Prec
     )
 
 
+def roof_of(
+    model: ModelFacts,
+    inventory: Inventory,
+    parallel: Parallel,
+    precision: Precision,
+    settings: EngineSettings,
+    e: Efficiency,
+) -> Roof:
+    """The roofline of one configuration; the kind of GPU must be known."""
+    assert inventory.kind is not None
+    return Roof(model, parallel, precision, settings, _machine(inventory.kind, inventory, parallel, precision, e), e)
+
+
 def predict(
     model: ModelFacts,
     inventory: Inventory,
@@ -111,8 +125,7 @@ def predict(
         unknown = (None,) * 5
         lengths = (goal.prompt_tokens, goal.output_tokens)
         return Speed(*unknown, load_s, concurrency, *lengths, "unknown", storage, basis, read)
-    m = _machine(gpu, inventory, parallel, precision, e)
-    roof = _Roof(model, parallel, precision, settings, m, e)
+    roof = roof_of(model, inventory, parallel, precision, settings, e)
     running = max(1, min(-(-concurrency // parallel.data), settings.max_num_seqs))
     length = goal.prompt_tokens + goal.output_tokens / 2
     capacity = memory.kv_cache_tokens_per_replica / (goal.prompt_tokens + goal.output_tokens)
@@ -122,7 +135,8 @@ def predict(
     prefill = roof.prefill_rate(goal.prompt_tokens)
     waiting = e.frontend_s * (1 + running / 32)  # requests that arrive together wait for each other
     cycle = running * goal.prompt_tokens / prefill + goal.output_tokens * step + waiting
-    streamed = streamed_tokens_s(settings.api_servers, parallel.data, e.frontend_tokens_s)
+    front = (settings.api_servers, parallel.data, e.frontend_tokens_s)
+    streamed = streamed_tokens_s(*front, settings.stream_interval, e.frontend_chunk_s)
     cycle = max(cycle, running * goal.output_tokens / streamed)
     return Speed(
         decode_tokens_per_s=significant(1 / alone),
@@ -150,7 +164,9 @@ def _read_by_one_node(memory: Memory, inventory: Inventory, parallel: Parallel) 
 
 
 @dataclass(frozen=True)
-class _Roof:
+class Roof:
+    """How long steps and prefills take, one configuration."""
+
     model: ModelFacts
     parallel: Parallel
     precision: Precision
@@ -189,8 +205,8 @@ class _Roof:
         moved = 2 * size * (self.parallel.tensor - 1) / self.parallel.tensor
         return 2 * (self.machine.reduce_s + moved / self.machine.reduce_bytes_s)
 
-    def step(self, running: float, length: float) -> float:
-        """Seconds from one token to the next with `running` requests of `length` tokens."""
+    def step(self, running: float, length: float, drafted: int = 0) -> float:
+        """Seconds of one step with `running` requests of `length` tokens, so many drafted tokens of each checked."""
         m, model, p = self.machine, self.model, self.parallel
         batch = max(1.0, running / p.pipeline)
         kv = batch * self._attended(length) * self._kv_bytes_per_layer()
@@ -198,10 +214,17 @@ class _Roof:
         total = self.e.step_s + per_sequence * running + (p.pipeline - 1) * m.hop_s
         for layers, read in zip(partition(model.layers, p.pipeline), self._stage_bytes(batch), strict=True):
             moving = (read + kv * layers) / m.bandwidth
-            adding = batch * 2 * self._matrices() * layers / model.layers / p.tensor / m.flops
+            adding = batch * (1 + drafted) * 2 * self._matrices() * layers / model.layers / p.tensor / m.flops
             busy = max(moving, adding) + layers * (self._layer_s() + self._reduce(batch))
             total += max(busy, layers * self.e.eager_layer_s) if self.settings.eager else busy
         return max(total, self.e.floor_s + self.e.floor_sequence_s * running)
+
+    def draft_s(self) -> float:
+        """Seconds that a draft of one layer and the model's own head takes for one token."""
+        parts = convert(self.model, self.precision)
+        head = parts.embedding if self.model.tied_embeddings else parts.head
+        layer = (parts.query_output + parts.key_value + parts.mlp) / self.model.layers
+        return (layer + head) / self.parallel.tensor / self.machine.bandwidth + self._layer_s()
 
     def _attended(self, length: float) -> float:
         """Tokens whose keys and values an average layer reads."""

@@ -20,11 +20,8 @@ __all__ = ["base_wish", "knobs_for", "tuned_wish"]
 BATCHED = (8192, 16384, 4096, 2048, 32768)
 FEWEST_SEQS, MOST_SEQS = 16, 4096
 MOST_API_SERVERS = 16
-STREAM_INTERVAL = "stream_interval"
-_SWITCHES = {
-    "async_scheduling": "--no-async-scheduling",
-    "prefix_caching": "--no-enable-prefix-caching",
-}
+MOST_GRAPH_SIZE = 1024
+_SWITCHES = {"prefix_caching": "--no-enable-prefix-caching"}
 
 
 def base_wish(wish: Wish) -> Wish:
@@ -47,7 +44,7 @@ def knobs_for(
         knobs += [Knob(name, (flag,), KnobKind.SWITCH) for name, flag in _SWITCHES.items()
                   if name != "prefix_caching" or not shares_prefixes]  # fmt: skip
     if bursts:
-        knobs.append(Knob(STREAM_INTERVAL, ("4",), KnobKind.FLAG))
+        knobs.append(Knob("stream_interval", ("4",) if plan.settings.stream_interval == 1 else ("1",)))
     words = {word.partition("=")[0] for word in read.rest}
     taken = said | set(read.fields) | {name for name, flag in _SWITCHES.items() if flag in words}
     return tuple(knob for knob in knobs if knob.kind is KnobKind.WITHOUT or knob.name not in taken)
@@ -72,7 +69,16 @@ def _fields(plan: Plan) -> Iterator[Knob]:
     if plan.inventory.gpu is not None and plan.parallel.data == 1:
         most = min(MOST_API_SERVERS, max(1, cores // 2)) if cores else 8
         counts = [n for n in (settings.api_servers * 2, settings.api_servers // 2, 1) if 1 <= n <= most]
+        yield Knob("async_scheduling", (str(not settings.async_scheduling).lower(),))
+        yield from _graphs(plan)
         yield Knob("api_servers", tuple(dict.fromkeys(str(n) for n in counts if n != settings.api_servers)))
+
+
+def _graphs(plan: Plan) -> Iterator[Knob]:
+    """Larger graphs, where batches run that are beyond the largest."""
+    settings = plan.settings
+    if not settings.eager and settings.max_num_seqs > 512 and (settings.max_graph_size or 512) < MOST_GRAPH_SIZE:
+        yield Knob("max_graph_size", (str(MOST_GRAPH_SIZE),))
 
 
 def tuned_wish(wish: Wish, knobs: Sequence[Knob], setup: Setup) -> Wish:
@@ -83,8 +89,6 @@ def tuned_wish(wish: Wish, knobs: Sequence[Knob], setup: Setup) -> Wish:
         match kinds[name]:
             case KnobKind.FIELD:
                 fixed[name] = value
-            case KnobKind.FLAG:
-                arguments += ["--" + name.replace("_", "-"), value]
             case KnobKind.SWITCH:
                 arguments.append(value)
             case KnobKind.WITHOUT:

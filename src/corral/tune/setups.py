@@ -16,7 +16,6 @@ class KnobKind(enum.StrEnum):
     """How a value becomes part of a start."""
 
     FIELD = "field"  # of the plan, as in `--set`
-    FLAG = "flag"  # of vLLM: `--stream-interval 4`
     SWITCH = "switch"  # of vLLM, there or not: the value is the flag itself, or empty
     WITHOUT = "without"  # the value is what the user gave and this leaves out
 

@@ -1,0 +1,45 @@
+"""What each of the plan's settings is worth at the stated load, against vLLM's own default of it alone. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from corral.hardware.inventory import GIB, Inventory
+from corral.models.facts import ModelFacts
+from corral.plan.candidate import Candidate, Tuning
+from corral.plan.contract import EngineSettings, Goal
+from corral.plan.speed import predict
+
+__all__ = ["gains"]
+
+
+def vllm_defaults(inventory: Inventory, chosen: Candidate) -> dict[str, int | bool]:
+    """What `vllm serve` would take where nothing is said (0.32, `EngineArgs`)."""
+    large = inventory.memory_bytes_per_gpu >= 70 * GIB and not (inventory.gpu or "").startswith("A100")
+    return {
+        "max_num_batched_tokens": 8192 if large else 2048,
+        "max_num_seqs": 1024 if large else 256,
+        "api_servers": chosen.parallel.data,
+        "stream_interval": 1,
+        "eager": False,
+    }
+
+
+def gains(model: ModelFacts, inventory: Inventory, chosen: Candidate, goal: Goal, tuning: Tuning) -> dict[str, float]:
+    """The relative gain in throughput of each setting that is not vLLM's default."""
+    now = chosen.speed.throughput_tokens_per_s
+    if inventory.kind is None or not now or chosen.problem:
+        return {}
+    asked = goal.concurrency or chosen.speed.concurrency
+
+    def speed(settings: EngineSettings) -> float:
+        shape = (model, inventory, chosen.parallel, chosen.precision, settings, chosen.memory)
+        return predict(*shape, goal, asked, tuning.speed).throughput_tokens_per_s or 0.0
+
+    found = {}
+    for field, default in vllm_defaults(inventory, chosen).items():
+        if getattr(chosen.settings, field) != default:
+            other = speed(replace(chosen.settings, **{field: default}))  # type: ignore[arg-type]
+            if other:
+                found[field] = round(now / other - 1, 3)
+    return found

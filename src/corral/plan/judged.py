@@ -1,0 +1,128 @@
+"""What vLLM offers beside the plan's settings, judged for the stated load: taken or left, and when it pays. Pure.
+
+The figures come from the same roofline as the plan's. Nothing that changes answers is taken unasked (a narrower KV
+cache), and nothing whose gain depends on the text (speculation): for those the condition is worked out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from corral.hardware.inventory import Gpu, Inventory
+from corral.models.facts import ModelFacts
+from corral.plan.candidate import Candidate, Tuning
+from corral.plan.contract import Goal, Judged
+from corral.plan.memory import measure
+from corral.plan.speed import Roof, predict, roof_of
+
+__all__ = ["judge", "needed_acceptance"]
+
+DRAFTED = 3  # tokens that are drafted in each step
+TYPICAL = 0.6  # share of drafted tokens that is accepted where speculation suits the text; assumed, not measured
+NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}'
+EAGLE = '{"method": "eagle3", "model": "DRAFT", "num_speculative_tokens": 3}'
+
+
+def judge(
+    model: ModelFacts, inventory: Inventory, chosen: Candidate, goal: Goal, tuning: Tuning
+) -> tuple[Judged, ...]:
+    """Every one of them, for hardware whose speed is known."""
+    gpu = inventory.kind
+    if gpu is None or chosen.problem:
+        return ()
+    roof = roof_of(model, inventory, chosen.parallel, chosen.precision, chosen.settings, tuning.speed)
+    running = max(1, chosen.speed.concurrency // chosen.parallel.data)
+    return (
+        *_speculation(roof, running, goal),
+        _narrow_cache(model, inventory, gpu, chosen, goal, tuning),
+        _prefix_caching(roof, running, chosen, goal),
+        _chunked_prefill(roof, chosen, goal),
+    )
+
+
+def needed_acceptance(dearer: float, drafted: int = DRAFTED) -> float | None:
+    """The share of drafted tokens that must be accepted where a step takes so many times as long; None: no share."""
+    if dearer >= drafted + 1:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _tokens(middle, drafted) < dearer else (low, middle)
+    return high
+
+
+def _tokens(accepted: float, drafted: int) -> float:
+    """Tokens of one step: its own, and the drafted ones up to the first that is refused."""
+    return sum(accepted**at for at in range(drafted + 1))
+
+
+def _speculation(roof: Roof, running: int, goal: Goal) -> Iterator[Judged]:
+    length = goal.prompt_tokens + goal.output_tokens / 2
+    plain = roof.step(running, length)
+    verified = roof.step(running, length, DRAFTED)
+    for what, drafting, config, text in (
+        (
+            "speculative decoding, ngram",
+            0.0,
+            NGRAM,
+            "answers repeat their prompts (code edits, extraction, summaries)",
+        ),
+        ("speculative decoding, EAGLE", DRAFTED * roof.draft_s(), EAGLE, "there is a draft trained for this model"),
+    ):
+        dearer = (verified + drafting) / plain
+        needed = needed_acceptance(dearer)
+        gain = _tokens(TYPICAL, DRAFTED) / dearer - 1
+        cost = (
+            f"a step that checks {DRAFTED} drafted tokens takes {dearer:.2f} × as long at {running} requests at once"
+        )
+        if needed is None:
+            pays = f"fewer requests run at once: at {running} no share of accepted tokens is enough"
+        else:
+            pays = f"{text}, and more than {needed:.0%} of the drafted tokens are accepted"
+        yield Judged(what, False, f"{cost}; with {TYPICAL:.0%} of them accepted {gain:+.0%}", pays, round(gain, 3),
+                     ("--speculative-config", config))  # fmt: skip
+
+
+def _narrow_cache(
+    model: ModelFacts, inventory: Inventory, gpu: Gpu, chosen: Candidate, goal: Goal, tuning: Tuning
+) -> Judged:
+    taken = chosen.precision.kv != "auto"
+    other = replace(chosen.precision, kv="auto" if taken else "fp8")
+    shape = (model, inventory, chosen.parallel, other, chosen.settings)
+    memory = measure(*shape, chosen.max_model_len, tuning.memory)
+    asked = goal.concurrency or chosen.speed.concurrency
+    speed = predict(*shape, memory, goal, asked, tuning.speed).throughput_tokens_per_s
+    now = chosen.speed.throughput_tokens_per_s
+    gain = None if not speed or not now else round((now / speed if taken else speed / now) - 1, 3)
+    seats = chosen.memory.kv_cache_tokens // (goal.prompt_tokens + goal.output_tokens)
+    room = f"the KV cache holds {seats:,} requests of this length, and {asked:,} are to run at once"
+    room += f": {gain:+.0%}" if gain is not None else ""
+    native = "" if gpu.fp8_tflops else f"; {gpu.kind} converts it, having no FP8 of its own"
+    return Judged("fp8 KV cache", taken, f"half the bytes of each token; attention loses a little; {room}{native}",
+                  f"more than {seats:,} requests of this length run at once, or contexts are long", gain,
+                  ("--kv-cache-dtype", "auto" if taken else "fp8"))  # fmt: skip
+
+
+def _prefix_caching(roof: Roof, running: int, chosen: Candidate, goal: Goal) -> Judged:
+    prompts = running * goal.prompt_tokens / roof.prefill_rate(goal.prompt_tokens)
+    steps = goal.output_tokens * roof.step(running, goal.prompt_tokens + goal.output_tokens / 2)
+    half = prompts / (prompts + steps) / 2
+    gain, block = 1 / (1 - half) - 1, chosen.settings.block_size
+    return Judged("prefix caching", True, f"vLLM's default; prompts are {2 * half:.0%} of the work at this load, and "
+                  "what begins alike is computed once; without shared beginnings it costs next to nothing",
+                  f"prompts share their first {block} tokens or more; with half of each shared {gain:+.0%}",
+                  round(gain, 3), ("--no-enable-prefix-caching",))  # fmt: skip
+
+
+def _chunked_prefill(roof: Roof, chosen: Candidate, goal: Goal) -> Judged:
+    longest, chunk = chosen.max_model_len, chosen.settings.max_num_batched_tokens
+    whole_ms, part_ms = (1000 * roof.chunk(min(size, longest), longest) for size in (longest, chunk))
+    one = "one chunk" if goal.prompt_tokens <= chunk else f"{-(-goal.prompt_tokens // chunk)} chunks"
+    pauses = (
+        f"one of {longest:,} would stop all other answers for {whole_ms:,.0f} ms, a chunk does for {part_ms:,.0f}"
+    )
+    return Judged("chunked prefill", True,
+                  f"vLLM's default; a prompt of {goal.prompt_tokens:,} tokens is {one}; {pauses}",
+                  f"prompts longer than {chunk:,} tokens come while others are answered", None,
+                  ("--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(longest, chunk))))  # fmt: skip
