@@ -39,7 +39,7 @@ def say(folder: FleetFolder, id: str = "a", **load: Any) -> None:
 def full(finished: int, judged: Judgement = Judgement.OK) -> dict[str, Any]:
     """A gateway with more to do than its member can: four requests of 1,000 tokens arrive every second."""
     return {
-        "waiting": 50, "arrivals": (40,) * 6, "arrived_tokens": (40_000,) * 6, "running": 4, "finished": finished,
+        "waiting": 50, "arrivals": (20,) * 12, "arrived_tokens": (20_000,) * 12, "running": 4, "finished": finished,
         "members": {"f-1": MemberLoad(4, 4000, 17.0, judged=judged)},
     }  # fmt: skip
 

@@ -119,10 +119,17 @@ def test_an_unknown_capacity_decides_nothing() -> None:
 
 
 def test_rates() -> None:
-    assert rate([]) == 0
-    assert rate([600] * 6) == 60
-    assert rate([0, 0, 0, 600, 600, 600]) == 60  # what began just now counts in full
-    assert rate([600, 600, 600, 0, 0, 0]) == 0  # how long it is idle is counted by the course
+    assert rate([], 30.0) == 0
+    assert rate([300] * 12, 30.0) == 60
+    assert rate([0] * 6 + [300] * 6, 30.0) == 60  # what began just now counts in full
+    assert rate([300] * 6 + [0] * 6, 30.0) == 0  # how long it is idle is counted by the course
+
+
+def test_what_comes_quickly_is_asked_for_on_less_evidence() -> None:
+    tokens = [0] * 8 + [300] * 2
+    assert rate(tokens, 3.0) == rate(tokens, 10.0) == 60
+    assert rate(tokens, 20.0) == 30
+    assert rate(tokens, 3600.0) == rate(tokens, 60.0) == 12
 
 
 # days
@@ -138,10 +145,13 @@ def day(seed: int, peak: float, hours: float = 24.0, tokens: int = 1500, swing: 
     return found
 
 
-@pytest.mark.parametrize(("load_s", "queue_s"), [(60.0, 0.0), (20.0, 40.0)])
-def test_a_day_is_followed_for_little_more_than_a_clairvoyant_pays(load_s: float, queue_s: float) -> None:
+@pytest.mark.parametrize(
+    ("seed", "load_s", "queue_s"), [(1, 60.0, 0.0), (1, 20.0, 40.0), (201, 120.0, 240.0), (202, 60.0, 0.0)]
+)
+def test_a_day_is_followed_for_little_more_than_a_clairvoyant_pays(seed: int, load_s: float, queue_s: float) -> None:
+    """The constants were chosen on seeds 1 to 3; those from 200 on were not looked at meanwhile."""
     setting = ReplaySetting(1, 8, 1000.0, load_s, queue_s)
-    outcome = simulate(day(1, 6500.0, hours=6, tokens=3000), setting)  # its hours four times as quick as a day's
+    outcome = simulate(day(seed, 6500.0, hours=6, tokens=3000), setting)  # its hours four times as quick as a day's
     assert outcome.ratio <= 1.3, outcome
     assert outcome.longest_wait_s <= 2 * setting.lead_s, outcome
     assert outcome.p99_wait_s <= setting.lead_s, outcome

@@ -139,7 +139,7 @@ class GatewayLoad:
     running: int = 0
     waiting: int = 0
     outstanding_tokens: int = 0
-    arrivals: tuple[int, ...] = ()  # requests that came in each 10 s of the last 60, oldest first
+    arrivals: tuple[int, ...] = ()  # requests that came in each 5 s of the last 60, oldest first
     arrived_tokens: tuple[int, ...] = ()  # their tokens, prompt and expected output
     oldest_wait_s: float = 0.0
     members: dict[str, MemberLoad] = field(default_factory=dict)

@@ -84,8 +84,9 @@ class Pacer:
             return None
         load = summed(loads)
         self._watch_capacity(loads, load, now_s)
+        arriving, lead_s = rate(load.arrived_tokens[:-1], self.lead_s), self.lead_s
         demand = Demand(
-            now_s, rate(load.arrived_tokens[:-1]), backlog_of(load), load.waiting, self.capacity, self.lead_s,
+            now_s, arriving, backlog_of(load), load.waiting, self.capacity, lead_s,
             fleet.least, fleet.most, fleet.wanted,
         )  # fmt: skip
         self.course, decision = next_size(self.course, demand)

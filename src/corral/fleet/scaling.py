@@ -22,11 +22,11 @@ from corral.wording import counted
 
 __all__ = ["BIN_S", "Course", "Demand", "SizeDecision", "needed", "next_size", "rate"]
 
-BIN_S = 10.0  # of the arrivals that gateways count
-RATE_BINS = 3
+BIN_S = 5.0  # of the arrivals that gateways count
+SHORTEST_RATE_S, LONGEST_RATE_S = 10.0, 60.0  # over which they are averaged: as long as a member takes to come
 HORIZON_LEADS = 8.0
 IDLE_LEADS = 2.0
-LEAST_IDLE_S = 30.0  # a load that pauses for less is one load
+LEAST_IDLE_S = 15.0  # a load that pauses for less is one load
 LEAST_LEAD_S = 1.0
 ROOM = 0.85  # of their capacity, when members are to be handed back
 
@@ -63,9 +63,13 @@ class SizeDecision:
     why: str
 
 
-def rate(tokens: Sequence[int]) -> float:
-    """Tokens per second in the last bins, newest last. Peaks are remembered by the course, not here."""
-    recent = tokens[-RATE_BINS:]
+def rate(tokens: Sequence[int], lead_s: float = LONGEST_RATE_S) -> float:
+    """Tokens per second in the last bins, newest last. Peaks are remembered by the course, not here.
+
+    What comes quickly is asked for on less evidence: it is as quickly handed back.
+    """
+    window_s = min(LONGEST_RATE_S, max(SHORTEST_RATE_S, lead_s))
+    recent = tokens[-round(window_s / BIN_S) :]
     return sum(recent) / (BIN_S * len(recent)) if recent else 0.0
 
 

@@ -27,7 +27,7 @@ from corral.wording import counted
 __all__ = ["Replay", "ReplaySetting", "SizeChange", "TraceRequest", "clairvoyant_s", "read_trace", "simulate"]
 
 STEP_S = 1.0
-BINS = 6
+BINS = 12
 
 
 @dataclass(frozen=True)
@@ -160,9 +160,9 @@ def _decide(course: Course, world: _World, bins: deque[int], now_s: float) -> tu
     setting = world.setting
     whole = list(bins)[:-1]  # the newest is not full yet
     waiting = max(0, len(world.queue) - world.ready)
+    arriving, lead_s = rate(whole, setting.lead_s), setting.lead_s
     demand = Demand(
-        now_s, rate(whole), world.backlog, waiting, setting.capacity, setting.lead_s, setting.least, setting.most,
-        world.wanted,
+        now_s, arriving, world.backlog, waiting, setting.capacity, lead_s, setting.least, setting.most, world.wanted
     )  # fmt: skip
     return next_size(course, demand)
 

@@ -18,7 +18,7 @@ from corral.gateway.serving import ServingMember
 __all__ = ["Arrivals", "ModelPool", "Queued"]
 
 LOOK_AGAIN_S = 0.1
-BIN_S, BINS = 10.0, 6
+BIN_S, BINS = 5.0, 12
 
 
 class Queued(Protocol):
@@ -31,10 +31,10 @@ class Queued(Protocol):
 
 
 class Arrivals:
-    """Requests and their tokens in each ten seconds of the last minute."""
+    """Requests and their tokens in each five seconds of the last minute."""
 
     def __init__(self) -> None:
-        self._bins: deque[list[float]] = deque()  # number of the ten seconds, requests, tokens
+        self._bins: deque[list[float]] = deque()  # number of the five seconds, requests, tokens
 
     def note(self, now_s: float, tokens: float) -> None:
         number = now_s // BIN_S
