@@ -147,13 +147,13 @@ def test_depth_is_that_of_the_longest_beginning_seen(prompts: list[list[int]]) -
 def test_a_beginning_counts_as_shared_when_nearly_all_have_it() -> None:
     shared = SharedBeginnings()
     for number in range(100):
-        shared.note([1, 2, 100 + number] if number % 10 else [7, 8])
-    assert shared.depth([1, 2, 3], members=16) == 2
-    assert shared.depth([7, 8], members=16) == 0
-    assert shared.depth([1, 2, 3], members=1) == 0  # nobody to tell apart
+        shared.note([1, 2, 100 + number] if number % 10 else [7, 8], members=16)
+    assert shared.note([1, 2, 3], members=16) == 2
+    assert shared.note([7, 8], members=16) == 0
+    assert shared.note([1, 2, 3], members=1) == 0  # nobody to tell apart
     for number in range(600):  # the window moves on
-        shared.note([500 + number])
-    assert shared.depth([1, 2, 3], members=16) == 0
+        shared.note([500 + number], members=16)
+    assert shared.note([1, 2, 3], members=16) == 0
 
 
 # Policies

@@ -23,10 +23,10 @@ class FairQueue(Generic[T]):
         self._waiting: dict[str, OrderedDict[T, float]] = {}
         self._ends: dict[str, float] = {}  # where each key's last request ended
         self._now = 0.0
-        self._count = 0
+        self.count = 0  # of all that wait
 
     def __len__(self) -> int:
-        return self._count
+        return self.count
 
     def waiting(self) -> dict[str, int]:
         """How many wait, by key."""
@@ -51,7 +51,7 @@ class FairQueue(Generic[T]):
             items = self._waiting[key] = OrderedDict()
             self._ends[key] = max(self._now, self._ends.get(key, 0.0))
         items[item] = tokens
-        self._count += 1
+        self.count += 1
 
     def put_back(self, key: str, item: T, tokens: float) -> None:
         """It was its turn, and nobody took it: it is the first of its key again."""
@@ -66,7 +66,7 @@ class FairQueue(Generic[T]):
 
     def pop(self) -> T | None:
         """Whose turn it is; `served` is to be called when it begins."""
-        if not self._count:
+        if not self.count:
             return None
         key = min(self._waiting, key=self._start)
         items = self._waiting[key]
@@ -82,6 +82,6 @@ class FairQueue(Generic[T]):
         return self._ends.get(key, 0.0)
 
     def _taken(self, key: str, items: OrderedDict[T, float]) -> None:
-        self._count -= 1
+        self.count -= 1
         if not items:
             del self._waiting[key]

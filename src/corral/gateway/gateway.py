@@ -135,8 +135,8 @@ class Gateway(RelayServer):
             user.limited += 1
             text = f"the key {user.name!r} has reached its limit of {limit}. Try again in {wait:.0f} s."
             return self.refusal(429, text, code="rate_limit_exceeded", extra=b"retry-after: %d\r\n" % (wait + 1))
-        if len(pool.queue) >= MOST_WAITING:
-            text = f"{len(pool.queue):,} requests are already waiting for {pool.model!r}. Try again later."
+        if pool.queue.count >= MOST_WAITING:
+            text = f"{pool.queue.count:,} requests are already waiting for {pool.model!r}. Try again later."
             return self.refusal(429, text, extra=b"retry-after: 10\r\n")
         user.take(tokens)
         pool.arrivals.note(now, tokens)

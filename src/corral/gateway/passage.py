@@ -71,7 +71,7 @@ class Passage:
 
     def choose(self, now_s: float) -> Member | None:
         pool = self.pool
-        if pool.queue and not (self._turn or self.started):
+        if pool.queue.count and not (self._turn or self.started):
             return None
         free = pool.free(now_s, self.prompt.width)
         if not free:

@@ -66,20 +66,23 @@ class PrefixPolicy:
 
     def _best(self, members: Sequence[M], prompt: RoutedPrompt) -> M:
         blocks = prompt.blocks
-        shared = self.shared.depth(blocks, len(members))
-        self.shared.note(blocks)
-        common = prompt.tokens_until(shared)
         count = len(members)
-        share = EVEN * sum([member.recent for member in members]) / count
-        busy = sum([member.work_tokens for member in members]) / count / (prompt.tokens + prompt.output_tokens + 1)
-        known = share and self._chosen > FEW * count
-        weight = STEEPNESS * prompt.tokens * min(1.0, busy) / share if known else 0.0
+        shared = self.shared.note(blocks, count)
+        common = prompt.tokens_until(shared)
+        recent = work = 0.0
+        for member in members:
+            recent += member.recent
+            work += member.work_tokens
+        share = EVEN * recent / count
+        known = share and work and self._chosen > FEW * count
+        busy = min(1.0, work / count / (prompt.tokens + prompt.output_tokens + 1)) if known else 0.0
+        weight = STEEPNESS * prompt.tokens * busy / share if known else 0.0
         best, highest = members[0], float("-inf")
         for member in members:
             depth = member.holdings.depth(blocks) if blocks else 0
             saved = prompt.tokens_until(depth) - common if depth > shared else 0.0
             score = saved - member.work_tokens
-            if member.recent > share:
+            if weight and member.recent > share:
                 score -= weight * (member.recent - share)
             if score > highest or (score == highest and member.holdings.clock < best.holdings.clock):
                 best, highest = member, score

@@ -89,7 +89,7 @@ class ModelPool:
 
     def pump_soon(self) -> None:
         """Give on what waits, once the current work of the loop is done: connections are free by then."""
-        if self.queue and not self._pumping:
+        if self.queue.count and not self._pumping:
             self._pumping = True
             self._loop.call_soon(self._pump)
 

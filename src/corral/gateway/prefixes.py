@@ -64,15 +64,16 @@ class Holdings:
 
     def depth(self, blocks: list[int]) -> int:
         """How many of a prompt's first places it holds; who holds one holds all before it."""
-        since = self.clock - self.capacity_tokens
+        since, young, old = self.clock - self.capacity_tokens, self._young, self._old
         low, high = 0, len(blocks)
+        middle = high - 1  # a prompt is often held to its last place
         while low < high:
-            middle = (low + high) // 2
-            touched = self._touched(blocks[middle])
+            touched = young.get(blocks[middle]) or old.get(blocks[middle])
             if touched is not None and touched >= since:
                 low = middle + 1
             else:
                 high = middle
+            middle = (low + high) // 2
         return low
 
     def hold(self, blocks: list[int], computed_tokens: float) -> None:
@@ -112,21 +113,20 @@ class SharedBeginnings:
         self._before: dict[int, int] = {}
         self._requests = self._before_requests = 0
 
-    def note(self, blocks: list[int]) -> None:
+    def note(self, blocks: list[int], members: int) -> int:
+        """Count a prompt; how many of its first places are shared so widely that all members come to hold them."""
         if self._requests >= WINDOW:
             self._before, self._before_requests, self._now, self._requests = self._now, self._requests, {}, 0
-        self._requests += 1
-        counts = self._now
-        for block in blocks:
-            counts[block] = counts.get(block, 0) + 1
-
-    def depth(self, blocks: list[int], members: int) -> int:
-        """How many of a prompt's first places are shared so widely that all members come to hold them."""
         requests = self._requests + self._before_requests
-        if requests < FEWEST or members < 2:
-            return 0
-        least = requests * min(SHARED_BY, 1 - 1 / members)
-        for depth, block in enumerate(blocks):
-            if self._now.get(block, 0) + self._before.get(block, 0) <= least:
-                return depth
-        return len(blocks)
+        self._requests += 1
+        now, before = self._now, self._before
+        known = requests >= FEWEST and members > 1
+        least = requests * min(SHARED_BY, 1 - 1 / members) if known else float("inf")
+        shared, wide = 0, True
+        for block in blocks:
+            seen = now.get(block, 0)
+            now[block] = seen + 1
+            if wide:
+                wide = seen + before.get(block, 0) > least
+                shared += wide
+        return shared

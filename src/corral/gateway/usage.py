@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = ["TAIL_BYTES", "AnswerUsage", "find_usage"]
 
 TAIL_BYTES = 4096
-_PROMPT = re.compile(rb'"prompt_tokens":\s*(\d{1,9})')
-_OUTPUT = re.compile(rb'"completion_tokens":\s*(\d{1,9})')
-_CACHED = re.compile(rb'"cached_tokens":\s*(\d{1,9})')
+_number = re.compile(rb"\s*(\d{1,9})").match
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerUsage:
+class AnswerUsage(NamedTuple):
     """Tokens of one answer."""
 
     prompt_tokens: int
@@ -27,8 +24,15 @@ def find_usage(tail: bytes) -> AnswerUsage | None:
     at = tail.rfind(b'"usage":')
     if at < 0:
         return None
-    part = tail[at:]
-    prompt, output, cached = _PROMPT.search(part), _OUTPUT.search(part), _CACHED.search(part)
+    prompt = _after(tail, b'"prompt_tokens":', at)
     if prompt is None:
         return None
-    return AnswerUsage(int(prompt[1]), int(output[1]) if output else 0, int(cached[1]) if cached else None)
+    return AnswerUsage(
+        prompt, _after(tail, b'"completion_tokens":', at) or 0, _after(tail, b'"cached_tokens":', at)
+    )
+
+
+def _after(tail: bytes, name: bytes, since: int) -> int | None:
+    at = tail.find(name, since)
+    found = _number(tail, at + len(name)) if at >= 0 else None
+    return int(found[1]) if found else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from corral.http1.reading import Headers
 from corral.proxy.forwarding import forwarded
@@ -13,8 +13,7 @@ _WITH_BODY = frozenset((b"POST", b"PUT", b"PATCH"))
 OWN = frozenset((b"host", b"content-length", b"expect"))  # said anew
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """A whole request."""
 
     method: bytes
