@@ -24,7 +24,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def test_jobs_follow_the_load_and_no_request_fails(cluster: Cluster) -> None:
     endpoint = start_fleet(cluster, MOST)
-    load = Load(cluster, steps((25.0, 1.8 * PER_MEMBER)))
+    load = Load(cluster, steps((18.0, 1.8 * PER_MEMBER)))
     run(load.run(endpoint))
     assert load.failures == []
     assert len(load.waits) == len(load.due)
@@ -34,4 +34,4 @@ def test_jobs_follow_the_load_and_no_request_fails(cluster: Cluster) -> None:
     grown = [event["wanted"] for event in told if "would wait" in event["text"]]
     assert grown
     assert max(grown) <= MOST
-    assert "were enough for" in told[-1]["text"]
+    assert "enough for" in told[-1]["text"]

@@ -70,6 +70,8 @@ def test_a_fleet_has_one_name_and_changes_its_size_under_streams(answering: Corr
     assert answering("complete", "-d", "herd", "Hello").code == 0
     variables = answering("env", "herd", "--json").json()
     assert variables["OPENAI_BASE_URL"] == f"{endpoint.root}/v1"
+    lines = answering("top", "--json").json()
+    assert [line["name"] for line in lines] == ["herd", *(f"herd-{n}" for n in range(1, 5))]
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"row {n}"}) + "\n" for n in range(20)))
     batch = answering("batch", str(rows), "-o", str(tmp_path / "out.jsonl"), "-d", "herd")

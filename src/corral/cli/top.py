@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import sys
 import time
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,7 +13,7 @@ import click
 
 from corral.cli.duration import Duration
 from corral.cli.screen import print_json, print_table
-from corral.errors import NotFoundError
+from corral.errors import CorralError, NotFoundError
 
 if TYPE_CHECKING:
     from corral.client.endpoint import Endpoint
@@ -53,22 +55,33 @@ def command(
 
 
 def _servers(names: tuple[str, ...], urls: tuple[str, ...], key_file: str | None) -> list[tuple[str, Endpoint]]:
-    from corral.deployment.state import State
-    from corral.lifecycle import deployments
     from corral.lifecycle.resolve import ready_endpoint, server_at
 
     if names or urls:
         named = [(name, ready_endpoint(name)) for name in names]
         return named + [(_without_scheme(url), server_at(url, key_file)) for url in urls]
-    ready = [status for status in deployments.statuses() if status.state is State.READY]
-    found = [(status.name, status.endpoint) for status in ready if status.endpoint is not None]
-    if not found:
-        import os
-
-        if os.environ.get("OPENAI_BASE_URL"):
-            endpoint = server_at(None, key_file)
-            return [(_without_scheme(endpoint.root), endpoint)]
+    found = _all_ready()
+    if not found and os.environ.get("OPENAI_BASE_URL"):
+        endpoint = server_at(None, key_file)
+        return [(_without_scheme(endpoint.root), endpoint)]
     return found
+
+
+def _all_ready() -> list[tuple[str, Endpoint]]:
+    """Each fleet before its members, as its gateway sees it; then what belongs to no fleet."""
+    from corral.deployment.fleet import FleetFolder, living_fleets
+    from corral.deployment.state import State
+    from corral.lifecycle import deployments
+    from corral.lifecycle.resolve import fleet_endpoint
+
+    ready = [status for status in deployments.statuses() if status.state is State.READY]
+    left = {status.name: status.endpoint for status in ready if status.endpoint is not None}
+    found = []
+    for fleet in living_fleets():
+        with contextlib.suppress(CorralError, OSError):  # no gateway of it runs now
+            found.append((fleet.name, fleet_endpoint(FleetFolder.of(fleet.name))))
+        found += [(member.name, left.pop(member.name)) for member in fleet.members if member.name in left]
+    return found + list(left.items())
 
 
 def _without_scheme(url: str) -> str:

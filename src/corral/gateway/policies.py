@@ -1,10 +1,10 @@
 """Who gets a request: four policies, each a choice among the members that can take it. No clocks, no connections.
 
-`prefix`: the member with the highest of (prompt tokens that it need not compute) minus (work that it has outstanding
-beyond the others), both in tokens. A beginning that nearly every request has counts for nobody, so that a common
-system prompt does not draw all requests to who saw it first. Who got more than its share of the last requests, while
-the others had work too, is left aside little by little: a hot prefix then spreads before its holder is full. Of
-equals, who has computed least so far.
+`prefix`: the member with the highest of (prompt tokens that it need not compute, and half as much again) minus (work
+that it has outstanding), both in tokens. A beginning that nearly every request has counts for nobody, so that a
+common system prompt does not draw all requests to who saw it first. Who got more than its share of the last
+requests, while the others had work too, is left aside little by little: a hot prefix then spreads before its holder
+is full. Of equals, who has computed least so far.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Policy(Protocol):
     def choose(self, members: Sequence[M], prompt: RoutedPrompt) -> M: ...
 
 
-EVEN = 1.1  # of its share of the last requests: chance alone makes such differences
+SAVED = 1.5  # what a saved token weighs beside one of work: of the work that is outstanding, some is done already
+EVEN = 1.05  # of its share of the last requests: chance alone makes such differences
 STEEPNESS = 8.0  # prompts that a share of twice the mean weighs
 MEMORY = 64  # requests of each member that count as the last ones
 FEW = 16  # requests of each member, before which shares are chance
@@ -81,7 +82,7 @@ class PrefixPolicy:
         for member in members:
             depth = member.holdings.depth(blocks) if blocks else 0
             saved = prompt.tokens_until(depth) - common if depth > shared else 0.0
-            score = saved - member.work_tokens
+            score = SAVED * saved - member.work_tokens
             if weight and member.recent > share:
                 score -= weight * (member.recent - share)
             if score > highest or (score == highest and member.holdings.clock < best.holdings.clock):

@@ -27,9 +27,7 @@ def find_usage(tail: bytes) -> AnswerUsage | None:
     prompt = _after(tail, b'"prompt_tokens":', at)
     if prompt is None:
         return None
-    return AnswerUsage(
-        prompt, _after(tail, b'"completion_tokens":', at) or 0, _after(tail, b'"cached_tokens":', at)
-    )
+    return AnswerUsage(prompt, _after(tail, b'"completion_tokens":', at) or 0, _after(tail, b'"cached_tokens":', at))
 
 
 def _after(tail: bytes, name: bytes, since: int) -> int | None:
