@@ -55,7 +55,7 @@ def test_a_capacity_is_believed_once_requests_have_waited(folder: FleetFolder) -
     decision = pacer.decide(FLEET, {}, FULL_S)
     assert decision is not None
     assert decision.wanted == 5  # 4,000 tokens/s and 52,000 to be done, at 900 each, for nine minutes
-    assert "another one comes in 60 s" in decision.why
+    assert "another takes 60 s to start" in decision.why
     later = Pacer(folder)  # a keeper that was started again knows it
     assert later.capacity == pytest.approx(900.0)
     assert later.lead_s == 60.0
