@@ -99,3 +99,16 @@ def test_the_form_offers_models_and_hardware() -> None:
     assert "llama-3.1-8b" in found["models"]
     assert {"H100-SXM", "T4"} <= {kind["name"] for kind in found["kinds"]}
     assert found["here"]["label"]
+
+
+def test_this_machine_without_a_gpu_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is known of a CPU machine's storage: the plan says so by leaving it out."""
+    from corral.hardware.inventory import Inventory
+
+    here = Inventory(None, 1, 1, 8 << 30, cpu_cores=4, host_memory_bytes=16 << 30, host_available_bytes=8 << 30,
+                     source="probed")  # fmt: skip
+    monkeypatch.setattr("corral.console.plans.probe", lambda: here)
+    found = planned(model="smollm2", goal="balanced")
+    assert found["fits"]
+    assert not found["memory"]["per_gpu"]
+    assert [one["name"] for one in found["figures"] if not one["because"]] == []

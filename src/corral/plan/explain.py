@@ -116,4 +116,5 @@ def _speed(plan: Plan) -> Iterator[str]:
     yield f"  together       {rounded(s.throughput_tokens_per_s or 0)} tokens/s at {s.concurrency} requests"
     yield f"  first token    {s.ttft_s:g} s after {s.prompt_tokens} prompt tokens, alone"
     yield f"  basis          {s.basis}"
-    yield f"  load           {s.load_s:g} s: {load_words(s)}"
+    if s.load_s is not None:
+        yield f"  load           {s.load_s:g} s" + (f": {load_words(s)}" if s.storage_gb_s else "")

@@ -1,0 +1,312 @@
+"""Playground, Plan and Runs in a real browser, against the fake server and real folders.
+
+One browser and one console for the file. `CORRAL_GOLDEN=write` makes the pictures of docs/ anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import expect, sync_playwright
+
+from corral.fake import FakeOptions, FakeServer, Pace
+from tests.conftest import ROOT
+from tests.skips import NO_BROWSER
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+HOSTILE = "<img src=x onerror=document.title='owned'><script>document.title='owned'</script>"
+PICTURES = ROOT / "docs" / "pictures"
+expect.set_options(timeout=30_000)
+
+
+@dataclass
+class Lab:
+    """A console with something to show, and the page that shows it."""
+
+    page: Any
+    folder: Path
+    server: FakeServer
+    complaints: list[str]
+
+    def open(self, where: str) -> Any:
+        self.page.goto("about:blank")
+        self.page.goto(f"{self.url}/#/{where}")
+        return self.page
+
+    url: str = ""
+
+    def picture(self, name: str) -> None:
+        if os.environ.get("CORRAL_GOLDEN") == "write":
+            from PIL import Image
+
+            PICTURES.mkdir(exist_ok=True)
+            path = PICTURES / f"console-{name}.png"
+            self.page.evaluate("document.getElementById('host').textContent = ''")
+            self.page.screenshot(path=path)
+            with Image.open(path) as image:
+                image.convert("RGB").quantize(256).save(path, optimize=True)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if found is None:
+        pytest.skip(NO_BROWSER)
+    with sync_playwright() as play:
+        running = play.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        yield running
+        running.close()
+
+
+def corral(env: dict[str, str], folder: Path, *words: str) -> None:
+    command = [sys.executable, "-m", "corral", *words]
+    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode in (0, 1), done.stderr
+
+
+def measured(env: dict[str, str], folder: Path, server: FakeServer) -> None:
+    """Two runs, a sweep, and a batch with failures, made by the commands a user types."""
+    lengths = ("--input-len", "32", "--output-len", "16")
+    corral(env, folder, "bench", "run", "--concurrency", "4", "--num-prompts", "60", "--name", "before", *lengths)
+    corral(env, folder, "bench", "run", "--concurrency", "8", "--num-prompts", "60", "--name", "after", *lengths)
+    corral(
+        env, folder, "bench", "sweep", "--concurrency", "1,4,16", "--num-prompts", "32", "--name", "sweep", *lengths
+    )
+    rows = [{"id": f"r{n}", "prompt": f"row {n} {'cursed ' + HOSTILE if n % 6 == 0 else 'fine'}"} for n in range(30)]
+    (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    server.set_faults("status:code=400,match=cursed,message=<b onclick=alert(1)>no</b>")
+    corral(env, folder, "batch", "run", "in.jsonl", "-o", "answers.jsonl")
+    server.set_faults()
+
+
+@pytest.fixture(scope="module")
+def lab(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    folder = tmp_path_factory.mktemp("lab")
+    pace = Pace(ttft_s=0.02, itl_s=0.004, jitter=0.4)
+    with FakeServer(FakeOptions(pace=pace, answer_tokens=(24, 40))) as server:
+        env = {
+            "CORRAL_HOME": str(folder / "home"),
+            "HOME": str(folder),
+            "PATH": "/usr/bin:/bin",
+            "HF_HUB_OFFLINE": "1",
+        }
+        env |= {"OPENAI_BASE_URL": f"{server.url}/v1", "OPENAI_API_KEY": "none"}
+        measured(env, folder, server)
+        command = [sys.executable, "-m", "corral", "console", "--no-open", "--json", "--port", "0"]
+        console = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+        try:
+            assert console.stdout is not None
+            told = json.loads(console.stdout.readline())
+            context = browser.new_context(viewport={"width": 1280, "height": 900})
+            page = context.new_page()
+            made = Lab(page, folder, server, [], told["url"])
+            page.on("console", lambda message: made.complaints.append(message.text))
+            page.on("pageerror", lambda error: made.complaints.append(str(error)))
+            page.goto(told["link"])
+            yield made
+            context.close()
+        finally:
+            console.terminate()
+            console.communicate(timeout=60)
+
+
+def ask(page: Any, text: str, lanes: int = 1) -> None:
+    page.get_by_label("Prompt", exact=True).fill(text)
+    page.get_by_role("button", name="Send").click()
+    expect(page.locator(".answered p", has_text="ended by")).to_have_count(lanes)
+
+
+def test_a_chat_is_streamed_coloured_and_branched(lab: Lab) -> None:
+    page = lab.open("play")
+    ask(page, "Tell me of Tokyo.")
+    tokens = page.locator(".answer .token[role=button]")
+    expect(tokens.nth(3)).to_be_visible()
+    colours = tokens.evaluate_all("all => new Set(all.map(one => one.className)).size")
+    assert colours > 2
+    tokens.nth(2).hover()
+    panel = page.locator(".alternatives")
+    expect(panel.locator("tbody tr")).not_to_have_count(0)
+    expect(panel).to_contain_text("log-probability")
+    lab.picture("playground")
+    before = tokens.evaluate_all("all => all.slice(0, 2).map(one => one.textContent).join('')")
+    tokens.nth(2).click()
+    other = panel.locator("tr:not(.own) button").first
+    taken = other.locator("code").text_content()
+    other.click()
+    expect(page.locator(".answered")).to_contain_text("2 of 2")
+    expect(page.locator(".answered p", has_text="ended by")).to_have_count(1)
+    expect(tokens.nth(3)).to_be_visible()
+    branched = tokens.evaluate_all("all => all.slice(0, 3).map(one => one.textContent)")
+    assert "".join(branched[:2]) == before
+    assert branched[2].replace(" ", "·") == taken
+    page.get_by_role("button", name="The answer before").click()
+    expect(page.locator(".answered")).to_contain_text("1 of 2")
+    assert lab.complaints == []
+
+
+def test_alternatives_are_reached_by_keys(lab: Lab) -> None:
+    page = lab.open("play")
+    ask(page, "Tell me of Kyoto.")
+    first = page.locator(".answer .token[tabindex='0']")
+    first.focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("dialog", name="Alternatives")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.locator(".alternatives")).to_have_count(0)
+
+
+def test_the_request_is_shown_as_curl_and_python(lab: Lab) -> None:
+    page = lab.open("play")
+    page.get_by_text("Settings", exact=True).click()
+    page.get_by_label("temperature").fill("0.25")
+    page.get_by_label("Prompt", exact=True).fill("Say it's so.")
+    page.get_by_text("The request as curl and Python").click()
+    expect(page.locator("pre.log").nth(0)).to_contain_text('"temperature": 0.25')
+    expect(page.locator("pre.log").nth(1)).to_contain_text("temperature=0.25")
+    expect(page.locator("pre.log").nth(0)).to_contain_text("Bearer $OPENAI_API_KEY")
+
+
+def test_two_settings_side_by_side(lab: Lab) -> None:
+    page = lab.open("play")
+    page.get_by_label("two side by side").check()
+    right = page.get_by_role("region", name="right")
+    right.get_by_text("Settings", exact=True).click()
+    right.get_by_label("temperature").fill("1.5")
+    ask(page, "Compare yourselves.", lanes=2)
+    texts = [page.get_by_role("region", name=name).locator(".answer").text_content() for name in ("left", "right")]
+    assert texts[0] != texts[1]
+    lab.picture("side-by-side")
+
+
+def test_a_prompt_as_a_heat_map_stays_text(lab: Lab) -> None:
+    page = lab.open("play")
+    page.get_by_label("Kind of request").select_option("completion")
+    page.get_by_label("Prompt", exact=True).fill(f"San Francisco is a city. {HOSTILE}")
+    page.get_by_role("button", name="Prompt heat map").click()
+    heat = page.get_by_role("region", name="Prompt heat map")
+    expect(heat).to_contain_text("perplexity")
+    expect(heat.locator(".answer")).to_contain_text("onerror")
+    assert heat.locator("img, script").count() == 0
+    ask(page, HOSTILE)
+    assert page.title() != "owned"
+    assert page.locator("main img, main script").count() == 0
+
+
+def test_a_refusal_says_what_to_do(lab: Lab) -> None:
+    page = lab.open("play")
+    page.get_by_text("Settings", exact=True).click()
+    page.get_by_label("temperature").fill("9")
+    page.get_by_label("Prompt", exact=True).fill("x")
+    page.get_by_role("button", name="Send").click()
+    expect(page.locator(".answered .problem")).to_contain_text(re.compile("temperature cannot be 9", re.IGNORECASE))
+    expect(page.locator(".answered .problem")).to_contain_text("0 to 2")
+    lab.complaints.clear()  # the browser tells of the 400
+
+
+def test_what_is_saved_is_loaded_again(lab: Lab) -> None:
+    page = lab.open("play")
+    ask(page, "Remember this.")
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Save…").click()
+    saved = lab.folder / "playground.json"
+    download.value.save_as(saved)
+    held = json.loads(saved.read_text())
+    assert [one["role"] for one in held["lanes"][0]["messages"]] == ["user", "assistant"]
+    page.get_by_role("button", name="New").click()
+    expect(page.locator(".said")).to_have_count(0)
+    page.locator("input[type=file]").set_input_files(saved)
+    expect(page.locator(".said")).to_have_text("Remember this.")
+    assert page.evaluate("localStorage.length + sessionStorage.length") == 0
+
+
+def test_a_plan_follows_the_sliders(lab: Lab) -> None:
+    page = lab.open("plan")
+    page.get_by_label("Model").fill("llama-3.1-70b")
+    page.get_by_label("Hardware").select_option("H100-SXM")
+    page.get_by_role("slider", name="GPUs in a node").fill("2")
+    verdict = page.get_by_role("region", name="Verdict")
+    expect(verdict).to_contain_text("4 × H100-SXM")
+    expect(verdict.locator(".tag")).to_have_text("fits")
+    bar = page.locator(".memory .part")
+    expect(bar.first).to_be_visible()
+    assert all(width > 0 for width in bar.evaluate_all("all => all.map(one => one.offsetWidth)"))
+    figures = page.locator(".figure")
+    reasons = figures.evaluate_all("all => all.map(one => one.querySelector('p.dim').textContent)")
+    assert len(reasons) > 7
+    assert all(reasons)
+    expect(page.get_by_role("region", name="Commands")).to_contain_text("corral up llama-3.1-70b")
+    page.get_by_text("Table of alternatives").click()
+    expect(page.locator("details[open] tbody tr").first).to_be_visible()
+    page.evaluate("scrollTo(0, 0)")
+    lab.picture("plan")
+    assert lab.complaints == []
+
+
+def test_a_plan_that_does_not_fit_names_what_would(lab: Lab) -> None:
+    page = lab.open("plan")
+    page.get_by_label("Model").fill("llama-3.1-405b")
+    page.get_by_label("Hardware").select_option("A100-80")
+    verdict = page.get_by_role("region", name="Verdict")
+    expect(verdict.locator(".tag.bad")).to_have_text(re.compile("does not fit"))
+    expect(verdict).to_contain_text("Nearest that would fit")
+    expect(page.locator(".memory .edge")).to_be_visible()
+    lab.picture("plan-refused")
+    page.get_by_label("Model").fill("no-such-model")
+    expect(page.locator(".problem")).to_be_visible()
+    lab.complaints.clear()
+
+
+def test_runs_are_listed_compared_and_overlaid(lab: Lab) -> None:
+    page = lab.open("runs")
+    for name in ("before", "after"):
+        page.get_by_label(f"Compare {name}").check()
+    page.get_by_role("button", name="Compare two runs").click()
+    expect(page.get_by_role("heading", name="before against after")).to_be_visible()
+    expect(page.locator(".chart canvas").first).to_be_visible()
+    expect(page.locator("main")).to_contain_text("load.concurrency")
+    assert set(page.locator("td .tag").all_text_contents()) <= {"noise", "better", "worse"}
+    legend = page.locator(".chart").first.locator(".u-legend")
+    expect(legend).to_contain_text("before")
+    expect(legend).to_contain_text("after")
+    assert lab.complaints == []
+
+
+def test_a_sweep_is_drawn_by_load(lab: Lab) -> None:
+    page = lab.open("runs/run/sweep")
+    expect(page.locator(".chart canvas")).to_have_count(4)
+    page.get_by_role("link", name="concurrency 16").click()
+    expect(page.get_by_role("heading", name="sweep/p03")).to_be_visible()
+    assert lab.complaints == []
+
+
+def test_the_failures_of_a_batch_are_grouped_and_its_rows_read(lab: Lab) -> None:
+    page = lab.open("runs")
+    page.get_by_role("link", name=re.compile(r"answers\.jsonl")).click()
+    expect(page.locator("main")).to_contain_text("30 of 30 rows done, 5 failed")
+    expect(page.locator("table.rows tbody tr")).to_have_count(25)
+    page.get_by_role("button", name="Show").click()
+    expect(page.locator("table.rows tbody tr")).to_have_count(5)
+    expect(page.locator("table.rows")).to_contain_text("<b onclick=alert(1)>no</b>")
+    assert page.locator("main b, main img, main script").count() == 0
+    assert lab.complaints == []
+
+
+@pytest.mark.parametrize("where", ["play", "plan", "runs", "runs/run/sweep", "runs/compare/before/after"])
+def test_nothing_is_cut_off_at_any_width(lab: Lab, where: str) -> None:
+    page = lab.open(where)
+    expect(page.locator("main h1")).to_be_visible()
+    for width in (1000, 2500):
+        page.set_viewport_size({"width": width, "height": 1000})
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+    page.set_viewport_size({"width": 1280, "height": 900})
