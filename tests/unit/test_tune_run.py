@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from corral.bench.spec import Spec, Workload
+from corral.client.metrics import Reading
+from corral.deployment.folder import DeploymentFolder
 from corral.errors import NotFoundError, UsageError
 from corral.hardware.inventory import parse_gpus
 from corral.lifecycle.bringup import Wish
+from corral.lifecycle.deployments import Record
 from corral.models.facts import read_facts
-from corral.plan import make_plan
+from corral.plan import Goal, make_plan
+from corral.processes import Identity
+from corral.record import dump_json
 from corral.tune import tuner
+from corral.tune.baselines import BASELINES, baseline_knobs
 from corral.tune.knobs import base_wish, knobs_for, tuned_wish
 from corral.tune.objective import Objective, ObjectiveKind
 from corral.tune.page import html_page, tune_lines
 from corral.tune.presets import workload_of
-from corral.tune.race import Purpose, Race, RaceEnd, RaceResult, Trial, TrialOrder, verdict
+from corral.tune.race import Purpose, Race, RaceEnd, RaceResult, Trial, TrialOrder, next_order, verdict
+from corral.tune.seen import SeenLoad, seen_load
 from corral.tune.setups import BASE, Knob, Setup
 from corral.tune.store import TuneRun, TuneSpec, find_run, new_run
+from tests.tiny_llama import make_tiny_llama
 from tests.unit.conftest import Corral, in_process
 
 KNOBS = (Knob("max_num_seqs", ("256", "64")), Knob("max_num_batched_tokens", ("4096",)))
@@ -166,3 +175,75 @@ def test_an_unfinished_run_keeps_the_base() -> None:
     found = verdict(Race(KNOBS, 30, 1, 10), trials)
     assert found.outcome is RaceEnd.UNFINISHED
     assert found.best == BASE
+
+
+@pytest.mark.usefixtures("clean_home")
+def test_a_deployment_is_tuned_as_it_was_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("corral.cli.tune.tune", lambda run, _: verdict(run.spec.race, []))
+    model = make_tiny_llama(tmp_path / "tiny")
+    folder = DeploymentFolder.of("served")
+    folder.path.mkdir(parents=True)
+    words = ("up", str(model), "--name", "served", "--port", "8123", "--context", "512", "--set", "eager=true",
+             "--env", "A=1", "--", "--max-num-seqs", "4")  # fmt: skip
+    record = Record("served", "x", "tiny", "tiny", "local", 0.0, Identity(1, "here", "boot", 1), words=words)
+    folder.record.write_text(dump_json(record))
+    corral = in_process(capsys, "tune")
+    code, _, err = corral(
+        "--deployment", "served", "--budget", "1s", "--measure", "1", "--set", "api_servers=1", "--name", "r"
+    )
+    spec = find_run("r").spec
+    assert (spec.model, spec.wish.model) == (str(model), str(model))
+    assert (spec.wish.name, spec.wish.port) == (None, None)  # it may still run
+    assert spec.wish.goal.context == 512
+    assert dict(spec.wish.fixed) == {"eager": "true", "api_servers": "1", "max_num_seqs": "4"}
+    assert spec.wish.extra_env == {"A": "1"}
+    assert "given max_num_seqs" in {knob.name for knob in spec.race.knobs}
+    assert corral("tiny", "--deployment", "served")[0] == 2
+    assert corral()[0] == 2
+    folder.record.write_text(dump_json(replace(record, words=())))
+    code, _, err = corral("--deployment", "served")
+    assert code == 2
+    assert "how 'served' was started is not known" in err
+    code, _, err = corral("--deployment", "served", "--workload", "chat", "--input-len", "3")
+    assert code == 2
+    code, _, err = corral("tiny", "--workload", "seen")
+    assert "--workload seen needs a deployment" in err
+
+
+def test_what_a_deployment_saw_is_lengths_and_a_rate() -> None:
+    found = Reading(
+        0.0, prompt_tokens=40_000, generated_tokens=6_400, finished=100, prefix_queries=40_000, prefix_hits=10_000
+    )
+    load = seen_load(found, "x", 50.0)
+    assert load == SeenLoad(100, 400, 64, 100, 2.0)
+    shared = load.workload(False, 7)
+    assert (shared.dataset, shared.input_len, shared.output_len, shared.prefix_len) == (
+        "prefix_repetition",
+        400,
+        64,
+        100,
+    )
+    assert replace(load, shared_tokens=3).workload(False, 7).dataset == "random"
+    with pytest.raises(UsageError, match="has answered 3 requests: too few"):
+        seen_load(replace(found, finished=3), "x", 50.0)
+
+
+def test_baselines_are_setups_of_their_own() -> None:
+    wish = base_wish(Wish(model="llama-3.1-8b", fixed={"max_num_seqs": "64"}))
+    plan = make_plan(read_facts("llama-3.1-8b", offline=True), parse_gpus("1xH200"), wish.goal, wish.fixed)
+    knobs = (*baseline_knobs(plan, wish, BASELINES), Knob("max_num_seqs", ("128",)))
+    stock, ocean = (tuned_wish(wish, knobs, BASE.with_(knob.name, knob.values[0])) for knob in knobs[:2])
+    assert (stock.fixed["max_num_seqs"], stock.fixed["api_servers"], stock.fixed["eager"]) == ("1024", "1", "false")
+    assert (ocean.fixed["eager"], ocean.fixed["dtype"], ocean.fixed["max_model_len"]) == ("true", "fp16", "8192")
+    assert ocean.extra_args == ("--no-enable-chunked-prefill",)
+    longer = replace(wish, goal=Goal(context=16384))
+    assert "--max-model-len" not in baseline_knobs(plan, longer, ("digitalocean",))[0].values[0]
+    race = Race(knobs, 9_000.0, 1.0, 10.0)
+    trials: list[Trial] = []
+    while order := next_order(race, trials):
+        score = 150.0 if order.setup.choices else 100.0
+        trials.append(Trial(order.setup, order.purpose, score + len(trials) % 2, 20.0))
+    assert {knob.name for knob in knobs} <= {name for one in trials for name, _ in one.setup.choices}
+    assert all(len(one.setup.choices) < 2 for one in trials)  # compared with, not combined

@@ -16,20 +16,27 @@ from corral.cli.help_pages import GroupedCommand, WholeGroup
 from corral.cli.screen import duration, print_json, tell
 from corral.cli.target_options import target_options
 from corral.cli.token_count import TokenCount
-from corral.cli.up import wish_of
+from corral.cli.up import UpWords, read_words, wish_of
+from corral.deployment.folder import DeploymentFolder
+from corral.deployment.state import State
 from corral.errors import UsageError
 from corral.files import write_atomic
 from corral.interruption import terminated_as_interrupted
-from corral.lifecycle import bringup
+from corral.lifecycle import bringup, deployments
+from corral.lifecycle.deployments import Record
+from corral.lifecycle.successors import choose_folder
 from corral.plan.start import planned_start
 from corral.profile import load_profile
+from corral.record import load_json
 from corral.report import tables
 from corral.runtimes.base import RUNTIMES
+from corral.tune.baselines import BASELINES, baseline_knobs
 from corral.tune.knobs import base_wish, knobs_for
 from corral.tune.objective import Objective, ObjectiveKind
 from corral.tune.page import html_page, sentence, tune_lines
 from corral.tune.presets import PRESETS, workload_of
 from corral.tune.race import Race, RaceResult, Trial, TrialOrder, verdict
+from corral.tune.seen import SEEN, SeenLoad, read_seen
 from corral.tune.store import TuneRun, TuneSpec, find_run, new_run, runs_dir
 from corral.tune.tuner import fitting_knobs, tune
 
@@ -66,15 +73,17 @@ def command() -> None:
 
 @command.command("run", cls=GroupedCommand, context_settings=HELP, examples=EXAMPLES, headings={
     "The workload": ("--workload", "--input-len", "--output-len", "--chat", "--concurrency", "--request-rate"),
-    "The goal": ("--goal", "--slo", "--budget", "--measure"),
-    "The server": ("--on", "--context", "--set", "--runtime", "--runtime-option", "--env"),
+    "The goal": ("--goal", "--slo", "--baseline", "--budget", "--measure"),
+    "The server": ("--deployment", "--on", "--context", "--set", "--runtime", "--runtime-option", "--env"),
     "Options for ssh": (), "Options for SLURM": (), "Options for ssh and SLURM": (),
     "Output": ("--name", "--json", "--help"),
 })  # fmt: skip
-@click.argument("model")
+@click.argument("model", required=False)
+@click.option("-d", "--deployment", metavar="NAME", help="Begin with this deployment's model and options.")
 @click.option(
-    "--workload", metavar="NAME|FILE", help=f"{', '.join(PRESETS)}; or a file: a trace, a batch, or prompts."
-)
+    "--workload", metavar="NAME|FILE",
+    help=f"{', '.join(PRESETS)}; a file (a trace, a batch, or prompts); or seen: what --deployment was asked so far.",
+)  # fmt: skip
 @click.option("--input-len", type=click.IntRange(min=1), help="Prompt tokens (without --workload; default: 512).")
 @click.option("--output-len", type=click.IntRange(min=1), help="Output tokens (without --workload; default: 128).")
 @click.option("--chat", is_flag=True, help="Use the chat endpoint.")
@@ -86,6 +95,8 @@ def command() -> None:
 @click.option("--goal", type=click.Choice([one.value for one in ObjectiveKind]),
               help="What to optimise (default: throughput; with --slo, rate).")  # fmt: skip
 @click.option("--slo", metavar="SLOS", help="Service level to meet: ttft_p99=500ms,tpot_p99=40ms.")
+@click.option("--baseline", "baselines", multiple=True, type=click.Choice(BASELINES),
+              help="Measure these flags as well: vLLM's defaults, or DigitalOcean's.")  # fmt: skip
 @click.option(
     "--budget",
     "budget_s",
@@ -110,9 +121,16 @@ def command() -> None:
 @click.option("--json", "as_json", is_flag=True, help="The result as JSON on stdout.")
 @target_options
 @click.argument("engine_args", nargs=-1, type=click.UNPROCESSED)
-def run(model: str, run_name: str, as_json: bool, **given: Any) -> int:
+def run(model: str | None, run_name: str, as_json: bool, **given: Any) -> int:
     """Tune MODEL, or continue the run of that name. Arguments after `--` are vLLM flags to begin with."""
-    found = _existing(model) or _begun(model, run_name, given)
+    if given["deployment"] is not None:
+        if model is not None and model.startswith("-"):  # everything after -- is the engine's
+            given["engine_args"], model = (model, *given["engine_args"]), None
+        if model is not None:
+            raise UsageError("a model and --deployment were given.", "Give one of them.")
+    elif model is None:
+        raise UsageError("no model was named.", "For example: corral tune llama-3.1-8b --workload chat.")
+    found = (_existing(model) if model else None) or _begun(model, run_name, given)
     watcher = TrialLines(quiet=as_json)
     watcher.say(f"tuning run {found.name}: {found.spec.objective.words}")
     with terminated_as_interrupted():
@@ -132,20 +150,53 @@ def _existing(word: str) -> TuneRun | None:
     return find_run(word)
 
 
-def _begun(model: str, name: str, given: dict[str, Any]) -> TuneRun:
-    """A new run, with everything checked that can be checked before a start."""
-    on, arguments = given["on"], given["engine_args"]
+def _wished(model: str | None, given: dict[str, Any]) -> tuple[bringup.Wish, tuple[str, ...]]:
+    """What is tuned, by a model's name or as a deployment was started, and the vLLM flags that came with it."""
     options = ("context", "fixed", "runtime", "runtime_options", "extra_env")
     said = {key: given[key] for key in options} | {
         key: value for key, value in given.items() if key.startswith("target_option_")
     }
-    wish = base_wish(wish_of(load_profile(on), {**said, "concurrency": given["concurrency"]}, on, model, arguments))
+    on, arguments = given["on"], tuple(given["engine_args"])
+    if given["deployment"] is not None:
+        before = _started_with(choose_folder(given["deployment"]))
+        joint = {key: (*before.given[key], *said[key]) for key in ("fixed", "runtime_options", "extra_env")}
+        said = {key: value or before.given.get(key) for key, value in said.items()} | joint
+        on, model, arguments = on or before.on, before.model, (*before.engine_args, *arguments)
+    profile = load_profile(on)
+    return wish_of(profile, {**said, "concurrency": given["concurrency"]}, on, model, arguments), arguments
+
+
+def _started_with(folder: DeploymentFolder) -> UpWords:
+    """The `corral up` that a deployment was started with."""
+    words = load_json(Record, folder.record).words
+    if words[:1] != ("up",):
+        raise UsageError(
+            f"how {folder.name!r} was started is not known.", "Name its model: corral tune MODEL, with its options."
+        )
+    return read_words(words)
+
+
+def _seen(name: str) -> SeenLoad:
+    """What a deployment was asked, by its own counters."""
+    status = deployments.status(choose_folder(name))
+    if status.endpoint is None or status.state is not State.READY:
+        raise UsageError(f"{name!r} is {status.state}: what it was asked is no longer known.", "Name a --workload.")
+    return read_seen(status.endpoint, name, status.created_s + (status.timings.ready_s or 0.0))
+
+
+def _begun(model: str | None, name: str, given: dict[str, Any]) -> TuneRun:
+    """A new run, with everything checked that can be checked before a start."""
+    wish, arguments = _wished(model, given)
+    wish = base_wish(wish)
     workload = _workload(given)
     _, decision = bringup.sized(wish)
     seats = given["concurrency"] or decision.plan.seats
     objective = _objective(given, seats)
     bursts = objective.kind in (ObjectiveKind.THROUGHPUT, ObjectiveKind.COST)
     knobs = knobs_for(decision.plan, wish, arguments, bursts, workload.shares_prefixes)
+    if given["baselines"] and decision.plan.inventory.gpu is None:
+        raise UsageError("--baseline is for GPUs.", "Leave it out on a CPU.")
+    knobs = (*baseline_knobs(decision.plan, wish, given["baselines"]), *knobs)
     knobs, pruned = fitting_knobs(wish, knobs)
     for one in pruned:
         tell(f"  never started: {one.setup}: {one.because}", err=True)
@@ -159,7 +210,7 @@ def _begun(model: str, name: str, given: dict[str, Any]) -> TuneRun:
         )
         tell(f"  note: {held}", err=True)
     spec = Spec(workload, percentiles=(50.0, 90.0, 99.0), warmup=min(seats, 16))
-    return new_run(TuneSpec(model, wish, race, objective, spec, time.time()), name)
+    return new_run(TuneSpec(wish.model or decision.source.name, wish, race, objective, spec, time.time()), name)
 
 
 def _workload(given: dict[str, Any]) -> Workload:
@@ -167,6 +218,13 @@ def _workload(given: dict[str, Any]) -> Workload:
     if given["workload"]:
         if given["input_len"] or given["output_len"]:
             raise UsageError("--workload already sets the lengths.", "Leave out --input-len and --output-len.")
+        if given["workload"] == SEEN:
+            if given["deployment"] is None:
+                raise UsageError("--workload seen needs a deployment.", "Add --deployment NAME.")
+            load = _seen(given["deployment"])
+            tell(f"  seen: {load.words}", err=True)
+            given["rate"] = given["rate"] or round(load.rate, 3)
+            return load.workload(given["chat"], seed)
         return workload_of(given["workload"], given["chat"], seed)
     prompt, answer = given["input_len"] or 512, given["output_len"] or 128
     return Workload(input_len=prompt, output_len=answer, chat=given["chat"], seed=seed)

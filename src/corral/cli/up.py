@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 
@@ -187,6 +187,26 @@ def _fleet(wish: bringup.Wish, replicas: str | None, keep: bool, route: str | No
 
 def _note(text: str) -> None:
     explain("  note: ", text)
+
+
+class UpWords(NamedTuple):
+    """What a `corral up` said of the server."""
+
+    on: str | None
+    model: str | None
+    given: dict[str, Any]
+    engine_args: tuple[str, ...]
+
+
+def read_words(words: tuple[str, ...]) -> UpWords:
+    """The words of an earlier `corral up`, read again; those of a tuning run are its settings."""
+    given = dict(command.make_context("up", list(words[1:])).params)
+    on, model, arguments, run = (given.pop(name) for name in ("on", "model", "engine_args", "tuned"))
+    if model and model.startswith("-"):
+        arguments, model = (model, *arguments), None
+    if run:
+        model, given, arguments = _tuned(run, model, given, arguments)
+    return UpWords(on, model, given, tuple(arguments))
 
 
 def _tuned(

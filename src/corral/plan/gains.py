@@ -10,16 +10,16 @@ from corral.plan.candidate import Candidate, Tuning
 from corral.plan.contract import EngineSettings, Goal
 from corral.plan.speed import predict
 
-__all__ = ["gains"]
+__all__ = ["gains", "vllm_defaults"]
 
 
-def vllm_defaults(inventory: Inventory, chosen: Candidate) -> dict[str, int | bool]:
+def vllm_defaults(inventory: Inventory, replicas: int) -> dict[str, int | bool]:
     """What `vllm serve` would take where nothing is said (0.32, `EngineArgs`)."""
     large = inventory.memory_bytes_per_gpu >= 70 * GIB and not (inventory.gpu or "").startswith("A100")
     return {
         "max_num_batched_tokens": 8192 if large else 2048,
         "max_num_seqs": 1024 if large else 256,
-        "api_servers": chosen.parallel.data,
+        "api_servers": replicas,
         "stream_interval": 1,
         "eager": False,
     }
@@ -37,7 +37,7 @@ def gains(model: ModelFacts, inventory: Inventory, chosen: Candidate, goal: Goal
         return predict(*shape, goal, asked, tuning.speed).throughput_tokens_per_s or 0.0
 
     found = {}
-    for field, default in vllm_defaults(inventory, chosen).items():
+    for field, default in vllm_defaults(inventory, chosen.parallel.data).items():
         if getattr(chosen.settings, field) != default:
             other = speed(replace(chosen.settings, **{field: default}))  # type: ignore[arg-type]
             if other:

@@ -7,6 +7,7 @@ somewhere. What a plan for another value shows not to fit is never started.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -91,6 +92,10 @@ def tuned_wish(wish: Wish, knobs: Sequence[Knob], setup: Setup) -> Wish:
                 fixed[name] = value
             case KnobKind.SWITCH:
                 arguments.append(value)
+            case KnobKind.BASELINE:
+                read = read_back(shlex.split(value))
+                fixed |= read.fields
+                arguments += read.rest
             case KnobKind.WITHOUT:
                 said = name.removeprefix("given ")
                 fixed.pop(said, None)

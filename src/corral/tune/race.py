@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from corral.bench.compare import t_quantile
-from corral.tune.setups import BASE, Knob, Setup
+from corral.tune.setups import BASE, Knob, KnobKind, Setup
 
 __all__ = [
     "Gain",
@@ -246,6 +246,8 @@ def _helpful(race: Race, trials: Sequence[Trial]) -> list[tuple[float, str, str]
     base, noise = _score(trials, BASE), _noise(trials)[0]
     found = []
     for knob in race.knobs:
+        if knob.kind is KnobKind.BASELINE:
+            continue  # a whole of its own: it is compared with, not combined
         best = max(knob.values, key=lambda value: _score(trials, BASE.with_(knob.name, value)), default="")
         gain = _score(trials, BASE.with_(knob.name, best)) - base
         if gain > max(LEAST_NOISE, 0.5 * noise):

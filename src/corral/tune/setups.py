@@ -17,6 +17,7 @@ class KnobKind(enum.StrEnum):
 
     FIELD = "field"  # of the plan, as in `--set`
     SWITCH = "switch"  # of vLLM, there or not: the value is the flag itself, or empty
+    BASELINE = "baseline"  # a line of vLLM's flags, as somebody else has them
     WITHOUT = "without"  # the value is what the user gave and this leaves out
 
 

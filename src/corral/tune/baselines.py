@@ -1,0 +1,38 @@
+"""Flags of others that a run is compared with: each is one more setup of the race, measured like all the rest."""
+
+from __future__ import annotations
+
+from corral.lifecycle.bringup import Wish
+from corral.plan import Plan
+from corral.plan.gains import vllm_defaults
+from corral.tune.setups import Knob, KnobKind
+
+__all__ = ["BASELINES", "baseline_knobs"]
+
+BASELINES = ("stock", "digitalocean")
+# its documented deployment, without the split over nodes, which the plan decides
+_DIGITALOCEAN = (
+    "--enforce-eager --dtype float16 --gpu-memory-utilization 0.99 --max-num-batched-tokens 65536"
+    " --no-enable-chunked-prefill"
+)
+
+
+def baseline_knobs(plan: Plan, wish: Wish, wanted: tuple[str, ...]) -> tuple[Knob, ...]:
+    """What was asked for, as knobs whose one value is a line of flags."""
+    lines = {"stock": _stock(plan), "digitalocean": _digitalocean(wish)}
+    return tuple(Knob(f"baseline {name}", (lines[name],), KnobKind.BASELINE) for name in dict.fromkeys(wanted))
+
+
+def _stock(plan: Plan) -> str:
+    """What `vllm serve` takes where nothing is said, of all that the plan says."""
+    default = vllm_defaults(plan.inventory, plan.parallel.data)
+    return (
+        f"--max-num-seqs {default['max_num_seqs']} --max-num-batched-tokens {default['max_num_batched_tokens']}"
+        f" --api-server-count {default['api_servers']} --stream-interval 1 --gpu-memory-utilization 0.92"
+        " --no-enforce-eager --async-scheduling"
+    )
+
+
+def _digitalocean(wish: Wish) -> str:
+    context = "" if wish.goal.context or "max_model_len" in wish.fixed else " --max-model-len 8192"
+    return _DIGITALOCEAN + context
