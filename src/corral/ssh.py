@@ -15,7 +15,8 @@ import socket
 import stat
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ __all__ = [
     "check_host",
     "each",
     "read_hosts",
+    "said_meanwhile",
     "socket_folder",
     "ssh_command",
 ]
@@ -58,6 +60,18 @@ def _say_nothing(_: str) -> None:
 
 # who is told for which hosts a command waits
 WAITING: ContextVar[Callable[[str], None]] = ContextVar("WAITING", default=_say_nothing)
+
+
+@contextlib.contextmanager
+def said_meanwhile(text: str) -> Iterator[None]:
+    """Say for whom a command waits, once it has waited for a moment."""
+    timer = threading.Timer(SAY_AFTER_S, WAITING.get(), (text,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class UnknownHostError(UnreachableError):

@@ -41,7 +41,7 @@ def login(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Login]:
     names = ("login", "n1", "n2", "n3")
     with (
         Hosts(folder / "hosts", names, shared=[folder], private=[own]) as hosts,
-        Slurm(hosts) as slurm,
+        Slurm(hosts, settings={"SlurmdTimeout": "300"}) as slurm,  # as on most clusters
         logged_in(hosts, slurm, folder / "corral") as found,
     ):
         yield found
@@ -121,6 +121,22 @@ def test_cancelled_while_loading_says_so(login: Login) -> None:
     assert waiting.returncode == 8, said
     assert f"'loads' stopped: job {login.job('loads')} was cancelled" in said
     assert ": ." not in said
+
+
+def test_down_with_the_head_cut_off_does_not_wait_until_slurm_gives_it_up(login: Login) -> None:
+    """What is left is named; the same command works once the node is back."""
+    login.up("severed", "--nodes", "2", "--slurm", "nodelist=n1,n2", "--slurm", "requeue=false")
+    login.hosts.cut("n1")
+    try:
+        found = login.wait("severed", lambda now: now["state"] == "failed", 90)
+        assert found["reason"] == "node_lost"
+        done = login.corral("down", "severed")
+        assert done.returncode == 9, done.stderr
+        assert "a node does not answer" in " ".join(done.stderr.split())
+    finally:
+        login.hosts.heal("n1")
+    wait_for(lambda: login.corral("down", "severed").returncode == 0, 90, "the node is back")
+    wait_for(lambda: "corral-severed" not in login.queue(), 60, "the queue is empty")
 
 
 def test_a_killed_agent_is_named_with_its_node(login: Login) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from corral import shell, ssh
 from corral.deployment.folder import DeploymentFolder
 from corral.deployment.state import Reason, State
 from corral.errors import CorralError, DoesNotFitError, NotFoundError, UnreachableError, UsageError
@@ -30,11 +31,13 @@ from corral.slurm.commands import SlurmJob, seconds
 from corral.slurm.options import SlurmOptions, mebibytes
 from corral.slurm.script import BatchJob, batch_script, clock
 from corral.slurm.states import NOT_KNOWN, STATES, WAITS, standing
+from corral.targets import slurm as targets_slurm
 from corral.targets.base import JobState
 from corral.targets.slurm import SlurmTarget
 from corral.targets.slurm_job import Submitted
 from tests.fake_slurm import NODES, PARTITIONS, print_text
 from tests.unit.conftest import Shellcheck
+from tests.until import until
 
 GOLDEN = Path(__file__).parent / "golden"
 KEMPNER: dict[str, object] = {
@@ -183,7 +186,7 @@ def test_one_call_for_all_jobs_and_not_too_often(fake: Any) -> None:
 def test_a_controller_that_does_not_answer_is_unreachable(
     fake: Any, body: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commands.ask, "__defaults__", (0.3,))
+    monkeypatch.setattr(commands.jobs, "__defaults__", (0.3,))
     called = fake("squeue", body)
     for _ in range(3):
         with pytest.raises(UnreachableError, match="controller"):
@@ -731,6 +734,60 @@ def test_stopping_what_waits_cancels_it(fake: Any, deployed: DeploymentFolder, t
     found = deployments.stop(deployed)
     assert called.read_text() == "7\n"
     assert (found.state, found.reason) == (State.STOPPED, Reason.REQUESTED)
+
+
+def test_stopping_does_not_wait_until_slurm_gives_up_a_lost_node(
+    fake: Any, deployed: DeploymentFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agents say that a node is lost; the job stays in the queue until SLURM has given the node up."""
+    monkeypatch.setattr(targets_slurm, "LOST_PATIENCE_S", 0.0)
+    queue(fake, "RUNNING")
+    agent_says(deployed, "failed", "node_lost")
+    called = fake("scancel", "exit 0")
+    with pytest.raises(UnreachableError, match="job 7 on n1 is cancelled, but a node does not answer"):
+        deployments.stop(deployed)
+    assert called.read_text() == "7\n"
+
+
+def test_a_node_lost_while_it_stops_ends_the_wait(
+    fake: Any, deployed: DeploymentFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(targets_slurm, "LOST_PATIENCE_S", 0.0)
+    queue(fake, "RUNNING")
+    agent_says(deployed, "ready")
+    event = json.dumps({"t": time.time(), "kind": "state", "rank": 0, "state": "failed", "reason": "node_lost"})
+    called = fake("scancel", f"echo '{event}' >> {deployed.rank(0).events}")
+    with pytest.raises(UnreachableError, match="does not answer"):
+        deployments.stop(deployed)
+    assert called.read_text() == "--signal=TERM 7\n7\n"
+
+
+def test_a_status_waits_less_for_the_controller_than_down_and_both_say_so(
+    fake: Any, deployed: DeploymentFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue(fake, "PENDING")
+    told: list[str] = []
+    waited: list[float] = []
+    real = shell.run
+
+    def slow(argv: Any, timeout_s: float, *rest: Any) -> Any:
+        waited.append(timeout_s)
+        until(lambda: told, "it is said for whom it waits")
+        if argv[0] == "squeue":
+            raise UnreachableError("no answer", "")
+        return real(argv, timeout_s, *rest)
+
+    monkeypatch.setattr(commands, "run", slow)
+    monkeypatch.setattr(ssh, "SAY_AFTER_S", 0.0)
+    token = ssh.WAITING.set(told.append)
+    try:
+        assert deployments.status(deployed).state is State.UNKNOWN
+        with pytest.raises(UnreachableError, match="controller did not answer"):
+            deployments.stop(deployed)
+    finally:
+        ssh.WAITING.reset(token)
+    assert waited == [commands.LOOK_S, commands.PATIENCE_S]
+    assert told[0] == "waiting for SLURM's controller (`squeue`)"
 
 
 # ----------------------------------------------------------------------------------------------------- on the nodes

@@ -22,9 +22,11 @@ from pathlib import Path
 
 from corral.errors import CorralError, UnreachableError, UsageError
 from corral.shell import Completed, run
+from corral.ssh import said_meanwhile
 
 __all__ = [
     "LOGIN_NODE",
+    "PATIENCE_S",
     "SlurmJob",
     "ask",
     "cancel",
@@ -38,6 +40,7 @@ __all__ = [
 
 LOGIN_NODE = "Run Corral on a login node of the cluster, or set PATH to where SLURM's commands are."
 PATIENCE_S = 15.0  # for one command; a living controller answers in well under a second
+LOOK_S = 4.0  # for a look at the queue whose answer may be "unknown"; `squeue` itself gives up after some 11 s
 FRESH_S = 2.0
 LAZY_S = 30.0
 SILENCE_S = 10.0
@@ -64,7 +67,8 @@ def ask(argv: Sequence[str], timeout_s: float = PATIENCE_S) -> Completed:
     """Run one of SLURM's commands; a controller that does not answer raises `UnreachableError`."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("SQUEUE_", "SACCT_", "SINFO_"))}
     try:
-        done = run(argv, timeout_s, {**env, "SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"})
+        with said_meanwhile(f"waiting for SLURM's controller (`{argv[0]}`)"):
+            done = run(argv, timeout_s, {**env, "SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"})
     except UnreachableError:
         raise UnreachableError(
             f"SLURM's controller did not answer `{argv[0]}` within {timeout_s:g} s.", "Try again later."
@@ -108,7 +112,7 @@ def forget_answers() -> None:
         cached.at_s = float("-inf")
 
 
-def jobs() -> dict[str, SlurmJob]:
+def jobs(patience_s: float = LOOK_S) -> dict[str, SlurmJob]:
     """All of the user's jobs that the controller knows, ended ones included, by number.
 
     The answer is kept for two seconds, and longer (up to half a minute) while nothing changes.
@@ -117,7 +121,7 @@ def jobs() -> dict[str, SlurmJob]:
     cached = _cache.get(user)
     if cached and now - cached.at_s < min(LAZY_S, max(FRESH_S, (cached.at_s - cached.same_since_s) / 20)):
         return cached.jobs
-    done = _ask_queue(user)
+    done = _ask_queue(user, patience_s)
     found = {job.id: job for job in map(_job, done.stdout.splitlines()) if job}
     states = {id: (job.state, job.reason) for id, job in found.items()}
     same = cached is not None and states == {id: (job.state, job.reason) for id, job in cached.jobs.items()}
@@ -125,18 +129,19 @@ def jobs() -> dict[str, SlurmJob]:
     return found
 
 
-_silent: list[tuple[float, UnreachableError]] = []  # when the controller was last found not to answer
+# when the controller was last found not to answer, and for how long it had been waited for
+_silent: list[tuple[float, float, UnreachableError]] = []
 
 
-def _ask_queue(user: int) -> Completed:
+def _ask_queue(user: int, patience_s: float) -> Completed:
     """The queue as text; a controller that just did not answer is not asked again for each deployment of a list."""
-    if _silent and time.monotonic() - _silent[-1][0] < SILENCE_S:
-        raise _silent[-1][1]
+    if _silent and time.monotonic() - _silent[-1][0] < SILENCE_S and patience_s <= _silent[-1][1]:
+        raise _silent[-1][2]
     fields = ",".join(f"{name}:|" for name in FIELDS)
     try:
-        done = ask(["squeue", "--noheader", f"--user={user}", "--states=all", f"--Format={fields}"])
+        done = ask(["squeue", "--noheader", f"--user={user}", "--states=all", f"--Format={fields}"], patience_s)
     except UnreachableError as error:
-        _silent[:] = [(time.monotonic(), error)]
+        _silent[:] = [(time.monotonic(), patience_s, error)]
         raise
     _silent.clear()
     return done.or_raise("SLURM's queue could not be read")
@@ -160,9 +165,9 @@ def _job(line: str) -> SlurmJob | None:
     )
 
 
-def find_job(id: str) -> SlurmJob | None:
+def find_job(id: str, patience_s: float = LOOK_S) -> SlurmJob | None:
     """A job by number, also one that the controller has forgotten; None when nobody knows it any more."""
-    job = jobs().get(id)
+    job = jobs(patience_s).get(id)
     if job is not None and job.state != "CANCELLED":
         return job
     recorded = _recorded(id)
@@ -177,7 +182,7 @@ def _recorded(id: str) -> SlurmJob | None:
     for source in ([], ["-c"]):
         with contextlib.suppress(CorralError):  # neither is needed to serve a model
             argv = ["sacct", *source, "-n", "-P", "-X", "-j", id, "-o", fields]
-            done = ask([word for word in argv if not (source and word == "-X")])
+            done = ask([word for word in argv if not (source and word == "-X")], LOOK_S)
             lines = [line.split("|") for line in done.stdout.splitlines() if line.count("|") == 4]
             if done.code == 0 and lines:
                 state, code, nodes, start, end = lines[-1]

@@ -32,6 +32,7 @@ from corral.record import dump_json, load_json, to_json
 from corral.shell import run
 from corral.slurm import commands
 from corral.slurm.allocation import Allocation, find_allocation
+from corral.slurm.commands import SlurmJob
 from corral.slurm.early import refuse_lacking
 from corral.slurm.options import SlurmOptions
 from corral.slurm.script import BatchJob, batch_script
@@ -45,6 +46,7 @@ from corral.targets.slurm_job import (
     agents_of,
     clear_up,
     forgotten,
+    has_lost_a_node,
     is_over,
     look,
     submitted_job,
@@ -59,6 +61,7 @@ __all__ = ["SlurmTarget"]
 
 DEFAULT_TIME_S = 4 * 3600.0  # where neither the user nor the partition says how long
 END_PATIENCE_S = 90.0  # for a cancelled job: KillWait and epilogues
+LOST_PATIENCE_S = 5.0  # for one that has lost a node: SLURM ends it once the node answers, or is given up
 SIGNAL_EARLY_S = 60.0  # by so much SLURM may send a signal before its time, says sbatch's manual
 SIZES = (2, 3, 4, 8, 16)
 
@@ -436,16 +439,32 @@ class SlurmTarget(Declared):
             return True
         for rank in folder.ranks():
             rank.stop.touch(mode=0o600)
-        job = look(folder, submitted)
+        job = look(folder, submitted, commands.PATIENCE_S)
         if job is None or standing(job).ended:
             return True
         write_atomic(folder.job, dump_json(replace(submitted, stop_asked=True)))
-        if standing(job).state is not State.QUEUED:  # the agents take their engines down and say so
+
+        def lost() -> bool:
+            return has_lost_a_node(folder, job)
+
+        if standing(job).state is not State.QUEUED and not lost():  # the agents take their engines down and say so
             commands.cancel(submitted.id, "TERM")
-            if is_over(submitted.id, grace_s + 20):
+            if is_over(submitted.id, grace_s + 20, lost):
                 return True
         commands.cancel(submitted.id)
-        return is_over(submitted.id, END_PATIENCE_S)
+        if is_over(submitted.id, LOST_PATIENCE_S if lost() else END_PATIENCE_S):
+            return True
+        if lost():
+            raise _not_ended(job)
+        return False
+
+
+def _not_ended(job: SlurmJob) -> UnreachableError:
+    return UnreachableError(
+        f"job {job.id} on {job.nodes} is cancelled, but a node does not answer, so what runs there may go on.",
+        "All else was stopped; an agent that is cut off ends its engine by itself within seconds, and SLURM ends the"
+        " job when the node is back or given up. Run the same `corral down` again then.",
+    )
 
 
 def _renewer(deployment: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,20 @@ from corral.slurm.commands import SlurmJob
 from corral.slurm.script import NOT_SEEN
 from corral.slurm.shared_home import REMEDY
 from corral.slurm.states import JobVerdict, exit_of, standing
+from corral.ssh import said_meanwhile
 from corral.targets.base import AgentsStatus
 
-__all__ = ["Submitted", "agents_of", "clear_up", "forgotten", "is_over", "look", "submitted_job", "unasked"]
+__all__ = [
+    "Submitted",
+    "agents_of",
+    "clear_up",
+    "forgotten",
+    "has_lost_a_node",
+    "is_over",
+    "look",
+    "submitted_job",
+    "unasked",
+]
 
 RUNS = ("RUNNING", "SIGNALING", "RESIZING")
 _seen_agents: dict[str, tuple[int, int]] = {}  # the agents' file when SLURM was last asked
@@ -44,14 +56,14 @@ def submitted_job(folder: DeploymentFolder) -> Submitted | None:
     return None
 
 
-def look(folder: DeploymentFolder, submitted: Submitted) -> SlurmJob | None:
+def look(folder: DeploymentFolder, submitted: Submitted, patience_s: float = commands.LOOK_S) -> SlurmJob | None:
     """The job now; what has ended stays as it was, and news from the agents make SLURM worth asking again."""
     if submitted.last is not None and standing(submitted.last).ended:
         return submitted.last
     agents = _stamp(folder.rank(0).agent)
     if _seen_agents.get(str(folder.path)) != agents:
         commands.forget_answers()
-    job = commands.find_job(submitted.id)
+    job = commands.find_job(submitted.id, patience_s)
     _seen_agents[str(folder.path)] = agents
     return job
 
@@ -64,17 +76,27 @@ def _stamp(path: Path) -> tuple[int, int]:
     return (found.st_ino, found.st_mtime_ns)
 
 
-def is_over(id: str, patience_s: float) -> bool:
-    """Wait until the job has left its nodes."""
+def is_over(id: str, patience_s: float, hopeless: Callable[[], bool] = lambda: False) -> bool:
+    """Wait until the job has left its nodes, for so long, or until that can no longer be expected."""
     deadline = time.monotonic() + patience_s
-    while True:
-        commands.forget_answers()
-        job = commands.jobs().get(id)
-        if job is None or standing(job).ended:
-            return True
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.5)
+    with said_meanwhile(f"waiting for SLURM to end job {id}"):
+        while True:
+            commands.forget_answers()
+            job = commands.jobs(commands.PATIENCE_S).get(id)
+            if job is None or standing(job).ended:
+                return True
+            if time.monotonic() > deadline or hopeless():
+                return False
+            time.sleep(0.5)
+
+
+def has_lost_a_node(folder: DeploymentFolder, job: SlurmJob) -> bool:
+    """Whether a rank of this attempt ended for a node that fell silent; the others end by themselves, too.
+
+    SLURM keeps the job until that node answers, or is given up after SlurmdTimeout: five minutes on most clusters.
+    """
+    ends = [_last_state(rank) for rank in folder.ranks() if _is_of(rank, job)]
+    return any(state in ENDED and reason == Reason.NODE_LOST for state, reason in ends)
 
 
 def agents_of(
