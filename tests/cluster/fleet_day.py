@@ -1,6 +1,7 @@
 """A fleet's day, compressed, on a real controller: jobs that come and go with the load. As root, on simulated hosts.
 
     python -m tests.cluster.fleet_day [--seconds 240] [--seed 7] [--most 4]
+    python -m tests.cluster.fleet_day --keep     two members of three minutes each, kept beyond that by --keep
 
 Each member is a job with a stand-in engine of eight seats that takes a second for an answer. First more is asked than
 one member can do, so that the fleet has seen what one does, as a fleet has that was there the day before.
@@ -47,10 +48,10 @@ def open_cluster(folder: Path) -> Iterator[Cluster]:
         found.corral("down", "--all")
 
 
-def start_fleet(cluster: Cluster, most: int, *options: str) -> Endpoint:
-    """A fleet called `day`, of one member so far."""
+def start_fleet(cluster: Cluster, replicas: str, *options: str, time: str = "30:00") -> Endpoint:
+    """A fleet called `day`."""
     up = cluster.corral(
-        "up", str(cluster.model), "--name", "day", "--replicas", f"1..{most}", *SMALL, "--time", "30:00",
+        "up", str(cluster.model), "--name", "day", "--replicas", replicas, *SMALL, "--time", time,
         "--bind", cluster.hosts.address("login"), "--set", f"max_num_seqs={SEATS}", "--env",
         f"STREAM_TOKENS={TOKENS}", "--env", f"STREAM_ITL_MS={ITL_MS}", "--json", *options,
     )  # fmt: skip
@@ -159,14 +160,30 @@ def decisions(cluster: Cluster) -> list[dict[str, Any]]:
     return [event for event in map(json.loads, done.stdout.splitlines()) if event["kind"] == "scale"]
 
 
+def keep(cluster: Cluster) -> None:
+    """Requests without pause past the time limit of the first jobs, which others replace."""
+    endpoint = start_fleet(cluster, "2", "--keep", "--slurm", "signal_s=25", time="3:00")
+    load = Load(cluster, steps((220.0, PER_MEMBER)))
+    run(load.run(endpoint))
+    done = cluster.corral("events", "day", "--json")
+    for event in map(json.loads, done.stdout.splitlines()):
+        print(f"  {event.get('text', event['kind'])}")
+    print(f"{len(load.due):,} requests, {len(load.failures)} failed {load.failures[:2] or ''}; longest wait"
+          f" {max(load.waits):.1f} s; {load.most_jobs} jobs at most, {load.jobs[-1][1]} at the end")  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--most", type=int, default=4)
+    parser.add_argument("--keep", action="store_true")
     given = parser.parse_args()
     with TemporaryDirectory() as name, open_cluster(Path(name)) as cluster:
-        endpoint = start_fleet(cluster, given.most)
+        if given.keep:
+            keep(cluster)
+            return
+        endpoint = start_fleet(cluster, f"1..{given.most}")
         learn(cluster, endpoint)
         before = len(decisions(cluster))
         load = Load(cluster, day(given.seconds, 0.85 * given.most * PER_MEMBER, given.seed))

@@ -23,7 +23,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def test_jobs_follow_the_load_and_no_request_fails(cluster: Cluster) -> None:
-    endpoint = start_fleet(cluster, MOST)
+    endpoint = start_fleet(cluster, f"1..{MOST}")
     load = Load(cluster, steps((18.0, 1.8 * PER_MEMBER)))
     run(load.run(endpoint))
     assert load.failures == []

@@ -1,0 +1,53 @@
+"""What `corral up --replicas N --dry-run` shows: each member's own part of one machine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corral.hardware.inventory import Inventory, parse_gpus
+from corral.targets.local import LocalTarget
+from tests.tiny_llama import make_tiny_llama
+from tests.unit.conftest import in_process
+
+GIB = 1 << 30
+CPU = Inventory(None, 1, 1, 0, 8, 32 * GIB, 30 * GIB)
+
+
+def shown(
+    found: Inventory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> list[Any]:
+    """The members' launches on such a machine."""
+    monkeypatch.setenv("CORRAL_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(LocalTarget, "inventory", lambda _: found)
+    model = str(make_tiny_llama(tmp_path / "tiny"))
+    run = in_process(capsys, "up", model, "--name", "herd", "--context", "128", "--replicas", "4", "--dry-run")
+    code, out, err = run()
+    assert code == 0, err
+    launches: list[Any] = json.loads(out)
+    assert [one["deployment"] for one in launches] == [f"herd-{number}" for number in range(1, 5)]
+    return launches
+
+
+def test_members_on_one_machine_have_gpus_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = replace(parse_gpus("8xH100"), host_memory_bytes=256 * GIB, host_available_bytes=250 * GIB, cpu_cores=64)
+    launches = shown(machine, monkeypatch, tmp_path, capsys)
+    seen = [one["ranks"][0]["env"]["CUDA_VISIBLE_DEVICES"] for one in launches]
+    assert seen == ["0,1", "2,3", "4,5", "6,7"]
+    assert len({one["base_url"] for one in launches}) == 4
+
+
+def test_members_on_one_machine_have_cores_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    launches = shown(CPU, monkeypatch, tmp_path, capsys)
+    seen = [one["ranks"][0]["env"]["VLLM_CPU_OMP_THREADS_BIND"] for one in launches]
+    assert seen == ["0,1", "2,3", "4,5", "6,7"]
+    assert len({one["base_url"] for one in launches}) == 4
