@@ -42,6 +42,8 @@ SEMIFINALISTS = 4
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 6
 LEAST_NOISE = 0.01  # nobody's starts agree better
 DOUBTS = 2.0  # times the noise, within which one start does not tell two settings apart
+LOUD = 0.1  # noise, above which a combination must prove each of its settings …
+PASSENGER = 2.0  # … by so many standard errors
 CLEAR = 0.02  # an interval within ± this is "no difference" beyond doubt
 FINAL_SHARE = 0.4  # of the budget, at most, that is kept for the final
 LONGER = 2  # times a screen's measurement, from the second stage on
@@ -299,7 +301,26 @@ def _finalist(trials: Sequence[Trial]) -> Setup:
     most = max((len(_scores(trials, one)) for one in rivals), default=0)
     rivals = [one for one in rivals if len(_scores(trials, one)) == most]
     best = max(rivals, key=lambda one: _score(trials, one), default=BASE)
+    best = _plainest(trials, best)
     return best if _score(trials, best) > _score(trials, BASE) else BASE
+
+
+def _plainest(trials: Sequence[Trial], best: Setup) -> Setup:
+    """The same without settings that are not shown to add anything.
+
+    Where starts differ much, chance puts other passengers into the best combination in each run. Where they differ
+    little, a setting in doubt costs nothing, and small gains would be lost.
+    """
+    noise, _ = _noise(trials)
+    if noise <= LOUD:
+        return best
+    count = len(_scores(trials, best))
+    for one in sorted(_setups(trials), key=lambda one: (len(one.choices), -_score(trials, one))):
+        if one != BASE and one.choices and set(one.choices) < set(best.choices) and _scores(trials, one):
+            doubt = PASSENGER * noise * math.sqrt(1 / count + 1 / len(_scores(trials, one)))
+            if _score(trials, one) >= _score(trials, best) - doubt:
+                return one
+    return best
 
 
 def _final(trials: Sequence[Trial]) -> Setup | None:
