@@ -17,7 +17,7 @@ from corral.client.client import Client
 from corral.client.errors import error_from_status
 from corral.node.exposition import Sample, samples
 
-__all__ = ["Load", "Reading", "cache_config", "parse", "read"]
+__all__ = ["Load", "Reading", "cache_config", "parse", "read", "read_page"]
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,12 @@ def cache_config(page: bytes) -> dict[str, str]:
 
 async def read(client: Client) -> Reading:
     """Ask a server for its metrics now."""
+    return parse(await read_page(client), time.monotonic())
+
+
+async def read_page(client: Client) -> bytes:
+    """The text of a server's metrics now."""
     page = await client.page("/metrics", timeout_s=10)
     if page.status != 200:
         raise error_from_status(page.status, page.body, None, client.endpoint.root)
-    return parse(page.body, time.monotonic())
+    return page.body

@@ -1,13 +1,140 @@
-"""The Live view: load over the last hour."""
+"""The Live view: load of every server now and over the last hour, GPUs, and batches and tunes under way.
+
+Servers are asked once a second while somebody looks; more than a few, in turn less often. What is drawn as an hour is
+what was read while somebody looked: a gap is a time without anybody.
+"""
 
 from __future__ import annotations
 
-from starlette.routing import BaseRoute
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
 
-from corral.console.desk import Desk
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
-__all__ = ["routes"]
+from corral.client.endpoint import Endpoint
+from corral.console.desk import Desk, answer, events
+from corral.console.gpus import GpuLoad, read_gpus
+from corral.console.jobs import JobProgress, Jobs
+from corral.console.newsfeed import Newsfeed
+from corral.deployment.fleet import living_fleets
+from corral.deployment.state import State
+from corral.lifecycle.deployments import statuses
+from corral.llm.top import Line, Watch
+from corral.record import to_json
+
+__all__ = ["figures_of", "routes", "sums_of"]
+
+SELDOM_S = 5.0  # between looks at what changes seldom: which servers there are, GPUs, batches
+EACH_S = 1 / 16  # beyond sixteen servers a round takes longer than a second
+ALL = "all servers"
+ADDED = ("tok_s", "prompt_s", "running", "waiting")
+WORST = ("kv", "ttft_p50", "ttft_p95", "tpot_p50", "tpot_p95")
+Figures = dict[str, float | None]
 
 
-def routes(_desk: Desk) -> list[BaseRoute]:
-    return []
+def routes(desk: Desk) -> list[Route]:
+    live = _Live(desk)
+    return [Route("/api/live/stream", live.stream), Route("/api/live/history", live.history)]
+
+
+def figures_of(line: Line) -> Figures:
+    """A server's figures by their short names."""
+    reading, load = line.reading, line.load
+    return {
+        "tok_s": load.generated_tokens_per_s if load else None,
+        "prompt_s": load.prompt_tokens_per_s if load else None,
+        "running": reading.running if reading else None,
+        "waiting": reading.waiting if reading else None,
+        "kv": reading.kv_use if reading else None,
+        "prefix": load.prefix_hit_share if load else None,
+        "ttft_p50": line.ttft_s[0],
+        "ttft_p95": line.ttft_s[1],
+        "tpot_p50": line.tpot_s[0],
+        "tpot_p95": line.tpot_s[1],
+    }
+
+
+def sums_of(each: list[Figures]) -> Figures:
+    """All servers as one: speeds and requests added up; of use and times the worst."""
+    found: Figures = {}
+    for names, joined in ((ADDED, sum), (WORST, max)):
+        for name in names:
+            known = [value for one in each if (value := one.get(name)) is not None]
+            found[name] = joined(known) if known else None
+    return found
+
+
+class _Live:
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._feed: Newsfeed[dict[str, Any]] = Newsfeed(self._look)
+        self._watch = Watch(latencies=True)
+        self._jobs = Jobs(desk.clock)
+        self._seldom_s = -1e9
+        self._servers: list[tuple[str, Endpoint]] = []
+        self._fleet_of: dict[str, str] = {}
+        self._gpus: list[GpuLoad] = []
+        self._under_way: list[JobProgress] = []
+        self._turn_s = -1e9
+        self._lines: list[Line] = []
+
+    async def stream(self, _: Request) -> Response:
+        return events(self._news())
+
+    async def _news(self) -> AsyncIterator[dict[str, Any]]:
+        values = self._feed.values()
+        try:
+            async for value in values:
+                yield value
+        finally:
+            await values.aclose()
+            if not self._feed.listeners:
+                self._seldom_s = -1e9
+                await self._watch.close()
+
+    async def history(self, request: Request) -> Response:
+        """An hour of one server's figures."""
+        name = request.query_params.get("name", ALL)
+        kept = self._desk.history
+        return answer({"name": name, "figures": {
+            figure: kept.series(f"{figure} {name}") for figure in (*ADDED, *WORST, "prefix")
+        }})  # fmt: skip
+
+    async def _look(self) -> dict[str, Any]:
+        loop_s = asyncio.get_running_loop().time()
+        if loop_s - self._seldom_s > SELDOM_S:
+            self._seldom_s = loop_s
+            await asyncio.to_thread(self._look_seldom)
+            self._watch.set(self._servers)
+        if loop_s - self._turn_s >= len(self._servers) * EACH_S - 0.1:
+            self._turn_s = loop_s
+            self._lines = await self._watch.look()
+        return self._told()
+
+    def _look_seldom(self) -> None:
+        ready = [one for one in statuses() if one.state is State.READY and one.endpoint is not None]
+        self._servers = [(one.name, one.endpoint) for one in ready if one.endpoint is not None]
+        self._fleet_of = {member.name: fleet.name for fleet in living_fleets() for member in fleet.members}
+        self._gpus = read_gpus()
+        self._under_way = self._jobs.look()
+
+    def _told(self) -> dict[str, Any]:
+        now_s = self._desk.clock()
+        figures = {line.name: figures_of(line) for line in self._lines}
+        whole = sums_of(list(figures.values()))
+        for name, one in ((ALL, whole), *figures.items()):
+            self._desk.history.add(now_s, {f"{figure} {name}": value for figure, value in one.items()})
+        for gpu in self._gpus:
+            self._desk.history.add(
+                now_s, {f"power gpu{gpu.index}": gpu.power_w, f"memory gpu{gpu.index}": gpu.used_mib}
+            )
+        rows = [
+            {"name": line.name, "model": line.model, "problem": line.problem, "fleet": self._fleet_of.get(line.name),
+             **figures[line.name]}
+            for line in self._lines
+        ]  # fmt: skip
+        return {"now_s": now_s, "servers": rows, "all": whole, "gpus": to_json(self._gpus),
+                "jobs": to_json(self._under_way)}  # fmt: skip

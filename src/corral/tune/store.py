@@ -25,7 +25,7 @@ from corral.record import dump_json, from_json, load_json, nearest, to_json
 from corral.tune.objective import Objective
 from corral.tune.race import Race, Trial
 
-__all__ = ["TuneRun", "TuneSpec", "find_run", "new_run", "runs_dir"]
+__all__ = ["TuneRun", "TuneSpec", "all_runs", "find_run", "new_run", "runs_dir"]
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,11 @@ def new_run(spec: TuneSpec, name: str = "") -> TuneRun:
     folder.mkdir(mode=0o700)
     write_atomic(folder / "tune.json", dump_json(spec))
     return TuneRun(folder)
+
+
+def all_runs() -> list[TuneRun]:
+    """Every run of this home."""
+    return [TuneRun(path.parent) for path in runs_dir().glob("*/tune.json")]
 
 
 def find_run(name: str) -> TuneRun:
