@@ -141,7 +141,7 @@ function timelines(runs) {
 }
 
 function distributions(runs) {
-  return Object.entries(NAMES).map(([metric, name]) => chart(`${name}: share of requests below`, { x: "percentile", y: "ms", lines: runs.map((one) => ({ name: one.name, x: one.distribution.percent, y: one.distribution[metric] })).filter((line) => line.y.length) }));
+  return Object.entries(NAMES).map(([metric, name]) => chart(`${name}, by percentile`, { x: "percentile", y: "ms", lines: runs.map((one) => ({ name: one.name, x: one.distribution.percent, y: one.distribution[metric] })).filter((line) => line.y.length) }));
 }
 
 function facts(one) {
