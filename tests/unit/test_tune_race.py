@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable
@@ -91,6 +92,22 @@ def test_it_beats_random_search_of_equal_cost() -> None:
         ours += true(found.best) / best_of(true)
         theirs += true(best) / best_of(true)
     assert ours > theirs + 2, (ours, theirs)  # percent points of the optimum, in the mean
+
+
+def test_it_beats_a_grid_that_is_walked_for_as_long() -> None:
+    """As `vllm bench sweep serve` walks the combinations it is given, one by one, until the time is spent."""
+    grid = [
+        Setup(tuple(sorted((knob.name, value) for knob, value in zip(KNOBS, values, strict=True) if value)))
+        for values in itertools.product(*(("", *knob.values) for knob in KNOBS))
+    ]
+    ours = theirs = 0.0
+    for seed in range(100):
+        true, chance = random_surface(seed), random.Random(seed + 2000)
+        found, trials = raced(true, seed)
+        seen = [(measured(one, Purpose.SCREEN, true, chance, False).score or 0.0, one) for one in grid[: len(trials)]]
+        ours += true(found.best) / best_of(true)
+        theirs += true(max(seen, key=lambda pair: pair[0])[1]) / best_of(true)
+    assert ours > theirs + 2, (ours, theirs)
 
 
 def test_on_a_loud_machine_the_same_choice_is_made_again() -> None:
