@@ -42,7 +42,7 @@ ROWS: list[list[str]] = [
     ["proxy", "batch", "fleet"],
     ["score", "bench", "gateway"],
     ["llm", "report"],
-    ["tune"],
+    ["tune", "simulate"],
     ["console"],
     ["cli"],
 ]
