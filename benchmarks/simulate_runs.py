@@ -1,4 +1,4 @@
-"""Fifteen short measurements of one server, for `corral simulate validate`: three to fit, twelve to hold out.
+"""Short measurements of one server, for `corral simulate validate`: three to fit, the others to hold out.
 
     python benchmarks/simulate_runs.py --set h200 --deployment NAME --into FOLDER     # about 170 s
     python benchmarks/simulate_runs.py --thin FOLDER --into RUNS.tar.gz               # what a fit needs
@@ -58,6 +58,9 @@ def h200(s: float = 7.0) -> dict[str, Spec]:
         "held-10-bursts": spec_of(s, 512, 128, rate=20.0, arrival="gamma", burstiness=0.25),
         "held-11-hard-bursts": spec_of(s, 256, 128, rate=12.0, arrival="gamma", burstiness=0.1),
         "held-12-shared-prefix": spec_of(s, 128, 64, rate=24.0, prefix_len=2048, num_prefixes=8, dataset=SHARED),
+        "held-13-rate-90": spec_of(s, 512, 128, rate=90.0),
+        "held-14-rate-110": spec_of(s, 512, 128, rate=110.0),
+        "held-15-at-once-256": spec_of(s, 256, 128, 2500, concurrency=256, range_ratio=0.5),
     }  # fmt: skip
 
 

@@ -80,6 +80,8 @@ QUICK = {
     "bench report": [],
     "bench list": [],
     "doctor": ["--quick"],
+    "simulate": ["--num-prompts", "60"],
+    "simulate validate": [],
     "tune": ["--budget", "1s", "--measure", "1"],
     "tune report": [],
     "tune last": [],

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corral.bench.spec import LoadShape, Workload, parse_slos
-from corral.simulate.engine import Engine, EngineShape, SimSequence
+from corral.simulate.engine import EngineShape, SimEngine, SimSequence
 from corral.simulate.requests import ClosedLoop, OpenLoop, SimRequest, source_of
 from corral.simulate.steptime import DecodeCost, FittedSteps
 from corral.simulate.world import MemberModel, ScalingModel, simulate_load
@@ -112,7 +112,7 @@ class Watch:
 
 def jumped(shape: EngineShape, requests: list[SimRequest]) -> dict[int, tuple[float, float]]:
     watch = Watch()
-    engine = Engine(shape, STEPS, watch)
+    engine = SimEngine(shape, STEPS, watch)
     for one in requests:
         while engine.end_s < one.at_s:
             engine.settle()

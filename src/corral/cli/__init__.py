@@ -58,6 +58,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "engine": ("corral.cli.engine:command", "Installed engines: list, install, check, remove."),
     "bench": ("corral.cli.bench:command", "Measure a served model, and how far it is from the limit."),
     "tune": ("corral.cli.tune:command", "Find vLLM's best settings for a workload, by measuring."),
+    "simulate": ("corral.cli.simulate:command", "How a load would go on how many GPUs, and how sure that is."),
     "fake-server": ("corral.cli.fake_server:command", "A server with set pace and faults, for tests."),
 }
 

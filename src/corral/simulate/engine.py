@@ -21,7 +21,7 @@ from corral.simulate.prefix_cache import PrefixCache
 from corral.simulate.requests import SimRequest
 from corral.simulate.steptime import StepTime
 
-__all__ = ["Engine", "EngineShape", "EngineWatcher", "SimSequence"]
+__all__ = ["EngineShape", "EngineWatcher", "SimEngine", "SimSequence"]
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class EngineWatcher(Protocol):
     def finished(self, sequence: SimSequence, at_s: float) -> None: ...
 
 
-class Engine:
+class SimEngine:
     """See the module; whoever drives it calls `add` at a request's time and `settle` at `end_s`."""
 
     def __init__(self, shape: EngineShape, steps: StepTime, watcher: EngineWatcher) -> None:

@@ -1,15 +1,16 @@
 """Coefficients of a server from its measured runs.
 
-First a regression: the time between a request's first and last token, by the steps it took, the sequences that ran
-beside it, their context, and the prompts that were computed meanwhile. From there the simulation itself is fitted: its
-quantiles of TTFT, TPOT and E2EL on the same loads are brought to the measured ones (least squares of the logarithms).
-The second is what counts: it sees queues, chunks and the API server, which no regression of rows does, and it needs
-only the first and the last time of each request. Docs: docs/simulate.md.
+The simulation itself is fitted: its quantiles of TTFT, TPOT and E2EL on the same loads are brought to the measured
+ones (least squares of the logarithms). It sees queues, chunks and the API server, which no regression of rows does,
+and needs only the first and the last time of each request. It starts from the plan's roofline, and holds on to it a
+little where the runs decide nothing; without a plan for a known GPU, from a regression: the time between a request's
+first and last token, by its steps, the sequences beside it, their context, and the prompts computed meanwhile.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -24,7 +25,7 @@ __all__ = ["Fit", "MeasuredRange", "RunError", "error_of", "fit_runs", "fitted_m
 
 QUANTILES = (25.0, 50.0, 75.0, 95.0)
 WEIGHTS = {"ttft": 1.0, "tpot": 1.0, "e2el": 1.5}
-PRIOR = 0.05  # how much a coefficient that nothing decides is held at its start
+PRIOR = 0.4  # how much a coefficient that nothing decides is held at its start
 LEAST = 1e-10
 
 
@@ -59,10 +60,10 @@ class Fit:
     runs: tuple[str, ...]
 
     def worst(self, metric: str) -> float:
-        return max(abs(getattr(one, metric)) for one in self.errors)
+        return max(abs(float(getattr(one, metric))) for one in self.errors)
 
     def typical(self, metric: str) -> float:
-        return median(abs(getattr(one, metric)) for one in self.errors)
+        return median(abs(float(getattr(one, metric))) for one in self.errors)
 
 
 def fitted_member(measured: MeasuredRun, steps: FittedSteps) -> MemberModel:
@@ -156,9 +157,16 @@ def regress(runs: Sequence[MeasuredRun]) -> FittedSteps:
     ]  # fmt: skip
     request = max(step / 10, sorted(alone)[len(alone) // 10])
     return FittedSteps(
-        step, max(sequence, step / 1000), max(context, step * 1e-7), prompt, prompt * 1e-5, step / 10, request, request,
-        step / 1000,
-    )  # fmt: skip
+        step_s=step,
+        sequence_s=max(sequence, step / 1000),
+        kv_s=max(context, step * 1e-7),
+        prompt_s=prompt,
+        attend_s=prompt * 1e-5,
+        mixed_s=step / 10,
+        wake_s=request,
+        request_s=request,
+        stream_s=step / 1000,
+    )
 
 
 def _spans(measured: MeasuredRun) -> list[tuple[float, tuple[float, float, float], float]]:
@@ -198,8 +206,6 @@ class _Integral:
             self._sums.append((whole, depth, count, context))
 
     def _until(self, at: int) -> tuple[float, float]:
-        from bisect import bisect_right
-
         place = bisect_right(self._at, at) - 1
         if place < 0:
             return 0.0, 0.0

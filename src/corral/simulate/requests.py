@@ -14,8 +14,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from corral.bench.spec import LoadShape, Workload
+from corral.errors import DataError
+from corral.files import existing_file
+from corral.untrusted import parse_json
 
-__all__ = ["ClosedLoop", "OpenLoop", "RequestSource", "SimRequest", "source_of", "synthetic"]
+__all__ = ["ClosedLoop", "OpenLoop", "RequestSource", "SimRequest", "source_of", "synthetic",
+           "trace_requests"]  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -158,3 +162,36 @@ def source_of(workload: Workload, load: LoadShape) -> RequestSource:
         closed = load.concurrency or workload.num_prompts
         return ClosedLoop(synthetic(workload, forever), closed, load.seconds or math.inf, workload.input_len)
     return OpenLoop(synthetic(workload, _times(load, workload.seed)), load.concurrency)
+
+
+def trace_requests(path: str, speed: float = 1.0) -> Iterator[SimRequest]:
+    """The requests of a trace, line by line, in the form of `corral bench` or of `corral fleet simulate`."""
+    begin, before = None, 0.0
+    with existing_file(path).open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            at_s, prompt, output = _traced(line, f"line {number} of {path}")
+            begin = at_s if begin is None else begin
+            at_s = (at_s - begin) / speed
+            if at_s < before:
+                raise DataError(f"line {number} of {path} is earlier than the line before.", "Sort it by time.")
+            before = at_s
+            yield SimRequest(number - 1, at_s, prompt, output)
+
+
+def _traced(line: str, where: str) -> tuple[float, int, int]:
+    body = parse_json(line, where)
+    try:
+        if "timestamp" in body:
+            found = float(body["timestamp"]) / 1000, int(body["input_length"]), int(body["output_length"])
+        else:
+            found = float(body["time_s"]), int(body["prompt_tokens"]), int(body["output_tokens"])
+    except (KeyError, TypeError, ValueError):
+        found = (math.nan, 0, 0)
+    if not -1e15 < found[0] < 1e15 or not 0 < found[1] <= 10**8 or not 0 < found[2] <= 10**8:
+        raise DataError(
+            f"{where} is not a request: {line.strip()[:80]}",
+            'Write {"time_s": 0.5, "prompt_tokens": 100, "output_tokens": 200}.',
+        )
+    return found

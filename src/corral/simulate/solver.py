@@ -69,7 +69,9 @@ def least_squares(
         slope = [-math.fsum(a * b for a, b in zip(p, here, strict=True)) for p in columns]
         before = cost
         for _ in range(6):
-            damped = [[v * (1 + damping) + 1e-9 if i == j else v for j, v in enumerate(r)] for i, r in enumerate(gram)]
+            damped = [
+                [v * (1 + damping) + 1e-9 if i == j else v for j, v in enumerate(r)] for i, r in enumerate(gram)
+            ]
             change = [max(-1.0, min(1.0, value)) for value in _solve(damped, slope)]
             there = [value + delta for value, delta in zip(x, change, strict=True)]
             found = residuals_of(there)

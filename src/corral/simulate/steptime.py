@@ -119,7 +119,7 @@ class RooflineSteps:
 
 def linearised(plan: Plan) -> FittedSteps:
     """A plan's roofline as coefficients: where a fit starts, and what it keeps where its runs say nothing."""
-    roof = roof_of(plan.model, plan.inventory, plan.parallel, plan.precision, plan.settings)
+    roof = roof_of(plan.model, plan.inventory, plan.parallel, plan.precision, plan.settings, Efficiency())
     steps, e, many = RooflineSteps(roof), Efficiency(), min(128, plan.settings.max_num_seqs)
     one, all_ = steps.decode(1), steps.decode(many)
     tokens = float(plan.settings.max_num_batched_tokens)
@@ -141,7 +141,7 @@ def planned_steps(plan: Plan) -> tuple[StepTime, float, float]:
     """The steps of a plan, the API server's seconds for a request, and for each token that it streams."""
     e = Efficiency()
     if plan.inventory.gpu is not None:
-        found = roof_of(plan.model, plan.inventory, plan.parallel, plan.precision, plan.settings)
+        found = roof_of(plan.model, plan.inventory, plan.parallel, plan.precision, plan.settings, Efficiency())
         return RooflineSteps(found), e.frontend_s, 1 / e.frontend_tokens_s
     return _cpu_steps(plan), 0.0, 0.0
 

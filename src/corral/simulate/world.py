@@ -25,7 +25,7 @@ from corral.gateway.passage import OUTPUT_WEIGHT
 from corral.gateway.policies import make_policy
 from corral.gateway.pool import Arrivals
 from corral.gateway.prefixes import POSITIONS, Holdings
-from corral.simulate.engine import Engine, EngineShape, SimSequence
+from corral.simulate.engine import EngineShape, SimEngine, SimSequence
 from corral.simulate.outcome import Moment, Recorder, SimOutcome
 from corral.simulate.requests import RequestSource, SimRequest
 from corral.simulate.steptime import StepTime
@@ -74,7 +74,7 @@ class _Member:
     """As a policy sees it (`gateway.policies.Loaded`)."""
 
     number: int
-    engines: list[Engine]
+    engines: list[SimEngine]
     since_s: float
     work_tokens: float = 0.0
     recent: float = 0.0
@@ -98,7 +98,7 @@ class _World:
         self.members: dict[int, _Member] = {}
         self.takers: list[_Member] = []  # those that get requests
         self.queue: deque[SimRequest] = deque()
-        self.events: list[tuple[float, int, Engine]] = []
+        self.events: list[tuple[float, int, SimEngine]] = []
         self.coming: deque[float] = deque()
         self.course, self.arrivals = Course(), Arrivals()
         self.now_s = self.member_s = 0.0
@@ -126,7 +126,7 @@ class _World:
         computed, cached, preemptions = self.left
         return self.recorder.outcome(computed, cached, preemptions, self.most, self.member_s)
 
-    def _settle(self, at_s: float, engine: Engine) -> None:
+    def _settle(self, at_s: float, engine: SimEngine) -> None:
         if engine.end_s != at_s:  # it was cut short by an arrival
             return
         self.now_s = at_s
@@ -137,7 +137,7 @@ class _World:
         if at_s >= self.recorder.next_moment_s:
             self.recorder.moment(self._moment())
 
-    def _announce(self, engine: Engine) -> None:
+    def _announce(self, engine: SimEngine) -> None:
         if engine.end_s < math.inf:
             self.serial += 1
             heapq.heappush(self.events, (engine.end_s, self.serial, engine))
@@ -193,7 +193,7 @@ class _World:
     # members
 
     def _join(self) -> None:
-        engines = [Engine(self.model.shape, self.model.steps, self) for _ in range(self.model.data)]
+        engines = [SimEngine(self.model.shape, self.model.steps, self) for _ in range(self.model.data)]
         member = _Member(self.born, engines, self.now_s)
         self.born += 1
         self.members[member.number] = member

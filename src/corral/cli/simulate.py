@@ -1,0 +1,271 @@
+"""`corral simulate`: how a load would go on servers that are not there, with the error of the forecast beside it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from corral.bench.spec import LoadShape, Slo, Workload, parse_slos
+from corral.cli.help_pages import GroupedCommand, WholeGroup
+from corral.cli.screen import print_json, tell
+from corral.cli.token_count import TokenCount
+from corral.errors import DoesNotFitError, UsageError
+from corral.files import write_atomic
+from corral.gateway.policies import POLICIES
+from corral.hardware.inventory import LINKS, parse_gpus
+from corral.models.facts import read_facts
+from corral.plan import Goal, Plan, make_plan
+from corral.plan.fixed import parse_assignments
+from corral.plan.tuning import tuning_for
+from corral.record import to_json
+from corral.report import tables
+from corral.simulate.fitting import fit_runs
+from corral.simulate.forecast import (
+    Forecast,
+    SimServer,
+    fitted_server,
+    forecast,
+    highest_rate,
+    planned_server,
+    smallest_fleet,
+    what_if,
+)
+from corral.simulate.measured import load_measured
+from corral.simulate.page import forecast_lines, forecast_page, validation_lines
+from corral.simulate.requests import OpenLoop, RequestSource, source_of, trace_requests
+from corral.simulate.validation import validate
+from corral.simulate.world import ScalingModel, simulate_load
+from corral.wording import counted
+
+__all__ = ["command"]
+
+HELP = {"help_option_names": ["-h", "--help"]}
+EXAMPLES = """
+corral simulate --model llama-3.1-70b --gpus 8xH100 --request-rate 20 --slo ttft_p99=2s --replicas 1..8
+corral simulate --from last --input-len 512 --output-len 128 --request-rate 4..40 --slo ttft_p99=1s
+corral simulate --from run1,run2,run3 --concurrency 64 --set weights=fp8
+corral simulate validate run1 run2 run3 run4
+"""
+POINTS = 6  # rates of a range that are simulated
+SATURATED = 8  # times the seats: requests from which a replica's capacity is taken
+
+
+class SimulateGroup(WholeGroup):
+    """`corral simulate …` forecasts; `corral simulate validate RUN…` judges."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ("-h", "--help"):
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=SimulateGroup, context_settings=HELP)
+def command() -> None:
+    """How a load would go: latencies, throughput, the smallest fleet: `corral simulate --from RUN --request-rate 8`.
+
+    Step times come from measured runs (--from), or from the planner (--model and --gpus).
+    `corral simulate run --help` lists all options.
+    """
+
+
+def _pair(text: str, flag: str) -> tuple[float, float]:
+    """`4` or `4..40`."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(?:\.\.(\d+(?:\.\d+)?))?", text)
+    low, high = (float(found[1]), float(found[2] or found[1])) if found else (0.0, 0.0)
+    if not 0 < low <= high <= 1e6:
+        raise UsageError(f"{flag} {text!r} cannot be used.", f"For example: {flag} 4, or {flag} 4..40.")
+    return low, high
+
+
+@command.command("run", cls=GroupedCommand, context_settings=HELP, examples=EXAMPLES, headings={
+    "The server": ("--from", "--model", "--gpus", "--nodes", "--link", "--context", "--set", "--offline"),
+    "The load": ("--trace", "--trace-speed", "--dataset", "--num-prompts", "--input-len", "--output-len",
+                 "--range-ratio", "--prefix-len", "--num-prefixes", "--turns", "--request-rate", "--concurrency",
+                 "--arrival", "--burstiness", "--seed"),
+    "The fleet": ("--replicas", "--policy", "--autoscale", "--slo", "--price"),
+    "Output": ("-o", "--json", "--help"),
+})  # fmt: skip
+@click.option("--from", "measured", multiple=True, metavar="RUN", help="Fit to this run of `corral bench`; several.")
+@click.option("--model", help="A model, served as its plan says, by the planner's roofline.")
+@click.option("--gpus", metavar="NxKIND", help="Hardware of one replica, for example 8xH100.")
+@click.option("--nodes", type=int, metavar="N", help="Equal nodes of that hardware, for one replica.")
+@click.option("--link", type=click.Choice(list(LINKS)), default="ib-ndr", show_default=True, help="Between nodes.")
+@click.option("--context", type=TokenCount(), help="Longest request: 32768, or 32k.")
+@click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Fix one field of the plan.")
+@click.option("--offline", is_flag=True, help="Do not ask the Hugging Face hub.")
+@click.option("--trace", type=click.Path(), metavar="FILE", help="Requests with their times, one JSON per line.")
+@click.option("--trace-speed", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True,
+              help="How many times faster to replay.")  # fmt: skip
+@click.option("--dataset", type=click.Choice(["random", "prefix_repetition", "multi_turn"]), default="random",
+              show_default=True, help="What the requests look like.")  # fmt: skip
+@click.option("--num-prompts", type=click.IntRange(min=1), default=2000, show_default=True, help="Requests to send.")
+@click.option("--input-len", default=512, show_default=True, help="Prompt tokens.")
+@click.option("--output-len", default=128, show_default=True, help="Tokens of an answer.")
+@click.option("--range-ratio", default=0.0, help="Lengths vary by ± this share.")
+@click.option("--prefix-len", default=64, show_default=True, help="prefix_repetition: shared tokens.")
+@click.option("--num-prefixes", default=10, show_default=True, help="prefix_repetition: different prefixes.")
+@click.option("--turns", default=3, show_default=True, help="multi_turn: requests of one conversation.")
+@click.option("--request-rate", "rate", metavar="PER_S", help="Requests per second: 8, or 4..40.")
+@click.option("--concurrency", type=click.IntRange(min=1), help="Requests at once, where there is no rate.")
+@click.option("--arrival", type=click.Choice(["poisson", "constant", "gamma"]), default="poisson", show_default=True,
+              help="With a rate: when.")  # fmt: skip
+@click.option("--burstiness", default=1.0, show_default=True, help="gamma: below 1 burstier, above 1 more even.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of lengths and times.")
+@click.option("--replicas", default="1", show_default=True, metavar="N|A..B",
+              help="Servers behind one gateway; of A..B, the fewest that meet --slo.")  # fmt: skip
+@click.option("--policy", type=click.Choice(list(POLICIES)), default="prefix", show_default=True,
+              help="How the gateway chooses.")  # fmt: skip
+@click.option("--autoscale", "lead_s", type=click.FloatRange(min=1), metavar="SECONDS",
+              help="Follow the load between A and B replicas; a further one serves after SECONDS.")  # fmt: skip
+@click.option("--slo", metavar="SLOS", help="Service level to keep: ttft_p99=500ms,tpot_p99=40ms.")
+@click.option("--price", type=float, metavar="MONEY", help="Price of one GPU for one hour.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write an HTML page with charts there.")
+@click.option("--json", "as_json", is_flag=True, help="All figures as JSON on stdout.")
+def run(output: Path | None, as_json: bool, **given: Any) -> int:
+    """Simulate a load, or the same load at several rates or on several fleets."""
+    slos = parse_slos(given["slo"]) if given["slo"] else ()
+    source_at, rates = _load(given)  # whatever is wrong with the options is said before a fit takes its time
+    least, most = (round(one) for one in _pair(given["replicas"], "--replicas"))
+    if least < most and not slos and not given["lead_s"]:
+        raise UsageError(f"--replicas {given['replicas']} needs an aim.", "Add --slo, or --autoscale SECONDS.")
+    server = _server(given)
+
+    def at(rate: float, replicas: int) -> Forecast:
+        scaling = _scaling(given, server, least, most)
+        label = f"{rate:g} req/s" if rate else (given["trace"] or f"{given['concurrency'] or 1} at once")
+        source = source_at(rate)
+        return forecast(server, source, label, replicas, given["policy"], slos, scaling, given["price"])
+
+    rows, answer = _answer(at, rates, least, most, slos, bool(given["lead_s"]))
+    if output is not None:
+        write_atomic(output, forecast_page(server, rows, answer))
+        tell(f"Written to {output}.", err=True)
+    if as_json:
+        print_json({"basis": server.basis, "answer": answer, "forecasts": rows,
+                    "fit": to_json(server.fit) if server.fit else None})  # fmt: skip
+    elif output is None:
+        for line in forecast_lines(server, rows, answer, tables.room()):
+            click.echo(line)
+    return 0
+
+
+def _answer(
+    at: Callable[[float, int], Forecast], rates: tuple[float, float], least: int, most: int, slos: tuple[Slo, ...],
+    scales: bool,
+) -> tuple[list[Forecast], str]:  # fmt: skip
+    low, high = rates
+    words = ", ".join(map(str, slos))
+    if least < most and not scales:
+        rows, best = smallest_fleet(lambda count: at(high, count), least, most)
+        if best is None:
+            return rows, f"{counted(most, 'replica')} cannot meet {words}."
+        return rows, f"The smallest fleet that meets {words}: {counted(best.replicas, 'replica')}."
+    if low == high:
+        return [at(low, least)], ""
+    steps = [low * (high / low) ** (n / (POINTS - 1)) for n in range(POINTS)]
+    rows = [at(float(f"{rate:.3g}"), least) for rate in steps]
+    if not slos:
+        return rows, ""
+    limit = highest_rate(lambda rate: at(rate, least), low, high)
+    if limit is None:
+        return rows, f"{low:g} requests per second do not meet {words}."
+    more = " (more was not tried)" if limit == high else ""
+    return rows, f"The highest rate that meets {words} is {limit:.3g} requests per second{more}."
+
+
+def _load(given: dict[str, Any]) -> tuple[Callable[[float], RequestSource], tuple[float, float]]:
+    """What is sent at a rate, and between which rates."""
+    if given["trace"]:
+        if given["rate"] or given["concurrency"]:
+            raise UsageError("a trace has its own times.", "Leave out --request-rate and --concurrency, or --trace.")
+        next(trace_requests(given["trace"]), None)
+        return lambda _: OpenLoop(trace_requests(given["trace"], given["trace_speed"])), (0.0, 0.0)
+    names = (
+        "dataset",
+        "num_prompts",
+        "input_len",
+        "output_len",
+        "range_ratio",
+        "prefix_len",
+        "num_prefixes",
+        "turns",
+    )
+    workload = Workload(**{name: given[name] for name in names}, seed=given["seed"])
+    if given["dataset"] == "multi_turn" and given["rate"]:
+        raise UsageError(
+            "conversations are simulated in a closed loop only.", "Give --concurrency instead of a rate."
+        )
+    rates = _pair(given["rate"], "--request-rate") if given["rate"] else (0.0, 0.0)
+    closed = given["concurrency"] or (None if given["rate"] else 1)
+    shape = LoadShape(concurrency=closed, arrival=given["arrival"], burstiness=given["burstiness"])
+    return lambda rate: source_of(workload, replace(shape, rate=rate or None)), rates
+
+
+def _scaling(given: dict[str, Any], server: SimServer, least: int, most: int) -> ScalingModel | None:
+    """With the capacity of one replica as simulated at its limit, for requests of the given lengths."""
+    if not given["lead_s"]:
+        return None
+    count = min(4000, SATURATED * server.model.seats)
+    work = Workload(num_prompts=count, input_len=given["input_len"], output_len=given["output_len"])
+    full = simulate_load(source_of(work, LoadShape(concurrency=server.model.seats)), server.model)
+    capacity = (full.input_tokens + full.output_tokens) / full.duration_s if full.duration_s else 1.0
+    return ScalingModel(least, most, capacity, given["lead_s"])
+
+
+def _server(given: dict[str, Any]) -> SimServer:
+    references = [name for text in given["measured"] for name in text.split(",") if name]
+    fixed = parse_assignments(given["assignments"])
+    goal = Goal(context=given["context"], concurrency=given["concurrency"])
+    if references:
+        runs = load_measured(references)
+        server = fitted_server(runs[0], fit_runs(runs))
+        if not fixed and not given["context"] and not given["gpus"]:
+            return server
+        plan = runs[0].plan
+        if plan is None or plan.inventory.kind is None:
+            raise UsageError(
+                "what another plan changes can be said for GPUs only, and of runs that have a plan.",
+                "Leave out --context, --set and --gpus.",
+            )
+        inventory = parse_gpus(given["gpus"], given["nodes"], given["link"]) if given["gpus"] else plan.inventory
+        kept = replace(goal, concurrency=goal.concurrency or plan.settings.max_num_seqs)
+        return what_if(server, plan, _fitting(make_plan(plan.model, inventory, kept, fixed)))
+    if not given["model"] or not given["gpus"]:
+        raise UsageError("no server was named.", "Give --from RUN, or --model and --gpus.")
+    offline = given["offline"] or os.environ.get("HF_HUB_OFFLINE") == "1"
+    facts = read_facts(given["model"], os.environ.get("HF_TOKEN"), offline)
+    inventory = parse_gpus(given["gpus"], given["nodes"], given["link"])
+    return planned_server(_fitting(make_plan(facts, inventory, goal, fixed, tuning_for(facts, inventory))))
+
+
+def _fitting(plan: Plan) -> Plan:
+    if not plan.fits:
+        raise DoesNotFitError(f"it does not fit: {plan.reason}", "`corral plan` says what would.")
+    return plan
+
+
+@command.command("validate", context_settings=HELP)
+@click.argument("runs", nargs=-1, required=True)
+@click.option(
+    "--fit", "fitted", multiple=True, metavar="RUN", help="Fit to this run; several (default: the first 3)."
+)
+@click.option("--slo", metavar="SLOS", help="Compare the highest rate under it: ttft_p90=1s.")
+@click.option("--json", "as_json", is_flag=True, help="All errors as JSON on stdout.")
+def validate_command(runs: tuple[str, ...], fitted: tuple[str, ...], slo: str | None, as_json: bool) -> int:
+    """Fit to some RUNS of `corral bench`, predict the others, and print the errors beside the planner's."""
+    slos = parse_slos(slo) if slo else ()
+    named = [Path(name).name for name in fitted]
+    found = validate(load_measured([*runs, *(one for one in fitted if one not in runs)]), named, slos)
+    if as_json:
+        medians = {m: found.median_error(m) for m in ("e2el_mean", "ttft_p50", "tpot_p50", "throughput")}
+        print_json({"validation": found, "median_errors": medians})
+    else:
+        for line in validation_lines(found, tables.room()):
+            click.echo(line)
+    return 0

@@ -1,0 +1,175 @@
+"""A forecast with its error: what is simulated, how far off the fit was where it was measured, and what lies beyond.
+
+The interval of a figure is the worst error of the fit on its own runs, 3% at least. Each doubling beyond what was
+measured (requests at once on one member, lengths of prompts and answers) widens it by as much again, and the forecast
+says so. Without a fit there is no interval: the roofline's error is known only where it was measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from corral.bench.spec import Slo
+from corral.plan import Plan
+from corral.simulate.engine import EngineShape
+from corral.simulate.fitting import Fit, fitted_member
+from corral.simulate.measured import MeasuredRun
+from corral.simulate.outcome import SimOutcome
+from corral.simulate.requests import RequestSource
+from corral.simulate.steptime import linearised, planned_steps
+from corral.simulate.world import MemberModel, ScalingModel, simulate_load
+
+__all__ = ["Forecast", "SimServer", "fitted_server", "forecast", "highest_rate", "planned_server", "smallest_fleet",
+           "what_if"]  # fmt: skip
+
+LEAST_ERROR = 0.03
+
+
+@dataclass(frozen=True)
+class SimServer:
+    """One replica, where its step times come from, and what it costs."""
+
+    model: MemberModel
+    basis: str
+    gpus: int = 0  # of one replica
+    fit: Fit | None = None
+    changed: tuple[str, ...] = ()  # in what it differs from what was measured
+
+    @property
+    def fitted(self) -> bool:
+        return self.fit is not None
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """One simulated load."""
+
+    label: str
+    replicas: int
+    outcome: SimOutcome
+    interval: dict[str, float]  # metric -> ± share; empty where nothing was fitted
+    beyond: tuple[str, ...]
+    meets: bool | None  # None where there is no SLO
+    gpu_hours: float
+    cost: float | None = None
+
+
+def planned_server(plan: Plan) -> SimServer:
+    """A server that nobody has measured."""
+    steps, request_s, stream_s = planned_steps(plan)
+    s, stages = plan.settings, plan.parallel.pipeline
+    each = max(1.0, s.api_servers / plan.parallel.data)
+    shape = EngineShape(
+        s.max_num_batched_tokens * stages,
+        s.max_num_seqs,
+        s.block_size,
+        max(1, plan.memory.kv_cache_tokens_per_replica // s.block_size),
+        request_s=request_s,
+        stream_s=stream_s / each,
+    )
+    basis = f"the planner's roofline ({plan.speed.basis}), fitted to nothing"
+    return SimServer(MemberModel(shape, steps, plan.parallel.data), basis, plan.gpus or 0)
+
+
+def fitted_server(measured: MeasuredRun, fit: Fit) -> SimServer:
+    plan = measured.plan
+    text = f"fitted to {len(fit.runs)} runs: {', '.join(fit.runs)}"
+    return SimServer(fitted_member(measured, fit.steps), text, (plan.gpus or 0) if plan else 0, fit)
+
+
+def what_if(server: SimServer, measured: Plan, other: Plan) -> SimServer:
+    """The server under another plan: its coefficients change as the two rooflines differ."""
+    assert server.fit is not None
+    old, new = linearised(measured).coefficients(), linearised(other).coefficients()
+    own = server.fit.steps.coefficients()
+    steps = server.fit.steps.with_coefficients({k: v * new[k] / old[k] if old[k] else v for k, v in own.items()})
+    planned = planned_server(other).model
+    shape = replace(
+        planned.shape, lookahead=steps.lookahead, wake_s=steps.wake_s, request_s=steps.request_s,
+        stream_s=steps.stream_s,
+    )  # fmt: skip
+    changed = []
+    if other.precision.weights != measured.precision.weights:
+        changed.append(f"weights in {other.precision.weights}, measured in {measured.precision.weights}")
+    if other.parallel != measured.parallel:
+        changed.append(f"{other.parallel}, measured with {measured.parallel}")
+    if other.max_model_len != measured.max_model_len:
+        changed.append(f"a context of {other.max_model_len:,}, measured with {measured.max_model_len:,}")
+    return replace(
+        server, model=MemberModel(shape, steps, planned.data), gpus=other.gpus or 0, changed=tuple(changed)
+    )
+
+
+def forecast(
+    server: SimServer,
+    source: RequestSource,
+    label: str,
+    replicas: int = 1,
+    policy: str = "prefix",
+    slos: Sequence[Slo] = (),
+    scaling: ScalingModel | None = None,
+    price: float | None = None,
+) -> Forecast:
+    """Simulate one load."""
+    found = simulate_load(source, server.model, replicas, policy, slos, scaling)
+    beyond, factor = _beyond(server, found)
+    metrics = {"ttft": "ttft_p50", "tpot": "tpot_p50", "e2el": "e2el_mean", "throughput": "throughput"}
+    interval = (
+        {name: factor * max(LEAST_ERROR, server.fit.worst(key)) for name, key in metrics.items()}
+        if server.fit
+        else {}
+    )
+    hours = found.member_s * server.gpus / 3600
+    meets = found.meets(slos) if slos else None
+    return Forecast(label, replicas, found, interval, beyond, meets, hours, hours * price if price else None)
+
+
+def _beyond(server: SimServer, found: SimOutcome) -> tuple[tuple[str, ...], float]:
+    """What lies outside of what was measured, in words, and by how much the interval is widened."""
+    if server.fit is None or not found.completed:
+        return (), 1.0
+    span, words, factor = server.fit.span, list(server.changed), 1.0 + len(server.changed)
+    per_member = found.mean_running / max(1, found.members)
+    for name, value, (low, high) in (
+        ("requests at once", per_member, span.concurrency),
+        ("prompt tokens", found.input_tokens / found.completed, span.input_len),
+        ("answer tokens", found.output_tokens / found.completed, span.output_len),
+    ):
+        doublings = math.log2(max(value / max(high, 1e-9), low / max(value, 1e-9), 1.0))
+        if doublings > 0.07:
+            factor += doublings
+            words.append(f"{value:,.0f} {name}; measured {low:,.0f} to {high:,.0f}")
+    return tuple(words), factor
+
+
+def smallest_fleet(run: Callable[[int], Forecast], least: int, most: int) -> tuple[list[Forecast], Forecast | None]:
+    """The fewest replicas that meet the SLO, by halving; all that was tried, and the answer if there is one."""
+    tried = {most: run(most)}
+    if not tried[most].meets:
+        return list(tried.values()), None
+    low, high = least, most
+    while low < high:
+        middle = (low + high) // 2
+        tried[middle] = run(middle)
+        if tried[middle].meets:
+            high = middle
+        else:
+            low = middle + 1
+    if high not in tried:
+        tried[high] = run(high)
+    return [tried[count] for count in sorted(tried)], tried[high]
+
+
+def highest_rate(run: Callable[[float], Forecast], least: float, most: float, rounds: int = 6) -> float | None:
+    """The highest rate that meets the SLO, to a few percent; None where the least does not."""
+    if not run(least).meets:
+        return None
+    low, high = least, most
+    if run(most).meets:
+        return most
+    for _ in range(rounds):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if run(middle).meets else (low, middle)
+    return low

@@ -1,0 +1,118 @@
+"""Forecasts and validations for people: lines for the terminal, and one HTML file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from corral.report.page import cards, document, table
+from corral.report.svg import Curve, chart
+from corral.report.tables import table_lines, wrapped
+from corral.report.text import figure
+from corral.simulate.forecast import Forecast, SimServer
+from corral.simulate.validation import Validation
+from corral.wording import counted
+
+__all__ = ["forecast_lines", "forecast_page", "validation_lines"]
+
+HEADS = ["LOAD", "REPLICAS", "TTFT P50", "P99", "TPOT P50", "E2EL P50", "P99", "OUT TOK/S", "KV", "PREEMPTED", "SLO"]
+SPARED = ("PREEMPTED", "KV", "P99", "TPOT P50")
+
+
+def _ms(value: float) -> str:
+    return f"{value / 1000:,.2f} s" if value >= 1000 else f"{value:.1f} ms"
+
+
+def _row(one: Forecast) -> list[str]:
+    found = one.outcome
+    t, p, e = found.latencies["ttft"], found.latencies["tpot"], found.latencies["e2el"]
+    kept = {None: "-", True: "met", False: "not met"}[one.meets]
+    values = [_ms(t["p50"]), _ms(t["p99"]), _ms(p["p50"]), _ms(e["p50"]), _ms(e["p99"])]
+    used = f"{found.peak_kv_use:.0%}"
+    return [one.label, str(found.members), *values, figure(found.output_throughput), used,
+            str(found.preemptions), kept]  # fmt: skip
+
+
+def error_sentence(server: SimServer, rows: Sequence[Forecast]) -> str:
+    """What is known of the error of these forecasts."""
+    if server.fit is None:
+        return f"Error: not known. Step times are {server.basis}; `corral simulate --from RUN` fits them to runs."
+    widest = max(rows, key=lambda one: one.interval["e2el"]).interval
+    parts = ", ".join(f"{name.upper()} ± {widest[name]:.0%}" for name in ("ttft", "tpot", "e2el"))
+    return f"Error: {parts} (the worst of the fit on its own runs, wider beyond what was measured); {server.basis}."
+
+
+def forecast_lines(server: SimServer, rows: Sequence[Forecast], answer: str, columns: int | None) -> Iterator[str]:
+    """The forecasts for a terminal."""
+    yield from table_lines(HEADS, [_row(one) for one in rows], 1, columns, SPARED)
+    yield ""
+    if answer:
+        yield from wrapped(answer, columns)
+    yield from wrapped(error_sentence(server, rows), columns)
+    for text in dict.fromkeys(text for one in rows for text in one.beyond):
+        yield from wrapped(f"Beyond what was measured: {text}.", columns)
+    refused = sum(one.outcome.refused for one in rows)
+    if refused:
+        yield f"{refused:,} requests are longer than the KV cache and were refused."
+    for one in rows:
+        name = f"{one.label}, {counted(one.outcome.members, 'replica')}"
+        for slo, share in one.outcome.within.items():
+            yield from wrapped(f"{name}: {share:.1%} of requests within {slo}.", columns)
+    hours = ", ".join(f"{one.gpu_hours:,.1f}" for one in rows if one.gpu_hours)
+    if hours:
+        money = ", ".join(f"{one.cost:,.2f}" for one in rows if one.cost is not None)
+        yield from wrapped(f"GPU hours: {hours}{'; cost: ' + money if money else ''}", columns)
+
+
+def validation_lines(found: Validation, columns: int | None) -> Iterator[str]:
+    """The table of errors."""
+    heads = ["HELD OUT", "REQUESTS", "E2EL MEAN", "SIMULATED", "PLANNER", "TTFT P50", "SIMULATED", "PLANNER", "TOK/S"]
+    rows = []
+    for one in found.held_out:
+        planned = one.planned
+        e2el, ttft = (f"{planned.e2el_mean:+.0%}", f"{planned.ttft_p50:+.0%}") if planned else ("-", "-")
+        rows.append([
+            one.name, str(one.requests), _ms(one.e2el_mean_ms), f"{one.simulated.e2el_mean:+.1%}", e2el,
+            _ms(one.ttft_p50_ms), f"{one.simulated.ttft_p50:+.1%}", ttft, f"{one.simulated.throughput:+.1%}",
+        ])  # fmt: skip
+    yield from table_lines(heads, rows, 1, columns, ("REQUESTS",), tail=0)
+    yield ""
+    for name, metric in (("E2EL", "e2el_mean"), ("TTFT P50", "ttft_p50"), ("throughput", "throughput")):
+        simulated, planned_ = found.median_error(metric), found.median_error(metric, planned=True)
+        beside = f"; the planner alone {planned_:.1%}" if planned_ is not None else ""
+        yield from wrapped(f"{name}: median error {simulated:.1%}{beside}; on the fitted runs"
+                           f" {found.fit.typical(metric):.1%}", columns)  # fmt: skip
+    for limit in found.limits:
+        measured, simulated_ = (f"{one:.3g}" if one else "outside" for one in (limit.measured, limit.simulated))
+        off = f" ({limit.error:+.1%})" if limit.error is not None else ""
+        yield from wrapped(f"highest rate with {limit.slo}: measured {measured}, simulated {simulated_} req/s{off}",
+                           columns)  # fmt: skip
+    for text in found.assumed:
+        yield f"assumed, because the runs do not say: {text}"
+
+
+def forecast_page(server: SimServer, rows: Sequence[Forecast], answer: str) -> str:
+    """One self-contained file with charts."""
+    body = ["<h1>Simulation</h1>", f'<p class="sub">{escape(error_sentence(server, rows))}</p>']
+    if answer:
+        body.append(f"<p><strong>{escape(answer)}</strong></p>")
+    body += [f"<p>Beyond what was measured: {escape(text)}.</p>" for one in rows for text in one.beyond]
+    body.append(table(HEADS, [_row(one) for one in rows]))
+    for one in rows:
+        moments = one.outcome.moments
+        body.append(f"<h2>{escape(one.label)}, {counted(one.outcome.members, 'replica')}</h2>")
+        body.append(cards([
+            ("requests", f"{one.outcome.completed:,}"), ("output tok/s", figure(one.outcome.output_throughput)),
+            ("prompt tokens from the cache", f"{one.outcome.cached_tokens:,}"),
+            ("preemptions", f"{one.outcome.preemptions:,}"),
+        ]))  # fmt: skip
+        curves = {
+            "KV cache in use, %": [("in use", [(m.at_s, 100 * m.kv_use) for m in moments])],
+            "requests": [("running", [(m.at_s, float(m.running)) for m in moments]),
+                         ("waiting", [(m.at_s, float(m.waiting)) for m in moments])],
+            "preemptions so far": [("preemptions", [(m.at_s, float(m.preemptions)) for m in moments])],
+        }  # fmt: skip
+        for title, lines in curves.items():
+            drawn = [Curve(name, tuple(points), n + 1, dots=False) for n, (name, points) in enumerate(lines)]
+            body.append(f"<figure>{chart(title, 'seconds', title, drawn)}</figure>")
+    return document("Simulation", body)

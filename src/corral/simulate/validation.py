@@ -1,0 +1,165 @@
+"""How good a fit is on runs that it has not seen, beside what the planner alone says of them.
+
+The planner knows no queues: a rate is turned into so many requests at once as are there by Little's law.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from corral.bench.spec import Slo
+from corral.errors import UsageError
+from corral.plan import Plan, make_plan
+from corral.plan.contract import Speed
+from corral.plan.speed import predict
+from corral.plan.tuning import tuning_for
+from corral.simulate.fitting import Fit, RunError, error_of, fit_runs, fitted_member, replay
+from corral.simulate.measured import MeasuredRun, RunFigures
+
+__all__ = ["HeldOut", "RateLimit", "Validation", "validate"]
+
+FITTED = 3
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """One run that the fit has not seen."""
+
+    name: str
+    requests: int
+    e2el_mean_ms: float
+    ttft_p50_ms: float
+    output_throughput: float
+    simulated: RunError
+    planned: RunError | None  # None where the run has no plan
+
+
+@dataclass(frozen=True)
+class RateLimit:
+    """The highest rate under an SLO, between the rates that were measured."""
+
+    slo: str
+    measured: float | None  # None: it lies outside them
+    simulated: float | None
+
+    @property
+    def error(self) -> float | None:
+        return self.simulated / self.measured - 1 if self.measured and self.simulated else None
+
+
+@dataclass(frozen=True)
+class Validation:
+    """All errors."""
+
+    fit: Fit
+    held_out: tuple[HeldOut, ...]
+    limits: tuple[RateLimit, ...] = ()
+    assumed: tuple[str, ...] = ()
+
+    def median_error(self, metric: str, planned: bool = False) -> float | None:
+        found = [one.planned if planned else one.simulated for one in self.held_out]
+        values = [abs(float(getattr(one, metric))) for one in found if one is not None]
+        return median(values) if values else None
+
+
+def validate(runs: Sequence[MeasuredRun], fitted: Sequence[str] = (), slos: Sequence[Slo] = ()) -> Validation:
+    """Fit to the named runs, or the first three, and predict the others."""
+    chosen = [one for one in runs if one.name in fitted] if fitted else list(runs[:FITTED])
+    held = [one for one in runs if one not in chosen]
+    if not held:
+        raise UsageError(
+            f"of {len(runs)} runs, none is left to hold out.", f"Name more than the {len(chosen)} to fit to."
+        )
+    fit = fit_runs(chosen)
+    found = {one.name: replay(one, fitted_member(one, fit.steps)) for one in held}
+    rows = tuple(_held_out(one, found[one.name]) for one in held)
+    limits = tuple(limit for slo in slos if (limit := _limit(held, found, slo)) is not None)
+    return Validation(fit, rows, limits, tuple(sorted({text for one in runs for text in one.assumed})))
+
+
+def _held_out(measured: MeasuredRun, found: RunFigures) -> HeldOut:
+    seen = measured.figures
+    return HeldOut(
+        measured.name,
+        len(measured.rows),
+        seen.mean("e2el"),
+        seen.percentile("ttft", 50),
+        seen.output_throughput,
+        error_of(measured, found),
+        _planned(measured),
+    )
+
+
+def _planned(measured: MeasuredRun) -> RunError | None:
+    plan = measured.plan
+    if plan is None:
+        return None
+    rows, load = measured.rows, measured.run.spec.load
+    prompt = max(1, round(sum(row.input_tokens for row in rows) / len(rows)))
+    output = max(1, round(sum(row.output_tokens for row in rows) / len(rows)))
+    at_once, e2el, speed = float(load.concurrency or 1), 0.0, plan.speed
+    for _ in range(40):  # Little's law, until it holds
+        speed = _speed(plan, prompt, output, max(1, round(at_once)))
+        if not speed.ttft_s or not speed.tpot_s:
+            return None
+        e2el = speed.ttft_s + (output - 1) * speed.tpot_s
+        if not load.rate:
+            break
+        wanted = min(load.rate * e2el, 4.0 * plan.seats)
+        if abs(wanted - at_once) < 0.5:
+            break
+        at_once += (wanted - at_once) / 2
+    if not load.rate and at_once > plan.seats:  # the others wait for a seat
+        e2el *= at_once / plan.seats
+    rate = load.rate if load.rate and load.rate * e2el <= plan.seats else min(at_once, plan.seats) / e2el
+    seen = measured.figures
+    return RunError(
+        measured.name,
+        1000 * e2el / seen.mean("e2el") - 1,
+        1000 * (speed.ttft_s or 0.0) / seen.percentile("ttft", 50) - 1,
+        1000 * (speed.tpot_s or 0.0) / (seen.percentile("tpot", 50) or math.inf) - 1,
+        rate * output / seen.output_throughput - 1,
+    )
+
+
+def _speed(plan: Plan, prompt: int, output: int, running: int) -> Speed:
+    goal = replace(plan.goal, prompt_tokens=prompt, output_tokens=output, concurrency=running)
+    if plan.inventory.kind is not None:
+        parts = (plan.model, plan.inventory, plan.parallel, plan.precision, plan.settings, plan.memory)
+        return predict(*parts, goal, running)
+    fixed = {"weights": plan.precision.weights, "max_model_len": plan.max_model_len}
+    free = replace(goal, context=None)
+    return make_plan(plan.model, plan.inventory, free, fixed, tuning_for(plan.model, plan.inventory)).speed
+
+
+def _limit(held: Sequence[MeasuredRun], found: dict[str, RunFigures], slo: Slo) -> RateLimit | None:
+    """Where a statistic crosses its limit between runs that differ in their rate alone; the largest such family."""
+    families: dict[object, list[MeasuredRun]] = {}
+    for one in held:
+        load, work = one.run.spec.load, one.run.spec.workload
+        if load.rate and load.arrival == "poisson" and load.concurrency is None:
+            key = replace(work, seed=0, num_prompts=1)
+            families.setdefault(key, []).append(one)
+    family = max(families.values(), key=len, default=[])
+    if len(family) < 2:
+        return None
+    rates = [float(one.run.spec.load.rate or 0.0) for one in family]
+
+    def crossing(figures: Sequence[RunFigures]) -> float | None:
+        values = [max(1e-9, _statistic(one, slo)) for one in figures]
+        points = sorted(zip(rates, values, strict=True))
+        for (low, a), (high, b) in itertools.pairwise(points):
+            if a <= slo.limit_ms < b:
+                return low + (high - low) * math.log(slo.limit_ms / a) / math.log(b / a)
+        return None
+
+    measured, simulated = crossing([one.figures for one in family]), crossing([found[one.name] for one in family])
+    return RateLimit(str(slo), measured, simulated)
+
+
+def _statistic(figures: RunFigures, slo: Slo) -> float:
+    return figures.mean(slo.metric) if slo.statistic == "mean" else figures.percentile(slo.metric, slo.percentile)

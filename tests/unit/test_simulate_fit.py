@@ -1,0 +1,153 @@
+"""A fit to measured runs, and its errors: on made-up servers whose coefficients are known, and on a real H200."""
+
+from __future__ import annotations
+
+import json
+import math
+import tarfile
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from corral.bench.spec import LoadShape, Workload
+from corral.cli import main
+from corral.simulate.engine import EngineShape
+from corral.simulate.outcome import LatencySketch
+from corral.simulate.requests import OpenLoop, source_of, trace_requests
+from corral.simulate.solver import least_squares, nonnegative
+from corral.simulate.steptime import FittedSteps
+from corral.simulate.world import MemberModel, simulate_load
+from tests.conftest import ROOT
+
+ARCHIVE = ROOT / "tests" / "data" / "simulate-h200-8b.tar.gz"
+STEPS = FittedSteps(5e-3, 30e-6, 3e-9, 20e-6)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("h200")
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main([*words])
+    out = capsys.readouterr()
+    assert ended.value.code == 0, out.err
+    return out.out
+
+
+def test_twelve_and_more_runs_of_an_h200_are_predicted(
+    measured: Path, clean_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fitted to three runs: the goals for E2EL and TTFT hold, and the planner alone does worse."""
+    runs = sorted(str(path) for path in measured.iterdir())
+    assert [Path(one).name[:3] for one in runs[:3]] == ["fit"] * 3
+    found = json.loads(said(capsys, "simulate", "validate", *runs, "--slo", "ttft_p90=1s", "--json"))
+    assert len(found["validation"]["held_out"]) >= 12
+    assert found["median_errors"]["e2el_mean"] <= 0.08
+    assert found["median_errors"]["ttft_p50"] <= 0.15
+    planned = sorted(abs(one["planned"]["e2el_mean"]) for one in found["validation"]["held_out"])
+    assert planned[len(planned) // 2] > found["median_errors"]["e2el_mean"]
+    (limit,) = found["validation"]["limits"]
+    assert 0.8 < limit["simulated"] / limit["measured"] < 1.2  # the goal of 10% is missed: docs/simulate.md
+
+
+def test_a_forecast_carries_the_error_of_its_fit_and_says_what_lies_beyond(
+    measured: Path, clean_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = ",".join(str(path) for path in sorted(measured.glob("fit-*")))
+    words = ("simulate", "--from", runs, "--num-prompts", "300", "--request-rate", "20")
+    near = said(capsys, *words)
+    assert "Error: TTFT ±" in near
+    assert "Beyond what was measured" not in near
+    far = said(capsys, *words, "--input-len", "8000")
+    assert "8,000 prompt tokens; measured" in far
+    other = said(capsys, *words, "--set", "weights=fp8")
+    assert "weights in fp8, measured in bf16" in other
+
+
+def test_a_fleet_a_range_of_rates_and_a_page(
+    clean_home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = ("simulate", "--model", "llama-3.1-8b", "--gpus", "1xH200", "--offline", "--num-prompts", "200")
+    fleet = json.loads(
+        said(capsys, *base, "--request-rate", "80", "--slo", "ttft_p99=150ms", "--replicas", "1..8", "--json")
+    )
+    smallest = min(one["replicas"] for one in fleet["forecasts"] if one["meets"])
+    assert f"{smallest} replica" in fleet["answer"]
+    assert all(one["meets"] == (one["replicas"] >= smallest) for one in fleet["forecasts"])
+    assert fleet["fit"] is None
+    rates = said(capsys, *base, "--request-rate", "4..400", "--slo", "ttft_p99=300ms")
+    assert "The highest rate that meets ttft_p99" in rates
+    assert "Error: not known" in rates
+    page = tmp_path / "page.html"
+    said(capsys, *base, "--concurrency", "8", "-o", str(page))
+    assert "<svg" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ((), "no server was named"),
+        (("--model", "llama-3.1-8b", "--gpus", "1xH200", "--replicas", "1..3"), "needs an aim"),
+        (("--model", "llama-3.1-8b", "--gpus", "1xH200", "--request-rate", "0"), "--request-rate '0' cannot"),
+        (("--model", "llama-3.1-405b", "--gpus", "1xH200", "--offline"), "does not fit"),
+        (("--model", "llama-3.1-8b", "--gpus", "1xH200", "--trace", "none.jsonl"), "none.jsonl"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    words: tuple[str, ...], part: str, clean_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", "run", *words])
+    assert ended.value.code not in (0, None)
+    assert part in capsys.readouterr().err
+
+
+def test_a_trace_is_replayed_in_both_forms(tmp_path: Path) -> None:
+    bench, fleet = tmp_path / "bench.jsonl", tmp_path / "fleet.jsonl"
+    bench.write_text('{"timestamp": 1000, "input_length": 10, "output_length": 5}\n'
+                     '{"timestamp": 3000, "input_length": 20, "output_length": 6}\n')  # fmt: skip
+    fleet.write_text('{"time_s": 7, "prompt_tokens": 10, "output_tokens": 5}\n\n'
+                     '{"time_s": 9, "prompt_tokens": 20, "output_tokens": 6}\n')  # fmt: skip
+    for path in (bench, fleet):
+        found = [(one.at_s, one.prompt, one.output) for one in trace_requests(str(path), 2.0)]
+        assert found == [(0.0, 10, 5), (1.0, 20, 6)]
+    assert simulate_load(OpenLoop(trace_requests(str(bench))), MemberModel(EngineShape(), STEPS)).completed == 2
+
+
+def test_coefficients_are_found_again() -> None:
+    rows = [[1.0, n, n * n % 7] for n in range(30)]
+    found = nonnegative(rows, [2 + 0.5 * row[1] for row in rows])
+    assert [round(value, 6) for value in found] == [2.0, 0.5, 0.0]
+
+    def curve(point: list[float]) -> list[float]:
+        return [math.exp(point[0]) * n + math.exp(point[1]) * n * n - 3 * n - 0.5 * n * n for n in range(1, 9)]
+
+    found, cost = least_squares(curve, [0.0, 0.0], rounds=60)
+    assert cost < 1e-6
+    assert math.isclose(math.exp(found[0]), 3, rel_tol=1e-2)
+    assert math.isclose(math.exp(found[1]), 0.5, rel_tol=1e-2)
+
+
+def test_a_sketch_is_good_to_half_a_percent_and_memory_is_flat() -> None:
+    sketch = LatencySketch()
+    for n in range(1, 10001):
+        sketch.add(n / 1000)
+    for p in (50, 90, 99):
+        assert math.isclose(sketch.percentile(p), p / 10, rel_tol=0.005)
+    assert math.isclose(sketch.share_within(2.5), 0.25, rel_tol=0.01)
+
+    def peak(count: int) -> int:
+        work = Workload(num_prompts=count, input_len=100, output_len=20)
+        tracemalloc.start()
+        simulate_load(source_of(work, LoadShape(rate=20.0)), MemberModel(EngineShape(), STEPS))
+        size = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return size
+
+    assert peak(6000) < 1.5 * peak(2000)
