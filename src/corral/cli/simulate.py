@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from corral.bench.spec import LoadShape, Slo, Workload, parse_slos
+from corral.cli.duration import Duration
 from corral.cli.help_pages import GroupedCommand, WholeGroup
 from corral.cli.screen import print_json, tell
 from corral.cli.token_count import TokenCount
@@ -121,8 +122,8 @@ def _pair(text: str, flag: str) -> tuple[float, float]:
               help="Servers behind one gateway; of A..B, the fewest that meet --slo.")  # fmt: skip
 @click.option("--policy", type=click.Choice(list(POLICIES)), default="prefix", show_default=True,
               help="How the gateway chooses.")  # fmt: skip
-@click.option("--autoscale", "lead_s", type=click.FloatRange(min=1), metavar="SECONDS",
-              help="Follow the load between A and B replicas; a further one serves after SECONDS.")  # fmt: skip
+@click.option("--autoscale", "lead_s", type=Duration(at_least_s=1), metavar="DURATION",
+              help="Follow the load between A and B replicas; a further one serves after so long.")  # fmt: skip
 @click.option("--slo", metavar="SLOS", help="Service level to keep: ttft_p99=500ms,tpot_p99=40ms.")
 @click.option("--price", type=float, metavar="MONEY", help="Price of one GPU for one hour.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write an HTML page with charts there.")
@@ -133,7 +134,7 @@ def run(output: Path | None, as_json: bool, **given: Any) -> int:
     source_at, rates = _load(given)  # whatever is wrong with the options is said before a fit takes its time
     least, most = (round(one) for one in _pair(given["replicas"], "--replicas"))
     if least < most and not slos and not given["lead_s"]:
-        raise UsageError(f"--replicas {given['replicas']} needs an aim.", "Add --slo, or --autoscale SECONDS.")
+        raise UsageError(f"--replicas {given['replicas']} needs an aim.", "Add --slo, or --autoscale 5m.")
     server = _server(given)
 
     def at(rate: float, replicas: int) -> Forecast:
