@@ -26,6 +26,7 @@ from corral.cli.batch_view import summary_lines
 from corral.cli.doctor_view import report_lines
 from corral.cli.status import status_facts, status_lines
 from corral.client.endpoint import Endpoint
+from corral.client.reply import Token
 from corral.deployment.expectation import Expected
 from corral.deployment.state import Reason, State
 from corral.doctor import Finding, Level, Report
@@ -35,6 +36,7 @@ from corral.hardware.inventory import GIB
 from corral.hardware.survey import Disk, GpuFacts, GpuProcess, Interface, NodeFacts
 from corral.lifecycle.deployments import Status, Timings
 from corral.lifecycle.members import HeldJob, RankMember
+from corral.llm.token_view import TokenView
 from corral.plan.reconcile import Difference, Differences
 from corral.processes import Identity
 from corral.report.text import comparison_lines, run_lines, series_lines
@@ -246,6 +248,17 @@ def batch_summary(columns: int | None) -> Iterator[str]:
         yield from ("", *summary_lines(result, columns))
 
 
+def tokens(columns: int | None) -> Iterator[str]:
+    """`complete --logprobs 5`: tokens with five alternatives each."""
+    words = (" San", " Francisco", " is", " an", " unbelievably", " foggy", " city", "\n", "東", ".")
+    found = []
+    for number, word in enumerate(words):
+        top = tuple(Token(other, -0.2 - rank * 1.7, rank + 1, 100 + rank, tuple(other.encode()))
+                    for rank, other in enumerate((word, *(one for one in words if one != word))[:5]))  # fmt: skip
+        found.append(Token(word, -0.2 * (number + 1), 1, 30000 + number, tuple(word.encode()), top))
+    return iter(TokenView(tuple(found[:2]), tuple(found[2:])).table(columns).rstrip().splitlines())
+
+
 SCREENS: dict[str, Callable[[int | None], Iterator[str]]] = {
     "bench_run": bench_run,
     "bench_series": bench_series,
@@ -254,4 +267,5 @@ SCREENS: dict[str, Callable[[int | None], Iterator[str]]] = {
     "status": status,
     "batch_status": batch_status,
     "batch_summary": batch_summary,
+    "tokens": tokens,
 }

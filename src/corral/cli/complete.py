@@ -11,6 +11,7 @@ import click
 from corral.cli.use_options import endpoint_options, sampling_options, taken_sampling
 from corral.errors import DataError, UsageError
 from corral.files import read_text
+from corral.report.tables import room
 
 __all__ = ["command", "show_views", "shown"]
 
@@ -117,4 +118,4 @@ def show_views(views: list[Any], reply: Any) -> None:
         click.echo()
         if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
             click.echo(view.ansi() + "\n")
-        click.echo(view.table().rstrip())
+        click.echo(view.table(room()).rstrip())

@@ -21,7 +21,13 @@ from corral.transfer.spread import Progress
 __all__ = ["command"]
 
 _KINDS = {kind.exit_code: kind for kind in (UnreachableError, DataError)}
-STATES = {"arrived": "arrived", "already": "was there", "shared": "sees it", "failed": "failed"}
+STATES = {
+    "arrived": "arrived",
+    "already": "was there",
+    "converted": "converted here",
+    "shared": "sees it",
+    "failed": "failed",
+}
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

@@ -1,7 +1,8 @@
 """Tokens with their probabilities, for people: a table, a heat map for terminals, and the same as HTML for notebooks.
 
-Signs made of several tokens (an emoji, a rare ideograph) are drawn once, in the colour of their joint probability;
-the table has each token of its own, pieces of characters as bytes. Control characters and blanks are made visible.
+Characters made of several tokens (an emoji, a rare ideograph) are drawn once, in the colour of their joint
+probability; the table has each token of its own, pieces of characters as bytes. Control characters and blanks are
+made visible.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ _SHADES = (
 )  # fmt: skip
 _ZERO = 1e-3  # a log-probability is never above 0: what is has another meaning
 _VISIBLE = {"\n": "⏎", "\t": "⇥", "\r": "␍"}
+_BETWEEN = "  "  # alternatives
+_SPARED = (2, 4, 5)  # columns of the table that a narrow terminal does without: id, log-probability, rank
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,7 @@ def table_rows(tokens: Sequence[Token]) -> list[list[str]]:
     rows = []
     shown = _score if are_logits(tokens) else percent
     for position, token in enumerate(tokens):
-        others = "  ".join(f"{label(other)} {shown(other.logprob)}" for other in token.top)
+        others = _BETWEEN.join(f"{label(other)} {shown(other.logprob)}" for other in token.top)
         value = "-" if token.logprob is None else f"{token.logprob:.4f}"
         rank = str(token.rank) if token.rank is not None else "-" if token.logprob is None else f">{len(token.top)}"
         number = "-" if token.id is None else str(token.id)
@@ -173,13 +176,13 @@ class TokenView:
         """The answer."""
         return "".join(character.text for character in characters(self.tokens))
 
-    def table(self) -> str:
-        """The table as plain text, prompt first."""
+    def table(self, columns: int | None = None) -> str:
+        """The table as plain text, prompt first; within so many columns, alternatives go on below each other."""
         parts = []
         for title, tokens in (("prompt", self.prompt_tokens), ("answer", self.tokens)):
             if tokens:
                 heads = ["LOGIT" if head == "LOGPROB" and are_logits(tokens) else head for head in self.HEADINGS]
-                parts += [title, *_aligned([heads, *table_rows(tokens)]), ""]
+                parts += [title, *_aligned([heads, *table_rows(tokens)], columns), ""]
         return "\n".join(parts)
 
     def ansi(self) -> str:
@@ -210,12 +213,33 @@ class TokenView:
         return f'<div style="{style}">{"".join(blocks)}<div style="margin-top:.5em">{scale}</div></div>'
 
 
-def _aligned(rows: list[list[str]]) -> list[str]:
+def _aligned(rows: list[list[str]], columns: int | None) -> list[str]:
+    """The last column is broken where it does not fit; without room for that, others are left out."""
     widths = [max(width(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  " + "  ".join(cell + " " * (wide - width(cell)) for cell, wide in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    kept = list(range(len(widths)))
+    least = max(width(word) for row in rows for word in row[-1].split(_BETWEEN))
+    for spared in _SPARED:
+        if columns is None or sum(widths[i] + 2 for i in kept[:-1]) + 2 + least <= columns:
+            break
+        kept.remove(spared)
+    lines = []
+    for row in rows:
+        first = "  " + "".join(row[i] + " " * (widths[i] - width(row[i]) + 2) for i in kept[:-1])
+        room = None if columns is None else columns - width(first)
+        pieces = _broken(row[-1].split(_BETWEEN), room)
+        lines += [(first if number == 0 else " " * width(first)) + piece for number, piece in enumerate(pieces)]
+    return [line.rstrip() for line in lines]
+
+
+def _broken(words: list[str], room: int | None) -> list[str]:
+    """Words beside each other, as many in a line as fit."""
+    lines = [words[0]]
+    for word in words[1:]:
+        if room is not None and width(lines[-1]) + len(_BETWEEN) + width(word) > room:
+            lines.append(word)
+        else:
+            lines[-1] += _BETWEEN + word
+    return lines
 
 
 def _painted(character: Character) -> str:

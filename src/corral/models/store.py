@@ -35,6 +35,7 @@ from corral.shell import stream
 
 __all__ = [
     "EMBEDDED",
+    "EMBEDDED_WHEEL",
     "FetchProgress",
     "ModelSource",
     "already_here",

@@ -246,10 +246,11 @@ def _pull_here(order: PullOrder, report: Report, ssh: Ssh, began_s: float) -> Pu
     rows = ask_courier(ssh, HERE, "manifest", {"folder": str(folder), "hash": "known", "leave_out": LEFT_OUT},
                        ["manifest"])["files"]  # fmt: skip
     total = sum(row.size for row in rows)
-    moved = 0 if before and not damaged else total
-    state = "already" if before and not damaged else "arrived"
+    state = "already" if before and not damaged else "converted" if source.kind == "embedded" else "arrived"
+    moved = total if state == "arrived" else 0
     outcome = Outcome(HERE, state, total, moved, time.monotonic() - began_s, damaged=damaged)
-    where = "a folder" if source.kind == "folder" else "this machine" if before else source.repo or "this machine"
+    origin = {"folder": "a folder", "embedded": model_store.EMBEDDED_WHEEL}.get(source.kind, source.repo)
+    where = "this machine" if before and source.kind != "folder" else origin
     return _result(source.name, str(folder), Origin(where), "", {HERE: outcome}, ssh, began_s)
 
 
