@@ -1,0 +1,233 @@
+"""The console's Fleet and Live views in a real browser: a job from its queue to ready, a failure's remedy, a batch.
+
+Deployments are folders made by hand and a stand-in of SLURM's commands; the server behind the ready one is the fake
+server. With CORRAL_GOLDEN=write the pictures of docs/console.md are taken.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import expect, sync_playwright
+
+from corral.fake import FakeOptions, FakeServer, Pace
+from corral.files import write_atomic
+from tests.conftest import ROOT
+from tests.console_home import Made, fake_program, make, submitted
+from tests.skips import NO_BROWSER
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+SCRIPT = "<img src=x onerror=alert(1)><script>alert(2)</script>"
+WAIT_MS = 60_000
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if found is None:
+        pytest.skip(NO_BROWSER)
+    with sync_playwright() as play:
+        running = play.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield running
+        running.close()
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        place = tmp_path_factory.mktemp("console")
+        patch.setenv("CORRAL_HOME", str(place / "home"))
+        queue(place, "PENDING", "Priority")
+        fake_program(place / "bin", "sacct", "exit 1")
+        patch.setenv("PATH", f"{place / 'bin'}:{os.environ['PATH']}")
+        yield place
+
+
+def queue(place: Path, state: str, reason: str, nodes: str = "") -> None:
+    fake_program(place / "bin", "squeue", f"echo '4821|{state}|{reason}|N/A|N/A|1:00:00|{nodes}|0|0:0|'")
+
+
+@pytest.fixture(scope="module")
+def server(home: Path) -> Iterator[FakeServer]:
+    with FakeServer(FakeOptions(pace=Pace(ttft_s=0.02, itl_s=0.005))) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def queued(home: Path, server: FakeServer) -> Made:
+    """The deployments of the page; the one that waits is changed by its test."""
+    ready = make("llama-3.1-8b-instruct", 400, words=("up", "llama-3.1-8b-instruct")).agent()
+    ready.course(("starting", 0.5), ("loading", 12), ("ready", 40)).serves(f"{server.url}/v1")
+    ready.log("INFO engine started", f"INFO {SCRIPT}", "INFO last line")
+    make(SCRIPT, 60, nodes=(SCRIPT,)).agent().course(("starting", 0.5), ("loading", 12))
+    broken = make("llama-3.1-70b-instruct", 300, words=("up", "llama-3.1-70b-instruct")).agent()
+    broken.course(("starting", 0.5), ("initialising", 7), ("loading", 12))
+    broken.log("ERROR torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 79.10 GiB")
+    broken.event("state", 30, state="failed", reason="engine_exited", exit_code=1)
+    return submitted(make("llama-3.1-405b-instruct", 900, target="slurm", nodes=("rank0", "rank1")), "4821", 3)
+
+
+class Console:
+    """`corral console` as a process; every link that it prints is good for one page."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        said = self._read()
+        self.url, self._link = said["url"], said["link"]
+
+    def _read(self) -> dict[str, str]:
+        assert self._process.stdout is not None
+        found: dict[str, str] = json.loads(self._process.stdout.readline())
+        return found
+
+    def open(self, page: Any) -> None:
+        page.goto(self._link)
+        self._link = self._read()["link"]
+
+
+@pytest.fixture(scope="module")
+def console(home: Path, queued: Made) -> Iterator[Console]:
+    command = [sys.executable, "-m", "corral", "console", "--port", "0", "--no-open", "--json"]
+    with subprocess.Popen(command, env=environment(home), stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield Console(process)
+        finally:
+            process.terminate()
+
+
+def environment(place: Path) -> dict[str, str]:
+    return {**os.environ, "CORRAL_HOME": str(place / "home"), "PATH": f"{place / 'bin'}:{os.environ['PATH']}"}
+
+
+@pytest.fixture
+def page(browser: Any, console: Console) -> Iterator[Any]:
+    context = browser.new_context(viewport={"width": 1000, "height": 900})
+    shown = context.new_page()
+    shown.set_default_timeout(WAIT_MS)
+    complaints: list[str] = []
+    foreign: list[str] = []
+    shown.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
+    shown.on("pageerror", lambda error: complaints.append(str(error)))
+    shown.on("dialog", lambda dialog: complaints.append(f"a script ran: {dialog.message}"))
+    shown.on("request", lambda one: foreign.append(one.url) if not one.url.startswith(console.url) else None)
+    console.open(shown)
+    yield shown
+    assert complaints == []
+    assert [url for url in foreign if not url.startswith("data:")] == []
+    context.close()
+
+
+def card(page: Any, name: str) -> Any:
+    return page.locator(f".deployment[data-name={json.dumps(name)}]")
+
+
+def picture(page: Any, name: str) -> None:
+    """Kept in docs/ when asked for."""
+    if os.environ.get("CORRAL_GOLDEN") == "write":
+        from PIL import Image
+
+        path = ROOT / "docs" / "pictures" / f"console-{name}.png"
+        page.screenshot(path=path)
+        with Image.open(path) as image:
+            image.convert("RGB").quantize(256).save(path, optimize=True)
+
+
+def test_a_failure_is_read_with_its_remedy_and_the_link_is_gone(page: Any) -> None:
+    failed = card(page, "llama-3.1-70b-instruct")
+    expect(failed.get_by_role("alert")).to_contain_text("Out of memory", timeout=WAIT_MS)
+    expect(failed.locator(".remedy")).to_contain_text("shorten --context")
+    assert "once=" not in page.url
+    assert page.evaluate("document.cookie") == ""  # no script can read it
+    assert page.evaluate("document.documentElement.scrollWidth") <= 1000
+    picture(page, "fleet")
+
+
+def test_script_in_a_name_a_node_and_a_log_stays_text(page: Any, console: Console) -> None:
+    odd = card(page, SCRIPT)
+    expect(odd.locator("h2")).to_have_text(SCRIPT, timeout=WAIT_MS)
+    expect(odd.locator(".facts-line")).to_contain_text(SCRIPT)
+    card(page, "llama-3.1-8b-instruct").locator("h2 a").click()
+    log = page.get_by_label("The engine's log")
+    expect(log).to_contain_text(SCRIPT, timeout=WAIT_MS)
+    page.get_by_label("Search the log").fill("last")
+    expect(log).to_have_text("INFO last line\n", timeout=WAIT_MS)
+    expect(log.locator("mark")).to_have_text("last")
+    assert page.locator("main img, main script").count() == 0
+    picture(page, "deployment")
+
+
+def test_a_button_shows_the_line_that_does_the_same(page: Any) -> None:
+    ready = card(page, "llama-3.1-8b-instruct")
+    ready.get_by_role("button", name="Stop").click()
+    expect(page.locator("dialog code")).to_have_text("corral down llama-3.1-8b-instruct")
+    page.get_by_role("button", name="Cancel").click()
+    expect(page.locator("dialog")).to_have_count(0)
+    ready.get_by_role("button", name="Restart").click()
+    line = "corral down llama-3.1-8b-instruct && corral up --name llama-3.1-8b-instruct llama-3.1-8b-instruct"
+    expect(page.locator("dialog code")).to_have_text(line)
+    page.keyboard.press("Escape")
+
+
+def test_a_job_is_followed_from_its_queue_to_ready(page: Any, home: Path, queued: Made, server: FakeServer) -> None:
+    job = card(page, "llama-3.1-405b-instruct")
+    expect(job.locator(".tag")).to_have_text("queued", timeout=WAIT_MS)
+    expect(job.locator(".note")).to_contain_text("jobs of higher priority come first")
+    queue(home, "RUNNING", "None", "n1")
+    write_atomic(queued.folder.rank(0).address, json.dumps({"attempt": "4821.0"}))
+    queued.agent().event("state", state="starting")
+    expect(job.locator(".tag")).to_have_text("starting", timeout=WAIT_MS)
+    queued.event("state", state="loading").event("phase", phase="loading", done=3, total=12)
+    expect(job.locator(".phase.now")).to_contain_text("loading 25%", timeout=WAIT_MS)
+    queued.event("phase", phase="warming")
+    expect(job.locator(".phase.now")).to_contain_text("warming", timeout=WAIT_MS)
+    expect(job.locator(".standing")).to_contain_text("usually 6.0 s here")
+    queued.serves(f"{server.url}/v1").event("state", state="ready")
+    expect(job.locator(".tag")).to_have_text("ready", timeout=WAIT_MS)
+    expect(job.locator(".url")).to_have_text(f"{server.url}/v1")
+
+
+def test_a_batch_is_watched_until_it_is_done(page: Any, home: Path, server: FakeServer) -> None:
+    page.goto(page.url.partition("#")[0] + "#/live")
+    expect(page.locator(".view-live table").first).to_contain_text("llama-3.1-8b-instruct", timeout=WAIT_MS)
+    rows = home / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"row {n}"}) + "\n" for n in range(40)))
+    output = home / "out.jsonl"
+    words = ["batch", "run", str(rows), "-o", str(output), "--url", server.url, "--max-tokens", "8"]
+    done = subprocess.run([sys.executable, "-m", "corral", *words], capture_output=True, text=True, timeout=120,
+                          env=environment(home))  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    row = page.locator(f"#jobs tr[data-name={json.dumps(str(output))}]")
+    expect(row).to_contain_text("40 of 40 rows", timeout=WAIT_MS)
+    expect(row.locator(".tag").nth(1)).to_have_text("done")
+    expect(page.locator(".chart canvas")).to_have_count(5)
+    picture(page, "live")
+
+
+def test_the_form_shows_the_line_and_the_plan(page: Any, console: Console) -> None:
+    page.goto(f"{console.url}/#/fleet/start")
+    page.get_by_label("Model").fill("smollm2")
+    page.get_by_label("Context").fill("2k")
+    expect(page.locator("form .command code")).to_have_text("corral up smollm2 --context 2k", timeout=WAIT_MS)
+    expect(page.get_by_label("Plan", exact=True)).to_contain_text("max model len", timeout=WAIT_MS)
+    picture(page, "start")
+
+
+@pytest.mark.parametrize("width", [1000, 2500])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_reads_at_every_width_and_colour(browser: Any, console: Console, width: int, scheme: str) -> None:
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    page = context.new_page()
+    console.open(page)
+    for view in ("fleet", "live"):
+        page.goto(f"{console.url}/#/{view}")
+        expect(page.locator(f".view-{view} .card").first).to_be_visible(timeout=WAIT_MS)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+    context.close()
