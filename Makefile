@@ -52,7 +52,7 @@ cluster: .venv/.test-installed  ## real sshd, SLURM, Docker, Podman and Apptaine
 	$(PYTEST) tests/cluster --numprocesses 3 --dist loadfile --reruns 1
 
 integration: .venv/.test-installed  ## real vLLM on the CPU (installed into .scratch/), on one host and on several
-	$(call INSTALL,cluster)
+	$(call INSTALL,cluster browser)
 	$(PYTEST) tests/integration --numprocesses 2 --dist loadfile --no-loadscope-reorder --timeout 1500 \
 		--reruns 1 --durations 12
 

@@ -44,7 +44,7 @@ KNOWN = (
     Known(("unit", "cluster", "integration"), NOT_ROOT, without_root()),
     Known(("unit",), NO_SHELLCHECK, without_root("shellcheck")),
     Known(("unit",), NO_OPENSSL, without_root("openssl")),
-    Known(("e2e",), NO_BROWSER, without_root("chromium")),
+    Known(("e2e", "integration"), NO_BROWSER, without_root("chromium")),
     # a container without privileges, root's own or not
     Known(("cluster", "integration"), NO_NAMESPACES, lacks_namespaces),
     Known(("unit",), NO_MOUNT, lacks_namespaces),
