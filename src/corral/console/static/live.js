@@ -6,7 +6,7 @@ const ALL = "all servers";
 const KEPT_S = 3600;
 const CHARTS = [
   ["Tokens per second", [["tok_s", "generated"], ["prompt_s", "prompt"]], (v) => number(v)],
-  ["Requests", [["running", "running"], ["waiting", "waiting"]], (v) => number(v)],
+  ["Requests", [["running", "running"], ["waiting", "waiting"]], (v) => number(v, 1)],
   ["KV cache in use", [["kv", "use"]], (v) => v === null || v === undefined ? "–" : `${(100 * v).toFixed(0)}%`],
   ["Time to first token", [["ttft_p50", "half"], ["ttft_p95", "95%"]], ms],
   ["Time per output token", [["tpot_p50", "half"], ["tpot_p95", "95%"]], ms],
