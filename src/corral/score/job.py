@@ -109,7 +109,7 @@ def score_file(
 def check_paths(source: Path, output: Path) -> tuple[BatchFolder, InputSource]:
     """The job's folder and its input, refused where they cannot be meant; nothing is written, nobody is asked."""
     if output.suffix not in OUTPUTS:
-        raise UsageError(f"the output cannot be {output.name!r}.", f"It ends in {' or '.join(OUTPUTS)}.")
+        raise UsageError(f"the output {output.name!r} has no known ending.", f"Use {' or '.join(OUTPUTS)}.")
     return folder_of(str(output)), open_source(str(source), None)
 
 
