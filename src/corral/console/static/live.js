@@ -8,8 +8,8 @@ const CHARTS = [
   ["Tokens per second", [["tok_s", "generated"], ["prompt_s", "prompt"]], (v) => number(v)],
   ["Requests", [["running", "running"], ["waiting", "waiting"]], (v) => number(v, 1)],
   ["KV cache in use", [["kv", "use"]], (v) => v === null || v === undefined ? "–" : `${(100 * v).toFixed(0)}%`],
-  ["Time to first token", [["ttft_p50", "half"], ["ttft_p95", "95%"]], ms],
-  ["Time per output token", [["tpot_p50", "half"], ["tpot_p95", "95%"]], ms],
+  ["Time to first token", [["ttft_p50", "P50"], ["ttft_p95", "P95"]], ms],
+  ["Time per output token", [["tpot_p50", "P50"], ["tpot_p95", "P95"]], ms],
 ];
 const FIGURES = [...new Set(CHARTS.flatMap(([, lines]) => lines.map(([name]) => name)))];
 
@@ -110,7 +110,7 @@ function table(news, chosen, choose) {
     el("td", { class: "num" }, meter(row.kv)), [[row.ttft_p50, row.ttft_p95], [row.tpot_p50, row.tpot_p95]].map(([half, most]) => el("td", { class: "num" }, half === null ? "–" : `${ms(half)} / ${ms(most)}`)),
     el("td", { class: "num" }, percent(row.prefix)));
   const told = (row) => row.problem ? el("tr", {}, el("td", { colspan: "9", class: "bad-text" }, row.problem)) : null;
-  return el("table", {}, el("thead", {}, el("tr", {}, el("th", {}, "Server"), heads.map((text) => el("th", { class: "num" }, text)), el("th", { class: "num" }, "KV use"), el("th", { class: "num" }, "TTFT half / 95%"), el("th", { class: "num" }, "TPOT half / 95%"), el("th", { class: "num" }, "Prefix hits"))),
+  return el("table", {}, el("thead", {}, el("tr", {}, el("th", {}, "Server"), heads.map((text) => el("th", { class: "num" }, text)), el("th", { class: "num" }, "KV use"), el("th", { class: "num" }, "TTFT P50 / P95"), el("th", { class: "num" }, "TPOT P50 / P95"), el("th", { class: "num" }, "Prefix hits"))),
     el("tbody", {}, news.servers.length > 1 ? line(ALL, news.all) : null, news.servers.map((row) => [line(row.name, row, row.fleet ? `of ${row.fleet}` : row.model === row.name ? null : row.model), told(row)])));
 }
 

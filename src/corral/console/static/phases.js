@@ -39,6 +39,10 @@ export function standing(row, now) {
   const lasted = `${at.phase} for ${duration(now - at.since_s)}`;
   const usual = at.expected_s === null ? "" : at.remembered ? ` (usually ${duration(at.expected_s)} here)` : ` (about ${duration(at.expected_s)} expected)`;
   if (row.ready_at_s === null || row.ready_at_s === undefined) return lasted + usual;
-  const left = row.ready_at_s - now;
-  return `${lasted}${usual}, ${left > 0 ? `ready in about ${duration(left)}` : `${duration(-left)} longer than usual`}`;
+  // past its usual end nobody knows when this phase ends: what is left is at least what comes after it
+  if (share(at) === null && at.expected_s !== null && now - at.since_s > at.expected_s) {
+    const rest = row.phases.reduce((sum, one) => sum + (one.since_s === null ? one.expected_s ?? 0 : 0), 0);
+    return `${lasted}${usual}: longer than usual${rest ? `; then about ${duration(rest)} until ready` : ""}`;
+  }
+  return `${lasted}${usual}, ready in about ${duration(Math.max(1, row.ready_at_s - now))}`;
 }
