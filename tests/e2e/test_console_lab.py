@@ -203,6 +203,27 @@ def test_a_prompt_as_a_heat_map_stays_text(lab: Lab) -> None:
     assert page.locator("main img, main script").count() == 0
 
 
+def test_script_in_an_answer_stays_text(lab: Lab) -> None:
+    """The console's own answer, with every text of it replaced: streamed pieces, tokens, alternatives."""
+
+    def possessed(route: Any) -> None:
+        answered = route.fetch()
+        text = re.sub(r'"text": ?"[^"]+"', lambda _: f'"text":{json.dumps(HOSTILE)}', answered.text())
+        assert HOSTILE in text
+        route.fulfill(response=answered, body=text)
+
+    page = lab.open("play")
+    page.route("**/api/play/ask", possessed)
+    try:
+        ask(page, "Say something.")
+        expect(page.locator(".answer").first).to_contain_text("onerror")
+        page.locator(".answer .token[role=button]").first.click()
+        assert page.title() != "owned"
+        assert page.locator("main img, main script").count() == 0
+    finally:
+        page.unroute("**/api/play/ask")
+
+
 def test_a_refusal_says_what_to_do(lab: Lab) -> None:
     page = lab.open("play")
     page.get_by_text("Settings", exact=True).click()
