@@ -142,7 +142,7 @@ def test_a_keeper_that_was_killed_is_taken_over(herd: Corral) -> None:
     until(ready(3), "three members ready")
     done = herd("fleet", "keep", "herd")
     assert done.code == 4
-    assert "kept already" in done.err
+    assert "already has a keeper" in done.err
 
 
 def test_names_are_shared_between_fleets_and_deployments(answering: Corral) -> None:
