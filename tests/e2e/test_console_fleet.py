@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import threading
@@ -19,28 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import expect, sync_playwright
+from playwright.sync_api import expect
 
 from corral.fake import FakeOptions, FakeServer, Pace
 from corral.files import write_atomic
 from tests.conftest import ROOT
 from tests.console_home import Made, fake_program, make, submitted
-from tests.skips import NO_BROWSER
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 SCRIPT = "<img src=x onerror=alert(1)><script>alert(2)</script>"
 WAIT_MS = 60_000
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if found is None:
-        pytest.skip(NO_BROWSER)
-    with sync_playwright() as play:
-        running = play.chromium.launch(executable_path=found, args=["--no-sandbox"])
-        yield running
-        running.close()
 
 
 @pytest.fixture(scope="module")

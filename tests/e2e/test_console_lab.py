@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,13 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import expect, sync_playwright
+from playwright.sync_api import expect
 
 from corral.fake import FakeOptions, FakeServer, Pace
 from tests.conftest import ROOT
-from tests.skips import NO_BROWSER
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 HOSTILE = "<img src=x onerror=document.title='owned'><script>document.title='owned'</script>"
 PICTURES = ROOT / "docs" / "pictures"
 expect.set_options(timeout=30_000)
@@ -55,17 +52,6 @@ class Lab:
             self.page.screenshot(path=path)
             with Image.open(path) as image:
                 image.convert("RGB").quantize(256).save(path, optimize=True)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if found is None:
-        pytest.skip(NO_BROWSER)
-    with sync_playwright() as play:
-        running = play.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-dev-shm-usage"])
-        yield running
-        running.close()
 
 
 def corral(env: dict[str, str], folder: Path, *words: str) -> None:

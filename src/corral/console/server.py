@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import html
-import socket
-import threading
 import webbrowser
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-import uvicorn
-
-from corral.batch.service.connection import Connection
-from corral.batch.service.server import listen
+from corral.batch.service.hosting import Hosted
 from corral.console.app import make_app, static_files
 from corral.console.desk import Desk
 from corral.console.guard import Guard, Tickets
@@ -25,7 +19,6 @@ from corral.home import home_dir
 
 __all__ = ["Console", "ConsoleOptions", "open_browser"]
 
-IDLE_S = 30
 ENDING_S = 1  # streams never end by themselves
 
 
@@ -49,35 +42,21 @@ class Console:
         self.tickets = Tickets(used)
         desk = desk or Desk(read_only=options.read_only)
         static_files()
-        app = Guard(make_app(desk), self.tickets, options.read_only, options.hosts)
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                app, http=Connection, ws="none", lifespan="off", log_config=None, log_level="critical",
-                access_log=False, server_header=False, date_header=False, timeout_keep_alive=IDLE_S,
-                timeout_graceful_shutdown=ENDING_S,
-            )
-        )  # fmt: skip
+        self._app = Guard(make_app(desk), self.tickets, options.read_only, options.hosts)
 
     def __enter__(self) -> Self:
-        self._socket = listen(self.options.bind, self.options.port)
-        self._thread = threading.Thread(target=self._serve, name="corral-console", daemon=True)
-        self._thread.start()
+        self._hosted = Hosted(self.options.bind, self.options.port, "corral-console", ENDING_S)
+        self._hosted.start(self._app)
         return self
 
-    def _serve(self) -> None:
-        asyncio.run(self._server.serve(sockets=[self._socket]))
-
     def __exit__(self, *_: object) -> None:
-        self._server.should_exit = True
-        self._thread.join(ENDING_S + 5)
-        self._socket.close()
+        self._hosted.close()
 
     @property
     def url(self) -> str:
         bind = self.options.bind
-        everywhere: dict[str, socket.AddressFamily] = {"0.0.0.0": socket.AF_INET, "::": socket.AF_INET6}  # noqa: S104
-        host = "127.0.0.1" if bind in everywhere else f"[{bind}]" if ":" in bind else bind
-        return f"http://{host}:{self._socket.getsockname()[1]}"
+        host = "127.0.0.1" if bind in ("0.0.0.0", "::") else f"[{bind}]" if ":" in bind else bind  # noqa: S104
+        return f"http://{host}:{self._hosted.port}"
 
     def link(self) -> str:
         """A link that opens the page once."""

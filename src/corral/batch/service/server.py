@@ -6,32 +6,26 @@ all connections (uvicorn); the batches themselves run in threads of their own (`
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
-import socket
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-import uvicorn
-
 from corral.batch.core.lock import BatchLock
 from corral.batch.core.runner import RunnerSettings
 from corral.batch.service.app import make_app
-from corral.batch.service.connection import Connection
+from corral.batch.service.hosting import Hosted
 from corral.batch.service.store import Store
 from corral.batch.service.workers import Workers
 from corral.batch.serving import Where
 from corral.client.endpoint import Endpoint
-from corral.errors import ConflictError
 from corral.home import home_dir
 
-__all__ = ["BatchService", "ServiceOptions", "listen", "serve_forever"]
+__all__ = ["BatchService", "ServiceOptions", "serve_forever"]
 
-IDLE_S = 30  # a connection between two requests
 ENDING_S = 5  # for answers under way when the service ends
 
 
@@ -66,7 +60,7 @@ class BatchService:
         key = Endpoint("http://127.0.0.1", "", self.key_file).key() or ""
         self._lock.__enter__()
         try:
-            self._socket = listen(self.options.bind, self.options.port)
+            self._hosted = Hosted(self.options.bind, self.options.port, "corral-batch-api", ENDING_S)
             self.store.drop_broken_uploads()
         except BaseException:
             self._lock.__exit__(None, None, None)
@@ -74,46 +68,21 @@ class BatchService:
         options = self.options
         self.workers = Workers(self.store, options.where, options.jobs, options.any_model, options.settings)
         app = make_app(self.store, self.workers, key, options.largest_upload_bytes)
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                app, http=Connection, ws="none", lifespan="off", log_config=None, log_level="critical",
-                access_log=False, server_header=False, date_header=False, timeout_keep_alive=IDLE_S,
-                timeout_graceful_shutdown=ENDING_S,
-            )
-        )  # fmt: skip
-        self._thread = threading.Thread(target=self._serve, name="corral-batch-api", daemon=True)
-        self._thread.start()
+        self._hosted.start(app)
         return self
 
-    def _serve(self) -> None:
-        asyncio.run(self._server.serve(sockets=[self._socket]))
-
     def __exit__(self, *_: object) -> None:
-        self._server.should_exit = True
-        self._thread.join(ENDING_S + 5)
-        self._socket.close()
+        self._hosted.close()
         self.workers.close()
         self._lock.__exit__(None, None, None)
 
     @property
     def url(self) -> str:
         host = f"[{self.options.bind}]" if ":" in self.options.bind else self.options.bind
-        return f"http://{host}:{self._socket.getsockname()[1]}"
+        return f"http://{host}:{self._hosted.port}"
 
     def touch(self) -> None:
         self._lock.touch()
-
-
-def listen(bind: str, port: int) -> socket.socket:
-    """From now on connections are accepted, if only answered once the service runs."""
-    try:
-        return socket.create_server(
-            (bind, port), family=socket.AF_INET6 if ":" in bind else socket.AF_INET, backlog=512
-        )
-    except OSError as error:
-        raise ConflictError(
-            f"cannot listen on {bind}:{port}: {error.strerror}.", "Choose another --port; 0 takes any free one."
-        ) from error
 
 
 def serve_forever(options: ServiceOptions) -> int:
