@@ -1,5 +1,6 @@
 // Live: load of every server now and over the last hour, GPUs, batches and tunes.
 
+import { follow, ink, library } from "/static/chart.js";
 import { duration, el, empty, fill, number, problem } from "/static/dom.js";
 
 const ALL = "all servers";
@@ -16,14 +17,6 @@ const FIGURES = [...new Set(CHARTS.flatMap(([, lines]) => lines.map(([name]) => 
 function ms(value) {
   if (value === null || value === undefined) return "–";
   return value < 1 ? `${number(1000 * value, value < 0.01 ? 1 : 0)} ms` : `${number(value, 2)} s`;
-}
-
-const loaded = {};
-function load(tag, props) { // once, on first use
-  return loaded[props.src ?? props.href] ??= new Promise((done, failed) => {
-    const node = el(tag, { onload: done, onerror: () => failed(new Error("A file of the page is missing.")), ...props });
-    document.head.append(node);
-  });
 }
 
 export function mount(root, ctx) {
@@ -47,7 +40,7 @@ export function mount(root, ctx) {
     chosen = name;
     title.textContent = name;
     data = null;
-    await Promise.all([history(), load("script", { src: "/static/vendor/uPlot.js" }), load("link", { rel: "stylesheet", href: "/static/vendor/uPlot.css" })]);
+    await Promise.all([history(), library()]);
     if (!over) draw();
   }
 
@@ -59,16 +52,14 @@ export function mount(root, ctx) {
       return { box, lines, words, heading };
     });
     fill(drawn, charts.map((one) => one.box));
-    const style = getComputedStyle(document.documentElement);
-    const ink = style.getPropertyValue("--dim").trim(), grid = style.getPropertyValue("--line").trim();
-    const colours = [style.getPropertyValue("--accent").trim(), style.getPropertyValue("--warn").trim()];
-    const axis = { stroke: ink, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid, width: 1 } };
+    const colours = [ink("--accent"), ink("--warn")], grid = ink("--line");
+    const axis = { stroke: ink("--dim"), grid: { stroke: grid, width: 1 }, ticks: { stroke: grid, width: 1 } };
     for (const one of charts) {
-      one.plot = new uPlot({
+      one.plot = follow(new uPlot({
         width: Math.max(260, one.box.clientWidth), height: 170, cursor: { y: false }, scales: { y: { range: (_, low, high) => [0, one.lines[0][0] === "kv" ? 1 : high > 0 ? high * 1.1 : 1] } },
         series: [{ value: (_, at) => at ? new Date(at * 1000).toLocaleTimeString("en-GB") : "–" }, ...one.lines.map(([, label], place) => ({ label, stroke: colours[place], width: 1.5, points: { show: false }, spanGaps: false, value: (_, v) => one.words(v) }))],
         axes: [{ ...axis, space: 70, values: (_, ticks) => ticks.map((at) => new Date(at * 1000).toLocaleTimeString("en-GB")) }, { ...axis, size: 64, values: (_, ticks) => ticks.map(one.words) }],
-      }, values(one), one.box);
+      }, values(one), one.box));
       one.box.setAttribute("role", "img");
       one.box.setAttribute("aria-label", `${one.heading} of ${chosen} over the last hour`);
     }

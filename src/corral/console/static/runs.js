@@ -73,7 +73,7 @@ export function mount(root, ctx) {
     const how = difference.repeats ? "Intervals cover what changes from run to run." : "Intervals cover chance inside a run only: repeats would tell more.";
     await page(back(), el("h1", { class: "long" }, `${a} against ${b}`), difference.invalid.map((name) => el("p", { class: "problem" }, `${name} is invalid: do not use its figures.`)),
       el("section", { class: "card" }, el("div", { class: "head" }, el("h2", {}, "What changed"), el("span", { class: "dim" }, how)), el("div", { class: "scroll" }, el("table", {}, heads(["Figure"], [a, 1], [b, 1], ["Change", 1], ["95% interval", 1], ["Verdict"]),
-        el("tbody", {}, difference.figures.map((row) => el("tr", {}, el("td", {}, row.name.replaceAll("_", " ")), [`${round(row.a)} ${row.unit}`, `${round(row.b)} ${row.unit}`, signed(row.change), `${signed(row.low)} … ${signed(row.high)}`].map((cell) => el("td", { class: "num" }, cell)), el("td", {}, el("span", { class: `tag ${{ better: "good", worse: "bad" }[row.verdict] ?? ""}` }, row.verdict))))))), el("p", { class: "dim" }, difference.differs.length ? null : "Nothing that is known of server, hardware and load differs.")),
+        el("tbody", {}, difference.figures.map((row) => el("tr", {}, el("td", {}, metricName(row.name)), [`${round(row.a)} ${row.unit}`, `${round(row.b)} ${row.unit}`, signed(row.change), `${signed(row.low)} … ${signed(row.high)}`].map((cell) => el("td", { class: "num" }, cell)), el("td", {}, el("span", { class: `tag ${{ better: "good", worse: "bad" }[row.verdict] ?? ""}` }, row.verdict))))))), el("p", { class: "dim" }, difference.differs.length ? null : "Nothing that is known of server, hardware and load differs.")),
       difference.differs.length ? el("section", { class: "card" }, el("h2", {}, "What differed"), el("div", { class: "scroll" }, el("table", {}, heads(["What"], [a], [b]), el("tbody", {}, difference.differs.map((row) => el("tr", {}, row.map((cell) => el("td", { class: "long" }, cell)))))))) : null,
       both.length === 2 ? [spreads(both), el("div", { class: "grid charts" }, timelines(both), distributions(both))] : null);
   }
@@ -115,6 +115,8 @@ function table(rows, from, turn) {
 
 /** A long text on a few lines, the whole of it on demand. */
 const cut = (text) => (text.length < 300 ? el("div", { class: "cell" }, text) : el("details", { class: "cell" }, el("summary", {}, `${text.slice(0, 240)}…`), text));
+/** `p90_ttft_ms` as people write it; the unit stands beside the value. */
+const metricName = (name) => name.replace(/_ms$/, "").replaceAll("_", " ").replace(/\b(ttft|tpot|itl|e2el)\b/g, (short) => short.toUpperCase()).replace(/^p(\d)/, "P$1");
 const share = (value) => (value === null || value === undefined ? "–" : `${Math.round(100 * value)}%`);
 const signed = (value) => `${value > 0 ? "+" : ""}${round(value)}%`;
 const figure = (name, value, unit) => el("div", { class: "card figure" }, el("h3", {}, name), el("p", { class: "figure-value" }, value, " ", el("small", {}, unit)));
