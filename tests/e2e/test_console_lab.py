@@ -278,6 +278,8 @@ def test_runs_are_listed_compared_and_overlaid(lab: Lab) -> None:
     page = lab.open("runs")
     for name in ("before", "after"):
         page.get_by_label(f"Compare {name}").check()
+    expect(page.get_by_role("link", name="~/answers.jsonl")).to_be_visible()
+    lab.picture("runs")
     page.get_by_role("button", name="Compare two runs").click()
     expect(page.get_by_role("heading", name="before against after")).to_be_visible()
     expect(page.locator(".chart canvas").first).to_be_visible()
@@ -286,12 +288,14 @@ def test_runs_are_listed_compared_and_overlaid(lab: Lab) -> None:
     legend = page.locator(".chart").first.locator(".u-legend")
     expect(legend).to_contain_text("before")
     expect(legend).to_contain_text("after")
+    lab.picture("compare")
     assert lab.complaints == []
 
 
 def test_a_sweep_is_drawn_by_load(lab: Lab) -> None:
     page = lab.open("runs/run/sweep")
     expect(page.locator(".chart canvas")).to_have_count(4)
+    lab.picture("sweep")
     page.get_by_role("link", name="concurrency 16").click()
     expect(page.get_by_role("heading", name="sweep/p03")).to_be_visible()
     assert lab.complaints == []

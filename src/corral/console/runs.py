@@ -160,16 +160,22 @@ def batch_list() -> list[dict[str, Any]]:
             found.append(_standing(str(output)))
         except (CorralError, OSError) as error:
             words = error.message if isinstance(error, CorralError) else str(error)
-            found.append({"output": str(output), "state": "unreadable", "reason": words})
+            found.append({"output": str(output), "shown": _shown(output), "state": "unreadable", "reason": words})
     return found
 
 
 def _standing(output: str) -> dict[str, Any]:
     s = inspect(output)
     return {
-        "output": s.output, "state": s.state, "reason": s.reason, "rows": s.rows, "fine": s.fine, "failed": s.failed,
+        "output": s.output, "shown": _shown(Path(s.output)),
+        "state": s.state, "reason": s.reason, "rows": s.rows, "fine": s.fine, "failed": s.failed,
         "model": s.model, "input": s.input, "created_s": s.created_s, "runners": len(s.runners),
     }  # fmt: skip
+
+
+def _shown(path: Path) -> str:
+    """A path as people write it: what lies in their home begins with ~."""
+    return f"~/{path.relative_to(Path.home())}" if path.is_relative_to(Path.home()) else str(path)
 
 
 def _known(output: str) -> str:

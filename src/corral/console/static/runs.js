@@ -33,7 +33,7 @@ export function mount(root, ctx) {
       el("tbody", {}, found.runs.map((one) => el("tr", {}, el("td", {}, pick(one.name)), el("td", { class: "long" }, el("a", { href: at("run", one.name) }, one.name)), el("td", {}, one.load), el("td", {}, tag(one.verdict)), el("td", { class: "num" }, round(one.output_throughput)), el("td", { class: "num dim" }, ago(one.created_s)))))))
       : empty("No measurement yet.", el("p", {}, "A first one: ", el("code", {}, "corral bench quick")));
     const batches = found.batches.length ? el("div", { class: "scroll" }, el("table", {}, heads(["Output"], ["State"], ["Rows", 1], ["Done", 1], ["Failed", 1], ["Model"], ["Begun", 1]),
-      el("tbody", {}, found.batches.map((one) => el("tr", {}, el("td", { class: "long" }, el("a", { href: at("batch", one.output) }, one.output)), el("td", {}, tag(one.state), one.reason ? el("div", { class: "dim" }, one.reason) : null),
+      el("tbody", {}, found.batches.map((one) => el("tr", {}, el("td", { class: "long" }, el("a", { href: at("batch", one.output) }, one.shown)), el("td", {}, tag(one.state), one.reason ? el("div", { class: "dim" }, one.reason) : null),
         el("td", { class: "num" }, number(one.rows)), el("td", { class: "num" }, one.rows === undefined ? "–" : number(one.fine + one.failed)), el("td", { class: "num" }, number(one.failed)), el("td", { class: "long" }, one.model ?? ""), el("td", { class: "num dim" }, one.created_s ? ago(one.created_s) : "–"))))))
       : empty("No batch yet.", el("p", {}, "One is begun with ", el("code", {}, "corral batch run INPUT -o OUTPUT"), ", and is listed here from then on."));
     await page(el("div", { class: "head" }, el("h1", {}, "Runs"), el("span", { class: "push" }, found.runs.length > 1 ? go : null)), el("section", { class: "card", "aria-label": "Measurements" }, el("h2", {}, "Measurements"), runs), el("section", { class: "card", "aria-label": "Batches" }, el("h2", {}, "Batches"), batches));
@@ -96,7 +96,7 @@ export function mount(root, ctx) {
         el("td", {}, el("button", { class: "small", type: "button", onclick: () => show(`Rows that failed: ${one.code}`, { failed: 1, code: one.code, like: one.message }) }, "Show")))))))
       : el("p", { class: "dim" }, "No row failed.");
     const share = found.rows ? (100 * done) / found.rows : 100;
-    await page(back(), el("div", { class: "head" }, el("h1", { class: "long" }, found.output), tag(found.state)), found.reason ? el("p", { class: "note" }, found.reason) : null,
+    await page(back(), el("div", { class: "head" }, el("h1", { class: "long" }, found.shown), tag(found.state)), found.reason ? el("p", { class: "note" }, found.reason) : null,
       el("section", { class: "card" }, el("progress", { max: 100, value: share, "aria-label": "Rows done" }), el("p", {}, `${number(done)} of ${number(found.rows)} rows done, ${number(found.failed)} failed`), el("dl", { class: "facts" }, [["Model", found.model], ["Input", found.input], ["Begun", ago(found.created_s)], ["At work", found.runners ? `${found.runners}` : "nobody"]].map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]))),
       el("section", { class: "card" }, el("h2", {}, "Failures by cause"), groups),
       el("section", { class: "card" }, el("div", { class: "head" }, title, el("button", { class: "small push", type: "button", onclick: () => show("Rows that were answered", {}) }, "Answered"), el("button", { class: "small", type: "button", disabled: !found.failed, onclick: () => show("Rows that failed", { failed: 1 }) }, "Failed")), rows));
