@@ -1,5 +1,6 @@
 """What the gateway does and costs, beside vllm-router (Rust, PyPI) and beside no router at all.
 
+    python benchmarks/gateway.py all      [--json FILE]         cost, and spread as text and as ids: 140 s
     python benchmarks/gateway.py cost     [--seconds 10]        processor time per request, added latency
     python benchmarks/gateway.py spread   [--kind text|ids]     16 fake servers, Zipf prefixes: load, hits, latency
     python benchmarks/gateway.py faults                         kill -9 and SIGSTOP of members under 64 streams
@@ -7,7 +8,8 @@
     python benchmarks/gateway.py replicas URL... --key-file F   prefix hits with real servers, against an oracle
 
 `--router PATH` names the `vllm-router` of another environment; without it, the rows of vllm-router are left out.
-Servers, gateway and client are processes of one machine and share its cores: compare rows of one run only.
+`--json FILE` writes what was found, with the machine and its load. Servers, gateway and client are processes of one
+machine and share its cores: compare rows of one run only.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ import asyncio
 import contextlib
 import functools
 import json
-import random
+import os
+import platform
 import signal
-import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -28,165 +31,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gateway_cost import cost
 from gateway_processes import Process, fakes, gateway, key_file, router
+from gateway_replicas import replicas
+from gateway_spread import spread
 
-from corral.client.client import Client, run
+from corral.client.client import COMPLETIONS, Client, run
 from corral.client.endpoint import Endpoint
 from corral.client.errors import RequestError
-
-COMPLETIONS = "/v1/completions"
-
-
-def percentile(values: list[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
-
-
-# Cost
-
-
-async def timed(url: str, key: str, body: dict[str, Any], seconds: float, at_once: int) -> list[float]:
-    """The times of requests in ms, so many at once."""
-    found: list[float] = []
-    async with Client(Endpoint(url, "fake", key)) as client:
-        for number in range(at_once):
-            await client.request(COMPLETIONS, {**body, "seed": number})
-        stop = time.perf_counter() + seconds
-
-        async def worker(number: int) -> None:
-            while time.perf_counter() < stop:
-                began = time.perf_counter()
-                await client.request(COMPLETIONS, {**body, "seed": number})
-                found.append((time.perf_counter() - began) * 1e3)
-                number += at_once
-
-        await asyncio.gather(*map(worker, range(at_once)))
-    return found
-
-
-def cost(given: argparse.Namespace) -> None:
-    """Rounds of direct, gateway and router, one after the other, so that the machine's load falls on all alike."""
-    text = "The quick brown fox jumps over the lazy dog. "
-    whole = {"prompt": text * 12, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
-    cases = {"whole answers of 16 tokens": whole, "streams of 64 tokens": {**whole, "max_tokens": 64, "stream": True}}
-    with contextlib.ExitStack() as stack:
-        key = stack.enter_context(key_file())
-        urls = [one.url for one in fakes(stack, 2)]
-        places: dict[str, Process | str] = {"direct": urls[0], "corral gateway": gateway(stack, urls)}
-        if given.router:
-            places["vllm-router"] = router(stack, given.router, urls)
-        for title, body in cases.items():
-            for at_once in (1, 32):
-                rows = rounds(places, key, body, given.seconds, at_once)
-                print(f"\n{title}, {at_once} at once: requests, processor ms per request, ms P50, P99")
-                for name, (times, cpu_s) in rows.items():
-                    each = f"{cpu_s / len(times) * 1e3:7.3f}" if cpu_s else "      -"
-                    middle, late = statistics.median(times), percentile(times, 0.99)
-                    print(f"  {name:16}{len(times):8,} {each} {middle:8.2f} {late:8.2f}", flush=True)
-
-
-def rounds(
-    places: dict[str, Process | str], key: str, body: dict[str, Any], seconds: float, at_once: int
-) -> dict[str, tuple[list[float], float]]:
-    rows: dict[str, tuple[list[float], float]] = {name: ([], 0.0) for name in places}
-    for _ in range(5):
-        for name, place in places.items():
-            url = place if isinstance(place, str) else place.url
-            before = 0.0 if isinstance(place, str) else place.cpu_s()
-            times = run(timed(url, key, body, seconds / 5, at_once))
-            spent = 0.0 if isinstance(place, str) else place.cpu_s() - before
-            rows[name] = ([*rows[name][0], *times], rows[name][1] + spent)
-    return rows
-
-
-# Spread
-
-
-@dataclass
-class Outcome:
-    """What one policy made of a load."""
-
-    first_ms: list[float] = field(default_factory=list)
-    failed: int = 0
-    late_ms: list[float] = field(default_factory=list)
-
-
-def zipf_load(kind: str, count: int, prefixes: int, seed: int) -> list[tuple[float, Any]]:
-    """Prompts with their share of the arrival times: a Poisson process, and prefixes by Zipf's law."""
-    from corral.fake import words
-
-    rng = random.Random(seed)
-    weights = [1 / (number + 1) for number in range(prefixes)]
-    starts = [" ".join(f"subject{number}word{i}" for i in range(110)) for number in range(prefixes)]
-    found, at = [], 0.0
-    for number, which in enumerate(rng.choices(range(prefixes), weights, k=count)):
-        at += rng.expovariate(1.0)
-        prompt: Any = f"{starts[which]} and question {number} of {seed}"
-        found.append((at, words.encode(prompt.encode()) if kind == "ids" else prompt))
-    return found
-
-
-async def open_loop(url: str, key: str, load: list[tuple[float, Any]], rate: float, tokens: int) -> Outcome:
-    found = Outcome()
-    loop = asyncio.get_running_loop()
-    async with Client(Endpoint(url, "fake", key)) as client:
-        began = loop.time() + 0.1
-
-        async def one(prompt: Any) -> None:
-            body = {"prompt": prompt, "max_tokens": tokens, "stream": True, "ignore_eos": True}
-            try:
-                reply = await client.request(COMPLETIONS, body)
-                found.first_ms.append((reply.timing.chunk_ns[0] - reply.timing.sent_ns) / 1e6)
-            except RequestError:
-                found.failed += 1
-
-        tasks = []
-        for at, prompt in load:
-            due = began + at / rate
-            await asyncio.sleep(max(0.0, due - loop.time()))
-            found.late_ms.append((loop.time() - due) * 1e3)
-            tasks.append(asyncio.ensure_future(one(prompt)))
-        await asyncio.gather(*tasks)
-    return found
-
-
-def spread(given: argparse.Namespace) -> None:
-    pace = ("--ttft-ms", "20", "--prefill-rate", "2000", "--itl-ms", "50", "--max-seqs", "8")
-    load = zipf_load(given.kind, given.requests, given.prefixes, 1)
-    asked = f"{given.requests:,} requests at {given.rate:g}/s, {given.prefixes} prefixes by Zipf, as {given.kind}"
-    print(f"16 fake servers of 8 seats, {asked}")
-    print(
-        "policy, max/mean of requests, of busy time, prompt tokens cached, first token ms P50, P99, failed, lag P99"
-    )
-    names = [*given.routes, *(["vllm-router"] if given.router else [])]
-    for name in names:
-        with contextlib.ExitStack() as stack:
-            key = stack.enter_context(key_file())
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
-            servers = fakes(stack, 16, *pace, folder=folder)
-            urls = [one.url for one in servers]
-            seats = ("--seats", "8")
-            front = router(stack, given.router, urls) if name == "vllm-router" else gateway(stack, urls, name, *seats)
-            outcome = run(open_loop(front.url, key, load, given.rate, given.tokens))
-            time.sleep(1.5)
-            tell_spread(name, servers, outcome)
-
-
-def tell_spread(name: str, servers: list[Process], outcome: Outcome) -> None:
-    counts, busy, cached, prompts = [], [], 0, 0
-    for server in servers:
-        assert server.log
-        rows = [json.loads(line) for line in server.log.read_text().splitlines()] if server.log.exists() else []
-        counts.append(len(rows))
-        busy.append(sum(row["last_ns"] - row["start_ns"] for row in rows))
-        cached += sum(row["cached_tokens"] for row in rows)
-        prompts += sum(row["prompt_tokens"] for row in rows)
-    shares = [max(one) / statistics.mean(one) for one in (counts, busy)]
-    first = outcome.first_ms
-    middle, late, lag = statistics.median(first), percentile(first, 0.99), percentile(outcome.late_ms, 0.99)
-    figures = f"{shares[0]:6.2f}{shares[1]:6.2f}{cached / prompts:8.1%}{middle:8.0f}{late:8.0f}"
-    print(f"  {name:14}{figures}{outcome.failed:5d}{lag:7.0f}", flush=True)
-
+from corral.gateway.policies import POLICIES
 
 # Faults
 
@@ -244,7 +97,8 @@ async def trouble(url: str, key: str, servers: list[Process], stop_for_s: float)
     return load
 
 
-def faults(given: argparse.Namespace) -> None:
+def faults(given: argparse.Namespace) -> dict[str, Any]:
+    rows = {}
     print("64 streams without pause on 4 fake servers; two killed (-9), then one stopped for 30 s and continued")
     for name in ["corral gateway", *(["vllm-router"] if given.router else [])]:
         with contextlib.ExitStack() as stack:
@@ -255,6 +109,8 @@ def faults(given: argparse.Namespace) -> None:
             found = run(trouble(front.url, key, servers, 30.0 if name != "vllm-router" else 0.0))
         told = f"{found.done:,} whole, {len(found.failed)} failed before the first byte, {found.broken} cut after it"
         print(f"  {name:16}{told}" + (f"; first: {found.failed[0]}" if found.failed else ""), flush=True)
+        rows[name] = {"whole": found.done, "failed": len(found.failed), "cut": found.broken}
+    return rows
 
 
 # Streams
@@ -298,10 +154,11 @@ async def hold_open(url: str, key: str, count: int, look: Callable[[], None]) ->
     return begun[0], again[0]
 
 
-def streams(given: argparse.Namespace) -> None:
+def streams(given: argparse.Namespace) -> dict[str, Any]:
     from corral.proxy.relay_server import raise_file_limit
 
     raise_file_limit(given.count + 1000)
+    rows = {}
     with contextlib.ExitStack() as stack:
         key = stack.enter_context(key_file())
         servers = fakes(stack, 2, "--itl-ms", "5000", "--ttft-ms", "10")
@@ -312,114 +169,106 @@ def streams(given: argparse.Namespace) -> None:
             begun, again = run(hold_open(front.url, key, given.count, functools.partial(_note_memory, front, sizes)))
             told = f"{begun:,} open streams in {sizes[-1]:.0f} MiB ({sizes[0]:.0f} MiB before)"
             print(f"{name}: {told}, {again} asked again", flush=True)
+            rows[name] = {"open": begun, "mib": sizes[-1], "mib_before": sizes[0], "asked_again": again}
+    return rows
 
 
 def _note_memory(process: Process, sizes: list[float]) -> None:
     sizes.append(process.memory_mib())
 
 
-# Real replicas
+# All
 
 
-def replicas(given: argparse.Namespace) -> None:
-    """The same prompts through each way, cold by a word of their own each time; hits by the servers' counters."""
-    ways = [("corral prefix", "prefix"), ("corral least-work", "least-work"), ("corral round-robin", "round-robin")]
-    plans = [(name, route) for name, route in ways] + ([("vllm-router cache_aware", "")] if given.router else [])
-    keys = [Path(path).read_text().strip() for path in given.key_file] or [""] * len(given.urls)
-    print(
-        f"{len(given.urls)} servers, {given.prefixes} prefixes of {given.words} words, each asked {given.each} times"
-    )
-    for number, (name, route) in enumerate(plans):
-        with contextlib.ExitStack() as stack:
-            key = stack.enter_context(key_file())
-            more = [word for one in keys if one for word in ("--key", one)]
-            front = (
-                router(stack, given.router, given.urls, "cache_aware")
-                if not route
-                else gateway(stack, given.urls, route, *more)
+def everything(given: argparse.Namespace) -> dict[str, Any]:
+    """Spread twice at the same time, in processes of their own; then the others, each alone."""
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        started = {}
+        for kind in ("text", "ids"):
+            file = Path(folder) / f"{kind}.json"
+            command = [
+                sys.executable,
+                __file__,
+                "spread",
+                "--kind",
+                kind,
+                "--json",
+                str(file),
+                "--seed",
+                str(given.seed),
+            ]
+            command += [*(["--router", given.router] if given.router else []), "--rate", str(given.spread_rate)]
+            pipe = subprocess.PIPE
+            started[kind] = (
+                file,
+                subprocess.Popen([*command, "--requests", str(given.requests)], stdout=pipe, text=True),
             )
-            hits, queries, oracle = run(ask_replicas(front.url, key, given, keys, f"way {number} {time.time():.0f}"))
-        print(
-            f"  {name:26} {hits:8,.0f} of {queries:8,.0f} prompt tokens from the cache; an oracle {oracle:8,.0f}: "
-            f"{hits / oracle:.3f} of it",
-            flush=True,
-        )
+        for kind, (file, process) in started.items():
+            print(process.communicate()[0], flush=True)
+            found[f"spread as {kind}"] = json.loads(file.read_text())["found"] if not process.returncode else "failed"
+    found["cost"] = cost(given)
+    return found
 
 
-async def ask_replicas(
-    url: str, key: str, given: argparse.Namespace, keys: list[str], salt: str
-) -> tuple[float, float, float]:
-    """Prompt tokens from the caches and in all, and how many an oracle would have had from them.
-
-    An oracle sends all requests of a prefix to one server, which computes it once; caches hold whole blocks.
-    """
-    from corral.client.endpoint import HeldKeyEndpoint
-    from corral.client.metrics import cache_config, read
-
-    rng = random.Random(3)
-    starts = [
-        f"{salt}: {number}. " + " ".join(rng.choice(WORDS) for _ in range(given.words))
-        for number in range(given.prefixes)
-    ]
-    order = [number for number in range(given.prefixes) for _ in range(given.each)]
-    rng.shuffle(order)
-    readers = [
-        Client(HeldKeyEndpoint(one, given.model, held or None)) for one, held in zip(given.urls, keys, strict=True)
-    ]
-    block = int(cache_config((await readers[0].page("/metrics")).body).get("block_size", "16"))
-    oracle = 0.0
-    for start in starts:
-        page = await readers[0].page("/tokenize", {"model": given.model, "prompt": f"{start} Question "})
-        oracle += (given.each - 1) * (page.json()["count"] // block * block)
-    before = [await read(one) for one in readers]
-    gate = asyncio.Semaphore(given.at_once)
-    async with Client(Endpoint(url, given.model, key)) as client:
-
-        async def ask(number: int, which: int) -> None:
-            async with gate:
-                body = {"prompt": f"{starts[which]} Question {number}:", "max_tokens": 4, "temperature": 0}
-                await client.request(COMPLETIONS, body)
-
-        await asyncio.gather(*(ask(number, which) for number, which in enumerate(order)))
-    await asyncio.sleep(1)
-    after = [await read(one) for one in readers]
-    for one in readers:
-        await one.close()
-    hits = sum((b.prefix_hits or 0) - (a.prefix_hits or 0) for a, b in zip(before, after, strict=True))
-    asked = sum((b.prefix_queries or 0) - (a.prefix_queries or 0) for a, b in zip(before, after, strict=True))
-    return hits, asked, oracle
+VERBS: dict[str, Callable[[argparse.Namespace], Any]] = {
+    "all": everything, "cost": cost, "spread": spread, "faults": faults, "streams": streams, "replicas": replicas
+}  # fmt: skip
 
 
-WORDS = [f"{first}{second}" for first in ("river", "stone", "light", "paper") for second in ("", "s", "less", "like")]
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = parser.add_subparsers(dest="verb", required=True)
+    verbs = {name: parts.add_parser(name) for name in VERBS}
+    for verb in verbs.values():
+        verb.add_argument("--router", default="", help="path of vllm-router")
+        verb.add_argument("--json", default="", help="file to write what was found to")
+    for name in ("all", "cost"):
+        verbs[name].add_argument("--seconds", type=float, default=10.0 if name == "cost" else 2.0)
+        verbs[name].add_argument("--rate", type=float, default=200.0)
+    verbs["streams"].add_argument("--count", type=int, default=5000)
+    for name in ("all", "spread", "replicas"):
+        verbs[name].add_argument("--seed", type=int, default=1)
+    verbs["all"].add_argument("--requests", type=int, default=1200)
+    verbs["all"].add_argument("--spread-rate", type=float, default=100.0)
+    _spread_options(verbs["spread"])
+    _replicas_options(verbs["replicas"])
+    return parser
+
+
+def _spread_options(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--kind", choices=["text", "ids"], default="text")
+    verb.add_argument("--requests", type=int, default=1600)
+    verb.add_argument("--warm", type=int, default=200, help="requests that are not measured, after each prefix once")
+    verb.add_argument("--rate", type=float, default=80.0)
+    verb.add_argument("--prefixes", type=int, default=64)
+    verb.add_argument("--tokens", type=int, default=16)
+    verb.add_argument("--routes", nargs="*", default=list(POLICIES))
+
+
+def _replicas_options(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("urls", nargs="+")
+    verb.add_argument("--key-file", nargs="*", default=[], help="of each server, where it has a key")
+    verb.add_argument("--model", required=True)
+    verb.add_argument("--kind", choices=["text", "ids"], default="text")
+    verb.add_argument("--prefixes", type=int, default=8)
+    verb.add_argument("--each", type=int, default=8)
+    verb.add_argument("--words", type=int, default=400)
+    verb.add_argument("--common", type=int, default=0, help="words that all prompts begin with, of these")
+    verb.add_argument("--at-once", type=int, default=4)
+    verb.add_argument("--routes", nargs="*", default=["prefix", "least-work", "round-robin"])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    for name in ("cost", "spread", "faults", "streams", "replicas"):
-        verb = verbs.add_parser(name)
-        verb.add_argument("--router", default="", help="path of vllm-router")
-        if name == "cost":
-            verb.add_argument("--seconds", type=float, default=10.0)
-        elif name == "spread":
-            verb.add_argument("--kind", choices=["text", "ids"], default="text")
-            verb.add_argument("--requests", type=int, default=1600)
-            verb.add_argument("--rate", type=float, default=80.0)
-            verb.add_argument("--prefixes", type=int, default=64)
-            verb.add_argument("--tokens", type=int, default=16)
-            verb.add_argument("--routes", nargs="*", default=["prefix", "least-work", "round-robin", "random"])
-        elif name == "streams":
-            verb.add_argument("--count", type=int, default=5000)
-        elif name == "replicas":
-            verb.add_argument("urls", nargs="+")
-            verb.add_argument("--key-file", nargs="*", default=[], help="of each server, where it has a key")
-            verb.add_argument("--model", required=True)
-            verb.add_argument("--prefixes", type=int, default=8)
-            verb.add_argument("--each", type=int, default=8)
-            verb.add_argument("--words", type=int, default=400)
-            verb.add_argument("--at-once", type=int, default=4)
-    given = parser.parse_args()
-    globals()[given.verb](given)
+    given = options().parse_args()
+    machine = {"machine": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()}
+    loads, began = [os.getloadavg()], time.monotonic()
+    found = VERBS[given.verb](given)
+    loads.append(os.getloadavg())
+    about = {**machine, "load_average": loads, "seconds": time.monotonic() - began}
+    print(f"\n{about}", flush=True)
+    if given.json:
+        Path(given.json).write_text(json.dumps({"verb": given.verb, "about": about, "found": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,11 @@ from corral.client.errors import RequestError
 
 KEY = "a-key-for-this-benchmark"
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+
+
+def percentile(values: list[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
 @dataclass
@@ -45,24 +50,31 @@ class Process:
         return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS"))
 
 
-@contextlib.contextmanager
-def child(*argv: str, log: Path | None = None) -> Iterator[Process]:
+def child(stack: contextlib.ExitStack, *argv: str, log: Path | None = None) -> Callable[[], Process]:
+    """Start one; what is returned waits until it says its address, so that several start side by side."""
     pipe = subprocess.PIPE
     popen = subprocess.Popen([sys.executable, *argv], stdin=pipe, stdout=pipe, text=True)
+    stack.callback(_end, popen)
+
+    def ready() -> Process:
+        assert popen.stdout
+        return Process(json.loads(popen.stdout.readline())["url"], popen, log)
+
+    return ready
+
+
+def _end(popen: subprocess.Popen[str]) -> None:
     assert popen.stdin
     assert popen.stdout
+    with contextlib.suppress(OSError):
+        popen.stdin.close()
+    popen.send_signal(signal.SIGCONT)
     try:
-        yield Process(json.loads(popen.stdout.readline())["url"], popen, log)
-    finally:
-        with contextlib.suppress(OSError):
-            popen.stdin.close()
-        popen.send_signal(signal.SIGCONT)
-        try:
-            popen.wait(10)
-        except subprocess.TimeoutExpired:
-            popen.kill()
-            popen.wait()
-        popen.stdout.close()
+        popen.wait(10)
+    except subprocess.TimeoutExpired:
+        popen.kill()
+        popen.wait()
+    popen.stdout.close()
 
 
 def fakes(stack: contextlib.ExitStack, count: int, *options: str, folder: str = "") -> list[Process]:
@@ -70,40 +82,40 @@ def fakes(stack: contextlib.ExitStack, count: int, *options: str, folder: str = 
     for number in range(count):
         log = Path(folder) / f"{number}.jsonl" if folder else None
         words = ("-m", "corral", "fake-server", "--until-eof", *options, *(("--log", str(log)) if log else ()))
-        found.append(stack.enter_context(child(*words, log=log)))
-    return found
+        found.append(child(stack, *words, log=log))
+    return [ready() for ready in found]
 
 
 def gateway(stack: contextlib.ExitStack, urls: list[str], route: str = "prefix", *more: str) -> Process:
-    return stack.enter_context(child(__file__, "--route", route, *more, *urls))
+    return child(stack, __file__, "--route", route, *more, *urls)()
 
 
-def router(stack: contextlib.ExitStack, program: str, urls: list[str], policy: str = "cache_aware") -> Process:
+def router(stack: contextlib.ExitStack, program: str, urls: list[str], key: str = "") -> Process:
+    """vllm-router by cache_aware, otherwise with its defaults; `key`: the file of the key that servers ask for."""
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
         port, metrics = one.getsockname()[1], two.getsockname()[1]
-    command = [
-        program,
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--prometheus-port",
-        str(metrics),
+    command = [program, "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics)]
+    command += [
         "--policy",
-        policy,
+        "cache_aware",
+        "--log-level",
+        "error",
+        "--max-concurrent-requests",
+        "16384",
+        "--worker-urls",
+        *urls,
     ]
-    command += ["--log-level", "error", "--max-concurrent-requests", "16384", "--worker-urls", *urls]
     popen = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True)
     stack.callback(popen.wait)
     stack.callback(popen.terminate)
     url = f"http://127.0.0.1:{port}"
-    run(_answering(url))
+    run(_answering(url, key))
     return Process(url, popen)
 
 
-async def _answering(url: str) -> None:
+async def _answering(url: str, key: str) -> None:
     """Until it passes a request on."""
-    async with Client(Endpoint(url, "fake")) as client:
+    async with Client(Endpoint(url, "fake", key or None)) as client:
         for _ in range(300):
             with contextlib.suppress(RequestError, OSError):
                 if (await client.page("/v1/models", timeout_s=5)).status == 200:
