@@ -20,9 +20,11 @@ from corral.deployment.state import State
 from corral.errors import ConflictError, NotFoundError
 from corral.fake import FakeOptions, FakeServer, Pace
 from corral.gateway import judging
+from corral.gateway.asks import read_prompt
 from corral.gateway.client_keys import add_key, digest_of, keys_file, read_keys, remove_key
 from corral.gateway.gateway import Gateway
 from corral.gateway.looking import Overseer, take_reading
+from corral.gateway.passage import Passage
 from corral.gateway.run import fleet_load
 from corral.gateway.serving import ServerReading
 from corral.gateway.users import Bucket, KeyGrant
@@ -400,6 +402,67 @@ async def test_metrics_can_be_added_up_under_vllms_names(tmp_path: Path) -> None
             )
             for one in overseer._clients.values():
                 await one.close()
+
+
+def paced(at_s: float, gaps: int, each_s: float) -> bytes:
+    name = "vllm:inter_token_latency_seconds"
+    return b"%s_sum %f\n%s_count %d\n" % (name.encode(), gaps * each_s, name.encode(), gaps)
+
+
+@in_loop
+async def test_a_member_is_slow_by_many_times_between_tokens_and_not_by_one_second(tmp_path: Path) -> None:
+    """Seen on equal servers with short answers: one was called slow because its second was spent on prefill."""
+    async with gateway_to("http://127.0.0.1:1", "http://127.0.0.1:2", "http://127.0.0.1:3") as gateway:
+        said: list[str] = []
+        gateway.say = said.append
+        overseer, slow = Overseer(gateway), gateway.members[0]
+
+        def look(at_s: float, gaps: int, each_s: float, rest: bytes = b"") -> None:
+            for member in gateway.members:
+                own = each_s if member is slow else 0.05
+                take_reading(member, parse(paced(at_s, gaps, own) + rest, at_s))
+            for member in gateway.members:
+                overseer._judge(member)
+
+        for second in range(5):  # one token a second by the counters, at the pace of the others
+            rest = b"vllm:num_requests_running 1\nvllm:generation_tokens_total %d\n" % second
+            look(float(second), second, 0.05, rest)
+        for second in range(5, 60):
+            look(float(second), second * 40, 0.11)  # half as fast: its requests may be other ones
+        assert (slow.judged, slow.speed, said) == (Judgement.OK, 1.0, [])
+        for second in range(60, 90):
+            look(float(second), second * 40, 0.5)
+        assert slow.judged is Judgement.SLOW
+        assert 0.05 <= slow.speed < 0.25
+        assert [one.speed for one in gateway.members[1:]] == [1.0, 1.0]
+
+
+@in_loop
+async def test_a_prompt_that_is_still_being_computed_says_nothing_about_the_size_of_a_cache(tmp_path: Path) -> None:
+    async with gateway_to("http://127.0.0.1:1") as gateway:
+        pool, member = gateway.pools["fake"], gateway.members[0]
+        member.holdings.capacity_tokens = 20_000.0
+        prompt = read_prompt(json.dumps({"prompt": "alpha " * 500}).encode(), lambda _: pool.scale)
+        user = gateway.keys.all()[0]
+        missed = b'{"usage":{"prompt_tokens":750,"completion_tokens":4,"prompt_tokens_details":{"cached_tokens":0}}}'
+
+        def answer(passage: Passage) -> None:
+            passage.answers(member, 200, [])
+            passage.moves(0.0, [missed])
+            passage.leaves(member)
+            passage.ends(200, whole=True)
+
+        both = [Passage(gateway, pool, user, prompt) for _ in range(2)]
+        for passage in both:
+            assert passage.choose(0.0) is member
+        for passage in both:
+            answer(passage)
+        assert member.holdings.capacity_tokens == 20_000.0
+        member.holdings.clock += 10_000
+        late = Passage(gateway, pool, user, prompt)
+        assert late.choose(0.0) is member
+        answer(late)
+        assert member.holdings.capacity_tokens < 20_000.0  # nobody was computing it then
 
 
 @in_loop

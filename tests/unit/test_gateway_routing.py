@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from corral.deployment.fleet import Judgement
 from corral.errors import UsageError
+from corral.gateway import policies
 from corral.gateway.asks import BadAskError, RoutedPrompt, TokenScale, read_prompt
 from corral.gateway.fair_queue import FairQueue
 from corral.gateway.judging import FIRST_STALL_S, LEAST_STALL_S, MemberProgress, judge, relative_speed
@@ -209,6 +210,42 @@ def test_hot_prefixes_are_kept_together_and_the_load_apart() -> None:
         hits, total = hits + saved, total + prompt.tokens
     assert max(counts.values()) <= 1.2 * 6000 / 16
     assert hits / total > 0.9
+
+
+def test_conversations_on_an_idle_fleet_stay_where_they_are() -> None:
+    """Also when one has most of the requests: nobody waits, so nothing is gained by computing it once more."""
+    policy, servers = make_policy("prefix"), [Server(str(i)) for i in range(2)]
+    alpha, beta = ask(prompt=text_of("alpha")), ask(prompt=text_of("beta"))
+    for prompt in (alpha, beta):
+        policy.choose(servers, prompt).give(prompt)
+    places = [{policy.choose(servers, prompt).name for _ in range(times)} for prompt, times in ((alpha, 9), (beta, 1))]
+    for _ in range(100):
+        for prompt, place, times in ((alpha, places[0], 7), (beta, places[1], 3)):
+            assert {policy.choose(servers, prompt).name for _ in range(times)} == place
+
+
+def test_who_was_full_when_the_weights_began_anew_is_not_left_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policies, "LARGEST", 1e30)
+    policy, servers = make_policy("prefix"), [Server(str(i)) for i in range(4)]
+    prompts = [ask(prompt=text_of(f"subject {i}")) for i in range(64)]
+    rng = random.Random(3)
+
+    def load(free: list[Server], requests: int) -> list[str]:
+        chosen = []
+        for _ in range(requests):
+            for server in servers:
+                server.work_tokens = 300.0
+            server = policy.choose(free, prompt := rng.choice(prompts))
+            server.give(prompt)
+            chosen.append(server.name)
+        return chosen
+
+    before = policy._divided_by  # type: ignore[attr-defined]
+    load(servers, 12_000)
+    while policy._divided_by == before:  # type: ignore[attr-defined]
+        load(servers[:3], 1)  # the last one is full
+    late = load(servers, 2000)
+    assert late.count("3") > 2000 / 4 * 0.8
 
 
 def test_the_other_policies() -> None:

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from corral.gateway.asks import RoutedPrompt, TokenScale, read_prompt
-from corral.gateway.passage import OUTPUT_WEIGHT
-from corral.gateway.policies import POLICIES, make_policy
+from corral.gateway.policies import OUTPUT_WEIGHT, POLICIES, make_policy
 from corral.gateway.prefixes import Holdings
 
 SERVERS, SEATS, PREFILL, STEP_S, TOKENS, PREFIX = 16, 8, 2000.0, 0.05, 16, 600
@@ -119,7 +118,7 @@ def simulate(route: str, kind: str, rate: float, count: int = 6000, prefixes: in
     return Result(first, [one.requests for one in servers], [one.busy_s for one in servers], hits / count)
 
 
-@pytest.mark.parametrize(("kind", "rate"), [("text", 60.0), ("ids", 100.0)])
+@pytest.mark.parametrize(("kind", "rate"), [("text", 30.0), ("text", 60.0), ("ids", 100.0)])
 def test_prefix_routing_is_even_and_has_the_lowest_late_first_token(kind: str, rate: float) -> None:
     found = {name: simulate(name, kind, rate) for name in POLICIES}
     prefix = found.pop("prefix")

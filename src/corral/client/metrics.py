@@ -34,6 +34,8 @@ class Reading:
     generated_tokens: float | None = None
     ttft_sum_s: float | None = None
     ttft_count: float | None = None
+    itl_sum_s: float | None = None  # times between the tokens of one sequence
+    itl_count: float | None = None
     prefix_queries: float | None = None
     prefix_hits: float | None = None
     preemptions: float | None = None
@@ -85,6 +87,8 @@ _SUMS = {
     "vllm:generation_tokens_total": "generated_tokens",
     "vllm:time_to_first_token_seconds_sum": "ttft_sum_s",
     "vllm:time_to_first_token_seconds_count": "ttft_count",
+    "vllm:inter_token_latency_seconds_sum": "itl_sum_s",
+    "vllm:inter_token_latency_seconds_count": "itl_count",
     "vllm:prefix_cache_queries_total": "prefix_queries",
     "vllm:prefix_cache_hits_total": "prefix_hits",
     "vllm:num_preemptions_total": "preemptions",

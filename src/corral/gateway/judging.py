@@ -70,7 +70,7 @@ def judge(progress: MemberProgress, now_s: float, speed: float = 1.0, reachable:
 
 
 def relative_speed(own: float, others: Sequence[float]) -> float:
-    """A member's tokens per second and request, beside the median of the others; 1 where one cannot tell."""
+    """A member's tokens per second and sequence, beside the median of the others; 1 where one cannot tell."""
     known = [one for one in others if one > 0]
     if own <= 0 or len(known) < 1:
         return 1.0

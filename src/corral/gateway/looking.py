@@ -13,7 +13,7 @@ import time
 from corral.client.client import Client
 from corral.client.endpoint import HeldKeyEndpoint
 from corral.client.errors import RequestError
-from corral.client.metrics import Load, Reading, parse
+from corral.client.metrics import Reading, parse
 from corral.deployment.fleet import Judgement
 from corral.deployment.state import ENDED, State
 from corral.errors import CorralError
@@ -21,12 +21,13 @@ from corral.gateway.gateway import Gateway
 from corral.gateway.judging import judge, relative_speed
 from corral.gateway.serving import ServingMember
 
-__all__ = ["Overseer"]
+__all__ = ["Overseer", "take_reading"]
 
 LOOK_S = 1.0
 PAGE_S = 5.0  # for a page of metrics
 PROBE_S = 20.0  # for one token
 MODELS_S = 60.0
+FEWEST_GAPS, PACE_S = 256, 10.0  # between tokens, and seconds, over which a member's pace is measured
 GONE_AFTER = 3  # looks in a row that found nobody
 
 
@@ -88,10 +89,9 @@ class Overseer:
         others = [
             one.tokens_per_s for one in self._gateway.members if one is not member and one.model == member.model
         ]
-        member.speed = max(0.05, relative_speed(member.tokens_per_s, others))
-        found = judge(member.progress, now, member.speed, member.unreachable < GONE_AFTER)
-        if member.speed >= 0.5:
-            member.speed = 1.0  # differences of that size come from the requests
+        speed = max(0.05, relative_speed(member.tokens_per_s, others))
+        found = judge(member.progress, now, speed, member.unreachable < GONE_AFTER)
+        member.speed = speed if found is Judgement.SLOW else 1.0  # smaller differences come from the requests
         if found is member.judged:
             return
         before, member.judged = member.judged, found
@@ -156,15 +156,28 @@ def take_reading(member: ServingMember, reading: Reading) -> None:
         return
     if (reading.prompt_tokens or 0) < (before.prompt_tokens or 0):
         member.holdings.forget()  # it was started anew
+        member.paced_since = None
         return
     grown = (reading.generated_tokens or 0) + (reading.prompt_tokens or 0)
     if grown > (before.generated_tokens or 0) + (before.prompt_tokens or 0):
         member.progress.moved(reading.at_s)
-    load = Load.between(before, reading)
-    running = max(1, reading.running or 0)
-    if load.generated_tokens_per_s and (before.running or 0) and (reading.running or 0):
-        each = load.generated_tokens_per_s / running
-        member.tokens_per_s = each if not member.tokens_per_s else 0.7 * member.tokens_per_s + 0.3 * each
+    take_pace(member, reading)
+
+
+def take_pace(member: ServingMember, reading: Reading) -> None:
+    """How fast a sequence runs there, by the engine's own times between tokens, once there are enough of them.
+
+    Tokens in a second over requests that run would say little: of short answers, most of that second is prefill.
+    """
+    since = member.paced_since
+    if reading.itl_count is None or reading.itl_sum_s is None:
+        return
+    if since is None or reading.itl_count < (since.itl_count or 0):
+        member.paced_since = reading
+        return
+    gaps, spent_s = reading.itl_count - (since.itl_count or 0), reading.itl_sum_s - (since.itl_sum_s or 0)
+    if gaps >= FEWEST_GAPS and reading.at_s - since.at_s >= PACE_S and spent_s > 0:
+        member.tokens_per_s, member.paced_since = gaps / spent_s, reading
 
 
 def _client_key(member: ServingMember) -> tuple[str, str, bytes]:

@@ -7,6 +7,7 @@ import time
 from typing import Protocol
 
 from corral.gateway.asks import RoutedPrompt
+from corral.gateway.policies import OUTPUT_WEIGHT
 from corral.gateway.pool import ModelPool
 from corral.gateway.serving import ServingMember
 from corral.gateway.usage import TAIL_BYTES, find_usage
@@ -15,9 +16,8 @@ from corral.http1.reading import Headers
 from corral.proxy.member import Member, Waiter
 from corral.proxy.request import OWN, Request
 
-__all__ = ["OUTPUT_WEIGHT", "Counter", "Passage"]
+__all__ = ["Counter", "Passage"]
 
-OUTPUT_WEIGHT = 4.0  # a token of an answer takes a step of its own; those of a prompt are computed together
 HIT, MISS = 0.8, 0.5  # of the tokens that were expected to be cached
 _LEFT_OUT = OWN | {b"authorization", b"x-api-key"}
 _now = time.monotonic
@@ -83,7 +83,8 @@ class Passage:
     def _give(self, member: ServingMember) -> None:
         prompt, holdings = self.prompt, member.holdings
         depth = holdings.depth(prompt.blocks)
-        self._age = holdings.age(prompt.blocks[max(depth - 1, 0)]) if prompt.blocks else None
+        age = holdings.age(prompt.blocks[max(depth - 1, 0)]) if prompt.blocks else None
+        self._age = age if age is not None and age > member.work_tokens else None  # it may be computing it just now
         self._expected = prompt.tokens_until(depth)
         computed = max(1.0, prompt.tokens - self._expected)
         holdings.hold(prompt.blocks, computed)

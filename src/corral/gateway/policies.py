@@ -3,8 +3,9 @@
 `prefix`: the member with the highest of (prompt tokens that it need not compute, and half as much again) minus (work
 that it has outstanding), both in tokens. A beginning that nearly every request has counts for nobody, so that a
 common system prompt does not draw all requests to who saw it first. Who got more than its share of the last
-requests, while the others had work too, is left aside little by little: a hot prefix then spreads before its holder
-is full. Of equals, who has computed least so far.
+requests is left aside little by little, as far as the members have a request each on average: a hot prefix then
+spreads before its holder is full, and conversations on an idle fleet stay where they are. Of equals, who has
+computed least so far.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from corral.gateway.asks import RoutedPrompt
 from corral.gateway.prefixes import Holdings, SharedBeginnings
 from corral.record import nearest
 
-__all__ = ["POLICIES", "Loaded", "Policy", "make_policy"]
+__all__ = ["OUTPUT_WEIGHT", "POLICIES", "Loaded", "Policy", "make_policy"]
 
 
 class Loaded(Protocol):
@@ -38,12 +39,14 @@ class Policy(Protocol):
     def choose(self, members: Sequence[M], prompt: RoutedPrompt) -> M: ...
 
 
+OUTPUT_WEIGHT = 4.0  # a token of an answer takes a step of its own; those of a prompt are computed together
 SAVED = 1.5  # what a saved token weighs beside one of work: of the work that is outstanding, some is done already
 EVEN = 1.05  # of its share of the last requests: chance alone makes such differences
 STEEPNESS = 8.0  # prompts that a share of twice the mean weighs
 MEMORY = 64  # requests of each member that count as the last ones
 FEW = 16  # requests of each member, before which shares are chance
 LARGEST = 1e200
+MOST_RECENT = 1e5  # requests: more than `MEMORY` of each member of the largest fleet
 
 
 class PrefixPolicy:
@@ -53,6 +56,7 @@ class PrefixPolicy:
         self.shared = SharedBeginnings()
         self._chosen = 0
         self._weight = 1.0  # of the next request: it grows, so that the past fades without being touched
+        self._divided_by = 1.0  # when it last began anew
 
     def choose(self, members: Sequence[M], prompt: RoutedPrompt) -> M:
         best = self._best(members, prompt)
@@ -60,9 +64,7 @@ class PrefixPolicy:
         self._weight *= 1 + 1 / (MEMORY * len(members))
         best.recent += self._weight
         if self._weight > LARGEST:
-            for member in members:
-                member.recent /= self._weight
-            self._weight = 1.0
+            self._divided_by, self._weight = self._weight, 1.0
         return best
 
     def _best(self, members: Sequence[M], prompt: RoutedPrompt) -> M:
@@ -71,12 +73,15 @@ class PrefixPolicy:
         shared = self.shared.note(blocks, count)
         common = prompt.tokens_until(shared)
         recent = work = 0.0
+        most = MOST_RECENT * self._weight
         for member in members:
+            if member.recent > most:  # from before the weight began anew, whoever could take requests then
+                member.recent /= self._divided_by
             recent += member.recent
             work += member.work_tokens
         share = EVEN * recent / count
         known = share and work and self._chosen > FEW * count
-        busy = min(1.0, work / count / (prompt.tokens + prompt.output_tokens + 1)) if known else 0.0
+        busy = min(1.0, work / count / (OUTPUT_WEIGHT * prompt.output_tokens + 1)) if known else 0.0
         weight = STEEPNESS * prompt.tokens * busy / share if known else 0.0
         best, highest = members[0], float("-inf")
         for member in members:

@@ -121,7 +121,7 @@ class SharedBeginnings:
         self._requests += 1
         now, before = self._now, self._before
         known = requests >= FEWEST and members > 1
-        least = requests * min(SHARED_BY, 1 - 1 / members) if known else float("inf")
+        least = requests * SHARED_BY if known else float("inf")
         shared, wide = 0, True
         for block in blocks:
             seen = now.get(block, 0)

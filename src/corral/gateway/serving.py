@@ -46,7 +46,8 @@ class ServingMember(Member):
     work_tokens: float = 0.0
     recent: float = 0.0  # see `policies`
     speed: float = 1.0  # relative to the others
-    tokens_per_s: float = 0.0
+    tokens_per_s: float = 0.0  # of one sequence
+    paced_since: Reading | None = None  # where the next measure of that begins
     holdings: Holdings = field(default_factory=Holdings)
     progress: MemberProgress = field(default_factory=MemberProgress)
     judged: Judgement = Judgement.OK

@@ -21,8 +21,7 @@ from functools import lru_cache
 from corral.bench.spec import Slo
 from corral.fleet.scaling import Course, Demand, next_size, rate
 from corral.gateway.asks import ID_BYTES, RoutedPrompt
-from corral.gateway.passage import OUTPUT_WEIGHT
-from corral.gateway.policies import make_policy
+from corral.gateway.policies import OUTPUT_WEIGHT, make_policy
 from corral.gateway.pool import Arrivals
 from corral.gateway.prefixes import POSITIONS, Holdings
 from corral.simulate.engine import EngineShape, SimEngine, SimSequence
