@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ class Elsewhere(Declared):
     def default_bind(self, expose: bool = False) -> str:
         return "127.0.0.1"
 
-    def choose_ports(self, bind: str, wanted: int | None) -> ChosenPorts:
+    def choose_ports(self, bind: str, wanted: int | None, avoid: Collection[int] = ()) -> ChosenPorts:
         return ChosenPorts(Ports(wanted or 8000))
 
     def base_url(self, bind: str, ports: Ports) -> str:

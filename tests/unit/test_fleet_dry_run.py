@@ -40,6 +40,7 @@ def test_members_on_one_machine_have_gpus_of_their_own(
     launches = shown(machine, monkeypatch, tmp_path, capsys)
     seen = [one["ranks"][0]["env"]["CUDA_VISIBLE_DEVICES"] for one in launches]
     assert seen == ["0,1", "2,3", "4,5", "6,7"]
+    assert len({one["base_url"] for one in launches}) == 4  # as their starts would take them, one after the other
 
 
 def test_members_on_one_machine_have_cores_of_their_own(
@@ -49,3 +50,4 @@ def test_members_on_one_machine_have_cores_of_their_own(
     launches = shown(CPU, monkeypatch, tmp_path, capsys)
     seen = [one["ranks"][0]["env"]["VLLM_CPU_OMP_THREADS_BIND"] for one in launches]
     assert seen == ["0,1", "2,3", "4,5", "6,7"]
+    assert len({one["base_url"] for one in launches}) == 4  # as their starts would take them, one after the other

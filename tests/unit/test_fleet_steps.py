@@ -83,6 +83,7 @@ def test_a_time_limit_is_met_by_a_new_job_where_the_fleet_is_kept() -> None:
 
 def test_free_names_are_the_lowest() -> None:
     assert free_names(fleet(0, FleetMember("f-1"), FleetMember("f-3")), 3) == ["f-2", "f-4", "f-5"]
+    assert free_names(fleet(0, FleetMember("f-1")), 2, {"f-2", "f-4"}) == ["f-3", "f-5"]
 
 
 facts_strategy = st.builds(

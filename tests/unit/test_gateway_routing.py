@@ -218,7 +218,9 @@ def test_conversations_on_an_idle_fleet_stay_where_they_are() -> None:
     alpha, beta = ask(prompt=text_of("alpha")), ask(prompt=text_of("beta"))
     for prompt in (alpha, beta):
         policy.choose(servers, prompt).give(prompt)
-    places = [{policy.choose(servers, prompt).name for _ in range(times)} for prompt, times in ((alpha, 9), (beta, 1))]
+    places = [
+        {policy.choose(servers, prompt).name for _ in range(times)} for prompt, times in ((alpha, 9), (beta, 1))
+    ]
     for _ in range(100):
         for prompt, place, times in ((alpha, places[0], 7), (beta, places[1], 3)):
             assert {policy.choose(servers, prompt).name for _ in range(times)} == place

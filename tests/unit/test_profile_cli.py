@@ -29,7 +29,9 @@ Command = Callable[..., tuple[int, str, str]]
 def corral(clean_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     for name in [*environment(), "CORRAL_PROFILE"]:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(LocalTarget, "choose_ports", lambda self, bind, wanted: ChosenPorts(Ports(wanted or 8000)))
+    monkeypatch.setattr(
+        LocalTarget, "choose_ports", lambda self, bind, wanted, avoid: ChosenPorts(Ports(wanted or 8000))
+    )
     work = clean_home / "work"
     work.mkdir()
     monkeypatch.chdir(work)

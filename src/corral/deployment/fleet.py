@@ -73,6 +73,7 @@ class FleetMember:
     leaving: bool = False  # it gets no new requests, and is stopped once its running ones have ended
     leaving_s: float = 0.0  # wall-clock time since when
     share: NodeShare = field(default_factory=NodeShare)  # of the fleet's machines
+    added_s: float = 0.0  # wall-clock time since when it belongs to the fleet: what ended before had only its name
 
 
 @dataclass(frozen=True)

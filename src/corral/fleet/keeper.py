@@ -88,6 +88,7 @@ class Keeper:
     folder: FleetFolder
     say: Callable[[str], None]
     memories: dict[str, _Memory] = field(default_factory=dict)
+    strangers: set[str] = field(default_factory=set)  # deployments of others, with names of members to come
     pacer: Pacer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -101,7 +102,7 @@ class Keeper:
         if decided is not None:
             fleet = change_fleet(self.folder, lambda one: replace(one, wanted=decided.wanted))
             self._tell("scale", text=decided.why, wanted=decided.wanted)
-        for step in next_steps(fleet, facts, now_s, self.pacer.replacement_s):
+        for step in next_steps(fleet, facts, now_s, self.pacer.replacement_s, self.strangers):
             self._act(fleet, step)
         ensure_gateway(self.folder, self.say)
 
@@ -110,7 +111,7 @@ class Keeper:
     def _facts(self, member: FleetMember, now_s: float) -> MemberFacts:
         memory = self.memories.setdefault(member.name, _Memory())
         busy = memory.busy is not None and memory.busy.is_alive()
-        seen = member_status(member.name, member.leaving)
+        seen = member_status(member)
         status = seen.status
         known = load_of(read_loads(self.folder), member.name)
         facts = MemberFacts(
@@ -169,12 +170,18 @@ class Keeper:
             self._in_thread(step.member, lambda: self._stop(step.member))
 
     def _add(self, fleet: Fleet, name: str) -> None:
+        there = member_status(FleetMember(name)).state
+        if there is not None and there not in ENDED:
+            self.strangers.add(name)
+            self._tell("refused", text=f"{name}: a deployment that is not of the fleet has that name, and is {there}")
+            return
+
         def added(one: Fleet) -> Fleet:
             if one.member(name) or one.closed:
                 return one
             most = max(one.most, one.wanted)
             share = place(one.nodes, [member.share for member in one.members], most)
-            return replace(one, members=(*one.members, FleetMember(name, share=share)))
+            return replace(one, members=(*one.members, FleetMember(name, share=share, added_s=time.time())))
 
         try:
             change_fleet(self.folder, added)

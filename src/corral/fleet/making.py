@@ -86,7 +86,10 @@ def preview(wish: bringup.Wish, size: FleetSize, note: Callable[[str], None]) ->
     shares = place_all(_nodes(wish), size.least, size.most)
     name = bringup.sized(_narrowed(replace(wish, share=shares[0])), note)[1].name
     wishes = [replace(wish, share=share, name=f"{name}-{n}") for n, share in enumerate(shares, 1)]
-    return [bringup.dry_run(_narrowed(one), note) for one in wishes]
+    taken: dict[tuple[str, ...], set[int]] = {}
+    return [
+        bringup.dry_run(_narrowed(one), note, taken=taken.setdefault(one.share.nodes[:1], set())) for one in wishes
+    ]
 
 
 def make_fleet(wish: bringup.Wish, asked: FleetOrder, report: Reporter) -> FleetFolder:
@@ -94,14 +97,17 @@ def make_fleet(wish: bringup.Wish, asked: FleetOrder, report: Reporter) -> Fleet
     nodes = _nodes(wish)
     shares = place_all(nodes, asked.size.least, asked.size.most)
     _, decision = bringup.sized(_narrowed(replace(wish, share=shares[0])), report.note)
+    now_s = time.time()
     fleet = Fleet(
         name=decision.name,
         model=decision.served_name,
         least=asked.size.least,
         most=asked.size.most,
         wanted=asked.size.least,
-        created_s=time.time(),
-        members=tuple(FleetMember(f"{decision.name}-{n}", share=share) for n, share in enumerate(shares, 1)),
+        created_s=now_s,
+        members=tuple(
+            FleetMember(f"{decision.name}-{n}", share=one, added_s=now_s) for n, one in enumerate(shares, 1)
+        ),
         route=asked.route,
         host=asked.host,
         port=asked.port,

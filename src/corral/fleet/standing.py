@@ -9,6 +9,7 @@ from corral.client.endpoint import Endpoint
 from corral.deployment.fleet import (
     Fleet,
     FleetFolder,
+    FleetMember,
     GatewayLoad,
     Judgement,
     MemberLoad,
@@ -68,7 +69,7 @@ def fleet_status(folder: FleetFolder) -> FleetStatus:
     """A fleet with all its members."""
     fleet, loads = read_fleet(folder), list(read_loads(folder).values())
     addresses = [one.url for one in held_gateways(folder).values()]
-    members = tuple(member_status(one.name, one.leaving, load_of(loads, one.name)) for one in fleet.members)
+    members = tuple(member_status(one, load_of(loads, one.name)) for one in fleet.members)
     ready = sum(one.state is State.READY and not one.leaving for one in members)
     state, text = _state(fleet, members, bool(addresses), ready)
     serves = bool(addresses) and not fleet.closed
@@ -91,17 +92,17 @@ def fleet_status(folder: FleetFolder) -> FleetStatus:
     )
 
 
-def member_status(name: str, leaving: bool = False, load: MemberLoad | None = None) -> MemberStatus:
-    """A member's deployment, as far as it can be asked."""
-    folder = DeploymentFolder.of(name)
-    if not folder.record.is_file():
-        return MemberStatus(name, leaving, None, load, "not started yet")
+def member_status(member: FleetMember, load: MemberLoad | None = None) -> MemberStatus:
+    """A member's deployment, as far as it can be asked; one that ended under its name before is not its own."""
+    status, text = None, "not started yet"
+    folder = DeploymentFolder.of(member.name)
     try:
-        return MemberStatus(name, leaving, deployments.status(folder), load)
+        found = deployments.status(folder) if folder.record.is_file() else None
+        if found is not None and not (found.state in ENDED and found.created_s < member.added_s):
+            status, text = found, ""
     except (CorralError, OSError) as error:
-        return MemberStatus(
-            name, leaving, None, load, error.message if isinstance(error, CorralError) else str(error)
-        )
+        text = error.message if isinstance(error, CorralError) else str(error)
+    return MemberStatus(member.name, member.leaving, status, load, text)
 
 
 def _state(fleet: Fleet, members: tuple[MemberStatus, ...], reached: bool, ready: int) -> tuple[State, str]:

@@ -8,7 +8,7 @@ again, after pauses that grow while it fails. Not covered: how many members are 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from corral.deployment.fleet import Fleet
@@ -56,8 +56,13 @@ class FleetStep:
     why: str
 
 
-def next_steps(fleet: Fleet, facts: Mapping[str, MemberFacts], now_s: float, lead_s: float) -> list[FleetStep]:
-    """All that is due now; `lead_s` is how long before its end a job has to be replaced."""
+def next_steps(
+    fleet: Fleet, facts: Mapping[str, MemberFacts], now_s: float, lead_s: float, strangers: Collection[str] = ()
+) -> list[FleetStep]:
+    """All that is due now; `lead_s` is how long before its end a job has to be replaced.
+
+    `strangers` are names that others have: no member is called so.
+    """
     found: list[FleetStep] = []
     expiring, staying = set(), []
     for member in fleet.members:
@@ -78,7 +83,7 @@ def next_steps(fleet: Fleet, facts: Mapping[str, MemberFacts], now_s: float, lea
         last_s = facts[name].last_request_s or now_s
         if now_s >= last_s - SEEN_S or ready >= fleet.wanted:
             found.append(FleetStep(Act.LEAVE, name, f"its job begins to drain in {max(0.0, last_s - now_s):.0f} s"))
-    return found + _counted(fleet, staying, expiring)
+    return found + _counted(fleet, staying, expiring, strangers)
 
 
 def _leaving(one: MemberFacts, since_s: float, now_s: float) -> list[FleetStep]:
@@ -119,21 +124,23 @@ def _nears_its_end(one: MemberFacts, now_s: float, lead_s: float) -> bool:
     )
 
 
-def _counted(fleet: Fleet, staying: Sequence[MemberFacts], expiring: set[str]) -> list[FleetStep]:
+def _counted(
+    fleet: Fleet, staying: Sequence[MemberFacts], expiring: set[str], strangers: Collection[str]
+) -> list[FleetStep]:
     """One more, or one less, until as many stay as are wanted."""
     lacking = fleet.wanted - len(staying)
     if lacking > 0:
         instead = f"; {len(expiring)} near the end of their jobs" if expiring else ""
         why = f"{counted(fleet.wanted, 'member is', 'members are')} wanted; there are {len(staying)}{instead}"
-        return [FleetStep(Act.ADD, name, why) for name in free_names(fleet, lacking)]
+        return [FleetStep(Act.ADD, name, why) for name in free_names(fleet, lacking, strangers)]
     first_to_go = sorted(staying, key=lambda one: (one.state is State.READY, one.running or 0, -_number(one.name)))
     why = f"{counted(fleet.wanted, 'member is', 'members are')} wanted; there are {len(staying)}"
     return [FleetStep(Act.LEAVE, one.name, why) for one in first_to_go[: max(0, -lacking)]]
 
 
-def free_names(fleet: Fleet, count: int) -> list[str]:
-    """The lowest numbers that no member has, as names."""
-    taken = {member.name for member in fleet.members}
+def free_names(fleet: Fleet, count: int, strangers: Collection[str] = ()) -> list[str]:
+    """The lowest numbers that nobody has, as names."""
+    taken = {*strangers, *(member.name for member in fleet.members)}
     names = (f"{fleet.name}-{number}" for number in range(1, len(taken) + count + 1))
     return [name for name in names if name not in taken][:count]
 

@@ -241,14 +241,20 @@ def _fitting_model(inventory: Inventory, wish: Wish) -> str:
 
 
 def dry_run(
-    wish: Wish, note: Callable[[str], None] = lambda _: None, inventory: Inventory | None = None
+    wish: Wish,
+    note: Callable[[str], None] = lambda _: None,
+    inventory: Inventory | None = None,
+    taken: set[int] | None = None,
 ) -> LaunchSpec:
-    """The very LaunchSpec that would run, with nothing installed, fetched or started."""
+    """The very LaunchSpec that would run, with nothing installed, fetched or started.
+
+    `taken` are ports of its head node that others are going to take; its own is added.
+    """
     target, decision = sized(wish, preview=Preview(inventory))
     decision.tell(note)
     path = _model_path(decision, target)
     folder = DeploymentFolder.of(decision.name)
-    return _render(decision, target, folder, _runtime(wish, target, decision.flavour), path, "dry-run", note)
+    return _render(decision, target, folder, _runtime(wish, target, decision.flavour), path, "dry-run", note, taken)
 
 
 def to_paste(wish: Wish, note: Callable[[str], None], inventory: Inventory | None = None) -> str:
@@ -298,11 +304,14 @@ def _render(
     model_path: str,
     launch_id: str,
     note: Callable[[str], None],
+    taken: set[int] | None = None,
 ) -> LaunchSpec:
     wish, nodes = decision.wish, target.nodes()
     check_arguments(wish.extra_args, runtime.flags())
     bind = target.default_bind(wish.expose) if wish.bind is None else wish.bind
-    chosen = target.choose_ports(bind, wish.port)
+    chosen = target.choose_ports(bind, wish.port, taken or ())
+    if taken is not None:
+        taken.add(chosen.ports.serve)
     link, why = choose_link(wish.link, nodes, runtime.flags())
     for text in (chosen.note, f"link {link}: {why}" if len(nodes) > 1 else ""):
         if text:

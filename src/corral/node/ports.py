@@ -10,20 +10,20 @@ Standard library only, nothing of corral: the source is sent to the node. (As `s
 import errno
 import random
 import socket
-from typing import List, Optional, Sequence, Set
+from typing import Collection, List, Optional, Set
 
 SERVED, NEAR = "port", "near"  # a server's own port, and the near end of a tunnel to one
 RANGE = (15000, 32000)  # below the range from which the kernel takes ports for outgoing connections
 
 
-def free_port(host: str = "", first: int = 0) -> int:
+def free_port(host: str = "", first: int = 0, avoid: Collection[int] = ()) -> int:
     """One port, `first` where it is free."""
-    for port in free_ports(1, host=host, first=first):
+    for port in free_ports(1, avoid, host, first):
         return port
     raise OSError("this machine has no free port")
 
 
-def free_ports(count: int, avoid: Sequence[int] = (), host: str = "", first: int = 0) -> List[int]:
+def free_ports(count: int, avoid: Collection[int] = (), host: str = "", first: int = 0) -> List[int]:
     """Distinct ports, `first` before all others where it is free; fewer than asked for when there are no more.
 
     All are held at once while they are sought, and chosen at random, so that other seekers meet others. Without

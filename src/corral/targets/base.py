@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -150,8 +150,8 @@ class Target(Protocol):
         """The address a server listens on when the user names none: its own node only, or the cluster's network."""
         ...
 
-    def choose_ports(self, bind: str, wanted: int | None) -> ChosenPorts:
-        """Ports on the head node."""
+    def choose_ports(self, bind: str, wanted: int | None, avoid: Collection[int] = ()) -> ChosenPorts:
+        """Ports on the head node; none of those to `avoid`, which others are going to take."""
         ...
 
     def base_url(self, bind: str, ports: Ports) -> str:

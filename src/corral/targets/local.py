@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +77,7 @@ class LocalTarget(Declared):
     def default_bind(self, expose: bool = False) -> str:
         return "0.0.0.0" if expose else "127.0.0.1"  # noqa: S104 - asked for by the user
 
-    def choose_ports(self, bind: str, wanted: int | None) -> ChosenPorts:
+    def choose_ports(self, bind: str, wanted: int | None, avoid: Collection[int] = ()) -> ChosenPorts:
         if wanted is not None:
             if not _is_free(bind, wanted):
                 owner = _owner(wanted)
@@ -87,10 +87,12 @@ class LocalTarget(Declared):
                     port=wanted,
                 )
             return ChosenPorts(Ports(wanted))
+        if DEFAULT_PORT in avoid:
+            return ChosenPorts(Ports(free_port(bind, avoid=avoid)))
         if _is_free(bind, DEFAULT_PORT):
             return ChosenPorts(Ports(DEFAULT_PORT))
         owner = _owner(DEFAULT_PORT)
-        number = free_port(bind)
+        number = free_port(bind, avoid=avoid)
         return ChosenPorts(Ports(number), f"port {DEFAULT_PORT} is held by {owner}; using {number}")
 
     def base_url(self, bind: str, ports: Ports) -> str:

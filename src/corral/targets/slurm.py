@@ -14,7 +14,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -234,7 +234,7 @@ class SlurmTarget(Declared):
     def default_bind(self, expose: bool = False) -> str:
         return "0.0.0.0"  # noqa: S104 - users sit on the login node; every path needs the key
 
-    def choose_ports(self, bind: str, wanted: int | None) -> ChosenPorts:
+    def choose_ports(self, bind: str, wanted: int | None, avoid: Collection[int] = ()) -> ChosenPorts:
         return ChosenPorts(Ports(wanted or 0))
 
     def base_url(self, bind: str, ports: Ports) -> str:

@@ -12,7 +12,7 @@ import json
 import secrets
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -215,17 +215,20 @@ class SshTarget(Declared):
             return "127.0.0.1"
         return self.nodes()[0].address or bare(self.chosen.hosts[0])
 
-    def choose_ports(self, bind: str, wanted: int | None) -> ChosenPorts:
+    def choose_ports(self, bind: str, wanted: int | None, avoid: Collection[int] = ()) -> ChosenPorts:
         if not self._facts and self.chosen.gpus:
             return ChosenPorts(Ports(wanted or DEFAULT_PORT, 29501, 29502))
         head = self.chosen.hosts[0]
-        asked = Asked(ports=(wanted or DEFAULT_PORT,), free_ports=3)
+        asked = Asked(ports=(wanted or DEFAULT_PORT,), free_ports=3 + len(avoid))
         facts = all_or_error(survey(self.ssh, [head], asked))[head]
         if len(facts.free_ports) < asked.free_ports:
             why = facts.errors.get("ports", "it named none")
             raise ConflictError(f"{head} has no free ports: {why}.", "Look at the node: `corral doctor`.", host=head)
+        free = [port for port in facts.free_ports if port not in avoid]
         serve, note = wanted or DEFAULT_PORT, ""
-        if facts.taken_ports:
+        if wanted is None and serve in avoid:
+            serve = free[0]
+        elif facts.taken_ports:
             taken = facts.taken_ports[0]
             owner = (taken.command or "a process") + (f" of {taken.user}" if taken.user else "")
             if wanted is not None:
@@ -233,8 +236,8 @@ class SshTarget(Declared):
                     f"port {wanted} on {head} is held by {owner}.",
                     "Leave the port out (--port of `corral up`, port in a profile) and a free one is chosen.",
                 )
-            serve, note = facts.free_ports[0], f"port {DEFAULT_PORT} on {head} is held by {owner}; using another"
-        return ChosenPorts(Ports(serve, facts.free_ports[1], facts.free_ports[2]), note)
+            serve, note = free[0], f"port {DEFAULT_PORT} on {head} is held by {owner}; using another"
+        return ChosenPorts(Ports(serve, free[1], free[2]), note)
 
     def base_url(self, bind: str, ports: Ports) -> str:
         if bind not in LOOPBACK:
