@@ -319,6 +319,101 @@ async def test_a_member_that_dies_costs_nobody_an_answer_that_had_not_begun(tmp_
             assert gateway.figures.retried > 0
 
 
+DYING = {
+    "whole": b"HTTP/1.1 500 Internal Server Error\r\ncontent-length: 61\r\n\r\n"
+    b'{"error":{"message":"EngineCore died","type":"x","code":500}}',
+    "stream": b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+    b'4b\r\ndata: {"error": {"message": "EngineCore died", "type": "x", "code": 500}}\n\n\r\n'
+    b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("how", list(DYING))
+def test_what_an_engine_says_when_it_dies_is_not_the_answer_while_another_is_ready(how: str, tmp_path: Path) -> None:
+    """vLLM answers with 500, and streams that have not begun with an error event, until its server ends."""
+    asked = []
+
+    async def dying(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                await reader.readexactly(int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0]))
+                asked.append(head)
+                writer.write(DYING[how])
+        writer.close()
+
+    async def ask() -> None:
+        ill = await asyncio.start_server(dying, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{ill.sockets[0].getsockname()[1]}"
+        body = {"model": "fake", **chat("x", 0, 8), "stream": how == "stream"}
+        with servers(tmp_path, 1) as (well,):
+            async with gateway_to(url, well.url) as gateway:
+                gateway.members[1].work_tokens = 1e9  # the ill one is chosen first
+                answer = await exchange(gateway.url, post(body))
+                assert answer.startswith(b"HTTP/1.1 200")
+                assert b"EngineCore" not in answer
+                assert len(asked) == 1
+        async with gateway_to(url) as gateway:  # nobody else: it is told what the server said
+            assert b"EngineCore died" in await exchange(gateway.url, post(body))
+        ill.close()
+        await ill.wait_closed()
+
+    run(ask())
+
+
+@in_loop
+async def test_what_a_request_did_wrong_is_told_by_the_first_who_says_so(tmp_path: Path) -> None:
+    with servers(tmp_path, 2) as found:
+        for one in found:
+            one.set_faults("status:code=400,message=too long")
+        async with gateway_to(*(one.url for one in found)) as gateway:
+            answer = await exchange(gateway.url, post({"model": "fake", **chat("x", 0, 8)}))
+            assert answer.startswith(b"HTTP/1.1 400")
+            assert gateway.figures.retried == 0
+
+
+@in_loop
+async def test_an_adapter_that_was_unloaded_is_unknown_at_once(tmp_path: Path) -> None:
+    async with gateway_to("http://127.0.0.1:1") as gateway:
+        member = gateway.members[0]
+        member.models = ("fake", "adapter")
+        gateway.sort_out()
+        assert set(gateway.pools) == {"fake", "adapter"}
+        member.models = ("fake",)
+        gateway.sort_out()
+        assert set(gateway.pools) == {"fake"}
+        gateway.update([], GRANTS)  # a fleet between two members
+        assert set(gateway.pools) == {"fake"}
+
+
+@in_loop
+async def test_tokens_of_a_request_that_nobody_took_are_given_back(tmp_path: Path) -> None:
+    grants = [KeyGrant("alice", digest_of(KEY.encode()), tpm=1000)]
+    async with gateway_to("http://127.0.0.1:1", grants=grants, state=State.LOADING) as gateway:
+        user = gateway.keys.all()[0]
+        assert user.tokens_bucket
+        before = user.tokens_bucket._level
+        async with client_of(gateway) as client:
+            asking = asyncio.ensure_future(client.request(CHAT, chat("x", 0, 64)))
+            await until(lambda: gateway.pools["fake"].queue.count == 1)
+            assert user.tokens_bucket._level < before - 60
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+        await until(lambda: gateway.pools["fake"].queue.count == 0)
+        assert user.tokens_bucket._level == pytest.approx(before)
+
+
+@in_loop
+async def test_a_request_for_very_many_answers_does_not_wait_for_an_empty_server(tmp_path: Path) -> None:
+    async with gateway_to("http://127.0.0.1:1", seats=8) as gateway:
+        member = gateway.members[0]
+        member.width = 4
+        assert member.has_seats(1000)
+        member.width = 5
+        assert not member.has_seats(1000)
+        assert member.has_seats(3)
+
+
 @in_loop
 async def test_a_stream_that_breaks_off_says_so_in_an_event_of_its_own(tmp_path: Path) -> None:
     with servers(tmp_path, 1) as (a,):

@@ -128,6 +128,21 @@ def test_what_a_gateway_sees_of_a_fleet(fleet: tuple[FleetFolder, dict[str, Any]
     assert [(one.name, one.tpm) for one in found.grants] == [("f", None), ("alice", 7)]
 
 
+def test_another_deployment_of_the_same_name_gets_a_tunnel_of_its_own(
+    fleet: tuple[FleetFolder, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr("corral.gateway.watching.ensure_tunnel", lambda folder: opened.append(folder.name))
+    watcher = GatewayWatcher([open_source("f")], lambda _: None)
+    for _ in range(2):
+        watcher.look()
+    assert opened == ["f-1", "f-2"]
+    record = DeploymentFolder.of("f-2").record
+    write_atomic(record, record.read_text())
+    watcher.look()
+    assert opened == ["f-1", "f-2", "f-2"]
+
+
 def test_a_gateway_comes_back_where_it_was_and_a_second_one_goes_elsewhere(
     fleet: tuple[FleetFolder, dict[str, Any]],
 ) -> None:

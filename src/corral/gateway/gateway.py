@@ -91,8 +91,11 @@ class Gateway(RelayServer):
             if pool is None:
                 pool = self.pools[model] = ModelPool(model, make_policy(self.route_name), self.loop)
             pool.members = members
-        for model, pool in self.pools.items():
+        for model, pool in list(self.pools.items()):
             if model not in serving:
+                if not pool.queue.count and any(one in self.members for one in pool.members):
+                    del self.pools[model]  # its servers are there and have it no longer: an adapter was unloaded
+                    continue
                 pool.members = []
             pool.sort_out()
 

@@ -170,6 +170,8 @@ class Passage:
             spent = self.prompt_tokens + self.output_tokens - self.prompt.tokens - self.prompt.output_tokens
             self.user.correct(spent)
             self.pool.queue.correct(self.user.name, spent)
+        else:  # nobody worked for it: its tokens are the key's again
+            self.user.correct(-self.prompt.tokens - self.prompt.output_tokens)
         self.pool.e2e.add(_now() - self.arrived_s)
         self._counter.finished(self, status, whole)
         self._before = self._last = []

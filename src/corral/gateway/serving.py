@@ -80,9 +80,12 @@ class ServingMember(Member):
         return self.rank()
 
     def has_seats(self, width: int) -> bool:
-        """Whether a request fits beside what it has; one that is wider than the server goes to an empty one."""
+        """Whether a request fits beside what it has; a wide one needs half of the seats, the engine queues the rest.
+
+        Else one request for a thousand answers would keep everybody waiting until a server is empty.
+        """
         taken = self.width + self.outside
-        return self.seats is None or taken + width <= self.seats or not taken
+        return self.seats is None or taken + min(width, -(-self.seats // 2)) <= self.seats or not taken
 
     def gave(self, width: int, work: float) -> None:
         """A request left it, whole or not."""

@@ -81,7 +81,7 @@ class GatewayWatcher(threading.Thread):
         self._known: dict[str, ChainMember] = {}
         self._last: dict[str, tuple[str, str]] = {}  # address and key that a deployment had when it could be asked
         self._seats: dict[tuple[str, tuple[int, int]], int | None] = {}
-        self._tunnelled: set[str] = set()
+        self._tunnelled: dict[str, tuple[int, int]] = {}  # which deployment of a name has its tunnel
 
     def run(self) -> None:
         while not self._stop.is_set():
@@ -113,10 +113,10 @@ class GatewayWatcher(threading.Thread):
         if status is not None:
             endpoint = status.endpoint
             self._last[name] = (endpoint.root, _key(endpoint)) if endpoint else ("", "")
-        if one.state is State.READY and name not in self._tunnelled:
+        if one.state is State.READY and self._tunnelled.get(name) != one.stamp:
             with contextlib.suppress(CorralError):
                 ensure_tunnel(one.folder)
-                self._tunnelled.add(name)
+                self._tunnelled[name] = one.stamp
         url, key = self._last.get(name, ("", ""))
         text = status.text if status else one.text
         return ServerReading(name, one.state, url, text, model, key, self._seats_of(one), source, leaving)

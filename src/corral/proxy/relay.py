@@ -4,7 +4,9 @@ Until the first byte of an answer has gone to the client nothing is lost: the re
 member refuses the connection, drops it, or says that it drains. From then on a failure ends the client's connection
 before the announced end of the answer, which every client sees as an error. Who is asked is the route's decision.
 
-A request that three servers dropped without a word is not given to a fourth: it may be what ends them.
+A request that three servers dropped without a word is not given to a fourth: it may be what ends them. An engine that
+dies answers with 500, or with an error as the first event of a stream, before its server ends: such an answer goes to
+the client only if it is the second, or nobody else is ready.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from corral.proxy.upstream import Upstream
 
 __all__ = ["Downstream", "Relay"]
 
-MOST_DROPS = 3
+MOST_DROPS, MOST_ERRORS = 3, 1
+_ASKED_AGAIN = frozenset((500, 502, 503, 504))
+_ERROR_EVENT = b'data: {"error"'
 LARGEST_DECLINE_BYTES = 1 << 16
 DRAINING_HEADER = b"x-corral-state"  # what the guard of a draining server adds to its 503
 _now = time.monotonic
@@ -67,7 +71,7 @@ class Relay:
         self._held_since_s = 0.0
         self._drops = self._stale = self._declines = self._status = 0
         self._answering = self._chunked = self._over = False
-        self._decline: list[bytes] | None = None  # a 503 that may not be the last word
+        self._decline: list[bytes] | None = None  # a failure that may not be the last word
         self._headers: Headers = []
         self._ended = False  # the last chunk is written
         self._early = False  # the head is here, and kept until bytes of the body are: it says nothing yet
@@ -186,14 +190,14 @@ class Relay:
     # from the member
 
     def head(self, status: int, headers: Headers, measured: bool) -> None:
-        """The head of an answer; it waits for the first bytes of the body, and a 503 is looked at first.
+        """The head of an answer; it waits for the first bytes of the body, and a failure is looked at first.
 
         An engine sends the head of a stream when it takes the request, long before it has anything to say.
         """
         self._status = status
         self._chunked = not measured and not self._http_10
         self._headers = headers
-        if status == 503 and self._request is not None:
+        if status in _ASKED_AGAIN and self._request is not None:
             self._decline = []
             return
         if self._member is not None:
@@ -225,6 +229,8 @@ class Relay:
             if sum(map(len, self._decline)) > LARGEST_DECLINE_BYTES:
                 self._accept_decline()
             return
+        if self._early and data[0].startswith(_ERROR_EVENT) and self._elsewhere(data[0]):
+            return
         now = _now()
         body = self._framed(data, last)
         if self._early:
@@ -233,6 +239,21 @@ class Relay:
             self._moved(now)
             self._client.write(body)
         self._route.moves(now, data)
+
+    def _elsewhere(self, event: bytes) -> bool:
+        """Whether a stream that begins with an error of the server is asked of another one."""
+        member, upstream, now = self._member, self._upstream, self._host.loop.time()
+        if member is None or upstream is None or self._request is None or not _is_servers_fault(event):
+            return False
+        if self._declines >= MOST_ERRORS or not self._route.other(member, now):
+            return False
+        self._declines += 1
+        self._early = False
+        upstream.drop()
+        self._host.figures.retried += 1
+        self._leave(member, failed=True)
+        self.attempt()
+        return True
 
     def _framed(self, data: list[bytes], last: bool = False) -> bytes:
         """In chunks as they came: an event stays an event of its own."""
@@ -259,7 +280,7 @@ class Relay:
             self._leave(member)
 
     def complete(self) -> None:
-        """The answer is whole: pass on what is left of it, or try elsewhere when it was a 503."""
+        """The answer is whole: pass on what is left of it, or try elsewhere when it was a failure."""
         if self._decline is not None:
             if self._declined():
                 return
@@ -271,12 +292,13 @@ class Relay:
         self._finish(answered=True)
 
     def _declined(self) -> bool:
-        """Whether the 503 is one that another member, now or soon, can do better than; if so it is asked."""
+        """Whether the failure is one that another member, now or soon, can do better than; if so it is asked."""
         now, member = self._host.loop.time(), self._answered_by
         assert member is not None
-        if (DRAINING_HEADER, b"draining") in self._headers or member.state is State.DRAINING:
+        away = self._status == 503
+        if away and ((DRAINING_HEADER, b"draining") in self._headers or member.state is State.DRAINING):
             member.declined = True
-        elif self._route.other(member, now) and self._declines < MOST_DROPS:
+        elif self._route.other(member, now) and self._declines < (MOST_DROPS if away else MOST_ERRORS):
             self._declines += 1
             member.failed(now)
         else:
@@ -378,3 +400,12 @@ class Relay:
         if self._request is not None:
             self._host.held_bytes -= len(self._request.body)
             self._request = None
+
+
+def _is_servers_fault(event: bytes) -> bool:
+    """Whether an error event speaks of the server's failure, not of the request."""
+    try:
+        code = json.loads(event.partition(b"\n")[0].removeprefix(b"data: "))["error"]["code"]
+    except (ValueError, KeyError, TypeError):
+        return False
+    return isinstance(code, int) and code >= 500
