@@ -256,7 +256,7 @@ def _replicas_options(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--words", type=int, default=400)
     verb.add_argument("--common", type=int, default=0, help="words that all prompts begin with, of these")
     verb.add_argument("--at-once", type=int, default=4)
-    verb.add_argument("--routes", nargs="*", default=["prefix", "least-work", "round-robin"])
+    verb.add_argument("--routes", nargs="*", default=["prefix", "least-connections"])
 
 
 def main() -> None:

@@ -15,9 +15,10 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from corral.client.client import Client, run
 from corral.client.endpoint import Endpoint
@@ -124,17 +125,26 @@ async def _answering(url: str, key: str) -> None:
     raise SystemExit(f"{url} does not answer")
 
 
+class LeastConnections:
+    """The fewest requests, as load balancers have it; here only, to compare with."""
+
+    def choose(self, members: Sequence[Any], prompt: object) -> Any:
+        return min(members, key=lambda one: (one.width, one.holdings.clock))
+
+
 async def serve(urls: list[str], route: str, keys: list[str], seats: int | None) -> None:
     """The gateway alone, in front of servers, until standard input ends."""
     from corral.deployment.state import State
     from corral.gateway.client_keys import digest_of
     from corral.gateway.gateway import Gateway
     from corral.gateway.looking import Overseer
+    from corral.gateway.policies import POLICIES
     from corral.gateway.serving import ServerReading
     from corral.gateway.users import KeyGrant
     from corral.proxy.relay_server import calm_collector
 
     calm_collector()
+    POLICIES["least-connections"] = LeastConnections
 
     def say(text: str) -> None:
         sys.stderr.write(f"gateway: {text}\n")
