@@ -499,6 +499,23 @@ async def test_metrics_can_be_added_up_under_vllms_names(tmp_path: Path) -> None
                 await one.close()
 
 
+@in_loop
+async def test_a_member_that_is_still_loading_is_not_out_of_reach(tmp_path: Path) -> None:
+    async with gateway_to("http://127.0.0.1:1", state=State.LOADING) as gateway:
+        overseer, member = Overseer(gateway), gateway.members[0]
+        member.unreachable = 10
+        overseer.look()
+        assert (member.judged, member.unreachable) == (Judgement.OK, 0)
+        assert not overseer._busy  # it is not asked yet
+        gateway.update([reading(1, "http://127.0.0.1:1")], GRANTS)
+        member.unreachable = 10
+        overseer.look()
+        assert member.judged is Judgement.GONE
+        await asyncio.gather(*overseer._busy.values())
+        for one in overseer._clients.values():
+            await one.close()
+
+
 def paced(at_s: float, gaps: int, each_s: float) -> bytes:
     name = "vllm:inter_token_latency_seconds"
     return b"%s_sum %f\n%s_count %d\n" % (name.encode(), gaps * each_s, name.encode(), gaps)

@@ -15,7 +15,7 @@ from corral.client.endpoint import HeldKeyEndpoint
 from corral.client.errors import RequestError
 from corral.client.metrics import Reading, parse
 from corral.deployment.fleet import Judgement
-from corral.deployment.state import ENDED, State
+from corral.deployment.state import State
 from corral.errors import CorralError
 from corral.gateway.gateway import Gateway
 from corral.gateway.judging import judge, relative_speed
@@ -28,6 +28,7 @@ PAGE_S = 5.0  # for a page of metrics
 PROBE_S = 20.0  # for one token
 MODELS_S = 60.0
 FEWEST_GAPS, PACE_S = 256, 10.0  # between tokens, and seconds, over which a member's pace is measured
+ANSWERING = (State.READY, State.DRAINING, State.UNKNOWN)
 GONE_AFTER = 3  # looks in a row that found nobody
 
 
@@ -58,8 +59,10 @@ class Overseer:
         members = self._gateway.members
         self._forget(members)
         for member in members:
+            if member.state not in ANSWERING:  # nobody expects an answer of it yet, or any more
+                member.unreachable = 0
             self._judge(member)
-            if member.url and member.state not in ENDED and member not in self._busy:
+            if member.url and member.state in ANSWERING and member not in self._busy:
                 self._busy[member] = asyncio.ensure_future(self._ask(member))
 
     def _forget(self, members: list[ServingMember]) -> None:

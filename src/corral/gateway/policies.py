@@ -1,7 +1,7 @@
 """Who gets a request: four policies, each a choice among the members that can take it. No clocks, no connections.
 
-`prefix`: the member with the highest of (prompt tokens that it need not compute, and half as much again) minus (work
-that it has outstanding), both in tokens. A beginning that nearly every request has counts for nobody, so that a
+`prefix`: the member with the highest of (twice the prompt tokens that it need not compute) minus (work that it has
+outstanding), both in tokens. A beginning that nearly every request has counts for nobody, so that a
 common system prompt does not draw all requests to who saw it first. Who got more than its share of the last
 requests is left aside little by little, as far as the members have a request each on average: a hot prefix then
 spreads before its holder is full, and conversations on an idle fleet stay where they are. Of equals, who has
@@ -40,9 +40,9 @@ class Policy(Protocol):
 
 
 OUTPUT_WEIGHT = 4.0  # a token of an answer takes a step of its own; those of a prompt are computed together
-SAVED = 1.5  # what a saved token weighs beside one of work: of the work that is outstanding, some is done already
+SAVED = 2.0  # what a saved token weighs beside one of work: this request waits less, and so do those behind it
 EVEN = 1.05  # of its share of the last requests: chance alone makes such differences
-STEEPNESS = 8.0  # prompts that a share of twice the mean weighs
+STEEPNESS = 12.0  # prompts that a share of twice the mean weighs
 MEMORY = 64  # requests of each member that count as the last ones
 FEW = 16  # requests of each member, before which shares are chance
 LARGEST = 1e200
