@@ -56,7 +56,8 @@ def paced(rate: float) -> Measure:
     """So many a second, by chance."""
 
     async def measure(client: Client, body: dict[str, Any], seconds: float) -> Times:
-        rng, loop, tasks = random.Random(1), asyncio.get_running_loop(), []
+        rng, loop = random.Random(1), asyncio.get_running_loop()
+        tasks: list[asyncio.Future[float]] = []
         at = loop.time()
         stop = at + seconds
         while (at := at + rng.expovariate(rate)) < stop:

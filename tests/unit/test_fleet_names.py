@@ -10,6 +10,7 @@ from corral.deployment.folder import DeploymentFolder
 from corral.deployment.state import Reason, State
 from corral.fleet import keeper, standing
 from corral.fleet.keeper import Keeper
+from corral.lifecycle import deployments
 from corral.lifecycle.deployments import Status, Timings
 
 
@@ -25,7 +26,7 @@ def deployed(monkeypatch: pytest.MonkeyPatch, state: State, created_s: float) ->
     reason = Reason.REQUESTED if state is State.STOPPED else None
     found = Status("herd-1", state, reason, "", "", "", None, None, "m", "", "local", created_s, created_s, None,
                    Timings())  # fmt: skip
-    monkeypatch.setattr(standing.deployments, "status", lambda _: found)
+    monkeypatch.setattr(deployments, "status", lambda _: found)
     folder = DeploymentFolder.of("herd-1")
     folder.path.mkdir(parents=True)
     folder.record.write_text("{}")
