@@ -3,6 +3,8 @@ PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest
 # root has everything installed; anybody else goes without, and what is skipped says so (tests/skips.py)
 INSTALL = tools/install_testbed.sh $(1) || test "$$(id -u)" -ne 0
+# where it is set, each of the thousands of processes of the tests compiles all it imports
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help test lint unit docs fuzz soak faults cluster integration e2e bench-start lock clean
 

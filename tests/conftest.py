@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,9 +14,17 @@ from tests.skips import pytest_make_collect_report, pytest_runtest_makereport  #
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.fixture(scope="session")
+def homes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Places for homes; `mktemp` for each would read a folder of thousands every time."""
+    folder = tmp_path_factory.mktemp("homes")
+    return (folder / f"home{number}" for number in itertools.count())
+
+
 @pytest.fixture(autouse=True)
-def clean_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    home = tmp_path_factory.mktemp("home")
+def clean_home(homes: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> Path:
+    home = next(homes)
+    home.mkdir(mode=0o700)
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("CORRAL_HOME", str(home / "corral"))
     for name in list(os.environ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ from hypothesis import HealthCheck, settings
 
 from corral.cli import main
 from corral.engines import environments as engines
+from corral.node.agent.processes import marked
 from tests.skips import NO_SHELLCHECK
 from tests.stand_in import install_stand_in
 from tests.tiny_llama import make_tiny_llama
@@ -64,10 +66,24 @@ class Corral:
 
     def wait_state(self, name: str, state: str) -> Any:
         def look() -> Any:
-            found = self("status", name, "--json")
+            found = in_this_process("status", name, "--json")  # a process for every look would take a core
             return found.json() if found.code in (0, 8) and found.json()["state"] == state else None
 
         return until(look, f"{name} {state}")
+
+
+def in_this_process(*words: str, given: str = "") -> Done:
+    """`corral` as its own process would run it: words, standard streams, exit code."""
+    streams = [io.TextIOWrapper(io.BytesIO(data), encoding="utf-8") for data in (given.encode(), b"", b"")]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, stream in zip(("stdin", "stdout", "stderr"), streams, strict=True):
+            patch.setattr(sys, name, stream)
+        with pytest.raises(SystemExit) as ended:
+            main(list(words))
+    for stream in streams[1:]:
+        stream.flush()
+    out, err = (stream.buffer.getvalue().decode() for stream in streams[1:])
+    return Done(int(ended.value.code or 0), out, err)
 
 
 class Silent:
@@ -121,7 +137,22 @@ def corral(clean_home: Path, tiny_model: Path) -> Iterator[Corral]:
     install_stand_in(clean_home / "corral", STUB)
     command = Corral(clean_home, tiny_model, dict(os.environ))
     yield command
-    command("down", "--all")
+    if may_run(clean_home / "corral"):
+        command("down", "--all")
+
+
+def may_run(home: Path) -> bool:
+    """Whether something that was started in a home may still be there."""
+    if (home / "fleets").exists():
+        return True
+    for record in (home / "deployments").glob("*/deployment.json"):
+        try:
+            launch_id = json.loads(record.read_bytes())["launch_id"]
+        except (OSError, ValueError, LookupError, TypeError):
+            return True
+        if marked(launch_id):
+            return True
+    return False
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import io
 import json
 import os
 import pty
@@ -20,11 +19,11 @@ from typing import Any
 
 import pytest
 
-from corral.cli import main
 from corral.client.sampling import PARAMETERS, STRUCTURED
 from corral.errors import DataError, UsageError
 from corral.fake import FakeOptions, FakeServer, Pace
 from corral.llm.conversation import COMMANDS, Conversation
+from tests.unit.conftest import in_this_process
 
 COMMAND = [sys.executable, "-m", "corral"]
 
@@ -46,18 +45,11 @@ class Done:
 
 def corral(server: FakeServer | None, *arguments: str, given: str = "") -> Done:
     """Run a command in this process, as its own would: arguments, environment, standard streams, exit code."""
-    streams = [io.TextIOWrapper(io.BytesIO(data), encoding="utf-8") for data in (given.encode(), b"", b"")]
     with pytest.MonkeyPatch.context() as patch:
         if server:
             patch.setenv("OPENAI_BASE_URL", server.url)
-        for name, stream in zip(("stdin", "stdout", "stderr"), streams, strict=True):
-            patch.setattr(sys, name, stream)
-        with pytest.raises(SystemExit) as ended:
-            main(list(arguments))
-    for stream in streams[1:]:
-        stream.flush()
-    out, err = (stream.buffer.getvalue().decode() for stream in streams[1:])
-    return Done(int(ended.value.code or 0), out, err)
+        told = in_this_process(*arguments, given=given)
+    return Done(told.code, told.out, told.err)
 
 
 def test_complete(server: FakeServer, tmp_path: Path) -> None:
