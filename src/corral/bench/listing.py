@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from corral.bench import store
-from corral.bench.compare import Side
+from corral.bench.compare import MetricDifference, Side, compare
+from corral.bench.fingerprint import differences
 from corral.errors import UsageError
 from corral.wording import counted
 
-__all__ = ["ListedRun", "all_runs", "asked_differently", "side_of"]
+__all__ = ["Comparison", "ListedRun", "all_runs", "compared"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,32 @@ def _listed(folder: Path) -> ListedRun | None:
     return ListedRun(folder.name, f"{many.kind}, {counted(len(runs), 'run')}", worst, fastest, many.created_s)
 
 
-def side_of(folder: Path) -> tuple[Side, store.Run]:
+@dataclass(frozen=True)
+class Comparison:
+    """Two runs, or repeats of them: what changed, whether that is more than noise, and what else differed."""
+
+    figures: tuple[MetricDifference, ...]
+    differs: tuple[tuple[str, str, str], ...]  # name, the one's value, the other's
+    repeats: bool  # both were repeated
+    invalid: tuple[bool, bool]
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The figures as plain data."""
+        return [{**vars(one), "change": one.change, "verdict": one.verdict} for one in self.figures]
+
+
+def compared(one: Path, other: Path) -> Comparison:
+    (a, first), (b, second) = _side(one), _side(other)
+    return Comparison(
+        tuple(compare(a, b)),
+        (*differences(first.fingerprint, second.fingerprint), *_asked_differently(first, second)),
+        all(len(side.summaries) > 1 for side in (a, b)),
+        (first.verdict == "invalid", second.verdict == "invalid"),
+    )
+
+
+def _side(folder: Path) -> tuple[Side, store.Run]:
     """A run, or repeats of one, with the first of them."""
     if (folder / "series.json").is_file():
         series = store.load_series(folder)
@@ -60,7 +87,7 @@ def side_of(folder: Path) -> tuple[Side, store.Run]:
     return Side(tuple(r.summary for r in runs), rows), runs[0]
 
 
-def asked_differently(a: store.Run, b: store.Run) -> list[tuple[str, str, str]]:
+def _asked_differently(a: store.Run, b: store.Run) -> list[tuple[str, str, str]]:
     """What was asked of the two servers that differs: name, the one's value, the other's."""
     found = []
     for part in ("workload", "load"):

@@ -10,7 +10,7 @@ import click
 
 from corral.cli.batch_view import Screen, print_check, print_status
 from corral.cli.duration import Duration
-from corral.cli.help_pages import GroupedCommand, WholeGroup
+from corral.cli.help_pages import DefaultVerbGroup, GroupedCommand
 from corral.cli.screen import print_json, tell
 from corral.cli.target_options import chosen_target, target_options
 from corral.cli.token_count import TokenCount
@@ -23,16 +23,7 @@ HELP = {"help_option_names": ["-h", "--help"]}
 UNFINISHED = 1  # finished, but some rows are in the error file
 
 
-class BatchGroup(WholeGroup):
-    """`corral batch FILE …` runs; `corral batch VERB …` does something about a run."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] not in ("-h", "--help"):
-            args = ["run", *args]
-        return super().parse_args(ctx, args)
-
-
-@click.group(cls=BatchGroup, context_settings=HELP)
+@click.group(cls=DefaultVerbGroup, context_settings=HELP)
 def command() -> None:
     """Run a file of prompts through a model: `corral batch prompts.jsonl -o answers.jsonl`.
 

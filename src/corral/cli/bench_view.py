@@ -21,27 +21,18 @@ __all__ = ["compare", "list_runs", "report"]
 @click.option("--json", "as_json", is_flag=True, help="The differences as JSON.")
 def compare(a: str, b: str, as_json: bool) -> None:
     """Two runs (or repeats) side by side: what changed, and whether it is more than noise."""
-    from corral.bench.compare import compare as differences_of
-    from corral.bench.fingerprint import differences
-    from corral.bench.listing import asked_differently, side_of
+    from corral.bench.listing import compared
     from corral.report.text import comparison_lines
 
     one, other = store.find(a), store.find(b)
-    sides, firsts = [], []
-    for folder in (one, other):
-        side, first = side_of(folder)
-        sides.append(side)
-        firsts.append(first)
-    found = differences_of(sides[0], sides[1])
-    changed = differences(firsts[0].fingerprint, firsts[1].fingerprint)
-    changed += asked_differently(firsts[0], firsts[1])
-    repeats = all(len(side.summaries) > 1 for side in sides)
+    found = compared(one, other)
     if as_json:
-        rows = [{**vars(d), "change": d.change, "verdict": d.verdict} for d in found]
-        print_json({"a": str(one), "b": str(other), "figures": rows, "differs": changed, "repeats": repeats})
+        told = {"figures": found.rows, "differs": found.differs, "repeats": found.repeats}
+        print_json({"a": str(one), "b": str(other), **told})
     else:
-        invalid = [f.name for f, run in zip((one, other), firsts, strict=True) if run.verdict == "invalid"]
-        lines = comparison_lines((one.name, other.name), found, changed, repeats, tables.room())
+        invalid = [folder.name for folder, bad in zip((one, other), found.invalid, strict=True) if bad]
+        names = (one.name, other.name)
+        lines = comparison_lines(names, found.figures, found.differs, found.repeats, tables.room())
         click.echo("\n".join([*(f"✗ {name} is INVALID" for name in invalid), *lines]))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from corral.cli.help_pages import WholeGroup
+from corral.cli.help_pages import DefaultVerbGroup, WholeGroup
 from corral.cli.screen import print_json, print_table, since
 from corral.errors import UsageError
 from corral.gateway.client_keys import add_key, read_keys, remove_key
@@ -23,16 +23,7 @@ __all__ = ["command"]
 HELP = {"help_option_names": ["-h", "--help"]}
 
 
-class GatewayGroup(WholeGroup):
-    """`corral gateway NAME...` serves; `corral gateway key ...` is about keys."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] not in ("-h", "--help"):
-            args = ["serve", *args]
-        return super().parse_args(ctx, args)
-
-
-@click.group(cls=GatewayGroup, context_settings=HELP)
+@click.group(cls=DefaultVerbGroup, default="serve", context_settings=HELP)
 def command() -> None:
     """Give fleets and deployments one address: `corral gateway NAME...`.
 

@@ -9,7 +9,7 @@ import click
 
 from corral.record import nearest
 
-__all__ = ["GroupedCommand", "GroupedOption", "WholeGroup"]
+__all__ = ["DefaultVerbGroup", "GroupedCommand", "GroupedOption", "WholeGroup"]
 
 
 class WholeGroup(click.Group):
@@ -40,6 +40,19 @@ class WholeGroup(click.Group):
         rows = [(name, one.get_short_help_str(1000)) for name, one in found.items() if one and not one.hidden]
         with formatter.section("Verbs"):
             formatter.write_dl(rows)
+
+
+class DefaultVerbGroup(WholeGroup):
+    """A group in which one verb need not be said: `corral batch FILE` is `corral batch run FILE`."""
+
+    def __init__(self, *args: Any, default: str = "run", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.default = default
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ("-h", "--help"):
+            args = [self.default, *args]
+        return super().parse_args(ctx, args)
 
 
 class GroupedOption(click.Option):

@@ -13,7 +13,7 @@ import click
 
 from corral.bench.spec import LoadShape, Slo, Workload, parse_slos
 from corral.cli.duration import Duration
-from corral.cli.help_pages import GroupedCommand, WholeGroup
+from corral.cli.help_pages import DefaultVerbGroup, GroupedCommand
 from corral.cli.screen import print_json, tell
 from corral.cli.token_count import TokenCount
 from corral.errors import DoesNotFitError, UsageError
@@ -57,16 +57,7 @@ POINTS = 6  # rates of a range that are simulated
 SATURATED = 8  # times the seats: requests from which a replica's capacity is taken
 
 
-class SimulateGroup(WholeGroup):
-    """`corral simulate …` forecasts; `corral simulate validate RUN…` judges."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] not in ("-h", "--help"):
-            args = ["run", *args]
-        return super().parse_args(ctx, args)
-
-
-@click.group(cls=SimulateGroup, context_settings=HELP)
+@click.group(cls=DefaultVerbGroup, context_settings=HELP)
 def command() -> None:
     """How a load would go: latencies, throughput, the smallest fleet: `corral simulate --from RUN --request-rate 8`.
 

@@ -6,16 +6,18 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from corral.batch.core.folder import BatchFolder
 from corral.batch.inspect import inspect
 from corral.batch.known import known_outputs
+from corral.console.marks import mark_of
 from corral.errors import CorralError
 from corral.tune.race import RaceEnd, verdict
 from corral.tune.store import TuneRun, all_runs
+from corral.wording import counted
 
 __all__ = ["JobProgress", "Jobs"]
 
@@ -50,18 +52,18 @@ class Jobs:
 
     def look(self) -> list[JobProgress]:
         outputs = known_outputs()[:SHOWN]
-        runs = sorted(all_runs(), key=lambda run: -_mark(run.folder / "trials.jsonl")[0])[:SHOWN]
+        runs = sorted(all_runs(), key=lambda run: -mark_of(run.folder / "trials.jsonl")[0])[:SHOWN]
         looks: list[tuple[str, tuple[Any, ...], Callable[[], JobProgress]]] = []
         for output in outputs:
             folder = BatchFolder(output)
             stamp: tuple[Any, ...] = (
-                _mark(folder.ledger),
-                _mark(folder.job),
+                mark_of(folder.ledger),
+                mark_of(folder.job),
                 self._clock() // 10,
             )  # a runner may be gone
             looks.append((f"batch {output}", stamp, lambda output=output: _batch(output)))  # type: ignore[misc]
         for run in runs:
-            stamp = (_mark(run.folder / "trials.jsonl"), _mark(run.folder / "tune.json"))
+            stamp = (mark_of(run.folder / "trials.jsonl"), mark_of(run.folder / "tune.json"))
             looks.append((f"tune {run.name}", stamp, lambda run=run: _tune(run)))  # type: ignore[misc]
         found = []
         for key, stamp, read in looks:
@@ -88,15 +90,7 @@ class Jobs:
         if rate <= 0 or now.state != "running" or now.kind != "batch":
             return now
         left = (now.total - now.done) / rate
-        return JobProgress(**{**vars(now), "rate": round(rate, 3), "eta_s": round(left, 1)})
-
-
-def _mark(path: Path) -> tuple[int, int]:
-    try:
-        found = path.stat()
-    except OSError:
-        return (0, 0)
-    return (found.st_mtime_ns, found.st_size)
+        return replace(now, rate=round(rate, 3), eta_s=round(left, 1))
 
 
 def _batch(output: Path) -> JobProgress:
@@ -109,7 +103,7 @@ def _batch(output: Path) -> JobProgress:
 def _tune(run: TuneRun) -> JobProgress:
     spec, trials = run.spec, run.trials()
     spent, failed = sum(one.took_s for one in trials), sum(one.score is None for one in trials)
-    text = f"{len(trials)} trial{'' if len(trials) == 1 else 's'}"
+    text = counted(len(trials), "trial")
     state = verdict(spec.race, trials).outcome.value if trials else RaceEnd.UNFINISHED.value
     left = max(0.0, spec.race.budget_s - spent)
     return JobProgress("tune", run.name, state, spent, spec.race.budget_s, "s", failed, spec.model, text, None, left)

@@ -15,9 +15,7 @@ from corral.batch.inspect import inspect
 from corral.batch.known import known_outputs
 from corral.batch.results import failure_groups, rows_of
 from corral.bench import store
-from corral.bench.compare import compare
-from corral.bench.fingerprint import differences
-from corral.bench.listing import ListedRun, all_runs, asked_differently, side_of
+from corral.bench.listing import ListedRun, all_runs, compared
 from corral.bench.metrics import gaps_s, percentile
 from corral.bench.rows import RequestRow
 from corral.console.desk import Desk, answer
@@ -141,12 +139,10 @@ def _cut(values: Sequence[float]) -> list[float]:
 
 def comparison(a: str, b: str) -> dict[str, Any]:
     """Two runs side by side: what changed, and whether that is more than noise."""
-    (one, first), (other, second) = side_of(_folder(a)), side_of(_folder(b))
-    figures = [{**vars(d), "change": d.change, "verdict": d.verdict} for d in compare(one, other)]
-    changed = [*differences(first.fingerprint, second.fingerprint), *asked_differently(first, second)]
-    repeats = len(one.summaries) > 1 and len(other.summaries) > 1
-    invalid = [name for name, run in ((a, first), (b, second)) if run.verdict == "invalid"]
-    return {"a": a, "b": b, "figures": figures, "differs": changed, "repeats": repeats, "invalid": invalid}
+    found = compared(_folder(a), _folder(b))
+    invalid = [name for name, bad in zip((a, b), found.invalid, strict=True) if bad]
+    told = {"figures": found.rows, "differs": found.differs, "repeats": found.repeats}
+    return {"a": a, "b": b, **told, "invalid": invalid}
 
 
 # Batches

@@ -9,13 +9,13 @@ the same object as before.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from corral.console.commands import line_of
+from corral.console.marks import mark_of
 from corral.console.phases import phases_of, ready_at_s
 from corral.deployment.events import read_events
 from corral.deployment.fleet import FleetFolder, all_fleets
@@ -118,16 +118,8 @@ def _stamped() -> tuple[list[DeploymentFolder], dict[str, Stamp]]:
 def _stamp(folder: DeploymentFolder) -> Stamp:
     """What changes whenever something happened here."""
     path = str(folder.path)
-    return tuple(map(_mark, (f"{path}/deployment.json", f"{path}/rank0/events.jsonl", f"{path}/rank0/agent.json",
+    return tuple(map(mark_of, (f"{path}/deployment.json", f"{path}/rank0/events.jsonl", f"{path}/rank0/agent.json",
                              f"{path}/job.json", f"{path}/endpoint.json")))  # fmt: skip
-
-
-def _mark(path: str) -> tuple[int, int]:
-    try:
-        found = os.stat(path)  # noqa: PTH116 - hundreds a second
-    except OSError:
-        return (0, 0)
-    return (found.st_mtime_ns, found.st_size)
 
 
 def deployment_row(folder: DeploymentFolder, before: Status | None = None) -> tuple[Status | None, Row | None]:

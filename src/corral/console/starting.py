@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from corral.deployment.folder import checked_name
@@ -12,6 +12,7 @@ from corral.lifecycle import bringup
 from corral.models import catalogue
 from corral.models.store import EMBEDDED
 from corral.plan import Plan
+from corral.plan.contract import GOALS
 from corral.plan.token_count import token_count
 from corral.profile import all_profiles, load_profile, merged, with_storage
 from corral.targets.base import TARGETS, target_class
@@ -19,9 +20,7 @@ from corral.targets.keys import Flag
 
 __all__ = ["StartForm", "choices", "form_of", "preview", "up_words"]
 
-GOALS = ("balanced", "latency", "throughput")
 LONGEST_FIELD = 2000
-FIELDS = ("model", "name", "on", "target", "context", "concurrency", "goal", "replicas")
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,9 @@ class StartForm:
     goal: str = ""
     replicas: str = ""
     options: dict[str, str] = field(default_factory=dict)  # of the target, by their flags
+
+
+FIELDS = tuple(one.name for one in fields(StartForm) if one.name != "options")
 
 
 def form_of(given: Mapping[str, Any]) -> StartForm:
