@@ -10,7 +10,8 @@ from corral.cli.duration import Duration
 
 
 @pytest.mark.parametrize(
-    ("said", "seconds"), [("90", 90.0), ("90s", 90.0), ("40m", 2400.0), ("1.5h", 5400.0), ("250ms", 0.25)]
+    ("said", "seconds"), [("90", 90.0), ("90s", 90.0), ("40m", 2400.0), ("1.5h", 5400.0), ("250ms", 0.25),
+                         ("8m30s", 510.0), ("1h30m", 5400.0), ("1h 5s", 3605.0)]
 )
 def test_a_duration_is_a_number_with_its_unit(said: str, seconds: float) -> None:
     assert Duration().convert(said, None, None) == seconds
@@ -20,9 +21,9 @@ def test_a_number_alone_has_the_options_own_unit() -> None:
     assert Duration(unit="m").convert("40", None, None) == 2400.0
 
 
-@pytest.mark.parametrize("said", ["soon", "-5", "5 minutes", "", "1e3", "nan", "5d"])
+@pytest.mark.parametrize("said", ["soon", "-5", "5 minutes", "", "1e3", "nan", "5d", "30s8m", "8m30", "5mm"])
 def test_what_is_no_duration_is_answered_with_how_to_write_one(said: str) -> None:
-    with pytest.raises(click.BadParameter, match="write 90s, 40m or 2h"):
+    with pytest.raises(click.BadParameter, match="write 90s, 40m or 1h30m"):
         Duration().convert(said, None, None)
 
 

@@ -9,10 +9,12 @@ import click
 __all__ = ["Duration"]
 
 SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+PART = r"(\d+(?:\.\d+)?)(ms|[hms])"
+WRITTEN = r"(?=.)(\d+(\.\d+)?h)?\s*(\d+(\.\d+)?m(?!s))?\s*(\d+(\.\d+)?s)?\s*(\d+(\.\d+)?ms)?"
 
 
 class Duration(click.ParamType[float]):
-    """Seconds, from `90s`, `40m`, `2h` or `1.5`; a number alone is in `unit`."""
+    """Seconds, from `90s`, `40m`, `1h30m` or `1.5`; a number alone is in `unit`."""
 
     name = "duration"
 
@@ -23,10 +25,16 @@ class Duration(click.ParamType[float]):
     def convert(self, value: str | float, param: click.Parameter | None, ctx: click.Context | None) -> float:
         if isinstance(value, int | float):
             return float(value)
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|[smh]?)", value.strip())
-        if found is None:
-            self.fail(f"{value!r} is not a duration: write 90s, 40m or 2h.", param, ctx)
-        seconds = float(found[1]) * SECONDS[found[2] or self.unit]
+        seconds = self._seconds(value.strip())
+        if seconds is None:
+            self.fail(f"{value!r} is not a duration: write 90s, 40m or 1h30m.", param, ctx)
         if seconds < self.at_least_s:
             self.fail(f"{value!r} is too short: at least {self.at_least_s:g} s.", param, ctx)
         return seconds
+
+    def _seconds(self, text: str) -> float | None:
+        if re.fullmatch(r"\d+(\.\d+)?", text):
+            return float(text) * SECONDS[self.unit]
+        if not re.fullmatch(WRITTEN, text):
+            return None
+        return sum(float(number) * SECONDS[unit] for number, unit in re.findall(PART, text))
