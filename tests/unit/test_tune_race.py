@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corral.tune.race import Purpose, Race, RaceEnd, RaceResult, Trial, next_order, verdict
-from corral.tune.setups import BASE, Knob, Setup
+from corral.tune.setups import BASE, Knob, KnobKind, Setup
 
 KNOBS = (
     Knob("max_num_seqs", ("512", "2048")),
@@ -125,6 +125,54 @@ def test_on_a_loud_machine_the_same_choice_is_made_again() -> None:
     alone = choices.count(Setup.of(max_num_seqs="512"))
     assert alone >= 85, alone
     assert choices.count(BASE) <= 10
+
+
+BROUGHT = tuple(Knob(name, ("",), KnobKind.WITHOUT) for name in ("given eager", "given --no-chunks", "given seqs"))
+
+
+def test_flags_that_somebody_copied_are_left_out_at_once() -> None:
+    """The whole loss is recovered within a budget of ten starts, and what helps beyond it is found on top of that."""
+    effects = {("given eager", ""): 1.8, ("given --no-chunks", ""): 1.1, ("api_servers", "4"): 1.3}
+    true, bare = surface(effects), Setup(tuple((knob.name, "") for knob in BROUGHT))
+    short = Race((*BROUGHT, *KNOBS), budget_s=10 * 70, measure_s=15, start_s=50)
+    for seed in range(20):
+        found, trials = raced(true, seed, short)
+        assert trials[1].setup == Setup(tuple(sorted(bare.choices)))
+        assert found.outcome is RaceEnd.BETTER
+        assert true(found.best) >= 1.9 * true(BASE)
+    long = Race((*BROUGHT, *KNOBS), budget_s=40 * 60, measure_s=15, start_s=50)
+    reached = [true(raced(true, seed, long)[0].best) / (100 * 1.8 * 1.1 * 1.3) for seed in range(20)]
+    assert sum(share >= 0.97 for share in reached) >= 19, reached
+
+
+def test_flags_that_help_stay_although_the_others_go() -> None:
+    """Two brought flags cost a lot, the third is worth 20%: it is brought back."""
+    true = surface({("given eager", ""): 1.8, ("given --no-chunks", ""): 1.1, ("given seqs", ""): 0.8})
+    race = Race((*BROUGHT, *KNOBS), budget_s=60 * 60, measure_s=15, start_s=50)
+    good = 0
+    for seed in range(20):
+        found, _ = raced(true, seed, race)
+        good += true(found.best) >= 0.97 * 180 * 1.1
+        by_name = {one.knob: one.gain for one in found.findings}
+        loss = by_name["given seqs"]
+        assert loss is not None
+        assert loss.value < 0
+    assert good >= 19, good
+
+
+def test_a_final_that_the_budget_cut_short_counts_where_it_is_clear() -> None:
+    """As measured on an H200 from somebody's flags: +83% alone, and the budget ended in the second round."""
+    eager = Setup.of(**{"given eager": ""})
+    race = Race(BROUGHT[:1], budget_s=510, measure_s=4, start_s=60)
+    made = [(BASE, "screen", 9106.6), (eager, "screen", 14444.3), (eager, "final", 14784.4), (BASE, "final", 7046.6)]
+    trials = [Trial(setup, Purpose(purpose), score, 100, 60) for setup, purpose, score in made]
+    found = verdict(race, [*trials, Trial(BASE, Purpose.FINAL, 7941.5, 54, 45)])
+    assert found.outcome is RaceEnd.BETTER
+    assert found.best == eager
+    assert found.gain is not None
+    assert found.gain.low > 0.2
+    unclear = [Trial(one.setup, one.purpose, 8000.0 + at * 100, 100, 60) for at, one in enumerate(trials)]
+    assert verdict(race, unclear).outcome is RaceEnd.UNFINISHED
 
 
 def test_two_settings_that_help_are_found_together() -> None:

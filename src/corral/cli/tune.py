@@ -12,7 +12,7 @@ import click
 
 from corral.bench.spec import Spec, Workload, parse_slos
 from corral.cli.duration import Duration
-from corral.cli.help_pages import GroupedCommand, WholeGroup
+from corral.cli.help_pages import DefaultVerbGroup, GroupedCommand
 from corral.cli.screen import duration, print_json, tell
 from corral.cli.target_options import target_options
 from corral.cli.token_count import TokenCount
@@ -25,7 +25,7 @@ from corral.interruption import terminated_as_interrupted
 from corral.lifecycle import bringup, deployments
 from corral.lifecycle.deployments import Record
 from corral.lifecycle.successors import choose_folder
-from corral.plan.start import planned_start
+from corral.plan.start import planned_restart_s
 from corral.profile import load_profile
 from corral.record import load_json
 from corral.report import tables
@@ -53,16 +53,7 @@ corral up --tuned last
 UNDECIDED = 1  # exit code of a run that ended without a result
 
 
-class TuneGroup(WholeGroup):
-    """`corral tune MODEL …` runs; `corral tune report RUN` shows."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] not in ("-h", "--help"):
-            args = ["run", *args]
-        return super().parse_args(ctx, args)
-
-
-@click.group(cls=TuneGroup, context_settings=HELP)
+@click.group(cls=DefaultVerbGroup, context_settings=HELP)
 def command() -> None:
     """Find the settings that serve a workload best: `corral tune MODEL --workload chat --budget 40m`.
 
@@ -202,7 +193,7 @@ def _begun(model: str | None, name: str, given: dict[str, Any]) -> TuneRun:
         tell(f"  never started: {one.setup}: {one.because}", err=True)
     if not knobs:
         raise UsageError("everything that could be tuned is fixed.", "Remove some of the --set options.")
-    start_s = sum(planned_start(decision.plan).values()) or 60.0
+    start_s = planned_restart_s(decision.plan)
     race = Race(knobs, given["budget_s"], given["measure_s"], start_s)
     if given["budget_s"] < 8 * (start_s + 2 * given["measure_s"]):
         held = (

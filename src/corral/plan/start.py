@@ -9,7 +9,7 @@ from __future__ import annotations
 from corral.plan.contract import Plan
 from corral.plan.speed import Efficiency
 
-__all__ = ["planned_start"]
+__all__ = ["planned_restart_s", "planned_start"]
 
 # seconds: the process starts and imports; configuration and processes; compiling; warming, graphs and a first answer
 _CPU = {"starting": 40.0, "initialising": 30.0, "compiling": 100.0, "warming": 20.0}
@@ -29,9 +29,21 @@ def planned_start(plan: Plan) -> dict[str, float]:
     weights = plan.memory.weights_bytes
     storage_gb_s = plan.goal.storage_gb_s or Efficiency().storage_gb_s
     return {
-        "installing engine": _INSTALL_GPU_S if plan.inventory.gpu else _INSTALL_CPU_S,
-        "measuring CPU": _MEASURE_S,
-        "fetching model": round(weights / _FETCH_BYTES_S + _CONVERT_S, 1),
+        **_once(plan),
         **fixed,
         "loading": round(weights / (storage_gb_s * 1e9) + _LOAD_LEAST_S, 1),
+    }
+
+
+def planned_restart_s(plan: Plan) -> float:
+    """Of a start for which engine and model are there: what every further one costs."""
+    return sum(planned_start(plan).values()) - sum(_once(plan).values())
+
+
+def _once(plan: Plan) -> dict[str, float]:
+    """What only the first start here does."""
+    return {
+        "installing engine": _INSTALL_GPU_S if plan.inventory.gpu else _INSTALL_CPU_S,
+        "measuring CPU": _MEASURE_S,
+        "fetching model": round(plan.memory.weights_bytes / _FETCH_BYTES_S + _CONVERT_S, 1),
     }

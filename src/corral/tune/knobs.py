@@ -14,7 +14,7 @@ from dataclasses import replace
 from corral.engines.planned import joined, read_back
 from corral.lifecycle.bringup import Wish
 from corral.plan import Plan
-from corral.tune.setups import Knob, KnobKind, Setup
+from corral.tune.setups import GIVEN, Knob, KnobKind, Setup
 
 __all__ = ["base_wish", "knobs_for", "tuned_wish"]
 
@@ -54,10 +54,10 @@ def knobs_for(
 def _without(fields: Mapping[str, str], rest: Sequence[str]) -> Iterator[Knob]:
     """The user's own flags, each left out."""
     for name in fields:
-        yield Knob(f"given {name}", ("",), KnobKind.WITHOUT)
+        yield Knob(f"{GIVEN}{name}", ("",), KnobKind.WITHOUT)
     for word in rest:
         if word.startswith("--") and not word.startswith("--load-format"):
-            yield Knob(f"given {word.partition('=')[0]}", ("",), KnobKind.WITHOUT)
+            yield Knob(f"{GIVEN}{word.partition('=')[0]}", ("",), KnobKind.WITHOUT)
 
 
 def _fields(plan: Plan) -> Iterator[Knob]:
@@ -97,7 +97,7 @@ def tuned_wish(wish: Wish, knobs: Sequence[Knob], setup: Setup) -> Wish:
                 fixed |= read.fields
                 arguments += read.rest
             case KnobKind.WITHOUT:
-                said = name.removeprefix("given ")
+                said = name.removeprefix(GIVEN)
                 fixed.pop(said, None)
                 arguments = _left_out(arguments, said)
     return replace(wish, fixed=fixed, extra_args=tuple(arguments))

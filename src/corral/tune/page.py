@@ -10,6 +10,7 @@ from corral.report.page import cards, document, table, verdict_box
 from corral.report.tables import table_lines
 from corral.report.text import figure
 from corral.tune.race import KnobFinding, RaceEnd, RaceResult, Trial
+from corral.tune.setups import choice_words
 from corral.tune.store import TuneRun
 
 __all__ = ["html_page", "sentence", "tune_lines"]
@@ -33,9 +34,13 @@ def sentence(found: RaceResult) -> str:
     return f"No difference: {found.finalist} against the base is {found.gain}, an interval that includes zero."
 
 
+def _anchor(found: RaceResult) -> str:
+    return "the plan's own flags" if found.anchor.choices else "the base"
+
+
 def _finding_row(finding: KnobFinding) -> list[str]:
     effect = str(finding.gain) if finding.gain else (f"failed: {finding.why}" if finding.why else "not tried")
-    return [f"{finding.knob}={finding.value}" if finding.value else f"no {finding.knob}", effect, _word(finding)]
+    return [choice_words(finding.knob, finding.value), effect, _word(finding)]
 
 
 def _word(finding: KnobFinding) -> str:
@@ -57,7 +62,7 @@ def tune_lines(run: TuneRun, trials: Sequence[Trial], found: RaceResult, columns
     yield sentence(found)
     yield ""
     yield from table_lines(
-        ["SETTING", "ALONE, OVER THE BASE", ""], [*map(_finding_row, found.findings)], None, columns
+        ["SETTING", f"ALONE, OVER {_anchor(found).upper()}", ""], [*map(_finding_row, found.findings)], None, columns
     )
     if found.left_out:
         yield f"not tried, for lack of time: {'; '.join(map(str, found.left_out))}"
@@ -86,7 +91,7 @@ def html_page(run: TuneRun, trials: Sequence[Trial], found: RaceResult) -> str:
                 ("noise between starts", f"{found.noise:.1%}"),
             ]
         ),
-        "<h2>Settings, each alone against the base</h2>",
+        f"<h2>Settings, each alone against {_anchor(found)}</h2>",
         table(["setting", "gain (95%)", ""], [*map(_finding_row, found.findings)], "facts"),
         "<h2>All trials</h2>",
         table(["", "stage", "setup", spec.objective.unit, "took", ""],

@@ -3,12 +3,15 @@
 A start costs far more than a measurement, and two starts of one setup differ by more than two measurements of one
 start: so each trial is a fresh start, and noise is judged between starts. The race has four stages:
 
-1. *Screen*: the base, then every value of every knob alone, the most promising first, with the base again every few
-   trials; then the values that helped together. What the budget has no room for is left out, and named.
+1. *Screen*: the base; without all flags that the user brought, where there are any; then every value of every knob
+   alone, the most promising first, with the setup they are added to again every few trials; then the values that
+   helped together. Values are added to the base, or, where leaving the user's flags out is clearly better, to that.
+   What the budget has no room for is left out, and named.
 2. *Halve*: the best few are started again and measured for longer; the better half stays, until one is left.
 3. *Final*: that one and the base in turns, A B A B, until the difference is clear or the rounds are spent.
 4. The verdict rests on the final alone, because the best of many is flattered by having been chosen. Where its
-   interval includes no gain, the base stays: "no difference" is a result.
+   interval includes no gain, the base stays: "no difference" is a result. A final that the budget cut short counts
+   where its interval is clear: it is wider, and the trials did not choose when it ended.
 
 A setup that does not start costs one trial. Because the trials say all, a race that was killed goes on where it was.
 """
@@ -44,6 +47,7 @@ LEAST_NOISE = 0.01  # nobody's starts agree better
 DOUBTS = 2.0  # times the noise, within which one start does not tell two settings apart
 LOUD = 0.1  # noise, above which a combination must prove each of its settings …
 PASSENGER = 2.0  # … by so many standard errors
+FAR_BETTER = 0.1  # gain of leaving out all that the user brought, from which everything else is tried on top of that
 CLEAR = 0.02  # an interval within ± this is "no difference" beyond doubt
 FINAL_SHARE = 0.4  # of the budget, at most, that is kept for the final
 LONGER = 2  # times a screen's measurement, from the second stage on
@@ -100,7 +104,7 @@ class Race:
 
 @dataclass(frozen=True)
 class Gain:
-    """A ratio of scores against the base, minus one, with its 95% interval."""
+    """A ratio of scores against another setup (the base, where nothing else is said), minus one, with its 95% interval."""
 
     value: float
     low: float
@@ -136,6 +140,7 @@ class RaceResult:
     gain: Gain | None  # of the finalist against the base, from the final alone
     finalist: Setup
     leader: Setup  # so far, by all trials
+    anchor: Setup  # to which single values were added: the base, or that without the user's own flags
     findings: tuple[KnobFinding, ...]
     left_out: tuple[Setup, ...]  # never tried: the budget had no room
     noise: float  # standard deviation between starts of one setup, relative
@@ -168,8 +173,10 @@ def _noise(trials: Sequence[Trial]) -> tuple[float, int]:
     return (max(LEAST_NOISE, math.sqrt(squares / freedom)) if freedom else 2 * LEAST_NOISE), freedom
 
 
-def _gain(trials: Sequence[Trial], setup: Setup, purpose: Purpose | None = None) -> Gain | None:
-    ours, base = _scores(trials, setup, purpose), _scores(trials, BASE, purpose)
+def _gain(
+    trials: Sequence[Trial], setup: Setup, purpose: Purpose | None = None, over: Setup = BASE
+) -> Gain | None:
+    ours, base = _scores(trials, setup, purpose), _scores(trials, over, purpose)
     if not ours or not base:
         return None
     noise, freedom = _noise(trials)
@@ -218,64 +225,92 @@ def _costs(race: Race, trials: Sequence[Trial]) -> tuple[float, float]:
     return short_s, max(short_s, median(long)) if long else short_s + (LONGER - 1) * race.measure_s
 
 
-def _singles(race: Race) -> list[Setup]:
-    """Every value alone: first each knob's most promising, then each one's next."""
+def _bare(race: Race) -> Setup:
+    """Without anything that the user brought: the plan's own flags."""
+    bare = BASE
+    for knob in race.knobs:
+        if knob.kind is KnobKind.WITHOUT:
+            bare = bare.with_(knob.name, knob.values[0])
+    return bare
+
+
+def _anchor(race: Race, trials: Sequence[Trial]) -> Setup:
+    """What single values are added to. By the first trials alone: it must not change while the race goes on."""
+    bare = _bare(race)
+    if bare == BASE or not _scores(trials, bare):
+        return BASE
+    base = _scores(trials, BASE)
+    return bare if not base or _scores(trials, bare)[0] > base[0] + FAR_BETTER else BASE
+
+
+def _alone(anchor: Setup, knob: Knob, value: str) -> Setup:
+    """The anchor with one thing changed; what it already leaves out comes back."""
+    return anchor.without(knob.name) if knob.name in dict(anchor.choices) else anchor.with_(knob.name, value)
+
+
+def _singles(race: Race, anchor: Setup) -> list[Setup]:
+    """Every value alone: first each knob's most promising, then each one's next; last, what would come back."""
     deepest = max((len(knob.values) for knob in race.knobs), default=0)
-    return [
-        BASE.with_(knob.name, knob.values[at])
+    found = [
+        (knob.name in dict(anchor.choices), _alone(anchor, knob, knob.values[at]))
         for at in range(deepest)
         for knob in race.knobs
         if at < len(knob.values)
     ]
+    return [setup for _, setup in sorted(found, key=lambda pair: pair[0])]
 
 
 def _screen(race: Race, trials: Sequence[Trial]) -> Setup | None:
     """The next setup of the screen; None when all that is worth it was seen once."""
-    tried = _setups(trials)
-    since = next((at for at, one in enumerate(reversed(trials)) if one.setup == BASE), None)
+    tried, anchor = _setups(trials), _anchor(race, trials)
+    if _bare(race) not in tried:
+        return _bare(race)
+    since = next((at for at, one in enumerate(reversed(trials)) if one.setup == anchor), None)
     if since is None or since >= BASE_EVERY:
-        return BASE
-    for setup in _singles(race):
+        return anchor
+    for setup in _singles(race, anchor):
         if setup not in tried:
             return setup
     for setup in (*_doubtful(race, trials), *(one for one in _together(race, trials) if one not in tried)):
         return setup
-    return BASE if since and len(_scores(trials, BASE)) < 2 else None
+    return anchor if since and len(_scores(trials, anchor)) < 2 else None
 
 
 def _helpful(race: Race, trials: Sequence[Trial]) -> list[tuple[float, str, str]]:
     """The best value of each knob that seems to help, the most helpful first."""
-    base, noise = _score(trials, BASE), _noise(trials)[0]
+    anchor = _anchor(race, trials)
+    start, noise = _score(trials, anchor), _noise(trials)[0]
     found = []
     for knob in race.knobs:
         if knob.kind is KnobKind.BASELINE:
             continue  # a whole of its own: it is compared with, not combined
-        best = max(knob.values, key=lambda value: _score(trials, BASE.with_(knob.name, value)), default="")
-        gain = _score(trials, BASE.with_(knob.name, best)) - base
-        if gain > max(LEAST_NOISE, 0.5 * noise):
+        scores = {value: _score(trials, _alone(anchor, knob, value)) for value in knob.values}
+        best = max(scores, key=lambda value: scores[value], default="")
+        if scores.get(best, -math.inf) - start > max(LEAST_NOISE, 0.5 * noise):
+            gain = scores[best] - start
             found.append((gain, knob.name, best))
     return sorted(found, reverse=True)
 
 
 def _doubtful(race: Race, trials: Sequence[Trial]) -> list[Setup]:
     """Values seen once whose one start does not tell whether they help, or which of two helps more."""
-    doubt = DOUBTS * _noise(trials)[0]
+    doubt, anchor = DOUBTS * _noise(trials)[0], _anchor(race, trials)
     found = []
     for knob in race.knobs:
-        scores = {
-            one: _score(trials, one) for one in (BASE, *(BASE.with_(knob.name, value) for value in knob.values))
-        }
+        setups = (anchor, *(_alone(anchor, knob, value) for value in knob.values))
+        scores = {one: _score(trials, one) for one in setups}
         leading = [one for one, score in scores.items() if score > max(scores.values()) - doubt]
         if len(leading) > 1:
-            found += [one for one in leading if one != BASE and len(_scores(trials, one)) == 1]
+            found += [one for one in leading if one != anchor and len(_scores(trials, one)) == 1]
     return found
 
 
 def _together(race: Race, trials: Sequence[Trial]) -> list[Setup]:
     """All that helped alone, and all but the least of it, one after the other."""
-    found, setup = [], BASE
+    setup = _anchor(race, trials)
+    knobs, found = {knob.name: knob for knob in race.knobs}, []
     for _, name, value in _helpful(race, trials):
-        setup = setup.with_(name, value)
+        setup = _alone(setup, knobs[name], value)
         found.append(setup)
     return found[1:][::-1]
 
@@ -298,9 +333,9 @@ def _finalist(trials: Sequence[Trial]) -> Setup:
     if begun:
         return begun[0]
     rivals = [one for one in _setups(trials) if one != BASE and _scores(trials, one)]
-    most = max((len(_scores(trials, one)) for one in rivals), default=0)
-    rivals = [one for one in rivals if len(_scores(trials, one)) == most]
-    best = max(rivals, key=lambda one: _score(trials, one), default=BASE)
+    noise, _ = _noise(trials)
+    # by what is likely: one lucky start does not pass a setup that was good three times
+    best = max(rivals, key=lambda one: _score(trials, one) - noise / math.sqrt(len(_scores(trials, one))), default=BASE)
     best = _plainest(trials, best)
     return best if _score(trials, best) > _score(trials, BASE) else BASE
 
@@ -351,25 +386,28 @@ def verdict(race: Race, trials: Sequence[Trial]) -> RaceResult:
         outcome = RaceEnd.NOTHING_WORKED
     elif len(_setups(trials)) < 2:
         outcome = RaceEnd.UNFINISHED  # the base alone is no comparison
-    elif finalist != BASE and (gain is None or (gain.trials < 2 * FEWEST_ROUNDS and not gain.beyond_doubt)):
+    elif finalist != BASE and (gain is None or (gain.trials < 2 * FEWEST_ROUNDS and gain.low <= 0)):
         outcome = RaceEnd.UNFINISHED
     else:
         outcome = RaceEnd.BETTER if gain is not None and gain.low > 0 else RaceEnd.NO_DIFFERENCE
-    tried = _setups(trials)
+    tried, anchor = _setups(trials), _anchor(race, trials)
     return RaceResult(
         outcome,
         best=finalist if outcome is RaceEnd.BETTER else BASE,
         gain=gain,
         finalist=finalist,
-        leader=max(_setups(trials), key=lambda one: _score(trials, one), default=BASE),
-        findings=tuple(_finding(trials, knob.name, value) for knob in race.knobs for value in knob.values),
-        left_out=tuple(setup for setup in _singles(race) if setup not in tried),
+        leader=max(tried, key=lambda one: _score(trials, one), default=BASE),
+        anchor=anchor,
+        findings=tuple(_finding(trials, anchor, knob, value) for knob in race.knobs for value in knob.values),
+        left_out=tuple(setup for setup in _singles(race, anchor) if setup not in tried),
         noise=_noise(trials)[0],
         spent_s=sum(one.took_s for one in trials),
     )
 
 
-def _finding(trials: Sequence[Trial], knob: str, value: str) -> KnobFinding:
-    setup = BASE.with_(knob, value)
+def _finding(trials: Sequence[Trial], anchor: Setup, knob: Knob, value: str) -> KnobFinding:
+    """What a value does alone; of a flag that the anchor leaves out, what leaving it out does."""
+    setup = _alone(anchor, knob, value)
+    with_it, without = (anchor, setup) if knob.name in dict(anchor.choices) else (setup, anchor)
     why = next((one.why for one in reversed(trials) if one.setup == setup and one.score is None), "")
-    return KnobFinding(knob, value, _gain(trials, setup), why)
+    return KnobFinding(knob.name, value, _gain(trials, with_it, over=without), why)

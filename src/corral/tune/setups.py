@@ -9,7 +9,9 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-__all__ = ["BASE", "Knob", "KnobKind", "Setup"]
+__all__ = ["BASE", "GIVEN", "Knob", "KnobKind", "Setup", "choice_words"]
+
+GIVEN = "given "  # begins the names of knobs that leave out what the user brought
 
 
 class KnobKind(enum.StrEnum):
@@ -30,6 +32,11 @@ class Knob:
     kind: KnobKind = KnobKind.FIELD
 
 
+def choice_words(knob: str, value: str) -> str:
+    """One choice as people read it: a value, or what is left out."""
+    return f"{knob}={value}" if value else f"without {knob.removeprefix(GIVEN)}"
+
+
 @dataclass(frozen=True)
 class Setup:
     """What is set otherwise than in the base, by the name of its knob, in the order of names."""
@@ -47,7 +54,7 @@ class Setup:
         return Setup(tuple(pair for pair in self.choices if pair[0] != knob))
 
     def __str__(self) -> str:
-        return ", ".join(f"{name}={value}" if value else f"no {name}" for name, value in self.choices) or "base"
+        return ", ".join(choice_words(name, value) for name, value in self.choices) or "base"
 
 
 BASE = Setup()
