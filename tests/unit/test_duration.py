@@ -10,8 +10,17 @@ from corral.cli.duration import Duration
 
 
 @pytest.mark.parametrize(
-    ("said", "seconds"), [("90", 90.0), ("90s", 90.0), ("40m", 2400.0), ("1.5h", 5400.0), ("250ms", 0.25),
-                         ("8m30s", 510.0), ("1h30m", 5400.0), ("1h 5s", 3605.0)]
+    ("said", "seconds"),
+    [
+        ("90", 90.0),
+        ("90s", 90.0),
+        ("40m", 2400.0),
+        ("1.5h", 5400.0),
+        ("250ms", 0.25),
+        ("8m30s", 510.0),
+        ("1h30m", 5400.0),
+        ("1h 5s", 3605.0),
+    ],
 )
 def test_a_duration_is_a_number_with_its_unit(said: str, seconds: float) -> None:
     assert Duration().convert(said, None, None) == seconds

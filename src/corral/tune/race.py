@@ -104,7 +104,7 @@ class Race:
 
 @dataclass(frozen=True)
 class Gain:
-    """A ratio of scores against another setup (the base, where nothing else is said), minus one, with its 95% interval."""
+    """A ratio of scores against another setup's (the base's, unless said), minus one, with its 95% interval."""
 
     value: float
     low: float
@@ -173,9 +173,7 @@ def _noise(trials: Sequence[Trial]) -> tuple[float, int]:
     return (max(LEAST_NOISE, math.sqrt(squares / freedom)) if freedom else 2 * LEAST_NOISE), freedom
 
 
-def _gain(
-    trials: Sequence[Trial], setup: Setup, purpose: Purpose | None = None, over: Setup = BASE
-) -> Gain | None:
+def _gain(trials: Sequence[Trial], setup: Setup, purpose: Purpose | None = None, over: Setup = BASE) -> Gain | None:
     ours, base = _scores(trials, setup, purpose), _scores(trials, over, purpose)
     if not ours or not base:
         return None
@@ -335,7 +333,9 @@ def _finalist(trials: Sequence[Trial]) -> Setup:
     rivals = [one for one in _setups(trials) if one != BASE and _scores(trials, one)]
     noise, _ = _noise(trials)
     # by what is likely: one lucky start does not pass a setup that was good three times
-    best = max(rivals, key=lambda one: _score(trials, one) - noise / math.sqrt(len(_scores(trials, one))), default=BASE)
+    best = max(
+        rivals, key=lambda one: _score(trials, one) - noise / math.sqrt(len(_scores(trials, one))), default=BASE
+    )
     best = _plainest(trials, best)
     return best if _score(trials, best) > _score(trials, BASE) else BASE
 
