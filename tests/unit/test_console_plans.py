@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from corral.console.plans import FactCache, alternatives, plan_choices, plan_page, read_question
+from corral.console.query import real_number, whole_number
 from corral.errors import CorralError, UsageError
 
 
@@ -92,6 +94,42 @@ def test_a_failed_read_is_not_kept() -> None:
     for _ in range(2):
         with pytest.raises(UsageError):
             kept.get("x", fail)
+
+
+def test_the_engine_of_a_profile_chooses_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `corral plan --on` does: an older vLLM counts memory otherwise."""
+    (tmp_path / "venv/lib/python3.12/site-packages/vllm-0.26.0.dist-info").mkdir(parents=True)
+    profiles = tmp_path / "config/corral/profiles"
+    profiles.mkdir(parents=True)
+    (profiles / "old.toml").write_text(f'[runtime]\nname = "venv"\npath = "{tmp_path}/venv"\n')
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    asked = {"model": "llama-3.1-8b", "kind": "H200", "count": "1", "context": "8192"}
+
+    def tokens(**more: str) -> float:
+        found = planned(**asked, **more)
+        return next(float(one["value"]) for one in found["figures"] if one["name"] == "KV cache")
+
+    assert tokens(profile="old") == pytest.approx(919_824, rel=0.002)
+    assert tokens() < 0.995 * tokens(profile="old")
+    rows = alternatives(read_question({**asked, "profile": "old"}, FactCache(float)))
+    assert tokens(profile="old") in [row["kv_tokens"] for row in rows]
+
+
+@pytest.mark.parametrize("text", ["-1", "1.5", "many", "²", "9" * 30, "0x10", "1_000", "201"])
+def test_whole_numbers_of_a_query_are_checked_in_one_place(text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        whole_number({"count": text}, "count", 1, 200)
+    assert "count cannot be" in caught.value.message
+    assert caught.value.remedy == "Give a whole number from 1 to 200."
+
+
+def test_numbers_that_are_left_out_are_none() -> None:
+    assert whole_number({"at": " "}, "at") is None
+    assert whole_number({"at": " 007 "}, "at") == 7
+    assert real_number({}, "price") is None
+    for text in ("nan", "inf", "x"):
+        with pytest.raises(UsageError):
+            real_number({"price": text}, "price")
 
 
 def test_the_form_offers_models_and_hardware() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -10,20 +9,17 @@ from typing import Any, NamedTuple
 import click
 
 from corral.cli.token_count import TokenCount
-from corral.engines.environments import PINNED_VERSION
-from corral.errors import CorralError, DoesNotFitError, UsageError
+from corral.errors import DoesNotFitError, UsageError
 from corral.hardware.inventory import GPUS, LINKS, Inventory, find_gpu, parse_gpus
 from corral.home import home_dir
 from corral.models.facts import ModelFacts, read_facts
 from corral.plan import Goal, Plan, calibration, make_plan
-from corral.plan.candidate import Tuning
 from corral.plan.choose import compare
 from corral.plan.fixed import KEYS, parse_assignments
-from corral.plan.tuning import tuning_for
 from corral.profile import AskedValues, Profile, asked_of_plan, load_profile
 from corral.profile.hardware import hardware_of_plan
+from corral.profile.tuning import tuning_of_plan
 from corral.record import dump_json, to_json
-from corral.runtimes.base import NodeSide, make_runtime
 
 __all__ = ["command"]
 
@@ -176,26 +172,13 @@ def _show_table(models: list[str], gpus: str, context: int | None, offline: bool
     return 0
 
 
-def _tuning(facts: ModelFacts, inventory: Inventory, profile: Profile) -> Tuning:
-    """What a plan rests on, for the vLLM of the profile's runtime.
-
-    Corral's own runtime is what a profile has that says nothing, and `corral up` may be told another: for it, the
-    version is the last one seen on this hardware.
-    """
-    version = ""
-    if profile.runtime != "managed":
-        node = NodeSide(str(home_dir()), "cuda" if inventory.gpu else "cpu", PINNED_VERSION)
-        with contextlib.suppress(CorralError):  # whoever starts it is told what is wrong with it
-            version = make_runtime(profile.runtime, profile.runtime_options, node).version
-    return tuning_for(facts, inventory, version)
-
-
 def _show_comparison(
     question: _Question, facts: ModelFacts, inventory: Inventory, profile: Profile, as_json: bool
 ) -> int:
     from corral.cli.plan_view import comparison_lines
 
-    rows = compare(facts, inventory, question.goal, question.asked.fixed, _tuning(facts, inventory, profile))
+    tuning = tuning_of_plan(profile, facts, inventory)
+    rows = compare(facts, inventory, question.goal, question.asked.fixed, tuning)
     if as_json:
         click.echo(dump_json({"candidates": [c for _, c in rows]}), nl=False)
     else:
@@ -204,7 +187,8 @@ def _show_comparison(
 
 
 def _show_plan(question: _Question, facts: ModelFacts, inventory: Inventory, profile: Profile, form: str) -> int:
-    plan = make_plan(facts, inventory, question.goal, question.asked.fixed, _tuning(facts, inventory, profile))
+    tuning = tuning_of_plan(profile, facts, inventory)
+    plan = make_plan(facts, inventory, question.goal, question.asked.fixed, tuning)
     if form == "json":
         click.echo(dump_json(plan), nl=False)
     else:
@@ -219,7 +203,7 @@ def _show_replicas(
     from corral.cli.plan_view import replica_lines
     from corral.plan.replicas import ReplicaForm, advise
 
-    tuning = _tuning(facts, inventory, profile)
+    tuning = tuning_of_plan(profile, facts, inventory)
     advice = advise(facts, inventory, question.goal, question.asked.fixed, tuning, replicas)
     if form == "json":
         click.echo(dump_json(advice), nl=False)

@@ -13,8 +13,9 @@ from starlette.routing import Route
 
 from corral.console.commands import line_of
 from corral.console.desk import Desk, answer, body_of, events
-from corral.console.logs import read_journal, read_log, whole_number
+from corral.console.logs import read_journal, read_log
 from corral.console.newsfeed import Newsfeed
+from corral.console.query import whole_number
 from corral.console.standings import Row, Standings, restart_words
 from corral.console.starting import choices, form_of, preview, up_words
 from corral.deployment.folder import DeploymentFolder, open_folder
@@ -78,9 +79,8 @@ class _Fleet:
 
     async def logs(self, request: Request) -> Response:
         asked = request.query_params
-        after = whole_number(asked["after"], "after") if "after" in asked else None
+        after, rank = whole_number(asked, "after"), whole_number(asked, "rank") or 0
         folder = open_folder(asked.get("name", ""))
-        rank = whole_number(asked.get("rank", "0"), "rank")
         return answer(await run_in_threadpool(read_log, folder, rank, asked.get("search", "")[:200], after))
 
     async def journal(self, request: Request) -> Response:

@@ -13,10 +13,10 @@ from typing import Any
 
 from corral.deployment.events import read_events
 from corral.deployment.folder import DeploymentFolder
-from corral.errors import NotFoundError, UsageError
+from corral.errors import NotFoundError
 from corral.untrusted import plain
 
-__all__ = ["LogPage", "read_journal", "read_log", "whole_number"]
+__all__ = ["LogPage", "read_journal", "read_log"]
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 LINES = 400
@@ -93,10 +93,3 @@ def read_journal(folder: DeploymentFolder) -> list[dict[str, Any]]:
         {"at_s": one.time_s, "elapsed_s": one.elapsed_s, "rank": one.rank, "kind": one.kind, "details": one.details}
         for one in newest
     ]
-
-
-def whole_number(text: str, name: str) -> int:
-    """A number from a query."""
-    if not text.isascii() or not text.isdigit() or len(text) > 15:
-        raise UsageError(f"{name} is {text[:40]!r}; it is a whole number.", "Give one.")
-    return int(text)

@@ -13,21 +13,22 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from corral.console.desk import Desk, answer
+from corral.console.query import real_number, whole_number
 from corral.errors import UsageError
 from corral.hardware.inventory import GPUS, LINKS, Inventory, probe
 from corral.models.catalogue import CATALOGUE
 from corral.models.facts import ModelFacts, read_facts
 from corral.models.shelf import on_disk
 from corral.plan import Goal, Plan, make_plan
-from corral.plan.candidate import Candidate
+from corral.plan.candidate import Candidate, Tuning
 from corral.plan.choose import compare
 from corral.plan.contract import GOALS
 from corral.plan.explain import explain
 from corral.plan.fixed import KV, WEIGHTS
-from corral.plan.tuning import tuning_for
 from corral.profile import AskedValues, Profile, all_profiles, asked_of_plan, load_profile
 from corral.profile.hardware import hardware_of_plan
 from corral.profile.start_line import up_command, vllm_command
+from corral.profile.tuning import tuning_of_plan
 
 __all__ = ["PlanQuestion", "alternatives", "plan_page", "read_question", "routes"]
 
@@ -132,21 +133,15 @@ def read_question(given: Mapping[str, str], kept: FactCache) -> PlanQuestion:
 
 
 def _checked(given: Mapping[str, str]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for name in (*_TEXTS, *_WHOLE, *_REAL):
-        text = given.get(name, "").strip()
-        try:
-            read: Any = int if name in _WHOLE else float if name in _REAL else str
-            values[name] = read(text) if text else None
-        except ValueError:
-            raise UsageError(f"{name} cannot be {text[:40]!r}.", "Give a number.") from None
-    return values
+    values: dict[str, Any] = {name: given.get(name, "").strip() or None for name in _TEXTS}
+    values |= {name: whole_number(given, name) for name in _WHOLE}
+    return values | {name: real_number(given, name) for name in _REAL}
 
 
 def plan_page(question: PlanQuestion) -> dict[str, Any]:
     """The plan as the page draws it."""
     facts, inventory = question.facts, question.inventory
-    plan = make_plan(facts, inventory, question.goal, question.asked.fixed, tuning_for(facts, inventory))
+    plan = make_plan(facts, inventory, question.goal, question.asked.fixed, _tuning(question))
     broken = plan.verdict == "cannot run as asked"
     return {
         "model": plan.model.name,
@@ -166,6 +161,10 @@ def plan_page(question: PlanQuestion) -> dict[str, Any]:
         "arithmetic": [] if broken else explain(plan),
         "commands": _commands(plan, question) if plan.fits else None,
     }
+
+
+def _tuning(question: PlanQuestion) -> Tuning:
+    return tuning_of_plan(question.profile, question.facts, question.inventory)
 
 
 def _commands(plan: Plan, question: PlanQuestion) -> dict[str, str]:
@@ -239,7 +238,7 @@ def _together(plan: Plan) -> str:
 def alternatives(question: PlanQuestion) -> list[dict[str, Any]]:
     """Every way that was considered, best first; those that cannot run say why."""
     facts, inventory = question.facts, question.inventory
-    rows = compare(facts, inventory, question.goal, question.asked.fixed, tuning_for(facts, inventory))
+    rows = compare(facts, inventory, question.goal, question.asked.fixed, _tuning(question))
     return [_alternative(candidate) for _, candidate in rows]
 
 

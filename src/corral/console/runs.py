@@ -19,7 +19,8 @@ from corral.bench.listing import ListedRun, all_runs, compared
 from corral.bench.metrics import gaps_s, percentile
 from corral.bench.rows import RequestRow
 from corral.console.desk import Desk, answer
-from corral.errors import CorralError, NotFoundError, UsageError
+from corral.console.query import whole_number
+from corral.errors import CorralError, NotFoundError
 from corral.record import to_json
 from corral.report.text import headline
 from corral.report.timeline import timeline
@@ -187,12 +188,7 @@ def batch_page(output: str) -> dict[str, Any]:
 
 def batch_rows(given: Mapping[str, str]) -> dict[str, Any]:
     """A page of its rows: those answered, or those that failed of one cause."""
-    try:
-        at, count = int(given.get("at", "0")), int(given.get("count", "50"))
-    except ValueError:
-        at = count = -1
-    if not (at >= 0 and 0 < count <= _MOST_ROWS):
-        raise UsageError("that is no page of rows.", f"Give at from 0, and count up to {_MOST_ROWS}.")
+    at, count = whole_number(given, "at") or 0, whole_number(given, "count", 1, _MOST_ROWS) or 50
     failed = given.get("failed") == "1"
     found = rows_of(_known(given.get("output", "")), failed, at, count, given.get("code", ""), given.get("like", ""))
     return {"rows": found, "at": at}

@@ -1,0 +1,31 @@
+"""What a plan for a profile rests on: lessons and measurements for the vLLM of the profile's runtime."""
+
+from __future__ import annotations
+
+import contextlib
+
+from corral.engines.environments import PINNED_VERSION
+from corral.errors import CorralError
+from corral.hardware.inventory import Inventory
+from corral.home import home_dir
+from corral.models.facts import ModelFacts
+from corral.plan.candidate import Tuning
+from corral.plan.tuning import tuning_for
+from corral.profile.profile import Profile
+from corral.runtimes.base import NodeSide, make_runtime
+
+__all__ = ["tuning_of_plan"]
+
+
+def tuning_of_plan(profile: Profile, facts: ModelFacts, inventory: Inventory) -> Tuning:
+    """The numbers for the version of vLLM that the profile's runtime has.
+
+    Corral's own runtime is what a profile has that says nothing, and `corral up` may be told another: for it, the
+    version is the last one seen on this hardware.
+    """
+    version = ""
+    if profile.runtime != "managed":
+        node = NodeSide(str(home_dir()), "cuda" if inventory.gpu else "cpu", PINNED_VERSION)
+        with contextlib.suppress(CorralError):  # whoever starts it is told what is wrong with it
+            version = make_runtime(profile.runtime, profile.runtime_options, node).version
+    return tuning_for(facts, inventory, version)
