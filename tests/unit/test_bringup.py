@@ -13,6 +13,7 @@ from corral.errors import DoesNotFitError, UsageError
 from corral.hardware import inventory as hardware
 from corral.launch.links import Node, Ports
 from corral.lifecycle import bringup
+from corral.lifecycle.staging import Staging
 from corral.targets.base import AgentsStatus, ChosenPorts, Declared
 from tests.unit.conftest import Silent
 
@@ -21,7 +22,7 @@ class Folder:
     """A deployment that nobody stopped."""
 
     def __init__(self, path: Path) -> None:
-        self.stop, self.record = path / "stop", path / "record"
+        self.stop, self.record, self.staging = path / "stop", path / "record", path / "staging.jsonl"
         self.record.touch()
 
 
@@ -136,7 +137,7 @@ def test_a_model_of_the_hub_goes_straight_to_the_nodes(monkeypatch: pytest.Monke
     target = Elsewhere("8xH100x2")
     target.hosts = ("node00", "node01")
     decision = bringup.decide(bringup.Wish(model="llama-3.1-405b"), target)
-    staging = bringup._Staging(Silent(), Folder(tmp_path), {})  # type: ignore[arg-type]
+    staging = Staging(Silent(), Folder(tmp_path), {})  # type: ignore[arg-type]
     orders = []
 
     def pull(order: Any, report: Any, ssh: Any) -> Any:

@@ -14,17 +14,20 @@ from corral.console.commands import Commands, RunningCommand
 from corral.console.fleet import changes
 from corral.console.logs import read_journal, read_log
 from corral.console.newsfeed import Newsfeed
-from corral.console.phases import phases_of, ready_at_s
+from corral.console.phases import Start, phases_of, ready_at_s
 from corral.console.standings import Standings, deployment_row, restart_words
 from corral.console.starting import form_of, up_words
+from corral.deployment.course import Phase
 from corral.deployment.events import Event
 from corral.deployment.expectation import Expected
 from corral.deployment.folder import DeploymentFolder
 from corral.deployment.state import State
 from corral.errors import NotFoundError, UsageError
 from corral.lifecycle.deployments import Record, Status
+from corral.lifecycle.staging import Staging
 from corral.processes import own_identity
 from tests.console_home import make, submitted
+from tests.unit.conftest import Silent
 from tests.until import until
 
 USUAL = {name: Expected(seconds, True) for name, seconds in (("starting", 8.0), ("loading", 20.0), ("warming", 6.0))}
@@ -45,7 +48,7 @@ def _home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_the_line_of_a_job_goes_from_its_queue_to_what_is_to_come() -> None:
     events = [state(160, "starting"), phase(168, "loading", done=5, total=20)]
-    line = phases_of(State.LOADING, events, USUAL, 100.0, 110.0)
+    line = phases_of(Start(State.LOADING, events, USUAL, 100.0, 110.0))
     assert [(one.phase, one.since_s, one.until_s) for one in line] == [
         ("staging", 100.0, 110.0), ("queued", 110.0, 160.0), ("starting", 160.0, 168.0), ("loading", 168.0, None),
         ("warming", None, None), ("ready", None, None),
@@ -55,17 +58,41 @@ def test_the_line_of_a_job_goes_from_its_queue_to_what_is_to_come() -> None:
 
 def test_ready_is_told_by_what_is_usual_and_by_how_far_it_is() -> None:
     events = [state(100, "starting"), phase(110, "loading")]
-    line = phases_of(State.LOADING, events, USUAL, 100.0)
-    assert ready_at_s(line, events) == 110 + 20 + 6
+    line = phases_of(Start(State.LOADING, events, USUAL, 100.0))
+    assert ready_at_s(line) == 110 + 20 + 6
     events.append(phase(120, "loading", done=10, total=40))  # a quarter in ten seconds
-    assert ready_at_s(phases_of(State.LOADING, events, USUAL, 100.0), events) == 110 + 40 + 6
-    queued = phases_of(State.QUEUED, [], USUAL, 100.0, 101.0)
-    assert ready_at_s(queued, []) is None  # nobody knows how long a queue is
+    assert ready_at_s(phases_of(Start(State.LOADING, events, USUAL, 100.0))) == 110 + 40 + 6
+    queued = phases_of(Start(State.QUEUED, [], USUAL, 100.0, 101.0))
+    assert ready_at_s(queued) is None  # nobody knows how long a queue is
+
+
+def test_a_download_is_shown_with_its_share_and_its_end() -> None:
+    staged = [phase(100.2, "installing engine"), phase(100.3, "fetching model")]
+    staged += [phase(at_s, "fetching model", done=done, total=1000) for at_s, done in ((101, 600), (111, 700))]
+    line = phases_of(Start(State.STAGING, [], USUAL, 100.0, staged=staged))
+    assert [one.phase for one in line] == ["fetching model", "starting", "loading", "warming", "ready"]
+    assert (line[0].done, line[0].total, line[0].until_s) == (700, 1000, None)
+    assert line[0].ends_s == 111 + 30  # 600 were there already: only what came since tells its speed
+    assert ready_at_s(line) == 141 + 8 + 20 + 6
+    behind = phases_of(Start(State.STAGING, [], USUAL, 100.0, staged=staged, queues=True))
+    assert [one.phase for one in behind][:2] == ["fetching model", "queued"]
+    assert ready_at_s(behind) is None
+    loading = [state(150, "starting"), phase(160, "loading")]
+    later = phases_of(Start(State.LOADING, loading, USUAL, 100.0, staged=[*staged, phase(149, "starting")]))
+    assert [(one.phase, one.until_s) for one in later][:3] == [
+        ("fetching model", 150.0), ("starting", 160.0), ("loading", None)]  # fmt: skip
+
+
+def test_whether_a_model_is_fetched_is_not_known_while_the_engine_is_installed() -> None:
+    staged = [phase(100.2, "installing engine", done=1, total=10)]
+    line = phases_of(Start(State.STAGING, [], {**USUAL, "installing engine": Expected(150.0)}, 100.0, staged=staged))
+    assert line[0].expected_s == 150.0
+    assert ready_at_s(line) is None
 
 
 def test_a_failed_start_ends_where_it_failed() -> None:
     events = [state(100, "starting"), phase(110, "loading"), state(130, "failed")]
-    line = phases_of(State.FAILED, events, USUAL, 100.0)
+    line = phases_of(Start(State.FAILED, events, USUAL, 100.0))
     assert [one.phase for one in line] == ["starting", "loading", "failed"]
     assert line[1].until_s == 130
 
@@ -80,6 +107,24 @@ def test_a_row_has_what_a_card_needs_and_no_key() -> None:
     text = json.dumps(row)
     assert made.folder.key.read_text().strip() not in text
     assert str(made.folder.key) not in text
+
+
+def test_a_card_shows_what_the_command_that_makes_it_does() -> None:
+    made = make("one")
+    staging = Staging(Silent(), made.folder, {"fetching model": 40.0, "loading": 9.0})
+    staging.phase(Phase.FETCHING)
+    staging.detail("hub: model-00001", 250_000_000, 1_000_000_000)
+    _, row = deployment_row(made.folder)
+    assert row is not None
+    assert (row["state"], row["phase"], row["done"], row["total"]) == (
+        "staging",
+        "fetching model",
+        250_000_000,
+        10**9,
+    )
+    now = next(one for one in row["phases"] if one["until_s"] is None)
+    assert (now["phase"], now["expected_s"], now["text"]) == ("fetching model", 40.0, "hub: model-00001")
+    assert read_journal(made.folder)[0]["details"]["done"] == 250_000_000
 
 
 def test_a_deployment_that_cannot_be_read_hides_no_other() -> None:

@@ -17,7 +17,9 @@ from corral.deployment.folder import DeploymentFolder
 from corral.deployment.patience import Patience
 from corral.deployment.slowness import SLOW, explain_slow
 from corral.hardware.inventory import Inventory, parse_gpus
-from corral.lifecycle import bringup, starts
+from corral.lifecycle import staging as staging_module
+from corral.lifecycle import starts
+from corral.lifecycle.staging import Staging
 from corral.lifecycle.watching import slow_text
 from corral.models.facts import read_facts
 from corral.node.agent.advance import Advance
@@ -271,10 +273,10 @@ def test_the_agents_get_what_is_expected(corral: Corral) -> None:
 def test_only_phases_of_a_known_kind_are_remembered(
     clean_home: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bringup, "WORTH_KEEPING_S", -1.0)
+    monkeypatch.setattr(staging_module, "WORTH_KEEPING_S", -1.0)
     folder = DeploymentFolder(tmp_path)
     folder.record.touch()
-    staging = bringup._Staging(Silent(), folder, {})
+    staging = Staging(Silent(), folder, {})
     staging.phase(Phase.INSTALLING, "engine")
     staging.phase(Phase.MEASURING)
     staging.phase(Phase.FETCHING, "model")

@@ -25,7 +25,7 @@ COPIED = ("vllm serve", "corral up", "corral bench report", "/home/mia", "/n/hol
 PS = (
     ["NAME", "STATE", "SINCE", "MODEL", "ENDPOINT", "ENGINE"],
     [
-        ["llama-3.1-70b-instruct", "loading 12/30", "3 min", "llama-3.1-70b-instruct", "-", "cuda-0.32.0"],
+        ["llama-3.1-70b-instruct", "loading 40%", "3 min", "llama-3.1-70b-instruct", "-", "cuda-0.32.0"],
         ["smollm2", "ready", "2 d 4 h", "smollm2", "http://127.0.0.1:8000/v1", "cpu-0.32.0"],
         ["served~2", "failed: node lost", "8 s", "llama-3.1-405b-instruct-fp8", "http://10.0.0.7:80/v1", "cuda-0.32"],
     ],

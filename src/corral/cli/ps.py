@@ -50,10 +50,8 @@ def _member_row(one: MemberStatus) -> list[str]:
 
 def _row(status: Status) -> list[str]:
     state = status.state.value
-    if status.state in (State.LOADING, State.STARTING) and status.total:
-        state = f"{status.phase} {status.done}/{status.total}"
-    elif status.state in (State.LOADING, State.STARTING):
-        state = status.phase
+    if status.state in (State.STAGING, State.LOADING, State.STARTING):
+        state = f"{status.phase} {100 * (status.done or 0) // status.total}%" if status.total else status.phase
     elif status.reason and status.state in ENDED:
         state = f"{state}: {status.reason.value.replace('_', ' ')}"
     url = status.endpoint.base_url if status.endpoint else "-"

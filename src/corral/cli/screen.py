@@ -20,7 +20,7 @@ from typing import Any
 import click
 
 from corral.deployment.course import Phase
-from corral.deployment.expectation import Expected, duration
+from corral.deployment.expectation import Expected, amount, duration, left_s
 from corral.record import to_json
 from corral.report import tables
 from corral.ssh import WAITING
@@ -81,13 +81,6 @@ def since(moment_s: float) -> str:
     return duration(max(0.0, time.time() - moment_s)) if moment_s else "-"
 
 
-def _amount(done: int, total: int) -> str:
-    """Progress as `k/N (p%)`, in bytes where the numbers are bytes."""
-    if total > 1_000_000:
-        return f"{done / 1e9:.2f}/{total / 1e9:.2f} GB ({100 * done / total:.0f}%)"
-    return f"{done}/{total} ({100 * done / total:.0f}%)"
-
-
 class PhaseScreen:
     """Shows phases on stderr: live on a terminal, as plain lines elsewhere, there one a minute at most."""
 
@@ -140,7 +133,7 @@ class PhaseScreen:
     def detail(self, text: str, done: int = 0, total: int = 0, news: bool = False) -> None:
         words = [text.rpartition("\r")[2].strip()] if text.strip() else []
         if total:
-            words.append(_amount(done, total) + self._eta(done, total))
+            words.append(amount(done, total) + self._eta(done, total))
         self._detail = plain(" ".join(words))
         if news and not self._live and self._detail:
             self._line(f"{self._phase}: {self._detail}")
@@ -171,9 +164,8 @@ class PhaseScreen:
         if not self._progress_began[0]:
             self._progress_began = (now, done)
         began, first = self._progress_began
-        if done <= first or done >= total:
-            return ""
-        return f", {duration((now - began) * (total - done) / (done - first))} left"
+        left = left_s(now - began, first, done, total)
+        return "" if left is None else f", {duration(left)} left"
 
     def _line(self, text: str) -> None:
         self._told = self._clock()

@@ -14,6 +14,7 @@ from corral.cli.fleet_view import fleet_lines
 from corral.cli.screen import duration, print_json, say_waiting, since
 from corral.cli.use_options import deployment_argument
 from corral.client.endpoint import Endpoint
+from corral.deployment.expectation import amount
 from corral.deployment.folder import DeploymentFolder
 from corral.deployment.state import ENDED, State
 from corral.errors import CorralError
@@ -116,6 +117,14 @@ def _job_row(job: HeldJob, state: State) -> tuple[str, str]:
     return ("job", f"{job.id}{left if state not in ENDED else ''}")
 
 
+def _phase_words(found: Status) -> str:
+    """What it is doing, how far that is, since when and until when."""
+    far = f" {amount(found.done or 0, found.total)}" if found.total else ""
+    left = f", {duration(max(0.0, found.phase_ends_s - time.time()))} left" if found.phase_ends_s else ""
+    usual = f" ({found.expected.text})" if found.expected else ""
+    return f"{found.phase}{far} for {since(found.phase_since_s)}{left}{usual}"
+
+
 def status_facts(
     found: Status, answers: bool | None, nodes: Sequence[RankMember], job: HeldJob | None
 ) -> list[tuple[str, str]]:
@@ -123,10 +132,8 @@ def status_facts(
     rows = [("name", found.name), ("state", f"{found.state} for {since(found.since_s)}")]
     if answers is False:
         rows.append(("but", "its server does not answer at this moment"))
-    if found.state in (State.STARTING, State.LOADING):
-        amount = f" {found.done}/{found.total}" if found.total else ""
-        usual = f" ({found.expected.text})" if found.expected else ""
-        rows.append(("phase", f"{found.phase}{amount} for {since(found.phase_since_s)}{usual}"))
+    if found.state in (State.STAGING, State.STARTING, State.LOADING) and found.phase != State.STAGING:
+        rows.append(("phase", _phase_words(found)))
     if found.reason:
         rows.append(("reason", found.reason.value.replace("_", " ")))
     if found.text:

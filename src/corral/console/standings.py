@@ -1,6 +1,6 @@
 """Every deployment as a row of the Fleet view, read as seldom as its files allow.
 
-A look costs some stats. Only a deployment whose journal or records changed is read anew, or one that lives and was
+A look costs some stats. Only a deployment whose journals or records changed is read anew, or one that lives and was
 last asked some seconds ago: its agent may have died without a word, its place in a queue may be another. Each is read
 in a thread of its own turn, so that a host that does not answer holds up no other row. A row that did not change is
 the same object as before.
@@ -16,7 +16,7 @@ from typing import Any
 
 from corral.console.commands import line_of
 from corral.console.marks import mark_of
-from corral.console.phases import phases_of, ready_at_s
+from corral.console.phases import Start, phases_of, ready_at_s
 from corral.deployment.events import read_events
 from corral.deployment.fleet import FleetFolder, all_fleets
 from corral.deployment.folder import DeploymentFolder, all_folders, chain_of
@@ -24,9 +24,10 @@ from corral.deployment.state import ENDED
 from corral.errors import CorralError
 from corral.fleet.standing import fleet_status
 from corral.launch.masking import is_secret_name
-from corral.lifecycle.deployments import Record, Status, expected_of, status, unreadable
+from corral.lifecycle.deployments import Record, Status, expected_of, status, target_of, unreadable
 from corral.lifecycle.members import HeldJob, RankMember, held_job, members
 from corral.record import load_json, to_json
+from corral.targets.base import Queue
 
 __all__ = ["Row", "Standings", "restart_words"]
 
@@ -118,8 +119,8 @@ def _stamped() -> tuple[list[DeploymentFolder], dict[str, Stamp]]:
 def _stamp(folder: DeploymentFolder) -> Stamp:
     """What changes whenever something happened here."""
     path = str(folder.path)
-    return tuple(map(mark_of, (f"{path}/deployment.json", f"{path}/rank0/events.jsonl", f"{path}/rank0/agent.json",
-                             f"{path}/job.json", f"{path}/endpoint.json")))  # fmt: skip
+    names = ("deployment.json", "rank0/events.jsonl", "rank0/agent.json", "job.json", "endpoint.json", "staging.jsonl")
+    return tuple(mark_of(f"{path}/{name}") for name in names)
 
 
 def deployment_row(folder: DeploymentFolder, before: Status | None = None) -> tuple[Status | None, Row | None]:
@@ -138,9 +139,7 @@ def deployment_row(folder: DeploymentFolder, before: Status | None = None) -> tu
 def _row(
     now: Status, record: Record | None, job: HeldJob | None, nodes: tuple[RankMember, ...], folder: DeploymentFolder
 ) -> Row:
-    events = read_events(folder.rank(0).events) if record else []
-    expected = expected_of(folder) if record else {}
-    phases = phases_of(now.state, events, expected, now.created_s, job.submitted_s if job else None) if record else ()
+    phases = phases_of(_start(now, record, job, folder)) if record else ()
     told = to_json(now)
     del told["endpoint"], told["timings"], told["expected"]
     words = restart_words(record) if record else None
@@ -151,13 +150,25 @@ def _row(
         "url": now.endpoint.base_url if now.endpoint else None,
         "ready_s": now.timings.ready_s,
         "phases": to_json(phases),
-        "ready_at_s": ready_at_s(phases, events),
+        "ready_at_s": ready_at_s(phases),
         "job": to_json(job),
         "nodes": to_json(nodes),
         "ranks": len(folder.ranks()),
         "stop": None if now.state in ENDED else line_of(["down", now.name]),
         "restart": line_of(words) if words else None,
     }
+
+
+def _start(now: Status, record: Record, job: HeldJob | None, folder: DeploymentFolder) -> Start:
+    return Start(
+        state=now.state,
+        events=read_events(folder.rank(0).events),
+        expected=expected_of(folder),
+        created_s=now.created_s,
+        submitted_s=job.submitted_s if job else None,
+        staged=read_events(folder.staging),
+        queues=isinstance(target_of(record), Queue),
+    )
 
 
 def restart_words(record: Record) -> list[str] | None:

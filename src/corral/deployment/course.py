@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from corral.deployment.events import Event
+from corral.deployment.expectation import left_s
 from corral.deployment.state import State
 
-__all__ = ["Phase", "Stretch", "course_of", "durations"]
+__all__ = ["Phase", "Stretch", "course_of", "durations", "ends_at_s"]
 
 
 class Phase(enum.StrEnum):
@@ -49,6 +50,22 @@ def course_of(events: Sequence[Event]) -> list[Stretch]:
         if not course or course[-1].phase != name:
             course.append(Stretch(name, event.time_s, event.elapsed_s))
     return course
+
+
+def ends_at_s(events: Sequence[Event]) -> float | None:
+    """When the phase that lasts should be over, by how far it is and how quickly it got there; None: nothing tells.
+
+    From its first report to its last: what a download finds on disk already says nothing of its speed.
+    """
+    course = course_of(events)
+    name, since_s = (course[-1].phase, course[-1].since_s) if course else ("", 0.0)
+    told = [one for one in events if one.get("phase") == name and one.time_s >= since_s and one.get("total")]
+    if not told:
+        return None
+    last, first = told[-1], told[0] if len(told) > 1 else None
+    began_s, done = (first.time_s, first.get("done", 0)) if first else (since_s, 0)
+    left = left_s(last.time_s - began_s, done, last.get("done", 0), last.get("total"))
+    return None if left is None else last.time_s + left
 
 
 def durations(events: Sequence[Event]) -> dict[str, float]:

@@ -1,10 +1,10 @@
-"""How long the phases of a start usually take here, and time in words."""
+"""How long the phases of a start usually take here, how far one is, and time in words."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Expected", "duration"]
+__all__ = ["Expected", "amount", "duration", "left_s"]
 
 OVERDUE = 2.0  # times what is usual; then it is said
 OVERDUE_LEAST_S = 5.0  # beyond what is usual; shorter delays are nobody's concern
@@ -19,6 +19,18 @@ def duration(seconds: float) -> str:
         return f"{minutes} min {rest} s" if rest else f"{minutes} min"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+def amount(done: int, total: int) -> str:
+    """Progress as `k/N (p%)`, in bytes where the numbers are bytes."""
+    if total > 1_000_000:
+        return f"{done / 1e9:.2f}/{total / 1e9:.2f} GB ({100 * done / total:.0f}%)"
+    return f"{done}/{total} ({100 * done / total:.0f}%)"
+
+
+def left_s(took_s: float, first: int, done: int, total: int) -> float | None:
+    """Seconds that are left, where the way from `first` to `done` took so many; None: it cannot be told."""
+    return took_s * (total - done) / (done - first) if first < done < total else None
 
 
 @dataclass(frozen=True)

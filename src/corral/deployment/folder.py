@@ -3,6 +3,7 @@
     <name>/
       deployment.json     what was asked: model, engine, target, times
       plan.json           the decision, with reasons
+      staging.jsonl       what is done before the start: engine, model, how far; as a journal
       launch.json         the very commands, environment and files of every rank
       endpoint.json       address, model name and where the key is (0600)
       key                 the key itself (0600)
@@ -92,6 +93,11 @@ class DeploymentFolder:
     @property
     def plan(self) -> Path:
         return self.path / "plan.json"
+
+    @property
+    def staging(self) -> Path:
+        """The journal of the command that makes it."""
+        return self.path / "staging.jsonl"
 
     @property
     def launch(self) -> Path:

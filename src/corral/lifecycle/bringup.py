@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from corral.deployment.course import Phase
-from corral.deployment.expectation import Expected
 from corral.deployment.folder import DeploymentFolder, checked_name
 from corral.deployment.patience import Patience
 from corral.deployment.share import NodeShare
@@ -38,7 +37,8 @@ from corral.launch.paste import as_batch, as_shell
 from corral.launch.render import LaunchSpec, Order, render
 from corral.lifecycle import deployments
 from corral.lifecycle.cpu_measuring import measure_cpu, unmeasured
-from corral.lifecycle.starts import WORTH_KEEPING_S, expectation, kind_of, remember, usual
+from corral.lifecycle.staging import Staging
+from corral.lifecycle.starts import expectation, kind_of
 from corral.lifecycle.successors import Chain, refuse_living_chain, write_chain
 from corral.lifecycle.watching import Reporter, wait_ready
 from corral.models import catalogue
@@ -381,7 +381,7 @@ def _bring_up_once(wish: Wish, report: Reporter, wait: bool) -> deployments.Stat
         decision.tell(report.note)
     refuse_living_chain(decision.name)
     folder = deployments.claim(record, lambda who: report.note(f"waiting for {who}, which uses the same name"))
-    staging = _Staging(report, folder, planned_start(decision.plan))
+    staging = Staging(report, folder, planned_start(decision.plan))
     with _released_on_failure(folder):
         _join_chain(wish, decision, folder)
         kind = kind_of("engine", decision.flavour, engines.PINNED_VERSION, wish.runtime)
@@ -414,7 +414,7 @@ def _bring_up_once(wish: Wish, report: Reporter, wait: bool) -> deployments.Stat
         raise
 
 
-def _measured(decision: LaunchDecision, staging: _Staging) -> LaunchDecision:
+def _measured(decision: LaunchDecision, staging: Staging) -> LaunchDecision:
     """The decision with what this CPU can do, measured now that there is an engine to measure with."""
     model, inventory = decision.plan.model, decision.inventory
     formats = unmeasured(model, inventory, decision.wish.fixed)
@@ -449,7 +449,7 @@ def _join_chain(wish: Wish, decision: LaunchDecision, folder: DeploymentFolder) 
         write_chain(folder, Chain(max_jobs=wish.max_jobs))
 
 
-def _bring_model(decision: LaunchDecision, target: Target, staging: _Staging) -> str:
+def _bring_model(decision: LaunchDecision, target: Target, staging: Staging) -> str:
     """The model's folder on the nodes. What only the hub has goes to them straight, not by way of this machine."""
     source, hosts = decision.source, target.fetching_hosts()
     if not hosts or source.kind != "hub" or model_store.already_here(source):
@@ -471,32 +471,6 @@ def _bring_model(decision: LaunchDecision, target: Target, staging: _Staging) ->
         first = result.failed[0]
         raise LaunchError(f"the model did not reach {first.host}: {first.text}", first.remedy, host=first.host)
     return result.folder
-
-
-class _Staging:
-    """Passes on what is happening with how long it usually takes, and gives up when `corral down` asked for it."""
-
-    def __init__(self, report: Reporter, folder: DeploymentFolder, planned: Mapping[str, float]) -> None:
-        self.report, self._folder, self._planned = report, folder, planned
-        self._phase, self._kind, self._began_s = "", "", 0.0
-
-    def phase(self, name: Phase, kind: str = "", needed: bool = True) -> None:
-        """The next phase begins; where nothing is needed, its usual length says nothing."""
-        self._check()
-        took_s = time.monotonic() - self._began_s
-        if self._kind and took_s > WORTH_KEEPING_S:
-            remember(self._kind, {self._phase: took_s})
-        self._phase, self._kind, self._began_s = name, kind, time.monotonic()
-        planned = Expected(self._planned[name]) if name in self._planned else None
-        self.report.phase(name, usual(kind).get(name, planned) if needed else None)
-
-    def detail(self, text: str, done: int = 0, total: int = 0) -> None:
-        self._check()
-        self.report.detail(text, done, total)
-
-    def _check(self) -> None:
-        if self._folder.stop.exists() or not self._folder.record.is_file():
-            raise LaunchError(f"{self._folder.name!r} was stopped by `corral down` before it started.", "")
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from corral.client.endpoint import Endpoint
-from corral.deployment.course import course_of
+from corral.deployment.course import course_of, ends_at_s
 from corral.deployment.diagnosis import Diagnosis, diagnose, last_lines
 from corral.deployment.events import Event, Follower, read_events
 from corral.deployment.expectation import Expected
@@ -101,6 +101,7 @@ class Status:
     endpoint: Endpoint | None
     timings: Timings
     phase_since_s: float = 0.0  # wall-clock time at which the phase began
+    phase_ends_s: float | None = None  # wall-clock time at which it should be over, by how far it is
     expected: Expected | None = None  # how long the phase usually takes
     restarts: int = 0
     observed: dict[str, Any] = field(default_factory=dict)
@@ -174,10 +175,18 @@ def plan_of(folder: DeploymentFolder) -> Plan | None:
 
 
 def expected_of(folder: DeploymentFolder) -> dict[str, Expected]:
-    """How long the phases of its start usually take, as known when it was launched."""
-    with contextlib.suppress(OSError, CorralError, KeyError, TypeError, AttributeError):
-        body = parse_json(folder.launch.read_bytes(), str(folder.launch))
-        return {str(phase): from_json(Expected, one) for phase, one in body["expected"].items()}
+    """How long the phases of its start usually take, as known when it was staged and when it was launched."""
+    found: dict[str, Expected] = {}
+    for event in read_events(folder.staging):
+        found |= _expectations(event.get("expected"))
+    with contextlib.suppress(OSError, CorralError, KeyError, TypeError):
+        found |= _expectations(parse_json(folder.launch.read_bytes(), str(folder.launch))["expected"])
+    return found
+
+
+def _expectations(told: Any) -> dict[str, Expected]:
+    with contextlib.suppress(CorralError, TypeError, AttributeError):
+        return {str(phase): from_json(Expected, one) for phase, one in told.items()}
     return {}
 
 
@@ -232,9 +241,10 @@ def _combine(folder: DeploymentFolder, record: Record, events: list[Event], agen
     last = states[-1] if states else None
     since = last.time_s if last else record.created_s
     state, reason, text, remedy = _verdict(folder, record, last, agents)
-    phases = [event for event in events if event.kind in ("phase", "state")]
+    told = read_events(folder.staging) if state is State.STAGING else events
+    phases = [event for event in told if event.kind in ("phase", "state")]
     phase = phases[-1] if phases else None
-    course = course_of(events)
+    course = course_of(told)
     return Status(
         name=record.name,
         state=state,
@@ -252,6 +262,7 @@ def _combine(folder: DeploymentFolder, record: Record, events: list[Event], agen
         endpoint=_endpoint(folder, state),
         timings=_timings(states),
         phase_since_s=course[-1].since_s if course else since,
+        phase_ends_s=ends_at_s(told),
         expected=expected_of(folder).get(course[-1].phase) if course and state not in ENDED else None,
         restarts=sum(event.kind == "restart" for event in events),
         observed={key: value for event in events if event.kind == "observed" for key, value in event.details.items()},
