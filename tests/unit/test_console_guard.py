@@ -169,6 +169,28 @@ def test_read_only_only_shows(console: Console, method: str) -> None:
     assert json.loads(ask(console, "/api/about", cookie=cookie).body)["read_only"] is True
 
 
+@pytest.mark.parametrize(("playground", "status"), [(False, 403), (True, 502)])
+def test_read_only_asks_no_model_unless_that_was_allowed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, playground: bool, status: int
+) -> None:
+    monkeypatch.setenv("CORRAL_HOME", str(tmp_path))
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")  # nobody listens: the request came so far
+    body = json.dumps({"server": "", "prompt": "Hi", "model": "m"})
+    with Console(ConsoleOptions(port=0, read_only=True, playground=playground)) as console:
+        cookie = enter(console)
+
+        def post(path: str) -> Answer:
+            return ask(
+                console, path, "POST", body, cookie=cookie, origin=console.url, content_type="application/json"
+            )
+
+        assert json.loads(ask(console, "/api/about", cookie=cookie).body)["asks"] is playground
+        assert post("/api/play/prompt").status == status
+        assert post("/api/play/texts").status == 200  # the request as text: nobody is asked
+        for path in ("/api/fleet/start", "/api/fleet/stop", "/api/fleet/restart", "/api/play/askx", "/api/play"):
+            assert post(path).status == 403
+
+
 def test_every_answer_forbids_what_the_page_does_not_need(console: Console) -> None:
     cookie = enter(console)
     for path, given in (("/", cookie), ("/", ""), ("/static/app.js", cookie), ("/api/about", cookie), ("/x", cookie)):

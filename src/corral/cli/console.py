@@ -19,9 +19,12 @@ __all__ = ["command"]
 @click.option("--host", "hosts", multiple=True, metavar="NAME",
               help="A name by which browsers may reach it, besides 127.0.0.1 and localhost; repeatable.")  # fmt: skip
 @click.option("--read-only", is_flag=True, help="Only show: nothing can be started, stopped or asked.")
+@click.option("--playground", is_flag=True, help="With --read-only: models may be asked nevertheless.")
 @click.option("--open/--no-open", "opens", default=True, help="Open the page in the browser (default), or do not.")
 @click.option("--json", "as_json", is_flag=True, help="Address, link and process id as one JSON line.")
-def command(port: int, bind: str, hosts: tuple[str, ...], read_only: bool, opens: bool, as_json: bool) -> None:
+def command(
+    port: int, bind: str, hosts: tuple[str, ...], read_only: bool, playground: bool, opens: bool, as_json: bool
+) -> None:
     """Show everything on one page: deployments, load, a playground, plans, runs. Ctrl-C ends the page, nothing else.
 
     The link that it prints opens the page once, in one browser; when it has been used, another is printed.
@@ -37,7 +40,7 @@ def command(port: int, bind: str, hosts: tuple[str, ...], read_only: bool, opens
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, end)
     page = None
-    with Console(ConsoleOptions(port, bind, read_only, hosts), used=used.set) as console:
+    with Console(ConsoleOptions(port, bind, read_only, playground, hosts), used=used.set) as console:
         link = console.link()
         _tell(console.url, link, as_json)
         if opens and _has_screen():

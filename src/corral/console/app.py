@@ -33,7 +33,8 @@ def make_app(desk: Desk) -> Starlette:
     """Everything behind the guard."""
 
     async def about(_: Request) -> Response:
-        return answer({"version": __version__, "read_only": desk.read_only, "host": platform.node()})
+        known = {"version": __version__, "host": platform.node()}
+        return answer({**known, "read_only": desk.read_only, "asks": desk.asks})
 
     async def command(request: Request) -> Response:
         return answer(desk.commands.look(request.path_params["id"]))

@@ -50,6 +50,7 @@ class Desk:
     """The console's own few things; everything else lies in the deployments' folders."""
 
     read_only: bool = False
+    asks: bool = True  # whether the playground may ask models
     home: Path = field(default_factory=home_dir)
     history: History = field(default_factory=History)
     clock: Callable[[], float] = time.time
@@ -64,7 +65,8 @@ def answer(value: Any, status: int = 200) -> Response:
 def refusal(error: CorralError, status: int | None = None) -> Response:
     """An error with its remedy; `code` is the exit code that the command line has for it."""
     body = {"message": error.message, "remedy": error.remedy, "code": error.exit_code}
-    return answer({"error": body}, status or STATUS.get(type(error), 500))
+    known = next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), 500)
+    return answer({"error": body}, status or known)
 
 
 async def body_of(request: Request) -> dict[str, Any]:

@@ -7,7 +7,7 @@ browser:
 - `Host` must be a name of this machine itself, or one that was allowed: a page whose name is rebound to 127.0.0.1
   arrives with its own. The port is free, because `ssh -L` changes it.
 - `Origin`, where there is one, must be the page's own; what changes something must have it, and a JSON body.
-- Nothing but GET under `--read-only`.
+- Nothing but GET under `--read-only`, and what is posted to and changes nothing.
 
 Every answer forbids what the page does not need (Content-Security-Policy): scripts, styles, pictures and connections
 are its own, and nothing may frame it.
@@ -93,8 +93,12 @@ def host_name(host: str) -> str:
 class Guard:
     """Stands before every path."""
 
-    def __init__(self, app: ASGIApp, tickets: Tickets, read_only: bool, hosts: Iterable[str] = ()) -> None:
-        self._app, self._tickets, self._read_only = app, tickets, read_only
+    def __init__(
+        self, app: ASGIApp, tickets: Tickets, open_paths: Iterable[str] | None = None, hosts: Iterable[str] = ()
+    ) -> None:
+        """`open_paths` are all that may be posted to; None: everything."""
+        self._app, self._tickets = app, tickets
+        self._open_paths = None if open_paths is None else frozenset(open_paths)
         self._hosts = frozenset((*LOOPBACK, *(host.lower() for host in hosts)))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -102,7 +106,7 @@ class Guard:
             return
         headers = Headers(scope=scope)
         guarded = _with_headers(send)
-        if problem := self._problem(scope["method"], headers):
+        if problem := self._problem(scope["method"], scope["path"], headers):
             await problem(scope, receive, guarded)
             return
         host = headers["host"]
@@ -113,7 +117,7 @@ class Guard:
         else:
             await _stranger(scope["path"])(scope, receive, guarded)
 
-    def _problem(self, method: str, headers: Headers) -> Response | None:
+    def _problem(self, method: str, path: str, headers: Headers) -> Response | None:
         """Why a request is refused whoever sends it."""
         hosts = headers.getlist("host")
         if len(hosts) != 1 or host_name(hosts[0]) not in self._hosts:
@@ -129,10 +133,10 @@ class Guard:
             headers.get("sec-fetch-mode") != "navigate"
         ):
             return refusal(AccessError("the request comes from another page.", "Use the console's own."), 403)
-        return None if method in READING else self._problem_of_change(headers, bool(origins))
+        return None if method in READING else self._problem_of_change(path, headers, bool(origins))
 
-    def _problem_of_change(self, headers: Headers, has_origin: bool) -> Response | None:
-        if self._read_only:
+    def _problem_of_change(self, path: str, headers: Headers, has_origin: bool) -> Response | None:
+        if self._open_paths is not None and path not in self._open_paths:
             return refusal(AccessError("this console only shows: it runs with --read-only.",
                                        "Start one without it, or type the command in a terminal."), 403)  # fmt: skip
         if not has_origin:

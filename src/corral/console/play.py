@@ -29,7 +29,10 @@ from corral.errors import CorralError, DataError
 from corral.lifecycle.resolve import URL_VARIABLE, resolve, server_called
 from corral.lifecycle.successors import ChainMember, living_chains
 
-__all__ = ["routes", "servers"]
+__all__ = ["ASKING", "TELLING", "routes", "servers"]
+
+ASKING = ("/api/play/ask", "/api/play/prompt", "/api/play/spell")  # what a server has to compute for
+TELLING = ("/api/play/texts",)  # posted, so that a prompt stands in no address; it only makes text
 
 
 def routes(_: Desk) -> list[BaseRoute]:
@@ -64,10 +67,8 @@ def routes(_: Desk) -> list[BaseRoute]:
 
     return [
         Route("/api/play/choices", choices, methods=["GET"]),
-        Route("/api/play/ask", ask, methods=["POST"]),
-        Route("/api/play/prompt", prompt, methods=["POST"]),
-        Route("/api/play/spell", spell, methods=["POST"]),
-        Route("/api/play/texts", texts, methods=["POST"]),
+        *(Route(path, work, methods=["POST"]) for path, work in zip(ASKING, (ask, prompt, spell), strict=True)),
+        *(Route(path, texts, methods=["POST"]) for path in TELLING),
     ]
 
 

@@ -14,6 +14,7 @@ from corral.batch.service.hosting import Hosted
 from corral.console.app import make_app, static_files
 from corral.console.desk import Desk
 from corral.console.guard import Guard, Tickets
+from corral.console.play import ASKING, TELLING
 from corral.files import make_private_dir, write_atomic
 from corral.home import home_dir
 
@@ -29,6 +30,7 @@ class ConsoleOptions:
     port: int = 8765
     bind: str = "127.0.0.1"
     read_only: bool = False
+    playground: bool = False  # whether models may be asked nevertheless
     hosts: tuple[str, ...] = ()  # names it answers to, besides this machine's own
 
 
@@ -40,9 +42,11 @@ class Console:
     ) -> None:
         self.options = options
         self.tickets = Tickets(used)
-        desk = desk or Desk(read_only=options.read_only)
+        asks = options.playground or not options.read_only
+        desk = desk or Desk(read_only=options.read_only, asks=asks)
         static_files()
-        self._app = Guard(make_app(desk), self.tickets, options.read_only, options.hosts)
+        open_paths = (*TELLING, *(ASKING if asks else ())) if options.read_only else None
+        self._app = Guard(make_app(desk), self.tickets, open_paths, options.hosts)
 
     def __enter__(self) -> Self:
         self._hosted = Hosted(self.options.bind, self.options.port, "corral-console", ENDING_S)

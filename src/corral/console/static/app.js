@@ -39,6 +39,7 @@ function context(path) {
   return {
     get, post, el, toast, path,
     readOnly: about.read_only,
+    asks: about.asks,
     go: (hash) => { location.hash = hash; },
     stream: (where, on, options = {}) => stream(where, on, { ...options, state: (up, failure) => { connected(up, failure); options.state?.(up, failure); } }),
   };

@@ -1,6 +1,6 @@
 // One side of the Playground: a server, its settings, and the conversation with it.
 
-import { duration, el, fill, number, problem } from "/static/dom.js";
+import { el, fill, ms, number, problem } from "/static/dom.js";
 import { answers } from "/static/answers.js";
 import { settings } from "/static/settings.js";
 import { draw, hide, piece } from "/static/tokens.js";
@@ -9,12 +9,12 @@ import { draw, hide, piece } from "/static/tokens.js";
 export function lane(ctx, known, title, question, changed) {
   let turns = [], asking = null;
   const server = el("select", {}, known.servers.map((one) => el("option", { value: one.name, disabled: !one.ready }, `${one.label}${one.ready ? "" : ` (${one.state})`}`)));
-  const first = known.servers.find((one) => one.ready);
-  if (first) server.value = first.name;
+  const ready = known.servers.filter((one) => one.ready);
+  if (ready.length) server.value = (ready[title === "right" ? 1 : 0] ?? ready[0]).name; // two models, where there are two
   const form = settings(known.parameters, () => changed());
   const alternatives = el("select", {}, [["", "none"], ...[0, 3, 5, 10, 20].map((n) => [String(n), n ? `${n} alternatives` : "the token's own"])].map(([value, text]) => el("option", { value }, text)));
   alternatives.value = "5";
-  const model = el("p", { class: "dim long" });
+  const model = el("p", { class: "dim long model" });
   const talk = el("div", { class: "talk", role: "log", "aria-label": `Conversation ${title}` });
   const texts = el("div", { class: "stack" });
   const request = el("details", {}, el("summary", {}, "The request as curl and Python"), texts);
@@ -115,7 +115,7 @@ export function lane(ctx, known, title, question, changed) {
 
   function answered(turn) {
     const one = turn.variants[turn.at], box = el("div", { class: "answer" });
-    if (one.spans.length) draw(box, one, one.base && !one.busy && !ctx.readOnly ? (at, token) => branch(turn, one, at, token) : null);
+    if (one.spans.length) draw(box, one, one.base && !one.busy && ctx.asks ? (at, token) => branch(turn, one, at, token) : null);
     box.append(...one.pieces.map((each) => piece(each.text, each.logprob)));
     if (one.busy) box.append(el("span", { class: "caret", "aria-hidden": "true" }));
     const turnTo = (step) => el("button", { class: "small", type: "button", "aria-label": step < 0 ? "The answer before" : "The next answer", disabled: !turn.variants[turn.at + step], onclick: () => { turn.at += step; paint(); } }, step < 0 ? "◀" : "▶");
@@ -173,7 +173,7 @@ function summary(one) {
   if (one.busy) return "…";
   if (!end) return one.stopped ? "stopped" : "";
   const cached = end.cached_tokens ? ` (${number(end.cached_tokens)} cached)` : "";
-  return [`${number(end.prompt_tokens)} tokens in${cached}, ${number(end.completion_tokens)} out`, end.ttft_s === null ? null : `first after ${duration(end.ttft_s)}`,
+  return [`${number(end.prompt_tokens)} tokens in${cached}, ${number(end.completion_tokens)} out`, end.ttft_s === null ? null : `first after ${ms(end.ttft_s)}`,
     end.tokens_per_s ? `${number(end.tokens_per_s, 1)} tokens/s` : null, `ended by ${end.finish.join(", ")}`].filter(Boolean).join(" · ");
 }
 

@@ -17,9 +17,9 @@ export function mount(root, ctx) {
     const mode = el("select", { "aria-label": "Kind of request" }, el("option", { value: "chat" }, "Chat"), el("option", { value: "completion" }, "Completion"));
     const system = el("textarea", { rows: 1, placeholder: "System message (none)", "aria-label": "System message" });
     const prompt = el("textarea", { rows: 4, placeholder: "Write a prompt. Ctrl+Enter sends it.", "aria-label": "Prompt", class: "prompt" });
-    const send = el("button", { class: "primary", type: "submit", disabled: ctx.readOnly }, "Send");
+    const send = el("button", { class: "primary", type: "submit", disabled: !ctx.asks }, "Send");
     const stop = el("button", { type: "button", disabled: true, onclick: () => lanes.forEach((one) => one.stop()) }, "Stop");
-    const look = el("button", { type: "button", disabled: ctx.readOnly, title: "How probable each token of the prompt is to the model" }, "Prompt heat map");
+    const look = el("button", { type: "button", disabled: !ctx.asks, title: "How probable each token of the prompt is to the model" }, "Prompt heat map");
     const heat = el("section", { class: "card", "aria-label": "Prompt heat map", hidden: true });
     const side = el("div", { class: "lanes" });
     const compare = el("input", { type: "checkbox" });
@@ -34,7 +34,7 @@ export function mount(root, ctx) {
     const changed = () => {
       const busy = lanes.some((one) => one.busy);
       stop.disabled = !busy;
-      send.disabled = busy || ctx.readOnly;
+      send.disabled = busy || !ctx.asks;
       clearTimeout(writing);
       writing = setTimeout(() => lanes.forEach((one) => one.write()), 400);
     };
@@ -45,7 +45,7 @@ export function mount(root, ctx) {
       side.classList.toggle("two", compare.checked);
     };
     const form = el("form", { class: "card ask" }, el("div", { class: "row" }, mode, el("label", { class: "inline" }, compare, "two side by side")), system, prompt,
-      el("div", { class: "row" }, send, stop, look, ctx.readOnly ? el("span", { class: "dim" }, "This console is read-only: models are not asked.") : null));
+      el("div", { class: "row" }, send, stop, look, ctx.asks ? null : el("span", { class: "dim" }, "This console only shows: asking a model takes its time on the GPU. Whoever started it can allow that: ", el("code", {}, "corral console --read-only --playground"))));
     form.addEventListener("submit", (event) => {
       event.preventDefault();
       if (!prompt.value.trim() || send.disabled) return;
