@@ -1,8 +1,9 @@
-"""What the console costs: 50 deployments at 1 Hz, 10,000 events, the page's size and first paint.
+"""What the console costs: 50 deployments at 1 Hz, 50 servers in Live, 10,000 events, the page's size, first paint.
 
     python benchmarks/console.py [--deployments 50] [--seconds 20] [--events 10000]
 
-`corral console` runs as a process of its own over folders made by hand, with one listener at the Fleet view's stream.
+`corral console` runs as a process of its own over folders made by hand, with one listener at the Fleet view's stream,
+and then with one at the Live view's, where one fake server stands behind all deployments.
 CPU time and resident memory are the process's own, from /proc. First paint is Chromium's, without a cache, the median
 of five loads; it needs the browser of the test tier. Prints one JSON document, load average included.
 """
@@ -10,9 +11,11 @@ of five loads; it needs the browser of the test tier. Prints one JSON document, 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -36,20 +39,34 @@ def resident_mib(pid: int) -> float:
 
 
 class Listener(threading.Thread):
-    """Reads the Fleet stream as a page does, and counts what comes."""
+    """Reads a view's stream as a page does, and counts what comes."""
 
-    def __init__(self, url: str, cookie: str) -> None:
+    def __init__(self, url: str, cookie: str, view: str = "fleet") -> None:
         super().__init__(daemon=True)
-        self._address, self._cookie = urlsplit(url), cookie
+        self._address, self._cookie, self._view = urlsplit(url), cookie, view
+        self._connection = http.client.HTTPConnection("127.0.0.1", self._address.port)
         self.messages = self.bytes = 0
 
     def run(self) -> None:
-        connection = http.client.HTTPConnection("127.0.0.1", self._address.port)
-        connection.request("GET", "/api/fleet/stream", headers={"cookie": self._cookie})
-        answer = connection.getresponse()
-        while line := answer.readline():
-            self.messages += line.startswith(b"data:")
-            self.bytes += len(line)
+        self._connection.request("GET", f"/api/{self._view}/stream", headers={"cookie": self._cookie})
+        answer = self._connection.getresponse()
+        with contextlib.suppress(OSError, ValueError, http.client.HTTPException):  # it was closed
+            while line := answer.readline():
+                self.messages += line.startswith(b"data:")
+                self.bytes += len(line)
+
+    def close(self) -> None:
+        if self._connection.sock is not None:
+            self._connection.sock.shutdown(socket.SHUT_RDWR)
+        self.join()
+
+
+def core_share(pid: int, seconds: float) -> float:
+    """The share of a core that a process uses, once everything was read."""
+    time.sleep(5)
+    began, used = time.monotonic(), cpu_s(pid)
+    time.sleep(seconds)
+    return (cpu_s(pid) - used) / (time.monotonic() - began)
 
 
 def enter(link: str) -> str:
@@ -90,21 +107,29 @@ def main() -> None:
         from tests.console_home import make
 
         from corral.console.app import static_files
+        from corral.fake import FakeServer
 
         course = (("starting", 0.5), ("initialising", 7.0), ("loading", 12.0), ("compiling", 30.0), ("ready", 60.0))
         made = [make(f"deployment {n}", 100).agent().course(*course) for n in range(given.deployments)]
         command = [sys.executable, "-m", "corral", "console", "--port", "0", "--no-open", "--json"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        with FakeServer() as server, subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            for one in made:
+                one.serves(f"{server.url}/v1")
             assert process.stdout is not None
             said = json.loads(process.stdout.readline())
-            listener = Listener(said["url"], enter(said["link"]))
+            cookie = enter(said["link"])
             link = json.loads(process.stdout.readline())["link"]
+            listener = Listener(said["url"], cookie)
             listener.start()
-            time.sleep(5)  # everything was read once
-            began, used = time.monotonic(), cpu_s(process.pid)
-            time.sleep(given.seconds)
-            share = (cpu_s(process.pid) - used) / (time.monotonic() - began)
+            share = core_share(process.pid, given.seconds)
+            listener.close()
+            watcher = Listener(said["url"], cookie, "live")
+            watcher.start()
+            live_share = core_share(process.pid, given.seconds)
+            watcher.close()
             paints = first_paints(process, link)
+            listener = Listener(said["url"], cookie)
+            listener.start()
             memory = [resident_mib(process.pid)]
             for part in range(4):
                 for number in range(given.events // 4):
@@ -114,7 +139,9 @@ def main() -> None:
             process.terminate()
         sizes = {name: len(data) for name, data in static_files().items() if not name.endswith("LICENSE")}
         print(json.dumps({
-            "deployments": given.deployments, "core_percent": round(100 * share, 2), "events": given.events,
+            "deployments": given.deployments, "core_percent": round(100 * share, 2),
+            "core_percent_live": round(100 * live_share, 2), "live_messages": watcher.messages,
+            "live_bytes": watcher.bytes, "events": given.events,
             "resident_mib": [round(one, 1) for one in memory], "messages": listener.messages,
             "first_paint_ms": round(statistics.median(paints)), "first_paints_ms": [round(one) for one in paints],
             "page_bytes": sum(sizes.values()), "load_average": os.getloadavg(),

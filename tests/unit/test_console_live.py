@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from pathlib import Path
 
 import pytest
 
 from corral.client.latency import percentile, read_latencies
-from corral.console.gpus import parse_gpus_load
+from corral.client.metrics import Reading
+from corral.console import live
+from corral.console.desk import Desk
+from corral.console.gpus import GpuLoad, gpu_figures, parse_gpus_load
 from corral.console.history import HOUR_S, History
 from corral.console.jobs import JobProgress, Jobs
 from corral.console.live import Figures, figures_of, sums_of
 from corral.fake.metrics import Metrics
-from corral.llm.top import Line
+from corral.llm.ready import ready_servers
+from corral.llm.top import Line, Watch
+from tests.console_home import make, make_fleet
 
 
 def page(*ttft_s: float) -> bytes:
@@ -75,6 +81,45 @@ def test_many_names_push_the_oldest_out() -> None:
 def test_gpus_that_do_not_say_everything() -> None:
     found = parse_gpus_load("0, NVIDIA H100, 312.5, 70000, 81559, 98\n1, <b>X</b>, [N/A], 1, 2, [N/A]\nnonsense\n")
     assert [(one.index, one.power_w, one.use) for one in found] == [(0, 312.5, 0.98), (1, None, None)]
+
+
+def test_figures_of_gpus_are_each_ones_and_those_of_all() -> None:
+    found = gpu_figures(
+        [GpuLoad(0, "a", 300.0, 70000.0, 81559.0, 0.9), GpuLoad(2, "b", None, 60000.0, 81559.0, None)]
+    )
+    assert (found["power 0"], found["power 2"], found["power mean"], found["power most"]) == (
+        300.0,
+        None,
+        300.0,
+        300.0,
+    )
+    assert (found["memory 2"], found["memory mean"], found["memory most"]) == (60000.0, 65000.0, 70000.0)
+    assert gpu_figures([])["power mean"] is None
+
+
+def test_a_fleet_stands_before_its_members_and_is_not_counted_twice(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CORRAL_HOME", str(tmp_path))
+    for name in ("alone", "herd-1", "herd-2"):
+        make(name).agent().course(("starting", 1), ("ready", 9)).serves(f"http://{name}:8000/v1")
+    make_fleet("herd", "m", ("herd-1", "herd-2"), "http://127.0.0.1:9000")
+    servers = ready_servers()
+    assert [(one.name, one.fleet, one.members) for one in servers] == [
+        ("herd", "", 2), ("herd-1", "herd", 0), ("herd-2", "herd", 0), ("alone", "", 0)]  # fmt: skip
+    assert servers[0].endpoint.base_url == "http://127.0.0.1:9000/v1"
+
+    async def look(watch: Watch) -> list[Line]:
+        reading = Reading(0.0, running=2, waiting=0)
+        return [Line(name, "m", "u", reading, None) for name in watch._clients]
+
+    monkeypatch.setattr(Watch, "look", look)
+    desk = Desk(home=tmp_path)
+    told = asyncio.run(live._Live(desk)._look())
+    assert [(row["name"], row["fleet"], row["members"]) for row in told["servers"]][:2] == [
+        ("herd", "", 2), ("herd-1", "herd", 0)]  # fmt: skip
+    assert told["all"]["running"] == 6.0  # of three servers: the gateway has the same requests once more
+    assert {"running herd", "running herd-1", "running all servers"} <= set(desk.history.names())
 
 
 def test_a_batchs_rate_is_what_was_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

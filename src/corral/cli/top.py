@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import sys
 import time
@@ -13,7 +12,7 @@ import click
 
 from corral.cli.duration import Duration
 from corral.cli.screen import print_json, print_table
-from corral.errors import CorralError, NotFoundError
+from corral.errors import NotFoundError
 
 if TYPE_CHECKING:
     from corral.client.endpoint import Endpoint
@@ -56,32 +55,16 @@ def command(
 
 def _servers(names: tuple[str, ...], urls: tuple[str, ...], key_file: str | None) -> list[tuple[str, Endpoint]]:
     from corral.lifecycle.resolve import ready_endpoint, server_at
+    from corral.llm.ready import ready_servers
 
     if names or urls:
         named = [(name, ready_endpoint(name)) for name in names]
         return named + [(_without_scheme(url), server_at(url, key_file)) for url in urls]
-    found = _all_ready()
+    found = [(one.name, one.endpoint) for one in ready_servers()]
     if not found and os.environ.get("OPENAI_BASE_URL"):
         endpoint = server_at(None, key_file)
         return [(_without_scheme(endpoint.root), endpoint)]
     return found
-
-
-def _all_ready() -> list[tuple[str, Endpoint]]:
-    """Each fleet before its members, as its gateway sees it; then what belongs to no fleet."""
-    from corral.deployment.fleet import FleetFolder, living_fleets
-    from corral.deployment.state import State
-    from corral.lifecycle import deployments
-    from corral.lifecycle.resolve import fleet_endpoint
-
-    ready = [status for status in deployments.statuses() if status.state is State.READY]
-    left = {status.name: status.endpoint for status in ready if status.endpoint is not None}
-    found = []
-    for fleet in living_fleets():
-        with contextlib.suppress(CorralError, OSError):  # no gateway of it runs now
-            found.append((fleet.name, fleet_endpoint(FleetFolder.of(fleet.name))))
-        found += [(member.name, left.pop(member.name)) for member in fleet.members if member.name in left]
-    return found + list(left.items())
 
 
 def _without_scheme(url: str) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["GpuLoad", "parse_gpus_load", "read_gpus"]
+__all__ = ["GpuLoad", "gpu_figures", "parse_gpus_load", "read_gpus"]
 
 FIELDS = "index,name,power.draw,memory.used,memory.total,utilization.gpu"
 PATIENCE_S = 5.0
@@ -46,6 +47,17 @@ def parse_gpus_load(text: str) -> list[GpuLoad]:
             power, used, total, use = map(_number, words[2:])
             share = None if use is None else use / 100
             found.append(GpuLoad(int(words[0]), words[1][:80], power, used, total, share))
+    return found
+
+
+def gpu_figures(gpus: Sequence[GpuLoad]) -> dict[str, float | None]:
+    """Power and memory by name: of each GPU, and the mean and the largest of all."""
+    found: dict[str, float | None] = {}
+    for figure, values in (("power", [one.power_w for one in gpus]), ("memory", [one.used_mib for one in gpus])):
+        found |= {f"{figure} {one.index}": value for one, value in zip(gpus, values, strict=True)}
+        known = [value for value in values if value is not None]
+        found[f"{figure} mean"] = sum(known) / len(known) if known else None
+        found[f"{figure} most"] = max(known, default=None)
     return found
 
 

@@ -14,14 +14,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from corral.client.endpoint import Endpoint
 from corral.console.desk import Desk, answer, events
-from corral.console.gpus import GpuLoad, read_gpus
+from corral.console.gpus import GpuLoad, gpu_figures, read_gpus
 from corral.console.jobs import JobProgress, Jobs
 from corral.console.newsfeed import Newsfeed
-from corral.deployment.fleet import living_fleets
-from corral.deployment.state import State
-from corral.lifecycle.deployments import statuses
+from corral.llm.ready import ReadyServer, ready_servers
 from corral.llm.top import Line, Watch
 from corral.record import to_json
 
@@ -30,6 +27,7 @@ __all__ = ["figures_of", "routes", "sums_of"]
 SELDOM_S = 5.0  # between looks at what changes seldom: which servers there are, GPUs, batches
 EACH_S = 1 / 16  # beyond sixteen servers a round takes longer than a second
 ALL = "all servers"
+GPU = "gpu "  # before the names of its figures in the history
 ADDED = ("tok_s", "prompt_s", "running", "waiting")
 WORST = ("kv", "ttft_p50", "ttft_p95", "tpot_p50", "tpot_p95")
 Figures = dict[str, float | None]
@@ -37,7 +35,11 @@ Figures = dict[str, float | None]
 
 def routes(desk: Desk) -> list[Route]:
     live = _Live(desk)
-    return [Route("/api/live/stream", live.stream), Route("/api/live/history", live.history)]
+    return [
+        Route("/api/live/stream", live.stream),
+        Route("/api/live/history", live.history),
+        Route("/api/live/gpus", live.gpus),
+    ]
 
 
 def figures_of(line: Line) -> Figures:
@@ -74,8 +76,7 @@ class _Live:
         self._watch = Watch(latencies=True)
         self._jobs = Jobs(desk.clock)
         self._seldom_s = -1e9
-        self._servers: list[tuple[str, Endpoint]] = []
-        self._fleet_of: dict[str, str] = {}
+        self._servers: dict[str, ReadyServer] = {}
         self._gpus: list[GpuLoad] = []
         self._under_way: list[JobProgress] = []
         self._turn_s = -1e9
@@ -103,38 +104,41 @@ class _Live:
             figure: kept.series(f"{figure} {name}") for figure in (*ADDED, *WORST, "prefix")
         }})  # fmt: skip
 
+    async def gpus(self, _: Request) -> Response:
+        """An hour of this machine's GPUs."""
+        kept = self._desk.history
+        return answer({"figures": {name: kept.series(f"{GPU}{name}") for name in gpu_figures(self._gpus)}})
+
     async def _look(self) -> dict[str, Any]:
         loop_s = asyncio.get_running_loop().time()
         if loop_s - self._seldom_s > SELDOM_S:
             self._seldom_s = loop_s
             await asyncio.to_thread(self._look_seldom)
-            self._watch.set(self._servers)
+            self._watch.set([(name, one.endpoint) for name, one in self._servers.items()])
         if loop_s - self._turn_s >= len(self._servers) * EACH_S - 0.1:
             self._turn_s = loop_s
             self._lines = await self._watch.look()
         return self._told()
 
     def _look_seldom(self) -> None:
-        ready = [one for one in statuses() if one.state is State.READY and one.endpoint is not None]
-        self._servers = [(one.name, one.endpoint) for one in ready if one.endpoint is not None]
-        self._fleet_of = {member.name: fleet.name for fleet in living_fleets() for member in fleet.members}
+        self._servers = {one.name: one for one in ready_servers()}
         self._gpus = read_gpus()
         self._under_way = self._jobs.look()
 
     def _told(self) -> dict[str, Any]:
-        now_s = self._desk.clock()
-        figures = {line.name: figures_of(line) for line in self._lines}
-        whole = sums_of(list(figures.values()))
+        now_s, kept = self._desk.clock(), self._desk.history
+        known = [line for line in self._lines if line.name in self._servers]
+        figures = {line.name: figures_of(line) for line in known}
+        whole = sums_of([one for name, one in figures.items() if not self._servers[name].members])
         for name, one in ((ALL, whole), *figures.items()):
-            self._desk.history.add(now_s, {f"{figure} {name}": value for figure, value in one.items()})
-        for gpu in self._gpus:
-            self._desk.history.add(
-                now_s, {f"power gpu{gpu.index}": gpu.power_w, f"memory gpu{gpu.index}": gpu.used_mib}
-            )
-        rows = [
-            {"name": line.name, "model": line.model, "problem": line.problem, "fleet": self._fleet_of.get(line.name),
-             **figures[line.name]}
-            for line in self._lines
-        ]  # fmt: skip
-        return {"now_s": now_s, "servers": rows, "all": whole, "gpus": to_json(self._gpus),
+            kept.add(now_s, {f"{figure} {name}": value for figure, value in one.items()})
+        gpus = gpu_figures(self._gpus) if self._gpus else {}
+        kept.add(now_s, {f"{GPU}{name}": value for name, value in gpus.items()})
+        rows = [_row(line, self._servers[line.name], figures[line.name]) for line in known]
+        return {"now_s": now_s, "servers": rows, "all": whole, "gpus": to_json(self._gpus), "gpu_figures": gpus,
                 "jobs": to_json(self._under_way)}  # fmt: skip
+
+
+def _row(line: Line, server: ReadyServer, figures: Figures) -> dict[str, Any]:
+    about = {"name": line.name, "model": line.model, "problem": line.problem}
+    return {**about, "fleet": server.fleet, "members": server.members, **figures}

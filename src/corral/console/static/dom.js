@@ -32,10 +32,20 @@ function set(made, name, value) {
 const kept = (children) => children.flat(Infinity).filter((one) => one !== null && one !== undefined && one !== false)
   .map((one) => (one instanceof Node ? one : String(one)));
 
-/** Replace what an element holds. */
+/** Replace what an element holds; what had the focus and stays has it still. */
 export function fill(parent, ...children) {
+  const held = document.activeElement;
   parent.replaceChildren(...kept(children));
+  if (held !== document.activeElement && parent.contains(held)) held.focus({ preventScroll: true });
   return parent;
+}
+
+/** Put another element in the place of one; the focus goes on to what stands in the same place. */
+export function exchange(old, made) {
+  const all = (node) => [...node.querySelectorAll("a, button, summary")];
+  const at = all(old).indexOf(document.activeElement);
+  old.replaceWith(made);
+  all(made)[at]?.focus({ preventScroll: true });
 }
 
 /** Seconds as a person says them. */
@@ -53,6 +63,20 @@ export function duration(seconds) {
 export function number(value, digits = 0) {
   if (value === null || value === undefined) return "–";
   return value.toLocaleString("en", { maximumFractionDigits: digits, minimumFractionDigits: 0 });
+}
+
+/** Seconds of a token. */
+export function ms(value) {
+  if (value === null || value === undefined) return "–";
+  return value < 1 ? `${number(1000 * value, value < 0.01 ? 1 : 0)} ms` : `${number(value, 2)} s`;
+}
+
+export const percent = (share) => (share === null || share === undefined ? "–" : `${Math.round(100 * share)}%`);
+
+/** A share as a bar, with its number. */
+export function meter(share) {
+  if (share === null || share === undefined) return "–";
+  return el("span", { class: "meter" }, el("span", { class: "meter-bar" }, el("span", { style: { width: `${Math.min(100, 100 * share)}%` } })), percent(share));
 }
 
 /** Errors begin like the middle of a line; here they begin one. */

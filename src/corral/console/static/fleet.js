@@ -1,10 +1,10 @@
 // Fleet: every deployment with its phases, failures with their remedy, and what can be done about it.
 
-import { command, duration, el, empty, fill, problem, sentence } from "/static/dom.js";
+import { command, duration, el, empty, exchange, fill, sentence } from "/static/dom.js";
 import { details } from "/static/deployment.js";
 import { startForm } from "/static/start.js";
 import { confirmRun } from "/static/runner.js";
-import { standing, timeline } from "/static/phases.js";
+import { standing, timeLeft, timeline } from "/static/phases.js";
 
 export const TAGS = { ready: "good", failed: "bad", unknown: "warn", stopped: "", draining: "warn" };
 const MOVING = new Set(["staging", "queued", "starting", "loading", "draining"]);
@@ -71,7 +71,7 @@ function list(root, ctx) {
         const old = cards.get(row.key);
         if (old?.row === row) continue;
         const made = row.kind === "fleet" ? fleetCard(row, ctx) : deploymentCard(row, ctx, at);
-        if (old?.node.isConnected && old.row.state === row.state) old.node.replaceWith(made.node); else changed = true;
+        if (old?.node.isConnected && old.row.state === row.state) exchange(old.node, made.node); else changed = true;
         cards.set(row.key, { row, ...made });
       }
       const keys = new Set(rows.map((row) => row.key));
@@ -119,7 +119,7 @@ function deploymentCard(row, ctx, now) {
   const href = `#/fleet/d/${encodeURIComponent(row.name)}`;
   const node = el("article", { class: `card deployment ${row.state}`, "data-name": row.name, "aria-label": `Deployment ${row.name}, ${row.state}` },
     el("div", { class: "card-head" }, el("h2", {}, el("a", { href }, row.name)), tag(row)),
-    el("p", { class: "dim facts-line" }, [row.model, row.target, row.engine, row.job ? `job ${row.job.id}` : null, nodesWords(row)].filter((one) => one && one !== "-").join(" · ")),
+    el("p", { class: "dim facts-line" }, [row.model === row.name ? null : row.model, row.target, row.engine, row.job ? `job ${row.job.id}` : null, nodesWords(row)].filter((one) => one && one !== "-").join(" · ")),
     bar, line, failure(row), waiting(row),
     row.url ? el("code", { class: "url" }, row.url) : null,
     el("div", { class: "row actions" }, el("a", { class: "button", href }, "Logs and events"), actions(row, ctx)));
@@ -134,7 +134,7 @@ const nodesWords = (row) => {
 export function readyWords(row, at) {
   const words = [`ready for ${duration(at - row.since_s)}`];
   if (row.ready_s !== null) words.push(`after ${duration(row.ready_s)}`);
-  if (row.job?.drains_s) words.push(`${duration(Math.max(0, row.job.drains_s - at))} of its time left`);
+  if (timeLeft(row, at)) words.push(timeLeft(row, at));
   if (row.restarts) words.push(`${row.restarts} restart${row.restarts > 1 ? "s" : ""}`);
   return words.join(", ");
 }

@@ -1,6 +1,6 @@
 // The Plan view: sliders, and the plan they make, every number with its reason.
 
-import { command, el, fill, number, problem } from "/static/dom.js";
+import { command, el, fill, number, problem, sentence } from "/static/dom.js";
 
 const GIB = 1024 ** 3;
 const PARTS = { weights: "part-weights", activations: "part-activations", "CUDA graphs": "part-graphs", overhead: "part-overhead", learned: "part-learned", "KV cache": "part-kv" };
@@ -84,9 +84,9 @@ function shown(plan) {
   return [
     el("section", { class: "card", "aria-label": "Verdict" },
       el("div", { class: "head" }, el("h2", { class: "long" }, `${plan.model} on ${plan.hardware}`), el("span", { class: `tag ${tone}`, role: "status" }, plan.verdict)),
-      plan.reason ? el("p", {}, plan.reason) : null,
+      plan.reason ? el("p", {}, sentence(plan.reason)) : null,
       plan.nearest.length ? el("div", { class: "stack" }, el("h3", {}, "Nearest that would fit"), el("ul", { class: "plain" }, plan.nearest.map((one) => el("li", {}, one.what, " ", el("code", {}, one.change), " ", el("span", { class: "dim" }, `${number(one.kv_cache_tokens)} KV tokens`))))) : null,
-      plan.warnings.map((text) => el("p", { class: "note" }, text)), plan.notes.map((text) => el("p", { class: "dim" }, text))),
+      plan.warnings.map((text) => el("p", { class: "note" }, sentence(text))), plan.notes.map((text) => el("p", { class: "dim" }, sentence(text)))),
     plan.memory ? memory(plan) : null,
     plan.figures.length ? el("section", { class: "figures", "aria-label": "Figures" }, plan.figures.map(figure)) : null,
     plan.commands ? el("section", { class: "card", "aria-label": "Commands" }, el("h3", {}, "Start it"), command(plan.commands.up), el("h3", {}, "Or by hand"), command(plan.commands.vllm)) : null,
@@ -121,7 +121,7 @@ function memory(plan) {
     el("div", { class: "memory", role: "img", "aria-label": words },
       parts.map((part) => el("span", { class: `part ${PARTS[part.name] ?? ""}`, style: width(part.bytes), title: `${part.name}: ${gib(part.bytes)}` }, part.bytes / whole > 0.09 ? part.name : "")),
       el("span", { class: "budget", style: { left: `${(100 * budget) / whole}%` }, title: `usable: ${gib(budget)}` }), used > total ? el("span", { class: "edge", style: { left: `${(100 * total) / whole}%` }, title: `all of it: ${gib(total)}` }) : null),
-    el("table", {}, el("tbody", {}, parts.map((part) => el("tr", {}, el("td", {}, el("span", { class: `swatch ${PARTS[part.name] ?? ""}`, "aria-hidden": "true" }), " ", part.name), el("td", { class: "num" }, gib(part.bytes)), el("td", { class: "dim" }, part.because))),
+    el("table", { class: "parts" }, el("tbody", {}, parts.map((part) => el("tr", {}, el("td", {}, el("span", { class: `swatch ${PARTS[part.name] ?? ""}`, "aria-hidden": "true" }), " ", part.name), el("td", { class: "num" }, gib(part.bytes)), el("td", { class: "dim" }, part.because))),
       el("tr", {}, el("td", {}, el("span", { class: "swatch swatch-budget", "aria-hidden": "true" }), " usable"), el("td", { class: "num" }, gib(budget)), el("td", { class: "dim" }, plan.memory.budget_because)))));
 }
 

@@ -7,7 +7,7 @@ const NAMES = { ttft: "Time to first token", tpot: "Time per output token", itl:
 const TONES = { valid: "good", caution: "warn", invalid: "bad", done: "good", running: "busy", failed: "bad", interrupted: "bad" };
 const tag = (word) => el("span", { class: `tag ${TONES[word] ?? ""}` }, word || "–");
 const ago = (seconds) => `${duration(Math.max(0, Date.now() / 1000 - seconds))} ago`;
-const heads = (...names) => el("thead", {}, el("tr", {}, names.map(([name, num]) => el("th", { class: num ? "num" : null, scope: "col" }, name))));
+const heads = (...names) => el("thead", {}, el("tr", {}, names.map(([name, num, more]) => el("th", { class: num ? "num" : more, scope: "col" }, name))));
 
 export function mount(root, ctx) {
   let over = false;
@@ -29,8 +29,8 @@ export function mount(root, ctx) {
       event.target.checked ? chosen.push(name) : chosen.splice(chosen.indexOf(name), 1);
       go.disabled = chosen.length !== 2;
     } });
-    const runs = found.runs.length ? el("div", { class: "scroll" }, el("table", {}, heads([""], ["Run"], ["Load"], ["Verdict"], ["Output tokens/s", 1], ["When", 1]),
-      el("tbody", {}, found.runs.map((one) => el("tr", {}, el("td", {}, pick(one.name)), el("td", { class: "long" }, el("a", { href: at("run", one.name) }, one.name)), el("td", {}, one.load), el("td", {}, tag(one.verdict)), el("td", { class: "num" }, round(one.output_throughput)), el("td", { class: "num dim" }, ago(one.created_s)))))))
+    const runs = found.runs.length ? el("div", { class: "scroll" }, el("table", {}, heads(["", 0, "pick"], ["Run"], ["Load"], ["Verdict"], ["Output tokens/s", 1], ["When", 1]),
+      el("tbody", {}, found.runs.map((one) => el("tr", {}, el("td", { class: "pick" }, pick(one.name)), el("td", { class: "long" }, el("a", { href: at("run", one.name) }, one.name)), el("td", {}, one.load), el("td", {}, tag(one.verdict)), el("td", { class: "num" }, round(one.output_throughput)), el("td", { class: "num dim" }, ago(one.created_s)))))))
       : empty("No measurement yet.", el("p", {}, "A first one: ", el("code", {}, "corral bench quick")));
     const batches = found.batches.length ? el("div", { class: "scroll" }, el("table", {}, heads(["Output"], ["State"], ["Rows", 1], ["Done", 1], ["Failed", 1], ["Model"], ["Begun", 1]),
       el("tbody", {}, found.batches.map((one) => el("tr", {}, el("td", { class: "long" }, el("a", { href: at("batch", one.output) }, one.shown)), el("td", {}, tag(one.state), one.reason ? el("div", { class: "dim" }, one.reason) : null),
