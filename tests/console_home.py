@@ -7,15 +7,25 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from corral.client.endpoint import Endpoint
+from corral.deployment.fleet import (
+    Fleet,
+    FleetFolder,
+    FleetMember,
+    GatewayAddress,
+    GatewayLoad,
+    MemberLoad,
+    create_fleet,
+)
 from corral.deployment.folder import DeploymentFolder
 from corral.files import make_private_dir, write_atomic
 from corral.lifecycle.deployments import Record
 from corral.processes import own_identity
 from corral.record import dump_json, to_json
 
-__all__ = ["Made", "make"]
+__all__ = ["Made", "fake_program", "make", "make_fleet", "submitted"]
 
 EXPECTED = {"starting": 8.0, "initialising": 4.0, "loading": 20.0, "compiling": 30.0, "warming": 6.0}
 
@@ -65,18 +75,18 @@ class Made:
 def make(
     name: str,
     ago_s: float = 60.0,
-    model: str = "llama-3.1-8b-instruct",
+    model: str = "",
     target: str = "local",
     nodes: tuple[str, ...] = ("rank0",),
     words: tuple[str, ...] = (),
+    engine: str = "vllm 0.24.0 (cuda)",
 ) -> Made:
     """A deployment that was launched so long ago, and has said nothing yet."""
     folder = DeploymentFolder.of(name)
     folder.create()
     began_s = time.time() - ago_s
-    record = Record(
-        name, "0123456789abcdef", model, model, target, began_s, own_identity(), "vllm 0.24.0 (cpu)", words=words
-    )
+    model = model or name
+    record = Record(name, "0123456789abcdef", model, model, target, began_s, own_identity(), engine, words=words)
     write_atomic(folder.record, dump_json(record))
     expected = {phase: {"seconds": seconds, "remembered": True} for phase, seconds in EXPECTED.items()}
     ranks = [{"node": node} for node in nodes]
@@ -99,3 +109,18 @@ def fake_program(folder: Path, name: str, body: str) -> None:
     path = folder / name
     path.write_text(f"#!/bin/sh\n{body}\n")
     path.chmod(0o755)
+
+
+def make_fleet(name: str, model: str, members: tuple[str, ...], gateway: str = "", running: int = 0) -> FleetFolder:
+    """A fleet of deployments that were made; `gateway` is where it is reached."""
+    count, who = len(members), tuple(map(FleetMember, members))
+    folder = create_fleet(Fleet(name, model, 1, max(4, count), count, time.time() - 900, who))
+    if gateway:
+        address = urlsplit(gateway)
+        assert address.hostname is not None
+        assert address.port is not None
+        listens = GatewayAddress(address.hostname, address.port, own_identity(), (model,))
+        write_atomic(folder.gateway("g1"), dump_json(listens))
+        loads = {member: MemberLoad(running // len(members)) for member in members}
+        write_atomic(folder.gateway_load("g1"), dump_json(GatewayLoad(time.time(), running, members=loads)))
+    return folder

@@ -6,13 +6,11 @@ server. With CORRAL_GOLDEN=write the pictures of docs/console.md are taken.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,13 +18,18 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
+from corral.deployment.course import Phase
 from corral.fake import FakeOptions, FakeServer, Pace
 from corral.files import write_atomic
+from corral.lifecycle.lines import Lines
+from corral.lifecycle.staging import Staging
 from tests.conftest import ROOT
 from tests.console_home import Made, fake_program, make, submitted
+from tests.e2e.console_page import WAIT_MS, Console, beating, picture, running_console, watched_page
+from tests.stand_in import install_stand_in
+from tests.tiny_llama import make_tiny_llama
 
 SCRIPT = "<img src=x onerror=alert(1)><script>alert(2)</script>"
-WAIT_MS = 60_000
 
 
 @pytest.fixture(scope="module")
@@ -37,20 +40,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         queue(place, "PENDING", "Priority")
         fake_program(place / "bin", "sacct", "exit 1")
         patch.setenv("PATH", f"{place / 'bin'}:{os.environ['PATH']}")
-        over = threading.Event()
-        hearts = threading.Thread(target=beat, args=(place / "home", over))
-        hearts.start()
-        yield place
-        over.set()
-        hearts.join()
-
-
-def beat(home: Path, over: threading.Event) -> None:
-    """Agents that live write a heartbeat, however long the tests take."""
-    while not over.wait(5):
-        for heart in home.rglob("heartbeat*"):
-            with contextlib.suppress(FileNotFoundError):
-                os.utime(heart)
+        with beating(place / "home"):
+            yield place
 
 
 def queue(place: Path, state: str, reason: str, nodes: str = "") -> None:
@@ -77,32 +68,10 @@ def queued(home: Path, server: FakeServer) -> Made:
     return submitted(make("llama-3.1-405b-instruct", 900, target="slurm", nodes=("rank0", "rank1")), "4821", 3)
 
 
-class Console:
-    """`corral console` as a process; every link that it prints is good for one page."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
-        said = self._read()
-        self.url, self._link = said["url"], said["link"]
-
-    def _read(self) -> dict[str, str]:
-        assert self._process.stdout is not None
-        found: dict[str, str] = json.loads(self._process.stdout.readline())
-        return found
-
-    def open(self, page: Any) -> None:
-        page.goto(self._link)
-        self._link = self._read()["link"]
-
-
 @pytest.fixture(scope="module")
 def console(home: Path, queued: Made) -> Iterator[Console]:
-    command = [sys.executable, "-m", "corral", "console", "--port", "0", "--no-open", "--json"]
-    with subprocess.Popen(command, env=environment(home), stdout=subprocess.PIPE, text=True) as process:
-        try:
-            yield Console(process)
-        finally:
-            process.terminate()
+    with running_console(environment(home)) as running:
+        yield running
 
 
 def environment(place: Path) -> dict[str, str]:
@@ -111,35 +80,12 @@ def environment(place: Path) -> dict[str, str]:
 
 @pytest.fixture
 def page(browser: Any, console: Console) -> Iterator[Any]:
-    context = browser.new_context(viewport={"width": 1000, "height": 900})
-    shown = context.new_page()
-    shown.set_default_timeout(WAIT_MS)
-    complaints: list[str] = []
-    foreign: list[str] = []
-    shown.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
-    shown.on("pageerror", lambda error: complaints.append(str(error)))
-    shown.on("dialog", lambda dialog: complaints.append(f"a script ran: {dialog.message}"))
-    shown.on("request", lambda one: foreign.append(one.url) if not one.url.startswith(console.url) else None)
-    console.open(shown)
-    yield shown
-    assert complaints == []
-    assert [url for url in foreign if not url.startswith("data:")] == []
-    context.close()
+    with watched_page(browser, console) as shown:
+        yield shown
 
 
 def card(page: Any, name: str) -> Any:
     return page.locator(f".deployment[data-name={json.dumps(name)}]")
-
-
-def picture(page: Any, name: str) -> None:
-    """Kept in docs/ when asked for."""
-    if os.environ.get("CORRAL_GOLDEN") == "write":
-        from PIL import Image
-
-        path = ROOT / "docs" / "pictures" / f"console-{name}.png"
-        page.screenshot(path=path)
-        with Image.open(path) as image:
-            image.convert("RGB").quantize(256).save(path, optimize=True)
 
 
 def test_a_failure_is_read_with_its_remedy_and_the_link_is_gone(page: Any) -> None:
@@ -183,6 +129,98 @@ def test_a_button_shows_the_line_that_does_the_same(page: Any) -> None:
     page.keyboard.press("Escape")
 
 
+@pytest.fixture(scope="module")
+def pressed(home: Path) -> Iterator[dict[str, str]]:
+    """A deployment of the stand-in engine, made as a user makes one."""
+    install_stand_in(home / "home", ROOT / "tests" / "stub_engine.py")
+    env, model = environment(home), make_tiny_llama(home / "tiny")
+    corral = [sys.executable, "-m", "corral"]
+    done = subprocess.run([*corral, "up", str(model), "--name", "pressed"], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    yield env
+    subprocess.run([*corral, "down", "pressed"], env=env, capture_output=True)
+
+
+def launch_of(name: str, home: Path) -> str:
+    found = json.loads((home / "home" / "deployments" / name / "deployment.json").read_text())
+    return str(found["launch_id"])
+
+
+def test_restart_and_stop_are_pressed_through(page: Any, home: Path, pressed: dict[str, str]) -> None:
+    shown, before = card(page, "pressed"), launch_of("pressed", home)
+    expect(shown.locator(".tag")).to_have_text("ready", timeout=WAIT_MS)
+    shown.get_by_role("button", name="Restart").click()
+    dialog = page.get_by_role("dialog", name="Restart pressed")
+    line = f"corral down pressed && corral up {home / 'tiny'} --name pressed"
+    expect(dialog.locator("code").first).to_have_text(line)
+    assert launch_of("pressed", home) == before  # nothing happens before it is confirmed
+    dialog.get_by_role("button", name="Run").click()
+    expect(dialog.get_by_role("status")).to_have_text("done", timeout=WAIT_MS)
+    expect(dialog.get_by_label("Output")).to_contain_text("ready")
+    picture(page, "restart")
+    assert launch_of("pressed", home) != before
+    dialog.get_by_role("button", name="Close").click()
+    expect(shown.locator(".tag")).to_have_text("ready", timeout=WAIT_MS)
+
+    shown.get_by_role("button", name="Stop").click()
+    dialog = page.get_by_role("dialog", name="Stop pressed")
+    expect(dialog.locator("code").first).to_have_text("corral down pressed")
+    dialog.get_by_role("button", name="Do it").click()
+    expect(dialog.get_by_role("status")).to_have_text("done", timeout=WAIT_MS)
+    dialog.get_by_role("button", name="Close").click()
+    page.get_by_text(re.compile(r"^\d+ ended$")).click()
+    expect(shown.locator(".tag")).to_have_text("stopped", timeout=WAIT_MS)
+    expect(shown.get_by_role("button", name="Stop")).to_have_count(0)
+    command = [sys.executable, "-m", "corral", "status", "pressed", "--json"]
+    told = json.loads(subprocess.run(command, env=pressed, capture_output=True, text=True).stdout)
+    assert (told["state"], told["reason"]) == ("stopped", "requested")
+
+
+def test_a_command_that_fails_says_why(page: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CORRAL_HOME", str(home / "home"))
+    made = make("lost", words=("up", "./no-such-model")).agent().course(("starting", 1))
+    made.event("state", 5, state="stopped", reason="requested")
+    page.get_by_text(re.compile(r"^\d+ ended$")).click()
+    card(page, "lost").get_by_role("button", name="Start again").click()
+    dialog = page.get_by_role("dialog")
+    expect(dialog.locator("code").first).to_have_text("corral up --name lost ./no-such-model")
+    dialog.get_by_role("button", name="Run").click()
+    expect(dialog.get_by_role("status")).to_have_text(re.compile(r"failed \(exit code [1-9]"), timeout=WAIT_MS)
+    expect(dialog.get_by_label("Output")).to_contain_text("no-such-model")
+    page.keyboard.press("Escape")
+    made.folder.delete()
+
+
+def test_a_download_is_watched(page: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CORRAL_HOME", str(home / "home"))
+    made = make("fetched", 30)
+    staging = Staging(Lines(quiet=True), made.folder, {"fetching model": 40.0, "loading": 9.0})
+    shown = card(page, "fetched")
+    staging.phase(Phase.FETCHING)
+    staging.detail("hub: model-00001-of-00004.safetensors", 10**9, 4 * 10**9)
+    expect(shown.locator(".phase.now")).to_contain_text("fetching 25%", timeout=WAIT_MS)
+    staging.detail("hub: model-00002-of-00004.safetensors", 3 * 10**9, 4 * 10**9)
+    expect(shown.locator(".phase.now")).to_contain_text("fetching 75%", timeout=WAIT_MS)
+    expect(shown.locator(".standing")).to_contain_text(re.compile(r"75% \(3\.00 of 4\.00 GB\) for .* left"))
+    expect(shown.locator(".phase.later").last).to_have_text("ready")
+    made.folder.delete()
+    expect(shown).to_have_count(0, timeout=WAIT_MS)
+
+
+def test_read_only_shows_everything_and_asks_nobody(browser: Any, home: Path, queued: Made) -> None:
+    with running_console(environment(home), "--read-only") as console, watched_page(browser, console) as page:
+        expect(card(page, "llama-3.1-8b-instruct").locator(".tag")).to_have_text("ready", timeout=WAIT_MS)
+        expect(page.locator("#read-only")).to_be_visible()
+        for name in ("Stop", "Restart", "Start again"):
+            expect(page.get_by_role("button", name=name, exact=True)).to_have_count(0)
+        page.goto(f"{console.url}/#/play")
+        expect(page.get_by_role("button", name="Send")).to_be_disabled(timeout=WAIT_MS)
+        expect(page.locator(".ask")).to_contain_text("corral console --read-only --playground")
+        page.get_by_label("Prompt", exact=True).fill("Hello")
+        page.get_by_text("The request as curl and Python").click()
+        expect(page.locator("pre.log").first).to_contain_text("Hello", timeout=WAIT_MS)
+
+
 def test_a_job_is_followed_from_its_queue_to_ready(page: Any, home: Path, queued: Made, server: FakeServer) -> None:
     job = card(page, "llama-3.1-405b-instruct")
     expect(job.locator(".tag")).to_have_text("queued", timeout=WAIT_MS)
@@ -203,7 +241,7 @@ def test_a_job_is_followed_from_its_queue_to_ready(page: Any, home: Path, queued
 
 def test_a_batch_is_watched_until_it_is_done(page: Any, home: Path, server: FakeServer) -> None:
     page.goto(page.url.partition("#")[0] + "#/live")
-    expect(page.locator(".view-live table").first).to_contain_text("llama-3.1-8b-instruct", timeout=WAIT_MS)
+    expect(page.get_by_role("region", name="Servers")).to_contain_text("llama-3.1-8b-instruct", timeout=WAIT_MS)
     rows = home / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"row {n}"}) + "\n" for n in range(40)))
     output = home / "out.jsonl"
@@ -213,7 +251,6 @@ def test_a_batch_is_watched_until_it_is_done(page: Any, home: Path, server: Fake
                           stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as batch:  # fmt: skip
         row = page.locator(f"#jobs tr[data-name={json.dumps(str(output))}]")
         expect(row).to_contain_text(re.compile(r"\b([1-9]|[123]\d) of 40 rows"), timeout=WAIT_MS)
-        picture(page, "live")
         expect(row).to_contain_text("40 of 40 rows", timeout=WAIT_MS)
         assert batch.wait(60) == 0
     expect(row.locator(".tag").nth(1)).to_have_text("done")

@@ -5,11 +5,12 @@ One browser and one console for the file. `CORRAL_GOLDEN=write` makes the pictur
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import re
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +20,10 @@ import pytest
 from playwright.sync_api import expect
 
 from corral.fake import FakeOptions, FakeServer, Pace
-from tests.conftest import ROOT
+from tests.console_home import make
+from tests.e2e.console_page import beating, picture
 
 HOSTILE = "<img src=x onerror=document.title='owned'><script>document.title='owned'</script>"
-PICTURES = ROOT / "docs" / "pictures"
 expect.set_options(timeout=30_000)
 
 
@@ -43,15 +44,7 @@ class Lab:
     url: str = ""
 
     def picture(self, name: str) -> None:
-        if os.environ.get("CORRAL_GOLDEN") == "write":
-            from PIL import Image
-
-            PICTURES.mkdir(exist_ok=True)
-            path = PICTURES / f"console-{name}.png"
-            self.page.evaluate("document.getElementById('host').textContent = ''")
-            self.page.screenshot(path=path)
-            with Image.open(path) as image:
-                image.convert("RGB").quantize(256).save(path, optimize=True)
+        picture(self.page, name)
 
 
 def corral(env: dict[str, str], folder: Path, *words: str) -> None:
@@ -173,6 +166,55 @@ def test_two_settings_side_by_side(lab: Lab) -> None:
     texts = [page.get_by_role("region", name=name).locator(".answer").text_content() for name in ("left", "right")]
     assert texts[0] != texts[1]
     lab.picture("side-by-side")
+
+
+@pytest.fixture
+def two_models(lab: Lab) -> Iterator[dict[str, FakeServer]]:
+    """Two deployments, each with a server and a model of its own."""
+    lengths = {"smollm2-135m-instruct": (12, 16), "llama-3.1-8b-instruct": (40, 50)}
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+        patch.setenv("CORRAL_HOME", str(lab.folder / "home"))
+        running = {}
+        for name, length in lengths.items():
+            options = FakeOptions(model=name, pace=Pace(ttft_s=0.02, itl_s=0.004), answer_tokens=length)
+            running[name] = stack.enter_context(FakeServer(options))
+            made = make(name, 100, name).agent().course(("starting", 0.5), ("loading", 3), ("ready", 20))
+            made.serves(f"{running[name].url}/v1")
+            stack.callback(made.folder.delete)
+        stack.enter_context(beating(lab.folder / "home"))
+        yield running
+
+
+def answered(server: FakeServer) -> float:
+    """Requests that a server has completed."""
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as page:
+        found = re.findall(r"^vllm:request_success_total.* (\S+)$", page.read().decode(), re.MULTILINE)
+    return sum(map(float, found))
+
+
+def test_two_models_side_by_side(lab: Lab, two_models: dict[str, FakeServer]) -> None:
+    page, names = lab.open("play"), dict(zip(("left", "right"), two_models, strict=True))
+    page.get_by_label("two side by side").check()
+    for side, name in names.items():
+        lane = page.get_by_role("region", name=side)
+        lane.get_by_label("Server").select_option(name)
+        expect(lane.locator(".model")).to_have_text(name)
+    ask(page, "What is a corral?", lanes=2)
+    answers = [page.get_by_role("region", name=side).locator(".answer").text_content() for side in names]
+    assert answers[0] != answers[1]
+    assert [answered(server) for server in two_models.values()] == [1, 1]
+    for side, name in names.items():
+        lane = page.get_by_role("region", name=side)
+        lane.get_by_text("The request as curl and Python").click()
+        expect(lane.locator("pre.log").first).to_contain_text(f"corral env {name}")
+        lane.get_by_text("The request as curl and Python").click()
+    lab.picture("two-models")
+    tokens = page.get_by_role("region", name="right").locator(".answer .token[role=button]")
+    tokens.nth(2).click()
+    page.locator(".alternatives tr:not(.own) button").first.click()
+    expect(page.get_by_role("region", name="right").locator(".answered")).to_contain_text("2 of 2")
+    expect(page.get_by_role("region", name="left").locator(".answered")).not_to_contain_text("2 of 2")
+    assert lab.complaints == []
 
 
 def test_a_prompt_as_a_heat_map_stays_text(lab: Lab) -> None:
@@ -309,6 +351,7 @@ def test_the_failures_of_a_batch_are_grouped_and_its_rows_read(lab: Lab) -> None
     page.get_by_role("button", name="Show").click()
     expect(page.locator("table.rows tbody tr")).to_have_count(5)
     expect(page.locator("table.rows")).to_contain_text("<b onclick=alert(1)>no</b>")
+    lab.picture("batch")
     assert page.locator("main b, main img, main script").count() == 0
     assert lab.complaints == []
 

@@ -119,7 +119,8 @@ def _stamped() -> tuple[list[DeploymentFolder], dict[str, Stamp]]:
 def _stamp(folder: DeploymentFolder) -> Stamp:
     """What changes whenever something happened here."""
     path = str(folder.path)
-    names = ("deployment.json", "rank0/events.jsonl", "rank0/agent.json", "job.json", "endpoint.json", "staging.jsonl")
+    head = ("rank0/events.jsonl", "rank0/agent.json")
+    names = ("deployment.json", *head, "job.json", "endpoint.json", "staging.jsonl")
     return tuple(mark_of(f"{path}/{name}") for name in names)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from corral.console.query import whole_number
 from corral.deployment.folder import checked_name
 from corral.errors import UsageError
 from corral.lifecycle import bringup
@@ -72,8 +73,7 @@ def _check(form: StartForm) -> None:
         raise UsageError(f"there is no target {form.target!r}.", f"Known: {', '.join(TARGETS)}.")
     if form.context:
         token_count(form.context)
-    if form.concurrency and not (form.concurrency.isascii() and form.concurrency.isdigit()):
-        raise UsageError(f"{form.concurrency!r} is not a number of requests.", "Give a whole number.")
+    whole_number({"concurrency": form.concurrency}, "concurrency", least=1)
     known = {flag.name for flag in _flags(form.target)}
     if unknown := [flag for flag in form.options if flag not in known]:
         raise UsageError(f"{form.target or 'this machine'} has no option {unknown[0]!r}.",
@@ -105,7 +105,7 @@ def preview(form: StartForm) -> dict[str, Any]:
         "model": form.model or None,
         "name": form.name or None,
         "context": token_count(form.context) if form.context else None,
-        "concurrency": int(form.concurrency) if form.concurrency else None,
+        "concurrency": whole_number({"concurrency": form.concurrency}, "concurrency", least=1),
         "goal": form.goal or None,
         "target": form.target or None,
         "target_options": options,
