@@ -98,4 +98,4 @@ def picture(page: Any, name: str) -> None:
         page.evaluate("document.getElementById('host').textContent = ''")
         page.screenshot(path=path)
         with Image.open(path) as image:
-            image.convert("RGB").quantize(256).save(path, optimize=True)
+            image.convert("RGB").quantize(256, kmeans=1).save(path, optimize=True)
