@@ -1,10 +1,11 @@
-"""`corral batch` beside vLLM's own offline `LLM.generate`, `vllm run-batch`, and the 20-thread requests script.
+"""`corral batch`, over HTTP and `--offline`, beside `LLM.generate`, `vllm run-batch` and 20 threads of requests.
 
-One machine, one engine, one run: the server that Corral starts is measured with `corral batch` and the threads script
-in turn (in both orders), then stopped; then the engine itself runs the same prompts in process with the same
-settings, and `vllm run-batch` does. Both are warmed up by 160 short answers. Printed are output tokens per second
-without start-up, and the ratios. With `--together` the engine in process is there beside the server and they take
-turns, run by run: give each less than half of the memory then (`--up "--set gpu_memory_utilization=0.45"`).
+One machine, one engine, one run: the server that Corral starts is measured with `corral batch` (over HTTP, and in
+process with `--offline`) and the threads script in turn (in both orders), then stopped; then the engine itself runs
+the same prompts in process with the same settings, and `vllm run-batch` does. Both are warmed up by 160 short
+answers. Printed are output tokens per second without start-up, and the ratios. With `--together` the engine in
+process is there beside the server and they take turns, run by run: give each less than half of the memory then
+(`--up "--set gpu_memory_utilization=0.45"`).
 
     python benchmarks/batch_engines.py [--rows 96] [--tokens 64] [--model smollm2] [--skip run-batch] [--together]
                                        [--loads 6000x128,20000x16,1500x128x2000]
@@ -30,7 +31,8 @@ from statistics import mean
 from typing import Any
 
 NAME = "batchtest-speed"
-CORRAL, THREADS, OFFLINE_ENGINE = "corral batch", "20 threads + requests", "LLM.generate"
+CORRAL, IN_PROCESS = "corral batch", "corral batch --offline"
+THREADS, OFFLINE_ENGINE = "20 threads + requests", "LLM.generate"
 ENGINE_FLAGS: dict[str, Callable[[str], Any]] = {
     "--dtype": str,
     "--load-format": str,
@@ -87,10 +89,10 @@ def corral(*arguments: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def with_corral(rows: Path, place: Path, tokens: int) -> float:
+def with_corral(rows: Path, place: Path, tokens: int, *more: str) -> float:
     """Output tokens per second of `corral batch`, by its own summary: first request to last commit."""
     done = corral("batch", str(rows), "-o", str(place), "--deployment", NAME, "--max-tokens", str(tokens),
-                  "--temperature", "0", "--param", "ignore_eos=true", "--json")  # fmt: skip
+                  "--temperature", "0", "--param", "ignore_eos=true", "--json", *more)  # fmt: skip
     summary = json.loads(done.stdout.splitlines()[-1])
     return float(summary["output_tokens"] / summary["wall_s"])
 
@@ -208,15 +210,18 @@ def served(prompts: list[str], load: Load, place: Path, endpoint: dict[str, str]
         return with_threads(prompts, url, key, endpoint["model"], load.tokens)
     rows = place / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
-    return with_corral(rows, place / f"out-{time.monotonic_ns()}.jsonl", load.tokens)  # no run goes on with another's
+    more = ["--offline"] if contender == IN_PROCESS else []
+    output = place / f"out-{time.monotonic_ns()}.jsonl"  # no run goes on with another's
+    return with_corral(rows, output, load.tokens, *more)
 
 
 def table(load: Load, speeds: dict[str, list[float]]) -> None:
-    ours = mean(speeds[CORRAL])
-    print(f"\n{load}\n{'contender':30} {'out tok/s':>10} {'corral / it':>12}   each run")
+    ours = [mean(speeds[name]) for name in (CORRAL, IN_PROCESS) if name in speeds]
+    print(f"\n{load}\n{'contender':30} {'out tok/s':>10} {'corral / it':>12} {'--offline / it':>15}   each run")
     for name, found in speeds.items():
         each = ", ".join(f"{speed:,.0f}" for speed in found)
-        print(f"{name:30} {mean(found):10.1f} {ours / mean(found):12.2f}   {each}", flush=True)
+        ratios = [*(f"{one / mean(found):.2f}" for one in ours), ""][:2]
+        print(f"{name:30} {mean(found):10.1f} {ratios[0]:>12} {ratios[1]:>15}   {each}", flush=True)
 
 
 def main() -> None:
@@ -230,7 +235,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=2, help="runs of each (default 2)")
     parser.add_argument("--together", action="store_true", help="the engine in process takes turns with the server")
     parser.add_argument("--up", default="", help="further words for `corral up`")
-    parser.add_argument("--skip", action="append", default=[], choices=["threads", "llm", "run-batch"])
+    parser.add_argument("--skip", action="append", default=[], choices=["threads", "llm", "run-batch", "offline"])
     given = parser.parse_args()
     loads = [*map(Load.read, given.loads.split(","))] if given.loads else [Load(given.rows, given.tokens)]
     setup = ["--name", NAME, "--context", given.context]
@@ -255,7 +260,8 @@ def main() -> None:
             for load in loads:
                 prompts = load.prompts()
                 for turn in range(given.repeat):
-                    contenders = [CORRAL, *([] if "threads" in given.skip else [THREADS])]
+                    skipped = {"threads": THREADS, "offline": IN_PROCESS}
+                    contenders = [CORRAL, *(name for skip, name in skipped.items() if skip not in given.skip)]
                     for contender in contenders if turn % 2 == 0 else reversed(contenders):
                         note(load, contender, served(prompts, load, place, endpoint, contender))
                     if engine:

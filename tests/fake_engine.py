@@ -2,17 +2,36 @@
 
 `die` in the environment's FAKE_FAULT strikes only in the first life, so that a restart is a recovery. FAKE_TUNED is
 how quick it is with which of vLLM's flags: `{"": 2000, "--max-num-seqs 64": 1.5, "--max-num-seqs 512": 0}`, tokens a
-second and factors; with a factor of 0 it runs out of memory.
+second and factors; with a factor of 0 it runs out of memory. It has a socket for rows, unless FAKE_BARE is set.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
+from corral.client.client import Client
+from corral.client.endpoint import Endpoint
 from corral.fake import FakeOptions, Pace, parse_fault, run
+from corral.node.row_socket import RowSocket
+
+
+async def take_rows(client: Client, folder: str) -> None:
+    """Rows in process, as the guard of a real engine takes them; here they are passed on to the server."""
+
+    async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        page = await client.page(scope["path"], json.loads((await receive())["body"]))
+        await send({"type": "http.response.start", "status": page.status, "headers": []})
+        await send({"type": "http.response.body", "body": page.body})
+
+    rows = RowSocket(app, None, lambda _: None)
+    await rows.listen(folder)
+    await asyncio.Event().wait()
 
 
 def main() -> None:
@@ -46,6 +65,10 @@ def main() -> None:
         pace=Pace(requests_per_s=float(os.environ.get("FAKE_RATE", "0")), tokens_per_s=tokens_per_s),
         faults=tuple(map(parse_fault, faults.split())),
     )
+    if not os.environ.get("FAKE_BARE"):
+        endpoint = Endpoint(f"http://127.0.0.1:{options.port}", options.model, str(options.key_file))
+        taking = take_rows(Client(endpoint), os.environ["CORRAL_ROW_SOCKETS"])
+        threading.Thread(target=asyncio.run, args=(taking,), daemon=True).start()
     sys.exit(run(options))
 
 

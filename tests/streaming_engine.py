@@ -1,7 +1,8 @@
 """A stand-in for `vllm serve` that streams paced tokens behind the deployment's real guard; standard library only.
 
 It speaks the engine's log lines, then HTTP/1.1 with keep-alive. `STREAM_TOKENS` and `STREAM_ITL_MS` in its
-environment set how long an answer is; `LOAD_S` how long it takes to be ready.
+environment set how long an answer is; `LOAD_S` how long it takes to be ready, `WHOLE_S` how long an answer that is
+not streamed takes. A prompt with "refuse" in it is answered with 400, one with "die" ends the process.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ LINES = (
 )
 TOKENS = int(os.environ.get("STREAM_TOKENS", "40"))
 ITL_S = float(os.environ.get("STREAM_ITL_MS", "25")) / 1000
+WHOLE_S = float(os.environ.get("WHOLE_S", "0"))
 running = 0
 generated = 0
 
 
 async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
     global running, generated
+    if scope["type"] == "lifespan":
+        await asyncio.Event().wait()
     path = scope["path"]
     if path == "/metrics":
         await answer(
@@ -41,6 +45,9 @@ async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
             await complete(asked, send)
         finally:
             running -= 1
+    elif path == "/v1/models":
+        names = [word.partition("=")[2] for word in sys.argv if word.startswith("--served-model-name=")]
+        await answer(send, json.dumps({"data": [{"id": name, "max_model_len": 4096} for name in names or ["m"]]}))
     else:
         await answer(send, "{}")
 
@@ -48,7 +55,14 @@ async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
 async def complete(asked: dict[str, Any], send: Any) -> None:
     global generated
     count = min(TOKENS, int(asked.get("max_tokens") or TOKENS))
+    prompt = str(asked.get("prompt", ""))
+    if "die" in prompt:
+        os._exit(1)
+    if "refuse" in prompt:
+        await answer(send, json.dumps({"error": {"message": "such words are refused", "code": 400}}), 400)
+        return
     if not asked.get("stream"):
+        await asyncio.sleep(WHOLE_S)
         generated += count
         choice = {"index": 0, "text": "Paris.", "message": {"role": "assistant", "content": "Paris."}}
         usage = {"prompt_tokens": 5, "completion_tokens": count, "total_tokens": 5 + count}
@@ -68,8 +82,8 @@ async def complete(asked: dict[str, Any], send: Any) -> None:
     await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
 
-async def answer(send: Any, text: str) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
+async def answer(send: Any, text: str, status: int = 200) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]})
     await send({"type": "http.response.body", "body": text.encode()})
 
 
@@ -113,10 +127,11 @@ async def main() -> None:
         print(line, flush=True)
     time.sleep(float(os.environ.get("LOAD_S", "1")))
     guarded = importlib.import_module("corral_guard").Guard(app)
+    living = asyncio.ensure_future(guarded({"type": "lifespan", "app": None}, None, None))
     port = int(words[words.index("--port") + 1])
     server = await asyncio.start_server(lambda r, w: serve_one(guarded, r, w), "0.0.0.0", port)
     print("INFO Starting vLLM server on http://0.0.0.0", flush=True)
-    await server.serve_forever()
+    await asyncio.gather(living, server.serve_forever())
 
 
 if __name__ == "__main__":

@@ -43,6 +43,40 @@ def test_offline_starts_runs_and_stops(corral: Corral, tiny_model: Path, tmp_pat
     assert launches(corral) == before  # and starts nothing
 
 
+def the_same_rows_in_process(corral: Corral, tmp_path: Path) -> None:
+    """Completions, chats, several answers, log-probabilities and a refusal: over HTTP and in the engine's process."""
+    rows = tmp_path / "kinds.jsonl"
+    chat: dict[str, Any]
+    text: dict[str, Any]
+    chat, text = {"messages": [{"role": "user", "content": "Hello"}]}, {"prompt": "Row number 5 says"}
+    asked = [text, {**text, "n": 2, "seed": 1}, {**text, "logprobs": 2}, {**text, "echo": True}, chat,
+             {**chat, "logprobs": True, "top_logprobs": 2}, {**text, "logit_bias": {"999999": 1}}]  # fmt: skip
+    rows.write_text("".join(
+        json.dumps({"custom_id": f"k{n}", "method": "POST",
+                    "url": "/v1/chat/completions" if "messages" in body else "/v1/completions",
+                    "body": {"max_tokens": 6, "temperature": 0, **body}}) + "\n"
+        for n, body in enumerate(asked)
+    ))  # fmt: skip
+    found = []
+    for name, more in (("http", []), ("process", ["--offline"])):
+        output = tmp_path / f"{name}.jsonl"
+        done = corral.run(
+            "batch", str(rows), "-o", str(output), "--deployment", "batched", "--ordered", *more, check=False
+        )
+        assert done.returncode == 1, done.stderr
+        errors = lines(output.with_suffix(".errors.jsonl"))
+        found.append([*map(_essence, lines(output)), [(e["custom_id"], e["error"], e["response"]) for e in errors]])
+    assert found[0] == found[1]
+    assert len(found[0]) == len(asked)
+
+
+def _essence(line: dict[str, Any]) -> Any:
+    """What of a result line must be the same: all but the request's own name and moment, and the last digits."""
+    body = line["response"]["body"]
+    rough = json.loads(json.dumps(body["choices"]), parse_float=lambda text: round(float(text), 3))
+    return line["custom_id"], rough, body["usage"], sorted(body)
+
+
 def test_the_engines_death_is_waited_out_and_a_long_prompt_is_named(
     corral: Corral, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -73,5 +107,6 @@ def test_the_engines_death_is_waited_out_and_a_long_prompt_is_named(
         (error,) = lines(tmp_path / "out.errors.jsonl")
         assert error["custom_id"] == "long"
         assert "the context holds 256" in error["error"]["message"]
+        the_same_rows_in_process(corral, tmp_path)
     finally:
         corral.run("down", "batched")

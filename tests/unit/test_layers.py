@@ -48,8 +48,8 @@ ROWS: list[list[str]] = [
 ]
 STANDALONE = ["node", "engine_side"]
 # what travels to the nodes and serves Corral itself as well: one answer on both sides
-SHARED = ["node.adapters", "node.agent.processes", "node.exposition", "node.files", "node.identity", "node.ports",
-          "node.states", "node.tcp_table"]  # fmt: skip
+SHARED = ["node.adapters", "node.agent.processes", "node.exposition", "node.files", "node.identity",
+          "node.load_figures", "node.ports", "node.row_socket", "node.states", "node.tcp_table"]  # fmt: skip
 DOORS = ["__init__", "__main__"]  # the package's own face: may name anything
 
 

@@ -24,6 +24,7 @@ from corral.batch.core.lock import BatchLock
 from corral.batch.core.run import BatchState, Listener, RunSummary, Share, whole_share
 from corral.batch.core.runner import Counts, Runner, RunnerSettings
 from corral.batch.core.table import RowReader, save_json
+from corral.batch.front_ends import FrontEndWatch
 from corral.batch.job import ORDERS, BatchOrder, Prepared, folder_of, load_record, prepare, source_of
 from corral.batch.serving import Offline, Served, Where, served_for, where_record
 from corral.batch.sharing.shared import Sharing, Together
@@ -205,8 +206,11 @@ class _Pipeline:
                 )
                 _tell_short_answers(made, journal)
                 with _kept_state(self.folder, journal) as keep:
+                    watch = FrontEndWatch(journal, () if self.where["in_process"] else served.names)
                     with taken as share:
-                        summary = served.run(share, made.work(), self.settings, journal, self.signals)
+                        summary = served.run(share, made.work(), self.settings, watch, self.signals)
+                    if said := watch.advice():
+                        journal.note("advice", said)
                     if ended := feeder.finish(made, summary):
                         keep(ended)
                         return made, ended, served.names
@@ -303,5 +307,6 @@ def again(output: str) -> tuple[BatchOrder, Where]:
         )
         if offline
         else None,
+        record.in_process,
     )
     return order, where

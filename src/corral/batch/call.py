@@ -35,6 +35,7 @@ def batch(
     prompt_template: str | None = None,
     prompt_column: str | None = None,
     concurrency: int | None = None,
+    offline: bool = False,
     skip_bad: bool = False,
     force: bool = False,
     quiet: bool = False,
@@ -43,7 +44,8 @@ def batch(
     """Run every row of a file and write the answers; called again after anything, it continues.
 
     It uses the named deployment, the server at an address, or the only ready one; with `start` it starts that model
-    and stops it at the end. Sampling parameters for all rows are keyword arguments: `max_tokens=64, temperature=0`.
+    and stops it at the end. With `offline` rows go into the process of an engine on this machine, without HTTP.
+    Sampling parameters for all rows are keyword arguments: `max_tokens=64, temperature=0`.
     """
     request_fields(params, chat=True)  # a misspelt name is an error, as it is for one prompt
     params |= params.pop("extra", None) or {}
@@ -54,6 +56,7 @@ def batch(
         (url,) if url else (),
         str(key_file) if key_file else None,
         Offline(start, context) if start else None,
+        offline,
     )
     settings = RunnerSettings(concurrency=concurrency)
     return _apart(lambda signals: carry_out(order, where, settings, Quiet(), reporter=Lines(quiet), signals=signals))

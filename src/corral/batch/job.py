@@ -80,6 +80,7 @@ class BatchRecord:
     urls: tuple[str, ...] = ()
     key_file: str | None = None
     offline: dict[str, Any] | None = None  # the model that the batch starts itself
+    in_process: bool = False  # `--offline`: rows go to the engine without HTTP
 
 
 @dataclass(frozen=True)

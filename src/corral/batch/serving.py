@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from corral.batch.core.run import Listener, RunSummary, Share, run_share
 from corral.batch.core.runner import RunnerSettings, Work
+from corral.batch.in_process import InProcessServer
 from corral.batch.input.lengths import Counter, engine_counter, server_counter
 from corral.batch.job import BatchOrder, load_record
 from corral.client.endpoint import ModelServer
@@ -66,6 +67,11 @@ class Where:
     urls: tuple[str, ...] = ()
     key_file: str | None = None
     offline: Offline | None = None
+    in_process: bool = False  # rows go to the engine without HTTP
+
+    def way_to(self, server: ModelServer) -> ModelServer:
+        """The server as this batch uses it."""
+        return InProcessServer(server) if self.in_process else server
 
 
 def where_record(where: Where) -> dict[str, Any]:
@@ -75,6 +81,7 @@ def where_record(where: Where) -> dict[str, Any]:
         "urls": where.urls,
         "key_file": str(Path(where.key_file).absolute()) if where.key_file else None,
         "offline": where.offline.to_json() if where.offline else None,
+        "in_process": where.in_process,
     }
 
 
@@ -97,6 +104,12 @@ class Served:
 @contextlib.contextmanager
 def served_for(where: Where, order: BatchOrder, reporter: Any) -> Iterator[Served]:
     """The model that a batch is asked of, as long as the batch needs it."""
+    if where.in_process and (where.urls or (where.offline and where.offline.engine == RAY_DATA)):
+        other = "--url" if where.urls else "--engine ray-data"
+        raise UsageError(
+            f"--offline needs an engine that Corral started on this machine, and {other} names another.",
+            "Leave one of them out.",
+        )
     if where.offline is None:
         yield _online(where, order)
         return
@@ -105,7 +118,7 @@ def served_for(where: Where, order: BatchOrder, reporter: Any) -> Iterator[Serve
     if where.offline.engine == RAY_DATA:
         yield _on_ray(where.offline)
         return
-    with _started(where.offline, order, reporter) as served:
+    with _started(where, where.offline, order, reporter) as served:
         yield served
 
 
@@ -145,7 +158,8 @@ def _online(where: Where, order: BatchOrder) -> Served:
     if answering:
         server, found = answering[0]
         facts |= {"models": found.names, "context": found.context, "counter": server_counter(server)}
-    return Served.by(lambda: servers, facts, tuple(server.name for server in deployments))
+    used = [where.way_to(server) for server in servers]
+    return Served.by(lambda: used, facts, tuple(server.name for server in deployments))
 
 
 def _known_model(order: BatchOrder) -> str | None:
@@ -162,7 +176,7 @@ def offline_name(output: str) -> str:
 
 
 @contextlib.contextmanager
-def _started(offline: Offline, order: BatchOrder, reporter: Any) -> Iterator[Served]:
+def _started(where: Where, offline: Offline, order: BatchOrder, reporter: Any) -> Iterator[Served]:
     """Decide now, start when the input has been checked, stop at the end, whatever the end is."""
     from corral.deployment.folder import DeploymentFolder
     from corral.deployment.state import ENDED
@@ -181,7 +195,7 @@ def _started(offline: Offline, order: BatchOrder, reporter: Any) -> Iterator[Ser
             bringup.wait_ready(folder, reporter)
         else:
             bringup.bring_up(wish, reporter)
-        return [DeploymentServer(name)]
+        return [where.way_to(DeploymentServer(name))]
 
     facts = facts_of(decision)
     try:

@@ -94,7 +94,7 @@ def _run_options(function: Any) -> Any:
 )
 @click.option("--url", "urls", multiple=True, help="Use the server at this address; repeatable.")
 @click.option("--key-file", help="File (mode 0600) with the key for --url.")
-@click.option("--start", "model", metavar="MODEL", help="Start this model, run, stop it: the offline mode.")
+@click.option("--start", "model", metavar="MODEL", help="Start this model, run, stop it.")
 @click.option("--model", "named_model", hidden=True)  # what --start was called
 @click.option("--context", type=TokenCount(), help="With --start: longest request in tokens, 32768 or 32k.")
 @click.option("--set", "fixed", multiple=True, metavar="KEY=VALUE", help="With --start: fix a field of the plan.")
@@ -102,6 +102,11 @@ def _run_options(function: Any) -> Any:
 @target_options
 @click.option("--engine", type=click.Choice(["http", "ray-data"]), default="http", show_default=True,
               help="ray-data: on an existing Ray cluster, with --start a path or a Hugging Face id.")  # fmt: skip
+@click.option(
+    "--offline",
+    is_flag=True,
+    help="Hand rows to the engine inside its process, not over HTTP: for short answers, on this machine.",
+)
 @_recipe_options
 @click.option("--format", "shape", type=click.Choice(["openai", "columns"]),
               help="Shape of results (default: as the input).")  # fmt: skip
@@ -141,7 +146,7 @@ def run(**given: Any) -> int:
         _check_ray(given, model, more)
     replicas = (given["concurrency"] or 1) if engine == "ray-data" else 1
     offline = Offline(model, given["context"], given["fixed"], (), more, engine, replicas) if model else None
-    where = Where(given["deployments"], given["urls"], given["key_file"], offline)
+    where = Where(given["deployments"], given["urls"], given["key_file"], offline, given["offline"])
     return _carry_out(order, where, given)
 
 

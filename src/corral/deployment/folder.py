@@ -16,6 +16,8 @@
       rank0/spec.json     what the agent of rank 0 runs
       rank0/events.jsonl  its journal; rank0/heartbeat.json, agent.json, engine.json, stop beside it
       rank0/engine.log    the engine's own words
+      rank0/load.jsonl    how many requests it had, and how long, every five minutes
+      rank0/rows-N.sock   where batches on the same machine hand it rows
 
 Names may hold spaces, quotes and other characters; folder names are made safe by percent-encoding.
 """
@@ -237,6 +239,11 @@ class RankFolder:
     @property
     def engine(self) -> Path:
         return self.path / "engine.json"
+
+    @property
+    def load(self) -> Path:
+        """What the server was asked: counters, a line every few minutes."""
+        return self.path / "load.jsonl"
 
     @property
     def heartbeat(self) -> Path:

@@ -104,7 +104,7 @@ def _secrets(spec: LaunchSpec) -> list[str]:
 
 def _worn(spec: LaunchSpec) -> list[PlacedFile]:
     """The files of Corral's that the engines themselves need, without agents."""
-    needed = ("corral_guard.py", RAY_SCRIPT) if spec.link == "ray" else ("corral_guard.py",)
+    needed = ("corral_guard.py", "corral_row_socket.py", *([RAY_SCRIPT] if spec.link == "ray" else []))
     return [file for file in spec.files if file.name in needed]
 
 

@@ -131,6 +131,7 @@ class Order:
 FILES = (
     PlacedFile("node/agent", "agent.py"),
     PlacedFile("node/guard.py", "corral_guard.py"),
+    PlacedFile("node/row_socket.py", "corral_row_socket.py"),
     PlacedFile("node/ray_rank.py", RAY_SCRIPT),
 )
 # what in the user's own shell must not reach an engine: secrets, and switches that would open or bypass its door
@@ -158,6 +159,7 @@ _HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 _OWN = (
     "CORRAL_KEY_FILE",
     "CORRAL_DRAIN_FILE",
+    "CORRAL_ROW_SOCKETS",
     "CORRAL_LAUNCH",
     "PYTHONPATH",
     "PYTHONHOME",
@@ -291,6 +293,7 @@ def _common_env(order: Order, nodes: int) -> dict[str, str]:
         **(several if nodes > 1 else {}),
         "CORRAL_KEY_FILE": str(order.folder.key),
         "CORRAL_DRAIN_FILE": str(order.folder.rank(0).drain),
+        "CORRAL_ROW_SOCKETS": str(order.folder.rank(0).path),
         "PYTHONPATH": str(order.folder.node_files),
         "PYTHONUNBUFFERED": "1",
         # the model is on disk, and a start must not depend on the hub; a hub id stands only in commands to paste
@@ -319,6 +322,7 @@ def agent_spec(spec: LaunchSpec, rank: RankSpec, folder: DeploymentFolder) -> di
         else None,
         "events": str(files.events),
         "log": str(files.log),
+        "load": str(files.load),
         "heartbeat": str(files.heartbeat),
         "agent_file": str(files.agent),
         "engine_file": str(files.engine),

@@ -5,7 +5,8 @@
 (sleep, pause, weight updates, RPC into the workers) are open to whoever holds the key. Here the list is of what is
 *open*; everything else answers 403, also paths that a later engine adds.
 
-While the file named by `CORRAL_DRAIN_FILE` exists, new requests are answered 503 and running ones finish.
+While the file named by `CORRAL_DRAIN_FILE` exists, new requests are answered 503 and running ones finish. Where
+`CORRAL_ROW_SOCKETS` names a folder, `corral_row_socket` opens a Unix socket there for batches on the same machine.
 
 The key is read once from the file named by `CORRAL_KEY_FILE`; it is in no argument, log or environment variable.
 Standard library only, and nothing of corral: the file is copied to where the engine runs.
@@ -15,8 +16,10 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import importlib
 import json
 import os
+import sys
 import time
 from typing import Any, Awaitable, Callable, Dict, List, Tuple
 
@@ -83,10 +86,16 @@ class Guard:
         self._digest = load_digest(dict(os.environ))
         self._drain_file = os.environ.get("CORRAL_DRAIN_FILE", "")
         self._looked, self._draining = float("-inf"), False
+        self._rows: Any = None
 
     async def __call__(self, scope: Scope, receive: Any, send: Send) -> None:
         if scope["type"] == "lifespan":
-            await self.app(scope, receive, send)
+            await self._open_row_socket(scope.get("app"))
+            try:
+                await self.app(scope, receive, send)
+            finally:
+                if self._rows is not None:
+                    await self._rows.close()
             return
         if scope["type"] not in ("http", "websocket"):
             return  # nothing that we know how to guard
@@ -99,6 +108,17 @@ class Guard:
         else:
             await _answer(send, *refusal)
 
+    async def _open_row_socket(self, owner: Any) -> None:
+        """Let batches on this machine hand rows to this process; without it, they use HTTP like everybody."""
+        folder = os.environ.get("CORRAL_ROW_SOCKETS", "")
+        if not folder:
+            return
+        try:
+            self._rows = importlib.import_module("corral_row_socket").RowSocket(self.app, owner, self._row_refusal)
+            await self._rows.listen(folder)
+        except Exception as error:
+            sys.stdout.write("corral guard: there is no socket for rows in %s: %s\n" % (folder, error))
+
     def _refusal(self, scope: Scope) -> Any:
         path = scope["path"]
         if path in OPEN_WITHOUT_KEY and scope.get("method") in ("GET", "HEAD"):
@@ -106,11 +126,18 @@ class Guard:
         offered = hashlib.sha256(offered_key(scope["headers"])).digest()
         if not hmac.compare_digest(offered, self._digest):
             return 401, "this endpoint needs its owner's key: send 'Authorization: Bearer KEY'"
+        return self._refusal_to_owner(path, scope.get("method"))
+
+    def _refusal_to_owner(self, path: str, method: Any) -> Any:
         if not is_open(path):
             return 403, "this path is closed on endpoints that Corral serves"
-        if scope.get("method") not in ("GET", "HEAD") and self._is_draining():
+        if method not in ("GET", "HEAD") and self._is_draining():
             return 503, "this server is about to end: it finishes what runs and takes nothing new"
         return None
+
+    def _row_refusal(self, path: str) -> Any:
+        refusal = self._refusal_to_owner(path, "POST")
+        return refusal and (refusal[0], _error_body(*refusal))
 
     def _is_draining(self) -> bool:
         """Whether the end is near; looked up twice a second at most, the file may lie on a shared file system."""
@@ -119,9 +146,13 @@ class Guard:
         return self._draining
 
 
-async def _answer(send: Send, status: int, message: str) -> None:
+def _error_body(status: int, message: str) -> bytes:
     kind = {401: "authentication_error", 503: "service_unavailable_error"}.get(status, "permission_error")
-    body = json.dumps({"error": {"message": message, "type": kind, "param": None, "code": status}}).encode()
+    return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": status}}).encode()
+
+
+async def _answer(send: Send, status: int, message: str) -> None:
+    body = _error_body(status, message)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))

@@ -19,6 +19,7 @@ from corral.client.client import Client
 from corral.client.endpoint import Absence, ModelServer
 from corral.client.errors import RequestError, StrangerError
 from corral.client.metrics import Reading
+from corral.client.row_socket import open_client
 from corral.errors import CorralError
 
 __all__ = ["Lane"]
@@ -147,7 +148,7 @@ class Lane:
             if self.client is None or self.client.endpoint != endpoint:
                 if self.client is not None:
                     self._old.append(self.client)
-                self.client = Client(endpoint, connections=4096, stall_s=self._stall_s)
+                self.client = open_client(endpoint, connections=4096, stall_s=self._stall_s)
             self.client.forget_key()
             self._stranger = ""
             return (await self.client.page("/health", timeout_s=5)).status in (200, 404)

@@ -131,7 +131,7 @@ def run_in_job(
     @contextlib.contextmanager
     def serve() -> Iterator[Served]:
         facts = {"model": record.model, "models": (record.model,)}
-        yield Served.by(lambda: [_OwnServer(here, record.model)], facts, (here.deployment,))
+        yield Served.by(lambda: [where.way_to(_OwnServer(here, record.model))], facts, (here.deployment,))
 
     sharing = Sharing(here.runners, counted=False, part_name_file=here.folder.path / "part")
     with _warned(watch):
