@@ -21,6 +21,7 @@ from corral.deployment.patience import Patience
 from corral.deployment.state import State, may_follow
 from corral.node.agent import engine_log, journal, processes
 from corral.node.agent.container import Container
+from corral.node.agent.load_log import LoadLog
 from corral.node.agent.probe import Probe, Server
 from corral.record import to_json
 from tests.until import free_port, until
@@ -344,7 +345,7 @@ class OddServer(Server):
 
 def watched(figures: list[float | Exception], hung_s: float, ends_dead: bool = False) -> tuple[Probe, list[str]]:
     told: list[str] = []
-    probe = Probe(OddServer(figures, ends_dead), {"hung_s": hung_s}, Container({}), told.append, False)
+    probe = Probe(OddServer(figures, ends_dead), {"hung_s": hung_s}, Container({}), told.append, False, LoadLog(""))
     probe.look_every_s = 0.001
     probe.start()
     probe.join(30)
@@ -371,7 +372,7 @@ def test_a_file_system_that_hung_during_a_look_is_no_hung_engine(monkeypatch: py
     clock = [1000.0]
     monkeypatch.setattr("corral.node.agent.probe.time.monotonic", lambda: clock[0])
     server = OddServer([1.0], False)
-    probe = Probe(server, {"hung_s": 300}, Container({}), lambda text: None, False)
+    probe = Probe(server, {"hung_s": 300}, Container({}), lambda text: None, False, LoadLog(""))
     probe._look()
     assert probe.ready
 

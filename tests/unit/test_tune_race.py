@@ -7,10 +7,13 @@ import math
 import random
 from collections.abc import Callable
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corral.tune.race import Purpose, Race, RaceEnd, RaceResult, Trial, next_order, verdict
+from corral.tune.beside import next_beside, run_beside
+from corral.tune.race import Purpose, Race, RaceEnd, RaceResult, Trial, TrialOrder, next_order, verdict
+from corral.tune.random_search import next_random, random_found
 from corral.tune.setups import BASE, Knob, KnobKind, Setup
 
 KNOBS = (
@@ -83,14 +86,20 @@ def test_it_beats_random_search_of_equal_cost() -> None:
     for seed in range(100):
         true, chance = random_surface(seed), random.Random(seed + 1000)
         found, trials = raced(true, seed)
-        drawn = [
-            Setup(tuple(sorted((k.name, v) for k in KNOBS if (v := chance.choice((None, *k.values))))))
-            for _ in trials
-        ]
-        seen = [(measured(setup, Purpose.SCREEN, true, chance, False).score or 0.0, setup) for setup in drawn]
-        best = max(seen, key=lambda pair: pair[0])[1]
+        raced_s, race_trials = found.spent_s, len(trials)
+        while order := next_random(RACE, trials, seed):
+            assert len(trials) < 200, "endless"
+            trials.append(measured(order.setup, order.purpose, true, chance, order.measure_s > RACE.measure_s))
+        assert verdict(RACE, trials) == found  # the search is no part of the race
+        assert next_order(RACE, trials) is None or len(trials) == race_trials
+        random_best = random_found(RACE, trials)
+        assert random_best is not None
+        assert raced_s - 80 <= random_best.spent_s <= raced_s
+        met = [one.setup for one in trials if one.purpose is Purpose.MEET]
+        assert met in ([found.best, random_best.best, random_best.best, found.best], [])
+        assert (random_best.gain is None) == (not met)
         ours += true(found.best) / best_of(true)
-        theirs += true(best) / best_of(true)
+        theirs += true(random_best.best) / best_of(true)
     assert ours > theirs + 2, (ours, theirs)  # percent points of the optimum, in the mean
 
 
@@ -240,3 +249,59 @@ def test_a_slow_first_start_does_not_end_the_race() -> None:
         trials.append(Trial(order.setup, order.purpose, true(order.setup), 50, 40))
     assert sum(one.took_s for one in trials) <= race.budget_s
     assert verdict(race, trials).outcome is RaceEnd.BETTER
+
+
+# Side by side
+
+
+def test_a_screen_runs_wide_and_what_depends_on_results_waits() -> None:
+    under_way: list[TrialOrder] = []
+    while order := next_beside(RACE, [], under_way):
+        under_way.append(order)
+        assert len(under_way) < 50
+    assert under_way[0].setup == BASE
+    singles = {BASE.with_(knob.name, value) for knob in KNOBS for value in knob.values}
+    assert singles <= {one.setup for one in under_way}  # all that needs no result, with the base again in between
+    assert {one.purpose for one in under_way} == {Purpose.SCREEN}
+    assert all(len(one.setup.choices) <= 1 for one in under_way)  # what helped together is not known yet
+
+
+def test_a_final_runs_in_pairs() -> None:
+    _, trials = raced(surface({("api_servers", "8"): 1.3}), 3)
+    first = next(at for at, one in enumerate(trials) if one.purpose is Purpose.FINAL)
+    order = next_order(RACE, trials[:first])
+    assert order is not None
+    beside = next_beside(RACE, trials[:first], [order])
+    assert beside is not None
+    assert {order.setup, beside.setup} == {BASE, trials[first].setup}
+
+
+def test_side_by_side_comes_to_the_same_kind_of_choice() -> None:
+    """Four at once, each in a place of its own; the threads end in any order."""
+    good = 0
+    for seed in range(12):
+        true, chance, trials = random_surface(seed), random.Random(seed), list[Trial]()
+        busy: set[int] = set()
+
+        def make(order: TrialOrder, number: int, place: int) -> Trial:
+            assert place not in busy  # noqa: B023
+            busy.add(place)  # noqa: B023
+            made = measured(order.setup, order.purpose, true, chance, order.measure_s > RACE.measure_s)  # noqa: B023
+            busy.discard(place)  # noqa: B023
+            return made
+
+        run_beside(RACE, trials, 4, make, lambda *_: None, lambda _: None, lambda: None)
+        assert all(one.spent_s is not None for one in trials)
+        good += true(verdict(RACE, trials).best) >= 0.97 * best_of(true)
+    assert good >= 11, good
+
+
+def test_an_error_in_one_trial_ends_the_others() -> None:
+    told = []
+
+    def make(order: TrialOrder, number: int, place: int) -> Trial:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_beside(RACE, [], 3, make, lambda *_: None, lambda _: None, lambda: told.append("ended"))
+    assert told == ["ended"]

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from corral.bench.spec import Spec, Workload
-from corral.client.metrics import Reading
+from corral.bench.metrics import Spread, Summary
+from corral.bench.spec import Spec, Workload, parse_slos
 from corral.deployment.folder import DeploymentFolder
+from corral.deployment.share import NodeShare
 from corral.errors import NotFoundError, UsageError
+from corral.files import write_atomic
 from corral.hardware.inventory import parse_gpus
 from corral.lifecycle.bringup import Wish
 from corral.lifecycle.deployments import Record
 from corral.models.facts import read_facts
+from corral.node.agent import load_log
+from corral.node.agent.load_log import LoadLog
 from corral.plan import Goal, make_plan
 from corral.processes import Identity
+from corral.profile import load_profile, merged
+from corral.profile.folders import user_folder
 from corral.record import dump_json
 from corral.tune import tuner
 from corral.tune.baselines import BASELINES, baseline_knobs
@@ -25,15 +33,24 @@ from corral.tune.knobs import base_wish, knobs_for, tuned_wish
 from corral.tune.objective import Objective, ObjectiveKind
 from corral.tune.page import html_page, tune_lines
 from corral.tune.presets import workload_of
-from corral.tune.race import Purpose, Race, RaceEnd, RaceResult, Trial, TrialOrder, next_order, verdict
-from corral.tune.seen import SeenLoad, seen_load
+from corral.tune.race import Purpose, Race, RaceEnd, RaceResult, Roofline, Trial, TrialOrder, next_order, verdict
+from corral.tune.roofline import distance, roofline
+from corral.tune.seen import LoadSnapshot, SeenLoad, _bound, read_snapshots, seen_load
 from corral.tune.setups import BASE, Knob, Setup
+from corral.tune.shares import shares_for
 from corral.tune.store import TuneRun, TuneSpec, find_run, new_run
 from tests.tiny_llama import make_tiny_llama
 from tests.unit.conftest import Corral, in_process
 
 KNOBS = (Knob("max_num_seqs", ("256", "64")), Knob("max_num_batched_tokens", ("4096",)))
+SLOS = parse_slos("ttft_p99=1s")
 TUNED = {"": 3000, "--max-num-batched-tokens 4096": 1.5, "--max-num-seqs 256": 0}
+
+
+def summarise_lengths(count: int, prompt: int, answer: int) -> Summary:
+    no = Spread()
+    lengths = (count, 0, count * prompt, count * answer)
+    return Summary(1.0, *lengths, 1.0, 1.0, 1.0, None, no, no, no, no, no, no, 1.0, 1, 1.0)
 
 
 class Silent:
@@ -60,7 +77,7 @@ def a_run(model: str = "tiny", budget_s: float = 600.0) -> TuneRun:
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trials without servers: batched tokens help by half, 256 sequences do not start."""
 
-    def made(run: TuneRun, spec: TuneSpec, order: TrialOrder, number: int, _: object) -> Trial:
+    def made(run: TuneRun, spec: TuneSpec, order: TrialOrder, number: int, *_: object) -> Trial:
         choices = dict(order.setup.choices)
         score = None if choices.get("max_num_seqs") == "256" else 100.0 * (1 + number % 3 / 100)
         score = score * 1.5 if score and "max_num_batched_tokens" in choices else score
@@ -212,12 +229,15 @@ def test_a_deployment_is_tuned_as_it_was_started(
     assert "--workload seen needs a deployment" in err
 
 
+def a_snapshot(t: float, requests: int, each: int = 400, **more: Any) -> LoadSnapshot:
+    tokens = {"prompt_tokens": requests * each, "prefix_queries": requests * each, "prefix_hits": requests * each / 4}
+    return LoadSnapshot.of({"t": t, "finished": requests, "output_tokens": requests * 64, **tokens, **more})
+
+
 def test_what_a_deployment_saw_is_lengths_and_a_rate() -> None:
-    found = Reading(
-        0.0, prompt_tokens=40_000, generated_tokens=6_400, finished=100, prefix_queries=40_000, prefix_hits=10_000
-    )
-    load = seen_load(found, "x", 50.0)
-    assert load == SeenLoad(100, 400, 64, 100, 2.0)
+    found = a_snapshot(1050.0, 100)
+    load = seen_load(found, [], "x", 1000.0)
+    assert load == SeenLoad(100, 400, 64, 100, 2.0, 50.0)
     shared = load.workload(False, 7)
     assert (shared.dataset, shared.input_len, shared.output_len, shared.prefix_len) == (
         "prefix_repetition",
@@ -226,8 +246,71 @@ def test_what_a_deployment_saw_is_lengths_and_a_rate() -> None:
         100,
     )
     assert replace(load, shared_tokens=3).workload(False, 7).dataset == "random"
-    with pytest.raises(UsageError, match="has answered 3 requests: too few"):
-        seen_load(replace(found, finished=3), "x", 50.0)
+    with pytest.raises(UsageError, match="has answered 3 requests in the last 50 s: too few"):
+        seen_load(replace(found, finished=3.0), [], "x", 1000.0)
+
+
+def test_only_the_last_hour_counts_and_only_of_this_engine() -> None:
+    kept = [a_snapshot(300.0 * n, 1000 * n, each=2000) for n in range(20)]
+    now = replace(a_snapshot(7200.0, 22_000), finished=19_600.0, prompt_tokens=0.0, output_tokens=0.0)
+    hour_ago = kept[12]  # at 3,600 s
+    now = replace(
+        now, prompt_tokens=hour_ago.prompt_tokens + 7600 * 100, output_tokens=hour_ago.output_tokens + 7600 * 30
+    )
+    load = seen_load(now, kept, "x", 0.0)
+    assert (load.requests, load.prompt_tokens, load.output_tokens, load.seconds) == (7600, 100, 30, 3600.0)
+    assert "7,600 requests in the last 1 h" in load.words
+    again = [*kept, a_snapshot(6000.0, 1), a_snapshot(6300.0, 50)]  # the engine was restarted: it counts anew
+    load = seen_load(a_snapshot(7000.0, 100), again, "x", 0.0)
+    assert (load.requests, load.prompt_tokens, load.seconds) == (100, 400, 1000.0)
+
+
+def test_the_agents_own_questions_are_taken_out_and_lengths_vary_as_seen() -> None:
+    tokens = {"prompt_tokens": 100 * 300 + 60 * 2, "output_tokens": 100 * 64 + 60}
+    buckets = {"1.0": 0, "2.0": 60, "200.0": 60, "400.0": 160, "+Inf": 160}
+    outputs = {"1.0": 60, "50.0": 60, "100.0": 160, "+Inf": 160}
+    found = a_snapshot(1100.0, 160, own=60, prompts=buckets, outputs=outputs, **tokens)
+    load = seen_load(found, [], "x", 1000.0)
+    assert (load.requests, load.prompt_tokens, load.output_tokens) == (100, 300, 64)
+    assert load.varies == 0.0  # all of them in one bucket
+    wide = {"1.0": 0, "2.0": 60, "200.0": 110, "400.0": 160, "+Inf": 160}
+    load = seen_load(replace(found, prompts={_bound(k): float(v) for k, v in wide.items()}), [], "x", 1000.0)
+    assert load.varies is not None
+    assert 0.5 < load.varies <= 0.9
+    assert load.workload(False, 1).range_ratio == load.varies
+
+
+def test_what_the_agent_kept_is_read_with_care(tmp_path: Path) -> None:
+    file = tmp_path / "load.jsonl"
+    assert read_snapshots(file) == []
+    log = LoadLog(str(file))
+    page = b'vllm:request_success_total{engine="0"} 7\nvllm:request_success_total{engine="1"} 5\n'
+    page += b'vllm:request_prompt_tokens_bucket{engine="0",le="10.0"} 3\n'
+    page += (
+        b'vllm:request_prompt_tokens_bucket{engine="1",le="10.0"} 4\nvllm:request_prompt_tokens_bucket{le="+Inf"} 9\n'
+    )
+    log.note(page, own=2)
+    log.note(page, own=3)  # too soon
+    with file.open("a") as more:
+        more.write('{"t": -1}\n[]\nnot json\n{"t": 5, "finished": NaN}\n{"t": 5, "prompts": {"x": 1}}\n{"t":')
+    (found,) = read_snapshots(file)
+    assert (found.finished, found.own, dict(found.prompts)) == (12.0, 2.0, {10.0: 7.0, math.inf: 9.0})
+    assert file.stat().st_mode & 0o077 == 0
+
+
+def test_the_agents_log_of_the_load_does_not_grow_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load_log, "MOST_BYTES", 2000)
+    monkeypatch.setattr(load_log, "EVERY_S", 0.0)
+    file = tmp_path / "load.jsonl"
+    log = LoadLog(str(file))
+    for number in range(200):
+        log.note(b"vllm:request_success_total %d\n" % number, own=0)
+    assert file.stat().st_size < 2200
+    assert read_snapshots(file)[-1].finished == 199.0
+    LoadLog("").note(b"", 0)  # an agent that was started by an older Corral
+    LoadLog(str(tmp_path / "missing" / "load.jsonl")).note(b"", 0)
 
 
 def test_baselines_are_setups_of_their_own() -> None:
@@ -247,3 +330,88 @@ def test_baselines_are_setups_of_their_own() -> None:
         trials.append(Trial(order.setup, order.purpose, score + len(trials) % 2, 20.0))
     assert {knob.name for knob in knobs} <= {name for one in trials for name, _ in one.setup.choices}
     assert all(len(one.setup.choices) < 2 for one in trials)  # compared with, not combined
+
+
+def test_servers_side_by_side_need_hardware_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from corral.targets.local import LocalTarget
+
+    assert shares_for(Wish(), 1) == ()
+    monkeypatch.setattr(LocalTarget, "inventory", lambda _: parse_gpus("8xH100"))
+    shares = shares_for(Wish(), 3)
+    assert [share.gpus for share in shares] == [(0, 1), (2, 3), (4, 5)]
+    monkeypatch.setattr(LocalTarget, "inventory", lambda _: parse_gpus("2xH100"))
+    with pytest.raises(UsageError, match="3 servers side by side need GPUs of their own"):
+        shares_for(Wish(), 3)
+    monkeypatch.undo()
+    with pytest.raises(UsageError, match="on the same cores"):
+        shares_for(Wish(), 2)
+
+
+def test_trials_side_by_side_on_servers_leave_nothing_running(
+    answering: Corral, clean_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CORRAL_HOME", str(clean_home / "corral"))
+    monkeypatch.setenv("FAKE_TUNED", json.dumps(TUNED))
+    run = a_run(str(answering.model), budget_s=8.0)
+    spec = replace(
+        run.spec, shares=(NodeShare(), NodeShare()), race=replace(run.spec.race, measure_s=0.3, start_s=1.0)
+    )
+    write_atomic(run.folder / "tune.json", dump_json(spec))
+    watcher = Silent()
+    tuner.tune(run, watcher)
+    trials = run.trials()
+    assert len(trials) >= 2
+    assert all(one.spent_s is not None for one in trials)
+    names = {one["name"] for one in answering("ps", "--all", "--json").json()}
+    assert {f"tune-{run.name}", f"tune-{run.name}-2"} <= names
+    states = {one["state"] for one in answering("ps", "--all", "--json").json()}
+    assert states <= {"stopped", "failed"}
+
+
+@pytest.mark.usefixtures("clean_home")
+def test_the_result_says_how_far_from_the_roofline() -> None:
+    run = a_run()
+    plan = make_plan(read_facts("llama-3.1-8b", offline=True), parse_gpus("1xH200"), Goal())
+    summary = summarise_lengths(count=10, prompt=512, answer=128)
+    for kind, more in (("throughput", {}), ("cost", {}), ("latency", {"rate": 1.0}), ("rate", {"slos": SLOS})):
+        bounds = roofline(plan, Objective(ObjectiveKind(kind), 64, **more), summary)
+        assert bounds is not None
+        assert bounds.hardware is not None
+        assert bounds.hardware > bounds.planned > 0, kind
+    assert roofline(None, run.spec.objective, summary) is None
+    bounds = Roofline(hardware=20_000.0, planned=10_000.0)
+    trials = [Trial(BASE, Purpose.SCREEN, score, 20.0, roofline=bounds) for score in (9_000.0, 10_000.0)]
+    found = verdict(run.spec.race, trials)
+    far = distance(run.spec.objective, found, trials)
+    assert far is not None
+    assert far.words == (
+        "48% of the hardware's roofline (20,000 tok/s), 95% of what the plan predicts for it (10,000 tok/s)"
+    )
+    assert "48% of the hardware's roofline" in " ".join(" ".join(tune_lines(run, trials, found, 80)).split())
+    assert "of the hardware&#x27;s roofline" in html_page(run, trials, found)
+    assert distance(run.spec.objective, found, [replace(one, roofline=None) for one in trials]) is None
+    cpu = [replace(one, roofline=Roofline(None, 10_000.0)) for one in trials]
+    only = distance(run.spec.objective, found, cpu)
+    assert only is not None
+    assert only.words == "95% of what the plan predicts for it (10,000 tok/s)"
+
+
+@pytest.mark.usefixtures("scripted")
+def test_the_result_is_a_profile(clean_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = a_run()
+    tuner.tune(run, Silent())
+    corral = in_process(capsys, "tune", "report")
+    code, _, err = corral("t1", "--profile", "mine")
+    assert code == 0, err
+    path = user_folder() / "mine.toml"
+    assert str(path) in " ".join(err.split()).replace(" ", "")
+    text = path.read_text()
+    assert "# max_num_batched_tokens=4096: +" in text
+    assert "makes no measurable difference" in text
+    profile = load_profile("mine", {})
+    wish = Wish.of(merged(profile, {"model": None}))
+    assert wish.model == "tiny"
+    assert dict(wish.fixed) == {"max_model_len": "512", "max_num_batched_tokens": "4096"}
+    code, _, err = corral("t1", "--profile", "mine")
+    assert code == 4
+    assert "exists already" in err

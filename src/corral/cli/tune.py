@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from corral.cli.token_count import TokenCount
 from corral.cli.up import UpWords, read_words, wish_of
 from corral.deployment.folder import DeploymentFolder
 from corral.deployment.state import State
-from corral.errors import UsageError
+from corral.errors import ConflictError, UsageError
 from corral.files import write_atomic
 from corral.interruption import terminated_as_interrupted
 from corral.lifecycle import bringup, deployments
@@ -30,13 +31,16 @@ from corral.profile import load_profile
 from corral.record import load_json
 from corral.report import tables
 from corral.runtimes.base import RUNTIMES
-from corral.tune.baselines import BASELINES, baseline_knobs
+from corral.tune.baselines import BASELINES, RANDOM, baseline_knobs
 from corral.tune.knobs import base_wish, knobs_for
 from corral.tune.objective import Objective, ObjectiveKind
 from corral.tune.page import html_page, sentence, tune_lines
 from corral.tune.presets import PRESETS, workload_of
 from corral.tune.race import Race, RaceResult, Trial, TrialOrder, verdict
+from corral.tune.random_search import random_found
+from corral.tune.roofline import distance
 from corral.tune.seen import SEEN, SeenLoad, read_seen
+from corral.tune.shares import shares_for
 from corral.tune.store import TuneRun, TuneSpec, find_run, new_run, runs_dir
 from corral.tune.tuner import fitting_knobs, tune
 
@@ -65,7 +69,8 @@ def command() -> None:
 @command.command("run", cls=GroupedCommand, context_settings=HELP, examples=EXAMPLES, headings={
     "The workload": ("--workload", "--input-len", "--output-len", "--chat", "--concurrency", "--request-rate"),
     "The goal": ("--goal", "--slo", "--baseline", "--budget", "--measure"),
-    "The server": ("--deployment", "--on", "--context", "--set", "--runtime", "--runtime-option", "--env"),
+    "The server": ("--deployment", "--on", "--side-by-side", "--context", "--set", "--runtime", "--runtime-option",
+                   "--env"),
     "Options for ssh": (), "Options for SLURM": (), "Options for ssh and SLURM": (),
     "Output": ("--name", "--json", "--help"),
 })  # fmt: skip
@@ -73,7 +78,7 @@ def command() -> None:
 @click.option("-d", "--deployment", metavar="NAME", help="Begin with this deployment's model and options.")
 @click.option(
     "--workload", metavar="NAME|FILE",
-    help=f"{', '.join(PRESETS)}; a file (a trace, a batch, or prompts); or seen: what --deployment was asked so far.",
+    help=f"{', '.join(PRESETS)}; a file (a trace, a batch, or prompts); or seen: the last hour of --deployment.",
 )  # fmt: skip
 @click.option("--input-len", type=click.IntRange(min=1), help="Prompt tokens (without --workload; default: 512).")
 @click.option("--output-len", type=click.IntRange(min=1), help="Output tokens (without --workload; default: 128).")
@@ -86,8 +91,8 @@ def command() -> None:
 @click.option("--goal", type=click.Choice([one.value for one in ObjectiveKind]),
               help="What to optimise (default: throughput; with --slo, rate).")  # fmt: skip
 @click.option("--slo", metavar="SLOS", help="Service level to meet: ttft_p99=500ms,tpot_p99=40ms.")
-@click.option("--baseline", "baselines", multiple=True, type=click.Choice(BASELINES),
-              help="Measure these flags as well: vLLM's defaults, or DigitalOcean's.")  # fmt: skip
+@click.option("--baseline", "baselines", multiple=True, type=click.Choice((*BASELINES, RANDOM)),
+              help="Compare with vLLM's defaults, DigitalOcean's flags, or random search of equal time.")  # fmt: skip
 @click.option(
     "--budget",
     "budget_s",
@@ -98,6 +103,8 @@ def command() -> None:
 )
 @click.option("--measure", "measure_s", type=Duration(1), default="15s", show_default=True,
               metavar="TIME", help="Length of the first measurements; later ones are twice as long.")  # fmt: skip
+@click.option("--side-by-side", "places", type=click.IntRange(min=1), default=1, show_default=True, metavar="N",
+              help="Up to N servers at once: as N jobs on SLURM, or each on 1/N of this machine's GPUs.")  # fmt: skip
 @click.option("--on", "on", metavar="PROFILE", envvar="CORRAL_PROFILE", help="Where to run (`corral profile list`).")
 @click.option("--context", type=TokenCount(), help="Longest request: 32768, or 32k (default: the plan's choice).")
 @click.option(
@@ -169,25 +176,29 @@ def _started_with(folder: DeploymentFolder) -> UpWords:
 
 def _seen(name: str) -> SeenLoad:
     """What a deployment was asked, by its own counters."""
-    status = deployments.status(choose_folder(name))
+    folder = choose_folder(name)
+    status = deployments.status(folder)
     if status.endpoint is None or status.state is not State.READY:
         raise UsageError(f"{name!r} is {status.state}: what it was asked is no longer known.", "Name a --workload.")
-    return read_seen(status.endpoint, name, status.created_s + (status.timings.ready_s or 0.0))
+    return read_seen(status.endpoint, folder.rank(0).load, name, status.created_s + (status.timings.ready_s or 0.0))
 
 
 def _begun(model: str | None, name: str, given: dict[str, Any]) -> TuneRun:
     """A new run, with everything checked that can be checked before a start."""
     wish, arguments = _wished(model, given)
     wish = base_wish(wish)
+    shares = shares_for(wish, given["places"])
+    wish = replace(wish, share=shares[0]) if shares else wish
     workload = _workload(given)
     _, decision = bringup.sized(wish)
     seats = given["concurrency"] or decision.plan.seats
     objective = _objective(given, seats)
     bursts = objective.kind in (ObjectiveKind.THROUGHPUT, ObjectiveKind.COST)
     knobs = knobs_for(decision.plan, wish, arguments, bursts, workload.shares_prefixes)
-    if given["baselines"] and decision.plan.inventory.gpu is None:
-        raise UsageError("--baseline is for GPUs.", "Leave it out on a CPU.")
-    knobs = (*baseline_knobs(decision.plan, wish, given["baselines"]), *knobs)
+    flags = tuple(one for one in given["baselines"] if one != RANDOM)
+    if flags and decision.plan.inventory.gpu is None:
+        raise UsageError(f"--baseline {flags[0]} is for GPUs.", f"Leave it out on a CPU, or use --baseline {RANDOM}.")
+    knobs = (*baseline_knobs(decision.plan, wish, flags), *knobs)
     knobs, pruned = fitting_knobs(wish, knobs)
     for one in pruned:
         tell(f"  never started: {one.setup}: {one.because}", err=True)
@@ -201,7 +212,9 @@ def _begun(model: str | None, name: str, given: dict[str, Any]) -> TuneRun:
         )
         tell(f"  note: {held}", err=True)
     spec = Spec(workload, percentiles=(50.0, 90.0, 99.0), warmup=min(seats, 16))
-    return new_run(TuneSpec(wish.model or decision.source.name, wish, race, objective, spec, time.time()), name)
+    model_name = wish.model or decision.source.name
+    random = RANDOM in given["baselines"]
+    return new_run(TuneSpec(model_name, wish, race, objective, spec, time.time(), random, shares), name)
 
 
 def _workload(given: dict[str, Any]) -> Workload:
@@ -262,7 +275,10 @@ class TrialLines:
 def _show(found: TuneRun, result: RaceResult, as_json: bool) -> int:
     trials = found.trials()
     if as_json:
-        print_json({"run": found.name, "folder": str(found.folder), "result": result, "trials": trials})
+        far = distance(found.spec.objective, result, trials)
+        random = random_found(found.spec.race, trials)
+        body = {"run": found.name, "folder": str(found.folder), "result": result, "roofline": far, "random": random}
+        print_json({**body, "trials": trials})
     else:
         for line in tune_lines(found, trials, result, tables.room()):
             click.echo(line)
@@ -272,15 +288,31 @@ def _show(found: TuneRun, result: RaceResult, as_json: bool) -> int:
 @command.command(context_settings=HELP)
 @click.argument("run")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the report to this file, as HTML.")
+@click.option("--profile", metavar="NAME", help="Write the result as your profile NAME: `corral up --on NAME`.")
 @click.option("--json", "as_json", is_flag=True, help="The result as JSON on stdout.")
-def report(run: str, output: Path | None, as_json: bool) -> int:
+def report(run: str, output: Path | None, profile: str | None, as_json: bool) -> int:
     """Show what RUN has found so far. RUN is its name, the beginning of it, `last`, or a path."""
     found = find_run(run)
     trials = found.trials()
     result = verdict(found.spec.race, trials)
+    written = [*([_write_profile(found, profile, trials, result)] if profile else []), *([output] if output else [])]
     if output is not None:
         write_atomic(output, html_page(found, trials, result))
-        tell(f"{sentence(result)} Written to {output}.", err=True)
+    if written:
+        tell(f"{sentence(result)} Written to {' and '.join(map(str, written))}.", err=True)
         if not as_json:
             return 0
     return _show(found, result, as_json)
+
+
+def _write_profile(run: TuneRun, name: str, trials: list[Trial], result: RaceResult) -> Path:
+    """The user's profile of that name; one that is there already is not touched."""
+    from corral.profile.folders import check_name, user_folder
+    from corral.tune.profile_file import profile_text
+
+    path = user_folder() / f"{check_name(name)}.toml"
+    if path.exists():
+        raise ConflictError(f"{path} exists already.", "Give another --profile NAME, or move it away.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, profile_text(run, trials, result))
+    return path

@@ -214,6 +214,8 @@ class FakeExchange:
             metrics.queue.add((start - self.arrival_ns) / 1e9)
             metrics.ttft.add((first - self.arrival_ns) / 1e9)
             metrics.e2e.add((now - self.arrival_ns) / 1e9)
+            metrics.prompts.add(sum(self._ask.prompt_tokens))
+            metrics.outputs.add(tokens)
             if job.steps > 1:
                 metrics.itl.add((now - first) / 1e9 / (job.steps - 1), job.steps - 1)
         if self._context.log.wanted:

@@ -15,6 +15,7 @@ TTFT_BOUNDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
 _ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 LATENCY_BOUNDS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
                   480.0, 960.0, 1920.0, 7680.0)  # fmt: skip
+LENGTH_BOUNDS = tuple(float(m * 10**e) for e in range(5) for m in (1, 2, 5))  # as vLLM's, up to the context
 
 
 class Histogram:
@@ -48,6 +49,8 @@ class Metrics:
     itl: Histogram = field(default_factory=lambda: Histogram(_ITL))
     e2e: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))
     queue: Histogram = field(default_factory=lambda: Histogram(LATENCY_BOUNDS))
+    prompts: Histogram = field(default_factory=lambda: Histogram(LENGTH_BOUNDS))
+    outputs: Histogram = field(default_factory=lambda: Histogram(LENGTH_BOUNDS))
 
     def text(self, model: str, gauges: dict[str, float], preemptions: int, cache: dict[str, str]) -> str:
         """The page that `/metrics` serves."""
@@ -73,6 +76,8 @@ class Metrics:
         lines += self.itl.lines("vllm:inter_token_latency_seconds", labels)
         lines += self.e2e.lines("vllm:e2e_request_latency_seconds", labels)
         lines += self.queue.lines("vllm:request_queue_time_seconds", labels)
+        lines += self.prompts.lines("vllm:request_prompt_tokens", labels)
+        lines += self.outputs.lines("vllm:request_generation_tokens", labels)
         info = ",".join(f'{k}="{v}"' for k, v in cache.items())
         lines += ["# HELP vllm:cache_config_info cache", "# TYPE vllm:cache_config_info gauge"]
         lines.append(f"vllm:cache_config_info{{{info}}} 1.0")

@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 # The files of a rank that are brought here, and up to which length: an agent cuts its engine's log at 64 MiB
-MIRRORED = {"events.jsonl": 64 << 20, "engine.log": 256 << 20}
+MIRRORED = {"events.jsonl": 64 << 20, "engine.log": 256 << 20, "load.jsonl": 8 << 20}
 PIECE_BYTES = 4 << 20  # as in node/remote.py
 OLDEST_S = 10 * 365 * 86400.0
 REMEDY = "Something other than Corral's agent answers there: look at the node."

@@ -7,8 +7,9 @@ from corral.plan import Plan
 from corral.plan.gains import vllm_defaults
 from corral.tune.setups import Knob, KnobKind
 
-__all__ = ["BASELINES", "baseline_knobs"]
+__all__ = ["BASELINES", "RANDOM", "baseline_knobs"]
 
+RANDOM = "random"  # a search, not a setup (see `random_search`)
 BASELINES = ("stock", "digitalocean")
 # its documented deployment, without the split over nodes, which the plan decides
 _DIGITALOCEAN = (

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from corral.bench.measure import Bench
+from corral.bench.metrics import Summary
 from corral.bench.series import reseeded, search_limit
 from corral.bench.spec import LoadShape, Slo, Spec
 from corral.errors import CorralError, UsageError
@@ -66,7 +67,7 @@ class Measured:
     """One measurement's."""
 
     value: float
-    run: str
+    summary: Summary  # of a run at the load that the value is about
 
 
 async def measure_score(
@@ -77,12 +78,12 @@ async def measure_score(
     spec = reseeded(spec, turn)
     if goal.kind is ObjectiveKind.RATE:
         saturate = goal.concurrency or 64
-        found, _ = await search_limit(
+        found, done = await search_limit(
             bench, spec, goal.slos, folder, seconds=seconds / 2, most=PROBES, saturate=saturate
         )
         if found.best is None:
             raise CorralError(f"none of the loads tried meets {', '.join(map(str, goal.slos))}.", "Relax --slo.")
-        return Measured(found.best, str(folder))
+        return Measured(found.best, done[0].run.summary)
     if goal.kind is ObjectiveKind.LATENCY:
         load = LoadShape(rate=goal.rate, seconds=seconds)
         count = max(20, round((goal.rate or 1.0) * seconds))
@@ -94,7 +95,7 @@ async def measure_score(
     if not summary.completed or not summary.e2el.median:
         raise CorralError("no request was answered.", f"See the measurement in {folder}.")
     if goal.kind is ObjectiveKind.LATENCY:
-        return Measured(1000 / summary.e2el.median, str(folder))
+        return Measured(1000 / summary.e2el.median, summary)
     plan = bench.plan
     gpus = (plan.gpus or 1) if plan and goal.kind is ObjectiveKind.COST else 1
-    return Measured(summary.output_throughput / gpus, str(folder))
+    return Measured(summary.output_throughput / gpus, summary)

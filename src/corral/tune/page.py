@@ -10,10 +10,12 @@ from corral.report.page import cards, document, table, verdict_box
 from corral.report.tables import table_lines
 from corral.report.text import figure
 from corral.tune.race import KnobFinding, RaceEnd, RaceResult, Trial
+from corral.tune.random_search import RandomFound, random_found
+from corral.tune.roofline import Distance, distance
 from corral.tune.setups import choice_words
 from corral.tune.store import TuneRun
 
-__all__ = ["html_page", "sentence", "tune_lines"]
+__all__ = ["finding_word", "html_page", "sentence", "tune_lines"]
 
 
 def sentence(found: RaceResult) -> str:
@@ -38,12 +40,21 @@ def _anchor(found: RaceResult) -> str:
     return "the plan's own flags" if found.anchor.choices else "the base"
 
 
+def _random_sentence(found: RaceResult, random: RandomFound) -> str:
+    """How random search of equal time compares."""
+    head = f"random search, {random.draws} draws in {duration(random.spent_s)}: {random.best}"
+    if random.best == found.best:
+        return f"{head}, the same choice"
+    return f"{head}; {found.best} over it: {random.gain}" if random.gain else f"{head}; the two never met"
+
+
 def _finding_row(finding: KnobFinding) -> list[str]:
     effect = str(finding.gain) if finding.gain else (f"failed: {finding.why}" if finding.why else "not tried")
-    return [choice_words(finding.knob, finding.value), effect, _word(finding)]
+    return [choice_words(finding.knob, finding.value), effect, finding_word(finding)]
 
 
-def _word(finding: KnobFinding) -> str:
+def finding_word(finding: KnobFinding) -> str:
+    """What a value did, in a word."""
     gain = finding.gain
     if gain is None:
         return "-"
@@ -60,10 +71,15 @@ def tune_lines(run: TuneRun, trials: Sequence[Trial], found: RaceResult, columns
     spec = run.spec
     yield f"{spec.model}: {spec.objective.words}"
     yield sentence(found)
+    far = distance(spec.objective, found, trials)
+    if far is not None:
+        yield f"{found.best} reaches {far.words}"
     yield ""
     yield from table_lines(
         ["SETTING", f"ALONE, OVER {_anchor(found).upper()}", ""], [*map(_finding_row, found.findings)], None, columns
     )
+    if random := random_found(spec.race, trials):
+        yield _random_sentence(found, random)
     if found.left_out:
         yield f"not tried, for lack of time: {'; '.join(map(str, found.left_out))}"
     yield ""
@@ -73,10 +89,18 @@ def tune_lines(run: TuneRun, trials: Sequence[Trial], found: RaceResult, columns
         yield f"use it: corral up --tuned {run.name}"
 
 
+def _far_cards(far: Distance | None) -> list[tuple[str, str]]:
+    if far is None:
+        return []
+    hardware = [("of the hardware's roofline", f"{far.of_hardware:.0%}")] if far.of_hardware else []
+    return [*hardware, ("of the plan's prediction", f"{far.of_planned:.0%}")]
+
+
 def html_page(run: TuneRun, trials: Sequence[Trial], found: RaceResult) -> str:
     """One self-contained file."""
     spec = run.spec
     kind = {RaceEnd.BETTER: "valid", RaceEnd.NO_DIFFERENCE: "valid"}.get(found.outcome, "caution")
+    random = random_found(spec.race, trials)
     best = max((one.score for one in trials if one.setup == found.best and one.score), default=0.0)
     body = [
         f"<h1>Tuning {escape(spec.model)}</h1>",
@@ -89,10 +113,12 @@ def html_page(run: TuneRun, trials: Sequence[Trial], found: RaceResult) -> str:
                 ("trials", str(len(trials))),
                 ("time", duration(found.spent_s)),
                 ("noise between starts", f"{found.noise:.1%}"),
+                *_far_cards(distance(spec.objective, found, trials)),
             ]
         ),
         f"<h2>Settings, each alone against {_anchor(found)}</h2>",
         table(["setting", "gain (95%)", ""], [*map(_finding_row, found.findings)], "facts"),
+        *([f"<p>{escape(_random_sentence(found, random))}</p>"] if random else []),
         "<h2>All trials</h2>",
         table(["", "stage", "setup", spec.objective.unit, "took", ""],
               [_trial_row(n + 1, one) for n, one in enumerate(trials)], "facts"),

@@ -34,8 +34,12 @@ __all__ = [
     "Race",
     "RaceEnd",
     "RaceResult",
+    "Roofline",
     "Trial",
     "TrialOrder",
+    "compared",
+    "expected_costs",
+    "mean_score",
     "next_order",
     "verdict",
 ]
@@ -59,6 +63,8 @@ class Purpose(enum.StrEnum):
     SCREEN = "screen"
     HALVE = "halve"
     FINAL = "final"
+    RANDOM = "random"  # no part of the race: a search beside it, to compare with
+    MEET = "meet"  # the race's choice and that search's
 
 
 class RaceEnd(enum.StrEnum):
@@ -80,6 +86,14 @@ class TrialOrder:
 
 
 @dataclass(frozen=True)
+class Roofline:
+    """What a trial's server could give at the load it got, in the unit of the score (see `corral.tune.roofline`)."""
+
+    hardware: float | None
+    planned: float
+
+
+@dataclass(frozen=True)
 class Trial:
     """A trial that was made; a score is higher where it is better, and above 0."""
 
@@ -90,6 +104,12 @@ class Trial:
     start_s: float = 0.0  # of it, until the server was ready
     why: str = ""  # where there is no score
     run: str = ""  # the measurement's folder
+    roofline: Roofline | None = None
+    spent_s: float | None = None  # of the run's time, where trials ran side by side; None: all that it took
+
+    @property
+    def of_budget_s(self) -> float:
+        return self.took_s if self.spent_s is None else self.spent_s
 
 
 @dataclass(frozen=True)
@@ -150,6 +170,10 @@ class RaceResult:
 # What is known
 
 
+def _of_race(trials: Sequence[Trial]) -> Sequence[Trial]:
+    return [one for one in trials if one.purpose not in (Purpose.RANDOM, Purpose.MEET)]
+
+
 def _scores(trials: Sequence[Trial], setup: Setup, purpose: Purpose | None = None) -> list[float]:
     return [
         math.log(one.score)
@@ -174,13 +198,24 @@ def _noise(trials: Sequence[Trial]) -> tuple[float, int]:
 
 
 def _gain(trials: Sequence[Trial], setup: Setup, purpose: Purpose | None = None, over: Setup = BASE) -> Gain | None:
-    ours, base = _scores(trials, setup, purpose), _scores(trials, over, purpose)
+    return compared(trials, setup, over, purpose)
+
+
+def compared(trials: Sequence[Trial], setup: Setup, other: Setup, purpose: Purpose | None = None) -> Gain | None:
+    """What one setup gains over another, from trials of one purpose, or of all."""
+    ours, base = _scores(trials, setup, purpose), _scores(trials, other, purpose)
     if not ours or not base:
         return None
     noise, freedom = _noise(trials)
     half = t_quantile(freedom) * noise * math.sqrt(1 / len(ours) + 1 / len(base))
     middle = fmean(ours) - fmean(base)
     return Gain(math.expm1(middle), math.expm1(middle - half), math.expm1(middle + half), len(ours) + len(base))
+
+
+def mean_score(trials: Sequence[Trial]) -> float:
+    """Of all that was measured, as a logarithm; 0 where nothing was."""
+    found = [math.log(one.score) for one in trials if one.score]
+    return fmean(found) if found else 0.0
 
 
 def _score(trials: Sequence[Trial], setup: Setup) -> float:
@@ -193,12 +228,13 @@ def _score(trials: Sequence[Trial], setup: Setup) -> float:
 
 def next_order(race: Race, trials: Sequence[Trial]) -> TrialOrder | None:
     """The next trial; None when there is nothing left to learn, or no time."""
+    trials = _of_race(trials)
     if not trials:
         return TrialOrder(BASE, Purpose.SCREEN, race.measure_s)
-    left_s = race.budget_s - sum(one.took_s for one in trials)
+    left_s = race.budget_s - sum(one.of_budget_s for one in trials)
     if len(trials) >= 2 and not _scores(trials, BASE) and all(one.score is None for one in trials[:2]):
         return None  # the base does not start, twice: there is nothing to compare with
-    short_s, long_s = _costs(race, trials)
+    short_s, long_s = expected_costs(race, trials)
     final_s = min(2 * FEWEST_ROUNDS * long_s, FINAL_SHARE * race.budget_s)
     if not any(one.purpose is Purpose.FINAL for one in trials):
         halving = _halving(trials)
@@ -214,7 +250,7 @@ def next_order(race: Race, trials: Sequence[Trial]) -> TrialOrder | None:
     return TrialOrder(setup, Purpose.FINAL, LONGER * race.measure_s) if setup is not None else None
 
 
-def _costs(race: Race, trials: Sequence[Trial]) -> tuple[float, float]:
+def expected_costs(race: Race, trials: Sequence[Trial]) -> tuple[float, float]:
     """How long a trial of the screen takes, and a later one: start, measurement, end."""
     short = [one.took_s for one in trials if one.purpose is Purpose.SCREEN and one.score]
     long = [one.took_s for one in trials if one.purpose is not Purpose.SCREEN and one.score]
@@ -380,6 +416,7 @@ def _final(trials: Sequence[Trial]) -> Setup | None:
 
 def verdict(race: Race, trials: Sequence[Trial]) -> RaceResult:
     """What the trials say so far."""
+    trials = _of_race(trials)
     finalist = _finalist(trials)
     gain = _gain(trials, finalist, Purpose.FINAL) if finalist != BASE else None
     if not any(one.score for one in trials):
@@ -401,7 +438,7 @@ def verdict(race: Race, trials: Sequence[Trial]) -> RaceResult:
         findings=tuple(_finding(trials, anchor, knob, value) for knob in race.knobs for value in knob.values),
         left_out=tuple(setup for setup in _singles(race, anchor) if setup not in tried),
         noise=_noise(trials)[0],
-        spent_s=sum(one.took_s for one in trials),
+        spent_s=sum(one.of_budget_s for one in trials),
     )
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from corral.bench.spec import Spec
+from corral.deployment.share import NodeShare
 from corral.errors import CorralError, DataError, NotFoundError
 from corral.files import make_private_dir, write_atomic
 from corral.home import home_dir
@@ -38,6 +39,13 @@ class TuneSpec:
     objective: Objective
     bench: Spec
     created_s: float
+    random: bool = False  # search at random as well, for as long
+    shares: tuple[NodeShare, ...] = ()  # of machines, one for each trial that may run at once; empty: one at a time
+
+    @property
+    def places(self) -> int:
+        """How many trials may run at once."""
+        return max(1, len(self.shares))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,8 @@
-"""The race on real servers: start a setup, measure it, stop it, write the trial down, ask what comes next."""
+"""The race on real servers: start a setup, measure it, stop it, write the trial down, ask what comes next.
+
+Several trials run at once where each has hardware of its own: as jobs of a scheduler, or on GPUs of their own. On one
+GPU, or on the same cores, nothing overlaps: what starts there takes time from what is measured.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,16 @@ from corral.client.client import run as run_loop
 from corral.client.endpoint import Endpoint
 from corral.deployment.expectation import Expected
 from corral.deployment.folder import DeploymentFolder
+from corral.deployment.state import ENDED
 from corral.errors import CorralError, DoesNotFitError
 from corral.lifecycle import bringup, deployments
 from corral.lock import exclusive_lock
+from corral.tune.beside import run_beside
 from corral.tune.knobs import tuned_wish
 from corral.tune.objective import measure_score
-from corral.tune.race import RaceResult, Trial, TrialOrder, next_order, verdict
+from corral.tune.race import RaceResult, Roofline, Trial, TrialOrder, next_order, verdict
+from corral.tune.random_search import next_random
+from corral.tune.roofline import roofline
 from corral.tune.setups import BASE, Knob, Setup
 from corral.tune.store import TuneRun, TuneSpec
 
@@ -69,48 +77,82 @@ def tune(run: TuneRun, watcher: TuneWatcher) -> RaceResult:
     with exclusive_lock(run.folder / "lock", lambda who: watcher.phase(f"waiting for {who}"), silent_s=OLD_LOCK_S):
         spec, trials = run.spec, run.trials()
         race = spec.race
-        while order := next_order(race, trials):
-            watcher.begins(len(trials) + 1, order, race.budget_s - sum(one.took_s for one in trials))
-            trial = _made(run, spec, order, len(trials) + 1, watcher)
+
+        def begins(number: int, order: TrialOrder) -> None:
+            watcher.begins(number, order, race.budget_s - sum(one.of_budget_s for one in trials))
+
+        def ended(trial: Trial) -> None:
             run.add(trial)
-            trials.append(trial)
             watcher.ended(trial, verdict(race, trials))
+
+        def make(order: TrialOrder, number: int, place: int) -> Trial:
+            return _made(run, spec, order, number, watcher, place)
+
+        _end_all(run, spec)  # a run that was killed may have left some
+        try:
+            if spec.places > 1:
+                run_beside(race, trials, spec.places, make, begins, ended, lambda: _end_all(run, spec))
+            while order := next_order(race, trials) or _beside_the_race(spec, trials):
+                begins(len(trials) + 1, order)
+                trials.append(make(order, len(trials) + 1, 0))
+                ended(trials[-1])
+        finally:
+            _end_all(run, spec)
         return verdict(race, trials)
 
 
-def _made(run: TuneRun, spec: TuneSpec, order: TrialOrder, number: int, watcher: TuneWatcher) -> Trial:
+def _beside_the_race(spec: TuneSpec, trials: Sequence[Trial]) -> TrialOrder | None:
+    return next_random(spec.race, trials, spec.bench.workload.seed) if spec.random else None
+
+
+def _end_all(run: TuneRun, spec: TuneSpec) -> None:
+    """Stop what still runs of this run's servers."""
+    for place in range(spec.places):
+        folder = DeploymentFolder.of(_name(run, place))
+        with contextlib.suppress(CorralError):
+            if folder.record.is_file() and deployments.status(folder).state not in ENDED:
+                deployments.stop(folder)
+
+
+def _made(
+    run: TuneRun, spec: TuneSpec, order: TrialOrder, number: int, watcher: TuneWatcher, place: int = 0
+) -> Trial:
     began_s, start_s, folder = time.monotonic(), 0.0, run.trial_folder(number)
 
-    def trial(score: float | None, why: str = "") -> Trial:
+    def trial(score: float | None, why: str = "", bounds: Roofline | None = None) -> Trial:
         took_s = time.monotonic() - began_s
-        return Trial(order.setup, order.purpose, score, round(took_s, 2), round(start_s, 2), why, str(folder))
+        spent = (round(took_s, 2), round(start_s, 2))
+        return Trial(order.setup, order.purpose, score, *spent, why, str(folder), bounds)
 
     try:
-        with _served(run, spec, order.setup, watcher) as endpoint:
+        with _served(run, spec, order.setup, watcher, place) as endpoint:
             start_s = time.monotonic() - began_s
             watcher.phase("measuring")
-            value = run_loop(_score(endpoint, spec, order, folder, number))
+            value, bounds = run_loop(_score(endpoint, spec, order, folder, number))
     except CorralError as error:
-        return trial(None, error.message.removeprefix(f"{_name(run)!r} failed: "))
-    return trial(value)
+        return trial(None, error.message.removeprefix(f"{_name(run, place)!r} failed: "))
+    return trial(value, bounds=bounds)
 
 
-async def _score(endpoint: Endpoint, spec: TuneSpec, order: TrialOrder, folder: Path, number: int) -> float:
+async def _score(
+    endpoint: Endpoint, spec: TuneSpec, order: TrialOrder, folder: Path, number: int
+) -> tuple[float, Roofline | None]:
     async with Bench(endpoint) as bench:
         found = await measure_score(bench, spec.bench, spec.objective, order.measure_s, folder, number)
-        return found.value
+        return found.value, roofline(bench.plan, spec.objective, found.summary)
 
 
-def _name(run: TuneRun) -> str:
-    """Of the deployments that are measured, one after the other."""
-    return f"tune-{run.name}"[:LONGEST_NAME]
+def _name(run: TuneRun, place: int) -> str:
+    """Of the deployments that are measured, one after the other in each place."""
+    return f"tune-{run.name}"[:LONGEST_NAME] + (f"-{place + 1}" if place else "")
 
 
 @contextlib.contextmanager
-def _served(run: TuneRun, spec: TuneSpec, setup: Setup, watcher: TuneWatcher) -> Iterator[Endpoint]:
+def _served(run: TuneRun, spec: TuneSpec, setup: Setup, watcher: TuneWatcher, place: int) -> Iterator[Endpoint]:
     """The setup's server while it is measured."""
-    name = _name(run)
-    wish = replace(tuned_wish(spec.wish, spec.race.knobs, setup), name=name)
+    name = _name(run, place)
+    share = spec.shares[place] if spec.shares else spec.wish.share
+    wish = replace(tuned_wish(spec.wish, spec.race.knobs, setup), name=name, share=share)
     folder = DeploymentFolder.of(name)
     try:
         status = bringup.bring_up(wish, _Phases(watcher.phase))

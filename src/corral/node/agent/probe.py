@@ -13,6 +13,7 @@ from typing import Any, Callable, Dict, NamedTuple, Optional, Set, Tuple
 from ..states import Reason
 from ..tcp_table import users_at_other_end
 from .container import Container
+from .load_log import LoadLog
 from .metrics import figures
 from .processes import descendants
 from .sockets import listener_users, listeners, sockets_of
@@ -29,6 +30,8 @@ class Server:
         everywhere = serve["host"] in ("0.0.0.0", "::", "")  # noqa: S104
         self.host = "127.0.0.1" if everywhere else serve["host"]
         self.port, self.model, self.key_file = serve["port"], serve["model"], serve["key_file"]
+        self.page = b""  # the metrics, as last read
+        self.asked = 0  # completions of the agent itself
         self.users: Optional[Set[int]] = None  # whose socket the engine's is, once it was seen to be the engine's
 
     def call(
@@ -58,6 +61,7 @@ class Server:
 
     def complete(self, timeout_s: float) -> Tuple[int, str]:
         body = {"model": self.model, "prompt": "Hello", "max_tokens": 1, "temperature": 0}
+        self.asked += 1
         return self.call("POST", "/v1/completions", body, timeout_s=timeout_s)
 
     def counters(self) -> Tuple[float, float]:
@@ -68,7 +72,8 @@ class Server:
         status, text = self.call("GET", "/metrics")
         if status != 200:
             raise OSError("metrics answered %d" % status)
-        found = figures(text.encode("utf-8", "replace"))
+        self.page = text.encode("utf-8", "replace")
+        found = figures(self.page)
         busy = found.get("running", 0.0) + found.get("waiting", 0.0)
         return busy, sum(found.get(name, 0.0) for name in ("generated_tokens", "prompt_tokens", "kv_use"))
 
@@ -88,10 +93,16 @@ class Probe(threading.Thread):
     """Asks the server, off the main loop: first until it is ready, then whether it still lives."""
 
     def __init__(
-        self, server: Server, patience: Json, container: Container, tell: Callable[[str], None], gang: bool
+        self,
+        server: Server,
+        patience: Json,
+        container: Container,
+        tell: Callable[[str], None],
+        gang: bool,
+        load: LoadLog,
     ) -> None:
         super().__init__(daemon=True)
-        self.server, self.container, self.tell = server, container, tell
+        self.server, self.container, self.tell, self.load = server, container, tell, load
         self.hung_s = hung_s = float(patience["hung_s"])
         # over several nodes a rank can be gone while /health still says 200: idle ones are asked often
         self.answer_s = min(float(patience["node_s"]), hung_s) if gang else hung_s
@@ -162,6 +173,7 @@ class Probe(threading.Thread):
             self.fault = Fault(Reason.ENGINE_EXITED, "/health says that the engine behind the server is dead", True)
             return
         busy, tokens = self.server.counters()
+        self.load.note(self.server.page, self.server.asked)
         now = time.monotonic()  # not before: the key's file may lie on a file system that hung meanwhile
         self.trouble = ""
         if tokens != self._tokens:

@@ -16,6 +16,7 @@ from .advance import Advance
 from .container import Container
 from .engine_log import PROGRESS_NAMES, WAITING, EngineLog, read_line
 from .journal import Journal, private_tmp
+from .load_log import LoadLog
 from .probe import Probe, Server
 from .processes import (
     MARKER,
@@ -116,7 +117,8 @@ class Rank:
         serve, gang = self.spec.get("serve"), self.spec.get("gang")
         if not serve:
             return None
-        probe = Probe(Server(serve), self.patience, self.container, self._tell_trouble, bool(gang))
+        load = LoadLog(self.spec.get("load", ""))
+        probe = Probe(Server(serve), self.patience, self.container, self._tell_trouble, bool(gang), load)
         probe.start()
         return probe
 
