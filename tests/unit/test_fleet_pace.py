@@ -17,8 +17,12 @@ from corral.deployment.fleet import (
     MemberLoad,
     create_fleet,
 )
+from corral.deployment.state import State
 from corral.files import write_atomic
+from corral.fleet import pace
 from corral.fleet.pace import FULL_S, Pacer, backlog_of, summed
+from corral.fleet.steps import MemberFacts
+from corral.lifecycle import deployments
 from corral.processes import own_identity
 from corral.record import dump_json
 
@@ -59,6 +63,26 @@ def test_a_capacity_is_believed_once_requests_have_waited(folder: FleetFolder) -
     later = Pacer(folder)  # a keeper that was started again knows it
     assert later.capacity == pytest.approx(900.0)
     assert later.lead_s == 60.0
+
+
+def test_the_time_to_become_ready_follows_the_last_launches(
+    folder: FleetFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a member comes under a name used before."""
+    pacer, took = Pacer(folder), [0.0]
+
+    def status(_: object) -> deployments.Status:
+        return deployments.Status("f-1", State.READY, None, "", "", "", None, None, "m", "", "local", 0.0, 0.0, None,
+                                  deployments.Timings(ready_s=took[0]))  # fmt: skip
+
+    monkeypatch.setattr(deployments, "status", status)
+    monkeypatch.setattr(pace, "_queue_s", lambda _: 0.0)
+    for launch in range(40):
+        took[0] = 10.0 if launch < 20 else 100.0
+        for _ in range(2):
+            pacer._measure({"f-1": MemberFacts("f-1", State.READY, created_s=float(launch))})
+    assert pacer.lead_s == 100.0
+    assert len(pacer.leads) == pace.LAST_LAUNCHES
 
 
 def test_a_gateway_that_began_anew_finished_nothing_before(folder: FleetFolder) -> None:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from corral.client.retry import backoff_s
 from corral.deployment.events import append_event
-from corral.deployment.fleet import Fleet, FleetFolder, FleetMember, change_fleet, read_fleet, read_loads
+from corral.deployment.fleet import Fleet, FleetFolder, FleetMember, GatewayLoad, change_fleet, read_fleet, read_loads
 from corral.deployment.folder import DeploymentFolder
 from corral.deployment.state import ENDED, State
 from corral.errors import ConflictError, CorralError
@@ -97,7 +97,8 @@ class Keeper:
     def look(self, fleet: Fleet) -> None:
         """Look once, and do what is due."""
         now_s = time.time()
-        facts = {member.name: self._facts(member, now_s) for member in fleet.members}
+        loads = read_loads(self.folder)
+        facts = {member.name: self._facts(member, loads, now_s) for member in fleet.members}
         decided = self.pacer.decide(fleet, facts, now_s)
         if decided is not None:
             fleet = change_fleet(self.folder, lambda one: replace(one, wanted=decided.wanted))
@@ -108,12 +109,12 @@ class Keeper:
 
     # what is known
 
-    def _facts(self, member: FleetMember, now_s: float) -> MemberFacts:
+    def _facts(self, member: FleetMember, loads: Mapping[str, GatewayLoad], now_s: float) -> MemberFacts:
         memory = self.memories.setdefault(member.name, _Memory())
         busy = memory.busy is not None and memory.busy.is_alive()
         seen = member_status(member)
         status = seen.status
-        known = load_of(read_loads(self.folder), member.name)
+        known = load_of(loads, member.name)
         facts = MemberFacts(
             member.name,
             seen.state,
@@ -124,6 +125,7 @@ class Keeper:
             self._last_request_s(member.name, memory, now_s) if seen.state is State.READY else None,
             memory.retry_s,
             busy,
+            status.created_s if status else 0.0,
         )
         self._count(facts, memory, now_s)
         return replace(facts, retry_s=memory.retry_s)

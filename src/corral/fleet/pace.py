@@ -32,6 +32,7 @@ MARGIN = 1.5  # of the lead before a job's end
 LEAST_MARGIN_S = 60.0
 FULL_S = 10.0  # for so long requests must have waited before what members finish counts as all they can
 WINDOW_S = 30.0  # over which that is counted
+LAST_LAUNCHES = 16  # whose times to become ready are remembered
 NEW = 0.2  # the weight of a new measurement
 
 
@@ -51,7 +52,7 @@ class Pacer:
     folder: FleetFolder
     capacity: float = 0.0
     course: Course = field(default_factory=Course)
-    leads: dict[str, tuple[float, float]] = field(default_factory=dict)  # queue wait, load time; by member
+    leads: dict[str, tuple[float, float]] = field(default_factory=dict)  # queue wait, load time; by launch
     full: list[tuple[float, dict[str, int], int]] = field(default_factory=list)  # when, finished by gateway, members
     _saved: float | None = None
 
@@ -117,15 +118,19 @@ class Pacer:
                 write_atomic(self.folder.measured, dump_json(MeasuredMembers(self.capacity, queue_s, load_s)))
 
     def _measure(self, facts: Mapping[str, MemberFacts]) -> None:
-        """Once for each member that became ready: how long that took."""
+        """Once for each launch that became ready: how long that took; the last ones count."""
         for name, one in facts.items():
-            if one.state is not State.READY or name in self.leads:
+            launch = f"{name} {one.created_s}"
+            if one.state is not State.READY or launch in self.leads:
                 continue
             folder = DeploymentFolder.of(name)
             with contextlib.suppress(CorralError, OSError):
                 status = deployments.status(folder)
                 if status.timings.ready_s is not None:
-                    self.leads[name] = (_queue_s(folder), status.timings.ready_s)
+                    self.leads[launch] = (_queue_s(folder), status.timings.ready_s)
+        ready = sum(one.state is State.READY for one in facts.values())
+        for launch in list(self.leads)[: -max(LAST_LAUNCHES, ready)]:
+            del self.leads[launch]
 
 
 def _queue_s(folder: DeploymentFolder) -> float:

@@ -35,6 +35,7 @@ class MemberFacts:
     last_request_s: float | None = None  # when its job begins to drain
     retry_s: float = 0.0  # one that failed is not started again before this time
     busy: bool = False  # it is being started or stopped right now
+    created_s: float = 0.0  # wall-clock time of its launch: another one under its name has another
 
 
 class Act(enum.StrEnum):
