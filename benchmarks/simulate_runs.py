@@ -64,23 +64,29 @@ def h200(s: float = 7.0) -> dict[str, Spec]:
     }  # fmt: skip
 
 
-def cpu(s: float = 7.0) -> dict[str, Spec]:
+def cpu(s: float = 45.0) -> dict[str, Spec]:
     return {
-        "fit-1-alone": spec_of(s, 64, 16, 40, concurrency=1, range_ratio=0.5),
-        "fit-2-crowd": spec_of(s, 64, 24, 80, concurrency=8, range_ratio=0.5),
-        "fit-3-rate": spec_of(s, 160, 12, rate=0.8, range_ratio=0.9),
-        "held-01-at-once-2": spec_of(s, 64, 16, 60, concurrency=2),
-        "held-02-at-once-4": spec_of(s, 64, 24, 60, concurrency=4, range_ratio=0.5),
-        "held-03-at-once-12": spec_of(s, 48, 16, 80, concurrency=12, range_ratio=0.3),
-        "held-04-rate-0.5": spec_of(s, 64, 16, rate=0.5),
-        "held-05-rate-1": spec_of(s, 64, 16, rate=1.0),
-        "held-06-rate-1.5": spec_of(s, 64, 16, rate=1.5),
-        "held-07-rate-2": spec_of(s, 64, 16, rate=2.0),
+        "fit-1-alone": spec_of(s, 64, 16, 200, concurrency=1, range_ratio=0.5),
+        "fit-2-crowd": spec_of(s, 64, 24, 400, concurrency=16, range_ratio=0.5),
+        "fit-3-rate": spec_of(s, 160, 12, rate=1.0, range_ratio=0.9),
+        "held-01-at-once-2": spec_of(s, 64, 16, 400, concurrency=2),
+        "held-02-at-once-4": spec_of(s, 64, 24, 400, concurrency=4, range_ratio=0.5),
+        "held-03-at-once-12": spec_of(s, 48, 16, 600, concurrency=12, range_ratio=0.3),
+        "held-04-rate-1": spec_of(s, 64, 16, rate=1.0),
+        "held-05-rate-2": spec_of(s, 64, 16, rate=2.0),
+        "held-06-rate-2.5": spec_of(s, 64, 16, rate=2.5),
+        "held-07-rate-3": spec_of(s, 64, 16, rate=3.0),
         "held-08-long-prompts": spec_of(s, 400, 8, rate=0.5, range_ratio=0.3),
-        "held-09-short": spec_of(s, 16, 8, rate=2.0, range_ratio=0.5),
-        "held-10-bursts": spec_of(s, 64, 16, rate=1.2, arrival="gamma", burstiness=0.25),
-        "held-11-hard-bursts": spec_of(s, 64, 16, rate=1.2, arrival="gamma", burstiness=0.1),
-        "held-12-shared-prefix": spec_of(s, 32, 12, rate=1.2, prefix_len=256, num_prefixes=2, dataset=SHARED),
+        "held-09-short": spec_of(s, 16, 8, rate=4.0, range_ratio=0.5),
+        "held-10-bursts": spec_of(s, 64, 16, rate=1.8, arrival="gamma", burstiness=0.25),
+        "held-11-hard-bursts": spec_of(s, 64, 16, rate=1.4, arrival="gamma", burstiness=0.1),
+        "held-12-shared-prefix": spec_of(s, 32, 12, rate=1.5, prefix_len=256, num_prefixes=2, dataset=SHARED),
+        "held-13-rate-3.5": spec_of(s, 64, 16, rate=3.5),
+        "held-14-rate-4.5": spec_of(s, 64, 16, rate=4.5),
+        "held-15-at-once-24": spec_of(s, 64, 16, 600, concurrency=24),
+        "held-16-rate-5.5": spec_of(s, 64, 16, rate=5.5),
+        "held-17-rate-6.5": spec_of(s, 64, 16, rate=6.5),
+        "held-18-rate-8": spec_of(s, 64, 16, rate=8.0),
     }  # fmt: skip
 
 
@@ -90,8 +96,7 @@ SETS = {"h200": h200, "cpu": cpu}
 async def measure(endpoint: Endpoint, specs: dict[str, Spec], into: Path) -> None:
     began = time.monotonic()
     async with Bench(endpoint) as bench:
-        for number, (name, spec) in enumerate(specs.items()):
-            seeded = replace(spec, workload=replace(spec.workload, seed=1000 + number), label=name)
+        for name, seeded in specs.items():
             folder = store.new_folder(name, into, name)
             done = await bench.run(seeded, folder)
             s, load = done.run.summary, os.getloadavg()[0]
@@ -131,7 +136,8 @@ def main() -> None:
     parser.add_argument("--url", help="a server that Corral did not start")
     parser.add_argument("--key-file")
     parser.add_argument("--seconds", type=float, default=7.0, help="for which each run sends requests")
-    parser.add_argument("--only", default="", help="runs whose name contains this")
+    parser.add_argument("--seed", type=int, default=1000, help="a second time needs another: prompts are cached")
+    parser.add_argument("--only", default="", help="runs whose name contains one of these, with commas")
     parser.add_argument("--thin", type=Path, metavar="FOLDER", help="pack runs that were measured before")
     parser.add_argument("--into", type=Path, required=True)
     given = parser.parse_args()
@@ -139,7 +145,12 @@ def main() -> None:
         thin(given.thin, given.into)
         return
     endpoint = resolve(given.deployment, url=given.url, key_file=given.key_file)
-    specs = {name: spec for name, spec in SETS[given.set](given.seconds).items() if given.only in name}
+    wanted = given.only.split(",")
+    specs = {
+        name: replace(spec, workload=replace(spec.workload, seed=given.seed + number), label=name)
+        for number, (name, spec) in enumerate(SETS[given.set](given.seconds).items())
+        if any(part in name for part in wanted)
+    }
     run(measure(endpoint, specs, given.into))
 
 

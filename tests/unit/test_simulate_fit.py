@@ -6,13 +6,16 @@ import json
 import math
 import tarfile
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from corral.bench.spec import LoadShape, Workload
+from corral.bench.spec import LoadShape, Workload, parse_slos
 from corral.cli import main
 from corral.simulate.engine import EngineShape
+from corral.simulate.fitting import Fit, MeasuredRange, RunError
+from corral.simulate.forecast import SimServer, forecast, highest_rates
 from corral.simulate.outcome import LatencySketch
 from corral.simulate.requests import OpenLoop, source_of, trace_requests
 from corral.simulate.solver import least_squares, nonnegative
@@ -20,16 +23,19 @@ from corral.simulate.steptime import FittedSteps
 from corral.simulate.world import MemberModel, simulate_load
 from tests.conftest import ROOT
 
-ARCHIVE = ROOT / "tests" / "data" / "simulate-h200-8b.tar.gz"
+DATA = ROOT / "tests" / "data"
 STEPS = FittedSteps(5e-3, 30e-6, 3e-9, 20e-6)
+
+
+def unpacked(name: str, folder: Path) -> Path:
+    with tarfile.open(DATA / f"simulate-{name}.tar.gz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("h200")
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(folder, filter="data")
-    return folder
+    return unpacked("h200-8b", tmp_path_factory.mktemp("h200"))
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -40,20 +46,34 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return out.out
 
 
-def test_twelve_and_more_runs_of_an_h200_are_predicted(
-    measured: Path, clean_home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Fitted to three runs: the goals for E2EL and TTFT hold, and the planner alone does worse."""
-    runs = sorted(str(path) for path in measured.iterdir())
+@pytest.mark.parametrize(
+    ("name", "e2el", "ttft", "rate", "covered"),
+    # the goals are 8%, 15% and 10%; where a bound is wider, the goal is missed: docs/simulate.md
+    [
+        ("h200-8b", 0.08, 0.15, 0.14, 0.88),
+        ("h200-70b-fp8", 0.08, 0.20, 0.10, 0.85),
+        ("cpu-smollm2", 0.17, 0.15, 0.12, 0.80),
+    ],
+)
+def test_twelve_and_more_held_out_runs_are_predicted(
+    name: str, e2el: float, ttft: float, rate: float, covered: float,
+    tmp_path: Path, clean_home: Path, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Fitted to three runs: errors stay what they are, the planner alone does worse, intervals hold what they say."""
+    runs = sorted(str(path) for path in unpacked(name, tmp_path / "runs").iterdir())
     assert [Path(one).name[:3] for one in runs[:3]] == ["fit"] * 3
     found = json.loads(said(capsys, "simulate", "validate", *runs, "--slo", "ttft_p90=1s", "--json"))
-    assert len(found["validation"]["held_out"]) >= 12
-    assert found["median_errors"]["e2el_mean"] <= 0.08
-    assert found["median_errors"]["ttft_p50"] <= 0.15
-    planned = sorted(abs(one["planned"]["e2el_mean"]) for one in found["validation"]["held_out"])
-    assert planned[len(planned) // 2] > found["median_errors"]["e2el_mean"]
+    held = found["validation"]["held_out"]
+    assert len(held) >= 12
+    assert found["median_errors"]["e2el_mean"] <= e2el
+    assert found["median_errors"]["ttft_p50"] <= ttft
+    for metric in ("e2el_mean", "ttft_p50"):
+        planned = sorted(abs(one["planned"][metric]) for one in held)
+        assert planned[len(planned) // 2] > found["median_errors"][metric]
     (limit,) = found["validation"]["limits"]
-    assert 0.8 < limit["simulated"] / limit["measured"] < 1.2  # the goal of 10% is missed: docs/simulate.md
+    assert abs(limit["simulated"] / limit["measured"] - 1) <= rate
+    inside = [value for one in held for value in one["within"].values()]
+    assert sum(inside) >= covered * len(inside)
 
 
 def test_a_forecast_carries_the_error_of_its_fit_and_says_what_lies_beyond(
@@ -62,7 +82,7 @@ def test_a_forecast_carries_the_error_of_its_fit_and_says_what_lies_beyond(
     runs = ",".join(str(path) for path in sorted(measured.glob("fit-*")))
     words = ("simulate", "--from", runs, "--num-prompts", "300", "--request-rate", "20")
     near = said(capsys, *words)
-    assert "Error: TTFT ±" in near
+    assert "Error: TTFT -" in near
     assert "Beyond what was measured" not in near
     far = said(capsys, *words, "--input-len", "8000")
     assert "8,000 prompt tokens; measured" in far
@@ -87,6 +107,36 @@ def test_a_fleet_a_range_of_rates_and_a_page(
     page = tmp_path / "page.html"
     said(capsys, *base, "--concurrency", "8", "-o", str(page))
     assert "<svg" in page.read_text()
+
+
+def test_an_interval_widens_near_saturation_and_beyond_what_was_measured() -> None:
+    errors = tuple(RunError(name, 0.01, 0.05, 0.01, 0.01) for name in "abc")
+    fit = Fit(STEPS, errors, MeasuredRange((0.1, 16), (100, 400), (20, 40)), ("a", "b", "c"))
+    server = SimServer(MemberModel(EngineShape(max_seqs=16), STEPS), "a test", fit=fit)
+
+    def width(rate: float, prompt: int) -> float:
+        work = Workload(num_prompts=400, input_len=prompt, output_len=30)
+        found = forecast(server, lambda: source_of(work, LoadShape(rate=rate)), "")
+        low, high = found.interval["ttft"]
+        assert low < 0 < high
+        return (1 + high) / (1 + low)
+
+    calm = width(5.0, 200)
+    assert 1.2 < calm < 1.5  # 10% and 5%, on both sides
+    assert width(55.0, 200) > 1.2 * calm
+    assert width(5.0, 1600) > 1.3 * calm
+
+
+def test_the_highest_rate_lies_between_those_of_other_step_times() -> None:
+    errors = (RunError("a", 0.0, 0.0, 0.0, 0.0),)
+    fit = Fit(STEPS, errors, MeasuredRange((1, 8), (100, 400), (20, 40)), ("a",))
+    server = SimServer(MemberModel(EngineShape(max_seqs=16), STEPS), "a test", fit=fit)
+    work = Workload(num_prompts=300, input_len=200, output_len=30)
+    slos = parse_slos("ttft_p90=200ms")
+    found = highest_rates(server, lambda rate: source_of(work, LoadShape(rate=rate)), (1.0, 200.0), slos)
+    best, slower, quicker = (one or 0.0 for one in found)
+    assert 0 < slower < best < quicker
+    assert len(highest_rates(replace(server, fit=None), lambda _: OpenLoop([]), (1.0, 2.0), slos)) == 1
 
 
 @pytest.mark.parametrize(

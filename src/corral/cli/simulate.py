@@ -32,7 +32,7 @@ from corral.simulate.forecast import (
     SimServer,
     fitted_server,
     forecast,
-    highest_rate,
+    highest_rates,
     planned_server,
     smallest_fleet,
     what_if,
@@ -131,10 +131,14 @@ def run(output: Path | None, as_json: bool, **given: Any) -> int:
     def at(rate: float, replicas: int) -> Forecast:
         scaling = _scaling(given, server, least, most)
         label = f"{rate:g} req/s" if rate else (given["trace"] or f"{given['concurrency'] or 1} at once")
-        source = source_at(rate)
-        return forecast(server, source, label, replicas, given["policy"], slos, scaling, given["price"])
+        return forecast(
+            server, lambda: source_at(rate), label, replicas, given["policy"], slos, scaling, given["price"]
+        )
 
-    rows, answer = _answer(at, rates, least, most, slos, bool(given["lead_s"]))
+    def limits() -> tuple[float | None, ...]:
+        return highest_rates(server, source_at, rates, slos, least, given["policy"])
+
+    rows, answer = _answer(at, limits, rates, least, most, slos, bool(given["lead_s"]))
     if output is not None:
         write_atomic(output, forecast_page(server, rows, answer))
         tell(f"Written to {output}.", err=True)
@@ -148,8 +152,8 @@ def run(output: Path | None, as_json: bool, **given: Any) -> int:
 
 
 def _answer(
-    at: Callable[[float, int], Forecast], rates: tuple[float, float], least: int, most: int, slos: tuple[Slo, ...],
-    scales: bool,
+    at: Callable[[float, int], Forecast], limits: Callable[[], tuple[float | None, ...]], rates: tuple[float, float],
+    least: int, most: int, slos: tuple[Slo, ...], scales: bool,
 ) -> tuple[list[Forecast], str]:  # fmt: skip
     low, high = rates
     words = ", ".join(map(str, slos))
@@ -164,11 +168,22 @@ def _answer(
     rows = [at(float(f"{rate:.3g}"), least) for rate in steps]
     if not slos:
         return rows, ""
-    limit = highest_rate(lambda rate: at(rate, least), low, high)
-    if limit is None:
-        return rows, f"{low:g} requests per second do not meet {words}."
-    more = " (more was not tried)" if limit == high else ""
-    return rows, f"The highest rate that meets {words} is {limit:.3g} requests per second{more}."
+    return rows, _rate_answer(limits(), rates, words)
+
+
+def _rate_answer(limits: tuple[float | None, ...], rates: tuple[float, float], words: str) -> str:
+    """The highest rate in words, and with a fit between which rates it lies."""
+    low, high = rates
+    best, *around = limits
+    if best is None:
+        text = f"{low:g} requests per second do not meet {words}"
+    else:
+        more = " (more was not tried)" if best == high else ""
+        text = f"The highest rate that meets {words} is {best:.3g} requests per second{more}"
+    if not around:
+        return f"{text}."
+    worst, quickest = (f"less than {low:g}" if one is None else f"{one:.3g}" for one in around)
+    return f"{text}; {worst} if steps take longer than the fit says, {quickest} if they are shorter."
 
 
 def _load(given: dict[str, Any]) -> tuple[Callable[[float], RequestSource], tuple[float, float]]:

@@ -1,8 +1,6 @@
-"""A forecast with its error: what is simulated, how far off the fit was where it was measured, and what lies beyond.
+"""A forecast with its error: what is simulated, and around each figure how far it may be off.
 
-The interval of a figure is the worst error of the fit on its own runs, 3% at least. Each doubling beyond what was
-measured (requests at once on one member, lengths of prompts and answers) widens it by as much again, and the forecast
-says so. Without a fit there is no interval: the roofline's error is known only where it was measured.
+Without a fit there is no interval: the roofline's error is known only where it was measured.
 """
 
 from __future__ import annotations
@@ -15,16 +13,17 @@ from corral.bench.spec import Slo
 from corral.plan import Plan
 from corral.simulate.engine import EngineShape
 from corral.simulate.fitting import Fit, fitted_member
-from corral.simulate.measured import MeasuredRun
+from corral.simulate.interval import Interval, beyond, intervals, step_error
+from corral.simulate.measured import LoadPoint, MeasuredRun
 from corral.simulate.outcome import SimOutcome
-from corral.simulate.requests import RequestSource
+from corral.simulate.requests import FirstOf, RequestSource
 from corral.simulate.steptime import linearised, planned_steps
 from corral.simulate.world import MemberModel, ScalingModel, simulate_load
 
-__all__ = ["Forecast", "SimServer", "fitted_server", "forecast", "highest_rate", "planned_server", "smallest_fleet",
-           "what_if"]  # fmt: skip
+__all__ = ["Forecast", "SimServer", "fitted_server", "forecast", "highest_rate", "highest_rates",
+           "planned_server", "smallest_fleet", "what_if"]  # fmt: skip
 
-LEAST_ERROR = 0.03
+FIRST = 5000  # requests of a longer load with which its interval is found
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Forecast:
     label: str
     replicas: int
     outcome: SimOutcome
-    interval: dict[str, float]  # metric -> ± share; empty where nothing was fitted
+    interval: dict[str, Interval]  # of each metric; empty where nothing was fitted
     beyond: tuple[str, ...]
     meets: bool | None  # None where there is no SLO
     gpu_hours: float
@@ -104,7 +103,7 @@ def what_if(server: SimServer, measured: Plan, other: Plan) -> SimServer:
 
 def forecast(
     server: SimServer,
-    source: RequestSource,
+    source: Callable[[], RequestSource],
     label: str,
     replicas: int = 1,
     policy: str = "prefix",
@@ -112,36 +111,40 @@ def forecast(
     scaling: ScalingModel | None = None,
     price: float | None = None,
 ) -> Forecast:
-    """Simulate one load."""
-    found = simulate_load(source, server.model, replicas, policy, slos, scaling)
-    beyond, factor = _beyond(server, found)
-    metrics = {"ttft": "ttft_p50", "tpot": "tpot_p50", "e2el": "e2el_mean", "throughput": "throughput"}
-    interval = (
-        {name: factor * max(LEAST_ERROR, server.fit.worst(key)) for name, key in metrics.items()}
-        if server.fit
-        else {}
-    )
+    """Simulate one load, and again with other step times."""
+    found = simulate_load(source(), server.model, replicas, policy, slos, scaling)
+
+    def again(model: MemberModel) -> SimOutcome:
+        return simulate_load(FirstOf(source(), FIRST), model, replicas, policy, (), scaling)
+
+    words, interval = _errors(server, found, again)
     hours = found.member_s * server.gpus / 3600
     meets = found.meets(slos) if slos else None
-    return Forecast(label, replicas, found, interval, beyond, meets, hours, hours * price if price else None)
+    return Forecast(label, replicas, found, interval, words, meets, hours, hours * price if price else None)
 
 
-def _beyond(server: SimServer, found: SimOutcome) -> tuple[tuple[str, ...], float]:
-    """What lies outside of what was measured, in words, and by how much the interval is widened."""
+def _errors(
+    server: SimServer, found: SimOutcome, again: Callable[[MemberModel], SimOutcome]
+) -> tuple[tuple[str, ...], dict[str, Interval]]:
+    """What lies beyond the measurements, and the interval of each figure."""
     if server.fit is None or not found.completed:
-        return (), 1.0
-    span, words, factor = server.fit.span, list(server.changed), 1.0 + len(server.changed)
-    per_member = found.mean_running / max(1, found.members)
-    for name, value, (low, high) in (
-        ("requests at once", per_member, span.concurrency),
-        ("prompt tokens", found.input_tokens / found.completed, span.input_len),
-        ("answer tokens", found.output_tokens / found.completed, span.output_len),
-    ):
-        doublings = math.log2(max(value / max(high, 1e-9), low / max(value, 1e-9), 1.0))
-        if doublings > 0.07:
-            factor += doublings
-            words.append(f"{value:,.0f} {name}; measured {low:,.0f} to {high:,.0f}")
-    return tuple(words), factor
+        return (), {}
+    at_once = found.mean_running / max(1, found.members)
+    point = LoadPoint(at_once, found.input_tokens / found.completed, found.output_tokens / found.completed)
+    words, doublings = beyond(server.fit.span, point)
+    here = found if found.sent <= FIRST else again(server.model)
+
+    def other(factor: float) -> dict[str, float]:
+        return _figures(again(server.model.slowed(factor)))
+
+    factor = 1.0 + len(server.changed) + doublings
+    return (*server.changed, *words), intervals(server.fit, _figures(here), other, factor)
+
+
+def _figures(found: SimOutcome) -> dict[str, float]:
+    t = found.latencies
+    return {"ttft": t["ttft"]["p50"], "tpot": t["tpot"]["p50"], "e2el": t["e2el"]["mean"],
+            "throughput": found.output_throughput}  # fmt: skip
 
 
 def smallest_fleet(run: Callable[[int], Forecast], least: int, most: int) -> tuple[list[Forecast], Forecast | None]:
@@ -162,14 +165,36 @@ def smallest_fleet(run: Callable[[int], Forecast], least: int, most: int) -> tup
     return [tried[count] for count in sorted(tried)], tried[high]
 
 
-def highest_rate(run: Callable[[float], Forecast], least: float, most: float, rounds: int = 6) -> float | None:
+def highest_rate(meets: Callable[[float], bool], least: float, most: float, rounds: int = 6) -> float | None:
     """The highest rate that meets the SLO, to a few percent; None where the least does not."""
-    if not run(least).meets:
+    if not meets(least):
         return None
     low, high = least, most
-    if run(most).meets:
+    if meets(most):
         return most
     for _ in range(rounds):
         middle = math.sqrt(low * high)
-        low, high = (middle, high) if run(middle).meets else (low, middle)
+        low, high = (middle, high) if meets(middle) else (low, middle)
     return low
+
+
+def highest_rates(
+    server: SimServer,
+    source_at: Callable[[float], RequestSource],
+    rates: tuple[float, float],
+    slos: Sequence[Slo],
+    replicas: int = 1,
+    policy: str = "prefix",
+) -> tuple[float | None, ...]:
+    """The highest rate; with a fit, also with longer and with shorter step times."""
+    models = [server.model]
+    if server.fit:
+        wrong = step_error(server.fit)
+        models += [server.model.slowed(1 + wrong), server.model.slowed(1 / (1 + wrong))]
+
+    def limit(model: MemberModel) -> float | None:
+        return highest_rate(
+            lambda rate: simulate_load(source_at(rate), model, replicas, policy, slos).meets(slos), *rates
+        )
+
+    return tuple(limit(model) for model in models)

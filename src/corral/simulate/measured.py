@@ -21,7 +21,7 @@ from corral.simulate.engine import EngineShape
 from corral.simulate.outcome import Recorder
 from corral.simulate.requests import ClosedLoop, OpenLoop, RequestSource, SimRequest
 
-__all__ = ["ExactRecorder", "MeasuredRun", "RunFigures", "load_measured"]
+__all__ = ["ExactRecorder", "LoadPoint", "MeasuredRun", "RunFigures", "load_measured"]
 
 METRICS = ("ttft", "tpot", "e2el")
 
@@ -54,6 +54,7 @@ class ExactRecorder(Recorder):
     def __init__(self) -> None:
         super().__init__()
         self._values: dict[str, list[float]] = {name: [] for name in METRICS}
+        self.next_moment_s = math.inf  # nobody looks at its course
 
     def finished(self, at_s: float, asked_s: float, first_s: float, prompt: int, output: int) -> None:
         self.completed += 1
@@ -67,6 +68,15 @@ class ExactRecorder(Recorder):
     def figures(self) -> RunFigures:
         ttft, tpot, e2el = (tuple(sorted(self._values[name])) for name in METRICS)
         return RunFigures(ttft, tpot, e2el, max(0.0, self.last_s - self.first_s), self.output_tokens)
+
+
+@dataclass(frozen=True)
+class LoadPoint:
+    """Where a load lies: averages."""
+
+    at_once: float  # requests, on one replica
+    prompt: float
+    output: float
 
 
 @dataclass(frozen=True)
@@ -84,6 +94,14 @@ class MeasuredRun:
     @property
     def plan(self) -> Plan | None:
         return self.run.plan
+
+    @property
+    def point(self) -> LoadPoint:
+        rows, seen = self.rows, self.figures
+        prompt, output = (
+            sum(values) / len(rows) for values in zip(*[(r.input_tokens, r.output_tokens) for r in rows], strict=True)
+        )
+        return LoadPoint(sum(seen.e2el) / 1000 / max(1e-9, seen.duration_s), prompt, output)
 
     def source(self) -> RequestSource:
         """The same load again: its times in an open loop, its lengths and its concurrency in a closed one."""

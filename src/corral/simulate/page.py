@@ -10,6 +10,7 @@ from corral.report.svg import Curve, chart
 from corral.report.tables import table_lines, wrapped
 from corral.report.text import figure
 from corral.simulate.forecast import Forecast, SimServer
+from corral.simulate.interval import STEP_ERROR
 from corral.simulate.validation import Validation
 from corral.wording import counted
 
@@ -37,9 +38,14 @@ def error_sentence(server: SimServer, rows: Sequence[Forecast]) -> str:
     """What is known of the error of these forecasts."""
     if server.fit is None:
         return f"Error: not known. Step times are {server.basis}; `corral simulate --from RUN` fits them to runs."
-    widest = max(rows, key=lambda one: one.interval["e2el"]).interval
-    parts = ", ".join(f"{name.upper()} ± {widest[name]:.0%}" for name in ("ttft", "tpot", "e2el"))
-    return f"Error: {parts} (the worst of the fit on its own runs, wider beyond what was measured); {server.basis}."
+    parts = []
+    for name in ("ttft", "tpot", "e2el"):
+        low, high = (pick(one.interval[name][n] for one in rows if one.interval) for n, pick in ((0, min), (1, max)))
+        parts.append(f"{name.upper()} {low:+.0%} to {high:+.0%}")
+    return (
+        f"Error: {', '.join(parts)} (nine of ten held-out figures lay within such intervals: step times"
+        f" {STEP_ERROR:.0%} longer or shorter, and the worst error of the fit on its own runs); {server.basis}."
+    )
 
 
 def forecast_lines(server: SimServer, rows: Sequence[Forecast], answer: str, columns: int | None) -> Iterator[str]:
@@ -82,6 +88,10 @@ def validation_lines(found: Validation, columns: int | None) -> Iterator[str]:
         beside = f"; the planner alone {planned_:.1%}" if planned_ is not None else ""
         yield from wrapped(f"{name}: median error {simulated:.1%}{beside}; on the fitted runs"
                            f" {found.fit.typical(metric):.1%}", columns)  # fmt: skip
+    names = {"e2el": "E2EL", "ttft": "TTFT P50", "tpot": "TPOT P50", "throughput": "throughput"}
+    parts = ", ".join(f"{label} {found.covered(name)}" for name, label in names.items())
+    text = f"within the interval of the forecast, of {len(found.held_out)} held-out runs: {parts}"
+    yield from wrapped(text, columns)
     for limit in found.limits:
         measured, simulated_ = (f"{one:.3g}" if one else "outside" for one in (limit.measured, limit.simulated))
         off = f" ({limit.error:+.1%})" if limit.error is not None else ""

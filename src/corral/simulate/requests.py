@@ -18,7 +18,7 @@ from corral.errors import DataError
 from corral.files import existing_file
 from corral.untrusted import parse_json
 
-__all__ = ["ClosedLoop", "OpenLoop", "RequestSource", "SimRequest", "source_of", "synthetic",
+__all__ = ["ClosedLoop", "FirstOf", "OpenLoop", "RequestSource", "SimRequest", "source_of", "synthetic",
            "trace_requests"]  # fmt: skip
 
 
@@ -39,7 +39,9 @@ class SimRequest:
 class RequestSource(Protocol):
     """Where a simulation's requests come from, in the order of their times."""
 
-    next_s: float  # of the next request; infinite where there is none now
+    @property
+    def next_s(self) -> float:
+        """The time of the next request; infinite where there is none now."""
 
     def take(self) -> SimRequest: ...
 
@@ -123,6 +125,24 @@ class ClosedLoop:
             request.turns - 1,
         )  # fmt: skip
         self._push(further, at_s)
+
+
+class FirstOf:
+    """The first so many requests of a load."""
+
+    def __init__(self, source: RequestSource, count: int) -> None:
+        self._source, self._left = source, count
+
+    @property
+    def next_s(self) -> float:
+        return self._source.next_s if self._left else math.inf
+
+    def take(self) -> SimRequest:
+        self._left -= 1
+        return self._source.take()
+
+    def finished(self, request: SimRequest, at_s: float) -> None:
+        self._source.finished(request, at_s)
 
 
 def _around(length: int, ratio: float, dice: random.Random) -> int:

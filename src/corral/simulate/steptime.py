@@ -90,6 +90,10 @@ class FittedSteps:
     def coefficients(self) -> dict[str, float]:
         return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "lookahead"}
 
+    def slowed(self, factor: float) -> FittedSteps:
+        """All times so many times longer."""
+        return self.with_coefficients({name: factor * value for name, value in self.coefficients().items()})
+
     def with_coefficients(self, values: dict[str, float]) -> FittedSteps:
         return replace(self, **values)  # type: ignore[arg-type]
 

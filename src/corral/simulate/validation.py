@@ -18,6 +18,7 @@ from corral.plan.contract import Speed
 from corral.plan.speed import predict
 from corral.plan.tuning import tuning_for
 from corral.simulate.fitting import Fit, RunError, error_of, fit_runs, fitted_member, replay
+from corral.simulate.interval import Interval, beyond, intervals
 from corral.simulate.measured import MeasuredRun, RunFigures
 
 __all__ = ["HeldOut", "RateLimit", "Validation", "validate"]
@@ -36,6 +37,8 @@ class HeldOut:
     output_throughput: float
     simulated: RunError
     planned: RunError | None  # None where the run has no plan
+    interval: dict[str, Interval]  # that a forecast of it would have had
+    within: dict[str, bool]  # whether what was measured lies there
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,10 @@ class Validation:
         values = [abs(float(getattr(one, metric))) for one in found if one is not None]
         return median(values) if values else None
 
+    def covered(self, metric: str) -> int:
+        """Held-out runs whose measured figure lies within the interval of its forecast."""
+        return sum(one.within[metric] for one in self.held_out)
+
 
 def validate(runs: Sequence[MeasuredRun], fitted: Sequence[str] = (), slos: Sequence[Slo] = ()) -> Validation:
     """Fit to the named runs, or the first three, and predict the others."""
@@ -76,13 +83,24 @@ def validate(runs: Sequence[MeasuredRun], fitted: Sequence[str] = (), slos: Sequ
         )
     fit = fit_runs(chosen)
     found = {one.name: replay(one, fitted_member(one, fit.steps)) for one in held}
-    rows = tuple(_held_out(one, found[one.name]) for one in held)
+    rows = tuple(_held_out(fit, one, found[one.name]) for one in held)
     limits = tuple(limit for slo in slos if (limit := _limit(held, found, slo)) is not None)
     return Validation(fit, rows, limits, tuple(sorted({text for one in runs for text in one.assumed})))
 
 
-def _held_out(measured: MeasuredRun, found: RunFigures) -> HeldOut:
-    seen = measured.figures
+def _held_out(fit: Fit, measured: MeasuredRun, found: RunFigures) -> HeldOut:
+    seen, model = measured.figures, fitted_member(measured, fit.steps)
+    around = intervals(
+        fit,
+        _by_metric(found),
+        lambda factor: _by_metric(replay(measured, model.slowed(factor))),
+        1 + beyond(fit.span, measured.point)[1],
+    )
+    real, simulated = _by_metric(seen), _by_metric(found)
+    within = {
+        name: simulated[name] * (1 + low) <= real[name] <= simulated[name] * (1 + high)
+        for name, (low, high) in around.items()
+    }
     return HeldOut(
         measured.name,
         len(measured.rows),
@@ -91,7 +109,14 @@ def _held_out(measured: MeasuredRun, found: RunFigures) -> HeldOut:
         seen.output_throughput,
         error_of(measured, found),
         _planned(measured),
+        around,
+        within,
     )
+
+
+def _by_metric(found: RunFigures) -> dict[str, float]:
+    return {"ttft": found.percentile("ttft", 50), "tpot": found.percentile("tpot", 50), "e2el": found.mean("e2el"),
+            "throughput": found.output_throughput}  # fmt: skip
 
 
 def _planned(measured: MeasuredRun) -> RunError | None:

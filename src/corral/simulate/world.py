@@ -15,7 +15,7 @@ import math
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from corral.bench.spec import Slo
@@ -27,7 +27,7 @@ from corral.gateway.prefixes import POSITIONS, Holdings
 from corral.simulate.engine import EngineShape, SimEngine, SimSequence
 from corral.simulate.outcome import Moment, Recorder, SimOutcome
 from corral.simulate.requests import RequestSource, SimRequest
-from corral.simulate.steptime import StepTime
+from corral.simulate.steptime import FittedSteps, StepTime
 
 __all__ = ["MemberModel", "ScalingModel", "simulate_load"]
 
@@ -43,6 +43,15 @@ class MemberModel:
     @property
     def seats(self) -> int:
         return self.shape.max_seqs * self.data
+
+    def slowed(self, factor: float) -> MemberModel:
+        """The same with all fitted times so many times longer."""
+        shape, steps = self.shape, self.steps
+        assert isinstance(steps, FittedSteps)
+        longer = replace(
+            shape, wake_s=shape.wake_s * factor, request_s=shape.request_s * factor, stream_s=shape.stream_s * factor
+        )
+        return replace(self, shape=longer, steps=steps.slowed(factor))
 
 
 @dataclass(frozen=True)
