@@ -80,7 +80,7 @@ def test_a_forecast_carries_the_error_of_its_fit_and_says_what_lies_beyond(
     measured: Path, clean_home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = ",".join(str(path) for path in sorted(measured.glob("fit-*")))
-    words = ("simulate", "--from", runs, "--num-prompts", "300", "--request-rate", "20")
+    words = ("simulate", "--from", runs, "--num-prompts", "80", "--request-rate", "20")
     near = said(capsys, *words)
     assert "Error: TTFT -" in near
     assert "Beyond what was measured" not in near
@@ -123,7 +123,7 @@ def test_an_interval_widens_near_saturation_and_beyond_what_was_measured() -> No
 
     calm = width(5.0, 200)
     assert 1.2 < calm < 1.5  # 10% and 5%, on both sides
-    assert width(55.0, 200) > 1.2 * calm
+    assert width(68.0, 200) > 2 * calm
     assert width(5.0, 1600) > 1.3 * calm
 
 
