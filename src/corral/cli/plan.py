@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import click
@@ -15,6 +16,7 @@ from corral.home import home_dir
 from corral.models.facts import ModelFacts, read_facts
 from corral.plan import Goal, Plan, calibration, make_plan
 from corral.plan.choose import compare
+from corral.plan.draft import read_draft
 from corral.plan.fixed import KEYS, parse_assignments
 from corral.profile import AskedValues, Profile, asked_of_plan, load_profile
 from corral.profile.hardware import hardware_of_plan
@@ -188,6 +190,7 @@ def _show_comparison(
 
 def _show_plan(question: _Question, facts: ModelFacts, inventory: Inventory, profile: Profile, form: str) -> int:
     tuning = tuning_of_plan(profile, facts, inventory)
+    tuning = replace(tuning, draft=read_draft(question.asked.rest))
     plan = make_plan(facts, inventory, question.goal, question.asked.fixed, tuning)
     if form == "json":
         click.echo(dump_json(plan), nl=False)

@@ -10,6 +10,7 @@ from corral.hardware.inventory import GIB, Inventory
 from corral.models.facts import ModelFacts
 from corral.plan.constraints import broken_settings
 from corral.plan.contract import EngineSettings, Goal, Memory, Parallel, Precision, Speed
+from corral.plan.draft import Draft
 from corral.plan.fixed import Fixed
 from corral.plan.frontend import api_servers, stream_interval
 from corral.plan.memory import Coefficients, measure
@@ -30,6 +31,7 @@ class Tuning:
     memory: Coefficients = field(default_factory=Coefficients)
     speed: Efficiency = field(default_factory=Efficiency)
     source: str = "built in"
+    draft: Draft | None = None  # of speculative decoding, where one is named
     cpu: CpuSpeed | None = None  # how quick this machine's CPU multiplies, where that was measured
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from corral.hardware.inventory import Gpu, Inventory
+from corral.hardware.inventory import GIB, Gpu, Inventory
 from corral.models.facts import ModelFacts
 from corral.plan.candidate import Candidate, Tuning
 from corral.plan.contract import Goal, Judged
+from corral.plan.draft import Draft
 from corral.plan.memory import measure
 from corral.plan.speed import Roof, predict, roof_of
 
@@ -34,7 +35,7 @@ def judge(
     roof = roof_of(model, inventory, chosen.parallel, chosen.precision, chosen.settings, tuning.speed)
     running = max(1, chosen.speed.concurrency // chosen.parallel.data)
     return (
-        *_speculation(roof, running, goal),
+        *_speculation(roof, running, goal, tuning.draft),
         _narrow_cache(model, inventory, gpu, chosen, goal, tuning),
         _prefix_caching(roof, running, chosen, goal),
         _chunked_prefill(roof, chosen, goal),
@@ -57,10 +58,12 @@ def _tokens(accepted: float, drafted: int) -> float:
     return sum(accepted**at for at in range(drafted + 1))
 
 
-def _speculation(roof: Roof, running: int, goal: Goal) -> Iterator[Judged]:
+def _speculation(roof: Roof, running: int, goal: Goal, draft: Draft | None) -> Iterator[Judged]:
     length = goal.prompt_tokens + goal.output_tokens / 2
     plain = roof.step(running, length)
-    verified = roof.step(running, length, DRAFTED)
+    eagle = DRAFTED * roof.draft_s()
+    if draft is not None:
+        yield _named(roof, running, length, draft)
     for what, drafting, config, text in (
         (
             "speculative decoding, ngram",
@@ -68,8 +71,13 @@ def _speculation(roof: Roof, running: int, goal: Goal) -> Iterator[Judged]:
             NGRAM,
             "answers repeat their prompts (code edits, extraction, summaries)",
         ),
-        ("speculative decoding, EAGLE", DRAFTED * roof.draft_s(), EAGLE, "there is a draft trained for this model"),
+        *(
+            []
+            if draft
+            else [("speculative decoding, EAGLE", eagle, EAGLE, "there is a draft trained for this model")]
+        ),
     ):
+        verified = roof.step(running, length, DRAFTED)
         dearer = (verified + drafting) / plain
         needed = needed_acceptance(dearer)
         gain = _tokens(TYPICAL, DRAFTED) / dearer - 1
@@ -82,6 +90,23 @@ def _speculation(roof: Roof, running: int, goal: Goal) -> Iterator[Judged]:
             pays = f"{text}, and more than {needed:.0%} of the drafted tokens are accepted"
         yield Judged(what, False, f"{cost}; with {TYPICAL:.0%} of them accepted {gain:+.0%}", pays, round(gain, 3),
                      ("--speculative-config", config))  # fmt: skip
+
+
+def _named(roof: Roof, running: int, length: float, draft: Draft) -> Judged:
+    """The draft that the user names: what it costs by its own size."""
+    drafted = draft.drafted or DRAFTED
+    drafting = drafted * roof.named_draft_s(draft.weights_bytes, draft.layers)
+    dearer = (roof.step(running, length, drafted) + drafting) / roof.step(running, length)
+    needed, gain = needed_acceptance(dearer, drafted), _tokens(TYPICAL, drafted) / dearer - 1
+    size = f"its {draft.weights_bytes / GIB:.2f} GiB take as much from the KV cache"
+    cost = f"{size}; a step that drafts and checks {drafted} tokens takes {dearer:.2f} × as long at {running} at once"
+    pays = (
+        f"fewer requests run at once: at {running} no share of accepted tokens is enough"
+        if needed is None
+        else f"more than {needed:.0%} of the drafted tokens are accepted"
+    )
+    because = f"{cost}; with {TYPICAL:.0%} of them accepted {gain:+.0%}"
+    return Judged(f"speculative decoding, {draft.name}", True, because, pays, round(gain, 3))
 
 
 def _narrow_cache(
