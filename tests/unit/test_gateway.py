@@ -497,6 +497,33 @@ async def test_metrics_can_be_added_up_under_vllms_names(tmp_path: Path) -> None
                 await one.close()
 
 
+@pytest.mark.parametrize(("status", "works"), [(200, True), (500, False), (404, False)])
+def test_a_server_that_only_embeds_shows_so_that_it_works(status: int, works: bool) -> None:
+    asked: list[bytes] = []
+
+    async def embeds(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError), contextlib.closing(writer):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                await reader.readexactly(int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0]))
+                asked.append(head.split()[1])
+                code = status if asked[-1] == b"/v1/embeddings" else 404
+                writer.write(b"HTTP/1.1 %d X\r\ncontent-length: 2\r\n\r\n{}" % code)
+
+    async def probe() -> None:
+        server = await asyncio.start_server(embeds, "127.0.0.1", 0)
+        async with server, gateway_to(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}") as gateway:
+            overseer, member = Overseer(gateway), gateway.members[0]
+            member.progress.hung = True
+            await overseer._probe(member)
+            assert asked == [b"/v1/completions", b"/v1/embeddings"]
+            assert member.progress.hung is not works
+            for one in overseer._clients.values():
+                await one.close()
+
+    run(probe())
+
+
 @in_loop
 async def test_a_member_that_is_still_loading_is_not_out_of_reach(tmp_path: Path) -> None:
     async with gateway_to("http://127.0.0.1:1", state=State.LOADING) as gateway:

@@ -28,6 +28,10 @@ PAGE_S = 5.0  # for a page of metrics
 PROBE_S = 20.0  # for one token
 MODELS_S = 60.0
 FEWEST_GAPS, PACE_S = 256, 10.0  # between tokens, and seconds, over which a member's pace is measured
+PROBES: tuple[tuple[str, dict[str, object]], ...] = (
+    ("/v1/completions", {"prompt": "1", "max_tokens": 1, "temperature": 0}),
+    ("/v1/embeddings", {"input": "1"}),
+)
 ANSWERING = (State.READY, State.DRAINING, State.UNKNOWN)
 GONE_AFTER = 3  # looks in a row that found nobody
 
@@ -135,15 +139,19 @@ class Overseer:
                     self._gateway.sort_out()
 
     async def _probe(self, member: ServingMember) -> None:
-        """A real request, of one token: a server that answers it works."""
-        body = {"prompt": "1", "max_tokens": 1, "temperature": 0}
-        try:
-            await self._client(member).request("/v1/completions", body, timeout_s=PROBE_S)
-        except (RequestError, CorralError, OSError, TimeoutError):
-            await asyncio.sleep(1.0)
-            return
-        member.progress.hung = False
-        member.progress.moved(time.monotonic())
+        """A real request, of one token: a server that answers works. One that only embeds refuses the first kind."""
+        for path, body in PROBES:
+            try:
+                page = await self._client(member).page(path, {"model": member.model, **body}, timeout_s=PROBE_S)
+            except (RequestError, CorralError, OSError, TimeoutError):
+                break
+            if page.status == 200:
+                member.progress.hung = False
+                member.progress.moved(time.monotonic())
+                return
+            if page.status >= 500:
+                break
+        await asyncio.sleep(1.0)
 
 
 def take_reading(member: ServingMember, reading: Reading) -> None:
