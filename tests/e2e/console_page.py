@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.conftest import ROOT
 
-__all__ = ["Console", "beating", "picture", "running_console", "watched_page"]
+__all__ = ["Console", "beating", "drawing", "picture", "running_console", "watched_page"]
 
 PICTURES = ROOT / "docs" / "pictures"
 WAIT_MS = 60_000
@@ -89,9 +89,14 @@ def beating(home: Path) -> Iterator[None]:
         hearts.join()
 
 
+def drawing() -> bool:
+    """Whether the pictures of docs/ are being made."""
+    return os.environ.get("CORRAL_GOLDEN") == "write"
+
+
 def picture(page: Any, name: str) -> None:
     """Kept in docs/ when asked for (CORRAL_GOLDEN=write), without the name of the machine that made it."""
-    if os.environ.get("CORRAL_GOLDEN") == "write":
+    if drawing():
         from PIL import Image
 
         path = PICTURES / f"console-{name}.png"

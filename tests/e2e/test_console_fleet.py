@@ -30,6 +30,7 @@ from tests.stand_in import install_stand_in
 from tests.tiny_llama import make_tiny_llama
 
 SCRIPT = "<img src=x onerror=alert(1)><script>alert(2)</script>"
+HERE = ("gpu-box",)
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +58,11 @@ def server(home: Path) -> Iterator[FakeServer]:
 @pytest.fixture(scope="module")
 def queued(home: Path, server: FakeServer) -> Made:
     """The deployments of the page; the one that waits is changed by its test."""
-    ready = make("llama-3.1-8b-instruct", 400, words=("up", "llama-3.1-8b-instruct")).agent()
+    ready = make("llama-3.1-8b-instruct", 400, words=("up", "llama-3.1-8b-instruct"), nodes=HERE).agent()
     ready.course(("starting", 0.5), ("loading", 12), ("ready", 40)).serves(f"{server.url}/v1")
     ready.log("INFO engine started", f"INFO {SCRIPT}", "INFO last line")
-    make("qwen2.5-7b-instruct", 22).agent().course(("starting", 0.5), ("loading", 12))
-    broken = make("llama-3.1-70b-instruct", 300, words=("up", "llama-3.1-70b-instruct")).agent()
+    make("qwen2.5-7b-instruct", 22, nodes=HERE).agent().course(("starting", 0.5), ("loading", 12))
+    broken = make("llama-3.1-70b-instruct", 300, words=("up", "llama-3.1-70b-instruct"), nodes=HERE).agent()
     broken.course(("starting", 0.5), ("initialising", 7), ("loading", 12))
     broken.log("ERROR torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 79.10 GiB")
     broken.event("state", 30, state="failed", reason="engine_exited", exit_code=1)
@@ -157,7 +158,6 @@ def test_restart_and_stop_are_pressed_through(page: Any, home: Path, pressed: di
     dialog.get_by_role("button", name="Run").click()
     expect(dialog.get_by_role("status")).to_have_text("done", timeout=WAIT_MS)
     expect(dialog.get_by_label("Output")).to_contain_text("ready")
-    picture(page, "restart")
     assert launch_of("pressed", home) != before
     dialog.get_by_role("button", name="Close").click()
     expect(shown.locator(".tag")).to_have_text("ready", timeout=WAIT_MS)
@@ -167,6 +167,7 @@ def test_restart_and_stop_are_pressed_through(page: Any, home: Path, pressed: di
     expect(dialog.locator("code").first).to_have_text("corral down pressed")
     dialog.get_by_role("button", name="Do it").click()
     expect(dialog.get_by_role("status")).to_have_text("done", timeout=WAIT_MS)
+    picture(page, "stop")
     dialog.get_by_role("button", name="Close").click()
     page.get_by_text(re.compile(r"^\d+ ended$")).click()
     expect(shown.locator(".tag")).to_have_text("stopped", timeout=WAIT_MS)

@@ -84,16 +84,10 @@ def test_gpus_that_do_not_say_everything() -> None:
 
 
 def test_figures_of_gpus_are_each_ones_and_those_of_all() -> None:
-    found = gpu_figures(
-        [GpuLoad(0, "a", 300.0, 70000.0, 81559.0, 0.9), GpuLoad(2, "b", None, 60000.0, 81559.0, None)]
-    )
-    assert (found["power 0"], found["power 2"], found["power mean"], found["power most"]) == (
-        300.0,
-        None,
-        300.0,
-        300.0,
-    )
-    assert (found["memory 2"], found["memory mean"], found["memory most"]) == (60000.0, 65000.0, 70000.0)
+    one, other = GpuLoad(0, "a", 300.0, 71680.0, 81559.0, 0.9), GpuLoad(2, "b", None, 61440.0, 81559.0, None)
+    found = gpu_figures([one, other])
+    assert [found[f"power {name}"] for name in ("0", "2", "mean", "most")] == [300.0, None, 300.0, 300.0]
+    assert [found[f"memory {name}"] for name in ("2", "mean", "most")] == [60.0, 65.0, 70.0]
     assert gpu_figures([])["power mean"] is None
 
 

@@ -149,4 +149,5 @@ def test_this_machine_without_a_gpu_is_planned_for(monkeypatch: pytest.MonkeyPat
     found = planned(model="smollm2", goal="balanced")
     assert found["fits"]
     assert not found["memory"]["per_gpu"]
+    assert [part["name"] for part in found["memory"]["parts"] if not part["because"]] == []
     assert [one["name"] for one in found["figures"] if not one["because"]] == []

@@ -51,14 +51,19 @@ def parse_gpus_load(text: str) -> list[GpuLoad]:
 
 
 def gpu_figures(gpus: Sequence[GpuLoad]) -> dict[str, float | None]:
-    """Power and memory by name: of each GPU, and the mean and the largest of all."""
+    """Power (W) and memory (GiB) by name: of each GPU, and the mean and the largest of all."""
     found: dict[str, float | None] = {}
-    for figure, values in (("power", [one.power_w for one in gpus]), ("memory", [one.used_mib for one in gpus])):
+    read = {"power": [one.power_w for one in gpus], "memory": [_gib(one.used_mib) for one in gpus]}
+    for figure, values in read.items():
         found |= {f"{figure} {one.index}": value for one, value in zip(gpus, values, strict=True)}
         known = [value for value in values if value is not None]
         found[f"{figure} mean"] = sum(known) / len(known) if known else None
         found[f"{figure} most"] = max(known, default=None)
     return found
+
+
+def _gib(mib: float | None) -> float | None:
+    return None if mib is None else mib / 1024
 
 
 def _number(word: str) -> float | None:

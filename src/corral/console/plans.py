@@ -29,6 +29,7 @@ from corral.profile import AskedValues, Profile, all_profiles, asked_of_plan, lo
 from corral.profile.hardware import hardware_of_plan
 from corral.profile.start_line import up_command, vllm_command
 from corral.profile.tuning import tuning_of_plan
+from corral.wording import counted
 
 __all__ = ["PlanQuestion", "alternatives", "plan_page", "read_question", "routes"]
 
@@ -178,11 +179,12 @@ def _memory(plan: Plan) -> dict[str, Any]:
     """One GPU's memory (or the machine's), part by part; what is over the edge is shown as such."""
     m = plan.memory
     because = {reason.field: reason.because for reason in plan.reasons}
+    overhead = because.get("memory.overhead_bytes_per_gpu", "the engine's process and its libraries")  # on a CPU
     parts = [
         ("weights", m.weights_bytes_per_gpu, because.get("memory.weights_bytes_per_gpu", "")),
         ("activations", m.activation_bytes_per_gpu, because.get("memory.activation_bytes_per_gpu", "")),
         ("CUDA graphs", m.graph_bytes_per_gpu, because.get("memory.graph_bytes_per_gpu", "")),
-        ("overhead", m.overhead_bytes_per_gpu, because.get("memory.overhead_bytes_per_gpu", "")),
+        ("overhead", m.overhead_bytes_per_gpu, overhead),
         ("learned", m.correction_bytes_per_gpu, "what earlier deployments needed beyond the arithmetic"),
         ("KV cache", max(0, m.kv_cache_bytes_per_gpu), because.get("memory.kv_cache_tokens", "")),
     ]
@@ -232,7 +234,7 @@ def _split_because(plan: Plan, because: Mapping[str, str]) -> str:
 
 def _together(plan: Plan) -> str:
     s = plan.speed
-    return f"{s.concurrency} requests at once of {s.prompt_tokens} + {s.output_tokens} tokens; {s.basis}"
+    return f"{counted(s.concurrency, 'request')} at once of {s.prompt_tokens} + {s.output_tokens} tokens; {s.basis}"
 
 
 def alternatives(question: PlanQuestion) -> list[dict[str, Any]]:

@@ -166,7 +166,8 @@ def _standing(output: str) -> dict[str, Any]:
     return {
         "output": s.output, "shown": _shown(Path(s.output)),
         "state": s.state, "reason": s.reason, "rows": s.rows, "fine": s.fine, "failed": s.failed,
-        "model": s.model, "input": s.input, "created_s": s.created_s, "runners": len(s.runners),
+        "model": s.model, "input": _shown(Path(s.input)) if s.input else "",
+        "created_s": s.created_s, "runners": len(s.runners),
     }  # fmt: skip
 
 

@@ -94,7 +94,7 @@ function nothing(ctx) {
 
 export function failure(row) {
   if (!(row.state === "failed" || (row.state === "stopped" && row.reason && row.reason !== "requested") || row.state === "unknown")) return null;
-  const reason = row.reason ? row.reason.replaceAll("_", " ") : row.state;
+  const reason = row.reason ? row.reason.replaceAll("_", " ") : row.state === "unknown" ? "how it stands is not known" : row.state;
   return el("div", { class: row.state === "failed" ? "problem" : "note", role: row.state === "failed" ? "alert" : null },
     el("strong", {}, sentence(reason)), row.text ? el("p", {}, sentence(row.text)) : null,
     row.remedy ? el("p", { class: "remedy" }, el("span", { class: "dim" }, "What to do: "), row.remedy) : null);
@@ -112,13 +112,14 @@ function deploymentCard(row, ctx, now) {
   const moving = MOVING.has(row.state);
   const tick = (at) => {
     if (moving) { line.textContent = standing(row, at); fill(bar, timeline(row, at)); } else if (row.state === "ready") line.textContent = readyWords(row, at);
-    else line.textContent = row.since_s ? `${row.state} ${duration(at - row.since_s)} ago` : "";
+    else line.textContent = row.since_s && row.state !== "unknown" ? `${row.state} ${duration(at - row.since_s)} ago` : "";
+    line.hidden = !line.textContent;
   };
   if (!moving && row.phases.length > 1 && row.state === "failed") fill(bar, timeline(row, now));
   tick(now);
   const href = `#/fleet/d/${encodeURIComponent(row.name)}`;
   const node = el("article", { class: `card deployment ${row.state}`, "data-name": row.name, "aria-label": `Deployment ${row.name}, ${row.state}` },
-    el("div", { class: "card-head" }, el("h2", {}, el("a", { href }, row.name)), tag(row)),
+    el("div", { class: "card-head" }, el("h2", {}, el("a", { href, title: row.name }, row.name)), tag(row)),
     el("p", { class: "dim facts-line" }, [row.model === row.name ? null : row.model, row.target, row.engine, row.job ? `job ${row.job.id}` : null, nodesWords(row)].filter((one) => one && one !== "-").join(" · ")),
     bar, line, failure(row), waiting(row),
     row.url ? el("code", { class: "url" }, row.url) : null,
@@ -148,7 +149,7 @@ export function actions(row, ctx) {
 }
 
 function fleetCard(row, ctx) {
-  const size = row.least === row.most ? `${row.wanted} members` : `${row.wanted} of ${row.least} to ${row.most} members`;
+  const size = row.least === row.most ? `${row.wanted} members` : `${row.wanted} members (${row.least} to ${row.most})`;
   const node = el("article", { class: "card fleet-card", "data-name": row.name, "aria-label": `Fleet ${row.name}, ${row.state}` },
     el("div", { class: "card-head" }, el("h2", {}, row.name), el("span", { class: "tag" }, "fleet"), tag(row)),
     el("p", { class: "dim facts-line" }, [row.model, size, row.text, row.running === undefined ? null : `${row.running} running, ${row.waiting} waiting`].filter(Boolean).join(" · ")),

@@ -3,7 +3,7 @@
 import { follow, ink, library } from "/static/chart.js";
 import { el, fill } from "/static/dom.js";
 
-const KEPT_S = 3600, LEAST_S = 300, HEIGHT = 170;
+const KEPT_S = 3600, LEAST_S = 60, HEIGHT = 170;
 const COLOURS = ["--accent", "--warn", "--good", "--bad", "--c5", "--c6", "--c7", "--c8"];
 const clockTime = (at) => new Date(at * 1000).toLocaleTimeString("en-GB");
 

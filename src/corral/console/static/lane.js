@@ -18,7 +18,11 @@ export function lane(ctx, known, title, question, changed) {
   const talk = el("div", { class: "talk", role: "log", "aria-label": `Conversation ${title}` });
   const texts = el("div", { class: "stack" });
   const request = el("details", {}, el("summary", {}, "The request as curl and Python"), texts);
-  const about = () => fill(model, known.servers.find((one) => one.name === server.value)?.model ?? "");
+  const about = () => {
+    const named = known.servers.find((one) => one.name === server.value)?.model ?? "";
+    fill(model, named === server.value ? "" : named);
+    model.hidden = !model.textContent;
+  };
   server.addEventListener("change", () => { about(); changed(); });
   alternatives.addEventListener("change", () => changed());
   request.addEventListener("toggle", write);

@@ -5,7 +5,7 @@ import { hour } from "/static/hour.js";
 import { ALL, serverTable } from "/static/servers.js";
 
 const CHARTS = [
-  { heading: "Tokens per second", lines: [["tok_s", "generated"], ["prompt_s", "prompt"]], words: (v) => number(v) },
+  { heading: "Tokens per second", lines: [["tok_s", "generated"], ["prompt_s", "prompt"]], words: (v) => number(v, v < 10 ? 1 : 0) },
   { heading: "Requests", lines: [["running", "running"], ["waiting", "waiting"]], words: (v) => number(v, 1) },
   { heading: "KV cache in use", lines: [["kv", "use"]], words: percent, top: 1 },
   { heading: "Time to first token", lines: [["ttft_p50", "P50"], ["ttft_p95", "P95"]], words: ms },
@@ -48,7 +48,7 @@ export function mount(root, ctx) {
     const total = Math.max(...found.map((one) => one.total_mib ?? 0));
     const made = hour([
       { heading: "Power", lines: lines("power"), words: (v) => (v === null || v === undefined ? "–" : `${number(v)} W`) },
-      { heading: "Memory in use", lines: lines("memory"), words: (v) => (v === null || v === undefined ? "–" : `${number(v / 1024, 1)} GiB`), top: total || undefined },
+      { heading: "Memory in use", lines: lines("memory"), words: (v) => (v === null || v === undefined ? "–" : `${number(v, 1)} GiB`), top: total / 1024 || undefined },
     ], "this machine's GPUs");
     gpuCharts?.end();
     gpuCharts = made;

@@ -52,17 +52,18 @@ export function timeLeft(row, now) {
 /** What it is doing now, and until when, in words. */
 export function standing(row, now) {
   const at = row.phases?.find((one) => one.since_s !== null && one.until_s === null);
-  if (!at || row.ended || row.state === "ready") return "";
+  if (!at || row.ended || row.state === "ready" || row.state === "unknown") return "";
   return [course(row, at, now), timeLeft(row, now)].filter(Boolean).join("; ");
 }
 
 function course(row, at, now) {
-  const ends = at.ends_s === null ? "" : `, ${duration(Math.max(1, at.ends_s - now))} left`;
+  const ends = at.ends_s === null || at.ends_s < now ? "" : `, ${duration(Math.max(1, at.ends_s - now))} left`;
   const lasted = `${at.phase}${far(at)} for ${duration(now - at.since_s)}${ends}`;
   const usual = at.expected_s === null ? "" : at.remembered ? ` (usually ${duration(at.expected_s)} here)` : ` (about ${duration(at.expected_s)} expected)`;
   if (row.ready_at_s === null || row.ready_at_s === undefined) return lasted + usual;
-  // past its usual end nobody knows when this phase ends: what is left is at least what comes after it
-  if (share(at) === null && at.expected_s !== null && now - at.since_s > at.expected_s) {
+  // past its end nobody knows when this phase ends: what is left is at least what comes after it
+  const due = at.ends_s ?? (at.expected_s === null ? null : at.since_s + at.expected_s);
+  if (due !== null && now > due) {
     const rest = row.phases.reduce((sum, one) => sum + (one.since_s === null ? one.expected_s ?? 0 : 0), 0);
     return `${lasted}${usual}: longer than usual${rest ? `; then about ${duration(rest)} until ready` : ""}`;
   }

@@ -38,10 +38,10 @@ export function startForm(root, ctx) {
     const targets = known.targets.filter((one) => one.flags.length);
     fill(form,
       el("div", { class: "fields" },
-        input("model", "Model", { list: "models", placeholder: "one that fits this machine" }), el("datalist", { id: "models" }, known.models.map((name) => el("option", { value: name }))),
+        input("model", "Model", { list: "models", placeholder: "Corral chooses" }), el("datalist", { id: "models" }, known.models.map((name) => el("option", { value: name }))),
         input("name", "Name", { placeholder: "the model's" }),
         select("on", "Profile", [["", "none"], ...known.profiles.map((one) => [one.name, one.name])]),
-        select("target", "Where", [["", "as the profile says, or here"], ...targets.map((one) => [one.name, one.title])]),
+        select("target", "Where", [["", "profile, or here"], ...targets.map((one) => [one.name, one.title])]),
         input("context", "Context", { placeholder: "32k" }), input("concurrency", "Requests at once", { inputmode: "numeric" }),
         select("goal", "Goal", [["", "balanced"], ...known.goals.filter((one) => one !== "balanced").map((one) => [one, one])]),
         input("replicas", "Servers", { placeholder: "1" })),
@@ -82,6 +82,13 @@ function shown(plan) {
       .filter(([, value]) => value).map(([key, value]) => [el("dt", {}, key), el("dd", {}, String(value))])),
     ...plan.notes.map((text) => el("div", { class: "note" }, text)),
     el("h3", {}, "Every number with its reason"),
-    el("div", { class: "scroll" }, el("table", {}, el("tbody", {}, plan.reasons.map((one) => el("tr", {}, el("td", {}, one.field.replaceAll("_", " ")), el("td", { class: "num" }, String(one.value ?? "")), el("td", { class: "dim" }, one.because)))))),
+    el("div", { class: "scroll" }, el("table", {}, el("tbody", {}, plan.reasons.map((one) => el("tr", {}, el("td", {}, one.field.replaceAll(/[._]/g, " ")), el("td", { class: "num" }, value(one)), el("td", { class: "dim" }, one.because)))))),
   ];
+}
+
+/** A number as people write it: bytes in GiB, thousands apart. */
+function value(one) {
+  const text = String(one.value ?? "");
+  if (!/^\d{5,}$/.test(text)) return text;
+  return one.field.includes("bytes") ? `${(Number(text) / 1024 ** 3).toFixed(1)} GiB` : Number(text).toLocaleString("en");
 }
