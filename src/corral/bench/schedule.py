@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from corral.bench.spec import LoadShape
 from corral.errors import UsageError
 
-__all__ = ["send_times"]
+__all__ = ["drawn_gaps", "send_times"]
 
 
 def send_times(load: LoadShape, count: int, seed: int, stamps_s: Sequence[float | None] = ()) -> list[int]:
@@ -26,14 +26,20 @@ def send_times(load: LoadShape, count: int, seed: int, stamps_s: Sequence[float 
     return [int(t * 1e9) for t in itertools.accumulate(gaps)]
 
 
-def _gaps(load: LoadShape, count: int, seed: int) -> list[float]:
+def drawn_gaps(load: LoadShape, seed: int) -> Iterator[float]:
+    """Seconds from one request to the next, without end: even, Poisson, or gamma."""
     rate = load.rate or 1.0
     if load.arrival == "constant":
-        return [1 / rate] * count
+        yield from itertools.repeat(1 / rate)
     shape = load.burstiness if load.arrival == "gamma" else 1.0
     draw = random.Random(seed ^ 0x5EED)  # noqa: S311 - not for secrets
-    gaps = [draw.gammavariate(shape, 1 / (rate * shape)) for _ in range(count)]
-    scale = count / rate / sum(gaps)
+    while True:
+        yield draw.gammavariate(shape, 1 / (rate * shape))
+
+
+def _gaps(load: LoadShape, count: int, seed: int) -> list[float]:
+    gaps = list(itertools.islice(drawn_gaps(load, seed), count))
+    scale = count / (load.rate or 1.0) / sum(gaps) if load.arrival != "constant" else 1.0
     return [gap * scale for gap in gaps]
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from corral.bench.schedule import drawn_gaps
 from corral.bench.spec import LoadShape, Workload
 from corral.errors import DataError
 from corral.files import existing_file
@@ -165,13 +166,12 @@ def synthetic(workload: Workload, times_s: Iterator[float]) -> Iterator[SimReque
 
 
 def _times(load: LoadShape, seed: int) -> Iterator[float]:
-    """Send times without end, as `corral bench` draws them (there, a run's gaps are scaled to its length)."""
-    rate, at = load.rate or 1.0, 0.0
-    dice = random.Random(seed ^ 0x5EED)  # noqa: S311 - not for secrets
-    shape = load.burstiness if load.arrival == "gamma" else 1.0
-    draw: Callable[[], float] = lambda: dice.gammavariate(shape, 1 / (rate * shape))  # noqa: E731
-    while load.seconds is None or at < load.seconds:
-        at += 1 / rate if load.arrival == "constant" else draw()
+    """Send times without end, drawn as `corral bench` does (which scales a run's gaps to its length)."""
+    at = 0.0
+    for gap in drawn_gaps(load, seed):
+        if load.seconds is not None and at >= load.seconds:
+            return
+        at += gap
         yield at
 
 
