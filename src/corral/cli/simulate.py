@@ -180,7 +180,7 @@ def _rate_answer(limits: tuple[float | None, ...], rates: tuple[float, float], w
     else:
         more = " (more was not tried)" if best == high else ""
         text = f"The highest rate that meets {words} is {best:.3g} requests per second{more}"
-    if not around:
+    if set(around) <= {best}:
         return f"{text}."
     worst, quickest = (f"less than {low:g}" if one is None else f"{one:.3g}" for one in around)
     return f"{text}; {worst} if steps take longer than the fit says, {quickest} if they are shorter."

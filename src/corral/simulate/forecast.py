@@ -68,7 +68,7 @@ def planned_server(plan: Plan) -> SimServer:
         request_s=request_s,
         stream_s=stream_s / each,
     )
-    basis = f"the planner's roofline ({plan.speed.basis}), fitted to nothing"
+    basis = f"the planner's roofline ({plan.speed.basis}), not fitted to any run"
     return SimServer(MemberModel(shape, steps, plan.parallel.data), basis, plan.gpus or 0)
 
 

@@ -38,14 +38,18 @@ def error_sentence(server: SimServer, rows: Sequence[Forecast]) -> str:
     """What is known of the error of these forecasts."""
     if server.fit is None:
         return f"Error: not known. Step times are {server.basis}; `corral simulate --from RUN` fits them to runs."
-    parts = []
-    for name in ("ttft", "tpot", "e2el"):
-        low, high = (pick(one.interval[name][n] for one in rows if one.interval) for n, pick in ((0, min), (1, max)))
-        parts.append(f"{name.upper()} {low:+.0%} to {high:+.0%}")
+    said = _range(rows[0]) if len(rows) == 1 else "of each load, below"
     return (
-        f"Error: {', '.join(parts)} (nine of ten held-out figures lay within such intervals: step times"
-        f" {STEP_ERROR:.0%} longer or shorter, and the worst error of the fit on its own runs); {server.basis}."
+        f"Error: {said} (nine of ten held-out figures lay within"
+        f" such intervals: step times {STEP_ERROR:.0%} longer or shorter, and the worst error of the fit on its own"
+        f" runs); {server.basis}."
     )
+
+
+def _range(one: Forecast) -> str:
+    """The interval of a forecast's figures."""
+    found = [(name, *one.interval[name]) for name in ("ttft", "tpot", "e2el") if one.interval]
+    return ", ".join(f"{name.upper()} {low:+.0%} to {high:+.0%}" for name, low, high in found) or "not known"
 
 
 def forecast_lines(server: SimServer, rows: Sequence[Forecast], answer: str, columns: int | None) -> Iterator[str]:
@@ -62,9 +66,11 @@ def forecast_lines(server: SimServer, rows: Sequence[Forecast], answer: str, col
         yield f"{refused:,} requests are longer than the KV cache and were refused."
     for one in rows:
         name = f"{one.label}, {counted(one.outcome.members, 'replica')}"
+        if one.interval and len(rows) > 1:
+            yield from wrapped(f"{name}: {_range(one)}.", columns)
         for slo, share in one.outcome.within.items():
             yield from wrapped(f"{name}: {share:.1%} of requests within {slo}.", columns)
-    hours = ", ".join(f"{one.gpu_hours:,.1f}" for one in rows if one.gpu_hours)
+    hours = ", ".join(figure(one.gpu_hours) for one in rows if one.gpu_hours)
     if hours:
         money = ", ".join(f"{one.cost:,.2f}" for one in rows if one.cost is not None)
         yield from wrapped(f"GPU hours: {hours}{'; cost: ' + money if money else ''}", columns)
@@ -111,6 +117,8 @@ def forecast_page(server: SimServer, rows: Sequence[Forecast], answer: str) -> s
     for one in rows:
         moments = one.outcome.moments
         body.append(f"<h2>{escape(one.label)}, {counted(one.outcome.members, 'replica')}</h2>")
+        if one.interval:
+            body.append(f"<p>{escape(_range(one))}</p>")
         body.append(cards([
             ("requests", f"{one.outcome.completed:,}"), ("output tok/s", figure(one.outcome.output_throughput)),
             ("prompt tokens from the cache", f"{one.outcome.cached_tokens:,}"),
