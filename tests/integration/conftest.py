@@ -24,9 +24,10 @@ from tests.tiny_llama import make_tiny_llama
 
 KEPT = Path(os.environ.get("CORRAL_TEST_HOME", ROOT / ".scratch" / "test-home"))
 FAST = ("--set", "eager=true")
-# Begun first, so that no worker is alone with a long one at the end (`--no-loadscope-reorder` keeps this order). The
-# default model before the tutorial, which starts it too: it compiles once. What is not named here is short.
-LONG_FIRST = ("default_model", "multi_node", "batch_ray_data", "slurm_vllm", "tutorial", "serving", "use", "batch")
+OF_THE_USER = ("HF_", "VLLM_", "OPENAI_", "XDG_", "SLURM_")
+# Begun first, so that no worker is alone with a long one at the end (`--no-loadscope-reorder` keeps this order). What
+# is not named here is short.
+LONG_FIRST = ("default_model", "multi_node", "batch_ray_data", "batch", "serving", "bench", "engines", "console")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -80,7 +81,7 @@ def corral(kept_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     (home / "corral").mkdir()
     for name in ("engines", "models", "cache"):
         (home / "corral" / name).symlink_to(kept_home / name)
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "VLLM_", "OPENAI_"))}
+    env = {name: value for name, value in os.environ.items() if not name.startswith(OF_THE_USER)}
     env |= {"HOME": str(home), "CORRAL_HOME": str(home / "corral")}
     command = Corral(env, home / "corral")
     command.run("engine", "install", "cpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from playwright.sync_api import expect, sync_playwright
 from tests.integration.conftest import Corral
 from tests.skips import NO_BROWSER
 
-START_MS = 600_000  # a first start compiles
+START_MS = 600_000
+PROFILE = "[defaults]\nset = {eager = true}\n"  # nothing is compiled
 
 
 def answered(page: Any) -> Any:
@@ -28,6 +30,9 @@ def test_from_the_form_to_a_branched_answer(corral: Corral, tiny_model: Path) ->
     browser = shutil.which("chromium")
     if browser is None:
         pytest.skip(NO_BROWSER)
+    profiles = Path(corral.env["HOME"]) / ".config" / "corral" / "profiles"
+    profiles.mkdir(parents=True, exist_ok=True)
+    (profiles / "quick.toml").write_text(PROFILE)
     console = corral.start("console", "--no-open", "--json", "--port", "0")
     try:
         assert console.stdout is not None
@@ -49,8 +54,9 @@ def started_from_the_form(page: Any, model: Path) -> None:
     page.goto(page.url.partition("#")[0] + "#/fleet/start")
     page.get_by_label("Model", exact=True).fill(str(model))
     page.get_by_label("Name", exact=True).fill("from-the-form")
+    page.get_by_label(re.compile("^Profile")).select_option("quick")  # its choices are part of the label
     page.get_by_label("Context", exact=True).fill("512")
-    expect(page.locator(".command code").first).to_contain_text("--name from-the-form")
+    expect(page.locator(".command code").first).to_contain_text("--name from-the-form --on quick --context 512")
     start = page.get_by_role("button", name="Start")
     expect(start).to_be_enabled(timeout=START_MS)
     start.click()

@@ -1,16 +1,19 @@
 """`corral up` with nothing said: the embedded default, compiled, answers a question of fact.
 
 The same server for every use of a real model: scores against transformers' logits, tokens of many scripts, structured
-answers, Python, the shell.
+answers, Python, the shell, and at last the tutorial's notebook, which stops it.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import nbclient
+import nbformat
 import openai
 import pytest
 
@@ -18,6 +21,7 @@ import corral as library
 from corral.client.endpoint import HeldKeyEndpoint
 from corral.client.errors import BadRequestError, KeyRefusedError, PromptTooLongError
 from corral.llm.llm import LLM
+from tests.conftest import ROOT
 from tests.integration.conftest import Corral
 from tests.integration.transformers_scores import planned_dtype, reference, rows
 
@@ -25,7 +29,7 @@ from tests.integration.transformers_scores import planned_dtype, reference, rows
 @pytest.fixture(scope="module")
 def document(corral: Corral) -> Iterator[dict[str, Any]]:
     yield corral.json("up")
-    corral.run("down", "smollm2")
+    corral.run("down", "smollm2", check=False)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +61,7 @@ def test_the_capital_of_france_is_paris(corral: Corral, document: dict[str, Any]
 def test_its_scores_are_near_those_of_transformers(corral: Corral, served: LLM) -> None:
     """Real logits are near 16, where bfloat16 has steps of 0.06 to 0.12: single tokens differ by a few steps
     (unlikely ones, deep in the tail, by more), and the differences cancel out in sums."""
-    dtype = planned_dtype(corral, "smollm2")
+    dtype = planned_dtype(corral.home, "smollm2")
     theirs = reference(corral, corral.home / "models" / "smollm2", dtype, rows())
     scores = served.score(rows(), per_token=True, prefix="none")
     differences = [
@@ -146,3 +150,33 @@ def test_the_shell(corral: Corral, served: LLM, tmp_path: Path) -> None:
     assert report["summary"]["perplexity"] < 100
     (line,) = corral.json("top", "smollm2")
     assert line["reading"]["kv_tokens"] > 0
+
+
+def tutorial(name: str) -> Any:
+    """The notebook, for a deployment that is there: its own would be one more start of the same model."""
+    notebook = nbformat.read(ROOT / "notebooks" / "tutorial.ipynb", as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells), "save it without outputs"
+    assert sum('"tutorial"' in cell.source for cell in notebook.cells) == 2  # where it is found, where a batch goes
+    for cell in notebook.cells:
+        cell.source = cell.source.replace('"tutorial"', f'"{name}"')
+    return notebook
+
+
+def test_the_tutorial_runs_and_stops_what_it_used(
+    corral: Corral, document: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HOME", "CORRAL_HOME"):
+        monkeypatch.setenv(name, corral.env[name])
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    notebook = tutorial(document["name"])
+    client = nbclient.NotebookClient(
+        notebook, timeout=1200, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
+    )
+    try:
+        client.execute()
+    finally:
+        if kept := os.environ.get("CORRAL_KEEP_TUTORIAL"):
+            nbformat.write(notebook, kept)
+    assert corral.json("status", document["name"])["state"] == "stopped"
+    pictures = [o for c in notebook.cells for o in c.get("outputs", ()) if "image/png" in o.get("data", {})]
+    assert len(pictures) == 6

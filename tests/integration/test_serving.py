@@ -1,4 +1,7 @@
-"""One real server, used in every way: completions, chat, streams, log-probabilities, the key, closed doors."""
+"""One real server, used in every way: completions, chat, streams, log-probabilities, the key, closed doors.
+
+At last its engine is killed; a second one loses first the command that starts it, then its agent.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ import json
 import os
 import signal
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,16 +18,26 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 
+import corral as library
+from corral.llm.llm import LLM
 from corral.node.agent.processes import descendants, marked
 from corral.node.guard import OPEN_WITHOUT_KEY
 from tests.integration.conftest import FAST, Corral
+from tests.integration.transformers_scores import planned_dtype, quieten, reference, rows, worst_difference
+from tests.tiny_llama import make_tiny_llama
+from tests.until import until
 
 
 @pytest.fixture(scope="module")
-def server(corral: Corral, tiny_model: Path) -> Iterator[dict[str, Any]]:
-    document = corral.json("up", str(tiny_model), "--name", "serving", *FAST)
+def quiet_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return quieten(make_tiny_llama(tmp_path_factory.mktemp("quiet") / "tiny", dtype="bfloat16"))
+
+
+@pytest.fixture(scope="module")
+def server(corral: Corral, quiet_model: Path) -> Iterator[dict[str, Any]]:
+    document = corral.json("up", str(quiet_model), "--name", "serving", *FAST)
     yield document
-    corral.run("down", "serving")
+    corral.run("down", "serving", check=False)
 
 
 @pytest.fixture(scope="module")
@@ -179,69 +191,55 @@ def test_bench_measures_it_with_exact_lengths(corral: Corral, server: dict[str, 
         assert key not in path.read_text()
 
 
+def test_scores_are_those_of_transformers(corral: Corral, server: dict[str, Any], quiet_model: Path) -> None:
+    dtype = planned_dtype(corral.home, "serving")
+    told = server["endpoint"]
+    with LLM(library.Endpoint(told["base_url"], told["model"], told["key_file"])) as llm:
+        worst = worst_difference(llm, reference(corral, quiet_model, dtype, rows()), rows())
+    print(f"stored in bfloat16, served in {dtype}: largest difference {worst:.2e}")
+    assert worst < (1e-4 if dtype == "float32" else 1e-2)
+
+
 def port_is_closed(base_url: str) -> bool:
     address = urlsplit(base_url)
     with socket.socket() as probe:
         return probe.connect_ex((address.hostname or "", address.port or 0)) != 0
 
 
-def wait_state(corral: Corral, name: str, state: str, limit_s: float = 120) -> Any:
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
+def failed(corral: Corral, name: str) -> Any:
+    def look() -> Any:
         status = corral.json("status", name, check=False)
-        if status["state"] == state:
-            return status
-        time.sleep(0.3)
-    raise AssertionError(status)
+        return status if status["state"] == "failed" else None
+
+    return until(look, f"the failure of {name}")
 
 
-def left(corral: Corral, launch_id: str) -> set[int]:
-    """Processes of the launch, also those that wrote a title over their environment."""
-    return marked(launch_id, [str(corral.home / "deployments/mortal/rank0/engine.json")])
+def nothing_left(corral: Corral, name: str) -> None:
+    """No process of the launch, also of those that wrote a title over their environment, and nobody on its port."""
+    folder = corral.home / "deployments" / name
+    launch_id = json.loads((folder / "deployment.json").read_text())["launch_id"]
+    until(lambda: not marked(launch_id, [str(folder / "rank0" / "engine.json")]), f"the end of {name}'s processes")
+    assert port_is_closed(json.loads((folder / "endpoint.json").read_text())["base_url"])
 
 
-def _supervisor(agent_file: Path) -> int | None:
-    try:
-        return int(json.loads(agent_file.read_text())["pid"])
-    except (OSError, ValueError):
-        return None
-
-
-def test_kill_9_of_the_engine_then_of_the_agent_then_of_the_cli(corral: Corral, tiny_model: Path) -> None:
-    """Three deaths, each ending in the right state with no process and no port left."""
-    up = corral.json("up", str(tiny_model), "--name", "mortal", *FAST)
-    record = json.loads((corral.home / "deployments/mortal/deployment.json").read_text())
-    engine = json.loads(corral.run("events", "mortal", "--json").stdout.splitlines()[0])["pid"]
+def test_kill_9_of_the_engine(corral: Corral, server: dict[str, Any]) -> None:
+    engine = json.loads(corral.run("events", "serving", "--json").stdout.splitlines()[0])["pid"]
     names = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants(engine)}
     (core,) = [pid for pid, name in names.items() if name.startswith(b"VLLM::EngineCore")]
     os.kill(core, signal.SIGKILL)  # vLLM's server then exits by itself, with code 0
-    failed = wait_state(corral, "mortal", "failed")
-    assert failed["reason"] == "engine_exited"
-    assert not left(corral, record["launch_id"])
-    assert port_is_closed(up["endpoint"]["base_url"])
+    assert failed(corral, "serving")["reason"] == "engine_exited"
+    nothing_left(corral, "serving")
 
-    up = corral.json("up", str(tiny_model), "--name", "mortal", *FAST)
-    record = json.loads((corral.home / "deployments/mortal/deployment.json").read_text())
-    supervisor = json.loads((corral.home / "deployments/mortal/rank0/agent.json").read_text())["pid"]
-    os.kill(supervisor, signal.SIGKILL)
-    assert wait_state(corral, "mortal", "failed")["reason"] == "agent_killed"
-    deadline = time.monotonic() + 30
-    while left(corral, record["launch_id"]) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert not left(corral, record["launch_id"])
-    assert port_is_closed(up["endpoint"]["base_url"])
 
+def test_kill_9_of_the_command_then_of_the_agent(corral: Corral, tiny_model: Path) -> None:
     process = corral.start("up", str(tiny_model), "--name", "mortal", *FAST)
-    agent_file = corral.home / "deployments/mortal/rank0/agent.json"  # the dead one's still lies there
-    deadline = time.monotonic() + 60
-    while _supervisor(agent_file) in (None, supervisor) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    time.sleep(1)
+    agent_file = corral.home / "deployments" / "mortal" / "rank0" / "agent.json"
+    until(lambda: process.poll() is not None or agent_file.exists(), "the agent")
     process.kill()
-    process.communicate()
+    _, said = process.communicate()
+    assert process.returncode == -signal.SIGKILL, said
     assert corral.run("wait", "mortal").returncode == 0
-    record = json.loads((corral.home / "deployments/mortal/deployment.json").read_text())
-    base_url = json.loads((corral.home / "deployments/mortal/endpoint.json").read_text())["base_url"]
-    corral.run("down", "mortal")
-    assert not left(corral, record["launch_id"])
-    assert port_is_closed(base_url)
+    os.kill(json.loads(agent_file.read_text())["pid"], signal.SIGKILL)
+    assert failed(corral, "mortal")["reason"] == "agent_killed"
+    nothing_left(corral, "mortal")
+    corral.run("down", "mortal", check=False)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import struct
 import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from corral.llm.llm import LLM
 from tests.conftest import ROOT
 from tests.integration.conftest import Corral
 
@@ -37,7 +41,37 @@ def rows() -> list[dict[str, str]]:
     return [{"id": str(n), "context": c, "continuation": t} for n, (c, t) in enumerate(PAIRS)]
 
 
-def planned_dtype(corral: Corral, name: str) -> str:
+def planned_dtype(home: Path, name: str) -> str:
     """What a deployment computes in: the format that this machine's CPU is quick in, unless it was fixed."""
-    plan = json.loads((corral.home / "deployments" / name / "plan.json").read_text())
+    plan = json.loads((home / "deployments" / name / "plan.json").read_text())
     return {"bf16": "bfloat16", "fp32": "float32"}[plan["precision"]["compute"]]
+
+
+def worst_difference(llm: LLM, theirs: list[dict[str, Any]], rows: list[dict[str, str]]) -> float:
+    """The largest difference of a token's log-probability; tokens and their number must be the same."""
+    scores = llm.score(rows, per_token=True, prefix="none")
+    assert not scores.bad
+    worst = 0.0
+    for ours, other in zip(scores, theirs, strict=True):
+        assert [score.id for score in ours.token_scores] == other["tokens"]
+        for score, value in zip(ours.token_scores, other["logprobs"], strict=True):
+            worst = max(worst, abs(score.logprob - value))
+        assert ours.sum_logprob == pytest.approx(sum(score.logprob for score in ours.token_scores), abs=1e-9)
+    return worst
+
+
+def quieten(model: Path, halvings: int = 6) -> Path:
+    """Divide the last layer by a power of two, so that logits stay small.
+
+    A bfloat16 has 8 bits: near 16 its steps are 0.06, and no two programs agree to less, whatever they compute.
+    """
+    path = model / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    (length,) = struct.unpack_from("<Q", data)
+    begin, end = json.loads(data[8 : 8 + length])["lm_head.weight"]["data_offsets"]
+    part = memoryview(data)[8 + length + begin : 8 + length + end].cast("H")
+    for at, value in enumerate(part):
+        part[at] = value - (halvings << 7) if (value >> 7 & 0xFF) > halvings else 0
+    del part
+    path.write_bytes(data)
+    return model
