@@ -25,6 +25,8 @@ from corral.node.agent.processes import descendants
 from tests.conftest import ROOT
 from tests.integration.conftest import KEPT, Corral, free_port
 
+LETTERS = list(range(ord("a"), ord("z") + 1))  # the tiny model's tokens are bytes
+
 
 @dataclass
 class Cluster:
@@ -94,10 +96,12 @@ def tokens(number: int) -> int:
 
 
 def test_killed_in_the_middle_every_row_has_one_result(cluster: Cluster, tiny_model: Path, tmp_path: Path) -> None:
+    # the same parameters in all rows: others would be a pass, and a start of the engine, of their own
     rows: list[dict[str, object]] = [
-        {"id": n, "prompt": f"Story {n} begins: once", "max_tokens": tokens(n), "ignore_eos": True}
+        {"id": n, "prompt": f"Story {n} begins: once", "max_tokens": tokens(n), "ignore_eos": True,
+         "allowed_token_ids": LETTERS}
         for n in range(320)
-    ]
+    ]  # fmt: skip
     rows[17] |= {"allowed_token_ids": [999_999_999]}  # beyond its vocabulary: vLLM refuses it, and this row alone
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     output = tmp_path / "out.jsonl"
@@ -116,7 +120,7 @@ def test_killed_in_the_middle_every_row_has_one_result(cluster: Cluster, tiny_mo
     found = lines(output)
     assert sorted(int(str(line["id"])) for line in found) == [n for n in range(320) if n != 17], said
     assert all(line["completion_tokens"] == tokens(int(str(line["id"]))) for line in found)
-    assert sum(bool(line["response"]) for line in found) > 300  # not all tokens of a random model are text
+    assert all(str(line["response"]).isalpha() for line in found)
     errors = lines(tmp_path / "out.errors.jsonl")
     assert [error["custom_id"] for error in errors] == ["17"]
     assert "allowed_token_ids" in json.dumps(errors)

@@ -69,6 +69,7 @@ class RayEngine:
     def __init__(self, model: str, replicas: int = 1, engine_kwargs: dict[str, Any] | None = None) -> None:
         self._model, self._replicas, self._kwargs = model, replicas, engine_kwargs or {}
         self._ray = optional("ray", "run on Ray Data (in the cluster's own environment)")
+        _refuse_dead_address(os.environ.get("RAY_ADDRESS", ""))  # before the import below, which takes seconds
         optional("ray.data.llm", "run on Ray Data")
 
     def answers(self, rows: Path, chat: bool) -> Iterator[RayAnswer]:
@@ -105,7 +106,6 @@ class RayEngine:
     def _connect(self) -> None:
         if self._ray.is_initialized():
             return
-        _refuse_dead_address(os.environ.get("RAY_ADDRESS", ""))
         try:
             self._ray.init(address="auto", log_to_driver=False)  # RAY_ADDRESS, or a cluster on this node
         except ConnectionError as error:
