@@ -217,3 +217,20 @@ def test_the_time_limit_in_the_middle_is_passed_over_to_the_next_job(login: Logi
     assert "SIGUSR1: finishing what is under way" in log
     for job in now["jobs"]:
         assert login.exit_code(job["id"]) == "0:0"
+
+
+def test_trials_of_a_tuning_run_are_jobs_side_by_side(login: Login) -> None:
+    words = ["tune", str(login.model), *SMALL, "--time", "10:00", "--side-by-side", "2", "--budget", "30s", "--name",
+             "beside", "--measure", "1s", "--input-len", "16", "--output-len", "8", "--concurrency", "4"]  # fmt: skip
+    done = login.corral(*words, "--json")
+    assert done.returncode in (0, 1), done.stderr  # 1: a budget so small decides little
+    trials = json.loads(done.stdout)["trials"]
+    assert sum(one["score"] is not None for one in trials) >= 2, trials
+    jobs = {
+        json.loads((login.folder / "corral" / "deployments" / name / "job.json").read_text())["id"]
+        for name in ("tune-beside", "tune-beside-2")
+    }
+    assert len(jobs) == 2
+    # what ran at once takes less of the run's time than of its own
+    assert sum(one["spent_s"] for one in trials) < sum(one["took_s"] for one in trials)
+    assert all(login.over(job) for job in jobs)
