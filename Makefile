@@ -6,15 +6,16 @@ INSTALL = tools/install_testbed.sh $(1) || test "$$(id -u)" -ne 0
 # where it is set, each of the thousands of processes of the tests compiles all it imports
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help test lint unit docs fuzz soak faults cluster integration e2e bench-start lock clean
+.PHONY: help test lint collect unit docs fuzz soak faults cluster integration e2e bench-start lock clean
 
-# Two at a time where one alone leaves a core idle. Lint and e2e, which builds a wheel in this folder, are one lane; the
-# others fill two cores and run alone (cluster beside integration gained nothing and cost tests that wait);
-# everything is installed first, because only one can install.
+# Two at a time where one alone leaves a core idle: cluster waits more than it computes, what is beside it computes on one
+# core. Lint is not beside e2e, which builds a wheel in this folder. Unit and integration fill two cores and run alone (cluster
+# beside integration gained nothing and cost tests that wait). Everything is installed first: only one can install.
 test: .venv/.test-installed  ## everything a change must pass: all tiers, the waiting ones side by side
 	$(call INSTALL)
-	$(PYTHON) tools/side_by_side.py lint,e2e fuzz,docs
-	$(MAKE) --no-print-directory unit cluster integration
+	$(PYTHON) tools/side_by_side.py e2e docs
+	$(PYTHON) tools/side_by_side.py cluster lint,fuzz,collect
+	$(MAKE) --no-print-directory unit integration
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -42,6 +43,9 @@ faults: .venv/.test-installed  ## the fault table of docs/log.md: what is notice
 	$(call INSTALL,cluster)
 	$(PYTHON) -m tests.cluster.faults $(FAULTS)
 
+collect: .venv/.test-installed  ## reads the unit tests once; four workers would each compile them
+	$(PYTEST) tests/unit --collect-only >/dev/null
+
 unit: .venv/.test-installed  ## no network, no engine
 	$(call INSTALL,unit)
 	$(PYTEST) tests/unit --numprocesses 4 --dist worksteal --timeout 240
@@ -51,11 +55,11 @@ docs: .venv/.test-installed  ## every command and Python block of README and doc
 
 cluster: .venv/.test-installed  ## real sshd, SLURM, Docker, Podman and Apptainer on simulated hosts, with stand-in engines
 	$(call INSTALL,cluster)
-	$(PYTEST) tests/cluster --numprocesses 3 --dist loadfile --reruns 1
+	$(PYTEST) tests/cluster --numprocesses 4 --dist loadfile --no-loadscope-reorder --reruns 1 --durations 12
 
 integration: .venv/.test-installed  ## real vLLM on the CPU (installed into .scratch/), on one host and on several
 	$(call INSTALL,cluster browser)
-	$(PYTEST) tests/integration --numprocesses 2 --dist loadfile --no-loadscope-reorder --timeout 1500 \
+	$(PYTEST) tests/integration --numprocesses 3 --dist loadfile --no-loadscope-reorder --timeout 1500 \
 		--reruns 1 --durations 12
 
 e2e: .venv/.test-installed  ## pages in a real browser; Corral installed from its wheel

@@ -180,7 +180,7 @@ def let_disk_go_on(bed: SshBed, name: str) -> None:
     """And nothing has failed meanwhile."""
     time.sleep(FULL_S)
     bed.bench.hosts.exec("node1", ["pkill", "-CONT", "-x", "bindfs"])
-    bed.bench.wait(name, serves, 20)
+    bed.bench.wait(name, serves)
 
 
 def kill_sshd(bed: SshBed, name: str) -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from tests.conftest import ROOT
 from tests.stand_in import install_stand_in
 from tests.testbed.hosts import Hosts
 from tests.tiny_llama import make_tiny_llama
+from tests.until import LIMIT_S, polled
 
 NODES = ("node1", "node2")
 
@@ -45,14 +45,16 @@ class Bench:
     def status(self, name: str) -> Any:
         return json.loads(self.run("status", name, "--json").stdout)
 
-    def wait(self, name: str, wanted: Callable[[Any], Any], limit_s: float = 90) -> Any:
-        deadline = time.monotonic() + limit_s
-        while time.monotonic() < deadline:
-            found = self.status(name)
-            if wanted(found):
-                return found
-            time.sleep(0.2)
-        raise AssertionError(f"never: {found}")
+    def wait(self, name: str, wanted: Callable[[Any], Any]) -> Any:
+        found: list[Any] = [None]
+
+        def look() -> bool:
+            found[0] = self.status(name)
+            return bool(wanted(found[0]))
+
+        if not polled(look, LIMIT_S):
+            raise AssertionError(f"never: {found[0]}")
+        return found[0]
 
     def engines(self, host: str) -> list[int]:
         return [pid for pid, line in self.hosts.processes(host) if "stub_engine.py" in line]
@@ -76,11 +78,13 @@ class Bench:
             self.hosts.heal(host)
 
     def nothing_left(self) -> None:
-        for host in NODES:
-            deadline = time.monotonic() + 30
-            while (left := self.hosts.processes(host)) and time.monotonic() < deadline:
-                time.sleep(0.1)
-            assert not left, f"{host}: {left}"
+        left: dict[str, Any] = {}
+
+        def none() -> bool:
+            left.update({host: self.hosts.processes(host) for host in NODES})
+            return not any(left.values())
+
+        assert polled(none, LIMIT_S), left
 
 
 @contextlib.contextmanager

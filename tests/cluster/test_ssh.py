@@ -24,7 +24,7 @@ import pytest
 from tests.cluster.ssh_bench import NODES, Bench, open_bench
 from tests.testbed import missing
 from tests.tiny_llama import make_tiny_llama
-from tests.until import until
+from tests.until import LIMIT_S, polled, until
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
@@ -177,9 +177,8 @@ def test_no_stranger_gets_the_tunnels_port_while_ssh_is_away(bench: Bench, ready
             os.kill(int(pid), signal.SIGKILL)
         done = subprocess.run([sys.executable, "-c", thief, str(port)], capture_output=True, text=True)
         assert "Address already in use" in done.stderr
-    deadline = time.monotonic() + 90
-    while bench.run("complete", "--deployment", ready, "Hello").returncode not in (0, 2, 10):
-        assert time.monotonic() < deadline, (folder / "tunnel.log").read_text()
+    ask = ("complete", "--deployment", ready, "Hello")
+    assert polled(lambda: bench.run(*ask).returncode in (0, 2, 10), LIMIT_S), (folder / "tunnel.log").read_text()
     assert "the connection ended" in (folder / "tunnel.log").read_text()
     assert json.loads((folder / "tunnel.json").read_text())["holder"]["pid"] == holder
 
@@ -222,18 +221,12 @@ def test_a_cut_cable_is_named_and_both_sides_end(bench: Bench, ready: str) -> No
     found = noticed(bench, ready, began)
     assert found["reason"] == "node_lost"
     assert "node2" in found["text"]
-    deadline = time.monotonic() + 40
-    while bench.engines("node2") and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert not bench.engines("node2")  # it lost its head and ended by itself
+    until(lambda: not bench.engines("node2"), "the end of a rank that lost its head")
 
 
 def test_a_lost_head_ends_the_workers(bench: Bench, ready: str) -> None:
     bench.hosts.power_off("node1")
-    deadline = time.monotonic() + 60
-    while bench.engines("node2") and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert not bench.engines("node2")
+    until(lambda: not bench.engines("node2"), "the end of the workers")
     found = bench.wait(ready, lambda status: status["state"] == "failed")
     assert "the head node1 stopped answering" in found["text"]
 
@@ -286,9 +279,7 @@ def test_the_server_outlives_the_command_that_started_it(bench: Bench) -> None:
     process = bench.start("up", str(bench.model), "--name", "orphan", "--hosts", ",".join(NODES),
                           "--env", "STUB_OPTIONS=slow=3")  # fmt: skip
     journal = Path(bench.env["CORRAL_HOME"]) / "deployments/orphan/rank0/agent.json"
-    deadline = time.monotonic() + 60
-    while not journal.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    until(journal.exists, "the agent")
     os.killpg(process.pid, signal.SIGKILL)  # with every ssh it had started
     process.communicate()
     done = bench.run("wait", "orphan")

@@ -21,16 +21,17 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from tests.testbed import PATH
+from tests.until import polled
 
 NAMESPACES = ("--net", "--uts", "--ipc", "--pid", "--mount")
 GATEWAY, MACHINE = 254, 253
 FIRST_UID = 20001
+LEAST_S = 90.0
 CHECKOUT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -466,12 +467,13 @@ class Hosts:
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-    """Poll until it holds; a testbed that does not get there is broken and says what it waited for."""
-    end = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > end:
-            raise TimeoutError(f"waited {timeout_s:g} s for {what}")
-        time.sleep(0.02)
+    """Poll until it holds; a testbed that does not get there is broken and says what it waited for.
+
+    On a busy machine nothing is quick: less than `LEAST_S` is not taken at its word.
+    """
+    timeout_s = max(timeout_s, LEAST_S)
+    if not polled(condition, timeout_s):
+        raise TimeoutError(f"waited {timeout_s:g} s for {what}")
 
 
 def _sshd_config(folder: Path, place: Path) -> str:
