@@ -1,113 +1,233 @@
-"""One model over two hosts with real vLLM on the CPU: both links, both splits, the same words as on one host.
+"""One model over two nodes with real vLLM on the CPU: both links, both splits, the same words as on one node.
 
-Float32 and one request at a time, because in bf16 batching alone changes greedy words.
+Two of the four are SLURM jobs, asked from a laptop through a tunnel; two are started over ssh, and then lose a
+node or a rank. A job on one node gives the words, and its scores are held against transformers'. Float32 and one
+request at a time, because in bf16 batching alone changes greedy words.
 """
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import corral as package
+from corral.llm.llm import LLM
 from tests.integration.conftest import Corral, free_port
+from tests.integration.transformers_scores import planned_dtype, reference, rows, worst_difference
 from tests.testbed import missing
 from tests.testbed.hosts import Hosts
+from tests.testbed.slurm import Slurm
+from tests.tiny_llama import make_tiny_llama
+from tests.until import until
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
-OPTIONS = ("--set", "eager=true", "--set", "max_model_len=512", "--patience", "30")
-FLOAT32 = ("--", "--dtype", "float32")
+pytestmark = pytest.mark.skipif(bool(missing("slurm")), reason=missing("slurm"))
+# the simulated GPUs are only GRES: asked for, allocated, and left alone by the CPU engine
+JOB = ("--partition", "gpu", "--time", "30:00", "--slurm", "cpus_per_task=2", "--slurm", "mem=6G",
+       "--slurm", "gpus_per_node=0", "--slurm", "gres=gpu:h100:1")  # fmt: skip
+OPTIONS = ("--set", "eager=true", "--set", "max_model_len=512", "--patience", "30", "--json")
 PROMPTS = ("Once upon a time", "The capital of France is", "1 2 3 4")
+NODES = ("n1", "n2")
+
+
+@dataclass
+class Cluster:
+    """A user on the login host, and another machine that reaches the hosts by ssh."""
+
+    hosts: Hosts
+    slurm: Slurm
+    home: Path
+    outside: Corral
+    model: Path
+
+    @property
+    def env(self) -> dict[str, str]:
+        source = str(Path(package.__file__).parent.parent)
+        return {"CORRAL_HOME": str(self.home), "PYTHONPATH": source, "HF_HUB_OFFLINE": "1"}
+
+    def corral(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """On the login host."""
+        command = [sys.executable, "-m", "corral", *arguments]
+        return self.hosts.exec("login", command, env=self.env, check=False, timeout=600)
+
+    def far_corral(self) -> str:
+        """How the login host's Corral is called over ssh."""
+        words = " ".join(f"{name}={value}" for name, value in self.env.items())
+        return f"env {words} {sys.executable} -m corral"
+
+    def left(self) -> list[tuple[int, str]]:
+        return [found for node in NODES for found in self.hosts.processes(node)]
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory, corral: Corral, tiny_model: Path) -> Iterator[Hosts]:
-    folder = tmp_path_factory.mktemp("hosts")
+def cluster(tmp_path_factory: pytest.TempPathFactory, corral: Corral) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("jobs")
+    home = folder / "corral"
+    home.mkdir()
+    for name in ("engines", "models", "cache"):
+        (home / name).symlink_to((corral.home / name).resolve())
     kept = (corral.home / "engines").resolve().parent
-    with Hosts(folder, shared=[corral.home.parent, tiny_model.parent, kept]) as hosts:
-        corral.env["CORRAL_SSH"] = " ".join(hosts.ssh_command)
-        yield hosts
-        del corral.env["CORRAL_SSH"]
+    model = make_tiny_llama(folder / "tiny", dtype="float32")
+    shared = [folder, kept, corral.home.parent]
+    with Hosts(folder / "hosts", ("login", *NODES), shared=shared) as hosts, Slurm(hosts) as slurm:
+        outside = Corral(corral.env | {"CORRAL_SSH": " ".join(hosts.ssh_command)}, corral.home)
+        found = Cluster(hosts, slurm, home, outside, model)
+        yield found
+        found.corral("down", "--all")
 
 
-def ask(endpoint: dict[str, str], prompt: str, tokens: int = 16) -> Any:
-    body = {"model": endpoint["model"], "prompt": prompt, "max_tokens": tokens, "temperature": 0, "logprobs": 1}
-    key = Path(endpoint["key_file"]).read_text().strip()
+def ask(endpoint: package.Endpoint, prompt: str, tokens: int = 16) -> Any:
+    body = {"model": endpoint.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "logprobs": 1}
+    key = Path(endpoint.key_file or "").read_text().strip()
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-    request = urllib.request.Request(endpoint["base_url"] + "/completions", json.dumps(body).encode(), headers)
+    request = urllib.request.Request(endpoint.base_url + "/completions", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=120) as reply:
         return json.load(reply)["choices"][0]
 
 
-def words(endpoint: dict[str, str]) -> list[list[str]]:
+def words(endpoint: package.Endpoint) -> list[list[str]]:
     return [ask(endpoint, prompt)["logprobs"]["tokens"] for prompt in PROMPTS]
 
 
-@pytest.fixture(scope="module")
-def expected(corral: Corral, tiny_model: Path) -> list[list[str]]:
-    done = corral.run("up", str(tiny_model), "--name", "one", "--port", free_port(), "--json", *OPTIONS, *FLOAT32)
+@contextmanager
+def job(cluster: Cluster, name: str, *split: str) -> Iterator[package.Endpoint]:
+    """A deployment in a job, as a laptop sees it that reaches the login host alone; nothing is left of it."""
+    done = cluster.corral("up", str(cluster.model), "--name", name, *JOB, *split, *OPTIONS)
+    log = cluster.corral("logs", name, "-n", "40").stdout
+    assert done.returncode == 0, f"{done.stderr}\n{log}"
+    assert "gres:gpu:h100:1" in cluster.slurm.run("scontrol", "show", "job", "-dd").stdout
     try:
-        return words(json.loads(done.stdout)["endpoint"])
+        with tunnelled(cluster, name) as endpoint:
+            yield endpoint
     finally:
-        corral.run("down", "one")
+        down = cluster.corral("down", name)
+    assert down.returncode == 0, down.stderr
+    assert not cluster.slurm.run("squeue", "-h").stdout
+    assert cluster.left() == []
 
 
-def up(corral: Corral, model: Path, link: str, split: str, name: str) -> Any:
-    arguments = ["up", str(model), "--name", name, "--hosts", "node1,node2", "--link", link, "--set", split, "--json"]
-    done = corral.run(*arguments, *OPTIONS, *FLOAT32, check=False)
-    logs = [corral.run("logs", name, "-n", "40", "--rank", rank, check=False).stdout for rank in "01"]
-    assert done.returncode == 0, f"{done.stderr}\n" + "\n---\n".join(logs)
-    return json.loads(done.stdout)
+@contextmanager
+def tunnelled(cluster: Cluster, name: str) -> Iterator[package.Endpoint]:
+    command = [sys.executable, "-m", "corral", "tunnel", name, "--through", "login", "--corral", cluster.far_corral()]
+    with subprocess.Popen(command, env=cluster.outside.env, text=True, stdout=subprocess.PIPE) as tunnel:
+        try:
+            assert tunnel.stdout
+            url = tunnel.stdout.readline().strip().partition("=")[2]
+            key_file = tunnel.stdout.readline().partition("(cat ")[2].partition(")")[0]
+            endpoint = package.Endpoint(url, "tiny", key_file)
+            until(lambda: answers(endpoint), "the forward through the login host")
+            yield endpoint
+        finally:
+            tunnel.terminate()
+
+
+def answers(endpoint: package.Endpoint) -> bool:
+    with contextlib.suppress(OSError):
+        return bool(ask(endpoint, "Hello", 1))
+    return False
+
+
+@dataclass
+class Alone:
+    """What the model says on one node."""
+
+    words: list[list[str]]
+    dtype: str
+    worst: float  # the largest difference of a log-probability from transformers'
+
+
+@pytest.fixture(scope="module")
+def alone(cluster: Cluster, corral: Corral) -> Alone:
+    with job(cluster, "one-node") as endpoint, LLM(endpoint) as llm:
+        dtype = planned_dtype(cluster.home, "one-node")
+        worst = worst_difference(llm, reference(corral, cluster.model, dtype, rows()), rows())
+        return Alone(words(endpoint), dtype, worst)
+
+
+def test_on_one_node_a_float32_checkpoint_keeps_its_format_and_scores_as_transformers_does(alone: Alone) -> None:
+    print(f"stored in float32, served in {alone.dtype}: largest difference {alone.worst:.2e}")
+    assert alone.dtype == "float32"
+    assert alone.worst < 1e-4
 
 
 @pytest.mark.parametrize(("link", "split"), [("native", "tensor=2"), ("ray", "pipeline=2")])
-def test_the_same_words_as_on_one_host(
-    corral: Corral, hosts: Hosts, tiny_model: Path, expected: list[list[str]], link: str, split: str
-) -> None:
-    name = f"{link}-{split[:2]}"
-    endpoint = up(corral, tiny_model, link, split, name)["endpoint"]
+def test_in_a_job_on_two_nodes_the_same_words(cluster: Cluster, alone: Alone, link: str, split: str) -> None:
+    with job(cluster, link, "--nodes", "2", "--link", link, "--set", split) as endpoint:
+        assert words(endpoint) == alone.words
+
+
+def up(cluster: Cluster, link: str, split: str, name: str, *further: str) -> package.Endpoint:
+    """Started over ssh."""
+    command = ["up", str(cluster.model), "--name", name, "--hosts", ",".join(NODES), "--link", link, "--set", split]
+    done = cluster.outside.run(*command, *further, *OPTIONS, check=False)
+    logs = [cluster.outside.run("logs", name, "-n", "40", "--rank", rank, check=False).stdout for rank in "01"]
+    assert done.returncode == 0, f"{done.stderr}\n" + "\n---\n".join(logs)
+    told = json.loads(done.stdout)["endpoint"]
+    return package.Endpoint(told["base_url"], told["model"], told["key_file"])
+
+
+def failure(cluster: Cluster, name: str) -> Any:
+    def look() -> Any:
+        found = cluster.outside.json("status", name, check=False)
+        return found if found["state"] == "failed" else None
+
+    return until(look, f"the failure of {name}", 240)
+
+
+def closed_to_strangers(cluster: Cluster, endpoint: package.Endpoint, port: str) -> None:
+    """Without the key, and on the head's loopback alone."""
+    with pytest.raises(urllib.error.HTTPError, match="401") as refused:
+        urllib.request.urlopen(endpoint.base_url + "/models", timeout=30)
+    refused.value.close()
+    knocks = []
+    for host, address in (("n1", "127.0.0.1"), ("n2", cluster.hosts.address("n1"))):
+        knock = f"import socket; socket.create_connection(('{address}', {port}), 10)"
+        knocks.append(cluster.hosts.exec(host, ["python3", "-c", knock], check=False).returncode)
+    assert knocks == [0, 1]
+
+
+def test_over_ssh_the_same_words_and_a_stopped_rank_is_noticed(cluster: Cluster, alone: Alone) -> None:
+    """A rank that hangs: its processes are there and do nothing."""
+    port = free_port()
+    endpoint = up(cluster, "ray", "tensor=2", "hung", "--port", port)
     try:
-        assert words(endpoint) == expected
-        with pytest.raises(urllib.error.HTTPError, match="401") as refused:
-            urllib.request.urlopen(endpoint["base_url"] + "/models", timeout=30)
-        refused.value.close()
-        knock = f"import socket; socket.create_connection(('{hosts.address('node1')}', 8000), 3)"
-        assert hosts.exec("node2", ["python3", "-c", knock], check=False).returncode  # on the head's loopback only
+        assert words(endpoint) == alone.words
+        closed_to_strangers(cluster, endpoint, port)
+        for pid, line in cluster.hosts.processes("n2"):
+            if "agent.py" not in line:
+                os.kill(pid, signal.SIGSTOP)
+        found = failure(cluster, "hung")
+        assert found["reason"] in ("engine_hung", "engine_exited")  # vLLM may notice first
     finally:
-        corral.run("down", name)
-    assert hosts.processes("node1") == []
-    assert hosts.processes("node2") == []
+        cluster.outside.run("down", "hung")
+    assert cluster.left() == []
 
 
-def status(corral: Corral, name: str) -> Any:
-    return json.loads(corral.run("status", name, "--json", check=False).stdout)
-
-
-def failure(corral: Corral, name: str, limit_s: float = 240) -> Any:
-    deadline = time.monotonic() + limit_s
-    while (found := status(corral, name))["state"] != "failed":
-        assert time.monotonic() < deadline, found
-        time.sleep(0.5)
-    return found
-
-
-def test_the_same_words_and_a_lost_worker_ends_requests_in_flight_with_an_error(
-    corral: Corral, hosts: Hosts, tiny_model: Path, expected: list[list[str]]
+def test_over_ssh_the_same_words_and_a_lost_worker_ends_requests_in_flight_with_an_error(
+    cluster: Cluster, alone: Alone
 ) -> None:
-    endpoint = up(corral, tiny_model, "native", "pipeline=2", "lost")["endpoint"]
+    endpoint = up(cluster, "native", "pipeline=2", "lost")
+    talking = threading.Event()
     outcome: list[str] = []
 
     def talk() -> None:
         try:
+            ask(endpoint, "Once upon a time", 1)
+            talking.set()
             while True:
                 ask(endpoint, "Once upon a time", 400)
         except (OSError, ValueError, http.client.HTTPException) as error:
@@ -116,39 +236,18 @@ def test_the_same_words_and_a_lost_worker_ends_requests_in_flight_with_an_error(
                 error.close()
 
     try:
-        assert words(endpoint) == expected
+        assert words(endpoint) == alone.words
         client = threading.Thread(target=talk, daemon=True)
         client.start()
-        time.sleep(2)
-        began = time.time()
-        hosts.power_off("node2")
+        assert talking.wait(120)
+        cluster.hosts.power_off("n2")
         client.join(120)
         assert outcome, "the request hangs"
-        print(f"\nthe client had its error {time.time() - began:.1f} s after the node was gone")
-        found = failure(corral, "lost")
+        found = failure(cluster, "lost")
         assert found["reason"] == "node_lost"
-        assert "node2 stopped answering" in found["text"]
-        assert hosts.processes("node1") == []
+        assert "n2 stopped answering" in found["text"]
+        assert cluster.hosts.processes("n1") == []
     finally:
-        if not hosts.pid("node2"):
-            hosts.power_on("node2")
-        corral.run("down", "lost")
-
-
-def test_the_same_words_and_a_stopped_rank_is_noticed(
-    corral: Corral, hosts: Hosts, tiny_model: Path, expected: list[list[str]]
-) -> None:
-    """A rank that hangs: its processes are there and do nothing."""
-    endpoint = up(corral, tiny_model, "ray", "tensor=2", "hung")["endpoint"]
-    try:
-        assert words(endpoint) == expected
-        began = time.time()
-        for pid, line in hosts.processes("node2"):
-            if "agent.py" not in line:
-                os.kill(pid, signal.SIGSTOP)
-        found = failure(corral, "hung")
-        print(f"\ntaken down after {found['since_s'] - began:.1f} s: {found['text']}")
-        assert found["reason"] in ("engine_hung", "engine_exited")  # vLLM may notice first
-    finally:
-        corral.run("down", "hung")
-    assert hosts.processes("node2") == []
+        if not cluster.hosts.pid("n2"):
+            cluster.hosts.power_on("n2")
+        cluster.outside.run("down", "lost")
