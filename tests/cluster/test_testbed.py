@@ -68,7 +68,7 @@ class TestHosts:
     def test_power_loss_takes_all_processes_without_a_word_to_the_peers(self, hosts: Hosts) -> None:
         process = hosts.popen("node2", ["sleep", "600"])
         wait_for(lambda: [line for _, line in hosts.processes("node2")] == ["sleep 600"], 5, "the process")
-        client = subprocess.Popen([*hosts.ssh_command, "node2", "sleep 601"])
+        client = subprocess.Popen([*hosts.ssh_command, "node2", "sleep 601"], stdin=subprocess.PIPE)
         wait_for(lambda: len(hosts.processes("node2")) == 2, 5, "the session")
         hosts.power_off("node2")
         assert process.wait(timeout=5)
@@ -77,7 +77,8 @@ class TestHosts:
             client.wait(timeout=0.5)
         hosts.power_on("node2")
         assert hosts.ssh("node2", "hostname").stdout == "node2\n"
-        assert client.wait(timeout=120) == 255  # once TCP tries again, which it does ever more seldom
+        client.communicate(b"anybody there?\n", timeout=120)  # nobody knows of this connection any more
+        assert client.returncode == 255
         assert hosts.processes("node2") == []
 
     def test_a_changed_host_key_is_refused_until_it_is_trusted(self, hosts: Hosts) -> None:
