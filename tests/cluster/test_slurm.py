@@ -114,6 +114,18 @@ def logged_in(hosts: Hosts, slurm: Slurm, home: Path, model: Path | None = None)
     found.corral("down", "--all")
 
 
+@contextmanager
+def on_two_nodes(folder: Path) -> Iterator[Login]:
+    """The same on a cluster of two nodes that begins and ends with it."""
+    folder.parent.chmod(0o755)
+    with (
+        Hosts(folder / "hosts", ("login", "n1", "n2"), shared=[folder]) as hosts,
+        Slurm(hosts) as slurm,
+        logged_in(hosts, slurm, folder / "corral") as found,
+    ):
+        yield found
+
+
 @pytest.fixture(scope="module")
 def login(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Login]:
     folder = tmp_path_factory.mktemp("slurm")

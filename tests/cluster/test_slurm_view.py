@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.test_slurm import SMALL, Login, logged_in, request
+from tests.cluster.test_slurm import SMALL, Login, on_two_nodes, request
 from tests.testbed import missing
-from tests.testbed.hosts import Hosts
-from tests.testbed.slurm import Slurm
 from tests.until import until
 
 pytestmark = pytest.mark.skipif(bool(missing("slurm")), reason=missing("slurm"))
@@ -19,13 +17,7 @@ pytestmark = pytest.mark.skipif(bool(missing("slurm")), reason=missing("slurm"))
 
 @pytest.fixture(scope="module")
 def login(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Login]:
-    folder = tmp_path_factory.mktemp("slurm-view")
-    folder.parent.chmod(0o755)
-    with (
-        Hosts(folder / "hosts", ("login", "n1", "n2"), shared=[folder]) as hosts,
-        Slurm(hosts) as slurm,
-        logged_in(hosts, slurm, folder / "corral") as found,
-    ):
+    with on_two_nodes(tmp_path_factory.mktemp("slurm-view")) as found:
         yield found
 
 
