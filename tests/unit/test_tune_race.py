@@ -92,7 +92,7 @@ def test_it_beats_random_search_of_equal_cost() -> None:
             trials.append(measured(order.setup, order.purpose, true, chance, order.measure_s > RACE.measure_s))
         assert verdict(RACE, trials) == found  # the search is no part of the race
         assert next_order(RACE, trials) is None or len(trials) == race_trials
-        random_best = random_found(RACE, trials)
+        random_best = random_found(found.best, trials)
         assert random_best is not None
         assert raced_s - 80 <= random_best.spent_s <= raced_s
         met = [one.setup for one in trials if one.purpose is Purpose.MEET]

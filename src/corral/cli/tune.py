@@ -276,7 +276,7 @@ def _show(found: TuneRun, result: RaceResult, as_json: bool) -> int:
     trials = found.trials()
     if as_json:
         far = distance(found.spec.objective, result, trials)
-        random = random_found(found.spec.race, trials)
+        random = random_found(result.best, trials)
         body = {"run": found.name, "folder": str(found.folder), "result": result, "roofline": far, "random": random}
         print_json({**body, "trials": trials})
     else:

@@ -78,7 +78,7 @@ def tune_lines(run: TuneRun, trials: Sequence[Trial], found: RaceResult, columns
     yield from table_lines(
         ["SETTING", f"ALONE, OVER {_anchor(found).upper()}", ""], [*map(_finding_row, found.findings)], None, columns
     )
-    if random := random_found(spec.race, trials):
+    if random := random_found(found.best, trials):
         yield _random_sentence(found, random)
     if found.left_out:
         yield f"not tried, for lack of time: {'; '.join(map(str, found.left_out))}"
@@ -100,7 +100,7 @@ def html_page(run: TuneRun, trials: Sequence[Trial], found: RaceResult) -> str:
     """One self-contained file."""
     spec = run.spec
     kind = {RaceEnd.BETTER: "valid", RaceEnd.NO_DIFFERENCE: "valid"}.get(found.outcome, "caution")
-    random = random_found(spec.race, trials)
+    random = random_found(found.best, trials)
     best = max((one.score for one in trials if one.setup == found.best and one.score), default=0.0)
     body = [
         f"<h1>Tuning {escape(spec.model)}</h1>",

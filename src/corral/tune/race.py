@@ -197,10 +197,6 @@ def _noise(trials: Sequence[Trial]) -> tuple[float, int]:
     return (max(LEAST_NOISE, math.sqrt(squares / freedom)) if freedom else 2 * LEAST_NOISE), freedom
 
 
-def _gain(trials: Sequence[Trial], setup: Setup, purpose: Purpose | None = None, over: Setup = BASE) -> Gain | None:
-    return compared(trials, setup, over, purpose)
-
-
 def compared(trials: Sequence[Trial], setup: Setup, other: Setup, purpose: Purpose | None = None) -> Gain | None:
     """What one setup gains over another, from trials of one purpose, or of all."""
     ours, base = _scores(trials, setup, purpose), _scores(trials, other, purpose)
@@ -403,7 +399,7 @@ def _final(trials: Sequence[Trial]) -> Setup | None:
     ours = sum(one.setup == finalist for one in made)
     base = len(made) - ours
     if ours == base and ours >= FEWEST_ROUNDS:
-        gain = _gain(trials, finalist, Purpose.FINAL)
+        gain = compared(trials, finalist, BASE, Purpose.FINAL)
         if ours >= MOST_ROUNDS or gain is None or gain.beyond_doubt:
             return None
     # A B, then B A, and so on: what drifts with time falls on both alike
@@ -418,7 +414,7 @@ def verdict(race: Race, trials: Sequence[Trial]) -> RaceResult:
     """What the trials say so far."""
     trials = _of_race(trials)
     finalist = _finalist(trials)
-    gain = _gain(trials, finalist, Purpose.FINAL) if finalist != BASE else None
+    gain = compared(trials, finalist, BASE, Purpose.FINAL) if finalist != BASE else None
     if not any(one.score for one in trials):
         outcome = RaceEnd.NOTHING_WORKED
     elif len(_setups(trials)) < 2:
@@ -447,4 +443,4 @@ def _finding(trials: Sequence[Trial], anchor: Setup, knob: Knob, value: str) -> 
     setup = _alone(anchor, knob, value)
     with_it, without = (anchor, setup) if knob.name in dict(anchor.choices) else (setup, anchor)
     why = next((one.why for one in reversed(trials) if one.setup == setup and one.score is None), "")
-    return KnobFinding(knob.name, value, _gain(trials, with_it, over=without), why)
+    return KnobFinding(knob.name, value, compared(trials, with_it, without), why)

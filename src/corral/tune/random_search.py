@@ -55,12 +55,11 @@ def _best(made: Sequence[Trial]) -> Setup | None:
     return max(scored, key=lambda one: one.score or 0.0).setup if scored else None
 
 
-def random_found(race: Race, trials: Sequence[Trial]) -> RandomFound | None:
-    """What the search has found so far; None where none was made."""
+def random_found(ours: Setup, trials: Sequence[Trial]) -> RandomFound | None:
+    """What the search has found so far beside the race's own choice; None where none was made."""
     made = [one for one in trials if one.purpose is Purpose.RANDOM]
     theirs = _best(made)
     if theirs is None:
         return None
-    ours = verdict(race, trials).best
     gain = compared(trials, ours, theirs, Purpose.MEET) if ours != theirs else None
     return RandomFound(theirs, len(made), sum(one.of_budget_s for one in made), gain)
