@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -198,14 +199,31 @@ def test_a_download_is_watched(page: Any, home: Path, monkeypatch: pytest.Monkey
     staging = Staging(Lines(quiet=True), made.folder, {"fetching model": 40.0, "loading": 9.0})
     shown = card(page, "fetched")
     staging.phase(Phase.FETCHING)
-    staging.detail("hub: model-00001-of-00004.safetensors", 10**9, 4 * 10**9)
+    staging.detail("hub: model-00001-of-00004.safetensors", 1_000_000_000, 4 * 10**9)
     expect(shown.locator(".phase.now")).to_contain_text("fetching 25%", timeout=WAIT_MS)
-    staging.detail("hub: model-00002-of-00004.safetensors", 3 * 10**9, 4 * 10**9)
-    expect(shown.locator(".phase.now")).to_contain_text("fetching 75%", timeout=WAIT_MS)
-    expect(shown.locator(".standing")).to_contain_text(re.compile(r"75% \(3\.00 of 4\.00 GB\) for .* left"))
+    time.sleep(0.5)  # a pace: by it, and the little that came, half a minute is left
+    staging.detail("hub: model-00002-of-00004.safetensors", 1_050_000_000, 4 * 10**9)
+    expect(shown.locator(".phase.now")).to_contain_text("fetching 26%", timeout=WAIT_MS)
+    standing = shown.locator(".standing")
+    expect(standing).to_contain_text(re.compile(r"26% \(1\.05 of 4\.00 GB\) for .* left"), timeout=WAIT_MS)
     expect(shown.locator(".phase.later").last).to_have_text("ready")
     made.folder.delete()
     expect(shown).to_have_count(0, timeout=WAIT_MS)
+
+
+def test_a_pace_that_did_not_hold_is_forgotten(page: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CORRAL_HOME", str(home / "home"))
+    made = make("paused", 30)
+    staging = Staging(Lines(quiet=True), made.folder, {"fetching model": 4000.0, "loading": 9.0})
+    standing = card(page, "paused").locator(".standing")
+    staging.phase(Phase.FETCHING)
+    staging.detail("hub: model-00001-of-00004.safetensors", 1 * 10**9, 4 * 10**9)
+    staging.detail(
+        "hub: model-00004-of-00004.safetensors", 4 * 10**9 - 1, 4 * 10**9
+    )  # one byte left, at once
+    expect(standing).to_contain_text("expected), ready in about", timeout=WAIT_MS)
+    expect(standing).not_to_contain_text("longer than usual")
+    made.folder.delete()
 
 
 def test_read_only_shows_everything_and_asks_nobody(browser: Any, home: Path, queued: Made) -> None:

@@ -120,7 +120,8 @@ def _job_row(job: HeldJob, state: State) -> tuple[str, str]:
 def _phase_words(found: Status) -> str:
     """What it is doing, how far that is, since when and until when."""
     far = f" {amount(found.done or 0, found.total)}" if found.total else ""
-    left = f", {duration(max(0.0, found.phase_ends_s - time.time()))} left" if found.phase_ends_s else ""
+    left_s = found.phase_ends_s - time.time() if found.phase_ends_s else 0.0
+    left = f", {duration(left_s)} left" if left_s > 0 else ""  # past it the pace did not hold, and nobody knows
     usual = f" ({found.expected.text})" if found.expected else ""
     return f"{found.phase}{far} for {since(found.phase_since_s)}{left}{usual}"
 

@@ -61,11 +61,12 @@ function course(row, at, now) {
   const lasted = `${at.phase}${far(at)} for ${duration(now - at.since_s)}${ends}`;
   const usual = at.expected_s === null ? "" : at.remembered ? ` (usually ${duration(at.expected_s)} here)` : ` (about ${duration(at.expected_s)} expected)`;
   if (row.ready_at_s === null || row.ready_at_s === undefined) return lasted + usual;
-  // past its end nobody knows when this phase ends: what is left is at least what comes after it
-  const due = at.ends_s ?? (at.expected_s === null ? null : at.since_s + at.expected_s);
-  if (due !== null && now > due) {
-    const rest = row.phases.reduce((sum, one) => sum + (one.since_s === null ? one.expected_s ?? 0 : 0), 0);
-    return `${lasted}${usual}: longer than usual${rest ? `; then about ${duration(rest)} until ready` : ""}`;
-  }
-  return `${lasted}${usual}, ready in about ${duration(Math.max(1, row.ready_at_s - now))}`;
+  const rest = row.phases.reduce((sum, one) => sum + (one.since_s === null ? one.expected_s ?? 0 : 0), 0);
+  // a pace that did not hold says nothing: past the end it promised, what is usual counts
+  const usually = at.expected_s === null ? null : at.since_s + at.expected_s;
+  const due = at.ends_s === null ? usually : Math.max(at.ends_s, usually ?? at.ends_s);
+  // past that nobody knows when this phase ends: what is left is at least what comes after it
+  if (due !== null && now > due) return `${lasted}${usual}: longer than usual${rest ? `; then about ${duration(rest)} until ready` : ""}`;
+  const ready = at.ends_s !== null && now > at.ends_s ? due + rest : row.ready_at_s;
+  return `${lasted}${usual}, ready in about ${duration(Math.max(1, ready - now))}`;
 }
