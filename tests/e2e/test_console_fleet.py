@@ -218,9 +218,7 @@ def test_a_pace_that_did_not_hold_is_forgotten(page: Any, home: Path, monkeypatc
     standing = card(page, "paused").locator(".standing")
     staging.phase(Phase.FETCHING)
     staging.detail("hub: model-00001-of-00004.safetensors", 1 * 10**9, 4 * 10**9)
-    staging.detail(
-        "hub: model-00004-of-00004.safetensors", 4 * 10**9 - 1, 4 * 10**9
-    )  # one byte left, at once
+    staging.detail("hub: model-00004-of-00004.safetensors", 4 * 10**9 - 1, 4 * 10**9)  # one byte left, at once
     expect(standing).to_contain_text("expected), ready in about", timeout=WAIT_MS)
     expect(standing).not_to_contain_text("longer than usual")
     made.folder.delete()
