@@ -1,12 +1,13 @@
 """Short measurements of one server, for `corral simulate validate`: three to fit, the others to hold out.
 
-    python benchmarks/simulate_runs.py --set h200 --deployment NAME --into FOLDER     # about 170 s
+    python benchmarks/simulate_runs.py --set h200-8b --deployment NAME --into FOLDER     # about 5 minutes
     python benchmarks/simulate_runs.py --thin FOLDER --into RUNS.tar.gz               # what a fit needs
     corral simulate validate FOLDER/*
 
-The runs vary what a simulation is asked about: rates, lengths, concurrencies, bursts, shared prefixes. `h200` is
-sized for an 8B model on one H200, `cpu` for a 135M model on a few cores. Every run is a run of `corral bench` with
-its rows; `--thin` keeps of a row's times the first and the last token, on which alone the fit rests.
+The runs vary what a simulation is asked about: rates, lengths, concurrencies, bursts, shared prefixes. The sets are
+sized for 8B in bf16 and 70B in FP8 on one H200, and for a 135M model on a few cores. The server is kept busy for
+`--warm` seconds before, in case it is slower when it was just started. Every run is a run of `corral bench` with its
+rows; `--thin` keeps of a row's times the first and the last token, on which alone the fit rests.
 """
 
 from __future__ import annotations
@@ -41,30 +42,38 @@ def spec_of(seconds: float, input_len: int, output_len: int, most: int = 2000, *
     return Spec(workload, load, warmup=min(16, load.concurrency or 4), percentiles=(50.0, 90.0, 95.0, 99.0))
 
 
-def h200(s: float = 7.0) -> dict[str, Spec]:
-    return {
+def gpu(
+    s: float, crowds: tuple[int, int, int, int, int], rates: tuple[float, ...], rare: float, often: float
+) -> dict[str, Spec]:
+    """Crowds: a few, some, those of the fit, more than seats for short answers and for long ones."""
+    few, some, fit, short, long = crowds
+    middle, hard, shared = rates[2] * 0.4, rates[2] * 0.24, rates[2] * 0.48
+    found = {
         "fit-1-alone": spec_of(s, 512, 128, 40, concurrency=1, range_ratio=0.5),
-        "fit-2-crowd": spec_of(s, 256, 128, 1200, concurrency=128, range_ratio=0.5),
-        "fit-3-rate": spec_of(s, 1024, 128, rate=20.0, range_ratio=0.9),
-        "held-01-at-once-8": spec_of(s, 512, 128, 200, concurrency=8),
-        "held-02-at-once-32": spec_of(s, 512, 128, 600, concurrency=32, range_ratio=0.5),
-        "held-03-at-once-192": spec_of(s, 512, 64, 2000, concurrency=192, range_ratio=0.3),
-        "held-04-rate-10": spec_of(s, 512, 128, rate=10.0),
-        "held-05-rate-30": spec_of(s, 512, 128, rate=30.0),
-        "held-06-rate-50": spec_of(s, 512, 128, rate=50.0),
-        "held-07-rate-70": spec_of(s, 512, 128, rate=70.0),
-        "held-08-long-prompts": spec_of(s, 6000, 64, rate=4.0, range_ratio=0.3),
-        "held-09-short": spec_of(s, 64, 48, rate=60.0, range_ratio=0.5),
-        "held-10-bursts": spec_of(s, 512, 128, rate=20.0, arrival="gamma", burstiness=0.25),
-        "held-11-hard-bursts": spec_of(s, 256, 128, rate=12.0, arrival="gamma", burstiness=0.1),
-        "held-12-shared-prefix": spec_of(s, 128, 64, rate=24.0, prefix_len=2048, num_prefixes=8, dataset=SHARED),
-        "held-13-rate-90": spec_of(s, 512, 128, rate=90.0),
-        "held-14-rate-110": spec_of(s, 512, 128, rate=110.0),
-        "held-15-at-once-256": spec_of(s, 256, 128, 2500, concurrency=256, range_ratio=0.5),
+        "fit-2-crowd": spec_of(s, 256, 128, 4000, concurrency=fit, range_ratio=0.5),
+        "fit-3-rate": spec_of(s, 1024, 128, rate=middle, range_ratio=0.9),
+        f"held-01-at-once-{few}": spec_of(s, 512, 128, concurrency=few),
+        f"held-02-at-once-{some}": spec_of(s, 512, 128, concurrency=some, range_ratio=0.5),
+        f"held-03-at-once-{short}": spec_of(s, 512, 64, 4000, concurrency=short, range_ratio=0.3),
+        "held-04-long-prompts": spec_of(s, 6000, 64, rate=rare, range_ratio=0.3),
+        "held-05-short": spec_of(s, 64, 48, rate=often, range_ratio=0.5),
+        "held-06-bursts": spec_of(s, 512, 128, rate=middle, arrival="gamma", burstiness=0.25),
+        "held-07-hard-bursts": spec_of(s, 256, 128, rate=hard, arrival="gamma", burstiness=0.1),
+        "held-08-shared-prefix": spec_of(s, 128, 64, rate=shared, prefix_len=2048, num_prefixes=8, dataset=SHARED),
+        f"held-09-at-once-{long}": spec_of(s, 256, 128, 4000, concurrency=long, range_ratio=0.5),
     }  # fmt: skip
+    return found | {f"held-{n}-rate-{rate:g}": spec_of(s, 512, 128, rate=rate) for n, rate in enumerate(rates, 10)}
 
 
-def cpu(s: float = 45.0) -> dict[str, Spec]:
+def h200_8b(s: float) -> dict[str, Spec]:
+    return gpu(s, (8, 32, 128, 192, 256), (10.0, 30.0, 50.0, 70.0, 90.0, 110.0), 4.0, 60.0)
+
+
+def h200_70b(s: float) -> dict[str, Spec]:
+    return gpu(s, (4, 16, 64, 96, 128), (2.0, 4.0, 6.0, 8.0, 10.0, 12.0), 0.5, 10.0)
+
+
+def cpu(s: float) -> dict[str, Spec]:
     return {
         "fit-1-alone": spec_of(s, 64, 16, 200, concurrency=1, range_ratio=0.5),
         "fit-2-crowd": spec_of(s, 64, 24, 400, concurrency=16, range_ratio=0.5),
@@ -90,12 +99,14 @@ def cpu(s: float = 45.0) -> dict[str, Spec]:
     }  # fmt: skip
 
 
-SETS = {"h200": h200, "cpu": cpu}
+SETS = {"h200-8b": h200_8b, "h200-70b": h200_70b, "cpu": cpu}
 
 
-async def measure(endpoint: Endpoint, specs: dict[str, Spec], into: Path) -> None:
+async def measure(endpoint: Endpoint, specs: dict[str, Spec], into: Path, warm: Spec | None) -> None:
     began = time.monotonic()
     async with Bench(endpoint) as bench:
+        if warm is not None:
+            await bench.run(warm, store.new_folder("warm", into.with_name(f"{into.name}-warm"), "warm"))
         for name, seeded in specs.items():
             folder = store.new_folder(name, into, name)
             done = await bench.run(seeded, folder)
@@ -131,11 +142,14 @@ def thin(folder: Path, into: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--set", choices=list(SETS), default="h200")
+    parser.add_argument("--set", choices=list(SETS), default="h200-8b")
     parser.add_argument("--deployment", help="the deployment to measure (default: the only ready one)")
     parser.add_argument("--url", help="a server that Corral did not start")
     parser.add_argument("--key-file")
-    parser.add_argument("--seconds", type=float, default=7.0, help="for which each run sends requests")
+    parser.add_argument("--seconds", type=float, default=10.0, help="for which each run sends requests")
+    parser.add_argument(
+        "--warm", type=float, default=20.0, metavar="SECONDS", help="of all lengths before the first run"
+    )
     parser.add_argument("--seed", type=int, default=1000, help="a second time needs another: prompts are cached")
     parser.add_argument("--only", default="", help="runs whose name contains one of these, with commas")
     parser.add_argument("--thin", type=Path, metavar="FOLDER", help="pack runs that were measured before")
@@ -151,7 +165,9 @@ def main() -> None:
         for number, (name, spec) in enumerate(SETS[given.set](given.seconds).items())
         if any(part in name for part in wanted)
     }
-    run(measure(endpoint, specs, given.into))
+    crowd = SETS[given.set](given.warm)["fit-2-crowd"]
+    mixed = replace(crowd, workload=replace(crowd.workload, seed=given.seed - 1, range_ratio=0.9), label="warm")
+    run(measure(endpoint, specs, given.into, mixed if given.warm else None))
 
 
 if __name__ == "__main__":
