@@ -25,12 +25,9 @@ import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from corral.processes import processor_s
+
 sys.path.insert(0, str(Path(__file__).parent.parent))
-
-
-def cpu_s(pid: int) -> float:
-    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def resident_mib(pid: int) -> float:
@@ -64,9 +61,9 @@ class Listener(threading.Thread):
 def core_share(pid: int, seconds: float) -> float:
     """The share of a core that a process uses, once everything was read."""
     time.sleep(5)
-    began, used = time.monotonic(), cpu_s(pid)
+    began, used = time.monotonic(), processor_s(pid)
     time.sleep(seconds)
-    return (cpu_s(pid) - used) / (time.monotonic() - began)
+    return (processor_s(pid) - used) / (time.monotonic() - began)
 
 
 def enter(link: str) -> str:

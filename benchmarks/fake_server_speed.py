@@ -8,20 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import subprocess
 import sys
 import time
 from typing import Any
 
+from corral.processes import processor_s
+
 SECONDS = 3.0
-TICKS = os.sysconf("SC_CLK_TCK")
-
-
-def cpu_s(pid: int) -> float:
-    with open(f"/proc/{pid}/stat") as stat:
-        fields = stat.read().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS
 
 
 class Blaster(asyncio.Protocol):
@@ -69,9 +63,9 @@ def measure(name: str, body: dict[str, Any], connections: int, *options: str) ->
         assert server.stdout
         assert server.stdin
         port = int(json.loads(server.stdout.readline())["url"].rpartition(":")[2])
-        before, started = cpu_s(server.pid), time.perf_counter()
+        before, started = processor_s(server.pid), time.perf_counter()
         requests, chunks = asyncio.run(blast(port, body, connections))
-        share = (cpu_s(server.pid) - before) / (time.perf_counter() - started)
+        share = (processor_s(server.pid) - before) / (time.perf_counter() - started)
         server.stdin.close()
     unit, value = ("chunks/s", chunks) if body.get("stream") else ("requests/s", requests)
     print(f"{name:44} {value:>9,} {unit:10} server CPU {share:4.0%}  per CPU second {value / share:>10,.0f}")

@@ -23,9 +23,9 @@ from typing import Any
 from corral.client.client import Client, run
 from corral.client.endpoint import Endpoint
 from corral.client.errors import RequestError
+from corral.processes import processor_s
 
 KEY = "a-key-for-this-benchmark"
-TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -42,9 +42,7 @@ class Process:
     log: Path | None = None
 
     def cpu_s(self) -> float:
-        """Processor time so far, all threads."""
-        fields = Path(f"/proc/{self.popen.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) * TICK_S
+        return processor_s(self.popen.pid)
 
     def memory_mib(self) -> float:
         lines = Path(f"/proc/{self.popen.pid}/status").read_text().splitlines()

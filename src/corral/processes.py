@@ -1,4 +1,5 @@
-"""Telling one process from another, also after its number was given to somebody else or the machine restarted."""
+"""Telling one process from another, also after its number was given to somebody else or the machine restarted;
+what a process took of the processor, and who holds a port."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from corral.node.identity import boot_id, identity, start_ticks
 from corral.node.tcp_table import LISTEN, TIME_WAIT, tcp_sockets
 
 __all__ = ["Identity", "boot_id", "identify", "only_lingering", "own_identity", "port_refused",
-           "process_namespace"]  # fmt: skip
+           "process_namespace", "processor_s"]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,12 @@ def process_namespace() -> str:
         if os.readlink("/proc/self") == str(os.getpid()):  # noqa: PTH115 - text, not a path
             return " ".join(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "time"))  # noqa: PTH115
     return ""
+
+
+def processor_s(pid: int) -> float:
+    """The processor time that a process took so far, with all its threads; OSError where there is no such process."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _is_hidden(pid: int) -> bool:

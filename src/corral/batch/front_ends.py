@@ -7,28 +7,19 @@ this machine. Nothing is said of engines elsewhere, nor of a batch too short to 
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from corral.batch.core.run import Listener
 from corral.batch.core.runner import Counts, Runner
 from corral.client.row_socket import row_processes
 from corral.deployment.folder import DeploymentFolder
+from corral.processes import processor_s
 
 __all__ = ["FrontEndWatch", "advice"]
 
 BUSY = 0.8  # of one core, on average over the processes
 LEAST_S = 5.0
-
-
-def processor_s(pid: int) -> float | None:
-    """The processor time that a process took so far; None where it cannot be told."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return None
 
 
 def advice(busy: float, processes: int) -> str:
@@ -63,5 +54,8 @@ class FrontEndWatch:
         return advice(sum(both) / took_s / len(both), len(both)) if both else ""
 
     def _read(self) -> dict[int, float]:
-        found = {pid: processor_s(pid) for folder in self._folders for pid in row_processes(folder)}
-        return {pid: seconds for pid, seconds in found.items() if seconds is not None}
+        found = {}
+        for pid in (pid for folder in self._folders for pid in row_processes(folder)):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                found[pid] = processor_s(pid)
+        return found
