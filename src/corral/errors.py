@@ -38,7 +38,7 @@ INTERRUPTED = 130
 
 
 class CorralError(Exception):
-    """A failure told in one sentence, with a remedy and, for programs, details."""
+    """A failure told in one sentence, which is also its `str()`, with a remedy and, for programs, details."""
 
     exit_code: ClassVar[int] = 1
 
@@ -47,6 +47,11 @@ class CorralError(Exception):
         self.message = message
         self.remedy = remedy
         self.details = details
+
+    @property
+    def in_full(self) -> str:
+        """The sentence, and the remedy after it where there is one."""
+        return f"{self.message} {self.remedy}".strip()
 
     def to_json(self) -> dict[str, Any]:
         """The error as `--json` prints it."""

@@ -197,13 +197,11 @@ def _tell_json(error: CorralError) -> None:
 
 def _report(error: CorralError, as_json: bool) -> None:
     """Say it."""
-    from corral.cli.screen import explain, tell  # a reader who left must not change the exit code
+    from corral.cli.screen import explain_error, tell  # a reader who left must not change the exit code
 
     if as_json:
         _tell_json(error)
-    explain("corral: ", error.message)
-    if error.remedy:
-        explain("  → ", error.remedy)
+    explain_error(error)
     if tail := error.details.get("log_tail"):
         tell(click.style("\n  last lines of the log:", dim=True), err=True)
         for line in tail:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from corral.cli.complete import show_views, shown
-from corral.cli.screen import explain
+from corral.cli.screen import explain_error
 from corral.cli.use_options import deployment_argument, sampling_options, server_options, taken_sampling
 from corral.errors import CorralError
 
@@ -62,7 +62,7 @@ def _talk(llm: LLM, talk: Conversation) -> None:
         try:
             turn = talk.enter(line)
         except CorralError as error:
-            _tell(error)
+            explain_error(error)
             continue
         if turn.say:
             click.echo(click.style(turn.say, dim=True), err=True)
@@ -113,7 +113,7 @@ def _answer_with_probabilities(llm: LLM, talk: Conversation) -> None:
         views, reply = wait(llm.aio.explained(talk.to_send(), **talk.sampling))
     except CorralError as error:
         talk.unanswered()
-        _tell(error)
+        explain_error(error)
         return
     show_views(views, reply)
     talk.answered(reply.text)
@@ -143,7 +143,7 @@ def _stream_answer(llm: LLM, talk: Conversation) -> None:
     except CorralError as error:
         if parts:
             click.echo()
-        _tell(error)
+        explain_error(error)
     else:
         click.echo()
         if stream.reply is not None and stream.reply.finish_reason == "length":
@@ -152,9 +152,3 @@ def _stream_answer(llm: LLM, talk: Conversation) -> None:
         talk.answered("".join(parts))
     else:
         talk.unanswered()
-
-
-def _tell(error: CorralError) -> None:
-    explain("corral: ", error.message)
-    if error.remedy:
-        explain("  → ", error.remedy)

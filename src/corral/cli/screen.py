@@ -21,6 +21,7 @@ import click
 
 from corral.deployment.course import Phase
 from corral.deployment.expectation import Expected, amount, duration, left_s
+from corral.errors import CorralError
 from corral.record import to_json
 from corral.report import tables
 from corral.ssh import WAITING
@@ -31,6 +32,7 @@ __all__ = [
     "duration",
     "event_line",
     "explain",
+    "explain_error",
     "print_json",
     "print_table",
     "say_waiting",
@@ -56,6 +58,13 @@ def explain(lead: str, text: str) -> None:
     for number, part in enumerate(plain(text).split("\n")):
         for line in tables.wrapped(part, columns, "" if number else lead, rest):
             tell(line, err=True)
+
+
+def explain_error(error: CorralError) -> None:
+    """What failed, and below it what to do."""
+    explain("corral: ", error.message)
+    if error.remedy:
+        explain("  → ", error.remedy)
 
 
 def print_json(value: Any) -> None:

@@ -156,7 +156,7 @@ def batch_list() -> list[dict[str, Any]]:
         try:
             found.append(_standing(str(output)))
         except (CorralError, OSError) as error:
-            words = error.message if isinstance(error, CorralError) else str(error)
+            words = str(error)
             found.append({"output": str(output), "shown": _shown(output), "state": "unreadable", "reason": words})
     return found
 

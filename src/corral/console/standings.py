@@ -189,7 +189,7 @@ def fleet_row(folder: FleetFolder) -> Row:
     try:
         now = fleet_status(folder)
     except (CorralError, OSError) as error:
-        text = error.message if isinstance(error, CorralError) else str(error)
+        text = str(error)
         return {"kind": "fleet", "name": folder.name, "state": "unknown", "text": text, "ended": False, "members": []}
     loads = {one.name: to_json(one.load) for one in now.members}
     return {

@@ -53,7 +53,7 @@ def keep(folder: FleetFolder, say: Callable[[str], None], wanted: Callable[[], b
                 try:
                     keeper.look(fleet)
                 except (CorralError, OSError) as error:  # a scheduler that does not answer, a disk that is full
-                    say(error.message if isinstance(error, CorralError) else str(error))
+                    say(str(error))
                 time.sleep(LOOK_S)
             return "told to stop; the members keep running"
         finally:
@@ -188,7 +188,7 @@ class Keeper:
         try:
             change_fleet(self.folder, added)
         except ConflictError as error:  # no GPU is free: as many as there is room for
-            self._tell("refused", text=f"{error.message} {error.remedy}")
+            self._tell("refused", text=error.in_full)
             change_fleet(self.folder, lambda one: replace(one, wanted=min(one.wanted, len(fleet.serving()))))
 
     def _forget(self, fleet: Fleet, name: str) -> None:
@@ -218,7 +218,7 @@ class Keeper:
         except (CorralError, OSError) as error:
             memory = self.memories.setdefault(name, _Memory())
             self._failed(memory, time.time())
-            said = f"{error.message} {error.remedy}".strip() if isinstance(error, CorralError) else str(error)
+            said = error.in_full if isinstance(error, CorralError) else str(error)
             self._tell("failed", text=f"{name}: {said}", member=name)
 
     def _stop(self, name: str) -> None:

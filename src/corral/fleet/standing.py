@@ -101,7 +101,7 @@ def member_status(member: FleetMember, load: MemberLoad | None = None) -> Member
         if found is not None and not (found.state in ENDED and found.created_s < member.added_s):
             status, text = found, ""
     except (CorralError, OSError) as error:
-        text = error.message if isinstance(error, CorralError) else str(error)
+        text = str(error)
     return MemberStatus(member.name, member.leaving, status, load, text)
 
 

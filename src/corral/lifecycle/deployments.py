@@ -202,7 +202,7 @@ def statuses() -> list[Status]:
 
 
 def unreadable(folder: DeploymentFolder, error: Exception) -> Status:
-    why = error.message if isinstance(error, CorralError) else str(error)
+    why = str(error)
     remedy = f"Delete {folder.path} if nothing of it runs."
     return Status(
         folder.name, State.UNKNOWN, None, why, remedy, "unknown", None, None, "-", "-", "-", 0.0, 0.0, None, Timings()

@@ -197,7 +197,7 @@ def renew(
             refusals = 0
         except CorralError as error:  # SLURM does not answer, or will not have it
             refusals += not _passes(error)
-            say(f"{error.message} {error.remedy}".strip())
+            say(error.in_full)
             step = Step(Action.WAIT, "", RETRY_S)
             if refusals >= MOST_REFUSALS:
                 with chain_lock(folder, say):

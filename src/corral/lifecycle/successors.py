@@ -105,7 +105,7 @@ def _standing(member: DeploymentFolder, before: ChainMember | None = None) -> Ch
             return before
         return ChainMember(member, deployments.status(member), stamp=stamp)
     except (CorralError, OSError) as error:
-        return ChainMember(member, None, error.message if isinstance(error, CorralError) else str(error))
+        return ChainMember(member, None, str(error))
 
 
 def newest_ready(folder: DeploymentFolder) -> ChainMember | None:

@@ -110,7 +110,7 @@ def _gpus(value: str) -> str:
     try:
         parse_gpus(value)
     except UsageError as error:
-        return f'GPUs of one node such as "8xH100" ({error.message} {error.remedy})'
+        return f'GPUs of one node such as "8xH100" ({error.in_full})'
     return ""
 
 

@@ -351,7 +351,7 @@ class SshTarget(Declared):
                 folder.started.unlink(missing_ok=True)
                 return ""
         except CorralError as error:
-            return f"{error.message} {error.remedy}"
+            return error.in_full
         return f"Something is left there: `corral down {shlex.quote(folder.name)}`."
 
     def refresh(self, folder: DeploymentFolder) -> None:

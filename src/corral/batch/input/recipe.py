@@ -98,7 +98,7 @@ class Recipe:
         try:
             return self._openai(row, models) if self.kind == OPENAI else self._plain(row, line)
         except UsageError as error:
-            raise DataError(f"{error.message} {error.remedy}".removesuffix(".")) from None
+            raise DataError(error.in_full.removesuffix(".")) from None
 
     def _openai(self, row: dict[str, Any], models: tuple[str, ...]) -> Parsed:
         for key in row:

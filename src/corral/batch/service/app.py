@@ -93,7 +93,7 @@ def _refused(_: Request, error: Exception) -> Response:
     """The connection is closed: what was not read of a body would be taken for the next request."""
     if isinstance(error, CorralError):
         status = 404 if isinstance(error, NotFoundError) else 400
-        error = Refusal(status, error.message if status == 404 else f"{error.message} {error.remedy}")
+        error = Refusal(status, error.message if status == 404 else error.in_full)
     elif isinstance(error, ClientDisconnect):
         error = Refusal(400, "The upload broke off.")
     elif isinstance(error, OSError):  # of the machine: no path of the server's is told

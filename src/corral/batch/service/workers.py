@@ -226,7 +226,7 @@ def _inner(what: str) -> dict[str, Any]:
 def _errors(error: CorralError) -> list[dict[str, Any]]:
     problems = error.details.get("problems")
     if not problems:
-        return [_error(type(error).__name__, without_paths(f"{error.message} {error.remedy}"))]
+        return [_error(type(error).__name__, without_paths(error.in_full))]
     return [{"code": "invalid_row", "message": p["text"], "line": p["line"], "param": None} for p in problems]
 
 
