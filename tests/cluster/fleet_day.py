@@ -28,7 +28,8 @@ from typing import Any
 from corral.client.client import CHAT, Client, run
 from corral.client.endpoint import Endpoint
 from corral.client.errors import RequestError
-from corral.fleet.simulation import ReplaySetting, TraceRequest, clairvoyant_s
+from corral.client.trace import TracedRequest
+from corral.fleet.simulation import ReplaySetting, clairvoyant_s
 from tests.cluster.test_slurm_handover import SMALL, Cluster
 from tests.testbed.hosts import Hosts
 from tests.testbed.slurm import Slurm
@@ -189,7 +190,7 @@ def main() -> None:
         load = Load(cluster, day(given.seconds, 0.85 * given.most * PER_MEMBER, given.seed))
         run(load.run(endpoint))
         told, known = decisions(cluster)[before:], measured(cluster)
-    trace = [TraceRequest(at, TOKENS) for at in load.due]
+    trace = [TracedRequest(at, TOKENS, 0) for at in load.due]
     best = clairvoyant_s(trace, ReplaySetting(1, given.most, PER_MEMBER * TOKENS, known["load_s"], known["queue_s"]))
     waits = sorted(load.waits)
     print(f"{len(load.due):,} requests in {given.seconds:g} s, {len(load.failures)} failed {load.failures[:1] or ''}")

@@ -147,7 +147,7 @@ def test_bodies_are_streamed_seeded_and_of_the_right_path() -> None:
         ("custom", '{"text": "a"}\n', "line 1"),
         ("custom", "[1]\n", "line 1"),
         ("custom", "\n", "no request"),
-        ("trace", '{"timestamp": 1, "input_length": "x", "output_length": 3}\n', "line 1"),
+        ("trace", '{"timestamp": 1, "input_length": "x", "output_length": 3}\n', 'line 1 .* "x"'),
         ("batch", '{"custom_id": "a", "body": {"input": "x"}}\n', "line 1"),
         ("batch", '{"prompt": "a"}\n{"prompts": "a"}\n', "line 2 .* lacks 'prompt' or 'messages'"),
         ("batch", '{"prompt": "a", "max_tokens": "many"}\n', "line 1 .* not 'many'"),
@@ -160,8 +160,6 @@ def test_bodies_are_streamed_seeded_and_of_the_right_path() -> None:
         ("custom", '{"prompt": "a", "output_tokens": NaN}\n', "line 1 .* nan"),
         ("custom", '{"prompt": "\\ud800"}\n', r"line 1 .* '\\ud800'"),
         ("custom", "[" * 100_000, "line 1 .* is not JSON"),
-        ("trace", '{"timestamp": NaN, "input_length": 1, "output_length": 3}\n', "line 1 .* nan"),
-        ("trace", '{"timestamp": 0, "input_length": -1, "output_length": 3}\n', "line 1 .* -1"),
     ],
 )
 def test_a_malformed_file_is_named_by_its_line(tmp_path: Path, dataset: str, text: str, where: str) -> None:

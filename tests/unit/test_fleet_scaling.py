@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from corral.client.trace import TracedRequest
 from corral.errors import DataError
 from corral.fleet.scaling import IDLE_LEADS, LEAST_IDLE_S, Course, Demand, needed, next_size, rate
-from corral.fleet.simulation import ReplaySetting, TraceRequest, clairvoyant_s, read_trace, simulate
+from corral.fleet.simulation import ReplaySetting, clairvoyant_s, simulate
 from tests.unit.conftest import in_process
 
 CALM = Demand(0.0, 0.0, 0.0, 0, 1000.0, 60.0, 1, 8, 1)
@@ -135,13 +136,13 @@ def test_what_comes_quickly_is_asked_for_on_less_evidence() -> None:
 # days
 
 
-def day(seed: int, peak: float, hours: float = 24.0, tokens: int = 1500, swing: float = 0.9) -> list[TraceRequest]:
+def day(seed: int, peak: float, hours: float = 24.0, tokens: int = 1500, swing: float = 0.9) -> list[TracedRequest]:
     """Requests of a day: few at night, most in the afternoon; `peak` tokens/s at its height."""
     dice, found, now_s = random.Random(seed), [], 0.0
     while now_s < hours * 3600:
         part = (1 - math.cos(2 * math.pi * now_s / (hours * 3600))) / 2
         now_s += dice.expovariate(peak * (1 - swing + swing * part) / tokens)
-        found.append(TraceRequest(now_s, max(1, round(dice.expovariate(1 / tokens)))))
+        found.append(TracedRequest(now_s, max(1, round(dice.expovariate(1 / tokens))), 0))
     return found
 
 
@@ -163,8 +164,8 @@ def test_a_day_is_followed_for_little_more_than_a_clairvoyant_pays(seed: int, lo
 
 def test_a_step_is_followed_within_one_load_time() -> None:
     setting = ReplaySetting(1, 8, 1000.0, 120.0)
-    trace = [TraceRequest(t / 2, 250) for t in range(1200)]  # 500 tokens/s for ten minutes,
-    trace += [TraceRequest(600 + t / 4, 1000) for t in range(7200)]  # then 4,000 for half an hour
+    trace = [TracedRequest(t / 2, 250, 0) for t in range(1200)]  # 500 tokens/s for ten minutes,
+    trace += [TracedRequest(600 + t / 4, 1000, 0) for t in range(7200)]  # then 4,000 for half an hour
     outcome = simulate(trace, setting)
     first = next(change for change in outcome.changes if change.wanted >= 4)
     assert 600 < first.time_s <= 600 + setting.load_s
@@ -172,26 +173,19 @@ def test_a_step_is_followed_within_one_load_time() -> None:
 
 def test_a_clairvoyant_pays_what_is_needed_and_its_starts() -> None:
     setting = ReplaySetting(1, 4, 100.0, 10.0)
-    flat = [TraceRequest(float(t), 90) for t in range(100)]
+    flat = [TracedRequest(float(t), 90, 0) for t in range(100)]
     assert clairvoyant_s(flat, setting) == 100
-    twice = [TraceRequest(float(t), 180 if 50 <= t < 70 else 90) for t in range(100)]
+    twice = [TracedRequest(float(t), 180 if 50 <= t < 70 else 90, 0) for t in range(100)]
     assert clairvoyant_s(twice, setting) == 100 + 20 + 10
 
 
-def test_a_trace_is_read_with_its_faults_named(tmp_path: Path) -> None:
-    file = tmp_path / "trace.jsonl"
-    file.write_text('{"time_s": 1, "prompt_tokens": 3, "output_tokens": 4}\n\n{"time_s": 2, "tokens": 5}\n')
-    assert read_trace(file) == [TraceRequest(1.0, 7), TraceRequest(2.0, 5)]
-    for line, said in (
-        ('{"time_s": 1}', "line 1"),
-        ("[]", "line 1"),
-        ('{"time_s": -1, "tokens": 1}', "token at -1 s"),
-    ):
-        file.write_text(line + "\n")
-        with pytest.raises(DataError, match=said):
-            read_trace(file)
+def test_a_trace_without_requests_or_without_end_is_refused() -> None:
+    setting = ReplaySetting(1, 1, 1.0, 1.0)
     with pytest.raises(DataError, match="no request"):
-        simulate([], ReplaySetting(1, 1, 1.0, 1.0))
+        simulate([], setting)
+    with pytest.raises(DataError, match="lasts 11,574 days") as caught:  # milliseconds that are called seconds
+        simulate([TracedRequest(0.0, 1, 1), TracedRequest(1e9, 1, 1)], setting)
+    assert "milliseconds" in caught.value.remedy
 
 
 def test_a_trace_is_replayed_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,12 +2,12 @@
 
 A new dataset is one function and one row of `LOADERS`. Files are read whole before anything is sent, and a line that
 cannot be used is named by its number. Formats are those of `vllm bench serve`: ShareGPT JSON, custom JSONL with
-`prompt` and `output_tokens`; further the rows of `corral batch` (JSONL), and traces with `timestamp` (ms),
-`input_length` and `output_length`.
+`prompt` and `output_tokens`; further the rows of `corral batch` (JSONL), and traces (`corral.client.trace`).
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -18,10 +18,11 @@ import msgspec
 
 from corral.bench.spec import Workload
 from corral.bench.vocabulary import Vocabulary
+from corral.client.trace import read_trace
 from corral.errors import DataError
 from corral.files import existing_file
 
-__all__ = ["Prompt", "body_of", "load_prompts", "path_of"]
+__all__ = ["Prompt", "body_of", "load_prompts", "path_of", "varied"]
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _encode = msgspec.json.Encoder().encode
@@ -81,15 +82,16 @@ def _dice(workload: Workload) -> random.Random:
     return random.Random(workload.seed)  # noqa: S311 - not for secrets
 
 
-def _around(length: int, ratio: float, dice: random.Random) -> int:
+def varied(length: int, ratio: float, dice: random.Random) -> int:
+    """A length that differs by at most ± a share."""
     return length if not ratio else max(1, dice.randint(int(length * (1 - ratio)), int(length * (1 + ratio))))
 
 
 def _random(workload: Workload, words: Vocabulary) -> list[Prompt]:
     dice, prompts = _dice(workload), []
     for _ in range(workload.num_prompts):
-        length = _around(workload.input_len, workload.range_ratio, dice)
-        output = _around(workload.output_len, workload.range_ratio, dice)
+        length = varied(workload.input_len, workload.range_ratio, dice)
+        output = varied(workload.output_len, workload.range_ratio, dice)
         prompts.append(Prompt(words.draw(length, dice), length if words.exact else None, output))
     return prompts
 
@@ -164,10 +166,8 @@ def _field(workload: Workload, number: int, value: dict[str, Any], name: str, ki
     return found
 
 
-def _number(
-    workload: Workload, number: int, value: dict[str, Any], name: str, low: float, high: float, *, whole: bool = False
-) -> float:
-    found: float = _field(workload, number, value, name, int if whole else (int, float))
+def _number(workload: Workload, number: int, value: dict[str, Any], name: str, low: float, high: float) -> float:
+    found: float = _field(workload, number, value, name, (int, float))
     if not low <= found <= high:  # nor is NaN
         raise _unusable(workload, number, value, name)
     return found
@@ -199,13 +199,9 @@ def _custom(workload: Workload, _: Vocabulary) -> list[Prompt]:
 
 def _trace(workload: Workload, words: Vocabulary) -> list[Prompt]:
     dice, prompts = _dice(workload), []
-    for number, value in _lines(workload):
-        stamp = _number(workload, number, value, "timestamp", -_LATEST, _LATEST) / 1000
-        length = int(_number(workload, number, value, "input_length", 0, _LONGEST, whole=True))
-        output = int(_number(workload, number, value, "output_length", 0, _LONGEST, whole=True))
-        prompts.append(Prompt(words.draw(length, dice), length if words.exact else None, max(1, output), stamp))
-        if len(prompts) == workload.num_prompts:
-            break
+    for one in itertools.islice(read_trace(str(workload.file)), workload.num_prompts):
+        length, output = one.prompt_tokens, max(1, one.output_tokens)
+        prompts.append(Prompt(words.draw(length, dice), length if words.exact else None, output, one.time_s))
     return prompts
 
 

@@ -10,10 +10,11 @@ import click
 from corral.cli.duration import Duration
 from corral.cli.help_pages import WholeGroup
 from corral.cli.screen import duration, event_line, print_json
+from corral.client.trace import read_trace
 from corral.deployment.fleet import open_fleet
 from corral.fleet.keeper import keep
 from corral.fleet.making import parse_size
-from corral.fleet.simulation import Replay, ReplaySetting, read_trace, simulate
+from corral.fleet.simulation import Replay, ReplaySetting, simulate
 from corral.record import to_json
 
 __all__ = ["command"]
@@ -71,10 +72,13 @@ def simulate_command(
 ) -> None:
     """Replay TRACE through the code that scales fleets: what it decides, how long requests wait, what it costs.
 
-    TRACE has one request per line: {"time_s": 0.5, "prompt_tokens": 100, "output_tokens": 200}.
+    TRACE has one request per line: {"time_s": 0.5, "prompt_tokens": 100, "output_tokens": 200}; or "tokens" in place
+    of both lengths; or, in milliseconds, {"timestamp": 500, "input_length": 100, "output_length": 200}.
     """
     size = parse_size(replicas)
-    outcome = simulate(read_trace(trace), ReplaySetting(size.least, size.most, capacity, load_s, queue_s))
+    outcome = simulate(
+        list(read_trace(trace, sums=True)), ReplaySetting(size.least, size.most, capacity, load_s, queue_s)
+    )
     if as_json:
         print_json({**to_json(outcome), "ratio": round(outcome.ratio, 4)})
     else:

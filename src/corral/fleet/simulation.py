@@ -10,32 +10,21 @@ Not covered: batches that slow down with their size, prefixes, failures.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import mean
 
+from corral.client.trace import TracedRequest
 from corral.errors import DataError
-from corral.files import read_text
 from corral.fleet.scaling import BIN_S, Course, Demand, SizeDecision, next_size, rate
-from corral.untrusted import parse_json
-from corral.wording import counted
 
-__all__ = ["Replay", "ReplaySetting", "SizeChange", "TraceRequest", "clairvoyant_s", "read_trace", "simulate"]
+__all__ = ["Replay", "ReplaySetting", "SizeChange", "clairvoyant_s", "simulate"]
 
 STEP_S = 1.0
 BINS = 12
-
-
-@dataclass(frozen=True)
-class TraceRequest:
-    """One request of a trace."""
-
-    time_s: float
-    tokens: int  # of prompt and answer
+LONGEST_S = 366 * 86400.0  # of a trace: every second of it is replayed
 
 
 @dataclass(frozen=True)
@@ -125,15 +114,19 @@ class _World:
                 self.ready -= 1
 
 
-def simulate(trace: Sequence[TraceRequest], setting: ReplaySetting) -> Replay:
+def simulate(trace: Sequence[TracedRequest], setting: ReplaySetting) -> Replay:
     """Replay a trace from the first request until the last one is done."""
     if not trace:
         raise DataError("the trace has no requests.", "Give one request per line.")
     world, course, changes = _World(setting, setting.least), Course(), []
     bins: deque[int] = deque([0] * BINS, BINS)
-    rows, now_s, at = sorted(trace, key=lambda one: one.time_s), trace[0].time_s, 0
-    first_s = now_s = rows[0].time_s
-    bin_s = now_s
+    rows, at = sorted(trace, key=lambda one: one.time_s), 0
+    first_s = bin_s = now_s = rows[0].time_s
+    if (span_s := rows[-1].time_s - first_s) > LONGEST_S:
+        raise DataError(
+            f"the trace lasts {span_s / 86400:,.0f} days; at most {LONGEST_S / 86400:,.0f} are replayed.",
+            "Its times are seconds (time_s) or milliseconds (timestamp): check them, or give a part of it.",
+        )
     while at < len(rows) or world.queue:
         while at < len(rows) and rows[at].time_s <= now_s:
             world.queue.append([rows[at].time_s, float(rows[at].tokens), float(rows[at].tokens)])
@@ -167,7 +160,7 @@ def _decide(course: Course, world: _World, bins: deque[int], now_s: float) -> tu
     return next_size(course, demand)
 
 
-def clairvoyant_s(rows: Sequence[TraceRequest], setting: ReplaySetting) -> float:
+def clairvoyant_s(rows: Sequence[TracedRequest], setting: ReplaySetting) -> float:
     """The job time of a schedule that knows the trace."""
     width = max(STEP_S, setting.load_s)
     first, last = rows[0].time_s, rows[-1].time_s
@@ -182,29 +175,3 @@ def clairvoyant_s(rows: Sequence[TraceRequest], setting: ReplaySetting) -> float
         total += count * width + max(0, count - max(before, setting.least)) * setting.load_s
         before = count
     return total + left / setting.capacity
-
-
-def read_trace(path: str | Path) -> list[TraceRequest]:
-    """One JSON object per line: `time_s`, and `prompt_tokens` and `output_tokens`, or `tokens`."""
-    return list(_arrivals(read_text(path).splitlines(), str(path)))
-
-
-def _arrivals(lines: Iterable[str], where: str) -> Iterable[TraceRequest]:
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        body = parse_json(line, f"line {number} of {where}")
-        try:
-            tokens = body["tokens"] if "tokens" in body else body["prompt_tokens"] + body["output_tokens"]
-            arrival = TraceRequest(float(body["time_s"]), int(tokens))
-        except (KeyError, TypeError, ValueError):
-            raise DataError(
-                f"line {number} of {where} is not a request: {json.dumps(body)[:80]}",
-                'Write {"time_s": 0.5, "prompt_tokens": 100, "output_tokens": 200}.',
-            ) from None
-        if arrival.tokens < 1 or not 0 <= arrival.time_s < 1e9:
-            raise DataError(
-                f"line {number} of {where} has {counted(arrival.tokens, 'token')} at {arrival.time_s:g} s.",
-                "Give each request at least one token and a time_s from 0 to 1e9.",
-            )
-        yield arrival

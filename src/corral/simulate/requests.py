@@ -13,11 +13,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from corral.bench.datasets import varied
 from corral.bench.schedule import drawn_gaps
 from corral.bench.spec import LoadShape, Workload
-from corral.errors import DataError
-from corral.files import existing_file
-from corral.untrusted import parse_json
+from corral.client.trace import read_trace
 
 __all__ = ["ClosedLoop", "FirstOf", "OpenLoop", "RequestSource", "SimRequest", "source_of", "synthetic",
            "trace_requests"]  # fmt: skip
@@ -146,16 +145,12 @@ class FirstOf:
         self._source.finished(request, at_s)
 
 
-def _around(length: int, ratio: float, dice: random.Random) -> int:
-    return length if not ratio else max(1, dice.randint(int(length * (1 - ratio)), int(length * (1 + ratio))))
-
-
 def synthetic(workload: Workload, times_s: Iterator[float]) -> Iterator[SimRequest]:
     """The requests of a made-up dataset: as many as the workload says, or as there are times."""
     dice = random.Random(workload.seed)  # noqa: S311 - not for secrets
     for number, at_s in zip(range(workload.num_prompts), times_s, strict=False):
-        prompt = _around(workload.input_len, workload.range_ratio, dice)
-        output = _around(workload.output_len, workload.range_ratio, dice)
+        prompt = varied(workload.input_len, workload.range_ratio, dice)
+        output = varied(workload.output_len, workload.range_ratio, dice)
         if workload.dataset == "prefix_repetition":
             group = number % workload.num_prefixes
             yield SimRequest(number, at_s, workload.prefix_len + prompt, output, group, workload.prefix_len)
@@ -185,33 +180,9 @@ def source_of(workload: Workload, load: LoadShape) -> RequestSource:
 
 
 def trace_requests(path: str, speed: float = 1.0) -> Iterator[SimRequest]:
-    """The requests of a trace, line by line, in the form of `corral bench` or of `corral fleet simulate`."""
-    begin, before = None, 0.0
-    with existing_file(path).open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            at_s, prompt, output = _traced(line, f"line {number} of {path}")
-            begin = at_s if begin is None else begin
-            at_s = (at_s - begin) / speed
-            if at_s < before:
-                raise DataError(f"line {number} of {path} is earlier than the line before.", "Sort it by time.")
-            before = at_s
-            yield SimRequest(number - 1, at_s, prompt, output)
-
-
-def _traced(line: str, where: str) -> tuple[float, int, int]:
-    body = parse_json(line, where)
-    try:
-        if "timestamp" in body:
-            found = float(body["timestamp"]) / 1000, int(body["input_length"]), int(body["output_length"])
-        else:
-            found = float(body["time_s"]), int(body["prompt_tokens"]), int(body["output_tokens"])
-    except (KeyError, TypeError, ValueError):
-        found = (math.nan, 0, 0)
-    if not -1e15 < found[0] < 1e15 or not 0 < found[1] <= 10**8 or not 0 < found[2] <= 10**8:
-        raise DataError(
-            f"{where} is not a request: {line.strip()[:80]}",
-            'Write {"time_s": 0.5, "prompt_tokens": 100, "output_tokens": 200}.',
-        )
-    return found
+    """The requests of a trace, line by line; its first is sent at once."""
+    begin_s = None
+    for number, one in enumerate(read_trace(path, ordered=True)):
+        begin_s = one.time_s if begin_s is None else begin_s
+        lengths = max(1, one.prompt_tokens), max(1, one.output_tokens)
+        yield SimRequest(number, (one.time_s - begin_s) / speed, *lengths)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from corral.bench.spec import Workload
-from corral.errors import UsageError
-from corral.files import existing_file
+from corral.errors import DataError, UsageError
+from corral.files import read_text
+from corral.untrusted import parse_json
 
 __all__ = ["PRESETS", "Preset", "workload_of"]
 
@@ -50,7 +51,12 @@ def workload_of(word: str, chat: bool, seed: int) -> Workload:
 
 def _kind(file: str) -> str:
     """What a file holds, by its first line."""
-    first = next((line for line in existing_file(file).read_text(encoding="utf-8").splitlines() if line.strip()), "")
-    if '"custom_id"' in first or '"body"' in first:
+    first = next((line for line in read_text(file).splitlines() if line.strip()), "")
+    try:
+        found = parse_json(first, file)
+    except DataError:
+        found = None
+    names = set(found) if isinstance(found, dict) else set()
+    if names & {"custom_id", "body"}:
         return "batch"
-    return "trace" if '"timestamp"' in first or '"arrived_at"' in first else "custom"
+    return "trace" if names & {"timestamp", "time_s"} and "prompt" not in names else "custom"
