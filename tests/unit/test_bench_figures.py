@@ -85,7 +85,7 @@ def test_a_trace_keeps_its_own_times() -> None:
 
 
 def test_service_levels_are_read_with_units() -> None:
-    one, two, three = parse_slos("ttft_p99=1s, tpot_median=50ms,e2el=2000")
+    one, two, three = parse_slos("ttft_p99.0=1s, tpot_median=50ms,e2el=2000")
     assert (one.key, one.limit_ms) == ("p99_ttft_ms", 1000.0)
     assert (two.key, two.limit_ms) == ("median_tpot_ms", 50.0)
     assert (three.key, three.limit_ms) == ("p99_e2el_ms", 2000.0)

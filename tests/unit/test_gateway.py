@@ -425,6 +425,35 @@ async def test_a_stream_that_breaks_off_says_so_in_an_event_of_its_own(tmp_path:
             assert b"[DONE]" not in answer
 
 
+@in_loop
+async def test_a_stream_that_the_gateways_own_end_cuts_says_so(tmp_path: Path) -> None:
+    with servers(tmp_path, 1, pace=Pace(ttft_s=0.01, itl_s=1.0)) as (a,):
+        async with gateway_to(a.url) as gateway:
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.url.rpartition(":")[2]))
+            writer.write(post({"model": "fake", **chat("x", 0, 64)}))
+            await reader.readuntil(b"data: ")
+            await gateway.close()
+            answer = (await reader.read()).decode()
+            writer.close()
+    events = [line for line in answer.split("\n") if line.startswith("data: ")]
+    error = json.loads(events[-1].removeprefix("data: "))["error"]
+    assert error["message"] == "corral gateway: it was shut down before the answer was whole"
+    assert not answer.endswith("0\r\n\r\n")  # and is no whole answer
+    assert "[DONE]" not in answer
+    assert (gateway.figures.failed, gateway.figures.left, gateway.figures.running) == (1, 0, 0)
+
+
+@in_loop
+async def test_a_request_that_waits_when_the_gateway_ends_is_answered(tmp_path: Path) -> None:
+    async with gateway_to("http://127.0.0.1:1", state=State.LOADING) as gateway:
+        asking = asyncio.ensure_future(exchange(gateway.url, post({"model": "fake", **chat("x")})))
+        await until(lambda: gateway.pools["fake"].queue.count == 1)
+        await gateway.close()
+        answer = await asking
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"shut down before there was an answer" in answer
+
+
 def test_a_member_that_hangs_loses_its_requests_to_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It accepts connections and answers /health and /metrics all the time."""
     monkeypatch.setattr(judging, "FIRST_STALL_S", 0.3)

@@ -16,7 +16,8 @@ from corral.cli import main
 from corral.simulate.engine import EngineShape
 from corral.simulate.fitting import Fit, MeasuredRange, RunError
 from corral.simulate.forecast import SimServer, forecast, highest_rates
-from corral.simulate.outcome import LatencySketch
+from corral.simulate.outcome import LatencySketch, SloResult
+from corral.simulate.page import slo_sentence
 from corral.simulate.requests import OpenLoop, source_of, trace_requests
 from corral.simulate.solver import least_squares, nonnegative
 from corral.simulate.steptime import FittedSteps
@@ -127,6 +128,14 @@ def test_an_interval_widens_near_saturation_and_beyond_what_was_measured() -> No
     assert width(5.0, 1600) > 1.3 * calm
 
 
+def test_a_promise_and_the_share_of_requests_within_it_are_two_figures() -> None:
+    found = SloResult(parse_slos("ttft_p99=1s")[0], 1400.0, False, 0.474)
+    text = "TTFT P99 1.40 s, limit 1 s: missed; 47.4% of the requests had theirs within 1 s."
+    assert slo_sentence(found) == text
+    kept = SloResult(parse_slos("tpot_mean=20ms")[0], 12.7, True, 1.0)
+    assert slo_sentence(kept).startswith("TPOT mean 12.7 ms, limit 20 ms: met; 100.0%")
+
+
 def test_the_highest_rate_lies_between_those_of_other_step_times() -> None:
     errors = (RunError("a", 0.0, 0.0, 0.0, 0.0),)
     fit = Fit(STEPS, errors, MeasuredRange((1, 8), (100, 400), (20, 40)), ("a",))
@@ -146,6 +155,7 @@ def test_the_highest_rate_lies_between_those_of_other_step_times() -> None:
         (("--model", "llama-3.1-8b", "--gpus", "1xH200", "--replicas", "1..3"), "needs an aim"),
         (("--model", "llama-3.1-8b", "--gpus", "1xH200", "--request-rate", "0"), "--request-rate '0' cannot"),
         (("--model", "llama-3.1-405b", "--gpus", "1xH200", "--offline"), "does not fit"),
+        (("--model", "llama-3.1-8b", "--gpus", "1xH200", "--slo", "itl_p99=50ms"), "Limit tpot"),
         (("--model", "llama-3.1-8b", "--gpus", "1xH200", "--trace", "none.jsonl"), "none.jsonl"),
     ],
 )

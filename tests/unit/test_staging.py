@@ -62,6 +62,23 @@ def test_status_shows_how_far_a_download_is_from_any_process(made: Made) -> None
     assert set(expected_of(made.folder)) == {"fetching model", "loading"}  # an engine that is there takes no time
 
 
+def test_what_was_expected_of_a_start_is_not_read_again_once_it_serves(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CORRAL_HOME", str(tmp_path))
+    read: list[Path] = []
+
+    def reading(path: Path) -> list[Event]:
+        read.append(path)
+        return read_events(path)
+
+    monkeypatch.setattr("corral.lifecycle.deployments.read_events", reading)
+    for number, state in enumerate(("ready", "loading")):
+        made = make(f"one-{number}", 5).agent().course((state, 1.0))
+        assert status(made.folder).state == state
+        assert (made.folder.staging in read) is (state == "loading")
+
+
 def test_a_staging_that_said_nothing_is_shown_as_before(made: Made) -> None:
     assert "phase" not in dict(status_facts(status(made.folder), None, (), None))
     assert status(made.folder).phase == "staging"

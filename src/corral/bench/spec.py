@@ -143,8 +143,10 @@ def parse_slos(text: str) -> tuple[Slo, ...]:
             raise UsageError(f"{part!r} is not a service level.", "For example: ttft_p99=1s,tpot_p99=50ms.")
         metric, statistic, number, unit = match.groups()
         scale = {"s": 1000.0, "ms": 1.0, "us": 0.001, None: 1.0}[unit]
-        if statistic and statistic.startswith("p") and not 0 < float(statistic[1:]) < 100:
-            raise UsageError(f"{part!r}: a percentile lies between 0 and 100.", "For example p99.")
+        if statistic and statistic.startswith("p"):
+            if not 0 < float(statistic[1:]) < 100:
+                raise UsageError(f"{part!r}: a percentile lies between 0 and 100.", "For example p99.")
+            statistic = f"p{float(statistic[1:]):g}"  # as figures are named
         found.append(Slo(metric, statistic or "p99", float(number) * scale))
     if not found:
         raise UsageError("no service level was given.", "For example: ttft_p99=1s,tpot_p99=50ms.")

@@ -75,6 +75,16 @@ def _pair(text: str, flag: str) -> tuple[float, float]:
     return low, high
 
 
+def _slos(text: str | None) -> tuple[Slo, ...]:
+    found = parse_slos(text) if text else ()
+    if any(slo.metric == "itl" for slo in found):
+        raise UsageError(
+            f"--slo {text!r}: a simulation does not follow single ITLs.",
+            "Limit tpot, a request's mean time per token; known are ttft, tpot and e2el.",
+        )
+    return found
+
+
 @command.command("run", cls=GroupedCommand, context_settings=HELP, examples=EXAMPLES, headings={
     "The server": ("--from", "--model", "--gpus", "--nodes", "--link", "--context", "--set", "--offline"),
     "The load": ("--trace", "--trace-speed", "--dataset", "--num-prompts", "--input-len", "--output-len",
@@ -121,7 +131,7 @@ def _pair(text: str, flag: str) -> tuple[float, float]:
 @click.option("--json", "as_json", is_flag=True, help="All figures as JSON on stdout.")
 def run(output: Path | None, as_json: bool, **given: Any) -> int:
     """Simulate a load, or the same load at several rates or on several fleets."""
-    slos = parse_slos(given["slo"]) if given["slo"] else ()
+    slos = _slos(given["slo"])
     source_at, rates = _load(given)  # whatever is wrong with the options is said before a fit takes its time
     least, most = (round(one) for one in _pair(given["replicas"], "--replicas"))
     if least < most and not slos and not given["lead_s"]:
@@ -266,7 +276,7 @@ def _fitting(plan: Plan) -> Plan:
 @click.option("--json", "as_json", is_flag=True, help="All errors as JSON on stdout.")
 def validate_command(runs: tuple[str, ...], fitted: tuple[str, ...], slo: str | None, as_json: bool) -> int:
     """Fit to some RUNS of `corral bench`, predict the others, and print the errors beside the planner's."""
-    slos = parse_slos(slo) if slo else ()
+    slos = _slos(slo)
     named = [Path(name).name for name in fitted]
     found = validate(load_measured([*runs, *(one for one in fitted if one not in runs)]), named, slos)
     if as_json:

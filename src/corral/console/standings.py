@@ -161,13 +161,14 @@ def _row(
 
 
 def _start(now: Status, record: Record, job: HeldJob | None, folder: DeploymentFolder) -> Start:
+    staged = read_events(folder.staging)
     return Start(
         state=now.state,
         events=read_events(folder.rank(0).events),
-        expected=expected_of(folder),
+        expected=expected_of(folder, staged),
         created_s=now.created_s,
         submitted_s=job.submitted_s if job else None,
-        staged=read_events(folder.staging),
+        staged=staged,
         queues=isinstance(target_of(record), Queue),
     )
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from corral.client.endpoint import Endpoint
-from corral.deployment.course import course_of, ends_at_s
+from corral.deployment.course import Stretch, course_of, ends_at_s
 from corral.deployment.diagnosis import Diagnosis, diagnose, last_lines
 from corral.deployment.events import Event, Follower, read_events
 from corral.deployment.expectation import Expected
@@ -174,10 +174,11 @@ def plan_of(folder: DeploymentFolder) -> Plan | None:
         return None
 
 
-def expected_of(folder: DeploymentFolder) -> dict[str, Expected]:
-    """How long the phases of its start usually take, as known when it was staged and when it was launched."""
+def expected_of(folder: DeploymentFolder, staged: Sequence[Event] | None = None) -> dict[str, Expected]:
+    """How long the phases of its start usually take, as known when it was `staged` (its journal, where the caller has
+    read it) and when it was launched."""
     found: dict[str, Expected] = {}
-    for event in read_events(folder.staging):
+    for event in read_events(folder.staging) if staged is None else staged:
         found |= _expectations(event.get("expected"))
     with contextlib.suppress(OSError, CorralError, KeyError, TypeError):
         found |= _expectations(parse_json(folder.launch.read_bytes(), str(folder.launch))["expected"])
@@ -263,10 +264,19 @@ def _combine(folder: DeploymentFolder, record: Record, events: list[Event], agen
         timings=_timings(states),
         phase_since_s=course[-1].since_s if course else since,
         phase_ends_s=ends_at_s(told),
-        expected=expected_of(folder).get(course[-1].phase) if course and state not in ENDED else None,
+        expected=_phase_expected(folder, state, course, told),
         restarts=sum(event.kind == "restart" for event in events),
         observed={key: value for event in events if event.kind == "observed" for key, value in event.details.items()},
     )
+
+
+def _phase_expected(
+    folder: DeploymentFolder, state: State, course: Sequence[Stretch], told: Sequence[Event]
+) -> Expected | None:
+    """What the phase that it is in usually takes; nothing is expected of one that serves or has ended."""
+    if not course or state in ENDED or state in (State.READY, State.DRAINING):
+        return None
+    return expected_of(folder, told if state is State.STAGING else None).get(course[-1].phase)
 
 
 def _endpoint(folder: DeploymentFolder, state: State) -> Endpoint | None:

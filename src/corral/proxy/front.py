@@ -109,6 +109,12 @@ class Front(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
+    def end(self) -> None:
+        """The server ends: so does what is being answered."""
+        if self._relay is not None:
+            self._relay.cut_short()
+        self.close()
+
     def cut(self) -> None:
         """End in the middle of an answer, such that the client cannot take it for whole."""
         self._relay = None

@@ -353,6 +353,24 @@ class Relay:
         """The client is gone: the member is told by closing the connection."""
         if self._over:
             return
+        self._let_go()
+        self._host.figures.left += 1
+        self._close(whole=False)
+
+    def cut_short(self) -> None:
+        """The server that relays it ends: the client is told, as far as its answer allows that."""
+        if self._over:
+            return
+        self._let_go()
+        if not self._answering:
+            self._fail(503, "it was shut down before there was an answer.")
+            return
+        self._say_last_words("it was shut down before the answer was whole")
+        self._finish(answered=False)
+        self._client.cut()
+
+    def _let_go(self) -> None:
+        """Whoever works for it need not go on."""
         member, upstream = self._member, self._upstream
         if member is not None:
             self._leave(member)
@@ -360,8 +378,6 @@ class Relay:
             upstream.drop()
         if self._opening is not None:
             self._opening.cancel()
-        self._host.figures.left += 1
-        self._close(whole=False)
 
     def pause(self, paused: bool) -> None:
         """The client reads slowly: so do we."""

@@ -66,7 +66,7 @@ class RelayServer:
         self._sweeper = self.loop.call_later(SWEEP_S, self._sweep)
 
     async def close(self, patience_s: float = 0.0) -> None:
-        """Accept nobody any more; running requests have some time to end."""
+        """Accept nobody any more; running requests have some time to end, then they are told."""
         self.ending = True
         if self._server:
             self._server.close()
@@ -76,7 +76,7 @@ class RelayServer:
         if self._sweeper:
             self._sweeper.cancel()
         for front in list(self.fronts):
-            front.close()
+            front.end()
         for member in self.every_member():
             member.close_idle()
         await asyncio.sleep(0)

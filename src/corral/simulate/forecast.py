@@ -119,7 +119,7 @@ def forecast(
 
     words, interval = _errors(server, found, again)
     hours = found.member_s * server.gpus / 3600
-    meets = found.meets(slos) if slos else None
+    meets = found.meets if slos else None
     return Forecast(label, replicas, found, interval, words, meets, hours, hours * price if price else None)
 
 
@@ -193,8 +193,6 @@ def highest_rates(
         models += [server.model.slowed(1 + wrong), server.model.slowed(1 / (1 + wrong))]
 
     def limit(model: MemberModel) -> float | None:
-        return highest_rate(
-            lambda rate: simulate_load(source_at(rate), model, replicas, policy, slos).meets(slos), *rates
-        )
+        return highest_rate(lambda rate: simulate_load(source_at(rate), model, replicas, policy, slos).meets, *rates)
 
     return tuple(limit(model) for model in models)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from corral.bench.spec import Slo
 
-__all__ = ["LatencySketch", "Moment", "Recorder", "SimOutcome"]
+__all__ = ["LatencySketch", "Moment", "Recorder", "SimOutcome", "SloResult"]
 
 _WIDTH = math.log(1.004)
 _LEAST_S = 1e-7
@@ -67,6 +67,16 @@ class Moment:
 
 
 @dataclass(frozen=True)
+class SloResult:
+    """How one promise was kept; whether it was is one figure, how many requests lay within its limit another."""
+
+    slo: Slo
+    value_ms: float  # of its statistic
+    met: bool
+    within: float  # the share of the requests whose own figure is at or below the limit
+
+
+@dataclass(frozen=True)
 class SimOutcome:
     """The figures of one simulation."""
 
@@ -85,7 +95,7 @@ class SimOutcome:
     members: int  # the most at once
     member_s: float
     latencies: dict[str, dict[str, float]]  # metric -> statistic -> ms
-    within: dict[str, float] = field(default_factory=dict)  # of each SLO, the share of requests
+    slos: tuple[SloResult, ...] = ()
     moments: tuple[Moment, ...] = ()
 
     @property
@@ -96,11 +106,10 @@ class SimOutcome:
     def request_throughput(self) -> float:
         return self.completed / self.duration_s if self.duration_s else 0.0
 
-    def value_ms(self, slo: Slo) -> float:
-        return self.latencies[slo.metric][slo.statistic]
-
-    def meets(self, slos: Sequence[Slo]) -> bool:
-        return self.completed > 0 and not self.refused and all(self.value_ms(one) <= one.limit_ms for one in slos)
+    @property
+    def meets(self) -> bool:
+        """Whether every promise is kept, and no request was refused."""
+        return self.completed > 0 and not self.refused and all(one.met for one in self.slos)
 
 
 _MOMENTS = 240
@@ -148,6 +157,7 @@ class Recorder:
 
     def outcome(self, computed: int, cached: int, preemptions: int, members: int, member_s: float) -> SimOutcome:
         duration_s = max(0.0, self.last_s - self.first_s) if self.completed else 0.0
+        latencies = self.latencies()
         return SimOutcome(
             sent=self.sent,
             completed=self.completed,
@@ -163,7 +173,11 @@ class Recorder:
             mean_running=self.busy_s / duration_s if duration_s else 0.0,
             members=members,
             member_s=member_s,
-            latencies=self.latencies(),
-            within={str(one): self.sketches[one.metric].share_within(one.limit_ms / 1000) for one in self._slos},
+            latencies=latencies,
+            slos=tuple(self._result(one, latencies[one.metric][one.statistic]) for one in self._slos),
             moments=tuple(self._moments),
         )
+
+    def _result(self, slo: Slo, value_ms: float) -> SloResult:
+        within = self.sketches[slo.metric].share_within(slo.limit_ms / 1000)
+        return SloResult(slo, value_ms, value_ms <= slo.limit_ms, within)

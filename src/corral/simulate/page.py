@@ -11,6 +11,7 @@ from corral.report.tables import table_lines, wrapped
 from corral.report.text import figure
 from corral.simulate.forecast import Forecast, SimServer
 from corral.simulate.interval import STEP_ERROR
+from corral.simulate.outcome import SloResult
 from corral.simulate.validation import Validation
 from corral.wording import counted
 
@@ -37,7 +38,7 @@ def _row(one: Forecast) -> list[str]:
 def error_sentence(server: SimServer, rows: Sequence[Forecast]) -> str:
     """What is known of the error of these forecasts."""
     if server.fit is None:
-        return f"Error: not known. Step times are {server.basis}; `corral simulate --from RUN` fits them to runs."
+        return f"Error: not known. Step times come from {server.basis}; `--from RUN` fits them to measured runs."
     said = _range(rows[0]) if len(rows) == 1 else "of each load, below"
     return (
         f"Error: {said} (nine of ten held-out figures lay within"
@@ -50,6 +51,15 @@ def _range(one: Forecast) -> str:
     """The interval of a forecast's figures."""
     found = [(name, *one.interval[name]) for name in ("ttft", "tpot", "e2el") if one.interval]
     return ", ".join(f"{name.upper()} {low:+.0%} to {high:+.0%}" for name, low, high in found) or "not known"
+
+
+def slo_sentence(found: SloResult) -> str:
+    """Whether a promise is kept, and how many requests lie within its limit."""
+    slo = found.slo
+    limit = f"{slo.limit_ms / 1000:g} s" if slo.limit_ms >= 1000 else f"{slo.limit_ms:g} ms"
+    name = f"{slo.metric.upper()} {slo.statistic.upper() if slo.statistic.startswith('p') else slo.statistic}"
+    kept = f"{name} {_ms(found.value_ms)}, limit {limit}: {'met' if found.met else 'missed'}"
+    return f"{kept}; {found.within:.1%} of the requests had theirs within {limit}."
 
 
 def forecast_lines(server: SimServer, rows: Sequence[Forecast], answer: str, columns: int | None) -> Iterator[str]:
@@ -68,8 +78,8 @@ def forecast_lines(server: SimServer, rows: Sequence[Forecast], answer: str, col
         name = f"{one.label}, {counted(one.outcome.members, 'replica')}"
         if one.interval and len(rows) > 1:
             yield from wrapped(f"{name}: {_range(one)}.", columns)
-        for slo, share in one.outcome.within.items():
-            yield from wrapped(f"{name}: {share:.1%} of requests within {slo}.", columns)
+        for result in one.outcome.slos:
+            yield from wrapped(f"{name}: {slo_sentence(result)}", columns)
     hours = ", ".join(figure(one.gpu_hours) for one in rows if one.gpu_hours)
     if hours:
         money = ", ".join(f"{one.cost:,.2f}" for one in rows if one.cost is not None)
@@ -119,6 +129,7 @@ def forecast_page(server: SimServer, rows: Sequence[Forecast], answer: str) -> s
         body.append(f"<h2>{escape(one.label)}, {counted(one.outcome.members, 'replica')}</h2>")
         if one.interval:
             body.append(f"<p>{escape(_range(one))}</p>")
+        body += [f"<p>{escape(slo_sentence(result))}</p>" for result in one.outcome.slos]
         body.append(cards([
             ("requests", f"{one.outcome.completed:,}"), ("output tok/s", figure(one.outcome.output_throughput)),
             ("prompt tokens from the cache", f"{one.outcome.cached_tokens:,}"),
