@@ -131,7 +131,7 @@ def test_unknown_family_is_said_to_be_unknown():
     assert facts.kv_bytes_per_token() == 2 * 8 * 16 * 64 * 2
 
 
-def _safetensors(path: Path, tensors: dict[str, tuple[str, list[int]]]) -> None:
+def safetensors_file(path: Path, tensors: dict[str, tuple[str, list[int]]]) -> None:
     header = {n: {"dtype": d, "shape": s, "data_offsets": [0, 0]} for n, (d, s) in tensors.items()}
     body = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
     path.write_bytes(struct.pack("<Q", len(body)) + body)
@@ -152,8 +152,8 @@ def _tiny(folder: Path, dtype: str = "BF16") -> dict[str, Any]:
             tensors[f"{at}{name}.weight"] = (dtype, [64])
     names = sorted(tensors)
     first, second = names[: len(names) // 2], names[len(names) // 2 :]
-    _safetensors(folder / "model-00001-of-00002.safetensors", {n: tensors[n] for n in first})
-    _safetensors(folder / "model-00002-of-00002.safetensors", {n: tensors[n] for n in second})
+    safetensors_file(folder / "model-00001-of-00002.safetensors", {n: tensors[n] for n in first})
+    safetensors_file(folder / "model-00002-of-00002.safetensors", {n: tensors[n] for n in second})
     shards = dict.fromkeys(first, "model-00001-of-00002.safetensors") | dict.fromkeys(
         second, "model-00002-of-00002.safetensors"
     )

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from corral.bench.limit import Limit, LimitCause, distance
-from corral.errors import UsageError
 from corral.hardware.inventory import parse_gpus
 from corral.models.facts import read_facts
 from corral.plan import Goal, Judged, Plan, make_plan
-from corral.plan.candidate import Tuning
-from corral.plan.draft import read_draft
 from corral.plan.explain import explain
 from corral.plan.judged import needed_acceptance
 from corral.record import dump_json, from_json, to_json
@@ -165,32 +160,3 @@ def test_the_judgements_are_shown_and_read_back() -> None:
     assert from_json(Plan, to_json(plan)).judged == plan.judged
     assert '"judged"' in dump_json(plan)
     assert make_plan(read_facts("smollm2"), replace(HERE, gpu=None, host_available_bytes=2**34)).judged == ()
-
-
-def test_a_named_draft_is_judged_by_its_own_size(tmp_path: Path) -> None:
-    config = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 1, "num_attention_heads": 32,
-              "num_key_value_heads": 8, "vocab_size": 128256, "draft_vocab_size": 32000}  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    method = {"method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": 5}
-    said = ("--speculative-config", json.dumps(method))
-    draft = read_draft(said)
-    assert draft is not None
-    assert (draft.layers, draft.drafted) == (1, 5)
-    assert 0.7e9 < draft.weights_bytes < 1.0e9
-    facts, gpus = read_facts("llama-3.1-8b", offline=True), parse_gpus("1xH200")
-    judged = {one.what: one for one in make_plan(facts, gpus, Goal(concurrency=1), {}, Tuning(draft=draft)).judged}
-    named = judged[f"speculative decoding, {tmp_path.name}"]
-    assert named.taken
-    assert "take as much from the KV cache" in named.because
-    assert "checks 5 tokens" in named.because
-    assert not any("EAGLE" in what for what in judged)
-    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
-    assert (read_draft(said) or draft).weights_bytes == 1000  # what is on disk counts before what the config says
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").unlink()
-    assert read_draft(said) is None
-    assert read_draft(("--speculative-config", '{"method": "ngram"}')) is None
-    assert read_draft(("--speculative-config", '{"model": "someone/on-the-hub"}')) is None
-    assert read_draft(()) is None
-    with pytest.raises(UsageError, match="is not JSON"):
-        read_draft(("--speculative-config", "{"))

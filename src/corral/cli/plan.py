@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import click
@@ -16,7 +15,6 @@ from corral.home import home_dir
 from corral.models.facts import ModelFacts, read_facts
 from corral.plan import Goal, Plan, calibration, make_plan
 from corral.plan.choose import compare
-from corral.plan.draft import read_draft
 from corral.plan.fixed import KEYS, parse_assignments
 from corral.profile import AskedValues, Profile, asked_of_plan, load_profile
 from corral.profile.hardware import hardware_of_plan
@@ -179,7 +177,7 @@ def _show_comparison(
 ) -> int:
     from corral.cli.plan_view import comparison_lines
 
-    tuning = tuning_of_plan(profile, facts, inventory)
+    tuning = tuning_of_plan(profile, facts, inventory, question.asked.rest)
     rows = compare(facts, inventory, question.goal, question.asked.fixed, tuning)
     if as_json:
         click.echo(dump_json({"candidates": [c for _, c in rows]}), nl=False)
@@ -189,8 +187,7 @@ def _show_comparison(
 
 
 def _show_plan(question: _Question, facts: ModelFacts, inventory: Inventory, profile: Profile, form: str) -> int:
-    tuning = tuning_of_plan(profile, facts, inventory)
-    tuning = replace(tuning, draft=read_draft(question.asked.rest))
+    tuning = tuning_of_plan(profile, facts, inventory, question.asked.rest)
     plan = make_plan(facts, inventory, question.goal, question.asked.fixed, tuning)
     if form == "json":
         click.echo(dump_json(plan), nl=False)
@@ -206,7 +203,7 @@ def _show_replicas(
     from corral.cli.plan_view import replica_lines
     from corral.plan.replicas import ReplicaForm, advise
 
-    tuning = tuning_of_plan(profile, facts, inventory)
+    tuning = tuning_of_plan(profile, facts, inventory, question.asked.rest)
     advice = advise(facts, inventory, question.goal, question.asked.fixed, tuning, replicas)
     if form == "json":
         click.echo(dump_json(advice), nl=False)

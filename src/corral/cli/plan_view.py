@@ -74,7 +74,8 @@ def _because(plan: Plan, field: str) -> str:
 def _memory_bar(plan: Plan, columns: int) -> str:
     m = plan.memory
     total = plan.inventory.memory_bytes_per_gpu or m.budget_bytes_per_gpu
-    sizes = (m.weights_bytes_per_gpu, m.activation_bytes_per_gpu, m.counted_graph_bytes, m.overhead_bytes_per_gpu,
+    weights = m.weights_bytes_per_gpu + m.draft_bytes_per_gpu
+    sizes = (weights, m.activation_bytes_per_gpu, m.counted_graph_bytes, m.overhead_bytes_per_gpu,
              m.kv_cache_bytes_per_gpu)  # fmt: skip
     room = min(60, columns - _LABEL - 2)
     bar = "".join(sign * round(room * size / total) for (_, sign), size in zip(_BAR, sizes, strict=True))
@@ -83,7 +84,10 @@ def _memory_bar(plan: Plan, columns: int) -> str:
 
 def _memory_words(plan: Plan) -> str:
     m = plan.memory
-    parts = [f"weights {m.weights_bytes_per_gpu / GIB:.1f}", f"activations {m.activation_bytes_per_gpu / GIB:.1f}"]
+    parts = [f"weights {m.weights_bytes_per_gpu / GIB:.1f}"]
+    if m.draft_bytes_per_gpu:
+        parts.append(f"draft {m.draft_bytes_per_gpu / GIB:.1f}")
+    parts.append(f"activations {m.activation_bytes_per_gpu / GIB:.1f}")
     if m.counted_graph_bytes:
         parts.append(f"graphs {m.counted_graph_bytes / GIB:.1f}")
     parts += [f"overhead {m.overhead_bytes_per_gpu / GIB:.1f}", f"KV cache {m.kv_cache_bytes_per_gpu / GIB:.1f}"]

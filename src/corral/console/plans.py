@@ -165,7 +165,7 @@ def plan_page(question: PlanQuestion) -> dict[str, Any]:
 
 
 def _tuning(question: PlanQuestion) -> Tuning:
-    return tuning_of_plan(question.profile, question.facts, question.inventory)
+    return tuning_of_plan(question.profile, question.facts, question.inventory, question.asked.rest)
 
 
 def _commands(plan: Plan, question: PlanQuestion) -> dict[str, str]:
@@ -182,6 +182,7 @@ def _memory(plan: Plan) -> dict[str, Any]:
     overhead = because.get("memory.overhead_bytes_per_gpu", "the engine's process and its libraries")  # on a CPU
     parts = [
         ("weights", m.weights_bytes_per_gpu, because.get("memory.weights_bytes_per_gpu", "")),
+        ("draft", m.draft_bytes_per_gpu, because.get("memory.draft_bytes_per_gpu", "")),
         ("activations", m.activation_bytes_per_gpu, because.get("memory.activation_bytes_per_gpu", "")),
         ("CUDA graphs", m.graph_bytes_per_gpu, because.get("memory.graph_bytes_per_gpu", "")),
         ("overhead", m.overhead_bytes_per_gpu, overhead),

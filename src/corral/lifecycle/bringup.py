@@ -46,7 +46,6 @@ from corral.models import store as model_store
 from corral.models.facts import read_facts
 from corral.models.store import EMBEDDED, ModelSource
 from corral.plan import Goal, Plan, make_plan
-from corral.plan.draft import read_draft
 from corral.plan.start import planned_start
 from corral.plan.tuning import tuning_for
 from corral.processes import own_identity
@@ -209,7 +208,7 @@ def _prepare(target: Target, note: Callable[[str], None], preview: Preview | Non
 def _plan(source: ModelSource, inventory: Inventory, wish: Wish, version: str, offline: bool = False) -> Plan:
     here = model_store.already_here(source)
     facts = read_facts(str(here) if here else source.repo, offline=offline or source.kind == "embedded")
-    tuning = replace(tuning_for(facts, inventory, version), draft=read_draft(wish.extra_args))
+    tuning = tuning_for(facts, inventory, version, wish.extra_args)
     plan = make_plan(facts, inventory, wish.goal, wish.fixed, tuning)
     spans = plan.parallel.replica_gpus > inventory.gpus_per_node
     if plan.parallel.data > 1 and (spans or (wish.link == "ray" and inventory.nodes > 1)):

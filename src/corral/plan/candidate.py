@@ -103,7 +103,7 @@ def work_out(
     asked = fixed.max_model_len or goal.context
     context = asked or model.max_context
     settings = settings_for(inventory, goal, fixed, context)
-    memory = measure(model, inventory, parallel, precision, settings, context, tuning.memory)
+    memory = measure(model, inventory, parallel, precision, settings, context, tuning.memory, tuning.draft)
     problem = broken_settings(model, settings, context) or ""
     broken = bool(problem)
     room = memory.kv_cache_tokens_per_replica - settings.block_size  # vLLM keeps one block back
@@ -112,7 +112,7 @@ def work_out(
             problem = _no_room(memory, context if asked else min(_SHORTEST, model.max_context))
         else:
             context = room // 256 * 256
-            memory = measure(model, inventory, parallel, precision, settings, context, tuning.memory)
+            memory = measure(model, inventory, parallel, precision, settings, context, tuning.memory, tuning.draft)
     concurrency = goal.concurrency or _SATURATING * parallel.data * parallel.replica_gpus
 
     def at(rates: Efficiency) -> Speed:
@@ -128,6 +128,7 @@ def work_out(
 def _no_room(memory: Memory, context: int) -> str:
     used = (
         memory.weights_bytes_per_gpu
+        + memory.draft_bytes_per_gpu
         + memory.activation_bytes_per_gpu
         + memory.counted_graph_bytes
         + memory.overhead_bytes_per_gpu

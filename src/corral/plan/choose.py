@@ -58,7 +58,8 @@ def make_plan(
     reasons = reasons_for(facts, made.form, made.chosen, inventory, goal, pinned, tuning)
     rejected = rejected_for(facts, made.chosen, made.tried, inventory, goal)
     judged = judge(made.form.facts, inventory, made.chosen, goal, tuning)
-    return replace(_plan(made, inventory, goal, reasons, rejected, nearest), judged=judged)
+    doubt = tuning.draft.doubt if tuning.draft and inventory.gpu is not None else ""
+    return replace(_plan(made, inventory, goal, reasons, rejected, nearest, doubt), judged=judged)
 
 
 def decide(facts: ModelFacts, inventory: Inventory, goal: Goal, fixed: Fixed, tuning: Tuning) -> Decision:
@@ -210,6 +211,7 @@ def _plan(
     reasons: tuple[Reason, ...],
     rejected: tuple[Rejected, ...],
     nearest: list[Nearest],
+    doubt: str,
 ) -> Plan:
     form, chosen, cpu = made.form, made.chosen, inventory.gpu is None
     weights = chosen.precision.weights
@@ -237,5 +239,5 @@ def _plan(
         rejected=rejected,
         nearest=tuple(nearest),
         notes=(*form.facts.notes, *([inventory.note] if inventory.note else [])),
-        warnings=(form.warning,) if form.warning else (),
+        warnings=tuple(said for said in (form.warning, doubt) if said),
     )

@@ -114,6 +114,7 @@ class Memory:
     budget_bytes_per_gpu: int  # gpu_memory_utilization × what the driver reports
     correction_bytes_per_gpu: int = 0  # learned from earlier deployments and taken out of the KV cache
     graphs_counted: bool = True  # whether this vLLM takes graphs out of the KV cache
+    draft_bytes_per_gpu: int = 0  # weights of a draft of speculative decoding
 
     @property
     def counted_graph_bytes(self) -> int:

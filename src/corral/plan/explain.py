@@ -84,6 +84,7 @@ def _sum(plan: Plan) -> Iterator[str]:
     m, s = plan.memory, plan.settings
     rows = [
         ("weights", m.weights_bytes_per_gpu, f"{plan.parallel}"),
+        ("draft", m.draft_bytes_per_gpu, "of speculative decoding"),
         (
             "activations",
             m.activation_bytes_per_gpu,
@@ -97,7 +98,7 @@ def _sum(plan: Plan) -> Iterator[str]:
     share = f"{s.gpu_memory_utilization:g} of {_gib(plan.inventory.memory_bytes_per_gpu)}"
     yield f"  budget         {_gib(m.budget_bytes_per_gpu):>12}   {share if plan.inventory.gpu else 'free memory'}"
     for name, size, why in rows:
-        if size or name != "CUDA graphs":
+        if size or name not in ("CUDA graphs", "draft"):
             yield f"  − {name:<12} {_gib(size):>12}   {why}"
     yield (
         f"  = KV cache     {_gib(m.kv_cache_bytes_per_gpu):>12}   {m.kv_bytes_per_token_per_gpu:,} bytes per token:"

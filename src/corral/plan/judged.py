@@ -13,7 +13,7 @@ from corral.hardware.inventory import GIB, Gpu, Inventory
 from corral.models.facts import ModelFacts
 from corral.plan.candidate import Candidate, Tuning
 from corral.plan.contract import Goal, Judged
-from corral.plan.draft import Draft
+from corral.plan.draft import Draft, DraftMethod
 from corral.plan.memory import measure
 from corral.plan.speed import Roof, predict, roof_of
 
@@ -95,10 +95,12 @@ def _speculation(roof: Roof, running: int, goal: Goal, draft: Draft | None) -> I
 def _named(roof: Roof, running: int, length: float, draft: Draft) -> Judged:
     """The draft that the user names: what it costs by its own size."""
     drafted = draft.drafted or DRAFTED
-    drafting = drafted * roof.named_draft_s(draft.weights_bytes, draft.layers)
+    read = draft.weights_bytes + (roof.head_bytes() if draft.method is DraftMethod.EAGLE else 0)  # shared, but read
+    drafting = drafted * roof.named_draft_s(read, draft.layers)
     dearer = (roof.step(running, length, drafted) + drafting) / roof.step(running, length)
     needed, gain = needed_acceptance(dearer, drafted), _tokens(TYPICAL, drafted) / dearer - 1
-    size = f"its {draft.weights_bytes / GIB:.2f} GiB take as much from the KV cache"
+    layers = f" and {draft.kv_layers} more of its layers in each block" if draft.kv_layers else ""
+    size = f"its {draft.weights_bytes / GIB:.2f} GiB{layers} are taken from the KV cache"
     cost = f"{size}; a step that drafts and checks {drafted} tokens takes {dearer:.2f} × as long at {running} at once"
     pays = (
         f"fewer requests run at once: at {running} no share of accepted tokens is enough"
@@ -115,7 +117,7 @@ def _narrow_cache(
     taken = chosen.precision.kv != "auto"
     other = replace(chosen.precision, kv="auto" if taken else "fp8")
     shape = (model, inventory, chosen.parallel, other, chosen.settings)
-    memory = measure(*shape, chosen.max_model_len, tuning.memory)
+    memory = measure(*shape, chosen.max_model_len, tuning.memory, tuning.draft)
     asked = goal.concurrency or chosen.speed.concurrency
     speed = predict(*shape, memory, goal, asked, tuning.speed).throughput_tokens_per_s
     now = chosen.speed.throughput_tokens_per_s

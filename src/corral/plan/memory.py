@@ -3,7 +3,8 @@
 vLLM profiles: `available KV = utilisation × total − consumed − transient peak − CUDA graphs`, where *consumed* is
 weights plus what torch does not manage, and the peak is one forward pass of `max_num_batched_tokens` or one sampling
 pass of `max_num_seqs`, whichever is larger. The same sum is made here from the model's shape. Blocks are then cut
-from what is left; all pipeline stages get as many blocks as the poorest.
+from what is left; all pipeline stages get as many blocks as the poorest. A draft of speculative decoding lies on the
+last stage: its weights, and its layers in every block (see `plan.draft`).
 
 Sliding-window layers follow vLLM's hybrid manager: layers form groups of equal size that share one pool.
 """
@@ -19,6 +20,7 @@ from corral.models.architecture import DTYPE_BYTES, Parts, Quantisation, stored
 from corral.models.facts import ModelFacts
 from corral.plan.constraints import partition
 from corral.plan.contract import EngineSettings, Memory, Parallel, Precision
+from corral.plan.draft import Draft
 
 __all__ = ["Coefficients", "convert", "full_length_blocks", "graph_sizes", "kv_element", "measure", "stage_weights"]
 
@@ -125,9 +127,12 @@ def _graphs(model: ModelFacts, parallel: Parallel, wide: float, settings: Engine
 
 
 def full_length_blocks(
-    model: ModelFacts, settings: EngineSettings, max_model_len: int, pipeline: int
+    model: ModelFacts, settings: EngineSettings, max_model_len: int, pipeline: int, drafting: int = 0
 ) -> tuple[int, int]:
-    """Blocks one request of full length takes from the pool, and how many layers share one block."""
+    """Blocks one request of full length takes from the pool, and how many of the model's layers share one block.
+
+    Where there are windows, layers of a draft are more layers without one, and share their blocks.
+    """
     size = settings.block_size
     whole = -(-max_model_len // size)
     if not model.sliding_window:
@@ -135,7 +140,7 @@ def full_length_blocks(
     in_flight = pipeline * settings.max_num_batched_tokens
     held = min(model.sliding_window - 1 + in_flight, max_model_len)
     slid = -(-held // size) + 1
-    full_layers = model.layers - model.sliding_layers
+    full_layers = model.layers - model.sliding_layers + drafting
     if not full_layers:
         return slid, model.layers
     few, many = sorted((full_layers, model.sliding_layers))
@@ -151,6 +156,7 @@ def measure(
     settings: EngineSettings,
     max_model_len: int,
     coefficients: Coefficients | None = None,
+    draft: Draft | None = None,
 ) -> Memory:
     """The memory of the fullest GPU and the KV capacity; the capacity is 0 when nothing is left."""
     c = coefficients or Coefficients()
@@ -161,27 +167,37 @@ def measure(
         graphs = _graphs(model, parallel, wide, settings, c)
     overhead = int((c.non_torch_gib + (c.nccl_gib if parallel.replica_gpus > 1 else 0)) * GIB)
     activation = _activation(model, parallel, wide, settings, c)
+    activation += draft.pass_bytes(model, settings.max_num_batched_tokens, wide) if draft else 0
+    drafting = [0] * (parallel.pipeline - 1) + [draft.bytes_per_gpu(parallel) if draft else 0]
     budget = int(settings.gpu_memory_utilization * inventory.memory_bytes_per_gpu)
     counted = graphs if c.counts_graphs else 0
     correction = int(c.correction_gib * GIB)
-    left = [budget - w - activation - counted - overhead - correction for w in weights]
+    held = [own + more for own, more in zip(weights, drafting, strict=True)]
+    left = [budget - w - activation - counted - overhead - correction for w in held]
 
     element = kv_element(model, precision)
     heads = max(1, model.kv_heads // parallel.tensor)
     page = int(2 * settings.block_size * heads * model.head_dim * element)
-    needed, group = full_length_blocks(model, settings, max_model_len, parallel.pipeline)
+    needed, group = full_length_blocks(
+        model, settings, max_model_len, parallel.pipeline, draft.kv_layers if draft else 0
+    )
+    drafted = draft.page_bytes(parallel.tensor, settings.block_size, element) if draft else 0
     stages = partition(model.layers, parallel.pipeline)
     share = [max(1, -(-group * n // model.layers)) for n in stages]  # layers of one group in each stage
-    blocks = max(0, min(space // (page * layers) for space, layers in zip(left, share, strict=True)))
+    pages = [page * layers for layers in share]
+    pages[-1] += 0 if model.sliding_window else drafted
+    blocks = max(0, min(space // size for space, size in zip(left, pages, strict=True)))
     per_request = blocks / needed
     tokens = int(per_request * max_model_len)
-    fullest = max(range(len(weights)), key=lambda i: weights[i])
+    fullest = max(range(len(held)), key=lambda i: held[i])
+    tokens_bytes = [page * layers for layers in stages]
+    tokens_bytes[-1] += drafted
     return Memory(
         weights_bytes=parts.total,
         nominal_weights_bytes=round(model.parameters * DTYPE_BYTES.get(precision.weights, 2.0)),
         weights_bytes_per_gpu=weights[fullest],
         kv_bytes_per_token=model.kv_bytes_per_token(element),
-        kv_bytes_per_token_per_gpu=page * max(stages) // settings.block_size,
+        kv_bytes_per_token_per_gpu=max(tokens_bytes) // settings.block_size,
         kv_cache_bytes_per_gpu=max(0, left[fullest]),
         kv_cache_tokens_per_replica=tokens,
         kv_cache_tokens=tokens * parallel.data,
@@ -192,4 +208,5 @@ def measure(
         budget_bytes_per_gpu=budget,
         correction_bytes_per_gpu=correction,
         graphs_counted=c.counts_graphs,
+        draft_bytes_per_gpu=drafting[fullest],
     )

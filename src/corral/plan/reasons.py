@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from corral.hardware.inventory import GIB, LINKS, Inventory
 from corral.models.facts import ModelFacts
 from corral.plan.candidate import Candidate, Tuning
@@ -190,6 +192,7 @@ def _memory(model: ModelFacts, chosen: Candidate, inventory: Inventory, tuning: 
     m, s, p = chosen.memory, chosen.settings, chosen.parallel
     rows: list[Row] = [
         ("memory.weights_bytes_per_gpu", m.weights_bytes_per_gpu, _weights_words(model, m)),
+        *_draft(m, tuning),
         (
             "memory.activation_bytes_per_gpu",
             m.activation_bytes_per_gpu,
@@ -212,6 +215,19 @@ def _memory(model: ModelFacts, chosen: Candidate, inventory: Inventory, tuning: 
         tokens += f"; corrected by {tuning.source}"
     rows.append(("memory.kv_cache_tokens", m.kv_cache_tokens, tokens))
     return rows
+
+
+def _draft(m: Memory, tuning: Tuning) -> Iterator[Row]:
+    """What a draft of speculative decoding takes; on a CPU it is not planned for."""
+    draft = tuning.draft
+    if draft is not None and m.draft_bytes_per_gpu:
+        layers = f"{draft.kv_layers} more layer{'s' * (draft.kv_layers > 1)} in the KV cache"
+        yield (
+            "memory.draft_bytes_per_gpu",
+            m.draft_bytes_per_gpu,
+            f"weights of {draft.name}, on the last stage; beside them {layers}, and hidden states in the activations;"
+            " not yet measured",
+        )
 
 
 def _graphs(m: Memory) -> str:

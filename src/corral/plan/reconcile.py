@@ -92,7 +92,7 @@ def reconcile(plan: Plan, observed: Observed) -> Differences:
     """Compare, number by number, what both sides know."""
     m, s = plan.memory, plan.speed
     pairs = (
-        ("weights_gib", m.weights_bytes_per_gpu / GIB, observed.weights_gib),
+        ("weights_gib", (m.weights_bytes_per_gpu + m.draft_bytes_per_gpu) / GIB, observed.weights_gib),
         ("activation_gib", m.activation_bytes_per_gpu / GIB, observed.activation_gib),
         ("graph_gib", m.graph_bytes_per_gpu / GIB, observed.graph_gib),
         ("non_torch_gib", m.overhead_bytes_per_gpu / GIB, observed.non_torch_gib),

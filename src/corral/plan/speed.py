@@ -226,9 +226,13 @@ class Roof:
     def draft_s(self) -> float:
         """Seconds that a draft of one layer and the model's own head takes for one token."""
         parts = convert(self.model, self.precision)
-        head = parts.embedding if self.model.tied_embeddings else parts.head
         layer = (parts.query_output + parts.key_value + parts.mlp) / self.model.layers
-        return (layer + head) / self.parallel.tensor / self.machine.bandwidth + self._layer_s()
+        return (layer + self.head_bytes()) / self.parallel.tensor / self.machine.bandwidth + self._layer_s()
+
+    def head_bytes(self) -> int:
+        """Of the model's own head, as loaded."""
+        parts = convert(self.model, self.precision)
+        return parts.embedding if self.model.tied_embeddings else parts.head
 
     def _attended(self, length: float) -> float:
         """Tokens whose keys and values an average layer reads."""

@@ -1,7 +1,8 @@
-"""What a plan for some hardware may rest on: lessons of earlier deployments, and what was measured of its CPU."""
+"""What a plan for some hardware may rest on: lessons of deployments, what was measured of its CPU, a draft."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from corral.engines import environments as engines
@@ -12,6 +13,7 @@ from corral.models.facts import ModelFacts
 from corral.plan import calibration
 from corral.plan.candidate import Tuning
 from corral.plan.cpu_speed import products
+from corral.plan.draft_files import read_draft
 
 __all__ = ["cpu_kind", "tuning_for"]
 
@@ -23,11 +25,15 @@ def cpu_kind(inventory: Inventory) -> CpuKind | None:
     return CpuKind(inventory.cpu, inventory.cpu_cores, engines.expected("cpu").lock_sha256)
 
 
-def tuning_for(facts: ModelFacts, inventory: Inventory, engine_version: str = "") -> Tuning:
+def tuning_for(
+    facts: ModelFacts, inventory: Inventory, engine_version: str = "", arguments: Sequence[str] = ()
+) -> Tuning:
     """The built-in numbers for a version of vLLM, corrected by what is known of this hardware.
 
-    Where the version is not known, it is taken to be the last one seen on this hardware, or the one Corral installs.
+    `arguments` are vLLM's: they may name a draft. Where the version is not known, it is taken to be the last one seen
+    on this hardware, or the one Corral installs.
     """
     tuning = calibration.known(home_dir(), inventory.gpu or "CPU", facts.name, engine_version)
+    tuning = replace(tuning, draft=read_draft(arguments, facts))
     kind = cpu_kind(inventory)
     return replace(tuning, cpu=recall(kind, products(facts))) if kind else tuning

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 
 from corral.engines.environments import PINNED_VERSION
 from corral.errors import CorralError
@@ -17,8 +18,10 @@ from corral.runtimes.base import NodeSide, make_runtime
 __all__ = ["tuning_of_plan"]
 
 
-def tuning_of_plan(profile: Profile, facts: ModelFacts, inventory: Inventory) -> Tuning:
-    """The numbers for the version of vLLM that the profile's runtime has.
+def tuning_of_plan(
+    profile: Profile, facts: ModelFacts, inventory: Inventory, arguments: Sequence[str] = ()
+) -> Tuning:
+    """The numbers for the version of vLLM that the profile's runtime has, and for what vLLM's arguments bring.
 
     Corral's own runtime is what a profile has that says nothing, and `corral up` may be told another: for it, the
     version is the last one seen on this hardware.
@@ -28,4 +31,4 @@ def tuning_of_plan(profile: Profile, facts: ModelFacts, inventory: Inventory) ->
         node = NodeSide(str(home_dir()), "cuda" if inventory.gpu else "cpu", PINNED_VERSION)
         with contextlib.suppress(CorralError):  # whoever starts it is told what is wrong with it
             version = make_runtime(profile.runtime, profile.runtime_options, node).version
-    return tuning_for(facts, inventory, version)
+    return tuning_for(facts, inventory, version, arguments)
