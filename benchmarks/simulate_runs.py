@@ -45,7 +45,7 @@ def spec_of(seconds: float, input_len: int, output_len: int, most: int = 2000, *
 def gpu(
     s: float, crowds: tuple[int, int, int, int, int], rates: tuple[float, ...], rare: float, often: float
 ) -> dict[str, Spec]:
-    """Crowds: a few, some, those of the fit, more than seats for short answers and for long ones."""
+    """Crowds: a few, some, the one to fit to (more than seats), many with short and many with long answers."""
     few, some, fit, short, long = crowds
     middle, hard, shared = rates[2] * 0.4, rates[2] * 0.24, rates[2] * 0.48
     found = {
@@ -66,17 +66,17 @@ def gpu(
 
 
 def h200_8b(s: float) -> dict[str, Spec]:
-    return gpu(s, (8, 32, 128, 192, 256), (10.0, 30.0, 50.0, 70.0, 90.0, 110.0), 4.0, 60.0)
+    return gpu(s, (8, 32, 160, 192, 256), (10.0, 30.0, 50.0, 70.0, 90.0, 110.0), 4.0, 60.0)
 
 
 def h200_70b(s: float) -> dict[str, Spec]:
-    return gpu(s, (4, 16, 64, 96, 128), (2.0, 4.0, 6.0, 8.0, 10.0, 12.0), 0.5, 10.0)
+    return gpu(s, (4, 16, 160, 96, 128), (2.0, 4.0, 6.0, 8.0, 10.0, 12.0), 0.5, 10.0)
 
 
 def cpu(s: float) -> dict[str, Spec]:
     return {
         "fit-1-alone": spec_of(s, 64, 16, 200, concurrency=1, range_ratio=0.5),
-        "fit-2-crowd": spec_of(s, 64, 24, 400, concurrency=16, range_ratio=0.5),
+        "fit-2-crowd": spec_of(s, 64, 24, 600, concurrency=32, range_ratio=0.5),
         "fit-3-rate": spec_of(s, 160, 12, rate=1.0, range_ratio=0.9),
         "held-01-at-once-2": spec_of(s, 64, 16, 400, concurrency=2),
         "held-02-at-once-4": spec_of(s, 64, 24, 400, concurrency=4, range_ratio=0.5),
