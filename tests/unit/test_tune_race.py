@@ -184,6 +184,29 @@ def test_a_final_that_the_budget_cut_short_counts_where_it_is_clear() -> None:
     assert verdict(race, unclear).outcome is RaceEnd.UNFINISHED
 
 
+def test_the_base_needs_no_turn_in_a_final_that_was_cut_short() -> None:
+    """Nothing was chosen by its earlier trials, so they count."""
+    eager = Setup.of(**{"given eager": ""})
+    race = Race(BROUGHT[:1], budget_s=270, measure_s=4, start_s=60)
+    made = [(BASE, "screen", 9106.6), (eager, "screen", 14444.3), (BASE, "screen", 8941.5), (eager, "final", 14784.4)]
+    trials = [Trial(setup, Purpose(purpose), score, 65, 60) for setup, purpose, score in made]
+    found = verdict(race, trials)
+    assert (found.outcome, found.best) == (RaceEnd.BETTER, eager)
+    assert found.gain is not None
+    assert (found.gain.trials, found.gain.low > 0.3) == (3, True)
+    assert verdict(race, trials[:3]).outcome is RaceEnd.UNFINISHED  # what was chosen has not been measured again
+
+
+@pytest.mark.parametrize("minutes", [5, 6, 9])
+def test_a_short_budget_claims_nothing_where_nothing_helps(minutes: float) -> None:
+    race = Race((*BROUGHT, *KNOBS), minutes * 60, measure_s=4, start_s=50)
+    claimed = sum(raced(surface({}), seed, race)[0].outcome is RaceEnd.BETTER for seed in range(100))
+    assert claimed <= 5, claimed
+    gain = surface(dict.fromkeys([(knob.name, "") for knob in BROUGHT], 1.25))  # 1.95 together, as on the H200
+    found = [raced(gain, seed, race)[0] for seed in range(40)]
+    assert sum(one.outcome is RaceEnd.BETTER for one in found) >= 38
+
+
 def test_two_settings_that_help_are_found_together() -> None:
     true = surface(
         {("api_servers", "8"): 1.2, ("max_num_batched_tokens", "16384"): 1.1, ("max_num_seqs", "512"): 0.7}
@@ -280,12 +303,13 @@ def test_side_by_side_comes_to_the_same_kind_of_choice() -> None:
     """Four at once, each in a place of its own; the threads end in any order."""
     good = 0
     for seed in range(12):
-        true, chance, trials = random_surface(seed), random.Random(seed), list[Trial]()
+        true, trials = random_surface(seed), list[Trial]()
         busy: set[int] = set()
 
         def make(order: TrialOrder, number: int, place: int) -> Trial:
             assert place not in busy  # noqa: B023
             busy.add(place)  # noqa: B023
+            chance = random.Random(f"{seed} {number}")  # noqa: B023 - not of the order in which threads end
             made = measured(order.setup, order.purpose, true, chance, order.measure_s > RACE.measure_s)  # noqa: B023
             busy.discard(place)  # noqa: B023
             return made
@@ -293,7 +317,7 @@ def test_side_by_side_comes_to_the_same_kind_of_choice() -> None:
         run_beside(RACE, trials, 4, make, lambda *_: None, lambda _: None, lambda: None)
         assert all(one.spent_s is not None for one in trials)
         good += true(verdict(RACE, trials).best) >= 0.97 * best_of(true)
-    assert good >= 11, good
+    assert good >= 10, good
 
 
 def test_an_error_in_one_trial_ends_the_others() -> None:

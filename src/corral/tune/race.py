@@ -11,7 +11,8 @@ start: so each trial is a fresh start, and noise is judged between starts. The r
 3. *Final*: that one and the base in turns, A B A B, until the difference is clear or the rounds are spent.
 4. The verdict rests on the final alone, because the best of many is flattered by having been chosen. Where its
    interval includes no gain, the base stays: "no difference" is a result. A final that the budget cut short counts
-   where its interval is clear: it is wider, and the trials did not choose when it ended.
+   where its interval is clear: it is wider, and the trials did not choose when it ended. The base's trials of earlier
+   stages then count as well: nothing was chosen by them.
 
 A setup that does not start costs one trial. Because the trials say all, a race that was killed goes on where it was.
 """
@@ -199,7 +200,10 @@ def _noise(trials: Sequence[Trial]) -> tuple[float, int]:
 
 def compared(trials: Sequence[Trial], setup: Setup, other: Setup, purpose: Purpose | None = None) -> Gain | None:
     """What one setup gains over another, from trials of one purpose, or of all."""
-    ours, base = _scores(trials, setup, purpose), _scores(trials, other, purpose)
+    return _gain(trials, _scores(trials, setup, purpose), _scores(trials, other, purpose))
+
+
+def _gain(trials: Sequence[Trial], ours: list[float], base: list[float]) -> Gain | None:
     if not ours or not base:
         return None
     noise, freedom = _noise(trials)
@@ -410,16 +414,26 @@ def _final(trials: Sequence[Trial]) -> Setup | None:
 # What it says
 
 
+def _final_gain(trials: Sequence[Trial], finalist: Setup) -> Gain | None:
+    """Of the finalist over the base: by the final, and where that was cut short by all that is known of the base."""
+    purpose = Purpose.FINAL if _whole_final(trials, finalist) else None
+    return _gain(trials, _scores(trials, finalist, Purpose.FINAL), _scores(trials, BASE, purpose))
+
+
+def _whole_final(trials: Sequence[Trial], finalist: Setup) -> bool:
+    return all(len(_scores(trials, one, Purpose.FINAL)) >= FEWEST_ROUNDS for one in (finalist, BASE))
+
+
 def verdict(race: Race, trials: Sequence[Trial]) -> RaceResult:
     """What the trials say so far."""
     trials = _of_race(trials)
     finalist = _finalist(trials)
-    gain = compared(trials, finalist, BASE, Purpose.FINAL) if finalist != BASE else None
+    gain = _final_gain(trials, finalist) if finalist != BASE else None
     if not any(one.score for one in trials):
         outcome = RaceEnd.NOTHING_WORKED
     elif len(_setups(trials)) < 2:
         outcome = RaceEnd.UNFINISHED  # the base alone is no comparison
-    elif finalist != BASE and (gain is None or (gain.trials < 2 * FEWEST_ROUNDS and gain.low <= 0)):
+    elif finalist != BASE and (gain is None or (gain.low <= 0 and not _whole_final(trials, finalist))):
         outcome = RaceEnd.UNFINISHED
     else:
         outcome = RaceEnd.BETTER if gain is not None and gain.low > 0 else RaceEnd.NO_DIFFERENCE
