@@ -235,6 +235,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=2, help="runs of each (default 2)")
     parser.add_argument("--together", action="store_true", help="the engine in process takes turns with the server")
     parser.add_argument("--up", default="", help="further words for `corral up`")
+    parser.add_argument("--out", type=Path, help="every run as one line of JSON, written as it goes")
     parser.add_argument("--skip", action="append", default=[], choices=["threads", "llm", "run-batch", "offline"])
     given = parser.parse_args()
     loads = [*map(Load.read, given.loads.split(","))] if given.loads else [Load(given.rows, given.tokens)]
@@ -245,6 +246,10 @@ def main() -> None:
     def note(load: Load, contender: str, speed: float) -> None:
         speeds[load].setdefault(contender, []).append(speed)
         print(f"{load}  {contender}: {speed:.1f} tok/s", flush=True)
+        if given.out:
+            row = {"part": "batch", "load": str(load), "contender": contender, "tokens_s": round(speed, 1)}
+            with given.out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
 
     with tempfile.TemporaryDirectory() as folder:
         place, more = Path(folder), shlex.split(given.up)

@@ -31,7 +31,7 @@ def run(*arguments: str) -> Any:
 
 
 def measured(name: str, running: int, lengths: tuple[int, int]) -> float:
-    rounds = 3 if running >= 1024 else 4
+    rounds = 2 if running >= 1024 else 3 if running >= 256 else 4
     words = ["--concurrency", str(running), "--num-prompts", str(running * rounds), "--warmup", str(min(running, 64))]
     found = run(
         "bench", "run", "--deployment", name, *words, "--input-len", str(lengths[0]), "--output-len", str(lengths[1]),
