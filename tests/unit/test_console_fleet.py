@@ -127,6 +127,13 @@ def test_a_card_shows_what_the_command_that_makes_it_does() -> None:
     assert read_journal(made.folder)[0]["details"]["done"] == 250_000_000
 
 
+def test_of_two_events_in_one_millisecond_the_later_is_the_newer() -> None:
+    made = make("one")
+    for word in ("first", "second", "third"):
+        made.event("note", 1.0, text=word)
+    assert [one["details"]["text"] for one in read_journal(made.folder)] == ["third", "second", "first"]
+
+
 def test_a_deployment_that_cannot_be_read_hides_no_other() -> None:
     make("fine").agent().course(("starting", 1))
     broken = make("broken")

@@ -86,10 +86,10 @@ def _clean(line: bytes) -> str:
 
 
 def read_journal(folder: DeploymentFolder) -> list[dict[str, Any]]:
-    """What happened, newest first."""
+    """What happened, newest first; of what was written in one millisecond, the later line."""
     journals = [folder.staging, *(rank.events for rank in folder.ranks())]
     events = [event for journal in journals for event in read_events(journal)]
-    newest = sorted(events, key=lambda event: -event.time_s)[:MOST_EVENTS]
+    newest = sorted(reversed(events), key=lambda event: -event.time_s)[:MOST_EVENTS]
     return [
         {"at_s": one.time_s, "elapsed_s": one.elapsed_s, "rank": one.rank, "kind": one.kind, "details": one.details}
         for one in newest
