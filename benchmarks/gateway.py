@@ -155,9 +155,9 @@ async def hold_open(url: str, key: str, count: int, look: Callable[[], None]) ->
 
 
 def streams(given: argparse.Namespace) -> dict[str, Any]:
-    from corral.proxy.relay_server import raise_file_limit
+    from corral.client.pool import open_files
 
-    raise_file_limit(given.count + 1000)
+    open_files(given.count + 1000)
     rows = {}
     with contextlib.ExitStack() as stack:
         key = stack.enter_context(key_file())

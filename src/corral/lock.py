@@ -15,6 +15,7 @@ import json
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -37,6 +38,7 @@ __all__ = [
     "holder_of",
     "lock_holder",
     "silence_s",
+    "telling",
     "try_lock",
 ]
 
@@ -111,10 +113,23 @@ class FileLock:
 
 def exclusive_lock(path: Path, on_wait: Callable[[str], None], silent_s: float = SILENT_S) -> FileLock:
     """A lock that is waited for and touched while held; `on_wait` is told who holds it, at once and every minute."""
-    return FileLock(path, _telling(path, on_wait), silent_s, beats=True)
+    return FileLock(path, _every_minute(path, on_wait), silent_s, beats=True)
 
 
-def _telling(path: Path, on_wait: Callable[[str], None]) -> Callable[[Identity], None]:
+def telling(what: str, say: Callable[[str], None] | None = None) -> Callable[[str], None]:
+    """What tells whoever waits for a lock why: through `say`, or on stderr."""
+
+    def waits(who: str) -> None:
+        text = f"waiting to change {what}: {who} is doing so"
+        if say:
+            say(text)
+        else:
+            sys.stderr.write(f"corral: {text}\n")
+
+    return waits
+
+
+def _every_minute(path: Path, on_wait: Callable[[str], None]) -> Callable[[Identity], None]:
     told_s: list[float] = []
 
     def held(holder: Identity) -> None:

@@ -51,12 +51,17 @@ class Completed:
     stdout: str
     stderr: str
 
+    @property
+    def last_line(self) -> str:
+        """The last line it said, on stderr before stdout; empty when it said nothing."""
+        lines = (self.stderr.strip() or self.stdout.strip()).splitlines()
+        return lines[-1].strip() if lines else ""
+
     def or_raise(self, what: str, remedy: str = "") -> Completed:
         """This, or an error whose message carries the command's last words."""
         if self.code == 0:
             return self
-        words = (self.stderr.strip() or self.stdout.strip()).splitlines()
-        said = words[-1] if words else "it said nothing"
+        said = self.last_line or "nothing"
         raise CorralError(f"{what}. `{self.argv[0]}` ended with code {self.code} and said: {said}", remedy)
 
 

@@ -252,7 +252,7 @@ def test_catalogue_finds_by_name_and_repository_in_any_case():
 
 
 def _hub(monkeypatch: pytest.MonkeyPatch, outcome: object) -> None:
-    def read_repository(repo, token):
+    def read_repository(repo):
         if isinstance(outcome, CorralError):
             raise outcome
         return outcome
@@ -292,7 +292,7 @@ def test_what_the_hub_does_not_say_is_not_known(monkeypatch, info, headers, gate
     monkeypatch.setattr(
         HfApi, "get_safetensors_metadata", lambda *_, **__: answer(headers, SimpleNamespace(files_metadata=files))
     )
-    found = read_repository("a/b", None)
+    found = read_repository("a/b")
     assert found.gated is gated
     assert (found.tensors is None) == (headers is not None)
     assert all(word in " ".join(found.notes) for word in notes)

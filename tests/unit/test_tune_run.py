@@ -17,7 +17,7 @@ from corral.deployment.share import NodeShare
 from corral.errors import NotFoundError, UsageError
 from corral.files import write_atomic
 from corral.hardware.inventory import parse_gpus
-from corral.lifecycle.bringup import Wish
+from corral.lifecycle.bringup import Wish, as_planned
 from corral.lifecycle.deployments import Record
 from corral.models.facts import read_facts
 from corral.node.agent import load_log
@@ -29,7 +29,7 @@ from corral.profile.folders import user_folder
 from corral.record import dump_json
 from corral.tune import tuner
 from corral.tune.baselines import BASELINES, baseline_knobs
-from corral.tune.knobs import base_wish, knobs_for, tuned_wish
+from corral.tune.knobs import knobs_for, tuned_wish
 from corral.tune.objective import Objective, ObjectiveKind
 from corral.tune.page import html_page, tune_lines
 from corral.tune.presets import workload_of
@@ -154,7 +154,7 @@ def test_one_trial_on_a_server_leaves_nothing_running(
 
 def test_knobs_leave_alone_what_is_fixed_and_offer_to_drop_what_was_pasted() -> None:
     pasted = ("--enforce-eager", "--max-num-batched-tokens", "65536", "--enable-chunked-prefill=False")
-    wish = base_wish(Wish(model="llama-3.1-8b", fixed={"max_num_seqs": "256"}, extra_args=pasted))
+    wish = as_planned(Wish(model="llama-3.1-8b", fixed={"max_num_seqs": "256"}, extra_args=pasted))
     plan = make_plan(read_facts("llama-3.1-8b", offline=True), parse_gpus("1xH200"), wish.goal, wish.fixed)
     knobs = knobs_for(plan, wish, pasted, bursts=True, shares_prefixes=False)
     names = [knob.name for knob in knobs]
@@ -314,7 +314,7 @@ def test_the_agents_log_of_the_load_does_not_grow_without_end(
 
 
 def test_baselines_are_setups_of_their_own() -> None:
-    wish = base_wish(Wish(model="llama-3.1-8b", fixed={"max_num_seqs": "64"}))
+    wish = as_planned(Wish(model="llama-3.1-8b", fixed={"max_num_seqs": "64"}))
     plan = make_plan(read_facts("llama-3.1-8b", offline=True), parse_gpus("1xH200"), wish.goal, wish.fixed)
     knobs = (*baseline_knobs(plan, wish, BASELINES), Knob("max_num_seqs", ("128",)))
     stock, ocean = (tuned_wish(wish, knobs, BASE.with_(knob.name, knob.values[0])) for knob in knobs[:2])

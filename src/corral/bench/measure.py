@@ -146,7 +146,7 @@ class Bench:
         stopped = _why_stopped(outcome)
         problems = judge(spec, outcome.rows, summary, server, stopped, words.exact if words else True)
         plan = self._plan
-        gpus = self._gpus or (plan.parallel.replica_gpus * plan.parallel.data if plan and plan.inventory.gpu else 0)
+        gpus = self._gpus or ((plan.gpus or 0) if plan else 0)
         run = store.Run(
             version=store.VERSION,
             created_s=time.time(),

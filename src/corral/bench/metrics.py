@@ -17,7 +17,18 @@ from corral.bench.rows import RequestRow
 from corral.bench.spec import METRICS, Slo
 from corral.errors import UsageError
 
-__all__ = ["Spread", "Summary", "details", "gaps_s", "percentile", "spread", "statistic", "summarise", "vllm_keys"]
+__all__ = [
+    "Spread",
+    "Summary",
+    "details",
+    "gaps_s",
+    "latencies_s",
+    "percentile",
+    "spread",
+    "statistic",
+    "summarise",
+    "vllm_keys",
+]
 
 
 @dataclass(frozen=True)
@@ -91,6 +102,17 @@ def gaps_s(row: RequestRow) -> list[float]:
     return [(b - a) / 1e9 for a, b in itertools.pairwise(times)]
 
 
+def latencies_s(rows: Iterable[RequestRow]) -> dict[str, list[float]]:
+    """TTFT, TPOT, ITL and E2EL of the requests that were answered."""
+    good = [row for row in rows if row.ok and row.chunk_ns]
+    return {
+        "ttft": [row.ttft_s for row in good],
+        "tpot": [t for row in good if (t := row.tpot_s) is not None],
+        "itl": [gap for row in good for gap in gaps_s(row)],
+        "e2el": [row.e2el_s for row in good],
+    }
+
+
 def summarise(
     rows: Sequence[RequestRow],
     duration_s: float,
@@ -120,10 +142,7 @@ def summarise(
         output_throughput=output * per_s,
         total_token_throughput=total * per_s,
         request_goodput=sum(_is_good(row, goodput) for row in good) * per_s if goodput else None,
-        ttft=spread((row.ttft_s for row in good), percentiles),
-        tpot=spread((t for row in good if (t := row.tpot_s) is not None), percentiles),
-        itl=spread((gap for row in good for gap in gaps_s(row)), percentiles),
-        e2el=spread((row.e2el_s for row in good), percentiles),
+        **{name: spread(values, percentiles) for name, values in latencies_s(good).items()},
         lag=spread([*(() if capped else waits), *heartbeat_s], percentiles),
         queue=spread(waits, percentiles),
         max_output_tokens_per_s=peak_tokens,

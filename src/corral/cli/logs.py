@@ -36,10 +36,7 @@ def command(name: str | None, follow: bool, rank: int, lines: int | None, as_jso
     """Print the engine's log."""
     folder = choose_folder(name)
     status(folder)  # brings here what was written elsewhere
-    files = folder.rank(rank)
-    known = [other.number for other in folder.ranks()]
-    if known and rank not in known:
-        raise NotFoundError(f"{folder.name!r} has no rank {rank}.", f"It has: {', '.join(map(str, known))}.")
+    files = folder.known_rank(rank)
     if not files.log.exists() and not follow:
         raise NotFoundError(
             f"{folder.name!r} has written no log yet.", f"Follow it: corral logs {shlex.quote(folder.name)} -f"

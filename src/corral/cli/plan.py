@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from corral.errors import DoesNotFitError, UsageError
 from corral.hardware.inventory import GPUS, LINKS, Inventory, find_gpu, parse_gpus
 from corral.home import home_dir
 from corral.models.facts import ModelFacts, read_facts
+from corral.models.hub import hub_is_off
 from corral.plan import Goal, Plan, calibration, make_plan
 from corral.plan.choose import compare
 from corral.plan.fixed import KEYS, parse_assignments
@@ -76,7 +76,6 @@ def command(
 
     Arguments of `vllm serve` after `--` are read as `--set` where the plan decides them. --table takes several.
     """
-    offline = offline or os.environ.get("HF_HUB_OFFLINE") == "1"
     if tabling:
         named = [*([model] if model else []), *engine_args]
         return _show_table(named, gpus or "H100", given["context"], offline, as_json)
@@ -86,7 +85,7 @@ def command(
         return _show_lessons(as_json)
     profile = load_profile(on)
     question = _asked(profile, model, given, engine_args)
-    facts = read_facts(question.model, os.environ.get("HF_TOKEN"), offline)
+    facts = read_facts(question.model, offline or hub_is_off())
     if needing:
         return _show_needs(facts, question.goal, gpus, as_json)
     inventory = hardware_of_plan(profile, gpus, nodes, link)
@@ -163,7 +162,7 @@ def _show_table(models: list[str], gpus: str, context: int | None, offline: bool
     from corral.plan.table import memory_table
 
     names = models or ["llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b"]
-    facts = [read_facts(name, os.environ.get("HF_TOKEN"), offline) for name in names]
+    facts = [read_facts(name, offline or hub_is_off()) for name in names]
     gpu = GPUS[str(parse_gpus(gpus).gpu)]
     rows = memory_table(facts, gpu, context)
     click.echo(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +20,7 @@ from corral.files import write_atomic
 from corral.gateway.policies import POLICIES
 from corral.hardware.inventory import LINKS, parse_gpus
 from corral.models.facts import read_facts
+from corral.models.hub import hub_is_off
 from corral.plan import Goal, Plan, make_plan
 from corral.plan.fixed import parse_assignments
 from corral.plan.tuning import tuning_for
@@ -255,8 +255,7 @@ def _server(given: dict[str, Any]) -> SimServer:
         return what_if(server, plan, _fitting(make_plan(plan.model, inventory, kept, fixed)))
     if not given["model"] or not given["gpus"]:
         raise UsageError("no server was named.", "Give --from RUN, or --model and --gpus.")
-    offline = given["offline"] or os.environ.get("HF_HUB_OFFLINE") == "1"
-    facts = read_facts(given["model"], os.environ.get("HF_TOKEN"), offline)
+    facts = read_facts(given["model"], given["offline"] or hub_is_off())
     inventory = parse_gpus(given["gpus"], given["nodes"], given["link"])
     return planned_server(_fitting(make_plan(facts, inventory, goal, fixed, tuning_for(facts, inventory))))
 

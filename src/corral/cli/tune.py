@@ -32,7 +32,7 @@ from corral.record import load_json
 from corral.report import tables
 from corral.runtimes.base import RUNTIMES
 from corral.tune.baselines import BASELINES, RANDOM, baseline_knobs
-from corral.tune.knobs import base_wish, knobs_for
+from corral.tune.knobs import knobs_for
 from corral.tune.objective import Objective, ObjectiveKind
 from corral.tune.page import html_page, sentence, tune_lines
 from corral.tune.presets import PRESETS, workload_of
@@ -186,7 +186,7 @@ def _seen(name: str) -> SeenLoad:
 def _begun(model: str | None, name: str, given: dict[str, Any]) -> TuneRun:
     """A new run, with everything checked that can be checked before a start."""
     wish, arguments = _wished(model, given)
-    wish = base_wish(wish)
+    wish = bringup.as_planned(wish)  # a setup can then leave such a flag out
     shares = shares_for(wish, given["places"])
     wish = replace(wish, share=shares[0]) if shares else wish
     workload = _workload(given)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,7 +15,7 @@ from corral.cli.help_pages import GroupedCommand
 from corral.cli.screen import PhaseScreen, duration, explain, print_json
 from corral.cli.target_options import PREFIX, chosen_target, target_options
 from corral.cli.token_count import TokenCount
-from corral.cli.up_fleet import bring_up_fleet, checked
+from corral.cli.up_fleet import bring_up_fleet, checked, curl_lines
 from corral.client.client import CHAT, Client
 from corral.client.endpoint import Endpoint
 from corral.deployment.diagnosis import last_lines
@@ -356,10 +355,8 @@ def ask(endpoint: Endpoint) -> str:
 
 def summary(status: deployments.Status, endpoint: Endpoint, answer: str) -> str:
     """What a newcomer needs next: where it is, how to call it, how to stop it."""
-    key_file = shlex.quote(endpoint.key_file or "")
     name = shlex.quote(status.name)
     ready = f" (the engine took {duration(status.timings.ready_s)})" if status.timings.ready_s else ""
-    body = json.dumps({"model": endpoint.model, "messages": [{"role": "user", "content": "Hello!"}]})
     lines = [
         f"{status.name} is ready{ready}",
         "",
@@ -371,10 +368,7 @@ def summary(status: deployments.Status, endpoint: Endpoint, answer: str) -> str:
         lines += ["", f"  asked     {FIRST_QUESTION}", f"  answered  {' '.join(answer.split())}"]
     lines += [
         "",
-        "curl:",
-        f"  curl {endpoint.base_url}/chat/completions \\",
-        f'    -H "Authorization: Bearer $(cat {key_file})" -H "Content-Type: application/json" \\',
-        f"    -d {shlex.quote(body)}",
+        *curl_lines(endpoint),
         "",
         "Python (pip install openai):",
         "  from openai import OpenAI",

@@ -10,6 +10,7 @@ from dataclasses import replace
 import click
 
 from corral.cli.screen import PhaseScreen, print_json
+from corral.client.endpoint import Endpoint
 from corral.errors import UsageError
 from corral.fleet.background import end_fleet, ensure_keeper
 from corral.fleet.making import FleetOrder, make_fleet, start_member
@@ -18,7 +19,7 @@ from corral.fleet.waiting import wait_fleet
 from corral.lifecycle import bringup
 from corral.targets.base import Queue, load_target
 
-__all__ = ["bring_up_fleet", "checked"]
+__all__ = ["bring_up_fleet", "checked", "curl_lines"]
 
 
 def checked(wish: bringup.Wish, asked: FleetOrder) -> bringup.Wish:
@@ -68,11 +69,22 @@ def bring_up_fleet(
         click.echo(f"{found.name} is starting; `corral wait {shlex.quote(found.name)}` waits until it is ready.")
 
 
+def curl_lines(endpoint: Endpoint) -> list[str]:
+    """How a shell asks a server its first question."""
+    body = json.dumps({"model": endpoint.model, "messages": [{"role": "user", "content": "Hello!"}]})
+    return [
+        "curl:",
+        f"  curl {endpoint.base_url}/chat/completions \\",
+        f'    -H "Authorization: Bearer $(cat {shlex.quote(endpoint.key_file or "")})"'
+        ' -H "Content-Type: application/json" \\',
+        f"    -d {shlex.quote(body)}",
+    ]
+
+
 def _summary(found: FleetStatus, answer: str) -> str:
     """Where the fleet is, how to call it, how to change and end it."""
     assert found.endpoint is not None
     name, endpoint = shlex.quote(found.name), found.endpoint
-    body = json.dumps({"model": endpoint.model, "messages": [{"role": "user", "content": "Hello!"}]})
     lines = [
         f"{found.name} is ready: {found.ready} members behind one address",
         "",
@@ -85,11 +97,7 @@ def _summary(found: FleetStatus, answer: str) -> str:
         lines += ["", f"  answered  {' '.join(answer.split())}"]
     lines += [
         "",
-        "curl:",
-        f"  curl {endpoint.base_url}/chat/completions \\",
-        f'    -H "Authorization: Bearer $(cat {shlex.quote(endpoint.key_file or "")})"'
-        ' -H "Content-Type: application/json" \\',
-        f"    -d {shlex.quote(body)}",
+        *curl_lines(endpoint),
         "",
         f"It goes on running. Size: corral scale {name} N    Look: corral status {name}    Stop: corral down {name}",
     ]

@@ -13,7 +13,6 @@ from typing import Any
 
 from corral.deployment.events import read_events
 from corral.deployment.folder import DeploymentFolder
-from corral.errors import NotFoundError
 from corral.untrusted import plain
 
 __all__ = ["LogPage", "read_journal", "read_log"]
@@ -39,10 +38,7 @@ class LogPage:
 
 def read_log(folder: DeploymentFolder, rank: int, search: str = "", after: int | None = None) -> LogPage:
     """The end of a rank's log, or what came after a byte, or the last lines that hold a word in any case."""
-    known = [one.number for one in folder.ranks()]
-    if known and rank not in known:
-        raise NotFoundError(f"{folder.name!r} has no rank {rank}.", f"It has: {', '.join(map(str, known))}.")
-    log = folder.rank(rank).log
+    log = folder.known_rank(rank).log
     try:
         size = log.stat().st_size
     except FileNotFoundError:
@@ -89,7 +85,7 @@ def read_journal(folder: DeploymentFolder) -> list[dict[str, Any]]:
     """What happened, newest first; of what was written in one millisecond, the later line."""
     journals = [folder.staging, *(rank.events for rank in folder.ranks())]
     events = [event for journal in journals for event in read_events(journal)]
-    newest = sorted(reversed(events), key=lambda event: -event.time_s)[:MOST_EVENTS]
+    newest = sorted(events, key=lambda event: event.time_s)[::-1][:MOST_EVENTS]
     return [
         {"at_s": one.time_s, "elapsed_s": one.elapsed_s, "rank": one.rank, "kind": one.kind, "details": one.details}
         for one in newest

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from corral.errors import UsageError
 from corral.hardware.inventory import GPUS, LINKS, Inventory, probe
 from corral.models.catalogue import CATALOGUE
 from corral.models.facts import ModelFacts, read_facts
+from corral.models.hub import hub_is_off
 from corral.models.shelf import on_disk
 from corral.plan import Goal, Plan, make_plan
 from corral.plan.candidate import Candidate, Tuning
@@ -123,8 +123,8 @@ def read_question(given: Mapping[str, str], kept: FactCache) -> PlanQuestion:
         price_per_gpu_hour=values["price"],
         storage_gb_s=values["storage"],
     )
-    offline = os.environ.get("HF_HUB_OFFLINE") == "1"
-    facts = kept.get(("model", model, offline), lambda: read_facts(model, os.environ.get("HF_TOKEN"), offline))
+    offline = hub_is_off()
+    facts = kept.get(("model", model, offline), lambda: read_facts(model, offline))
     gpus = f"{values['count'] or 1}x{values['kind']}" if values["kind"] else None
     if gpus is None and not profile.name and (values["nodes"] or 1) == 1:
         inventory = kept.get("here", probe)

@@ -16,7 +16,7 @@ from corral.batch.known import known_outputs
 from corral.batch.results import failure_groups, rows_of
 from corral.bench import store
 from corral.bench.listing import ListedRun, all_runs, compared
-from corral.bench.metrics import gaps_s, percentile
+from corral.bench.metrics import latencies_s, percentile
 from corral.bench.rows import RequestRow
 from corral.console.desk import Desk, answer
 from corral.console.query import whole_number
@@ -119,13 +119,7 @@ def _reached(run: store.Run) -> float | None:
 
 def _curves(run: store.Run, rows: Sequence[RequestRow]) -> dict[str, Any]:
     over = timeline(rows, run.summary.duration_s)
-    good = [row for row in rows if row.ok and row.chunk_ns]
-    values = {
-        "ttft": [row.ttft_s for row in good],
-        "tpot": [t for row in good if (t := row.tpot_s) is not None],
-        "itl": [gap for row in good for gap in gaps_s(row)],
-        "e2el": [row.e2el_s for row in good],
-    }
+    values = latencies_s(rows)
     return {
         "timeline": {"step_s": over.step_s, "tokens_per_s": over.tokens_per_s, "concurrency": over.concurrency},
         "distribution": {"percent": _CUTS, **{name: _cut(found) for name, found in values.items()}},

@@ -19,20 +19,19 @@ import contextlib
 import enum
 import os
 import secrets
-import shutil
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote
 
-from corral.deployment.folder import DeploymentFolder, folder_name
+from corral.deployment.folder import DeploymentFolder, folder_name, set_aside
 from corral.deployment.share import NodeShare
 from corral.errors import ConflictError, CorralError, NotFoundError
 from corral.files import make_private_dir, write_atomic
 from corral.home import fleets_dir
-from corral.lock import FileLock, exclusive_lock
+from corral.http1.address import http_url
+from corral.lock import FileLock, exclusive_lock, telling
 from corral.processes import Identity
 from corral.record import dump_json, load_json, nearest
 
@@ -160,7 +159,7 @@ class GatewayAddress:
     def url(self) -> str:
         """Where this machine reaches it."""
         host = "127.0.0.1" if self.host in ("0.0.0.0", "::", "") else self.host  # noqa: S104 - bound everywhere
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        return http_url(host, self.port)
 
 
 @dataclass(frozen=True)
@@ -232,12 +231,7 @@ class FleetFolder:
         return self.gateways / f"{id}.load.json"
 
     def set_aside(self) -> None:
-        """Keep the last ended fleet of this name for reading, and only that one."""
-        if self.path.exists():
-            old = self.path.parent / ".ended" / self.path.name
-            make_private_dir(old.parent)
-            shutil.rmtree(old, ignore_errors=True)
-            self.path.rename(old)
+        set_aside(self.path)
 
 
 # The record
@@ -291,15 +285,7 @@ def change_fleet(folder: FleetFolder, change: Callable[[Fleet], Fleet]) -> Fleet
 
 def fleet_lock(folder: FleetFolder, say: Callable[[str], None] | None = None) -> FileLock:
     """Only its holder changes a fleet's record."""
-
-    def waits(who: str) -> None:
-        text = f"waiting to change the fleet {folder.name}: {who} is doing so"
-        if say:
-            say(text)
-        else:
-            sys.stderr.write(f"corral: {text}\n")
-
-    return exclusive_lock(folder.lock, waits, silent_s=OLD_LOCK_S)
+    return exclusive_lock(folder.lock, telling(f"the fleet {folder.name}", say), silent_s=OLD_LOCK_S)
 
 
 def all_fleets() -> list[FleetFolder]:

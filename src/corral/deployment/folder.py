@@ -69,6 +69,15 @@ def folder_name(name: str) -> str:
     )  # neither hidden, nor this folder or its parent
 
 
+def set_aside(folder: Path) -> None:
+    """Keep the last ended deployment or fleet of a name for reading, and only that one."""
+    if folder.exists():
+        old = folder.parent / ".ended" / folder.name
+        make_private_dir(old.parent)
+        shutil.rmtree(old, ignore_errors=True)
+        folder.rename(old)
+
+
 def chain_of(name: str) -> str:
     """The name that a chain goes by: `NAME` of `NAME~2`."""
     return re.sub(r"~\d+$", "", name)
@@ -186,6 +195,13 @@ class DeploymentFolder:
         found = [path for path in self.path.glob("rank*") if path.name[4:].isdigit()]
         return [RankFolder(path) for path in sorted(found, key=lambda path: int(path.name[4:]))]
 
+    def known_rank(self, rank: int) -> RankFolder:
+        """One of the ranks that were launched; before that, any."""
+        known = [one.number for one in self.ranks()]
+        if known and rank not in known:
+            raise NotFoundError(f"{self.name!r} has no rank {rank}.", f"It has: {', '.join(map(str, known))}.")
+        return self.rank(rank)
+
     def create(self) -> None:
         """Make the folder anew; what an earlier deployment of the name left is set aside."""
         make_private_dir(deployments_dir())
@@ -195,12 +211,7 @@ class DeploymentFolder:
         write_atomic(self.token, secrets.token_hex(32))
 
     def set_aside(self) -> None:
-        """Keep the last ended run of this name for reading, and only that one."""
-        if self.path.exists():
-            old = self.path.parent / ".ended" / self.path.name
-            make_private_dir(old.parent)
-            shutil.rmtree(old, ignore_errors=True)
-            self.path.rename(old)
+        set_aside(self.path)
 
     def delete(self) -> None:
         shutil.rmtree(self.path)

@@ -36,8 +36,7 @@ ROOM_BYTES = 2 << 30  # what NCCL and a CUDA context need on a GPU that others m
 
 
 def _last_words(done: Completed) -> str:
-    lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
-    return lines[-1].strip()[:200] if lines else "it said nothing"
+    return done.last_line[:200] or "it said nothing"
 
 
 def check_runtime(

@@ -106,7 +106,7 @@ def _create(conda: str, env: str) -> Path:
     done = run([conda, "create", "--yes", "--quiet", *where, *channel, f"python={PYTHON}"], CREATE_S)
     found = None if done.code else _prefix(conda, env)
     if found is None:
-        said = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1][:300]
+        said = done.last_line[:300] or "it said nothing"
         raise EngineError(
             f"conda could not make the environment {env}: {said}", f"Try it: conda create -n {env} python"
         )

@@ -136,7 +136,7 @@ class Pacer:
 def _queue_s(folder: DeploymentFolder) -> float:
     target = deployments.target_of(load_json(deployments.Record, folder.record))
     lease = target.lease(folder) if isinstance(target, Queue) else None
-    return max(0.0, lease.started_s - lease.submitted_s) if lease and lease.started_s else 0.0
+    return lease.queue_s if lease else 0.0
 
 
 def usual_tokens(load: GatewayLoad) -> float:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 from corral.errors import ConflictError, NotFoundError, UsageError
 from corral.files import make_private_dir, write_atomic
 from corral.home import gateway_dir
-from corral.lock import FileLock, exclusive_lock
+from corral.lock import FileLock, exclusive_lock, telling
 from corral.record import dump_json, load_json, nearest
 
 __all__ = ["ClientKey", "add_key", "digest_of", "keys_file", "read_keys", "remove_key"]
@@ -94,8 +93,5 @@ def _write(keys: tuple[ClientKey, ...]) -> None:
 
 
 def _lock() -> FileLock:
-    def waits(who: str) -> None:
-        sys.stderr.write(f"corral: waiting for {who}, which is changing the keys\n")
-
     make_private_dir(gateway_dir())
-    return exclusive_lock(gateway_dir() / "keys.lock", waits)
+    return exclusive_lock(gateway_dir() / "keys.lock", telling("the keys"))

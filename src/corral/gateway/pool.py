@@ -14,6 +14,7 @@ from corral.gateway.asks import TokenScale
 from corral.gateway.fair_queue import FairQueue
 from corral.gateway.policies import Policy
 from corral.gateway.serving import ServingMember
+from corral.proxy.member import told_if_all_failed
 
 __all__ = ["Arrivals", "ModelPool", "Queued"]
 
@@ -120,11 +121,7 @@ class ModelPool:
         return ", ".join(map(_words, self.members)) or f"no server of {self.model} is running"
 
     def all_failed(self) -> str:
-        """What became of each member when all have failed; empty while one is left, or none is known yet."""
-        if not self.members or any(one.state is not State.FAILED for one in self.members):
-            return ""
-        told = "; ".join(f"{one.name} has failed ({one.text or 'the reason is unknown'})" for one in self.members)
-        return f"no server is left: {told}. Start it again with `corral up`."
+        return told_if_all_failed(self.members)
 
     def close(self) -> None:
         if self._alarm:

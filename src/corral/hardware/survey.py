@@ -284,7 +284,7 @@ def read_answer(host: str, done: Completed, asked_at_s: float, took_s: float) ->
             f"{host} has no python3.", "Install Python 3.8 or later there; nothing else is needed.", host=host
         )
     if done.code != 0 or "{" not in done.stdout:
-        said = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
+        said = done.last_line or "nothing"
         raise CorralError(
             f"{host} could not be looked at: its python3 said {plain(said, 300)!r}.",
             f"Corral needs Python 3.8 or later there: ssh {host} python3 --version",

@@ -14,6 +14,7 @@ from corral.deployment.expectation import Expected
 from corral.deployment.folder import DeploymentFolder
 from corral.deployment.patience import Patience
 from corral.errors import UsageError
+from corral.http1.address import http_url
 from corral.launch.links import RAY_SCRIPT, Gang, LinkedRank, Node, Ports, link_ranks
 from corral.record import to_json
 from corral.runtimes.base import EngineCommand, Runtime
@@ -274,7 +275,7 @@ def server_url(host: str, port: int) -> str:
     """The address of a server that listens on `host`, as its own machine calls it."""
     if host in ("0.0.0.0", "::", ""):  # noqa: S104 - bound everywhere, reached here
         host = "127.0.0.1"
-    return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+    return http_url(host, port) + "/v1"
 
 
 def _serve_arguments(serve: Serve) -> list[str]:

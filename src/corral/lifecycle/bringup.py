@@ -134,7 +134,7 @@ class Preview:
 
 def decide(wish: Wish, target: Target, preview: Preview | None = None) -> LaunchDecision:
     """Choose and check; raises what can be refused now. Installs, fetches and starts nothing."""
-    wish = _planned(wish)
+    wish = as_planned(wish)
     inventory = within((preview.inventory if preview else None) or target.inventory(), wish.share)
     flavour = _flavour(wish, inventory)
     reference = wish.model or _fitting_model(inventory, wish)
@@ -170,8 +170,8 @@ def _fitting(source: ModelSource, plan: Plan) -> Plan:
     )
 
 
-def _planned(wish: Wish) -> Wish:
-    """The same wish with flags that the plan decides as fields of the plan, wherever the wish came from."""
+def as_planned(wish: Wish) -> Wish:
+    """The same wish with those flags of the engine that the plan decides as fields of the plan."""
     read = read_back(wish.extra_args)
     return replace(wish, fixed=joined(wish.fixed, read), link=read.link or wish.link, extra_args=read.rest)
 

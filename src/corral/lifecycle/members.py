@@ -42,7 +42,7 @@ def members(folder: DeploymentFolder) -> tuple[RankMember, ...]:
     if isinstance(met, list) and len(met) == len(names):
         names = tuple(map(str, met))
     plan = plan_of(folder)
-    gpus = plan.parallel.replica_gpus * plan.parallel.data if plan and plan.inventory.gpu else 0
+    gpus = (plan.gpus or 0) if plan else 0
     each = -(-gpus // len(names)) if names else 0
     return tuple(RankMember(rank, name, each, folder.rank(rank).agent.exists()) for rank, name in enumerate(names))
 

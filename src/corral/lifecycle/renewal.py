@@ -19,7 +19,7 @@ from corral.errors import ConflictError, CorralError, UsageError
 from corral.lifecycle import bringup, deployments
 from corral.lifecycle.successors import chain_lock, members, read_chain, successor_name, write_chain
 from corral.record import load_json
-from corral.targets.base import Lease, Queue
+from corral.targets.base import Queue
 
 __all__ = ["Action", "Facts", "Step", "look", "next_step", "renew"]
 
@@ -142,14 +142,10 @@ def look(folder: DeploymentFolder) -> Facts:
         served=status.timings.ready_s is not None,
         unlucky=_unlucky(all_of_it),
         last_request_s=lease.last_request_s if lease else None,
-        queue_s=_queue_s(lease),
+        queue_s=lease.queue_s if lease else 0.0,
         load_s=_load_s(all_of_it, status),
         margin_s=float(margin) if isinstance(margin, int | float | str) else None,
     )
-
-
-def _queue_s(lease: Lease | None) -> float:
-    return max(0.0, lease.started_s - lease.submitted_s) if lease and lease.started_s else 0.0
 
 
 def _unlucky(all_of_it: list[DeploymentFolder]) -> int:

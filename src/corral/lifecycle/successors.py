@@ -7,7 +7,6 @@ successor that was begun is always known, and `corral down NAME` ends all of the
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -17,7 +16,7 @@ from corral.deployment.state import ENDED, State
 from corral.errors import ConflictError, CorralError, NotFoundError, UsageError
 from corral.files import write_atomic
 from corral.lifecycle import deployments
-from corral.lock import FileLock, exclusive_lock
+from corral.lock import FileLock, exclusive_lock, telling
 from corral.record import dump_json, load_json
 
 __all__ = [
@@ -169,12 +168,4 @@ def refuse_living_chain(name: str) -> None:
 
 def chain_lock(folder: DeploymentFolder, say: Callable[[str], None] | None = None) -> FileLock:
     """Only its holder changes a chain. A holder on a node that is gone cannot be asked: its lock grows old."""
-
-    def waits(who: str) -> None:
-        text = f"waiting to change what follows {folder.name}: {who} is doing so"
-        if say:
-            say(text)
-        else:
-            sys.stderr.write(f"corral: {text}\n")
-
-    return exclusive_lock(folder.successors_lock, waits, silent_s=OLD_LOCK_S)
+    return exclusive_lock(folder.successors_lock, telling(f"what follows {folder.name}", say), silent_s=OLD_LOCK_S)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from corral.errors import CorralError, DataError, NotFoundError
-from corral.models import catalogue
+from corral.models import catalogue, hub
 from corral.models.architecture import Parts, Shape, count, parse_config, read_shape, stored
 from corral.models.weights import Tensor, by_dtype, by_part, folder_tensors
 
@@ -154,7 +154,7 @@ def facts_from_folder(path: Path, name: str = "") -> ModelFacts:
     return replace(facts, notes=(*facts.notes, note))
 
 
-def read_facts(ref: str, token: str | None = None, offline: bool = False) -> ModelFacts:
+def read_facts(ref: str, offline: bool = False) -> ModelFacts:
     """Facts of a folder, a catalogue name or a Hugging Face repository, in this order of meaning."""
     text = ref.strip()
     if not text:
@@ -173,14 +173,12 @@ def read_facts(ref: str, token: str | None = None, offline: bool = False) -> Mod
         if entry is not None:
             return facts_from_entry(entry)
         raise catalogue.unknown(text, ", and the network is not to be used")
-    return _from_hub(text, token, entry)
+    return _from_hub(text, entry)
 
 
-def _from_hub(repo: str, token: str | None, entry: catalogue.Entry | None) -> ModelFacts:
-    from corral.models.hub import read_repository
-
+def _from_hub(repo: str, entry: catalogue.Entry | None) -> ModelFacts:
     try:
-        found = read_repository(repo, token)
+        found = hub.read_repository(repo)
     except CorralError as error:
         if entry is None:
             raise

@@ -6,6 +6,7 @@ Each request waits at most ten seconds. The library is imported only here, and o
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from corral.models.architecture import parse_config
 from corral.models.token import token_origin
 from corral.models.weights import Tensor, header_tensors
 
-__all__ = ["Repository", "check_repository", "gated_error", "hub_error", "read_repository"]
+__all__ = ["Repository", "check_repository", "gated_error", "hub_error", "hub_is_off", "read_repository"]
 
 _TIMEOUT_S = 10.0
 
@@ -31,11 +32,16 @@ class Repository:
     notes: tuple[str, ...] = ()  # what could not be learnt, and why
 
 
-def read_repository(repo: str, token: str | None) -> Repository:
+def hub_is_off() -> bool:
+    """Whether the environment says that the hub is not to be asked, in the words that its own library knows."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
+
+
+def read_repository(repo: str) -> Repository:
     """The config, and what else the hub tells; only a config that cannot be read is an error."""
-    config = parse_config(_config_text(repo, token), f"The config.json of {repo}")
-    gated, unsaid = _is_gated(repo, token)
-    tensors, unread = _tensors(repo, token)
+    config = parse_config(_config_text(repo), f"The config.json of {repo}")
+    gated, unsaid = _is_gated(repo)
+    tensors, unread = _tensors(repo)
     return Repository(config, tensors, gated, tuple(note for note in (unsaid, unread) if note))
 
 
@@ -49,23 +55,23 @@ def check_repository(repo: str, token: str | None = None) -> None:
         raise hub_error(repo, error, token) from error
 
 
-def _is_gated(repo: str, token: str | None) -> tuple[bool | None, str]:
+def _is_gated(repo: str) -> tuple[bool | None, str]:
     """Whether the repository is gated; where the hub does not say, None and why."""
     from huggingface_hub import HfApi
 
     try:
-        return bool(HfApi(token=token).model_info(repo, timeout=_TIMEOUT_S, expand=["gated"]).gated), ""
+        return bool(HfApi().model_info(repo, timeout=_TIMEOUT_S, expand=["gated"]).gated), ""
     except Exception as error:  # the library raises its own tree and its HTTP client's
         return None, f"whether it is gated is not known: {hub_error(repo, error).message}"
 
 
-def _tensors(repo: str, token: str | None) -> tuple[list[Tensor] | None, str]:
+def _tensors(repo: str) -> tuple[list[Tensor] | None, str]:
     """The tensors of the headers; where there are none, or they cannot be read, None and why."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import NotASafetensorsRepoError
 
     try:
-        files = HfApi(token=token).get_safetensors_metadata(repo, timeout=_TIMEOUT_S).files_metadata
+        files = HfApi().get_safetensors_metadata(repo, timeout=_TIMEOUT_S).files_metadata
     except NotASafetensorsRepoError:
         return None, f"{repo} holds no safetensors: sizes are computed from its config"
     except Exception as error:
@@ -75,7 +81,7 @@ def _tensors(repo: str, token: str | None) -> tuple[list[Tensor] | None, str]:
     return header_tensors(rows, repo), ""
 
 
-def _config_text(repo: str, token: str | None) -> str:
+def _config_text(repo: str) -> str:
     """The config as the hub has it now, or as this machine downloaded it before; asked once, without retries."""
     from huggingface_hub import get_session, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -83,7 +89,7 @@ def _config_text(repo: str, token: str | None) -> str:
 
     try:
         cached = try_to_load_from_cache(repo, "config.json")
-        url, headers = hf_hub_url(repo, "config.json"), build_hf_headers(token=token)
+        url, headers = hf_hub_url(repo, "config.json"), build_hf_headers()
         reply = get_session().get(url, headers=headers, timeout=_TIMEOUT_S, follow_redirects=True)
         hf_raise_for_status(reply)
         return str(reply.text)

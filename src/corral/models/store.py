@@ -9,7 +9,6 @@ whose quantised file is converted once to safetensors inside the engine's enviro
 
 from __future__ import annotations
 
-import os
 import shutil
 import threading
 from collections.abc import Callable
@@ -29,7 +28,7 @@ from corral.errors import (
 from corral.home import models_dir
 from corral.lock import exclusive_lock
 from corral.models import catalogue
-from corral.models.hub import check_repository, hub_error
+from corral.models.hub import check_repository, hub_error, hub_is_off
 from corral.models.weights import read_header, weight_files
 from corral.shell import stream
 
@@ -94,13 +93,9 @@ def already_here(source: ModelSource) -> Path | None:
 
 def check_access(source: ModelSource) -> None:
     """Explain a gated, private or missing repository before an engine is installed or a job queued."""
-    if source.kind != "hub" or _offline() or already_here(source):
+    if source.kind != "hub" or hub_is_off() or already_here(source):
         return
     check_repository(source.repo)
-
-
-def _offline() -> bool:
-    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
 
 
 def _cached_snapshot(repo: str) -> Path | None:
@@ -142,7 +137,7 @@ def verify_folder(folder: Path) -> None:
 
 
 def _fetch_hub(repo: str, progress: FetchProgress) -> Path:
-    if _offline():
+    if hub_is_off():
         raise UnreachableError(
             f"{repo} is not on disk and HF_HUB_OFFLINE is set.", "Unset HF_HUB_OFFLINE to download it."
         )
@@ -218,7 +213,7 @@ def _fetch_embedded(source: ModelSource, progress: FetchProgress) -> Path:
     with exclusive_lock(models_dir() / f".{source.name}.lock", lambda who: progress(f"waiting for {who}", 0, 0)):
         if found := already_here(source):
             return found
-        if not _offline():
+        if not hub_is_off():
             try:
                 return _fetch_hub(source.repo, progress)
             except (UnreachableError, NotFoundError):

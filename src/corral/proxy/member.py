@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -12,7 +13,7 @@ from corral.client.doorkeeper import Doorkeeper
 from corral.deployment.state import State
 from corral.proxy.upstream import Upstream
 
-__all__ = ["Member", "Waiter"]
+__all__ = ["Member", "Waiter", "told_if_all_failed"]
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 
@@ -25,6 +26,14 @@ class Waiter(Protocol):
 
     def give_up(self, silent_since_s: float, why: str = "the server has ended") -> None:
         """An answer that has not moved since then will not move again."""
+
+
+def told_if_all_failed(members: Sequence[Member]) -> str:
+    """What became of each member when all have failed; empty while one is left, or none is known yet."""
+    if not members or any(one.state is not State.FAILED for one in members):
+        return ""
+    told = "; ".join(f"{one.name} has failed ({one.text or 'no reason is known'})" for one in members)
+    return f"no server is left: {told}. Start it again with `corral up`."
 
 
 @dataclass(eq=False)

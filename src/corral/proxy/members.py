@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from corral.deployment.state import ENDED, State
 from corral.http1.reading import Headers
-from corral.proxy.member import Member, Waiter
+from corral.proxy.member import Member, Waiter, told_if_all_failed
 from corral.proxy.request import Request
 
 __all__ = ["MemberReading", "Members"]
@@ -90,11 +90,7 @@ class Members:
         return ", ".join(words) or "there is no deployment"
 
     def all_failed(self) -> str:
-        """What became of each member when all have failed; empty while one is left, or none is known yet."""
-        if not self.all or any(one.state is not State.FAILED for one in self.all):
-            return ""
-        told = "; ".join(f"{one.name} has failed ({one.text or 'no reason is known'})" for one in self.all)
-        return f"no server is left: {told}. Start it again with `corral up`."
+        return told_if_all_failed(self.all)
 
     def parts(self, request: Request, member: Member) -> list[bytes | bytearray]:
         """The key goes on untouched: the server decides about it."""

@@ -6,12 +6,13 @@ Headers and bodies are never logged. Not covered: TLS, HTTP/2, changes of protoc
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import time
 from collections.abc import Iterable
 
+from corral.client.pool import open_files
 from corral.deployment.state import ENDED
+from corral.http1.address import http_url
 from corral.proxy.figures import Figures
 from corral.proxy.front import Front
 from corral.proxy.host import ProxyLimits
@@ -19,7 +20,7 @@ from corral.proxy.member import Member
 from corral.proxy.request import Request
 from corral.proxy.route import Route
 
-__all__ = ["RelayServer", "calm_collector", "raise_file_limit"]
+__all__ = ["RelayServer", "calm_collector"]
 
 SWEEP_S = 1.0
 ENDED_SILENCE_S = 5.0  # a server that has ended sends nothing more: what still waits on it is given up
@@ -49,10 +50,10 @@ class RelayServer:
 
     async def listen(self, host: str, port: int) -> None:
         """Accept clients; port 0 takes a free one."""
-        raise_file_limit(2 * self.limits.connections + 64)
+        open_files(2 * self.limits.connections + 64)
         self._server = await self.loop.create_server(lambda: Front(self), host, port, backlog=1024)
         number = self._server.sockets[0].getsockname()[1]
-        self.url = f"http://[{host}]:{number}" if ":" in host else f"http://{host}:{number}"
+        self.url = http_url(host, number)
         self._sweep()
 
     def _sweep(self) -> None:
@@ -86,14 +87,3 @@ def calm_collector() -> None:
     """Look for circles of objects seldom: requests leave none, and a look costs more the more streams are open."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
-
-
-def raise_file_limit(wanted: int) -> None:
-    """Each request takes two open files: lift the soft limit as far as the hard one allows."""
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    target = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < target:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))

@@ -17,6 +17,7 @@ from corral.deployment.folder import DeploymentFolder
 from corral.deployment.state import State
 from corral.errors import ConflictError, CorralError, UsageError
 from corral.files import write_atomic
+from corral.http1.address import http_url
 from corral.lifecycle.successors import ChainMember, all_standings
 from corral.lifecycle.tunnel import ensure_tunnel
 from corral.processes import Identity, own_identity, port_refused
@@ -44,7 +45,7 @@ class ProxyAddress:
 
     @property
     def url(self) -> str:
-        return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
+        return http_url(self.host, self.port)
 
 
 def _saved(folder: DeploymentFolder) -> ProxyAddress | None:

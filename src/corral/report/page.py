@@ -8,7 +8,7 @@ from html import escape
 
 from corral.bench.gate import needed
 from corral.bench.limit import FrontEnd, roof
-from corral.bench.metrics import Spread, gaps_s
+from corral.bench.metrics import Spread, latencies_s
 from corral.bench.rows import RequestRow
 from corral.bench.server_metrics import ServerSample
 from corral.bench.store import Run, Series
@@ -146,13 +146,7 @@ def _latency_table(run: Run) -> str:
 
 
 def _distributions(run: Run, rows: Sequence[RequestRow]) -> list[str]:
-    good = [row for row in rows if row.ok and row.chunk_ns]
-    values = {
-        "ttft": [row.ttft_s * 1000 for row in good],
-        "tpot": [t * 1000 for row in good if (t := row.tpot_s) is not None],
-        "itl": [gap * 1000 for row in good for gap in gaps_s(row)],
-        "e2el": [row.e2el_s * 1000 for row in good],
-    }
+    values = {metric: [one * 1000 for one in found] for metric, found in latencies_s(rows).items()}
     figures = []
     for metric, title in _NAMES.items():
         found = run.summary.of(metric)

@@ -11,7 +11,7 @@ from pathlib import Path
 from corral.bench.compare import MetricDifference
 from corral.bench.gate import needed
 from corral.bench.limit import TokenCost
-from corral.bench.metrics import Spread, gaps_s
+from corral.bench.metrics import Spread, latencies_s
 from corral.bench.rows import RequestRow
 from corral.bench.store import Run, Series
 from corral.plan.speed import rounded
@@ -104,13 +104,7 @@ def _rate_lines(run: Run, columns: int | None) -> list[str]:
 
 
 def _latency_lines(run: Run, rows: Sequence[RequestRow], columns: int | None) -> list[str]:
-    good = [row for row in rows if row.ok and row.chunk_ns]
-    values = {
-        "ttft": [row.ttft_s for row in good],
-        "tpot": [t for row in good if (t := row.tpot_s) is not None],
-        "itl": [gap for row in good for gap in gaps_s(row)],
-        "e2el": [row.e2el_s for row in good],
-    }
+    values = latencies_s(rows)
     percentiles = [f"P{p:g}" for p in run.spec.percentiles]
     headings = ["ms", "mean", "median", "std", *percentiles, "distribution", ""]
     table = [_spread_row(run, name, run.summary.of(name), values[name]) for name in _TITLES if values[name]]

@@ -91,8 +91,7 @@ UNREACHABLE = (
 
 
 def _last_line(done: Completed) -> str:
-    lines = [line for line in (done.stderr.strip() or done.stdout.strip()).splitlines() if line.strip()]
-    return re.sub(r"^\w+: error: ", "", lines[-1]) if lines else "it said nothing"
+    return re.sub(r"^\w+: error: ", "", done.last_line) or "it said nothing"
 
 
 # ------------------------------------------------------------------------------------------------------------ looking

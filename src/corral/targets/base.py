@@ -83,6 +83,11 @@ class Lease:
     started_s: float | None = None
     last_request_s: float | None = None  # from then on it drains
 
+    @property
+    def queue_s(self) -> float:
+        """How long it waited for its nodes; 0 while it still does."""
+        return max(0.0, self.started_s - self.submitted_s) if self.started_s else 0.0
+
 
 @dataclass(frozen=True)
 class OwnJob:

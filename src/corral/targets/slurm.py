@@ -225,9 +225,8 @@ class SlurmTarget(Declared):
                 done = run(check.argv, timeout_s=check.timeout_s)
             except CorralError:  # a program that only the nodes have
                 continue
-            said = (done.stderr.strip() or done.stdout.strip()).splitlines()
-            if done.code == 1 and said and check.details["refusal"] in said[-1]:
-                raise EngineError(f"{check.what}: {said[-1]}", check.remedy)
+            if done.code == 1 and check.details["refusal"] in done.last_line:
+                raise EngineError(f"{check.what}: {done.last_line}", check.remedy)
         if any(check.light for check in checks):
             refuse_lacking(checks, self._where())
 

@@ -11,24 +11,18 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from corral.engines.planned import joined, read_back
+from corral.engines.planned import read_back
 from corral.lifecycle.bringup import Wish
 from corral.plan import Plan
 from corral.tune.setups import GIVEN, Knob, KnobKind, Setup
 
-__all__ = ["base_wish", "knobs_for", "tuned_wish"]
+__all__ = ["knobs_for", "tuned_wish"]
 
 BATCHED = (8192, 16384, 4096, 2048, 32768)
 FEWEST_SEQS, MOST_SEQS = 16, 4096
 MOST_API_SERVERS = 16
 MOST_GRAPH_SIZE = 1024
 _SWITCHES = {"prefix_caching": "--no-enable-prefix-caching"}
-
-
-def base_wish(wish: Wish) -> Wish:
-    """The same wish with flags that the plan decides as its fields: a setup can then leave one out."""
-    read = read_back(wish.extra_args)
-    return replace(wish, fixed=joined(wish.fixed, read), link=read.link or wish.link, extra_args=read.rest)
 
 
 def knobs_for(

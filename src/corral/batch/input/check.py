@@ -18,7 +18,7 @@ import msgspec
 
 from corral.batch.core.folder import BatchFolder
 from corral.batch.core.table import BAD, RowReader, Table, hash64
-from corral.batch.input.recipe import OPENAI, Parsed, Recipe
+from corral.batch.input.recipe import OPENAI, Parsed, Recipe, asked_tokens
 from corral.batch.input.rows import InputItem, InputSource
 from corral.errors import DataError
 
@@ -206,8 +206,7 @@ def scan(
 
 def _may_be_long(parsed: Parsed, context: int) -> bool:
     """A token is at least a byte: only prompts with more bytes than the context has tokens need counting."""
-    wanted = parsed.body.get("max_tokens") or parsed.body.get("max_completion_tokens") or 0
-    return len(_prompt(parsed.body)) + _ADDED_TOKENS + wanted > context
+    return len(_prompt(parsed.body)) + _ADDED_TOKENS + asked_tokens(parsed.body) > context
 
 
 def note_beginnings(table: Table, recipe: Recipe) -> None:
@@ -235,8 +234,7 @@ def _prompt(body: dict[str, Any]) -> bytes:
 
 
 def _weight(body: dict[str, Any]) -> int:
-    wanted = body.get("max_tokens") or body.get("max_completion_tokens") or 0
-    return 40 * int(wanted) * int(body.get("n") or 1) + len(_prompt(body))
+    return 40 * asked_tokens(body) * int(body.get("n") or 1) + len(_prompt(body))
 
 
 def _mark_duplicates(table: Table, recipe: Readable, problems: Problems) -> None:

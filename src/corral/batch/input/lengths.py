@@ -18,7 +18,7 @@ import msgspec
 
 from corral.batch.core.table import BAD, RowReader
 from corral.batch.input.check import RowProblem, Scanned
-from corral.batch.input.recipe import Recipe
+from corral.batch.input.recipe import Recipe, asked_tokens
 from corral.client.client import Client
 from corral.client.client import run as run_loop
 from corral.client.endpoint import Endpoint, ModelServer
@@ -41,7 +41,7 @@ def mark_too_long(scanned: Scanned[Recipe], counter: Counter, context: int) -> N
     for rows, parsed in _groups(scanned):
         counts = counter([_question(body) for _, body in parsed])
         for row, (identity, body), tokens in zip(rows, parsed, counts, strict=True):
-            wanted = int(body.get("max_tokens") or body.get("max_completion_tokens") or 0)
+            wanted = asked_tokens(body)
             if tokens and tokens + max(1, wanted) > context and not table.flags[row]:
                 text = f"has {tokens} tokens{_asks(wanted) if tokens < context else ''}; the context holds {context}"
                 table.flags[row] = BAD

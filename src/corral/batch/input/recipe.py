@@ -31,6 +31,11 @@ _HOLE = re.compile(r"\{\{\s*([^{}]+?)\s*\}\}")
 _ID_COLUMNS = ("custom_id", "id")
 
 
+def asked_tokens(body: Mapping[str, Any]) -> int:
+    """The longest answer that a request allows, as vLLM reads it; 0 where it names no limit."""
+    return int(body.get("max_completion_tokens") or body.get("max_tokens") or 0)
+
+
 class Parsed(NamedTuple):
     """A row as it will be sent."""
 
