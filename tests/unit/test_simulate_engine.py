@@ -6,11 +6,14 @@ import math
 import random
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corral.bench.spec import LoadShape, Workload, parse_slos
 from corral.simulate.engine import EngineShape, SimEngine, SimSequence
+from corral.simulate.outcome import SimOutcome
+from corral.simulate.page import behind_sentence
 from corral.simulate.requests import ClosedLoop, OpenLoop, SimRequest, source_of
 from corral.simulate.steptime import DecodeCost, FittedSteps
 from corral.simulate.world import MemberModel, ScalingModel, simulate_load
@@ -284,3 +287,25 @@ def test_a_closed_loop_ends_when_its_time_is_over() -> None:
     found = simulate_load(ClosedLoop(endless, 4, until_s=3.0), MemberModel(EngineShape(), STEPS))
     assert 3.0 < found.duration_s < 4.0
     assert 3 < found.mean_running <= 4
+
+
+def test_a_server_that_falls_behind_meets_nothing_for_long() -> None:
+    work = Workload(num_prompts=3000, input_len=500, output_len=100, range_ratio=0.5)
+    model, slos = MemberModel(EngineShape(), STEPS), parse_slos("ttft_p99=60s")
+
+    def at(rate: float) -> SimOutcome:
+        return simulate_load(source_of(work, LoadShape(rate=rate)), model, slos=slos)
+
+    most = simulate_load(source_of(work, LoadShape(concurrency=400)), model).request_throughput
+    easy, hard, burst = (
+        at(0.8 * most),
+        at(2 * most),
+        simulate_load(source_of(work, LoadShape(concurrency=400)), model),
+    )
+    assert easy.gained == 0.0 == burst.gained  # a closed loop waits for its answers
+    assert easy.meets
+    assert hard.gained == pytest.approx(0.5, abs=0.1)  # half of what comes
+    assert [one.met for one in hard.slos] == [True]  # in so short a time
+    assert not hard.meets
+    assert "each second and" in behind_sentence(hard)
+    assert behind_sentence(easy) == ""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from corral.bench.metrics import Summary, statistic
 from corral.bench.rows import RequestRow
+from corral.bench.slope import slope_of
 from corral.bench.spec import Slo
 
 __all__ = ["Probe", "Searching", "backlog_slope", "passes", "probe_requests"]
@@ -95,14 +96,7 @@ def backlog_slope(rows: Sequence[RequestRow]) -> float:
     points = [(row.intended_ns / 1e9, row.ttft_s) for row in rows if row.ok and row.chunk_ns]
     if len(points) < 20:
         return 0.0
-    n = len(points)
-    mean_x, mean_y = sum(x for x, _ in points) / n, sum(y for _, y in points) / n
-    sxx = sum((x - mean_x) ** 2 for x, _ in points)
-    if not sxx:
-        return 0.0
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sxx
-    rest = sum((y - mean_y - slope * (x - mean_x)) ** 2 for x, y in points)
-    error = math.sqrt(rest / (n - 2) / sxx)
+    slope, error = slope_of(points)
     return slope if slope > 4 * error else 0.0
 
 

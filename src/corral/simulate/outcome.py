@@ -1,7 +1,8 @@
 """What a simulation came to, in memory that does not grow with the number of requests.
 
 Latencies go into buckets 0.4% apart, so a percentile is good to 0.2%; what happened over time is kept at no more than
-a few hundred moments, which lie further apart the longer it takes.
+a few hundred moments, which lie further apart the longer it takes. From them also comes whether the servers keep up:
+where more requests come than are answered, latencies of a short load say nothing of a longer one.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from corral.bench.slope import slope_of
 from corral.bench.spec import Slo
 
 __all__ = ["LatencySketch", "Moment", "Recorder", "SimOutcome", "SloResult"]
@@ -94,6 +96,8 @@ class SimOutcome:
     mean_running: float
     members: int  # the most at once
     member_s: float
+    arrival_rate: float  # requests per second, while they came
+    gained: float  # the share of these that was not answered meanwhile: the servers fall behind; 0: they keep up
     latencies: dict[str, dict[str, float]]  # metric -> statistic -> ms
     slos: tuple[SloResult, ...] = ()
     moments: tuple[Moment, ...] = ()
@@ -108,11 +112,24 @@ class SimOutcome:
 
     @property
     def meets(self) -> bool:
-        """Whether every promise is kept, and no request was refused."""
-        return self.completed > 0 and not self.refused and all(one.met for one in self.slos)
+        """Whether every promise is kept, and will be while such a load lasts, and no request was refused."""
+        return self.completed > 0 and not self.refused and not self.gained and all(one.met for one in self.slos)
 
 
 _MOMENTS = 240
+_GAINED = 0.05  # of the requests that come; less is chance
+_CERTAIN = 4.0  # times what chance alone does
+
+
+def _gained(moments: Sequence[Moment], begin_s: float, end_s: float, rate: float) -> float:
+    """By which share of what came in that time the requests in the servers grew, if by more than chance."""
+    points = [(one.at_s, one.running + one.waiting) for one in moments if begin_s <= one.at_s <= end_s]
+    if len(points) < 20 or rate <= 0:
+        return 0.0
+    slope, _ = slope_of(points)
+    chance = math.sqrt(sum(count for _, count in points) / len(points))  # of a number of independent requests
+    grown = slope * (points[-1][0] - points[0][0])
+    return slope / rate if slope > _GAINED * rate and grown > _CERTAIN * chance else 0.0
 
 
 class Recorder:
@@ -123,6 +140,7 @@ class Recorder:
         self.sketches = {name: LatencySketch() for name in ("ttft", "tpot", "e2el")}
         self.sent = self.completed = self.refused = self.input_tokens = self.output_tokens = 0
         self.first_s, self.last_s, self.busy_s = math.inf, 0.0, 0.0
+        self._asked_s = 0.0  # the last one
         self.peak_kv, self.peak_running = 0.0, 0
         self._moments: list[Moment] = []
         self.next_moment_s, self._every_s = 0.0, 0.05
@@ -136,7 +154,7 @@ class Recorder:
         self.busy_s += at_s - asked_s
         if output > 1:
             self.sketches["tpot"].add((at_s - first_s) / (output - 1))
-        self.first_s = min(self.first_s, asked_s)
+        self.first_s, self._asked_s = min(self.first_s, asked_s), max(self._asked_s, asked_s)
         self.last_s = max(self.last_s, at_s)
 
     def moment(self, one: Moment) -> None:
@@ -157,7 +175,8 @@ class Recorder:
 
     def outcome(self, computed: int, cached: int, preemptions: int, members: int, member_s: float) -> SimOutcome:
         duration_s = max(0.0, self.last_s - self.first_s) if self.completed else 0.0
-        latencies = self.latencies()
+        latencies, came_s = self.latencies(), self._asked_s - self.first_s
+        rate = (self.completed - 1) / came_s if came_s > 0 else 0.0
         return SimOutcome(
             sent=self.sent,
             completed=self.completed,
@@ -173,10 +192,16 @@ class Recorder:
             mean_running=self.busy_s / duration_s if duration_s else 0.0,
             members=members,
             member_s=member_s,
+            arrival_rate=rate,
+            gained=_gained(self._moments, self.first_s + self._filled_s(came_s), self._asked_s, rate),
             latencies=latencies,
             slos=tuple(self._result(one, latencies[one.metric][one.statistic]) for one in self._slos),
             moments=tuple(self._moments),
         )
+
+    def _filled_s(self, came_s: float) -> float:
+        """After how long empty servers have as many requests as they will keep: half of the time, or an answer's."""
+        return max(came_s / 2, 1.5 * self.sketches["e2el"].percentile(25))
 
     def _result(self, slo: Slo, value_ms: float) -> SloResult:
         within = self.sketches[slo.metric].share_within(slo.limit_ms / 1000)

@@ -11,7 +11,7 @@ from corral.report.tables import table_lines, wrapped
 from corral.report.text import figure
 from corral.simulate.forecast import Forecast, SimServer
 from corral.simulate.interval import STEP_ERROR
-from corral.simulate.outcome import SloResult
+from corral.simulate.outcome import SimOutcome, SloResult
 from corral.simulate.validation import Validation
 from corral.wording import counted
 
@@ -62,6 +62,17 @@ def slo_sentence(found: SloResult) -> str:
     return f"{kept}; {found.within:.1%} of the requests had theirs within {limit}."
 
 
+def behind_sentence(found: SimOutcome) -> str:
+    """That more requests come than are answered; empty where they are."""
+    if not found.gained:
+        return ""
+    come, answered = figure(found.arrival_rate), figure(found.arrival_rate * (1 - found.gained))
+    return (
+        f"It does not keep up: {come} requests come each second and {answered} are answered, so every wait grows for"
+        " as long as this lasts; the latencies are those of this short time."
+    )
+
+
 def forecast_lines(server: SimServer, rows: Sequence[Forecast], answer: str, columns: int | None) -> Iterator[str]:
     """The forecasts for a terminal."""
     yield from table_lines(HEADS, [_row(one) for one in rows], 1, columns, SPARED)
@@ -78,8 +89,9 @@ def forecast_lines(server: SimServer, rows: Sequence[Forecast], answer: str, col
         name = f"{one.label}, {counted(one.outcome.members, 'replica')}"
         if one.interval and len(rows) > 1:
             yield from wrapped(f"{name}: {_range(one)}.", columns)
-        for result in one.outcome.slos:
-            yield from wrapped(f"{name}: {slo_sentence(result)}", columns)
+        said = [slo_sentence(result) for result in one.outcome.slos]
+        for text in filter(None, (*said, behind_sentence(one.outcome))):
+            yield from wrapped(f"{name}: {text}", columns)
     hours = ", ".join(figure(one.gpu_hours) for one in rows if one.gpu_hours)
     if hours:
         money = ", ".join(f"{one.cost:,.2f}" for one in rows if one.cost is not None)
@@ -129,7 +141,8 @@ def forecast_page(server: SimServer, rows: Sequence[Forecast], answer: str) -> s
         body.append(f"<h2>{escape(one.label)}, {counted(one.outcome.members, 'replica')}</h2>")
         if one.interval:
             body.append(f"<p>{escape(_range(one))}</p>")
-        body += [f"<p>{escape(slo_sentence(result))}</p>" for result in one.outcome.slos]
+        said = [slo_sentence(result) for result in one.outcome.slos]
+        body += [f"<p>{escape(text)}</p>" for text in filter(None, (*said, behind_sentence(one.outcome)))]
         body.append(cards([
             ("requests", f"{one.outcome.completed:,}"), ("output tok/s", figure(one.outcome.output_throughput)),
             ("prompt tokens from the cache", f"{one.outcome.cached_tokens:,}"),
