@@ -1,4 +1,7 @@
-"""Batches through real vLLM: offline from nothing to nothing, and online through the death of the engine."""
+"""Batches through real vLLM: offline from nothing to nothing, and online through the death of the engine.
+
+The second's server loses whatever can be lost: first the command that starts it, then its engine, at last its agent.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,15 @@ import json
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.integration.conftest import FAST, Corral, free_port
+from tests.integration.endings import failed, nothing_left
+from tests.until import until
 
 
 def write_rows(path: Path, count: int) -> None:
@@ -43,8 +51,54 @@ def test_offline_starts_runs_and_stops(corral: Corral, tiny_model: Path, tmp_pat
     assert launches(corral) == before  # and starts nothing
 
 
-def the_same_rows_in_process(corral: Corral, tmp_path: Path) -> None:
-    """Completions, chats, log-probabilities and two refusals: over HTTP and in the engine's process."""
+@pytest.fixture(scope="module")
+def batched(corral: Corral, tiny_model: Path) -> Iterator[str]:
+    """A server that comes up although `up` was killed as soon as there was an agent."""
+    # not the default port, which other servers on this machine may take between lives
+    start = ["up", str(tiny_model), "--name", "batched", *FAST, "--context", "256", "--restart", "2"]
+    with corral.start(*start, "--port", free_port()) as process:
+        until(lambda: process.poll() is not None or agent_file(corral).exists(), "the agent")
+        process.kill()
+        _, said = process.communicate()
+    assert process.returncode == -signal.SIGKILL, said
+    assert corral.run("wait", "batched").returncode == 0
+    yield "batched"
+    corral.run("down", "batched", check=False)
+
+
+def agent_file(corral: Corral) -> Path:
+    return corral.home / "deployments" / "batched" / "rank0" / "agent.json"
+
+
+def test_the_engines_death_is_waited_out_and_a_long_prompt_is_named(
+    corral: Corral, batched: str, tmp_path: Path
+) -> None:
+    rows, output = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    write_rows(rows, 600)
+    with rows.open("a") as file:
+        file.write(json.dumps({"id": "long", "prompt": "far too many words " * 400}) + "\n")
+    argv = ["batch", str(rows), "-o", str(output), "--deployment", batched, "--max-tokens", "48",
+            "--temperature", "0", "--param", "ignore_eos=true", "--skip-bad"]  # fmt: skip
+    # known before the batch begins: on a busy machine all rows could be done before `events` has answered
+    journal = corral.run("events", batched, "--json").stdout.splitlines()
+    engine = [json.loads(line)["pid"] for line in journal if '"pid"' in line][-1]
+    with corral.start(*argv) as run:
+        while not (output.exists() and output.stat().st_size):
+            time.sleep(0.05)
+            assert run.poll() is None, run.stderr and run.stderr.read()
+        os.kill(engine, signal.SIGKILL)
+        _, said = run.communicate(timeout=600)
+    assert run.returncode == 1, said
+    assert "waiting" in said, said
+    found = [line["id"] for line in lines(output)]
+    assert sorted(found) == sorted(f"r{n}" for n in range(600))
+    (error,) = lines(tmp_path / "out.errors.jsonl")
+    assert error["custom_id"] == "long"
+    assert "the context holds 256" in error["error"]["message"]
+
+
+def test_the_same_rows_over_http_and_in_the_engines_process(corral: Corral, batched: str, tmp_path: Path) -> None:
+    """Completions, chats, log-probabilities and two refusals."""
     rows = tmp_path / "kinds.jsonl"
     chat: dict[str, Any]
     text: dict[str, Any]
@@ -61,7 +115,7 @@ def the_same_rows_in_process(corral: Corral, tmp_path: Path) -> None:
     for name, more in (("http", []), ("process", ["--offline"])):
         output = tmp_path / f"{name}.jsonl"
         done = corral.run(
-            "batch", str(rows), "-o", str(output), "--deployment", "batched", "--ordered", *more, check=False
+            "batch", str(rows), "-o", str(output), "--deployment", batched, "--ordered", *more, check=False
         )
         assert done.returncode == 1, done.stderr
         errors = sorted(lines(output.with_suffix(".errors.jsonl")), key=lambda line: str(line["custom_id"]))
@@ -79,36 +133,7 @@ def _essence(line: dict[str, Any]) -> Any:
     return line["custom_id"], rough, body["usage"], sorted(body)
 
 
-def test_the_engines_death_is_waited_out_and_a_long_prompt_is_named(
-    corral: Corral, tiny_model: Path, tmp_path: Path
-) -> None:
-    rows, output = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
-    write_rows(rows, 600)
-    # not the default port, which other servers on this machine may take between lives
-    corral.run(
-        "up", str(tiny_model), "--name", "batched", *FAST, "--context", "256", "--restart", "2", "--port", free_port()
-    )
-    try:
-        with rows.open("a") as file:
-            file.write(json.dumps({"id": "long", "prompt": "far too many words " * 400}) + "\n")
-        argv = ["batch", str(rows), "-o", str(output), "--deployment", "batched", "--max-tokens", "48",
-                "--temperature", "0", "--param", "ignore_eos=true", "--skip-bad"]  # fmt: skip
-        # known before the batch begins: on a busy machine all rows could be done before `events` has answered
-        journal = corral.run("events", "batched", "--json").stdout.splitlines()
-        engine = next(json.loads(line)["pid"] for line in journal if '"pid"' in line)
-        with corral.start(*argv) as run:
-            while not (output.exists() and output.stat().st_size):
-                time.sleep(0.05)
-                assert run.poll() is None, run.stderr and run.stderr.read()
-            os.kill(engine, signal.SIGKILL)
-            _, said = run.communicate(timeout=600)
-        assert run.returncode == 1, said
-        assert "waiting" in said, said
-        found = [line["id"] for line in lines(output)]
-        assert sorted(found) == sorted(f"r{n}" for n in range(600))
-        (error,) = lines(tmp_path / "out.errors.jsonl")
-        assert error["custom_id"] == "long"
-        assert "the context holds 256" in error["error"]["message"]
-        the_same_rows_in_process(corral, tmp_path)
-    finally:
-        corral.run("down", "batched")
+def test_kill_9_of_the_agent(corral: Corral, batched: str) -> None:
+    os.kill(json.loads(agent_file(corral).read_text())["pid"], signal.SIGKILL)
+    assert failed(corral, batched)["reason"] == "agent_killed"
+    nothing_left(corral, batched)

@@ -62,6 +62,7 @@ def cluster(corral: Corral, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     scratch = tmp_path_factory.mktemp("r", numbered=True)
     env = {**os.environ, "CORRAL_HOME": str(scratch / "home"), "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
     env |= {"PATH": f"{python.parent}:{env['PATH']}", "RAY_USAGE_STATS_ENABLED": "0"}
+    env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the worker in the engine's process, where Ray Data has it on a GPU
     env.pop("PYTHONPATH", None)
     port = free_port()
     start = [str(python), "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port", port]

@@ -22,13 +22,14 @@ from corral.client.endpoint import HeldKeyEndpoint
 from corral.client.errors import BadRequestError, KeyRefusedError, PromptTooLongError
 from corral.llm.llm import LLM
 from tests.conftest import ROOT
-from tests.integration.conftest import Corral
+from tests.integration.conftest import BOUND, Corral
 from tests.integration.transformers_scores import planned_dtype, reference, rows
 
 
 @pytest.fixture(scope="module")
 def document(corral: Corral) -> Iterator[dict[str, Any]]:
-    yield corral.json("up")
+    unbound = {name: value for name, value in corral.env.items() if name != BOUND}  # as for anybody: on all cores
+    yield Corral(unbound, corral.home).json("up")
     corral.run("down", "smollm2", check=False)
 
 

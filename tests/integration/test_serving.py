@@ -1,6 +1,6 @@
 """One real server, used in every way: completions, chat, streams, log-probabilities, the key, closed doors.
 
-At last its engine is killed; a second one loses first the command that starts it, then its agent.
+At last its engine is killed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import http.client
 import json
 import os
 import signal
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,9 @@ from corral.llm.llm import LLM
 from corral.node.agent.processes import descendants, marked
 from corral.node.guard import OPEN_WITHOUT_KEY
 from tests.integration.conftest import FAST, Corral
+from tests.integration.endings import failed, nothing_left
 from tests.integration.transformers_scores import planned_dtype, quieten, reference, rows, worst_difference
 from tests.tiny_llama import make_tiny_llama
-from tests.until import until
 
 
 @pytest.fixture(scope="module")
@@ -200,28 +199,6 @@ def test_scores_are_those_of_transformers(corral: Corral, server: dict[str, Any]
     assert worst < (1e-4 if dtype == "float32" else 1e-2)
 
 
-def port_is_closed(base_url: str) -> bool:
-    address = urlsplit(base_url)
-    with socket.socket() as probe:
-        return probe.connect_ex((address.hostname or "", address.port or 0)) != 0
-
-
-def failed(corral: Corral, name: str) -> Any:
-    def look() -> Any:
-        status = corral.json("status", name, check=False)
-        return status if status["state"] == "failed" else None
-
-    return until(look, f"the failure of {name}")
-
-
-def nothing_left(corral: Corral, name: str) -> None:
-    """No process of the launch, also of those that wrote a title over their environment, and nobody on its port."""
-    folder = corral.home / "deployments" / name
-    launch_id = json.loads((folder / "deployment.json").read_text())["launch_id"]
-    until(lambda: not marked(launch_id, [str(folder / "rank0" / "engine.json")]), f"the end of {name}'s processes")
-    assert port_is_closed(json.loads((folder / "endpoint.json").read_text())["base_url"])
-
-
 def test_kill_9_of_the_engine(corral: Corral, server: dict[str, Any]) -> None:
     engine = json.loads(corral.run("events", "serving", "--json").stdout.splitlines()[0])["pid"]
     names = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants(engine)}
@@ -229,17 +206,3 @@ def test_kill_9_of_the_engine(corral: Corral, server: dict[str, Any]) -> None:
     os.kill(core, signal.SIGKILL)  # vLLM's server then exits by itself, with code 0
     assert failed(corral, "serving")["reason"] == "engine_exited"
     nothing_left(corral, "serving")
-
-
-def test_kill_9_of_the_command_then_of_the_agent(corral: Corral, tiny_model: Path) -> None:
-    process = corral.start("up", str(tiny_model), "--name", "mortal", *FAST)
-    agent_file = corral.home / "deployments" / "mortal" / "rank0" / "agent.json"
-    until(lambda: process.poll() is not None or agent_file.exists(), "the agent")
-    process.kill()
-    _, said = process.communicate()
-    assert process.returncode == -signal.SIGKILL, said
-    assert corral.run("wait", "mortal").returncode == 0
-    os.kill(json.loads(agent_file.read_text())["pid"], signal.SIGKILL)
-    assert failed(corral, "mortal")["reason"] == "agent_killed"
-    nothing_left(corral, "mortal")
-    corral.run("down", "mortal", check=False)

@@ -234,7 +234,7 @@ def _plan(
         engine_args=engine_args(
             form.facts, chosen.parallel, chosen.precision, chosen.settings, chosen.max_model_len, cpu
         ),
-        engine_env=cpu_environment(chosen.memory.kv_cache_bytes_per_gpu) if cpu else {},
+        engine_env=cpu_environment(chosen.memory.kv_cache_bytes_per_gpu, chosen.settings.eager) if cpu else {},
         reasons=reasons,
         rejected=rejected,
         nearest=tuple(nearest),

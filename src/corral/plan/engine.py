@@ -53,6 +53,12 @@ def _dtype(model: ModelFacts, precision: Precision) -> str:
     return {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[wide]
 
 
-def cpu_environment(kv_bytes: int) -> dict[str, str]:
-    """The CPU build sizes its KV cache by this variable, in whole GiB."""
-    return {"VLLM_CPU_KVCACHE_SPACE": str(max(1, kv_bytes // GIB))}
+def cpu_environment(kv_bytes: int, eager: bool) -> dict[str, str]:
+    """The CPU build sizes its KV cache by a variable, in whole GiB.
+
+    Under `--enforce-eager` vLLM still compiles what asks for it by itself, counting ranks for log-probabilities and
+    looking up a split vocabulary: half a minute of a core for two lines of arithmetic, in every process. It is told
+    not to.
+    """
+    sized = {"VLLM_CPU_KVCACHE_SPACE": str(max(1, kv_bytes // GIB))}
+    return {**sized, "TORCH_COMPILE_DISABLE": "1"} if eager else sized
