@@ -119,6 +119,13 @@ def test_the_roof_rises_with_concurrency(plan: Plan) -> None:
     assert roofs[0] > 0
 
 
+def test_pieces_that_were_read_together_still_tell_how_long_a_step_took(plan: Plan) -> None:
+    """A busy client reads several at once: most of them have no gap before them."""
+    even = summary(142, 7.0, 1)
+    together = replace(even, itl=replace(even.itl, median=0.0))
+    assert distance(plan, together, None) == distance(plan, even, None)
+
+
 def test_an_unknown_gpu_has_no_limit(plan: Plan) -> None:
     unknown = replace(plan, inventory=replace(plan.inventory, gpu="Mystery"),
                       speed=replace(plan.speed, decode_tokens_per_s=None))  # fmt: skip

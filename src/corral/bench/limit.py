@@ -121,13 +121,14 @@ def distance(
     `api_servers` are the processes that stream, None where it is not known: then one for each replica is assumed.
     """
     rates = _rates(plan)
-    if rates is None or not summary.output_tokens or not summary.itl.median:
+    step_ms = summary.itl.median or summary.tpot.mean  # no gaps between pieces that were read together
+    if rates is None or not summary.output_tokens or not step_ms:
         return None
     parallel = plan.parallel
     running = max(1.0, summary.mean_concurrency / parallel.data)
     mean_input = summary.input_tokens / summary.completed
     mean_output = summary.output_tokens / summary.completed
-    steps_s = min(parallel.pipeline, running) / (summary.itl.median / 1000)
+    steps_s = min(parallel.pipeline, running) / (step_ms / 1000)
     kv = running / parallel.pipeline * (mean_input + mean_output / 2) * plan.memory.kv_bytes_per_token_per_gpu
     decode = steps_s * (plan.memory.weights_bytes_per_gpu + kv) / rates.bytes_s
     per_token = 2 * plan.model.active_parameters
