@@ -110,9 +110,7 @@ def test_this_machine_without_gpu(corral, monkeypatch):
     assert plan["memory"]["kv_cache_tokens"] == 46_592  # 364 blocks of 128; 46,080 bytes per token of fp32 in 2 GiB
     assert plan["max_model_len"] == 8192
     code, out, _ = corral("smollm2", "--set", "eager=true", "--json")
-    assert (
-        json.loads(out)["engine_env"]["TORCH_COMPILE_DISABLE"] == "1"
-    )  # nothing is compiled, no helper either
+    assert json.loads(out)["engine_env"]["TORCH_COMPILE_DISABLE"] == "1"  # nothing is compiled, no helper either
     code, out, _ = corral("llama-3.1-70b", "--json")
     assert code == 5
     assert "GiB of memory" in json.loads(out)["reason"]
