@@ -39,7 +39,6 @@ PARTS = ("grid", "tune", "batch")
 # the plan first; then each of what may be worth something, and all of it
 SETS = (
     "",
-    "--api-server-count 1 --stream-interval 1",
     "--stream-interval 4",
     "--max-num-batched-tokens 16384",
     "--api-server-count 8 --stream-interval 4 --max-num-batched-tokens 16384",
@@ -143,7 +142,19 @@ def batch(visit: Visit) -> None:
     """Servers, in process and over HTTP, in turns with the engine itself, each with less than half of the memory."""
     given, script = visit.given, Path(__file__).with_name("batch_engines.py")
     up = shlex.join(visit.up_words(*shlex.split(given.batch_up)))
-    command = [sys.executable, str(script), "--together", "--model", given.model, "--loads", given.loads, "--up", up]
+    command = [
+        sys.executable,
+        str(script),
+        "--together",
+        "--context",
+        "4096",
+        "--model",
+        given.model,
+        "--loads",
+        given.loads,
+        "--up",
+        up,
+    ]
     command += ["--repeat", str(given.turns), "--skip", "threads", "--skip", "run-batch", "--out", str(visit.file)]
     within(command, visit.left_s(), visit)
 
@@ -252,7 +263,11 @@ def estimate(given: argparse.Namespace) -> None:
     rows = (
         ("grid", sets * each + 40, f"{sets} starts of {start:.0f} s (the first 40 s more), {len(given.at)} loads"),
         ("tune", len(given.tune_at) * given.tune_s, f"{len(given.tune_at)} runs of {given.tune_s / 60:.1f} min"),
-        ("batch", 2 * start + 10 + given.turns * 3 * 2 * 9, f"two engines, {given.turns} turns of 3 × 2 runs of 9 s"),
+        (
+            "batch",
+            2 * start + 10 + given.turns * 3 * 2 * 10,
+            f"two engines, {given.turns} turns of 3 × 2 runs of 10 s",
+        ),
     )
     for name, seconds, why in rows:
         if name in given.parts:
@@ -278,9 +293,9 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--start-s", type=float, default=55.0, help="that a start is expected to take")
     parser.add_argument("--base", default=DIGITALOCEAN, help="flags that tuning begins with")
     parser.add_argument("--tune-at", type=whole_numbers, default=(16, 256))
-    parser.add_argument("--tune-s", type=float, default=280.0, help="budget of each tuning run")
+    parser.add_argument("--tune-s", type=float, default=270.0, help="budget of each tuning run")
     parser.add_argument("--measure", default="4s", help="of a trial of the screen")
-    parser.add_argument("--loads", default="1500x128,300x64x2000", help="of the batches (see batch_engines.py)")
+    parser.add_argument("--loads", default="1200x128,250x64x2000", help="of the batches (see batch_engines.py)")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--batch-up", default="--set gpu_memory_utilization=0.45 --goal throughput")
     parser.add_argument("--estimate", action="store_true")
