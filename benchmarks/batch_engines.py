@@ -123,6 +123,7 @@ class Engine:
         rank = spec["ranks"][0]
         argv: list[str] = rank["argv"]
         engine = {"model": spec["model_path"], "enable_prefix_caching": True}
+        engine["enforce_eager"] = "--enforce-eager" in argv
         for flag, read in ENGINE_FLAGS.items():
             if flag in argv:
                 engine[flag[2:].replace("-", "_")] = read(argv[argv.index(flag) + 1])
