@@ -136,6 +136,23 @@ def test_on_a_loud_machine_the_same_choice_is_made_again() -> None:
     assert choices.count(BASE) <= 10
 
 
+@pytest.mark.parametrize(("noise", "budget_s"), [(0.03, 200), (0.03, 300), (0.2, 500)])
+def test_a_setting_that_was_only_lucky_does_not_come_along(noise: float, budget_s: float) -> None:
+    """One flag that somebody brought costs three quarters, nothing else matters, and time allows a few trials."""
+    brought = Knob("given max_num_seqs", ("",), KnobKind.WITHOUT)
+    knobs = (brought, Knob("max_num_batched_tokens", ("4096", "8192", "16384")), Knob("stream_interval", ("4",)))
+    race, true = Race(knobs, budget_s, measure_s=2, start_s=25), surface({(brought.name, ""): 4.0})
+    choices = []
+    for seed in range(100):
+        chance, trials = random.Random(seed), list[Trial]()
+        while order := next_order(race, trials):
+            score = true(order.setup) * math.exp(chance.gauss(0, noise))
+            trials.append(Trial(order.setup, order.purpose, score, took_s=31, start_s=25))
+        choices.append(verdict(race, trials).best)
+    alone = choices.count(Setup.of(**{brought.name: ""}))
+    assert alone >= 90, alone  # 25 to 40, and 73, where the luckiest went to the final
+
+
 BROUGHT = tuple(Knob(name, ("",), KnobKind.WITHOUT) for name in ("given eager", "given --no-chunks", "given seqs"))
 
 

@@ -52,6 +52,8 @@ LEAST_NOISE = 0.01  # nobody's starts agree better
 DOUBTS = 2.0  # times the noise, within which one start does not tell two settings apart
 LOUD = 0.1  # noise, above which a combination must prove each of its settings …
 PASSENGER = 2.0  # … by so many standard errors
+# times an estimate of noise, that it may well be (four of five times it is less), by its degrees of freedom
+MAY_BE = (4.0, 3.95, 2.12, 1.73, 1.56, 1.46, 1.40, 1.36, 1.32, 1.29, 1.27)
 FAR_BETTER = 0.1  # gain of leaving out all that the user brought, from which everything else is tried on top of that
 CLEAR = 0.02  # an interval within ± this is "no difference" beyond doubt
 FINAL_SHARE = 0.4  # of the budget, at most, that is kept for the final
@@ -246,7 +248,7 @@ def next_order(race: Race, trials: Sequence[Trial]) -> TrialOrder | None:
             return TrialOrder(halving, Purpose.HALVE, LONGER * race.measure_s)
     if left_s < long_s:
         return None
-    setup = _final(trials)
+    setup = _final(race, trials)
     return TrialOrder(setup, Purpose.FINAL, LONGER * race.measure_s) if setup is not None else None
 
 
@@ -361,7 +363,7 @@ def _halving(trials: Sequence[Trial]) -> Setup | None:
     return None
 
 
-def _finalist(trials: Sequence[Trial]) -> Setup:
+def _finalist(race: Race, trials: Sequence[Trial]) -> Setup:
     """Who meets the base: once the final has begun, always the same."""
     begun = [one.setup for one in trials if one.purpose is Purpose.FINAL and one.setup != BASE]
     if begun:
@@ -372,18 +374,20 @@ def _finalist(trials: Sequence[Trial]) -> Setup:
     best = max(
         rivals, key=lambda one: _score(trials, one) - noise / math.sqrt(len(_scores(trials, one))), default=BASE
     )
-    best = _plainest(trials, best)
+    best = _plainest(race, trials, best)
     return best if _score(trials, best) > _score(trials, BASE) else BASE
 
 
-def _plainest(trials: Sequence[Trial], best: Setup) -> Setup:
+def _plainest(race: Race, trials: Sequence[Trial], best: Setup) -> Setup:
     """The same without settings that are not shown to add anything.
 
-    Where starts differ much, chance puts other passengers into the best combination in each run. Where they differ
-    little, a setting in doubt costs nothing, and small gains would be lost.
+    Where starts differ much, or the budget left values unseen, chance puts other passengers into the best combination
+    in each run. Where they differ little, and all was seen, a setting in doubt costs nothing, and small gains would
+    be lost.
     """
-    noise, _ = _noise(trials)
-    if noise <= LOUD:
+    noise, freedom = _noise(trials)
+    noise *= MAY_BE[min(freedom, len(MAY_BE) - 1)]
+    if freedom and noise <= LOUD and not _unseen(race, trials):
         return best
     count = len(_scores(trials, best))
     for one in sorted(_setups(trials), key=lambda one: (len(one.choices), -_score(trials, one))):
@@ -394,9 +398,15 @@ def _plainest(trials: Sequence[Trial], best: Setup) -> Setup:
     return best
 
 
-def _final(trials: Sequence[Trial]) -> Setup | None:
+def _unseen(race: Race, trials: Sequence[Trial]) -> list[Setup]:
+    """Single values that were never tried."""
+    tried = _setups(trials)
+    return [setup for setup in _singles(race, _anchor(race, trials)) if setup not in tried]
+
+
+def _final(race: Race, trials: Sequence[Trial]) -> Setup | None:
     """Whose turn it is in the final; None when it is over."""
-    finalist = _finalist(trials)
+    finalist = _finalist(race, trials)
     if finalist == BASE:
         return None
     made = [one for one in trials if one.purpose is Purpose.FINAL]
@@ -427,7 +437,7 @@ def _whole_final(trials: Sequence[Trial], finalist: Setup) -> bool:
 def verdict(race: Race, trials: Sequence[Trial]) -> RaceResult:
     """What the trials say so far."""
     trials = _of_race(trials)
-    finalist = _finalist(trials)
+    finalist = _finalist(race, trials)
     gain = _final_gain(trials, finalist) if finalist != BASE else None
     if not any(one.score for one in trials):
         outcome = RaceEnd.NOTHING_WORKED
@@ -446,7 +456,7 @@ def verdict(race: Race, trials: Sequence[Trial]) -> RaceResult:
         leader=max(tried, key=lambda one: _score(trials, one), default=BASE),
         anchor=anchor,
         findings=tuple(_finding(trials, anchor, knob, value) for knob in race.knobs for value in knob.values),
-        left_out=tuple(setup for setup in _singles(race, anchor) if setup not in tried),
+        left_out=tuple(_unseen(race, trials)),
         noise=_noise(trials)[0],
         spent_s=sum(one.of_budget_s for one in trials),
     )
