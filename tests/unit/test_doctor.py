@@ -98,8 +98,8 @@ def test_nodes_that_are_well() -> None:
         (
             {"taken_ports": (TakenPort(8000, 77, "eve", "python -m http.server"),)},
             "ports",
-            Level.WARNING,
-            "python -m http.server of eve (process 77)",
+            Level.OK,
+            "python -m http.server of eve (process 77); `corral up` takes a free one",
         ),
         ({"clock_ahead_s": 120.0, "clock_error_s": 0.2}, "clock", Level.WARNING, "b is 120 s ahead of a"),
         ({"clock_ahead_s": 6.0, "clock_error_s": 3.0}, "clock", Level.OK, "within 6.0 s"),

@@ -77,7 +77,7 @@ def test_a_tensor_size_after_the_dashes_is_the_layout() -> None:
     assert str(free.parallel) == "TP4 × DP2"
     asked = decided("llama-3.1-70b-instruct", "8xH100", "--tensor-parallel-size 8").plan
     assert str(asked.parallel) == "TP8"
-    assert "you set it" in next(r.because for r in asked.reasons if r.field == "parallel.tensor")
+    assert "as set" in next(r.because for r in asked.reasons if r.field == "parallel.tensor")
 
 
 def test_two_answers_to_one_question_are_refused() -> None:

@@ -113,7 +113,7 @@ def test_every_setting_that_is_not_vllms_default_says_what_it_is_worth() -> None
 def test_what_is_set_becomes_a_flag(field: str, value: str, flags: tuple[str, ...]) -> None:
     plan = planned(Goal(), **{field: value})
     assert " ".join(flags) in " ".join(plan.engine_args)
-    assert reason(plan, field)[0].startswith("you set it; ")
+    assert reason(plan, field)[0].startswith("as set; ")
     if field == "max_graph_size":
         assert plan.memory.graph_bytes_per_gpu > planned(Goal()).memory.graph_bytes_per_gpu
 

@@ -122,7 +122,8 @@ BAD = [
     (["llama-3.1-8b", "--gpus", "8xH100", "--nodes", "0"], 2, "0 is not a possible number of nodes"),
     (["llama-3.1-8b", "--nodes", "2"], 2, "--nodes needs --gpus"),
     (["llama-3.1-8b", "--gpus", "H100", "--context", "-5"], 2, "'-5' is not a number of tokens"),
-    (["llama-3.1-8b", "--gpus", "H100", "--price", "-1"], 2, "price_per_gpu_hour cannot be -1"),
+    (["llama-3.1-8b", "--gpus", "H100", "--price", "-1"], 2, "the price of a GPU hour cannot be -1."),
+    (["llama-3.1-8b", "--gpus", "H100", "--prompt", "0"], 2, "the length of a prompt cannot be 0."),
     (["llama-3.1-8b", "--gpus", "H100", "--set", "tensr=4"], 2, "'tensr' is not a field"),
     (["llama-3.1-8b", "--gpus", "H100", "--set", "tensor"], 2, "is not key=value"),
     (["llama-3.1-8b", "--gpus", "H100", "--set", "tensor=four"], 2, "tensor must be a whole number"),
@@ -132,6 +133,7 @@ BAD = [
     (["llama-3.1-8b", "--gpus", "H100", "--set", "eager=maybe"], 2, "eager must be true or false"),
     (["no-such-model", "--gpus", "H100"], 3, "no model is called 'no-such-model'"),
     (["someone/unknown", "--gpus", "H100"], 3, "network is not to be used"),
+    (["someone/unknown", "--gpus", "H100", "--offline"], 3, "without --offline"),
     ([], 2, "no model was named"),
 ]
 

@@ -53,4 +53,4 @@ def test_what_is_set_stays_and_has_its_reason():
     plan = planned("llama-3.1-8b", "1xH200", 16, api_servers=2)
     assert plan.engine_args[plan.engine_args.index(FLAG) + 1] == "2"
     (reason,) = [row for row in plan.reasons if row.field == "api_servers"]
-    assert reason.because.startswith("you set it; one process on 16 cores streams")
+    assert reason.because.startswith("as set; one process on 16 cores streams")

@@ -154,6 +154,8 @@ def test_the_highest_rate_lies_between_those_of_other_step_times() -> None:
         ((), "no server was named"),
         (("--model", "llama-3.1-8b", "--gpus", "1xH200", "--replicas", "1..3"), "needs an aim"),
         (("--model", "llama-3.1-8b", "--gpus", "1xH200", "--request-rate", "0"), "--request-rate '0' cannot"),
+        (("--model", "llama-3.1-8b", "--gpus", "1xH200", "--replicas", "1.5"), "'1.5' is not a whole number"),
+        (("--model", "llama-3.1-8b", "--gpus", "1xH200", "--input-len", "200000"), "200,128 tokens do not fit"),
         (("--model", "llama-3.1-405b", "--gpus", "1xH200", "--offline"), "does not fit"),
         (("--model", "llama-3.1-8b", "--gpus", "1xH200", "--slo", "itl_p99=50ms"), "Limit tpot"),
         (("--model", "llama-3.1-8b", "--gpus", "1xH200", "--trace", "none.jsonl"), "none.jsonl"),

@@ -139,6 +139,12 @@ def test_commands_are_shown_without_their_options() -> None:
         process.stdin.close()
 
 
+def test_a_process_that_wrote_its_own_title_shows_no_options_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    title = "/opt/engine/bin/python -m launch /models/tiny --api-key hush --url http://x/y\0"
+    monkeypatch.setattr(processes, "read", lambda path: title)
+    assert processes.command_of(1) == "python -m launch /models/tiny"
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "driver", "expected"),
     [

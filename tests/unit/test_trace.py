@@ -72,7 +72,9 @@ def test_a_bad_line_is_named_alike_by_everybody(written: Callable[..., Path], li
     assert told.pop()[1] == REMEDY
 
 
-def test_no_tokens_and_no_text_are_refused(written: Callable[..., Path]) -> None:
+def test_no_requests_no_tokens_and_no_text_are_refused(written: Callable[..., Path]) -> None:
+    with pytest.raises(DataError, match="no requests"):
+        list(read_trace(written("", "")))
     with pytest.raises(DataError, match="no tokens"):
         list(read_trace(written('{"time_s": 1, "prompt_tokens": 0, "output_tokens": 0}')))
     with pytest.raises(DataError, match=r"line 2 .* not UTF-8"):

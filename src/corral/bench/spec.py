@@ -88,7 +88,8 @@ class LoadShape:
         for name in ("concurrency", "rate", "burstiness", "ramp_to", "speed", "seconds"):
             value = getattr(self, name)
             if value is not None and not 0 < value < 1e9:
-                raise UsageError(f"{name.replace('_', '-')} cannot be {value:.15g}.", "Give a number above 0.")
+                flag = {"rate": "--request-rate", "speed": "--trace-speed"}.get(name, "--" + name.replace("_", "-"))
+                raise UsageError(f"{flag} cannot be {value:.15g}.", "Give a number above 0.")
         if self.arrival == "ramp" and (self.rate is None or self.ramp_to is None):
             raise UsageError("a ramp needs its first and its last rate.", "Give --request-rate and --ramp-to.")
 

@@ -37,7 +37,9 @@ server_options = _apply(
     click.option("--key-file", type=click.Path(), help="File with its key."),
     click.option("--model", help="The served model's name, where there are several."),
     click.option("--plan", "plan_file", type=click.Path(path_type=Path), help="A plan (JSON) to measure against."),
-    click.option("--price", type=float, metavar="MONEY", help="Price of one GPU for one hour."),
+    click.option(
+        "--price", type=click.FloatRange(min=0, min_open=True), metavar="MONEY", help="Price of one GPU for one hour."
+    ),
     click.option("--gpus", type=int, metavar="N", help="GPUs that serve it, where no plan tells."),
     click.option("--name", "run_name", default="", metavar="NAME", help="Name of the run (default: time and load)."),
     click.option("--save-detailed", is_flag=True, help="Per-request lists in result.json, as vLLM writes them."),
@@ -57,7 +59,9 @@ work_options = _apply(
     click.option("--ignore-eos/--no-ignore-eos", default=True, show_default=True, help="Answers of full length."),
     click.option("--temperature", default=0.0, show_default=True, help="0 is greedy."),
     click.option("--seed", type=int, help="Of prompts and send times (default: a new one, saved with the run)."),
-    click.option("--warmup", type=int, help="Requests before the measurement (default: one per place, at most 16)."),
+    click.option(
+        "--warmup", type=int, help="Requests before the measurement (default: as many as run at once, at most 16)."
+    ),
     click.option("--percentiles", default="90,99", show_default=True, metavar="P,P,…", help="Which to report."),
     click.option("--goodput", "goodput", default="", metavar="SLOS", help="Count good requests: ttft=1s,tpot=50ms."),
     click.option(

@@ -75,6 +75,15 @@ def _pair(text: str, flag: str) -> tuple[float, float]:
     return low, high
 
 
+def _counts(text: str) -> tuple[int, int]:
+    low, high = _pair(text, "--replicas")
+    if not (low.is_integer() and high.is_integer()):
+        raise UsageError(
+            f"--replicas {text!r} is not a whole number.", "For example: --replicas 2, or --replicas 1..8."
+        )
+    return int(low), int(high)
+
+
 def _slos(text: str | None) -> tuple[Slo, ...]:
     found = parse_slos(text) if text else ()
     if any(slo.metric == "itl" for slo in found):
@@ -126,14 +135,15 @@ def _slos(text: str | None) -> tuple[Slo, ...]:
 @click.option("--autoscale", "lead_s", type=Duration(at_least_s=1), metavar="DURATION",
               help="Follow the load between A and B replicas; a further one serves after so long.")  # fmt: skip
 @click.option("--slo", metavar="SLOS", help="Service level to keep: ttft_p99=500ms,tpot_p99=40ms.")
-@click.option("--price", type=float, metavar="MONEY", help="Price of one GPU for one hour.")
+@click.option("--price", type=click.FloatRange(min=0, min_open=True), metavar="MONEY",
+              help="Price of one GPU for one hour.")  # fmt: skip
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write an HTML page with charts there.")
 @click.option("--json", "as_json", is_flag=True, help="All figures as JSON on stdout.")
 def run(output: Path | None, as_json: bool, **given: Any) -> int:
     """Simulate a load, or the same load at several rates or on several fleets."""
     slos = _slos(given["slo"])
     source_at, rates = _load(given)  # whatever is wrong with the options is said before a fit takes its time
-    least, most = (round(one) for one in _pair(given["replicas"], "--replicas"))
+    least, most = _counts(given["replicas"])
     if least < most and not slos and not given["lead_s"]:
         raise UsageError(f"--replicas {given['replicas']} needs an aim.", "Add --slo, or --autoscale 5m.")
     server = _server(given)
@@ -257,7 +267,22 @@ def _server(given: dict[str, Any]) -> SimServer:
         raise UsageError("no server was named.", "Give --from RUN, or --model and --gpus.")
     facts = read_facts(given["model"], given["offline"] or hub_is_off())
     inventory = parse_gpus(given["gpus"], given["nodes"], given["link"])
-    return planned_server(_fitting(make_plan(facts, inventory, goal, fixed, tuning_for(facts, inventory))))
+    plan = _fitting(make_plan(facts, inventory, goal, fixed, tuning_for(facts, inventory)))
+    _refuse_long(given, plan)
+    return planned_server(plan)
+
+
+def _refuse_long(given: dict[str, Any], plan: Plan) -> None:
+    """A server refuses requests beyond its context; those of a trace are what they are."""
+    if given["trace"]:
+        return
+    shared = given["prefix_len"] if given["dataset"] == "prefix_repetition" else 0
+    longest = shared + int((given["input_len"] + given["output_len"]) * (1 + given["range_ratio"]))
+    if longest > plan.max_model_len:
+        raise UsageError(
+            f"requests of {longest:,} tokens do not fit the plan's context of {plan.max_model_len:,}.",
+            "Make them shorter (--input-len, --output-len), or plan for a longer --context.",
+        )
 
 
 def _fitting(plan: Plan) -> Plan:

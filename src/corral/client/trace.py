@@ -47,7 +47,7 @@ def read_trace(path: str | Path, *, sums: bool = False, ordered: bool = False) -
 
     With `sums`, a line may give `tokens` in place of both lengths; with `ordered`, times that go back are refused.
     """
-    before_s = -LATEST_S
+    before_s, some = -LATEST_S, False
     try:
         with existing_file(path).open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -58,10 +58,12 @@ def read_trace(path: str | Path, *, sums: bool = False, ordered: bool = False) -
                 if ordered and found.time_s < before_s:
                     times = f"{found.time_s:g} s after {before_s:g} s"
                     raise DataError(f"{where} is earlier than the one before: {times}.", "Sort it by time.")
-                before_s = found.time_s
+                before_s, some = found.time_s, True
                 yield found
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.", "Check its permissions.") from None
+    if not some:
+        raise DataError(f"{path} contains no requests.", "Give a file with at least one line.")
 
 
 def _request(line: bytes, where: str, sums: bool) -> TracedRequest:

@@ -228,7 +228,7 @@ def _ports(facts: Sequence[NodeFacts], ports: Sequence[int], needed: bool) -> li
                     fatal("ports", text, "Choose another port, or leave it out and a free one is chosen.", node.host)
                 )
             else:
-                found.append(warning("ports", text, "Nothing to do: `corral up` takes a free one.", node.host))
+                found.append(ok("ports", f"{text}; `corral up` takes a free one", node.host))
     told = ", ".join(map(str, ports))
     return found or ([ok("ports", f"{told} {'is' if len(ports) == 1 else 'are'} free")] if ports else [])
 

@@ -150,10 +150,13 @@ def near(name: str, count: int = 3) -> list[str]:
     return nearest(name.lower().rsplit("/", 1)[-1], list(CATALOGUE), count)
 
 
-def unknown(name: str, why: str = "") -> NotFoundError:
+def unknown(name: str, offline: bool = False) -> NotFoundError:
     """What is said about a name that is none of these, no folder and no repository."""
     guess = f"Did you mean {', '.join(near(name))}?" if near(name) else "`corral models` lists the names."
-    return NotFoundError(f"no model is called {name!r}{why}.", f"{guess} {OTHER_MODELS}")
+    if offline:
+        remedy = f"{guess} A folder works too; the hub is asked without --offline, where HF_HUB_OFFLINE is not set."
+        return NotFoundError(f"no model is called {name!r}, and the network is not to be used.", remedy)
+    return NotFoundError(f"no model is called {name!r}.", f"{guess} {OTHER_MODELS}")
 
 
 def twin(name: str, weights: str) -> Entry | None:

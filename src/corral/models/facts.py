@@ -172,7 +172,7 @@ def read_facts(ref: str, offline: bool = False) -> ModelFacts:
     if offline:
         if entry is not None:
             return facts_from_entry(entry)
-        raise catalogue.unknown(text, ", and the network is not to be used")
+        raise catalogue.unknown(text, offline=True)
     return _from_hub(text, entry)
 
 

@@ -46,14 +46,19 @@ class Goal:
     def __post_init__(self) -> None:
         if self.goal not in GOALS:
             raise UsageError(f"{self.goal!r} is not a goal.", f"Known: {', '.join(GOALS)}.")
-        for name in ("context", "concurrency", "prompt_tokens", "output_tokens"):
-            value = getattr(self, name)
-            if value is not None and not 1 <= value <= 10**9:
-                raise UsageError(f"{name} cannot be {value}.", "Give a whole number, 1 or more.")
-        for name in ("price_per_gpu_hour", "storage_gb_s"):
-            value = getattr(self, name)
+        whole = (
+            ("the context", self.context),
+            ("the number of requests at once", self.concurrency),
+            ("the length of a prompt", self.prompt_tokens),
+            ("the length of an answer", self.output_tokens),
+        )
+        for name, count in whole:
+            if count is not None and not 1 <= count <= 10**9:
+                raise UsageError(f"{name} cannot be {count}.", "Give a whole number, 1 or more.")
+        rates = ("the price of a GPU hour", self.price_per_gpu_hour), ("the storage's speed", self.storage_gb_s)
+        for name, value in rates:
             if value is not None and not 0 < value < 1e6:
-                raise UsageError(f"{name} cannot be {value}.", "Give a number above 0.")
+                raise UsageError(f"{name} cannot be {value:g}.", "Give a number above 0.")
 
 
 @dataclass(frozen=True)

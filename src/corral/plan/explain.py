@@ -8,6 +8,7 @@ from corral.hardware.inventory import GIB
 from corral.plan.contract import Judged, Plan
 from corral.plan.reasons import load_words
 from corral.plan.speed import rounded
+from corral.wording import counted
 
 __all__ = ["explain"]
 
@@ -114,7 +115,8 @@ def _speed(plan: Plan) -> Iterator[str]:
     each_ms = rounded(1000 / s.decode_tokens_per_s)
     yield f"  one stream     {rounded(s.decode_tokens_per_s)} tokens/s, {each_ms} ms per token"
     yield f"  prefill        {rounded(s.prefill_tokens_per_s)} tokens/s per replica"
-    yield f"  together       {rounded(s.throughput_tokens_per_s or 0)} tokens/s at {s.concurrency} requests"
+    together = rounded(s.throughput_tokens_per_s or 0)
+    yield f"  together       {together} tokens/s at {counted(s.concurrency, 'request')}"
     yield f"  first token    {s.ttft_s:g} s after {s.prompt_tokens} prompt tokens, alone"
     yield f"  basis          {s.basis}"
     if s.load_s is not None:

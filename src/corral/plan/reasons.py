@@ -16,7 +16,7 @@ from corral.plan.speed import rounded
 
 __all__ = ["load_words", "reasons_for", "rejected_for"]
 
-_SET = "you set it"
+_SET = "as set"  # with --set, with a flag of the engine, or by a profile
 _MOST_REJECTED = 12
 
 
@@ -322,6 +322,9 @@ def _worse(rival: Candidate, chosen: Candidate) -> str:
         ("all together", rival.speed.throughput_tokens_per_s, chosen.speed.throughput_tokens_per_s),
     )
     words = [f"{name} {_times(mine, best)}" for name, mine, best in pairs if mine and best]
+    later, sooner = rival.speed.ttft_s, chosen.speed.ttft_s
+    if later and sooner and later > sooner and all(mine >= best for _, mine, best in pairs if mine and best):
+        words.append(f"but the first token after {rounded(later, 2)} s, not {rounded(sooner, 2)} s")
     if rival.memory.kv_cache_tokens < 0.7 * chosen.memory.kv_cache_tokens:
         words.append(f"only {rival.memory.kv_cache_tokens:,} KV tokens")
     return ", ".join(words) or "no better in anything known"

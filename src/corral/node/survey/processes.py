@@ -16,9 +16,11 @@ def user_name(uid: int) -> str:
 
 def command_of(pid: int) -> str:
     """The first words of a command: enough to know it, not so much that a secret in its arguments is shown."""
-    words = read("/proc/%d/cmdline" % pid).split("\0")
+    words = read("/proc/%d/cmdline" % pid).rstrip("\0").split("\0")
     if not words[0]:
         return read("/proc/%d/comm" % pid)
+    if len(words) == 1:  # it has written its own title: all its arguments in one
+        words = words[0].split()
     shown = [os.path.basename(words[0])]
     for word in words[1:4]:
         if word.startswith("-") and word not in ("-m", "-c"):
