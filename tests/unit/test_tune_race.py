@@ -280,6 +280,17 @@ def test_what_comes_next_follows_from_the_trials_alone(seed: int, cut: int) -> N
         assert (order.setup, order.purpose) == (trials[cut].setup, trials[cut].purpose)
 
 
+def test_a_budget_of_three_starts_is_spent() -> None:
+    """On a busy CPU one trial took a third of it, and the race ended there: the rest was kept for a final."""
+    race, trials = Race((BROUGHT[0], *KNOBS), budget_s=200, measure_s=2, start_s=25), list[Trial]()
+    while order := next_order(race, trials):
+        score = 40.0 if order.setup == BASE else 160.0
+        trials.append(Trial(order.setup, order.purpose, score, took_s=65, start_s=50))
+    assert [one.purpose.value for one in trials] == ["screen", "screen", "final"]
+    assert trials[1].setup == trials[2].setup == Setup.of(**{BROUGHT[0].name: ""})
+    assert verdict(race, trials).best == trials[1].setup
+
+
 def test_a_slow_first_start_does_not_end_the_race() -> None:
     """On an H200 the first start took 97 s of a budget of 8 minutes, and later ones 40."""
     race = Race(KNOBS, budget_s=480, measure_s=4, start_s=600)

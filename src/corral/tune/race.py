@@ -240,7 +240,9 @@ def next_order(race: Race, trials: Sequence[Trial]) -> TrialOrder | None:
     final_s = min(2 * FEWEST_ROUNDS * long_s, FINAL_SHARE * race.budget_s)
     if not any(one.purpose is Purpose.FINAL for one in trials):
         halving = _halving(trials)
-        if left_s - short_s >= final_s and not any(one.purpose is Purpose.HALVE for one in trials):
+        alone = len(_setups(trials)) < 2  # there is nobody whom the base could meet
+        room = left_s >= short_s if alone else left_s - short_s >= final_s
+        if room and not any(one.purpose is Purpose.HALVE for one in trials):
             setup = _screen(race, trials)
             if setup is not None:
                 return TrialOrder(setup, Purpose.SCREEN, race.measure_s)
