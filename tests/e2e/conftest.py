@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import expect, sync_playwright
 
+from tests.e2e.console_page import WAIT_MS
 from tests.skips import NO_BROWSER
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+expect.set_options(timeout=WAIT_MS)  # five seconds are Playwright's own, and little on a busy machine
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from tests.conftest import ROOT
 __all__ = ["Console", "beating", "drawing", "picture", "running_console", "watched_page"]
 
 PICTURES = ROOT / "docs" / "pictures"
-WAIT_MS = 60_000
+WAIT_MS = 120_000  # of every wait in this tier
 
 
 class Console:

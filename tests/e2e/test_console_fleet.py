@@ -26,12 +26,14 @@ from corral.lifecycle.lines import Lines
 from corral.lifecycle.staging import Staging
 from tests.conftest import ROOT
 from tests.console_home import Made, fake_program, make, submitted
-from tests.e2e.console_page import WAIT_MS, Console, beating, picture, running_console, watched_page
+from tests.e2e.console_page import Console, beating, picture, running_console, watched_page
 from tests.stand_in import install_stand_in
 from tests.tiny_llama import make_tiny_llama
+from tests.until import LIMIT_S
 
 SCRIPT = "<img src=x onerror=alert(1)><script>alert(2)</script>"
 HERE = ("gpu-box",)
+PACE = Pace(ttft_s=0.02, itl_s=0.005)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +54,7 @@ def queue(place: Path, state: str, reason: str, nodes: str = "") -> None:
 
 @pytest.fixture(scope="module")
 def server(home: Path) -> Iterator[FakeServer]:
-    with FakeServer(FakeOptions(pace=Pace(ttft_s=0.02, itl_s=0.005))) as running:
+    with FakeServer(FakeOptions(pace=PACE)) as running:
         yield running
 
 
@@ -92,7 +94,7 @@ def card(page: Any, name: str) -> Any:
 
 def test_a_failure_is_read_with_its_remedy_and_the_link_is_gone(page: Any) -> None:
     failed = card(page, "llama-3.1-70b-instruct")
-    expect(failed.get_by_role("alert")).to_contain_text("Out of memory", timeout=WAIT_MS)
+    expect(failed.get_by_role("alert")).to_contain_text("Out of memory")
     expect(failed.locator(".remedy")).to_contain_text("shorten --context")
     assert "once=" not in page.url
     assert page.evaluate("document.cookie") == ""  # no script can read it
@@ -106,14 +108,14 @@ def test_script_in_a_name_a_node_and_a_log_stays_text(
     monkeypatch.setenv("CORRAL_HOME", str(home / "home"))
     make(SCRIPT, 60, nodes=(SCRIPT,)).agent().course(("starting", 0.5), ("loading", 12))
     odd = card(page, SCRIPT)
-    expect(odd.locator("h2")).to_have_text(SCRIPT, timeout=WAIT_MS)
+    expect(odd.locator("h2")).to_have_text(SCRIPT)
     expect(odd.locator(".facts-line")).to_contain_text(SCRIPT)
     expect(odd.locator(".standing")).to_contain_text("longer than usual; then about")  # and no promise of seconds
     card(page, "llama-3.1-8b-instruct").locator("h2 a").click()
     log = page.get_by_label("The engine's log")
-    expect(log).to_contain_text(SCRIPT, timeout=WAIT_MS)
+    expect(log).to_contain_text(SCRIPT)
     page.get_by_label("Search the log").fill("last")
-    expect(log).to_have_text("INFO last line\n", timeout=WAIT_MS)
+    expect(log).to_have_text("INFO last line\n")
     expect(log.locator("mark")).to_have_text("last")
     assert page.locator("main img, main script").count() == 0
     picture(page, "deployment")
@@ -150,28 +152,28 @@ def launch_of(name: str, home: Path) -> str:
 
 def test_restart_and_stop_are_pressed_through(page: Any, home: Path, pressed: dict[str, str]) -> None:
     shown, before = card(page, "pressed"), launch_of("pressed", home)
-    expect(shown.locator(".tag")).to_have_text("ready", timeout=WAIT_MS)
+    expect(shown.locator(".tag")).to_have_text("ready")
     shown.get_by_role("button", name="Restart").click()
     dialog = page.get_by_role("dialog", name="Restart pressed")
     line = f"corral down pressed && corral up {home / 'tiny'} --name pressed"
     expect(dialog.locator("code").first).to_have_text(line)
     assert launch_of("pressed", home) == before  # nothing happens before it is confirmed
     dialog.get_by_role("button", name="Run").click()
-    expect(dialog.get_by_role("status")).to_have_text("done", timeout=WAIT_MS)
+    expect(dialog.get_by_role("status")).to_have_text("done")
     expect(dialog.get_by_label("Output")).to_contain_text("ready")
     assert launch_of("pressed", home) != before
     dialog.get_by_role("button", name="Close").click()
-    expect(shown.locator(".tag")).to_have_text("ready", timeout=WAIT_MS)
+    expect(shown.locator(".tag")).to_have_text("ready")
 
     shown.get_by_role("button", name="Stop").click()
     dialog = page.get_by_role("dialog", name="Stop pressed")
     expect(dialog.locator("code").first).to_have_text("corral down pressed")
     dialog.get_by_role("button", name="Do it").click()
-    expect(dialog.get_by_role("status")).to_have_text("done", timeout=WAIT_MS)
+    expect(dialog.get_by_role("status")).to_have_text("done")
     picture(page, "stop")
     dialog.get_by_role("button", name="Close").click()
     page.get_by_text(re.compile(r"^\d+ ended$")).click()
-    expect(shown.locator(".tag")).to_have_text("stopped", timeout=WAIT_MS)
+    expect(shown.locator(".tag")).to_have_text("stopped")
     expect(shown.get_by_role("button", name="Stop")).to_have_count(0)
     command = [sys.executable, "-m", "corral", "status", "pressed", "--json"]
     told = json.loads(subprocess.run(command, env=pressed, capture_output=True, text=True).stdout)
@@ -187,7 +189,7 @@ def test_a_command_that_fails_says_why(page: Any, home: Path, monkeypatch: pytes
     dialog = page.get_by_role("dialog")
     expect(dialog.locator("code").first).to_have_text("corral up --name lost ./no-such-model")
     dialog.get_by_role("button", name="Run").click()
-    expect(dialog.get_by_role("status")).to_have_text(re.compile(r"failed \(exit code [1-9]"), timeout=WAIT_MS)
+    expect(dialog.get_by_role("status")).to_have_text(re.compile(r"failed \(exit code [1-9]"))
     expect(dialog.get_by_label("Output")).to_contain_text("no-such-model")
     page.keyboard.press("Escape")
     made.folder.delete()
@@ -199,16 +201,16 @@ def test_a_download_is_watched(page: Any, home: Path, monkeypatch: pytest.Monkey
     staging = Staging(Lines(quiet=True), made.folder, {"fetching model": 40.0, "loading": 9.0})
     shown = card(page, "fetched")
     staging.phase(Phase.FETCHING)
-    staging.detail("hub: model-00001-of-00004.safetensors", 1_000_000_000, 4 * 10**9)
-    expect(shown.locator(".phase.now")).to_contain_text("fetching 25%", timeout=WAIT_MS)
-    time.sleep(0.5)  # a pace: by it, and the little that came, half a minute is left
-    staging.detail("hub: model-00002-of-00004.safetensors", 1_050_000_000, 4 * 10**9)
-    expect(shown.locator(".phase.now")).to_contain_text("fetching 26%", timeout=WAIT_MS)
+    staging.detail("hub: model-00001-of-00004.safetensors", 1_015_000_000, 4 * 10**9)
+    expect(shown.locator(".phase.now")).to_contain_text("fetching 25%")
+    time.sleep(2)  # a pace: by it, and the little that came, more than two minutes are left
+    staging.detail("hub: model-00002-of-00004.safetensors", 1_056_000_000, 4 * 10**9)
+    expect(shown.locator(".phase.now")).to_contain_text("fetching 26%")
     standing = shown.locator(".standing")
-    expect(standing).to_contain_text(re.compile(r"26% \(1\.05 of 4\.00 GB\) for .* left"), timeout=WAIT_MS)
+    expect(standing).to_contain_text(re.compile(r"26% \(1\.06 of 4\.00 GB\) for .* left"))
     expect(shown.locator(".phase.later").last).to_have_text("ready")
     made.folder.delete()
-    expect(shown).to_have_count(0, timeout=WAIT_MS)
+    expect(shown).to_have_count(0)
 
 
 def test_a_pace_that_did_not_hold_is_forgotten(page: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,57 +221,59 @@ def test_a_pace_that_did_not_hold_is_forgotten(page: Any, home: Path, monkeypatc
     staging.phase(Phase.FETCHING)
     staging.detail("hub: model-00001-of-00004.safetensors", 1 * 10**9, 4 * 10**9)
     staging.detail("hub: model-00004-of-00004.safetensors", 4 * 10**9 - 1, 4 * 10**9)  # one byte left, at once
-    expect(standing).to_contain_text("expected), ready in about", timeout=WAIT_MS)
+    expect(standing).to_contain_text("expected), ready in about")
     expect(standing).not_to_contain_text("longer than usual")
     made.folder.delete()
 
 
 def test_read_only_shows_everything_and_asks_nobody(browser: Any, home: Path, queued: Made) -> None:
     with running_console(environment(home), "--read-only") as console, watched_page(browser, console) as page:
-        expect(card(page, "llama-3.1-8b-instruct").locator(".tag")).to_have_text("ready", timeout=WAIT_MS)
+        expect(card(page, "llama-3.1-8b-instruct").locator(".tag")).to_have_text("ready")
         expect(page.locator("#read-only")).to_be_visible()
         for name in ("Stop", "Restart", "Start again"):
             expect(page.get_by_role("button", name=name, exact=True)).to_have_count(0)
         page.goto(f"{console.url}/#/play")
-        expect(page.get_by_role("button", name="Send")).to_be_disabled(timeout=WAIT_MS)
+        expect(page.get_by_role("button", name="Send")).to_be_disabled()
         expect(page.locator(".ask")).to_contain_text("corral console --read-only --playground")
         page.get_by_label("Prompt", exact=True).fill("Hello")
         page.get_by_text("The request as curl and Python").click()
-        expect(page.locator("pre.log").first).to_contain_text("Hello", timeout=WAIT_MS)
+        expect(page.locator("pre.log").first).to_contain_text("Hello")
 
 
 def test_a_job_is_followed_from_its_queue_to_ready(page: Any, home: Path, queued: Made, server: FakeServer) -> None:
     job = card(page, "llama-3.1-405b-instruct")
-    expect(job.locator(".tag")).to_have_text("queued", timeout=WAIT_MS)
+    expect(job.locator(".tag")).to_have_text("queued")
     expect(job.locator(".note")).to_contain_text("jobs of higher priority come first")
     queue(home, "RUNNING", "None", "n1")
     write_atomic(queued.folder.rank(0).address, json.dumps({"attempt": "4821.0"}))
     queued.agent().event("state", state="starting")
-    expect(job.locator(".tag")).to_have_text("starting", timeout=WAIT_MS)
+    expect(job.locator(".tag")).to_have_text("starting")
     queued.event("state", state="loading").event("phase", phase="loading", done=3, total=12)
-    expect(job.locator(".phase.now")).to_contain_text("loading 25%", timeout=WAIT_MS)
+    expect(job.locator(".phase.now")).to_contain_text("loading 25%")
     queued.event("phase", phase="warming")
-    expect(job.locator(".phase.now")).to_contain_text("warming", timeout=WAIT_MS)
+    expect(job.locator(".phase.now")).to_contain_text("warming")
     expect(job.locator(".standing")).to_contain_text("usually 6.0 s here")
     queued.serves(f"{server.url}/v1").event("state", state="ready")
-    expect(job.locator(".tag")).to_have_text("ready", timeout=WAIT_MS)
+    expect(job.locator(".tag")).to_have_text("ready")
     expect(job.locator(".url")).to_have_text(f"{server.url}/v1")
 
 
 def test_a_batch_is_watched_until_it_is_done(page: Any, home: Path, server: FakeServer) -> None:
     page.goto(page.url.partition("#")[0] + "#/live")
-    expect(page.get_by_role("region", name="Servers")).to_contain_text("llama-3.1-8b-instruct", timeout=WAIT_MS)
+    expect(page.get_by_role("region", name="Servers")).to_contain_text("llama-3.1-8b-instruct")
     rows = home / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"row {n}"}) + "\n" for n in range(40)))
     output = home / "out.jsonl"
-    words = ["batch", "run", str(rows), "-o", str(output), "--url", server.url, "--max-tokens", "300"]
+    words = ["batch", "run", str(rows), "-o", str(output), "--url", server.url, "--max-tokens", "30"]
     words += ["--param", "ignore_eos=true", "--concurrency", "2"]
+    server.set_pace(Pace(itl_s=0.15))  # a minute and a half for all rows: somebody looks before that is over
     with subprocess.Popen([sys.executable, "-m", "corral", *words], env=environment(home),
                           stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as batch:  # fmt: skip
         row = page.locator(f"#jobs tr[data-name={json.dumps(str(output))}]")
-        expect(row).to_contain_text(re.compile(r"\b([1-9]|[123]\d) of 40 rows"), timeout=WAIT_MS)
-        expect(row).to_contain_text("40 of 40 rows", timeout=WAIT_MS)
-        assert batch.wait(60) == 0
+        expect(row).to_contain_text(re.compile(r"\b([1-9]|[123]\d) of 40 rows"))
+        server.set_pace(PACE)
+        expect(row).to_contain_text("40 of 40 rows")
+        assert batch.wait(LIMIT_S) == 0
     expect(row.locator(".tag").nth(1)).to_have_text("done")
     expect(page.locator(".chart canvas")).to_have_count(5)
 
@@ -278,19 +282,16 @@ def test_the_form_shows_the_line_and_the_plan(page: Any, console: Console) -> No
     page.goto(f"{console.url}/#/fleet/start")
     page.get_by_label("Model").fill("smollm2")
     page.get_by_label("Context").fill("2k")
-    expect(page.locator("form .command code")).to_have_text("corral up smollm2 --context 2k", timeout=WAIT_MS)
-    expect(page.get_by_label("Plan", exact=True)).to_contain_text("max model len", timeout=WAIT_MS)
+    expect(page.locator("form .command code")).to_have_text("corral up smollm2 --context 2k")
+    expect(page.get_by_label("Plan", exact=True)).to_contain_text("max model len")
     picture(page, "start")
 
 
 @pytest.mark.parametrize("width", [1000, 2500])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_reads_at_every_width_and_colour(browser: Any, console: Console, width: int, scheme: str) -> None:
-    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
-    page = context.new_page()
-    console.open(page)
-    for view in ("fleet", "live"):
-        page.goto(f"{console.url}/#/{view}")
-        expect(page.locator(f".view-{view} .card").first).to_be_visible(timeout=WAIT_MS)
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-    context.close()
+    with watched_page(browser, console, width, scheme) as page:
+        for view in ("fleet", "live"):
+            page.goto(f"{console.url}/#/{view}")
+            expect(page.locator(f".view-{view} .card").first).to_be_visible()
+            assert page.evaluate("document.documentElement.scrollWidth") <= width

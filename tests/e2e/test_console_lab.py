@@ -21,10 +21,10 @@ from playwright.sync_api import expect
 
 from corral.fake import FakeOptions, FakeServer, Pace
 from tests.console_home import make
-from tests.e2e.console_page import beating, picture
+from tests.e2e.console_page import WAIT_MS, beating, picture
+from tests.until import until
 
 HOSTILE = "<img src=x onerror=document.title='owned'><script>document.title='owned'</script>"
-expect.set_options(timeout=30_000)
 
 
 @dataclass
@@ -88,6 +88,7 @@ def lab(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]
             told = json.loads(console.stdout.readline())
             context = browser.new_context(viewport={"width": 1280, "height": 900})
             page = context.new_page()
+            page.set_default_timeout(WAIT_MS)
             made = Lab(page, folder, server, [], told["url"])
             page.on("console", lambda message: made.complaints.append(message.text))
             page.on("pageerror", lambda error: made.complaints.append(str(error)))
@@ -96,7 +97,7 @@ def lab(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]
             context.close()
         finally:
             console.terminate()
-            console.communicate(timeout=60)
+            console.communicate(timeout=120)
 
 
 def ask(page: Any, text: str, lanes: int = 1) -> None:
@@ -201,7 +202,7 @@ def test_two_models_side_by_side(lab: Lab, two_models: dict[str, FakeServer]) ->
     ask(page, "What is a corral?", lanes=2)
     answers = [page.get_by_role("region", name=side).locator(".answer").text_content() for side in names]
     assert answers[0] != answers[1]
-    assert [answered(server) for server in two_models.values()] == [1, 1]
+    until(lambda: [answered(server) for server in two_models.values()] == [1, 1], "one answer of each")
     for side, name in names.items():
         lane = page.get_by_role("region", name=side)
         lane.get_by_text("The request as curl and Python").click()
