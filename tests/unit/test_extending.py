@@ -113,15 +113,15 @@ def test_a_new_target_serves_and_runs_batches_through_a_profile(with_desk: Corra
     path = user_folder() / "mine.toml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f'target = "desk"\n[desk]\nfirst_port = {port}\nlast_port = {port + 20}\n')
-    assert "--first-port" in with_desk("up", "--help").out
-    up = with_desk("up", str(with_desk.model), "--on", "mine", "--name", "served", "--json")
+    assert "--first-port" in with_desk.apart("up", "--help").out
+    up = with_desk.apart("up", str(with_desk.model), "--on", "mine", "--name", "served", "--json")
     assert up.code == 0, up.err
     assert port <= int(urlsplit(up.json()["endpoint"]["base_url"]).port or 0) <= port + 20
-    assert with_desk("status", "served", "--json").json()["target"] == "desk"
-    assert with_desk("down", "served").code == 0
+    assert with_desk.apart("status", "served", "--json").json()["target"] == "desk"
+    assert with_desk.apart("down", "served").code == 0
     given, output = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
     given.write_text("".join(json.dumps({"id": n, "prompt": f"Row {n}"}) + "\n" for n in range(20)))
-    batch = with_desk("batch", str(given), "-o", str(output), "--model", str(with_desk.model), "--on", "mine")
+    batch = with_desk.apart("batch", str(given), "-o", str(output), "--model", str(with_desk.model), "--on", "mine")
     assert batch.code == 0, batch.err
     assert len(output.read_text().splitlines()) == 20
     started = [folder for folder in all_folders() if folder.name.startswith("batch-")]

@@ -10,18 +10,27 @@ from pathlib import Path
 
 from corral.client.client import CHAT, Client, run
 from corral.client.errors import RequestError
+from corral.deployment.events import read_events
 from corral.deployment.fleet import held_gateways, open_fleet
 from corral.fleet.standing import fleet_status
 from corral.lifecycle.resolve import FleetServer, find_servers, resolve
 from tests.unit.conftest import Corral
-from tests.until import until
+from tests.until import LIMIT_S, polled, until
 
-STREAMS = 24  # 64, and from four members to one and six: tests/cluster/fleet_faults.py
+STREAMS = 12  # 64, and from four members to one and six: tests/cluster/fleet_faults.py
+REST_S = 0.2  # between two requests of one: what starts beside them needs the processor
 
 
 def ready(count: int) -> bool:
     found = fleet_status(open_fleet("herd"))
     return len(found.members) == count and found.ready == count
+
+
+def come(count: int) -> None:
+    """As many are ready; if not, what became of the fleet is told."""
+    if not polled(lambda: ready(count), LIMIT_S):
+        told = [event.get("text") for event in read_events(open_fleet("herd").events)]
+        raise AssertionError(f"never {count} members: {fleet_status(open_fleet('herd'))}; {told}")
 
 
 class Streams:
@@ -37,7 +46,7 @@ class Streams:
             for words, count in during:
                 done = await asyncio.to_thread(corral, *words)
                 assert done.code == 0, done.err
-                await asyncio.to_thread(until, lambda count=count: ready(count), f"{count} members")
+                await asyncio.to_thread(come, count)
                 before = self.whole
                 await asyncio.to_thread(until, lambda before=before: self.whole > before + STREAMS, "answers go on")
         finally:
@@ -54,7 +63,7 @@ class Streams:
                 self.whole += 1
             except RequestError as error:
                 self.failures.append(f"{type(error).__name__}: {error.message}")
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(REST_S)
 
 
 def test_a_fleet_has_one_name_and_changes_its_size_under_streams(answering: Corral, tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import sys
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -65,10 +67,31 @@ def name_of(path: Path) -> str:
 NAMES = {name_of(path) for path in modules()}
 
 
+@dataclass(frozen=True)
+class Parsed:
+    """What is asked of a file."""
+
+    imported: set[str]  # modules of corral, anywhere in it, by their dotted names below `corral`
+    classes: list[str]
+    long: list[str]  # functions of more than 40 lines
+
+
+@cache  # hundreds of tests ask, and parsing takes longer than what they do
+def parsed(path: Path) -> Parsed:
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    classes = [node.name for node in nodes if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    long = [f"{name_of(path)}.{one.name}" for one in functions if (one.end_lineno or 0) - one.lineno >= 40]
+    return Parsed(_imported(nodes), classes, long)
+
+
 def imported(path: Path) -> set[str]:
-    """The modules of corral that a file imports anywhere, by their dotted names below `corral`."""
+    return parsed(path).imported
+
+
+def _imported(nodes: list[ast.AST]) -> set[str]:
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             first, _, below = node.module.partition(".")
             if first == "corral":
@@ -177,18 +200,12 @@ def test_a_class_name_stands_for_one_thing() -> None:
     homes: dict[str, list[str]] = {}
     for path in modules():
         if path.relative_to(SOURCE).parts[0] not in STANDALONE:
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                    homes.setdefault(node.name, []).append(name_of(path))
+            for name in parsed(path).classes:
+                homes.setdefault(name, []).append(name_of(path))
     assert {name: where for name, where in homes.items() if len(where) > 1} == {}
 
 
 def test_long_functions_stay_few() -> None:
     """Past 40 lines a function needs a reason: a list of fields or of options is one. The number only falls."""
-    long = [
-        f"{name_of(path)}.{node.name}"
-        for path in modules()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (node.end_lineno or 0) - node.lineno >= 40
-    ]
+    long = [name for path in modules() for name in parsed(path).long]
     assert len(long) <= 8, long

@@ -11,6 +11,7 @@ import ast
 import os
 import re
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 from corral import errors
@@ -112,9 +113,23 @@ def spoken(node: ast.AST, errors: set[str]) -> Iterator[tuple[str, list[str]]]:
             yield "returned", prose([value])
 
 
-def messages() -> Iterator[str]:
-    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(SOURCE.rglob("*.py"))}
-    known = error_classes(trees)
+@cache
+def messages() -> tuple[str, ...]:
+    """All of them; the source is read once, for it takes seconds."""
+    return tuple(_messages())
+
+
+def parsed() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(SOURCE.rglob("*.py"))}
+
+
+@cache
+def known_errors() -> set[str]:
+    return error_classes(parsed())
+
+
+def _messages() -> Iterator[str]:
+    trees, known = parsed(), known_errors()
     for path, tree in trees.items():
         nodes = [node for node in ast.walk(tree) if isinstance(node, ast.expr | ast.stmt)]
         machine = path.relative_to(SOURCE).parts[0] in MACHINES
@@ -140,8 +155,7 @@ FOREIGN = re.compile(r"\b(anew|thereby|for want of|(?<![Tt]here )is none|signs?|
 
 
 def test_errors_begin_like_the_middle_of_a_line_and_end_like_sentences() -> None:
-    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(SOURCE.rglob("*.py"))}
-    known = error_classes(trees)
+    known = known_errors()
     wrong = []
     for message in messages():
         head, said, *_ = message.split("\n    ")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import TypeGuard
 
@@ -12,7 +13,7 @@ import click
 import pytest
 
 from corral.cli import VERBS, root
-from tests.unit.test_messages import SOURCE, error_classes, words
+from tests.unit.test_messages import SOURCE, known_errors, parsed, words
 from tests.unit.test_messages import _last as last_name
 
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
@@ -84,6 +85,7 @@ FEWER: dict[str, tuple[str, ...]] = {
 TABLES = ("deployment/diagnosis.py", "doctor/judge.py", "engines/flags.py", "slurm/states.py", "slurm/commands.py")
 
 
+@cache  # asked for every remedy; walking all commands takes as long as reading the source
 def options() -> dict[str, set[str]]:
     """Every verb, and every one below it, with its options; the program itself as "" ."""
 
@@ -107,9 +109,8 @@ def options() -> dict[str, set[str]]:
 
 def remedies() -> Iterator[tuple[str, str]]:
     """Every remedy of an error, and every text of the tables, with its module."""
-    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(SOURCE.rglob("*.py"))}
-    known = error_classes(trees)
-    for path, tree in trees.items():
+    known = known_errors()
+    for path, tree in parsed().items():
         module = str(path.relative_to(SOURCE))
         said = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
         for node in ast.walk(tree):

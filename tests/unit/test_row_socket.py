@@ -19,6 +19,7 @@ from corral.batch import front_ends
 from corral.batch.core.run import Quiet
 from corral.batch.core.runner import Counts
 from corral.batch.front_ends import FrontEndWatch, advice
+from corral.batch.inspect import inspect
 from corral.client.client import COMPLETIONS, Page, run
 from corral.client.errors import BadRequestError, KeyRefusedError, OverloadedError, ServerGoneError, TimedOutError
 from corral.client.row_socket import RowSocketClient, RowSocketEndpoint, has_row_socket, row_processes
@@ -278,9 +279,9 @@ def test_a_batch_in_process_gives_the_rows_of_http(guarded: Corral, tmp_path: Pa
 
 def test_a_killed_runner_in_process_is_continued_and_loses_nothing(guarded: Corral, tmp_path: Path) -> None:
     given, output = rows(tmp_path, 300)
-    assert guarded("up", str(guarded.model), "--name", "one", WHOLE_S="0.2").code == 0
+    assert guarded("up", str(guarded.model), "--name", "one", WHOLE_S="1").code == 0
     first = guarded.start("batch", given, "-o", str(output), "--offline", "--concurrency", "8")
-    until(lambda: output.exists() and output.stat().st_size, "first results")
+    until(lambda: output.exists() and inspect(str(output)).fine, "first results that count")
     first.send_signal(signal.SIGKILL)
     first.communicate()
     done = len(ids(output))
