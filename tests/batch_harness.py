@@ -69,7 +69,7 @@ class Nursery:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
-        self._process.wait(10)
+        self._process.wait(120)
         self._process.stdout.close()
 
 
@@ -84,7 +84,7 @@ def fake_server(*options: str) -> Iterator[str]:
         yield json.loads(server.stdout.readline())["url"]
     finally:
         server.stdin.close()
-        server.wait(10)
+        server.wait(120)
         server.stdout.close()
 
 

@@ -178,7 +178,7 @@ def hang_and_ask(bed: SlurmBed, name: str) -> None:
 
 def answer_nobody(bed: SlurmBed, name: str) -> None:
     for asking in bed.asking:
-        asking.communicate(timeout=60)
+        asking.communicate(timeout=120)
     bed.asking.clear()
 
 
@@ -218,7 +218,7 @@ def hang_home(bed: SlurmBed, name: str) -> str:
         answered = request(endpoint["base_url"], key)
     finally:
         bed.server.go_on()
-    told = asking.communicate(timeout=60)[1].strip()
+    told = asking.communicate(timeout=120)[1].strip()
     return f"meanwhile the server answered {answered}, and `status` said: {told}"
 
 

@@ -243,7 +243,7 @@ def two_gateways(herd: Herd, endpoint: Endpoint) -> Streams:
         return found
     finally:
         second.send_signal(signal.SIGINT)
-        second.communicate(timeout=60)
+        second.communicate(timeout=120)
 
 
 FAULTS: dict[str, Callable[[Herd, Endpoint], Streams]] = {

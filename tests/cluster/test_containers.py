@@ -276,6 +276,6 @@ def test_a_server_that_nobody_may_look_into_is_still_ours(docker: Docker, tmp_pa
     until(lambda: state() in ("ready", "failed"))
     assert state() == "ready", (folder / "engine.log").read_text() + (folder / "events.jsonl").read_text()
     process.terminate()
-    process.wait(60)
+    process.wait(120)
     assert state() == "stopped"
     assert not docker.run("ps", "-aq").stdout

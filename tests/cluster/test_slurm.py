@@ -224,7 +224,7 @@ def test_pending_interrupted_and_taken_up_again(login: Login) -> None:
     inside = [pid for pid, line in login.hosts.processes("login") if "--name waits" in line]
     for pid in inside:  # what was started is only the way into the host
         os.kill(pid, signal.SIGINT)
-    _, said = waiting.communicate(timeout=60)
+    _, said = waiting.communicate(timeout=120)
     assert waiting.returncode == 130
     assert "waits in the queue" in said
     assert "corral up --attach waits" in said
@@ -266,7 +266,7 @@ def test_preempted_for_good_or_to_come_back(login: Login) -> None:
     login.wait("returns", lambda now: now["state"] == "queued" and ", again," in now["text"])
     watching = login.start("wait", "returns")
     login.slurm.run("scancel", rival_job)
-    watching.communicate(timeout=60)
+    watching.communicate(timeout=120)
     assert watching.returncode == 0
     assert login.corral("down", "returns").returncode == 0
 

@@ -74,7 +74,7 @@ def console(login: Login) -> Iterator[ConsolePage]:
     for pid, line in login.hosts.processes("login"):  # what was started is only the way into the host
         if "corral console" in line:
             os.kill(pid, signal.SIGTERM)
-    started.communicate(timeout=60)
+    started.communicate(timeout=120)
 
 
 def test_the_console_follows_a_job_from_its_queue_to_ready(login: Login, console: ConsolePage) -> None:

@@ -117,7 +117,7 @@ def test_cancelled_while_loading_says_so(login: Login) -> None:
     waiting = login.start(*words)
     login.wait("loads", lambda now: now["state"] == "loading")
     login.slurm.run("scancel", login.job("loads"))
-    _, said = waiting.communicate(timeout=60)
+    _, said = waiting.communicate(timeout=120)
     assert waiting.returncode == 8, said
     assert f"'loads' stopped: job {login.job('loads')} was cancelled" in said
     assert ": ." not in said
@@ -181,7 +181,7 @@ def test_a_tunnel_follows_a_requeued_job_and_says_when_the_server_is_gone(login:
             in (tmp_path / "said").read_text()
         )
         assert login.corral("down", "moves").returncode == 0
-        assert tunnel.wait(60) == 3
+        assert tunnel.wait(120) == 3
         assert "the server is gone: moves on login is stopped" in (tmp_path / "said").read_text()
         assert not answers(url, key)
     finally:

@@ -137,8 +137,8 @@ def test_jobs_follow_each_other_and_no_request_fails(cluster: Cluster, capsys: p
     finally:
         for words in ("corral proxy served", "corral renew served"):
             cluster.interrupt(words)
-        out, err = proxy.communicate(timeout=30)
-        renewal.communicate(timeout=30)
+        out, err = proxy.communicate(timeout=120)
+        renewal.communicate(timeout=120)
     figures = json.loads(out)
     with capsys.disabled():
         gap = f"longest gap of one client {load.longest_gap_s:.2f} s"

@@ -130,7 +130,7 @@ class Reader:
         for process in self.serving:
             process.terminate()
         for process in self.serving:
-            process.communicate(timeout=30)
+            process.communicate(timeout=120)
             assert process.returncode in (0, 130), f"{process.args!r} ended with {process.returncode}"
 
     def _carried_out(self, text: str, lines: int) -> Done:

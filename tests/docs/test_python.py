@@ -77,5 +77,5 @@ def test_the_batch_api_as_shown(room: dict[str, object], capsys: pytest.CaptureF
         source = "\n".join(block.lines).replace("8100", str(port)).replace(".../key", key[1])
         exec(compile(source, "docs/batch.md", "exec"), room)
         service.terminate()
-        service.communicate(timeout=30)
+        service.communicate(timeout=120)
     assert len(capsys.readouterr().out.strip().splitlines()) == 3

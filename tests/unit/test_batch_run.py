@@ -399,7 +399,7 @@ def test_no_more_weight_is_under_way_than_allowed(tmp_path: Path, weight: int, m
         class Watching(Rounds):
             def result(self, number: int, context: Any, replies: Any) -> Any:
                 if isinstance(replies[0], Reply):
-                    with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as page:
+                    with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as page:
                         text = page.read().decode()
                     seen.append(int(float(re.findall(r"num_requests_running\{.*?\} ([0-9.e+]+)", text)[0])))
                 return super().result(number, context, replies)
@@ -670,7 +670,7 @@ def test_the_command_line_from_stdin_to_a_signal_to_the_end(work: Work) -> None:
         run.stdin.close()
         run.stdin = None
         until(lambda: work.output.exists() and work.output.stat().st_size, "a result")
-        refused = subprocess.run([*argv[:6], *argv[6:]], input=text, capture_output=True, text=True, timeout=60)
+        refused = subprocess.run([*argv[:6], *argv[6:]], input=text, capture_output=True, text=True, timeout=120)
         assert refused.returncode == 4
         assert f"process {run.pid} on " in refused.stderr
         run.send_signal(signal.SIGTERM)
@@ -682,7 +682,7 @@ def test_the_command_line_from_stdin_to_a_signal_to_the_end(work: Work) -> None:
     assert events[-1]["left"] > 0
     work.server.set_pace(FakePace())
     resume = [sys.executable, "-m", "corral", "batch", "resume", str(work.output)]
-    done = subprocess.run(resume, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(resume, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "done: 100 of 100 rows" in done.stderr
     assert len(work.lines()) == 100

@@ -56,7 +56,7 @@ def head(service: Service, line: bytes, *more: bytes, key: bool = True) -> bytes
 
 def ask(service: Service, *pieces: bytes) -> tuple[int, bytes]:
     """Send bytes; the status and the rest of what comes back until the connection ends."""
-    with socket.create_connection(service.address, timeout=30) as to:
+    with socket.create_connection(service.address, timeout=60) as to:
         for piece in pieces:
             to.sendall(piece)
         got = read_all(to)
@@ -111,8 +111,8 @@ def test_silent_connections_cost_no_thread_and_are_ended(service: Service, monke
 
 def test_more_connections_than_are_served_are_ended(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "MOST_CONNECTIONS", 5)
-    held = [socket.create_connection(service.address, timeout=30) for _ in range(5)]
-    with socket.create_connection(service.address, timeout=30) as one_more:
+    held = [socket.create_connection(service.address, timeout=60) for _ in range(5)]
+    with socket.create_connection(service.address, timeout=60) as one_more:
         assert read_all(one_more) == b""
     for to in held:
         to.close()
@@ -138,7 +138,7 @@ def test_an_upload_that_breaks_off_leaves_nothing(service: Service) -> None:
         (b"content-length: %d" % len(body), body[:2000]),
         (CHUNKED, b"%x\r\n%b" % (len(body), body[:2000])),
     ):
-        with socket.create_connection(service.address, timeout=30) as to:
+        with socket.create_connection(service.address, timeout=60) as to:
             to.sendall(head(service, b"POST /v1/files", KIND, framing) + piece)
             until(lambda: bool(service.left()))
         until(lambda: not service.left())
@@ -157,7 +157,7 @@ def test_an_upload_that_is_too_long_leaves_nothing(service: Service) -> None:
     assert refused.value.status_code == 413
     body = form(bytes(5 << 20))
     chunked = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
-    with socket.create_connection(service.address, timeout=30) as to:
+    with socket.create_connection(service.address, timeout=60) as to:
         with contextlib.suppress(ConnectionError):  # it had seen enough
             to.sendall(head(service, b"POST /v1/files", KIND, CHUNKED) + chunked)
         until(lambda: not service.left())

@@ -427,7 +427,7 @@ def test_an_interruption_keeps_what_was_measured(server: FakeServer, bench, name
             assert process.poll() is None
             time.sleep(0.02)
         process.send_signal(signal.Signals[name])
-        _, told = process.communicate(timeout=60)
+        _, told = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "bench/cut; `corral bench report cut` shows it" in told
     known = bench("report", "cut", "--json").json()

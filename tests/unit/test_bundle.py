@@ -21,7 +21,7 @@ BUNDLES = [*PACKAGES, "node/survey", "node/remote.py", "node/slurm_start.py", "n
 def run(text: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     (folder / "bundled.py").write_text(text)
     command = [sys.executable, "-I", str(folder / "bundled.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=30)
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=120)
 
 
 def sources(text: str) -> dict[str, str]:

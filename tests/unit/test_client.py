@@ -585,7 +585,7 @@ def feed(pieces: list[bytes], answers: int = 1) -> list[Exchange]:
 def recorded(server: FakeServer, body: dict[str, Any]) -> bytes:
     host, port = server.url.removeprefix("http://").split(":")
     data = json.dumps(body).encode()
-    with socket.create_connection((host, int(port)), timeout=10) as to:
+    with socket.create_connection((host, int(port)), timeout=60) as to:
         to.sendall(
             b"POST /v1/completions HTTP/1.1\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(data), data)
         )
@@ -694,7 +694,7 @@ def test_ctrl_c_is_clean() -> None:
             os.kill(process.pid, signal.SIGINT)
             assert process.stdout.read() == "clean\n"
             assert process.stderr.read() == ""
-            assert process.wait(60) == 0
+            assert process.wait(120) == 0
 
 
 def test_no_socket_is_left_open(server: FakeServer) -> None:

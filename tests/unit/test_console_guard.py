@@ -34,7 +34,7 @@ class Answer:
 
 def ask(console: Console, path: str, method: str = "GET", body: str | None = None, **headers: str) -> Answer:
     address = urlsplit(console.url)
-    connection = http.client.HTTPConnection("127.0.0.1", address.port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", address.port, timeout=60)
     try:
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
         connection.putrequest(method, path, skip_host="host" in sent)

@@ -63,7 +63,7 @@ class Talk:
     def end(self) -> int:
         assert self.process.stdin is not None
         self.process.stdin.close()
-        code = self.process.wait(30)
+        code = self.process.wait(120)
         for stream in (self.process.stdout, self.process.stderr):
             assert stream is not None
             stream.close()
@@ -429,7 +429,7 @@ def ask(
     source: Json, path: str, token: str | None = "right", method: str = "GET", **headers: str
 ) -> tuple[int, bytes]:
     address = source["url"].removeprefix("http://")
-    connection = http.client.HTTPConnection(address, timeout=10)
+    connection = http.client.HTTPConnection(address, timeout=60)
     signed = authorization(token or "", method, path, headers.get("Range", ""))
     sent = {**headers, **({"Authorization": signed} if token else {})}
     connection.request(method, path, headers=sent)
@@ -616,14 +616,14 @@ def test_no_token_is_on_the_wire_and_no_request_works_twice(talks: list[Talk], f
     assert heard
     assert not any(b"right" in request for request in heard)
     for expected in (b"HTTP/1.1 20", b"HTTP/1.1 401"):
-        with socket.create_connection(("127.0.0.1", int(source["url"].rpartition(":")[2])), timeout=10) as wire:
+        with socket.create_connection(("127.0.0.1", int(source["url"].rpartition(":")[2])), timeout=60) as wire:
             wire.sendall(heard[0])
             assert wire.recv(100).startswith(expected)
 
 
 def test_a_signature_is_good_for_its_own_request_only(talks: list[Talk], folder: Path) -> None:
     source, _ = serve(talks, folder)
-    connection = http.client.HTTPConnection(source["url"].removeprefix("http://"), timeout=10)
+    connection = http.client.HTTPConnection(source["url"].removeprefix("http://"), timeout=60)
     for method, path, span, signed in (
         ("GET", "/files/1", "", authorization("right", "GET", "/files/0")),
         ("GET", "/files/0", "bytes=1-", authorization("right", "GET", "/files/0")),
@@ -700,7 +700,7 @@ def test_it_ends_with_its_input_and_when_idle(talks: list[Talk], folder: Path, t
     idle = Talk("serve", folder=str(folder), address="127.0.0.1", token="t", hash="known", idle_s=0.2)
     talks.append(idle)
     idle.hear("manifest")
-    assert idle.process.wait(30) == 75
+    assert idle.process.wait(120) == 75
 
 
 def test_hashes_are_remembered_until_a_file_changes(talks: list[Talk], folder: Path, clean_home: Path) -> None:

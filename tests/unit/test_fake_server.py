@@ -257,7 +257,7 @@ def test_keep_alive_pipelining_and_split_requests(server: FakeServer) -> None:
     chunked = b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (
         len(body), body,
     )  # fmt: skip
-    with socket.create_connection((address.hostname or "", address.port or 0), timeout=10) as to:
+    with socket.create_connection((address.hostname or "", address.port or 0), timeout=60) as to:
         to.sendall(one * 500)
         for byte in one[:60]:
             to.sendall(bytes([byte]))
@@ -465,7 +465,7 @@ def test_a_client_that_leaves_frees_its_place(tmp_path: Path) -> None:
     with FakeServer(FakeOptions(pace=Pace(itl_s=1.0, max_seqs=1), log=tmp_path / "log")) as server:
         address = urlsplit(server.url)
         data = json.dumps({"prompt": "x", "max_tokens": 1000, "stream": True, "ignore_eos": True}).encode()
-        with socket.create_connection((address.hostname or "", address.port or 0), timeout=5) as to:
+        with socket.create_connection((address.hostname or "", address.port or 0), timeout=60) as to:
             to.sendall(b"POST /v1/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n%b" % (len(data), data))
             to.recv(10)
         ask(server, max_tokens=1)  # the other one would have held it for a quarter of an hour
@@ -490,7 +490,7 @@ def test_the_process_can_die_on_demand(code: int) -> None:
         assert call(url, "/v1/completions", {"prompt": "x"})[0] == 200
         with pytest.raises((OSError, http.client.HTTPException)):
             call(url, "/v1/completions", {"prompt": "x"})
-        assert process.wait(60) == code
+        assert process.wait(120) == code
 
 
 @pytest.mark.parametrize(("how", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130), (None, 0)])
@@ -503,14 +503,14 @@ def test_the_process_ends_when_asked(how: signal.Signals | None, code: int) -> N
             process.stdin.close()
         else:
             os.kill(process.pid, how)
-        assert process.wait(60) == code
+        assert process.wait(120) == code
 
 
 def test_a_taken_port_is_named() -> None:
     with FakeServer() as server:
         port = urlsplit(server.url).port
         command = [sys.executable, "-m", "corral", "fake-server", "--port", str(port)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 4
     assert f"127.0.0.1:{port}" in done.stderr
 

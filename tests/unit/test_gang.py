@@ -168,7 +168,7 @@ def test_an_old_connection_that_ends_late_does_not_hide_the_new_one(spec: dict[s
 
 # -------------------------------------------------------------------------------------------------- who may speak
 def connect(spec: dict[str, Any]) -> socket.socket:
-    return socket.create_connection((spec["head"], spec["port"]), timeout=10)
+    return socket.create_connection((spec["head"], spec["port"]), timeout=60)
 
 
 def test_the_listener_outlives_a_time_without_descriptors(spec: dict[str, Any], head: gang.Head) -> None:

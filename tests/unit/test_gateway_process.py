@@ -50,7 +50,7 @@ def gateway(corral: Corral, *words: str) -> Iterator[tuple[str, subprocess.Popen
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
+        process.communicate(timeout=120)
 
 
 def ask(url: str, key_file: Path) -> str:
@@ -75,7 +75,7 @@ def test_a_deployment_behind_a_gateway(answering: Corral) -> None:
         with pytest.raises(KeyRefusedError):
             ask(url, wrong)
         process.send_signal(signal.SIGTERM)
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=120)
         assert json.loads(out)["answered"] == 2
 
 
@@ -181,7 +181,7 @@ def test_a_fleet_behind_a_gateway_process(answering: Corral) -> None:
             assert again == url
             assert ask(again, folder.key)
             second.send_signal(signal.SIGTERM)
-            second.communicate(timeout=60)
+            second.communicate(timeout=120)
         assert held_gateways(folder) == {}
         (path,) = folder.gateways.glob("*.json")
         assert load_json(GatewayAddress, path).holder is None

@@ -42,7 +42,7 @@ def at_a_terminal(corral: Corral, typed: str, *arguments: str, **options: str) -
             asked = True
             os.write(terminal, typed.encode())
     os.close(terminal)
-    return running.wait(60), " ".join(shown.decode().split())  # lines break at the terminal's width
+    return running.wait(120), " ".join(shown.decode().split())  # lines break at the terminal's width
 
 
 @pytest.fixture

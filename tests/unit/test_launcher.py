@@ -59,7 +59,7 @@ class Checkout:
             "FAIL": str(marker),
         }
         command = [str(self.path / "corral"), *arguments]
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
 
     def environments(self) -> list[str]:
         return sorted(path.name for path in self.path.glob(".venv*") if path.is_dir())

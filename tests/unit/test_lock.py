@@ -177,7 +177,7 @@ def holding(path: Path, start: list[str]) -> Iterator[None]:
         yield
     finally:
         holder.stdin.close()
-        code = holder.wait(60)
+        code = holder.wait(120)
         holder.stdout.close()
     assert code == 0  # it still had its lock
 

@@ -333,7 +333,7 @@ def test_the_proxy_as_a_command(corral: Corral) -> None:
         assert "followed by  here~2 (unknown); no more: enough" in corral("status", "here").out
         folder.successors.unlink()
         proxy.send_signal(signal.SIGINT)
-        out, _ = proxy.communicate(timeout=30)
+        out, _ = proxy.communicate(timeout=120)
     assert proxy.returncode == 0
     assert '"failed": 0' in out
     assert load_json(ProxyAddress, folder.proxy).holder is None

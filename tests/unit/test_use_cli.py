@@ -114,7 +114,7 @@ def test_an_error_begins_on_a_line_of_its_own(server: FakeServer) -> None:
     try:
         done = subprocess.run(
             [*COMMAND, "complete", "a", "--url", server.url, "--max-tokens", "20"],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120,
         )  # fmt: skip
     finally:
         server.set_faults()

@@ -224,7 +224,7 @@ def test_ctrl_c_in_map_is_clean(tmp_path: Path) -> None:
         "    except KeyboardInterrupt:\n"
         "        print('clean')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.stdout.strip(), done.stderr, done.returncode) == ("clean", "", 0)
 
 
