@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.cluster.ssh_bench import Bench, open_bench
 from tests.tiny_llama import make_tiny_llama
 
 # Begun first, so that no worker is alone with a long one at the end (`--no-loadscope-reorder` keeps this order); they
 # wait for time limits of jobs, for nodes that SLURM gives up, for TCP. What is not named here is short.
-LONG_FIRST = ("slurm_handover", "ssh", "slurm_batch", "slurm", "slurm_fleet", "slurm_hand", "containers", "testbed")
+LONG_FIRST = (
+    "slurm_batch", "slurm", "slurm_handover", "ssh_lost", "slurm_hand", "pull", "ssh", "ssh_storage", "ssh_fleet",
+    "slurm_fleet", "containers", "ssh_refused", "testbed",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -21,3 +26,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    with open_bench(tmp_path_factory.mktemp("ssh")) as made:
+        yield made
+
+
+@pytest.fixture
+def ready(bench: Bench, request: pytest.FixtureRequest) -> Iterator[str]:
+    """The name of a deployment on both nodes that is ready; with the options that a test gives."""
+    name = request.node.name[:60]
+    done = bench.up(name, *getattr(request, "param", ()))
+    assert done.returncode == 0, done.stderr
+    yield name
+    bench.mend()
+    assert bench.run("down", name).returncode == 0
+    bench.nothing_left()

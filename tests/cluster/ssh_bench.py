@@ -56,6 +56,10 @@ class Bench:
             raise AssertionError(f"never: {found[0]}")
         return found[0]
 
+    def failed(self, name: str) -> Any:
+        """How it failed, once its agents have noticed. How long that takes is `make faults`' affair."""
+        return self.wait(name, lambda status: status["state"] == "failed")
+
     def engines(self, host: str) -> list[int]:
         return [pid for pid, line in self.hosts.processes(host) if "stub_engine.py" in line]
 

@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.ssh_bench import NODES, Bench
-from tests.cluster.test_ssh import bench
 from tests.testbed import missing
 
-__all__ = ["bench"]
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
 
