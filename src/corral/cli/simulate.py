@@ -102,7 +102,9 @@ def _slos(text: str | None) -> tuple[Slo, ...]:
     "The fleet": ("--replicas", "--policy", "--autoscale", "--slo", "--price"),
     "Output": ("-o", "--json", "--help"),
 })  # fmt: skip
-@click.option("--from", "measured", multiple=True, metavar="RUN", help="Fit to this run of `corral bench`; several.")
+@click.option(
+    "--from", "measured", multiple=True, metavar="RUN", help="Fit to this run of `corral bench`; repeatable."
+)
 @click.option("--model", help="A model, served as its plan says, by the planner's roofline.")
 @click.option("--gpus", metavar="NxKIND", help="Hardware of one replica, for example 8xH100.")
 @click.option("--nodes", type=int, metavar="N", help="Equal nodes of that hardware, for one replica.")
@@ -110,7 +112,12 @@ def _slos(text: str | None) -> tuple[Slo, ...]:
 @click.option("--context", type=TokenCount(), help="Longest request: 32768, or 32k.")
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Fix one field of the plan.")
 @click.option("--offline", is_flag=True, help="Do not ask the Hugging Face hub.")
-@click.option("--trace", type=click.Path(), metavar="FILE", help="Requests with their times, one JSON per line.")
+@click.option(
+    "--trace",
+    type=click.Path(),
+    metavar="FILE",
+    help="Requests with their times and lengths, one JSON object per line.",
+)
 @click.option("--trace-speed", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True,
               help="How many times faster to replay.")  # fmt: skip
 @click.option("--dataset", type=click.Choice(["random", "prefix_repetition", "multi_turn"]), default="random",
@@ -125,7 +132,7 @@ def _slos(text: str | None) -> tuple[Slo, ...]:
 @click.option("--request-rate", "rate", metavar="PER_S", help="Requests per second: 8, or 4..40.")
 @click.option("--concurrency", type=click.IntRange(min=1), help="Requests at once, where there is no rate.")
 @click.option("--arrival", type=click.Choice(["poisson", "constant", "gamma"]), default="poisson", show_default=True,
-              help="With a rate: when.")  # fmt: skip
+              help="With a rate: when requests are sent.")  # fmt: skip
 @click.option("--burstiness", default=1.0, show_default=True, help="gamma: below 1 burstier, above 1 more even.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of lengths and times.")
 @click.option("--replicas", default="1", show_default=True, metavar="N|A..B",

@@ -214,7 +214,7 @@ class FakeEngine:
                 job.sink.finish(now)
                 self._admit(now)
                 return
-            if pace.kv_tokens and self._overflows(job, now):
+            if pace.kv_tokens and self._overflows(job):
                 return
             job.due += self._gap(job)
             if job.due > now + _EARLY_NS:
@@ -243,7 +243,7 @@ class FakeEngine:
         while self._queue and self._fits(self._queue[0]):
             self._start(self._queue.popleft(), now, at_once=False)
 
-    def _overflows(self, job: FakeJob, now: int) -> bool:
+    def _overflows(self, job: FakeJob) -> bool:
         """Preempt the youngest jobs until the cache fits; say whether `job` itself was one of them."""
         while self.kv_used > self.pace.kv_tokens and self.running_jobs > 1:
             victim = self._young[-1]

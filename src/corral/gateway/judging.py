@@ -29,7 +29,6 @@ class MemberProgress:
     busy_since_s: float = 0.0  # of the oldest stretch of having requests; 0: it has none
     longest_pause_s: float = 0.0
     moves: int = 0
-    unanswered_since_s: float = 0.0  # its metrics; 0: they are answered
     hung: bool = False
 
     def busy(self, now_s: float) -> None:
