@@ -19,7 +19,7 @@ from corral.deployment.state import ENDED, Reason, State
 from corral.processes import Identity
 from corral.targets.base import AgentsStatus
 
-__all__ = ["Verdict", "verdict"]
+__all__ = ["StateVerdict", "verdict"]
 
 SILENT_S = 60.0  # an agent writes a heartbeat every two seconds
 
@@ -39,7 +39,7 @@ REMEDIES = {
 }
 
 
-class Verdict(NamedTuple):
+class StateVerdict(NamedTuple):
     """A state with its reason, in words, and the remedy."""
 
     state: State
@@ -50,7 +50,7 @@ class Verdict(NamedTuple):
 
 def verdict(
     folder: DeploymentFolder, called: str, made_by: Identity, last: Event | None, agents: AgentsStatus
-) -> Verdict:
+) -> StateVerdict:
     """What the journal says last, unless the target knows better; `made_by` is the command that makes it."""
     name = shlex.quote(called)
     state = State(last.get("state")) if last else State.STARTING
@@ -72,27 +72,27 @@ def verdict(
         text, remedy = _why_slow(last, text, name)
     elif state is State.FAILED and not remedy:
         remedy = REMEDIES.get(reason or Reason.ENGINE_EXITED, WHOLE_LOG).format(name=name)
-    return Verdict(state, reason, text, remedy)
+    return StateVerdict(state, reason, text, remedy)
 
 
-def _staged(made_by: Identity) -> Verdict:
+def _staged(made_by: Identity) -> StateVerdict:
     """A deployment whose agent was not started yet lives and dies with the command that makes it."""
     if not made_by.is_here():
-        return Verdict(State.UNKNOWN, None, f"being made by a command on {made_by.host}; look from there", "")
+        return StateVerdict(State.UNKNOWN, None, f"being made by a command on {made_by.host}; look from there", "")
     if not made_by.is_gone():
-        return Verdict(State.STAGING, None, "installing the engine or fetching the model", "")
+        return StateVerdict(State.STAGING, None, "installing the engine or fetching the model", "")
     text = "the command that was making it ended before the engine started"
     remedy = "Run the same `corral up` again; finished downloads are kept."
-    return Verdict(State.STOPPED, Reason.INTERRUPTED, text, remedy)
+    return StateVerdict(State.STOPPED, Reason.INTERRUPTED, text, remedy)
 
 
-def _lost(machine_restarted: bool, name: str) -> Verdict:
+def _lost(machine_restarted: bool, name: str) -> StateVerdict:
     if machine_restarted:
         text = "the machine was restarted"
-        return Verdict(State.STOPPED, Reason.MACHINE_RESTARTED, text, "Start it again with `corral up`.")
+        return StateVerdict(State.STOPPED, Reason.MACHINE_RESTARTED, text, "Start it again with `corral up`.")
     text = "its agent is gone without a word: it was killed together with its supervisor"
     remedy = f"Run `corral down {name}` to clear what is left, then `corral up`."
-    return Verdict(State.FAILED, Reason.AGENT_KILLED, text, remedy)
+    return StateVerdict(State.FAILED, Reason.AGENT_KILLED, text, remedy)
 
 
 def _heartbeat_age_s(folder: DeploymentFolder) -> float:
