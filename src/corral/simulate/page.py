@@ -68,8 +68,8 @@ def behind_sentence(found: SimOutcome) -> str:
         return ""
     come, answered = figure(found.arrival_rate), figure(found.arrival_rate * (1 - found.gained))
     return (
-        f"It does not keep up: {come} requests come each second and {answered} are answered, so every wait grows for"
-        " as long as this lasts; the latencies are those of this short time."
+        f"It does not keep up: in the second half {come} requests come each second and {answered} are answered, so"
+        " these latencies are of a short time. More requests (--num-prompts) show whether they go on growing."
     )
 
 
