@@ -305,6 +305,22 @@ class Streams:
 
 
 @in_loop
+async def test_a_request_that_was_dropped_goes_to_whoever_has_not_had_it(tmp_path: Path) -> None:
+    async with gateway_to(*(f"http://127.0.0.1:{port}" for port in (1, 2, 3))) as gateway:
+        pool, user = gateway.pools["fake"], gateway.keys.all()[0]
+        prompt = read_prompt(json.dumps({"prompt": "alpha " * 500}).encode(), lambda _: pool.scale)
+        for _ in range(5):
+            passage, asked = Passage(gateway, pool, user, prompt), []
+            for _ in range(4):
+                member = passage.choose(0.0)
+                assert member is not None
+                asked.append(member)
+                passage.leaves(member)
+            assert len(set(asked[:3])) == 3  # none is avoided for long enough to say so
+            assert asked[3] in asked[:3]  # and nobody else is left
+
+
+@in_loop
 async def test_a_member_that_dies_costs_nobody_an_answer_that_had_not_begun(tmp_path: Path) -> None:
     with servers(tmp_path, 3, pace=PACED) as found:
         async with gateway_to(*(one.url for one in found)) as gateway:

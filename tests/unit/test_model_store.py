@@ -41,7 +41,7 @@ def test_a_hub_model_is_fetched_served_and_kept(corral: Corral, repository: Path
         assert again.code == 0, again.err
         assert not hub.served
         assert online(corral, hub, "down", "--all").code == 0
-    offline = corral("up", "lab/tiny-llama", "--json")  # no hub at all any more
+    offline = corral.apart("up", "lab/tiny-llama", "--json")  # no hub at all any more
     assert offline.code == 0, offline.err
 
 

@@ -34,6 +34,7 @@ class Passage:
 
     __slots__ = (
         "_age",
+        "_asked",
         "_before",
         "_counter",
         "_expected",
@@ -57,6 +58,7 @@ class Passage:
     def __init__(self, counter: Counter, pool: ModelPool, user: KeyUser, prompt: RoutedPrompt) -> None:
         self._counter, self.pool, self.user, self.prompt = counter, pool, user, prompt
         self.member: ServingMember | None = None  # whose work it is, or was last
+        self._asked: tuple[ServingMember, ...] = ()  # who had it and gave no answer: somebody else comes first
         self.arrived_s = _now()
         self.started = self._turn = self._streams = False
         self._waiter: Waiter | None = None
@@ -76,6 +78,8 @@ class Passage:
         free = pool.free(now_s, self.prompt.width)
         if not free:
             return None
+        if self._asked:
+            free = [one for one in free if one not in self._asked] or free
         member = free[0] if len(free) == 1 else pool.policy.choose(free, self.prompt)
         self._give(member)
         return member
@@ -162,6 +166,7 @@ class Passage:
         assert isinstance(member, ServingMember)
         member.gave(self.prompt.width, self._prefill + self._output)
         self._prefill = self._output = 0.0
+        self._asked = (*self._asked, member)
         self.pool.pump_soon()
 
     def ends(self, status: int, whole: bool) -> None:
