@@ -5,7 +5,10 @@ what loading compiled code does in any case: find out which vector instructions
 compiler and CPU agree on, and hash torch's sources.  torch keeps both answers
 for the life of the process.  The first question is answered by ten helper
 processes that load a test library each (1.7 s); a library that loaded once on
-this CPU is not tried again (marker file next to it in inductor's cache).
+this CPU is not tried again (marker file next to it in inductor's cache).  Loading
+compiled code also precompiles a header for code that may yet have to be compiled
+(10 s); torch keeps it where temporary files go, which is a folder of this start's
+own, so it is kept in inductor's cache instead.
 
 ``slim`` leaves the sampler out of the start-up run.  That run exists to compile
 the model and to measure memory; the sampler is not compiled on the CPU, and with
@@ -31,6 +34,7 @@ def preload_inductor() -> None:
         from torch._inductor.cpu_vec_isa import pick_vec_isa
 
         _remember_probes()
+        _keep_headers()
         pick_vec_isa()
         torch_key()
     except Exception as e:
@@ -86,6 +90,17 @@ def _remember_probes() -> None:
             return original(self, output_path)
 
     VecISA._probe_load = _probe_load
+
+
+def _keep_headers() -> None:
+    """Precompiled headers outlive this start; torch names them by compiler, flags and contents."""
+    from torch._inductor import codecache
+
+    if not hasattr(codecache, "_HEADER_DIR") or not hasattr(codecache, "_HEADER_LOCK_DIR"):
+        log.info("corral_cpu_engine: precompiled headers are unknown, made in every start")
+        return
+    codecache._HEADER_DIR = os.path.join(codecache.cache_dir(), "precompiled_headers")
+    codecache._HEADER_LOCK_DIR = os.path.join(codecache._HEADER_DIR, "locks")
 
 
 def slim() -> None:
