@@ -220,7 +220,7 @@ def test_the_time_limit_in_the_middle_is_passed_over_to_the_next_job(login: Logi
 
 
 def test_trials_of_a_tuning_run_are_jobs_side_by_side(login: Login) -> None:
-    words = ["tune", str(login.model), *SMALL, "--time", "10:00", "--side-by-side", "2", "--budget", "30s", "--name",
+    words = ["tune", str(login.model), *SMALL, "--time", "10:00", "--side-by-side", "2", "--budget", "60s", "--name",
              "beside", "--measure", "1s", "--input-len", "16", "--output-len", "8", "--concurrency", "4"]  # fmt: skip
     done = login.corral(*words, "--json")
     assert done.returncode in (0, 1), done.stderr  # 1: a budget so small decides little

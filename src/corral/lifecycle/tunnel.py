@@ -8,6 +8,7 @@ ended or another process took its place.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -35,6 +36,7 @@ from corral.record import dump_json, load_json
 from corral.ssh import socket_folder
 
 __all__ = [
+    "HeldTunnel",
     "close_tunnel",
     "ensure_tunnel",
     "hold_forward",
@@ -42,11 +44,13 @@ __all__ = [
     "near_end",
     "near_socket",
     "needs_tunnel",
+    "opened",
     "tunnel_holder",
 ]
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.4, 10.0
 OPEN_S = 20.0
+TOLD_S = 2.0  # after which whoever has the port has said so
 
 
 def needs_tunnel(folder: DeploymentFolder) -> bool:
@@ -87,18 +91,30 @@ def ensure_tunnel(folder: DeploymentFolder) -> None:
         )  # fmt: skip
     finally:
         os.close(log)
-    deadline = time.monotonic() + OPEN_S
-    while time.monotonic() < deadline:
-        if _open(folder):
-            return
-        if process.poll() is not None:
-            break
-        time.sleep(0.1)
-    words = folder.tunnel_log.read_text(errors="replace").strip().splitlines()
+    if opened(folder, lambda: process.poll() is not None):
+        return
+    lines = folder.tunnel_log.read_text(errors="replace").strip().splitlines()
+    words = [line.removeprefix("corral: ") for line in lines if not line.lstrip().startswith("→")]  # no remedies
     said = words[-1] if words else "ssh said nothing"
     raise UnreachableError(
         f"the tunnel to {folder.name!r} did not open: {said}", f"`corral tunnel {folder.name}` shows why."
     )
+
+
+def opened(folder: DeploymentFolder, has_ended: Callable[[], bool]) -> bool:
+    """Wait for the tunnel: that of a process that may end, or of another that took the port a moment before it."""
+    now = time.monotonic()
+    deadline, ended_s = now + OPEN_S, math.inf
+    while now < deadline:
+        if _open(folder):
+            return True
+        if ended_s == math.inf and has_ended():
+            ended_s = now
+        if now - ended_s > TOLD_S and tunnel_holder(folder) is None:
+            return False
+        time.sleep(0.1)
+        now = time.monotonic()
+    return False
 
 
 def _open(folder: DeploymentFolder) -> bool:
