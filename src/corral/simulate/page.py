@@ -73,6 +73,11 @@ def behind_sentence(found: SimOutcome) -> str:
     )
 
 
+def _judged(found: SimOutcome) -> list[str]:
+    """What is said of a load's promises."""
+    return [text for text in (*map(slo_sentence, found.slos), behind_sentence(found)) if text]
+
+
 def forecast_lines(server: SimServer, rows: Sequence[Forecast], answer: str, columns: int | None) -> Iterator[str]:
     """The forecasts for a terminal."""
     yield from table_lines(HEADS, [_row(one) for one in rows], 1, columns, SPARED)
@@ -89,8 +94,7 @@ def forecast_lines(server: SimServer, rows: Sequence[Forecast], answer: str, col
         name = f"{one.label}, {counted(one.outcome.members, 'replica')}"
         if one.interval and len(rows) > 1:
             yield from wrapped(f"{name}: {_range(one)}.", columns)
-        said = [slo_sentence(result) for result in one.outcome.slos]
-        for text in filter(None, (*said, behind_sentence(one.outcome))):
+        for text in _judged(one.outcome):
             yield from wrapped(f"{name}: {text}", columns)
     hours = ", ".join(figure(one.gpu_hours) for one in rows if one.gpu_hours)
     if hours:
@@ -141,8 +145,7 @@ def forecast_page(server: SimServer, rows: Sequence[Forecast], answer: str) -> s
         body.append(f"<h2>{escape(one.label)}, {counted(one.outcome.members, 'replica')}</h2>")
         if one.interval:
             body.append(f"<p>{escape(_range(one))}</p>")
-        said = [slo_sentence(result) for result in one.outcome.slos]
-        body += [f"<p>{escape(text)}</p>" for text in filter(None, (*said, behind_sentence(one.outcome)))]
+        body += [f"<p>{escape(text)}</p>" for text in _judged(one.outcome)]
         body.append(cards([
             ("requests", f"{one.outcome.completed:,}"), ("output tok/s", figure(one.outcome.output_throughput)),
             ("prompt tokens from the cache", f"{one.outcome.cached_tokens:,}"),
