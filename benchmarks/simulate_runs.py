@@ -6,7 +6,8 @@
 
 The runs vary what a simulation is asked about: rates, lengths, concurrencies, bursts, shared prefixes. The sets are
 sized for 8B in bf16 and 70B in FP8 on one H200, and for a 135M model on a few cores. The server is kept busy for
-`--warm` seconds before, in case it is slower when it was just started. Every run is a run of `corral bench` with its
+`--warm` seconds before, in case it is slower when it was just started; the three to fit to are made first, in the
+middle and last. Every run is a run of `corral bench` with its
 rows; `--thin` keeps of a row's times the first and the last token, on which alone the fit rests.
 """
 
@@ -102,6 +103,13 @@ def cpu(s: float) -> dict[str, Spec]:
 SETS = {"h200-8b": h200_8b, "h200-70b": h200_70b, "cpu": cpu}
 
 
+def spread(names: list[str]) -> list[str]:
+    """The runs to fit to first, in the middle and last: machines get quicker and slower within such a set."""
+    fits, held = ([name for name in names if name.startswith("fit") is wanted] for wanted in (True, False))
+    places = {round(n * len(held) / max(1, len(fits) - 1)): name for n, name in enumerate(fits)}
+    return [one for n, name in enumerate([*held, ""]) for one in (places.get(n, ""), name) if one]
+
+
 async def measure(endpoint: Endpoint, specs: dict[str, Spec], into: Path, warm: Spec | None) -> None:
     began = time.monotonic()
     async with Bench(endpoint) as bench:
@@ -165,6 +173,7 @@ def main() -> None:
         for number, (name, spec) in enumerate(SETS[given.set](given.seconds).items())
         if any(part in name for part in wanted)
     }
+    specs = {name: specs[name] for name in spread([*specs])}
     crowd = SETS[given.set](given.warm)["fit-2-crowd"]
     mixed = replace(crowd, workload=replace(crowd.workload, seed=given.seed - 1, range_ratio=0.9), label="warm")
     run(measure(endpoint, specs, given.into, mixed if given.warm else None))

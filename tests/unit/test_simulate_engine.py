@@ -18,7 +18,7 @@ from corral.simulate.requests import ClosedLoop, OpenLoop, SimRequest, source_of
 from corral.simulate.steptime import DecodeCost, FittedSteps
 from corral.simulate.world import MemberModel, ScalingModel, simulate_load
 
-STEPS = FittedSteps(5e-3, 30e-6, 3e-9, 20e-6, attend_s=1e-9, mixed_s=1e-3)
+STEPS = FittedSteps(5e-3, 30e-6, 3e-9, 20e-6, attend_s=1e-9, launch_s=9e-3, graph_tokens=64)
 
 
 class Naive:

@@ -79,15 +79,20 @@ def stage_weights(model: ModelFacts, parts: Parts, parallel: Parallel) -> list[i
     return weights
 
 
+def largest_graph(settings: EngineSettings) -> int:
+    """Tokens of the largest step that a CUDA graph covers; 0: of none."""
+    if settings.eager:
+        return 0
+    return min(settings.max_graph_size or min(2 * settings.max_num_seqs, 512), settings.max_num_batched_tokens)
+
+
 def graph_sizes(settings: EngineSettings) -> tuple[int, int]:
     """How many CUDA graphs vLLM captures, and the sum of their batch sizes.
 
     Sizes are 1, 2, 4, then by 8 to 256, by 16 to 512, once in pieces (mixed batches) and once whole (decode only, no
     more than `max_num_seqs` requests).
     """
-    if settings.eager:
-        return 0, 0
-    largest = min(settings.max_graph_size or min(2 * settings.max_num_seqs, 512), settings.max_num_batched_tokens)
+    largest = largest_graph(settings)
     every = [n for n in (1, 2, 4) if n <= largest]
     every += [*range(8, min(largest + 1, 256), 8), *range(256, largest + 1, 16)]
     whole = [n for n in every if n <= settings.max_num_seqs]

@@ -219,6 +219,10 @@ class Roof:
             total += max(busy, layers * self.e.eager_layer_s) if self.settings.eager else busy
         return max(total, self.e.floor_s + self.e.floor_sequence_s * running)
 
+    def launch_s(self, running: float) -> float:
+        """Seconds that a step takes at least whose kernels are launched one by one."""
+        return self.model.layers * self.e.eager_layer_s + self.e.eager_sequence_s * running
+
     def named_draft_s(self, weights_bytes: int, layers: int) -> float:
         """Seconds that a draft of so many bytes and layers takes for one token."""
         return weights_bytes / self.parallel.tensor / self.machine.bandwidth + layers * self._layer_s()

@@ -162,7 +162,6 @@ def regress(runs: Sequence[MeasuredRun]) -> FittedSteps:
         kv_s=max(context, step * 1e-7),
         prompt_s=prompt,
         attend_s=prompt * 1e-5,
-        mixed_s=step / 10,
         wake_s=request,
         request_s=request,
         stream_s=step / 1000,

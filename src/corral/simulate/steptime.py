@@ -1,7 +1,9 @@
 """How long one step of an engine takes: from coefficients that were fitted, or from the planner's roofline.
 
 A step of `running` decoding sequences with `kv` tokens of context takes `max(fixed + per_kv · kv, floor)`, which can
-be summed over many steps without making them; a step that also computes prompt tokens is asked for as a whole.
+be summed over many steps without making them; a step that also computes prompt tokens is asked for as a whole. On a
+GPU one with more tokens than the largest CUDA graph is launched kernel by kernel, and takes at least as long as that
+does: 8B on an H200 24 ms for any prompt up to 800 tokens, where a step within a graph takes 6 (docs/log.md).
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from functools import lru_cache
 from typing import Protocol
 
 from corral.plan import Plan, make_plan
+from corral.plan.memory import largest_graph
 from corral.plan.speed import Efficiency, Roof, roof_of
 from corral.plan.tuning import tuning_for
 
@@ -65,6 +68,9 @@ class StepTime(Protocol):
         """Seconds of a step that also computes prompt tokens; `attended`: the sum of the contexts of each of them."""
 
 
+KNOWN = {"lookahead", "graph_tokens"}  # of the fields below, what is not fitted
+
+
 @dataclass(frozen=True)
 class FittedSteps:
     """Coefficients in seconds; `request_s` and `stream_s` are the API server's, not a step's."""
@@ -74,21 +80,23 @@ class FittedSteps:
     kv_s: float  # per token of context
     prompt_s: float  # per prompt token
     attend_s: float = 0.0  # per prompt token and token of its context
-    mixed_s: float = 0.0  # that a step takes longer once it has prompt tokens in it
+    launch_s: float = 0.0  # that a step takes at least which no CUDA graph covers
     wake_s: float = 0.0  # that the first step takes longer after nothing ran
     request_s: float = 0.0  # from a request's arrival until the engine has it, and back
     stream_s: float = 0.0  # of an API server's time for each token that it streams
     lookahead: bool = False  # steps are decided one ahead (vLLM's asynchronous scheduling)
+    graph_tokens: int = 0  # of the largest step that a CUDA graph covers
 
     def decode(self, running: int) -> DecodeCost:
         return DecodeCost(self.step_s + self.sequence_s * running, self.kv_s)
 
     def mixed(self, running: int, kv_tokens: float, prompt_tokens: int, attended: float) -> float:
         own = self.step_s + self.sequence_s * running + self.kv_s * kv_tokens
-        return own + self.mixed_s + self.prompt_s * prompt_tokens + self.attend_s * attended
+        whole = own + self.prompt_s * prompt_tokens + self.attend_s * attended
+        return whole if running + prompt_tokens <= self.graph_tokens else max(whole, self.launch_s)
 
     def coefficients(self) -> dict[str, float]:
-        return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "lookahead"}
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.name not in KNOWN}
 
     def slowed(self, factor: float) -> FittedSteps:
         """All times so many times longer."""
@@ -105,7 +113,7 @@ class RooflineSteps:
     """The planner's roofline, asked step by step."""
 
     def __init__(self, roof: Roof) -> None:
-        self._roof = roof
+        self._roof, self._graphed = roof, largest_graph(roof.settings)
         self.decode = lru_cache(4096)(self._decode)
 
     def _decode(self, running: int) -> DecodeCost:
@@ -118,7 +126,8 @@ class RooflineSteps:
         reading = cost.per_kv_s * kv_tokens if running else 0.0
         stages = self._roof.parallel.pipeline
         passed = self._roof.chunk((prompt_tokens + running) / stages, 2 * attended / prompt_tokens)
-        return passed + e.step_s + e.sequence_s * running + reading
+        whole = passed + e.step_s + e.sequence_s * running + reading
+        return whole if running + prompt_tokens <= self._graphed else max(whole, self._roof.launch_s(running))
 
 
 def linearised(plan: Plan) -> FittedSteps:
@@ -134,10 +143,11 @@ def linearised(plan: Plan) -> FittedSteps:
         kv_s=one.per_kv_s,
         prompt_s=short / tokens,
         attend_s=(long - short) / (tokens * tokens / 2),
-        mixed_s=e.step_s,
+        launch_s=roof.launch_s(0),
         wake_s=e.frontend_s,
         request_s=e.frontend_s,
         stream_s=1 / (e.frontend_tokens_s * max(1.0, plan.settings.api_servers / plan.parallel.data)),
+        graph_tokens=largest_graph(plan.settings),
     )
 
 
