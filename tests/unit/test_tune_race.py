@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corral.tune.beside import next_beside, run_beside
+from corral.tune.page import sentence
 from corral.tune.race import Purpose, Race, RaceEnd, RaceResult, Trial, TrialOrder, next_order, verdict
 from corral.tune.random_search import next_random, random_found
 from corral.tune.setups import BASE, Knob, KnobKind, Setup
@@ -258,6 +259,34 @@ def test_a_base_that_never_starts_ends_the_race() -> None:
         trials.append(Trial(order.setup, order.purpose, None, 60, why="no GPU"))
     assert len(trials) == 2
     assert verdict(RACE, trials).outcome is RaceEnd.NOTHING_WORKED
+
+
+@pytest.mark.parametrize(
+    ("knobs", "budget_s"), [((*BROUGHT, *KNOBS), 40 * 60.0), ((*BROUGHT, *KNOBS), 5 * 60.0), (KNOBS, 40 * 60.0)]
+)
+def test_a_base_that_does_not_start_is_met_by_nobody(knobs: tuple[Knob, ...], budget_s: float) -> None:
+    """As on an H200: somebody's flags were refused, the plan's own served, and the base "stayed"."""
+    true, race = surface({("api_servers", "4"): 1.3}), Race(knobs, budget_s, measure_s=15, start_s=50)
+    chance, trials = random.Random(3), list[Trial]()
+    while order := next_order(race, trials):
+        assert len(trials) < 100, "endless"
+        if order.setup == BASE:
+            trials.append(Trial(BASE, order.purpose, None, 40, why="refused"))
+        else:
+            trials.append(measured(order.setup, order.purpose, true, chance, order.measure_s > race.measure_s))
+    found = verdict(race, trials)
+    assert sum(one.setup == BASE for one in trials) == 2
+    assert found.outcome is RaceEnd.BETTER
+    assert found.best != BASE
+    if budget_s > 600:
+        assert dict(found.best.choices)["api_servers"] == "4"
+    assert sentence(found).startswith("The base does not start, and this does: ")
+
+
+def test_a_setup_says_what_it_leaves_out_once_and_what_it_sets_beside_another() -> None:
+    bare = Setup.of(**{knob.name: "" for knob in BROUGHT})
+    assert str(bare.with_("api_servers", "4")) == "without --no-chunks, eager, seqs; api_servers=4"
+    assert bare.with_("api_servers", "4").without("given seqs").beside(bare) == "with seqs, api_servers=4"
 
 
 def test_a_small_budget_names_what_it_left_out() -> None:

@@ -15,6 +15,7 @@ from corral.models.facts import ModelFacts, read_facts
 from corral.models.hub import hub_is_off
 from corral.plan import Goal, Plan, calibration, make_plan
 from corral.plan.choose import compare
+from corral.plan.constraints import refuse_flags
 from corral.plan.fixed import KEYS, parse_assignments
 from corral.profile import AskedValues, Profile, asked_of_plan, load_profile
 from corral.profile.hardware import hardware_of_plan
@@ -188,6 +189,8 @@ def _show_comparison(
 def _show_plan(question: _Question, facts: ModelFacts, inventory: Inventory, profile: Profile, form: str) -> int:
     tuning = tuning_of_plan(profile, facts, inventory, question.asked.rest)
     plan = make_plan(facts, inventory, question.goal, question.asked.fixed, tuning)
+    if plan.fits:
+        refuse_flags(question.asked.rest, plan.settings, plan.max_model_len)
     if form == "json":
         click.echo(dump_json(plan), nl=False)
     else:

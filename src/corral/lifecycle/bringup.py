@@ -46,6 +46,7 @@ from corral.models import store as model_store
 from corral.models.facts import read_facts
 from corral.models.store import EMBEDDED, ModelSource
 from corral.plan import Goal, Plan, make_plan
+from corral.plan.constraints import refuse_flags
 from corral.plan.start import planned_start
 from corral.plan.tuning import tuning_for
 from corral.processes import own_identity
@@ -149,6 +150,7 @@ def decide(wish: Wish, target: Target, preview: Preview | None = None) -> Launch
     if not known:
         model_store.check_access(source)
     plan = _fitting(source, _plan(source, inventory, wish, runtime.version, offline=known))
+    refuse_flags(wish.extra_args, plan.settings, plan.max_model_len)
     if plan.precision.how == "checkpoint":  # the plan chose a quantised twin of what was named
         source = replace(model_store.locate(plan.checkpoint), name=source.name)
         if not known:

@@ -8,13 +8,15 @@ methods), types by compute capability (`check_if_supports_dtype`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from corral.errors import UsageError
 from corral.models.facts import ModelFacts
 from corral.plan.contract import EngineSettings, Parallel
 
-__all__ = ["broken_layout", "broken_settings", "partition"]
+__all__ = ["broken_layout", "broken_settings", "partition", "refuse_flags"]
 
+WHOLE_PROMPTS = "--no-enable-chunked-prefill"
 _VOCAB_PADDING = 64
 _GROUP = {"int4": 128}  # weights that share one scale must stay on one rank
 
@@ -63,6 +65,17 @@ def broken_settings(model: ModelFacts, settings: EngineSettings, max_model_len: 
     if not 0 < s.gpu_memory_utilization <= 1:
         return f"gpu_memory_utilization {s.gpu_memory_utilization} is not above 0 and at most 1"
     return None
+
+
+def refuse_flags(arguments: Sequence[str], settings: EngineSettings, max_model_len: int) -> None:
+    """Refuse flags that vLLM would, given what else is decided, once it had been started."""
+    budget = settings.max_num_batched_tokens
+    if WHOLE_PROMPTS in arguments and budget < max_model_len:
+        raise UsageError(
+            f"with {WHOLE_PROMPTS} a step must hold the longest prompt, but max_num_batched_tokens {budget:,} is"
+            f" below the context of {max_model_len:,}.",
+            f"Leave {WHOLE_PROMPTS} out, or say --context {budget}.",
+        )
 
 
 def partition(layers: int, stages: int) -> list[int]:

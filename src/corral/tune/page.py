@@ -21,6 +21,9 @@ __all__ = ["finding_word", "html_page", "sentence", "tune_lines"]
 def sentence(found: RaceResult) -> str:
     """The result in one sentence."""
     match found.outcome:
+        case RaceEnd.BETTER if found.reference.choices:
+            more = f" {found.finalist}: {found.gain} over that." if found.best != found.reference else ""
+            return f"The base does not start, and this does: {found.reference}.{more}"
         case RaceEnd.BETTER:
             return f"{found.finalist}: {found.gain} over the base."
         case RaceEnd.NOTHING_WORKED:
@@ -81,7 +84,7 @@ def tune_lines(run: TuneRun, trials: Sequence[Trial], found: RaceResult, columns
     if random := random_found(found.best, trials):
         yield _random_sentence(found, random)
     if found.left_out:
-        yield f"not tried, for lack of time: {'; '.join(map(str, found.left_out))}"
+        yield f"not tried, for lack of time: {'; '.join(one.beside(found.anchor) for one in found.left_out)}"
     yield ""
     spent, noise = duration(found.spent_s), f"{found.noise:.1%}"
     yield f"{len(trials)} trials in {spent}; two starts of one setup differ by {noise} (standard deviation)"

@@ -14,7 +14,9 @@ start: so each trial is a fresh start, and noise is judged between starts. The r
    where its interval is clear: it is wider, and the trials did not choose when it ended. The base's trials of earlier
    stages then count as well: nothing was chosen by them.
 
-A setup that does not start costs one trial. Because the trials say all, a race that was killed goes on where it was.
+A setup that does not start costs one trial. A base that does not start, twice, is met by nobody: the plan's own flags
+take its place in the final, and are the result where nothing is better than they. Because the trials say all, a race
+that was killed goes on where it was.
 """
 
 from __future__ import annotations
@@ -159,9 +161,10 @@ class RaceResult:
     """What the race says."""
 
     outcome: RaceEnd
-    best: Setup  # to be used: the base unless another is better
-    gain: Gain | None  # of the finalist against the base, from the final alone
+    best: Setup  # to be used: the base unless another is better, or it does not start
+    gain: Gain | None  # of the finalist against the reference, from the final alone
     finalist: Setup
+    reference: Setup  # whom it meets: the base, or what takes its place where that does not start
     leader: Setup  # so far, by all trials
     anchor: Setup  # to which single values were added: the base, or that without the user's own flags
     findings: tuple[KnobFinding, ...]
@@ -234,8 +237,8 @@ def next_order(race: Race, trials: Sequence[Trial]) -> TrialOrder | None:
     if not trials:
         return TrialOrder(BASE, Purpose.SCREEN, race.measure_s)
     left_s = race.budget_s - sum(one.of_budget_s for one in trials)
-    if len(trials) >= 2 and not _scores(trials, BASE) and all(one.score is None for one in trials[:2]):
-        return None  # the base does not start, twice: there is nothing to compare with
+    if len(trials) >= 2 and all(one.score is None for one in trials[:2]):
+        return None  # nothing starts
     short_s, long_s = expected_costs(race, trials)
     final_s = min(2 * FEWEST_ROUNDS * long_s, FINAL_SHARE * race.budget_s)
     if not any(one.purpose is Purpose.FINAL for one in trials):
@@ -250,8 +253,23 @@ def next_order(race: Race, trials: Sequence[Trial]) -> TrialOrder | None:
             return TrialOrder(halving, Purpose.HALVE, LONGER * race.measure_s)
     if left_s < long_s:
         return None
+    if _failed(trials, BASE) == 1:
+        return TrialOrder(BASE, Purpose.SCREEN, race.measure_s)  # once more: a start may fail by chance
     setup = _final(race, trials)
     return TrialOrder(setup, Purpose.FINAL, LONGER * race.measure_s) if setup is not None else None
+
+
+def _failed(trials: Sequence[Trial], setup: Setup) -> int:
+    """How often a setup that never worked did not start."""
+    return 0 if _scores(trials, setup) else sum(one.setup == setup for one in trials)
+
+
+def _reference(race: Race, trials: Sequence[Trial]) -> Setup:
+    """Whom the finalist meets."""
+    if _failed(trials, BASE) < 2:
+        return BASE
+    bare = _bare(race)
+    return bare if _scores(trials, bare) else max(_setups(trials), key=lambda one: _score(trials, one))
 
 
 def expected_costs(race: Race, trials: Sequence[Trial]) -> tuple[float, float]:
@@ -304,14 +322,15 @@ def _screen(race: Race, trials: Sequence[Trial]) -> Setup | None:
     if _bare(race) not in tried:
         return _bare(race)
     since = next((at for at, one in enumerate(reversed(trials)) if one.setup == anchor), None)
-    if since is None or since >= BASE_EVERY:
+    hopeless = _failed(trials, anchor) > 1
+    if not hopeless and (since is None or since >= BASE_EVERY):
         return anchor
     for setup in _singles(race, anchor):
         if setup not in tried:
             return setup
     for setup in (*_doubtful(race, trials), *(one for one in _together(race, trials) if one not in tried)):
         return setup
-    return anchor if since and len(_scores(trials, anchor)) < 2 else None
+    return anchor if since and not hopeless and len(_scores(trials, anchor)) < 2 else None
 
 
 def _helpful(race: Race, trials: Sequence[Trial]) -> list[tuple[float, str, str]]:
@@ -367,7 +386,8 @@ def _halving(trials: Sequence[Trial]) -> Setup | None:
 
 def _finalist(race: Race, trials: Sequence[Trial]) -> Setup:
     """Who meets the base: once the final has begun, always the same."""
-    begun = [one.setup for one in trials if one.purpose is Purpose.FINAL and one.setup != BASE]
+    reference = _reference(race, trials)
+    begun = [one.setup for one in trials if one.purpose is Purpose.FINAL and one.setup not in (BASE, reference)]
     if begun:
         return begun[0]
     rivals = [one for one in _setups(trials) if one != BASE and _scores(trials, one)]
@@ -377,7 +397,7 @@ def _finalist(race: Race, trials: Sequence[Trial]) -> Setup:
         rivals, key=lambda one: _score(trials, one) - noise / math.sqrt(len(_scores(trials, one))), default=BASE
     )
     best = _plainest(race, trials, best)
-    return best if _score(trials, best) > _score(trials, BASE) else BASE
+    return best if _score(trials, best) > _score(trials, reference) else reference
 
 
 def _plainest(race: Race, trials: Sequence[Trial], best: Setup) -> Setup:
@@ -408,53 +428,61 @@ def _unseen(race: Race, trials: Sequence[Trial]) -> list[Setup]:
 
 def _final(race: Race, trials: Sequence[Trial]) -> Setup | None:
     """Whose turn it is in the final; None when it is over."""
-    finalist = _finalist(race, trials)
-    if finalist == BASE:
+    finalist, reference = _finalist(race, trials), _reference(race, trials)
+    if finalist == reference:
         return None
     made = [one for one in trials if one.purpose is Purpose.FINAL]
     ours = sum(one.setup == finalist for one in made)
     base = len(made) - ours
     if ours == base and ours >= FEWEST_ROUNDS:
-        gain = compared(trials, finalist, BASE, Purpose.FINAL)
+        gain = compared(trials, finalist, reference, Purpose.FINAL)
         if ours >= MOST_ROUNDS or gain is None or gain.beyond_doubt:
             return None
     # A B, then B A, and so on: what drifts with time falls on both alike
-    first, second = (finalist, BASE) if min(ours, base) % 2 == 0 else (BASE, finalist)
+    first, second = (finalist, reference) if min(ours, base) % 2 == 0 else (reference, finalist)
     return first if ours == base else second
 
 
 # What it says
 
 
-def _final_gain(trials: Sequence[Trial], finalist: Setup) -> Gain | None:
-    """Of the finalist over the base: by the final, and where that was cut short by all that is known of the base."""
-    purpose = Purpose.FINAL if _whole_final(trials, finalist) else None
-    return _gain(trials, _scores(trials, finalist, Purpose.FINAL), _scores(trials, BASE, purpose))
+def _final_gain(trials: Sequence[Trial], finalist: Setup, reference: Setup) -> Gain | None:
+    """By the final, and where that was cut short by all that is known of the reference."""
+    purpose = Purpose.FINAL if _whole_final(trials, finalist, reference) else None
+    return _gain(trials, _scores(trials, finalist, Purpose.FINAL), _scores(trials, reference, purpose))
 
 
-def _whole_final(trials: Sequence[Trial], finalist: Setup) -> bool:
-    return all(len(_scores(trials, one, Purpose.FINAL)) >= FEWEST_ROUNDS for one in (finalist, BASE))
+def _whole_final(trials: Sequence[Trial], finalist: Setup, reference: Setup) -> bool:
+    return all(len(_scores(trials, one, Purpose.FINAL)) >= FEWEST_ROUNDS for one in (finalist, reference))
+
+
+def _outcome(trials: Sequence[Trial], finalist: Setup, reference: Setup, gain: Gain | None) -> RaceEnd:
+    if not any(one.score for one in trials):
+        return RaceEnd.NOTHING_WORKED
+    if len(_setups(trials)) < 2:
+        return RaceEnd.UNFINISHED  # the base alone is no comparison
+    if reference != BASE:
+        return RaceEnd.BETTER  # than one that does not start
+    unclear = gain is None or (gain.low <= 0 and not _whole_final(trials, finalist, reference))
+    if finalist != reference and unclear:
+        return RaceEnd.UNFINISHED
+    return RaceEnd.BETTER if gain is not None and gain.low > 0 else RaceEnd.NO_DIFFERENCE
 
 
 def verdict(race: Race, trials: Sequence[Trial]) -> RaceResult:
     """What the trials say so far."""
     trials = _of_race(trials)
-    finalist = _finalist(race, trials)
-    gain = _final_gain(trials, finalist) if finalist != BASE else None
-    if not any(one.score for one in trials):
-        outcome = RaceEnd.NOTHING_WORKED
-    elif len(_setups(trials)) < 2:
-        outcome = RaceEnd.UNFINISHED  # the base alone is no comparison
-    elif finalist != BASE and (gain is None or (gain.low <= 0 and not _whole_final(trials, finalist))):
-        outcome = RaceEnd.UNFINISHED
-    else:
-        outcome = RaceEnd.BETTER if gain is not None and gain.low > 0 else RaceEnd.NO_DIFFERENCE
+    finalist, reference = _finalist(race, trials), _reference(race, trials)
+    gain = _final_gain(trials, finalist, reference) if finalist != reference else None
+    outcome = _outcome(trials, finalist, reference, gain)
+    proven = gain is not None and gain.low > 0
     tried, anchor = _setups(trials), _anchor(race, trials)
     return RaceResult(
         outcome,
-        best=finalist if outcome is RaceEnd.BETTER else BASE,
+        best=finalist if outcome is RaceEnd.BETTER and proven else reference,
         gain=gain,
         finalist=finalist,
+        reference=reference,
         leader=max(tried, key=lambda one: _score(trials, one), default=BASE),
         anchor=anchor,
         findings=tuple(_finding(trials, anchor, knob, value) for knob in race.knobs for value in knob.values),

@@ -54,7 +54,15 @@ class Setup:
         return Setup(tuple(pair for pair in self.choices if pair[0] != knob))
 
     def __str__(self) -> str:
-        return ", ".join(choice_words(name, value) for name, value in self.choices) or "base"
+        left_out = [name.removeprefix(GIVEN) for name, value in self.choices if not value]
+        words = [f"without {', '.join(left_out)}"] if left_out else []
+        return "; ".join([*words, *(choice_words(name, value) for name, value in self.choices if value)]) or "base"
+
+    def beside(self, anchor: Setup) -> str:
+        """What is set otherwise than in another setup."""
+        own, theirs = dict(self.choices), dict(anchor.choices)
+        back = [f"with {name.removeprefix(GIVEN)}" for name in theirs if name not in own]
+        return ", ".join([*back, *(choice_words(*pair) for pair in self.choices if pair not in anchor.choices)])
 
 
 BASE = Setup()
