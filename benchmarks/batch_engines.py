@@ -5,10 +5,11 @@ process with `--offline`) and the threads script in turn (in both orders), then 
 the same prompts in process with the same settings, and `vllm run-batch` does. Both are warmed up by 160 short
 answers. Printed are output tokens per second without start-up, and the ratios. With `--together` the engine in
 process is there beside the server and they take turns, run by run: give each less than half of the memory then
-(`--up "--set gpu_memory_utilization=0.45"`).
+(`--up "--set gpu_memory_utilization=0.45"`). Of `corral batch`, a load that begins with `offline:` or `http:` runs in
+that way alone.
 
     python benchmarks/batch_engines.py [--rows 96] [--tokens 64] [--model smollm2] [--skip run-batch] [--together]
-                                       [--loads 6000x128,20000x16,1500x128x2000]
+                                       [--loads 6000x128,offline:20000x16,1500x128x2000]
                                        [--up "--runtime venv --runtime-option path=/opt/vllm -- --load-format dummy"]
 """
 
@@ -32,6 +33,7 @@ from typing import Any
 
 NAME = "batchtest-speed"
 CORRAL, IN_PROCESS = "corral batch", "corral batch --offline"
+WAYS = {"http": CORRAL, "offline": IN_PROCESS}
 THREADS, OFFLINE_ENGINE = "20 threads + requests", "LLM.generate"
 ENGINE_FLAGS: dict[str, Callable[[str], Any]] = {
     "--dtype": str,
@@ -65,10 +67,20 @@ class Load:
     rows: int
     tokens: int
     prompt_tokens: int = 0  # as many as a first sentence has
+    way: str = ""  # of `corral batch`: one alone, or both
 
     @classmethod
     def read(cls, text: str) -> Load:
-        return cls(*map(int, text.split("x")))
+        way, _, sizes = text.rpartition(":")
+        if way not in ("", *WAYS):
+            raise argparse.ArgumentTypeError(f"{way}: is none of {', '.join(WAYS)}")
+        rows, tokens, *prompt = map(int, sizes.split("x"))
+        return cls(rows, tokens, prompt[0] if prompt else 0, way)
+
+    def contenders(self, skip: list[str]) -> list[str]:
+        """Of the server."""
+        ours = [WAYS[self.way]] if self.way else [CORRAL, *([] if "offline" in skip else [IN_PROCESS])]
+        return [*ours, *([] if "threads" in skip else [THREADS])]
 
     def prompts(self) -> list[str]:
         topics = ["the sea", "a small town", "old machines", "a long winter", "two friends", "the first railway"]
@@ -217,11 +229,11 @@ def served(prompts: list[str], load: Load, place: Path, endpoint: dict[str, str]
 
 
 def table(load: Load, speeds: dict[str, list[float]]) -> None:
-    ours = [mean(speeds[name]) for name in (CORRAL, IN_PROCESS) if name in speeds]
+    ours = [mean(speeds[name]) if name in speeds else None for name in (CORRAL, IN_PROCESS)]
     print(f"\n{load}\n{'contender':30} {'out tok/s':>10} {'corral / it':>12} {'--offline / it':>15}   each run")
     for name, found in speeds.items():
         each = ", ".join(f"{speed:,.0f}" for speed in found)
-        ratios = [*(f"{one / mean(found):.2f}" for one in ours), ""][:2]
+        ratios = [f"{one / mean(found):.2f}" if one else "" for one in ours]
         print(f"{name:30} {mean(found):10.1f} {ratios[0]:>12} {ratios[1]:>15}   {each}", flush=True)
 
 
@@ -266,8 +278,7 @@ def main() -> None:
             for load in loads:
                 prompts = load.prompts()
                 for turn in range(given.repeat):
-                    skipped = {"threads": THREADS, "offline": IN_PROCESS}
-                    contenders = [CORRAL, *(name for skip, name in skipped.items() if skip not in given.skip)]
+                    contenders = load.contenders(given.skip)
                     for contender in contenders if turn % 2 == 0 else reversed(contenders):
                         note(load, contender, served(prompts, load, place, endpoint, contender))
                     if engine:

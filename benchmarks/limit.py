@@ -11,8 +11,8 @@ grid    the plan's own flags and others, one start for each, at 1, 16, 64, 256 a
         of the best the plan reaches at each load.
 tune    `corral tune` from DigitalOcean's flags at 16 and at 256 requests at once, two workloads: what it gains, and
         what share of the best of `grid`, and of its own trials, its choice reaches.
-batch   `corral batch`, over HTTP and `--offline`, and `LLM.generate` in turns, five of each: short prompts with
-        128-token answers, and prompts of 2,000 tokens.
+batch   `corral batch` and `LLM.generate` in turns, five of each: short prompts with 128-token answers, and prompts of
+        2,000 tokens, over HTTP; answers of 16 tokens with `--offline`.
 
 Every figure is written to FOLDER/limit.jsonl when it is found. Near the end of `--minutes` nothing new is begun, what
 runs is stopped in order, and a later call with the same folder, or another, goes on with what is missing.
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -121,17 +122,19 @@ def tune(visit: Visit) -> None:
     """From somebody's flags, for two workloads; the time that is left is shared."""
     given = visit.given
     wanted = [at for at in given.tune_at if not visit.has(part="tune", at_once=at)]
+    context = [] if "--context" in given.up else ["--context", "8192"]  # without chunks a step holds a whole prompt
     for number, at in enumerate(wanted):
         budget_s = min(given.tune_s, visit.left_s() / (len(wanted) - number) - 10)
         if budget_s < 3 * given.start_s:
             print(f"tune at {at}: no time", flush=True)
             continue
-        name = f"{NAME}-{at}"
+        name = f"{NAME}-{at}-{os.getpid()}"  # a name that was taken would get a number, and the report another's
         command = [*CORRAL, "tune", given.model, "--name", name, "--concurrency", str(at)]
         command += ["--input-len", str(given.lengths[0]), "--output-len", str(given.lengths[1])]
         command += ["--measure", given.measure, "--budget", f"{budget_s:.0f}s"]
         began = time.monotonic()
-        within([*command, *visit.up_words("--", *shlex.split(given.base))], budget_s + 90, visit)
+        words = [*context, "--", *shlex.split(given.base)]
+        within([*command, *visit.up_words(*words)], budget_s + 90, visit)
         report = run("tune", "report", name, "--json")
         knobs = json.loads((Path(report["folder"]) / "tune.json").read_text())["race"]["knobs"]
         took = round(time.monotonic() - began, 1)
@@ -265,8 +268,8 @@ def estimate(given: argparse.Namespace) -> None:
         ("tune", len(given.tune_at) * given.tune_s, f"{len(given.tune_at)} runs of {given.tune_s / 60:.1f} min"),
         (
             "batch",
-            2 * start + 10 + given.turns * 3 * 2 * 10,
-            f"two engines, {given.turns} turns of 3 × 2 runs of 10 s",
+            2 * start + 10 + given.turns * 3 * 2 * 9,
+            f"two engines, {given.turns} turns of three loads, two runs of 9 s each",
         ),
     )
     for name, seconds, why in rows:
@@ -295,7 +298,11 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--tune-at", type=whole_numbers, default=(16, 256))
     parser.add_argument("--tune-s", type=float, default=270.0, help="budget of each tuning run")
     parser.add_argument("--measure", default="4s", help="of a trial of the screen")
-    parser.add_argument("--loads", default="1200x128,250x64x2000", help="of the batches (see batch_engines.py)")
+    parser.add_argument(
+        "--loads",
+        default="http:1200x128,http:100x64x2000,offline:8000x16",
+        help="of the batches (see batch_engines.py)",
+    )
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--batch-up", default="--set gpu_memory_utilization=0.45 --goal throughput")
     parser.add_argument("--estimate", action="store_true")
