@@ -11,6 +11,7 @@ from corral.plan.contract import EngineSettings, Goal, Memory, Reason, Rejected,
 from corral.plan.fixed import Fixed
 from corral.plan.gains import gains
 from corral.plan.layouts import over_nodes, refused_tensor
+from corral.plan.memory import largest_graph
 from corral.plan.precisions import Form
 from corral.plan.speed import rounded
 
@@ -167,9 +168,8 @@ def _interval(s: EngineSettings) -> str:
 
 
 def _graph_size(s: EngineSettings) -> Row:
-    largest = s.max_graph_size or min(2 * s.max_num_seqs, 512, s.max_num_batched_tokens)
-    why = "vLLM's own: twice max_num_seqs, at most 512; larger batches compute for longer than launches take"
-    return "max_graph_size", largest, why
+    why = "vLLM's own: twice max_num_seqs, at most 512; a step of more tokens takes as long as its launches at least"
+    return "max_graph_size", largest_graph(s), why
 
 
 def _scheduling(s: EngineSettings) -> str:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from corral.engines.planned import read_back
 from corral.lifecycle.bringup import Wish
 from corral.plan import Plan
+from corral.plan.memory import largest_graph
 from corral.tune.setups import GIVEN, Knob, KnobKind, Setup
 
 __all__ = ["knobs_for", "tuned_wish"]
@@ -70,9 +71,11 @@ def _fields(plan: Plan) -> Iterator[Knob]:
 
 
 def _graphs(plan: Plan) -> Iterator[Knob]:
-    """Larger graphs, where batches run that are beyond the largest."""
-    settings = plan.settings
-    if not settings.eager and settings.max_num_seqs > 512 and (settings.max_graph_size or 512) < MOST_GRAPH_SIZE:
+    """Larger graphs, where steps are beyond the largest: of many sequences, or of a prompt beside what runs."""
+    settings, goal = plan.settings, plan.goal
+    running = min(goal.concurrency or settings.max_num_seqs, settings.max_num_seqs)
+    beyond = max(settings.max_num_seqs, goal.prompt_tokens + running) > largest_graph(settings)
+    if not settings.eager and beyond and largest_graph(settings) < MOST_GRAPH_SIZE:
         yield Knob("max_graph_size", (str(MOST_GRAPH_SIZE),))
 
 
