@@ -21,6 +21,14 @@ from corral.simulate.world import MemberModel, ScalingModel, simulate_load
 STEPS = FittedSteps(5e-3, 30e-6, 3e-9, 20e-6, attend_s=1e-9, launch_s=9e-3, graph_tokens=64)
 
 
+def test_a_step_beyond_the_largest_graph_takes_as_long_as_its_launches() -> None:
+    assert STEPS.mixed(10, 0, 50, 0) < STEPS.launch_s  # 60 tokens
+    assert STEPS.mixed(10, 0, 60, 0) == STEPS.launch_s  # 70
+    assert STEPS.mixed(10, 0, 1000, 0) == pytest.approx(STEPS.decode(10).one(0) + 1000 * 20e-6)
+    assert STEPS.slowed(2.0).launch_s == 2 * STEPS.launch_s
+    assert STEPS.slowed(2.0).graph_tokens == STEPS.graph_tokens
+
+
 class Naive:
     """The same rules, one step and one sequence at a time."""
 
