@@ -13,14 +13,16 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
 import corral as package
+from tests.cluster.conftest import FAILED
 from tests.stand_in import install_stand_in
 from tests.testbed import missing
 from tests.testbed.hosts import Hosts, wait_for
@@ -94,6 +96,12 @@ class Login:
     def left(self) -> list[tuple[int, str]]:
         return [found for node in self.slurm.nodes for found in self.hosts.processes(node)]
 
+    def deployments(self) -> set[str]:
+        return {unquote(one.name) for one in (self.home / "deployments").iterdir()}
+
+    def jobs(self) -> set[str]:
+        return set(self.slurm.run("squeue", "-h", "-o", "%i").stdout.split())
+
 
 def request(url: str, key: str | None = None, path: str = "/models") -> int:
     """A request from the machine that the test runs on, which is no part of the cluster."""
@@ -148,6 +156,20 @@ def login(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Login]:
         found.corral("down", "--all")
 
 
+@pytest.fixture(autouse=True)
+def nothing_left_of_a_failure(request: pytest.FixtureRequest, login: Login) -> Iterator[None]:
+    """A test that failed takes its nodes and names with it: no other fails for that, nor its own second try."""
+    deployments, jobs = login.deployments(), login.jobs()
+    yield
+    if not request.node.stash.get(FAILED, False):
+        return
+    for name in login.deployments() - deployments:
+        login.corral("down", name)
+    with suppress(subprocess.CalledProcessError):  # there may be no controller
+        for job in login.jobs() - jobs:
+            login.slurm.run("scancel", job)
+
+
 def test_what_the_cluster_has(login: Login) -> None:
     found = json.loads(login.corral("slurm", "partitions", "--json").stdout)
     gpu = {partition["name"]: partition for partition in found["partitions"]}["gpu"]
@@ -200,7 +222,8 @@ def test_two_on_one_node_and_another_user_gets_nothing(login: Login) -> None:
     shown = login.slurm.run("scontrol", "show", "job", "-dd", login.job("one")).stdout
     shown += login.corral("slurm", "script", "one").stdout
     for pid, line in login.left():
-        shown += line + Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+        with suppress(OSError):  # it may have ended meanwhile
+            shown += line + Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
     assert "nodelist=n1" in shown
     assert not [secret for secret in (*keys, "hf_secret") if secret in shown]
     variables = login.corral("env", "one").stdout
