@@ -71,20 +71,24 @@ def free_port() -> str:
     return str(until.free_port())
 
 
-def sharing(home: Path) -> Corral:
-    """Corral in a clean home that shares the kept engine, models and compile cache; on all cores, as for anybody."""
-    (home / "corral").mkdir()
-    for name in ("engines", "models", "cache"):
-        (KEPT / name).mkdir(parents=True, exist_ok=True)
-        (home / "corral" / name).symlink_to(KEPT / name)
-    env = {name: value for name, value in os.environ.items() if not name.startswith(OF_THE_USER)}
-    return Corral({**env, "HOME": str(home), "CORRAL_HOME": str(home / "corral")}, home / "corral")
+@pytest.fixture(scope="session")
+def kept_home() -> Path:
+    (KEPT / "engines").mkdir(parents=True, exist_ok=True)
+    (KEPT / "models").mkdir(exist_ok=True)
+    (KEPT / "cache").mkdir(exist_ok=True)
+    return KEPT
 
 
 @pytest.fixture(scope="session")
-def corral(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Corral]:
-    command = sharing(tmp_path_factory.mktemp("integration"))
-    command.env[BOUND] = LAST_CORE
+def corral(kept_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Corral]:
+    """A clean home that shares the kept engine, models and compile cache."""
+    home = tmp_path_factory.mktemp("integration")
+    (home / "corral").mkdir()
+    for name in ("engines", "models", "cache"):
+        (home / "corral" / name).symlink_to(kept_home / name)
+    env = {name: value for name, value in os.environ.items() if not name.startswith(OF_THE_USER)}
+    env |= {"HOME": str(home), "CORRAL_HOME": str(home / "corral"), BOUND: LAST_CORE}
+    command = Corral(env, home / "corral")
     command.run("engine", "install", "cpu")
     yield command
     command.run("down", "--all", check=False)
