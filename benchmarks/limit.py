@@ -36,6 +36,8 @@ from typing import Any
 
 from flag_sets import CORRAL, measured, run
 
+from corral.tune.baselines import DIGITALOCEAN
+
 PARTS = ("grid", "tune", "batch")
 # the plan first; then each of what may be worth something, and all of it
 SETS = (
@@ -43,10 +45,6 @@ SETS = (
     "--stream-interval 4",
     "--max-num-batched-tokens 16384",
     "--api-server-count 8 --stream-interval 4 --max-num-batched-tokens 16384",
-)
-DIGITALOCEAN = (
-    "--enforce-eager --dtype float16 --gpu-memory-utilization 0.99 --max-num-batched-tokens 65536"
-    " --no-enable-chunked-prefill"
 )
 FACTORS = {16: 4.2, 256: 1.7}  # of the plan's flags over DigitalOcean's, as `vllm bench serve` had it once
 NAME = "limit"

@@ -17,11 +17,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 import pytest
 
 import corral as package
+from corral.deployment.folder import DeploymentFolder
 from tests.cluster.conftest import FAILED
 from tests.stand_in import install_stand_in
 from tests.testbed import missing
@@ -97,7 +97,7 @@ class Login:
         return [found for node in self.slurm.nodes for found in self.hosts.processes(node)]
 
     def deployments(self) -> set[str]:
-        return {unquote(one.name) for one in (self.home / "deployments").iterdir()}
+        return {DeploymentFolder(one).name for one in (self.home / "deployments").iterdir()}
 
     def jobs(self) -> set[str]:
         return set(self.slurm.run("squeue", "-h", "-o", "%i").stdout.split())

@@ -14,7 +14,7 @@ from corral.errors import UsageError
 from corral.models.facts import ModelFacts
 from corral.plan.contract import EngineSettings, Parallel
 
-__all__ = ["broken_layout", "broken_settings", "partition", "refuse_flags"]
+__all__ = ["WHOLE_PROMPTS", "broken_layout", "broken_settings", "partition", "refuse_flags"]
 
 WHOLE_PROMPTS = "--no-enable-chunked-prefill"
 _VOCAB_PADDING = 64

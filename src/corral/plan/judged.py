@@ -12,6 +12,7 @@ from dataclasses import replace
 from corral.hardware.inventory import GIB, Gpu, Inventory
 from corral.models.facts import ModelFacts
 from corral.plan.candidate import Candidate, Tuning
+from corral.plan.constraints import WHOLE_PROMPTS
 from corral.plan.contract import Goal, Judged
 from corral.plan.draft import Draft, DraftMethod
 from corral.plan.memory import measure
@@ -152,4 +153,4 @@ def _chunked_prefill(roof: Roof, chosen: Candidate, goal: Goal) -> Judged:
     return Judged("chunked prefill", True,
                   f"vLLM's default; a prompt of {goal.prompt_tokens:,} tokens is {one}; {pauses}",
                   f"prompts longer than {chunk:,} tokens come while others are answered", None,
-                  ("--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(longest, chunk))))  # fmt: skip
+                  (WHOLE_PROMPTS, "--max-num-batched-tokens", str(max(longest, chunk))))  # fmt: skip

@@ -7,12 +7,12 @@ from corral.plan import Plan
 from corral.plan.gains import vllm_defaults
 from corral.tune.setups import Knob, KnobKind
 
-__all__ = ["BASELINES", "RANDOM", "baseline_knobs"]
+__all__ = ["BASELINES", "DIGITALOCEAN", "RANDOM", "baseline_knobs"]
 
 RANDOM = "random"  # a search, not a setup (see `random_search`)
 BASELINES = ("stock", "digitalocean")
 # its documented deployment, without the split over nodes, which the plan decides
-_DIGITALOCEAN = (
+DIGITALOCEAN = (
     "--enforce-eager --dtype float16 --gpu-memory-utilization 0.99 --max-num-batched-tokens 65536"
     " --no-enable-chunked-prefill"
 )
@@ -36,4 +36,4 @@ def _stock(plan: Plan) -> str:
 
 def _digitalocean(wish: Wish) -> str:
     context = "" if wish.goal.context or "max_model_len" in wish.fixed else " --max-model-len 8192"
-    return _DIGITALOCEAN + context
+    return DIGITALOCEAN + context

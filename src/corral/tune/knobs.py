@@ -74,8 +74,8 @@ def _graphs(plan: Plan) -> Iterator[Knob]:
     """Larger graphs, where steps are beyond the largest: of many sequences, or of a prompt beside what runs."""
     settings, goal = plan.settings, plan.goal
     running = min(goal.concurrency or settings.max_num_seqs, settings.max_num_seqs)
-    beyond = max(settings.max_num_seqs, goal.prompt_tokens + running) > largest_graph(settings)
-    if not settings.eager and beyond and largest_graph(settings) < MOST_GRAPH_SIZE:
+    step = max(settings.max_num_seqs, goal.prompt_tokens + running)
+    if not settings.eager and largest_graph(settings) < min(step, MOST_GRAPH_SIZE):
         yield Knob("max_graph_size", (str(MOST_GRAPH_SIZE),))
 
 

@@ -474,12 +474,10 @@ def verdict(race: Race, trials: Sequence[Trial]) -> RaceResult:
     trials = _of_race(trials)
     finalist, reference = _finalist(race, trials), _reference(race, trials)
     gain = _final_gain(trials, finalist, reference) if finalist != reference else None
-    outcome = _outcome(trials, finalist, reference, gain)
-    proven = gain is not None and gain.low > 0
     tried, anchor = _setups(trials), _anchor(race, trials)
     return RaceResult(
-        outcome,
-        best=finalist if outcome is RaceEnd.BETTER and proven else reference,
+        _outcome(trials, finalist, reference, gain),
+        best=finalist if gain is not None and gain.low > 0 else reference,
         gain=gain,
         finalist=finalist,
         reference=reference,
