@@ -15,8 +15,8 @@ import pytest
 from corral.bench.spec import LoadShape, Workload, parse_slos
 from corral.cli import main
 from corral.simulate.engine import EngineShape
-from corral.simulate.fitting import Fit, MeasuredRange, RunError, error_of, replay
-from corral.simulate.forecast import SimServer, forecast, highest_rates, planned_server
+from corral.simulate.fitting import Fit, MeasuredRange, RunError, error_of, fit_runs, replay
+from corral.simulate.forecast import SimServer, fitted_server, forecast, highest_rates, planned_server, what_if
 from corral.simulate.measured import load_measured
 from corral.simulate.outcome import LatencySketch, SloResult
 from corral.simulate.page import slo_sentence
@@ -100,6 +100,18 @@ def test_a_forecast_carries_the_error_of_its_fit_and_says_what_lies_beyond(
     assert "8,000 prompt tokens; measured" in far
     other = said(capsys, *words, "--set", "weights=fp8")
     assert "weights in fp8, measured in bf16" in other
+
+
+def test_under_another_plan_graphs_are_as_large_as_that_ones(measured: Path, clean_home: Path) -> None:
+    runs = load_measured(sorted(str(path) for path in measured.glob("fit-*")))
+    plan = runs[0].plan
+    assert plan is not None
+    server = fitted_server(runs[0], fit_runs(runs))
+    fewer = replace(plan, settings=replace(plan.settings, max_num_seqs=32))
+    for other, tokens in ((plan, 256), (fewer, 64)):
+        found = what_if(server, plan, other).model.steps
+        assert isinstance(found, FittedSteps)
+        assert found.graph_tokens == tokens
 
 
 def test_a_fleet_a_range_of_rates_and_a_page(

@@ -81,9 +81,10 @@ def fitted_server(measured: MeasuredRun, fit: Fit) -> SimServer:
 def what_if(server: SimServer, measured: Plan, other: Plan) -> SimServer:
     """The server under another plan: its coefficients change as the two rooflines differ."""
     assert server.fit is not None
-    old, new = linearised(measured).coefficients(), linearised(other).coefficients()
-    own = server.fit.steps.coefficients()
-    steps = server.fit.steps.with_coefficients({k: v * new[k] / old[k] if old[k] else v for k, v in own.items()})
+    begun = linearised(other)
+    old, new = linearised(measured).coefficients(), begun.coefficients()
+    own = replace(server.fit.steps, graph_tokens=begun.graph_tokens)
+    steps = own.with_coefficients({k: v * new[k] / old[k] if old[k] else v for k, v in own.coefficients().items()})
     planned = planned_server(other).model
     shape = replace(
         planned.shape, lookahead=steps.lookahead, wake_s=steps.wake_s, request_s=steps.request_s,
