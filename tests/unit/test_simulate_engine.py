@@ -25,6 +25,13 @@ def test_a_step_beyond_the_largest_graph_takes_as_long_as_its_launches() -> None
     assert STEPS.mixed(10, 0, 50, 0) < STEPS.launch_s  # 60 tokens
     assert STEPS.mixed(10, 0, 60, 0) == STEPS.launch_s  # 70
     assert STEPS.mixed(10, 0, 1000, 0) == pytest.approx(STEPS.decode(10).one(0) + 1000 * 20e-6)
+
+
+def test_a_step_counts_whole_tiles() -> None:
+    """As matrix products do: one token more than two tiles costs a third."""
+    tiled = replace(STEPS, tile_tokens=256, launch_s=0.0)
+    assert tiled.mixed(10, 0, 503, 0) == tiled.mixed(10, 0, 758, 0) > tiled.mixed(10, 0, 502, 0)
+    assert tiled.mixed(10, 0, 40, 0) < tiled.mixed(10, 0, 50, 0)  # within a graph
     assert STEPS.slowed(2.0).launch_s == 2 * STEPS.launch_s
     assert STEPS.slowed(2.0).graph_tokens == STEPS.graph_tokens
 

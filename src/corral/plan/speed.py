@@ -8,6 +8,7 @@ Throughput is what a closed loop of `concurrency` requests gives: their prefills
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from corral.hardware.inventory import LINKS, Gpu, Inventory
@@ -18,9 +19,11 @@ from corral.plan.contract import EngineSettings, Goal, Memory, Parallel, Precisi
 from corral.plan.frontend import streamed_tokens_s
 from corral.plan.memory import convert, kv_element
 
-__all__ = ["MEASURED_KINDS", "Efficiency", "Roof", "predict", "roof_of", "rounded", "significant"]
+__all__ = ["MEASURED_KINDS", "Efficiency", "Roof", "predict", "roof_of", "rounded", "significant", "tiled"]
 
 MEASURED_KINDS = ("H200",)  # kinds whose predictions rest on measurements; docs/log.md has them
+TILE_TOKENS = 128  # rows that a matrix product of many tokens is cut into
+FP8_TILE_TOKENS = 256  # vLLM's FP8 kernel of Hopper pairs such tiles: 513 tokens of 70B take as long as 768
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,11 @@ def rounded(value: float, digits: int = 3) -> str:
     """A rounded number as people write it: never with an exponent."""
     found = significant(value, digits)
     return f"{found:,.0f}" if abs(found) >= 1000 else f"{found:g}"
+
+
+def tiled(tokens: float, tile: int) -> float:
+    """Tokens as a matrix product counts them: whole tiles."""
+    return math.ceil(tokens / tile) * tile
 
 
 @dataclass(frozen=True)
@@ -219,6 +227,11 @@ class Roof:
             total += max(busy, layers * self.e.eager_layer_s) if self.settings.eager else busy
         return max(total, self.e.floor_s + self.e.floor_sequence_s * running)
 
+    @property
+    def tile_tokens(self) -> int:
+        """Tokens that matrix products take together: a few more cost as much as this many."""
+        return FP8_TILE_TOKENS if self.precision.weights == "fp8" else TILE_TOKENS
+
     def launch_s(self, running: float) -> float:
         """Seconds that a step takes at least whose kernels are launched one by one."""
         return self.model.layers * self.e.eager_layer_s + self.e.eager_sequence_s * running
@@ -253,8 +266,9 @@ class Roof:
     def chunk(self, tokens: float, length: float) -> float:
         """Seconds to prefill `tokens` of prompts `length` long in one pass through all stages."""
         m, model, p = self.machine, self.model, self.parallel
-        attention = 2 * model.heads * model.head_dim * self._attended(length) * model.layers
-        work = tokens * (2 * self._matrices() + attention) / p.tensor / m.flops
+        attention = tokens * 2 * model.heads * model.head_dim * self._attended(length) * model.layers
+        rows = tiled(tokens, self.tile_tokens)
+        work = (rows * 2 * self._matrices() + attention) / p.tensor / m.flops
         floor = sum(self._stage_bytes(tokens)) / m.bandwidth
         layers = model.layers * (self._layer_s() + self._reduce(tokens))
         return max(work, floor) + layers + (p.pipeline - 1) * m.hop_s

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from corral.plan import Plan, make_plan
 from corral.plan.memory import largest_graph
-from corral.plan.speed import Efficiency, Roof, roof_of
+from corral.plan.speed import Efficiency, Roof, roof_of, tiled
 from corral.plan.tuning import tuning_for
 
 __all__ = ["DecodeCost", "FittedSteps", "RooflineSteps", "StepTime", "linearised", "planned_steps"]
@@ -68,7 +68,7 @@ class StepTime(Protocol):
         """Seconds of a step that also computes prompt tokens; `attended`: the sum of the contexts of each of them."""
 
 
-KNOWN = {"lookahead", "graph_tokens"}  # of the fields below, what is not fitted
+KNOWN = {"lookahead", "graph_tokens", "tile_tokens"}  # of the fields below, what is not fitted
 
 
 @dataclass(frozen=True)
@@ -86,14 +86,17 @@ class FittedSteps:
     stream_s: float = 0.0  # of an API server's time for each token that it streams
     lookahead: bool = False  # steps are decided one ahead (vLLM's asynchronous scheduling)
     graph_tokens: int = 0  # of the largest step that a CUDA graph covers
+    tile_tokens: int = 1  # that matrix products beyond it take together
 
     def decode(self, running: int) -> DecodeCost:
         return DecodeCost(self.step_s + self.sequence_s * running, self.kv_s)
 
     def mixed(self, running: int, kv_tokens: float, prompt_tokens: int, attended: float) -> float:
-        own = self.step_s + self.sequence_s * running + self.kv_s * kv_tokens
-        whole = own + self.prompt_s * prompt_tokens + self.attend_s * attended
-        return whole if running + prompt_tokens <= self.graph_tokens else max(whole, self.launch_s)
+        own = self.step_s + self.sequence_s * running + self.kv_s * kv_tokens + self.attend_s * attended
+        tokens = running + prompt_tokens
+        if tokens <= self.graph_tokens:
+            return own + self.prompt_s * prompt_tokens
+        return max(own + self.prompt_s * (tiled(tokens, self.tile_tokens) - running), self.launch_s)
 
     def coefficients(self) -> dict[str, float]:
         return {one.name: getattr(self, one.name) for one in fields(self) if one.name not in KNOWN}
@@ -148,6 +151,7 @@ def linearised(plan: Plan) -> FittedSteps:
         request_s=e.frontend_s,
         stream_s=1 / (e.frontend_tokens_s * max(1.0, plan.settings.api_servers / plan.parallel.data)),
         graph_tokens=largest_graph(plan.settings),
+        tile_tokens=roof.tile_tokens,
     )
 
 
