@@ -53,9 +53,9 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     ("name", "e2el", "ttft", "rate", "covered"),
     # the goals are 8%, 15% and 10%; where a bound is wider, the goal is missed: docs/simulate.md
     [
-        ("h200-8b", 0.05, 0.08, 0.06, 0.95),
-        ("h200-70b-fp8", 0.08, 0.20, 0.10, 0.85),
-        ("cpu-smollm2", 0.085, 0.15, 0.22, 0.83),
+        ("h200-8b", 0.05, 0.09, 0.05, 0.95),
+        ("h200-70b-fp8", 0.05, 0.09, 0.05, 0.93),
+        ("cpu-smollm2", 0.08, 0.12, 0.25, 0.93),
     ],
 )
 def test_twelve_and_more_held_out_runs_are_predicted(
@@ -79,13 +79,25 @@ def test_twelve_and_more_held_out_runs_are_predicted(
     assert sum(inside) >= covered * len(inside)
 
 
+def test_of_several_runs_at_one_rate_the_median_counts(
+    tmp_path: Path, clean_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One run each at 5.5 and 6.5 requests per second contradict each other; three to six of each rate do not."""
+    folder = unpacked("cpu-smollm2-again", unpacked("cpu-smollm2", tmp_path / "runs"))
+    paths = sorted(str(path) for path in folder.iterdir())
+    found = json.loads(said(capsys, "simulate", "validate", *paths, "--slo", "ttft_p90=1s,ttft_p50=500ms", "--json"))
+    assert len(found["validation"]["held_out"]) == 42
+    for limit in found["validation"]["limits"]:
+        assert abs(limit["simulated"] / limit["measured"] - 1) < 0.1
+
+
 def test_without_any_run_the_plan_alone_is_simulated_nearly_as_well(measured: Path, clean_home: Path) -> None:
     """Of 8B on an H200, whose constants were measured otherwise: with queues, chunks, and launches beyond a graph."""
     runs = load_measured(sorted(map(str, measured.iterdir())))
     errors = [error_of(one, replay(one, planned_server(one.plan).model)) for one in runs if one.plan]
     assert len(errors) == 18
-    assert median(abs(one.e2el_mean) for one in errors) < 0.05
-    assert median(abs(one.ttft_p50) for one in errors) < 0.12
+    assert median(abs(one.e2el_mean) for one in errors) < 0.04
+    assert median(abs(one.ttft_p50) for one in errors) < 0.08
 
 
 def test_a_forecast_carries_the_error_of_its_fit_and_says_what_lies_beyond(

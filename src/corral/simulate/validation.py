@@ -162,7 +162,10 @@ def _speed(plan: Plan, prompt: int, output: int, running: int) -> Speed:
 
 
 def _limit(held: Sequence[MeasuredRun], found: dict[str, RunFigures], slo: Slo) -> RateLimit | None:
-    """Where a statistic crosses its limit between runs that differ in their rate alone; the largest such family."""
+    """Where a statistic crosses its limit between runs that differ in their rate alone; the largest such family.
+
+    Of several runs at one rate the median counts: close to saturation one run says little.
+    """
     families: dict[object, list[MeasuredRun]] = {}
     for one in held:
         load, work = one.run.spec.load, one.run.spec.workload
@@ -175,8 +178,10 @@ def _limit(held: Sequence[MeasuredRun], found: dict[str, RunFigures], slo: Slo) 
     rates = [float(one.run.spec.load.rate or 0.0) for one in family]
 
     def crossing(figures: Sequence[RunFigures]) -> float | None:
-        values = [max(1e-9, _statistic(one, slo)) for one in figures]
-        points = sorted(zip(rates, values, strict=True))
+        values: dict[float, list[float]] = {}
+        for rate, one in zip(rates, figures, strict=True):
+            values.setdefault(rate, []).append(max(1e-9, _statistic(one, slo)))
+        points = sorted((rate, median(seen)) for rate, seen in values.items())
         for (low, a), (high, b) in itertools.pairwise(points):
             if a <= slo.limit_ms < b:
                 return low + (high - low) * math.log(slo.limit_ms / a) / math.log(b / a)
