@@ -7,8 +7,10 @@
 The runs vary what a simulation is asked about: rates, lengths, concurrencies, bursts, shared prefixes. The sets are
 sized for 8B in bf16 and 70B in FP8 on one H200, and for a 135M model on a few cores. The server is kept busy for
 `--warm` seconds before, in case it is slower when it was just started; the three to fit to are made first, in the
-middle and last. Every run is a run of `corral bench` with its
-rows; `--thin` keeps of a row's times the first and the last token, on which alone the fit rests.
+middle and last. On a shared machine, whose pace changes from minute to minute, `--passes 3` makes those runs again in
+which steps took longer or shorter than the same kind of step in the others; what is kept is decided by that alone,
+before anything is predicted. Every run is a run of `corral bench` with its rows; `--thin` keeps of a
+row's times the first and the last token, on which alone the fit rests.
 """
 
 from __future__ import annotations
@@ -17,10 +19,15 @@ import argparse
 import io
 import json
 import os
+import shutil
 import tarfile
 import time
-from dataclasses import replace
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import log2
 from pathlib import Path
+from statistics import median
 
 from corral.bench import store
 from corral.bench.measure import Bench
@@ -110,21 +117,88 @@ def spread(names: list[str]) -> list[str]:
     return [one for n, name in enumerate([*held, ""]) for one in (places.get(n, ""), name) if one]
 
 
-async def measure(endpoint: Endpoint, specs: dict[str, Spec], into: Path, warm: Spec | None) -> None:
-    began = time.monotonic()
+@dataclass(frozen=True)
+class Attempt:
+    """One measurement of one load; what its steps without prompts took, by how many were decoding (its logarithm)."""
+
+    name: str
+    folder: Path
+    steps_s: dict[int, list[float]]
+
+    def pace(self, usual_s: dict[int, float]) -> float:
+        """How long a step took, against the same kind of step in all attempts."""
+        shares = [one / usual_s[size] for size, times in self.steps_s.items() if size in usual_s for one in times]
+        return median(shares) if shares else 1.0
+
+
+def attempt_of(folder: Path) -> Attempt:
+    """Times between two tokens of a request between which no prompt was computed, by the size of the crowd."""
+    rows = [row for row in read_rows(folder / "rows.jsonl") if row.chunk_ns]
+    firsts, lasts = sorted(row.chunk_ns[0] for row in rows), sorted(row.chunk_ns[-1] for row in rows)
+    steps_s: dict[int, list[float]] = {}
+    for row in rows:
+        for before, after in pairwise(row.chunk_ns):
+            begun = bisect_right(firsts, before)
+            if begun == bisect_right(firsts, after + (after - before) // 4):  # tokens of one step come one by one
+                running = begun - bisect_left(lasts, after)
+                steps_s.setdefault(round(6 * log2(running)), []).append((after - before) / 1e9)
+    return Attempt(folder.name, folder, steps_s)
+
+
+def usual(attempts: list[Attempt]) -> dict[int, float]:
+    """What a step of so many sequences takes in the median of the attempts that had such steps, three at least."""
+    seen: dict[int, list[float]] = {}
+    for one in attempts:
+        for size, times in one.steps_s.items():
+            seen.setdefault(size, []).append(median(times))
+    return {size: median(times) for size, times in seen.items() if len(times) >= 3}
+
+
+def steadiest(attempts: list[Attempt]) -> dict[str, tuple[Attempt, float]]:
+    """Of each load the attempt in which the machine was nearest to its usual pace, and that pace."""
+    usual_s, found = usual(attempts), dict[str, tuple[Attempt, float]]()
+    for one in attempts:
+        pace = one.pace(usual_s)
+        if one.name not in found or abs(pace - 1) < abs(found[one.name][1] - 1):
+            found[one.name] = one, pace
+    return found
+
+
+async def measure(endpoint: Endpoint, specs: dict[str, Spec], warm: Spec | None, given: argparse.Namespace) -> None:
+    """Every load once; then those again in which the machine had another pace than usual."""
+    tries, began = given.into.with_name(f"{given.into.name}-tries"), time.monotonic()
+    attempts = [attempt_of(rows.parent) for rows in sorted(tries.glob("*/*/rows.jsonl"))]  # of a call before
+    number = len({one.folder.parent for one in attempts})
     async with Bench(endpoint) as bench:
         if warm is not None:
-            await bench.run(warm, store.new_folder("warm", into.with_name(f"{into.name}-warm"), "warm"))
-        for name, seeded in specs.items():
-            folder = store.new_folder(name, into, name)
-            done = await bench.run(seeded, folder)
-            s, load = done.run.summary, os.getloadavg()[0]
-            print(
-                f"{time.monotonic() - began:6.1f} s  {name:22}  {s.completed:5} requests, {s.failed} failed,"
-                f" {s.output_throughput:8.1f} tok/s, TTFT P50 {s.ttft.median:8.1f} ms, E2EL {s.e2el.mean:9.1f} ms,"
-                f" {done.run.verdict}, load average {load:.1f}",
-                flush=True,
-            )
+            await bench.run(warm, store.new_folder("warm", tries, "warm"))
+        for turn in range(number, number + given.passes):
+            for name in unsteady([*specs], attempts, given.steady):
+                seed = specs[name].workload.seed + 100 * turn  # prompts are cached
+                spec = replace(specs[name], workload=replace(specs[name].workload, seed=seed))
+                folder = store.new_folder(name, tries / str(turn), name)
+                done = await bench.run(spec, folder)
+                attempts.append(attempt_of(folder))
+                s, load = done.run.summary, os.getloadavg()[0]
+                print(
+                    f"{time.monotonic() - began:6.1f} s  {name:22}  {s.completed:5} requests, {s.failed} failed,"
+                    f" {s.output_throughput:8.1f} tok/s, TTFT P50 {s.ttft.median:8.1f} ms,"
+                    f" E2EL {s.e2el.mean:9.1f} ms, {done.run.verdict}, load average {load:.1f}",
+                    flush=True,
+                )
+    keep(attempts, given.into)
+
+
+def unsteady(names: list[str], attempts: list[Attempt], allowed: float) -> list[str]:
+    """The loads of which no attempt was made at the usual pace."""
+    chosen = steadiest(attempts)
+    return [name for name in names if name not in chosen or abs(chosen[name][1] - 1) > allowed]
+
+
+def keep(attempts: list[Attempt], into: Path) -> None:
+    for name, (one, pace) in steadiest(attempts).items():
+        shutil.copytree(one.folder, into / name)
+        print(f"  {name:22} steps took {pace:.2f} of the usual, pass {one.folder.parent.name}")
 
 
 def thin(folder: Path, into: Path) -> None:
@@ -159,6 +233,8 @@ def main() -> None:
         "--warm", type=float, default=20.0, metavar="SECONDS", help="of all lengths before the first run"
     )
     parser.add_argument("--seed", type=int, default=1000, help="a second time needs another: prompts are cached")
+    parser.add_argument("--passes", type=int, default=1, help="the second and later ones only repeat")
+    parser.add_argument("--steady", type=float, default=0.04, help="by which the machine's pace may be off in a run")
     parser.add_argument("--only", default="", help="runs whose name contains one of these, with commas")
     parser.add_argument("--thin", type=Path, metavar="FOLDER", help="pack runs that were measured before")
     parser.add_argument("--into", type=Path, required=True)
@@ -176,7 +252,7 @@ def main() -> None:
     specs = {name: specs[name] for name in spread([*specs])}
     crowd = SETS[given.set](given.warm)["fit-2-crowd"]
     mixed = replace(crowd, workload=replace(crowd.workload, seed=given.seed - 1, range_ratio=0.9), label="warm")
-    run(measure(endpoint, specs, given.into, mixed if given.warm else None))
+    run(measure(endpoint, specs, mixed if given.warm else None, given))
 
 
 if __name__ == "__main__":
