@@ -6,15 +6,15 @@ INSTALL = tools/install_testbed.sh $(1) || test "$$(id -u)" -ne 0
 # where it is set, each of the thousands of processes of the tests compiles all it imports
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help test lint collect unit docs fuzz soak faults cluster integration e2e bench-start lock clean
+.PHONY: help test lint collect unit docs fuzz soak faults cluster engine integration e2e bench-start lock clean
 
 # Two at a time where one alone leaves a core idle: cluster waits more than it computes, what is beside it computes on one
-# core. Lint is not beside e2e, which builds a wheel in this folder. Unit and integration fill two cores and run alone (cluster
+# core; the last of that is what the real-vLLM tier would begin with. Lint is not beside e2e, which builds a wheel in this folder. Unit and integration fill two cores and run alone (cluster
 # beside integration gained nothing and cost tests that wait). Everything is installed first: only one can install.
 test: .venv/.test-installed  ## everything a change must pass: all tiers, the waiting ones side by side
 	$(call INSTALL)
 	$(PYTHON) tools/side_by_side.py e2e docs
-	$(PYTHON) tools/side_by_side.py cluster lint,fuzz,collect
+	$(PYTHON) tools/side_by_side.py cluster lint,fuzz,collect,engine
 	$(MAKE) --no-print-directory unit integration
 
 help:  ## this list
@@ -61,6 +61,9 @@ integration: .venv/.test-installed  ## real vLLM on the CPU (installed into .scr
 	$(call INSTALL,cluster browser)
 	$(PYTEST) tests/integration --numprocesses 3 --dist loadfile --no-loadscope-reorder --timeout 1500 \
 		--reruns 1 --durations 12
+
+engine: .venv/.test-installed  ## the engine of the real-vLLM tier, and its default model compiled (into .scratch/)
+	nice $(PYTHON) -m tests.integration.first_start  # beside it, tests are waiting for something
 
 e2e: .venv/.test-installed  ## pages in a real browser; Corral installed from its wheel
 	$(call INSTALL,browser)

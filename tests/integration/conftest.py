@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from tests.conftest import ROOT
 from tests.tiny_llama import make_tiny_llama
 
 KEPT = Path(os.environ.get("CORRAL_TEST_HOME", ROOT / ".scratch" / "test-home"))
+FIRST_WORKER = "gw0"  # has the first file, and with it the default model
 FAST = ("--set", "eager=true")
 # An engine stays on the cores that it is bound to, its first thread on the first of them: left alone, every engine of
 # this machine computes on the same core. The default model has that one; the small ones, which gain nothing from a
@@ -71,24 +73,25 @@ def free_port() -> str:
     return str(until.free_port())
 
 
-@pytest.fixture(scope="session")
-def kept_home() -> Path:
-    (KEPT / "engines").mkdir(parents=True, exist_ok=True)
-    (KEPT / "models").mkdir(exist_ok=True)
-    (KEPT / "cache").mkdir(exist_ok=True)
-    return KEPT
+def corral_of(worker: str = FIRST_WORKER) -> Corral:
+    """Corral in an empty home that shares the kept engine, models and compile cache; on all cores, as for anybody.
 
-
-@pytest.fixture(scope="session")
-def corral(kept_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Corral]:
-    """A clean home that shares the kept engine, models and compile cache."""
-    home = tmp_path_factory.mktemp("integration")
-    (home / "corral").mkdir()
+    A worker's home is always in the same place: vLLM finds compiled code by the model's folder too.
+    """
+    home = KEPT.with_name(f"{KEPT.name}s") / worker
+    shutil.rmtree(home, ignore_errors=True)
+    (home / "corral").mkdir(parents=True)
     for name in ("engines", "models", "cache"):
-        (home / "corral" / name).symlink_to(kept_home / name)
+        (KEPT / name).mkdir(parents=True, exist_ok=True)
+        (home / "corral" / name).symlink_to(KEPT / name)
     env = {name: value for name, value in os.environ.items() if not name.startswith(OF_THE_USER)}
-    env |= {"HOME": str(home), "CORRAL_HOME": str(home / "corral"), BOUND: LAST_CORE}
-    command = Corral(env, home / "corral")
+    return Corral({**env, "HOME": str(home), "CORRAL_HOME": str(home / "corral")}, home / "corral")
+
+
+@pytest.fixture(scope="session")
+def corral() -> Iterator[Corral]:
+    command = corral_of(os.environ.get("PYTEST_XDIST_WORKER", FIRST_WORKER))
+    command.env[BOUND] = LAST_CORE
     command.run("engine", "install", "cpu")
     yield command
     command.run("down", "--all", check=False)

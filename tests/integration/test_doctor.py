@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.conftest import Corral
+from tests.integration.conftest import KEPT, Corral
 from tests.testbed import missing
 from tests.testbed.hosts import Hosts
 
@@ -21,9 +21,9 @@ NAMES = ("head", "node1", "node2")
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory, corral: Corral, kept_home: Path) -> Iterator[Hosts]:
+def hosts(tmp_path_factory: pytest.TempPathFactory, corral: Corral) -> Iterator[Hosts]:
     folder = tmp_path_factory.mktemp("doctor")
-    with Hosts(folder, NAMES, shared=[corral.home, kept_home]) as found:
+    with Hosts(folder, NAMES, shared=[corral.home, KEPT]) as found:
         found.add_network("fast0", NAMES)
         yield found
 
