@@ -9,8 +9,9 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help test lint collect unit docs fuzz soak faults cluster engine integration e2e bench-start lock clean
 
 # Two at a time where one alone leaves a core idle: cluster waits more than it computes, what is beside it computes on one
-# core; the last of that is what the real-vLLM tier would begin with. Lint is not beside e2e, which builds a wheel in this folder. Unit and integration fill two cores and run alone (cluster
-# beside integration gained nothing and cost tests that wait). Everything is installed first: only one can install.
+# core; the last of that, the default model's first start, is what integration would begin with. Lint is not beside e2e,
+# which builds a wheel in this folder. Unit and integration fill two cores and run alone (cluster beside integration gained
+# nothing and cost tests that wait). Everything is installed first: only one can install.
 test: .venv/.test-installed  ## everything a change must pass: all tiers, the waiting ones side by side
 	$(call INSTALL)
 	$(PYTHON) tools/side_by_side.py e2e docs
