@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from corral.tune.beside import next_beside, run_beside
 from corral.tune.page import sentence
-from corral.tune.race import Purpose, Race, RaceEnd, RaceResult, Trial, TrialOrder, next_order, verdict
+from corral.tune.race import Race, RaceEnd, RaceResult, next_order, verdict
 from corral.tune.random_search import next_random, random_found
 from corral.tune.setups import BASE, Knob, KnobKind, Setup
+from corral.tune.trials import Purpose, Trial, TrialOrder
 
 KNOBS = (
     Knob("max_num_seqs", ("512", "2048")),

@@ -33,12 +33,13 @@ from corral.tune.knobs import knobs_for, tuned_wish
 from corral.tune.objective import Objective, ObjectiveKind
 from corral.tune.page import html_page, tune_lines
 from corral.tune.presets import workload_of
-from corral.tune.race import Purpose, Race, RaceEnd, RaceResult, Roofline, Trial, TrialOrder, next_order, verdict
+from corral.tune.race import Race, RaceEnd, RaceResult, next_order, verdict
 from corral.tune.roofline import distance, roofline
 from corral.tune.seen import LoadSnapshot, SeenLoad, _bound, read_snapshots, seen_load
 from corral.tune.setups import BASE, Knob, Setup
 from corral.tune.shares import shares_for
 from corral.tune.store import TuneRun, TuneSpec, find_run, new_run
+from corral.tune.trials import Purpose, Roofline, Trial, TrialOrder
 from tests.tiny_llama import make_tiny_llama
 from tests.unit.conftest import Corral, in_process
 

@@ -36,12 +36,13 @@ from corral.tune.knobs import knobs_for
 from corral.tune.objective import Objective, ObjectiveKind
 from corral.tune.page import html_page, sentence, tune_lines
 from corral.tune.presets import PRESETS, workload_of
-from corral.tune.race import Race, RaceResult, Trial, TrialOrder, verdict
+from corral.tune.race import Race, RaceResult, verdict
 from corral.tune.random_search import random_found
 from corral.tune.roofline import distance
 from corral.tune.seen import SEEN, SeenLoad, read_seen
 from corral.tune.shares import shares_for
 from corral.tune.store import TuneRun, TuneSpec, find_run, new_run, runs_dir
+from corral.tune.trials import Trial, TrialOrder
 from corral.tune.tuner import fitting_knobs, tune
 
 __all__ = ["command"]

@@ -13,7 +13,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from math import exp
 
-from corral.tune.race import Race, Trial, TrialOrder, expected_costs, mean_score, next_order
+from corral.tune.race import Race, expected_costs, next_order
+from corral.tune.trials import Trial, TrialOrder, mean_score
 
 __all__ = ["next_beside", "run_beside"]
 

@@ -9,11 +9,12 @@ from corral.deployment.expectation import duration
 from corral.report.page import cards, document, table, verdict_box
 from corral.report.tables import table_lines
 from corral.report.text import figure
-from corral.tune.race import KnobFinding, RaceEnd, RaceResult, Trial
+from corral.tune.race import KnobFinding, RaceEnd, RaceResult
 from corral.tune.random_search import RandomFound, random_found
 from corral.tune.roofline import Distance, distance
 from corral.tune.setups import choice_words
 from corral.tune.store import TuneRun
+from corral.tune.trials import Trial
 
 __all__ = ["finding_word", "html_page", "sentence", "tune_lines"]
 

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 
 from corral.profile.drafting import as_toml
 from corral.tune.page import finding_word, sentence
-from corral.tune.race import RaceResult, Trial
+from corral.tune.race import RaceResult
 from corral.tune.roofline import distance
 from corral.tune.setups import choice_words
 from corral.tune.store import TuneRun
+from corral.tune.trials import Trial
 from corral.tune.tuner import settings_found
 
 __all__ = ["profile_text"]

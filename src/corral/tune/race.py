@@ -25,51 +25,36 @@ import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import median
 
-from corral.bench.compare import t_quantile
 from corral.tune.setups import BASE, Knob, KnobKind, Setup
+from corral.tune.trials import (
+    LEAST_NOISE,
+    Gain,
+    Purpose,
+    Trial,
+    TrialOrder,
+    compared,
+    gain_of,
+    noise_of,
+    score_of,
+    scores_of,
+    setups_of,
+)
 
-__all__ = [
-    "Gain",
-    "KnobFinding",
-    "Purpose",
-    "Race",
-    "RaceEnd",
-    "RaceResult",
-    "Roofline",
-    "Trial",
-    "TrialOrder",
-    "compared",
-    "expected_costs",
-    "mean_score",
-    "next_order",
-    "verdict",
-]
+__all__ = ["KnobFinding", "Race", "RaceEnd", "RaceResult", "expected_costs", "next_order", "verdict"]
 
 BASE_EVERY = 5  # trials of the screen between two of the base
 SEMIFINALISTS = 4
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 6
-LEAST_NOISE = 0.01  # nobody's starts agree better
 DOUBTS = 2.0  # times the noise, within which one start does not tell two settings apart
 LOUD = 0.1  # noise, above which a combination must prove each of its settings …
 PASSENGER = 2.0  # … by so many standard errors
 # times an estimate of noise, that it may well be (four of five times it is less), by its degrees of freedom
 MAY_BE = (4.0, 3.95, 2.12, 1.73, 1.56, 1.46, 1.40, 1.36, 1.32, 1.29, 1.27)
 FAR_BETTER = 0.1  # gain of leaving out all that the user brought, from which everything else is tried on top of that
-CLEAR = 0.02  # an interval within ± this is "no difference" beyond doubt
 FINAL_SHARE = 0.4  # of the budget, at most, that is kept for the final
 LONGER = 2  # times a screen's measurement, from the second stage on
-
-
-class Purpose(enum.StrEnum):
-    """Why a trial is made."""
-
-    SCREEN = "screen"
-    HALVE = "halve"
-    FINAL = "final"
-    RANDOM = "random"  # no part of the race: a search beside it, to compare with
-    MEET = "meet"  # the race's choice and that search's
 
 
 class RaceEnd(enum.StrEnum):
@@ -82,42 +67,6 @@ class RaceEnd(enum.StrEnum):
 
 
 @dataclass(frozen=True)
-class TrialOrder:
-    """A trial to make."""
-
-    setup: Setup
-    purpose: Purpose
-    measure_s: float
-
-
-@dataclass(frozen=True)
-class Roofline:
-    """What a trial's server could give at the load it got, in the unit of the score (see `corral.tune.roofline`)."""
-
-    hardware: float | None
-    planned: float
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A trial that was made; a score is higher where it is better, and above 0."""
-
-    setup: Setup
-    purpose: Purpose
-    score: float | None  # None: it did not start, or could not be measured
-    took_s: float
-    start_s: float = 0.0  # of it, until the server was ready
-    why: str = ""  # where there is no score
-    run: str = ""  # the measurement's folder
-    roofline: Roofline | None = None
-    spent_s: float | None = None  # of the run's time, where trials ran side by side; None: all that it took
-
-    @property
-    def of_budget_s(self) -> float:
-        return self.took_s if self.spent_s is None else self.spent_s
-
-
-@dataclass(frozen=True)
 class Race:
     """What is raced, and for how long."""
 
@@ -125,25 +74,6 @@ class Race:
     budget_s: float
     measure_s: float
     start_s: float  # expected, until starts were seen
-
-
-@dataclass(frozen=True)
-class Gain:
-    """A ratio of scores against another setup's (the base's, unless said), minus one, with its 95% interval."""
-
-    value: float
-    low: float
-    high: float
-    trials: int
-
-    @property
-    def beyond_doubt(self) -> bool:
-        """Whether more rounds would change nothing. Looking often finds chance differences: twice the interval."""
-        half = (self.high - self.low) / 2
-        return (abs(self.value) > 2 * half and self.trials >= 4) or max(-self.low, self.high) < CLEAR
-
-    def __str__(self) -> str:
-        return f"{self.value:+.1%} ({self.low:+.1%} to {self.high:+.1%})"
 
 
 @dataclass(frozen=True)
@@ -173,59 +103,8 @@ class RaceResult:
     spent_s: float
 
 
-# What is known
-
-
 def _of_race(trials: Sequence[Trial]) -> Sequence[Trial]:
     return [one for one in trials if one.purpose not in (Purpose.RANDOM, Purpose.MEET)]
-
-
-def _scores(trials: Sequence[Trial], setup: Setup, purpose: Purpose | None = None) -> list[float]:
-    return [
-        math.log(one.score)
-        for one in trials
-        if one.setup == setup and one.score and (purpose is None or one.purpose is purpose)
-    ]
-
-
-def _setups(trials: Sequence[Trial]) -> list[Setup]:
-    return list(dict.fromkeys(one.setup for one in trials))
-
-
-def _noise(trials: Sequence[Trial]) -> tuple[float, int]:
-    """The standard deviation between starts of one setup, over all setups, and its degrees of freedom."""
-    squares, freedom = 0.0, 0
-    for setup in _setups(trials):
-        found = _scores(trials, setup)
-        if len(found) > 1:
-            squares += sum((value - fmean(found)) ** 2 for value in found)
-            freedom += len(found) - 1
-    return (max(LEAST_NOISE, math.sqrt(squares / freedom)) if freedom else 2 * LEAST_NOISE), freedom
-
-
-def compared(trials: Sequence[Trial], setup: Setup, other: Setup, purpose: Purpose | None = None) -> Gain | None:
-    """What one setup gains over another, from trials of one purpose, or of all."""
-    return _gain(trials, _scores(trials, setup, purpose), _scores(trials, other, purpose))
-
-
-def _gain(trials: Sequence[Trial], ours: list[float], base: list[float]) -> Gain | None:
-    if not ours or not base:
-        return None
-    noise, freedom = _noise(trials)
-    half = t_quantile(freedom) * noise * math.sqrt(1 / len(ours) + 1 / len(base))
-    middle = fmean(ours) - fmean(base)
-    return Gain(math.expm1(middle), math.expm1(middle - half), math.expm1(middle + half), len(ours) + len(base))
-
-
-def mean_score(trials: Sequence[Trial]) -> float:
-    """Of all that was measured, as a logarithm; 0 where nothing was."""
-    found = [math.log(one.score) for one in trials if one.score]
-    return fmean(found) if found else 0.0
-
-
-def _score(trials: Sequence[Trial], setup: Setup) -> float:
-    found = _scores(trials, setup)
-    return fmean(found) if found else -math.inf
 
 
 # What to do next
@@ -243,7 +122,7 @@ def next_order(race: Race, trials: Sequence[Trial]) -> TrialOrder | None:
     final_s = min(2 * FEWEST_ROUNDS * long_s, FINAL_SHARE * race.budget_s)
     if not any(one.purpose is Purpose.FINAL for one in trials):
         halving = _halving(trials)
-        alone = len(_setups(trials)) < 2  # there is nobody whom the base could meet
+        alone = len(setups_of(trials)) < 2  # there is nobody whom the base could meet
         room = left_s >= short_s if alone else left_s - short_s >= final_s
         if room and not any(one.purpose is Purpose.HALVE for one in trials):
             setup = _screen(race, trials)
@@ -261,7 +140,7 @@ def next_order(race: Race, trials: Sequence[Trial]) -> TrialOrder | None:
 
 def _failed(trials: Sequence[Trial], setup: Setup) -> int:
     """How often a setup that never worked did not start."""
-    return 0 if _scores(trials, setup) else sum(one.setup == setup for one in trials)
+    return 0 if scores_of(trials, setup) else sum(one.setup == setup for one in trials)
 
 
 def _reference(race: Race, trials: Sequence[Trial]) -> Setup:
@@ -269,7 +148,7 @@ def _reference(race: Race, trials: Sequence[Trial]) -> Setup:
     if _failed(trials, BASE) < 2:
         return BASE
     bare = _bare(race)
-    return bare if _scores(trials, bare) else max(_setups(trials), key=lambda one: _score(trials, one))
+    return bare if scores_of(trials, bare) else max(setups_of(trials), key=lambda one: score_of(trials, one))
 
 
 def expected_costs(race: Race, trials: Sequence[Trial]) -> tuple[float, float]:
@@ -293,10 +172,10 @@ def _bare(race: Race) -> Setup:
 def _anchor(race: Race, trials: Sequence[Trial]) -> Setup:
     """What single values are added to. By the first trials alone: it must not change while the race goes on."""
     bare = _bare(race)
-    if bare == BASE or not _scores(trials, bare):
+    if bare == BASE or not scores_of(trials, bare):
         return BASE
-    base = _scores(trials, BASE)
-    return bare if not base or _scores(trials, bare)[0] > base[0] + FAR_BETTER else BASE
+    base = scores_of(trials, BASE)
+    return bare if not base or scores_of(trials, bare)[0] > base[0] + FAR_BETTER else BASE
 
 
 def _alone(anchor: Setup, knob: Knob, value: str) -> Setup:
@@ -318,7 +197,7 @@ def _singles(race: Race, anchor: Setup) -> list[Setup]:
 
 def _screen(race: Race, trials: Sequence[Trial]) -> Setup | None:
     """The next setup of the screen; None when all that is worth it was seen once."""
-    tried, anchor = _setups(trials), _anchor(race, trials)
+    tried, anchor = setups_of(trials), _anchor(race, trials)
     if _bare(race) not in tried:
         return _bare(race)
     since = next((at for at, one in enumerate(reversed(trials)) if one.setup == anchor), None)
@@ -330,18 +209,18 @@ def _screen(race: Race, trials: Sequence[Trial]) -> Setup | None:
             return setup
     for setup in (*_doubtful(race, trials), *(one for one in _together(race, trials) if one not in tried)):
         return setup
-    return anchor if since and not hopeless and len(_scores(trials, anchor)) < 2 else None
+    return anchor if since and not hopeless and len(scores_of(trials, anchor)) < 2 else None
 
 
 def _helpful(race: Race, trials: Sequence[Trial]) -> list[tuple[float, str, str]]:
     """The best value of each knob that seems to help, the most helpful first."""
     anchor = _anchor(race, trials)
-    start, noise = _score(trials, anchor), _noise(trials)[0]
+    start, noise = score_of(trials, anchor), noise_of(trials)[0]
     found = []
     for knob in race.knobs:
         if knob.kind is KnobKind.BASELINE:
             continue  # a whole of its own: it is compared with, not combined
-        scores = {value: _score(trials, _alone(anchor, knob, value)) for value in knob.values}
+        scores = {value: score_of(trials, _alone(anchor, knob, value)) for value in knob.values}
         best = max(scores, key=lambda value: scores[value], default="")
         if scores.get(best, -math.inf) - start > max(LEAST_NOISE, 0.5 * noise):
             gain = scores[best] - start
@@ -351,14 +230,14 @@ def _helpful(race: Race, trials: Sequence[Trial]) -> list[tuple[float, str, str]
 
 def _doubtful(race: Race, trials: Sequence[Trial]) -> list[Setup]:
     """Values seen once whose one start does not tell whether they help, or which of two helps more."""
-    doubt, anchor = DOUBTS * _noise(trials)[0], _anchor(race, trials)
+    doubt, anchor = DOUBTS * noise_of(trials)[0], _anchor(race, trials)
     found = []
     for knob in race.knobs:
         setups = (anchor, *(_alone(anchor, knob, value) for value in knob.values))
-        scores = {one: _score(trials, one) for one in setups}
+        scores = {one: score_of(trials, one) for one in setups}
         leading = [one for one, score in scores.items() if score > max(scores.values()) - doubt]
         if len(leading) > 1:
-            found += [one for one in leading if one != anchor and len(_scores(trials, one)) == 1]
+            found += [one for one in leading if one != anchor and len(scores_of(trials, one)) == 1]
     return found
 
 
@@ -374,9 +253,9 @@ def _together(race: Race, trials: Sequence[Trial]) -> list[Setup]:
 
 def _halving(trials: Sequence[Trial]) -> Setup | None:
     """Who is started again: of the best four those seen once, then of the best two those seen twice."""
-    base, noise = _score(trials, BASE), _noise(trials)[0]
-    rivals = [one for one in _setups(trials) if one != BASE and _score(trials, one) > base - noise]
-    rivals.sort(key=lambda one: _score(trials, one), reverse=True)
+    base, noise = score_of(trials, BASE), noise_of(trials)[0]
+    rivals = [one for one in setups_of(trials) if one != BASE and score_of(trials, one) > base - noise]
+    rivals.sort(key=lambda one: score_of(trials, one), reverse=True)
     for size, wanted in ((SEMIFINALISTS, 2), (2, 3)):
         for setup in rivals[:size]:
             if len([one for one in trials if one.setup == setup]) < wanted:
@@ -390,14 +269,14 @@ def _finalist(race: Race, trials: Sequence[Trial]) -> Setup:
     begun = [one.setup for one in trials if one.purpose is Purpose.FINAL and one.setup not in (BASE, reference)]
     if begun:
         return begun[0]
-    rivals = [one for one in _setups(trials) if one != BASE and _scores(trials, one)]
-    noise, _ = _noise(trials)
+    rivals = [one for one in setups_of(trials) if one != BASE and scores_of(trials, one)]
+    noise, _ = noise_of(trials)
     # by what is likely: one lucky start does not pass a setup that was good three times
     best = max(
-        rivals, key=lambda one: _score(trials, one) - noise / math.sqrt(len(_scores(trials, one))), default=BASE
+        rivals, key=lambda one: score_of(trials, one) - noise / math.sqrt(len(scores_of(trials, one))), default=BASE
     )
     best = _plainest(race, trials, best)
-    return best if _score(trials, best) > _score(trials, reference) else reference
+    return best if score_of(trials, best) > score_of(trials, reference) else reference
 
 
 def _plainest(race: Race, trials: Sequence[Trial], best: Setup) -> Setup:
@@ -407,22 +286,22 @@ def _plainest(race: Race, trials: Sequence[Trial], best: Setup) -> Setup:
     in each run. Where they differ little, and all was seen, a setting in doubt costs nothing, and small gains would
     be lost.
     """
-    noise, freedom = _noise(trials)
+    noise, freedom = noise_of(trials)
     noise *= MAY_BE[min(freedom, len(MAY_BE) - 1)]
     if freedom and noise <= LOUD and not _unseen(race, trials):
         return best
-    count = len(_scores(trials, best))
-    for one in sorted(_setups(trials), key=lambda one: (len(one.choices), -_score(trials, one))):
-        if one != BASE and one.choices and set(one.choices) < set(best.choices) and _scores(trials, one):
-            doubt = PASSENGER * noise * math.sqrt(1 / count + 1 / len(_scores(trials, one)))
-            if _score(trials, one) >= _score(trials, best) - doubt:
+    count = len(scores_of(trials, best))
+    for one in sorted(setups_of(trials), key=lambda one: (len(one.choices), -score_of(trials, one))):
+        if one != BASE and one.choices and set(one.choices) < set(best.choices) and scores_of(trials, one):
+            doubt = PASSENGER * noise * math.sqrt(1 / count + 1 / len(scores_of(trials, one)))
+            if score_of(trials, one) >= score_of(trials, best) - doubt:
                 return one
     return best
 
 
 def _unseen(race: Race, trials: Sequence[Trial]) -> list[Setup]:
     """Single values that were never tried."""
-    tried = _setups(trials)
+    tried = setups_of(trials)
     return [setup for setup in _singles(race, _anchor(race, trials)) if setup not in tried]
 
 
@@ -449,17 +328,17 @@ def _final(race: Race, trials: Sequence[Trial]) -> Setup | None:
 def _final_gain(trials: Sequence[Trial], finalist: Setup, reference: Setup) -> Gain | None:
     """By the final, and where that was cut short by all that is known of the reference."""
     purpose = Purpose.FINAL if _whole_final(trials, finalist, reference) else None
-    return _gain(trials, _scores(trials, finalist, Purpose.FINAL), _scores(trials, reference, purpose))
+    return gain_of(trials, scores_of(trials, finalist, Purpose.FINAL), scores_of(trials, reference, purpose))
 
 
 def _whole_final(trials: Sequence[Trial], finalist: Setup, reference: Setup) -> bool:
-    return all(len(_scores(trials, one, Purpose.FINAL)) >= FEWEST_ROUNDS for one in (finalist, reference))
+    return all(len(scores_of(trials, one, Purpose.FINAL)) >= FEWEST_ROUNDS for one in (finalist, reference))
 
 
 def _outcome(trials: Sequence[Trial], finalist: Setup, reference: Setup, gain: Gain | None) -> RaceEnd:
     if not any(one.score for one in trials):
         return RaceEnd.NOTHING_WORKED
-    if len(_setups(trials)) < 2:
+    if len(setups_of(trials)) < 2:
         return RaceEnd.UNFINISHED  # the base alone is no comparison
     if reference != BASE:
         return RaceEnd.BETTER  # than one that does not start
@@ -474,18 +353,18 @@ def verdict(race: Race, trials: Sequence[Trial]) -> RaceResult:
     trials = _of_race(trials)
     finalist, reference = _finalist(race, trials), _reference(race, trials)
     gain = _final_gain(trials, finalist, reference) if finalist != reference else None
-    tried, anchor = _setups(trials), _anchor(race, trials)
+    tried, anchor = setups_of(trials), _anchor(race, trials)
     return RaceResult(
         _outcome(trials, finalist, reference, gain),
         best=finalist if gain is not None and gain.low > 0 else reference,
         gain=gain,
         finalist=finalist,
         reference=reference,
-        leader=max(tried, key=lambda one: _score(trials, one), default=BASE),
+        leader=max(tried, key=lambda one: score_of(trials, one), default=BASE),
         anchor=anchor,
         findings=tuple(_finding(trials, anchor, knob, value) for knob in race.knobs for value in knob.values),
         left_out=tuple(_unseen(race, trials)),
-        noise=_noise(trials)[0],
+        noise=noise_of(trials)[0],
         spent_s=sum(one.of_budget_s for one in trials),
     )
 

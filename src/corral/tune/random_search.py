@@ -10,8 +10,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from corral.tune.race import LONGER, Gain, Purpose, Race, Trial, TrialOrder, compared, expected_costs, verdict
+from corral.tune.race import LONGER, Race, expected_costs, verdict
 from corral.tune.setups import BASE, KnobKind, Setup
+from corral.tune.trials import Gain, Purpose, Trial, TrialOrder, compared
 
 __all__ = ["RandomFound", "next_random", "random_found"]
 

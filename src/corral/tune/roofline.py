@@ -18,7 +18,8 @@ from corral.bench.metrics import Summary
 from corral.plan import Plan
 from corral.plan.speed import Efficiency, rounded
 from corral.tune.objective import Objective, ObjectiveKind
-from corral.tune.race import RaceResult, Roofline, Trial
+from corral.tune.race import RaceResult
+from corral.tune.trials import Roofline, Trial
 
 __all__ = ["Distance", "distance", "roofline"]
 

@@ -24,7 +24,8 @@ from corral.home import home_dir
 from corral.lifecycle.bringup import Wish
 from corral.record import dump_json, from_json, load_json, nearest, to_json
 from corral.tune.objective import Objective
-from corral.tune.race import Race, Trial
+from corral.tune.race import Race
+from corral.tune.trials import Trial
 
 __all__ = ["TuneRun", "TuneSpec", "all_runs", "find_run", "new_run", "runs_dir"]
 

@@ -25,11 +25,12 @@ from corral.lock import exclusive_lock
 from corral.tune.beside import run_beside
 from corral.tune.knobs import tuned_wish
 from corral.tune.objective import measure_score
-from corral.tune.race import RaceResult, Roofline, Trial, TrialOrder, next_order, verdict
+from corral.tune.race import RaceResult, next_order, verdict
 from corral.tune.random_search import next_random
 from corral.tune.roofline import roofline
 from corral.tune.setups import BASE, Knob, Setup
 from corral.tune.store import TuneRun, TuneSpec
+from corral.tune.trials import Roofline, Trial, TrialOrder
 
 __all__ = ["Pruned", "TuneWatcher", "fitting_knobs", "settings_found", "tune"]
 
