@@ -188,3 +188,8 @@ def test_plan_reads_arguments_after_the_dashes(capsys: pytest.CaptureFixture[str
     code, out = run("llama-3.1-8b", "--gpus", "1xH100", "--", "--enable-chunked-prefill=False")
     assert code == 2
     assert "--no-enable-chunked-prefill" in out
+    whole = ("--max-num-batched-tokens", "65536", "--no-enable-chunked-prefill")  # of prompts of up to 131,072 tokens
+    for more in ((), ("--replicas", "2")):
+        code, out = run("llama-3.1-8b", "--gpus", "2xH100", *more, "--", *whole)
+        assert code == 2
+        assert "65,536" in out

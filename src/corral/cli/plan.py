@@ -189,8 +189,7 @@ def _show_comparison(
 def _show_plan(question: _Question, facts: ModelFacts, inventory: Inventory, profile: Profile, form: str) -> int:
     tuning = tuning_of_plan(profile, facts, inventory, question.asked.rest)
     plan = make_plan(facts, inventory, question.goal, question.asked.fixed, tuning)
-    if plan.fits:
-        refuse_flags(question.asked.rest, plan.settings, plan.max_model_len)
+    _refuse_flags(question, plan)
     if form == "json":
         click.echo(dump_json(plan), nl=False)
     else:
@@ -207,6 +206,7 @@ def _show_replicas(
 
     tuning = tuning_of_plan(profile, facts, inventory, question.asked.rest)
     advice = advise(facts, inventory, question.goal, question.asked.fixed, tuning, replicas)
+    _refuse_flags(question, advice.plan)
     if form == "json":
         click.echo(dump_json(advice), nl=False)
     else:
@@ -214,6 +214,11 @@ def _show_replicas(
         servers = replicas if advice.form is ReplicaForm.SERVERS else 1
         _print_plan(advice.plan, question, profile, form, servers)
     return 0 if advice.plan.fits else DoesNotFitError.exit_code
+
+
+def _refuse_flags(question: _Question, plan: Plan) -> None:
+    if plan.fits:
+        refuse_flags(question.asked.rest, plan.settings, plan.max_model_len)
 
 
 def _print_plan(plan: Plan, question: _Question, profile: Profile, form: str, replicas: int = 1) -> None:
