@@ -11,8 +11,8 @@ grid    the plan's own flags and others, one start for each, at 1, 16, 64, 256 a
         of the best the plan reaches at each load.
 tune    `corral tune` from DigitalOcean's flags at 16 and at 256 requests at once, two workloads: what it gains, and
         what share of the best of `grid`, and of its own trials, its choice reaches.
-batch   `corral batch` and `LLM.generate` in turns, five of each: short prompts with 128-token answers, and prompts of
-        2,000 tokens, over HTTP; answers of 16 tokens with `--offline`.
+batch   `corral batch` and `LLM.generate` in turns, five of each: short prompts with answers of 128 and of 16 tokens,
+        and more prompts of 2,000 tokens than the prefix cache holds; in process, as with `--start`.
 
 Every figure is written to FOLDER/limit.jsonl when it is found. Near the end of `--minutes` nothing new is begun, what
 runs is stopped in order, and a later call with the same folder, or another, goes on with what is missing.
@@ -266,8 +266,8 @@ def estimate(given: argparse.Namespace) -> None:
         ("tune", len(given.tune_at) * given.tune_s, f"{len(given.tune_at)} runs of {given.tune_s / 60:.1f} min"),
         (
             "batch",
-            2 * start + 10 + given.turns * 3 * 2 * 9,
-            f"two engines, {given.turns} turns of three loads, two runs of 9 s each",
+            2 * start + 10 + given.turns * 2 * (11 + 36 + 9),
+            f"two engines, {given.turns} turns of three loads, two runs of 11, 36 and 9 s",
         ),
     )
     for name, seconds, why in rows:
@@ -298,7 +298,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--measure", default="4s", help="of a trial of the screen")
     parser.add_argument(
         "--loads",
-        default="http:1200x128,http:100x64x2000,offline:8000x16",
+        default="offline:2000x128,offline:400x64x2000,offline:8000x16",
         help="of the batches (see batch_engines.py)",
     )
     parser.add_argument("--turns", type=int, default=5)

@@ -19,8 +19,10 @@ from corral.batch import front_ends
 from corral.batch.core.run import Quiet
 from corral.batch.core.runner import Counts
 from corral.batch.front_ends import FrontEndWatch, advice
+from corral.batch.in_process import InProcessServer
 from corral.batch.inspect import inspect
 from corral.client.client import COMPLETIONS, Page, run
+from corral.client.endpoint import Absence, Endpoint
 from corral.client.errors import BadRequestError, KeyRefusedError, OverloadedError, ServerGoneError, TimedOutError
 from corral.client.row_socket import RowSocketClient, RowSocketEndpoint, has_row_socket, row_processes
 from corral.deployment.folder import DeploymentFolder
@@ -277,6 +279,45 @@ def test_a_batch_in_process_gives_the_rows_of_http(guarded: Corral, tmp_path: Pa
     assert ids(output) == list(range(60))
 
 
+def test_a_model_that_a_batch_starts_here_gets_its_rows_in_process_by_itself(
+    guarded: Corral, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handed: list[Any] = []
+    give = RowSocketClient._give
+
+    def counted(self: RowSocketClient, exchange: Any) -> None:
+        handed.append(exchange)
+        give(self, exchange)
+
+    monkeypatch.setattr(RowSocketClient, "_give", counted)
+    given, output = rows(tmp_path, 40)
+    done = guarded("batch", given, "-o", str(output), "--start", str(guarded.model))
+    assert done.code == 0, done.err
+    assert ids(output) == list(range(40))
+    assert len(handed) == 40
+
+
+def test_without_a_socket_a_started_model_gets_its_rows_over_http(corral: Corral, tmp_path: Path) -> None:
+    """As on nodes elsewhere, and behind engines that an older Corral started."""
+
+    class Elsewhere:
+        name = "elsewhere"
+
+        def find(self) -> Endpoint:
+            return Endpoint("http://127.0.0.1:9/v1", "m", str(tmp_path / "key"))
+
+        def absence(self) -> Absence:
+            return Absence("it is away")
+
+        def seats(self) -> None:
+            return None
+
+    assert InProcessServer(Elsewhere(), over_http=True).find() == Elsewhere().find()
+    assert InProcessServer(Elsewhere(), over_http=True).absence().ending is None
+    assert InProcessServer(Elsewhere()).find() is None
+    assert InProcessServer(Elsewhere()).absence().ending is not None
+
+
 def test_a_killed_runner_in_process_is_continued_and_loses_nothing(guarded: Corral, tmp_path: Path) -> None:
     given, output = rows(tmp_path, 300)
     assert guarded("up", str(guarded.model), "--name", "one", WHOLE_S="1").code == 0
@@ -335,7 +376,11 @@ def test_http_is_called_the_limit_only_where_the_api_servers_were_busy() -> None
 def test_how_busy_the_api_servers_were_is_measured(clean_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = DeploymentFolder.of("one").rank(0).path
     folder.mkdir(parents=True)
-    up, away = (SimpleNamespace(lanes=[SimpleNamespace(up=there)]) for there in (True, False))
+    over_http, in_process = Endpoint("http://127.0.0.1:9", "m"), RowSocketEndpoint("http://127.0.0.1:9", "m")
+    up, away, inside = (
+        SimpleNamespace(lanes=[SimpleNamespace(up=there, client=SimpleNamespace(endpoint=one))])
+        for there, one in ((True, over_http), (False, over_http), (True, in_process))
+    )
 
     async def use(client: RowSocketClient) -> None:
         assert row_processes(str(folder)) == [os.getpid()]
@@ -350,5 +395,8 @@ def test_how_busy_the_api_servers_were_is_measured(clean_home: Path, monkeypatch
         while processor_s(os.getpid()) - began < 0.05:
             sum(range(10_000))
         assert "--offline" in watch.advice()
+        watch = FrontEndWatch(Quiet(), ("one",))
+        watch.tick(Counts(), inside)  # type: ignore[arg-type]
+        assert watch.advice() == ""  # there is no HTTP to leave out
 
     through(folder, App(), use)

@@ -206,7 +206,7 @@ class _Pipeline:
                 )
                 _tell_short_answers(made, journal)
                 with _kept_state(self.folder, journal) as keep:
-                    watch = FrontEndWatch(journal, () if self.where["in_process"] else served.names)
+                    watch = FrontEndWatch(journal, served.names)
                     with taken as share:
                         summary = served.run(share, made.work(), self.settings, watch, self.signals)
                     if said := watch.advice():

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from corral.batch.core.run import Listener
 from corral.batch.core.runner import Counts, Runner
-from corral.client.row_socket import row_processes
+from corral.client.row_socket import RowSocketEndpoint, row_processes
 from corral.deployment.folder import DeploymentFolder
 from corral.processes import processor_s
 
@@ -42,8 +42,10 @@ class FrontEndWatch:
         self._inner.note(kind, text)
 
     def tick(self, counts: Counts, runner: Runner) -> None:
-        if not self._began_s and any(lane.up for lane in runner.lanes):
-            self._began, self._began_s = self._read(), time.monotonic()
+        used = [lane.client.endpoint for lane in runner.lanes if lane.up and lane.client]
+        if not self._began_s and used:
+            over_http = not any(isinstance(one, RowSocketEndpoint) for one in used)
+            self._began, self._began_s = self._read() if over_http else {}, time.monotonic()
         self._inner.tick(counts, runner)
 
     def advice(self) -> str:

@@ -1,4 +1,4 @@
-"""`--offline`: rows go to the engine inside its own process, without HTTP.
+"""Rows go to the engine inside its own process, without HTTP: with `--offline`, or where a batch starts the model.
 
 The server is the deployment that any batch would use, with its agent, restarts and log; only the way of the rows is
 another one (`corral.client.row_socket`), so that ledger, retries, pace and results are those of every batch. It works
@@ -19,10 +19,10 @@ __all__ = ["InProcessServer"]
 
 
 class InProcessServer:
-    """A server of a long job that takes rows through its sockets."""
+    """A server of a long job that takes rows through its sockets; where it has none and may, over HTTP."""
 
-    def __init__(self, inner: ModelServer) -> None:
-        self.name, self._inner = inner.name, inner
+    def __init__(self, inner: ModelServer, over_http: bool = False) -> None:
+        self.name, self._inner, self._over_http = inner.name, inner, over_http
         self.seats = inner.seats
         self._had_sockets = False
 
@@ -30,7 +30,7 @@ class InProcessServer:
         endpoint = self._inner.find()
         folder = _sockets_of(endpoint) if endpoint else None
         if endpoint is None or folder is None:
-            return None
+            return endpoint if self._over_http else None
         self._had_sockets = True
         return RowSocketEndpoint(endpoint.base_url, endpoint.model, endpoint.key_file, folder)
 

@@ -195,7 +195,7 @@ def _started(where: Where, offline: Offline, order: BatchOrder, reporter: Any) -
             bringup.wait_ready(folder, reporter)
         else:
             bringup.bring_up(wish, reporter)
-        return [where.way_to(DeploymentServer(name))]
+        return [InProcessServer(DeploymentServer(name), over_http=not where.in_process)]
 
     facts = facts_of(decision)
     try:

@@ -105,7 +105,7 @@ def _run_options(function: Any) -> Any:
 @click.option(
     "--offline",
     is_flag=True,
-    help="Hand rows to the engine inside its process, not over HTTP: for short answers, on this machine.",
+    help="Hand rows to a running engine of this machine inside its process, not over HTTP (with --start: by itself).",
 )
 @_recipe_options
 @click.option("--format", "shape", type=click.Choice(["openai", "columns"]),
