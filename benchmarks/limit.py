@@ -266,8 +266,8 @@ def estimate(given: argparse.Namespace) -> None:
         ("tune", len(given.tune_at) * given.tune_s, f"{len(given.tune_at)} runs of {given.tune_s / 60:.1f} min"),
         (
             "batch",
-            2 * start + 10 + given.turns * 2 * (11 + 36 + 9),
-            f"two engines, {given.turns} turns of three loads, two runs of 11, 36 and 9 s",
+            2 * start + 10 + given.turns * 2 * (11 + 20 + 9),
+            f"two engines, {given.turns} turns of three loads, two runs of 11, 20 and 9 s",
         ),
     )
     for name, seconds, why in rows:
@@ -298,7 +298,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--measure", default="4s", help="of a trial of the screen")
     parser.add_argument(
         "--loads",
-        default="offline:2000x128,offline:400x64x2000,offline:8000x16",
+        default="offline:2000x128,offline:220x64x2000,offline:8000x16",
         help="of the batches (see batch_engines.py)",
     )
     parser.add_argument("--turns", type=int, default=5)
