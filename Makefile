@@ -64,7 +64,7 @@ integration: .venv/.test-installed  ## real vLLM on the CPU (installed into .scr
 		--reruns 1 --durations 12
 
 engine: .venv/.test-installed  ## the engine of the real-vLLM tier, and its default model compiled (into .scratch/)
-	nice $(PYTHON) -m tests.integration.first_start  # beside it, tests are waiting for something
+	nice -n 5 $(PYTHON) -m tests.integration.first_start  # beside it, tests are waiting for something
 
 e2e: .venv/.test-installed  ## pages in a real browser; Corral installed from its wheel
 	$(call INSTALL,browser)
