@@ -114,16 +114,17 @@ def test_a_forecast_carries_the_error_of_its_fit_and_says_what_lies_beyond(
     assert "weights in fp8, measured in bf16" in other
 
 
-def test_under_another_plan_graphs_are_as_large_as_that_ones(measured: Path, clean_home: Path) -> None:
+def test_under_another_plan_graphs_and_tiles_are_as_large_as_that_ones(measured: Path, clean_home: Path) -> None:
     runs = load_measured(sorted(str(path) for path in measured.glob("fit-*")))
     plan = runs[0].plan
     assert plan is not None
     server = fitted_server(runs[0], fit_runs(runs))
     fewer = replace(plan, settings=replace(plan.settings, max_num_seqs=32))
-    for other, tokens in ((plan, 256), (fewer, 64)):
+    narrow = replace(plan, precision=replace(plan.precision, weights="fp8"))
+    for other, tokens, tile in ((plan, 256, 128), (fewer, 64, 128), (narrow, 256, 256)):
         found = what_if(server, plan, other).model.steps
         assert isinstance(found, FittedSteps)
-        assert found.graph_tokens == tokens
+        assert (found.graph_tokens, found.tile_tokens) == (tokens, tile)
 
 
 def test_a_fleet_a_range_of_rates_and_a_page(

@@ -83,7 +83,7 @@ def what_if(server: SimServer, measured: Plan, other: Plan) -> SimServer:
     assert server.fit is not None
     begun = linearised(other)
     old, new = linearised(measured).coefficients(), begun.coefficients()
-    own = replace(server.fit.steps, graph_tokens=begun.graph_tokens)
+    own = replace(server.fit.steps, graph_tokens=begun.graph_tokens, tile_tokens=begun.tile_tokens)
     steps = own.with_coefficients({k: v * new[k] / old[k] if old[k] else v for k, v in own.coefficients().items()})
     planned = planned_server(other).model
     shape = replace(
