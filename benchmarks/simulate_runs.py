@@ -9,7 +9,7 @@ sized for 8B in bf16 and 70B in FP8 on one H200, and for a 135M model on a few c
 `--warm` seconds before, in case it is slower when it was just started; the three to fit to are made first, in the
 middle and last. On a shared machine, whose pace changes from minute to minute, `--passes 3` makes those runs again in
 which steps took longer or shorter than the same kind of step in the others; what is kept is decided by that alone,
-before anything is predicted. Every run is a run of `corral bench` with its rows; `--thin` keeps of a
+whatever is predicted. Every run is a run of `corral bench` with its rows; `--thin` keeps of a
 row's times the first and the last token, on which alone the fit rests.
 """
 
