@@ -297,7 +297,7 @@ def test_a_model_that_a_batch_starts_here_gets_its_rows_in_process_by_itself(
     assert len(handed) == 40
 
 
-def test_without_a_socket_a_started_model_gets_its_rows_over_http(corral: Corral, tmp_path: Path) -> None:
+def test_without_a_socket_a_started_model_gets_its_rows_over_http(tmp_path: Path) -> None:
     """As on nodes elsewhere, and behind engines that an older Corral started."""
 
     class Elsewhere:

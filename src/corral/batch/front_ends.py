@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from corral.batch.core.run import Listener
 from corral.batch.core.runner import Counts, Runner
+from corral.client.endpoint import Endpoint
 from corral.client.row_socket import RowSocketEndpoint, row_processes
 from corral.deployment.folder import DeploymentFolder
 from corral.processes import processor_s
@@ -42,11 +43,15 @@ class FrontEndWatch:
         self._inner.note(kind, text)
 
     def tick(self, counts: Counts, runner: Runner) -> None:
-        used = [lane.client.endpoint for lane in runner.lanes if lane.up and lane.client]
-        if not self._began_s and used:
-            over_http = not any(isinstance(one, RowSocketEndpoint) for one in used)
-            self._began, self._began_s = self._read() if over_http else {}, time.monotonic()
+        if not self._began_s:
+            self._begin([lane.client.endpoint for lane in runner.lanes if lane.up and lane.client])
         self._inner.tick(counts, runner)
+
+    def _begin(self, used: Sequence[Endpoint]) -> None:
+        """Once a server is there; where rows go in process, there is nothing to watch."""
+        if used:
+            in_process = any(isinstance(one, RowSocketEndpoint) for one in used)
+            self._began, self._began_s = {} if in_process else self._read(), time.monotonic()
 
     def advice(self) -> str:
         """What the time since the beginning says."""
