@@ -19,6 +19,7 @@ from corral.plan.candidate import Tuning
 from corral.plan.cpu_format import formats_to_measure, quick_format
 from corral.plan.cpu_speed import products
 from corral.plan.fixed import Fixed
+from corral.plan.load_speed import speed_at
 from corral.plan.tuning import cpu_kind, tuning_for
 from corral.shell import Completed
 
@@ -49,6 +50,21 @@ EMULATED = CpuSpeed(
         FormatSpeed("fp32", ROWS, (9.4, 37.0, 151.0, 226.0), "onednn"),
     ),
 )
+
+
+# and on the machine of neoverse-n1.txt, with the tokens per second that `corral bench` then found (docs/log.md)
+NEOVERSE_N1 = CpuSpeed(
+    "smollm2",
+    (),
+    threads=2,
+    read_gb_s=39.35,
+    python_s=2.836e-3,
+    formats=(
+        FormatSpeed("bf16", ROWS, (0.824, 0.292, 0.292, 0.292), "torch"),
+        FormatSpeed("fp32", ROWS, (10.575, 38.113, 65.79, 72.895), "onednn"),
+    ),
+)
+FOUND_ON_NEOVERSE_N1 = {1: 20.3, 4: 60.8, 32: 101.1}  # requests at once, of 128 + 128 tokens
 
 
 def facts_of(name: str) -> CpuFacts:
@@ -253,6 +269,25 @@ def test_plans_use_what_is_remembered(smollm2: ModelFacts) -> None:
     remember(kind, replace(EMULATED, products=products(smollm2)))
     tuning = tuning_for(smollm2, inventory)
     assert make_plan(smollm2, inventory, tuning=tuning).speed.basis == "measured here"
+
+
+def test_a_plan_predicts_other_loads_than_its_own_as_if_made_for_them(smollm2: ModelFacts) -> None:
+    """And within a quarter of what was measured on that machine."""
+    inventory = machine("neoverse-n1")
+    kind = cpu_kind(inventory)
+    assert kind is not None
+    made = make_plan(
+        smollm2, inventory, tuning=replace(Tuning(), cpu=replace(NEOVERSE_N1, products=products(smollm2)))
+    )
+    alone = speed_at(made, 512, 256, 32)  # nothing is remembered: the plan's own rates
+    assert (alone.concurrency, alone.basis) == (32, "measured here")
+    remember(kind, replace(NEOVERSE_N1, products=products(smollm2)))
+    for running, found in FOUND_ON_NEOVERSE_N1.items():
+        goal = Goal(prompt_tokens=128, output_tokens=128, concurrency=running)
+        anew = make_plan(smollm2, inventory, goal, tuning=tuning_for(smollm2, inventory)).speed
+        at = speed_at(made, 128, 128, running)
+        assert at.throughput_tokens_per_s == anew.throughput_tokens_per_s == pytest.approx(found, rel=0.25)
+        assert (at.ttft_s, at.tpot_s) == (anew.ttft_s, anew.tpot_s)
 
 
 def answer(text: str, code: int = 0) -> Completed:

@@ -3,7 +3,7 @@
 Decode must read the weights once a step and the KV cache of every running request: that traffic over the memory
 bandwidth is the decode share. Every token costs two operations per active parameter: that over the arithmetic rate
 is the compute share; for requests that ran (nearly) alone, the prompt over the time to the first token gives the
-prefill share. Rates are the vendors' for GPUs in the table; on a CPU they are the plan's own rough ones.
+prefill share. Rates are the vendors' for GPUs in the table; on a CPU they are the plan's own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 from corral.bench.metrics import Summary
 from corral.bench.server_metrics import ServerDelta
 from corral.plan import Plan
-from corral.plan.speed import Efficiency, predict
+from corral.plan.load_speed import speed_at
+from corral.plan.speed import Efficiency
 
 __all__ = ["FrontEnd", "Limit", "LimitCause", "TokenCost", "cost_of", "distance", "roof"]
 
@@ -247,13 +248,4 @@ def roof(
 ) -> float | None:
     """Output tokens per second that the plan predicts for a load, with its own API servers or so many."""
     n, before, after = max(1, round(concurrency)), max(1, round(input_len)), max(1, round(output_len))
-    speed = plan.speed
-    if plan.inventory.kind is None:
-        if not speed.decode_tokens_per_s or not speed.prefill_tokens_per_s:
-            return None
-        step = max(1 / speed.decode_tokens_per_s, n / speed.prefill_tokens_per_s)
-        return n * after / (n * before / speed.prefill_tokens_per_s + after * step)
-    goal = replace(plan.goal, prompt_tokens=before, output_tokens=after)
-    settings = replace(plan.settings, api_servers=api_servers or plan.settings.api_servers)
-    made = predict(plan.model, plan.inventory, plan.parallel, plan.precision, settings, plan.memory, goal, n, rates)
-    return made.throughput_tokens_per_s
+    return speed_at(plan, before, after, n, api_servers, rates).throughput_tokens_per_s

@@ -134,10 +134,16 @@ def _because(name: str, quick: Quick, rates: dict[str, Rates]) -> str:
     if not (mine.measured and theirs.measured):
         return quick.because
     pairs = ", ".join(
-        f"{mine.format.at(rows):.0f} GFLOP/s against {theirs.format.at(rows):.0f} in {other} with {words}"
+        f"{_words(mine, rows)} GFLOP/s against {_words(theirs, rows)} in {other} with {words}"
         for rows, words in ((1, "one request"), (32, "32 at once"))
     )
     return f"{quick.because}; measured here: {pairs}"
+
+
+def _words(rates: Rates, rows: int) -> str:
+    """GFLOP/s; an emulated format may have less than one."""
+    rate = rates.format.at(rows)
+    return f"{rate:.0f}" if rate >= 9.95 else f"{rate:.1f}"
 
 
 def _warning(name: str, model: ModelFacts, goal: Goal, rates: dict[str, Rates]) -> str:

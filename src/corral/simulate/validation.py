@@ -13,10 +13,7 @@ from statistics import median
 
 from corral.bench.spec import Slo
 from corral.errors import UsageError
-from corral.plan import Plan, make_plan
-from corral.plan.contract import Speed
-from corral.plan.speed import predict
-from corral.plan.tuning import tuning_for
+from corral.plan.load_speed import speed_at
 from corral.simulate.fitting import Fit, RunError, error_of, fit_runs, fitted_member, replay
 from corral.simulate.interval import Interval, beyond, intervals
 from corral.simulate.measured import MeasuredRun, RunFigures
@@ -128,7 +125,7 @@ def _planned(measured: MeasuredRun) -> RunError | None:
     output = max(1, round(sum(row.output_tokens for row in rows) / len(rows)))
     at_once, e2el, speed = float(load.concurrency or 1), 0.0, plan.speed
     for _ in range(40):  # Little's law, until it holds
-        speed = _speed(plan, prompt, output, max(1, round(at_once)))
+        speed = speed_at(plan, prompt, output, max(1, round(at_once)))
         if not speed.ttft_s or not speed.tpot_s:
             return None
         e2el = speed.ttft_s + (output - 1) * speed.tpot_s
@@ -149,16 +146,6 @@ def _planned(measured: MeasuredRun) -> RunError | None:
         1000 * (speed.tpot_s or 0.0) / (seen.percentile("tpot", 50) or math.inf) - 1,
         rate * output / seen.output_throughput - 1,
     )
-
-
-def _speed(plan: Plan, prompt: int, output: int, running: int) -> Speed:
-    goal = replace(plan.goal, prompt_tokens=prompt, output_tokens=output, concurrency=running)
-    if plan.inventory.kind is not None:
-        parts = (plan.model, plan.inventory, plan.parallel, plan.precision, plan.settings, plan.memory)
-        return predict(*parts, goal, running)
-    fixed = {"weights": plan.precision.weights, "max_model_len": plan.max_model_len}
-    free = replace(goal, context=None)
-    return make_plan(plan.model, plan.inventory, free, fixed, tuning_for(plan.model, plan.inventory)).speed
 
 
 def _limit(held: Sequence[MeasuredRun], found: dict[str, RunFigures], slo: Slo) -> RateLimit | None:
