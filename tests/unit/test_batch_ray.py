@@ -18,12 +18,14 @@ from corral.batch.core.runner import RunnerSettings
 from corral.batch.input.recipe import Recipe
 from corral.batch.inspect import inspect
 from corral.batch.job import BatchOrder, folder_of
+from corral.batch.raydata.cpus import format_on
 from corral.batch.raydata.engine import AnswerEngine, EngineDiedError, RayAnswer, engine_settings, read_answer
 from corral.batch.raydata.logs import why_died
 from corral.batch.raydata.run import run_on_engine
 from corral.batch.serving import Offline, Served, Where
 from corral.cli import main
 from corral.errors import EngineError, UsageError
+from corral.hardware.cpu import common_cpu, parse_cpuinfo
 
 MODEL = Offline("model", engine="ray-data")
 
@@ -52,7 +54,7 @@ def run_on_ray(order: BatchOrder, offline: Offline, listener: Quiet, engine: Ans
     @contextlib.contextmanager
     def serve() -> Iterator[Served]:
         assert engine is not None
-        yield Served({"model": offline.model}, partial(run_on_engine, lambda: engine, offline.model))
+        yield Served({"model": offline.model}, partial(run_on_engine, lambda _: engine, offline.model))
 
     return carry_out(order, Where(offline=offline), RunnerSettings(), listener, serve=serve if engine else None)
 
@@ -123,6 +125,33 @@ def test_what_is_set_reaches_the_engine() -> None:
     assert given == {"max_model_len": 512, "enforce_eager": True, "tensor_parallel_size": 2, "max_num_seqs": 64}
     with pytest.raises(UsageError, match="--set data does not go with"):
         engine_settings(None, ("data=2",))
+    assert engine_settings(None, ("weights=bf16",)) == {"dtype": "bfloat16"}
+    with pytest.raises(UsageError, match="--set weights does not go with"):
+        engine_settings(None, ("weights=fp8",))
+
+
+CPUS = {path.stem: parse_cpuinfo(path.read_text()) for path in (Path(__file__).parent / "cpuinfo").glob("*.txt")}
+
+
+@pytest.mark.parametrize(
+    ("cpus", "given", "dtype", "word"),
+    [
+        (("neoverse-n1",), None, "float32", "computes in fp32: Neoverse-N1 has no bf16"),
+        (("neoverse-n1",), "bfloat16", None, "bfloat16 may crawl or fail here: Neoverse-N1 has no bf16"),
+        (("neoverse-n1",), "float32", None, ""),
+        (("grace",), None, None, ""),
+        (("sapphire-rapids",), "float16", None, ""),
+        (("grace", "altra"), None, "float32", "computes in fp32"),  # one format that suits all nodes
+        (("zen3", "grace"), None, "float32", "nobody has looked"),
+        ((), None, "float32", "nobody has looked"),
+    ],
+)
+def test_without_gpus_ray_computes_in_what_its_cpus_are_quick_in(
+    cpus: tuple[str, ...], given: str | None, dtype: str | None, word: str
+) -> None:
+    chosen, said = format_on(common_cpu([CPUS[name] for name in cpus]), given)
+    assert chosen.get("dtype") == dtype
+    assert word in said if word else not said
 
 
 class Dead:

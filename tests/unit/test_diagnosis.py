@@ -49,6 +49,10 @@ TOLD = [
      Reason.MODEL_INCOMPLETE, "do not hold all"),
     ("RuntimeError: Unsupported CPU attention configuration: head_dim=16 isa=2 kv_cache_idx=0",
      Reason.MODEL_UNSUPPORTED, "heads of size 16"),
+    ("WARNING [utils.py:597] Failed to create oneDNN linear, fallback to torch linear. Exception: could not create a"
+     " primitive descriptor for the matmul primitive. Run workload with environment variable ONEDNN_VERBOSE=all\n"
+     "ERROR [async_llm.py:906] vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.",
+     Reason.BAD_ARGUMENT, "this CPU has no arithmetic for it"),
     ("torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:77, ncclSystemError: System call failed",
      Reason.NETWORK, "could not talk to each other"),
     ("RuntimeError: The NVIDIA driver on your system is too old (found version 12020).", Reason.NO_GPU, "too old"),

@@ -14,9 +14,13 @@ from pathlib import Path
 
 from corral.deployment.state import Reason
 
-__all__ = ["SIGNATURES", "Diagnosis", "Signature", "diagnose", "last_lines"]
+__all__ = ["LET_THE_PLAN_CHOOSE", "SIGNATURES", "Diagnosis", "Signature", "diagnose", "last_lines"]
 
 TAIL_BYTES = 256 << 10
+LET_THE_PLAN_CHOOSE = (
+    "Let the plan choose the number format (give neither a dtype nor --set weights), or fix one that is fast on"
+    " this CPU: --set weights=fp32."
+)
 
 
 @dataclass(frozen=True)
@@ -285,6 +289,13 @@ SIGNATURES: tuple[Signature, ...] = (
         r"(?:Value error, ([^\n]+)|ValueError: ([^\n]+))",
         "the engine refused its configuration: {1}{2}",
         "Correct the arguments after `--`; `corral up --dry-run` shows the whole command.",
+    ),
+    Signature(  # a warning at first: the engine goes on, and ends without a word of its own (seen on Neoverse-N1)
+        Reason.BAD_ARGUMENT,
+        r"Failed to create oneDNN linear, fallback to torch linear",
+        "the engine ended without a word, after its libraries had refused the chosen number format (bf16 or fp16):"
+        " this CPU has no arithmetic for it",
+        LET_THE_PLAN_CHOOSE,
     ),
 )
 

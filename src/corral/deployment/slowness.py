@@ -9,15 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from corral.deployment.diagnosis import Diagnosis, Signature
+from corral.deployment.diagnosis import LET_THE_PLAN_CHOOSE, Diagnosis, Signature
 from corral.deployment.state import Reason
 
 __all__ = ["SLOW", "explain_slow"]
-
-LET_THE_PLAN_CHOOSE = (
-    "Let the plan choose the number format (leave out --dtype and --set weights), or fix one that is fast on this"
-    " CPU: --set weights=fp32."
-)
 
 SLOW: tuple[Signature, ...] = (
     Signature(

@@ -6,7 +6,9 @@ from corral.hardware.inventory import GIB
 from corral.models.facts import ModelFacts
 from corral.plan.contract import EngineSettings, Parallel, Precision
 
-__all__ = ["cpu_environment", "engine_args"]
+__all__ = ["VLLM_DTYPES", "cpu_environment", "engine_args"]
+
+VLLM_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 # vLLM refuses these unless told that the caller knows (`DEPRECATED_QUANTIZATION_METHODS`, 0.32).
 _DEPRECATED = ("fbgemm_fp8", "fp_quant")
@@ -49,8 +51,8 @@ def engine_args(
 
 
 def _dtype(model: ModelFacts, precision: Precision) -> str:
-    wide = precision.compute or (precision.weights if precision.weights in ("bf16", "fp16", "fp32") else model.dtype)
-    return {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[wide]
+    wide = precision.compute or (precision.weights if precision.weights in VLLM_DTYPES else model.dtype)
+    return VLLM_DTYPES[wide]
 
 
 def cpu_environment(kv_bytes: int, eager: bool) -> dict[str, str]:

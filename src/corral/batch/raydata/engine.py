@@ -9,17 +9,20 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from corral.batch.input.rows import optional
+from corral.batch.raydata.cpus import cluster_cpu, format_on
 from corral.batch.raydata.logs import logs_folder, why_died
 from corral.deployment.diagnosis import Diagnosis
 from corral.errors import UnreachableError, UsageError
+from corral.plan.engine import VLLM_DTYPES
 from corral.plan.fixed import parse_assignments, read_fixed
 
-__all__ = ["AnswerEngine", "EngineDiedError", "RayAnswer", "RayEngine", "engine_settings", "read_answer"]
+__all__ = ["AnswerEngine", "EngineDiedError", "Note", "RayAnswer", "RayEngine", "engine_settings", "read_answer"]
 
 _ENGINE_NAMES = {
     "tensor": "tensor_parallel_size",
@@ -63,11 +66,15 @@ class AnswerEngine(Protocol):
         """The answers of a file of `{"corral_row", "prompt" | "messages", "sampling_params"}`, in any order."""
 
 
+Note = Callable[[str, str], None]  # kind, words
+
+
 class RayEngine:
     """`ray.data.llm` with `replicas` vLLM engines."""
 
-    def __init__(self, model: str, replicas: int = 1, engine_kwargs: dict[str, Any] | None = None) -> None:
-        self._model, self._replicas, self._kwargs = model, replicas, engine_kwargs or {}
+    def __init__(self, model: str, replicas: int, engine_kwargs: dict[str, Any], note: Note) -> None:
+        self._model, self._replicas, self._kwargs, self._note = model, replicas, dict(engine_kwargs), note
+        self._on_cpus = False
         self._ray = optional("ray", "run on Ray Data (in the cluster's own environment)")
         _refuse_dead_address(os.environ.get("RAY_ADDRESS", ""))  # before the import below, which takes seconds
         optional("ray.data.llm", "run on Ray Data")
@@ -82,6 +89,7 @@ class RayEngine:
         settings: dict[str, Any] = {}
         if not ray.cluster_resources().get("GPU"):  # otherwise it would wait for one for ever
             settings = {"placement_group_config": {"bundles": [{"CPU": 1}]}, "log_engine_metrics": False}
+            self._choose_format()
         config = vLLMEngineProcessorConfig(
             model_source=self._model,
             engine_kwargs=self._kwargs,
@@ -102,6 +110,16 @@ class RayEngine:
                 yield read_answer(row)
         except Exception as error:
             raise EngineDiedError(_first_line(error), why_died(logs_folder(ray), began_s)) from error
+
+    def _choose_format(self) -> None:
+        """On CPUs; once, however often the engine is started."""
+        if self._on_cpus:
+            return
+        self._on_cpus = True
+        chosen, why = format_on(cluster_cpu(self._ray), self._kwargs.get("dtype"))
+        self._kwargs |= chosen
+        if why:
+            self._note("note", why)
 
     def _connect(self) -> None:
         if self._ray.is_initialized():
@@ -157,7 +175,11 @@ def read_answer(row: dict[str, Any]) -> RayAnswer:
 def engine_settings(context: int | None, assignments: tuple[str, ...]) -> dict[str, Any]:
     """What was asked of the plan, under the names that vLLM's engine knows."""
     fixed = read_fixed({**({"max_model_len": context} if context else {}), **parse_assignments(assignments)})
+    engine = {ours: getattr(fixed, name) for name, ours in _ENGINE_NAMES.items() if getattr(fixed, name) is not None}
+    if fixed.weights in VLLM_DTYPES:
+        engine["dtype"] = VLLM_DTYPES[fixed.weights]
+        fixed = replace(fixed, weights=None)
     for name, remedy in _NOT_ENGINE.items():
         if getattr(fixed, name) is not None:
             raise UsageError(f"--set {name} does not go with --engine ray-data.", remedy)
-    return {ours: getattr(fixed, name) for name, ours in _ENGINE_NAMES.items() if getattr(fixed, name) is not None}
+    return engine

@@ -25,7 +25,7 @@ from corral.batch.core.run import BatchState, Listener, RunSummary, Share
 from corral.batch.core.runner import RunnerSettings, Work
 from corral.batch.core.table import RowReader
 from corral.batch.input.recipe import Parsed
-from corral.batch.raydata.engine import AnswerEngine, RayAnswer
+from corral.batch.raydata.engine import AnswerEngine, Note, RayAnswer
 from corral.client.client import CHAT, Choice, Reply, Timing, Usage
 from corral.errors import CorralError, EngineError, UsageError
 from corral.interruption import terminated_as_interrupted
@@ -56,7 +56,7 @@ class Deaths:
 
 
 def run_on_engine(
-    make: Callable[[], AnswerEngine],
+    make: Callable[[Note], AnswerEngine],
     model: str,
     share: Share,
     work: Work,
@@ -64,13 +64,13 @@ def run_on_engine(
     listener: Listener,
     __: bool,
 ) -> RunSummary:
-    """Do the rows of a share on an engine, which is made only when there is something to do."""
+    """Do the rows of a share on an engine, made only when there is something to do."""
     if isinstance(share.folder, PartFolder):
         raise UsageError(f"{share.folder.output} is shared (--jobs).", "Finish it with `corral batch resume`.")
     if not share.counts.left:
         return RunSummary.of(share, BatchState.DONE)
     with beating(share.alive):
-        return _EngineRun(make(), model, share, work, listener).run()
+        return _EngineRun(make(listener.note), model, share, work, listener).run()
 
 
 class _CancelledError(Exception):
