@@ -6,6 +6,7 @@ What is lost, refused and stored has files of its own beside this one: a file is
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -67,7 +68,8 @@ def test_no_stranger_gets_the_tunnels_port_while_ssh_is_away(bench: Bench, ready
     for _ in range(4):
         found = subprocess.run(["pgrep", "-P", str(holder)], capture_output=True, text=True).stdout.split()
         for pid in found:  # the forwarding ssh: it is started again
-            os.kill(int(pid), signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it may have ended by itself meanwhile
+                os.kill(int(pid), signal.SIGKILL)
         done = subprocess.run([sys.executable, "-c", thief, str(port)], capture_output=True, text=True)
         assert "Address already in use" in done.stderr
     ask = ("complete", "--deployment", ready, "Hello")

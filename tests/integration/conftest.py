@@ -24,7 +24,7 @@ from tests.conftest import ROOT
 from tests.tiny_llama import make_tiny_llama
 
 KEPT = Path(os.environ.get("CORRAL_TEST_HOME", ROOT / ".scratch" / "test-home"))
-FIRST_WORKER = "gw0"  # has the first file, and with it the default model
+DEFAULT_MODEL = "default_model"  # the home of whoever has those tests: any worker may get the first file
 FAST = ("--set", "eager=true")
 # An engine stays on the cores that it is bound to, its first thread on the first of them: left alone, every engine of
 # this machine computes on the same core. The default model has that one; the small ones, which gain nothing from a
@@ -34,7 +34,7 @@ LAST_CORE = str(max(os.sched_getaffinity(0)))
 OF_THE_USER = ("HF_", "VLLM_", "OPENAI_", "XDG_", "SLURM_")
 # Begun first, so that no worker is alone with a long one at the end (`--no-loadscope-reorder` keeps this order). What
 # is not named here is short.
-LONG_FIRST = ("default_model", "multi_node", "batch_ray_data", "batch", "serving", "bench", "engines", "console")
+LONG_FIRST = (DEFAULT_MODEL, "multi_node", "batch_ray_data", "batch", "serving", "bench", "engines", "console")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -73,12 +73,12 @@ def free_port() -> str:
     return str(until.free_port())
 
 
-def corral_of(worker: str = FIRST_WORKER) -> Corral:
+def corral_of(whose: str = DEFAULT_MODEL) -> Corral:
     """Corral in an empty home that shares the kept engine, models and compile cache; on all cores, as for anybody.
 
-    A worker's home is always in the same place: vLLM finds compiled code by the model's folder too.
+    The default model's home is always in the same place: vLLM finds compiled code by the model's folder too.
     """
-    home = KEPT.with_name(f"{KEPT.name}s") / worker
+    home = KEPT.with_name(f"{KEPT.name}s") / whose
     shutil.rmtree(home, ignore_errors=True)
     (home / "corral").mkdir(parents=True)
     for name in ("engines", "models", "cache"):
@@ -90,7 +90,9 @@ def corral_of(worker: str = FIRST_WORKER) -> Corral:
 
 @pytest.fixture(scope="session")
 def corral() -> Iterator[Corral]:
-    command = corral_of(os.environ.get("PYTEST_XDIST_WORKER", FIRST_WORKER))
+    asked_by = os.environ["PYTEST_CURRENT_TEST"]  # a worker's first test: with `loadfile` it has the whole file
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "alone")
+    command = corral_of(DEFAULT_MODEL if f"test_{DEFAULT_MODEL}.py" in asked_by else worker)
     command.env[BOUND] = LAST_CORE
     command.run("engine", "install", "cpu")
     yield command
