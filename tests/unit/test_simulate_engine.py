@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corral.bench.spec import LoadShape, Workload, parse_slos
+from corral.models.facts import read_facts
 from corral.simulate.engine import EngineShape, SimEngine, SimSequence
 from corral.simulate.outcome import SimOutcome
 from corral.simulate.page import behind_sentence
 from corral.simulate.requests import ClosedLoop, OpenLoop, SimRequest, source_of
-from corral.simulate.steptime import DecodeCost, FittedSteps
+from corral.simulate.steptime import DecodeCost, FittedSteps, cpu_steps
 from corral.simulate.world import MemberModel, ScalingModel, simulate_load
 
 STEPS = FittedSteps(5e-3, 30e-6, 3e-9, 20e-6, attend_s=1e-9, launch_s=9e-3, graph_tokens=64)
@@ -25,6 +26,17 @@ def test_a_step_beyond_the_largest_graph_takes_as_long_as_its_launches() -> None
     assert STEPS.mixed(10, 0, 50, 0) < STEPS.launch_s  # 60 tokens
     assert STEPS.mixed(10, 0, 60, 0) == STEPS.launch_s  # 70
     assert STEPS.mixed(10, 0, 1000, 0) == pytest.approx(STEPS.decode(10).one(0) + 1000 * 20e-6)
+
+
+def test_on_a_cpu_few_rows_take_as_long_as_reading_and_many_as_long_as_multiplying() -> None:
+    """As a Neoverse-N1 decodes SmolLM2: 50 ms with 1, 54 with 4, 198 with 32, 695 with 128 sequences."""
+    steps = cpu_steps(read_facts("smollm2", offline=True), alone_s=50e-3, prompt_s=3.5e-3, first_s=40e-3)
+    alone, few, crowd, full = (steps.decode(running).one(0) for running in (1, 4, 32, 128))
+    assert alone == pytest.approx(50e-3, rel=0.1)
+    assert few < 1.4 * alone
+    assert (full - crowd) / 96 == pytest.approx((695 - 198) / 96e3, rel=0.2)
+    assert steps.mixed(1, 80, 64, 32 * 64) == pytest.approx(258e-3, rel=0.1)  # with a prompt of 64 tokens
+    assert steps.slowed(2.0).decode(4).one(0) == pytest.approx(2 * few)
 
 
 def test_a_step_counts_whole_tiles() -> None:

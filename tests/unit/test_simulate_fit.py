@@ -51,11 +51,11 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 @pytest.mark.parametrize(
     ("name", "e2el", "ttft", "rate", "covered"),
-    # the goals are 8%, 15% and 10%; where a bound is wider, the goal is missed: docs/simulate.md
+    # the goals are 8%, 15% and 10%: docs/simulate.md
     [
         ("h200-8b", 0.05, 0.09, 0.05, 0.95),
         ("h200-70b-fp8", 0.05, 0.09, 0.05, 0.93),
-        ("cpu-smollm2", 0.08, 0.12, 0.25, 0.93),
+        ("cpu-smollm2", 0.08, 0.14, 0.06, 0.9),
     ],
 )
 def test_twelve_and_more_held_out_runs_are_predicted(

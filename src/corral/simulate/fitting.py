@@ -3,8 +3,7 @@
 The simulation itself is fitted: its quantiles of TTFT, TPOT and E2EL on the same loads are brought to the measured
 ones (least squares of the logarithms). It sees queues, chunks and the API server, which no regression of rows does,
 and needs only the first and the last time of each request. It starts from the plan's roofline, and holds on to it a
-little where the runs decide nothing; without a plan for a known GPU, from a regression: the time between a request's
-first and last token, by its steps, the sequences beside it, their context, and the prompts computed meanwhile.
+little where the runs decide nothing; without a plan for a known GPU, from a regression (`regression`).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from statistics import median
 
 from corral.errors import UsageError
 from corral.simulate.measured import ExactRecorder, MeasuredRun, RunFigures
-from corral.simulate.regression import regress
+from corral.simulate.regression import regress, regress_cpu
 from corral.simulate.solver import least_squares
 from corral.simulate.steptime import FittedSteps, linearised
 from corral.simulate.world import MemberModel, simulate_load
@@ -26,7 +25,7 @@ __all__ = ["Fit", "MeasuredRange", "RunError", "error_of", "fit_runs", "fitted_m
 QUANTILES = (25.0, 50.0, 75.0, 95.0)
 WEIGHTS = {"ttft": 1.0, "tpot": 1.0, "e2el": 1.5}
 PRIOR = 0.4  # how much a coefficient that nothing decides is held at its start
-LEAST = 1e-10
+FAR = 0.7  # how far a quantile may be off, as a logarithm, until more of it no longer counts
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,10 @@ def fit_runs(runs: Sequence[MeasuredRun]) -> Fit:
     if not runs:
         raise UsageError("there is no run to fit to.", "Name runs of `corral bench`; three of different load do.")
     plan = runs[0].plan
-    start = linearised(plan) if plan is not None and plan.inventory.kind else regress(runs)
+    if plan is None or (plan.inventory.gpu is not None and plan.inventory.kind is None):
+        start = regress(runs)
+    else:
+        start = linearised(plan) if plan.inventory.kind else regress_cpu(runs, plan)
     found = [_refined(runs, replace(start, lookahead=ahead)) for ahead in (False, True)]
     steps, _ = min(found, key=lambda pair: pair[1])
     errors = tuple(error_of(one, replay(one, fitted_member(one, steps))) for one in runs)
@@ -110,8 +112,8 @@ def fit_runs(runs: Sequence[MeasuredRun]) -> Fit:
 
 
 def _refined(runs: Sequence[MeasuredRun], start: FittedSteps) -> tuple[FittedSteps, float]:
-    names = list(start.coefficients())
-    begin = [math.log(max(LEAST, value)) for value in start.coefficients().values()]
+    fitted = {name: value for name, value in start.coefficients().items() if value}  # the others have no part in it
+    names, begin = list(fitted), [math.log(value) for value in fitted.values()]
 
     def steps_at(point: Sequence[float]) -> FittedSteps:
         return start.with_coefficients({name: math.exp(value) for name, value in zip(names, point, strict=True)})
@@ -134,8 +136,13 @@ def _differences(measured: MeasuredRun, found: RunFigures) -> list[float]:
     for metric, weight in WEIGHTS.items():
         for p in QUANTILES:
             a, b = found.percentile(metric, p), measured.figures.percentile(metric, p)
-            out.append(weight * trust * math.log(a / b) if a > 0 and b > 0 else 0.0)
+            out.append(weight * trust * _bounded(math.log(a / b)) if a > 0 and b > 0 else 0.0)
     return out
+
+
+def _bounded(off: float) -> float:
+    """Nothing beyond `FAR`: a quantile at the edge between two kinds of requests may be of either."""
+    return off / math.sqrt(1 + (off / FAR) ** 2)
 
 
 def _span(runs: Sequence[MeasuredRun]) -> MeasuredRange:

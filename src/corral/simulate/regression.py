@@ -1,19 +1,24 @@
 """Where a fit starts that no plan for a known GPU tells: a regression of the requests' own times.
 
-The time between a request's first and last token, by its steps, the sequences beside it, their context, and the prompts
-computed meanwhile.
+The time between a request's first and last token, by its steps, the sequences beside it, their context, and the
+prompts computed meanwhile.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
+from statistics import fmean, median
 
+from corral.plan import Plan
 from corral.simulate.measured import MeasuredRun
 from corral.simulate.solver import nonnegative
-from corral.simulate.steptime import FittedSteps
+from corral.simulate.steptime import FittedSteps, cpu_steps
 
-__all__ = ["regress"]
+__all__ = ["regress", "regress_cpu"]
+
+ALONE = 1.2  # sequences at once, on average, up to which a request is alone
 
 
 def regress(runs: Sequence[MeasuredRun]) -> FittedSteps:
@@ -41,6 +46,39 @@ def regress(runs: Sequence[MeasuredRun]) -> FittedSteps:
         request_s=request,
         stream_s=step / 1000,
     )
+
+
+def regress_cpu(runs: Sequence[MeasuredRun], plan: Plan) -> FittedSteps:
+    """Of a server on a CPU: products and what is between them apart, as the planner has them.
+
+    Lone requests' first tokens tell what a row of a product takes, their later ones what reading the weights does,
+    which is as long as that of some rows.
+    """
+    start, spans = regress(runs), [span for one in runs for span in _spans(one)]
+    lone = [seconds / steps for steps, (count, _, beside), seconds in spans if count < ALONE * steps and not beside]
+    if not lone:
+        return start
+    alone_s = median(lone)
+    prompt_s, first_s = _first_tokens(runs) or (start.prompt_s, start.request_s + alone_s / 2)
+    steps = cpu_steps(plan.model, alone_s, prompt_s, first_s)
+    return replace(steps, kv_s=start.kv_s, stream_s=start.stream_s)
+
+
+def _first_tokens(runs: Sequence[MeasuredRun]) -> tuple[float, float] | None:
+    """How much longer lone requests wait for their first token with each token of their prompts, and in any case."""
+    pairs = []
+    for one in runs:
+        busy_until = 0
+        for row in sorted(one.rows, key=lambda row: row.asked_ns):
+            if row.asked_ns >= busy_until and not row.cached_tokens:
+                pairs.append((float(row.input_tokens), row.ttft_s))
+            busy_until = max(busy_until, row.chunk_ns[-1])
+    if len({tokens for tokens, _ in pairs}) < 5:
+        return None
+    middle, mean = fmean(tokens for tokens, _ in pairs), fmean(seconds for _, seconds in pairs)
+    spread = sum((tokens - middle) ** 2 for tokens, _ in pairs)
+    slope = sum((tokens - middle) * (seconds - mean) for tokens, seconds in pairs) / spread
+    return (slope, mean - slope * middle) if slope > 0 else None
 
 
 def _spans(measured: MeasuredRun) -> list[tuple[float, tuple[float, float, float], float]]:

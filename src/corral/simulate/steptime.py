@@ -3,7 +3,8 @@
 A step of `running` decoding sequences with `kv` tokens of context takes `max(fixed + per_kv · kv, floor)`, which can
 be summed over many steps without making them; a step that also computes prompt tokens is asked for as a whole. On a
 GPU one with more tokens than the largest CUDA graph is launched kernel by kernel, and takes at least as long as that
-does: 8B on an H200 24 ms for any prompt up to 800 tokens, where a step within a graph takes 6 (docs/log.md).
+does: 8B on an H200 24 ms for any prompt up to 800 tokens, where a step within a graph takes 6 (docs/log.md). On a CPU
+a step's products take as long as reading the weights while they have few rows, and grow with the rows from some on.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Protocol
 
-from corral.plan import Plan, make_plan
+from corral.models.facts import ModelFacts
+from corral.plan import Plan
+from corral.plan.cpu_speed import CpuCosts, products
+from corral.plan.load_speed import speed_at
 from corral.plan.memory import largest_graph
 from corral.plan.speed import Efficiency, Roof, roof_of, tiled
-from corral.plan.tuning import tuning_for
 
-__all__ = ["DecodeCost", "FittedSteps", "RooflineSteps", "StepTime", "linearised", "planned_steps"]
+__all__ = ["DecodeCost", "FittedSteps", "RooflineSteps", "StepTime", "cpu_steps", "linearised", "planned_steps"]
+
+LONE_TOKENS = 64  # of the prompt and the answer by which the planner is asked for a lone request on a CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +73,11 @@ class StepTime(Protocol):
         """Seconds of a step that also computes prompt tokens; `attended`: the sum of the contexts of each of them."""
 
 
-KNOWN = {"lookahead", "graph_tokens", "tile_tokens"}  # of the fields below, what is not fitted
+# Reading weights and multiplying: 1 were one after the other, many were both at once. A Xeon is near 1, a Neoverse-N1
+# near 2; with 1.5 both are predicted alike (docs/log.md).
+OVERLAP = 1.5
+
+KNOWN = {"lookahead", "graph_tokens", "tile_tokens", "row_tokens"}  # of the fields below, what is not fitted
 
 
 @dataclass(frozen=True)
@@ -80,6 +89,7 @@ class FittedSteps:
     kv_s: float  # per token of context
     prompt_s: float  # per prompt token
     attend_s: float = 0.0  # per prompt token and token of its context
+    read_s: float = 0.0  # of products with hardly any row, where rows are counted: a CPU reads the weights
     launch_s: float = 0.0  # that a step takes at least which no CUDA graph covers
     wake_s: float = 0.0  # that the first step takes longer after nothing ran
     request_s: float = 0.0  # from a request's arrival until the engine has it, and back
@@ -87,16 +97,23 @@ class FittedSteps:
     lookahead: bool = False  # steps are decided one ahead (vLLM's asynchronous scheduling)
     graph_tokens: int = 0  # of the largest step that a CUDA graph covers
     tile_tokens: int = 1  # that matrix products beyond it take together
+    row_tokens: float = 0.0  # so many prompt tokens' products take as long as a sequence's; 0: `sequence_s` has them
 
     def decode(self, running: int) -> DecodeCost:
-        return DecodeCost(self.step_s + self.sequence_s * running, self.kv_s)
+        return DecodeCost(self.step_s + self.sequence_s * running + self._products(running, 0), self.kv_s)
 
     def mixed(self, running: int, kv_tokens: float, prompt_tokens: int, attended: float) -> float:
         own = self.step_s + self.sequence_s * running + self.kv_s * kv_tokens + self.attend_s * attended
         tokens = running + prompt_tokens
         if tokens <= self.graph_tokens:
-            return own + self.prompt_s * prompt_tokens
-        return max(own + self.prompt_s * (tiled(tokens, self.tile_tokens) - running), self.launch_s)
+            return own + self._products(running, prompt_tokens)
+        return max(own + self._products(running, tiled(tokens, self.tile_tokens) - running), self.launch_s)
+
+    def _products(self, running: int, prompt_tokens: float) -> float:
+        if not self.row_tokens:
+            return self.prompt_s * prompt_tokens
+        rows_s = self.prompt_s * (prompt_tokens + self.row_tokens * running)
+        return float((rows_s**OVERLAP + self.read_s**OVERLAP) ** (1 / OVERLAP))
 
     def coefficients(self) -> dict[str, float]:
         return {one.name: getattr(self, one.name) for one in fields(self) if one.name not in KNOWN}
@@ -161,22 +178,33 @@ def planned_steps(plan: Plan) -> tuple[StepTime, float, float]:
     if plan.inventory.gpu is not None:
         found = roof_of(plan.model, plan.inventory, plan.parallel, plan.precision, plan.settings, Efficiency())
         return RooflineSteps(found), e.frontend_s, 1 / e.frontend_tokens_s
-    return _cpu_steps(plan), 0.0, 0.0
+    steps = _cpu_steps(plan)
+    return steps, steps.request_s, steps.stream_s
 
 
 def _cpu_steps(plan: Plan) -> FittedSteps:
-    """A line through what the planner says of one and of eight requests at once."""
-    tuning = tuning_for(plan.model, plan.inventory)
-    fixed = {"weights": plan.precision.weights} if plan.precision.weights else {}
+    """From what the planner says of one request alone."""
+    speed = speed_at(plan, LONE_TOKENS, LONE_TOKENS, 1)
+    prompt_s = 1 / (speed.prefill_tokens_per_s or 1.0)
+    alone_s = 1 / (speed.decode_tokens_per_s or 1.0)
+    return cpu_steps(plan.model, alone_s, prompt_s, max(0.0, (speed.ttft_s or 0.0) - LONE_TOKENS * prompt_s))
 
-    def asked(running: int) -> Plan:
-        goal = replace(plan.goal, concurrency=running, prompt_tokens=64, output_tokens=64)
-        return make_plan(plan.model, plan.inventory, goal, fixed, tuning)
 
-    alone, eight = asked(1).speed, asked(8).speed
-    one = 1 / (alone.decode_tokens_per_s or 1.0)
-    prompt = 1 / (alone.prefill_tokens_per_s or 1.0)
-    together = (eight.tpot_s or one) - 8 * prompt  # of a cycle, its share of prompts taken out
-    each = max(0.0, (together - one) / 7)
-    first = max(0.0, (alone.ttft_s or 0.0) - 64 * prompt - one)
-    return FittedSteps(max(one - each, 1e-6), each, 0.0, prompt, request_s=first)
+def cpu_steps(model: ModelFacts, alone_s: float, prompt_s: float, first_s: float) -> FittedSteps:
+    """Of a server on a CPU, of which it is known what a lone request's step takes, what a token of its prompt does,
+    and how long its first token takes beside that. What lies between the products is the planner's."""
+    *layers, head = (one.parameters for one in products(model))
+    costs = CpuCosts()
+    between = min(costs.step_s + model.layers * costs.layer_s, alone_s / 2)
+    around = max((first_s - between) / 2, alone_s / 50)
+    return FittedSteps(
+        step_s=between,
+        sequence_s=min(costs.sequence_s, between),
+        kv_s=0.0,
+        prompt_s=prompt_s,
+        attend_s=prompt_s * 2 * model.heads * model.head_dim * model.layers / sum(layers),
+        read_s=alone_s - between,
+        wake_s=around,
+        request_s=around,
+        row_tokens=1 + head / sum(layers),
+    )
