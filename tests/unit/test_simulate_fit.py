@@ -19,7 +19,7 @@ from corral.simulate.fitting import Fit, MeasuredRange, RunError, error_of, fit_
 from corral.simulate.forecast import SimServer, fitted_server, forecast, highest_rates, planned_server, what_if
 from corral.simulate.measured import load_measured
 from corral.simulate.outcome import LatencySketch, SloResult
-from corral.simulate.page import slo_sentence
+from corral.simulate.page import error_sentence, slo_sentence
 from corral.simulate.requests import OpenLoop, source_of, trace_requests
 from corral.simulate.solver import least_squares, nonnegative
 from corral.simulate.steptime import FittedSteps
@@ -163,6 +163,20 @@ def test_an_interval_widens_near_saturation_and_beyond_what_was_measured() -> No
     assert 1.2 < calm < 1.5  # 10% and 5%, on both sides
     assert width(68.0, 200) > 2 * calm
     assert width(5.0, 1600) > 1.3 * calm
+
+
+def test_runs_that_contradict_each_other_are_named() -> None:
+    """As of a set whose last run was made while the host took a tenth of the cores (docs/log.md)."""
+    errors = (RunError("alone", 0.08, 0, 0, 0), RunError("crowd", 0.31, 0, 0, 0), RunError("rate", -0.12, 0, 0, 0))
+    span = MeasuredRange((0.1, 16), (100, 400), (20, 40))
+    doubt = Fit(STEPS, errors, span, ("alone", "crowd", "rate")).doubt
+    assert "+31% off in crowd and -12% in rate" in doubt
+    server = SimServer(MemberModel(EngineShape(), STEPS), "a test", fit=Fit(STEPS, errors, span, ()))
+    work = Workload(num_prompts=10, input_len=200, output_len=30)
+    rows = [forecast(server, lambda: source_of(work, LoadShape(rate=1.0)), "")]
+    assert error_sentence(server, rows).endswith("on a quiet machine.")
+    quiet = tuple(replace(one, e2el_mean=one.e2el_mean / 4) for one in errors)
+    assert not Fit(STEPS, quiet, span, ()).doubt
 
 
 def test_a_promise_and_the_share_of_requests_within_it_are_two_figures() -> None:

@@ -23,6 +23,7 @@ from corral.simulate.world import MemberModel, simulate_load
 __all__ = ["Fit", "MeasuredRange", "RunError", "error_of", "fit_runs", "fitted_member", "replay"]
 
 QUANTILES = (25.0, 50.0, 75.0, 95.0)
+APART = 0.25  # of fits to runs of quiet machines, the errors were at most 0.14 apart (docs/log.md)
 WEIGHTS = {"ttft": 1.0, "tpot": 1.0, "e2el": 1.5}
 PRIOR = 0.4  # how much a coefficient that nothing decides is held at its start
 FAR = 0.7  # how far a quantile may be off, as a logarithm, until more of it no longer counts
@@ -63,6 +64,18 @@ class Fit:
 
     def typical(self, metric: str) -> float:
         return median(abs(float(getattr(one, metric))) for one in self.errors)
+
+    @property
+    def doubt(self) -> str:
+        """That its runs contradict each other: no coefficients suit them all; empty where some do."""
+        low, high = (choose(self.errors, key=lambda one: one.e2el_mean) for choose in (min, max))
+        if high.e2el_mean - low.e2el_mean < APART:
+            return ""
+        return (
+            f"The runs it is fitted to contradict each other: mean E2EL is {high.e2el_mean:+.0%} off in {high.name}"
+            f" and {low.e2el_mean:+.0%} in {low.name}. One was probably disturbed; measure them again, on a quiet"
+            " machine."
+        )
 
 
 def fitted_member(measured: MeasuredRun, steps: FittedSteps) -> MemberModel:

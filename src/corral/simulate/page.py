@@ -43,7 +43,7 @@ def error_sentence(server: SimServer, rows: Sequence[Forecast]) -> str:
     return (
         f"Error: {said} (nine of ten held-out figures lay within"
         f" such intervals: step times {STEP_ERROR:.0%} longer or shorter, and the worst error of the fit on its own"
-        f" runs); {server.basis}."
+        f" runs); {server.basis}. {server.fit.doubt}".rstrip()
     )
 
 
@@ -129,6 +129,7 @@ def validation_lines(found: Validation, columns: int | None) -> Iterator[str]:
         off = f" ({limit.error:+.1%})" if limit.error is not None else ""
         yield from wrapped(f"highest rate with {limit.slo}: measured {measured}, simulated {simulated_} req/s{off}",
                            columns)  # fmt: skip
+    yield from wrapped(found.fit.doubt, columns) if found.fit.doubt else ()
     for text in found.assumed:
         yield f"assumed, because the runs do not say: {text}"
 
