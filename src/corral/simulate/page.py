@@ -40,10 +40,11 @@ def error_sentence(server: SimServer, rows: Sequence[Forecast]) -> str:
     if server.fit is None:
         return f"Error: not known. Step times come from {server.basis}; `--from RUN` fits them to measured runs."
     said = _range(rows[0]) if len(rows) == 1 else "of each load, below"
+    doubt = f" {server.fit.doubt}" if server.fit.doubt else ""
     return (
         f"Error: {said} (nine of ten held-out figures lay within"
         f" such intervals: step times {STEP_ERROR:.0%} longer or shorter, and the worst error of the fit on its own"
-        f" runs); {server.basis}. {server.fit.doubt}".rstrip()
+        f" runs); {server.basis}.{doubt}"
     )
 
 
