@@ -25,11 +25,9 @@ def cluster_cpu(ray: Any) -> CpuFacts | None:
 
         return pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace"), platform.machine()
 
+    task = ray.remote(num_cpus=0, max_retries=0)(read)
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-    asked = [
-        ray.remote(num_cpus=0, max_retries=0)(read).options(scheduling_strategy=On(node, soft=False)).remote()
-        for node in nodes
-    ]
+    asked = [task.options(scheduling_strategy=On(node, soft=False)).remote() for node in nodes]
     try:
         told = ray.get(asked, timeout=_ANSWER_S)
     except Exception:  # Ray's errors have no common root; the engine's own start will say what is wrong
