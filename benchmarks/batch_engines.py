@@ -5,8 +5,9 @@ process with `--offline`) and the threads script in turn (in both orders), then 
 the same prompts in process with the same settings, and `vllm run-batch` does. Both are warmed up by 160 short
 answers. Printed are output tokens per second without start-up, and the ratios. With `--together` the engine in
 process is there beside the server and they take turns, run by run: give each less than half of the memory then
-(`--up "--set gpu_memory_utilization=0.45"`). Of `corral batch`, a load that begins with `offline:` or `http:` runs in
-that way alone.
+(`--up "--set gpu_memory_utilization=0.45"`). `--also WORDS` starts one more server beside them, with these words for
+`corral up`, which takes its turns too. Of `corral batch`, a load that begins with `offline:` or `http:` runs in that
+way alone.
 
     python benchmarks/batch_engines.py [--rows 96] [--tokens 64] [--model smollm2] [--skip run-batch] [--together]
                                        [--loads 6000x128,offline:20000x16,1500x128x2000]
@@ -101,9 +102,26 @@ def corral(*arguments: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def with_corral(rows: Path, place: Path, tokens: int, *more: str) -> float:
+@dataclass(frozen=True)
+class Server:
+    """One that Corral started, and how it differs from the first."""
+
+    name: str
+    endpoint: dict[str, str]
+    also: str = ""
+
+    @classmethod
+    def start(cls, name: str, model: str, words: list[str], also: str = "") -> Server:
+        corral("up", model, "--name", name, "--json", *shlex.split(also), *words)
+        return cls(name, json.loads(corral("status", name, "--json").stdout)["endpoint"], also)
+
+    def called(self, contender: str) -> str:
+        return f"{contender} ({self.also})" if self.also else contender
+
+
+def with_corral(server: Server, rows: Path, place: Path, tokens: int, *more: str) -> float:
     """Output tokens per second of `corral batch`, by its own summary: first request to last commit."""
-    done = corral("batch", str(rows), "-o", str(place), "--deployment", NAME, "--max-tokens", str(tokens),
+    done = corral("batch", str(rows), "-o", str(place), "--deployment", server.name, "--max-tokens", str(tokens),
                   "--temperature", "0", "--param", "ignore_eos=true", "--json", *more)  # fmt: skip
     summary = json.loads(done.stdout.splitlines()[-1])
     return float(summary["output_tokens"] / summary["wall_s"])
@@ -216,16 +234,17 @@ def _env(rank: dict[str, Any]) -> dict[str, str]:
     return {**env, **{name: value for name, value in rank["env"].items() if name != "PYTHONPATH"}}
 
 
-def served(prompts: list[str], load: Load, place: Path, endpoint: dict[str, str], contender: str) -> float:
-    """One run against the server."""
+def served(prompts: list[str], load: Load, place: Path, server: Server, contender: str) -> float:
+    """One run against a server."""
     if contender == THREADS:
+        endpoint = server.endpoint
         url, key = endpoint["base_url"] + "/completions", Path(endpoint["key_file"]).read_text().strip()
         return with_threads(prompts, url, key, endpoint["model"], load.tokens)
     rows = place / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     more = ["--offline"] if contender == IN_PROCESS else []
     output = place / f"out-{time.monotonic_ns()}.jsonl"  # no run goes on with another's
-    return with_corral(rows, output, load.tokens, *more)
+    return with_corral(server, rows, output, load.tokens, *more)
 
 
 def table(load: Load, speeds: dict[str, list[float]]) -> None:
@@ -246,47 +265,53 @@ def main() -> None:
     parser.add_argument("--context", default="2048")
     parser.add_argument("--seqs", type=int, help="max_num_seqs of the server (default: the plan's)")
     parser.add_argument("--repeat", type=int, default=2, help="runs of each (default 2)")
+    parser.add_argument("--warm-turns", type=int, default=0, help="runs of each load before, which do not count")
     parser.add_argument("--together", action="store_true", help="the engine in process takes turns with the server")
     parser.add_argument("--up", default="", help="further words for `corral up`")
+    parser.add_argument("--also", action="append", default=[], metavar="WORDS", help="one more server with these")
     parser.add_argument("--out", type=Path, help="every run as one line of JSON, written as it goes")
     parser.add_argument("--skip", action="append", default=[], choices=["threads", "llm", "run-batch", "offline"])
     given = parser.parse_args()
     loads = [*map(Load.read, given.loads.split(","))] if given.loads else [Load(given.rows, given.tokens)]
-    setup = ["--name", NAME, "--context", given.context]
-    setup += ["--set", f"max_num_seqs={given.seqs}"] if given.seqs else []
+    setup = ["--context", given.context, *(["--set", f"max_num_seqs={given.seqs}"] if given.seqs else [])]
     speeds: dict[Load, dict[str, list[float]]] = {load: {} for load in loads}
 
-    def note(load: Load, contender: str, speed: float) -> None:
-        speeds[load].setdefault(contender, []).append(speed)
-        print(f"{load}  {contender}: {speed:.1f} tok/s", flush=True)
+    def note(load: Load, contender: str, speed: float, turn: int = 0) -> None:
+        part = "batch" if turn >= 0 else "warming"
+        if turn >= 0:
+            speeds[load].setdefault(contender, []).append(speed)
+        print(f"{load}  {contender}: {speed:.1f} tok/s{'' if turn >= 0 else ', warming up'}", flush=True)
         if given.out:
-            row = {"part": "batch", "load": str(load), "contender": contender, "tokens_s": round(speed, 1)}
+            row = {"part": part, "load": str(load), "contender": contender, "tokens_s": round(speed, 1)}
             with given.out.open("a") as file:
                 file.write(json.dumps(row) + "\n")
 
     with tempfile.TemporaryDirectory() as folder:
-        place, more = Path(folder), shlex.split(given.up)
-        spec = json.loads(corral("up", given.model, *setup, "--dry-run", *more).stdout)
-        corral("up", given.model, *setup, "--json", *more)
+        place, words = Path(folder), [*setup, *shlex.split(given.up)]
+        spec = json.loads(corral("up", given.model, "--name", NAME, "--dry-run", *words).stdout)
+        servers: list[Server] = []
         engine: Engine | None = None
         try:
-            endpoint = json.loads(corral("status", NAME, "--json").stdout)["endpoint"]
-            served(loads[0].prompts()[:160], WARM_UP, place, endpoint, CORRAL)
+            for number, also in enumerate(["", *given.also]):
+                servers.append(Server.start(f"{NAME}-{number}", given.model, words, also))
+                served(loads[0].prompts()[:160], WARM_UP, place, servers[-1], CORRAL)
             if given.together:
                 engine = Engine(spec, place)
                 engine.run(loads[0].prompts()[:160], WARM_UP.tokens)
             for load in loads:
                 prompts = load.prompts()
-                for turn in range(given.repeat):
-                    contenders = load.contenders(given.skip)
-                    for contender in contenders if turn % 2 == 0 else reversed(contenders):
-                        note(load, contender, served(prompts, load, place, endpoint, contender))
+                for turn in range(-given.warm_turns, given.repeat):
+                    contenders = [(server, one) for server in servers for one in load.contenders(given.skip)]
+                    for server, contender in contenders if turn % 2 == 0 else reversed(contenders):
+                        speed = served(prompts, load, place, server, contender)
+                        note(load, server.called(contender), speed, turn)
                     if engine:
-                        note(load, OFFLINE_ENGINE, engine.run(prompts, load.tokens))
+                        note(load, OFFLINE_ENGINE, engine.run(prompts, load.tokens), turn)
                 if engine:
                     table(load, speeds[load])
         finally:
-            corral("down", NAME)
+            for server in servers:
+                corral("down", server.name)
             if engine:
                 engine.close()
         if engine is None and "llm" not in given.skip:

@@ -8,7 +8,8 @@
 Parts, each of which fits a call of ten minutes on an H200 with 8B (a start takes 55 s there, the first 95 s):
 
 grid    the plan's own flags and others, one start for each, at 1, 16, 64, 256 and 1,024 requests at once: what share
-        of the best the plan reaches at each load.
+        of the best the plan reaches at each load. With `--beside 4` four of them start at once, each with a quarter
+        of the memory, and are measured one after the other: a start takes longer than a measurement.
 tune    `corral tune` from DigitalOcean's flags at 16 and at 256 requests at once, two workloads: what it gains, and
         what share of the best of `grid`, and of its own trials, its choice reaches.
 batch   `corral batch` and `LLM.generate` in turns, five of each: short prompts with answers of 128 and of 16 tokens,
@@ -29,6 +30,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from math import prod
 from pathlib import Path
 from statistics import mean
@@ -88,8 +91,55 @@ def read(folders: Sequence[Path]) -> list[dict[str, Any]]:
     return rows
 
 
+def grid_beside(visit: Visit) -> None:
+    """Several sets start together; each is measured while the others have nothing to do."""
+    given = visit.given
+    sets = [flags for flags in given.flags or SETS
+            if not all(visit.has(part="grid", flags=flags, at_once=at) for at in given.at)]  # fmt: skip
+    needed = 1.6 * float(given.start_s)
+    for group in (sets[at : at + given.beside] for at in range(0, len(sets), given.beside)):
+        if visit.left_s() < needed:
+            print(f"grid: {len(group)} sets: no time", flush=True)
+            continue
+        began = time.monotonic()
+        names = {f"{NAME}-{number}": flags for number, flags in enumerate(group)}
+        with ThreadPoolExecutor(len(group)) as pool:
+            started = dict(zip(names, pool.map(partial(start_beside, visit), names.items()), strict=True))
+        try:
+            for at in given.at:
+                for name, seconds in started.items():
+                    row = {"part": "grid", "flags": names[name], "at_once": at}
+                    if seconds and not visit.has(**row):
+                        rate = measured(name, at, given.lengths)
+                        visit.write(**row, tokens_s=round(rate, 1), start_s=seconds, beside=len(group))
+        finally:
+            with ThreadPoolExecutor(len(group)) as pool:
+                list(pool.map(lambda name: subprocess.run([*CORRAL, "down", name], stdout=subprocess.DEVNULL), names))
+        took = time.monotonic() - began
+        visit.write(part="took", what=f"{len(group)} sets", seconds=round(took, 1))
+        needed = max(needed, 0.9 * took)
+
+
+def start_beside(visit: Visit, server: tuple[str, str]) -> float:
+    """Seconds until one of several is ready, with a KV cache of its share; 0: it did not start."""
+    name, flags = server
+    given, began = visit.given, time.monotonic()
+    share = f"gpu_memory_utilization={0.9 / given.beside:.3f}"  # that much is free, whoever came before
+    engine = ["--kv-cache-memory-bytes", str(int(given.beside_kv_gib * 2**30)), *shlex.split(flags)]
+    words = visit.up_words("--name", name, "--restart", "0", "--json", "--set", share, "--", *engine)
+    try:
+        run("up", given.model, *words)
+    except SystemExit as error:
+        visit.write(part="grid", flags=flags, failed=str(error))
+        return 0.0
+    return round(time.monotonic() - began, 1)
+
+
 def grid(visit: Visit) -> None:
     """One start for each set of flags."""
+    if visit.given.beside > 1:
+        grid_beside(visit)
+        return
     given = visit.given
     needed = float(given.start_s)
     for flags in given.flags or SETS:
@@ -143,20 +193,10 @@ def batch(visit: Visit) -> None:
     """Servers, in process and over HTTP, in turns with the engine itself, each with less than half of the memory."""
     given, script = visit.given, Path(__file__).with_name("batch_engines.py")
     up = shlex.join(visit.up_words(*shlex.split(given.batch_up)))
-    command = [
-        sys.executable,
-        str(script),
-        "--together",
-        "--context",
-        "4096",
-        "--model",
-        given.model,
-        "--loads",
-        given.loads,
-        "--up",
-        up,
-    ]
-    command += ["--repeat", str(given.turns), "--skip", "threads", "--skip", "run-batch", "--out", str(visit.file)]
+    command = [sys.executable, str(script), "--together", "--context", "4096", "--model", given.model]
+    command += ["--loads", given.loads, "--up", up, *(word for also in given.also for word in ("--also", also))]
+    command += ["--warm-turns", str(given.warm_turns), "--repeat", str(given.turns), "--out", str(visit.file)]
+    command += ["--skip", "threads", "--skip", "run-batch"]
     within(command, visit.left_s(), visit)
 
 
@@ -291,6 +331,8 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--flags", action="append", default=[], help="a set of the grid, instead of the usual ones")
     parser.add_argument("--at", type=whole_numbers, default=(1, 16, 64, 256, 1024), help="requests at once")
     parser.add_argument("--lengths", type=whole_numbers, default=(128, 128), help="prompt and output tokens")
+    parser.add_argument("--beside", type=int, default=1, help="so many sets of the grid start at once")
+    parser.add_argument("--beside-kv-gib", type=float, default=12.0, help="KV cache of each of these")
     parser.add_argument("--start-s", type=float, default=55.0, help="that a start is expected to take")
     parser.add_argument("--base", default=DIGITALOCEAN, help="flags that tuning begins with")
     parser.add_argument("--tune-at", type=whole_numbers, default=(16, 256))
@@ -302,7 +344,9 @@ def options() -> argparse.ArgumentParser:
         help="of the batches (see batch_engines.py)",
     )
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--warm-turns", type=int, default=0, help="before them, which do not count")
     parser.add_argument("--batch-up", default="--set gpu_memory_utilization=0.45 --goal throughput")
+    parser.add_argument("--also", action="append", default=[], help="one more server of batches, with these words")
     parser.add_argument("--estimate", action="store_true")
     parser.add_argument("--judge", nargs="+", type=Path, metavar="FOLDER")
     return parser
