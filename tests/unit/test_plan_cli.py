@@ -195,7 +195,8 @@ def test_differences_are_learned_and_used(home, corral):
 def test_a_lesson_of_a_plan_that_counted_graphs_serves_one_that_does_not():
     """Plans for vLLM 0.26 used to take graphs out of the KV cache: what such a plan missed is no correction."""
     facts, here, goal = read_facts("llama-3.1-8b"), Inventory("H200", 1, 1, 150_109_880_320), Goal(context=8192)
-    before = reconcile(make_plan(facts, here, goal), read_log(LOG.splitlines()))
+    own = {"max_graph_size": 512}
+    before = reconcile(make_plan(facts, here, goal, own), read_log(LOG.splitlines()))
     assert before.graphs_counted
     assert before.missing_gib == pytest.approx(-0.87, abs=0.1)
     tuning = learn([before], "H200", facts.name, "0.26.0")

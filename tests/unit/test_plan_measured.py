@@ -51,13 +51,17 @@ MEMORY: dict[str, tuple[dict[str, Any], dict[str, Any], float, float | None, flo
     "8b eager": (EIGHT, {"eager": True}, 15.0, 0.88, None, 921_696),
     "8b bf16, 16384 tokens, 16% of the memory": (EIGHT, {"max_num_batched_tokens": 16384,
                                                          "gpu_memory_utilization": 0.16}, 15.0, None, None, 43_920),
+    # graph_large_copies is fitted to this one
+    "8b bf16, 16384 tokens, graphs up to 1024": (EIGHT, {"max_num_batched_tokens": 16384, "max_graph_size": 1024,
+                                                         "gpu_memory_utilization": 0.3}, 15.0, 1.78, 1.32, 204_256),
 }  # fmt: skip
 
 
 def _plan(shape: dict[str, Any], fixed: dict[str, Any]) -> Plan:
     facts = facts_from_config({**BASE, **shape}, "shape", "shape", "folder")
     goal = Goal(prompt_tokens=128, output_tokens=128)
-    return make_plan(facts, parse_gpus("H200"), goal, {"max_model_len": 8192, "api_servers": 1, **fixed}, OLD)
+    stock = {"max_model_len": 8192, "api_servers": 1, "max_graph_size": 512}
+    return make_plan(facts, parse_gpus("H200"), goal, {**stock, **fixed}, OLD)
 
 
 @pytest.mark.parametrize("name", MEMORY)
@@ -110,6 +114,17 @@ def test_speed(name):
 def test_several_api_servers_stream_what_the_gpu_gives(api_servers, measured):
     plan = _plan(EIGHT, {"api_servers": api_servers})
     assert plan.speed.throughput_tokens_per_s == pytest.approx(measured, rel=0.15)
+
+
+# 8B in bf16, 1,024 at once: batches of short prompts in process, and 128 + 128 tokens streamed
+@pytest.mark.parametrize(("graphs", "prompt", "measured"), [(512, 20, 20_447), (1024, 20, 30_345), (512, 128, 15_467),
+                                                            (1024, 128, 17_048)])  # fmt: skip
+def test_steps_beyond_the_largest_graph_wait_for_their_launches(graphs, prompt, measured):
+    fixed = {"max_graph_size": graphs, "max_num_batched_tokens": 16384, "api_servers": 5}
+    plan = _plan(EIGHT, fixed)
+    speed = predict(plan.model, plan.inventory, plan.parallel, plan.precision, plan.settings, plan.memory,
+                    Goal(prompt_tokens=prompt, output_tokens=128), 1024)  # fmt: skip
+    assert speed.throughput_tokens_per_s == pytest.approx(measured, rel=0.15)
 
 
 def test_basis_names_what_was_measured():

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from corral.bench.metrics import Summary
 from corral.bench.server_metrics import ServerDelta
 from corral.plan import Plan
+from corral.plan.graphs import LARGER, largest_graph
 from corral.plan.load_speed import speed_at
 from corral.plan.speed import Efficiency
 
@@ -27,6 +28,7 @@ class LimitCause(enum.StrEnum):
 
     KV_CACHE = "kv cache"
     SEATS = "seats"
+    LAUNCHES = "launches"
     ARITHMETIC = "arithmetic"
     BANDWIDTH = "bandwidth"
     FRONT_END = "front end"
@@ -143,7 +145,7 @@ def distance(
     endless = replace(Efficiency(), frontend_tokens_s=math.inf)
     reachable, unbound = roof(plan, *load, front.processes), roof(plan, *load, rates=endless)
     bound = front.binds(summary.output_throughput, reachable, unbound)
-    found = _reason(plan, summary, server, decode, compute, front if bound else None)
+    found = _reason(plan, summary, server, decode, compute, front if bound else None, _launches(plan, *load))
     said = (found.why, found.advice, rates.basis, found.cause, found.advised)
     return Limit(decode, prefill, compute, reachable, *said)
 
@@ -194,8 +196,9 @@ def _reason(
     decode: float,
     compute: float,
     front: FrontEnd | None,
+    launches: _Verdict | None,
 ) -> _Verdict:
-    """The first cause that fits, gravest first, and what would likely help; `front` when it binds."""
+    """The first cause that fits, gravest first, and what would likely help; `front` and `launches` when they bind."""
     settings, cause = plan.settings, LimitCause
     full = server is not None and (server.preemptions >= 1 or server.peak_kv_use > 0.95)
     waiting = server is not None and server.peak_waiting >= 1
@@ -206,6 +209,8 @@ def _reason(
         seqs = str(settings.max_num_seqs * 2)
         why = f"max_num_seqs ({settings.max_num_seqs})"
         return _Verdict(cause.SEATS, why, f"--set max_num_seqs={seqs}", {"max_num_seqs": seqs})
+    if launches is not None:
+        return launches
     on_cpu = plan.inventory.gpu is None
     if compute >= 0.5:
         more = "more cores, or a GPU" if on_cpu else "fp8 weights, or more GPUs"
@@ -218,6 +223,23 @@ def _reason(
     if front is not None:
         return front.verdict
     return _outside(plan, summary, waiting)
+
+
+def _launches(plan: Plan, concurrency: float, input_len: float, output_len: float) -> _Verdict | None:
+    """Steps with more sequences than the largest CUDA graph, where the roofline has a tenth more with larger ones."""
+    captured, running = largest_graph(plan.settings), concurrency / plan.parallel.data
+    if plan.inventory.kind is None or not captured < running <= LARGER:
+        return None
+    larger = replace(plan, settings=replace(plan.settings, max_graph_size=LARGER))
+    endless = replace(Efficiency(), frontend_tokens_s=math.inf)
+    now, then = (roof(one, concurrency, input_len, output_len, rates=endless) for one in (plan, larger))
+    if not now or not then or then < 1.1 * now:
+        return None
+    why = f"kernel launches: {running:,.0f} requests at once are beyond the largest CUDA graph ({captured})"
+    return _Verdict(
+        LimitCause.LAUNCHES, why, f"--set max_graph_size={LARGER}, which the plan takes by itself where it is told "
+        f"of so many: --concurrency {math.ceil(concurrency)}", {"max_graph_size": str(LARGER)},
+    )  # fmt: skip
 
 
 def _outside(plan: Plan, summary: Summary, waiting: bool) -> _Verdict:

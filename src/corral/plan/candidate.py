@@ -13,8 +13,9 @@ from corral.plan.contract import EngineSettings, Goal, Memory, Parallel, Precisi
 from corral.plan.draft import Draft
 from corral.plan.fixed import Fixed
 from corral.plan.frontend import api_servers, stream_interval
+from corral.plan.graphs import own_largest, size_for
 from corral.plan.memory import Coefficients, measure
-from corral.plan.speed import Efficiency, predict
+from corral.plan.speed import Efficiency, predict, roof_of
 
 __all__ = ["Candidate", "Tuning", "settings_for", "work_out"]
 
@@ -22,6 +23,7 @@ _SATURATING = 256  # requests per GPU that show what a layout can carry, when no
 MOST_SEQS = 4096  # on large GPUs, where so many requests at once are asked for
 _SHORTEST = 2048  # a context below this is not worth starting for, unless it is all the model has
 _BATCHED = {"latency": 2048, "balanced": 8192, "throughput": 16384}
+_GRAPHS_MAY_TAKE = 0.03  # of the KV cache: larger ones pay in time, not where memory is what lacks
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Tuning:
     speed: Efficiency = field(default_factory=Efficiency)
     source: str = "built in"
     draft: Draft | None = None  # of speculative decoding, where one is named
+    own_graphs: bool = False  # vLLM's CUDA graphs stay as its arguments have them
     cpu: CpuSpeed | None = None  # how quick this machine's CPU multiplies, where that was measured
 
 
@@ -102,8 +105,17 @@ def work_out(
     """Memory, context and speed of one configuration."""
     asked = fixed.max_model_len or goal.context
     context = asked or model.max_context
+
+    def measured(settings: EngineSettings) -> Memory:
+        return measure(model, inventory, parallel, precision, settings, context, tuning.memory, tuning.draft)
+
     settings = settings_for(inventory, goal, fixed, context)
-    memory = measure(model, inventory, parallel, precision, settings, context, tuning.memory, tuning.draft)
+    memory = measured(settings)
+    if size := _graph_size(model, inventory, parallel, precision, settings, goal, tuning):
+        larger = replace(settings, max_graph_size=size)
+        kept = measured(larger)
+        if kept.kv_cache_tokens >= (1 - _GRAPHS_MAY_TAKE) * memory.kv_cache_tokens > 0:
+            settings, memory = larger, kept
     problem = broken_settings(model, settings, context) or ""
     broken = bool(problem)
     room = memory.kv_cache_tokens_per_replica - settings.block_size  # vLLM keeps one block back
@@ -112,7 +124,7 @@ def work_out(
             problem = _no_room(memory, context if asked else min(_SHORTEST, model.max_context))
         else:
             context = room // 256 * 256
-            memory = measure(model, inventory, parallel, precision, settings, context, tuning.memory, tuning.draft)
+            memory = measured(settings)
     concurrency = goal.concurrency or _SATURATING * parallel.data * parallel.replica_gpus
 
     def at(rates: Efficiency) -> Speed:
@@ -123,6 +135,26 @@ def work_out(
     interval = fixed.stream_interval or stream_interval(goal.goal, unbound and unbound / parallel.data)
     settings = replace(settings, api_servers=processes, stream_interval=interval)
     return Candidate(parallel, precision, settings, context, memory, at(tuning.speed), problem, broken)
+
+
+def _graph_size(
+    model: ModelFacts,
+    inventory: Inventory,
+    parallel: Parallel,
+    precision: Precision,
+    settings: EngineSettings,
+    goal: Goal,
+    tuning: Tuning,
+) -> int:
+    """The CUDA graphs to ask for where the GPU would wait for the launches of steps beyond vLLM's own; 0: none."""
+    kept = settings.eager or settings.max_graph_size or tuning.own_graphs or not tuning.memory.sizes_graphs
+    size = 0 if kept else size_for(settings, goal)
+    if not size or inventory.kind is None:
+        return 0
+    roof = roof_of(model, inventory, parallel, precision, settings, tuning.speed)
+    own = own_largest(settings)
+    running = min(goal.concurrency or settings.max_num_seqs, settings.max_num_seqs, own)
+    return size if roof.waits_for_launches(own + roof.tile_tokens, running) else 0
 
 
 def _no_room(memory: Memory, context: int) -> str:

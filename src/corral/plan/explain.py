@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from corral.hardware.inventory import GIB
 from corral.plan.contract import Judged, Plan
+from corral.plan.graphs import largest_graph
 from corral.plan.reasons import load_words
 from corral.plan.speed import rounded
 from corral.wording import counted
@@ -91,7 +92,7 @@ def _sum(plan: Plan) -> Iterator[str]:
             m.activation_bytes_per_gpu,
             f"{s.max_num_batched_tokens:,} tokens, {s.max_num_seqs:,} requests",
         ),
-        ("CUDA graphs", m.counted_graph_bytes, "none: eager" if s.eager else "sizes up to 512"),
+        ("CUDA graphs", m.counted_graph_bytes, "none: eager" if s.eager else f"sizes up to {largest_graph(s):,}"),
         ("overhead", m.overhead_bytes_per_gpu, "what torch does not manage"),
     ]
     if m.correction_bytes_per_gpu:

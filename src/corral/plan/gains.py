@@ -13,7 +13,7 @@ from corral.plan.speed import predict
 __all__ = ["gains", "vllm_defaults"]
 
 
-def vllm_defaults(inventory: Inventory, replicas: int) -> dict[str, int | bool]:
+def vllm_defaults(inventory: Inventory, replicas: int) -> dict[str, int | bool | None]:
     """What `vllm serve` would take where nothing is said (0.32, `EngineArgs`)."""
     large = inventory.memory_bytes_per_gpu >= 70 * GIB and not (inventory.gpu or "").startswith("A100")
     return {
@@ -22,6 +22,7 @@ def vllm_defaults(inventory: Inventory, replicas: int) -> dict[str, int | bool]:
         "api_servers": replicas,
         "stream_interval": 1,
         "eager": False,
+        "max_graph_size": None,
     }
 
 

@@ -21,8 +21,9 @@ from corral.models.facts import ModelFacts
 from corral.plan.constraints import partition
 from corral.plan.contract import EngineSettings, Memory, Parallel, Precision
 from corral.plan.draft import Draft
+from corral.plan.graphs import MOST_BY_ITSELF, graph_sizes
 
-__all__ = ["Coefficients", "convert", "full_length_blocks", "graph_sizes", "kv_element", "measure", "stage_weights"]
+__all__ = ["Coefficients", "convert", "full_length_blocks", "kv_element", "measure", "stage_weights"]
 
 
 @dataclass(frozen=True)
@@ -34,18 +35,22 @@ class Coefficients:
     hidden_copies: float = 3.0  # tensors of tokens × hidden alive at the peak of the MLP
     forward_gib: float = 0.09  # work space of a pass, whatever its size
     graph_hidden_copies: float = 2.74  # tensors of size × hidden that each captured graph keeps
+    graph_large_copies: float = 0.4  # the same of sizes beyond vLLM's own; one 8B shape
     graph_batch_copies: float = 2.84  # the same of max_num_batched_tokens × hidden
     graph_layer_gib: float = 0.0079  # per layer, 51 sizes captured whole and in pieces
     correction_gib: float = 0.0  # learned from deployments (corral.plan.calibration)
     counts_graphs: bool = True  # whether vLLM takes CUDA graphs out of the KV cache
+    sizes_graphs: bool = True  # whether it can be told how large they are to be
 
     @classmethod
     def of_version(cls, version: str) -> Coefficients:
         """The built-in numbers for a version of vLLM; an empty one is the version that Corral installs."""
-        return cls(counts_graphs=_release(version or PINNED_VERSION) >= COUNT_GRAPHS)
+        release = _release(version or PINNED_VERSION)
+        return cls(counts_graphs=release >= COUNT_GRAPHS, sizes_graphs=release >= SIZE_GRAPHS)
 
 
 COUNT_GRAPHS = (0, 30)  # the first version seen to; 0.26 with its second model runner leaves them out
+SIZE_GRAPHS = (0, 12)  # `--max-cudagraph-capture-size` came late in 2025
 
 
 def _release(version: str) -> tuple[int, ...]:
@@ -79,26 +84,6 @@ def stage_weights(model: ModelFacts, parts: Parts, parallel: Parallel) -> list[i
     return weights
 
 
-def largest_graph(settings: EngineSettings) -> int:
-    """Tokens of the largest step that a CUDA graph covers; 0: of none."""
-    if settings.eager:
-        return 0
-    return min(settings.max_graph_size or min(2 * settings.max_num_seqs, 512), settings.max_num_batched_tokens)
-
-
-def graph_sizes(settings: EngineSettings) -> tuple[int, int]:
-    """How many CUDA graphs vLLM captures, and the sum of their batch sizes.
-
-    Sizes are 1, 2, 4, then by 8 to 256, by 16 to 512, once in pieces (mixed batches) and once whole (decode only, no
-    more than `max_num_seqs` requests).
-    """
-    largest = largest_graph(settings)
-    every = [n for n in (1, 2, 4) if n <= largest]
-    every += [*range(8, min(largest + 1, 256), 8), *range(256, largest + 1, 16)]
-    whole = [n for n in every if n <= settings.max_num_seqs]
-    return len(every) + len(whole), sum(every) + sum(whole)
-
-
 def _wide(model: ModelFacts, precision: Precision) -> float:
     """Bytes of one number of what is computed: activations, and keys and values unless they are narrower."""
     return DTYPE_BYTES[precision.compute or model.dtype]
@@ -125,9 +110,11 @@ def _activation(model: ModelFacts, parallel: Parallel, wide: float, settings: En
 
 def _graphs(model: ModelFacts, parallel: Parallel, wide: float, settings: EngineSettings, c: Coefficients) -> int:
     """Memory CUDA graphs keep: fitted to 8B, 70B and 405B shapes on an H200 (docs/log.md)."""
-    number, rows = graph_sizes(settings)
-    layers = c.graph_layer_gib * GIB * model.layers / parallel.pipeline * number / 102
-    rows_kept = c.graph_hidden_copies * rows + c.graph_batch_copies * settings.max_num_batched_tokens
+    sizes = graph_sizes(settings)
+    layers = c.graph_layer_gib * GIB * model.layers / parallel.pipeline * len(sizes) / 102
+    rows_kept = c.graph_hidden_copies * sum(n for n in sizes if n <= MOST_BY_ITSELF)
+    rows_kept += c.graph_large_copies * sum(n for n in sizes if n > MOST_BY_ITSELF)
+    rows_kept += c.graph_batch_copies * settings.max_num_batched_tokens
     return int(layers + rows_kept * model.hidden * wide)
 
 

@@ -10,8 +10,8 @@ from corral.plan.candidate import Candidate, Tuning
 from corral.plan.contract import EngineSettings, Goal, Memory, Reason, Rejected, Speed
 from corral.plan.fixed import Fixed
 from corral.plan.gains import gains
+from corral.plan.graphs import largest_graph, own_largest
 from corral.plan.layouts import over_nodes, refused_tensor
-from corral.plan.memory import largest_graph
 from corral.plan.precisions import Form
 from corral.plan.speed import rounded
 
@@ -47,7 +47,8 @@ def reasons_for(
 def _worth(gain: float | None, chosen: Candidate) -> str:
     if gain is None:
         return ""
-    load = f"at {chosen.speed.concurrency:,} requests at once"
+    asked = chosen.speed.concurrency
+    load = f"at {asked:,} requests at once" if asked > 1 else "for one request"
     return f"; {gain:+.0%} {load}" if abs(gain) >= 0.005 else f"; no difference {load} that the roofline knows of"
 
 
@@ -168,8 +169,10 @@ def _interval(s: EngineSettings) -> str:
 
 
 def _graph_size(s: EngineSettings) -> Row:
-    why = "vLLM's own: twice max_num_seqs, at most 512; a step of more tokens takes as long as its launches at least"
-    return "max_graph_size", largest_graph(s), why
+    launched = "a step of more tokens takes as long as its launches at least"
+    if s.max_graph_size:
+        return "max_graph_size", largest_graph(s), f"{launched}, and vLLM's own end at {own_largest(s)}"
+    return "max_graph_size", largest_graph(s), f"vLLM's own: twice max_num_seqs, at most 512; {launched}"
 
 
 def _scheduling(s: EngineSettings) -> str:

@@ -17,6 +17,7 @@ from corral.models.facts import ModelFacts
 from corral.plan.constraints import partition
 from corral.plan.contract import EngineSettings, Goal, Memory, Parallel, Precision, Speed
 from corral.plan.frontend import streamed_tokens_s
+from corral.plan.graphs import largest_graph
 from corral.plan.memory import convert, kv_element
 
 __all__ = ["MEASURED_KINDS", "Efficiency", "Roof", "predict", "roof_of", "rounded", "significant", "tiled"]
@@ -37,6 +38,7 @@ class Efficiency:
     fp8_layer_s: float = 12e-6  # quantising activations, more of the same
     step_s: float = 0.3e-3  # scheduling and sampling that no kernel hides, one step
     sequence_s: float = 14e-6  # per running request and step
+    hidden_sequences: int = 256  # beyond so many, products hide it: 1,000 of an 8B model ran in 29 ms
     floor_s: float = 2.3e-3  # no step is shorter: the engine's own loop, seen with a 1B model
     floor_sequence_s: float = 22e-6
     frontend_s: float = 13.5e-3  # HTTP, scheduling and streaming before a first token
@@ -218,14 +220,21 @@ class Roof:
         m, model, p = self.machine, self.model, self.parallel
         batch = max(1.0, running / p.pipeline)
         kv = batch * self._attended(length) * self._kv_bytes_per_layer()
-        per_sequence = self.e.eager_sequence_s if self.settings.eager else self.e.sequence_s
-        total = self.e.step_s + per_sequence * running + (p.pipeline - 1) * m.hop_s
+        total = self.e.step_s + self.sequences_s(running) + (p.pipeline - 1) * m.hop_s
         for layers, read in zip(partition(model.layers, p.pipeline), self._stage_bytes(batch), strict=True):
             moving = (read + kv * layers) / m.bandwidth
             adding = batch * (1 + drafted) * 2 * self._matrices() * layers / model.layers / p.tensor / m.flops
             busy = max(moving, adding) + layers * (self._layer_s() + self._reduce(batch))
             total += max(busy, layers * self.e.eager_layer_s) if self.settings.eager else busy
+        if batch * (1 + drafted) > largest_graph(self.settings):
+            total = max(total, self.launch_s(running))
         return max(total, self.e.floor_s + self.e.floor_sequence_s * running)
+
+    def sequences_s(self, running: float) -> float:
+        """Seconds of a step that its sequences cost, each for itself."""
+        if self.settings.eager:
+            return self.e.eager_sequence_s * running
+        return self.e.sequence_s * min(running, self.e.hidden_sequences)
 
     @property
     def tile_tokens(self) -> int:
@@ -235,6 +244,11 @@ class Roof:
     def launch_s(self, running: float) -> float:
         """Seconds that a step takes at least whose kernels are launched one by one."""
         return self.model.layers * self.e.eager_layer_s + self.e.eager_sequence_s * running
+
+    def waits_for_launches(self, tokens: int, running: int) -> bool:
+        """Whether a step of so many tokens, most of prompts, is computed sooner than its kernels are launched."""
+        computed = self.chunk(tokens, tokens) + self.e.step_s + self.sequences_s(running)
+        return computed < self.launch_s(running)
 
     def named_draft_s(self, weights_bytes: int, layers: int) -> float:
         """Seconds that a draft of so many bytes and layers takes for one token."""

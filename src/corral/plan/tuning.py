@@ -14,6 +14,7 @@ from corral.plan import calibration
 from corral.plan.candidate import Tuning
 from corral.plan.cpu_speed import products
 from corral.plan.draft_files import read_draft
+from corral.plan.graphs import sized_elsewhere
 
 __all__ = ["cpu_kind", "tuning_for"]
 
@@ -34,6 +35,6 @@ def tuning_for(
     on this hardware, or the one Corral installs.
     """
     tuning = calibration.known(home_dir(), inventory.gpu or "CPU", facts.name, engine_version)
-    tuning = replace(tuning, draft=read_draft(arguments, facts))
+    tuning = replace(tuning, draft=read_draft(arguments, facts), own_graphs=sized_elsewhere(arguments))
     kind = cpu_kind(inventory)
     return replace(tuning, cpu=recall(kind, products(facts))) if kind else tuning

@@ -17,8 +17,8 @@ from typing import Protocol
 from corral.models.facts import ModelFacts
 from corral.plan import Plan
 from corral.plan.cpu_speed import CpuCosts, products
+from corral.plan.graphs import largest_graph
 from corral.plan.load_speed import speed_at
-from corral.plan.memory import largest_graph
 from corral.plan.speed import Efficiency, Roof, roof_of, tiled
 
 __all__ = ["DecodeCost", "FittedSteps", "RooflineSteps", "StepTime", "cpu_steps", "linearised", "planned_steps"]
@@ -100,7 +100,8 @@ class FittedSteps:
     row_tokens: float = 0.0  # so many prompt tokens' products take as long as a sequence's; 0: `sequence_s` has them
 
     def decode(self, running: int) -> DecodeCost:
-        return DecodeCost(self.step_s + self.sequence_s * running + self._products(running, 0), self.kv_s)
+        fixed = self.step_s + self.sequence_s * running + self._products(running, 0)
+        return DecodeCost(fixed, self.kv_s, self.launch_s if running > self.graph_tokens else 0.0)
 
     def mixed(self, running: int, kv_tokens: float, prompt_tokens: int, attended: float) -> float:
         own = self.step_s + self.sequence_s * running + self.kv_s * kv_tokens + self.attend_s * attended
@@ -146,7 +147,7 @@ class RooflineSteps:
         reading = cost.per_kv_s * kv_tokens if running else 0.0
         stages = self._roof.parallel.pipeline
         passed = self._roof.chunk((prompt_tokens + running) / stages, 2 * attended / prompt_tokens)
-        whole = passed + e.step_s + e.sequence_s * running + reading
+        whole = passed + e.step_s + self._roof.sequences_s(running) + reading
         return whole if running + prompt_tokens <= self._graphed else max(whole, self._roof.launch_s(running))
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from corral.lifecycle.bringup import Wish
 from corral.plan import Plan
 from corral.plan.gains import vllm_defaults
+from corral.plan.graphs import own_largest
 from corral.tune.setups import Knob, KnobKind
 
 __all__ = ["BASELINES", "DIGITALOCEAN", "RANDOM", "baseline_knobs"]
@@ -27,10 +30,12 @@ def baseline_knobs(plan: Plan, wish: Wish, wanted: tuple[str, ...]) -> tuple[Kno
 def _stock(plan: Plan) -> str:
     """What `vllm serve` takes where nothing is said, of all that the plan says."""
     default = vllm_defaults(plan.inventory, plan.parallel.data)
+    own = own_largest(replace(plan.settings, max_num_seqs=int(default["max_num_seqs"] or 0)))
+    graphs = f" --max-cudagraph-capture-size {own}" if plan.inventory.gpu else ""
     return (
         f"--max-num-seqs {default['max_num_seqs']} --max-num-batched-tokens {default['max_num_batched_tokens']}"
         f" --api-server-count {default['api_servers']} --stream-interval 1 --gpu-memory-utilization 0.92"
-        " --no-enforce-eager --async-scheduling"
+        f" --no-enforce-eager --async-scheduling{graphs}"
     )
 
 

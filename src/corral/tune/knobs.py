@@ -14,7 +14,7 @@ from dataclasses import replace
 from corral.engines.planned import read_back
 from corral.lifecycle.bringup import Wish
 from corral.plan import Plan
-from corral.plan.memory import largest_graph
+from corral.plan.graphs import largest_graph, own_largest, size_for
 from corral.tune.setups import GIVEN, Knob, KnobKind, Setup
 
 __all__ = ["knobs_for", "tuned_wish"]
@@ -22,7 +22,6 @@ __all__ = ["knobs_for", "tuned_wish"]
 BATCHED = (8192, 16384, 4096, 2048, 32768)
 FEWEST_SEQS, MOST_SEQS = 16, 4096
 MOST_API_SERVERS = 16
-MOST_GRAPH_SIZE = 1024
 _SWITCHES = {"prefix_caching": "--no-enable-prefix-caching"}
 
 
@@ -71,12 +70,11 @@ def _fields(plan: Plan) -> Iterator[Knob]:
 
 
 def _graphs(plan: Plan) -> Iterator[Knob]:
-    """Larger graphs, where steps are beyond the largest: of many sequences, or of a prompt beside what runs."""
-    settings, goal = plan.settings, plan.goal
-    running = min(goal.concurrency or settings.max_num_seqs, settings.max_num_seqs)
-    step = max(settings.max_num_seqs, goal.prompt_tokens + running)
-    if not settings.eager and largest_graph(settings) < min(step, MOST_GRAPH_SIZE):
-        yield Knob("max_graph_size", (str(MOST_GRAPH_SIZE),))
+    """Larger graphs, where steps are beyond vLLM's own; where the plan has them, its own."""
+    settings = plan.settings
+    size = size_for(settings, plan.goal)
+    if size and not settings.eager:
+        yield Knob("max_graph_size", (str(size if largest_graph(settings) < size else own_largest(settings)),))
 
 
 def tuned_wish(wish: Wish, knobs: Sequence[Knob], setup: Setup) -> Wish:
