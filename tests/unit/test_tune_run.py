@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -14,7 +17,7 @@ from corral.bench.metrics import Spread, Summary
 from corral.bench.spec import Spec, Workload, parse_slos
 from corral.deployment.folder import DeploymentFolder
 from corral.deployment.share import NodeShare
-from corral.errors import NotFoundError, UsageError
+from corral.errors import CorralError, NotFoundError, UsageError
 from corral.files import write_atomic
 from corral.hardware.inventory import parse_gpus
 from corral.lifecycle.bringup import Wish, as_planned
@@ -40,6 +43,7 @@ from corral.tune.setups import BASE, Knob, Setup
 from corral.tune.shares import shares_for
 from corral.tune.store import TuneRun, TuneSpec, find_run, new_run
 from corral.tune.trials import Purpose, Roofline, Trial, TrialOrder
+from corral.tune.turns import Turns, refuse_beyond, with_part
 from tests.tiny_llama import make_tiny_llama
 from tests.unit.conftest import Corral, in_process
 
@@ -142,11 +146,13 @@ def test_one_trial_on_a_server_leaves_nothing_running(
     monkeypatch.setenv("FAKE_TUNED", json.dumps(TUNED))
     run = a_run(str(answering.model))
     spec = run.spec
-    good = tuner._made(run, spec, TrialOrder(BASE, Purpose.SCREEN, 0.5), 1, Silent())
+    turns = Turns(shared=False)
+    good = tuner._made(run, spec, TrialOrder(BASE, Purpose.SCREEN, 0.5), 1, Silent(), turns)
     assert good.score
     assert good.start_s > 0
     assert (Path(good.run) / "run.json").is_file()
-    bad = tuner._made(run, spec, TrialOrder(Setup.of(max_num_seqs="256"), Purpose.SCREEN, 0.5), 2, Silent())
+    order = TrialOrder(Setup.of(max_num_seqs="256"), Purpose.SCREEN, 0.5)
+    bad = tuner._made(run, spec, order, 2, Silent(), turns)
     assert bad.score is None
     assert "ran out of memory" in bad.why
     states = {one["state"] for one in answering("ps", "--all", "--json").json()}
@@ -336,27 +342,81 @@ def test_baselines_are_setups_of_their_own() -> None:
 def test_servers_side_by_side_need_hardware_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     from corral.targets.local import LocalTarget
 
-    assert shares_for(Wish(), 1) == ()
+    assert shares_for(Wish(), 1) == ((), False)
     monkeypatch.setattr(LocalTarget, "inventory", lambda _: parse_gpus("8xH100"))
-    shares = shares_for(Wish(), 3)
+    shares, in_turns = shares_for(Wish(), 3)
     assert [share.gpus for share in shares] == [(0, 1), (2, 3), (4, 5)]
+    assert not in_turns
     monkeypatch.setattr(LocalTarget, "inventory", lambda _: parse_gpus("2xH100"))
-    with pytest.raises(UsageError, match="3 servers side by side need GPUs of their own"):
+    assert shares_for(Wish(), 3) == ((NodeShare(),) * 3, True)
+    with pytest.raises(UsageError, match="2 x H100-SXM hold 4 servers side by side at most, not 5"):
+        shares_for(Wish(), 5)
+    monkeypatch.setattr(LocalTarget, "inventory", lambda _: parse_gpus("2xH100x2"))
+    with pytest.raises(UsageError, match="need one machine; here: 2 nodes"):
         shares_for(Wish(), 3)
     monkeypatch.undo()
     with pytest.raises(UsageError, match="on the same cores"):
         shares_for(Wish(), 2)
 
 
+def test_servers_that_share_a_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    from corral.targets.local import LocalTarget
+
+    monkeypatch.setattr(LocalTarget, "inventory", lambda _: parse_gpus("1xH200"))
+    whole = Wish(model="llama-3.1-8b", fixed={"max_model_len": "8192"})
+    part = with_part(whole, 4)
+    assert part.fixed == {"max_model_len": "8192", "gpu_memory_utilization": "0.2300"}
+    assert part.extra_args[0] == "--kv-cache-memory-bytes"
+    gib = int(part.extra_args[1]) / 2**30
+    assert 0.23 * 139.8 - 15 - 4 < gib < 0.23 * 139.8 - 15 - 2  # without weights, activations, graphs
+    said = replace(whole, fixed={"gpu_memory_utilization": "0.99"})  # outside it others need room too
+    assert with_part(said, 2).fixed["gpu_memory_utilization"] == "0.4600"
+    with pytest.raises(UsageError, match="4 servers do not fit the same GPUs"):
+        with_part(replace(whole, model="llama-3.1-70b", fixed={"weights": "fp8"}), 4)
+    with pytest.raises(UsageError, match="a GPU to itself"):
+        with_part(replace(whole, extra_args=("--kv-cache-memory-bytes=1000",)), 2)
+    plan = make_plan(read_facts("llama-3.1-8b", offline=True), parse_gpus("1xH200"), Goal(), part.fixed)
+    refuse_beyond(plan, 4, 256, 256)
+    refuse_beyond(plan, 4, 100_000, None)
+    with pytest.raises(UsageError, match="1,024 requests at once of 256 tokens need 262,144"):
+        refuse_beyond(plan, 4, 1024, 256)
+
+
+def test_what_is_measured_is_alone_and_what_starts_is_not() -> None:
+    turns, begun, log = Turns(shared=True), Barrier(3), list[str]()
+
+    def trial(number: int) -> None:
+        with turns.start():
+            log.append("start")
+            begun.wait(10)  # all three start at once
+            time.sleep(0.01 * number)
+            log.append("ready")
+        with turns.measurement():
+            log.append("measure")
+            time.sleep(0.01)
+            log.append("measured")
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(trial, range(6)))
+    group = ["start"] * 3 + ["ready"] * 3 + ["measure", "measured"] * 3
+    assert log == 2 * group
+    with turns.measurement(), ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(trial, 0)
+        turns.end()
+        with pytest.raises(CorralError, match="the run was ended"):
+            waiting.result(10)
+
+
+@pytest.mark.parametrize("in_turns", [False, True])
 def test_trials_side_by_side_on_servers_leave_nothing_running(
-    answering: Corral, clean_home: Path, monkeypatch: pytest.MonkeyPatch
+    in_turns: bool, answering: Corral, clean_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CORRAL_HOME", str(clean_home / "corral"))
     monkeypatch.setenv("FAKE_TUNED", json.dumps(TUNED))
+    monkeypatch.setattr(tuner, "with_part", lambda wish, _: wish)  # there is no GPU here
     run = a_run(str(answering.model), budget_s=8.0)
-    spec = replace(
-        run.spec, shares=(NodeShare(), NodeShare()), race=replace(run.spec.race, measure_s=0.3, start_s=1.0)
-    )
+    race = replace(run.spec.race, measure_s=0.3, start_s=1.0)
+    spec = replace(run.spec, shares=(NodeShare(), NodeShare()), race=race, in_turns=in_turns)
     write_atomic(run.folder / "tune.json", dump_json(spec))
     watcher = Silent()
     tuner.tune(run, watcher)

@@ -58,6 +58,15 @@ class Workload:
         return self.dataset in ("prefix_repetition", "multi_turn")
 
     @property
+    def longest_tokens(self) -> int | None:
+        """Of the longest request with its answer; None where a file says it."""
+        if self.file is not None:
+            return None
+        one = int((self.input_len + self.output_len) * (1 + self.range_ratio))
+        more = self.prefix_len if self.dataset == "prefix_repetition" else 0
+        return one * (self.turns if self.dataset == "multi_turn" else 1) + more
+
+    @property
     def one_token(self) -> bool:
         """Whether every answer asked for is one token, so that there is no time between two."""
         return self.output_len == 1 and self.dataset not in ("custom", "batch", "trace")

@@ -44,6 +44,7 @@ from corral.tune.shares import shares_for
 from corral.tune.store import TuneRun, TuneSpec, find_run, new_run, runs_dir
 from corral.tune.trials import Trial, TrialOrder
 from corral.tune.tuner import fitting_knobs, tune
+from corral.tune.turns import refuse_beyond, with_part
 
 __all__ = ["command"]
 
@@ -105,7 +106,7 @@ def command() -> None:
 @click.option("--measure", "measure_s", type=Duration(1), default="15s", show_default=True,
               metavar="TIME", help="Length of the first measurements; later ones are twice as long.")  # fmt: skip
 @click.option("--side-by-side", "places", type=click.IntRange(min=1), default=1, show_default=True, metavar="N",
-              help="Up to N servers at once: as N jobs on SLURM, or each on 1/N of this machine's GPUs.")  # fmt: skip
+              help="Up to N servers at once: as SLURM jobs, on 1/N of the GPUs, or in turns on one.")  # fmt: skip
 @click.option("--on", "on", metavar="PROFILE", envvar="CORRAL_PROFILE", help="Where to run (`corral profile list`).")
 @click.option("--context", type=TokenCount(), help="Longest request: 32768, or 32k (default: the plan's choice).")
 @click.option(
@@ -188,8 +189,9 @@ def _begun(model: str | None, name: str, given: dict[str, Any]) -> TuneRun:
     """A new run, with everything checked that can be checked before a start."""
     wish, arguments = _wished(model, given)
     wish = bringup.as_planned(wish)  # a setup can then leave such a flag out
-    shares = shares_for(wish, given["places"])
+    shares, in_turns = shares_for(wish, given["places"])
     wish = replace(wish, share=shares[0]) if shares else wish
+    sharing = len(shares) if in_turns else 1
     workload = _workload(given)
     _, decision = bringup.sized(wish)
     seats = given["concurrency"] or decision.plan.seats
@@ -200,7 +202,11 @@ def _begun(model: str | None, name: str, given: dict[str, Any]) -> TuneRun:
     if flags and decision.plan.inventory.gpu is None:
         raise UsageError(f"--baseline {flags[0]} is for GPUs.", f"Leave it out on a CPU, or use --baseline {RANDOM}.")
     knobs = (*baseline_knobs(decision.plan, wish, flags), *knobs)
-    knobs, pruned = fitting_knobs(wish, knobs)
+    if in_turns:
+        part = bringup.sized(with_part(wish, sharing))[1].plan
+        refuse_beyond(part, sharing, seats, workload.longest_tokens)
+        knobs = tuple(one for one in knobs if not one.name.endswith("gpu_memory_utilization"))  # a part has its own
+    knobs, pruned = fitting_knobs(wish, knobs, sharing)
     for one in pruned:
         tell(f"  never started: {one.setup}: {one.because}", err=True)
     if not knobs:
@@ -215,7 +221,7 @@ def _begun(model: str | None, name: str, given: dict[str, Any]) -> TuneRun:
     spec = Spec(workload, percentiles=(50.0, 90.0, 99.0), warmup=min(seats, 16))
     model_name = wish.model or decision.source.name
     random = RANDOM in given["baselines"]
-    return new_run(TuneSpec(model_name, wish, race, objective, spec, time.time(), random, shares), name)
+    return new_run(TuneSpec(model_name, wish, race, objective, spec, time.time(), random, shares, in_turns), name)
 
 
 def _workload(given: dict[str, Any]) -> Workload:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from corral.hardware.cpu_speed import CpuSpeed
 from corral.hardware.inventory import GIB, Inventory
 from corral.models.facts import ModelFacts
 from corral.plan.constraints import broken_settings
-from corral.plan.contract import EngineSettings, Goal, Memory, Parallel, Precision, Speed
+from corral.plan.contract import UTILISATION, EngineSettings, Goal, Memory, Parallel, Precision, Speed
 from corral.plan.draft import Draft
 from corral.plan.fixed import Fixed
 from corral.plan.frontend import api_servers, stream_interval
 from corral.plan.graphs import own_largest, size_for
 from corral.plan.memory import Coefficients, measure
-from corral.plan.speed import Efficiency, predict, roof_of
+from corral.plan.speed import Efficiency, Roof, predict, roof_of
 
 __all__ = ["Candidate", "Tuning", "settings_for", "work_out"]
 
@@ -78,7 +79,7 @@ def settings_for(inventory: Inventory, goal: Goal, fixed: Fixed, context: int) -
     seqs = fixed.max_num_seqs or min(seqs, batched)
     batched = fixed.max_num_batched_tokens or max(seqs, min(batched, seqs * context))
     return EngineSettings(
-        fixed.gpu_memory_utilization or 0.92,
+        fixed.gpu_memory_utilization or UTILISATION,
         batched,
         seqs,
         bool(fixed.eager),
@@ -110,12 +111,10 @@ def work_out(
         return measure(model, inventory, parallel, precision, settings, context, tuning.memory, tuning.draft)
 
     settings = settings_for(inventory, goal, fixed, context)
+    if inventory.kind is not None:
+        roof = roof_of(model, inventory, parallel, precision, settings, tuning.speed)
+        settings = _captured(roof, goal, tuning, measured)
     memory = measured(settings)
-    if size := _graph_size(model, inventory, parallel, precision, settings, goal, tuning):
-        larger = replace(settings, max_graph_size=size)
-        kept = measured(larger)
-        if kept.kv_cache_tokens >= (1 - _GRAPHS_MAY_TAKE) * memory.kv_cache_tokens > 0:
-            settings, memory = larger, kept
     problem = broken_settings(model, settings, context) or ""
     broken = bool(problem)
     room = memory.kv_cache_tokens_per_replica - settings.block_size  # vLLM keeps one block back
@@ -137,24 +136,17 @@ def work_out(
     return Candidate(parallel, precision, settings, context, memory, at(tuning.speed), problem, broken)
 
 
-def _graph_size(
-    model: ModelFacts,
-    inventory: Inventory,
-    parallel: Parallel,
-    precision: Precision,
-    settings: EngineSettings,
-    goal: Goal,
-    tuning: Tuning,
-) -> int:
-    """The CUDA graphs to ask for where the GPU would wait for the launches of steps beyond vLLM's own; 0: none."""
+def _captured(roof: Roof, goal: Goal, tuning: Tuning, measured: Callable[[EngineSettings], Memory]) -> EngineSettings:
+    """The settings, with CUDA graphs for steps beyond vLLM's own where the GPU would wait for their launches."""
+    settings = roof.settings
     kept = settings.eager or settings.max_graph_size or tuning.own_graphs or not tuning.memory.sizes_graphs
-    size = 0 if kept else size_for(settings, goal)
-    if not size or inventory.kind is None:
-        return 0
-    roof = roof_of(model, inventory, parallel, precision, settings, tuning.speed)
-    own = own_largest(settings)
+    size, own = 0 if kept else size_for(settings, goal), own_largest(settings)
     running = min(goal.concurrency or settings.max_num_seqs, settings.max_num_seqs, own)
-    return size if roof.waits_for_launches(own + roof.tile_tokens, running) else 0
+    if not size or not roof.waits_for_launches(own + roof.tile_tokens, running):
+        return settings
+    larger = replace(settings, max_graph_size=size)
+    before, after = (measured(one).kv_cache_tokens for one in (settings, larger))
+    return larger if after >= (1 - _GRAPHS_MAY_TAKE) * before > 0 else settings
 
 
 def _no_room(memory: Memory, context: int) -> str:

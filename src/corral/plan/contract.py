@@ -12,6 +12,7 @@ from corral.hardware.inventory import Inventory
 from corral.models.facts import ModelFacts
 
 __all__ = [
+    "UTILISATION",
     "VERSION",
     "Cost",
     "EngineSettings",
@@ -83,6 +84,9 @@ class Precision:
     how: str = "native"  # native | checkpoint (another repository) | online (vLLM quantises while loading)
     compute: str = ""  # what is not quantised, and what is computed in: bf16, fp16, fp32
     method: str = ""  # vLLM's name of the quantisation, where it is to be said
+
+
+UTILISATION = 0.92  # of a GPU's memory: vLLM's default
 
 
 @dataclass(frozen=True)

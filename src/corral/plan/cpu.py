@@ -6,7 +6,7 @@ from corral.hardware.inventory import GIB, Inventory
 from corral.models.architecture import DTYPE_BYTES
 from corral.models.facts import ModelFacts
 from corral.plan.candidate import Candidate
-from corral.plan.contract import EngineSettings, Goal, Memory, Parallel, Precision
+from corral.plan.contract import UTILISATION, EngineSettings, Goal, Memory, Parallel, Precision
 from corral.plan.cpu_speed import Rates, predict_cpu
 from corral.plan.fixed import Fixed
 from corral.plan.memory import convert
@@ -76,7 +76,7 @@ def work_out_cpu(
         budget_bytes_per_gpu=inventory.host_available_bytes,
     )
     settings = EngineSettings(
-        fixed.gpu_memory_utilization or 0.92,
+        fixed.gpu_memory_utilization or UTILISATION,
         batched,
         seqs,
         bool(fixed.eager),

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from corral.lifecycle.bringup import Wish
 from corral.plan import Plan
+from corral.plan.contract import UTILISATION
 from corral.plan.gains import vllm_defaults
 from corral.plan.graphs import own_largest
 from corral.tune.setups import Knob, KnobKind
@@ -34,7 +35,7 @@ def _stock(plan: Plan) -> str:
     graphs = f" --max-cudagraph-capture-size {own}" if plan.inventory.gpu else ""
     return (
         f"--max-num-seqs {default['max_num_seqs']} --max-num-batched-tokens {default['max_num_batched_tokens']}"
-        f" --api-server-count {default['api_servers']} --stream-interval 1 --gpu-memory-utilization 0.92"
+        f" --api-server-count {default['api_servers']} --stream-interval 1 --gpu-memory-utilization {UTILISATION}"
         f" --no-enforce-eager --async-scheduling{graphs}"
     )
 

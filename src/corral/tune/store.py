@@ -42,6 +42,7 @@ class TuneSpec:
     created_s: float
     random: bool = False  # search at random as well, for as long
     shares: tuple[NodeShare, ...] = ()  # of machines, one for each trial that may run at once; empty: one at a time
+    in_turns: bool = False  # they have the same GPUs: servers start together, and are measured one by one
 
     @property
     def places(self) -> int:

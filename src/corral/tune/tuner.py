@@ -1,7 +1,7 @@
 """The race on real servers: start a setup, measure it, stop it, write the trial down, ask what comes next.
 
-Several trials run at once where each has hardware of its own: as jobs of a scheduler, or on GPUs of their own. On one
-GPU, or on the same cores, nothing overlaps: what starts there takes time from what is measured.
+Several trials run at once where each has hardware of its own: as jobs of a scheduler, or on GPUs of their own. On the
+same GPUs servers may start together, but nothing starts beside what is measured (see `tune.turns`).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from corral.tune.roofline import roofline
 from corral.tune.setups import BASE, Knob, Setup
 from corral.tune.store import TuneRun, TuneSpec
 from corral.tune.trials import Roofline, Trial, TrialOrder
+from corral.tune.turns import Turns, with_part
 
 __all__ = ["Pruned", "TuneWatcher", "fitting_knobs", "settings_found", "tune"]
 
@@ -56,15 +57,18 @@ class Pruned:
     because: str
 
 
-def fitting_knobs(wish: bringup.Wish, knobs: Sequence[Knob]) -> tuple[tuple[Knob, ...], tuple[Pruned, ...]]:
-    """The knobs with the values that a plan exists for."""
+def fitting_knobs(
+    wish: bringup.Wish, knobs: Sequence[Knob], sharing: int = 1
+) -> tuple[tuple[Knob, ...], tuple[Pruned, ...]]:
+    """The knobs with the values that a plan exists for; so many servers are `sharing` the memory of a GPU."""
     kept, pruned = [], []
     for knob in knobs:
         values = []
         for value in knob.values:
             setup = BASE.with_(knob.name, value)
             try:
-                bringup.sized(tuned_wish(wish, knobs, setup))
+                tuned = tuned_wish(wish, knobs, setup)
+                bringup.sized(with_part(tuned, sharing) if sharing > 1 else tuned)
                 values.append(value)
             except (DoesNotFitError, CorralError) as error:
                 pruned.append(Pruned(setup, error.message))
@@ -77,7 +81,7 @@ def tune(run: TuneRun, watcher: TuneWatcher) -> RaceResult:
     """Go on with a run until there is nothing left to learn or no time; whatever ends it, nothing is left running."""
     with exclusive_lock(run.folder / "lock", lambda who: watcher.phase(f"waiting for {who}"), silent_s=OLD_LOCK_S):
         spec, trials = run.spec, run.trials()
-        race = spec.race
+        race, turns = spec.race, Turns(spec.in_turns)
 
         def begins(number: int, order: TrialOrder) -> None:
             watcher.begins(number, order, race.budget_s - sum(one.of_budget_s for one in trials))
@@ -87,12 +91,16 @@ def tune(run: TuneRun, watcher: TuneWatcher) -> RaceResult:
             watcher.ended(trial, verdict(race, trials))
 
         def make(order: TrialOrder, number: int, place: int) -> Trial:
-            return _made(run, spec, order, number, watcher, place)
+            return _made(run, spec, order, number, watcher, turns, place)
+
+        def abandon() -> None:
+            turns.end()
+            _end_all(run, spec)
 
         _end_all(run, spec)  # a run that was killed may have left some
         try:
             if spec.places > 1:
-                run_beside(race, trials, spec.places, make, begins, ended, lambda: _end_all(run, spec))
+                run_beside(race, trials, spec.places, make, begins, ended, abandon)
             while order := next_order(race, trials) or _beside_the_race(spec, trials):
                 begins(len(trials) + 1, order)
                 trials.append(make(order, len(trials) + 1, 0))
@@ -116,7 +124,7 @@ def _end_all(run: TuneRun, spec: TuneSpec) -> None:
 
 
 def _made(
-    run: TuneRun, spec: TuneSpec, order: TrialOrder, number: int, watcher: TuneWatcher, place: int = 0
+    run: TuneRun, spec: TuneSpec, order: TrialOrder, number: int, watcher: TuneWatcher, turns: Turns, place: int = 0
 ) -> Trial:
     began_s, start_s, folder = time.monotonic(), 0.0, run.trial_folder(number)
 
@@ -126,8 +134,8 @@ def _made(
         return Trial(order.setup, order.purpose, score, *spent, why, str(folder), bounds)
 
     try:
-        with _served(run, spec, order.setup, watcher, place) as endpoint:
-            start_s = time.monotonic() - began_s
+        with _served(run, spec, order.setup, watcher, turns, place) as (endpoint, ready_s):
+            start_s = ready_s - began_s
             watcher.phase("measuring")
             value, bounds = run_loop(_score(endpoint, spec, order, folder, number))
     except CorralError as error:
@@ -149,20 +157,27 @@ def _name(run: TuneRun, place: int) -> str:
 
 
 @contextlib.contextmanager
-def _served(run: TuneRun, spec: TuneSpec, setup: Setup, watcher: TuneWatcher, place: int) -> Iterator[Endpoint]:
-    """The setup's server while it is measured."""
+def _served(
+    run: TuneRun, spec: TuneSpec, setup: Setup, watcher: TuneWatcher, turns: Turns, place: int
+) -> Iterator[tuple[Endpoint, float]]:
+    """The setup's server while it is measured, and when it was ready."""
     name = _name(run, place)
     share = spec.shares[place] if spec.shares else spec.wish.share
-    wish = replace(tuned_wish(spec.wish, spec.race.knobs, setup), name=name, share=share)
+    wish = tuned_wish(spec.wish, spec.race.knobs, setup)
+    wish = replace(with_part(wish, spec.places) if spec.in_turns else wish, name=name, share=share)
     folder = DeploymentFolder.of(name)
-    try:
-        status = bringup.bring_up(wish, _Phases(watcher.phase))
-        assert status.endpoint is not None
-        yield status.endpoint
-    finally:
-        if folder.record.is_file():
-            with contextlib.suppress(CorralError):
-                deployments.stop(folder)
+    with contextlib.ExitStack() as turn:  # it lasts until the server is gone
+        try:
+            with turns.start():
+                status = bringup.bring_up(wish, _Phases(watcher.phase))
+            assert status.endpoint is not None
+            ready_s = time.monotonic()
+            turn.enter_context(turns.measurement())
+            yield status.endpoint, ready_s
+        finally:
+            if folder.record.is_file():
+                with contextlib.suppress(CorralError):
+                    deployments.stop(folder)
 
 
 class _Phases:

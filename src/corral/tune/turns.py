@@ -1,0 +1,105 @@
+"""Several servers on the same GPUs: they start together while nothing is measured, and are measured one by one.
+
+A start takes a minute and a measurement seconds, and most of a start is work of single cores: four servers of an 8B
+model on an H200 were ready after 70 to 120 s together, one alone after 57 s (docs/log.md). What starts would take
+time from what is measured, so neither happens beside the other. Each server has its part of every GPU's memory, and a
+KV cache as the plan sizes it: vLLM would take what the others allocate meanwhile for its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from threading import Condition
+
+from corral.engines.flags import values_of
+from corral.errors import CorralError, DoesNotFitError, UsageError
+from corral.lifecycle.bringup import Wish, sized
+from corral.plan import Plan
+from corral.plan.contract import UTILISATION
+
+__all__ = ["MOST_IN_TURNS", "Turns", "refuse_beyond", "with_part"]
+
+MOST_IN_TURNS = 4  # beyond, what lies outside the budget (CUDA graphs, contexts) has no room
+KEPT = 0.97  # of the plan's KV cache: a plan is right within 2%
+_KV_BYTES = "--kv-cache-memory-bytes"
+_REMEDY = "Leave out --side-by-side."
+
+
+def with_part(wish: Wish, places: int) -> Wish:
+    """One of so many servers that share the memory of each GPU."""
+    if values_of(_KV_BYTES, wish.extra_args):
+        raise UsageError(f"{_KV_BYTES} is for a server that has a GPU to itself.", _REMEDY)
+    whole = float(str(wish.fixed.get("gpu_memory_utilization", UTILISATION)))
+    part = replace(wish, fixed={**wish.fixed, "gpu_memory_utilization": f"{min(whole, UTILISATION) / places:.4f}"})
+    try:
+        kept = int(KEPT * sized(part)[1].plan.memory.kv_cache_bytes_per_gpu)
+    except DoesNotFitError as error:
+        raise UsageError(f"{places} servers do not fit the same GPUs: {error.message}", _REMEDY) from None
+    return replace(part, extra_args=(*part.extra_args, _KV_BYTES, str(kept)))
+
+
+def refuse_beyond(plan: Plan, places: int, seats: int, tokens: int | None) -> None:
+    """Refuse a load, of known lengths, that a part of the KV cache cannot hold: it would be memory that is tuned."""
+    room = int(KEPT * plan.memory.kv_cache_tokens)
+    if tokens is not None and room < (needed := seats * tokens):
+        raise UsageError(
+            f"{places} servers on one GPU have {room:,} KV tokens each, and {seats:,} requests at once of {tokens:,} "
+            f"tokens need {needed:,}.",
+            f"{_REMEDY} Or give fewer requests at once: --concurrency {max(1, room // tokens)}.",
+        )
+
+
+class Turns:
+    """Who may start, and who may be measured; where hardware is not shared, everybody may."""
+
+    def __init__(self, shared: bool) -> None:
+        self._shared = shared
+        self._changed = Condition()
+        self._starting = self._waiting = 0  # `_waiting`: for a measurement, or measured now
+        self._measuring = self._ended = False
+
+    @contextlib.contextmanager
+    def start(self) -> Iterator[None]:
+        """Beside other starts; those that are ready are measured first."""
+        with self._changed:
+            self._until(lambda: not self._waiting)
+            self._starting += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._starting -= 1
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def measurement(self) -> Iterator[None]:
+        """Alone."""
+        with self._changed:
+            self._waiting += 1
+            try:
+                self._until(lambda: not self._starting and not self._measuring)
+            except CorralError:
+                self._waiting -= 1
+                raise
+            self._measuring = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._measuring = False
+                self._waiting -= 1
+                self._changed.notify_all()
+
+    def end(self) -> None:
+        """Let nobody wait any longer."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def _until(self, may: Callable[[], bool]) -> None:
+        if self._shared:
+            self._changed.wait_for(lambda: self._ended or may())
+        if self._ended:
+            raise CorralError("the run was ended.", "Continue it: corral tune last.")
