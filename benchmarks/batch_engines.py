@@ -17,6 +17,7 @@ way alone.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
@@ -311,7 +312,8 @@ def main() -> None:
                     table(load, speeds[load])
         finally:
             for server in servers:
-                corral("down", server.name)
+                with contextlib.suppress(SystemExit):
+                    corral("down", server.name)
             if engine:
                 engine.close()
         if engine is None and "llm" not in given.skip:

@@ -103,9 +103,9 @@ def grid_beside(visit: Visit) -> None:
             continue
         began = time.monotonic()
         names = {f"{NAME}-{number}": flags for number, flags in enumerate(group)}
-        with ThreadPoolExecutor(len(group)) as pool:
-            started = dict(zip(names, pool.map(partial(start_beside, visit), names.items()), strict=True))
         try:
+            with ThreadPoolExecutor(len(group)) as pool:
+                started = dict(zip(names, pool.map(partial(start_beside, visit), names.items()), strict=True))
             for at in given.at:
                 for name, seconds in started.items():
                     row = {"part": "grid", "flags": names[name], "at_once": at}

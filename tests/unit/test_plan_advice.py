@@ -8,6 +8,7 @@ import pytest
 
 from corral.bench.limit import Limit, LimitCause, distance
 from corral.hardware.inventory import parse_gpus
+from corral.lifecycle.bringup import Wish
 from corral.models.facts import read_facts
 from corral.plan import Goal, Judged, Plan, make_plan
 from corral.plan.candidate import Tuning
@@ -16,6 +17,8 @@ from corral.plan.judged import needed_acceptance
 from corral.plan.memory import Coefficients
 from corral.plan.tuning import tuning_for
 from corral.record import dump_json, from_json, to_json
+from corral.tune.baselines import baseline_knobs
+from corral.tune.knobs import knobs_for
 from tests.unit.test_bench_limit import CALM, streamed, summary
 
 HERE = replace(parse_gpus("1xH200"), cpu_cores=32)
@@ -133,12 +136,43 @@ def test_what_is_set_becomes_a_flag(field: str, value: str, flags: tuple[str, ..
     (Goal(concurrency=256, prompt_tokens=128), None),  # 383 tokens: vLLM's own cover them
     (Goal(concurrency=64, prompt_tokens=4096), None),  # a prompt of its own length, whatever is captured
     (Goal(concurrency=4096, prompt_tokens=4096), None),
+    (Goal(concurrency=2048, prompt_tokens=4096), None),
 ])  # fmt: skip
 def test_graphs_cover_the_steps_that_would_wait_for_their_launches(goal: Goal, size: int | None) -> None:
     plan = planned(goal)
     assert plan.settings.max_graph_size == size
     assert ("--max-cudagraph-capture-size" in plan.engine_args) is bool(size)
     assert planned(goal, eager=True).settings.max_graph_size is None
+
+
+def test_each_replica_has_graphs_for_its_own_requests() -> None:
+    several = replace(parse_gpus("4xH200"), cpu_cores=64)
+    load = {"prompt_tokens": 600, "output_tokens": 256}
+    facts, fixed = read_facts("llama-3.1-8b"), {"data": 4, "tensor": 1, "max_model_len": 8192}
+    assert make_plan(facts, several, Goal(concurrency=4096, **load), fixed).settings.max_graph_size == 1024
+    few = Goal(concurrency=1024, prompt_tokens=128, output_tokens=128)  # 256 each: vLLM's own cover them
+    assert make_plan(facts, several, few, fixed).settings.max_graph_size is None
+
+
+def test_a_gpu_whose_own_graphs_are_larger_gains_nothing() -> None:
+    """vLLM 0.32 captures up to 1,024 on a B200 by itself."""
+    load = Goal(concurrency=1024, prompt_tokens=20, output_tokens=128)
+    plan = make_plan(read_facts("llama-3.1-8b"), parse_gpus("1xB200"), load)
+    assert reason(plan, "max_graph_size")[1] is None
+    assert "--max-cudagraph-capture-size 1024" in baseline_knobs(plan, Wish(), ("stock",))[0].values[0]
+    stock = baseline_knobs(planned(load), Wish(), ("stock",))[0].values[0]
+    assert "--max-cudagraph-capture-size 512" in stock
+    own = Wish(extra_args=("--compilation-config", "{}"))
+    assert "--max-cudagraph" not in baseline_knobs(planned(load), own, ("stock",))[0].values[0]
+
+
+@pytest.mark.parametrize(("processes", "measured"), [(1, 11_900.0), (5, 19_000.0)])
+def test_launches_are_not_the_limit_of_what_others_limit(processes: int, measured: float) -> None:
+    """One API server streams no more with larger graphs; and what is quicker than launches allow has larger ones."""
+    goal = Goal(concurrency=1024, prompt_tokens=128, output_tokens=128)
+    found = distance(planned(goal, max_graph_size=512), streamed(1024, measured), CALM, processes)
+    assert found is not None
+    assert found.cause is not LimitCause.LAUNCHES
 
 
 def test_larger_graphs_say_what_they_are_worth() -> None:
@@ -168,13 +202,28 @@ def test_graphs_stay_as_they_are_where_memory_or_the_engine_forbids_it() -> None
 @pytest.mark.parametrize("words", [
     ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}'],
     ["--compilation-config", '{"cudagraph_capture_sizes": [1, 2, 4]}'], ["--compilation-config={}"],
-    ["-cc.cudagraph_mode=FULL"], ["-O3"], ["--cudagraph-capture-sizes", "1", "2"],
+    ["-cc.cudagraph_mode=FULL"], ["-O3"], ["-O", "3"], ["--cudagraph-capture-sizes", "1", "2"],
+    ["--cudagraph_capture_sizes", "1", "2"], ["--compilation-config.level=3"], ["-sc", "{}"], ["--spec-method=ngram"],
 ])  # fmt: skip
 def test_graphs_stay_as_the_users_own_flags_have_them(words: list[str]) -> None:
     """vLLM refuses a largest size beside sizes of somebody's own, and fits its own to speculation."""
     facts = read_facts("llama-3.1-8b")
     assert make_plan(facts, HERE, Goal(), {}, tuning_for(facts, HERE)).settings.max_graph_size == 1024
     assert make_plan(facts, HERE, Goal(), {}, tuning_for(facts, HERE, "", words)).settings.max_graph_size is None
+    knobs = knobs_for(planned(Goal()), Wish(), words, bursts=False, shares_prefixes=False)
+    assert "max_graph_size" not in {knob.name for knob in knobs}
+
+
+def test_an_engine_of_unknown_age_is_asked_for_nothing_new() -> None:
+    facts = read_facts("llama-3.1-8b")
+    for version, managed, size in (
+        ("", True, 1024),
+        ("", False, None),
+        ("0.26.0", False, 1024),
+        ("0.10.2", False, None),
+    ):
+        tuning = tuning_for(facts, HERE, version, (), managed)
+        assert make_plan(facts, HERE, Goal(), {}, tuning).settings.max_graph_size == size
 
 
 def judged(plan: Plan) -> dict[str, Judged]:

@@ -20,7 +20,7 @@ from corral.deployment.share import NodeShare
 from corral.errors import CorralError, NotFoundError, UsageError
 from corral.files import write_atomic
 from corral.hardware.inventory import parse_gpus
-from corral.lifecycle.bringup import Wish, as_planned
+from corral.lifecycle.bringup import Wish, as_planned, sized
 from corral.lifecycle.deployments import Record
 from corral.models.facts import read_facts
 from corral.node.agent import load_log
@@ -359,13 +359,20 @@ def test_servers_side_by_side_need_hardware_of_their_own(monkeypatch: pytest.Mon
         shares_for(Wish(), 2)
 
 
-def test_servers_that_share_a_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def _on(gpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from corral.targets.local import LocalTarget
 
-    monkeypatch.setattr(LocalTarget, "inventory", lambda _: parse_gpus("1xH200"))
+    monkeypatch.setattr(LocalTarget, "inventory", lambda _: parse_gpus(gpus))
+
+
+def test_servers_that_share_a_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    _on("1xH200", monkeypatch)
     whole = Wish(model="llama-3.1-8b", fixed={"max_model_len": "8192"})
     part = with_part(whole, 4)
-    assert part.fixed == {"max_model_len": "8192", "gpu_memory_utilization": "0.2300"}
+    assert part.fixed == {
+        "max_model_len": "8192", "gpu_memory_utilization": "0.2300", "max_num_seqs": "1024", "api_servers": "4",
+        "max_num_batched_tokens": "8192", "stream_interval": "1", "max_graph_size": "1024",
+    }  # fmt: skip
     assert part.extra_args[0] == "--kv-cache-memory-bytes"
     gib = int(part.extra_args[1]) / 2**30
     assert 0.23 * 139.8 - 15 - 4 < gib < 0.23 * 139.8 - 15 - 2  # without weights, activations, graphs
@@ -380,6 +387,36 @@ def test_servers_that_share_a_gpu_share_its_memory(monkeypatch: pytest.MonkeyPat
     refuse_beyond(plan, 4, 100_000, None)
     with pytest.raises(UsageError, match="1,024 requests at once of 256 tokens need 262,144"):
         refuse_beyond(plan, 4, 1024, 256)
+
+
+@pytest.mark.parametrize(("gpus", "places", "more"), [
+    ("1xH200", 4, {}), ("1xH200", 4, {"goal": Goal(concurrency=16)}), ("1xH100", 3, {}), ("2xH100", 3, {}),
+    ("1xL40S", 2, {}),
+])  # fmt: skip
+def test_a_part_is_the_same_server_and_holds_its_longest_request(
+    gpus: str, places: int, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM refuses a KV cache that is smaller than its longest request."""
+    _on(gpus, monkeypatch)
+    wish = Wish(model="llama-3.1-8b", **more)
+    part = with_part(wish, places)
+    alone, plan = (sized(one)[1].plan for one in (wish, part))
+    kept = int(part.extra_args[-1]) // plan.memory.kv_bytes_per_token_per_gpu
+    assert plan.max_model_len <= kept - plan.settings.block_size
+    assert (plan.precision, plan.parallel) == (alone.precision, alone.parallel)
+    names = ("max_num_seqs", "max_num_batched_tokens", "api_servers", "stream_interval", "max_graph_size")
+    assert [getattr(plan.settings, name) for name in names] == [getattr(alone.settings, name) for name in names]
+
+
+@pytest.mark.parametrize(("gpus", "model", "places"), [("1xB200", "llama-3.1-70b", 2), ("1xL40S", "llama-3.1-8b", 3)])
+def test_a_part_is_refused_where_it_would_be_another_server(
+    gpus: str, model: str, places: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _on(gpus, monkeypatch)
+    with pytest.raises(UsageError, match=r"fit the same GPUs only as TP1 in fp8, and one alone is TP1 in bf16"):
+        with_part(Wish(model=model), places)
+    with pytest.raises(UsageError, match=r"do not fit the same GPUs|KV tokens, a request may have"):
+        with_part(Wish(model=model, goal=Goal(context=131072)), places)
 
 
 def test_what_is_measured_is_alone_and_what_starts_is_not() -> None:

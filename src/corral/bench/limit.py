@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from corral.bench.metrics import Summary
 from corral.bench.server_metrics import ServerDelta
 from corral.plan import Plan
-from corral.plan.graphs import LARGER, largest_graph
+from corral.plan.graphs import LARGER, by_itself, largest_graph
 from corral.plan.load_speed import speed_at
 from corral.plan.speed import Efficiency
 
@@ -145,7 +145,8 @@ def distance(
     endless = replace(Efficiency(), frontend_tokens_s=math.inf)
     reachable, unbound = roof(plan, *load, front.processes), roof(plan, *load, rates=endless)
     bound = front.binds(summary.output_throughput, reachable, unbound)
-    found = _reason(plan, summary, server, decode, compute, front if bound else None, _launches(plan, *load))
+    found = _reason(plan, summary, server, decode, compute, front if bound else None,
+                    _launches(plan, summary.output_throughput, front, *load))  # fmt: skip
     said = (found.why, found.advice, rates.basis, found.cause, found.advised)
     return Limit(decode, prefill, compute, reachable, *said)
 
@@ -225,21 +226,22 @@ def _reason(
     return _outside(plan, summary, waiting)
 
 
-def _launches(plan: Plan, concurrency: float, input_len: float, output_len: float) -> _Verdict | None:
-    """Steps with more sequences than the largest CUDA graph, where the roofline has a tenth more with larger ones."""
+def _launches(
+    plan: Plan, measured: float, front: FrontEnd, concurrency: float, input_len: float, output_len: float
+) -> _Verdict | None:
+    """Steps with more sequences than the largest CUDA graph, where the roofline has a tenth more with larger ones.
+
+    A run that is quicker than launches allow has other graphs than the plan says.
+    """
     captured, running = largest_graph(plan.settings), concurrency / plan.parallel.data
-    if plan.inventory.kind is None or not captured < running <= LARGER:
+    if by_itself(plan.inventory.kind) or plan.inventory.kind is None or not captured < running <= LARGER:
         return None
     larger = replace(plan, settings=replace(plan.settings, max_graph_size=LARGER))
-    endless = replace(Efficiency(), frontend_tokens_s=math.inf)
-    now, then = (roof(one, concurrency, input_len, output_len, rates=endless) for one in (plan, larger))
-    if not now or not then or then < 1.1 * now:
+    now, then = (roof(one, concurrency, input_len, output_len, front.processes) for one in (plan, larger))
+    if not now or not then or then < 1.1 * now or measured > 1.15 * now:
         return None
     why = f"kernel launches: {running:,.0f} requests at once are beyond the largest CUDA graph ({captured})"
-    return _Verdict(
-        LimitCause.LAUNCHES, why, f"--set max_graph_size={LARGER}, which the plan takes by itself where it is told "
-        f"of so many: --concurrency {math.ceil(concurrency)}", {"max_graph_size": str(LARGER)},
-    )  # fmt: skip
+    return _Verdict(LimitCause.LAUNCHES, why, f"--set max_graph_size={LARGER}", {"max_graph_size": str(LARGER)})
 
 
 def _outside(plan: Plan, summary: Summary, waiting: bool) -> _Verdict:

@@ -23,6 +23,7 @@ from corral.models.facts import read_facts
 from corral.models.hub import hub_is_off
 from corral.plan import Goal, Plan, make_plan
 from corral.plan.fixed import parse_assignments
+from corral.plan.graphs import largest_graph
 from corral.plan.tuning import tuning_for
 from corral.record import to_json
 from corral.report import tables
@@ -269,7 +270,8 @@ def _server(given: dict[str, Any]) -> SimServer:
             )
         inventory = parse_gpus(given["gpus"], given["nodes"], given["link"]) if given["gpus"] else plan.inventory
         kept = replace(goal, concurrency=goal.concurrency or plan.settings.max_num_seqs)
-        return what_if(server, plan, _fitting(make_plan(plan.model, inventory, kept, fixed)))
+        same = {} if given["gpus"] or plan.settings.eager else {"max_graph_size": str(largest_graph(plan.settings))}
+        return what_if(server, plan, _fitting(make_plan(plan.model, inventory, kept, {**same, **fixed})))
     if not given["model"] or not given["gpus"]:
         raise UsageError("no server was named.", "Give --from RUN, or --model and --gpus.")
     facts = read_facts(given["model"], given["offline"] or hub_is_off())

@@ -204,7 +204,8 @@ def _begun(model: str | None, name: str, given: dict[str, Any]) -> TuneRun:
     knobs = (*baseline_knobs(decision.plan, wish, flags), *knobs)
     if in_turns:
         part = bringup.sized(with_part(wish, sharing))[1].plan
-        refuse_beyond(part, sharing, seats, workload.longest_tokens)
+        if objective.rate is None:
+            refuse_beyond(part, sharing, seats, workload.longest_tokens)
         knobs = tuple(one for one in knobs if not one.name.endswith("gpu_memory_utilization"))  # a part has its own
     knobs, pruned = fitting_knobs(wish, knobs, sharing)
     for one in pruned:

@@ -210,7 +210,7 @@ def _prepare(target: Target, note: Callable[[str], None], preview: Preview | Non
 def _plan(source: ModelSource, inventory: Inventory, wish: Wish, version: str, offline: bool = False) -> Plan:
     here = model_store.already_here(source)
     facts = read_facts(str(here) if here else source.repo, offline=offline or source.kind == "embedded")
-    tuning = tuning_for(facts, inventory, version, wish.extra_args)
+    tuning = tuning_for(facts, inventory, version, wish.extra_args, wish.runtime == "managed")
     plan = make_plan(facts, inventory, wish.goal, wish.fixed, tuning)
     spans = plan.parallel.replica_gpus > inventory.gpus_per_node
     if plan.parallel.data > 1 and (spans or (wish.link == "ray" and inventory.nodes > 1)):

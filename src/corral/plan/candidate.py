@@ -14,15 +14,15 @@ from corral.plan.contract import UTILISATION, EngineSettings, Goal, Memory, Para
 from corral.plan.draft import Draft
 from corral.plan.fixed import Fixed
 from corral.plan.frontend import api_servers, stream_interval
-from corral.plan.graphs import own_largest, size_for
+from corral.plan.graphs import own_largest, running_at_once, size_for
 from corral.plan.memory import Coefficients, measure
 from corral.plan.speed import Efficiency, Roof, predict, roof_of
 
-__all__ = ["Candidate", "Tuning", "settings_for", "work_out"]
+__all__ = ["SHORTEST", "Candidate", "Tuning", "settings_for", "work_out"]
 
 _SATURATING = 256  # requests per GPU that show what a layout can carry, when no concurrency is asked
 MOST_SEQS = 4096  # on large GPUs, where so many requests at once are asked for
-_SHORTEST = 2048  # a context below this is not worth starting for, unless it is all the model has
+SHORTEST = 2048  # a context below this is not worth starting for, unless it is all the model has
 _BATCHED = {"latency": 2048, "balanced": 8192, "throughput": 16384}
 _GRAPHS_MAY_TAKE = 0.03  # of the KV cache: larger ones pay in time, not where memory is what lacks
 
@@ -119,8 +119,8 @@ def work_out(
     broken = bool(problem)
     room = memory.kv_cache_tokens_per_replica - settings.block_size  # vLLM keeps one block back
     if not problem and room < context:
-        if asked or room < min(_SHORTEST, model.max_context):
-            problem = _no_room(memory, context if asked else min(_SHORTEST, model.max_context))
+        if asked or room < min(SHORTEST, model.max_context):
+            problem = _no_room(memory, context if asked else min(SHORTEST, model.max_context))
         else:
             context = room // 256 * 256
             memory = measured(settings)
@@ -140,8 +140,8 @@ def _captured(roof: Roof, goal: Goal, tuning: Tuning, measured: Callable[[Engine
     """The settings, with CUDA graphs for steps beyond vLLM's own where the GPU would wait for their launches."""
     settings = roof.settings
     kept = settings.eager or settings.max_graph_size or tuning.own_graphs or not tuning.memory.sizes_graphs
-    size, own = 0 if kept else size_for(settings, goal), own_largest(settings)
-    running = min(goal.concurrency or settings.max_num_seqs, settings.max_num_seqs, own)
+    size, own = 0 if kept else size_for(settings, goal, roof.parallel.data), own_largest(settings)
+    running = min(running_at_once(settings, goal, roof.parallel.data), own)
     if not size or not roof.waits_for_launches(own + roof.tile_tokens, running):
         return settings
     larger = replace(settings, max_graph_size=size)

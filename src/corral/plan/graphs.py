@@ -9,15 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from corral.engines.flags import flag_name
+from corral.hardware.inventory import Gpu
 from corral.plan.contract import EngineSettings, Goal
 
-__all__ = ["LARGER", "MOST_BY_ITSELF", "graph_sizes", "largest_graph", "own_largest", "size_for", "sized_elsewhere"]
+__all__ = [
+    "LARGER",
+    "MOST_BY_ITSELF",
+    "by_itself",
+    "graph_sizes",
+    "largest_graph",
+    "own_largest",
+    "running_at_once",
+    "size_for",
+    "sized_elsewhere",
+]
 
 MOST_BY_ITSELF = 512  # tokens that vLLM captures where nothing is said
 LARGER = 1024  # more were not measured
-# vLLM refuses a size beside the first of these, and fits its own to what speculation checks
-_ELSEWHERE = ("--compilation-config", "--compilation_config", "-cc", "-O", "--cudagraph-capture-sizes",
-              "--cuda-graph-sizes", "--speculative-config", "--speculative_config")  # fmt: skip
+# vLLM refuses a size beside sizes of somebody's own, and fits its own to what speculation checks
+_ELSEWHERE = {"--compilation-config", "-cc", "-O", "--optimization-level", "--cudagraph-capture-sizes",
+              "--cuda-graph-sizes", "--speculative-config", "-sc", "--spec-method", "--spec-model",
+              "--spec-tokens"}  # fmt: skip
 
 
 def largest_graph(settings: EngineSettings) -> int:
@@ -46,16 +59,26 @@ def graph_sizes(settings: EngineSettings) -> list[int]:
 
 def sized_elsewhere(arguments: Sequence[str]) -> bool:
     """Whether arguments of vLLM decide which graphs there are."""
-    return any(word.startswith(_ELSEWHERE) for word in arguments)
+    return any(flag_name(word) in _ELSEWHERE for word in arguments)
 
 
-def size_for(settings: EngineSettings, goal: Goal) -> int:
+def by_itself(gpu: Gpu | None) -> int | None:
+    """A size that vLLM (0.32) takes on this kind of GPU where nothing is said; None: as `own_largest` says."""
+    return LARGER if gpu is not None and 10 <= gpu.capability < 11 else None
+
+
+def running_at_once(settings: EngineSettings, goal: Goal, replicas: int = 1) -> int:
+    """Requests of a full step of one replica."""
+    return min(-(-(goal.concurrency or replicas * settings.max_num_seqs) // replicas), settings.max_num_seqs)
+
+
+def size_for(settings: EngineSettings, goal: Goal, replicas: int = 1) -> int:
     """The size that covers this load's steps beyond vLLM's own graphs; 0: there are none, or none that ends there.
 
     Such steps have many sequences, or a prompt beside what runs. Longer prompts take their time whatever is captured.
     """
     own = min(own_largest(settings), settings.max_num_batched_tokens)
-    running = min(goal.concurrency or settings.max_num_seqs, settings.max_num_seqs)
+    running = running_at_once(settings, goal, replicas)
     beside = min(running, own) - 1 + goal.prompt_tokens
     largest = max((tokens for tokens in (running, beside) if own < tokens <= LARGER), default=0)
     return min(1 << (largest - 1).bit_length(), settings.max_num_batched_tokens) if largest else 0

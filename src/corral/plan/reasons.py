@@ -171,7 +171,7 @@ def _interval(s: EngineSettings) -> str:
 def _graph_size(s: EngineSettings) -> Row:
     launched = "a step of more tokens takes as long as its launches at least"
     if s.max_graph_size:
-        return "max_graph_size", largest_graph(s), f"{launched}, and vLLM's own end at {own_largest(s)}"
+        return "max_graph_size", largest_graph(s), f"{launched}, and vLLM's own end at {own_largest(s)} on most GPUs"
     return "max_graph_size", largest_graph(s), f"vLLM's own: twice max_num_seqs, at most 512; {launched}"
 
 

@@ -27,14 +27,20 @@ def cpu_kind(inventory: Inventory) -> CpuKind | None:
 
 
 def tuning_for(
-    facts: ModelFacts, inventory: Inventory, engine_version: str = "", arguments: Sequence[str] = ()
+    facts: ModelFacts,
+    inventory: Inventory,
+    engine_version: str = "",
+    arguments: Sequence[str] = (),
+    managed: bool = True,
 ) -> Tuning:
     """The built-in numbers for a version of vLLM, corrected by what is known of this hardware.
 
     `arguments` are vLLM's: they may name a draft. Where the version is not known, it is taken to be the last one seen
-    on this hardware, or the one Corral installs.
+    on this hardware, or the one Corral installs; but one that Corral does not install (not `managed`) is asked for
+    nothing that an old one would refuse.
     """
     tuning = calibration.known(home_dir(), inventory.gpu or "CPU", facts.name, engine_version)
-    tuning = replace(tuning, draft=read_draft(arguments, facts), own_graphs=sized_elsewhere(arguments))
+    own = sized_elsewhere(arguments) or not (managed or engine_version)
+    tuning = replace(tuning, draft=read_draft(arguments, facts), own_graphs=own)
     kind = cpu_kind(inventory)
     return replace(tuning, cpu=recall(kind, products(facts))) if kind else tuning

@@ -31,4 +31,4 @@ def tuning_of_plan(
         node = NodeSide(str(home_dir()), "cuda" if inventory.gpu else "cpu", PINNED_VERSION)
         with contextlib.suppress(CorralError):  # whoever starts it is told what is wrong with it
             version = make_runtime(profile.runtime, profile.runtime_options, node).version
-    return tuning_for(facts, inventory, version, arguments)
+    return tuning_for(facts, inventory, version, arguments, profile.runtime == "managed")

@@ -8,7 +8,7 @@ from corral.lifecycle.bringup import Wish
 from corral.plan import Plan
 from corral.plan.contract import UTILISATION
 from corral.plan.gains import vllm_defaults
-from corral.plan.graphs import own_largest
+from corral.plan.graphs import own_largest, sized_elsewhere
 from corral.tune.setups import Knob, KnobKind
 
 __all__ = ["BASELINES", "DIGITALOCEAN", "RANDOM", "baseline_knobs"]
@@ -24,15 +24,16 @@ DIGITALOCEAN = (
 
 def baseline_knobs(plan: Plan, wish: Wish, wanted: tuple[str, ...]) -> tuple[Knob, ...]:
     """What was asked for, as knobs whose one value is a line of flags."""
-    lines = {"stock": _stock(plan), "digitalocean": _digitalocean(wish)}
+    lines = {"stock": _stock(plan, sized_elsewhere(wish.extra_args)), "digitalocean": _digitalocean(wish)}
     return tuple(Knob(f"baseline {name}", (lines[name],), KnobKind.BASELINE) for name in dict.fromkeys(wanted))
 
 
-def _stock(plan: Plan) -> str:
-    """What `vllm serve` takes where nothing is said, of all that the plan says."""
+def _stock(plan: Plan, own_graphs: bool) -> str:
+    """What `vllm serve` takes where nothing is said, of all that the plan says; `own_graphs`: of them it is."""
     default = vllm_defaults(plan.inventory, plan.parallel.data)
-    own = own_largest(replace(plan.settings, max_num_seqs=int(default["max_num_seqs"] or 0)))
-    graphs = f" --max-cudagraph-capture-size {own}" if plan.inventory.gpu else ""
+    seats = replace(plan.settings, max_num_seqs=int(default["max_num_seqs"] or 0))
+    size = default["max_graph_size"] or own_largest(seats)
+    graphs = f" --max-cudagraph-capture-size {size}" if plan.inventory.gpu and not own_graphs else ""
     return (
         f"--max-num-seqs {default['max_num_seqs']} --max-num-batched-tokens {default['max_num_batched_tokens']}"
         f" --api-server-count {default['api_servers']} --stream-interval 1 --gpu-memory-utilization {UTILISATION}"

@@ -14,7 +14,7 @@ from dataclasses import replace
 from corral.engines.planned import read_back
 from corral.lifecycle.bringup import Wish
 from corral.plan import Plan
-from corral.plan.graphs import largest_graph, own_largest, size_for
+from corral.plan.graphs import largest_graph, own_largest, size_for, sized_elsewhere
 from corral.tune.setups import GIVEN, Knob, KnobKind, Setup
 
 __all__ = ["knobs_for", "tuned_wish"]
@@ -41,6 +41,7 @@ def knobs_for(
     if bursts:
         knobs.append(Knob("stream_interval", ("4",) if plan.settings.stream_interval == 1 else ("1",)))
     words = {word.partition("=")[0] for word in read.rest}
+    said |= {"max_graph_size"} if sized_elsewhere(read.rest) else set()
     taken = said | set(read.fields) | {name for name, flag in _SWITCHES.items() if flag in words}
     return tuple(knob for knob in knobs if knob.kind is KnobKind.WITHOUT or knob.name not in taken)
 
@@ -72,7 +73,7 @@ def _fields(plan: Plan) -> Iterator[Knob]:
 def _graphs(plan: Plan) -> Iterator[Knob]:
     """Larger graphs, where steps are beyond vLLM's own; where the plan has them, its own."""
     settings = plan.settings
-    size = size_for(settings, plan.goal)
+    size = size_for(settings, plan.goal, plan.parallel.data)
     if size and not settings.eager:
         yield Knob("max_graph_size", (str(size if largest_graph(settings) < size else own_largest(settings)),))
 

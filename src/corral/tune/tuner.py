@@ -117,25 +117,22 @@ def _beside_the_race(spec: TuneSpec, trials: Sequence[Trial]) -> TrialOrder | No
 def _end_all(run: TuneRun, spec: TuneSpec) -> None:
     """Stop what still runs of this run's servers."""
     for place in range(spec.places):
-        folder = DeploymentFolder.of(_name(run, place))
-        with contextlib.suppress(CorralError):
-            if folder.record.is_file() and deployments.status(folder).state not in ENDED:
-                deployments.stop(folder)
+        _stop(_name(run, place))
 
 
 def _made(
     run: TuneRun, spec: TuneSpec, order: TrialOrder, number: int, watcher: TuneWatcher, turns: Turns, place: int = 0
 ) -> Trial:
     began_s, start_s, folder = time.monotonic(), 0.0, run.trial_folder(number)
+    waited = [0.0]  # for others' turns
 
     def trial(score: float | None, why: str = "", bounds: Roofline | None = None) -> Trial:
-        took_s = time.monotonic() - began_s
+        took_s = time.monotonic() - began_s - sum(waited)
         spent = (round(took_s, 2), round(start_s, 2))
         return Trial(order.setup, order.purpose, score, *spent, why, str(folder), bounds)
 
     try:
-        with _served(run, spec, order.setup, watcher, turns, place) as (endpoint, ready_s):
-            start_s = ready_s - began_s
+        with _served(run, spec, order.setup, watcher, turns, place, waited) as (endpoint, start_s):
             watcher.phase("measuring")
             value, bounds = run_loop(_score(endpoint, spec, order, folder, number))
     except CorralError as error:
@@ -158,26 +155,46 @@ def _name(run: TuneRun, place: int) -> str:
 
 @contextlib.contextmanager
 def _served(
-    run: TuneRun, spec: TuneSpec, setup: Setup, watcher: TuneWatcher, turns: Turns, place: int
+    run: TuneRun,
+    spec: TuneSpec,
+    setup: Setup,
+    watcher: TuneWatcher,
+    turns: Turns,
+    place: int,
+    waited: list[float],
 ) -> Iterator[tuple[Endpoint, float]]:
-    """The setup's server while it is measured, and when it was ready."""
+    """The setup's server while it is measured, and how long its start took; `waited` gets the waits for a turn."""
     name = _name(run, place)
     share = spec.shares[place] if spec.shares else spec.wish.share
     wish = tuned_wish(spec.wish, spec.race.knobs, setup)
     wish = replace(with_part(wish, spec.places) if spec.in_turns else wish, name=name, share=share)
-    folder = DeploymentFolder.of(name)
-    with contextlib.ExitStack() as turn:  # it lasts until the server is gone
+    asked_s = time.monotonic()
+    with turns.start():
+        began_s = time.monotonic()
+        waited.append(began_s - asked_s)
         try:
-            with turns.start():
-                status = bringup.bring_up(wish, _Phases(watcher.phase))
-            assert status.endpoint is not None
-            ready_s = time.monotonic()
-            turn.enter_context(turns.measurement())
-            yield status.endpoint, ready_s
-        finally:
-            if folder.record.is_file():
-                with contextlib.suppress(CorralError):
-                    deployments.stop(folder)
+            status = bringup.bring_up(wish, _Phases(watcher.phase))
+        except BaseException:
+            _stop(name)
+            raise
+    ready_s = time.monotonic()
+    try:
+        with turns.measurement():
+            waited.append(time.monotonic() - ready_s)
+            try:
+                assert status.endpoint is not None
+                yield status.endpoint, ready_s - began_s
+            finally:
+                _stop(name)  # before others start or are measured
+    finally:
+        _stop(name)  # where its turn never came
+
+
+def _stop(name: str) -> None:
+    folder = DeploymentFolder.of(name)
+    with contextlib.suppress(CorralError):
+        if folder.record.is_file() and deployments.status(folder).state not in ENDED:
+            deployments.stop(folder)
 
 
 class _Phases:

@@ -17,6 +17,7 @@ from corral.engines.flags import values_of
 from corral.errors import CorralError, DoesNotFitError, UsageError
 from corral.lifecycle.bringup import Wish, sized
 from corral.plan import Plan
+from corral.plan.candidate import SHORTEST
 from corral.plan.contract import UTILISATION
 
 __all__ = ["MOST_IN_TURNS", "Turns", "refuse_beyond", "with_part"]
@@ -28,16 +29,37 @@ _REMEDY = "Leave out --side-by-side."
 
 
 def with_part(wish: Wish, places: int) -> Wish:
-    """One of so many servers that share the memory of each GPU."""
+    """One of so many servers that share the memory of each GPU: the same server with less of a KV cache.
+
+    Its longest request is what that cache holds, where no other was asked for.
+    """
     if values_of(_KV_BYTES, wish.extra_args):
         raise UsageError(f"{_KV_BYTES} is for a server that has a GPU to itself.", _REMEDY)
-    whole = float(str(wish.fixed.get("gpu_memory_utilization", UTILISATION)))
-    part = replace(wish, fixed={**wish.fixed, "gpu_memory_utilization": f"{min(whole, UTILISATION) / places:.4f}"})
+    whole = sized(wish)[1].plan
+    share = min(whole.settings.gpu_memory_utilization, UTILISATION) / places
+    part = replace(wish, fixed={**wish.fixed, **_settings(whole), "gpu_memory_utilization": f"{share:.4f}"})
     try:
-        kept = int(KEPT * sized(part)[1].plan.memory.kv_cache_bytes_per_gpu)
+        plan = sized(part)[1].plan
     except DoesNotFitError as error:
         raise UsageError(f"{places} servers do not fit the same GPUs: {error.message}", _REMEDY) from None
-    return replace(part, extra_args=(*part.extra_args, _KV_BYTES, str(kept)))
+    if (plan.precision, plan.parallel) != (whole.precision, whole.parallel):
+        held = f"{places} servers fit the same GPUs only as {plan.parallel} in {plan.precision.weights}"
+        raise UsageError(f"{held}, and one alone is {whole.parallel} in {whole.precision.weights}.", _REMEDY)
+    held_tokens = int(KEPT * plan.memory.kv_cache_tokens_per_replica) - plan.settings.block_size
+    context = min(plan.max_model_len, held_tokens // 256 * 256)
+    asked = wish.fixed.get("max_model_len") or wish.goal.context
+    if context < (plan.max_model_len if asked else SHORTEST):
+        held = f"each of {places} servers on the same GPUs holds {max(0, held_tokens):,} KV tokens"
+        raise UsageError(f"{held}, a request may have {plan.max_model_len:,}.", f"{_REMEDY} Or shorten --context.")
+    kept = int(KEPT * plan.memory.kv_cache_bytes_per_gpu)
+    fixed = {**part.fixed, "max_model_len": str(context)}
+    return replace(part, fixed=fixed, extra_args=(*part.extra_args, _KV_BYTES, str(kept)))
+
+
+def _settings(plan: Plan) -> dict[str, str]:
+    """What a plan with less memory might choose otherwise."""
+    names = ("max_num_seqs", "max_num_batched_tokens", "api_servers", "stream_interval", "max_graph_size")
+    return {name: str(value) for name in names if (value := getattr(plan.settings, name)) is not None}
 
 
 def refuse_beyond(plan: Plan, places: int, seats: int, tokens: int | None) -> None:
@@ -45,8 +67,8 @@ def refuse_beyond(plan: Plan, places: int, seats: int, tokens: int | None) -> No
     room = int(KEPT * plan.memory.kv_cache_tokens)
     if tokens is not None and room < (needed := seats * tokens):
         raise UsageError(
-            f"{places} servers on one GPU have {room:,} KV tokens each, and {seats:,} requests at once of {tokens:,} "
-            f"tokens need {needed:,}.",
+            f"{places} servers on the same GPUs have {room:,} KV tokens each, and {seats:,} requests at once of "
+            f"{tokens:,} tokens need {needed:,}.",
             f"{_REMEDY} Or give fewer requests at once: --concurrency {max(1, room // tokens)}.",
         )
 
