@@ -147,9 +147,9 @@ def test_graphs_cover_the_steps_that_would_wait_for_their_launches(goal: Goal, s
 
 def test_each_replica_has_graphs_for_its_own_requests() -> None:
     several = replace(parse_gpus("4xH200"), cpu_cores=64)
-    load = {"prompt_tokens": 600, "output_tokens": 256}
+    many = Goal(concurrency=4096, prompt_tokens=600, output_tokens=256)
     facts, fixed = read_facts("llama-3.1-8b"), {"data": 4, "tensor": 1, "max_model_len": 8192}
-    assert make_plan(facts, several, Goal(concurrency=4096, **load), fixed).settings.max_graph_size == 1024
+    assert make_plan(facts, several, many, fixed).settings.max_graph_size == 1024
     few = Goal(concurrency=1024, prompt_tokens=128, output_tokens=128)  # 256 each: vLLM's own cover them
     assert make_plan(facts, several, few, fixed).settings.max_graph_size is None
 
