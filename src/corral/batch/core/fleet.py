@@ -26,7 +26,6 @@ __all__ = ["Lane"]
 
 PROBE_FIRST_S, PROBE_LONGEST_S = 0.05, 5.0
 LOOK_AGAIN_S = 2.0
-LOOK_IDLE_S = 1.0
 TELL_AGAIN_S = 60.0  # while a server is away, what it does meanwhile
 
 
@@ -169,8 +168,6 @@ class Lane:
             await asyncio.sleep(self.pace.look_s)
             if not self.up or self.client is None:
                 continue
-            if self.room > 0 and time.monotonic() - then < LOOK_IDLE_S:
-                continue  # all that there is was sent: no look would let more go, and each costs the server time
             reading: Reading | None = None
             answers = True
             try:

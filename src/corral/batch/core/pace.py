@@ -7,8 +7,7 @@ second:
 - a queue longer than a quarter of what runs (and 8), and no more of it running than at the last look: down to what
   runs plus that; more would only sit there. (An engine takes in a burst over seconds: what still rises is not full.)
 - nothing waits, the KV cache has room, and we were at our limit: up by half; until the server was full for the first
-  time it is asked four times a second (once, where we are not at our limit), and the number doubled whenever all that
-  was sent is running;
+  time it is asked four times a second, and the number doubled whenever all that was sent is running;
 - preemptions since the last look: down by a fifth: work is being thrown away;
 - 429 or 503: down by three tenths, at most once per second.
 
