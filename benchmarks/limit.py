@@ -91,27 +91,26 @@ def read(folders: Sequence[Path]) -> list[dict[str, Any]]:
     return rows
 
 
-def grid_beside(visit: Visit) -> None:
-    """Several sets start together; each is measured while the others have nothing to do."""
+def grid(visit: Visit) -> None:
+    """The sets of flags, `--beside` of them started at once; each is measured while the others have nothing to do."""
     given = visit.given
     sets = [flags for flags in given.flags or SETS
             if not all(visit.has(part="grid", flags=flags, at_once=at) for at in given.at)]  # fmt: skip
-    needed = 1.6 * float(given.start_s)
+    needed = float(given.start_s) * (1.6 if given.beside > 1 else 1.0)
     for group in (sets[at : at + given.beside] for at in range(0, len(sets), given.beside)):
         if visit.left_s() < needed:
-            print(f"grid: {len(group)} sets: no time", flush=True)
+            print(f"grid: {', '.join(flags or 'the plan' for flags in group)}: no time", flush=True)
             continue
         began = time.monotonic()
         names = {f"{NAME}-{number}": flags for number, flags in enumerate(group)}
         try:
             with ThreadPoolExecutor(len(group)) as pool:
-                started = dict(zip(names, pool.map(partial(start_beside, visit), names.items()), strict=True))
+                started = dict(zip(names, pool.map(partial(start_of_set, visit), names.items()), strict=True))
             for at in given.at:
                 for name, seconds in started.items():
                     row = {"part": "grid", "flags": names[name], "at_once": at}
                     if seconds and not visit.has(**row):
-                        rate = measured(name, at, given.lengths)
-                        visit.write(**row, tokens_s=round(rate, 1), start_s=seconds, beside=len(group))
+                        measure_set(visit, name, row, seconds)
         finally:
             with ThreadPoolExecutor(len(group)) as pool:
                 list(pool.map(lambda name: subprocess.run([*CORRAL, "down", name], stdout=subprocess.DEVNULL), names))
@@ -120,50 +119,29 @@ def grid_beside(visit: Visit) -> None:
         needed = max(needed, 0.9 * took)
 
 
-def start_beside(visit: Visit, server: tuple[str, str]) -> float:
-    """Seconds until one of several is ready, with a KV cache of its share; 0: it did not start."""
+def start_of_set(visit: Visit, server: tuple[str, str]) -> float:
+    """Seconds until it is ready, one of several with a KV cache of its share; 0: it did not start."""
     name, flags = server
     given, began = visit.given, time.monotonic()
-    share = f"gpu_memory_utilization={0.9 / given.beside:.3f}"  # that much is free, whoever came before
-    engine = ["--kv-cache-memory-bytes", str(int(given.beside_kv_gib * 2**30)), *shlex.split(flags)]
-    words = visit.up_words("--name", name, "--restart", "0", "--json", "--set", share, "--", *engine)
+    words, engine = ["--name", name, "--restart", "0", "--json"], shlex.split(flags)
+    if given.beside > 1:
+        words += ["--set", f"gpu_memory_utilization={0.9 / given.beside:.3f}"]  # so much is free, whoever came before
+        engine = ["--kv-cache-memory-bytes", str(int(given.beside_kv_gib * 2**30)), *engine]
     try:
-        run("up", given.model, *words)
+        run("up", given.model, *visit.up_words(*words, "--", *engine))
     except SystemExit as error:
         visit.write(part="grid", flags=flags, failed=str(error))
         return 0.0
     return round(time.monotonic() - began, 1)
 
 
-def grid(visit: Visit) -> None:
-    """One start for each set of flags."""
-    if visit.given.beside > 1:
-        grid_beside(visit)
+def measure_set(visit: Visit, name: str, row: dict[str, Any], start_s: float) -> None:
+    try:
+        rate = measured(name, row["at_once"], visit.given.lengths)
+    except SystemExit as error:
+        visit.write(part="grid", flags=row["flags"], failed=str(error))
         return
-    given = visit.given
-    needed = float(given.start_s)
-    for flags in given.flags or SETS:
-        missing = [at for at in given.at if not visit.has(part="grid", flags=flags, at_once=at)]
-        if not missing or visit.left_s() < needed:
-            print(f"grid: {flags or 'the plan'}: {'no time' if missing else 'there already'}", flush=True)
-            continue
-        began = time.monotonic()
-        words = visit.up_words("--name", NAME, "--restart", "0", "--json", "--", *shlex.split(flags))
-        try:
-            run("up", given.model, *words)
-            start_s = time.monotonic() - began
-            for running in missing:
-                rate = measured(NAME, running, given.lengths)
-                visit.write(
-                    part="grid", flags=flags, at_once=running, tokens_s=round(rate, 1), start_s=round(start_s, 1)
-                )
-        except SystemExit as error:
-            visit.write(part="grid", flags=flags, failed=str(error))
-        finally:
-            subprocess.run([*CORRAL, "down", NAME], check=False, stdout=subprocess.DEVNULL)
-        took = time.monotonic() - began
-        visit.write(part="took", what="set", seconds=round(took, 1))
-        needed = max(needed, 0.9 * took)
+    visit.write(**row, tokens_s=round(rate, 1), start_s=start_s, beside=visit.given.beside)
 
 
 def tune(visit: Visit) -> None:

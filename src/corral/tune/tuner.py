@@ -68,7 +68,10 @@ def fitting_knobs(
             setup = BASE.with_(knob.name, value)
             try:
                 tuned = tuned_wish(wish, knobs, setup)
-                bringup.sized(with_part(tuned, sharing) if sharing > 1 else tuned)
+                if sharing > 1:
+                    with_part(tuned, sharing)  # which plans it too
+                else:
+                    bringup.sized(tuned)
                 values.append(value)
             except (DoesNotFitError, CorralError) as error:
                 pruned.append(Pruned(setup, error.message))
