@@ -9,11 +9,16 @@ import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 
 from corral.bench.spec import LoadShape, Workload, parse_slos
 from corral.cli import main
+from corral.hardware.inventory import Inventory
+from corral.models.facts import ModelFacts
+from corral.plan.choose import make_plan
+from corral.plan.contract import Goal, Plan
 from corral.simulate.engine import EngineShape
 from corral.simulate.fitting import Fit, MeasuredRange, RunError, error_of, fit_runs, replay
 from corral.simulate.forecast import SimServer, fitted_server, forecast, highest_rates, planned_server, what_if
@@ -197,6 +202,32 @@ def test_the_highest_rate_lies_between_those_of_other_step_times() -> None:
     best, slower, quicker = (one or 0.0 for one in found)
     assert 0 < slower < best < quicker
     assert len(highest_rates(replace(server, fit=None), lambda _: OpenLoop([]), (1.0, 2.0), slos)) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "lengths"),
+    [
+        (("--input-len", "4000", "--output-len", "16"), (4000, 16)),
+        (("--dataset", "prefix_repetition", "--prefix-len", "1000", "--input-len", "100"), (1100, 128)),
+    ],
+)
+def test_the_server_is_planned_for_the_requests_it_gets(
+    words: tuple[str, ...],
+    lengths: tuple[int, int],
+    clean_home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    goals: list[Goal] = []
+
+    def planned(model: ModelFacts, inventory: Inventory, goal: Goal, *rest: Any) -> Plan:
+        goals.append(goal)
+        return make_plan(model, inventory, goal, *rest)
+
+    monkeypatch.setattr("corral.cli.simulate.make_plan", planned)
+    named = ("--model", "llama-3.1-8b", "--gpus", "1xH200", "--offline", "--num-prompts", "20")
+    said(capsys, "simulate", "run", *named, *words)
+    assert [(goal.prompt_tokens, goal.output_tokens) for goal in goals] == [lengths]
 
 
 @pytest.mark.parametrize(

@@ -256,7 +256,7 @@ def _scaling(given: dict[str, Any], server: SimServer, least: int, most: int) ->
 def _server(given: dict[str, Any]) -> SimServer:
     references = [name for text in given["measured"] for name in text.split(",") if name]
     fixed = parse_assignments(given["assignments"])
-    goal = Goal(context=given["context"], concurrency=given["concurrency"])
+    goal = _goal(given)
     if references:
         runs = load_measured(references)
         server = fitted_server(runs[0], fit_runs(runs))
@@ -281,12 +281,24 @@ def _server(given: dict[str, Any]) -> SimServer:
     return planned_server(plan)
 
 
+def _goal(given: dict[str, Any]) -> Goal:
+    """The server is planned for the requests that it gets, as by `corral plan --prompt --output`."""
+    goal = Goal(context=given["context"], concurrency=given["concurrency"])
+    if given["trace"]:
+        return goal
+    return replace(goal, prompt_tokens=_shared(given) + given["input_len"], output_tokens=given["output_len"])
+
+
+def _shared(given: dict[str, Any]) -> int:
+    """Tokens that the prompts begin with beside their own."""
+    return int(given["prefix_len"]) if given["dataset"] == "prefix_repetition" else 0
+
+
 def _refuse_long(given: dict[str, Any], plan: Plan) -> None:
     """A server refuses requests beyond its context; those of a trace are what they are."""
     if given["trace"]:
         return
-    shared = given["prefix_len"] if given["dataset"] == "prefix_repetition" else 0
-    longest = shared + int((given["input_len"] + given["output_len"]) * (1 + given["range_ratio"]))
+    longest = _shared(given) + int((given["input_len"] + given["output_len"]) * (1 + given["range_ratio"]))
     if longest > plan.max_model_len:
         raise UsageError(
             f"requests of {longest:,} tokens do not fit the plan's context of {plan.max_model_len:,}.",
