@@ -760,6 +760,30 @@ def test_the_pace_rises_quickly_until_the_server_was_full_once() -> None:
     assert pace.limit == 960  # from now on by half
 
 
+def test_a_server_that_runs_all_there_is_to_do_is_left_alone() -> None:
+    pace = LanePace(start=256)
+    pace.seen(Reading(0.0, running=128), in_flight=128, now=10)
+    assert pace.look_s == 1.0
+    on_its_way, waits, at_the_limit = (100, 0, 128), (100, 28, 128), (256, 0, 256)
+    for running, waiting, in_flight in (on_its_way, waits, at_the_limit):
+        seeking = LanePace(start=256)
+        seeking.seen(Reading(0.0, running=running, waiting=waiting), in_flight=in_flight, now=10)
+        assert seeking.look_s < 1
+    pace.gone()
+    assert pace.look_s < 1  # it has to fill again
+
+
+def test_a_long_step_is_not_asked_after_four_times_a_second() -> None:
+    pace = LanePace(start=256)
+    waits = []
+    for running, tokens in ((1, 0), (1, 0), (1, 0), (1, 0), (113, 1), (113, 1)):
+        pace.seen(Reading(0.0, running=running, generated_tokens=tokens), in_flight=128, now=10)
+        waits.append(pace.look_s)
+    assert waits == [0.25, 0.5, 1.0, 1.0, 0.25, 0.5]
+    pace.gone()
+    assert pace.look_s == 0.25
+
+
 def test_the_pace_begins_at_what_the_plan_lets_run() -> None:
     small, large, fixed = LanePace(start=256), LanePace(start=256, highest=1024), LanePace(fixed=5)
     for pace, seats in ((small, 16), (large, 2048), (fixed, 512), (small, None)):

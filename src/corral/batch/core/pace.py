@@ -7,7 +7,8 @@ second:
 - a queue longer than a quarter of what runs (and 8), and no more of it running than at the last look: down to what
   runs plus that; more would only sit there. (An engine takes in a burst over seconds: what still rises is not full.)
 - nothing waits, the KV cache has room, and we were at our limit: up by half; until the server was full for the first
-  time it is asked four times a second, and the number doubled whenever all that was sent is running;
+  time it is asked four times a second, and the number doubled whenever all that was sent is running. (Once a second,
+  where all that there is to do is running; and less often, until a step ends, where none ended between two looks.)
 - preemptions since the last look: down by a fifth: work is being thrown away;
 - 429 or 503: down by three tenths, at most once per second.
 
@@ -20,6 +21,8 @@ from __future__ import annotations
 from corral.client.metrics import Reading
 
 __all__ = ["LanePace"]
+
+LOOK_FIRST_S, LOOK_S = 0.25, 1.0
 
 
 def _with_queue(running: float) -> float:
@@ -39,13 +42,15 @@ class LanePace:
         self._shrunk_at = -10.0
         self._grown_at: float | None = None
         self._level = fixed is not None  # the server was full once: from here on the number only follows it
+        self._look_s = LOOK_FIRST_S
+        self._shown: tuple[float | None, ...] = ()
         self._rate = 0.0
         self._rose = False
 
     @property
     def look_s(self) -> float:
         """How long to wait before the next look at the server."""
-        return 1.0 if self._level else 0.25
+        return LOOK_S if self._level else self._look_s
 
     def told(self, seats: int | None) -> None:
         """The deployment's plan says how many requests run at once there."""
@@ -62,6 +67,7 @@ class LanePace:
     def gone(self) -> None:
         """The server was lost and has to fill again: start where it was, it will say when that is too much."""
         self._preemptions, self._running, self._rate, self._rose = None, None, 0.0, False
+        self._look_s, self._shown = LOOK_FIRST_S, ()
 
     def seen(self, reading: Reading, in_flight: int, now: float) -> None:
         """Follow the server's own numbers."""
@@ -71,6 +77,7 @@ class LanePace:
         before, self._preemptions = self._preemptions, preemptions
         self._grown_at = now if self._grown_at is None else self._grown_at
         full = _with_queue(running)
+        self._look_s = self._next_look(reading, in_flight)
         rising = self._running is None or running > 1.05 * self._running
         self._running = running
         self._level |= bool(waiting) and not rising
@@ -85,6 +92,14 @@ class LanePace:
                 self._grow(2.0, now)
             elif now - self._grown_at > 0.9:
                 self._grow(1.5, now)
+
+    def _next_look(self, reading: Reading, in_flight: int) -> float:
+        """When the server may show something that lets more go: each look takes time from it."""
+        shown = reading.running, reading.waiting, reading.generated_tokens, reading.prompt_tokens
+        before, self._shown = self._shown, shown
+        if not reading.waiting and (reading.running or 0) >= in_flight and in_flight < self.limit:
+            return LOOK_S
+        return min(LOOK_S, 2 * self._look_s) if shown == before else LOOK_FIRST_S
 
     def finished(self, per_s: float, in_flight: int, now: float) -> None:
         """Follow throughput, for servers without metrics; called about once a second."""
