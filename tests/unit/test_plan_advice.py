@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from corral.bench.limit import Limit, LimitCause, distance
+from corral.bench.limit import Limit, LimitCause, distance, roof
 from corral.hardware.inventory import parse_gpus
-from corral.lifecycle.bringup import Wish
+from corral.lifecycle.bringup import Wish, sized
 from corral.models.facts import read_facts
 from corral.plan import Goal, Judged, Plan, make_plan
 from corral.plan.candidate import Tuning
 from corral.plan.explain import explain
+from corral.plan.graphs import largest_graph
 from corral.plan.judged import needed_acceptance
 from corral.plan.memory import Coefficients
+from corral.plan.speed import roof_of
 from corral.plan.tuning import tuning_for
 from corral.record import dump_json, from_json, to_json
+from corral.targets.local import LocalTarget
 from corral.tune.baselines import baseline_knobs
 from corral.tune.knobs import knobs_for
 from tests.unit.test_bench_limit import CALM, streamed, summary
@@ -159,16 +163,49 @@ def test_a_gpu_whose_own_graphs_are_larger_gains_nothing() -> None:
     load = Goal(concurrency=1024, prompt_tokens=20, output_tokens=128)
     plan = make_plan(read_facts("llama-3.1-8b"), parse_gpus("1xB200"), load)
     assert reason(plan, "max_graph_size")[1] is None
-    assert "--max-cudagraph-capture-size 1024" in baseline_knobs(plan, Wish(), ("stock",))[0].values[0]
-    stock = baseline_knobs(planned(load), Wish(), ("stock",))[0].values[0]
-    assert "--max-cudagraph-capture-size 512" in stock
-    own = Wish(extra_args=("--compilation-config", "{}"))
-    assert "--max-cudagraph" not in baseline_knobs(planned(load), own, ("stock",))[0].values[0]
+    assert largest_graph(plan.settings, plan.inventory.kind) == 1024
+    fewer = make_plan(plan.model, plan.inventory, load, {"max_num_seqs": 256})
+    assert largest_graph(fewer.settings, plan.inventory.kind) == 512  # twice the seats, there too
+    small = make_plan(plan.model, plan.inventory, load, {"max_graph_size": 512})
+    found = distance(small, streamed(1024, roof(small, 1024, 128, 128, 32) or 0.0), CALM, 32)
+    assert found is not None
+    assert found.cause is LimitCause.LAUNCHES
 
 
-@pytest.mark.parametrize(("processes", "measured"), [(1, 11_900.0), (5, 19_000.0)])
+@pytest.mark.parametrize(("gpus", "arguments", "flag"), [
+    ("1xH200", (), "--max-cudagraph-capture-size 512"),
+    ("1xB200", (), ""),  # the plan asks for none, and vLLM takes its own
+    ("1xH200", ("--compilation-config", "{}"), ""),
+])  # fmt: skip
+def test_stock_flags_have_the_graphs_of_vllm(
+    gpus: str, arguments: tuple[str, ...], flag: str, monkeypatch: pytest.MonkeyPatch, clean_home: Path
+) -> None:
+    monkeypatch.setattr(LocalTarget, "inventory", lambda _: parse_gpus(gpus))
+    load = Goal(concurrency=1024, prompt_tokens=20, output_tokens=128)
+    wish = Wish(model="llama-3.1-8b", goal=load, extra_args=arguments)
+    stock = baseline_knobs(sized(wish)[1].plan, wish, ("stock",))[0].values[0]
+    assert stock.endswith(flag or "--async-scheduling")
+
+
+def test_an_old_vllm_gets_no_flag_that_it_does_not_know(monkeypatch: pytest.MonkeyPatch, clean_home: Path) -> None:
+    monkeypatch.setattr(LocalTarget, "inventory", lambda _: parse_gpus("1xH200"))
+    monkeypatch.setattr("corral.plan.calibration.known", lambda *_: Tuning(Coefficients.of_version("0.11.2")))
+    wish = Wish(model="llama-3.1-8b", goal=Goal(concurrency=1024, prompt_tokens=20, output_tokens=128))
+    assert "--max-cudagraph" not in baseline_knobs(sized(wish)[1].plan, wish, ("stock",))[0].values[0]
+
+
+@pytest.mark.parametrize("requests", [16, 64, 128, 256])
+def test_drafted_tokens_are_checked_in_graphs_of_their_own(requests: int) -> None:
+    """vLLM captures as many sequences, each with what is drafted for it: no step waits for its launches."""
+    plan = planned(Goal(concurrency=requests, prompt_tokens=4096))
+    steps = roof_of(plan.model, plan.inventory, plan.parallel, plan.precision, plan.settings, Tuning().speed)
+    assert steps.step(requests, 4096, 3) < 1.8 * steps.step(requests, 4096)
+
+
+@pytest.mark.parametrize(("processes", "measured"), [(1, 11_900.0), (5, 19_000.0), (5, 4_000.0)])
 def test_launches_are_not_the_limit_of_what_others_limit(processes: int, measured: float) -> None:
-    """One API server streams no more with larger graphs; and what is quicker than launches allow has larger ones."""
+    """One API server streams no more with larger graphs; what is quicker than launches allow has larger ones; and
+    what is far slower waits for something else."""
     goal = Goal(concurrency=1024, prompt_tokens=128, output_tokens=128)
     found = distance(planned(goal, max_graph_size=512), streamed(1024, measured), CALM, processes)
     assert found is not None
@@ -195,6 +232,11 @@ def test_graphs_stay_as_they_are_where_memory_or_the_engine_forbids_it() -> None
     asked = (read_facts("llama-3.1-8b"), HERE, Goal())
     tight = make_plan(*asked, {"gpu_memory_utilization": "0.14", "max_model_len": 2048})
     assert tight.settings.max_graph_size is None
+    within = {"gpu_memory_utilization": "0.34", "weights": "fp8"}
+    room = make_plan(asked[0], parse_gpus("1xH100"), Goal(), {**within, "max_graph_size": 512})
+    longest = room.memory.kv_cache_tokens_per_replica - room.settings.block_size
+    full = make_plan(asked[0], parse_gpus("1xH100"), Goal(context=min(longest, 131072)), within)
+    assert full.fits, full.reason
     old = Tuning(memory=Coefficients.of_version("0.11.2"))
     assert make_plan(*asked, {}, old).settings.max_graph_size is None
 

@@ -192,6 +192,18 @@ def test_differences_are_learned_and_used(home, corral):
     assert "H200  0.26.0  llama-3.1-8b" in out
 
 
+def test_nothing_is_learned_of_memory_from_a_kv_cache_of_a_given_size():
+    facts, here = read_facts("llama-3.1-8b"), Inventory("H200", 1, 1, 150_109_880_320)
+    given = (
+        "INFO [gpu_worker.py:466] Initial free memory 138.9 GiB, reserved 12.5 GiB memory for KV Cache as specified"
+        " by kv_cache_memory_bytes config and skipped memory profiling."
+    )
+    found = reconcile(make_plan(facts, here, Goal(context=8192)), read_log([*LOG.splitlines(), given]))
+    assert (found.missing_gib, found.storage_gb_s) == (None, None)
+    assert "kv_tokens" not in {row.name for row in found.rows}
+    assert learn([found], "H200", facts.name).memory.correction_gib == 0
+
+
 def test_a_lesson_of_a_plan_that_counted_graphs_serves_one_that_does_not():
     """Plans for vLLM 0.26 used to take graphs out of the KV cache: what such a plan missed is no correction."""
     facts, here, goal = read_facts("llama-3.1-8b"), Inventory("H200", 1, 1, 150_109_880_320), Goal(context=8192)

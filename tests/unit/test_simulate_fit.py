@@ -133,6 +133,26 @@ def test_under_another_plan_graphs_and_tiles_are_as_large_as_that_ones(measured:
         assert (found.graph_tokens, found.tile_tokens) == (tokens, tile)
 
 
+def test_what_if_keeps_the_lengths_that_the_measured_plan_is_for(
+    measured: Path, clean_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Otherwise other lengths would choose another layout, and not only what was set would differ."""
+    goals: list[Goal] = []
+
+    def planned(model: ModelFacts, inventory: Inventory, goal: Goal, *rest: Any) -> Plan:
+        goals.append(goal)
+        return make_plan(model, inventory, goal, *rest)
+
+    monkeypatch.setattr("corral.cli.simulate.make_plan", planned)
+    runs = [str(path) for path in sorted(measured.glob("fit-*"))]
+    before = load_measured(runs)[0].plan
+    assert before is not None
+    words = ("--num-prompts", "20", "--input-len", "99", "--set", "weights=fp8")
+    said(capsys, "simulate", "run", "--from", ",".join(runs), *words)
+    lengths = before.goal.prompt_tokens, before.goal.output_tokens
+    assert [(goal.prompt_tokens, goal.output_tokens) for goal in goals] == [lengths]
+
+
 def test_a_fleet_a_range_of_rates_and_a_page(
     clean_home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

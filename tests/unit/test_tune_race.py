@@ -378,6 +378,35 @@ def test_side_by_side_comes_to_the_same_kind_of_choice() -> None:
     assert good >= 10, good
 
 
+@pytest.mark.parametrize("budget_s", [900.0, 1200.0, 2400.0])
+def test_servers_that_are_measured_one_by_one_keep_to_the_budget(budget_s: float) -> None:
+    """Groups of four start together in 60 s, then each is measured for a minute: as on one GPU."""
+    race = Race(KNOBS, budget_s=budget_s, measure_s=60, start_s=60)
+    trials, spent_s = list[Trial](), 0.0
+    while True:
+        group: list[TrialOrder] = []
+        while len(group) < 4 and (order := next_beside(race, trials, group, in_turns=True)):
+            group.append(order)
+        if not group:
+            break
+        for at, order in enumerate(group):
+            took_s = 0 if at else 60
+            spent_s += took_s + order.measure_s
+            waited_s = sum(one.measure_s for one in group[:at])
+            trials.append(
+                Trial(
+                    order.setup,
+                    order.purpose,
+                    100.0,
+                    60 + order.measure_s,
+                    60 + waited_s,
+                    spent_s=took_s + order.measure_s,
+                )
+            )
+    assert len(trials) >= 6
+    assert spent_s <= budget_s
+
+
 def test_an_error_in_one_trial_ends_the_others() -> None:
     told = []
 

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from threading import Barrier
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +18,11 @@ from corral.bench.metrics import Spread, Summary
 from corral.bench.spec import Spec, Workload, parse_slos
 from corral.deployment.folder import DeploymentFolder
 from corral.deployment.share import NodeShare
+from corral.deployment.state import State
 from corral.errors import CorralError, NotFoundError, UsageError
 from corral.files import write_atomic
 from corral.hardware.inventory import parse_gpus
+from corral.lifecycle import deployments
 from corral.lifecycle.bringup import Wish, as_planned, sized
 from corral.lifecycle.deployments import Record
 from corral.models.facts import read_facts
@@ -380,13 +383,59 @@ def test_servers_that_share_a_gpu_share_its_memory(monkeypatch: pytest.MonkeyPat
     assert with_part(said, 2).fixed["gpu_memory_utilization"] == "0.4600"
     with pytest.raises(UsageError, match="4 servers do not fit the same GPUs"):
         with_part(replace(whole, model="llama-3.1-70b", fixed={"weights": "fp8"}), 4)
-    with pytest.raises(UsageError, match="a GPU to itself"):
-        with_part(replace(whole, extra_args=("--kv-cache-memory-bytes=1000",)), 2)
+    for flag in ("--kv-cache-memory-bytes=1000", "--kv_cache_memory_bytes=1000"):
+        with pytest.raises(UsageError, match="a GPU to itself"):
+            with_part(replace(whole, extra_args=(flag,)), 2)
+    whatever_fits = with_part(replace(whole, fixed={"max_model_len": "auto"}), 4)
+    assert 100_000 < int(str(whatever_fits.fixed["max_model_len"])) < 131072
     plan = make_plan(read_facts("llama-3.1-8b", offline=True), parse_gpus("1xH200"), Goal(), part.fixed)
     refuse_beyond(plan, 4, 256, 256)
     refuse_beyond(plan, 4, 100_000, None)
     with pytest.raises(UsageError, match="1,024 requests at once of 256 tokens need 262,144"):
         refuse_beyond(plan, 4, 1024, 256)
+    with pytest.raises(UsageError, match=r"hold 8,192 tokens of one request each, .* 9,000") as refused:
+        refuse_beyond(plan, 4, 1, 9000)
+    assert "--input-len" in refused.value.remedy
+
+
+def test_a_part_of_a_model_with_a_short_context_is_not_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _on("1xH200", monkeypatch)
+    short = make_tiny_llama(tmp_path / "short", context=1024)
+    assert with_part(Wish(model=str(short)), 4).fixed["max_model_len"] == "1024"
+
+
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        ("--input-len 320 --output-len 128 --concurrency 256", ""),
+        ("--input-len 512 --output-len 512 --concurrency 256", "256 requests at once of 1,024 tokens"),
+        (
+            "--input-len 512 --output-len 512 --concurrency 256 --request-rate 2",
+            "256 requests at once of 1,024 tokens",
+        ),
+        ("--input-len 512 --output-len 512 --concurrency 256 --request-rate 2 --goal latency", ""),
+        ("--input-len 130000 --output-len 512 --request-rate 2 --goal latency", "the longest here has 130,512"),
+    ],
+)
+def test_a_part_must_hold_the_load_of_every_setup(
+    words: str,
+    refused: str,
+    clean_home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("corral.cli.tune.tune", lambda run, _: verdict(run.spec.race, []))
+    _on("1xH200", monkeypatch)
+    corral = in_process(capsys, "tune")
+    code, _, err = corral("llama-3.1-8b", *words.split(), "--side-by-side", "4", "--name", "r", "--budget", "40m")
+    assert (code == 2) is bool(refused), err
+    assert refused in err
+    if not refused and "--request-rate" not in words:  # with 16,384 batched tokens less is left
+        assert "never started: max_num_batched_tokens=16384: 4 servers on the same GPUs have" in err
+        batched = next(one for one in find_run("r").spec.race.knobs if one.name == "max_num_batched_tokens")
+        assert "16384" not in batched.values
 
 
 @pytest.mark.parametrize(("gpus", "places", "more"), [
@@ -417,6 +466,26 @@ def test_a_part_is_refused_where_it_would_be_another_server(
         with_part(Wish(model=model), places)
     with pytest.raises(UsageError, match=r"do not fit the same GPUs|KV tokens, a request may have"):
         with_part(Wish(model=model, goal=Goal(context=131072)), places)
+
+
+def test_what_is_left_of_a_failed_server_is_ended_too(clean_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, ended = DeploymentFolder.of("tune-r"), list[str]()
+    monkeypatch.setattr(deployments, "stop", lambda one: ended.append(one.name))
+    tuner._stop("tune-r")
+    assert not ended  # nothing was started
+    folder.path.mkdir(parents=True)
+    folder.record.write_text("{}")
+    for found in (State.FAILED, State.STOPPED, State.READY):
+        monkeypatch.setattr(deployments, "status", lambda _, state=found: SimpleNamespace(state=state))
+        tuner._stop("tune-r")
+    assert len(ended) == 2
+
+    def unreadable(_: DeploymentFolder) -> None:
+        raise CorralError("its record cannot be read.")
+
+    monkeypatch.setattr(deployments, "status", unreadable)
+    tuner._stop("tune-r")
+    assert len(ended) == 3
 
 
 def test_what_is_measured_is_alone_and_what_starts_is_not() -> None:

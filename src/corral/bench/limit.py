@@ -16,11 +16,13 @@ from dataclasses import dataclass, field, replace
 from corral.bench.metrics import Summary
 from corral.bench.server_metrics import ServerDelta
 from corral.plan import Plan
-from corral.plan.graphs import LARGER, by_itself, largest_graph
+from corral.plan.graphs import LARGER, largest_graph
 from corral.plan.load_speed import speed_at
 from corral.plan.speed import Efficiency
 
 __all__ = ["FrontEnd", "Limit", "LimitCause", "TokenCost", "cost_of", "distance", "roof"]
+
+NEAR = 0.65  # of what a cause allows: a run that is slower has another
 
 
 class LimitCause(enum.StrEnum):
@@ -173,7 +175,7 @@ class FrontEnd:
         """
         if not reachable or not unbound:
             return False
-        return unbound >= 1.1 * reachable and unbound > measured >= 0.65 * self.tokens_s
+        return unbound >= 1.1 * reachable and unbound > measured >= NEAR * self.tokens_s
 
     @property
     def verdict(self) -> _Verdict:
@@ -231,14 +233,15 @@ def _launches(
 ) -> _Verdict | None:
     """Steps with more sequences than the largest CUDA graph, where the roofline has a tenth more with larger ones.
 
-    A run that is quicker than launches allow has other graphs than the plan says.
+    A run that is quicker than launches allow has other graphs than the plan says; one that is far slower waits for
+    something else.
     """
-    captured, running = largest_graph(plan.settings), concurrency / plan.parallel.data
-    if by_itself(plan.inventory.kind) or plan.inventory.kind is None or not captured < running <= LARGER:
+    gpu, running = plan.inventory.kind, concurrency / plan.parallel.data
+    if gpu is None or not (captured := largest_graph(plan.settings, gpu)) < running <= LARGER:
         return None
     larger = replace(plan, settings=replace(plan.settings, max_graph_size=LARGER))
     now, then = (roof(one, concurrency, input_len, output_len, front.processes) for one in (plan, larger))
-    if not now or not then or then < 1.1 * now or measured > 1.15 * now:
+    if not now or not then or then < 1.1 * now or not NEAR * now <= measured <= 1.15 * now:
         return None
     why = f"kernel launches: {running:,.0f} requests at once are beyond the largest CUDA graph ({captured})"
     return _Verdict(LimitCause.LAUNCHES, why, f"--set max_graph_size={LARGER}", {"max_graph_size": str(LARGER)})

@@ -221,17 +221,7 @@ def _load(given: dict[str, Any]) -> tuple[Callable[[float], RequestSource], tupl
             raise UsageError("a trace has its own times.", "Leave out --request-rate and --concurrency, or --trace.")
         next(trace_requests(given["trace"]), None)
         return lambda _: OpenLoop(trace_requests(given["trace"], given["trace_speed"])), (0.0, 0.0)
-    names = (
-        "dataset",
-        "num_prompts",
-        "input_len",
-        "output_len",
-        "range_ratio",
-        "prefix_len",
-        "num_prefixes",
-        "turns",
-    )
-    workload = Workload(**{name: given[name] for name in names}, seed=given["seed"])
+    workload = _workload(given)
     if given["dataset"] == "multi_turn" and given["rate"]:
         raise UsageError(
             "conversations are simulated in a closed loop only.", "Give --concurrency instead of a rate."
@@ -240,6 +230,11 @@ def _load(given: dict[str, Any]) -> tuple[Callable[[float], RequestSource], tupl
     closed = given["concurrency"] or (None if given["rate"] else 1)
     shape = LoadShape(concurrency=closed, arrival=given["arrival"], burstiness=given["burstiness"])
     return lambda rate: source_of(workload, replace(shape, rate=rate or None)), rates
+
+
+def _workload(given: dict[str, Any]) -> Workload:
+    lengths = ("num_prompts", "input_len", "output_len", "range_ratio", "prefix_len", "num_prefixes", "turns")
+    return Workload(given["dataset"], **{name: given[name] for name in lengths}, seed=given["seed"])
 
 
 def _scaling(given: dict[str, Any], server: SimServer, least: int, most: int) -> ScalingModel | None:
@@ -256,7 +251,6 @@ def _scaling(given: dict[str, Any], server: SimServer, least: int, most: int) ->
 def _server(given: dict[str, Any]) -> SimServer:
     references = [name for text in given["measured"] for name in text.split(",") if name]
     fixed = parse_assignments(given["assignments"])
-    goal = _goal(given)
     if references:
         runs = load_measured(references)
         server = fitted_server(runs[0], fit_runs(runs))
@@ -269,14 +263,16 @@ def _server(given: dict[str, Any]) -> SimServer:
                 "Leave out --context, --set and --gpus.",
             )
         inventory = parse_gpus(given["gpus"], given["nodes"], given["link"]) if given["gpus"] else plan.inventory
-        kept = replace(goal, concurrency=goal.concurrency or plan.settings.max_num_seqs)
-        same = {} if given["gpus"] or plan.settings.eager else {"max_graph_size": str(largest_graph(plan.settings))}
+        seats = given["concurrency"] or plan.settings.max_num_seqs
+        kept = replace(plan.goal, context=given["context"], concurrency=seats)  # so that only what is set differs
+        captured = largest_graph(plan.settings, plan.inventory.kind)
+        same = {} if given["gpus"] or plan.settings.eager else {"max_graph_size": str(captured)}
         return what_if(server, plan, _fitting(make_plan(plan.model, inventory, kept, {**same, **fixed})))
     if not given["model"] or not given["gpus"]:
         raise UsageError("no server was named.", "Give --from RUN, or --model and --gpus.")
     facts = read_facts(given["model"], given["offline"] or hub_is_off())
     inventory = parse_gpus(given["gpus"], given["nodes"], given["link"])
-    plan = _fitting(make_plan(facts, inventory, goal, fixed, tuning_for(facts, inventory)))
+    plan = _fitting(make_plan(facts, inventory, _goal(given), fixed, tuning_for(facts, inventory)))
     _refuse_long(given, plan)
     return planned_server(plan)
 
@@ -286,20 +282,14 @@ def _goal(given: dict[str, Any]) -> Goal:
     goal = Goal(context=given["context"], concurrency=given["concurrency"])
     if given["trace"]:
         return goal
-    return replace(goal, prompt_tokens=_shared(given) + given["input_len"], output_tokens=given["output_len"])
-
-
-def _shared(given: dict[str, Any]) -> int:
-    """Tokens that the prompts begin with beside their own."""
-    return int(given["prefix_len"]) if given["dataset"] == "prefix_repetition" else 0
+    shared = given["prefix_len"] if given["dataset"] == "prefix_repetition" else 0
+    return replace(goal, prompt_tokens=shared + given["input_len"], output_tokens=given["output_len"])
 
 
 def _refuse_long(given: dict[str, Any], plan: Plan) -> None:
     """A server refuses requests beyond its context; those of a trace are what they are."""
-    if given["trace"]:
-        return
-    longest = _shared(given) + int((given["input_len"] + given["output_len"]) * (1 + given["range_ratio"]))
-    if longest > plan.max_model_len:
+    longest = None if given["trace"] else _workload(given).longest_tokens
+    if longest is not None and longest > plan.max_model_len:
         raise UsageError(
             f"requests of {longest:,} tokens do not fit the plan's context of {plan.max_model_len:,}.",
             "Make them shorter (--input-len, --output-len), or plan for a longer --context.",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import secrets
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,7 @@ from corral.tune.shares import shares_for
 from corral.tune.store import TuneRun, TuneSpec, find_run, new_run, runs_dir
 from corral.tune.trials import Trial, TrialOrder
 from corral.tune.tuner import fitting_knobs, tune
-from corral.tune.turns import refuse_beyond, with_part
+from corral.tune.turns import refuse_part
 
 __all__ = ["command"]
 
@@ -202,12 +204,13 @@ def _begun(model: str | None, name: str, given: dict[str, Any]) -> TuneRun:
     if flags and decision.plan.inventory.gpu is None:
         raise UsageError(f"--baseline {flags[0]} is for GPUs.", f"Leave it out on a CPU, or use --baseline {RANDOM}.")
     knobs = (*baseline_knobs(decision.plan, wish, flags), *knobs)
+    check: Callable[[bringup.Wish], object] = bringup.sized
     if in_turns:
-        part = bringup.sized(with_part(wish, sharing))[1].plan
-        if objective.rate is None:
-            refuse_beyond(part, sharing, seats, workload.longest_tokens)
+        held = 1 if objective.kind is ObjectiveKind.LATENCY else seats  # at a rate of its own, however many that are
+        check = partial(refuse_part, places=sharing, seats=held, tokens=workload.longest_tokens)
+        check(wish)
         knobs = tuple(one for one in knobs if not one.name.endswith("gpu_memory_utilization"))  # a part has its own
-    knobs, pruned = fitting_knobs(wish, knobs, sharing)
+    knobs, pruned = fitting_knobs(wish, knobs, check)
     for one in pruned:
         tell(f"  never started: {one.setup}: {one.because}", err=True)
     if not knobs:

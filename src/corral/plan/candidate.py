@@ -113,7 +113,7 @@ def work_out(
     settings = settings_for(inventory, goal, fixed, context)
     if inventory.kind is not None:
         roof = roof_of(model, inventory, parallel, precision, settings, tuning.speed)
-        settings = _captured(roof, goal, tuning, measured)
+        settings = _captured(roof, goal, tuning, measured, asked or min(SHORTEST, model.max_context))
     memory = measured(settings)
     problem = broken_settings(model, settings, context) or ""
     broken = bool(problem)
@@ -136,17 +136,24 @@ def work_out(
     return Candidate(parallel, precision, settings, context, memory, at(tuning.speed), problem, broken)
 
 
-def _captured(roof: Roof, goal: Goal, tuning: Tuning, measured: Callable[[EngineSettings], Memory]) -> EngineSettings:
-    """The settings, with CUDA graphs for steps beyond vLLM's own where the GPU would wait for their launches."""
+def _captured(
+    roof: Roof, goal: Goal, tuning: Tuning, measured: Callable[[EngineSettings], Memory], context: int
+) -> EngineSettings:
+    """The settings, with CUDA graphs for steps beyond vLLM's own where the GPU would wait for their launches.
+
+    Not where they would take the room for the `context` that is needed.
+    """
     settings = roof.settings
     kept = settings.eager or settings.max_graph_size or tuning.own_graphs or not tuning.memory.sizes_graphs
-    size, own = 0 if kept else size_for(settings, goal, roof.parallel.data), own_largest(settings)
+    size = 0 if kept else size_for(settings, roof.gpu, goal, roof.parallel.data)
+    own = own_largest(settings, roof.gpu)
     running = min(running_at_once(settings, goal, roof.parallel.data), own)
     if not size or not roof.waits_for_launches(own + roof.tile_tokens, running):
         return settings
     larger = replace(settings, max_graph_size=size)
-    before, after = (measured(one).kv_cache_tokens for one in (settings, larger))
-    return larger if after >= (1 - _GRAPHS_MAY_TAKE) * before > 0 else settings
+    before, after = measured(settings), measured(larger)
+    cheap = after.kv_cache_tokens >= (1 - _GRAPHS_MAY_TAKE) * before.kv_cache_tokens > 0
+    return larger if cheap and context <= after.kv_cache_tokens_per_replica - settings.block_size else settings
 
 
 def _no_room(memory: Memory, context: int) -> str:

@@ -84,6 +84,7 @@ def _cache(plan: Plan) -> Iterator[str]:
 
 def _sum(plan: Plan) -> Iterator[str]:
     m, s = plan.memory, plan.settings
+    graphs = largest_graph(s, plan.inventory.kind)
     rows = [
         ("weights", m.weights_bytes_per_gpu, f"{plan.parallel}"),
         ("draft", m.draft_bytes_per_gpu, "of speculative decoding"),
@@ -92,7 +93,7 @@ def _sum(plan: Plan) -> Iterator[str]:
             m.activation_bytes_per_gpu,
             f"{s.max_num_batched_tokens:,} tokens, {s.max_num_seqs:,} requests",
         ),
-        ("CUDA graphs", m.counted_graph_bytes, "none: eager" if s.eager else f"sizes up to {largest_graph(s):,}"),
+        ("CUDA graphs", m.counted_graph_bytes, "none: eager" if s.eager else f"sizes up to {graphs:,}"),
         ("overhead", m.overhead_bytes_per_gpu, "what torch does not manage"),
     ]
     if m.correction_bytes_per_gpu:

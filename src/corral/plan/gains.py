@@ -8,7 +8,6 @@ from corral.hardware.inventory import GIB, Inventory
 from corral.models.facts import ModelFacts
 from corral.plan.candidate import Candidate, Tuning
 from corral.plan.contract import EngineSettings, Goal
-from corral.plan.graphs import by_itself
 from corral.plan.speed import predict
 
 __all__ = ["gains", "vllm_defaults"]
@@ -23,7 +22,7 @@ def vllm_defaults(inventory: Inventory, replicas: int) -> dict[str, int | bool |
         "api_servers": replicas,
         "stream_interval": 1,
         "eager": False,
-        "max_graph_size": by_itself(inventory.kind),
+        "max_graph_size": None,
     }
 
 

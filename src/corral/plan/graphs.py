@@ -15,17 +15,18 @@ from corral.plan.contract import EngineSettings, Goal
 
 __all__ = [
     "LARGER",
-    "MOST_BY_ITSELF",
-    "by_itself",
+    "MEASURED_BY_ITSELF",
+    "covered",
     "graph_sizes",
     "largest_graph",
+    "most_by_itself",
     "own_largest",
     "running_at_once",
     "size_for",
     "sized_elsewhere",
 ]
 
-MOST_BY_ITSELF = 512  # tokens that vLLM captures where nothing is said
+MEASURED_BY_ITSELF = 512  # tokens of the largest graph that vLLM captures on an H200 where nothing is said
 LARGER = 1024  # more were not measured
 # vLLM refuses a size beside sizes of somebody's own, and fits its own to what speculation checks
 _ELSEWHERE = {"--compilation-config", "-cc", "-O", "--optimization-level", "--cudagraph-capture-sizes",
@@ -33,25 +34,40 @@ _ELSEWHERE = {"--compilation-config", "-cc", "-O", "--optimization-level", "--cu
               "--spec-tokens"}  # fmt: skip
 
 
-def largest_graph(settings: EngineSettings) -> int:
+def most_by_itself(gpu: Gpu | None) -> int:
+    """Tokens that vLLM (0.32) captures at most on such a GPU where nothing is said."""
+    return 1024 if gpu is not None and 10 <= gpu.capability < 11 else MEASURED_BY_ITSELF
+
+
+def largest_graph(settings: EngineSettings, gpu: Gpu | None) -> int:
     """Tokens of the largest step that a CUDA graph covers; 0: of none."""
     if settings.eager:
         return 0
-    return min(settings.max_graph_size or own_largest(settings), settings.max_num_batched_tokens)
+    return min(settings.max_graph_size or own_largest(settings, gpu), settings.max_num_batched_tokens)
 
 
-def own_largest(settings: EngineSettings) -> int:
+def own_largest(settings: EngineSettings, gpu: Gpu | None) -> int:
     """The same where vLLM is told nothing."""
-    return min(2 * settings.max_num_seqs, MOST_BY_ITSELF)
+    return min(2 * settings.max_num_seqs, most_by_itself(gpu))
 
 
-def graph_sizes(settings: EngineSettings) -> list[int]:
+def covered(settings: EngineSettings, gpu: Gpu | None, running: float, drafted: int = 0) -> bool:
+    """Whether a graph covers a step of so many sequences, with so many drafted tokens of each to check.
+
+    Where vLLM (0.32) speculates, it captures as many sequences as tokens otherwise, each with its drafted tokens.
+    """
+    if drafted and not settings.eager and running <= min(settings.max_num_seqs, most_by_itself(gpu)):
+        return True
+    return running * (1 + drafted) <= largest_graph(settings, gpu)
+
+
+def graph_sizes(settings: EngineSettings, gpu: Gpu | None) -> list[int]:
     """The batch size of every CUDA graph that vLLM captures.
 
     Sizes are 1, 2, 4, then by 8 to 256, then by 16, once in pieces (mixed batches) and once whole (decode only, no
     more than `max_num_seqs` requests).
     """
-    largest = largest_graph(settings)
+    largest = largest_graph(settings, gpu)
     every = [n for n in (1, 2, 4) if n <= largest]
     every += [*range(8, min(largest + 1, 256), 8), *range(256, largest + 1, 16)]
     return [*every, *(n for n in every if n <= settings.max_num_seqs)]
@@ -62,22 +78,17 @@ def sized_elsewhere(arguments: Sequence[str]) -> bool:
     return any(flag_name(word) in _ELSEWHERE for word in arguments)
 
 
-def by_itself(gpu: Gpu | None) -> int | None:
-    """A size that vLLM (0.32) takes on this kind of GPU where nothing is said; None: as `own_largest` says."""
-    return LARGER if gpu is not None and 10 <= gpu.capability < 11 else None
-
-
 def running_at_once(settings: EngineSettings, goal: Goal, replicas: int = 1) -> int:
     """Requests of a full step of one replica."""
     return min(-(-(goal.concurrency or replicas * settings.max_num_seqs) // replicas), settings.max_num_seqs)
 
 
-def size_for(settings: EngineSettings, goal: Goal, replicas: int = 1) -> int:
+def size_for(settings: EngineSettings, gpu: Gpu | None, goal: Goal, replicas: int = 1) -> int:
     """The size that covers this load's steps beyond vLLM's own graphs; 0: there are none, or none that ends there.
 
     Such steps have many sequences, or a prompt beside what runs. Longer prompts take their time whatever is captured.
     """
-    own = min(own_largest(settings), settings.max_num_batched_tokens)
+    own = min(own_largest(settings, gpu), settings.max_num_batched_tokens)
     running = running_at_once(settings, goal, replicas)
     beside = min(running, own) - 1 + goal.prompt_tokens
     largest = max((tokens for tokens in (running, beside) if own < tokens <= LARGER), default=0)

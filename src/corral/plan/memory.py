@@ -15,13 +15,13 @@ import re
 from dataclasses import dataclass
 
 from corral.engines.locks import PINNED_VERSION
-from corral.hardware.inventory import GIB, Inventory
+from corral.hardware.inventory import GIB, Gpu, Inventory
 from corral.models.architecture import DTYPE_BYTES, Parts, Quantisation, stored
 from corral.models.facts import ModelFacts
 from corral.plan.constraints import partition
 from corral.plan.contract import EngineSettings, Memory, Parallel, Precision
 from corral.plan.draft import Draft
-from corral.plan.graphs import MOST_BY_ITSELF, graph_sizes
+from corral.plan.graphs import MEASURED_BY_ITSELF, graph_sizes
 
 __all__ = ["Coefficients", "convert", "full_length_blocks", "kv_element", "measure", "stage_weights"]
 
@@ -108,12 +108,14 @@ def _activation(model: ModelFacts, parallel: Parallel, wide: float, settings: En
     return int(forward if settings.eager else max(forward, head))
 
 
-def _graphs(model: ModelFacts, parallel: Parallel, wide: float, settings: EngineSettings, c: Coefficients) -> int:
+def _graphs(
+    model: ModelFacts, gpu: Gpu | None, parallel: Parallel, wide: float, settings: EngineSettings, c: Coefficients
+) -> int:
     """Memory CUDA graphs keep: fitted to 8B, 70B and 405B shapes on an H200 (docs/log.md)."""
-    sizes = graph_sizes(settings)
+    sizes = graph_sizes(settings, gpu)
     layers = c.graph_layer_gib * GIB * model.layers / parallel.pipeline * len(sizes) / 102
-    rows_kept = c.graph_hidden_copies * sum(n for n in sizes if n <= MOST_BY_ITSELF)
-    rows_kept += c.graph_large_copies * sum(n for n in sizes if n > MOST_BY_ITSELF)
+    rows_kept = c.graph_hidden_copies * sum(n for n in sizes if n <= MEASURED_BY_ITSELF)
+    rows_kept += c.graph_large_copies * sum(n for n in sizes if n > MEASURED_BY_ITSELF)
     rows_kept += c.graph_batch_copies * settings.max_num_batched_tokens
     return int(layers + rows_kept * model.hidden * wide)
 
@@ -156,7 +158,7 @@ def measure(
     weights = stage_weights(model, parts, parallel)
     graphs, wide = 0, _wide(model, precision)
     if not settings.eager and inventory.gpu is not None:
-        graphs = _graphs(model, parallel, wide, settings, c)
+        graphs = _graphs(model, inventory.kind, parallel, wide, settings, c)
     overhead = int((c.non_torch_gib + (c.nccl_gib if parallel.replica_gpus > 1 else 0)) * GIB)
     activation = _activation(model, parallel, wide, settings, c)
     activation += draft.pass_bytes(model, settings.max_num_batched_tokens, wide) if draft else 0

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from corral.hardware.inventory import GIB, LINKS, Inventory
+from corral.hardware.inventory import GIB, LINKS, Gpu, Inventory
 from corral.models.facts import ModelFacts
 from corral.plan.candidate import Candidate, Tuning
 from corral.plan.contract import EngineSettings, Goal, Memory, Reason, Rejected, Speed
 from corral.plan.fixed import Fixed
 from corral.plan.gains import gains
-from corral.plan.graphs import largest_graph, own_largest
+from corral.plan.graphs import largest_graph, most_by_itself, own_largest
 from corral.plan.layouts import over_nodes, refused_tensor
 from corral.plan.precisions import Form
 from corral.plan.speed import rounded
@@ -154,7 +154,7 @@ def _settings(chosen: Candidate, inventory: Inventory, goal: Goal, fixed: Fixed)
     if inventory.gpu is not None:
         rows.append(("api_servers", s.api_servers, _api_servers(chosen, inventory)))
         rows.append(("stream_interval", s.stream_interval, _interval(s)))
-        rows += [_graph_size(s)] if not s.eager else []
+        rows += [_graph_size(s, inventory.kind)] if not s.eager else []
         rows.append(("async_scheduling", str(s.async_scheduling).lower(), _scheduling(s)))
     fields = ("gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs", "eager", "api_servers",
               "stream_interval", "max_graph_size", "async_scheduling")  # fmt: skip
@@ -168,11 +168,12 @@ def _interval(s: EngineSettings) -> str:
     return "so many tokens are streamed together, which the API servers notice; the first comes at once"
 
 
-def _graph_size(s: EngineSettings) -> Row:
+def _graph_size(s: EngineSettings, gpu: Gpu | None) -> Row:
     launched = "a step of more tokens takes as long as its launches at least"
+    largest = largest_graph(s, gpu)
     if s.max_graph_size:
-        return "max_graph_size", largest_graph(s), f"{launched}, and vLLM's own end at {own_largest(s)} on most GPUs"
-    return "max_graph_size", largest_graph(s), f"vLLM's own: twice max_num_seqs, at most 512; {launched}"
+        return "max_graph_size", largest, f"{launched}, and vLLM's own end at {own_largest(s, gpu)}"
+    return "max_graph_size", largest, f"vLLM's own: twice max_num_seqs, at most {most_by_itself(gpu)}; {launched}"
 
 
 def _scheduling(s: EngineSettings) -> str:

@@ -29,12 +29,14 @@ class Observed:
     init_s: float | None = None  # profiling, compiling, capturing
     decode_tokens_per_s: float | None = None
     engine_version: str = ""
+    kv_given_gib: float | None = None  # the size of its KV cache, where it was told one
 
 
 _LINES = {
     "weights_gib": re.compile(r"Model loading took ([\d.]+) GiB"),
     "load_s": re.compile(r"Model loading took [\d.]+ GiB (?:memory )?and ([\d.]+) s"),
     "kv_tokens": re.compile(r"KV cache size: ([\d,]+) tokens"),
+    "kv_given_gib": re.compile(r"reserved ([\d.]+) GiB memory for KV Cache as specified"),
     "graph_gib": re.compile(r"Graph capturing finished in .*?took ([\d.]+) GiB"),
     "activation_gib": re.compile(r"([\d.]+) GiB for peak activation"),
     "non_torch_gib": re.compile(r"([\d.]+) GiB for non-torch"),
@@ -89,14 +91,19 @@ class Differences:
 
 
 def reconcile(plan: Plan, observed: Observed) -> Differences:
-    """Compare, number by number, what both sides know."""
+    """Compare, number by number, what both sides know.
+
+    A KV cache of a given size says nothing of the memory that is left for one, and who gives a size may share the GPU
+    with others that load at the same time.
+    """
     m, s = plan.memory, plan.speed
+    alone = observed.kv_given_gib is None
     pairs = (
         ("weights_gib", (m.weights_bytes_per_gpu + m.draft_bytes_per_gpu) / GIB, observed.weights_gib),
         ("activation_gib", m.activation_bytes_per_gpu / GIB, observed.activation_gib),
         ("graph_gib", m.graph_bytes_per_gpu / GIB, observed.graph_gib),
         ("non_torch_gib", m.overhead_bytes_per_gpu / GIB, observed.non_torch_gib),
-        ("kv_tokens", m.kv_cache_tokens_per_replica, observed.kv_tokens),
+        ("kv_tokens", m.kv_cache_tokens_per_replica, observed.kv_tokens if alone else None),
         ("decode_tokens_per_s", s.decode_tokens_per_s, observed.decode_tokens_per_s),
         ("load_s", s.load_s, _sum(observed.load_s, observed.init_s)),
     )
@@ -106,11 +113,11 @@ def reconcile(plan: Plan, observed: Observed) -> Differences:
         if guess is not None and real
     )
     missing = None
-    if observed.kv_tokens is not None and plan.inventory.gpu is not None:
+    if alone and observed.kv_tokens is not None and plan.inventory.gpu is not None:
         tokens = m.kv_cache_tokens_per_replica - observed.kv_tokens
         missing = round((tokens * m.kv_bytes_per_token_per_gpu + m.correction_bytes_per_gpu) / GIB, 3)
     read = s.read_bytes_per_node or m.weights_bytes
-    speed = read / observed.load_s / 1e9 if observed.load_s else None
+    speed = read / observed.load_s / 1e9 if alone and observed.load_s else None
     return Differences(
         gpu=plan.inventory.gpu or "CPU",
         engine_version=observed.engine_version,

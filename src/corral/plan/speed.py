@@ -17,7 +17,7 @@ from corral.models.facts import ModelFacts
 from corral.plan.constraints import partition
 from corral.plan.contract import EngineSettings, Goal, Memory, Parallel, Precision, Speed
 from corral.plan.frontend import streamed_tokens_s
-from corral.plan.graphs import largest_graph
+from corral.plan.graphs import covered
 from corral.plan.memory import convert, kv_element
 
 __all__ = ["MEASURED_KINDS", "Efficiency", "Roof", "predict", "roof_of", "rounded", "significant", "tiled"]
@@ -109,8 +109,9 @@ def roof_of(
     e: Efficiency,
 ) -> Roof:
     """The roofline of one configuration; the kind of GPU must be known."""
-    assert inventory.kind is not None
-    return Roof(model, parallel, precision, settings, _machine(inventory.kind, inventory, parallel, precision, e), e)
+    kind = inventory.kind
+    assert kind is not None
+    return Roof(model, parallel, precision, settings, kind, _machine(kind, inventory, parallel, precision, e), e)
 
 
 def predict(
@@ -181,6 +182,7 @@ class Roof:
     parallel: Parallel
     precision: Precision
     settings: EngineSettings
+    gpu: Gpu
     machine: _Machine
     e: Efficiency
 
@@ -226,7 +228,7 @@ class Roof:
             adding = batch * (1 + drafted) * 2 * self._matrices() * layers / model.layers / p.tensor / m.flops
             busy = max(moving, adding) + layers * (self._layer_s() + self._reduce(batch))
             total += max(busy, layers * self.e.eager_layer_s) if self.settings.eager else busy
-        if batch * (1 + drafted) > largest_graph(self.settings):
+        if not covered(self.settings, self.gpu, batch, drafted):
             total = max(total, self.launch_s(running))
         return max(total, self.e.floor_s + self.e.floor_sequence_s * running)
 

@@ -134,7 +134,7 @@ class RooflineSteps:
     """The planner's roofline, asked step by step."""
 
     def __init__(self, roof: Roof) -> None:
-        self._roof, self._graphed = roof, largest_graph(roof.settings)
+        self._roof, self._graphed = roof, largest_graph(roof.settings, roof.gpu)
         self.decode = lru_cache(4096)(self._decode)
 
     def _decode(self, running: int) -> DecodeCost:
@@ -168,7 +168,7 @@ def linearised(plan: Plan) -> FittedSteps:
         wake_s=e.frontend_s,
         request_s=e.frontend_s,
         stream_s=1 / (e.frontend_tokens_s * max(1.0, plan.settings.api_servers / plan.parallel.data)),
-        graph_tokens=largest_graph(plan.settings),
+        graph_tokens=largest_graph(plan.settings, plan.inventory.kind),
         tile_tokens=roof.tile_tokens,
     )
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import shlex
 from dataclasses import replace
 
-from corral.lifecycle.bringup import Wish
+from corral.engines.planned import read_back
+from corral.errors import DoesNotFitError
+from corral.lifecycle.bringup import Wish, sized
 from corral.plan import Plan
 from corral.plan.contract import UTILISATION
 from corral.plan.gains import vllm_defaults
-from corral.plan.graphs import own_largest, sized_elsewhere
+from corral.plan.graphs import own_largest
 from corral.tune.setups import Knob, KnobKind
 
 __all__ = ["BASELINES", "DIGITALOCEAN", "RANDOM", "baseline_knobs"]
@@ -24,23 +28,26 @@ DIGITALOCEAN = (
 
 def baseline_knobs(plan: Plan, wish: Wish, wanted: tuple[str, ...]) -> tuple[Knob, ...]:
     """What was asked for, as knobs whose one value is a line of flags."""
-    lines = {"stock": _stock(plan, sized_elsewhere(wish.extra_args)), "digitalocean": _digitalocean(wish)}
-    return tuple(Knob(f"baseline {name}", (lines[name],), KnobKind.BASELINE) for name in dict.fromkeys(wanted))
+    lines = {"stock": _stock, "digitalocean": _digitalocean}
+    named = dict.fromkeys(wanted)
+    return tuple(Knob(f"baseline {name}", (lines[name](plan, wish),), KnobKind.BASELINE) for name in named)
 
 
-def _stock(plan: Plan, own_graphs: bool) -> str:
-    """What `vllm serve` takes where nothing is said, of all that the plan says; `own_graphs`: of them it is."""
+def _stock(plan: Plan, wish: Wish) -> str:
+    """What `vllm serve` takes where nothing is said, of all that the plan says."""
     default = vllm_defaults(plan.inventory, plan.parallel.data)
-    seats = replace(plan.settings, max_num_seqs=int(default["max_num_seqs"] or 0))
-    size = default["max_graph_size"] or own_largest(seats)
-    graphs = f" --max-cudagraph-capture-size {size}" if plan.inventory.gpu and not own_graphs else ""
-    return (
+    line = (
         f"--max-num-seqs {default['max_num_seqs']} --max-num-batched-tokens {default['max_num_batched_tokens']}"
         f" --api-server-count {default['api_servers']} --stream-interval 1 --gpu-memory-utilization {UTILISATION}"
-        f" --no-enforce-eager --async-scheduling{graphs}"
+        " --no-enforce-eager --async-scheduling"
     )
+    with contextlib.suppress(DoesNotFitError):
+        settings = sized(replace(wish, fixed={**wish.fixed, **read_back(shlex.split(line)).fields}))[1].plan.settings
+        if settings.max_graph_size:  # otherwise vLLM is told nothing, and an old one does not know the flag
+            line += f" --max-cudagraph-capture-size {own_largest(settings, plan.inventory.kind)}"
+    return line
 
 
-def _digitalocean(wish: Wish) -> str:
+def _digitalocean(_: Plan, wish: Wish) -> str:
     context = "" if wish.goal.context or "max_model_len" in wish.fixed else " --max-model-len 8192"
     return DIGITALOCEAN + context

@@ -21,22 +21,31 @@ __all__ = ["next_beside", "run_beside"]
 _OUTCOMES = ((0.5, 0.5), (1.0, 1.0), (2.0, 2.0), (0.5, 2.0), (2.0, 0.5))  # of those under way, by turns
 
 
-def next_beside(race: Race, trials: Sequence[Trial], under_way: Sequence[TrialOrder]) -> TrialOrder | None:
+def next_beside(
+    race: Race, trials: Sequence[Trial], under_way: Sequence[TrialOrder], in_turns: bool = False
+) -> TrialOrder | None:
     """A trial that can begin now; None when it depends on those under way, or when there is none."""
-    found = {next_order(race, [*trials, *_imagined(race, trials, under_way, factors)]) for factors in _OUTCOMES}
+    found = {
+        next_order(race, [*trials, *_imagined(race, trials, under_way, factors, in_turns)]) for factors in _OUTCOMES
+    }
     return found.pop() if len(found) == 1 else None
 
 
 def _imagined(
-    race: Race, trials: Sequence[Trial], under_way: Sequence[TrialOrder], factors: tuple[float, float]
+    race: Race,
+    trials: Sequence[Trial],
+    under_way: Sequence[TrialOrder],
+    factors: tuple[float, float],
+    in_turns: bool,
 ) -> list[Trial]:
-    """Those under way as if they had ended; they take their time together."""
+    """Those under way as if they had ended; they take their time together, but for measurements `in_turns`."""
     short_s, long_s = expected_costs(race, trials)
     made = []
     for at, order in enumerate(under_way):
         took_s = short_s if order.measure_s <= race.measure_s else long_s
         score = exp(mean_score(trials)) * factors[at % 2]
-        made.append(Trial(order.setup, order.purpose, score, took_s, spent_s=0.0 if at else took_s))
+        further_s = max(order.measure_s, took_s - race.start_s) if in_turns else 0.0
+        made.append(Trial(order.setup, order.purpose, score, took_s, spent_s=further_s if at else took_s))
     return made
 
 
@@ -51,6 +60,7 @@ def run_beside(
     begins: Callable[[int, TrialOrder], None],
     ended: Callable[[Trial], None],
     abandon: Callable[[], None],
+    in_turns: bool = False,
 ) -> None:
     """Make trials, as many at once as there are places, until there is nothing left to learn or no time.
 
@@ -62,7 +72,7 @@ def run_beside(
     def fill() -> None:
         nonlocal number
         orders = [order for order, _ in under_way.values()]
-        while len(under_way) < places and (order := next_beside(race, trials, orders)):
+        while len(under_way) < places and (order := next_beside(race, trials, orders, in_turns)):
             number += 1
             place = min(set(range(places)) - {taken for _, taken in under_way.values()})
             begins(number, order)

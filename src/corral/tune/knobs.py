@@ -72,10 +72,11 @@ def _fields(plan: Plan) -> Iterator[Knob]:
 
 def _graphs(plan: Plan) -> Iterator[Knob]:
     """Larger graphs, where steps are beyond vLLM's own; where the plan has them, its own."""
-    settings = plan.settings
-    size = size_for(settings, plan.goal, plan.parallel.data)
+    settings, gpu = plan.settings, plan.inventory.kind
+    size = size_for(settings, gpu, plan.goal, plan.parallel.data)
     if size and not settings.eager:
-        yield Knob("max_graph_size", (str(size if largest_graph(settings) < size else own_largest(settings)),))
+        other = size if largest_graph(settings, gpu) < size else own_largest(settings, gpu)
+        yield Knob("max_graph_size", (str(other),))
 
 
 def tuned_wish(wish: Wish, knobs: Sequence[Knob], setup: Setup) -> Wish:

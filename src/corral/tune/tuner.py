@@ -18,8 +18,8 @@ from corral.client.client import run as run_loop
 from corral.client.endpoint import Endpoint
 from corral.deployment.expectation import Expected
 from corral.deployment.folder import DeploymentFolder
-from corral.deployment.state import ENDED
-from corral.errors import CorralError, DoesNotFitError
+from corral.deployment.state import State
+from corral.errors import CorralError
 from corral.lifecycle import bringup, deployments
 from corral.lock import exclusive_lock
 from corral.tune.beside import run_beside
@@ -58,22 +58,18 @@ class Pruned:
 
 
 def fitting_knobs(
-    wish: bringup.Wish, knobs: Sequence[Knob], sharing: int = 1
+    wish: bringup.Wish, knobs: Sequence[Knob], check: Callable[[bringup.Wish], object]
 ) -> tuple[tuple[Knob, ...], tuple[Pruned, ...]]:
-    """The knobs with the values that a plan exists for; so many servers are `sharing` the memory of a GPU."""
+    """The knobs with the values that pass a check: that there is a plan for them."""
     kept, pruned = [], []
     for knob in knobs:
         values = []
         for value in knob.values:
             setup = BASE.with_(knob.name, value)
             try:
-                tuned = tuned_wish(wish, knobs, setup)
-                if sharing > 1:
-                    with_part(tuned, sharing)  # which plans it too
-                else:
-                    bringup.sized(tuned)
+                check(tuned_wish(wish, knobs, setup))
                 values.append(value)
-            except (DoesNotFitError, CorralError) as error:
+            except CorralError as error:
                 pruned.append(Pruned(setup, error.message))
         if values:
             kept.append(replace(knob, values=tuple(values)))
@@ -103,7 +99,7 @@ def tune(run: TuneRun, watcher: TuneWatcher) -> RaceResult:
         _end_all(run, spec)  # a run that was killed may have left some
         try:
             if spec.places > 1:
-                run_beside(race, trials, spec.places, make, begins, ended, abandon)
+                run_beside(race, trials, spec.places, make, begins, ended, abandon, spec.in_turns)
             while order := next_order(race, trials) or _beside_the_race(spec, trials):
                 begins(len(trials) + 1, order)
                 trials.append(make(order, len(trials) + 1, 0))
@@ -194,10 +190,15 @@ def _served(
 
 
 def _stop(name: str) -> None:
+    """Also one that failed: something of it may be left."""
     folder = DeploymentFolder.of(name)
+    if not folder.record.is_file():
+        return
     with contextlib.suppress(CorralError):
-        if folder.record.is_file() and deployments.status(folder).state not in ENDED:
-            deployments.stop(folder)
+        if deployments.status(folder).state is State.STOPPED:
+            return
+    with contextlib.suppress(CorralError):
+        deployments.stop(folder)
 
 
 class _Phases:

@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from threading import Condition
 
-from corral.engines.flags import values_of
+from corral.engines.flags import flag_name
 from corral.errors import CorralError, DoesNotFitError, UsageError
 from corral.lifecycle.bringup import Wish, sized
 from corral.plan import Plan
 from corral.plan.candidate import SHORTEST
 from corral.plan.contract import UTILISATION
 
-__all__ = ["MOST_IN_TURNS", "Turns", "refuse_beyond", "with_part"]
+__all__ = ["MOST_IN_TURNS", "Turns", "refuse_beyond", "refuse_part", "with_part"]
 
 MOST_IN_TURNS = 4  # beyond, what lies outside the budget (CUDA graphs, contexts) has no room
 KEPT = 0.97  # of the plan's KV cache: a plan is right within 2%
@@ -33,7 +33,7 @@ def with_part(wish: Wish, places: int) -> Wish:
 
     Its longest request is what that cache holds, where no other was asked for.
     """
-    if values_of(_KV_BYTES, wish.extra_args):
+    if any(flag_name(word) == _KV_BYTES for word in wish.extra_args):
         raise UsageError(f"{_KV_BYTES} is for a server that has a GPU to itself.", _REMEDY)
     whole = sized(wish)[1].plan
     share = min(whole.settings.gpu_memory_utilization, UTILISATION) / places
@@ -47,8 +47,9 @@ def with_part(wish: Wish, places: int) -> Wish:
         raise UsageError(f"{held}, and one alone is {whole.parallel} in {whole.precision.weights}.", _REMEDY)
     held_tokens = int(KEPT * plan.memory.kv_cache_tokens_per_replica) - plan.settings.block_size
     context = min(plan.max_model_len, held_tokens // 256 * 256)
-    asked = wish.fixed.get("max_model_len") or wish.goal.context
-    if context < (plan.max_model_len if asked else SHORTEST):
+    said = wish.fixed.get("max_model_len")
+    asked = said if said not in (None, "auto") else wish.goal.context
+    if context < (plan.max_model_len if asked else min(SHORTEST, plan.model.max_context)):
         held = f"each of {places} servers on the same GPUs holds {max(0, held_tokens):,} KV tokens"
         raise UsageError(f"{held}, a request may have {plan.max_model_len:,}.", f"{_REMEDY} Or shorten --context.")
     kept = int(KEPT * plan.memory.kv_cache_bytes_per_gpu)
@@ -62,10 +63,23 @@ def _settings(plan: Plan) -> dict[str, str]:
     return {name: str(value) for name in names if (value := getattr(plan.settings, name)) is not None}
 
 
+def refuse_part(wish: Wish, places: int, seats: int, tokens: int | None) -> None:
+    """Refuse a server that does not fit its part of the GPUs, or whose part cannot hold the load."""
+    refuse_beyond(sized(with_part(wish, places))[1].plan, places, seats, tokens)
+
+
 def refuse_beyond(plan: Plan, places: int, seats: int, tokens: int | None) -> None:
     """Refuse a load, of known lengths, that a part of the KV cache cannot hold: it would be memory that is tuned."""
+    if tokens is None:
+        return
+    if tokens > plan.max_model_len:
+        raise UsageError(
+            f"{places} servers on the same GPUs hold {plan.max_model_len:,} tokens of one request each, and the "
+            f"longest here has {tokens:,}.",
+            f"{_REMEDY} Or make requests shorter: --input-len, --output-len.",
+        )
     room = int(KEPT * plan.memory.kv_cache_tokens)
-    if tokens is not None and room < (needed := seats * tokens):
+    if room < (needed := seats * tokens):
         raise UsageError(
             f"{places} servers on the same GPUs have {room:,} KV tokens each, and {seats:,} requests at once of "
             f"{tokens:,} tokens need {needed:,}.",
