@@ -194,6 +194,15 @@ def test_an_old_vllm_gets_no_flag_that_it_does_not_know(monkeypatch: pytest.Monk
     assert "--max-cudagraph" not in baseline_knobs(sized(wish)[1].plan, wish, ("stock",))[0].values[0]
 
 
+def test_a_draft_from_the_text_that_is_asked_for_is_judged_as_asked_for(clean_home: Path) -> None:
+    asked = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}')
+    facts = read_facts("llama-3.1-8b")
+    plan = make_plan(facts, HERE, Goal(concurrency=64), {}, tuning_for(facts, HERE, "0.32.0", asked))
+    ways = [one for one in plan.judged if one.what.startswith("speculative")]
+    assert [(one.what, one.taken, one.arguments) for one in ways] == [("speculative decoding, ngram", True, ())]
+    assert "checks 5 drafted tokens" in ways[0].because
+
+
 @pytest.mark.parametrize("requests", [16, 64, 128, 256])
 def test_drafted_tokens_are_checked_in_graphs_of_their_own(requests: int) -> None:
     """vLLM captures as many sequences, each with what is drafted for it: no step waits for its launches."""

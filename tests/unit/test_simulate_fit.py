@@ -54,6 +54,18 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return out.out
 
 
+def planned_for(monkeypatch: pytest.MonkeyPatch) -> list[Goal]:
+    """The goals of the plans that `corral simulate` makes from here on."""
+    goals: list[Goal] = []
+
+    def planned(model: ModelFacts, inventory: Inventory, goal: Goal, *rest: Any) -> Plan:
+        goals.append(goal)
+        return make_plan(model, inventory, goal, *rest)
+
+    monkeypatch.setattr("corral.cli.simulate.make_plan", planned)
+    return goals
+
+
 @pytest.mark.parametrize(
     ("name", "e2el", "ttft", "rate", "covered"),
     # the goals are 8%, 15% and 10%: docs/simulate.md
@@ -137,13 +149,7 @@ def test_what_if_keeps_the_lengths_that_the_measured_plan_is_for(
     measured: Path, clean_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Otherwise other lengths would choose another layout, and not only what was set would differ."""
-    goals: list[Goal] = []
-
-    def planned(model: ModelFacts, inventory: Inventory, goal: Goal, *rest: Any) -> Plan:
-        goals.append(goal)
-        return make_plan(model, inventory, goal, *rest)
-
-    monkeypatch.setattr("corral.cli.simulate.make_plan", planned)
+    goals = planned_for(monkeypatch)
     runs = [str(path) for path in sorted(measured.glob("fit-*"))]
     before = load_measured(runs)[0].plan
     assert before is not None
@@ -238,13 +244,7 @@ def test_the_server_is_planned_for_the_requests_it_gets(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    goals: list[Goal] = []
-
-    def planned(model: ModelFacts, inventory: Inventory, goal: Goal, *rest: Any) -> Plan:
-        goals.append(goal)
-        return make_plan(model, inventory, goal, *rest)
-
-    monkeypatch.setattr("corral.cli.simulate.make_plan", planned)
+    goals = planned_for(monkeypatch)
     named = ("--model", "llama-3.1-8b", "--gpus", "1xH200", "--offline", "--num-prompts", "20")
     said(capsys, "simulate", "run", *named, *words)
     assert [(goal.prompt_tokens, goal.output_tokens) for goal in goals] == [lengths]

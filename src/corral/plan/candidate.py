@@ -35,6 +35,7 @@ class Tuning:
     speed: Efficiency = field(default_factory=Efficiency)
     source: str = "built in"
     draft: Draft | None = None  # of speculative decoding, where one is named
+    ngram: int = 0  # tokens that are drafted from the text itself, where vLLM's arguments ask for that
     own_graphs: bool = False  # vLLM's CUDA graphs stay as its arguments have them
     cpu: CpuSpeed | None = None  # how quick this machine's CPU multiplies, where that was measured
 

@@ -19,7 +19,7 @@ from corral.models.facts import ModelFacts, facts_from_folder, read_facts
 from corral.models.weights import Tensor, folder_tensors
 from corral.plan.draft import Draft, DraftMethod, assumed_draft, draft_of_config, draft_of_model
 
-__all__ = ["read_draft"]
+__all__ = ["read_draft", "tokens_from_text"]
 
 _FLAG = "--speculative-config"
 _MOST_DRAFTED = 100
@@ -32,15 +32,24 @@ def read_draft(arguments: Sequence[str], model: ModelFacts) -> Draft | None:
     name = said.get("model")
     if not isinstance(name, str) or not name:
         return None
-    tokens = said.get("num_speculative_tokens")
-    drafted = tokens if isinstance(tokens, int) and 0 < tokens < _MOST_DRAFTED else 0
-    folder = _folder(name)
+    drafted, folder = _drafted(said), _folder(name)
     method = _method(said.get("method"), name, _config(folder))
     if method is None:
         return None
     if folder is None:
         return _known(name, method, drafted) or assumed_draft(name, method, drafted, model)
     return _measured(folder, name, method, drafted)
+
+
+def tokens_from_text(arguments: Sequence[str]) -> int:
+    """How many tokens vLLM drafts by looking them up in the text itself; 0: it does not."""
+    said = _said(arguments)
+    return _drafted(said) if said.get("method") == "ngram" else 0
+
+
+def _drafted(said: Mapping[str, Any]) -> int:
+    tokens = said.get("num_speculative_tokens")
+    return tokens if isinstance(tokens, int) and 0 < tokens < _MOST_DRAFTED else 0
 
 
 def _said(arguments: Sequence[str]) -> Mapping[str, Any]:

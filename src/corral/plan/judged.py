@@ -36,7 +36,7 @@ def judge(
     roof = roof_of(model, inventory, chosen.parallel, chosen.precision, chosen.settings, tuning.speed)
     running = max(1, chosen.speed.concurrency // chosen.parallel.data)
     return (
-        *_speculation(roof, running, goal, tuning.draft),
+        *_speculation(roof, running, goal, tuning),
         _narrow_cache(model, inventory, gpu, chosen, goal, tuning),
         _prefix_caching(roof, running, chosen, goal),
         _chunked_prefill(roof, chosen, goal),
@@ -59,38 +59,31 @@ def _tokens(accepted: float, drafted: int) -> float:
     return sum(accepted**at for at in range(drafted + 1))
 
 
-def _speculation(roof: Roof, running: int, goal: Goal, draft: Draft | None) -> Iterator[Judged]:
+def _speculation(roof: Roof, running: int, goal: Goal, tuning: Tuning) -> Iterator[Judged]:
+    """What the arguments name, and what they might."""
     length = goal.prompt_tokens + goal.output_tokens / 2
     plain = roof.step(running, length)
-    eagle = DRAFTED * roof.draft_s()
-    if draft is not None:
-        yield _named(roof, running, length, draft)
-    for what, drafting, config, text in (
-        (
-            "speculative decoding, ngram",
-            0.0,
-            NGRAM,
-            "answers repeat their prompts (code edits, extraction, summaries)",
-        ),
-        *(
-            []
-            if draft
-            else [("speculative decoding, EAGLE", eagle, EAGLE, "there is a draft trained for this model")]
-        ),
-    ):
-        verified = roof.step(running, length, DRAFTED)
-        dearer = (verified + drafting) / plain
-        needed = needed_acceptance(dearer)
-        gain = _tokens(TYPICAL, DRAFTED) / dearer - 1
+    repeats = "answers repeat their prompts (code edits, extraction, summaries)"
+    ways = [("ngram", tuning.ngram, 0.0, NGRAM, repeats)]
+    if tuning.draft is not None:
+        yield _named(roof, running, length, tuning.draft)
+    elif not tuning.ngram:
+        ways.append(("EAGLE", 0, DRAFTED * roof.draft_s(), EAGLE, "there is a draft trained for this model"))
+    for way, asked, drafting, config, text in ways:
+        drafted = asked or DRAFTED
+        dearer = (roof.step(running, length, drafted) + drafting) / plain
+        needed = needed_acceptance(dearer, drafted)
+        gain = _tokens(TYPICAL, drafted) / dearer - 1
         cost = (
-            f"a step that checks {DRAFTED} drafted tokens takes {dearer:.2f} × as long at {running} requests at once"
+            f"a step that checks {drafted} drafted tokens takes {dearer:.2f} × as long at {running} requests at once"
         )
         if needed is None:
             pays = f"fewer requests run at once: at {running} no share of accepted tokens is enough"
         else:
             pays = f"{text}, and more than {needed:.0%} of the drafted tokens are accepted"
-        yield Judged(what, False, f"{cost}; with {TYPICAL:.0%} of them accepted {gain:+.0%}", pays, round(gain, 3),
-                     ("--speculative-config", config))  # fmt: skip
+        yield Judged(f"speculative decoding, {way}", bool(asked),
+                     f"{cost}; with {TYPICAL:.0%} of them accepted {gain:+.0%}", pays, round(gain, 3),
+                     () if asked else ("--speculative-config", config))  # fmt: skip
 
 
 def _named(roof: Roof, running: int, length: float, draft: Draft) -> Judged:

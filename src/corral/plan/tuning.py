@@ -13,7 +13,7 @@ from corral.models.facts import ModelFacts
 from corral.plan import calibration
 from corral.plan.candidate import Tuning
 from corral.plan.cpu_speed import products
-from corral.plan.draft_files import read_draft
+from corral.plan.draft_files import read_draft, tokens_from_text
 from corral.plan.graphs import sized_elsewhere
 
 __all__ = ["cpu_kind", "tuning_for"]
@@ -41,6 +41,7 @@ def tuning_for(
     """
     tuning = calibration.known(home_dir(), inventory.gpu or "CPU", facts.name, engine_version)
     own = sized_elsewhere(arguments) or not (managed or engine_version)
-    tuning = replace(tuning, draft=read_draft(arguments, facts), own_graphs=own)
+    ngram = tokens_from_text(arguments)
+    tuning = replace(tuning, draft=read_draft(arguments, facts), ngram=ngram, own_graphs=own)
     kind = cpu_kind(inventory)
     return replace(tuning, cpu=recall(kind, products(facts))) if kind else tuning
