@@ -18,6 +18,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what fol
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Why a test was run again: its second try says nothing of the first."""
+    for first in terminalreporter.stats.get("rerun", []):
+        terminalreporter.section(f"first try of {first.nodeid}")
+        terminalreporter.write_line(first.longreprtext[-3000:])
+
+
 @pytest.fixture(scope="session")
 def homes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Places for homes; `mktemp` for each would read a folder of thousands every time."""

@@ -46,6 +46,16 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         yield made
 
 
+@pytest.fixture(autouse=True)
+def nothing_of_a_failure_stays(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Its second try, and the tests after it, find the nodes as it found them."""
+    made = request.getfixturevalue("bench") if "bench" in request.fixturenames else None
+    yield
+    if made is not None and request.node.stash.get(FAILED, False):
+        made.mend()
+        made.run("down", "--all")
+
+
 @pytest.fixture
 def ready(bench: Bench, request: pytest.FixtureRequest) -> Iterator[str]:
     """The name of a deployment on both nodes that is ready; with the options that a test gives."""

@@ -8,6 +8,7 @@ import pytest
 
 from tests.cluster.ssh_bench import NODES, Bench
 from tests.testbed import missing
+from tests.until import until
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
@@ -42,7 +43,7 @@ def test_a_key_and_a_configuration_of_the_profiles_own_are_kept(bench: Bench) ->
     done = bench.run("up", "--on", "keyed", "--name", "keyed", **plain)
     assert done.returncode == 0, done.stderr
     file.unlink()  # the deployment itself knows
-    found = bench.run("status", "keyed", "--json", **plain)
-    assert '"state": "ready"' in found.stdout, found.stdout
-    assert bench.run("down", "keyed", **plain).returncode == 0
+    until(lambda: '"state": "ready"' in bench.run("status", "keyed", "--json", **plain).stdout, "its nodes' answer")
+    done = bench.run("down", "keyed", **plain)
+    assert done.returncode == 0, done.stderr
     bench.nothing_left()

@@ -228,7 +228,7 @@ def test_trials_of_a_tuning_run_are_jobs_side_by_side(login: Login) -> None:
     assert sum(one["score"] is not None for one in trials) >= 2, trials
     jobs = {
         json.loads((login.folder / "corral" / "deployments" / name / "job.json").read_text())["id"]
-        for name in ("tune-beside", "tune-beside-2")
+        for name in ("tune-beside", "tune-beside+2")
     }
     assert len(jobs) == 2
     # what ran at once takes less of the run's time than of its own

@@ -16,6 +16,7 @@ import pytest
 
 from corral.bench.metrics import Spread, Summary
 from corral.bench.spec import Spec, Workload, parse_slos
+from corral.cli.up import read_words
 from corral.deployment.folder import DeploymentFolder
 from corral.deployment.share import NodeShare
 from corral.deployment.state import State
@@ -69,6 +70,8 @@ class Silent:
         self.begun.append(order)
 
     def phase(self, text: str) -> None: ...
+
+    def waits(self, who: str) -> None: ...
 
     def ended(self, trial: Trial, so_far: RaceResult) -> None: ...
 
@@ -213,6 +216,7 @@ def test_a_deployment_is_tuned_as_it_was_started(
     folder = DeploymentFolder.of("served")
     folder.path.mkdir(parents=True)
     words = ("up", str(model), "--name", "served", "--port", "8123", "--context", "512", "--set", "eager=true",
+             "--concurrency", "7", "--goal", "latency", "--flavour", "cpu",
              "--env", "A=1", "--", "--max-num-seqs", "4")  # fmt: skip
     record = Record("served", "x", "tiny", "tiny", "local", 0.0, Identity(1, "here", "boot", 1), words=words)
     folder.record.write_text(dump_json(record))
@@ -223,7 +227,8 @@ def test_a_deployment_is_tuned_as_it_was_started(
     spec = find_run("r").spec
     assert (spec.model, spec.wish.model) == (str(model), str(model))
     assert (spec.wish.name, spec.wish.port) == (None, None)  # it may still run
-    assert spec.wish.goal.context == 512
+    assert (spec.wish.goal.context, spec.wish.goal.concurrency, spec.wish.goal.goal) == (512, 7, "latency")
+    assert spec.wish.flavour == "cpu"
     assert dict(spec.wish.fixed) == {"eager": "true", "api_servers": "1", "max_num_seqs": "4"}
     assert spec.wish.extra_env == {"A": "1"}
     assert "given max_num_seqs" in {knob.name for knob in spec.race.knobs}
@@ -237,6 +242,67 @@ def test_a_deployment_is_tuned_as_it_was_started(
     assert code == 2
     code, _, err = corral("tiny", "--workload", "seen")
     assert "--workload seen needs a deployment" in err
+
+
+def test_a_run_goes_on_for_longer_and_as_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, clean_home: Path
+) -> None:
+    monkeypatch.setattr("corral.cli.tune.tune", lambda run, _: verdict(run.spec.race, []))
+    monkeypatch.chdir(tmp_path)
+    make_tiny_llama(tmp_path / "tiny")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    corral = in_process(capsys, "tune")
+    corral("./tiny", "--workload", "./prompts.jsonl", "--budget", "10m", "--name", "r")
+    spec = find_run("r").spec
+    assert (spec.wish.model, spec.bench.workload.file) == (str(tmp_path / "tiny"), str(tmp_path / "prompts.jsonl"))
+    corral("r", "--budget", "80m")
+    assert find_run("r").spec == replace(spec, race=replace(spec.race, budget_s=4800.0))
+    code, _, err = corral("r", "--measure", "30s")
+    assert (code, "--measure cannot be changed: r is a run that was begun already" in err) == (2, True)
+    code, _, err = corral("r", "--", "--max-num-seqs", "4")
+    assert (code, "what follows `--` cannot be changed" in err) == (2, True)
+    (tmp_path / "prompts.jsonl").unlink()
+    code, _, err = corral("r")
+    assert code not in (0, 1)
+    assert "prompts.jsonl" in err
+    code, _, err = corral("./tiny", "--name", "team/chat")
+    assert (code, "'team/chat' cannot name a run" in err) == (2, True)
+
+
+def test_what_was_tuned_is_started_as_it_was_measured(tmp_path: Path, clean_home: Path) -> None:
+    run = a_run(str(make_tiny_llama(tmp_path / "tiny")), budget_s=60.0)
+    goal, options = Goal(context=512, concurrency=16, goal="throughput"), {"name": "vllm", "options": {"env": 1}}
+    measured = replace(
+        run.spec.wish, goal=goal, runtime="conda", runtime_options=options, extra_env={"A": "1", "B": "2"}
+    )
+    write_atomic(run.folder / "tune.json", dump_json(replace(run.spec, wish=measured)))
+    found = read_words(("up", "--tuned", run.name, "--env", "B=3"))
+    said = {name: found.given[name] for name in ("context", "concurrency", "goal", "runtime", "runtime_options")}
+    assert said == {"context": 512, "concurrency": 16, "goal": "throughput", "runtime": "conda",
+                    "runtime_options": ("name=vllm", "options.env=1")}  # fmt: skip
+    assert found.given["extra_env"] == ("A=1", "B=2", "B=3")
+    own = read_words(("up", "--tuned", run.name, "--concurrency", "4", "--on", "somewhere"))
+    assert (own.given["concurrency"], own.given["runtime"]) == (4, None)
+
+
+def test_flags_that_decide_what_is_answered_are_never_left_out() -> None:
+    brought = ("--dtype", "float16", "--max-model-len", "4096", "--kv-cache-dtype", "fp8", "--enable-lora",
+               "--tool-call-parser", "hermes", "--max-logprobs", "-1", "--enforce-eager", "--block-size", "32",
+               "--no-enable-chunked-prefill")  # fmt: skip
+    plan = make_plan(read_facts("llama-3.1-8b", offline=True), parse_gpus("1xH200"))
+    knobs = knobs_for(plan, Wish(), brought, False, False)
+    given = {one.name for one in knobs if one.name.startswith("given")}
+    assert given == {"given eager", "given --block-size", "given --no-enable-chunked-prefill"}
+    wish = Wish(extra_args=("--block-size", "32", "--max-logprobs", "-1", "--enable-lora"))
+    left = tuned_wish(wish, knobs, Setup.of(**{"given --block-size": ""}))
+    assert left.extra_args == ("--max-logprobs", "-1", "--enable-lora")
+
+
+def test_no_two_runs_servers_have_one_name(tmp_path: Path) -> None:
+    runs = [TuneRun(tmp_path / name) for name in ("chat", "chat-2", "m" * 70 + "-1", "m" * 70 + "-2")]
+    names = [tuner._name(run, place) for run in runs for place in range(4)]
+    assert len(set(names)) == len(names)
+    assert max(map(len, names)) <= 62
 
 
 def a_snapshot(t: float, requests: int, each: int = 400, **more: Any) -> LoadSnapshot:
@@ -530,7 +596,7 @@ def test_trials_side_by_side_on_servers_leave_nothing_running(
     assert len(trials) >= 2
     assert all(one.spent_s is not None for one in trials)
     names = {one["name"] for one in answering("ps", "--all", "--json").json()}
-    assert {f"tune-{run.name}", f"tune-{run.name}-2"} <= names
+    assert {f"tune-{run.name}", f"tune-{run.name}+2"} <= names
     states = {one["state"] for one in answering("ps", "--all", "--json").json()}
     assert states <= {"stopped", "failed"}
 

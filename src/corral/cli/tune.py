@@ -23,14 +23,14 @@ from corral.cli.up import UpWords, read_words, wish_of
 from corral.deployment.folder import DeploymentFolder
 from corral.deployment.state import State
 from corral.errors import ConflictError, UsageError
-from corral.files import write_atomic
+from corral.files import read_text, write_atomic
 from corral.interruption import terminated_as_interrupted
 from corral.lifecycle import bringup, deployments
 from corral.lifecycle.deployments import Record
 from corral.lifecycle.successors import choose_folder
 from corral.plan.start import planned_restart_s
 from corral.profile import load_profile
-from corral.record import load_json
+from corral.record import dump_json, load_json
 from corral.report import tables
 from corral.runtimes.base import RUNTIMES
 from corral.tune.baselines import BASELINES, RANDOM, baseline_knobs
@@ -132,7 +132,8 @@ def run(model: str | None, run_name: str, as_json: bool, **given: Any) -> int:
             raise UsageError("a model and --deployment were given.", "Give one of them.")
     elif model is None:
         raise UsageError("no model was named.", "For example: corral tune llama-3.1-8b --workload chat.")
-    found = (_existing(model) if model else None) or _begun(model, run_name, given)
+    found = _existing(model) if model else None
+    found = _continued(found) if found else _begun(model, run_name, given)
     watcher = TrialLines(quiet=as_json)
     watcher.say(f"tuning run {found.name}: {found.spec.objective.words}")
     with terminated_as_interrupted():
@@ -152,9 +153,32 @@ def _existing(word: str) -> TuneRun | None:
     return find_run(word)
 
 
+def _continued(found: TuneRun) -> TuneRun:
+    """A run to go on with, for longer where `--budget` says so; what is tuned stays as it was."""
+    context = click.get_current_context()
+    said = [
+        name
+        for name in context.params
+        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+    ]
+    options = {one.name: one.opts[0] for one in context.command.params} | {"engine_args": "what follows `--`"}
+    if other := [options[name] for name in said if name not in ("model", "budget_s", "as_json")]:
+        raise UsageError(
+            f"{other[0]} cannot be changed: {found.name} is a run that was begun already.",
+            "Leave it out to continue (with --budget for longer), or give the new run another --name and a model.",
+        )
+    spec = found.spec
+    if spec.bench.workload.file is not None:
+        read_text(spec.bench.workload.file)  # before a server starts for nothing
+    if "budget_s" in said:
+        race = replace(spec.race, budget_s=context.params["budget_s"])
+        write_atomic(found.folder / "tune.json", dump_json(replace(spec, race=race)))
+    return found
+
+
 def _wished(model: str | None, given: dict[str, Any]) -> tuple[bringup.Wish, tuple[str, ...]]:
     """What is tuned, by a model's name or as a deployment was started, and the vLLM flags that came with it."""
-    options = ("context", "fixed", "runtime", "runtime_options", "extra_env")
+    options = ("context", "concurrency", "fixed", "runtime", "runtime_options", "extra_env")
     said = {key: given[key] for key in options} | {
         key: value for key, value in given.items() if key.startswith("target_option_")
     }
@@ -162,10 +186,12 @@ def _wished(model: str | None, given: dict[str, Any]) -> tuple[bringup.Wish, tup
     if given["deployment"] is not None:
         before = _started_with(choose_folder(given["deployment"]))
         joint = {key: (*before.given[key], *said[key]) for key in ("fixed", "runtime_options", "extra_env")}
-        said = {key: value or before.given.get(key) for key, value in said.items()} | joint
+        kept = {key: before.given.get(key) for key in ("goal", "flavour", "link")}  # the plan's goal
+        said = kept | {key: value or before.given.get(key) for key, value in said.items()} | joint
         on, model, arguments = on or before.on, before.model, (*before.engine_args, *arguments)
-    profile = load_profile(on)
-    return wish_of(profile, {**said, "concurrency": given["concurrency"]}, on, model, arguments), arguments
+    if model and Path(model).expanduser().exists():
+        model = str(Path(model).expanduser().absolute())  # the run may be continued from elsewhere
+    return wish_of(load_profile(on), said, on, model, arguments), arguments
 
 
 def _started_with(folder: DeploymentFolder) -> UpWords:
@@ -270,6 +296,9 @@ class TrialLines:
         self._phase = ""
         self._order = f"{number:3d}  {order.purpose.value:6}  {order.setup}"
         self.say(f"{self._order}  ({duration(left_s)} left)")
+
+    def waits(self, who: str) -> None:
+        tell(f"corral: waiting for {who}, which continues the same run", err=True)
 
     def phase(self, text: str) -> None:
         if text != self._phase:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import replace
@@ -140,7 +141,7 @@ def command(
         engine_args, model = (model, *engine_args), None
     profile = load_profile(on)
     if tuned:
-        model, given, engine_args = _tuned(tuned, model, given, engine_args)
+        model, given, engine_args = _tuned(tuned, on, model, given, engine_args)
     wish = _renewed(wish_of(profile, given, on, model, engine_args), renew, max_jobs)
     wish = replace(wish, words=_own_words())
     if shell and not dry_run:
@@ -204,22 +205,46 @@ def read_words(words: tuple[str, ...]) -> UpWords:
     if model and model.startswith("-"):
         arguments, model = (model, *arguments), None
     if run:
-        model, given, arguments = _tuned(run, model, given, arguments)
+        model, given, arguments = _tuned(run, on, model, given, arguments)
     return UpWords(on, model, given, tuple(arguments))
 
 
 def _tuned(
-    run: str, model: str | None, given: Mapping[str, Any], engine_args: tuple[str, ...]
+    run: str, on: str | None, model: str | None, given: Mapping[str, Any], engine_args: tuple[str, ...]
 ) -> tuple[str, dict[str, Any], tuple[str, ...]]:
-    """The model and settings of a tuning run; what the command line sets itself stays."""
+    """The model and settings of a tuning run; what the command line sets itself stays.
+
+    Where it ran is not taken over, how is: its goal, environment and, where no profile says it, runtime.
+    """
     from corral.tune.store import find_run
     from corral.tune.tuner import settings_found
 
     found = find_run(run)
-    fixed, arguments = settings_found(found)
+    wish, (fixed, arguments) = found.spec.wish, settings_found(found)
     said = parse_assignments(given["fixed"])
     pairs = [f"{name}={value}" for name, value in {**fixed, **said}.items()]
-    return model or found.spec.model, {**given, "fixed": tuple(pairs)}, (*arguments, *engine_args)
+    measured: dict[str, Any] = {"context": wish.goal.context, "concurrency": wish.goal.concurrency,
+                                "goal": wish.goal.goal, "flavour": wish.flavour}  # fmt: skip
+    if on is None and not given["runtime"] and wish.runtime != bringup.Wish.runtime:
+        measured |= {"runtime": wish.runtime, "runtime_options": _pairs(wish.runtime_options)}
+    taken = {name: value for name, value in measured.items() if not given.get(name)}
+    env = (*_pairs(wish.extra_env), *given["extra_env"])
+    return (
+        model or found.spec.model,
+        {**given, **taken, "fixed": tuple(pairs), "extra_env": env},
+        (*arguments, *engine_args),
+    )
+
+
+def _pairs(options: Mapping[str, object], within: str = "") -> tuple[str, ...]:
+    """As they are written on a command line."""
+    found: list[str] = []
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            found += _pairs(value, f"{within}{name}.")
+        else:
+            found.append(f"{within}{name}={value if isinstance(value, str) else json.dumps(value)}")
+    return tuple(found)
 
 
 def _flags(given: Mapping[str, Any], on: str | None) -> dict[str, Any]:

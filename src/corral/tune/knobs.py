@@ -1,8 +1,8 @@
 """Which settings are worth trying for a plan and a workload, and a wish with some of them set.
 
 Only what leaves answers as they are is varied: no narrower weights, no narrower KV cache. What the user fixed with
-`--set` stays; what he brought as flags of vLLM may be left out again, because such flags are often copied from
-somewhere. What a plan for another value shows not to fit is never started.
+`--set` stays; flags of vLLM about speed that he brought may be left out again, because such flags are often copied
+from somewhere. What a plan for another value shows not to fit is never started.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from corral.engines.flags import flag_name, takes_next
 from corral.engines.planned import read_back
 from corral.lifecycle.bringup import Wish
 from corral.plan import Plan
@@ -23,6 +24,17 @@ BATCHED = (8192, 16384, 4096, 2048, 32768)
 FEWEST_SEQS, MOST_SEQS = 16, 4096
 MOST_API_SERVERS = 16
 _SWITCHES = {"prefix_caching": "--no-enable-prefix-caching"}
+# what a server answers, and to whom, is its owner's business
+_ANSWERS = {"dtype", "quantization", "weights", "kv", "max_model_len"}
+_OF_SPEED = {
+    "--enable-chunked-prefill", "--no-enable-chunked-prefill", "--enable-prefix-caching",
+    "--no-enable-prefix-caching", "--block-size", "--compilation-config", "-cc", "-O", "--optimization-level",
+    "--cudagraph-capture-sizes", "--cuda-graph-sizes", "--speculative-config", "-sc", "--scheduling-policy",
+    "--max-num-partial-prefills", "--max-long-partial-prefills", "--long-prefill-token-threshold",
+    "--disable-custom-all-reduce", "--disable-cascade-attn", "--no-disable-cascade-attn", "--attention-backend",
+    "--enable-dbo", "--performance-mode", "--num-gpu-blocks-override", "--cpu-offload-gb",
+    "--kv-cache-memory-bytes", "--enable-expert-parallel", "--no-enable-expert-parallel", "--all2all-backend",
+}  # fmt: skip
 
 
 def knobs_for(
@@ -47,12 +59,12 @@ def knobs_for(
 
 
 def _without(fields: Mapping[str, str], rest: Sequence[str]) -> Iterator[Knob]:
-    """The user's own flags, each left out."""
+    """The user's own flags, each left out, as far as only speed depends on them."""
     for name in fields:
-        yield Knob(f"{GIVEN}{name}", ("",), KnobKind.WITHOUT)
-    for word in rest:
-        if word.startswith("--") and not word.startswith("--load-format"):
-            yield Knob(f"{GIVEN}{word.partition('=')[0]}", ("",), KnobKind.WITHOUT)
+        if name not in _ANSWERS:
+            yield Knob(f"{GIVEN}{name}", ("",), KnobKind.WITHOUT)
+    for word in dict.fromkeys(word.partition("=")[0] for word in rest if flag_name(word) in _OF_SPEED):
+        yield Knob(f"{GIVEN}{word}", ("",), KnobKind.WITHOUT)
 
 
 def _fields(plan: Plan) -> Iterator[Knob]:
@@ -104,8 +116,8 @@ def _left_out(arguments: Sequence[str], flag: str) -> list[str]:
     """The arguments without a flag and its value."""
     kept: list[str] = []
     skipping = False
-    for word in arguments:
-        if word.startswith("-"):
+    for at, word in enumerate(arguments):
+        if not takes_next(arguments, at):  # a flag, not a value such as -1
             skipping = word.partition("=")[0] == flag
         if not skipping:
             kept.append(word)

@@ -9,7 +9,7 @@ from corral.deployment.expectation import duration
 from corral.report.page import cards, document, table, verdict_box
 from corral.report.tables import table_lines
 from corral.report.text import figure
-from corral.tune.race import KnobFinding, RaceEnd, RaceResult
+from corral.tune.race import KnobFinding, RaceEnd, RaceResult, of_race
 from corral.tune.random_search import RandomFound, random_found
 from corral.tune.roofline import Distance, distance
 from corral.tune.setups import choice_words
@@ -29,6 +29,8 @@ def sentence(found: RaceResult) -> str:
             return f"{found.finalist}: {found.gain} over the base."
         case RaceEnd.NOTHING_WORKED:
             return "None of the settings tried could be measured."
+        case RaceEnd.UNFINISHED if found.gave_up:
+            return f"{found.finalist} worked at first and did not start again in the final; the base stays."
         case RaceEnd.UNFINISHED if not found.finalist.choices:
             return "The budget ran out before anything was compared with the base. Raise --budget."
         case RaceEnd.UNFINISHED:
@@ -53,7 +55,10 @@ def _random_sentence(found: RaceResult, random: RandomFound) -> str:
 
 
 def _finding_row(finding: KnobFinding) -> list[str]:
-    effect = str(finding.gain) if finding.gain else (f"failed: {finding.why}" if finding.why else "not tried")
+    untold = (
+        f"failed: {finding.why}" if finding.why else "nothing to compare with" if finding.measured else "not tried"
+    )
+    effect = str(finding.gain) if finding.gain else untold
     return [choice_words(finding.knob, finding.value), effect, finding_word(finding)]
 
 
@@ -88,9 +93,11 @@ def tune_lines(run: TuneRun, trials: Sequence[Trial], found: RaceResult, columns
         yield f"not tried, for lack of time: {'; '.join(one.beside(found.anchor) for one in found.left_out)}"
     yield ""
     spent, noise = duration(found.spent_s), f"{found.noise:.1%}"
-    yield f"{len(trials)} trials in {spent}; two starts of one setup differ by {noise} (standard deviation)"
+    yield f"{len(of_race(trials))} trials in {spent}; two starts of one setup differ by {noise} (standard deviation)"
     if found.outcome is RaceEnd.BETTER:
         yield f"use it: corral up --tuned {run.name}"
+    elif found.outcome is RaceEnd.UNFINISHED and not found.gave_up:
+        yield f"go on: corral tune {run.name} --budget {duration(2 * spec.race.budget_s).replace(' ', '')}"
 
 
 def _far_cards(far: Distance | None) -> list[tuple[str, str]]:
@@ -114,7 +121,7 @@ def html_page(run: TuneRun, trials: Sequence[Trial], found: RaceResult) -> str:
             [
                 (f"best, {spec.objective.unit}", figure(best)),
                 ("gain", f"{found.gain.value:+.1%}" if found.gain else "-"),
-                ("trials", str(len(trials))),
+                ("trials", str(len(of_race(trials)))),
                 ("time", duration(found.spent_s)),
                 ("noise between starts", f"{found.noise:.1%}"),
                 *_far_cards(distance(spec.objective, found, trials)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from corral.bench.spec import Workload
 from corral.errors import DataError, UsageError
@@ -46,7 +47,7 @@ def workload_of(word: str, chat: bool, seed: int) -> Workload:
         )  # fmt: skip
     if "." not in word and "/" not in word:
         raise UsageError(f"there is no workload called {word!r}.", f"Known: {', '.join(PRESETS)}; or give a file.")
-    return Workload(dataset=_kind(word), file=word, chat=chat, seed=seed)
+    return Workload(dataset=_kind(word), file=str(Path(word).expanduser().absolute()), chat=chat, seed=seed)
 
 
 def _kind(file: str) -> str:

@@ -12,7 +12,7 @@ start: so each trial is a fresh start, and noise is judged between starts. The r
 4. The verdict rests on the final alone, because the best of many is flattered by having been chosen. Where its
    interval includes no gain, the base stays: "no difference" is a result. A final that the budget cut short counts
    where its interval is clear: it is wider, and the trials did not choose when it ended. The base's trials of earlier
-   stages then count as well: nothing was chosen by them.
+   stages then count as well, nothing was chosen by them; but they are shorter, which the interval allows for.
 
 A setup that does not start costs one trial. A base that does not start, twice, is met by nobody: the plan's own flags
 take its place in the final, and are the result where nothing is better than they. Because the trials say all, a race
@@ -29,6 +29,7 @@ from statistics import median
 
 from corral.tune.setups import BASE, Knob, KnobKind, Setup
 from corral.tune.trials import (
+    EDGES,
     LEAST_NOISE,
     Gain,
     Purpose,
@@ -42,7 +43,7 @@ from corral.tune.trials import (
     setups_of,
 )
 
-__all__ = ["KnobFinding", "Race", "RaceEnd", "RaceResult", "expected_costs", "next_order", "verdict"]
+__all__ = ["KnobFinding", "Race", "RaceEnd", "RaceResult", "expected_costs", "next_order", "of_race", "verdict"]
 
 BASE_EVERY = 5  # trials of the screen between two of the base
 SEMIFINALISTS = 4
@@ -82,8 +83,9 @@ class KnobFinding:
 
     knob: str
     value: str
-    gain: Gain | None  # None: it never worked
+    gain: Gain | None  # None: it never worked, or there is nothing to compare it with
     why: str = ""
+    measured: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,9 +103,11 @@ class RaceResult:
     left_out: tuple[Setup, ...]  # never tried: the budget had no room
     noise: float  # standard deviation between starts of one setup, relative
     spent_s: float
+    gave_up: bool = False  # the finalist did not start again
 
 
-def _of_race(trials: Sequence[Trial]) -> Sequence[Trial]:
+def of_race(trials: Sequence[Trial]) -> Sequence[Trial]:
+    """Without those of a search beside it."""
     return [one for one in trials if one.purpose not in (Purpose.RANDOM, Purpose.MEET)]
 
 
@@ -112,7 +116,7 @@ def _of_race(trials: Sequence[Trial]) -> Sequence[Trial]:
 
 def next_order(race: Race, trials: Sequence[Trial]) -> TrialOrder | None:
     """The next trial; None when there is nothing left to learn, or no time."""
-    trials = _of_race(trials)
+    trials = of_race(trials)
     if not trials:
         return TrialOrder(BASE, Purpose.SCREEN, race.measure_s)
     left_s = race.budget_s - sum(one.of_budget_s for one in trials)
@@ -155,8 +159,9 @@ def expected_costs(race: Race, trials: Sequence[Trial]) -> tuple[float, float]:
     """How long a trial of the screen takes, and a later one: start, measurement, end."""
     short = [one.took_s for one in trials if one.purpose is Purpose.SCREEN and one.score]
     long = [one.took_s for one in trials if one.purpose is not Purpose.SCREEN and one.score]
-    # the first start compiles what later ones find; until there are others, it says too much
-    short_s = median(short) if len(short) > 2 else min(short, default=race.start_s + race.measure_s)
+    # the first start fetches and compiles what later ones find; until there are others, it says too much
+    expected_s = race.start_s + race.measure_s
+    short_s = median(short) if len(short) > 2 else min([*short, expected_s] if len(short) < 2 else short)
     return short_s, max(short_s, median(long)) if long else short_s + (LONGER - 1) * race.measure_s
 
 
@@ -237,7 +242,7 @@ def _doubtful(race: Race, trials: Sequence[Trial]) -> list[Setup]:
         scores = {one: score_of(trials, one) for one in setups}
         leading = [one for one, score in scores.items() if score > max(scores.values()) - doubt]
         if len(leading) > 1:
-            found += [one for one in leading if one != anchor and len(scores_of(trials, one)) == 1]
+            found += [one for one in leading if one != anchor and sum(made.setup == one for made in trials) == 1]
     return found
 
 
@@ -269,7 +274,9 @@ def _finalist(race: Race, trials: Sequence[Trial]) -> Setup:
     begun = [one.setup for one in trials if one.purpose is Purpose.FINAL and one.setup not in (BASE, reference)]
     if begun:
         return begun[0]
-    rivals = [one for one in setups_of(trials) if one != BASE and scores_of(trials, one)]
+    rivals = [
+        one for one in setups_of(trials) if one != BASE and scores_of(trials, one) and not _changes_answers(race, one)
+    ]
     noise, _ = noise_of(trials)
     # by what is likely: one lucky start does not pass a setup that was good three times
     best = max(
@@ -277,6 +284,12 @@ def _finalist(race: Race, trials: Sequence[Trial]) -> Setup:
     )
     best = _plainest(race, trials, best)
     return best if score_of(trials, best) > score_of(trials, reference) else reference
+
+
+def _changes_answers(race: Race, setup: Setup) -> bool:
+    """Whether it computes in another number format, as somebody else's flags may: it is compared with, not chosen."""
+    whole = {knob.name for knob in race.knobs if knob.kind is KnobKind.BASELINE}
+    return any(name in whole and "--dtype" in value for name, value in setup.choices)
 
 
 def _plainest(race: Race, trials: Sequence[Trial], best: Setup) -> Setup:
@@ -327,8 +340,10 @@ def _final(race: Race, trials: Sequence[Trial]) -> Setup | None:
 
 def _final_gain(trials: Sequence[Trial], finalist: Setup, reference: Setup) -> Gain | None:
     """By the final, and where that was cut short by all that is known of the reference."""
-    purpose = Purpose.FINAL if _whole_final(trials, finalist, reference) else None
-    return gain_of(trials, scores_of(trials, finalist, Purpose.FINAL), scores_of(trials, reference, purpose))
+    ours = scores_of(trials, finalist, Purpose.FINAL)
+    if _whole_final(trials, finalist, reference):
+        return gain_of(trials, ours, scores_of(trials, reference, Purpose.FINAL))
+    return gain_of(trials, ours, scores_of(trials, reference), doubt=EDGES)
 
 
 def _whole_final(trials: Sequence[Trial], finalist: Setup, reference: Setup) -> bool:
@@ -350,10 +365,11 @@ def _outcome(trials: Sequence[Trial], finalist: Setup, reference: Setup, gain: G
 
 def verdict(race: Race, trials: Sequence[Trial]) -> RaceResult:
     """What the trials say so far."""
-    trials = _of_race(trials)
+    trials = of_race(trials)
     finalist, reference = _finalist(race, trials), _reference(race, trials)
     gain = _final_gain(trials, finalist, reference) if finalist != reference else None
     tried, anchor = setups_of(trials), _anchor(race, trials)
+    finals = [one for one in trials if one.purpose is Purpose.FINAL]
     return RaceResult(
         _outcome(trials, finalist, reference, gain),
         best=finalist if gain is not None and gain.low > 0 else reference,
@@ -366,6 +382,7 @@ def verdict(race: Race, trials: Sequence[Trial]) -> RaceResult:
         left_out=tuple(_unseen(race, trials)),
         noise=noise_of(trials)[0],
         spent_s=sum(one.of_budget_s for one in trials),
+        gave_up=any(one.setup == finalist for one in finals) and not scores_of(finals, finalist),
     )
 
 
@@ -374,4 +391,4 @@ def _finding(trials: Sequence[Trial], anchor: Setup, knob: Knob, value: str) -> 
     setup = _alone(anchor, knob, value)
     with_it, without = (anchor, setup) if knob.name in dict(anchor.choices) else (setup, anchor)
     why = next((one.why for one in reversed(trials) if one.setup == setup and one.score is None), "")
-    return KnobFinding(knob.name, value, compared(trials, with_it, without), why)
+    return KnobFinding(knob.name, value, compared(trials, with_it, without), why, bool(scores_of(trials, setup)))

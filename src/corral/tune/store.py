@@ -18,7 +18,7 @@ from pathlib import Path
 
 from corral.bench.spec import Spec
 from corral.deployment.share import NodeShare
-from corral.errors import CorralError, DataError, NotFoundError
+from corral.errors import CorralError, DataError, NotFoundError, UsageError
 from corral.files import make_private_dir, write_atomic
 from corral.home import home_dir
 from corral.lifecycle.bringup import Wish
@@ -111,10 +111,10 @@ def runs_dir() -> Path:
 
 def new_run(spec: TuneSpec, name: str = "") -> TuneRun:
     """A folder for a new run, with what is to be done."""
-    wanted = (
-        name
-        or f"{re.sub(r'[^A-Za-z0-9._-]+', '-', Path(spec.model).name).strip('-.')}-{time.strftime('%Y%m%d-%H%M%S')}"
-    )
+    model = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(spec.model).name).strip("-.")[:80]
+    wanted = name or f"{model or 'model'}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", wanted):
+        raise UsageError(f"{wanted!r} cannot name a run.", "Use up to 100 letters, digits, and -._ for --name.")
     make_private_dir(runs_dir())
     folder, number = runs_dir() / wanted, 1
     while folder.exists():

@@ -12,6 +12,7 @@ from corral.bench.compare import t_quantile
 from corral.tune.setups import Setup
 
 __all__ = [
+    "EDGES",
     "LEAST_NOISE",
     "Gain",
     "Purpose",
@@ -28,6 +29,8 @@ __all__ = [
 ]
 
 LEAST_NOISE = 0.01  # nobody's starts agree better
+ENOUGH = 8  # degrees of freedom, from which one of them is given for what longer measurements add
+EDGES = 0.1  # a measurement's first and last seconds may take so much more of a short score than of a long one
 CLEAR = 0.02  # an interval within ± this is "no difference" beyond doubt
 
 
@@ -109,14 +112,25 @@ def setups_of(trials: Sequence[Trial]) -> list[Setup]:
 
 
 def noise_of(trials: Sequence[Trial]) -> tuple[float, int]:
-    """The standard deviation between starts of one setup, over all setups, and its degrees of freedom."""
-    squares, freedom = 0.0, 0
+    """The standard deviation between starts of one setup, over all setups, and its degrees of freedom.
+
+    Longer measurements score a little higher than those of the screen; as far as that is the same for all setups that
+    have both, it is no noise. Of few trials that cannot be told, and it counts as noise.
+    """
+    own, longer, both, freedom = 0.0, 0.0, 0.0, 0  # sums within setups: of scores, of lengths, of their products
     for setup in setups_of(trials):
-        found = scores_of(trials, setup)
+        found = [(math.log(one.score), one.purpose is not Purpose.SCREEN) for one in trials
+                 if one.setup == setup and one.score]  # fmt: skip
         if len(found) > 1:
-            squares += sum((value - fmean(found)) ** 2 for value in found)
+            score, length = (fmean(values) for values in zip(*found, strict=True))
+            own += sum((value - score) ** 2 for value, _ in found)
+            longer += sum((is_long - length) ** 2 for _, is_long in found)
+            both += sum((value - score) * (is_long - length) for value, is_long in found)
             freedom += len(found) - 1
-    return (max(LEAST_NOISE, math.sqrt(squares / freedom)) if freedom else 2 * LEAST_NOISE), freedom
+    if longer and freedom >= ENOUGH:
+        edge = min(EDGES, max(0.0, both / longer))
+        own, freedom = max(0.0, own - 2 * edge * both + edge * edge * longer), freedom - 1
+    return (max(LEAST_NOISE, math.sqrt(own / freedom)) if freedom else 2 * LEAST_NOISE), freedom
 
 
 def compared(trials: Sequence[Trial], setup: Setup, other: Setup, purpose: Purpose | None = None) -> Gain | None:
@@ -124,11 +138,12 @@ def compared(trials: Sequence[Trial], setup: Setup, other: Setup, purpose: Purpo
     return gain_of(trials, scores_of(trials, setup, purpose), scores_of(trials, other, purpose))
 
 
-def gain_of(trials: Sequence[Trial], ours: list[float], base: list[float]) -> Gain | None:
+def gain_of(trials: Sequence[Trial], ours: list[float], base: list[float], doubt: float = 0.0) -> Gain | None:
+    """`doubt`: what else the two may differ by, besides noise."""
     if not ours or not base:
         return None
     noise, freedom = noise_of(trials)
-    half = t_quantile(freedom) * noise * math.sqrt(1 / len(ours) + 1 / len(base))
+    half = t_quantile(freedom) * noise * math.sqrt(1 / len(ours) + 1 / len(base)) + doubt
     middle = fmean(ours) - fmean(base)
     return Gain(math.expm1(middle), math.expm1(middle - half), math.expm1(middle + half), len(ours) + len(base))
 

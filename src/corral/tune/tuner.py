@@ -7,6 +7,7 @@ same GPUs servers may start together, but nothing starts beside what is measured
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +37,6 @@ from corral.tune.turns import Turns, with_part
 __all__ = ["Pruned", "TuneWatcher", "fitting_knobs", "settings_found", "tune"]
 
 LONGEST_NAME = 60
-OLD_LOCK_S = 86_400.0
 
 
 class TuneWatcher(Protocol):
@@ -45,6 +45,8 @@ class TuneWatcher(Protocol):
     def begins(self, number: int, order: TrialOrder, left_s: float) -> None: ...
 
     def phase(self, text: str) -> None: ...
+
+    def waits(self, who: str) -> None: ...
 
     def ended(self, trial: Trial, so_far: RaceResult) -> None: ...
 
@@ -78,12 +80,12 @@ def fitting_knobs(
 
 def tune(run: TuneRun, watcher: TuneWatcher) -> RaceResult:
     """Go on with a run until there is nothing left to learn or no time; whatever ends it, nothing is left running."""
-    with exclusive_lock(run.folder / "lock", lambda who: watcher.phase(f"waiting for {who}"), silent_s=OLD_LOCK_S):
+    with exclusive_lock(run.folder / "lock", watcher.waits):
         spec, trials = run.spec, run.trials()
         race, turns = spec.race, Turns(spec.in_turns)
 
         def begins(number: int, order: TrialOrder) -> None:
-            watcher.begins(number, order, race.budget_s - sum(one.of_budget_s for one in trials))
+            watcher.begins(number, order, max(0.0, race.budget_s - sum(one.of_budget_s for one in trials)))
 
         def ended(trial: Trial) -> None:
             run.add(trial)
@@ -148,8 +150,11 @@ async def _score(
 
 
 def _name(run: TuneRun, place: int) -> str:
-    """Of the deployments that are measured, one after the other in each place."""
-    return f"tune-{run.name}"[:LONGEST_NAME] + (f"-{place + 1}" if place else "")
+    """Of the deployments that are measured, one after the other in each place; no other run's are called so."""
+    name = f"tune-{run.name}"
+    if len(name) > LONGEST_NAME:
+        name = f"{name[: LONGEST_NAME - 9]}-{hashlib.sha256(run.name.encode()).hexdigest()[:8]}"
+    return name + (f"+{place + 1}" if place else "")
 
 
 @contextlib.contextmanager
