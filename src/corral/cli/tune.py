@@ -244,10 +244,8 @@ def _begun(model: str | None, name: str, given: dict[str, Any]) -> TuneRun:
     start_s = planned_restart_s(decision.plan)
     race = Race(knobs, given["budget_s"], given["measure_s"], start_s)
     if given["budget_s"] < 8 * (start_s + 2 * given["measure_s"]):
-        held = (
-            f"a start may take {duration(start_s)}: --budget {duration(given['budget_s'])} leaves time for few trials"
-        )
-        tell(f"  note: {held}", err=True)
+        few = f"--budget {duration(given['budget_s'])} leaves time for few trials"
+        tell(f"  note: a start may take {duration(start_s)}: {few}", err=True)
     spec = Spec(workload, percentiles=(50.0, 90.0, 99.0), warmup=min(seats, 16))
     model_name = wish.model or decision.source.name
     random = RANDOM in given["baselines"]

@@ -7,6 +7,7 @@ in pairs, and nothing is decided before it is known.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -67,13 +68,12 @@ def run_beside(
     `abandon` ends the servers of those under way, when something else ends this: their threads are waited for.
     """
     under_way: dict[Future[Trial], tuple[TrialOrder, int]] = {}
-    number, clock = len(trials), time.monotonic()
+    numbers, clock = itertools.count(len(trials) + 1), time.monotonic()
 
     def fill() -> None:
-        nonlocal number
         orders = [order for order, _ in under_way.values()]
         while len(under_way) < places and (order := next_beside(race, trials, orders, in_turns)):
-            number += 1
+            number = next(numbers)
             place = min(set(range(places)) - {taken for _, taken in under_way.values()})
             begins(number, order)
             under_way[pool.submit(make, order, number, place)] = (order, place)
