@@ -63,8 +63,12 @@ class Workload:
         if self.file is not None:
             return None
         one = int((self.input_len + self.output_len) * (1 + self.range_ratio))
-        more = self.prefix_len if self.dataset == "prefix_repetition" else 0
-        return one * (self.turns if self.dataset == "multi_turn" else 1) + more
+        return one * (self.turns if self.dataset == "multi_turn" else 1) + self.shared_len
+
+    @property
+    def shared_len(self) -> int:
+        """Tokens of a prompt that come before its own, and are others' too."""
+        return self.prefix_len if self.dataset == "prefix_repetition" else 0
 
     @property
     def one_token(self) -> bool:

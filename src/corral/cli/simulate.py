@@ -282,8 +282,8 @@ def _goal(given: dict[str, Any]) -> Goal:
     goal = Goal(context=given["context"], concurrency=given["concurrency"])
     if given["trace"]:
         return goal
-    shared = given["prefix_len"] if given["dataset"] == "prefix_repetition" else 0
-    return replace(goal, prompt_tokens=shared + given["input_len"], output_tokens=given["output_len"])
+    work = _workload(given)
+    return replace(goal, prompt_tokens=work.shared_len + work.input_len, output_tokens=work.output_len)
 
 
 def _refuse_long(given: dict[str, Any], plan: Plan) -> None:

@@ -142,9 +142,14 @@ def next_order(race: Race, trials: Sequence[Trial]) -> TrialOrder | None:
     return TrialOrder(setup, Purpose.FINAL, LONGER * race.measure_s) if setup is not None else None
 
 
+def _tries(trials: Sequence[Trial], setup: Setup, purpose: Purpose | None = None) -> int:
+    """How often a setup was started, whether it worked or not."""
+    return sum(one.setup == setup and purpose in (None, one.purpose) for one in trials)
+
+
 def _failed(trials: Sequence[Trial], setup: Setup) -> int:
     """How often a setup that never worked did not start."""
-    return 0 if scores_of(trials, setup) else sum(one.setup == setup for one in trials)
+    return 0 if scores_of(trials, setup) else _tries(trials, setup)
 
 
 def _reference(race: Race, trials: Sequence[Trial]) -> Setup:
@@ -242,7 +247,7 @@ def _doubtful(race: Race, trials: Sequence[Trial]) -> list[Setup]:
         scores = {one: score_of(trials, one) for one in setups}
         leading = [one for one, score in scores.items() if score > max(scores.values()) - doubt]
         if len(leading) > 1:
-            found += [one for one in leading if one != anchor and sum(made.setup == one for made in trials) == 1]
+            found += [one for one in leading if one != anchor and _tries(trials, one) == 1]
     return found
 
 
@@ -263,7 +268,7 @@ def _halving(trials: Sequence[Trial]) -> Setup | None:
     rivals.sort(key=lambda one: score_of(trials, one), reverse=True)
     for size, wanted in ((SEMIFINALISTS, 2), (2, 3)):
         for setup in rivals[:size]:
-            if len([one for one in trials if one.setup == setup]) < wanted:
+            if _tries(trials, setup) < wanted:
                 return setup
     return None
 
@@ -369,7 +374,6 @@ def verdict(race: Race, trials: Sequence[Trial]) -> RaceResult:
     finalist, reference = _finalist(race, trials), _reference(race, trials)
     gain = _final_gain(trials, finalist, reference) if finalist != reference else None
     tried, anchor = setups_of(trials), _anchor(race, trials)
-    finals = [one for one in trials if one.purpose is Purpose.FINAL]
     return RaceResult(
         _outcome(trials, finalist, reference, gain),
         best=finalist if gain is not None and gain.low > 0 else reference,
@@ -382,7 +386,7 @@ def verdict(race: Race, trials: Sequence[Trial]) -> RaceResult:
         left_out=tuple(_unseen(race, trials)),
         noise=noise_of(trials)[0],
         spent_s=sum(one.of_budget_s for one in trials),
-        gave_up=any(one.setup == finalist for one in finals) and not scores_of(finals, finalist),
+        gave_up=bool(_tries(trials, finalist, Purpose.FINAL)) and not scores_of(trials, finalist, Purpose.FINAL),
     )
 
 
