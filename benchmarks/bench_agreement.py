@@ -22,12 +22,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from corral.bench.measure import Bench, Finished
-from corral.bench.metrics import vllm_keys
-from corral.bench.spec import LoadShape, Spec, Workload
 from corral.client.client import run
 from corral.client.endpoint import Endpoint
-from corral.lifecycle.resolve import resolve
+from corral.deploy.lifecycle.resolve import resolve
+from corral.lab.bench.measure import Bench, Finished
+from corral.lab.bench.metrics import vllm_keys
+from corral.lab.bench.spec import LoadShape, Spec, Workload
 
 FIGURES = (
     "request_throughput",

@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from corral.processes import processor_s
+from corral.base.processes import processor_s
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -104,7 +104,7 @@ def main() -> None:
         from tests.console_home import make
 
         from corral.console.app import static_files
-        from corral.fake import FakeServer
+        from corral.fake.server import FakeServer
 
         course = (("starting", 0.5), ("initialising", 7.0), ("loading", 12.0), ("compiling", 30.0), ("ready", 60.0))
         made = [make(f"deployment {n}", 100).agent().course(*course) for n in range(given.deployments)]

@@ -14,9 +14,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from corral.doctor.examination import SURVEY_S
-from corral.hardware.survey import Asked, NodeFacts, survey
-from corral.ssh import Ssh
+from corral.base.ssh import Ssh
+from corral.deploy.doctor.examination import SURVEY_S
+from corral.plan.hardware.survey import Asked, NodeFacts, survey
 
 SSH = """#!/bin/sh
 for word; do

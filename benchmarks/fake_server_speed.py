@@ -13,7 +13,7 @@ import sys
 import time
 from typing import Any
 
-from corral.processes import processor_s
+from corral.base.processes import processor_s
 
 SECONDS = 3.0
 

@@ -23,8 +23,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from tests.fake_ssh import make_fake_ssh
 
-from corral.ssh import Ssh
-from corral.transfer.spread import Origin, Outcome, Progress, spread
+from corral.base.ssh import Ssh
+from corral.deploy.transfer.outcome import Origin, Outcome, Progress
+from corral.deploy.transfer.spread import spread
 
 
 def sha256(path: Path) -> str:

@@ -39,7 +39,7 @@ from gateway_spread import spread
 from corral.client.client import COMPLETIONS, Client, run
 from corral.client.endpoint import Endpoint
 from corral.client.errors import RequestError
-from corral.gateway.policies import POLICIES
+from corral.serve.gateway.policies import POLICIES
 
 # Faults
 

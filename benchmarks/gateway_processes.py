@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from corral.base.processes import processor_s
 from corral.client.client import Client, run
 from corral.client.endpoint import Endpoint
 from corral.client.errors import RequestError
-from corral.processes import processor_s
 
 KEY = "a-key-for-this-benchmark"
 
@@ -132,14 +132,14 @@ class LeastConnections:
 
 async def serve(urls: list[str], route: str, keys: list[str], seats: int | None) -> None:
     """The gateway alone, in front of servers, until standard input ends."""
-    from corral.deployment.state import State
-    from corral.gateway.client_keys import digest_of
-    from corral.gateway.gateway import Gateway
-    from corral.gateway.looking import Overseer
-    from corral.gateway.policies import POLICIES
-    from corral.gateway.serving import ServerReading
-    from corral.gateway.users import KeyGrant
-    from corral.proxy.relay_server import calm_collector
+    from corral.node.states import State
+    from corral.serve.gateway.client_keys import digest_of
+    from corral.serve.gateway.gateway import Gateway
+    from corral.serve.gateway.looking import Overseer
+    from corral.serve.gateway.policies import POLICIES
+    from corral.serve.gateway.serving import ServerReading
+    from corral.serve.gateway.users import KeyGrant
+    from corral.serve.proxy.relay_server import calm_collector
 
     calm_collector()
     POLICIES["least-connections"] = LeastConnections

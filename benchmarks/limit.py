@@ -39,7 +39,7 @@ from typing import Any
 
 from flag_sets import CORRAL, measured, run
 
-from corral.tune.baselines import DIGITALOCEAN
+from corral.lab.tune.baselines import DIGITALOCEAN
 
 PARTS = ("grid", "tune", "batch")
 # the plan first; then each of what may be worth something, and all of it

@@ -33,14 +33,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from corral.hardware.inventory import GIB, Inventory, parse_gpus, probe
-from corral.models.facts import facts_from_folder
-from corral.plan import Goal, Plan, make_plan
+from corral.base.record import to_json
 from corral.plan.candidate import Tuning
+from corral.plan.choose import make_plan
+from corral.plan.contract import Goal, Plan
+from corral.plan.hardware.inventory import GIB, Inventory, parse_gpus, probe
 from corral.plan.memory import Coefficients
+from corral.plan.models.facts import facts_from_folder
 from corral.plan.reconcile import read_log
 from corral.plan.speed import predict
-from corral.record import to_json
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": ["lm_head"]}
 SMALL = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,

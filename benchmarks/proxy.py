@@ -24,8 +24,9 @@ STREAM = {**WHOLE, "max_tokens": 128, "stream": True}
 
 async def serve(url: str) -> None:
     """The proxy alone, in front of one server, until standard input ends."""
-    from corral.deployment.state import State
-    from corral.proxy import MemberReading, Proxy
+    from corral.node.states import State
+    from corral.serve.proxy.members import MemberReading
+    from corral.serve.proxy.server import Proxy
 
     proxy = Proxy()
     await proxy.listen("127.0.0.1", 0)

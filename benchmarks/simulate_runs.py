@@ -29,13 +29,13 @@ from math import log2
 from pathlib import Path
 from statistics import median
 
-from corral.bench import store
-from corral.bench.measure import Bench
-from corral.bench.rows import read_rows, write_rows
-from corral.bench.spec import LoadShape, Spec, Workload
 from corral.client.client import run
 from corral.client.endpoint import Endpoint
-from corral.lifecycle.resolve import resolve
+from corral.deploy.lifecycle.resolve import resolve
+from corral.lab.bench import store
+from corral.lab.bench.measure import Bench
+from corral.lab.bench.rows import read_rows, write_rows
+from corral.lab.bench.spec import LoadShape, Spec, Workload
 
 SHARED = "prefix_repetition"
 

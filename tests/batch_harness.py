@@ -21,7 +21,7 @@ from pathlib import Path
 
 NURSERY = """
 import json, os, sys
-import corral.cli.batch, corral.batch.batch, corral.batch.output, corral.client.client, uvloop
+import corral.cli.batch, corral.use.batch.batch, corral.use.batch.output, corral.client.client, uvloop
 from corral.cli import main
 for line in sys.stdin:
     order = json.loads(line)

@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from corral.base.files import make_private_dir
+from corral.base.processes import own_identity
+from corral.base.record import dump_json, to_json
 from corral.client.endpoint import Endpoint
-from corral.deployment.fleet import (
+from corral.deploy.deployment.fleet import (
     Fleet,
     FleetFolder,
     FleetMember,
@@ -19,11 +22,9 @@ from corral.deployment.fleet import (
     MemberLoad,
     create_fleet,
 )
-from corral.deployment.folder import DeploymentFolder
-from corral.files import make_private_dir, write_atomic
-from corral.lifecycle.deployments import Record
-from corral.processes import own_identity
-from corral.record import dump_json, to_json
+from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.lifecycle.deployments import Record
+from corral.node.files import write_atomic
 
 __all__ = ["Made", "fake_program", "make", "make_fleet", "submitted"]
 

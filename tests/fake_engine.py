@@ -17,7 +17,10 @@ from typing import Any
 
 from corral.client.client import Client
 from corral.client.endpoint import Endpoint
-from corral.fake import FakeOptions, Pace, parse_fault, run
+from corral.fake.app import FakeOptions
+from corral.fake.faults import parse_fault
+from corral.fake.pace import Pace
+from corral.fake.server import run
 from corral.node.row_socket import RowSocket
 
 

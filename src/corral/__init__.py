@@ -13,16 +13,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from corral.batch.call import batch
+    from corral.base.errors import CorralError
     from corral.client.endpoint import Endpoint
     from corral.client.errors import RequestError
     from corral.client.reply import Piece, Reply, Token
-    from corral.errors import CorralError
-    from corral.llm.llm import LLM, AsyncLLM
-    from corral.llm.session import connect, up
-    from corral.llm.token_view import TokenView
-    from corral.score.likelihood import Score, ScoreOptions
-    from corral.score.score import Scores
+    from corral.use.batch.call import batch
+    from corral.use.llm.llm import LLM, AsyncLLM
+    from corral.use.llm.session import connect, up
+    from corral.use.llm.token_view import TokenView
+    from corral.use.score.likelihood import Score, ScoreOptions
+    from corral.use.score.score import Scores
 
 __version__ = "0.1.0"
 __all__ = [
@@ -45,21 +45,21 @@ __all__ = [
 ]
 
 _HOMES = {
-    "LLM": "llm.llm",
-    "AsyncLLM": "llm.llm",
-    "CorralError": "errors",
+    "LLM": "use.llm.llm",
+    "AsyncLLM": "use.llm.llm",
+    "CorralError": "base.errors",
     "Endpoint": "client.endpoint",
     "Piece": "client.reply",
     "Reply": "client.reply",
     "RequestError": "client.errors",
-    "Score": "score.likelihood",
-    "ScoreOptions": "score.likelihood",
-    "Scores": "score.score",
+    "Score": "use.score.likelihood",
+    "ScoreOptions": "use.score.likelihood",
+    "Scores": "use.score.score",
     "Token": "client.reply",
-    "TokenView": "llm.token_view",
-    "batch": "batch.call",
-    "connect": "llm.session",
-    "up": "llm.session",
+    "TokenView": "use.llm.token_view",
+    "batch": "use.batch.call",
+    "connect": "use.llm.session",
+    "up": "use.llm.session",
 }
 
 

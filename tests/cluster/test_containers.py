@@ -19,13 +19,13 @@ from typing import Any
 
 import pytest
 
-from corral.bundle import bundle
-from corral.deployment.events import read_events
-from corral.deployment.patience import Patience
-from corral.launch.render import UNSET
+from corral.base.bundle import bundle
+from corral.base.record import to_json
+from corral.deploy.deployment.events import read_events
+from corral.deploy.deployment.patience import Patience
+from corral.deploy.launch.render import UNSET
+from corral.engines.runtimes.base import EngineCommand, NodeSide, make_runtime
 from corral.node.agent.processes import descendants, process_table
-from corral.record import to_json
-from corral.runtimes.base import EngineCommand, NodeSide, make_runtime
 from tests import testbed
 from tests.cluster.bed import FILES, SECRET, Bed, commands_of_everybody
 from tests.testbed.containers import Docker

@@ -15,11 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from corral.errors import DataError
-from corral.ssh import Ssh
-from corral.transfer import courier as near_end
-from corral.transfer.changed import ChangedSourceError
-from corral.transfer.spread import Origin, Progress, spread
+from corral.base.errors import DataError
+from corral.base.ssh import Ssh
+from corral.deploy.transfer import courier as near_end
+from corral.deploy.transfer.changed import ChangedSourceError
+from corral.deploy.transfer.outcome import Origin, Progress
+from corral.deploy.transfer.spread import spread
 from tests.testbed import missing
 from tests.testbed.hosts import Hosts
 

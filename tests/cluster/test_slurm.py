@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 import corral as package
-from corral.deployment.folder import DeploymentFolder
+from corral.deploy.deployment.folder import DeploymentFolder
 from tests.cluster.conftest import FAILED
 from tests.stand_in import install_stand_in
 from tests.testbed import missing

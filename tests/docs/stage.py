@@ -26,14 +26,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from corral.base.record import dump_json
 from corral.cli import main
+from corral.deploy.profile.folders import user_folder
+from corral.deploy.targets import ssh as ssh_target
 from corral.engines import environments as engines
-from corral.fake import FakeOptions, FakeServer
-from corral.files import write_atomic
-from corral.hardware.survey import NodeFacts, survey
-from corral.profile.folders import user_folder
-from corral.record import dump_json
-from corral.targets import ssh as ssh_target
+from corral.fake.app import FakeOptions
+from corral.fake.server import FakeServer
+from corral.node.files import write_atomic
+from corral.plan.hardware.survey import NodeFacts, survey
 from tests.conftest import ROOT
 from tests.docs.pages import Command
 from tests.docs.shape import difference

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 import corral
-from corral.fake import FakeOptions, FakeServer
+from corral.fake.app import FakeOptions
+from corral.fake.server import FakeServer
 from tests.conftest import ROOT
 from tests.docs.pages import PAGES, blocks, commands
 from tests.until import free_port

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-from corral.fake import FakeOptions, FakeServer, Pace
+from corral.fake.app import FakeOptions
+from corral.fake.pace import Pace
+from corral.fake.server import FakeServer
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,9 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
-from corral.fake import FakeOptions, FakeServer, Pace
+from corral.fake.app import FakeOptions
+from corral.fake.pace import Pace
+from corral.fake.server import FakeServer
 from tests.console_home import make
 from tests.e2e.console_page import WAIT_MS, beating, picture
 from tests.until import until

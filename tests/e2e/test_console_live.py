@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
-from corral.fake import FakeOptions, FakeServer, Pace
+from corral.fake.app import FakeOptions
+from corral.fake.pace import Pace
+from corral.fake.server import FakeServer
 from tests.console_home import fake_program, make, make_fleet
 from tests.e2e.console_page import Console, beating, drawing, picture, running_console, watched_page
 from tests.until import until

@@ -17,20 +17,20 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
+from corral.base.errors import CorralError
+from corral.base.shell import Completed
+from corral.base.untrusted import parse_json, plain
 from corral.client.metrics import parse
-from corral.deployment.events import read_events
-from corral.deployment.folder import RankFolder
-from corral.errors import CorralError
-from corral.hardware.survey import read_answer
-from corral.models.facts import facts_from_folder
+from corral.deploy.deployment.events import read_events
+from corral.deploy.deployment.folder import RankFolder
+from corral.deploy.targets.remote_answers import read_report, read_started, read_stopped
+from corral.deploy.targets.remote_files import mirror
+from corral.deploy.transfer.courier_events import KINDS, read_event
 from corral.node.agent import gang_line
 from corral.node.courier import manifest
 from corral.node.courier.talk import TroubleError
-from corral.shell import Completed
-from corral.targets.remote_answers import read_report, read_started, read_stopped
-from corral.targets.remote_files import mirror
-from corral.transfer.courier_events import KINDS, read_event
-from corral.untrusted import parse_json, plain
+from corral.plan.hardware.survey import read_answer
+from corral.plan.models.facts import facts_from_folder
 from tests.fuzz.conftest import Fuzz
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)

@@ -9,17 +9,18 @@ from pathlib import Path
 import httptools
 from hypothesis import strategies as st
 
-from corral.batch.core.folder import BatchFolder
-from corral.batch.core.ledger import FINE, RECORD_BYTES, Ledger, LedgerEntry
-from corral.batch.core.table import Table, hash64
-from corral.batch.input.recipe import Recipe
-from corral.batch.inspect import check_input
+from corral.base.errors import CorralError
+from corral.base.lock import holder_of
+from corral.client.http1.reading import BadMessageError, RequestReader, ResponseReader
 from corral.client.reply import read_piece
-from corral.deployment.folder import DeploymentFolder
-from corral.errors import CorralError
-from corral.http1.reading import BadMessageError, RequestReader, ResponseReader
-from corral.lifecycle.traces import traces_of
-from corral.lock import holder_of
+from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.lifecycle.traces import traces_of
+from corral.use.batch.core.folder import BatchFolder
+from corral.use.batch.core.ledger import Ledger, LedgerEntry
+from corral.use.batch.core.records import FINE, RECORD_BYTES
+from corral.use.batch.core.table import Table, hash64
+from corral.use.batch.input.recipe import Recipe
+from corral.use.batch.inspect import check_input
 from tests.fuzz.conftest import Fuzz
 from tests.fuzz.test_decoders import anything, changed, raw, text_of
 

@@ -20,7 +20,7 @@ import pytest
 import corral as library
 from corral.client.endpoint import HeldKeyEndpoint
 from corral.client.errors import BadRequestError, KeyRefusedError, PromptTooLongError
-from corral.llm.llm import LLM
+from corral.use.llm.llm import LLM
 from tests.conftest import ROOT
 from tests.integration.conftest import BOUND, Corral
 from tests.integration.transformers_scores import planned_dtype, reference, rows

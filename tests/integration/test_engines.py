@@ -28,7 +28,7 @@ def test_check_tells_what_it_is_made_of(corral: Corral) -> None:
 def test_the_flags_shipped_with_corral_are_those_of_the_engine(corral: Corral) -> None:
     from importlib import resources
 
-    script = resources.files("corral") / "engine_side" / "list_flags.py"
+    script = resources.files("corral") / "engines" / "engine_side" / "list_flags.py"
     python = corral.engine / "bin" / "python"
     done = subprocess.run([str(python), str(script)], capture_output=True, text=True, env=corral.env, check=True)
     shipped = json.loads((resources.files("corral") / "data" / "engines" / "flags-0.32.0.json").read_text())

@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 
 import corral as package
-from corral.llm.llm import LLM
+from corral.use.llm.llm import LLM
 from tests.integration.conftest import BOUND, Corral, free_port
 from tests.integration.transformers_scores import planned_dtype, reference, rows, worst_difference
 from tests.testbed import missing

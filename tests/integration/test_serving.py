@@ -18,9 +18,9 @@ import openai
 import pytest
 
 import corral as library
-from corral.llm.llm import LLM
 from corral.node.agent.processes import descendants, marked
 from corral.node.guard import OPEN_WITHOUT_KEY
+from corral.use.llm.llm import LLM
 from tests.integration.conftest import FAST, Corral
 from tests.integration.endings import failed, nothing_left
 from tests.integration.transformers_scores import planned_dtype, quieten, reference, rows, worst_difference

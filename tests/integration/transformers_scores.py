@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from corral.llm.llm import LLM
+from corral.use.llm.llm import LLM
 from tests.conftest import ROOT
 from tests.integration.conftest import Corral
 

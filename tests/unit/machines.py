@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from corral.hardware.survey import Interface, NodeFacts, RdmaPort
+from corral.plan.hardware.survey import Interface, NodeFacts, RdmaPort
 
 LO = Interface("lo", "loopback", ("127.0.0.1/8",), mtu=65536)
 DOCKER = Interface("docker0", "docker", ("172.17.0.1/16",), carrier=False, driver="bridge")

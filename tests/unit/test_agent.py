@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 
-from corral.bundle import bundle
-from corral.deployment.events import Event, read_events
-from corral.deployment.patience import Patience
-from corral.deployment.state import State, may_follow
+from corral.base.bundle import bundle
+from corral.base.record import to_json
+from corral.deploy.deployment.events import Event, read_events
+from corral.deploy.deployment.patience import Patience
 from corral.node.agent import engine_log, journal, processes
 from corral.node.agent.container import Container
 from corral.node.agent.load_log import LoadLog
 from corral.node.agent.probe import Probe, Server
-from corral.record import to_json
+from corral.node.states import State, may_follow
 from tests.until import free_port, until
 
 STUB = Path(__file__).parent.parent / "stub_engine.py"

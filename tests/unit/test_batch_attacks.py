@@ -15,18 +15,20 @@ from typing import Any
 
 import pytest
 
-from corral.batch.batch import carry_out
-from corral.batch.core.folder import BatchFolder, PartFolder
-from corral.batch.core.ledger import FINE, RECORD_BYTES, Ledger, LedgerEntry
-from corral.batch.core.run import Quiet, RunSummary
-from corral.batch.core.runner import RunnerSettings
-from corral.batch.core.table import Table, hash64
-from corral.batch.input.recipe import Recipe
-from corral.batch.input.row_limits import DEEPEST_ROW
-from corral.batch.job import BatchOrder
-from corral.batch.serving import Where
-from corral.errors import DataError
-from corral.fake import FakeOptions, FakeServer
+from corral.base.errors import DataError
+from corral.fake.app import FakeOptions
+from corral.fake.server import FakeServer
+from corral.use.batch.batch import carry_out
+from corral.use.batch.core.folder import BatchFolder, PartFolder
+from corral.use.batch.core.ledger import Ledger, LedgerEntry
+from corral.use.batch.core.records import FINE, RECORD_BYTES
+from corral.use.batch.core.run import Quiet, RunSummary
+from corral.use.batch.core.runner import RunnerSettings
+from corral.use.batch.core.table import Table, hash64
+from corral.use.batch.input.recipe import Recipe
+from corral.use.batch.input.row_limits import DEEPEST_ROW
+from corral.use.batch.job import BatchOrder
+from corral.use.batch.serving import Where
 from tests.testbed import NOT_ROOT
 
 QUICK = RunnerSettings(backoff_s=0.01, longest_backoff_s=0.05, drain_s=1.0)
@@ -171,7 +173,7 @@ def test_a_ledger_is_not_mended_where_no_copy_can_be_made(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("corral.batch.core.damage._copy", full)
+        patch.setattr("corral.use.batch.core.damage._copy", full)
         with pytest.raises(DataError, match=r"is damaged, and cannot be copied .*No space left"):
             batch(server, source, output)
     assert [path.read_bytes() for path in files] == before
@@ -243,8 +245,8 @@ def test_a_row_may_be_nested_as_deep_as_is_said(deepest: int) -> None:
 LONG = """
 import gzip, resource, sys
 from pathlib import Path
-from corral.batch.inspect import check_input
-from corral.batch.input.recipe import Recipe
+from corral.use.batch.inspect import check_input
+from corral.use.batch.input.recipe import Recipe
 path, count = Path(sys.argv[1]), int(sys.argv[2])
 head, tail = (part.encode().decode("unicode_escape").encode() for part in sys.argv[3:5])
 with (gzip.open(path, "wb", 1) if path.suffix == ".gz" else path.open("wb")) as file:

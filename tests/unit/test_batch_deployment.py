@@ -6,10 +6,10 @@ import json
 import time
 from pathlib import Path
 
-from corral.deployment.folder import DeploymentFolder
+from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.lifecycle import deployments
+from corral.deploy.lifecycle.successors import Chain, write_chain
 from corral.engines import environments as engines
-from corral.lifecycle import deployments
-from corral.lifecycle.successors import Chain, write_chain
 from tests.unit.conftest import Corral
 from tests.until import free_port
 

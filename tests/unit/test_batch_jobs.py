@@ -15,16 +15,17 @@ from pathlib import Path
 
 import pytest
 
-from corral.batch import Table
-from corral.batch.core.folder import BatchFolder
-from corral.batch.core.ledger import FAILED, FINE, Ledger, LedgerEntry
-from corral.batch.inspect import inspect
-from corral.batch.jobs.queued import QueuedState
-from corral.batch.sharing.blocks import BlockFeed, Division, block_size
-from corral.batch.sharing.parts import Others, Participant, all_parts, claim_path, runners_of
-from corral.deployment.state import Reason
-from corral.processes import Identity
-from corral.targets.base import JobState
+from corral.base.processes import Identity
+from corral.deploy.targets.base import JobState
+from corral.node.states import Reason
+from corral.use.batch.core.folder import BatchFolder
+from corral.use.batch.core.ledger import Ledger, LedgerEntry
+from corral.use.batch.core.records import FAILED, FINE
+from corral.use.batch.core.table import Table
+from corral.use.batch.inspect import inspect
+from corral.use.batch.jobs.queued import QueuedState
+from corral.use.batch.sharing.blocks import BlockFeed, Division, block_size
+from corral.use.batch.sharing.parts import Others, Participant, all_parts, claim_path, runners_of
 from tests.batch_harness import Nursery, Reins, control, fake_server, torment_several, write_rows
 from tests.until import until
 
@@ -126,7 +127,7 @@ def test_a_runner_elsewhere_that_is_silent_is_told_as_such(tmp_path: Path, monke
     elsewhere(lock, 300)
     assert "process 77 on n2, is gone" in inspect(str(output)).reason
     over = QueuedState("41", "d", JobState.FAILED, "job 41 failed", "", True, False, Reason.JOB_FAILED)
-    monkeypatch.setattr("corral.batch.inspect.queued_states", lambda folder: [over])
+    monkeypatch.setattr("corral.use.batch.inspect.queued_states", lambda folder: [over])
     elsewhere(lock, 25)  # its job has ended: nobody waits two minutes
     standing = inspect(str(output))
     assert (standing.state, standing.runners, standing.reason) == ("interrupted", (), "job 41 failed")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from corral.batch.known import known_outputs, note_output
-from corral.home import batches_dir
+from corral.base.home import batches_dir
+from corral.use.batch.known import known_outputs, note_output
 
 
 def begun(output: Path) -> Path:

@@ -8,26 +8,27 @@ from typing import Any
 
 import pytest
 
-from corral.batch.batch import Result, again, carry_out
-from corral.batch.core.folder import BatchFolder
-from corral.batch.core.run import BatchState, Quiet, RunSummary
-from corral.batch.core.runner import RunnerSettings
-from corral.batch.inspect import inspect
-from corral.batch.job import BatchOrder, load_record
-from corral.batch.jobs import in_job
-from corral.batch.jobs.in_job import InJob
-from corral.batch.jobs.queued import add_job, cancel_hopeless, is_queued, jobs_of
-from corral.batch.serving import Offline, Where
-from corral.batch.sharing.parts import Participant, bury, claim_path, runners_of
-from corral.batch.sharing.shared import Sharing
+from corral.base.errors import LaunchError, UnreachableError
 from corral.cli.batch_view import print_status, wait_for_jobs
-from corral.errors import LaunchError, UnreachableError
-from corral.fake import FakeOptions, FakeServer
-from corral.slurm import commands
-from corral.slurm.commands import SlurmJob
-from corral.slurm.options import SlurmOptions
-from corral.slurm.script import BatchJob, batch_script
-from corral.targets.slurm import SlurmTarget
+from corral.deploy.slurm import commands
+from corral.deploy.slurm.commands import SlurmJob
+from corral.deploy.slurm.options import SlurmOptions
+from corral.deploy.slurm.script import BatchJob, batch_script
+from corral.deploy.targets.slurm import SlurmTarget
+from corral.fake.app import FakeOptions
+from corral.fake.server import FakeServer
+from corral.use.batch.batch import Result, again, carry_out
+from corral.use.batch.core.folder import BatchFolder
+from corral.use.batch.core.run import BatchState, Quiet, RunSummary
+from corral.use.batch.core.runner import RunnerSettings
+from corral.use.batch.inspect import inspect
+from corral.use.batch.job import BatchOrder, load_record
+from corral.use.batch.jobs import in_job
+from corral.use.batch.jobs.in_job import InJob
+from corral.use.batch.jobs.queued import add_job, cancel_hopeless, is_queued, jobs_of
+from corral.use.batch.serving import Offline, Where
+from corral.use.batch.sharing.parts import Participant, bury, claim_path, runners_of
+from corral.use.batch.sharing.shared import Sharing
 from tests.unit.conftest import Corral, Shellcheck
 
 RUNNER = ("env", "CORRAL_HOME=/sh are/corral", "python", "-m", "corral", "batch", "in-job", "/sh are/it's out.jsonl")
@@ -86,7 +87,7 @@ class Handed(SlurmTarget):
 @pytest.fixture
 def target(monkeypatch: pytest.MonkeyPatch) -> Handed:
     made = Handed(SlurmOptions())
-    monkeypatch.setattr("corral.lifecycle.deployments.target_of", lambda _: made)
+    monkeypatch.setattr("corral.deploy.lifecycle.deployments.target_of", lambda _: made)
     monkeypatch.setattr(in_job, "load_json", lambda kind, path: None)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     return made

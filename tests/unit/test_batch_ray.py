@@ -12,20 +12,20 @@ from pathlib import Path
 
 import pytest
 
-from corral.batch.batch import Result, again, carry_out
-from corral.batch.core.run import Quiet
-from corral.batch.core.runner import RunnerSettings
-from corral.batch.input.recipe import Recipe
-from corral.batch.inspect import inspect
-from corral.batch.job import BatchOrder, folder_of
-from corral.batch.raydata.cpus import format_on
-from corral.batch.raydata.engine import AnswerEngine, EngineDiedError, RayAnswer, engine_settings, read_answer
-from corral.batch.raydata.logs import why_died
-from corral.batch.raydata.run import run_on_engine
-from corral.batch.serving import Offline, Served, Where
+from corral.base.errors import EngineError, UsageError
 from corral.cli import main
-from corral.errors import EngineError, UsageError
-from corral.hardware.cpu import common_cpu, parse_cpuinfo
+from corral.plan.hardware.cpu import common_cpu, parse_cpuinfo
+from corral.use.batch.batch import Result, again, carry_out
+from corral.use.batch.core.run import Quiet
+from corral.use.batch.core.runner import RunnerSettings
+from corral.use.batch.input.recipe import Recipe
+from corral.use.batch.inspect import inspect
+from corral.use.batch.job import BatchOrder, folder_of
+from corral.use.batch.raydata.cpus import format_on
+from corral.use.batch.raydata.engine import AnswerEngine, EngineDiedError, RayAnswer, engine_settings, read_answer
+from corral.use.batch.raydata.logs import why_died
+from corral.use.batch.raydata.run import run_on_engine
+from corral.use.batch.serving import Offline, Served, Where
 
 MODEL = Offline("model", engine="ray-data")
 

@@ -15,16 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from corral.batch.core.folder import BatchFolder
-from corral.batch.core.table import RowReader, Table, hash64
-from corral.batch.input.check import read_problems, scan
-from corral.batch.input.recipe import OPENAI, PLAIN, Recipe
-from corral.batch.input.rows import open_source
-from corral.batch.inspect import check_input
+from corral.base.errors import CorralError, DataError, NotFoundError, UsageError
 from corral.cli.batch import command
 from corral.client.sampling import request_fields
-from corral.errors import CorralError, DataError, NotFoundError, UsageError
-from corral.score.row_files import ScoreRows
+from corral.use.batch.core.folder import BatchFolder
+from corral.use.batch.core.table import RowReader, Table, hash64
+from corral.use.batch.input.check import read_problems, scan
+from corral.use.batch.input.recipe import OPENAI, PLAIN, Recipe
+from corral.use.batch.input.rows import open_source
+from corral.use.batch.inspect import check_input
+from corral.use.score.row_files import ScoreRows
 
 
 def prompts(path: Path, tmp_path: Path, **recipe: Any) -> list[str]:
@@ -328,7 +328,7 @@ def test_a_row_that_changes_after_the_check_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_length_of_an_answer_is_the_same_as_for_one_prompt() -> None:
-    from corral.llm.llm import request_for
+    from corral.use.llm.llm import request_for
 
     def sent(row: dict[str, Any], **recipe: Any) -> Any:
         return Recipe(kind=PLAIN, **recipe).read(json.dumps(row).encode(), 1).body.get("max_tokens")

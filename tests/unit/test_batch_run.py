@@ -19,23 +19,7 @@ from typing import Any
 
 import pytest
 
-from corral.batch import BatchFolder, BatchLock, FixedServer
-from corral.batch.batch import again, carry_out
-from corral.batch.core.pace import LanePace
-from corral.batch.core.retry import Verdict, judge
-from corral.batch.core.run import Quiet, RunSummary, run_job
-from corral.batch.core.runner import Counts, RowAsk, RowRequest, Runner, RunnerSettings
-from corral.batch.core.table import Table, hash64
-from corral.batch.input.recipe import Recipe
-from corral.batch.inspect import ask_to_stop, inspect
-from corral.batch.job import BatchOrder
-from corral.batch.serving import Where
-from corral.client.client import Reply
-from corral.client.endpoint import Absence, Endpoint, ModelServer
-from corral.client.errors import OverloadedError, ServerGoneError, TimedOutError, error_from_status
-from corral.client.metrics import Reading
-from corral.client.retry import backoff_s
-from corral.errors import (
+from corral.base.errors import (
     AccessError,
     ConflictError,
     CorralError,
@@ -45,8 +29,26 @@ from corral.errors import (
     UnreachableError,
     UsageError,
 )
-from corral.fake import FakeOptions, FakeServer
-from corral.fake import Pace as FakePace
+from corral.client.endpoint import Absence, Endpoint, FixedServer, ModelServer
+from corral.client.errors import OverloadedError, ServerGoneError, TimedOutError, error_from_status
+from corral.client.metrics import Reading
+from corral.client.reply import Reply
+from corral.client.retry import backoff_s
+from corral.fake.app import FakeOptions
+from corral.fake.pace import Pace as FakePace
+from corral.fake.server import FakeServer
+from corral.use.batch.batch import again, carry_out
+from corral.use.batch.core.folder import BatchFolder
+from corral.use.batch.core.lock import BatchLock
+from corral.use.batch.core.pace import LanePace
+from corral.use.batch.core.retry import Verdict, judge
+from corral.use.batch.core.run import Quiet, RunSummary, run_job
+from corral.use.batch.core.runner import Counts, RowAsk, RowRequest, Runner, RunnerSettings
+from corral.use.batch.core.table import Table, hash64
+from corral.use.batch.input.recipe import Recipe
+from corral.use.batch.inspect import ask_to_stop, inspect
+from corral.use.batch.job import BatchOrder
+from corral.use.batch.serving import Where
 from tests.until import until
 
 QUICK = RunnerSettings(backoff_s=0.01, longest_backoff_s=0.05, drain_s=1.0)

@@ -15,14 +15,16 @@ from typing import Any
 import openai
 import pytest
 
-from corral.batch import job
-from corral.batch.batch import carry_out
-from corral.batch.core.runner import RunnerSettings
-from corral.batch.input import check
-from corral.batch.service import workers
-from corral.batch.service.server import BatchService, ServiceOptions
-from corral.batch.serving import Where
-from corral.fake import FakeOptions, FakeServer, Pace
+from corral.fake.app import FakeOptions
+from corral.fake.pace import Pace
+from corral.fake.server import FakeServer
+from corral.use.batch import job
+from corral.use.batch.batch import carry_out
+from corral.use.batch.core.runner import RunnerSettings
+from corral.use.batch.input import check
+from corral.use.batch.service import workers
+from corral.use.batch.service.server import BatchService, ServiceOptions
+from corral.use.batch.serving import Where
 from tests.until import until
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import openai
 import pytest
 
-from corral.batch.service import connection, upload
-from corral.batch.service.server import BatchService, ServiceOptions
+from corral.use.batch.service import connection, upload
+from corral.use.batch.service.server import BatchService, ServiceOptions
 
 BOUNDARY = b"xxBOUNDARYxx"
 

@@ -16,13 +16,14 @@ from typing import Any
 import openai
 import pytest
 
-from corral.batch.batch import carry_out
-from corral.batch.service import app, workers
-from corral.batch.service.refusal import without_paths
-from corral.batch.service.server import BatchService
-from corral.batch.service.shortage import Shortage, has_room, shortage_of
-from corral.errors import DataError
-from corral.fake import FakeServer, Pace
+from corral.base.errors import DataError
+from corral.fake.pace import Pace
+from corral.fake.server import FakeServer
+from corral.use.batch.batch import carry_out
+from corral.use.batch.service import app, workers
+from corral.use.batch.service.refusal import without_paths
+from corral.use.batch.service.server import BatchService
+from corral.use.batch.service.shortage import Shortage, has_room, shortage_of
 from tests.skips import NO_MOUNT
 from tests.unit.test_batch_service import begun, create, ended, options, row, sdk, server, upload
 from tests.until import until

@@ -12,17 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.bench.compare import Side, compare
-from corral.bench.gate import judge, needed, verdict
-from corral.bench.metrics import details, percentile, spread, statistic, summarise, vllm_keys
-from corral.bench.rows import RequestRow, read_rows, write_rows
-from corral.bench.schedule import send_times
-from corral.bench.search import Probe, Searching, backlog_slope, passes
-from corral.bench.server_metrics import ServerDelta, sample_of
-from corral.bench.spec import LoadShape, Spec, Workload, parse_goodput, parse_percentiles, parse_slos
+from corral.base.errors import DataError, UsageError
 from corral.client.metrics import cache_config, parse
-from corral.errors import DataError, UsageError
 from corral.fake.metrics import Metrics
+from corral.lab.bench.compare import Side, compare
+from corral.lab.bench.gate import judge, needed, verdict
+from corral.lab.bench.metrics import details, percentile, spread, statistic, summarise, vllm_keys
+from corral.lab.bench.rows import RequestRow, read_rows, write_rows
+from corral.lab.bench.schedule import send_times
+from corral.lab.bench.search import Probe, Searching, backlog_slope, passes
+from corral.lab.bench.server_metrics import ServerDelta, sample_of
+from corral.lab.bench.spec import LoadShape, Spec, Workload, parse_goodput, parse_percentiles, parse_slos
 
 MS = 1_000_000
 

@@ -7,17 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from corral.bench.fingerprint import Fingerprint, differences
-from corral.bench.limit import cost_of, distance, roof
-from corral.bench.metrics import Spread, Summary
-from corral.bench.server_metrics import ServerDelta
-from corral.hardware.inventory import parse_gpus
-from corral.models.facts import read_facts
-from corral.plan import Plan, make_plan
-from corral.report.svg import Curve, chart, histogram, ticks
-from corral.report.terminal_plots import bar, sparkline
-from corral.report.terminal_plots import histogram as row_of_blocks
-from corral.report.timeline import timeline
+from corral.lab.bench.fingerprint import Fingerprint, differences
+from corral.lab.bench.limit import cost_of, distance, roof
+from corral.lab.bench.metrics import Spread, Summary
+from corral.lab.bench.server_metrics import ServerDelta
+from corral.lab.report.svg import Curve, chart, histogram, ticks
+from corral.lab.report.terminal_plots import bar, sparkline
+from corral.lab.report.terminal_plots import histogram as row_of_blocks
+from corral.lab.report.timeline import timeline
+from corral.plan.choose import make_plan
+from corral.plan.contract import Plan
+from corral.plan.hardware.inventory import parse_gpus
+from corral.plan.models.facts import read_facts
 from tests.unit.test_bench_figures import row
 
 CALM = ServerDelta(0, 0.0, 0, 0, 0, 0, 16, 0.2, 0)

@@ -10,19 +10,22 @@ from typing import Any
 
 import pytest
 
-from corral.bench.datasets import body_of, load_prompts, path_of
-from corral.bench.schedule import send_times
-from corral.bench.series import _probe_spec
-from corral.bench.spec import Workload, parse_slos
-from corral.bench.store import runs_dir
-from corral.bench.vocabulary import WORDS, Vocabulary, learn_vocabulary
+from corral.base.errors import DataError
 from corral.cli import main
 from corral.cli.bench_options import make_spec
 from corral.client.client import Client, run
 from corral.client.endpoint import Endpoint
-from corral.errors import DataError
-from corral.fake import FakeOptions, FakeServer, Pace, parse_fault
+from corral.fake.app import FakeOptions
+from corral.fake.faults import parse_fault
+from corral.fake.pace import Pace
+from corral.fake.server import FakeServer
 from corral.fake.words import encode
+from corral.lab.bench.datasets import body_of, load_prompts, path_of
+from corral.lab.bench.schedule import send_times
+from corral.lab.bench.series import _probe_spec
+from corral.lab.bench.spec import Workload, parse_slos
+from corral.lab.bench.store import runs_dir
+from corral.lab.bench.vocabulary import WORDS, Vocabulary, learn_vocabulary
 
 
 @pytest.fixture(scope="module")

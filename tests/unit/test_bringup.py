@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from corral.errors import DoesNotFitError, UsageError
-from corral.hardware import inventory as hardware
-from corral.launch.links import Node, Ports
-from corral.lifecycle import bringup
-from corral.lifecycle.staging import Staging
-from corral.targets.base import AgentsStatus, ChosenPorts, Declared
+from corral.base.errors import DoesNotFitError, UsageError
+from corral.deploy.launch.links import Node, Ports
+from corral.deploy.lifecycle import bringup
+from corral.deploy.lifecycle.staging import Staging
+from corral.deploy.targets.base import AgentsStatus, ChosenPorts, Declared
+from corral.plan.hardware import inventory as hardware
 from tests.unit.conftest import Silent
 
 
@@ -144,7 +144,7 @@ def test_a_model_of_the_hub_goes_straight_to_the_nodes(monkeypatch: pytest.Monke
         orders.append(order)
         return types.SimpleNamespace(failed=(), folder=order.to)
 
-    monkeypatch.setattr("corral.transfer.pull.pull", pull)
+    monkeypatch.setattr("corral.deploy.transfer.pull.pull", pull)
     assert bringup._bring_model(decision, target, staging) == "/home/models/llama-3.1-405b"
     assert orders[0].hosts == target.hosts
     target.found = "/home/models/there"  # brought by an earlier `corral pull`: nothing moves

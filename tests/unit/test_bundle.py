@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from corral import bundle as bundling
-from corral.bundle import bundle
+from corral.base import bundle as bundling
+from corral.base.bundle import bundle
 
 SOURCE = Path(__file__).parent.parent.parent / "src" / "corral"
 PACKAGES = ["node/agent", "node/courier"]
@@ -32,7 +32,7 @@ def sources(text: str) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("resource", ["node/guard.py", "node/versions.py", "engine_side/list_flags.py"])
+@pytest.mark.parametrize("resource", ["node/guard.py", "node/versions.py", "engines/engine_side/list_flags.py"])
 def test_a_file_that_needs_no_other_travels_as_it_is(resource: str) -> None:
     assert bundle(resource) == (SOURCE / resource).read_text()
 

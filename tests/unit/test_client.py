@@ -23,7 +23,8 @@ from typing import Any, cast
 
 import pytest
 
-from corral.client.client import CHAT, COMPLETIONS, Client, Piece, Reply, run
+from corral.base.errors import AccessError, CorralError, EngineError, NotFoundError, UnreachableError, UsageError
+from corral.client.client import CHAT, COMPLETIONS, Client, run
 from corral.client.endpoint import Endpoint
 from corral.client.errors import (
     AbortedError,
@@ -42,10 +43,13 @@ from corral.client.errors import (
     error_from_status,
 )
 from corral.client.events import EventSplitter
+from corral.client.reply import Piece, Reply
 from corral.client.retry import retried
 from corral.client.wire import Exchange, Wire
-from corral.errors import AccessError, CorralError, EngineError, NotFoundError, UnreachableError, UsageError
-from corral.fake import FakeOptions, FakeServer, Pace, parse_fault
+from corral.fake.app import FakeOptions
+from corral.fake.faults import parse_fault
+from corral.fake.pace import Pace
+from corral.fake.server import FakeServer
 from tests.skips import NO_OPENSSL
 
 ASK = {"prompt": "San Francisco is a", "max_tokens": 8, "temperature": 0, "ignore_eos": True}

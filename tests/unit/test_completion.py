@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from corral.deployment.folder import DeploymentFolder
+from corral.deploy.deployment.folder import DeploymentFolder
 
 
 def offered(words: str, clean_home: Path) -> list[tuple[str, str]]:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from corral.base.errors import NotFoundError, UsageError
+from corral.base.processes import own_identity
 from corral.console import standings
 from corral.console.commands import Commands, RunningCommand
 from corral.console.fleet import changes
@@ -17,15 +19,13 @@ from corral.console.newsfeed import Newsfeed
 from corral.console.phases import Start, phases_of, ready_at_s
 from corral.console.standings import Standings, deployment_row, restart_words
 from corral.console.starting import form_of, up_words
-from corral.deployment.course import Phase
-from corral.deployment.events import Event
-from corral.deployment.expectation import Expected
-from corral.deployment.folder import DeploymentFolder
-from corral.deployment.state import State
-from corral.errors import NotFoundError, UsageError
-from corral.lifecycle.deployments import Record, Status
-from corral.lifecycle.staging import Staging
-from corral.processes import own_identity
+from corral.deploy.deployment.course import Phase
+from corral.deploy.deployment.events import Event
+from corral.deploy.deployment.expectation import Expected
+from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.lifecycle.deployments import Record, Status
+from corral.deploy.lifecycle.staging import Staging
+from corral.node.states import State
 from tests.console_home import make, submitted
 from tests.unit.conftest import Silent
 from tests.until import until
@@ -325,7 +325,7 @@ def test_a_job_that_waits_has_its_submission_in_the_line(monkeypatch: pytest.Mon
 
     fake_program(tmp_path / "bin", "squeue", "echo '4821|PENDING|Priority|N/A|N/A|1:00:00||0|0:0|'")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
-    from corral.slurm import commands as slurm
+    from corral.deploy.slurm import commands as slurm
 
     slurm.forget_answers()
     made = submitted(make("queued", target="slurm", nodes=("rank0", "rank1")), "4821", 3.0)

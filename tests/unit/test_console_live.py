@@ -17,8 +17,8 @@ from corral.console.history import HOUR_S, History
 from corral.console.jobs import JobProgress, Jobs
 from corral.console.live import Figures, figures_of, sums_of
 from corral.fake.metrics import Metrics
-from corral.llm.ready import ready_servers
-from corral.llm.top import Line, Watch
+from corral.use.llm.ready import ready_servers
+from corral.use.llm.top import Line, Watch
 from tests.console_home import make, make_fleet
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from corral.base.errors import CorralError, UsageError
 from corral.console.plans import FactCache, alternatives, plan_choices, plan_page, read_question
 from corral.console.query import real_number, whole_number
-from corral.errors import CorralError, UsageError
 
 
 def planned(**given: str) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def test_the_form_offers_models_and_hardware() -> None:
 
 def test_this_machine_without_a_gpu_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is known of a CPU machine's storage: the plan says so by leaving it out."""
-    from corral.hardware.inventory import Inventory
+    from corral.plan.hardware.inventory import Inventory
 
     here = Inventory(None, 1, 1, 8 << 30, cpu_cores=4, host_memory_bytes=16 << 30, host_available_bytes=8 << 30,
                      source="probed")  # fmt: skip

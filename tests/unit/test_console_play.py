@@ -13,14 +13,15 @@ from typing import Any
 
 import pytest
 
+from corral.base.errors import UsageError
 from corral.client.client import CHAT, COMPLETIONS, Client
 from corral.client.endpoint import Endpoint
 from corral.console.answering import answer_events, heat_map, pieces_of
 from corral.console.asking import PlayRequest, as_curl, as_python, parameter_table, read_play, stream_request
 from corral.console.play import servers
 from corral.console.spelling import Spellings
-from corral.errors import UsageError
-from corral.fake import FakeOptions, FakeServer
+from corral.fake.app import FakeOptions
+from corral.fake.server import FakeServer
 from corral.fake.words import decode
 
 MESSAGES = [{"role": "user", "content": "Say something about Tokyo."}]
@@ -115,7 +116,7 @@ def test_what_ids_mean_is_asked_once(server: FakeServer, monkeypatch: pytest.Mon
     async def refuse(*_: object) -> dict[int, bytes | None]:
         raise AssertionError("asked again")
 
-    monkeypatch.setattr("corral.llm.token_bytes.learn", refuse)
+    monkeypatch.setattr("corral.use.llm.token_bytes.learn", refuse)
     assert told(server, asked, spellings)[-1] == first[-1]
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from corral.base.errors import NotFoundError, UsageError
 from corral.console.runs import batch_list, batch_page, batch_rows, comparison, run_list, run_page
-from corral.errors import NotFoundError, UsageError
-from corral.fake import FakeOptions, FakeServer
+from corral.fake.app import FakeOptions
+from corral.fake.server import FakeServer
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from corral.bundle import bundle
+from corral.base.bundle import bundle
 from corral.node.courier import folders, hashes
 from corral.node.courier.changes import ChangedError
 from corral.node.courier.signature import authorization

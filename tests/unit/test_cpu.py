@@ -8,20 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from corral.errors import CorralError
-from corral.hardware import cpu_speed
-from corral.hardware.cpu import CpuFacts, common_cpu, parse_cpuinfo, read_cpu
-from corral.hardware.cpu_speed import CpuKind, CpuSpeed, FormatSpeed, measure, recall, remember
-from corral.hardware.inventory import GIB, Inventory
-from corral.models.facts import ModelFacts, read_facts
-from corral.plan import Goal, Plan, make_plan
+from corral.base.errors import CorralError
+from corral.base.shell import Completed
 from corral.plan.candidate import Tuning
+from corral.plan.choose import make_plan
+from corral.plan.contract import Goal, Plan
 from corral.plan.cpu_format import formats_to_measure, quick_format
 from corral.plan.cpu_speed import products
 from corral.plan.fixed import Fixed
+from corral.plan.hardware import cpu_speed
+from corral.plan.hardware.cpu import CpuFacts, common_cpu, parse_cpuinfo, read_cpu
+from corral.plan.hardware.cpu_speed import CpuKind, CpuSpeed, FormatSpeed, measure, recall, remember
+from corral.plan.hardware.inventory import GIB, Inventory
 from corral.plan.load_speed import speed_at
+from corral.plan.models.facts import ModelFacts, read_facts
 from corral.plan.tuning import cpu_kind, tuning_for
-from corral.shell import Completed
 
 TEXTS = Path(__file__).parent / "cpuinfo"
 

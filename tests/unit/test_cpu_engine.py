@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-ENGINE_SIDE = Path(__file__).parent.parent.parent / "src" / "corral" / "engine_side"
+ENGINE_SIDE = Path(__file__).parent.parent.parent / "src" / "corral" / "engines" / "engine_side"
 
 
 @pytest.fixture

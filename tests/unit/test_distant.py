@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from corral.base.errors import CorralError, NotFoundError, UnreachableError
 from corral.client.endpoint import Endpoint
-from corral.errors import CorralError, NotFoundError, UnreachableError
-from corral.lifecycle import distant
-from corral.lifecycle.distant import Distant, ask_standing
+from corral.deploy.lifecycle import distant
+from corral.deploy.lifecycle.distant import Distant, ask_standing
 from tests.until import until
 
 FIRST = {"base_url": "http://a:1/v1", "model": "m", "key_file": "/key"}

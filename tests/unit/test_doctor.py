@@ -14,17 +14,21 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from corral.base.errors import UsageError
+from corral.base.record import to_json
+from corral.base.shell import Completed
+from corral.base.ssh import Ssh
 from corral.cli.doctor import command
 from corral.cli.doctor_view import report_lines
-from corral.doctor import Finding, Level, Question, Report, examine, quick_check
-from corral.doctor.engine import judge_all_reduce, read_all_reduce
-from corral.doctor.examination import SURVEY_S
-from corral.doctor.judge import judge_facts, judge_model, judge_versions, judge_writing
-from corral.doctor.wire import Peer, WireResult, judge_wire, stream_time_s
-from corral.errors import UsageError
-from corral.hardware.fabric import choose_fabric
-from corral.hardware.inventory import GIB
-from corral.hardware.survey import (
+from corral.deploy.doctor.engine import judge_all_reduce, read_all_reduce
+from corral.deploy.doctor.examination import SURVEY_S, Question, examine, quick_check
+from corral.deploy.doctor.finding import Finding, Level, Report
+from corral.deploy.doctor.judge import judge_facts, judge_model, judge_versions, judge_writing
+from corral.deploy.doctor.wire import Peer, WireResult, judge_wire, stream_time_s
+from corral.node.survey import storage
+from corral.plan.hardware.fabric import choose_fabric
+from corral.plan.hardware.inventory import GIB
+from corral.plan.hardware.survey import (
     Disk,
     GpuFacts,
     GpuProcess,
@@ -36,10 +40,6 @@ from corral.hardware.survey import (
     ReadSpeed,
     TakenPort,
 )
-from corral.node.survey import storage
-from corral.record import to_json
-from corral.shell import Completed
-from corral.ssh import Ssh
 from tests.unit.machines import lambda_1cc
 from tests.until import LIMIT_S
 
@@ -291,7 +291,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> Patience:
                 clock.now_s = max(clock.now_s, timeout_s)
 
     monkeypatch.setattr(Ssh, "run", granted)
-    monkeypatch.setattr("corral.doctor.examination.time", clock)
+    monkeypatch.setattr("corral.deploy.doctor.examination.time", clock)
     return clock
 
 

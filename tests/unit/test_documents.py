@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 import pytest
 
-from corral import errors
+from corral.base import errors
 from corral.cli import VERBS
 from tests.conftest import ROOT
 

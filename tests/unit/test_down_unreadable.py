@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from corral.deployment.folder import DeploymentFolder
-from corral.errors import DataError
-from corral.lifecycle.deployments import expected_of
-from corral.lifecycle.traces import traces_of
+from corral.base.errors import DataError
+from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.lifecycle.deployments import expected_of
+from corral.deploy.lifecycle.traces import traces_of
+from corral.deploy.targets.base import load_target
 from corral.node.agent.processes import marked
-from corral.targets.base import load_target
 from tests.unit.conftest import Corral
 
 DAMAGE = {

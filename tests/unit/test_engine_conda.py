@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from corral.base.errors import AccessError, EngineError, NotFoundError, UsageError
+from corral.deploy.slurm import early
+from corral.deploy.slurm.commands import forget_answers
 from corral.engines import conda
-from corral.errors import AccessError, EngineError, NotFoundError, UsageError
-from corral.runtimes.base import NodeCheck, NodeSide, make_runtime
-from corral.slurm import early
-from corral.slurm.commands import forget_answers
+from corral.engines.runtimes.base import NodeCheck, NodeSide, make_runtime
 from tests.fake_conda import make_conda
 
 

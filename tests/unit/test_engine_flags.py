@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from corral.engines.environments import PINNED_VERSION
+from corral.base.errors import CorralError, EngineError, UsageError
 from corral.engines.flags import FlagList, check_arguments, shipped_flags
-from corral.errors import CorralError, EngineError, UsageError
+from corral.engines.locks import PINNED_VERSION
 
 
 @pytest.fixture(scope="module")

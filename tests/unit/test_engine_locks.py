@@ -6,8 +6,8 @@ import re
 
 import pytest
 
+from corral.base.errors import EngineError, UsageError
 from corral.engines import locks
-from corral.errors import EngineError, UsageError
 from tests.unit.conftest import Corral
 
 

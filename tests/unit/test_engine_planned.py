@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from corral.base.errors import CorralError, UsageError
+from corral.deploy.lifecycle import bringup
 from corral.engines.planned import joined, read_back
-from corral.errors import CorralError, UsageError
-from corral.hardware.inventory import parse_gpus
-from corral.lifecycle import bringup
-from corral.models.facts import read_facts
-from corral.plan import Goal, Plan, make_plan
+from corral.plan.choose import make_plan
+from corral.plan.contract import Goal, Plan
+from corral.plan.hardware.inventory import parse_gpus
+from corral.plan.models.facts import read_facts
 from tests.unit.test_bringup import Elsewhere
 
 DIGITALOCEAN = (

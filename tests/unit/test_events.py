@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from corral.deployment.events import Follower, append_event, read_events
+from corral.deploy.deployment.events import Follower, append_event, read_events
 
 
 def test_append_and_follow(tmp_path: Path) -> None:

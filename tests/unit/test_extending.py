@@ -14,16 +14,17 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from corral.base.errors import DataError, UsageError
+from corral.base.record import load_json
 from corral.cli.target_options import chosen_target
-from corral.deployment.folder import all_folders, open_folder
-from corral.errors import DataError, UsageError
-from corral.lifecycle import bringup, deployments
-from corral.lifecycle.deployments import Record
-from corral.profile import load_profile, merged
-from corral.profile.folders import user_folder
-from corral.record import load_json
-from corral.runtimes.base import RUNTIMES
-from corral.targets.base import TARGETS
+from corral.deploy.deployment.folder import all_folders, open_folder
+from corral.deploy.lifecycle import bringup, deployments
+from corral.deploy.lifecycle.deployments import Record
+from corral.deploy.profile.folders import user_folder
+from corral.deploy.profile.merging import merged
+from corral.deploy.profile.profile import load_profile
+from corral.deploy.targets.base import TARGETS
+from corral.engines.runtimes.base import RUNTIMES
 from tests.conftest import ROOT
 from tests.unit.conftest import Corral, Silent
 from tests.until import free_port

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from corral.errors import CorralError, UnreachableError, UsageError
-from corral.hardware.fabric import choose_fabric
-from corral.hardware.survey import Interface, NodeFacts, RdmaPort
+from corral.base.errors import CorralError, UnreachableError, UsageError
+from corral.plan.hardware.fabric import choose_fabric
+from corral.plan.hardware.survey import Interface, NodeFacts, RdmaPort
 from tests.unit.machines import DOCKER, digitalocean_droplets, digitalocean_metal, kempner, lambda_1cc, node
 
 RAILS = "=" + ",".join(f"mlx5_{i}:1" for i in range(8))

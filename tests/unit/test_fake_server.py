@@ -17,9 +17,12 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from corral.errors import UsageError
-from corral.fake import FakeOptions, FakeServer, Pace, parse_fault, words
-from corral.fake.faults import KINDS, FaultBook
+from corral.base.errors import UsageError
+from corral.fake import words
+from corral.fake.app import FakeOptions
+from corral.fake.faults import KINDS, FaultBook, parse_fault
+from corral.fake.pace import Pace
+from corral.fake.server import FakeServer
 
 
 def call(url: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> tuple[int, Any, Any]:

@@ -6,12 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.deployment.fleet import FleetNode
-from corral.deployment.share import NodeShare
-from corral.errors import ConflictError
-from corral.fleet.division import place, place_all
-from corral.hardware.inventory import Inventory, parse_gpus
-from corral.hardware.share import within
+from corral.base.errors import ConflictError
+from corral.deploy.deployment.fleet import FleetNode
+from corral.plan.hardware.inventory import Inventory, parse_gpus
+from corral.plan.hardware.share import NodeShare, within
+from corral.serve.fleet.division import place, place_all
 
 GIB = 1 << 30
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from corral.hardware.inventory import Inventory, parse_gpus
-from corral.targets.local import LocalTarget
+from corral.deploy.targets.local import LocalTarget
+from corral.plan.hardware.inventory import Inventory, parse_gpus
 from tests.tiny_llama import make_tiny_llama
 from tests.unit.conftest import in_process
 

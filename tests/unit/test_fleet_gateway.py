@@ -10,10 +10,10 @@ from pathlib import Path
 
 from corral.client.client import CHAT, Client, run
 from corral.client.errors import RequestError
-from corral.deployment.events import read_events
-from corral.deployment.fleet import held_gateways, open_fleet
-from corral.fleet.standing import fleet_status
-from corral.lifecycle.resolve import FleetServer, find_servers, resolve
+from corral.deploy.deployment.events import read_events
+from corral.deploy.deployment.fleet import held_gateways, open_fleet
+from corral.deploy.lifecycle.resolve import FleetServer, find_servers, resolve
+from corral.serve.fleet.standing import fleet_status
 from tests.unit.conftest import Corral
 from tests.until import LIMIT_S, polled, until
 

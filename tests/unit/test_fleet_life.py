@@ -13,8 +13,11 @@ from typing import Any
 
 import pytest
 
-from corral.deployment.events import Event, read_events
-from corral.deployment.fleet import (
+from corral.base.lock import holder_of
+from corral.base.processes import own_identity
+from corral.base.record import dump_json
+from corral.deploy.deployment.events import Event, read_events
+from corral.deploy.deployment.fleet import (
     FleetFolder,
     GatewayAddress,
     GatewayLoad,
@@ -23,12 +26,9 @@ from corral.deployment.fleet import (
     open_fleet,
     read_fleet,
 )
-from corral.deployment.folder import DeploymentFolder
-from corral.files import write_atomic
-from corral.fleet.standing import fleet_status
-from corral.lock import holder_of
-from corral.processes import own_identity
-from corral.record import dump_json
+from corral.deploy.deployment.folder import DeploymentFolder
+from corral.node.files import write_atomic
+from corral.serve.fleet.standing import fleet_status
 from tests.unit.conftest import Corral
 from tests.until import until
 

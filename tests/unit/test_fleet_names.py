@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from corral.deployment.events import read_events
-from corral.deployment.fleet import Fleet, FleetFolder, FleetMember, create_fleet, read_fleet
-from corral.deployment.folder import DeploymentFolder
-from corral.deployment.state import Reason, State
-from corral.fleet import keeper, standing
-from corral.fleet.keeper import Keeper
-from corral.lifecycle import deployments
-from corral.lifecycle.deployments import Status, Timings
+from corral.deploy.deployment.events import read_events
+from corral.deploy.deployment.fleet import Fleet, FleetFolder, FleetMember, create_fleet, read_fleet
+from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.lifecycle import deployments
+from corral.deploy.lifecycle.deployments import Status, Timings
+from corral.node.states import Reason, State
+from corral.serve.fleet import keeper, standing
+from corral.serve.fleet.keeper import Keeper
 
 
 @pytest.fixture

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from corral.deployment.fleet import (
+from corral.base.processes import own_identity
+from corral.base.record import dump_json
+from corral.deploy.deployment.fleet import (
     Fleet,
     FleetFolder,
     GatewayAddress,
@@ -17,14 +19,12 @@ from corral.deployment.fleet import (
     MemberLoad,
     create_fleet,
 )
-from corral.deployment.state import State
-from corral.files import write_atomic
-from corral.fleet import pace
-from corral.fleet.pace import FULL_S, Pacer, backlog_of, summed
-from corral.fleet.steps import MemberFacts
-from corral.lifecycle import deployments
-from corral.processes import own_identity
-from corral.record import dump_json
+from corral.deploy.lifecycle import deployments
+from corral.node.files import write_atomic
+from corral.node.states import State
+from corral.serve.fleet import pace
+from corral.serve.fleet.pace import FULL_S, Pacer, backlog_of, summed
+from corral.serve.fleet.steps import MemberFacts
 
 FLEET = Fleet("f", "m", 1, 6, 1, 0.0)
 

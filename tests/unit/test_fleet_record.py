@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from corral.deployment.fleet import (
+from corral.base.errors import ConflictError, NotFoundError
+from corral.base.processes import Identity, own_identity
+from corral.base.record import dump_json, from_json, to_json
+from corral.deploy.deployment.fleet import (
     Fleet,
     FleetFolder,
     FleetMember,
@@ -29,11 +32,8 @@ from corral.deployment.fleet import (
     read_loads,
     refuse_fleet_name,
 )
-from corral.deployment.folder import DeploymentFolder
-from corral.errors import ConflictError, NotFoundError
-from corral.files import write_atomic
-from corral.processes import Identity, own_identity
-from corral.record import dump_json, from_json, to_json
+from corral.deploy.deployment.folder import DeploymentFolder
+from corral.node.files import write_atomic
 
 
 @pytest.fixture(autouse=True)

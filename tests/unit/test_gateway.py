@@ -11,23 +11,25 @@ from typing import Any
 
 import pytest
 
+from corral.base.errors import ConflictError, NotFoundError
 from corral.client.client import CHAT, Client, run
 from corral.client.endpoint import HeldKeyEndpoint
 from corral.client.errors import KeyRefusedError, RequestError
 from corral.client.metrics import parse
-from corral.deployment.fleet import Judgement
-from corral.deployment.state import State
-from corral.errors import ConflictError, NotFoundError
-from corral.fake import FakeOptions, FakeServer, Pace
-from corral.gateway import judging
-from corral.gateway.asks import read_prompt
-from corral.gateway.client_keys import add_key, digest_of, keys_file, read_keys, remove_key
-from corral.gateway.gateway import Gateway
-from corral.gateway.looking import Overseer, take_reading
-from corral.gateway.passage import Passage
-from corral.gateway.run import fleet_load
-from corral.gateway.serving import ServerReading
-from corral.gateway.users import Bucket, KeyGrant
+from corral.deploy.deployment.fleet import Judgement
+from corral.fake.app import FakeOptions
+from corral.fake.pace import Pace
+from corral.fake.server import FakeServer
+from corral.node.states import State
+from corral.serve.gateway import judging
+from corral.serve.gateway.asks import read_prompt
+from corral.serve.gateway.client_keys import add_key, digest_of, keys_file, read_keys, remove_key
+from corral.serve.gateway.gateway import Gateway
+from corral.serve.gateway.looking import Overseer, take_reading
+from corral.serve.gateway.passage import Passage
+from corral.serve.gateway.run import fleet_load
+from corral.serve.gateway.serving import ServerReading
+from corral.serve.gateway.users import Bucket, KeyGrant
 
 KEY, OTHER, MEMBERS = "a-clients-key-of-length", "another-clients-key", "the-members-own-key"
 GRANTS = [KeyGrant("own", digest_of(KEY.encode()), frozenset(("fake", "fleet")))]

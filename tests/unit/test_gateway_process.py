@@ -13,10 +13,13 @@ from typing import Any
 
 import pytest
 
+from corral.base.files import make_private_dir
+from corral.base.processes import own_identity
+from corral.base.record import dump_json, load_json
 from corral.client.client import Client
 from corral.client.endpoint import Endpoint
 from corral.client.errors import KeyRefusedError
-from corral.deployment.fleet import (
+from corral.deploy.deployment.fleet import (
     Fleet,
     FleetFolder,
     FleetMember,
@@ -26,16 +29,15 @@ from corral.deployment.fleet import (
     read_loads,
     write_fleet,
 )
-from corral.deployment.folder import DeploymentFolder
-from corral.deployment.state import State
-from corral.fake import FakeOptions, FakeServer
-from corral.files import make_private_dir, write_atomic
-from corral.gateway.client_keys import add_key
-from corral.gateway.run import choose_place
-from corral.gateway.watching import GatewayWatcher, open_source
-from corral.lifecycle import deployments
-from corral.processes import own_identity
-from corral.record import dump_json, load_json
+from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.lifecycle import deployments
+from corral.fake.app import FakeOptions
+from corral.fake.server import FakeServer
+from corral.node.files import write_atomic
+from corral.node.states import State
+from corral.serve.gateway.client_keys import add_key
+from corral.serve.gateway.run import choose_place
+from corral.serve.gateway.watching import GatewayWatcher, open_source
 from tests.unit.conftest import Corral
 
 
@@ -104,7 +106,7 @@ def fleet(monkeypatch: pytest.MonkeyPatch, clean_home: Path) -> Iterator[tuple[F
             )  # fmt: skip
 
         monkeypatch.setattr(deployments, "status", status)
-        monkeypatch.setattr("corral.gateway.watching.ensure_tunnel", lambda _: None)
+        monkeypatch.setattr("corral.serve.gateway.watching.ensure_tunnel", lambda _: None)
         yield folder, states
 
 
@@ -132,7 +134,7 @@ def test_another_deployment_of_the_same_name_gets_a_tunnel_of_its_own(
     fleet: tuple[FleetFolder, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[str] = []
-    monkeypatch.setattr("corral.gateway.watching.ensure_tunnel", lambda folder: opened.append(folder.name))
+    monkeypatch.setattr("corral.serve.gateway.watching.ensure_tunnel", lambda folder: opened.append(folder.name))
     watcher = GatewayWatcher([open_source("f")], lambda _: None)
     for _ in range(2):
         watcher.look()

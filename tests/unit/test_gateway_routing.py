@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.deployment.fleet import Judgement
-from corral.errors import UsageError
-from corral.gateway import policies
-from corral.gateway.asks import BadAskError, RoutedPrompt, TokenScale, read_prompt
-from corral.gateway.fair_queue import FairQueue
-from corral.gateway.judging import FIRST_STALL_S, LEAST_STALL_S, MemberProgress, judge, relative_speed
-from corral.gateway.policies import POLICIES, make_policy
-from corral.gateway.prefixes import POSITIONS, Holdings, SharedBeginnings, block_hashes
-from corral.gateway.usage import find_usage
+from corral.base.errors import UsageError
+from corral.deploy.deployment.fleet import Judgement
+from corral.serve.gateway import policies
+from corral.serve.gateway.asks import BadAskError, RoutedPrompt, TokenScale, read_prompt
+from corral.serve.gateway.fair_queue import FairQueue
+from corral.serve.gateway.judging import FIRST_STALL_S, LEAST_STALL_S, MemberProgress, judge, relative_speed
+from corral.serve.gateway.policies import POLICIES, make_policy
+from corral.serve.gateway.prefixes import POSITIONS, Holdings, SharedBeginnings, block_hashes
+from corral.serve.gateway.usage import find_usage
 
 
 @dataclass

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from corral.errors import UsageError
-from corral.hardware import inventory as hardware
-from corral.hardware.inventory import GPUS, LINKS, find_gpu, parse_gpus, probe
-from corral.hardware.probe import Seen, cpu_facts, gpu_facts
+from corral.base.errors import UsageError
+from corral.plan.hardware import inventory as hardware
+from corral.plan.hardware.inventory import GPUS, LINKS, find_gpu, parse_gpus, probe
+from corral.plan.hardware.probe import Seen, cpu_facts, gpu_facts
 
 
 @pytest.mark.parametrize(
@@ -112,8 +112,8 @@ def test_unlimited_cgroup_is_no_limit(tmp_path):
 
 def test_smi_is_read_and_visible_devices_count(monkeypatch):
     rows = "NVIDIA H100 80GB HBM3, 81559, 560.35\n" * 4
-    monkeypatch.setattr("corral.hardware.probe.shutil.which", lambda name: "/usr/bin/nvidia-smi")
-    monkeypatch.setattr("corral.hardware.probe._from_nvml", lambda: None)
+    monkeypatch.setattr("corral.plan.hardware.probe.shutil.which", lambda name: "/usr/bin/nvidia-smi")
+    monkeypatch.setattr("corral.plan.hardware.probe._from_nvml", lambda: None)
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: SimpleNamespace(returncode=0, stdout=rows))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert (gpu_facts() or Seen("", 0, 0, "")).count == 4
@@ -134,21 +134,21 @@ def test_broken_smi_means_no_gpu(monkeypatch, outcome):
             raise outcome
         return outcome
 
-    monkeypatch.setattr("corral.hardware.probe.shutil.which", lambda name: "/usr/bin/nvidia-smi")
-    monkeypatch.setattr("corral.hardware.probe._from_nvml", lambda: None)
+    monkeypatch.setattr("corral.plan.hardware.probe.shutil.which", lambda name: "/usr/bin/nvidia-smi")
+    monkeypatch.setattr("corral.plan.hardware.probe._from_nvml", lambda: None)
     monkeypatch.setattr(subprocess, "run", run)
     assert gpu_facts() is None
 
 
 def test_gpu_outside_the_table_keeps_its_name_and_memory(monkeypatch):
-    monkeypatch.setattr("corral.hardware.probe.gpu_facts", lambda: Seen("NVIDIA Z9000", 2, 50 << 30, "999"))
+    monkeypatch.setattr("corral.plan.hardware.probe.gpu_facts", lambda: Seen("NVIDIA Z9000", 2, 50 << 30, "999"))
     inventory = hardware.probe()
     assert (inventory.gpu, inventory.gpus_per_node, inventory.memory_bytes_per_gpu) == ("NVIDIA Z9000", 2, 50 << 30)
     assert inventory.kind is None
 
 
 def test_machine_without_gpu(monkeypatch):
-    monkeypatch.setattr("corral.hardware.probe.gpu_facts", lambda: None)
+    monkeypatch.setattr("corral.plan.hardware.probe.gpu_facts", lambda: None)
     inventory = hardware.probe()
     assert inventory.gpu is None
     assert inventory.cpu_cores >= 1

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from corral.home import watch_home
+from corral.base.home import watch_home
 
 
 def test_a_home_that_does_not_answer_is_named(clean_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from corral.base.errors import CorralError, DataError
 from corral.cli import root
-from corral.errors import CorralError, DataError
-from corral.models.facts import facts_from_folder
-from corral.models.store import verify_folder
+from corral.plan.models.facts import facts_from_folder
+from corral.plan.models.store import verify_folder
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "num_attention_heads": 4,

@@ -13,22 +13,22 @@ from typing import Any
 
 import pytest
 
-from corral.deployment.events import read_events
-from corral.deployment.folder import DeploymentFolder, RankFolder
-from corral.doctor.engine import read_all_reduce
-from corral.doctor.wire import read_wire
-from corral.errors import CorralError, DataError, UsageError
-from corral.hardware.survey import NodeFacts, read_answer
-from corral.lifecycle.deployments import Record, Status, statuses
-from corral.processes import own_identity
-from corral.record import dump_json
-from corral.shell import Completed, capture
-from corral.ssh import Ssh
-from corral.targets.remote_answers import MIRRORED, read_report, read_started, read_stopped
-from corral.targets.remote_files import mirror
-from corral.transfer.courier import ask_courier
-from corral.transfer.courier_events import read_event
-from corral.untrusted import parse_json, plain
+from corral.base.errors import CorralError, DataError, UsageError
+from corral.base.processes import own_identity
+from corral.base.record import dump_json
+from corral.base.shell import Completed, capture
+from corral.base.ssh import Ssh
+from corral.base.untrusted import parse_json, plain
+from corral.deploy.deployment.events import read_events
+from corral.deploy.deployment.folder import DeploymentFolder, RankFolder
+from corral.deploy.doctor.engine import read_all_reduce
+from corral.deploy.doctor.wire import read_wire
+from corral.deploy.lifecycle.deployments import Record, Status, statuses
+from corral.deploy.targets.remote_answers import MIRRORED, read_report, read_started, read_stopped
+from corral.deploy.targets.remote_files import mirror
+from corral.deploy.transfer.courier import ask_courier
+from corral.deploy.transfer.courier_events import read_event
+from corral.plan.hardware.survey import NodeFacts, read_answer
 
 
 def piece(data: bytes, offset: object = 0) -> dict[str, object]:

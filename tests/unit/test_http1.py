@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.http1.reading import (
+from corral.client.http1.reading import (
     LARGEST_HEAD_BYTES,
     MOST_INTERIM_ANSWERS,
     BadMessageError,
@@ -16,7 +16,7 @@ from corral.http1.reading import (
     ResponseReader,
     has_token,
 )
-from corral.http1.writing import chunk, response
+from corral.client.http1.writing import chunk, response
 
 
 class Requests:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from corral.errors import CorralError
-from corral.hardware.survey import Here
+from corral.base.errors import CorralError
+from corral.base.shell import Completed
+from corral.deploy.transfer.in_place import find_on_nodes, lacking
 from corral.node.survey.fingerprint import fingerprint
-from corral.shell import Completed
-from corral.transfer.in_place import find_on_nodes, lacking
+from corral.plan.hardware.survey import Here
 from tests.fake_ssh import make_fake_ssh
 
 
@@ -84,7 +84,7 @@ def test_a_dangling_link_is_not_a_file_that_can_be_served(model: Path, tmp_path:
 def test_a_host_that_does_not_answer_is_an_error_not_a_lack(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from corral.ssh import Ssh
+    from corral.base.ssh import Ssh
 
     monkeypatch.setenv("CORRAL_SSH", make_fake_ssh(tmp_path / "hosts", ["a"]))
     monkeypatch.setenv("CORRAL_HOME", str(tmp_path / "home"))
@@ -95,7 +95,7 @@ def test_a_host_that_does_not_answer_is_an_error_not_a_lack(
 
 
 def test_a_hugging_face_home_of_the_nodes_is_looked_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from corral.ssh import Ssh
+    from corral.base.ssh import Ssh
 
     monkeypatch.setenv("CORRAL_SSH", make_fake_ssh(tmp_path / "hosts", ["a", "b"]))
     monkeypatch.setenv("CORRAL_HOME", str(tmp_path / "home"))

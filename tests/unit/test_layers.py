@@ -10,45 +10,25 @@ from pathlib import Path
 
 import pytest
 
-from corral.targets.base import TARGETS
+from corral.deploy.targets.base import TARGETS
 
 SOURCE = Path(__file__).parent.parent.parent / "src" / "corral"
 
-# The only modules that lie loose at the root. A new noun gets a package, or a place in one.
-GROUND = [
-    "errors",
-    "record",
-    "wording",
-    "home",
-    "processes",
-    "interruption",
-    "files",
-    "shell",
-    "ssh",
-    "bundle",
-    "alarm",
-    "untrusted",
-    "lock",
-]
+# From top to bottom; a room imports only from rooms below it.
+ROOMS = ["cli", "console", "lab", "use", "serve", "deploy", "plan", "engines", "fake", "client", "base", "node"]
 
-# row -> packages; a package imports from rows below its own, never from a neighbour
-ROWS: list[list[str]] = [
-    GROUND,
-    ["http1"],
-    ["client", "deployment", "engines", "fake"],
-    ["hardware", "models", "runtimes"],
-    ["plan", "slurm", "transfer", "doctor"],
-    ["launch"],
-    ["targets"],
-    ["lifecycle", "profile"],
-    ["proxy", "batch", "fleet"],
-    ["score", "bench", "gateway"],
-    ["llm", "report"],
-    ["tune", "simulate"],
-    ["console"],
-    ["cli"],
-]
-STANDALONE = ["node", "engine_side"]
+# The packages inside a room, from top to bottom; those of one row do not import each other. "." is the room's own
+# modules.
+PARTS: dict[str, list[list[str]]] = {
+    "lab": [["tune", "simulate"], ["report"], ["bench"]],
+    "use": [["llm"], ["score"], ["batch"]],
+    "serve": [["gateway"], ["proxy", "fleet"]],
+    "deploy": [["lifecycle", "profile"], ["targets"], ["launch"], ["slurm", "transfer", "doctor"], ["deployment"]],
+    "plan": [["."], ["models", "hardware"]],
+    "engines": [["runtimes"], ["."]],
+}
+STANDALONE = ["node", "engines.engine_side"]  # run where there is no corral
+NOT_FOR_USE = {"client", "engines", "plan", "node", "base"}  # nothing in these rooms imports the fake server
 # what travels to the nodes and serves Corral itself as well: one answer on both sides
 SHARED = ["node.adapters", "node.agent.processes", "node.exposition", "node.files", "node.identity",
           "node.load_figures", "node.ports", "node.row_socket", "node.states", "node.tcp_table"]  # fmt: skip
@@ -102,26 +82,52 @@ def _imported(nodes: list[ast.AST]) -> set[str]:
     return found - {""}
 
 
-def row_of(name: str) -> int:
-    for number, row in enumerate(ROWS):
-        if name in row:
-            return number
-    raise AssertionError(f"{name} has no row: add it to ROWS where it belongs")
+def room_of(name: str) -> int:
+    """The higher the number, the lower the room."""
+    top = name.split(".")[0]
+    assert top in ROOMS, f"{top} is no room: a new noun gets a package or a module in one of {ROOMS}"
+    return ROOMS.index(top)
+
+
+def is_standalone(name: str) -> bool:
+    return any(name == one or name.startswith(f"{one}.") for one in STANDALONE)
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
 def test_imports_point_downwards(path: Path) -> None:
-    top = path.relative_to(SOURCE).parts[0].removesuffix(".py")
-    if top in STANDALONE:
+    name = name_of(path)
+    if is_standalone(name):
         assert not imported(path), f"{path.name} runs without corral"
-    elif top not in DOORS:
-        for name in {one.split(".")[0] for one in imported(path) - set(SHARED)} - {top}:
-            below = row_of(name) < row_of(top) or {name, top} <= set(GROUND)
-            assert below, f"{top} (row {row_of(top)}) imports {name} (row {row_of(name)})"
+    elif path.parent != SOURCE:
+        for other in imported(path) - set(SHARED):
+            top, below = name.split(".")[0], other.split(".")[0]
+            assert below == top or room_of(name) < room_of(other), f"{name} imports {other}"
+            assert below != "fake" or top not in NOT_FOR_USE, f"{name} imports {other}"
 
 
-def test_only_the_ground_lies_loose() -> None:
-    assert sorted(path.stem for path in SOURCE.glob("*.py")) == sorted([*GROUND, *DOORS])
+def part_of(name: str, room: str) -> str:
+    """The package inside the room that a module belongs to."""
+    parts = name.split(".")
+    packages = {one for row in PARTS[room] for one in row}
+    return parts[1] if len(parts) > 1 and parts[1] in packages else "."
+
+
+@pytest.mark.parametrize("room", PARTS)
+def test_the_parts_of_a_room_have_an_order(room: str) -> None:
+    rows = {part: number for number, row in enumerate(PARTS[room]) for part in row}
+    for path in (SOURCE / room).rglob("*.py"):
+        name = name_of(path)
+        own = part_of(name, room)
+        if is_standalone(name) or own not in rows:
+            continue
+        for other in imported(path):
+            if other.split(".")[0] == room and (part := part_of(other, room)) != own:
+                assert rows[own] < rows[part], f"{name} imports {other}"
+
+
+def test_nothing_lies_beside_the_rooms() -> None:
+    assert sorted(path.stem for path in SOURCE.glob("*.py")) == sorted(DOORS)
+    assert {path.parent.name for path in SOURCE.glob("*/__init__.py")} == set(ROOMS)
 
 
 def refuse_circles(graph: dict[str, set[str]]) -> None:
@@ -141,19 +147,17 @@ def refuse_circles(graph: dict[str, set[str]]) -> None:
 
 def test_no_circle_of_imports() -> None:
     """Neither between packages nor inside one, imports within functions included."""
-    graph = {
-        name_of(path): imported(path) for path in modules() if path.relative_to(SOURCE).parts[0] not in STANDALONE
-    }
+    graph = {name_of(path): imported(path) for path in modules() if not is_standalone(name_of(path))}
     refuse_circles(graph)
 
 
 def test_no_circle_between_the_parts_of_batch() -> None:
     """Its subpackages, and the modules that tie them, each count as one."""
     graph: dict[str, set[str]] = {}
-    for path in (SOURCE / "batch").rglob("*.py"):
-        part = path.relative_to(SOURCE / "batch").parts[0].removesuffix(".py")
+    for path in (SOURCE / "use" / "batch").rglob("*.py"):
+        part = path.relative_to(SOURCE / "use" / "batch").parts[0].removesuffix(".py")
         if part not in DOORS:
-            others = {name.split(".")[1] for name in imported(path) if name.startswith("batch.")}
+            others = {name.split(".")[2] for name in imported(path) if name.startswith("use.batch.")}
             graph.setdefault(part, set()).update(others - {part})
     assert {"core", "input", "sharing", "service", "jobs"} <= graph.keys()
     assert not graph["core"], "the core knows nothing of what stands on it"
@@ -162,9 +166,9 @@ def test_no_circle_between_the_parts_of_batch() -> None:
 
 def test_targets_do_not_import_each_other() -> None:
     homes = {place.partition(":")[0].removeprefix("corral.") for place in TARGETS.values()}
-    assert {"targets.local", "targets.ssh", "targets.slurm"} <= homes
-    for path in (SOURCE / "targets").rglob("*.py"):
-        own = ".".join(name_of(path).split(".")[:2])
+    assert {"deploy.targets.local", "deploy.targets.ssh", "deploy.targets.slurm"} <= homes
+    for path in (SOURCE / "deploy" / "targets").rglob("*.py"):
+        own = ".".join(name_of(path).split(".")[:3])
         assert not imported(path) & (homes - {own}), path
 
 
@@ -199,7 +203,7 @@ def test_no_module_is_named_for_nothing() -> None:
 def test_a_class_name_stands_for_one_thing() -> None:
     homes: dict[str, list[str]] = {}
     for path in modules():
-        if path.relative_to(SOURCE).parts[0] not in STANDALONE:
+        if not is_standalone(name_of(path)):
             for name in parsed(path).classes:
                 homes.setdefault(name, []).append(name_of(path))
     assert {name: where for name, where in homes.items() if len(where) > 1} == {}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from corral.base.errors import UsageError
+from corral.deploy.launch.links import LINKS, Gang, Node, Ports, choose_link, link_ranks
 from corral.engines.flags import FlagList
-from corral.errors import UsageError
-from corral.launch.links import LINKS, Gang, Node, Ports, choose_link, link_ranks
 
 NODES = tuple(Node(f"n{i}", f"10.0.0.{i}", {"GLOO_SOCKET_IFNAME": "bond0"}) for i in range(4))
 PORTS = Ports(8000, 29501, 29502)

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from corral.batch.core.lock import BatchLock
-from corral.deployment.folder import DeploymentFolder
-from corral.errors import ConflictError
-from corral.lifecycle.successors import chain_lock
-from corral.lock import SILENT_S, FileLock, discard_lock, exclusive_lock, holder_of, lock_holder, try_lock
-from corral.processes import Identity, own_identity, process_namespace
+from corral.base.errors import ConflictError
+from corral.base.lock import SILENT_S, FileLock, discard_lock, exclusive_lock, holder_of, lock_holder, try_lock
+from corral.base.processes import Identity, own_identity, process_namespace
+from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.lifecycle.successors import chain_lock
+from corral.use.batch.core.lock import BatchLock
 from tests.skips import NO_MOUNT
 from tests.testbed import NOT_ROOT, makes_namespaces
 from tests.until import until
@@ -40,7 +40,7 @@ def test_many_processes_hold_it_one_after_the_other(tmp_path: Path) -> None:
     count = tmp_path / "count"
     count.write_text("0")
     code = (
-        "import sys; from pathlib import Path; from corral.lock import FileLock\n"
+        "import sys; from pathlib import Path; from corral.base.lock import FileLock\n"
         "count = Path(sys.argv[1])\n"
         "for _ in range(10):\n"
         "    with FileLock(count.with_name('lock')):\n"
@@ -70,7 +70,7 @@ def test_who_holds_it_is_told_once_and_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_long_wait_is_told_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("corral.lock.TELL_AGAIN_S", 0.0)
+    monkeypatch.setattr("corral.base.lock.TELL_AGAIN_S", 0.0)
     path = held_by(tmp_path / "lock", ELSEWHERE)
     told: list[str] = []
 
@@ -134,7 +134,7 @@ def test_a_lock_that_was_taken_over_is_left_to_its_new_holder(tmp_path: Path) ->
 # Holders whose processes cannot be seen from here
 
 HOLD = """
-import sys; from pathlib import Path; from corral.batch.core.lock import BatchLock
+import sys; from pathlib import Path; from corral.use.batch.core.lock import BatchLock
 with BatchLock(Path(sys.argv[1]), "x") as lock:
     lock.check()
     print("held", flush=True)
@@ -143,7 +143,7 @@ with BatchLock(Path(sys.argv[1]), "x") as lock:
 """
 TAKE = """
 import sys; from pathlib import Path
-from corral.batch.core.lock import BatchLock; from corral.errors import ConflictError
+from corral.use.batch.core.lock import BatchLock; from corral.base.errors import ConflictError
 try:
     with BatchLock(Path(sys.argv[1]), "x"):
         print("taken")
@@ -237,7 +237,7 @@ def test_a_process_that_is_hidden_is_not_dead(tmp_path: Path, monkeypatch: pytes
     def not_ours(pid: int, number: int) -> None:
         raise PermissionError
 
-    monkeypatch.setattr("corral.processes.start_ticks", lambda pid: 0)
+    monkeypatch.setattr("corral.base.processes.start_ticks", lambda pid: 0)
     assert holder_of(path) is None
     monkeypatch.setattr("os.kill", not_ours)
     assert holder_of(path) is not None
@@ -277,7 +277,7 @@ def test_a_lock_that_is_waited_for_is_touched_while_it_is_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise a long installation would look dead elsewhere, and a reboot would leave it locked for ever."""
-    monkeypatch.setattr("corral.lock.TOUCH_S", 0.01)
+    monkeypatch.setattr("corral.base.lock.TOUCH_S", 0.01)
     path = tmp_path / "lock"
     with exclusive_lock(path, lambda who: None):
         os.utime(path, (0, 0))
@@ -292,7 +292,7 @@ def test_a_lock_that_is_waited_for_is_touched_while_it_is_held(
 WITHOUT_DESCRIPTORS = """
 import errno, os, resource, sys
 from pathlib import Path
-from corral.lock import FileLock
+from corral.base.lock import FileLock
 
 path = Path(sys.argv[1])
 with FileLock(path):

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
-from corral import errors
+from corral.base import errors
 from tests.conftest import ROOT
 
 SOURCE = ROOT / "src" / "corral"
@@ -24,7 +24,7 @@ SPEAKERS = {
     "Diagnosis", "Finding", "Lack", "Refusal", "Signature", "_line", "explain", "fail", "fatal", "note", "ok", "say",
     "tell", "warning",
 }  # fmt: skip
-MACHINES = ("engine_side", "fake", "report")  # what these make is read by programs, or shown as a page
+MACHINES = ("engines/engine_side", "fake", "lab/report")  # what these make is read by programs, or shown as a page
 
 
 def error_classes(trees: dict[Path, ast.Module]) -> set[str]:
@@ -132,7 +132,7 @@ def _messages() -> Iterator[str]:
     trees, known = parsed(), known_errors()
     for path, tree in trees.items():
         nodes = [node for node in ast.walk(tree) if isinstance(node, ast.expr | ast.stmt)]
-        machine = path.relative_to(SOURCE).parts[0] in MACHINES
+        machine = path.relative_to(SOURCE).as_posix().startswith(MACHINES)
         for node in sorted(nodes, key=lambda one: (one.lineno, one.col_offset)):
             for kind, texts in spoken(node, known):
                 if texts and (not machine or kind in known):

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from corral.bundle import bundle
-from corral.deployment.folder import RankFolder
+from corral.base.bundle import bundle
+from corral.deploy.deployment.folder import RankFolder
+from corral.deploy.targets.remote_answers import NodeReport, read_report
+from corral.deploy.targets.remote_files import last_state, mirror, mirrored_sizes
 from corral.node.identity import identity
-from corral.targets.remote_answers import NodeReport, read_report
-from corral.targets.remote_files import last_state, mirror, mirrored_sizes
 
 REMOTE = bundle("node/remote.py")
 

@@ -11,11 +11,11 @@ import pytest
 from huggingface_hub import HfApi
 from huggingface_hub.errors import NotASafetensorsRepoError
 
-from corral.errors import AccessError, CorralError, DataError, NotFoundError, UnreachableError
-from corral.models import catalogue
-from corral.models.facts import ModelFacts, facts_from_config, facts_from_entry, facts_from_folder, read_facts
-from corral.models.hub import Repository, read_repository
-from corral.record import from_json, to_json
+from corral.base.errors import AccessError, CorralError, DataError, NotFoundError, UnreachableError
+from corral.base.record import from_json, to_json
+from corral.plan.models import catalogue
+from corral.plan.models.facts import ModelFacts, facts_from_config, facts_from_entry, facts_from_folder, read_facts
+from corral.plan.models.hub import Repository, read_repository
 
 
 def _config(
@@ -257,7 +257,7 @@ def _hub(monkeypatch: pytest.MonkeyPatch, outcome: object) -> None:
             raise outcome
         return outcome
 
-    monkeypatch.setattr("corral.models.hub.read_repository", read_repository)
+    monkeypatch.setattr("corral.plan.models.hub.read_repository", read_repository)
 
 
 def test_hub_facts(monkeypatch):
@@ -287,7 +287,7 @@ def test_what_the_hub_does_not_say_is_not_known(monkeypatch, info, headers, gate
 
     tensor = SimpleNamespace(dtype="BF16", shape=[2, 3])
     files = {"a.safetensors": SimpleNamespace(tensors={"model.embed_tokens.weight": tensor})}
-    monkeypatch.setattr("corral.models.hub._config_text", lambda *_: json.dumps({"model_type": "llama"}))
+    monkeypatch.setattr("corral.plan.models.hub._config_text", lambda *_: json.dumps({"model_type": "llama"}))
     monkeypatch.setattr(HfApi, "model_info", lambda *_, **__: answer(info, SimpleNamespace(gated="manual")))
     monkeypatch.setattr(
         HfApi, "get_safetensors_metadata", lambda *_, **__: answer(headers, SimpleNamespace(files_metadata=files))
@@ -323,7 +323,7 @@ def test_offline_never_asks_the_hub(monkeypatch):
 
 
 def test_hub_errors_are_told_in_sentences():
-    from corral.models.hub import hub_error
+    from corral.plan.models.hub import hub_error
 
     told = hub_error("a/b", OSError("x"))
     assert isinstance(told, UnreachableError)

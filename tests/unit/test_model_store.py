@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from corral.errors import DataError, NotFoundError
-from corral.models.store import locate, verify_folder
+from corral.base.errors import DataError, NotFoundError
+from corral.plan.models.store import locate, verify_folder
 from tests.fake_hub import FakeHub
 from tests.unit.conftest import Corral
 

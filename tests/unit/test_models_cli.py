@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 
+from corral.base.errors import ConflictError
 from corral.cli.models import command
-from corral.deployment.state import State
-from corral.errors import ConflictError
-from corral.lifecycle import deployments
+from corral.deploy.lifecycle import deployments
+from corral.node.states import State
 from tests.tiny_llama import make_tiny_llama
 from tests.unit.conftest import Corral
 

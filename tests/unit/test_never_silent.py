@@ -10,20 +10,21 @@ from typing import Any
 import pytest
 
 from corral.cli.screen import PhaseScreen
-from corral.deployment.course import Phase, course_of, durations
-from corral.deployment.events import Event
-from corral.deployment.expectation import Expected, duration
-from corral.deployment.folder import DeploymentFolder
-from corral.deployment.patience import Patience
-from corral.deployment.slowness import SLOW, explain_slow
-from corral.hardware.inventory import Inventory, parse_gpus
-from corral.lifecycle import staging as staging_module
-from corral.lifecycle import starts
-from corral.lifecycle.staging import Staging
-from corral.lifecycle.watching import slow_text
-from corral.models.facts import read_facts
+from corral.deploy.deployment.course import Phase, course_of, durations
+from corral.deploy.deployment.events import Event
+from corral.deploy.deployment.expectation import Expected, duration
+from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.deployment.patience import Patience
+from corral.deploy.deployment.slowness import SLOW, explain_slow
+from corral.deploy.lifecycle import staging as staging_module
+from corral.deploy.lifecycle import starts
+from corral.deploy.lifecycle.staging import Staging
+from corral.deploy.lifecycle.watching import slow_text
 from corral.node.agent.advance import Advance
-from corral.plan import Goal, make_plan
+from corral.plan.choose import make_plan
+from corral.plan.contract import Goal
+from corral.plan.hardware.inventory import Inventory, parse_gpus
+from corral.plan.models.facts import read_facts
 from corral.plan.start import planned_start
 from tests.unit.conftest import Corral, Silent
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from corral import files, processes
+from corral.base import files, processes
 from corral.node.files import read_json, write_atomic, write_json
 from corral.node.identity import identity, is_running
 from corral.node.ports import free_port, free_ports

@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from corral.cli import root
-from corral.lifecycle import bringup
+from corral.deploy.lifecycle import bringup
 from tests.unit.conftest import Corral
 from tests.until import free_port, until
 
@@ -61,7 +61,7 @@ def test_a_model_of_the_hub_is_fetched_there_and_no_hub_is_asked(
     clean_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.setattr("corral.models.hub.read_repository", lambda *_: pytest.fail("the hub was asked"))
+    monkeypatch.setattr("corral.plan.models.hub.read_repository", lambda *_: pytest.fail("the hub was asked"))
     monkeypatch.setattr("huggingface_hub.HfApi.auth_check", lambda *_: pytest.fail("the hub was asked"))
     monkeypatch.chdir(clean_home)
     profile = clean_home / ".corral" / "profiles" / "box.toml"

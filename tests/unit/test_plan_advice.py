@@ -7,22 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from corral.bench.limit import Limit, LimitCause, distance, roof
-from corral.hardware.inventory import parse_gpus
-from corral.lifecycle.bringup import Wish, sized
-from corral.models.facts import read_facts
-from corral.plan import Goal, Judged, Plan, make_plan
+from corral.base.record import dump_json, from_json, to_json
+from corral.deploy.lifecycle.bringup import Wish, sized
+from corral.deploy.targets.local import LocalTarget
+from corral.lab.bench.limit import Limit, LimitCause, distance, roof
+from corral.lab.tune.baselines import baseline_knobs
+from corral.lab.tune.knobs import knobs_for
 from corral.plan.candidate import Tuning
+from corral.plan.choose import make_plan
+from corral.plan.contract import Goal, Judged, Plan
 from corral.plan.explain import explain
 from corral.plan.graphs import largest_graph
+from corral.plan.hardware.inventory import parse_gpus
 from corral.plan.judged import needed_acceptance
 from corral.plan.memory import Coefficients
+from corral.plan.models.facts import read_facts
 from corral.plan.speed import roof_of
 from corral.plan.tuning import tuning_for
-from corral.record import dump_json, from_json, to_json
-from corral.targets.local import LocalTarget
-from corral.tune.baselines import baseline_knobs
-from corral.tune.knobs import knobs_for
 from tests.unit.test_bench_limit import CALM, streamed, summary
 
 HERE = replace(parse_gpus("1xH200"), cpu_cores=32)

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from corral.errors import UsageError
-from corral.hardware.inventory import GIB, parse_gpus
-from corral.models.facts import read_facts
-from corral.plan import Goal, Plan, make_plan
+from corral.base.errors import UsageError
 from corral.plan.candidate import Tuning
-from corral.plan.contract import EngineSettings, Parallel, Precision
+from corral.plan.choose import make_plan
+from corral.plan.contract import EngineSettings, Goal, Parallel, Plan, Precision
 from corral.plan.draft import Draft, DraftMethod, assumed_draft, draft_of_config, draft_of_model
 from corral.plan.draft_files import read_draft
 from corral.plan.explain import explain
+from corral.plan.hardware.inventory import GIB, parse_gpus
 from corral.plan.memory import full_length_blocks, measure
+from corral.plan.models.facts import read_facts
 from corral.plan.reconcile import Observed, reconcile
 from tests.unit.test_model_facts import safetensors_file
 

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from corral.hardware.inventory import parse_gpus
-from corral.models.facts import read_facts
-from corral.plan import Goal, make_plan
+from corral.plan.choose import make_plan
+from corral.plan.contract import Goal
+from corral.plan.hardware.inventory import parse_gpus
+from corral.plan.models.facts import read_facts
 
 FLAG = "--api-server-count"
 

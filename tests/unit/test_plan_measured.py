@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from corral.hardware.inventory import GIB, parse_gpus
-from corral.models.facts import facts_from_config, read_facts
-from corral.plan import Goal, Plan, make_plan
 from corral.plan.candidate import Tuning
+from corral.plan.choose import make_plan
+from corral.plan.contract import Goal, Plan
+from corral.plan.hardware.inventory import GIB, parse_gpus
 from corral.plan.memory import Coefficients
+from corral.plan.models.facts import facts_from_config, read_facts
 from corral.plan.speed import predict
 
 BASE = {

@@ -6,14 +6,15 @@ from dataclasses import replace
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from corral.hardware.inventory import GPUS, Inventory
-from corral.models.catalogue import CATALOGUE
-from corral.models.facts import facts_from_config, facts_from_entry
-from corral.plan import Goal, Parallel, Plan, make_plan
+from corral.base.record import from_json, to_json
+from corral.plan.choose import make_plan
 from corral.plan.constraints import broken_layout, broken_settings, partition
+from corral.plan.contract import Goal, Parallel, Plan
+from corral.plan.hardware.inventory import GPUS, Inventory
 from corral.plan.layouts import replicas_on
 from corral.plan.memory import measure
-from corral.record import from_json, to_json
+from corral.plan.models.catalogue import CATALOGUE
+from corral.plan.models.facts import facts_from_config, facts_from_entry
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "mixtral", "phi3", "phi")
 

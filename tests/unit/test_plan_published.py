@@ -6,9 +6,10 @@ and DigitalOcean guides (layouts, 99% utilisation), vllm issue 6746 (79,392 toke
 
 import pytest
 
-from corral.hardware.inventory import GIB, parse_gpus
-from corral.models.facts import read_facts
-from corral.plan import Goal, Plan, make_plan
+from corral.plan.choose import make_plan
+from corral.plan.contract import Goal, Plan
+from corral.plan.hardware.inventory import GIB, parse_gpus
+from corral.plan.models.facts import read_facts
 from corral.plan.need import by_arithmetic, needs
 
 

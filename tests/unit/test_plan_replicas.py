@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from corral.errors import UsageError
-from corral.hardware.inventory import Inventory, parse_gpus
-from corral.models.facts import read_facts
-from corral.plan import Goal
+from corral.base.errors import UsageError
+from corral.plan.contract import Goal
+from corral.plan.hardware.inventory import Inventory, parse_gpus
+from corral.plan.models.facts import read_facts
 from corral.plan.replicas import ReplicaForm, advise, divided
 from tests.unit.conftest import in_process
 

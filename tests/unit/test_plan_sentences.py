@@ -13,14 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from corral.base.errors import DoesNotFitError, UsageError
 from corral.cli import main
-from corral.errors import DoesNotFitError, UsageError
-from corral.hardware.inventory import GIB, GPUS, parse_gpus
-from corral.lifecycle import bringup
-from corral.models.facts import read_facts
-from corral.plan import Goal, Plan, calibration, make_plan
-from corral.plan.choose import compare
+from corral.deploy.lifecycle import bringup
+from corral.plan import calibration
+from corral.plan.choose import compare, make_plan
+from corral.plan.contract import Goal, Plan
 from corral.plan.explain import explain
+from corral.plan.hardware.inventory import GIB, GPUS, parse_gpus
+from corral.plan.models.facts import read_facts
 from corral.plan.need import needs
 from corral.plan.reconcile import Observed, reconcile
 from corral.plan.speed import rounded

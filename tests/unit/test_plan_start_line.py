@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from corral.base.errors import UsageError
 from corral.cli import main
-from corral.errors import UsageError
-from corral.launch.links import Ports
-from corral.launch.render import refuse_reserved
-from corral.models import catalogue
-from corral.models.store import locate
-from corral.profile import environment
-from corral.targets import local
-from corral.targets.base import ChosenPorts
+from corral.deploy.launch.links import Ports
+from corral.deploy.launch.render import refuse_reserved
+from corral.deploy.profile.profile import environment
+from corral.deploy.targets import local
+from corral.deploy.targets.base import ChosenPorts
+from corral.plan.models import catalogue
+from corral.plan.models.store import locate
 
 Run = Callable[..., str]
 FILLED = {"PARTITION": "gpu", "ACCOUNT": "lab"}

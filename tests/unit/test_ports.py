@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from corral.deployment.folder import DeploymentFolder
-from corral.errors import ConflictError
+from corral.base.errors import ConflictError
+from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.targets.local import LocalTarget
+from corral.deploy.targets.near_port import near_port
 from corral.node import ports
 from corral.node.survey.listeners import RESERVED
 from corral.node.survey.listeners import ports as look
-from corral.targets.local import LocalTarget
-from corral.targets.near_port import near_port
 from tests.until import free_port
 
 
@@ -48,7 +48,7 @@ def test_who_looks_at_a_node_sees_what_is_reserved_there() -> None:
 
 def test_on_this_machine_a_reserved_port_is_refused_or_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
-    monkeypatch.setattr("corral.targets.local.DEFAULT_PORT", port)
+    monkeypatch.setattr("corral.deploy.targets.local.DEFAULT_PORT", port)
     held = ports.reserve(port)
     assert held
     with held:
@@ -76,7 +76,7 @@ def test_two_tunnels_that_open_later_get_two_ports(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_port_held_for_a_tunnel_is_let_go_without_a_warning(tmp_path: Path) -> None:
-    script = "from corral.targets.near_port import near_port; print(near_port(0))"
+    script = "from corral.deploy.targets.near_port import near_port; print(near_port(0))"
     command = [sys.executable, "-X", "dev", "-c", script]
     done = subprocess.run(command, env={**os.environ, "CORRAL_HOME": str(tmp_path)}, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

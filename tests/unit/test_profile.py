@@ -11,15 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.errors import AccessError, CorralError, DataError, NotFoundError, UsageError
-from corral.lifecycle.bringup import Wish
+from corral.base.errors import AccessError, CorralError, DataError, NotFoundError, UsageError
+from corral.deploy.lifecycle.bringup import Wish
+from corral.deploy.profile import folders
+from corral.deploy.profile.contract import all_keys
+from corral.deploy.profile.drafting import SAMPLES, as_toml, draft, with_value
+from corral.deploy.profile.merging import merged
+from corral.deploy.profile.profile import Profile, all_profiles, assemble, environment, load_profile
+from corral.deploy.profile.reading import MOST_BYTES, build_settings, parse, read_file
+from corral.deploy.profile.storage import with_storage
+from corral.deploy.slurm.commands import seconds
 from corral.plan.fixed import KEYS
-from corral.profile import Profile, all_profiles, environment, folders, load_profile, merged, with_storage
-from corral.profile.contract import all_keys
-from corral.profile.drafting import SAMPLES, as_toml, draft, with_value
-from corral.profile.profile import assemble
-from corral.profile.reading import MOST_BYTES, build_settings, parse, read_file
-from corral.slurm.commands import seconds
 
 
 @pytest.fixture(autouse=True)
@@ -211,7 +213,7 @@ def test_no_file_ends_in_a_traceback(content: bytes) -> None:
        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3), max_leaves=5),
        st.sampled_from([key.dotted for key in all_keys()]))  # fmt: skip
 def test_any_value_of_any_key_is_taken_or_refused_clearly(value: Any, dotted: str) -> None:
-    from corral.profile.reading import Layer
+    from corral.deploy.profile.reading import Layer
 
     table, _, name = dotted.rpartition(".")
     values = {table: {name: value}} if table else {name: value}

@@ -11,14 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from corral.deployment.patience import Patience
-from corral.doctor import Question, Report
-from corral.launch.links import Ports
-from corral.profile import environment, folders
-from corral.profile.contract import all_keys
-from corral.record import to_json
-from corral.targets.base import ChosenPorts
-from corral.targets.local import LocalTarget
+from corral.base.record import to_json
+from corral.deploy.deployment.patience import Patience
+from corral.deploy.doctor.examination import Question
+from corral.deploy.doctor.finding import Report
+from corral.deploy.launch.links import Ports
+from corral.deploy.profile import folders
+from corral.deploy.profile.contract import all_keys
+from corral.deploy.profile.profile import environment
+from corral.deploy.targets.base import ChosenPorts
+from corral.deploy.targets.local import LocalTarget
 from tests.conftest import ROOT
 from tests.unit.conftest import in_process
 

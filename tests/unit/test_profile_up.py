@@ -7,8 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from corral.lifecycle.bringup import Wish, dry_run
-from corral.profile import load_profile, merged
+from corral.deploy.lifecycle.bringup import Wish, dry_run
+from corral.deploy.profile.merging import merged
+from corral.deploy.profile.profile import load_profile
 from tests.unit.conftest import Corral
 
 

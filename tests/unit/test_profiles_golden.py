@@ -18,15 +18,16 @@ from typing import Any
 
 import pytest
 
+from corral.base.errors import UnreachableError
 from corral.cli import main
+from corral.deploy.launch.links import Ports
+from corral.deploy.profile import folders
+from corral.deploy.profile.profile import environment, load_profile
+from corral.deploy.targets import local, ssh
+from corral.deploy.targets.base import ChosenPorts
 from corral.engines import environments as engines
 from corral.engines.flags import REMOVED
-from corral.errors import UnreachableError
-from corral.hardware import inventory as hardware
-from corral.launch.links import Ports
-from corral.profile import environment, folders, load_profile
-from corral.targets import local, ssh
-from corral.targets.base import ChosenPorts
+from corral.plan.hardware import inventory as hardware
 
 GOLDEN = Path(__file__).parent / "golden" / "profiles"
 HOME = "/srv/corral-home"

@@ -19,10 +19,14 @@ import pytest
 from corral.client.client import CHAT, Client, run
 from corral.client.endpoint import Endpoint
 from corral.client.errors import CutStreamError, KeyRefusedError, RequestError
-from corral.deployment.state import State
-from corral.fake import FakeOptions, FakeServer, Pace
+from corral.fake.app import FakeOptions
+from corral.fake.pace import Pace
+from corral.fake.server import FakeServer
 from corral.node import guard
-from corral.proxy import MemberReading, Proxy, ProxyLimits
+from corral.node.states import State
+from corral.serve.proxy.host import ProxyLimits
+from corral.serve.proxy.members import MemberReading
+from corral.serve.proxy.server import Proxy
 
 ENGINE = Path(__file__).parent.parent / "streaming_engine.py"
 KEY = "a-key-of-sufficient-length"

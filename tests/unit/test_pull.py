@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from corral.models import store as model_store
+from corral.plan.models import store as model_store
 from tests.fake_hub import FakeHub
 from tests.fake_ssh import make_fake_ssh
 from tests.unit.conftest import Corral, Done, in_process

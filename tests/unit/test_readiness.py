@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from corral.base.errors import UsageError
 from corral.cli.doctor import command
 from corral.cli.doctor_view import report_lines
-from corral.doctor import Level, Report
-from corral.doctor.distribution import PackageFamily, RepairStep, commands, distribution_of
-from corral.doctor.readiness import HEADER, fix_script, judge_readiness, lacks
-from corral.errors import UsageError
-from corral.hardware.survey import Asked, Here, NodeFacts, Readiness, survey_host
+from corral.deploy.doctor.distribution import PackageFamily, RepairStep, commands, distribution_of
+from corral.deploy.doctor.finding import Level, Report
+from corral.deploy.doctor.readiness import HEADER, fix_script, judge_readiness, lacks
 from corral.node.survey import readiness as part
+from corral.plan.hardware.survey import Asked, Here, NodeFacts, Readiness, survey_host
 from tests.unit.conftest import Shellcheck
 
 UBUNTU = {"distribution": "ubuntu", "like": ("debian",), "release": "24.04", "codename": "noble"}

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.errors import DataError
-from corral.record import dump_json, from_json, load_json, nearest, to_json
+from corral.base.errors import DataError
+from corral.base.record import dump_json, from_json, load_json, nearest, to_json
 
 
 class Colour(enum.StrEnum):

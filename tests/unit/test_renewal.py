@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
+from corral.base.errors import ConflictError, CorralError, UnreachableError, UsageError
+from corral.base.processes import Identity, own_identity
+from corral.base.record import dump_json, load_json
 from corral.client.client import CHAT, Client
 from corral.client.endpoint import Endpoint
-from corral.deployment.folder import DeploymentFolder, chain_of
-from corral.deployment.state import Reason, State
-from corral.errors import ConflictError, CorralError, UnreachableError, UsageError
-from corral.files import write_atomic
-from corral.lifecycle import bringup, deployments, renewal
-from corral.lifecycle.deployments import Record, Status, Timings
-from corral.lifecycle.renewal import Facts, next_step, renew
-from corral.lifecycle.successors import (
+from corral.deploy.deployment.folder import DeploymentFolder, chain_of
+from corral.deploy.lifecycle import bringup, deployments, renewal
+from corral.deploy.lifecycle.deployments import Record, Status, Timings
+from corral.deploy.lifecycle.renewal import Facts, next_step, renew
+from corral.deploy.lifecycle.successors import (
     Chain,
     all_standings,
     chain_lock,
@@ -29,11 +29,11 @@ from corral.lifecycle.successors import (
     refuse_living_chain,
     write_chain,
 )
-from corral.processes import Identity, own_identity
-from corral.proxy import ProxyAddress, port_of
-from corral.record import dump_json, load_json
-from corral.slurm.script import BatchJob, batch_script
-from corral.targets.base import Lease, Queue
+from corral.deploy.slurm.script import BatchJob, batch_script
+from corral.deploy.targets.base import Lease, Queue
+from corral.node.files import write_atomic
+from corral.node.states import Reason, State
+from corral.serve.proxy.run import ProxyAddress, port_of
 from tests.unit.conftest import Corral, Shellcheck
 
 NOW = 1_000_000.0
@@ -276,7 +276,7 @@ def test_a_successor_has_the_chains_key_and_a_wish_comes_back_from_its_file(firs
 
 def test_a_lock_of_a_node_that_is_gone_grows_old(first: DeploymentFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     write_atomic(first.successors_lock, dump_json(Identity(1, "elsewhere", "x", 1)))
-    monkeypatch.setattr("corral.lifecycle.successors.OLD_LOCK_S", -1.0)
+    monkeypatch.setattr("corral.deploy.lifecycle.successors.OLD_LOCK_S", -1.0)
     with chain_lock(first):
         pass
     assert not first.successors_lock.exists()

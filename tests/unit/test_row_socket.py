@@ -15,21 +15,22 @@ from typing import Any
 
 import pytest
 
-from corral.batch import front_ends
-from corral.batch.core.run import Quiet
-from corral.batch.core.runner import Counts
-from corral.batch.front_ends import FrontEndWatch, advice
-from corral.batch.in_process import InProcessServer
-from corral.batch.inspect import inspect
-from corral.client.client import COMPLETIONS, Page, run
+from corral.base.processes import processor_s
+from corral.client.client import COMPLETIONS, run
 from corral.client.endpoint import Absence, Endpoint
 from corral.client.errors import BadRequestError, KeyRefusedError, OverloadedError, ServerGoneError, TimedOutError
+from corral.client.pool import Page
 from corral.client.row_socket import RowSocketClient, RowSocketEndpoint, has_row_socket, row_processes
-from corral.deployment.folder import DeploymentFolder
+from corral.deploy.deployment.folder import DeploymentFolder
 from corral.engines import environments as engines
 from corral.node.guard import Guard
 from corral.node.row_socket import RowSocket
-from corral.processes import processor_s
+from corral.use.batch import front_ends
+from corral.use.batch.core.run import Quiet
+from corral.use.batch.core.runner import Counts
+from corral.use.batch.front_ends import FrontEndWatch, advice
+from corral.use.batch.in_process import InProcessServer
+from corral.use.batch.inspect import inspect
 from tests.unit.conftest import Corral
 from tests.until import until
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from corral.engines.environments import PINNED_VERSION
-from corral.errors import EngineError, UsageError
-from corral.launch.links import Node
-from corral.lifecycle import bringup
-from corral.runtimes.base import EngineCommand, NodeCheck, NodeSide, Runtime, make_runtime
-from corral.runtimes.conda import INSTALL
-from corral.runtimes.ray import QUESTION, REQUIREMENT, ray_checks
-from corral.targets.slurm import SlurmTarget
+from corral.base.errors import EngineError, UsageError
+from corral.deploy.launch.links import Node
+from corral.deploy.lifecycle import bringup
+from corral.deploy.targets.slurm import SlurmTarget
+from corral.engines.locks import PINNED_VERSION
+from corral.engines.runtimes.base import EngineCommand, NodeCheck, NodeSide, Runtime, make_runtime
+from corral.engines.runtimes.conda import INSTALL
+from corral.engines.runtimes.ray import QUESTION, REQUIREMENT, ray_checks
 from tests.unit.test_bringup import Elsewhere
 
 SIDE = NodeSide("/home/corral", "cuda", PINNED_VERSION)

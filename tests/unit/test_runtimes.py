@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from corral.deployment.diagnosis import diagnose, last_lines
-from corral.deployment.state import Reason
+from corral.base.errors import EngineError, UsageError
+from corral.deploy.deployment.diagnosis import diagnose, last_lines
+from corral.deploy.launch.render import UNSET
 from corral.engines import environments as engines
 from corral.engines.flags import FlagList, check_arguments
-from corral.errors import EngineError, UsageError
-from corral.launch.render import UNSET
-from corral.runtimes.base import RUNTIMES, EngineCommand, NodeSide, Runtime, make_runtime, parse_options
-from corral.runtimes.container import Mount, container_name
+from corral.engines.runtimes.base import RUNTIMES, EngineCommand, NodeSide, Runtime, make_runtime, parse_options
+from corral.engines.runtimes.container import Mount, container_name
+from corral.node.states import Reason
 from tests.unit.conftest import Shellcheck
 from tests.unit.test_agent import Run
 from tests.until import free_port

@@ -14,8 +14,8 @@ import pytest
 
 from corral.cli import main
 from corral.cli.batch_view import progress_line
-from corral.report import tables
-from corral.report.tables import table_lines
+from corral.lab.report import tables
+from corral.lab.report.tables import table_lines
 from tests.unit import shown
 
 GOLDEN = Path(__file__).parent / "golden" / "screens"

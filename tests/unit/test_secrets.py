@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from corral import ssh
+from corral.base import ssh
+from corral.base.shell import Completed
 from corral.cli import root
+from corral.deploy.launch.masking import is_secret_name
 from corral.engines import environments
 from corral.engines.pip_configuration import Sources, parse_sources
-from corral.launch.masking import is_secret_name
-from corral.shell import Completed
 
 
 # ------------------------------------------------------------------------------------------------- package indexes

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corral.bench.spec import LoadShape, Workload, parse_slos
-from corral.models.facts import read_facts
-from corral.simulate.engine import EngineShape, SimEngine, SimSequence
-from corral.simulate.outcome import SimOutcome
-from corral.simulate.page import behind_sentence
-from corral.simulate.requests import ClosedLoop, OpenLoop, SimRequest, source_of
-from corral.simulate.steptime import DecodeCost, FittedSteps, cpu_steps
-from corral.simulate.world import MemberModel, ScalingModel, simulate_load
+from corral.lab.bench.spec import LoadShape, Workload, parse_slos
+from corral.lab.simulate.engine import EngineShape, SimEngine, SimSequence
+from corral.lab.simulate.outcome import SimOutcome
+from corral.lab.simulate.page import behind_sentence
+from corral.lab.simulate.requests import ClosedLoop, OpenLoop, SimRequest, source_of
+from corral.lab.simulate.steptime import DecodeCost, FittedSteps, cpu_steps
+from corral.lab.simulate.world import MemberModel, ScalingModel, simulate_load
+from corral.plan.models.facts import read_facts
 
 STEPS = FittedSteps(5e-3, 30e-6, 3e-9, 20e-6, attend_s=1e-9, launch_s=9e-3, graph_tokens=64)
 

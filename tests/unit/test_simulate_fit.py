@@ -13,22 +13,22 @@ from typing import Any
 
 import pytest
 
-from corral.bench.spec import LoadShape, Workload, parse_slos
 from corral.cli import main
-from corral.hardware.inventory import Inventory
-from corral.models.facts import ModelFacts
+from corral.lab.bench.spec import LoadShape, Workload, parse_slos
+from corral.lab.simulate.engine import EngineShape
+from corral.lab.simulate.fitting import Fit, MeasuredRange, RunError, error_of, fit_runs, replay
+from corral.lab.simulate.forecast import SimServer, fitted_server, forecast, highest_rates, planned_server, what_if
+from corral.lab.simulate.measured import load_measured
+from corral.lab.simulate.outcome import LatencySketch, SloResult
+from corral.lab.simulate.page import error_sentence, slo_sentence
+from corral.lab.simulate.requests import OpenLoop, source_of, trace_requests
+from corral.lab.simulate.solver import least_squares, nonnegative
+from corral.lab.simulate.steptime import FittedSteps
+from corral.lab.simulate.world import MemberModel, simulate_load
 from corral.plan.choose import make_plan
 from corral.plan.contract import Goal, Plan
-from corral.simulate.engine import EngineShape
-from corral.simulate.fitting import Fit, MeasuredRange, RunError, error_of, fit_runs, replay
-from corral.simulate.forecast import SimServer, fitted_server, forecast, highest_rates, planned_server, what_if
-from corral.simulate.measured import load_measured
-from corral.simulate.outcome import LatencySketch, SloResult
-from corral.simulate.page import error_sentence, slo_sentence
-from corral.simulate.requests import OpenLoop, source_of, trace_requests
-from corral.simulate.solver import least_squares, nonnegative
-from corral.simulate.steptime import FittedSteps
-from corral.simulate.world import MemberModel, simulate_load
+from corral.plan.hardware.inventory import Inventory
+from corral.plan.models.facts import ModelFacts
 from tests.conftest import ROOT
 
 DATA = ROOT / "tests" / "data"

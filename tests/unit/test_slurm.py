@@ -14,27 +14,26 @@ from typing import Any
 
 import pytest
 
-from corral import shell, ssh
-from corral.deployment.folder import DeploymentFolder
-from corral.deployment.state import Reason, State
-from corral.errors import CorralError, DoesNotFitError, NotFoundError, UnreachableError, UsageError
-from corral.files import write_atomic
-from corral.hardware.inventory import GPUS
-from corral.lifecycle import bringup, deployments
+from corral.base import shell, ssh
+from corral.base.errors import CorralError, DoesNotFitError, NotFoundError, UnreachableError, UsageError
+from corral.base.processes import own_identity
+from corral.base.record import dump_json, load_json
+from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.lifecycle import bringup, deployments
+from corral.deploy.slurm import cluster, commands, shared_home
+from corral.deploy.slurm.commands import SlurmJob, seconds
+from corral.deploy.slurm.options import SlurmOptions, mebibytes
+from corral.deploy.slurm.script import BatchJob, batch_script, clock
+from corral.deploy.slurm.states import NOT_KNOWN, STATES, WAITS, standing
+from corral.deploy.targets import slurm as targets_slurm
+from corral.deploy.targets.base import JobState
+from corral.deploy.targets.slurm import SlurmTarget
+from corral.deploy.targets.slurm_job import Submitted
 from corral.node import slurm_start
-from corral.node.files import write_json
+from corral.node.files import write_atomic, write_json
 from corral.node.ports import free_ports
-from corral.processes import own_identity
-from corral.record import dump_json, load_json
-from corral.slurm import cluster, commands, shared_home
-from corral.slurm.commands import SlurmJob, seconds
-from corral.slurm.options import SlurmOptions, mebibytes
-from corral.slurm.script import BatchJob, batch_script, clock
-from corral.slurm.states import NOT_KNOWN, STATES, WAITS, standing
-from corral.targets import slurm as targets_slurm
-from corral.targets.base import JobState
-from corral.targets.slurm import SlurmTarget
-from corral.targets.slurm_job import Submitted
+from corral.node.states import Reason, State
+from corral.plan.hardware.inventory import GPUS
 from tests.fake_slurm import NODES, PARTITIONS, print_text
 from tests.unit.conftest import Shellcheck
 from tests.until import until
@@ -331,7 +330,7 @@ def test_the_user_is_believed_where_gres_has_names_of_its_own() -> None:
 
 
 def test_a_profiles_hardware_is_held_against_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("corral.slurm.allocation.discover", lambda: cluster.read_cluster(PARTITIONS, NODES))
+    monkeypatch.setattr("corral.deploy.slurm.allocation.discover", lambda: cluster.read_cluster(PARTITIONS, NODES))
     own: dict[str, object] = {**KEMPNER, "partition": "gpu_h100"}
     fits = SlurmTarget.from_options({**own, "nodes": 2})
     assert fits.inventory().source == "profile"  # what the profile says is used, and only checked
@@ -350,7 +349,7 @@ def test_a_profile_needs_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     def silent() -> cluster.Cluster:
         raise UnreachableError("SLURM's controller does not answer.", "")
 
-    monkeypatch.setattr("corral.slurm.allocation.discover", silent)
+    monkeypatch.setattr("corral.deploy.slurm.allocation.discover", silent)
     assert SlurmTarget.from_options(KEMPNER).inventory().gpus_per_node == 4
 
 

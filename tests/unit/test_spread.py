@@ -13,12 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.errors import ConflictError, CorralError, DataError, UsageError
-from corral.ssh import Ssh
-from corral.transfer.changed import ChangedSourceError
-from corral.transfer.courier_events import CourierRow
-from corral.transfer.sources import plan_sources, same_storage
-from corral.transfer.spread import Origin, Outcome, Progress, ensure_folder, spread
+from corral.base.errors import ConflictError, CorralError, DataError, UsageError
+from corral.base.ssh import Ssh
+from corral.deploy.transfer.changed import ChangedSourceError
+from corral.deploy.transfer.courier_events import CourierRow
+from corral.deploy.transfer.outcome import Origin, Outcome, Progress
+from corral.deploy.transfer.sources import plan_sources, same_storage
+from corral.deploy.transfer.spread import ensure_folder, spread
 from tests.fake_ssh import make_fake_ssh
 
 HOSTS = ["n0", "n1", "n2", "n3"]

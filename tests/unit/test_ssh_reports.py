@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from corral.deployment.folder import DeploymentFolder
-from corral.deployment.state import Reason
-from corral.errors import UnreachableError
-from corral.shell import Leash
-from corral.targets import ssh_reports
-from corral.targets.remote_answers import LogPiece, NodeReport
-from corral.targets.remote_files import last_word
-from corral.targets.ssh_reports import gather, is_away
+from corral.base.errors import UnreachableError
+from corral.base.shell import Leash
+from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.targets import ssh_reports
+from corral.deploy.targets.remote_answers import LogPiece, NodeReport
+from corral.deploy.targets.remote_files import last_word
+from corral.deploy.targets.ssh_reports import gather, is_away
+from corral.node.states import Reason
 
 HOSTS = ("head", "second", "third")
 Answer = Callable[[Leash], NodeReport]

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from corral.base.errors import LaunchError
 from corral.cli.status import status_facts
-from corral.deployment.course import Phase, ends_at_s
-from corral.deployment.events import Event, read_events
-from corral.deployment.expectation import amount, left_s
-from corral.errors import LaunchError
-from corral.lifecycle.deployments import expected_of, status
-from corral.lifecycle.staging import LINE_EVERY_S, Staging
+from corral.deploy.deployment.course import Phase, ends_at_s
+from corral.deploy.deployment.events import Event, read_events
+from corral.deploy.deployment.expectation import amount, left_s
+from corral.deploy.lifecycle.deployments import expected_of, status
+from corral.deploy.lifecycle.staging import LINE_EVERY_S, Staging
 from tests.console_home import Made, make
 from tests.unit.conftest import Silent
 
@@ -72,7 +72,7 @@ def test_what_was_expected_of_a_start_is_not_read_again_once_it_serves(
         read.append(path)
         return read_events(path)
 
-    monkeypatch.setattr("corral.lifecycle.deployments.read_events", reading)
+    monkeypatch.setattr("corral.deploy.lifecycle.deployments.read_events", reading)
     for number, state in enumerate(("ready", "loading")):
         made = make(f"one-{number}", 5).agent().course((state, 1.0))
         assert status(made.folder).state == state
@@ -90,7 +90,7 @@ def test_a_folder_that_is_gone_ends_it_and_a_full_disk_does_not(made: Made, monk
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("corral.lifecycle.staging.append_event", full)
+    monkeypatch.setattr("corral.deploy.lifecycle.staging.append_event", full)
     staging.phase(Phase.FETCHING)
     staging.detail("hub", 1, 2)
     made.folder.delete()

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from corral.bundle import bundle
-from corral.deployment.events import read_events
-from corral.deployment.state import ENDED, TRANSITIONS, Reason, State, may_follow
+from corral.base.bundle import bundle
+from corral.deploy.deployment.events import read_events
 from corral.node.agent.journal import Journal, TransitionError
+from corral.node.states import ENDED, TRANSITIONS, Reason, State, may_follow
 from tests.conftest import ROOT
 
 LIVING = [state for state in State if state not in ENDED and state is not State.UNKNOWN]

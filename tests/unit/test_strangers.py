@@ -15,16 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from corral.batch.core.retry import Verdict, judge
 from corral.client.client import Client
 from corral.client.endpoint import Endpoint
 from corral.client.errors import RequestError, ServerGoneError, StrangerError
-from corral.deployment.state import State
-from corral.lifecycle.near_end import NearEnd
+from corral.deploy.lifecycle.near_end import NearEnd
 from corral.node.agent.probe import Server
+from corral.node.states import State
 from corral.node.tcp_table import TcpSocket, stays_here, tcp_sockets, users_at_other_end
-from corral.proxy.members import MemberReading
-from corral.proxy.server import Proxy
+from corral.serve.proxy.members import MemberReading
+from corral.serve.proxy.server import Proxy
+from corral.use.batch.core.retry import Verdict, judge
 from tests.testbed import NOT_ROOT
 from tests.until import free_port, until
 
@@ -229,7 +229,7 @@ def test_the_near_end_keeps_its_port_while_ssh_is_away(tmp_path: Path) -> None:
 
 def test_ssh_does_not_outlive_a_tunnel_that_is_killed(tmp_path: Path) -> None:
     code = (
-        "import time; from corral.lifecycle.tunnel import _forwarding\n"
+        "import time; from corral.deploy.lifecycle.tunnel import _forwarding\n"
         "with _forwarding(['sleep', '1000']) as found:\n"
         "    print(found.ssh.pid, flush=True)\n"
         "    time.sleep(1000)\n"

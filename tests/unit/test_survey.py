@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from corral.bundle import bundle
-from corral.errors import CorralError, UnreachableError
-from corral.hardware.cpu import parse_cpuinfo, read_cpu
-from corral.hardware.survey import Asked, Here, NodeFacts, read_answer, survey, survey_host
+from corral.base.bundle import bundle
+from corral.base.errors import CorralError, UnreachableError
+from corral.base.shell import Completed
 from corral.node.survey import __main__ as whole
 from corral.node.survey import gpus, network, processes
-from corral.shell import Completed
+from corral.plan.hardware.cpu import parse_cpuinfo, read_cpu
+from corral.plan.hardware.survey import Asked, Here, NodeFacts, read_answer, survey, survey_host
 
 
 def test_this_machine_tells_what_it_is(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from corral.cli.top import _drawn
 from corral.client.metrics import Load, Reading
-from corral.llm.top import Line
+from corral.use.llm.top import Line
 
 BUSY = Line(
     "llama-3.1-405b-instruct-fp8",

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corral.tune.beside import next_beside, run_beside
-from corral.tune.page import sentence
-from corral.tune.race import Race, RaceEnd, RaceResult, next_order, verdict
-from corral.tune.random_search import next_random, random_found
-from corral.tune.setups import BASE, Knob, KnobKind, Setup
-from corral.tune.trials import LEAST_NOISE, Purpose, Trial, TrialOrder, noise_of
+from corral.lab.tune.beside import next_beside, run_beside
+from corral.lab.tune.page import sentence
+from corral.lab.tune.race import Race, RaceEnd, RaceResult, next_order, verdict
+from corral.lab.tune.random_search import next_random, random_found
+from corral.lab.tune.setups import BASE, Knob, KnobKind, Setup
+from corral.lab.tune.trials import LEAST_NOISE, Purpose, Trial, TrialOrder, noise_of
 
 KNOBS = (
     Knob("max_num_seqs", ("512", "2048")),

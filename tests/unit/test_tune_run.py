@@ -14,40 +14,42 @@ from typing import Any
 
 import pytest
 
-from corral.bench.metrics import Spread, Summary
-from corral.bench.spec import Spec, Workload, parse_slos
+from corral.base.errors import CorralError, NotFoundError, UsageError
+from corral.base.processes import Identity
+from corral.base.record import dump_json
 from corral.cli.up import read_words
-from corral.deployment.folder import DeploymentFolder
-from corral.deployment.share import NodeShare
-from corral.deployment.state import State
-from corral.errors import CorralError, NotFoundError, UsageError
-from corral.files import write_atomic
-from corral.hardware.inventory import parse_gpus
-from corral.lifecycle import deployments
-from corral.lifecycle.bringup import Wish, as_planned, sized
-from corral.lifecycle.deployments import Record
-from corral.models.facts import read_facts
+from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.lifecycle import deployments
+from corral.deploy.lifecycle.bringup import Wish, as_planned, sized
+from corral.deploy.lifecycle.deployments import Record
+from corral.deploy.profile.folders import user_folder
+from corral.deploy.profile.merging import merged
+from corral.deploy.profile.profile import load_profile
+from corral.lab.bench.metrics import Spread, Summary
+from corral.lab.bench.spec import Spec, Workload, parse_slos
+from corral.lab.tune import tuner
+from corral.lab.tune.baselines import BASELINES, baseline_knobs
+from corral.lab.tune.knobs import knobs_for, tuned_wish
+from corral.lab.tune.objective import Objective, ObjectiveKind
+from corral.lab.tune.page import html_page, tune_lines
+from corral.lab.tune.presets import workload_of
+from corral.lab.tune.race import Race, RaceEnd, RaceResult, next_order, verdict
+from corral.lab.tune.roofline import distance, roofline
+from corral.lab.tune.seen import LoadSnapshot, SeenLoad, _bound, read_snapshots, seen_load
+from corral.lab.tune.setups import BASE, Knob, Setup
+from corral.lab.tune.shares import shares_for
+from corral.lab.tune.store import TuneRun, TuneSpec, find_run, new_run
+from corral.lab.tune.trials import Purpose, Roofline, Trial, TrialOrder
+from corral.lab.tune.turns import Turns, refuse_beyond, with_part
 from corral.node.agent import load_log
 from corral.node.agent.load_log import LoadLog
-from corral.plan import Goal, make_plan
-from corral.processes import Identity
-from corral.profile import load_profile, merged
-from corral.profile.folders import user_folder
-from corral.record import dump_json
-from corral.tune import tuner
-from corral.tune.baselines import BASELINES, baseline_knobs
-from corral.tune.knobs import knobs_for, tuned_wish
-from corral.tune.objective import Objective, ObjectiveKind
-from corral.tune.page import html_page, tune_lines
-from corral.tune.presets import workload_of
-from corral.tune.race import Race, RaceEnd, RaceResult, next_order, verdict
-from corral.tune.roofline import distance, roofline
-from corral.tune.seen import LoadSnapshot, SeenLoad, _bound, read_snapshots, seen_load
-from corral.tune.setups import BASE, Knob, Setup
-from corral.tune.shares import shares_for
-from corral.tune.store import TuneRun, TuneSpec, find_run, new_run
-from corral.tune.trials import Purpose, Roofline, Trial, TrialOrder
-from corral.tune.turns import Turns, refuse_beyond, with_part
+from corral.node.files import write_atomic
+from corral.node.states import State
+from corral.plan.choose import make_plan
+from corral.plan.contract import Goal
+from corral.plan.hardware.inventory import parse_gpus
+from corral.plan.hardware.share import NodeShare
+from corral.plan.models.facts import read_facts
 from tests.tiny_llama import make_tiny_llama
 from tests.unit.conftest import Corral, in_process
 
@@ -409,7 +411,7 @@ def test_baselines_are_setups_of_their_own() -> None:
 
 
 def test_servers_side_by_side_need_hardware_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    from corral.targets.local import LocalTarget
+    from corral.deploy.targets.local import LocalTarget
 
     assert shares_for(Wish(), 1) == ((), False)
     monkeypatch.setattr(LocalTarget, "inventory", lambda _: parse_gpus("8xH100"))
@@ -429,7 +431,7 @@ def test_servers_side_by_side_need_hardware_of_their_own(monkeypatch: pytest.Mon
 
 
 def _on(gpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from corral.targets.local import LocalTarget
+    from corral.deploy.targets.local import LocalTarget
 
     monkeypatch.setattr(LocalTarget, "inventory", lambda _: parse_gpus(gpus))
 

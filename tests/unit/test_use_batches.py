@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import corral
-from corral.fake import FakeOptions, FakeServer
+from corral.fake.app import FakeOptions
+from corral.fake.server import FakeServer
 from tests.unit.conftest import Corral
 
 

@@ -19,10 +19,12 @@ from typing import Any
 
 import pytest
 
+from corral.base.errors import DataError, UsageError
 from corral.client.sampling import PARAMETERS, STRUCTURED
-from corral.errors import DataError, UsageError
-from corral.fake import FakeOptions, FakeServer, Pace
-from corral.llm.conversation import COMMANDS, Conversation
+from corral.fake.app import FakeOptions
+from corral.fake.pace import Pace
+from corral.fake.server import FakeServer
+from corral.use.llm.conversation import COMMANDS, Conversation
 from tests.unit.conftest import in_this_process
 
 COMMAND = [sys.executable, "-m", "corral"]

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.errors import DataError, UsageError
-from corral.score.likelihood import Score, ScoreOptions, ScoreRow, TokenScore, cut, read_row, split_pair, total
+from corral.base.errors import DataError, UsageError
+from corral.use.score.likelihood import Score, ScoreOptions, ScoreRow, TokenScore, cut, read_row, split_pair, total
 
 
 def lm_eval_windows(tokens: list[int], prefix: int, max_seq_len: int) -> list[tuple[list[int], list[int]]]:

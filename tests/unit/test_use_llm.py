@@ -13,11 +13,14 @@ from pathlib import Path
 import pytest
 
 import corral
+from corral.base.errors import UsageError
 from corral.client.client import run
 from corral.client.errors import BadRequestError, CutStreamError, PromptTooLongError, RequestError, ServerGoneError
-from corral.errors import UsageError
-from corral.fake import FakeOptions, FakeServer, Pace, parse_fault
-from corral.llm.llm import LLM, AsyncLLM, request_for
+from corral.fake.app import FakeOptions
+from corral.fake.faults import parse_fault
+from corral.fake.pace import Pace
+from corral.fake.server import FakeServer
+from corral.use.llm.llm import LLM, AsyncLLM, request_for
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +49,7 @@ def test_the_public_surface() -> None:
 
 
 def test_importing_corral_is_quick() -> None:
-    heavy = ("msgspec", "click", "rich", "asyncio", "corral.llm.llm")
+    heavy = ("msgspec", "click", "rich", "asyncio", "corral.use.llm.llm")
     code = f"import sys, corral; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from corral.client.reply import Token
-from corral.llm.token_view import TokenView, are_logits, characters
+from corral.use.llm.token_view import TokenView, are_logits, characters
 
 
 def token(text: str, value: float, *others: tuple[str, float]) -> Token:

@@ -7,9 +7,9 @@ import pytest
 from corral.client.client import run
 from corral.client.endpoint import Endpoint
 from corral.client.metrics import Load, Reading
-from corral.fake import FakeServer
-from corral.llm.llm import LLM
-from corral.llm.top import Watch
+from corral.fake.server import FakeServer
+from corral.use.llm.llm import LLM
+from corral.use.llm.top import Watch
 
 
 def test_speeds_are_differences() -> None:

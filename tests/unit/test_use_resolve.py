@@ -10,16 +10,17 @@ from typing import Any
 
 import pytest
 
+from corral.base.errors import AccessError, ConflictError, LaunchError, NotFoundError, UnreachableError, UsageError
+from corral.base.record import to_json
 from corral.client.endpoint import Endpoint, HeldKeyEndpoint
-from corral.deployment.folder import DeploymentFolder
-from corral.deployment.state import State
-from corral.errors import AccessError, ConflictError, LaunchError, NotFoundError, UnreachableError, UsageError
-from corral.fake import FakeOptions, FakeServer
-from corral.lifecycle import deployments
-from corral.lifecycle import resolve as resolve_module
-from corral.lifecycle.resolve import DeploymentServer, ServedModels, find_servers, resolve, served_by
-from corral.lifecycle.successors import Chain, choose_folder, write_chain
-from corral.record import to_json
+from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.lifecycle import deployments
+from corral.deploy.lifecycle import resolve as resolve_module
+from corral.deploy.lifecycle.resolve import DeploymentServer, ServedModels, find_servers, resolve, served_by
+from corral.deploy.lifecycle.successors import Chain, choose_folder, write_chain
+from corral.fake.app import FakeOptions
+from corral.fake.server import FakeServer
+from corral.node.states import State
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +114,9 @@ class Deployments:
         self.states: dict[str, State] = {}
         self.tunnels: list[str] = []
         monkeypatch.setattr(deployments, "status", lambda folder: ready(folder.name, self.states[folder.name]))
-        monkeypatch.setattr("corral.lifecycle.resolve.ensure_tunnel", lambda folder: self.tunnels.append(folder.name))
+        monkeypatch.setattr(
+            "corral.deploy.lifecycle.resolve.ensure_tunnel", lambda folder: self.tunnels.append(folder.name)
+        )
 
     def set(self, **states: State) -> None:
         for name in [name.replace("_", "~") for name in states]:
@@ -132,7 +135,7 @@ def test_the_only_ready_one(there: Deployments, monkeypatch: pytest.MonkeyPatch)
     there.set(a=State.READY, b=State.LOADING, c=State.FAILED)
     assert resolve(environ={}).model == "a"
     served = ServedModels(("a", "adapter"), ("a",), None)
-    monkeypatch.setattr("corral.lifecycle.resolve._models_at", lambda endpoint: served)
+    monkeypatch.setattr("corral.deploy.lifecycle.resolve._models_at", lambda endpoint: served)
     assert resolve(model="adapter", environ={}).model == "adapter"
     with pytest.raises(NotFoundError, match="does not serve 'adaptor'"):  # as with --url: no request is sent for it
         resolve(model="adaptor", environ={})
@@ -214,7 +217,8 @@ def test_a_key_of_the_environment_stays_in_memory(tmp_path: Path, monkeypatch: p
 
 
 def test_servers_of_several_models(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    from corral.client.client import Client, Page
+    from corral.client.client import Client
+    from corral.client.pool import Page
 
     cards: list[dict[str, Any]] = [{"id": "base", "parent": None}, {"id": "adapter", "parent": "base"}]
     monkeypatch.setattr(Client, "page_sync", lambda *_, **__: Page(200, json.dumps({"data": cards}).encode()))

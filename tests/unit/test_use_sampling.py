@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from corral.base.errors import UsageError
 from corral.client.sampling import (
     PARAMETERS,
     STRUCTURED,
@@ -15,7 +16,6 @@ from corral.client.sampling import (
     parse_assignments,
     request_fields,
 )
-from corral.errors import UsageError
 
 
 def test_the_types_name_every_parameter() -> None:

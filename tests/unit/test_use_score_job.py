@@ -17,15 +17,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from corral.batch import FixedServer, ModelServer, Quiet, RunnerSettings
-from corral.batch.core.runner import RowRequest
-from corral.client.client import Client, Page, run
-from corral.client.endpoint import Absence, Endpoint
-from corral.errors import ConflictError, DataError, NotFoundError, UnreachableError, UsageError
-from corral.fake import FakeOptions, FakeServer, Pace
-from corral.score.job import ScoreReport, score_file
-from corral.score.likelihood import ScoreOptions, read_row
-from corral.score.score import Scorer, Scoring, TokenGate
+from corral.base.errors import ConflictError, DataError, NotFoundError, UnreachableError, UsageError
+from corral.client.client import Client, run
+from corral.client.endpoint import Absence, Endpoint, FixedServer, ModelServer
+from corral.client.pool import Page
+from corral.fake.app import FakeOptions
+from corral.fake.pace import Pace
+from corral.fake.server import FakeServer
+from corral.use.batch.core.run import Quiet
+from corral.use.batch.core.runner import RowRequest, RunnerSettings
+from corral.use.score.job import ScoreReport, score_file
+from corral.use.score.likelihood import ScoreOptions, read_row
+from corral.use.score.score import Scorer, Scoring, TokenGate
 from tests.until import until
 
 ROWS: list[dict[str, Any]] = [
@@ -274,7 +277,8 @@ def test_rows_added_later_are_scored(server: FakeServer, tmp_path: Path) -> None
 
 
 def test_a_job_that_is_running_is_left_alone(server: FakeServer, tmp_path: Path) -> None:
-    from corral.batch import BatchFolder, BatchLock
+    from corral.use.batch.core.folder import BatchFolder
+    from corral.use.batch.core.lock import BatchLock
 
     source, out = write(tmp_path / "rows.jsonl", ROWS), tmp_path / "out.jsonl"
     folder = BatchFolder(out)

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import corral as library
-from corral.errors import ConflictError, LaunchError, NotFoundError
+from corral.base.errors import ConflictError, LaunchError, NotFoundError
 from tests.unit.conftest import Corral
 from tests.until import free_port, until
 

@@ -8,8 +8,8 @@ import re
 import pytest
 
 from corral.client.reply import Token
-from corral.llm.token_bytes import exact, spelling, token_id
-from corral.llm.token_view import TokenView, characters, harmless, label, visible, width
+from corral.use.llm.token_bytes import exact, spelling, token_id
+from corral.use.llm.token_view import TokenView, characters, harmless, label, visible, width
 
 
 def token(piece: bytes, p: float | None = 0.5, number: int = 1, rank: int | None = 1) -> Token:

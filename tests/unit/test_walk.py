@@ -12,20 +12,22 @@ from pathlib import Path
 
 import pytest
 
+from corral.base.shell import Completed
+from corral.base.wording import counted
 from corral.cli import screen
 from corral.cli.screen import PhaseScreen
-from corral.doctor.engine import check_runtime
-from corral.doctor.finding import Level
+from corral.deploy.doctor.engine import check_runtime
+from corral.deploy.doctor.finding import Level
 from corral.engines import environments
-from corral.fake import FakeOptions, FakeServer, Pace
-from corral.hardware.inventory import parse_gpus
-from corral.hardware.survey import Here
-from corral.models.facts import read_facts
+from corral.engines.runtimes.base import NodeSide, make_runtime
+from corral.fake.app import FakeOptions
+from corral.fake.pace import Pace
+from corral.fake.server import FakeServer
+from corral.lab.report.tables import wrapped
+from corral.plan.hardware.inventory import parse_gpus
+from corral.plan.hardware.survey import Here
 from corral.plan.layouts import refused_tensor
-from corral.report.tables import wrapped
-from corral.runtimes.base import NodeSide, make_runtime
-from corral.shell import Completed
-from corral.wording import counted
+from corral.plan.models.facts import read_facts
 from tests.unit.conftest import in_process
 
 Command = Callable[..., tuple[int, str, str]]
@@ -237,7 +239,7 @@ def test_an_engine_that_is_not_installed_yet_is_no_warning_on_this_machine(clean
 
 
 def test_slurm_that_is_not_set_up_here_names_a_remedy(corral: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    from corral.slurm import cluster
+    from corral.deploy.slurm import cluster
 
     failed = Completed(("scontrol",), 1, "", "scontrol: fatal: Could not establish a configuration source")
     monkeypatch.setattr(cluster, "ask", lambda _: failed)

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from corral import __version__
-from corral.errors import INTERRUPTED, CorralError, UsageError
-from corral.home import watch_home
-from corral.record import nearest
-from corral.untrusted import plain, plain_json
+from corral.base.errors import INTERRUPTED, CorralError, UsageError
+from corral.base.home import watch_home
+from corral.base.record import nearest
+from corral.base.untrusted import plain, plain_json
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem

@@ -8,14 +8,14 @@ from typing import Any
 
 import click
 
+from corral.base.errors import INTERRUPTED, UsageError
+from corral.base.files import read_text
 from corral.cli.batch_view import Screen, print_check, print_status
 from corral.cli.duration import Duration
 from corral.cli.help_pages import DefaultVerbGroup, GroupedCommand
 from corral.cli.screen import print_json, tell
 from corral.cli.target_options import chosen_target, target_options
 from corral.cli.token_count import TokenCount
-from corral.errors import INTERRUPTED, UsageError
-from corral.files import read_text
 
 __all__ = ["command"]
 
@@ -123,8 +123,8 @@ def run(**given: Any) -> int:
     or the settings changed; 9 the server stayed away; 10 the input is bad or the disk is full; 130 interrupted. After
     all but 0 and 1, the same command continues.
     """
-    from corral.batch.job import BatchOrder
-    from corral.batch.serving import Offline, Where
+    from corral.use.batch.job import BatchOrder
+    from corral.use.batch.serving import Offline, Where
 
     given["model"] = given["model"] or given["named_model"]
     order = BatchOrder(
@@ -156,7 +156,7 @@ def run(**given: Any) -> int:
 @_run_options
 def resume(output: str, retry_failed: bool, **given: Any) -> int:
     """Continue the batch that writes OUTPUT, with the settings it was begun with."""
-    from corral.batch.batch import again
+    from corral.use.batch.batch import again
 
     order, where = again(output)
     return _carry_out(replace(order, retry_failed=retry_failed), where, given)
@@ -167,7 +167,7 @@ def resume(output: str, retry_failed: bool, **given: Any) -> int:
 @click.option("--json", "as_json", is_flag=True, help="One JSON document.")
 def status(output: str, as_json: bool) -> None:
     """How the batch that writes OUTPUT stands; works while it runs."""
-    from corral.batch.inspect import inspect
+    from corral.use.batch.inspect import inspect
 
     print_status(inspect(output), as_json)
 
@@ -177,7 +177,7 @@ def status(output: str, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="One JSON document.")
 def cancel(output: str, as_json: bool) -> None:
     """Stop the batch that writes OUTPUT; rows under way may finish, and `resume` continues it."""
-    from corral.batch.inspect import ask_to_stop
+    from corral.use.batch.inspect import ask_to_stop
 
     text = ask_to_stop(output)
     print_json({"output": output, "text": text}) if as_json else click.echo(text, err=True)
@@ -189,7 +189,7 @@ def cancel(output: str, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="One JSON document with every problem.")
 def check(as_json: bool, **given: Any) -> None:
     """Check INPUT and list every problem with its first line (--json: with every line); starts nothing."""
-    from corral.batch.inspect import check_input
+    from corral.use.batch.inspect import check_input
 
     print_check(check_input(given["input"], given["input_format"], _recipe(given)), as_json)
 
@@ -209,8 +209,8 @@ def check(as_json: bool, **given: Any) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON line when ready.")
 def serve(**given: Any) -> int:
     """OpenAI's batch API (/v1/files, /v1/batches) in front of your own model."""
-    from corral.batch.service.server import ServiceOptions, serve_forever
-    from corral.batch.serving import Where
+    from corral.use.batch.service.server import ServiceOptions, serve_forever
+    from corral.use.batch.serving import Where
 
     options = ServiceOptions(
         folder=given["folder"],
@@ -237,10 +237,12 @@ def _target_fields(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _from_profile(given: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
-    from corral.launch.render import refuse_reserved
+    from corral.base.record import to_json
+    from corral.deploy.launch.render import refuse_reserved
+    from corral.deploy.profile.merging import merged
+    from corral.deploy.profile.profile import load_profile
+    from corral.deploy.profile.storage import with_storage
     from corral.plan.fixed import parse_assignments
-    from corral.profile import load_profile, merged, with_storage
-    from corral.record import to_json
 
     profile = load_profile(given["on"])
     said = {"model": given["model"], "context": given["context"], "fixed": parse_assignments(given["fixed"])}
@@ -250,8 +252,8 @@ def _from_profile(given: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any
 
 
 def _recipe(given: dict[str, Any]) -> Any:
-    from corral.batch.input.recipe import Recipe
     from corral.client.sampling import parse_assignments
+    from corral.use.batch.input.recipe import Recipe
 
     params = parse_assignments(given["params"])
     for name in ("max_tokens", "temperature", "top_p", "seed", "n"):
@@ -273,7 +275,7 @@ def _recipe(given: dict[str, Any]) -> Any:
 
 
 def _settings(given: dict[str, Any]) -> Any:
-    from corral.batch.core.runner import RunnerSettings
+    from corral.use.batch.core.runner import RunnerSettings
 
     return RunnerSettings(
         concurrency=given["concurrency"],
@@ -292,8 +294,8 @@ RUNNER_WORDS = {"row_order": "order", "concurrency": "concurrency", "attempts": 
 
 def _submit(order: Any, where: Any, given: dict[str, Any]) -> int:
     """Queue it; and wait, when asked to."""
-    from corral.batch.jobs.submit import submit
     from corral.cli.batch_view import print_submitted, wait_for_jobs
+    from corral.use.batch.jobs.submit import submit
 
     words = [word for name, option in RUNNER_WORDS.items() if given[name] is not None
              for word in (f"--{option}", str(given[name]))]  # fmt: skip
@@ -313,7 +315,7 @@ def in_job(output: str, deployment: str, **given: Any) -> int:
     """The runner beside a model in a job of a scheduler; queued by `corral batch`."""
     import os
 
-    from corral.batch.jobs.in_job import InJob, run_in_job
+    from corral.use.batch.jobs.in_job import InJob, run_in_job
 
     here = InJob(deployment, given["jobs"], given["max_jobs"] or 10, int(os.environ.get("CORRAL_AGENTS", "0")))
     screen = Screen(given["as_json"], output)
@@ -332,10 +334,10 @@ def in_job(output: str, deployment: str, **given: Any) -> int:
 
 
 def _carry_out(order: Any, where: Any, given: dict[str, Any]) -> int:
-    from corral.batch.batch import carry_out
-    from corral.batch.jobs.queued import is_queued
-    from corral.batch.serving import RAY_DATA
-    from corral.batch.sharing.shared import Sharing
+    from corral.use.batch.batch import carry_out
+    from corral.use.batch.jobs.queued import is_queued
+    from corral.use.batch.serving import RAY_DATA
+    from corral.use.batch.sharing.shared import Sharing
 
     if where.offline and where.offline.engine == RAY_DATA and given["concurrency"]:
         where = replace(where, offline=replace(where.offline, replicas=given["concurrency"]))

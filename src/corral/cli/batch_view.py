@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from corral.cli.screen import PhaseScreen, duration, print_json, since, tell
-from corral.report import tables
+from corral.cli.screen import PhaseScreen, print_json, since, tell
+from corral.deploy.deployment.expectation import duration
+from corral.lab.report import tables
 
 if TYPE_CHECKING:
-    from corral.batch.batch import Result
-    from corral.batch.core.runner import Counts, Runner
-    from corral.batch.inspect import BatchStatus, Checked
-    from corral.batch.jobs.submit import SubmittedBatch
+    from corral.use.batch.batch import Result
+    from corral.use.batch.core.runner import Counts, Runner
+    from corral.use.batch.inspect import BatchStatus, Checked
+    from corral.use.batch.jobs.submit import SubmittedBatch
 
 PROGRESS_EVERY_S, WAITING_EVERY_S = 5.0, 60.0  # a line where there is no terminal
 
@@ -240,8 +241,8 @@ def print_submitted(queued: SubmittedBatch, as_json: bool) -> None:
 
 def wait_for_jobs(output: str, poll_s: float = 2.0) -> int:
     """Follow a batch in a queue until it is done, or nobody works on it any more."""
-    from corral.batch.inspect import inspect
-    from corral.errors import LaunchError
+    from corral.base.errors import LaunchError
+    from corral.use.batch.inspect import inspect
 
     told = ""
     while True:
@@ -263,8 +264,8 @@ def wait_for_jobs(output: str, poll_s: float = 2.0) -> int:
 
 def print_check(checked: Checked, as_json: bool) -> None:
     """Every kind of problem of an input, with its first line."""
-    from corral.batch.input.check import alike
-    from corral.errors import DataError
+    from corral.base.errors import DataError
+    from corral.use.batch.input.check import alike
 
     if as_json:
         print_json(checked)

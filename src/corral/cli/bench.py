@@ -14,10 +14,9 @@ from typing import Any
 
 import click
 
-from corral.bench import store
-from corral.bench.measure import Bench, Finished
-from corral.bench.series import measure_series, quick_specs, reseeded, search_limit, sweep_specs
-from corral.bench.spec import parse_slos
+from corral.base.errors import UsageError
+from corral.base.files import existing_file
+from corral.base.interruption import terminated_as_interrupted
 from corral.cli.bench_options import (
     load_options,
     make_spec,
@@ -32,11 +31,12 @@ from corral.cli.duration import Duration
 from corral.cli.help_pages import WholeGroup
 from corral.cli.screen import explain, print_json
 from corral.client.client import run as run_loop
-from corral.errors import UsageError
-from corral.files import existing_file
-from corral.interruption import terminated_as_interrupted
-from corral.lifecycle.resolve import resolve
-from corral.report import tables
+from corral.deploy.lifecycle.resolve import resolve
+from corral.lab.bench import store
+from corral.lab.bench.measure import Bench, Finished
+from corral.lab.bench.series import measure_series, quick_specs, reseeded, search_limit, sweep_specs
+from corral.lab.bench.spec import parse_slos
+from corral.lab.report import tables
 
 __all__ = ["command"]
 
@@ -169,7 +169,7 @@ def _show_series(folder: Path, runs: list[store.Run], as_json: bool) -> int:
         ]
         print_json({"kind": series.kind, "folder": str(folder), "findings": series.findings, "runs": body})
     else:
-        from corral.report.text import series_lines
+        from corral.lab.report.text import series_lines
 
         click.echo("\n".join(series_lines(series, runs, folder, tables.room())))
     return INVALID if all(run.verdict == "invalid" for run in runs) else 0
@@ -205,7 +205,7 @@ def run(repeat: int, **given: Any) -> int:
     if given["as_json"]:
         print_json({**_figures(folder), "folder": str(folder)})
     else:
-        from corral.report.text import run_lines
+        from corral.lab.report.text import run_lines
 
         click.echo("\n".join(run_lines(finished.run, finished.rows, folder, tables.room())))
     return INVALID if finished.run.verdict == "invalid" else 0

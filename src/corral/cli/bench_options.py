@@ -9,11 +9,11 @@ from typing import Any
 
 import click
 
-from corral.bench.spec import ARRIVALS, DATASETS, LoadShape, Spec, Workload, parse_goodput, parse_percentiles
+from corral.base.errors import UsageError
+from corral.base.record import load_json
 from corral.cli.duration import Duration
-from corral.errors import UsageError
-from corral.plan import Plan
-from corral.record import load_json
+from corral.lab.bench.spec import ARRIVALS, DATASETS, LoadShape, Spec, Workload, parse_goodput, parse_percentiles
+from corral.plan.contract import Plan
 
 __all__ = ["load_options", "make_spec", "numbers", "read_plan_file", "server_options", "work_options"]
 

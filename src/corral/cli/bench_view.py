@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 
-from corral.bench import store
 from corral.cli.screen import print_json, print_table, since, tell
-from corral.files import write_atomic
-from corral.report import tables
+from corral.lab.bench import store
+from corral.lab.report import tables
+from corral.node.files import write_atomic
 
 __all__ = ["compare", "list_runs", "report"]
 
@@ -21,8 +21,8 @@ __all__ = ["compare", "list_runs", "report"]
 @click.option("--json", "as_json", is_flag=True, help="The differences as JSON.")
 def compare(a: str, b: str, as_json: bool) -> None:
     """Two runs (or repeats) side by side: what changed, and whether it is more than noise."""
-    from corral.bench.listing import compared
-    from corral.report.text import comparison_lines
+    from corral.lab.bench.listing import compared
+    from corral.lab.report.text import comparison_lines
 
     one, other = store.find(a), store.find(b)
     found = compared(one, other)
@@ -59,25 +59,25 @@ def _known_of_series(folder: Path) -> dict[str, Any]:
 
 
 def _series_html(folder: Path) -> str:
-    from corral.report.page import series_page
+    from corral.lab.report.page import series_page
 
     return series_page(**_known_of_series(folder), name=folder.name)
 
 
 def _series_text(folder: Path) -> list[str]:
-    from corral.report.text import series_lines
+    from corral.lab.report.text import series_lines
 
     return series_lines(**_known_of_series(folder), folder=folder, columns=tables.room())
 
 
 def _run_html(folder: Path) -> str:
-    from corral.report.page import run_page
+    from corral.lab.report.page import run_page
 
     return run_page(store.load_run(folder), store.load_rows(folder), store.load_samples(folder), folder.name)
 
 
 def _run_text(folder: Path) -> list[str]:
-    from corral.report.text import run_lines
+    from corral.lab.report.text import run_lines
 
     return run_lines(store.load_run(folder), store.load_rows(folder), folder, tables.room())
 
@@ -86,7 +86,7 @@ def _run_text(folder: Path) -> list[str]:
 @click.option("--json", "as_json", is_flag=True, help="The same as one JSON document.")
 def list_runs(as_json: bool) -> None:
     """Saved runs, oldest first; of a series, the fastest run's tokens per second."""
-    from corral.bench.listing import all_runs
+    from corral.lab.bench.listing import all_runs
 
     found = all_runs()
     if as_json:

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from corral.base.errors import CorralError
 from corral.cli.complete import show_views, shown
 from corral.cli.screen import explain_error
 from corral.cli.use_options import deployment_argument, sampling_options, server_options, taken_sampling
-from corral.errors import CorralError
 
 if TYPE_CHECKING:
-    from corral.llm.conversation import Conversation
-    from corral.llm.llm import LLM
+    from corral.use.llm.conversation import Conversation
+    from corral.use.llm.llm import LLM
 
 __all__ = ["command"]
 
@@ -33,9 +33,9 @@ def command(name: str | None, system: str | None, load: str | None, **given: Any
     /help lists the commands; Ctrl-C stops an answer, Ctrl-D ends the conversation. Without a terminal, every line of
     standard input is one message.
     """
-    from corral.lifecycle.resolve import resolve
-    from corral.llm.conversation import Conversation, check_chat
-    from corral.llm.llm import LLM
+    from corral.deploy.lifecycle.resolve import resolve
+    from corral.use.llm.conversation import Conversation, check_chat
+    from corral.use.llm.llm import LLM
 
     sampling = taken_sampling(given)
     check_chat(sampling)

@@ -8,10 +8,10 @@ from typing import Any
 
 import click
 
+from corral.base.errors import DataError, UsageError
+from corral.base.files import read_text
 from corral.cli.use_options import endpoint_options, sampling_options, taken_sampling
-from corral.errors import DataError, UsageError
-from corral.files import read_text
-from corral.report.tables import room
+from corral.lab.report.tables import room
 
 __all__ = ["command", "show_views", "shown"]
 
@@ -27,8 +27,8 @@ def command(prompt: str | None, file: str | None, as_json: bool, **given: Any) -
 
     With --logprobs or --prompt-logprobs each token is shown with its probability, its rank and the alternatives.
     """
-    from corral.lifecycle.resolve import resolve
-    from corral.llm.llm import LLM, request_for
+    from corral.deploy.lifecycle.resolve import resolve
+    from corral.use.llm.llm import LLM, request_for
 
     text = _prompt(prompt, file)
     if not text:
@@ -87,7 +87,7 @@ def _stream(llm: Any, text: str, sampling: dict[str, Any]) -> None:
 
 def shown(text: str) -> str:
     """The text as it is for files and pipes, and without control characters for a terminal."""
-    from corral.llm.token_view import harmless
+    from corral.use.llm.token_view import harmless
 
     return harmless(text) if sys.stdout.isatty() else text
 

@@ -16,21 +16,21 @@ Offer = Callable[[], Iterator[str]]
 
 
 def _deployments() -> Iterator[str]:
-    from corral.deployment.fleet import all_fleets
-    from corral.deployment.folder import all_folders
+    from corral.deploy.deployment.fleet import all_fleets
+    from corral.deploy.deployment.folder import all_folders
 
     yield from (folder.name for folder in all_folders())
     yield from (folder.name for folder in all_fleets())
 
 
 def _models() -> Iterator[str]:
-    from corral.models.catalogue import CATALOGUE
+    from corral.plan.models.catalogue import CATALOGUE
 
     return iter(CATALOGUE)
 
 
 def _profiles() -> Iterator[str]:
-    from corral.profile.folders import known_names
+    from corral.deploy.profile.folders import known_names
 
     return known_names()
 

@@ -10,19 +10,22 @@ from typing import Any
 
 import click
 
+from corral.base.errors import ConflictError, LaunchError, UsageError
+from corral.base.home import home_dir
+from corral.base.record import to_json
+from corral.base.ssh import read_hosts
 from corral.cli.doctor_view import report_lines
 from corral.cli.duration import Duration
 from corral.cli.screen import PhaseScreen, print_json
-from corral.doctor import Level, Question, Report, examine, readiness
-from corral.errors import ConflictError, LaunchError, UsageError
-from corral.files import write_atomic
-from corral.hardware.inventory import recognise
-from corral.home import home_dir
+from corral.deploy.doctor import readiness
+from corral.deploy.doctor.examination import Question, examine
+from corral.deploy.doctor.finding import Level, Report
+from corral.deploy.profile.merging import merged
+from corral.deploy.profile.profile import load_profile
+from corral.deploy.targets.base import target_class
+from corral.node.files import write_atomic
+from corral.plan.hardware.inventory import recognise
 from corral.plan.storage import StorageReading, remember
-from corral.profile import load_profile, merged
-from corral.record import to_json
-from corral.ssh import read_hosts
-from corral.targets.base import target_class
 
 __all__ = ["command"]
 

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 
 import click
 
-from corral.doctor import Finding, Level, Report
-from corral.hardware.inventory import GIB
-from corral.hardware.survey import NodeFacts
+from corral.base.wording import counted
+from corral.deploy.doctor.finding import Finding, Level, Report
+from corral.lab.report.tables import reading_width, table_lines, wrapped
 from corral.node.adapters import some_of
-from corral.report.tables import reading_width, table_lines, wrapped
-from corral.wording import counted
+from corral.plan.hardware.inventory import GIB
+from corral.plan.hardware.survey import NodeFacts
 
 __all__ = ["report_lines"]
 

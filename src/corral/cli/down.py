@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import click
 
+from corral.base.errors import CorralError, UsageError
+from corral.base.files import remove_tree
 from corral.cli.screen import print_json, say_waiting
-from corral.deployment.fleet import FleetFolder, all_fleets, read_fleet
-from corral.deployment.folder import DeploymentFolder, all_folders
-from corral.deployment.state import ENDED
-from corral.errors import CorralError, UsageError
-from corral.files import remove_tree
-from corral.fleet.background import end_fleet
-from corral.fleet.waiting import chosen_fleet
-from corral.lifecycle import deployments
-from corral.lifecycle.successors import choose_folder, close_chain
+from corral.deploy.deployment.fleet import FleetFolder, all_fleets, read_fleet
+from corral.deploy.deployment.folder import DeploymentFolder, all_folders
+from corral.deploy.lifecycle import deployments
+from corral.deploy.lifecycle.successors import choose_folder, close_chain
+from corral.node.states import ENDED
+from corral.serve.fleet.background import end_fleet
+from corral.serve.fleet.waiting import chosen_fleet
 
 __all__ = ["command"]
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import click
 
+from corral.base.errors import ConflictError, UsageError
 from corral.cli.help_pages import WholeGroup
-from corral.cli.screen import PhaseScreen, duration, print_json, print_table
+from corral.cli.screen import PhaseScreen, print_json, print_table
+from corral.deploy.deployment.expectation import duration
 from corral.engines import environments as engines
 from corral.engines.locks import LockedFor, locked
-from corral.errors import ConflictError, UsageError
 
 __all__ = ["command"]
 
@@ -131,8 +132,8 @@ def _locked_rows(rows: list[LockedFor]) -> list[list[str]]:
 @click.option("--json", "as_json", is_flag=True, help="The same as one JSON document.")
 def remove(flavour: str, version: str, as_json: bool) -> None:
     """Delete an engine's environment; refused while a deployment runs from it."""
-    from corral.deployment.state import ENDED
-    from corral.lifecycle.deployments import statuses
+    from corral.deploy.lifecycle.deployments import statuses
+    from corral.node.states import ENDED
 
     for status in statuses():
         if status.engine == f"{flavour}-{version}" and status.state not in ENDED:

@@ -6,14 +6,14 @@ import shlex
 
 import click
 
+from corral.base.errors import ConflictError
 from corral.cli.screen import print_json
 from corral.cli.use_options import deployment_argument
-from corral.errors import ConflictError
-from corral.fleet.waiting import chosen_fleet
-from corral.lifecycle.deployments import status
-from corral.lifecycle.resolve import fleet_endpoint
-from corral.lifecycle.successors import choose_folder, newest_ready
-from corral.proxy import held_proxy
+from corral.deploy.lifecycle.deployments import status
+from corral.deploy.lifecycle.resolve import fleet_endpoint
+from corral.deploy.lifecycle.successors import choose_folder, newest_ready
+from corral.serve.fleet.waiting import chosen_fleet
+from corral.serve.proxy.run import held_proxy
 
 __all__ = ["command"]
 

@@ -8,10 +8,10 @@ import time
 import click
 
 from corral.cli.use_options import deployment_argument
-from corral.deployment.events import Event, read_events
-from corral.fleet.waiting import chosen_fleet
-from corral.lifecycle.deployments import status
-from corral.lifecycle.successors import choose_folder
+from corral.deploy.deployment.events import Event, read_events
+from corral.deploy.lifecycle.deployments import status
+from corral.deploy.lifecycle.successors import choose_folder
+from corral.serve.fleet.waiting import chosen_fleet
 
 __all__ = ["command"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from corral.errors import UsageError
+from corral.base.errors import UsageError
 
 __all__ = ["command"]
 
@@ -54,7 +54,10 @@ def command(**given: Any) -> int:
 
     Prints one JSON line with `url` and `pid` when ready.
     """
-    from corral.fake import FakeOptions, Pace, parse_fault, run
+    from corral.fake.app import FakeOptions
+    from corral.fake.faults import parse_fault
+    from corral.fake.pace import Pace
+    from corral.fake.server import run
 
     if not 0 <= given["jitter"] <= 1:
         raise UsageError(f"--jitter {given['jitter']} is out of range.", "Give a number from 0 to 1.")

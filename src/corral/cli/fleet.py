@@ -7,15 +7,16 @@ import time
 
 import click
 
+from corral.base.record import to_json
 from corral.cli.duration import Duration
 from corral.cli.help_pages import WholeGroup
-from corral.cli.screen import duration, event_line, print_json
+from corral.cli.screen import event_line, print_json
 from corral.client.trace import read_trace
-from corral.deployment.fleet import open_fleet
-from corral.fleet.keeper import keep
-from corral.fleet.making import parse_size
-from corral.fleet.simulation import Replay, ReplaySetting, simulate
-from corral.record import to_json
+from corral.deploy.deployment.expectation import duration
+from corral.deploy.deployment.fleet import open_fleet
+from corral.serve.fleet.keeper import keep
+from corral.serve.fleet.making import parse_size
+from corral.serve.fleet.simulation import Replay, ReplaySetting, simulate
 
 __all__ = ["command"]
 

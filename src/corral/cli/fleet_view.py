@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from corral.cli.screen import since
-from corral.deployment.fleet import Judgement
-from corral.deployment.state import State
-from corral.fleet.standing import FleetStatus, MemberStatus
+from corral.deploy.deployment.fleet import Judgement
+from corral.node.states import State
+from corral.serve.fleet.standing import FleetStatus, MemberStatus
 
 __all__ = ["fleet_lines", "fleet_row", "load_words"]
 

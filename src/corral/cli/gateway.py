@@ -7,15 +7,15 @@ from typing import Any
 
 import click
 
+from corral.base.errors import UsageError
 from corral.cli.help_pages import DefaultVerbGroup, WholeGroup
 from corral.cli.screen import print_json, print_table, since
-from corral.errors import UsageError
-from corral.gateway.client_keys import add_key, read_keys, remove_key
-from corral.gateway.counting import KeyUse, used_by_keys
-from corral.gateway.policies import POLICIES
-from corral.gateway.run import choose_place, run_gateway
-from corral.gateway.watching import Source, open_source
-from corral.proxy import summary
+from corral.serve.gateway.client_keys import add_key, read_keys, remove_key
+from corral.serve.gateway.counting import KeyUse, used_by_keys
+from corral.serve.gateway.policies import POLICIES
+from corral.serve.gateway.run import choose_place, run_gateway
+from corral.serve.gateway.watching import Source, open_source
+from corral.serve.proxy.figures import summary
 
 __all__ = ["command"]
 

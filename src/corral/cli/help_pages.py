@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from corral.record import nearest
+from corral.base.record import nearest
 
 __all__ = ["DefaultVerbGroup", "GroupedCommand", "GroupedOption", "WholeGroup"]
 

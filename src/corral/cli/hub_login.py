@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import click
 
-from corral.errors import AccessError, UnreachableError
+from corral.base.errors import AccessError, UnreachableError
 
 __all__ = ["with_token"]
 
@@ -31,8 +31,8 @@ def with_token(work: Callable[[], T]) -> T:
 
 def _ask(repo: str) -> None:
     """Ask for a token, try it, and keep it; one that the hub refuses is not kept."""
-    from corral.models.hub import check_repository
-    from corral.models.token import checked_token, keep_token
+    from corral.plan.models.hub import check_repository
+    from corral.plan.models.token import checked_token, keep_token
 
     click.echo(
         f"{repo} is gated. Request access at https://huggingface.co/{repo}, and make a token with the right to read\n"

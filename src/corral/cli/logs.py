@@ -11,14 +11,14 @@ from pathlib import Path
 
 import click
 
+from corral.base.errors import NotFoundError
+from corral.base.untrusted import plain
 from corral.cli.use_options import deployment_argument
-from corral.deployment.diagnosis import last_lines
-from corral.deployment.folder import DeploymentFolder
-from corral.deployment.state import ENDED
-from corral.errors import NotFoundError
-from corral.lifecycle.deployments import status
-from corral.lifecycle.successors import choose_folder
-from corral.untrusted import plain
+from corral.deploy.deployment.diagnosis import last_lines
+from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.lifecycle.deployments import status
+from corral.deploy.lifecycle.successors import choose_folder
+from corral.node.states import ENDED
 
 __all__ = ["command"]
 

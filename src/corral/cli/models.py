@@ -6,11 +6,11 @@ from typing import Any
 
 import click
 
+from corral.base.errors import ConflictError
 from corral.cli.help_pages import WholeGroup
 from corral.cli.screen import print_json, print_table
-from corral.errors import ConflictError
-from corral.hardware.inventory import Inventory
-from corral.models.shelf import ShelvedModel, known_name, on_disk, remove
+from corral.plan.hardware.inventory import Inventory
+from corral.plan.models.shelf import ShelvedModel, known_name, on_disk, remove
 
 __all__ = ["command"]
 
@@ -41,8 +41,8 @@ def command(context: click.Context, gpus: str | None, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="The same as one JSON document.")
 def remove_model(name: str, as_json: bool) -> None:
     """Delete a model's files from this machine's disk; refused while a deployment serves it."""
-    from corral.deployment.state import ENDED
-    from corral.lifecycle.deployments import statuses
+    from corral.deploy.lifecycle.deployments import statuses
+    from corral.node.states import ENDED
 
     for status in statuses():
         if known_name(status.model) == known_name(name) and status.state not in ENDED:
@@ -56,14 +56,14 @@ def remove_model(name: str, as_json: bool) -> None:
 
 
 def _inventory(gpus: str | None) -> Inventory:
-    from corral.hardware.inventory import parse_gpus, probe
+    from corral.plan.hardware.inventory import parse_gpus, probe
 
     return parse_gpus(gpus) if gpus else probe()
 
 
 def _rows(inventory: Inventory, shelved: list[ShelvedModel]) -> list[dict[str, Any]]:
-    from corral.models.catalogue import CATALOGUE
-    from corral.models.facts import facts_from_entry
+    from corral.plan.models.catalogue import CATALOGUE
+    from corral.plan.models.facts import facts_from_entry
 
     on_disk = {model.name: model for model in shelved}
     rows = []
@@ -90,7 +90,8 @@ def _rows(inventory: Inventory, shelved: list[ShelvedModel]) -> list[dict[str, A
 
 def _fits(facts: Any, inventory: Inventory) -> str:
     """How it would run as it is stored: `yes`, `context 24,576` when not at full length, or `no`."""
-    from corral.plan import Goal, make_plan
+    from corral.plan.choose import make_plan
+    from corral.plan.contract import Goal
 
     as_stored = {"weights": facts.weights} if inventory.gpu else {}
     plan = make_plan(facts, inventory, Goal(), as_stored)

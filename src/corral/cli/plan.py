@@ -7,20 +7,22 @@ from typing import Any, NamedTuple
 
 import click
 
+from corral.base.errors import DoesNotFitError, UsageError
+from corral.base.home import home_dir
+from corral.base.record import dump_json, to_json
 from corral.cli.token_count import TokenCount
-from corral.errors import DoesNotFitError, UsageError
-from corral.hardware.inventory import GPUS, LINKS, Inventory, find_gpu, parse_gpus
-from corral.home import home_dir
-from corral.models.facts import ModelFacts, read_facts
-from corral.models.hub import hub_is_off
-from corral.plan import Goal, Plan, calibration, make_plan
-from corral.plan.choose import compare
+from corral.deploy.profile.hardware import hardware_of_plan
+from corral.deploy.profile.merging import AskedValues, asked_of_plan
+from corral.deploy.profile.profile import Profile, load_profile
+from corral.deploy.profile.tuning import tuning_of_plan
+from corral.plan import calibration
+from corral.plan.choose import compare, make_plan
 from corral.plan.constraints import refuse_flags
+from corral.plan.contract import Goal, Plan
 from corral.plan.fixed import KEYS, parse_assignments
-from corral.profile import AskedValues, Profile, asked_of_plan, load_profile
-from corral.profile.hardware import hardware_of_plan
-from corral.profile.tuning import tuning_of_plan
-from corral.record import dump_json, to_json
+from corral.plan.hardware.inventory import GPUS, LINKS, Inventory, find_gpu, parse_gpus
+from corral.plan.models.facts import ModelFacts, read_facts
+from corral.plan.models.hub import hub_is_off
 
 __all__ = ["command"]
 

@@ -7,9 +7,14 @@ from collections.abc import Iterator, Sequence
 
 import click
 
-from corral.hardware.inventory import GIB, Gpu
-from corral.plan import Plan
+from corral.deploy.profile.merging import AskedValues
+from corral.deploy.profile.profile import Profile
+from corral.deploy.profile.start_line import up_command, vllm_command
+from corral.lab.report import tables
+from corral.lab.report.tables import reading_width
 from corral.plan.candidate import Candidate
+from corral.plan.contract import Plan
+from corral.plan.hardware.inventory import GIB, Gpu
 from corral.plan.layouts import over_nodes
 from corral.plan.need import Need, box_gb
 from corral.plan.precisions import Form
@@ -17,10 +22,6 @@ from corral.plan.reasons import load_words
 from corral.plan.reconcile import Differences
 from corral.plan.replicas import ReplicaAdvice, ReplicaForm
 from corral.plan.table import Cell, TableRow
-from corral.profile import AskedValues, Profile
-from corral.profile.start_line import up_command, vllm_command
-from corral.report import tables
-from corral.report.tables import reading_width
 
 __all__ = [
     "about",

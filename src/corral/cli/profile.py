@@ -7,14 +7,16 @@ from typing import Any
 
 import click
 
+from corral.base.errors import ConflictError, CorralError, DataError, UsageError
 from corral.cli.help_pages import WholeGroup
 from corral.cli.screen import print_json, print_table
+from corral.deploy.profile import folders
+from corral.deploy.profile.drafting import as_toml, draft, parse_value, with_value
+from corral.deploy.profile.merging import merged
+from corral.deploy.profile.profile import Profile, all_profiles, load_profile
+from corral.deploy.profile.reading import parse
+from corral.deploy.targets.base import target_tables
 from corral.engines.flags import check_arguments
-from corral.errors import ConflictError, CorralError, DataError, UsageError
-from corral.profile import Profile, all_profiles, folders, load_profile, merged
-from corral.profile.drafting import as_toml, draft, parse_value, with_value
-from corral.profile.reading import parse
-from corral.targets.base import target_tables
 
 __all__ = ["command"]
 
@@ -87,7 +89,7 @@ def _first_text(example: str | None, assignments: dict[str, Any]) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    from corral.files import write_atomic
+    from corral.node.files import write_atomic
 
     if path.is_dir() and not path.is_symlink():
         raise ConflictError(f"{path} is a folder.", "Move it away.")
@@ -188,8 +190,8 @@ def _check_wish(profile: Profile) -> None:
 
 
 def _check_runtime(profile: Profile) -> None:
-    from corral.engines.environments import PINNED_VERSION
-    from corral.runtimes.base import NodeSide, make_runtime
+    from corral.engines.locks import PINNED_VERSION
+    from corral.engines.runtimes.base import NodeSide, make_runtime
 
     named = profile.inventory()
     flavour = "cpu" if named and named.gpu is None else "cuda"
@@ -198,7 +200,7 @@ def _check_runtime(profile: Profile) -> None:
 
 
 def _check_target(profile: Profile) -> None:
-    from corral.targets.base import load_target
+    from corral.deploy.targets.base import load_target
 
     if not profile.missing():  # said already
         load_target(profile.target, profile.target_options)
@@ -212,7 +214,7 @@ def _check_arguments(profile: Profile) -> None:
 
 
 def _check_environment(profile: Profile) -> None:
-    from corral.launch.render import refuse_reserved
+    from corral.deploy.launch.render import refuse_reserved
 
     refuse_reserved({**profile.settings.network.env, **profile.settings.engine.env})
 

@@ -9,8 +9,10 @@ import click
 from corral.cli.duration import Duration
 from corral.cli.screen import print_json
 from corral.cli.use_options import deployment_argument
-from corral.lifecycle.successors import choose_folder
-from corral.proxy import ProxyLimits, run_proxy, summary
+from corral.deploy.lifecycle.successors import choose_folder
+from corral.serve.proxy.figures import summary
+from corral.serve.proxy.host import ProxyLimits
+from corral.serve.proxy.run import run_proxy
 
 __all__ = ["command"]
 

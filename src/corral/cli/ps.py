@@ -6,10 +6,10 @@ import click
 
 from corral.cli.fleet_view import fleet_row, load_words
 from corral.cli.screen import print_json, print_table, since
-from corral.deployment.fleet import all_fleets
-from corral.deployment.state import ENDED, State
-from corral.fleet.standing import FleetStatus, MemberStatus, fleet_status
-from corral.lifecycle.deployments import Status, statuses
+from corral.deploy.deployment.fleet import all_fleets
+from corral.deploy.lifecycle.deployments import Status, statuses
+from corral.node.states import ENDED, State
+from corral.serve.fleet.standing import FleetStatus, MemberStatus, fleet_status
 
 __all__ = ["command"]
 

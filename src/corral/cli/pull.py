@@ -11,12 +11,13 @@ from typing import Any
 
 import click
 
+from corral.base.errors import CorralError, DataError, UnreachableError, UsageError
+from corral.base.ssh import Ssh
 from corral.cli.hub_login import with_token
-from corral.cli.screen import duration, print_json, print_table
-from corral.errors import CorralError, DataError, UnreachableError, UsageError
-from corral.ssh import Ssh
-from corral.transfer.pull import Arrival, Pull, PullOrder, pull
-from corral.transfer.spread import Progress
+from corral.cli.screen import print_json, print_table
+from corral.deploy.deployment.expectation import duration
+from corral.deploy.transfer.outcome import Progress
+from corral.deploy.transfer.pull import Arrival, Pull, PullOrder, pull
 
 __all__ = ["command"]
 
@@ -88,7 +89,7 @@ def _nodes(names: str | None, profile: str | None) -> tuple[tuple[str, ...], Ssh
     found: Any = names or ""
     ssh = Ssh()
     if profile:
-        said = importlib.import_module("corral.profile").load_profile(profile).target_options
+        said = importlib.import_module("corral.deploy.profile").load_profile(profile).target_options
         found, ssh = said.get("hosts", ""), Ssh(identity=said.get("identity"), config=said.get("config"))
         if not found:
             raise UsageError(f"the profile {profile!r} names no hosts.", "Give them with --hosts a,b,c.")

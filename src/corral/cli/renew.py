@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import click
 
+from corral.base.processes import identify
 from corral.cli.screen import event_line
 from corral.cli.use_options import deployment_argument
-from corral.lifecycle.renewal import renew
-from corral.lifecycle.successors import chain_lock, choose_folder, read_chain, write_chain
-from corral.processes import identify
+from corral.deploy.lifecycle.renewal import renew
+from corral.deploy.lifecycle.successors import chain_lock, choose_folder, read_chain, write_chain
 
 __all__ = ["command"]
 

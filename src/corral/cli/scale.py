@@ -5,11 +5,11 @@ from __future__ import annotations
 import click
 
 from corral.cli.screen import PhaseScreen, print_json
-from corral.deployment.fleet import open_fleet
-from corral.fleet.background import ensure_keeper
-from corral.fleet.making import parse_size, resize
-from corral.fleet.standing import fleet_status
-from corral.fleet.waiting import wait_fleet
+from corral.deploy.deployment.fleet import open_fleet
+from corral.serve.fleet.background import ensure_keeper
+from corral.serve.fleet.making import parse_size, resize
+from corral.serve.fleet.standing import fleet_status
+from corral.serve.fleet.waiting import wait_fleet
 
 __all__ = ["command"]
 

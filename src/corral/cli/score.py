@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from corral.base.errors import INTERRUPTED, UsageError
+from corral.base.wording import counted
 from corral.cli.duration import Duration
-from corral.cli.screen import duration, print_json
+from corral.cli.screen import print_json
 from corral.cli.use_options import endpoint_options
-from corral.errors import INTERRUPTED, UsageError
-from corral.wording import counted
+from corral.deploy.deployment.expectation import duration
 
 if TYPE_CHECKING:
-    from corral.batch import Counts, Runner
+    from corral.use.batch.core.runner import Counts, Runner
 
 __all__ = ["command"]
 
@@ -64,10 +65,10 @@ def command(output: Path, patience_s: float, force: bool, as_json: bool, **given
     The same command again continues after any interruption. Exit codes are those of `corral batch`: 0 every row has a
     result; 1 finished, some rows are in OUTPUT.errors.jsonl with their reason; 10 the input is bad; 130 interrupted.
     """
-    from corral.batch import RunnerSettings
-    from corral.lifecycle.resolve import resolve_server
-    from corral.score.job import check_paths, score_file
-    from corral.score.likelihood import ScoreOptions
+    from corral.deploy.lifecycle.resolve import resolve_server
+    from corral.use.batch.core.runner import RunnerSettings
+    from corral.use.score.job import check_paths, score_file
+    from corral.use.score.likelihood import ScoreOptions
 
     names = ("too_long", "window", "overlap", "prefix", "special_tokens", "top", "per_token", "concurrency",
              "memory_gib", "vocabulary")  # fmt: skip

@@ -19,13 +19,13 @@ from typing import Any
 
 import click
 
-from corral.deployment.course import Phase
-from corral.deployment.expectation import Expected, amount, duration, left_s
-from corral.errors import CorralError
-from corral.record import to_json
-from corral.report import tables
-from corral.ssh import WAITING
-from corral.untrusted import plain
+from corral.base.errors import CorralError
+from corral.base.record import to_json
+from corral.base.ssh import WAITING
+from corral.base.untrusted import plain
+from corral.deploy.deployment.course import Phase
+from corral.deploy.deployment.expectation import Expected, amount, duration, left_s
+from corral.lab.report import tables
 
 __all__ = [
     "PhaseScreen",

@@ -10,25 +10,17 @@ from typing import Any
 
 import click
 
-from corral.bench.spec import LoadShape, Slo, Workload, parse_slos
+from corral.base.errors import DoesNotFitError, UsageError
+from corral.base.record import to_json
+from corral.base.wording import counted
 from corral.cli.duration import Duration
 from corral.cli.help_pages import DefaultVerbGroup, GroupedCommand
 from corral.cli.screen import print_json, tell
 from corral.cli.token_count import TokenCount
-from corral.errors import DoesNotFitError, UsageError
-from corral.files import write_atomic
-from corral.gateway.policies import POLICIES
-from corral.hardware.inventory import LINKS, parse_gpus
-from corral.models.facts import read_facts
-from corral.models.hub import hub_is_off
-from corral.plan import Goal, Plan, make_plan
-from corral.plan.fixed import parse_assignments
-from corral.plan.graphs import largest_graph
-from corral.plan.tuning import tuning_for
-from corral.record import to_json
-from corral.report import tables
-from corral.simulate.fitting import fit_runs
-from corral.simulate.forecast import (
+from corral.lab.bench.spec import LoadShape, Slo, Workload, parse_slos
+from corral.lab.report import tables
+from corral.lab.simulate.fitting import fit_runs
+from corral.lab.simulate.forecast import (
     Forecast,
     SimServer,
     fitted_server,
@@ -38,12 +30,21 @@ from corral.simulate.forecast import (
     smallest_fleet,
     what_if,
 )
-from corral.simulate.measured import load_measured
-from corral.simulate.page import forecast_lines, forecast_page, validation_lines
-from corral.simulate.requests import OpenLoop, RequestSource, source_of, trace_requests
-from corral.simulate.validation import validate
-from corral.simulate.world import ScalingModel, simulate_load
-from corral.wording import counted
+from corral.lab.simulate.measured import load_measured
+from corral.lab.simulate.page import forecast_lines, forecast_page, validation_lines
+from corral.lab.simulate.requests import OpenLoop, RequestSource, source_of, trace_requests
+from corral.lab.simulate.validation import validate
+from corral.lab.simulate.world import ScalingModel, simulate_load
+from corral.node.files import write_atomic
+from corral.plan.choose import make_plan
+from corral.plan.contract import Goal, Plan
+from corral.plan.fixed import parse_assignments
+from corral.plan.graphs import largest_graph
+from corral.plan.hardware.inventory import LINKS, parse_gpus
+from corral.plan.models.facts import read_facts
+from corral.plan.models.hub import hub_is_off
+from corral.plan.tuning import tuning_for
+from corral.serve.gateway.policies import POLICIES
 
 __all__ = ["command"]
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import click
 
+from corral.base.errors import NotFoundError
 from corral.cli.help_pages import WholeGroup
-from corral.cli.screen import duration, print_json, print_table
+from corral.cli.screen import print_json, print_table
 from corral.cli.use_options import deployment_argument
-from corral.errors import NotFoundError
-from corral.lifecycle.successors import choose_folder
-from corral.slurm.cluster import NodeShape, Partition, discover, gpu_kind
+from corral.deploy.deployment.expectation import duration
+from corral.deploy.lifecycle.successors import choose_folder
+from corral.deploy.slurm.cluster import NodeShape, Partition, discover, gpu_kind
 
 __all__ = ["command"]
 

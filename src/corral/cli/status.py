@@ -10,23 +10,23 @@ from urllib.parse import urlsplit
 
 import click
 
+from corral.base.errors import CorralError
+from corral.base.record import load_json, to_json
 from corral.cli.fleet_view import fleet_lines
-from corral.cli.screen import duration, print_json, say_waiting, since
+from corral.cli.screen import print_json, say_waiting, since
 from corral.cli.use_options import deployment_argument
 from corral.client.endpoint import Endpoint
-from corral.deployment.expectation import amount
-from corral.deployment.folder import DeploymentFolder
-from corral.deployment.state import ENDED, State
-from corral.errors import CorralError
-from corral.fleet.standing import fleet_status
-from corral.fleet.waiting import chosen_fleet
-from corral.lifecycle.deployments import Status, status
-from corral.lifecycle.members import HeldJob, RankMember, held_job, members
-from corral.lifecycle.successors import all_standings, choose_folder, read_chain
-from corral.lifecycle.watching import learn_from
+from corral.deploy.deployment.expectation import amount, duration
+from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.lifecycle.deployments import Status, status
+from corral.deploy.lifecycle.members import HeldJob, RankMember, held_job, members
+from corral.deploy.lifecycle.successors import all_standings, choose_folder, read_chain
+from corral.deploy.lifecycle.watching import learn_from
+from corral.lab.report import tables
+from corral.node.states import ENDED, State
 from corral.plan.reconcile import Differences
-from corral.record import load_json, to_json
-from corral.report import tables
+from corral.serve.fleet.standing import fleet_status
+from corral.serve.fleet.waiting import chosen_fleet
 
 __all__ = ["command", "status_facts", "status_lines"]
 

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 import click
 
+from corral.base.errors import UsageError
 from corral.cli.help_pages import GroupedOption
-from corral.errors import UsageError
-from corral.targets.base import TARGETS, target_class
-from corral.targets.keys import Flag
+from corral.deploy.targets.base import TARGETS, target_class
+from corral.deploy.targets.keys import Flag
 
 __all__ = ["PREFIX", "chosen_target", "target_options"]
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from corral.base.errors import NotFoundError
 from corral.cli.duration import Duration
 from corral.cli.screen import print_json, print_table
-from corral.errors import NotFoundError
 
 if TYPE_CHECKING:
     from corral.client.endpoint import Endpoint
-    from corral.llm.top import Line
+    from corral.use.llm.top import Line
 
 __all__ = ["command"]
 
@@ -54,8 +54,8 @@ def command(
 
 
 def _servers(names: tuple[str, ...], urls: tuple[str, ...], key_file: str | None) -> list[tuple[str, Endpoint]]:
-    from corral.lifecycle.resolve import ready_endpoint, server_at
-    from corral.llm.ready import ready_servers
+    from corral.deploy.lifecycle.resolve import ready_endpoint, server_at
+    from corral.use.llm.ready import ready_servers
 
     if names or urls:
         named = [(name, ready_endpoint(name)) for name in names]
@@ -73,7 +73,7 @@ def _without_scheme(url: str) -> str:
 
 
 async def _twice(servers: list[tuple[str, Endpoint]], interval_s: float) -> list[Line]:
-    from corral.llm.top import Watch
+    from corral.use.llm.top import Watch
 
     watch = Watch(servers)
     try:
@@ -87,7 +87,7 @@ async def _twice(servers: list[tuple[str, Endpoint]], interval_s: float) -> list
 async def _live(names: tuple[str, ...], urls: tuple[str, ...], key_file: str | None, interval_s: float) -> None:
     from rich.live import Live
 
-    from corral.llm.top import Watch
+    from corral.use.llm.top import Watch
 
     watch = Watch(_servers(names, urls, key_file))
     looked = time.monotonic()

@@ -7,22 +7,16 @@ import shlex
 
 import click
 
+from corral.base.errors import UsageError
+from corral.base.record import load_json
 from corral.cli.screen import print_json
 from corral.cli.use_options import deployment_argument
 from corral.client.endpoint import Endpoint
-from corral.deployment.folder import DeploymentFolder
-from corral.errors import UsageError
-from corral.lifecycle.deployments import status
-from corral.lifecycle.distant import find_distant, hold_distant
-from corral.lifecycle.successors import choose_folder
-from corral.lifecycle.tunnel import (
-    close_tunnel,
-    ensure_tunnel,
-    hold_tunnel,
-    needs_tunnel,
-    tunnel_holder,
-)
-from corral.record import load_json
+from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.lifecycle.deployments import status
+from corral.deploy.lifecycle.distant import find_distant, hold_distant
+from corral.deploy.lifecycle.successors import choose_folder
+from corral.deploy.lifecycle.tunnel import close_tunnel, ensure_tunnel, hold_tunnel, needs_tunnel, tunnel_holder
 
 __all__ = ["command"]
 

@@ -11,27 +11,30 @@ from typing import Any, NamedTuple
 
 import click
 
+from corral.base.errors import CorralError, LaunchError, UsageError
 from corral.cli.duration import Duration
 from corral.cli.help_pages import GroupedCommand
-from corral.cli.screen import PhaseScreen, duration, explain, print_json
+from corral.cli.screen import PhaseScreen, explain, print_json
 from corral.cli.target_options import PREFIX, chosen_target, target_options
 from corral.cli.token_count import TokenCount
 from corral.cli.up_fleet import bring_up_fleet, checked, curl_lines
 from corral.client.client import CHAT, Client
 from corral.client.endpoint import Endpoint
-from corral.deployment.diagnosis import last_lines
-from corral.deployment.folder import chain_of, open_folder
-from corral.deployment.patience import Patience
-from corral.errors import CorralError, LaunchError, UsageError
-from corral.fleet.making import FleetOrder, parse_size, preview
-from corral.gateway.policies import POLICIES
-from corral.launch.masking import masked
-from corral.launch.render import refuse_reserved
-from corral.lifecycle import bringup, deployments
+from corral.deploy.deployment.diagnosis import last_lines
+from corral.deploy.deployment.expectation import duration
+from corral.deploy.deployment.folder import chain_of, open_folder
+from corral.deploy.deployment.patience import Patience
+from corral.deploy.launch.masking import masked
+from corral.deploy.launch.render import refuse_reserved
+from corral.deploy.lifecycle import bringup, deployments
+from corral.deploy.profile.merging import merged
+from corral.deploy.profile.profile import Profile, load_profile
+from corral.deploy.profile.storage import with_storage
+from corral.deploy.targets.base import Queue, load_target
+from corral.engines.runtimes.base import RUNTIMES, parse_options
 from corral.plan.fixed import parse_assignments
-from corral.profile import Profile, load_profile, merged, with_storage
-from corral.runtimes.base import RUNTIMES, parse_options
-from corral.targets.base import Queue, load_target
+from corral.serve.fleet.making import FleetOrder, parse_size, preview
+from corral.serve.gateway.policies import POLICIES
 
 __all__ = ["command", "wish_of"]
 
@@ -216,8 +219,8 @@ def _tuned(
 
     Where it ran is not taken over, how is: its goal, environment and, where no profile says it, runtime.
     """
-    from corral.tune.store import find_run
-    from corral.tune.tuner import settings_found
+    from corral.lab.tune.store import find_run
+    from corral.lab.tune.tuner import settings_found
 
     found = find_run(run)
     wish, (fixed, arguments) = found.spec.wish, settings_found(found)

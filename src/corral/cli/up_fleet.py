@@ -9,15 +9,15 @@ from dataclasses import replace
 
 import click
 
+from corral.base.errors import UsageError
 from corral.cli.screen import PhaseScreen, print_json
 from corral.client.endpoint import Endpoint
-from corral.errors import UsageError
-from corral.fleet.background import end_fleet, ensure_keeper
-from corral.fleet.making import FleetOrder, make_fleet, start_member
-from corral.fleet.standing import FleetStatus, fleet_status
-from corral.fleet.waiting import wait_fleet
-from corral.lifecycle import bringup
-from corral.targets.base import Queue, load_target
+from corral.deploy.lifecycle import bringup
+from corral.deploy.targets.base import Queue, load_target
+from corral.serve.fleet.background import end_fleet, ensure_keeper
+from corral.serve.fleet.making import FleetOrder, make_fleet, start_member
+from corral.serve.fleet.standing import FleetStatus, fleet_status
+from corral.serve.fleet.waiting import wait_fleet
 
 __all__ = ["bring_up_fleet", "checked", "curl_lines"]
 

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 import click
 
+from corral.base.files import read_text
 from corral.client.sampling import PARAMETERS, STRUCTURED, parse_assignments
-from corral.files import read_text
 
 __all__ = ["deployment_argument", "endpoint_options", "sampling_options", "server_options", "taken_sampling"]
 
@@ -79,7 +79,7 @@ def _meta(kind: str) -> str:
 
 
 def taken_sampling(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampling parameters among a command's options, as `corral.llm.llm` takes them."""
+    """The sampling parameters among a command's options, as `corral.use.llm.llm` takes them."""
     found = {name: value for name in PARAMETERS if (value := given.get(name)) not in (None, ())}
     for name in STRUCTURED:
         value = given.get(name)

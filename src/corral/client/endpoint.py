@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from corral.errors import AccessError, CorralError, UsageError
+from corral.base.errors import AccessError, CorralError, UsageError
 
 __all__ = ["Absence", "Endpoint", "FixedServer", "HeldKeyEndpoint", "ModelServer"]
 

@@ -15,7 +15,7 @@
     ├── PromptTooLongError   2          400, with the numbers
     └── BadRequestError      2          400 and other 4xx, in the server's words
 
-None of them is ever reported as a success with less text. Each is also a member of the tree in `corral.errors`.
+None of them is ever reported as a success with less text. Each is also a member of the tree in `corral.base.errors`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from corral.errors import AccessError, CorralError, EngineError, NotFoundError, UnreachableError, UsageError
+from corral.base.errors import AccessError, CorralError, EngineError, NotFoundError, UnreachableError, UsageError
 
 __all__ = [
     "AbortedError",

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypedDict
 
-from corral.errors import UsageError
-from corral.record import nearest
+from corral.base.errors import UsageError
+from corral.base.record import nearest
 
 __all__ = [
     "ANSWER_TOKENS",

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from corral.errors import DataError
-from corral.files import existing_file
-from corral.untrusted import parse_json, plain
+from corral.base.errors import DataError
+from corral.base.files import existing_file
+from corral.base.untrusted import parse_json, plain
 
 __all__ = ["TracedRequest", "read_trace"]
 

@@ -15,8 +15,8 @@ from typing import Any, Protocol, cast
 
 from corral.client.errors import CutStreamError, MalformedReplyError, RequestError, ServerGoneError
 from corral.client.events import EventSplitter
-from corral.http1.reading import BadMessageError, Headers, ResponseReader
-from corral.http1.writing import write_now
+from corral.client.http1.reading import BadMessageError, Headers, ResponseReader
+from corral.client.http1.writing import write_now
 
 __all__ = ["Exchange", "Wire", "WireOwner"]
 

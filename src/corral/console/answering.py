@@ -13,7 +13,7 @@ from corral.client.client import Client
 from corral.client.reply import Choice, Reply, Token
 from corral.console.asking import PlayRequest, prompt_request, stream_request
 from corral.console.spelling import Spellings, shown
-from corral.llm.llm import exact_view
+from corral.use.llm.llm import exact_view
 
 __all__ = ["answer_events", "heat_map", "pieces_of"]
 

@@ -14,9 +14,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from corral import __version__
+from corral.base.errors import CorralError, NotFoundError
 from corral.console import fleet, live, plans, play, runs
 from corral.console.desk import Desk, answer, refusal
-from corral.errors import CorralError, NotFoundError
 
 __all__ = ["make_app", "static_files"]
 

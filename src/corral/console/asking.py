@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from corral.base.errors import UsageError
 from corral.client.sampling import PARAMETERS, STRUCTURED
-from corral.errors import UsageError
-from corral.llm.llm import Prompt, is_chat, request_for
+from corral.use.llm.llm import Prompt, is_chat, request_for
 
 __all__ = ["PlayRequest", "as_curl", "as_python", "parameter_table", "prompt_request", "read_play", "stream_request"]
 

@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from corral.deployment.diagnosis import last_lines
-from corral.errors import NotFoundError
-from corral.files import make_private_dir
-from corral.home import home_dir
+from corral.base.errors import NotFoundError
+from corral.base.files import make_private_dir
+from corral.base.home import home_dir
+from corral.deploy.deployment.diagnosis import last_lines
 
 __all__ = ["Commands", "RunningCommand", "line_of"]
 

@@ -16,9 +16,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from corral.console.commands import Commands
-from corral.console.history import History
-from corral.errors import (
+from corral.base.errors import (
     AccessError,
     ConflictError,
     CorralError,
@@ -28,8 +26,10 @@ from corral.errors import (
     UnreachableError,
     UsageError,
 )
-from corral.home import home_dir
-from corral.record import to_json
+from corral.base.home import home_dir
+from corral.base.record import to_json
+from corral.console.commands import Commands
+from corral.console.history import History
 
 __all__ = ["Desk", "answer", "body_of", "events", "refusal"]
 

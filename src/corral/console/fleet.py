@@ -11,6 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from corral.base.errors import ConflictError, UsageError
+from corral.base.record import load_json
 from corral.console.commands import line_of
 from corral.console.desk import Desk, answer, body_of, events
 from corral.console.logs import read_journal, read_log
@@ -18,12 +20,10 @@ from corral.console.newsfeed import Newsfeed
 from corral.console.query import whole_number
 from corral.console.standings import Row, Standings, restart_words
 from corral.console.starting import choices, form_of, preview, up_words
-from corral.deployment.folder import DeploymentFolder, open_folder
-from corral.deployment.state import ENDED
-from corral.errors import ConflictError, UsageError
-from corral.fleet.waiting import chosen_fleet
-from corral.lifecycle.deployments import Record, status
-from corral.record import load_json
+from corral.deploy.deployment.folder import DeploymentFolder, open_folder
+from corral.deploy.lifecycle.deployments import Record, status
+from corral.node.states import ENDED
+from corral.serve.fleet.waiting import chosen_fleet
 
 __all__ = ["changes", "routes"]
 

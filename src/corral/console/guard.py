@@ -26,8 +26,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from corral.base.errors import AccessError, UsageError
 from corral.console.desk import refusal
-from corral.errors import AccessError, UsageError
 
 __all__ = ["LOOPBACK", "Guard", "Tickets", "host_name"]
 

@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from corral.batch.core.folder import BatchFolder
-from corral.batch.inspect import inspect
-from corral.batch.known import known_outputs
+from corral.base.errors import CorralError
+from corral.base.wording import counted
 from corral.console.marks import mark_of
-from corral.errors import CorralError
-from corral.tune.race import RaceEnd, verdict
-from corral.tune.store import TuneRun, all_runs
-from corral.wording import counted
+from corral.lab.tune.race import RaceEnd, verdict
+from corral.lab.tune.store import TuneRun, all_runs
+from corral.use.batch.core.folder import BatchFolder
+from corral.use.batch.inspect import inspect
+from corral.use.batch.known import known_outputs
 
 __all__ = ["JobProgress", "Jobs"]
 

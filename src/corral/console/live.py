@@ -14,13 +14,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from corral.base.record import to_json
 from corral.console.desk import Desk, answer, events
 from corral.console.gpus import GpuLoad, gpu_figures, read_gpus
 from corral.console.jobs import JobProgress, Jobs
 from corral.console.newsfeed import Newsfeed
-from corral.llm.ready import ReadyServer, ready_servers
-from corral.llm.top import Line, Watch
-from corral.record import to_json
+from corral.use.llm.ready import ReadyServer, ready_servers
+from corral.use.llm.top import Line, Watch
 
 __all__ = ["figures_of", "routes", "sums_of"]
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from corral.deployment.events import read_events
-from corral.deployment.folder import DeploymentFolder
-from corral.untrusted import plain
+from corral.base.untrusted import plain
+from corral.deploy.deployment.events import read_events
+from corral.deploy.deployment.folder import DeploymentFolder
 
 __all__ = ["LogPage", "read_journal", "read_log"]
 

@@ -10,10 +10,10 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from corral.deployment.course import Phase, course_of, ends_at_s
-from corral.deployment.events import Event
-from corral.deployment.expectation import Expected
-from corral.deployment.state import ENDED, State
+from corral.deploy.deployment.course import Phase, course_of, ends_at_s
+from corral.deploy.deployment.events import Event
+from corral.deploy.deployment.expectation import Expected
+from corral.node.states import ENDED, State
 
 __all__ = ["ShownPhase", "Start", "phases_of", "ready_at_s"]
 

@@ -11,25 +11,25 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from corral.base.errors import UsageError
+from corral.base.wording import counted
 from corral.console.desk import Desk, answer
 from corral.console.query import real_number, whole_number
-from corral.errors import UsageError
-from corral.hardware.inventory import GPUS, LINKS, Inventory, probe
-from corral.models.catalogue import CATALOGUE
-from corral.models.facts import ModelFacts, read_facts
-from corral.models.hub import hub_is_off
-from corral.models.shelf import on_disk
-from corral.plan import Goal, Plan, make_plan
+from corral.deploy.profile.hardware import hardware_of_plan
+from corral.deploy.profile.merging import AskedValues, asked_of_plan
+from corral.deploy.profile.profile import Profile, all_profiles, load_profile
+from corral.deploy.profile.start_line import up_command, vllm_command
+from corral.deploy.profile.tuning import tuning_of_plan
 from corral.plan.candidate import Candidate, Tuning
-from corral.plan.choose import compare
-from corral.plan.contract import GOALS
+from corral.plan.choose import compare, make_plan
+from corral.plan.contract import GOALS, Goal, Plan
 from corral.plan.explain import explain
 from corral.plan.fixed import KV, WEIGHTS
-from corral.profile import AskedValues, Profile, all_profiles, asked_of_plan, load_profile
-from corral.profile.hardware import hardware_of_plan
-from corral.profile.start_line import up_command, vllm_command
-from corral.profile.tuning import tuning_of_plan
-from corral.wording import counted
+from corral.plan.hardware.inventory import GPUS, LINKS, Inventory, probe
+from corral.plan.models.catalogue import CATALOGUE
+from corral.plan.models.facts import ModelFacts, read_facts
+from corral.plan.models.hub import hub_is_off
+from corral.plan.models.shelf import on_disk
 
 __all__ = ["PlanQuestion", "alternatives", "plan_page", "read_question", "routes"]
 

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from corral.base.errors import CorralError, DataError
 from corral.client.client import Client
 from corral.client.endpoint import Endpoint
 from corral.client.reply import Token
@@ -23,11 +24,10 @@ from corral.console.answering import answer_events, heat_map
 from corral.console.asking import PlayRequest, as_curl, as_python, parameter_table, read_play, stream_request
 from corral.console.desk import Desk, answer, body_of, events
 from corral.console.spelling import Spellings, shown
-from corral.deployment.fleet import living_fleets
-from corral.deployment.state import State
-from corral.errors import CorralError, DataError
-from corral.lifecycle.resolve import URL_VARIABLE, resolve, server_called
-from corral.lifecycle.successors import ChainMember, living_chains
+from corral.deploy.deployment.fleet import living_fleets
+from corral.deploy.lifecycle.resolve import URL_VARIABLE, resolve, server_called
+from corral.deploy.lifecycle.successors import ChainMember, living_chains
+from corral.node.states import State
 
 __all__ = ["ASKING", "TELLING", "routes", "servers"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from corral.errors import UsageError
+from corral.base.errors import UsageError
 
 __all__ = ["real_number", "whole_number"]
 

@@ -11,19 +11,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from corral.batch.inspect import inspect
-from corral.batch.known import known_outputs
-from corral.batch.results import failure_groups, rows_of
-from corral.bench import store
-from corral.bench.listing import ListedRun, all_runs, compared
-from corral.bench.metrics import latencies_s, percentile
-from corral.bench.rows import RequestRow
+from corral.base.errors import CorralError, NotFoundError
+from corral.base.record import to_json
 from corral.console.desk import Desk, answer
 from corral.console.query import whole_number
-from corral.errors import CorralError, NotFoundError
-from corral.record import to_json
-from corral.report.text import headline
-from corral.report.timeline import timeline
+from corral.lab.bench import store
+from corral.lab.bench.listing import ListedRun, all_runs, compared
+from corral.lab.bench.metrics import latencies_s, percentile
+from corral.lab.bench.rows import RequestRow
+from corral.lab.report.text import headline
+from corral.lab.report.timeline import timeline
+from corral.use.batch.inspect import inspect
+from corral.use.batch.known import known_outputs
+from corral.use.batch.results import failure_groups, rows_of
 
 __all__ = ["batch_list", "batch_page", "comparison", "routes", "run_list", "run_page"]
 

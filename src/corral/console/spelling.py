@@ -7,8 +7,8 @@ from typing import Any
 
 from corral.client.client import Client
 from corral.client.reply import Token
-from corral.llm import token_bytes
-from corral.llm.token_view import Character, are_logits, characters, label
+from corral.use.llm import token_bytes
+from corral.use.llm.token_view import Character, are_logits, characters, label
 
 __all__ = ["Spellings", "shown"]
 

@@ -14,20 +14,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from corral.base.errors import CorralError
+from corral.base.record import load_json, to_json
 from corral.console.commands import line_of
 from corral.console.marks import mark_of
 from corral.console.phases import Start, phases_of, ready_at_s
-from corral.deployment.events import read_events
-from corral.deployment.fleet import FleetFolder, all_fleets
-from corral.deployment.folder import DeploymentFolder, all_folders, chain_of
-from corral.deployment.state import ENDED
-from corral.errors import CorralError
-from corral.fleet.standing import fleet_status
-from corral.launch.masking import is_secret_name
-from corral.lifecycle.deployments import Record, Status, expected_of, status, target_of, unreadable
-from corral.lifecycle.members import HeldJob, RankMember, held_job, members
-from corral.record import load_json, to_json
-from corral.targets.base import Queue
+from corral.deploy.deployment.events import read_events
+from corral.deploy.deployment.fleet import FleetFolder, all_fleets
+from corral.deploy.deployment.folder import DeploymentFolder, all_folders, chain_of
+from corral.deploy.launch.masking import is_secret_name
+from corral.deploy.lifecycle.deployments import Record, Status, expected_of, status, target_of, unreadable
+from corral.deploy.lifecycle.members import HeldJob, RankMember, held_job, members
+from corral.deploy.targets.base import Queue
+from corral.node.states import ENDED
+from corral.serve.fleet.standing import fleet_status
 
 __all__ = ["Row", "Standings", "restart_words"]
 

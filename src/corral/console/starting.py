@@ -6,18 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from corral.base.errors import UsageError
 from corral.console.query import whole_number
-from corral.deployment.folder import checked_name
-from corral.errors import UsageError
-from corral.lifecycle import bringup
-from corral.models import catalogue
-from corral.models.store import EMBEDDED
-from corral.plan import Plan
-from corral.plan.contract import GOALS
+from corral.deploy.deployment.folder import checked_name
+from corral.deploy.lifecycle import bringup
+from corral.deploy.profile.merging import merged
+from corral.deploy.profile.profile import all_profiles, load_profile
+from corral.deploy.profile.storage import with_storage
+from corral.deploy.targets.base import TARGETS, target_class
+from corral.deploy.targets.keys import Flag
+from corral.plan.contract import GOALS, Plan
+from corral.plan.models import catalogue
+from corral.plan.models.store import EMBEDDED
 from corral.plan.token_count import token_count
-from corral.profile import all_profiles, load_profile, merged, with_storage
-from corral.targets.base import TARGETS, target_class
-from corral.targets.keys import Flag
 
 __all__ = ["StartForm", "choices", "form_of", "preview", "up_words"]
 

@@ -17,11 +17,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from corral.base.errors import AccessError, EngineError, NotFoundError, UsageError
+from corral.base.shell import run
 from corral.engines import environments
 from corral.engines.locks import lock_text, locked
-from corral.errors import AccessError, EngineError, NotFoundError, UsageError
-from corral.files import write_atomic
-from corral.shell import run
+from corral.node.files import write_atomic
 
 __all__ = ["CONDA_HOMES", "CondaEngine", "install_into_conda"]
 

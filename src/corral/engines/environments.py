@@ -26,15 +26,16 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
+from corral.base.errors import EngineError, NotFoundError, UnreachableError
+from corral.base.files import remove_tree
+from corral.base.home import engines_dir
+from corral.base.lock import exclusive_lock
+from corral.base.record import dump_json, load_json
+from corral.base.shell import Completed, run, stream
 from corral.engines import flags as engine_flags
 from corral.engines.locks import FLAVOURS, PINNED_VERSION, lock_text, torch_cpu
 from corral.engines.pip_configuration import read_sources
-from corral.errors import EngineError, NotFoundError, UnreachableError
-from corral.files import remove_tree, write_atomic
-from corral.home import engines_dir
-from corral.lock import exclusive_lock
-from corral.record import dump_json, load_json
-from corral.shell import Completed, run, stream
+from corral.node.files import write_atomic
 
 __all__ = [
     "FLAVOURS",
@@ -290,14 +291,14 @@ def _add_distribution(folder: Path, name: str, version: str, files: dict[str, st
 
 
 def _plugin_files() -> dict[str, str]:
-    folder = resources.files("corral") / "engine_side" / PLUGIN
+    folder = resources.files("corral") / "engines" / "engine_side" / PLUGIN
     if not folder.is_dir():
         return {}
     return {entry.name: entry.read_text(encoding="utf-8") for entry in folder.iterdir() if entry.name.endswith(".py")}
 
 
 def _plugin_entry_points() -> str:
-    file = resources.files("corral") / "engine_side" / PLUGIN / "entry_points.txt"
+    file = resources.files("corral") / "engines" / "engine_side" / PLUGIN / "entry_points.txt"
     return file.read_text(encoding="utf-8") if file.is_file() else ""
 
 
@@ -332,7 +333,7 @@ def flags_of(engine: Engine) -> engine_flags.FlagList:
         return shipped
     listed = Path(engine.path) / "flags.json"
     if not listed.is_file():
-        script = resources.files("corral") / "engine_side" / "list_flags.py"
+        script = resources.files("corral") / "engines" / "engine_side" / "list_flags.py"
         done = run([engine.python, str(script)], 300).or_raise("the engine's flags could not be listed")
         write_atomic(listed, done.stdout.strip().splitlines()[-1], 0o644)
     return engine_flags.FlagList.parse(listed.read_text(encoding="utf-8"))

@@ -15,8 +15,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 
-from corral.errors import EngineError, UsageError
-from corral.record import nearest
+from corral.base.errors import EngineError, UsageError
+from corral.base.record import nearest
 
 __all__ = [
     "OWNED",

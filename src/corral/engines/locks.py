@@ -13,8 +13,8 @@ import json
 from dataclasses import dataclass
 from importlib import resources
 
-from corral.errors import EngineError, UsageError
-from corral.record import from_json
+from corral.base.errors import EngineError, UsageError
+from corral.base.record import from_json
 
 __all__ = ["FLAVOURS", "PINNED_VERSION", "LockedFor", "TorchCpu", "lock_text", "locked", "torch_cpu"]
 

@@ -11,8 +11,8 @@ import functools
 import sys
 from dataclasses import dataclass
 
-from corral.errors import CorralError
-from corral.shell import run
+from corral.base.errors import CorralError
+from corral.base.shell import run
 
 __all__ = ["Sources", "parse_sources", "read_sources"]
 

@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from corral.base.errors import UsageError
 from corral.engines.flags import boolean_with_value, flag_name, takes_next
-from corral.errors import UsageError
 
 __all__ = ["ReadBack", "joined", "read_back"]
 

@@ -25,7 +25,8 @@ from urllib.parse import unquote
 
 import msgspec
 
-from corral.errors import CorralError
+from corral.base.errors import CorralError
+from corral.client.http1.writing import response
 from corral.fake import words
 from corral.fake.ask import Ask, FakeRefusedError, messages_text, read_ask
 from corral.fake.connection import FakeConnection, FakeRequest
@@ -35,7 +36,6 @@ from corral.fake.metrics import Metrics
 from corral.fake.pace import FakeEngine, FakeJob, Pace
 from corral.fake.shapes import dumps
 from corral.fake.truth_log import TruthLog
-from corral.http1.writing import response
 
 __all__ = ["App", "FakeOptions"]
 

@@ -10,8 +10,8 @@ import time
 from collections import deque
 from typing import NamedTuple, Protocol, cast
 
-from corral.http1.reading import BadMessageError, Headers, HeadTooLongError, RequestReader
-from corral.http1.writing import response, write_now
+from corral.client.http1.reading import BadMessageError, Headers, HeadTooLongError, RequestReader
+from corral.client.http1.writing import response, write_now
 
 __all__ = ["FakeConnection", "FakeRequest", "Handler"]
 

@@ -31,8 +31,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from corral.errors import UsageError
-from corral.record import nearest
+from corral.base.errors import UsageError
+from corral.base.record import nearest
 
 __all__ = ["KINDS", "Fault", "FaultBook", "parse_fault"]
 

@@ -12,7 +12,7 @@ Capacity, each optional:
 - `tokens_per_s`: shared equally: with n sequences the time between tokens is max(itl_s, n / tokens_per_s). The
   knee is where n / itl_s reaches it.
 
-Timers: see `corral.alarm`.
+Timers: see `corral.base.alarm`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
-from corral.alarm import Alarm
+from corral.base.alarm import Alarm
 
 __all__ = ["FakeEngine", "FakeJob", "Pace"]
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from corral.errors import ConflictError, UsageError
+from corral.base.errors import ConflictError, UsageError
 from corral.fake import words
 from corral.fake.app import App, FakeOptions
 from corral.fake.connection import FakeConnection

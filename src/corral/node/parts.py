@@ -1,4 +1,4 @@
-"""Imports modules that came as one text; that text begins with this file (see `corral/bundle.py`).
+"""Imports modules that came as one text; that text begins with this file (see `corral/base/bundle.py`).
 
 Nothing is unpacked: the sources are strings, and are imported from there, so that a program can run where no file may
 be left behind. Lines of a module in a traceback are those of its own file.

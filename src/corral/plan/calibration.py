@@ -13,12 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from corral.errors import CorralError, DataError
+from corral.base.errors import CorralError, DataError
+from corral.base.record import from_json, to_json
 from corral.plan.candidate import Tuning
 from corral.plan.memory import Coefficients
 from corral.plan.reconcile import Differences
 from corral.plan.storage import recall
-from corral.record import from_json, to_json
 
 __all__ = ["append", "calibration_path", "known", "learn", "read"]
 

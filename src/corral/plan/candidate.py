@@ -6,16 +6,16 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from corral.hardware.cpu_speed import CpuSpeed
-from corral.hardware.inventory import GIB, Inventory
-from corral.models.facts import ModelFacts
 from corral.plan.constraints import broken_settings
 from corral.plan.contract import UTILISATION, EngineSettings, Goal, Memory, Parallel, Precision, Speed
 from corral.plan.draft import Draft
 from corral.plan.fixed import Fixed
 from corral.plan.frontend import api_servers, stream_interval
 from corral.plan.graphs import own_largest, running_at_once, size_for
+from corral.plan.hardware.cpu_speed import CpuSpeed
+from corral.plan.hardware.inventory import GIB, Inventory
 from corral.plan.memory import Coefficients, measure
+from corral.plan.models.facts import ModelFacts
 from corral.plan.speed import Efficiency, Roof, predict, roof_of
 
 __all__ = ["SHORTEST", "Candidate", "Tuning", "settings_for", "work_out"]

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from corral.hardware.inventory import LINKS, Inventory
-from corral.models.facts import ModelFacts
 from corral.plan.candidate import Candidate, Tuning, with_problem, work_out
 from corral.plan.constraints import broken_layout, broken_settings
 from corral.plan.contract import VERSION, Cost, Goal, Nearest, Parallel, Plan, Reason, Rejected
 from corral.plan.cpu_format import cpu_forms
 from corral.plan.engine import cpu_environment, engine_args
 from corral.plan.fixed import Fixed, read_fixed, refuse_two_contexts
+from corral.plan.hardware.inventory import LINKS, Inventory
 from corral.plan.judged import judge
 from corral.plan.layouts import layouts, over_nodes, replicas_on
+from corral.plan.models.facts import ModelFacts
 from corral.plan.nearest import nearest_fits
 from corral.plan.precisions import Form, forms
 from corral.plan.reasons import reasons_for, rejected_for

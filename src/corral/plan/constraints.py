@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from corral.errors import UsageError
-from corral.models.facts import ModelFacts
+from corral.base.errors import UsageError
 from corral.plan.contract import EngineSettings, Parallel
+from corral.plan.models.facts import ModelFacts
 
 __all__ = ["WHOLE_PROMPTS", "broken_layout", "broken_settings", "partition", "refuse_flags"]
 

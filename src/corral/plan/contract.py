@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from corral.errors import UsageError
-from corral.hardware.inventory import Inventory
-from corral.models.facts import ModelFacts
+from corral.base.errors import UsageError
+from corral.plan.hardware.inventory import Inventory
+from corral.plan.models.facts import ModelFacts
 
 __all__ = [
     "UTILISATION",

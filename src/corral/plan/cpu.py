@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from corral.hardware.inventory import GIB, Inventory
-from corral.models.architecture import DTYPE_BYTES
-from corral.models.facts import ModelFacts
 from corral.plan.candidate import Candidate
 from corral.plan.contract import UTILISATION, EngineSettings, Goal, Memory, Parallel, Precision
 from corral.plan.cpu_speed import Rates, predict_cpu
 from corral.plan.fixed import Fixed
+from corral.plan.hardware.inventory import GIB, Inventory
 from corral.plan.memory import convert
+from corral.plan.models.architecture import DTYPE_BYTES
+from corral.plan.models.facts import ModelFacts
 
 __all__ = ["work_out_cpu"]
 

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from corral.hardware.cpu import CpuFacts
-from corral.hardware.cpu_speed import CpuSpeed
-from corral.hardware.inventory import Inventory
-from corral.models.facts import ModelFacts
 from corral.plan.candidate import Candidate
 from corral.plan.contract import Goal, Parallel, Precision
 from corral.plan.cpu import work_out_cpu
 from corral.plan.cpu_speed import Rates, rates_for, request_s
 from corral.plan.fixed import DTYPES, Fixed
+from corral.plan.hardware.cpu import CpuFacts
+from corral.plan.hardware.cpu_speed import CpuSpeed
+from corral.plan.hardware.inventory import Inventory
+from corral.plan.models.facts import ModelFacts
 from corral.plan.precisions import Form
 
 __all__ = ["Quick", "cpu_forms", "formats_to_measure", "quick_format"]

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from corral.models.facts import ModelFacts
 from corral.plan.contract import Parallel
+from corral.plan.models.facts import ModelFacts
 
 __all__ = ["Draft", "DraftMethod", "assumed_draft", "draft_of_config", "draft_of_model"]
 

@@ -12,12 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from corral.base.errors import CorralError, UsageError
 from corral.engines.flags import values_of
-from corral.errors import CorralError, UsageError
-from corral.models.architecture import parse_config
-from corral.models.facts import ModelFacts, facts_from_folder, read_facts
-from corral.models.weights import Tensor, folder_tensors
 from corral.plan.draft import Draft, DraftMethod, assumed_draft, draft_of_config, draft_of_model
+from corral.plan.models.architecture import parse_config
+from corral.plan.models.facts import ModelFacts, facts_from_folder, read_facts
+from corral.plan.models.weights import Tensor, folder_tensors
 
 __all__ = ["read_draft", "tokens_from_text"]
 

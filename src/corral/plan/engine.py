@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from corral.hardware.inventory import GIB
-from corral.models.facts import ModelFacts
 from corral.plan.contract import EngineSettings, Parallel, Precision
+from corral.plan.hardware.inventory import GIB
+from corral.plan.models.facts import ModelFacts
 
 __all__ = ["VLLM_DTYPES", "cpu_environment", "engine_args"]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from corral.hardware.inventory import GIB
+from corral.base.wording import counted
 from corral.plan.contract import Judged, Plan
 from corral.plan.graphs import largest_graph
+from corral.plan.hardware.inventory import GIB
 from corral.plan.reasons import load_words
 from corral.plan.speed import rounded
-from corral.wording import counted
 
 __all__ = ["explain"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from corral.errors import UsageError
+from corral.base.errors import UsageError
+from corral.base.record import nearest
 from corral.plan.contract import Goal
-from corral.record import nearest
 
 __all__ = ["DTYPES", "KEYS", "WEIGHTS", "Fixed", "parse_assignments", "read_fixed", "refuse_two_contexts"]
 

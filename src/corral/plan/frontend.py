@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 
-from corral.hardware.inventory import Inventory
 from corral.plan.contract import Parallel
+from corral.plan.hardware.inventory import Inventory
 
 __all__ = ["api_servers", "stream_interval", "streamed_tokens_s"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from corral.hardware.inventory import GIB, Inventory
-from corral.models.facts import ModelFacts
 from corral.plan.candidate import Candidate, Tuning
 from corral.plan.contract import EngineSettings, Goal
+from corral.plan.hardware.inventory import GIB, Inventory
+from corral.plan.models.facts import ModelFacts
 from corral.plan.speed import predict
 
 __all__ = ["gains", "vllm_defaults"]

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from corral.engines.flags import flag_name
-from corral.hardware.inventory import Gpu
 from corral.plan.contract import EngineSettings, Goal
+from corral.plan.hardware.inventory import Gpu
 
 __all__ = [
     "LARGER",

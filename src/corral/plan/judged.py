@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from corral.hardware.inventory import GIB, Gpu, Inventory
-from corral.models.facts import ModelFacts
 from corral.plan.candidate import Candidate, Tuning
 from corral.plan.constraints import WHOLE_PROMPTS
 from corral.plan.contract import Goal, Judged
 from corral.plan.draft import Draft, DraftMethod
+from corral.plan.hardware.inventory import GIB, Gpu, Inventory
 from corral.plan.memory import measure
+from corral.plan.models.facts import ModelFacts
 from corral.plan.speed import Roof, predict, roof_of
 
 __all__ = ["judge", "needed_acceptance"]

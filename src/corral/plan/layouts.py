@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from corral.hardware.inventory import Inventory
-from corral.models.facts import ModelFacts
 from corral.plan.constraints import broken_layout
 from corral.plan.contract import Parallel, Rejected
 from corral.plan.fixed import Fixed
+from corral.plan.hardware.inventory import Inventory
+from corral.plan.models.facts import ModelFacts
 
 __all__ = ["layouts", "over_nodes", "refused_tensor", "replicas_on"]
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from corral.hardware.cpu_speed import recall
 from corral.plan.contract import Goal, Plan, Speed
 from corral.plan.cpu_speed import predict_cpu, products, rates_for
+from corral.plan.hardware.cpu_speed import recall
 from corral.plan.speed import Efficiency, predict
 from corral.plan.tuning import cpu_kind
 

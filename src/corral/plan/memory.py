@@ -15,13 +15,13 @@ import re
 from dataclasses import dataclass
 
 from corral.engines.locks import PINNED_VERSION
-from corral.hardware.inventory import GIB, Gpu, Inventory
-from corral.models.architecture import DTYPE_BYTES, Parts, Quantisation, stored
-from corral.models.facts import ModelFacts
 from corral.plan.constraints import partition
 from corral.plan.contract import EngineSettings, Memory, Parallel, Precision
 from corral.plan.draft import Draft
 from corral.plan.graphs import MEASURED_BY_ITSELF, graph_sizes
+from corral.plan.hardware.inventory import GIB, Gpu, Inventory
+from corral.plan.models.architecture import DTYPE_BYTES, Parts, Quantisation, stored
+from corral.plan.models.facts import ModelFacts
 
 __all__ = ["Coefficients", "convert", "full_length_blocks", "kv_element", "measure", "stage_weights"]
 

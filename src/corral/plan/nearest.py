@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from corral.hardware.inventory import GPUS, Inventory
 from corral.plan.candidate import Candidate
 from corral.plan.contract import Goal, Nearest
 from corral.plan.fixed import Fixed
+from corral.plan.hardware.inventory import GPUS, Inventory
 
 __all__ = ["Question", "nearest_fits", "wider"]
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil
 
-from corral.hardware.inventory import GPUS, Gpu, Inventory
-from corral.models.architecture import DTYPE_BYTES
-from corral.models.facts import ModelFacts
 from corral.plan.candidate import Candidate, Tuning
 from corral.plan.choose import Decision, decide
 from corral.plan.constraints import broken_layout
 from corral.plan.contract import Goal, Parallel
 from corral.plan.fixed import Fixed
+from corral.plan.hardware.inventory import GPUS, Gpu, Inventory
 from corral.plan.memory import convert
+from corral.plan.models.architecture import DTYPE_BYTES
+from corral.plan.models.facts import ModelFacts
 from corral.plan.precisions import Form, forms
 from corral.plan.speed import rounded
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from corral.hardware.inventory import Inventory
-from corral.models import catalogue
-from corral.models.facts import ModelFacts, facts_from_entry
 from corral.plan.contract import Precision
 from corral.plan.fixed import DTYPES, Fixed
+from corral.plan.hardware.inventory import Inventory
+from corral.plan.models import catalogue
+from corral.plan.models.facts import ModelFacts, facts_from_entry
 
 __all__ = ["ONLINE", "Form", "forms"]
 

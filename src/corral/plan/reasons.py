@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from corral.hardware.inventory import GIB, LINKS, Gpu, Inventory
-from corral.models.facts import ModelFacts
 from corral.plan.candidate import Candidate, Tuning
 from corral.plan.contract import EngineSettings, Goal, Memory, Reason, Rejected, Speed
 from corral.plan.fixed import Fixed
 from corral.plan.gains import gains
 from corral.plan.graphs import largest_graph, most_by_itself, own_largest
+from corral.plan.hardware.inventory import GIB, LINKS, Gpu, Inventory
 from corral.plan.layouts import over_nodes, refused_tensor
+from corral.plan.models.facts import ModelFacts
 from corral.plan.precisions import Form
 from corral.plan.speed import rounded
 

@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from corral.hardware.inventory import GIB
 from corral.plan.contract import Plan
+from corral.plan.hardware.inventory import GIB
 
 __all__ = ["Difference", "Differences", "Observed", "read_log", "reconcile"]
 

@@ -12,12 +12,12 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from corral.errors import UsageError
-from corral.hardware.inventory import Inventory
-from corral.models.facts import ModelFacts
+from corral.base.errors import UsageError
 from corral.plan.candidate import Tuning
 from corral.plan.choose import make_plan
 from corral.plan.contract import Goal, Plan
+from corral.plan.hardware.inventory import Inventory
+from corral.plan.models.facts import ModelFacts
 
 __all__ = ["ReplicaAdvice", "ReplicaForm", "advise", "divided"]
 

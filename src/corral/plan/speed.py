@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from corral.hardware.inventory import LINKS, Gpu, Inventory
-from corral.models.architecture import DTYPE_BYTES
-from corral.models.facts import ModelFacts
 from corral.plan.constraints import partition
 from corral.plan.contract import EngineSettings, Goal, Memory, Parallel, Precision, Speed
 from corral.plan.frontend import streamed_tokens_s
 from corral.plan.graphs import covered
+from corral.plan.hardware.inventory import LINKS, Gpu, Inventory
 from corral.plan.memory import convert, kv_element
+from corral.plan.models.architecture import DTYPE_BYTES
+from corral.plan.models.facts import ModelFacts
 
 __all__ = ["MEASURED_KINDS", "Efficiency", "Roof", "predict", "roof_of", "rounded", "significant", "tiled"]
 

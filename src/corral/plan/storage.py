@@ -11,9 +11,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from corral.errors import CorralError
-from corral.files import make_private_dir, write_atomic
-from corral.record import dump_json, from_json
+from corral.base.errors import CorralError
+from corral.base.files import make_private_dir
+from corral.base.record import dump_json, from_json
+from corral.node.files import write_atomic
 
 __all__ = ["StorageReading", "recall", "remember"]
 

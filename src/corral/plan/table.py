@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from corral.hardware.inventory import GIB, Gpu
-from corral.models.architecture import DTYPE_BYTES
-from corral.models.facts import ModelFacts
 from corral.plan.candidate import Tuning
 from corral.plan.contract import Goal
+from corral.plan.hardware.inventory import GIB, Gpu
+from corral.plan.models.architecture import DTYPE_BYTES
+from corral.plan.models.facts import ModelFacts
 from corral.plan.need import box_gb, needs
 
 __all__ = ["DOCUMENTED_CONTEXT", "Cell", "TableRow", "memory_table"]

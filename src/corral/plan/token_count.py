@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from corral.errors import UsageError
+from corral.base.errors import UsageError
 
 __all__ = ["token_count"]
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from corral.base.home import home_dir
 from corral.engines import environments as engines
-from corral.hardware.cpu_speed import CpuKind, recall
-from corral.hardware.inventory import Inventory
-from corral.home import home_dir
-from corral.models.facts import ModelFacts
 from corral.plan import calibration
 from corral.plan.candidate import Tuning
 from corral.plan.cpu_speed import products
 from corral.plan.draft_files import read_draft, tokens_from_text
 from corral.plan.graphs import sized_elsewhere
+from corral.plan.hardware.cpu_speed import CpuKind, recall
+from corral.plan.hardware.inventory import Inventory
+from corral.plan.models.facts import ModelFacts
 
 __all__ = ["cpu_kind", "tuning_for"]
 

@@ -17,5 +17,5 @@ by progress: a start in which nothing moves at all is given up after `idle_s`, a
 advance (see `advance`) after a limit that depends on the plan.
 
 Standard library only, Python 3.8 or later, nothing of corral: the package is copied, as one file, to where the engine
-runs (`corral/bundle.py`).
+runs (`corral/base/bundle.py`).
 """

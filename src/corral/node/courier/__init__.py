@@ -17,5 +17,5 @@ bytes that are there, and the rest follows as it comes. What makes it safe: a fi
 was right, whoever it came from; until then it is a `.corral-part` file, which a later run continues.
 
 Standard library only, Python 3.8 or later, nothing of corral: the package is sent to the node over ssh, as one text
-(`corral/bundle.py`).
+(`corral/base/bundle.py`).
 """

@@ -4,11 +4,11 @@ umask 077
 mkdir -p /srv/corral-home/pasted/llama-3.1-405b-instruct/node /srv/corral-home/pasted/llama-3.1-405b-instruct/rank0 /srv/corral-home/pasted/llama-3.1-405b-instruct/rank1 /srv/corral-home/pasted/llama-3.1-405b-instruct/rank2 /srv/corral-home/pasted/llama-3.1-405b-instruct/rank3
 [ -s /srv/corral-home/pasted/llama-3.1-405b-instruct/key ] || openssl rand -hex -out /srv/corral-home/pasted/llama-3.1-405b-instruct/key 24
 [ -s /srv/corral-home/pasted/llama-3.1-405b-instruct/token ] || openssl rand -hex -out /srv/corral-home/pasted/llama-3.1-405b-instruct/token 24
-python3 -m corral.bundle node/agent /srv/corral-home/pasted/llama-3.1-405b-instruct/node/agent.py
-python3 -m corral.bundle node/guard.py /srv/corral-home/pasted/llama-3.1-405b-instruct/node/corral_guard.py
-python3 -m corral.bundle node/row_socket.py /srv/corral-home/pasted/llama-3.1-405b-instruct/node/corral_row_socket.py
-python3 -m corral.bundle node/ray_rank.py /srv/corral-home/pasted/llama-3.1-405b-instruct/node/ray_rank.py
-python3 -m corral.bundle node/slurm_start.py /srv/corral-home/pasted/llama-3.1-405b-instruct/node/slurm_start.py
+python3 -m corral.base.bundle node/agent /srv/corral-home/pasted/llama-3.1-405b-instruct/node/agent.py
+python3 -m corral.base.bundle node/guard.py /srv/corral-home/pasted/llama-3.1-405b-instruct/node/corral_guard.py
+python3 -m corral.base.bundle node/row_socket.py /srv/corral-home/pasted/llama-3.1-405b-instruct/node/corral_row_socket.py
+python3 -m corral.base.bundle node/ray_rank.py /srv/corral-home/pasted/llama-3.1-405b-instruct/node/ray_rank.py
+python3 -m corral.base.bundle node/slurm_start.py /srv/corral-home/pasted/llama-3.1-405b-instruct/node/slurm_start.py
 # rank 0 runs this; what stands in @…@ is found on the nodes:
 #   corral-conda '' vllm-inference python -m vllm.entrypoints.cli.main serve meta-llama/Llama-3.1-405B-Instruct --served-model-name=llama-3.1-405b-instruct --tensor-parallel-size 16 --max-model-len 131072 --dtype bfloat16 --gpu-memory-utilization 0.92 --max-num-batched-tokens 8192 --max-num-seqs 1024 --enforce-eager --host 0.0.0.0 --port @PORT@ --middleware corral_guard.Guard --disable-uvicorn-access-log --enable-prompt-tokens-details --nnodes 4 --node-rank 0 --master-addr @ADDRESS0@ --master-port @MASTER_PORT@
 cat >/srv/corral-home/pasted/llama-3.1-405b-instruct/rank0/template.json <<'CORRAL'

@@ -1,0 +1,70 @@
+"""Reading files that users name, and writing so that a crash leaves the old content or the new.
+
+One rule for every input that a command line names: what is not there is exit code 3, what cannot be read or is not
+UTF-8 is exit code 10.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from corral.base.errors import DataError, NotFoundError
+from corral.base.record import nearest
+from corral.node.files import write_atomic
+
+__all__ = ["create_private", "existing_file", "make_private_dir", "read_text", "remove_tree", "write_atomic"]
+
+
+def existing_file(given: str | Path, hint: str = "Check the path.") -> Path:
+    """The path of a file that was named; with a guess what was meant where there is none."""
+    path = Path(given).expanduser()
+    if path.is_dir():
+        raise DataError(f"{str(given)!r} is a folder.", "Name a file.")
+    if not path.exists():
+        near = nearest(path.name, [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else [], 1)
+        raise NotFoundError(
+            f"there is no file {str(given)!r}.", f"Did you mean {path.parent / near[0]}?" if near else hint
+        )
+    return path
+
+
+def read_text(given: str | Path) -> str:
+    """The text of a file that was named."""
+    path = existing_file(given)
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise DataError(f"{given} cannot be read: {error.strerror}.", "Check its permissions.") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{given} is not UTF-8 (byte {error.start}).", "Save it as UTF-8.") from None
+
+
+def create_private(path: Path, like: Path | None = None) -> int:
+    """Make a file anew and open it; only the owner can read it, or whoever can read the file it is `like`."""
+    path.unlink(missing_ok=True)  # nobody has the new one open, also not who still writes an older one
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    if like is not None:
+        about = like.stat()
+        mode = about.st_mode & 0o777
+        try:
+            os.fchown(descriptor, -1, about.st_gid)
+        except OSError:  # not a group of ours: what was meant for that group is for no other
+            mode &= ~0o070
+        os.fchmod(descriptor, mode)
+    return descriptor
+
+
+def make_private_dir(path: Path) -> None:
+    """Make a folder, and its missing parents, that only the owner may enter."""
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path.chmod(0o700)
+
+
+def remove_tree(path: Path, mark: str = "") -> None:
+    """Delete a folder: it loses its name at once and its files after that, so that nobody finds half of it."""
+    aside = path.with_name(f".{path.name}{mark}.removed")
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
+    shutil.rmtree(aside)

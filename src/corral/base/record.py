@@ -1,0 +1,146 @@
+"""Frozen dataclasses to JSON and back, strictly.
+
+The stages of Corral exchange frozen dataclasses; each can be written to disk and read again unchanged. Reading
+refuses unknown keys (naming the nearest valid one) and wrong types, so that a hand-edited file fails clearly.
+Supported field types: str, int, float, bool, None, enums, tuples, lists, dicts with string keys, nested
+dataclasses, unions of those, and Any.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import enum
+import functools
+import json
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from corral.base.errors import DataError
+from corral.base.untrusted import parse_json, plain
+
+__all__ = ["dump_json", "from_json", "load_json", "nearest", "to_json"]
+
+T = TypeVar("T")
+LONGEST_SHOWN = 200  # characters of a wrong value in a message
+SCALARS = {str: "text", int: "a whole number", float: "a number", bool: "true or false", dict: "an object"}
+
+
+def nearest(word: str, known: Sequence[str], count: int = 3) -> list[str]:
+    """The known words most like `word`, best first."""
+    return difflib.get_close_matches(word, known, n=count, cutoff=0.5)
+
+
+def to_json(value: Any) -> Any:
+    """A JSON-ready copy of a record or of plain data."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {str(k): to_json(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(v) for v in value]
+    if isinstance(value, Path):
+        return str(value)
+    return value
+
+
+def dump_json(value: Any) -> str:
+    """Readable JSON text of a record, ending in a newline."""
+    return json.dumps(to_json(value), indent=2, ensure_ascii=False) + "\n"
+
+
+def load_json(cls: type[T], path: Path) -> T:
+    """Read one record from a file."""
+    return from_json(cls, parse_json(path.read_bytes(), str(path), remedy="Restore the file or delete it."))
+
+
+def from_json(cls: type[T], data: Any, where: str = "") -> T:
+    """Rebuild a record from JSON data; `where` names the place in messages."""
+    return _build(cls, data, where or cls.__name__)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+def _wrong(where: str, wanted: str, data: Any) -> DataError:
+    shown = plain(repr(data), LONGEST_SHOWN)
+    return DataError(f"{plain(where)} must be {wanted}, not {shown}.", "Correct the value.")
+
+
+def _build(kind: Any, data: Any, where: str) -> Any:
+    if kind is Any:
+        return data
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return _build_union(args, data, where)
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        return _build_record(kind, data, where)
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        try:
+            return kind(data)
+        except ValueError:
+            raise _wrong(where, "one of " + ", ".join(str(m.value) for m in kind), data) from None
+    if origin in (tuple, list, Sequence):
+        return _build_sequence(origin, args, data, where)
+    if origin in (dict, Mapping):
+        if not isinstance(data, Mapping):
+            raise _wrong(where, "an object", data)
+        return {str(k): _build(args[1], v, f"{where}.{k}") for k, v in data.items()}
+    return _build_scalar(kind, data, where)
+
+
+def _build_union(args: tuple[Any, ...], data: Any, where: str) -> Any:
+    if data is None and type(None) in args:
+        return None
+    failures = []
+    for option in (a for a in args if a is not type(None)):
+        try:
+            return _build(option, data, where)
+        except DataError as error:
+            failures.append(error)
+    raise failures[0]
+
+
+def _build_record(kind: type, data: Any, where: str) -> Any:
+    if not isinstance(data, Mapping):
+        raise _wrong(where, "an object", data)
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    for key in data:
+        if key not in fields:
+            guess = nearest(str(key), list(fields), 1)
+            hint = f"Did you mean {guess[0]!r}?" if guess else "Known keys: " + ", ".join(fields)
+            raise DataError(f"{plain(where)} has an unknown key {plain(repr(key), LONGEST_SHOWN)}.", hint)
+    hints, values = _hints(kind), {}
+    for name, field in fields.items():
+        if name in data:
+            values[name] = _build(hints[name], data[name], f"{where}.{name}")
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise DataError(f"{where} lacks {name!r}.", f"Add {name!r}.", lacks=name)
+    return kind(**values)
+
+
+def _build_sequence(origin: Any, args: tuple[Any, ...], data: Any, where: str) -> Any:
+    if not isinstance(data, (list, tuple)):
+        raise _wrong(where, "a list", data)
+    if origin is tuple and Ellipsis not in args:
+        if len(data) != len(args):
+            raise _wrong(where, f"a list of {len(args)} values", data)
+        return tuple(_build(a, v, f"{where}[{i}]") for i, (a, v) in enumerate(zip(args, data, strict=True)))
+    items = [_build(args[0], v, f"{where}[{i}]") for i, v in enumerate(data)]
+    return items if origin is list else tuple(items)
+
+
+def _build_scalar(kind: Any, data: Any, where: str) -> Any:
+    if kind is float and isinstance(data, int) and not isinstance(data, bool):
+        return float(data)
+    if kind is int and isinstance(data, bool):
+        raise _wrong(where, "a whole number", data)
+    if kind in SCALARS and not isinstance(data, kind):
+        raise _wrong(where, SCALARS[kind], data)
+    return data

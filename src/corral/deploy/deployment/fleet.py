@@ -1,0 +1,381 @@
+"""A fleet: several servers of one model under one name, one address and one key. Files only.
+
+    <name>/
+      fleet.json            model, how many members are wanted, and who they are
+      key                   the key of its clients (0600); each member keeps its own
+      wish.json             how members are made
+      events.jsonl          what was decided about it, each line with its reason
+      keeper.lock           the process that keeps it; keeper.log is what that says
+      gateway.json          the gateway that this process has started; gateway.log is what that says
+      gateways/ID.json      where a gateway listens; gateways/ID.load.json is what it has to do
+
+A member is an ordinary deployment called `FLEET-1`, `FLEET-2`, …; its folder is a deployment's. A fleet and a
+deployment never have the same name. Only who holds the fleet's lock writes `fleet.json`; gateways write their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import unquote
+
+from corral.base.errors import ConflictError, CorralError, NotFoundError
+from corral.base.files import make_private_dir
+from corral.base.home import fleets_dir
+from corral.base.lock import FileLock, exclusive_lock, telling
+from corral.base.processes import Identity
+from corral.base.record import dump_json, load_json, nearest
+from corral.client.http1.address import http_url
+from corral.deploy.deployment.folder import DeploymentFolder, folder_name, set_aside
+from corral.node.files import write_atomic
+from corral.plan.hardware.share import NodeShare
+
+__all__ = [
+    "Fleet",
+    "FleetFolder",
+    "FleetMember",
+    "FleetNode",
+    "GatewayAddress",
+    "GatewayLoad",
+    "Judgement",
+    "MemberLoad",
+    "all_fleets",
+    "change_fleet",
+    "create_fleet",
+    "find_fleet",
+    "fleet_lock",
+    "held_gateways",
+    "living_fleets",
+    "member_fleet",
+    "new_gateway_id",
+    "open_fleet",
+    "read_fleet",
+    "read_loads",
+    "refuse_fleet_name",
+    "write_fleet",
+]
+
+OLD_LOCK_S = 900.0  # a submission takes seconds
+FRESH_S = 5.0  # a gateway writes its load every second
+
+
+@dataclass(frozen=True)
+class FleetMember:
+    """One server of a fleet."""
+
+    name: str  # of its deployment
+    leaving: bool = False  # it gets no new requests, and is stopped once its running ones have ended
+    leaving_s: float = 0.0  # wall-clock time since when
+    share: NodeShare = field(default_factory=NodeShare)  # of the fleet's machines
+    added_s: float = 0.0  # wall-clock time since when it belongs to the fleet: what ended before had only its name
+
+
+@dataclass(frozen=True)
+class FleetNode:
+    """A machine that members are placed on, as it was when the fleet was made."""
+
+    name: str
+    gpus: int = 0
+    cores: tuple[int, ...] = ()
+    memory_bytes: int = 0  # that was free
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """What a fleet is to be, and who belongs to it."""
+
+    name: str
+    model: str  # the name that its members serve
+    least: int
+    most: int
+    wanted: int
+    created_s: float
+    members: tuple[FleetMember, ...] = ()
+    route: str = "prefix"
+    host: str = "127.0.0.1"  # where its own gateway listens
+    port: int | None = None  # None: one that follows from the name
+    nodes: tuple[FleetNode, ...] = ()  # that members share; empty: whoever gives the nodes divides them
+    keep: bool = False  # a member whose job reaches its time limit is replaced in time
+    closed: str = ""  # why it has ended; empty while it is to run
+
+    def serving(self) -> tuple[str, ...]:
+        """The members that may get new requests."""
+        return tuple(one.name for one in self.members if not one.leaving)
+
+    def member(self, name: str) -> FleetMember | None:
+        return next((one for one in self.members if one.name == name), None)
+
+
+class Judgement(enum.StrEnum):
+    """What a gateway holds of a member, by its progress."""
+
+    OK = "ok"
+    SLOW = "slow"  # it advances, but far behind the others
+    HUNG = "hung"  # it has work and does not advance
+    GONE = "gone"  # it does not answer
+
+
+@dataclass(frozen=True)
+class MemberLoad:
+    """A member as one gateway sees it."""
+
+    running: int = 0
+    outstanding_tokens: int = 0
+    tokens_per_s: float = 0.0  # measured while it had work
+    last_progress_s: float = 0.0  # wall-clock time at which it last completed a step or moved bytes
+    judged: Judgement = Judgement.OK
+
+
+@dataclass(frozen=True)
+class GatewayLoad:
+    """What one gateway has to do for one fleet."""
+
+    time_s: float  # wall-clock time of writing
+    running: int = 0
+    waiting: int = 0
+    outstanding_tokens: int = 0
+    arrivals: tuple[int, ...] = ()  # requests that came in each 5 s of the last 60, oldest first
+    arrived_tokens: tuple[int, ...] = ()  # their tokens, prompt and expected output
+    oldest_wait_s: float = 0.0
+    members: dict[str, MemberLoad] = field(default_factory=dict)
+    finished: int = 0  # requests, since the gateway began
+
+
+@dataclass(frozen=True)
+class GatewayAddress:
+    """Where a gateway listens, as written in the folder of each fleet it serves."""
+
+    host: str
+    port: int
+    holder: Identity | None = None  # None: it has ended; a new one comes back on the same port
+    models: tuple[str, ...] = ()
+
+    @property
+    def url(self) -> str:
+        """Where this machine reaches it."""
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "::", "") else self.host  # noqa: S104 - bound everywhere
+        return http_url(host, self.port)
+
+
+@dataclass(frozen=True)
+class FleetFolder:
+    """Paths of one fleet."""
+
+    path: Path
+
+    @classmethod
+    def of(cls, name: str) -> FleetFolder:
+        return cls(fleets_dir() / folder_name(name))
+
+    @property
+    def name(self) -> str:
+        return unquote(self.path.name)
+
+    @property
+    def record(self) -> Path:
+        return self.path / "fleet.json"
+
+    @property
+    def lock(self) -> Path:
+        return self.path / "fleet.lock"
+
+    @property
+    def key(self) -> Path:
+        return self.path / "key"
+
+    @property
+    def wish(self) -> Path:
+        return self.path / "wish.json"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def keeper(self) -> Path:
+        """Held by the process that keeps the fleet."""
+        return self.path / "keeper.lock"
+
+    @property
+    def keeper_log(self) -> Path:
+        return self.path / "keeper.log"
+
+    @property
+    def own_gateway(self) -> Path:
+        """The process of the gateway that the keeper has started."""
+        return self.path / "gateway.json"
+
+    @property
+    def gateway_log(self) -> Path:
+        """What the fleet's own gateway says."""
+        return self.path / "gateway.log"
+
+    @property
+    def measured(self) -> Path:
+        """What members can do, as their keeper has seen it."""
+        return self.path / "measured.json"
+
+    @property
+    def gateways(self) -> Path:
+        return self.path / "gateways"
+
+    def gateway(self, id: str) -> Path:
+        return self.gateways / f"{id}.json"
+
+    def gateway_load(self, id: str) -> Path:
+        return self.gateways / f"{id}.load.json"
+
+    def set_aside(self) -> None:
+        set_aside(self.path)
+
+
+# The record
+
+
+def create_fleet(fleet: Fleet) -> FleetFolder:
+    """Make a fleet's folder with a new key; refuses a name that is in use."""
+    folder = FleetFolder.of(fleet.name)
+    refuse_fleet_name(fleet.name)
+    if DeploymentFolder.of(fleet.name).record.is_file():
+        raise ConflictError(
+            f"a deployment is called {fleet.name!r}.", "Choose another --name: a fleet has a name of its own."
+        )
+    make_private_dir(fleets_dir())
+    folder.set_aside()
+    make_private_dir(folder.gateways)
+    folder.path.chmod(0o700)
+    write_atomic(folder.key, secrets.token_urlsafe(32) + "\n")
+    write_fleet(folder, fleet)
+    return folder
+
+
+def refuse_fleet_name(name: str) -> None:
+    """Raise where a fleet that has not ended goes by that name."""
+    found = find_fleet(name)
+    if found is not None and not read_fleet(found).closed:
+        raise ConflictError(
+            f"a fleet is called {name!r}.",
+            "Use it, change its size with `corral scale`, end it with `corral down`, or choose another --name.",
+        )
+
+
+def read_fleet(folder: FleetFolder) -> Fleet:
+    return load_json(Fleet, folder.record)
+
+
+def write_fleet(folder: FleetFolder, fleet: Fleet) -> None:
+    """Replace the record; the caller holds the fleet's lock, or has just made the folder."""
+    write_atomic(folder.record, dump_json(fleet))
+
+
+def change_fleet(folder: FleetFolder, change: Callable[[Fleet], Fleet]) -> Fleet:
+    """Read, change and write the record in one step that nobody else comes between."""
+    with fleet_lock(folder):
+        before = read_fleet(folder)
+        after = change(before)
+        if after != before:
+            write_fleet(folder, after)
+        return after
+
+
+def fleet_lock(folder: FleetFolder, say: Callable[[str], None] | None = None) -> FileLock:
+    """Only its holder changes a fleet's record."""
+    return exclusive_lock(folder.lock, telling(f"the fleet {folder.name}", say), silent_s=OLD_LOCK_S)
+
+
+def all_fleets() -> list[FleetFolder]:
+    """Every fleet of this home, oldest first."""
+    records = [path for path in fleets_dir().glob("*/fleet.json") if not path.parent.name.startswith(".")]
+    return [FleetFolder(path.parent) for path in sorted(records, key=lambda path: path.parent.stat().st_ctime)]
+
+
+def living_fleets() -> list[Fleet]:
+    """The records of all fleets that have not ended; one that cannot be read hides no other."""
+    found = []
+    for folder in all_fleets():
+        with contextlib.suppress(CorralError, OSError):
+            fleet = read_fleet(folder)
+            if not fleet.closed:
+                found.append(fleet)
+    return found
+
+
+def member_fleet(name: str) -> str:
+    """The fleet that has not ended and has a deployment of that name as its member; empty when none has."""
+    return next((fleet.name for fleet in living_fleets() if fleet.member(name)), "")
+
+
+def find_fleet(name: str) -> FleetFolder | None:
+    """The fleet of that name, if there is one, and no deployment was made under the name after it had ended."""
+    with contextlib.suppress(CorralError, OSError):  # no name at all, or a record that cannot be read
+        folder = FleetFolder.of(name)
+        if not folder.record.is_file():
+            return None
+        later = DeploymentFolder.of(name).record.is_file() and bool(read_fleet(folder).closed)
+        return None if later else folder
+    return None
+
+
+def open_fleet(name: str) -> FleetFolder:
+    """The folder of an existing fleet."""
+    folder = FleetFolder.of(name)
+    if not folder.record.is_file():
+        known = [other.name for other in all_fleets()]
+        guesses = nearest(name, known) or known
+        remedy = (
+            f"Known: {', '.join(guesses)}." if guesses else "There is none yet: `corral up --replicas N` makes one."
+        )
+        raise NotFoundError(f"no fleet is called {name!r}.", remedy)
+    return folder
+
+
+# Gateways
+
+
+def new_gateway_id() -> str:
+    """A name for a gateway's files that no other gateway has, on whichever machine it runs."""
+    return f"{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def held_gateways(folder: FleetFolder) -> dict[str, GatewayAddress]:
+    """The gateways that run, by their ids, oldest first; one of another machine while it writes its load."""
+    found = {}
+    for path in sorted(_gateway_files(folder), key=_stamp_s):
+        with contextlib.suppress(OSError, CorralError):
+            id, saved = path.stem, load_json(GatewayAddress, path)
+            if saved.holder is None or saved.holder.is_gone():
+                continue
+            if saved.holder.is_here() or _is_fresh(folder.gateway_load(id)):
+                found[id] = saved
+    return found
+
+
+def read_loads(folder: FleetFolder, fresh_s: float = FRESH_S) -> dict[str, GatewayLoad]:
+    """What the running gateways have to do, by their ids; one that wrote nothing for a while is left out."""
+    found = {}
+    for id in held_gateways(folder):
+        with contextlib.suppress(OSError, CorralError):
+            load = load_json(GatewayLoad, folder.gateway_load(id))
+            if time.time() - load.time_s <= fresh_s:
+                found[id] = load
+    return found
+
+
+def _gateway_files(folder: FleetFolder) -> list[Path]:
+    return [path for path in folder.gateways.glob("*.json") if not path.name.endswith(".load.json")]
+
+
+def _stamp_s(path: Path) -> float:
+    with contextlib.suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
+
+
+def _is_fresh(path: Path) -> bool:
+    return time.time() - _stamp_s(path) <= FRESH_S

@@ -1,0 +1,112 @@
+"""A launch as commands to paste, as they are: without agents on one machine or over ssh, or as a batch job.
+
+Each node gets its files, its secrets (made there, unless they are there already) and one command per rank. Over ssh
+all of it is pasted on this machine: workers go to the background, and the head comes last. A batch job is the very
+one that Corral submits, with its agents: the command of each rank is shown above the template that holds it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePath
+
+from corral.base.shell import quote_command
+from corral.deploy.launch.links import RAY_SCRIPT
+from corral.deploy.launch.render import LaunchSpec, PlacedFile, RankSpec
+
+__all__ = ["as_batch", "as_shell"]
+
+END = "CORRAL"  # of a here-document
+
+
+def as_shell(spec: LaunchSpec, reach: Mapping[str, Sequence[str]], first: Sequence[str] = ()) -> str:
+    """Commands, the head's last; `reach` has the words that bring one to a node, `first` is what must go before."""
+    lines = [f"# {spec.deployment}: {spec.model} with vLLM {spec.engine}", *first]
+    if spec.link == "ray" and any(reach.values()):
+        lines.append("# Ray wants one token: where the nodes share no files, copy the head's to the others first")
+    for rank in reversed(spec.ranks):
+        lines.append(f"# rank {rank.rank}, on {rank.node}")
+        words = reach.get(rank.node, ())
+        lines += _remote(spec, rank, words) if words else _here(spec, rank)
+    return "\n".join(lines) + "\n"
+
+
+def as_batch(spec: LaunchSpec, script: Path, templates: Mapping[Path, str], first: Sequence[str] = ()) -> str:
+    """The files of a batch job, its script, and its submission."""
+    node = _node_files(spec)
+    lines = [f"# {spec.deployment}: {spec.model} with vLLM {spec.engine}", *first, "umask 077"]
+    lines.append(quote_command(["mkdir", "-p", str(node), *(rank.cwd for rank in spec.ranks)]))
+    lines += [_secret(path) for path in _secrets(spec)]
+    lines += [_placed(file, str(node / file.name)) for file in spec.files]
+    for rank, (path, text) in zip(spec.ranks, templates.items(), strict=True):
+        lines.append(f"# rank {rank.rank} runs this; what stands in @…@ is found on the nodes:")
+        lines.append(f"#   {_engine_of(rank.argv)}")
+        lines += _written(path, json.dumps(json.loads(text), ensure_ascii=False))
+    lines += _written(script, spec.script)
+    lines.append(quote_command(["sbatch", str(script)]))
+    lines.append(f"# when it is ready: {script.parent / 'endpoint.json'} has the address, and names the key's file")
+    return "\n".join(lines) + "\n"
+
+
+def _here(spec: LaunchSpec, rank: RankSpec) -> list[str]:
+    files = [_placed(file, str(_node_files(spec) / file.name)) for file in _worn(spec)]
+    return ["umask 077", *_made(spec, rank), *files, _command(rank)]
+
+
+def _remote(spec: LaunchSpec, rank: RankSpec, words: Sequence[str]) -> list[str]:
+    node = str(_node_files(spec))
+    lines = []
+    for file in _worn(spec):
+        far = f"umask 077; mkdir -p {quote_command([node])} && cat >{quote_command([f'{node}/{file.name}'])}"
+        lines.append(f"{_placed(file, '/dev/stdout')} | {quote_command([*words, far])}")
+    background = " &" if rank.rank else ""
+    lines.append(f"{quote_command([*words, 'sh', '-s'])} <<'{END}'{background}")
+    return [*lines, "umask 077", *_made(spec, rank), f"exec {_command(rank)}", END]
+
+
+def _made(spec: LaunchSpec, rank: RankSpec) -> list[str]:
+    folders = quote_command(["mkdir", "-p", str(_node_files(spec)), rank.cwd])
+    return [folders, *(_secret(path) for path in _secrets(spec))]
+
+
+def _command(rank: RankSpec) -> str:
+    unset = [word for name in rank.unset_env for word in ("-u", name)]
+    assignments = [f"{key}={value}" for key, value in sorted(rank.env.items())]
+    return quote_command(["env", "-C", rank.cwd, *unset, *assignments, *rank.argv])
+
+
+def _engine_of(argv: Sequence[str]) -> str:
+    """The engine's own command, without the text of scripts around it, on one line."""
+    scripts = [number for number, word in enumerate(argv) if "\n" in word]
+    return quote_command(argv[scripts[-1] + 1 :] if scripts else argv)
+
+
+def _written(path: Path, text: str) -> list[str]:
+    return [f"cat >{quote_command([str(path)])} <<'{END}'", *text.rstrip("\n").split("\n"), END]
+
+
+def _placed(file: PlacedFile, where: str) -> str:
+    return quote_command([sys.executable, "-m", "corral.base.bundle", file.resource, where])
+
+
+def _secret(path: str) -> str:
+    """Random words in a file, made once: several nodes may see the same one."""
+    return f"[ -s {quote_command([path])} ] || {quote_command(['openssl', 'rand', '-hex', '-out', path, '24'])}"
+
+
+def _secrets(spec: LaunchSpec) -> list[str]:
+    """The files that must hold random words before a launch by hand."""
+    keys = {rank.serve.key_file for rank in spec.ranks if rank.serve}
+    return sorted(keys | ({spec.gang.token_file} if spec.gang else set()))
+
+
+def _worn(spec: LaunchSpec) -> list[PlacedFile]:
+    """The files of Corral's that the engines themselves need, without agents."""
+    needed = ("corral_guard.py", "corral_row_socket.py", *([RAY_SCRIPT] if spec.link == "ray" else []))
+    return [file for file in spec.files if file.name in needed]
+
+
+def _node_files(spec: LaunchSpec) -> PurePath:
+    return PurePath(spec.ranks[0].env["PYTHONPATH"])

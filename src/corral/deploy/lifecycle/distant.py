@@ -1,0 +1,216 @@
+"""A deployment of another machine's home, brought here through that machine (`corral tunnel --through`).
+
+The address may change while the tunnel is open: a job is put back into its queue and starts on another node, or its
+successor takes over. So that machine's `corral` is asked again, every few seconds and as soon as the far end refuses,
+and the near end here, which clients know, stays where it is. When the server is gone for good, that is said.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+from corral.base.errors import ConflictError, CorralError, NotFoundError, UnreachableError
+from corral.base.files import make_private_dir
+from corral.base.home import home_dir
+from corral.base.record import from_json
+from corral.base.ssh import Forward, Ssh
+from corral.client.endpoint import Endpoint
+from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.lifecycle.tunnel import hold_forward, near_end, near_socket
+from corral.node.files import write_atomic
+from corral.node.ports import free_port
+from corral.node.states import ENDED, State
+
+__all__ = ["Distant", "FarStanding", "ask_standing", "find_distant", "hold_distant"]
+
+ASK_EVERY_S = 10.0
+ASKED_AT_MOST_S = 2.0  # as often as refusals may make it ask
+TRIES = 3  # answers that say nothing, one after the other, before it is given up
+
+
+@dataclass(frozen=True)
+class FarStanding:
+    """How the deployment stands, as the other machine says: its own, or that of the successor that serves now."""
+
+    name: str
+    state: State
+    text: str
+    endpoint: Endpoint | None
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ENDED
+
+    @property
+    def words(self) -> str:
+        return f"{self.state}" + (f": {self.text}" if self.text else "")
+
+
+@dataclass(frozen=True)
+class Distant:
+    """A deployment of another machine's home, reached through that machine."""
+
+    name: str
+    through: str  # the host whose `corral` knows the deployment: a login node
+    program: tuple[str, ...]  # that `corral`
+    endpoint: Endpoint  # as that host reaches it
+    local_port: int
+    key_file: Path  # the key, brought here
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self.local_port}/v1"
+
+    @property
+    def forward(self) -> Forward:
+        far = urlsplit(self.endpoint.base_url)
+        host = f"[{far.hostname}]" if ":" in (far.hostname or "") else far.hostname
+        return Forward(self.local_port, f"{host}:{far.port}", self.through)
+
+
+def ask_standing(name: str, through: str, program: Sequence[str], ssh: Ssh | None = None) -> FarStanding:
+    """What the other machine's `corral` says; where a deployment has ended, what it says of the one that follows."""
+    found = _status(name, through, program, ssh or Ssh())
+    followers = [one for one in found.get("followed_by") or () if isinstance(one, dict)]
+    ready = [one for one in followers if one.get("state") == State.READY]
+    coming = [one for one in followers if one.get("state") not in ENDED] if found["state"] in ENDED else []
+    if found["state"] != State.READY and (ready or coming):
+        found = _status(str((ready or coming)[-1].get("name")), through, program, ssh or Ssh())
+    endpoint = from_json(Endpoint, found["endpoint"]) if found.get("endpoint") else None
+    return FarStanding(str(found["name"]), State(found["state"]), str(found.get("text") or ""), endpoint)
+
+
+def _status(name: str, through: str, program: Sequence[str], ssh: Ssh) -> dict[str, Any]:
+    done = ssh.run(through, [*program, "status", name, "--json"], timeout_s=60)
+    try:
+        found: dict[str, Any] = json.loads(done.stdout)
+        if "error" in found:
+            kind = NotFoundError if found.get("exit_code") == NotFoundError.exit_code else UnreachableError
+            raise kind(f"{through}: {found['error']['message']}", f"`ssh {through} corral ps` lists what is there.")
+        State(found["state"])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        words = (done.stderr.strip() or done.stdout.strip() or "no word").splitlines()
+        raise UnreachableError(
+            f"`{shlex.join(program)}` on {through} did not say where {name!r} is: {words[-1]}",
+            "Name the command as it is called there: --corral /path/to/corral.",
+        ) from None
+    return found
+
+
+def find_distant(name: str, through: str, program: Sequence[str], port: int | None) -> Distant:
+    """Ask the other machine's `corral` where the deployment is, and bring its key here."""
+    found = ask_standing(name, through, program)
+    if found.endpoint is None or found.endpoint.key_file is None:
+        raise NotFoundError(
+            f"{name!r} on {through} is {found.state}: {found.text or 'no endpoint yet'}.",
+            f"Wait for it there: corral wait {shlex.quote(name)}",
+        )
+    folder = home_dir() / "distant" / f"{through}-{DeploymentFolder.of(name).path.name}"
+    make_private_dir(folder)
+    near = free_port("127.0.0.1", first=port or 0)
+    if port and near != port:
+        raise ConflictError(f"port {port} of this machine is taken.", "Leave --port out and a free one is chosen.")
+    distant = Distant(name, through, tuple(program), found.endpoint, near, folder / "key")
+    _bring_key(distant)
+    return distant
+
+
+def _bring_key(distant: Distant) -> None:
+    assert distant.endpoint.key_file is not None
+    key = Ssh().run(distant.through, ["cat", distant.endpoint.key_file], timeout_s=30, check=True).stdout
+    write_atomic(distant.key_file, key)
+
+
+def hold_distant(distant: Distant, say: Callable[[str], None]) -> None:
+    """Keep the forward open, wherever the server goes; raises when it is gone."""
+    near = near_socket()
+    with near_end(distant.local_port, near), _Watch(distant, say) as watch:
+        while True:
+            now = watch.distant()
+            if now is None:
+                time.sleep(0.2)
+            else:
+                hold_forward(now.forward.command(near), say, lambda now=now: watch.distant() == now, watch.ask_soon)  # type: ignore[misc]
+
+
+class _Watch:
+    """Asks the other machine in a thread of its own, and says what changes."""
+
+    def __init__(self, distant: Distant, say: Callable[[str], None]) -> None:
+        self._now: Distant | None = distant
+        self._first, self._say = distant, say
+        self._gone: CorralError | None = None
+        self._failures = 0
+        self._told = ""
+        self._soon, self._over = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="corral-far-end", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._soon.set()
+
+    def distant(self) -> Distant | None:
+        """Where it is now; None while it has no address. Raises when it is gone."""
+        if self._gone:
+            raise self._gone
+        return self._now
+
+    def ask_soon(self) -> None:
+        self._soon.set()
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            self._soon.wait(ASK_EVERY_S if self._now else ASKED_AT_MOST_S)
+            self._soon.clear()
+            if not self._over.is_set():
+                self._ask()
+                self._over.wait(ASKED_AT_MOST_S)
+
+    def _ask(self) -> None:
+        first = self._first
+        try:
+            self._take(ask_standing(first.name, first.through, first.program))
+            self._failures = 0
+        except NotFoundError as error:
+            self._gone = NotFoundError(f"the server is gone: {error.message}", error.remedy)
+        except CorralError as error:
+            self._failures += 1
+            self._tell(f"{first.through} cannot be asked about {first.name}: {error.message}")
+            if self._failures >= TRIES and self._now is None:
+                self._gone = error
+
+    def _take(self, found: FarStanding) -> None:
+        first = self._first
+        if found.ended:
+            again = f"Start it again there: corral up; `corral logs {shlex.quote(found.name)}` shows its last words."
+            self._gone = NotFoundError(
+                f"the server is gone: {found.name} on {first.through} is {found.words.rstrip('.')}.", again
+            )
+        elif found.endpoint is None or found.endpoint.key_file is None:
+            self._now = None
+            self._tell(f"{found.name} on {first.through} is {found.words}; waiting for its address")
+        elif self._now is None or self._now.endpoint != found.endpoint:
+            moved = replace(first, endpoint=found.endpoint)
+            _bring_key(moved)
+            self._now = moved
+            self._tell(f"{found.name} on {first.through} is now at {found.endpoint.base_url}; the tunnel leads there")
+
+    def _tell(self, text: str) -> None:
+        if text != self._told:
+            self._told = text
+            self._say(text)

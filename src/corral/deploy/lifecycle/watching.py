@@ -1,0 +1,126 @@
+"""Following a start until it is ready: what happens, how long that usually takes, what is wrong when it does not."""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from corral.base.errors import LaunchError
+from corral.base.home import home_dir
+from corral.base.record import dump_json, load_json
+from corral.deploy.deployment.course import Phase, durations
+from corral.deploy.deployment.events import Event, read_events
+from corral.deploy.deployment.expectation import Expected, duration
+from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.deployment.slowness import explain_slow
+from corral.deploy.lifecycle import deployments
+from corral.deploy.lifecycle.starts import remember
+from corral.deploy.lifecycle.tunnel import ensure_tunnel
+from corral.node.files import write_atomic
+from corral.node.states import Reason, State
+from corral.plan import calibration
+from corral.plan.contract import Plan
+from corral.plan.reconcile import read_log, reconcile
+
+__all__ = ["Reporter", "slow_text", "wait_ready"]
+
+
+class Reporter(Protocol):
+    """Somebody who is told what is happening."""
+
+    def phase(self, name: str, expected: Expected | None = None) -> None:
+        """A new phase begins; how long it usually takes, where that is known."""
+
+    def detail(self, text: str, done: int = 0, total: int = 0, news: bool = False) -> None:
+        """How far the phase is; `news` is worth a line of its own where there are only lines."""
+
+    def note(self, text: str) -> None:
+        """Something worth knowing that does not stop anything."""
+
+
+def wait_ready(folder: DeploymentFolder, report: Reporter) -> deployments.Status:
+    """Follow a deployment until it is ready; raise its reason when it ends instead, or can never start."""
+    final: deployments.Status | None = None
+    expected = deployments.expected_of(folder)
+    for item in deployments.watch(folder):
+        if isinstance(item, Event):
+            _tell(item, report, expected, shlex.quote(folder.name))
+        else:
+            final = item
+    assert final is not None
+    if final.state is State.READY:
+        learn_from(folder)
+        ensure_tunnel(folder)
+        report.phase(Phase.READY)
+        return final
+    reason = final.reason.value if final.reason else ""
+    log = folder.rank(0).log
+    how = "cannot start" if final.reason is Reason.CANNOT_START else str(final.state)
+    why = final.text or reason.replace("_", " ") or "no reason is known"
+    raise LaunchError(
+        f"{final.name!r} {how}: {why}.",
+        final.remedy,
+        name=final.name,
+        state=final.state.value,
+        reason=reason,
+        log=str(log),
+    )
+
+
+def learn_from(folder: DeploymentFolder) -> None:
+    """Hold the plan against what the engine reported, once per deployment, and keep the lesson for later plans."""
+    if folder.differences.exists() or not folder.plan.is_file():
+        return
+    if kind := load_json(deployments.Record, folder.record).kind:
+        remember(kind, durations(read_events(folder.rank(0).events)))
+    with folder.rank(0).log.open(encoding="utf-8", errors="replace") as lines:
+        observed = read_log(itertools.islice(lines, 20_000))
+    differences = reconcile(load_json(Plan, folder.plan), observed)
+    write_atomic(folder.differences, dump_json(differences))
+    calibration.append(home_dir(), differences)
+
+
+def _tell(event: Event, report: Reporter, expected: Mapping[str, Expected], name: str) -> None:
+    if event.kind == "state" and event.get("state") in (State.STARTING, State.LOADING):
+        report.phase(str(event.get("state")), expected.get(str(event.get("state"))))
+    elif event.kind == "phase":
+        report.phase(str(event.get("phase")), expected.get(str(event.get("phase"))))
+        if event.get("total"):
+            report.detail("", int(event.get("done", 0)), int(event.get("total")))
+    elif event.kind == "observed" and (text := _observed_text(event.details)):
+        report.detail(text)
+    elif event.kind == "standing":
+        report.phase(str(event.get("state")))
+        report.detail(str(event.get("text")), news=True)
+    elif event.kind == "slow":
+        report.note(slow_text(event.details, expected, name))
+    elif event.kind == "restart":
+        why = event.get("text") or str(event.get("reason")).replace("_", " ")
+        report.note(f"restart {event.get('attempt')} of {event.get('of')}: {why}")
+
+
+def slow_text(details: Mapping[str, Any], expected: Mapping[str, Expected], name: str) -> str:
+    """A phase that lasts too long, in words: how long, what the engine said last, what is likely wrong."""
+    phase, line = str(details.get("phase")), str(details.get("line") or "")
+    usual = expected.get(phase) or Expected(float(details.get("usual_s") or 0))
+    words = [f"{phase} has lasted {duration(float(details.get('lasted_s') or 0))} ({usual.text})."]
+    if line:
+        words.append(f"The engine's last words: {line.rstrip('.')}.")
+    if why := explain_slow([*details.get("lines", ()), line], name, phase):
+        words.append(f"Likely: {why.cause}. {why.remedy}")
+    return " ".join(words)
+
+
+OBSERVED_WORDS = {
+    "weights_gib": "weights {} GiB",
+    "load_s": "loaded in {} s",
+    "compile_s": "compiled in {} s",
+    "kv_tokens": "KV cache {:,} tokens",
+    "graph_gib": "graphs {} GiB",
+}
+
+
+def _observed_text(values: Mapping[str, Any]) -> str:
+    return ", ".join(words.format(values[name]) for name, words in OBSERVED_WORDS.items() if name in values)

@@ -1,0 +1,126 @@
+"""Writing profiles: a commented draft of every key, and single values set in a text that keeps its comments."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from typing import Any
+
+from corral.base.errors import UsageError
+from corral.base.record import nearest
+from corral.deploy.profile.contract import Key, ProfileSettings, all_keys
+from corral.deploy.profile.reading import key_lines
+from corral.deploy.targets.base import target_tables
+
+__all__ = ["as_toml", "draft", "parse_value", "with_value"]
+
+SAMPLES = {  # what a reader sees in place of a value, where the type alone says too little
+    "hardware.gpus": "8xH100",
+    "hardware.nodes": 1, "hardware.link": "ib-ndr", "hardware.cpu_cores": 96, "hardware.memory_gib": 1024.0,
+    "network.interface": "bond0", "network.hca": "mlx5", "network.env": {"NCCL_DEBUG": "WARN"},
+    "storage.home": "~/.local/share/corral", "storage.models": "/shared/models", "storage.shared": True,
+    "storage.hf_home": "/shared/huggingface",
+    "engine.env": {"VLLM_LOGGING_LEVEL": "INFO"}, "engine.args": ["--enforce-eager"],
+    "defaults.model": "llama-3.1-8b-instruct", "defaults.context": 8192, "defaults.concurrency": 32,
+    "defaults.goal": "balanced", "defaults.set": {"tensor": 8}, "defaults.restart": 0, "defaults.stall": 600.0,
+    "endpoint.bind": "127.0.0.1", "endpoint.expose": False, "endpoint.port": 8000, "limits.max_nodes": 4,
+    "limits.max_gpus": 32, "limits.max_time": "12:00:00", "limits.max_jobs": 4,
+}  # fmt: skip
+
+
+def as_toml(value: object) -> str:
+    """One value as TOML writes it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{_key_word(str(k))} = {as_toml(v)}" for k, v in value.items()) + " }"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(as_toml(item) for item in value) + "]"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return f"{value:g}" if isinstance(value, float) and value.is_integer() else str(value)
+
+
+def _key_word(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else as_toml(name)
+
+
+def parse_value(text: str) -> Any:
+    """A value from a command line: as TOML reads it, or the text itself."""
+    try:
+        found = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return found["value"] if len(found) == 1 else text
+
+
+def draft(values: Mapping[str, Any]) -> str:
+    """A whole profile: what is known as values, every other key as a comment with its meaning."""
+    target = values.get("target", "local")
+    lines = ["# A profile of Corral: `corral up MODEL --on NAME`. Keys that begin with # are not said.", ""]
+    table = ""
+    for key in all_keys():
+        asleep = key.table in target_tables() and key.table != target
+        if key.table != table:
+            table = key.table
+            lines += ["", f"# [{table}]" if asleep else f"[{table}]"]
+        lines.append(_line(key, values))
+    return "\n".join(lines) + "\n"
+
+
+def _line(key: Key, values: Mapping[str, Any]) -> str:
+    inside = values.get(key.table, {}) if key.table else values
+    if key.dotted == "runtime.options":
+        others = [f"{_key_word(name)} = {as_toml(value)}" for name, value in inside.items() if name != "name"]
+        return "\n".join(others) or f"# {key.doc}"
+    if key.name in inside:
+        return f"{key.name} = {as_toml(inside[key.name])}  # {key.doc}"
+    sample = key.sample if key.sample is not None else SAMPLES.get(key.dotted)
+    shown = getattr(ProfileSettings().table(key.table), key.name) or "" if sample is None else sample
+    return f"# {key.name} = {as_toml(shown)}  # {key.doc}"
+
+
+def with_value(text: str, dotted: str, value: Any) -> str:
+    """The text with one key set: on its own line where it has one, else at the head of its table."""
+    table, _, name = dotted.rpartition(".")
+    known = [key.dotted for key in all_keys()]
+    if dotted not in known and table != "runtime":
+        guess = nearest(dotted, known, 1)
+        raise UsageError(f"a profile has no key {dotted!r}.", f"Did you mean {guess[0]}?" if guess else "")
+    lines, where = text.splitlines(), key_lines(text)
+    assignment = f"{name} = {as_toml(value)}"
+    asleep = _asleep(lines, where.get(table, 0), name)
+    if dotted in where:
+        lines[where[dotted] - 1] = assignment
+    elif asleep is not None and (not table or table in where):
+        lines[asleep] = assignment
+    elif table and table not in where:
+        lines += ["", f"[{table}]", assignment]
+    else:
+        lines.insert(where[table] if table else 0, assignment)
+    made = "\n".join(lines) + "\n"
+    if _found(made, dotted) != value:
+        raise UsageError(f"{dotted} spans several lines there and cannot be set.", "Edit the file by hand.")
+    return made
+
+
+def _asleep(lines: list[str], begin: int, name: str) -> int | None:
+    """Where a table that begins at a line has the key as a comment."""
+    for number, line in enumerate(lines[begin:], begin):
+        if line.lstrip("# ").startswith("["):
+            return None
+        if re.match(rf"#\s*{re.escape(name)} = ", line):
+            return number
+    return None
+
+
+def _found(text: str, dotted: str) -> Any:
+    try:
+        here: Any = tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        return None
+    for part in dotted.split("."):
+        here = here.get(part) if isinstance(here, Mapping) else None
+    return here

@@ -1,0 +1,153 @@
+"""A profile and the options of one command to the keyword arguments of a wish. Pure; an option given always wins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from corral.base.errors import UsageError
+from corral.deploy.deployment.patience import Patience
+from corral.deploy.profile.profile import Profile
+from corral.deploy.slurm.commands import seconds
+from corral.deploy.targets.base import target_class
+from corral.deploy.targets.keys import is_placeholder
+from corral.engines.planned import joined, read_back
+
+__all__ = ["AskedValues", "asked_of_plan", "merged"]
+
+# options of a command that a profile knows nothing of, or leaves to the wish's own default
+PASSED_ON = ("name", "served_name", "flavour")
+GOAL = ("context", "concurrency", "goal")
+PATIENCE = tuple(field.name for field in fields(Patience))
+
+# one question with several names: a command's answer takes the place of all that a profile says
+_SAME_QUESTION = (("max_model_len", "context"), ("weights", "dtype", "quantization"))
+
+
+@dataclass(frozen=True)
+class AskedValues:
+    """What is asked of the plan: arguments of `Goal`, fields that are fixed, the link, and what is left for vLLM."""
+
+    goal: dict[str, Any]
+    fixed: dict[str, object]
+    link: str
+    rest: tuple[str, ...]
+
+
+def merged(profile: Profile, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments for `bringup.Wish.of`, with `goal` and `patience` as those of `Goal` and `Patience`.
+
+    `flags` has the wish's own names, and those of the goal and the patience; None means: not given. Their own
+    default holds where neither says anything, so that there is one place for defaults.
+    """
+    given = {name: value for name, value in flags.items() if value is not None}
+    known = {*PASSED_ON, *GOAL, *PATIENCE, *_said_by(Profile()), "extra_args", "extra_env", "fixed"}
+    if unknown := given.keys() - known:
+        raise TypeError(f"a wish has no {', '.join(sorted(unknown))}")
+    said = _said_by(profile)
+    if given.get("target", profile.target) != profile.target:
+        said["target_options"] = {}
+    if given.get("runtime", profile.runtime) != profile.runtime:
+        said["runtime_options"] = {}
+    if "bind" in given or "expose" in given:  # one question with two answers: a given one takes the place of both
+        said["bind"] = said["expose"] = None
+    asked = asked_of_plan(profile, given)
+    result = {name: given.get(name, value) for name, value in said.items()}
+    result["target_options"] = {**said["target_options"], **given.get("target_options", {})}
+    result["runtime_options"] = {**said["runtime_options"], **given.get("runtime_options", {})}
+    result |= {"goal": asked.goal, "fixed": asked.fixed, "link": asked.link, "extra_args": asked.rest}
+    settings = profile.settings
+    result["extra_env"] = {**settings.network.env, **settings.engine.env, **given.get("extra_env", {})}
+    result |= {name: given[name] for name in PASSED_ON if name in given}
+    defaults = settings.defaults
+    said_patience = {"restarts": defaults.restart, "stall_s": defaults.stall}
+    patience = {name: given.get(name, said_patience.get(name)) for name in PATIENCE}
+    result["patience"] = {name: value for name, value in patience.items() if value is not None}
+    result = {name: value for name, value in result.items() if value is not None}
+    _refuse_unfinished(profile, result)
+    _refuse_beyond_limits(profile, result)
+    return result
+
+
+def asked_of_plan(profile: Profile, given: Mapping[str, Any]) -> AskedValues:
+    """What a profile and a command say of the plan; `given` as for `merged`."""
+    defaults = profile.settings.defaults
+    mine, theirs = read_back(profile.settings.engine.args), read_back(given.get("extra_args", ()))
+    fixed = joined(given.get("fixed", {}), theirs)
+    answered = {*fixed, *(name for name in GOAL if given.get(name) is not None)}
+    hidden = {name for names in _SAME_QUESTION if not answered.isdisjoint(names) for name in names}
+    kept = {name: value for name, value in joined(defaults.set, mine).items() if name not in hidden}
+    goal = {name: given.get(name, getattr(defaults, name)) for name in GOAL}
+    if "max_model_len" in fixed:
+        goal["context"] = given.get("context")
+    goal = {name: value for name, value in goal.items() if value is not None}
+    link = given.get("link") or theirs.link or mine.link or profile.link
+    return AskedValues(
+        goal, {**kept, **fixed}, link, (*mine.rest, *theirs.rest)
+    )  # vLLM takes the last of equal flags
+
+
+def _said_by(profile: Profile) -> dict[str, Any]:
+    settings = profile.settings
+    return {
+        "model": settings.defaults.model,
+        "target": profile.target,
+        "target_options": profile.target_options,
+        "runtime": profile.runtime,
+        "runtime_options": profile.runtime_options,
+        "link": profile.link,
+        "bind": settings.endpoint.bind,
+        "expose": settings.endpoint.expose,
+        "port": settings.endpoint.port,
+    }
+
+
+def _refuse_unfinished(profile: Profile, result: Mapping[str, Any]) -> None:
+    """Refuse what stands in <> still, and what the profile's target cannot do without."""
+    asked = (result["target_options"], result["runtime_options"], result.get("model"), result.get("bind"))
+    open_values = [value for value in _leaves(asked) if is_placeholder(value)]
+    keys = [dotted for dotted, value, _ in profile.rows() if value in open_values]
+    if result["target"] == profile.target:
+        keys = [
+            *(key for key in profile.missing() if not result["target_options"].get(key.rpartition(".")[2])),
+            *keys,
+        ]
+    if not keys and not open_values:
+        return
+    files = [layer for layer in profile.layers if layer.kind != "environment"]
+    named = keys or [str(value) for value in open_values]
+    need = f"{', '.join(named)} {'needs a value' if len(named) == 1 else 'need values'}"
+    if not files:
+        raise UsageError(f"{need}.", "Replace the text in <> with your own value.", keys=named)
+    remedy = f"Set {'it' if len(named) == 1 else 'them'} in {files[-1].label}, or on the command line."
+    if files[-1].kind == "example":
+        settings = "".join(" --hosts A,B,…" if key == "ssh.hosts" else f" --set {key}=…" for key in named)
+        remedy = f"Make it your own: `corral profile init my-{profile.name} --from {profile.name}{settings}`."
+    raise UsageError(f"{need} in the profile {profile.name!r}.", remedy, keys=named)
+
+
+def _leaves(value: object) -> Iterator[object]:
+    """Values inside tables and lists."""
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+def _refuse_beyond_limits(profile: Profile, result: Mapping[str, Any]) -> None:
+    limits, size = profile.settings.limits, target_class(result["target"]).size(result["target_options"])
+    for key, asked, most in (
+        ("max_nodes", size.nodes, limits.max_nodes),
+        ("max_gpus", size.nodes * size.gpus_per_node, limits.max_gpus),
+        ("max_time", round(size.time_s), round(seconds(limits.max_time or "0") or 0)),
+    ):
+        if most and asked and asked > most:
+            what = {"max_nodes": "nodes", "max_gpus": "GPUs", "max_time": "seconds"}[key]
+            raise UsageError(
+                f"{asked:,} {what} exceed the {most:,} that the profile {profile.name!r} allows.",
+                f"Ask for less, or change limits.{key} ({profile.origin(f'limits.{key}')}).",
+            )

@@ -1,0 +1,334 @@
+"""SLURM's own commands: submit, look, cancel.
+
+All of the user's jobs are asked for together, in one `squeue` call whose answer is kept for a moment. Answers are
+read in the text forms that every version has; `squeue --json` of 22.05 ignores its filters and sends the whole
+cluster's queue. Every call has a time limit, because clients hang when the controller is dead; a controller that does
+not answer is an `UnreachableError`, never a failed job. Ended jobs are looked up in the accounting where there is
+one, and in the job-completion log where there is none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from corral.base.errors import CorralError, UnreachableError, UsageError
+from corral.base.shell import Completed, run
+from corral.base.ssh import said_meanwhile
+
+__all__ = [
+    "LOGIN_NODE",
+    "PATIENCE_S",
+    "SlurmJob",
+    "ask",
+    "cancel",
+    "find_job",
+    "forget_answers",
+    "jobs",
+    "refuse_unknown",
+    "seconds",
+    "submit",
+]
+
+LOGIN_NODE = "Run Corral on a login node of the cluster, or set PATH to where SLURM's commands are."
+PATIENCE_S = 15.0  # for one command; a living controller answers in well under a second
+LOOK_S = 4.0  # for a look at the queue whose answer may be "unknown"; `squeue` itself gives up after some 11 s
+FRESH_S = 2.0
+LAZY_S = 30.0
+SILENCE_S = 10.0
+FIELDS = ("JobID", "State", "Reason", "StartTime", "EndTime", "TimeLeft", "NodeList", "RestartCnt", "exit_code")
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """One job as SLURM sees it."""
+
+    id: str
+    state: str  # SLURM's own word
+    reason: str = ""
+    start_s: float | None = None  # when it started, or is expected to
+    end_s: float | None = None
+    left_s: float | None = None  # until its time limit
+    nodes: str = ""
+    restarts: int = 0
+    exit_code: str = ""
+    cancelled_by: str = ""
+
+
+def ask(argv: Sequence[str], timeout_s: float = PATIENCE_S) -> Completed:
+    """Run one of SLURM's commands; a controller that does not answer raises `UnreachableError`."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("SQUEUE_", "SACCT_", "SINFO_"))}
+    try:
+        with said_meanwhile(f"waiting for SLURM's controller (`{argv[0]}`)"):
+            done = run(argv, timeout_s, {**env, "SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"})
+    except UnreachableError:
+        raise UnreachableError(
+            f"SLURM's controller did not answer `{argv[0]}` within {timeout_s:g} s.", "Try again later."
+        ) from None
+    except CorralError:
+        raise CorralError(
+            f"there is no `{argv[0]}` on this machine: it is not a login node of a SLURM cluster.",
+            LOGIN_NODE,
+        ) from None
+    if done.code and re.search(UNREACHABLE, done.stderr):
+        raise UnreachableError(f"SLURM's controller does not answer: {_last_line(done)}", "Try again later.")
+    return done
+
+
+UNREACHABLE = (
+    r"Unable to contact slurm controller|Connection refused|Socket timed out|Zero Bytes were transmitted"
+    r"|Slurm backup controller in standby|Unable to establish controller|Resource temporarily unavailable"
+    r"|slurm_persist_conn_open|Communication connection failure|Protocol authentication error|Unable to resolve"
+)
+
+
+def _last_line(done: Completed) -> str:
+    return re.sub(r"^\w+: error: ", "", done.last_line) or "it said nothing"
+
+
+# ------------------------------------------------------------------------------------------------------------ looking
+@dataclass
+class _CachedJobs:
+    jobs: dict[str, SlurmJob]
+    at_s: float
+    same_since_s: float
+
+
+_cache: dict[int, _CachedJobs] = {}  # by user
+
+
+def forget_answers() -> None:
+    """The next look asks SLURM."""
+    for cached in _cache.values():
+        cached.at_s = float("-inf")
+
+
+def jobs(patience_s: float = LOOK_S) -> dict[str, SlurmJob]:
+    """All of the user's jobs that the controller knows, ended ones included, by number.
+
+    The answer is kept for two seconds, and longer (up to half a minute) while nothing changes.
+    """
+    user, now = os.getuid(), time.monotonic()
+    cached = _cache.get(user)
+    if cached and now - cached.at_s < min(LAZY_S, max(FRESH_S, (cached.at_s - cached.same_since_s) / 20)):
+        return cached.jobs
+    done = _ask_queue(user, patience_s)
+    found = {job.id: job for job in map(_job, done.stdout.splitlines()) if job}
+    states = {id: (job.state, job.reason) for id, job in found.items()}
+    same = cached is not None and states == {id: (job.state, job.reason) for id, job in cached.jobs.items()}
+    _cache[user] = _CachedJobs(found, now, cached.same_since_s if same and cached else now)
+    return found
+
+
+# when the controller was last found not to answer, and for how long it had been waited for
+_silent: list[tuple[float, float, UnreachableError]] = []
+
+
+def _ask_queue(user: int, patience_s: float) -> Completed:
+    """The queue as text; a controller that just did not answer is not asked again for each deployment of a list."""
+    if _silent and time.monotonic() - _silent[-1][0] < SILENCE_S and patience_s <= _silent[-1][1]:
+        raise _silent[-1][2]
+    fields = ",".join(f"{name}:|" for name in FIELDS)
+    try:
+        done = ask(["squeue", "--noheader", f"--user={user}", "--states=all", f"--Format={fields}"], patience_s)
+    except UnreachableError as error:
+        _silent[:] = [(time.monotonic(), patience_s, error)]
+        raise
+    _silent.clear()
+    return done.or_raise("SLURM's queue could not be read")
+
+
+def _job(line: str) -> SlurmJob | None:
+    values = [value.strip() for value in line.split("|")]
+    if len(values) < len(FIELDS) or not values[0]:
+        return None
+    id, state, reason, start, end, left, nodes, restarts, code = values[: len(FIELDS)]
+    return SlurmJob(
+        id=id,
+        state=state,
+        reason="" if reason == "None" else reason,
+        start_s=_moment(start),
+        end_s=_moment(end),
+        left_s=seconds(left),
+        nodes="" if nodes == "(null)" else nodes,
+        restarts=int(restarts) if restarts.isdigit() else 0,
+        exit_code=code,
+    )
+
+
+def find_job(id: str, patience_s: float = LOOK_S) -> SlurmJob | None:
+    """A job by number, also one that the controller has forgotten; None when nobody knows it any more."""
+    job = jobs(patience_s).get(id)
+    if job is not None and job.state != "CANCELLED":
+        return job
+    recorded = _recorded(id)
+    if job is None:
+        return recorded
+    return SlurmJob(**{**vars(job), "cancelled_by": recorded.cancelled_by if recorded else ""})
+
+
+def _recorded(id: str) -> SlurmJob | None:
+    """What the accounting, or the job-completion log, has of a job."""
+    fields = "State,ExitCode,NodeList,Start,End"
+    for source in ([], ["-c"]):
+        with contextlib.suppress(CorralError):  # neither is needed to serve a model
+            argv = ["sacct", *source, "-n", "-P", "-X", "-j", id, "-o", fields]
+            done = ask([word for word in argv if not (source and word == "-X")], LOOK_S)
+            lines = [line.split("|") for line in done.stdout.splitlines() if line.count("|") == 4]
+            if done.code == 0 and lines:
+                state, code, nodes, start, end = lines[-1]
+                word, _, by = state.partition(" by ")
+                return SlurmJob(
+                    id, word.strip(), start_s=_moment(start), end_s=_moment(end), nodes=nodes, exit_code=code,
+                    cancelled_by=_user(by.strip()),
+                )  # fmt: skip
+    return None
+
+
+def _user(text: str) -> str:
+    if text.isdigit():
+        with contextlib.suppress(KeyError):
+            return pwd.getpwuid(int(text)).pw_name
+        return f"user {text}"
+    return text
+
+
+def _moment(text: str) -> float | None:
+    try:
+        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+    except (ValueError, OverflowError):  # N/A, NONE, Unknown
+        return None
+
+
+def seconds(text: str) -> float | None:
+    """A duration as SLURM writes it (`30`, `4:00:00`, `2-12`, `1-00:00:00`); None for no limit or no sense.
+
+    One number alone is minutes, two are minutes and seconds, as in `sbatch --time`.
+    """
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip())
+    if not match:
+        return None
+    days, *rest = match.groups()
+    numbers = [int(number) for number in rest if number is not None]
+    if days is not None:
+        hours, minutes, secs = [*numbers, 0, 0][:3]
+    elif len(numbers) == 3:
+        hours, minutes, secs = numbers
+    else:
+        hours, (minutes, secs) = 0, [*numbers, 0][:2]
+    return float(int(days or 0) * 86400 + hours * 3600 + minutes * 60 + secs)
+
+
+# ------------------------------------------------------------------------------------------------------------- acting
+SECRET = re.compile(r"TOKEN|SECRET|PASSW|API_?KEY|ACCESS_KEY|CREDENTIAL", re.IGNORECASE)
+
+
+def refuse_unknown(script: str) -> None:
+    """Raise what sbatch would refuse for good (a partition, an account, an option), before anything is fetched."""
+    with tempfile.NamedTemporaryFile("w", suffix=".sh") as file:
+        file.write(script)
+        file.flush()
+        done = ask(["sbatch", "--test-only", file.name])
+    if done.code and any(re.search(pattern, done.stderr) for pattern, _ in _REFUSALS[:4]):
+        raise _refused(done)
+
+
+def _option_of(variable: str) -> str:
+    """The option that a variable of the user's shell stands for: it would overrule what the script says."""
+    if not variable.startswith("SBATCH_"):
+        return "none"
+    name = variable.removeprefix("SBATCH_").lower().replace("_", "-")
+    return "--" + {"timelimit": "time", "mem-per-node": "mem"}.get(name, name)
+
+
+def submit(script: Path, *options: str) -> str:
+    """Queue a batch script; the number of the job. What sbatch refuses is refused with its own words.
+
+    A job inherits the environment of `sbatch`: what looks like a secret stays behind, and so does what an outer job
+    set. An interrupt while sbatch runs cancels what it may have queued.
+    """
+    command = ["sbatch", "--parsable", *options, str(script)]
+    done = _run_sbatch(command, _inherited(script))
+    if done.code and re.search(UNREACHABLE, done.stderr):
+        raise UnreachableError(f"SLURM's controller does not answer: {_last_line(done)}", "Try again later.")
+    if done.code:
+        raise _refused(done)
+    forget_answers()
+    return _number(done.stdout)
+
+
+def _inherited(script: Path) -> dict[str, str]:
+    """The environment for a job: no secrets, nothing of an outer job, nothing that the script sets itself."""
+    env = {name: value for name, value in os.environ.items() if not SECRET.search(name)}
+    env = {name: value for name, value in env.items() if not name.startswith("SLURM_") or name == "SLURM_CONF"}
+    said = script.read_text(encoding="utf-8") if script.is_file() else ""
+    return {name: value for name, value in env.items() if f"#SBATCH {_option_of(name)}" not in said}
+
+
+def _run_sbatch(command: list[str], env: dict[str, str]) -> Completed:
+    try:
+        process = subprocess.Popen(
+            command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            umask=0o077,  # which the job inherits
+            start_new_session=True,  # Ctrl-C is ours: sbatch must come to an end that we can read
+        )  # fmt: skip
+    except FileNotFoundError:
+        raise CorralError("there is no `sbatch` on this machine.", "Run Corral on a login node.") from None
+    try:
+        out, err = process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        raise UnreachableError(
+            "SLURM's controller did not answer `sbatch` within 60 s.",
+            "Look with `squeue --me` whether the job was queued all the same.",
+        ) from None
+    except BaseException:
+        out, _ = process.communicate(timeout=60)
+        if process.returncode == 0:
+            cancel(_number(out.decode()))
+        raise
+    return Completed(
+        tuple(command), process.returncode, out.decode("utf-8", "replace"), err.decode("utf-8", "replace")
+    )
+
+
+def _number(text: str) -> str:
+    """`123`, or `123;cluster`, perhaps after lines of a site's own."""
+    for line in reversed(text.strip().splitlines()):
+        if match := re.fullmatch(r"(\d+)(;\S+)?", line.strip()):
+            return match[1]
+    raise CorralError(f"sbatch did not print a job id: {text.strip()[-200:]!r}", "Look with `squeue --me`.")
+
+
+_REFUSALS = (
+    (r"[Ii]nvalid partition", "`corral slurm partitions` lists them; name one with --partition."),
+    (r"[Ii]nvalid account|account/partition combination", "Name one of yours with --account; `sshare` lists them."),
+    (r"[Ii]nvalid qos", "Correct --slurm qos=…"),
+    (r"unrecognized option", "What Corral does not know of `--slurm KEY=VALUE` goes to sbatch: check the name."),
+    (r"[Nn]ode configuration|not available|count specification", "`corral slurm partitions` shows what nodes have."),
+    (r"time limit", "Ask for less with --time: `corral slurm partitions` shows the limits."),
+)
+
+
+def _refused(done: Completed) -> CorralError:
+    lines = [re.sub(r"^sbatch: (error: )?", "", line) for line in done.stderr.strip().splitlines()]
+    said = "; ".join(line for line in lines if line and not line.startswith("Try ")) or "it said nothing"
+    remedy = next((words for pattern, words in _REFUSALS if re.search(pattern, done.stderr)), "")
+    return UsageError(f"sbatch refused the job: {said}.", remedy or "`man sbatch` explains its options.")
+
+
+def cancel(id: str, signal: str = "") -> None:
+    """End a job, or send a signal to the tasks of its steps; a job that is gone already is no error."""
+    done = ask(["scancel", *([f"--signal={signal}"] if signal else []), id])
+    forget_answers()
+    if done.code and not re.search(r"Invalid job id|already completed|Job/step", done.stderr):
+        raise CorralError(f"job {id} could not be cancelled: {_last_line(done)}", f"Try `scancel {id}` by hand.")

@@ -1,0 +1,312 @@
+"""Weights where they are needed: on this machine, on storage that nodes share, or on every node's own disk.
+
+The order is chosen so that what can be refused is refused first: an unknown or gated model, a host that cannot be
+reached, a folder that holds another model, a disk that is too small. Then the bytes move once: from the hub to one
+node and along the chain of `deploy.transfer.spread`, from a folder here through ssh, or from a host that has the
+model. Every file is judged by its hash; a damaged or partial one is fetched again, and only that one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from corral.base.errors import CorralError, DataError, NotFoundError, UnreachableError, UsageError
+from corral.base.record import to_json
+from corral.base.ssh import Ssh, UnknownHostError, check_host, each
+from corral.base.untrusted import last_object
+from corral.base.wording import counted
+from corral.deploy.transfer.courier import HERE, ask_courier
+from corral.deploy.transfer.outcome import Origin, Outcome, Progress
+from corral.deploy.transfer.spread import HOME_ON_HOSTS, spread
+from corral.plan.models import store as model_store
+from corral.plan.models.hub import gated_error
+from corral.plan.models.store import LEFT_OUT, ModelSource
+from corral.plan.models.token import token_origin
+
+__all__ = ["Arrival", "Pull", "PullOrder", "pull"]
+
+NOT_THE_MODEL = ("original/*", ".cache/*", ".git/*")  # in a folder the user named, everything else is meant
+STORAGE = {"auto": "any", "shared": "shared", "local-disk": "own"}
+
+
+@dataclass(frozen=True)
+class PullOrder:
+    """What the user asked for; empty means: Corral chooses."""
+
+    model: str
+    hosts: tuple[str, ...] = ()
+    to: str = ""
+    storage: str = "auto"
+    source: str = ""  # hub, a host, or empty
+    addresses: Mapping[str, str] = field(default_factory=dict)  # where the hosts reach each other
+    check_again: bool = False
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One host's part of the result."""
+
+    host: str
+    state: str
+    moved_bytes: int = 0
+    seconds: float = 0.0
+    mb_per_s: float | None = None  # received
+    read_mb_per_s: float | None = None  # measured on the storage afterwards
+    load_s: float | None = None  # predicted: all bytes at that speed
+    damaged: tuple[str, ...] = ()
+    text: str = ""
+    remedy: str = ""
+    exit_code: int = 0  # of its failure
+
+
+@dataclass(frozen=True)
+class Pull:
+    """What became of it."""
+
+    model: str
+    folder: str
+    source: str
+    why: str
+    total_bytes: int
+    seconds: float
+    hosts: tuple[Arrival, ...]
+
+    @property
+    def failed(self) -> tuple[Arrival, ...]:
+        return tuple(arrival for arrival in self.hosts if arrival.state == "failed")
+
+
+Report = Callable[[Progress], None]
+
+
+def pull(order: PullOrder, report: Report, ssh: Ssh | None = None) -> Pull:
+    """Do it; hosts that failed are in the result, everything else that cannot be done raises."""
+    ssh = ssh or Ssh()
+    hosts = tuple(check_host(host) for host in dict.fromkeys(order.hosts))
+    if order.storage != "auto" and not hosts:
+        raise UsageError(f"--{order.storage} applies to nodes.", "Name them with --hosts a,b,c.")
+    began_s = time.monotonic()
+    if not hosts and not order.to:
+        return _pull_here(order, report, ssh, began_s)
+    if order.source in ("", "hub") or not order.model.startswith(("/", "~")):
+        model_store.locate(order.model)  # refuses an unknown one before a host is asked
+    _refuse_unreachable(hosts, ssh)
+    name, origin, why = _origin(order, hosts or (HERE,), report, ssh)
+    folder = order.to or f"{HOME_ON_HOSTS}/{name}"
+    if not hosts:
+        folder = str(Path(folder).expanduser().absolute())
+    outcomes = spread(
+        ssh,
+        hosts or (HERE,),
+        origin,
+        folder,
+        order.addresses,
+        report,
+        check="again" if order.check_again else "hash",
+        storage=STORAGE[order.storage],
+    )
+    return _result(name, folder, origin, why, outcomes, ssh, began_s)
+
+
+def _refuse_unreachable(hosts: Sequence[str], ssh: Ssh) -> None:
+    """Before anything is fetched: a mistyped name is refused; a host that is down only where no other answers."""
+    failed = [error for error in each(hosts, lambda host: ssh.run(host, ["true"])).values()
+              if isinstance(error, CorralError)]  # fmt: skip
+    refused = failed if len(failed) == len(hosts) else [e for e in failed if isinstance(e, UnknownHostError)]
+    if refused:
+        raise type(refused[0])(" ".join(error.message for error in refused), refused[0].remedy)
+
+
+# ------------------------------------------------------------------------------------------------ where from
+def _origin(order: PullOrder, hosts: Sequence[str], report: Report, ssh: Ssh) -> tuple[str, Origin, str]:
+    """The model's name, where its files come from, and why from there."""
+    if order.source not in ("", "hub"):
+        return _on_host(order, check_host(order.source), ssh)
+    source = model_store.locate(order.model)
+    if source.kind == "folder":
+        if order.source == "hub":
+            raise UsageError(f"{order.model} is a folder here, not a model of the hub.", "Leave --from out.")
+        return source.name, Origin(source.path, leave_out=NOT_THE_MODEL), "a folder of this machine"
+    if source.kind == "hub" or order.source == "hub":
+        try:
+            return source.name, _from_hub(source, hosts[0], ssh), f"{hosts[0]} reaches the hub"
+        except UnreachableError as error:
+            if order.source == "hub":
+                raise
+            why = f"{hosts[0]} does not reach the hub" if hosts[0] != HERE else error.message
+    else:
+        why = "the embedded model is made here"
+    here = model_store.fetch(source, lambda text, done, total: report(Progress(HERE, text, done, total)))
+    return source.name, Origin(str(here), leave_out=LEFT_OUT), why
+
+
+def _from_hub(source: ModelSource, host: str, ssh: Ssh) -> Origin:
+    """The repository's files as the host sees them; a gated or missing one is told before anything moves."""
+    from huggingface_hub import constants, get_token
+
+    if constants.HF_HUB_OFFLINE:
+        raise UnreachableError(
+            f"HF_HUB_OFFLINE is set, so the hub is not asked for {source.repo}.", "Unset HF_HUB_OFFLINE."
+        )
+    if model_store.already_here(source) is None:
+        with contextlib.suppress(UnreachableError):  # the nodes may reach what this machine does not
+            model_store.check_access(source)
+    token = get_token()
+    order = {"url": constants.ENDPOINT, "repo": source.repo, "token": token, "leave_out": LEFT_OUT}
+    try:
+        found = ask_courier(ssh, host, "hub", order, ["manifest"])
+    except CorralError as error:
+        raise _hub_error(source.repo, host, error) from error
+    if not re.fullmatch(r"[0-9A-Za-z._-]{1,100}", found["commit"]):
+        raise DataError(
+            f"{host} says that {source.repo} is at {found['commit']!r}, which is not a commit.", "Look there."
+        )
+    url = f"{constants.ENDPOINT.rstrip('/')}/{source.repo}/resolve/{found['commit']}"  # the token goes nowhere else
+    return Origin(host="", hub_url=url, hub_token=token, files=found["files"])
+
+
+def _hub_error(repo: str, host: str, error: CorralError) -> CorralError:
+    status = error.details.get("status")
+    if status in (401, 403):
+        return gated_error(repo, token_origin())
+    if status == 404:
+        return NotFoundError(f"the hub has no repository {repo}, or it is private.", "Check the name; set HF_TOKEN.")
+    if status is not None:
+        return UnreachableError(error.message, "Check the network of that host, or leave --from out.", host=host)
+    return error
+
+
+_FIND = """
+import glob, json, os, sys
+order = json.loads(sys.stdin.readline())
+for pattern in order["folders"]:
+    for folder in sorted(glob.glob(os.path.expanduser(pattern)), key=os.path.getmtime, reverse=True):
+        if os.path.isfile(os.path.join(folder, "config.json")):
+            sys.exit(print(json.dumps({"folder": folder})))
+"""
+
+
+def _found_path(host: str, said: str) -> str:
+    """The folder that the host names; empty when it has none."""
+    if "{" not in said:
+        return ""
+    path = last_object(said, f"the answer of {host}").get("folder")
+    if not isinstance(path, str) or not path.startswith("/") or len(path) > 4096:
+        raise DataError(f"{host} says that the model is in {str(path)[:100]!r}, which is not a path.", "Look there.")
+    return path
+
+
+def _on_host(order: PullOrder, host: str, ssh: Ssh) -> tuple[str, Origin, str]:
+    """The model as a host has it: a path there, the folder named with --to, Corral's own, or the hub's cache."""
+    if order.model.startswith(("/", "~")):
+        name, folders = order.model.rstrip("/").rpartition("/")[2], [order.model]
+    else:
+        source = model_store.locate(order.model)
+        name = source.name
+        cache = f"hub/models--{source.repo.replace('/', '--')}/snapshots/*"
+        folders = [order.to] if order.to else []
+        folders += [f"{HOME_ON_HOSTS}/{name}", f"~/.cache/huggingface/{cache}"]
+    done = ssh.python(host, _FIND, stdin=json.dumps({"folders": folders}).encode() + b"\n").or_raise(f"on {host}")
+    path = _found_path(host, done.stdout)
+    if not path:
+        raise NotFoundError(f"{host} has no {order.model}.", f"Looked for {', '.join(folders)}.")
+    return name, Origin(path, host=host, leave_out=LEFT_OUT), f"{host} has it in {path}"
+
+
+# ------------------------------------------------------------------------------------------------ this machine
+def _pull_here(order: PullOrder, report: Report, ssh: Ssh, began_s: float) -> Pull:
+    """As `corral up` would fetch it, and then judged by the hashes the hub promised."""
+    if order.source not in ("", "hub"):
+        raise UsageError("--from HOST needs a destination.", "Name it with --to FOLDER or --hosts.")
+    source = model_store.locate(order.model)
+
+    def progress(text: str, done: int, total: int) -> None:
+        report(Progress(HERE, text, done, total))
+
+    model_store.check_access(source)
+    before = model_store.already_here(source)
+    folder = model_store.fetch(source, progress)
+    damaged = _damaged_in_cache(folder, order.check_again, report, ssh)
+    if damaged:
+        if source.kind == "folder":
+            raise DataError(
+                f"{folder} has {counted(len(damaged), 'damaged file')}, first {damaged[0]}.", "Download them again."
+            )
+        report(Progress(HERE, f"fetching again: {counted(len(damaged), 'file')} damaged, first {damaged[0]}"))
+        for name in damaged:
+            (folder / name).resolve().unlink()
+            (folder / name).unlink(missing_ok=True)
+        folder = model_store.fetch(source, progress)
+    rows = ask_courier(ssh, HERE, "manifest", {"folder": str(folder), "hash": "known", "leave_out": LEFT_OUT},
+                       ["manifest"])["files"]  # fmt: skip
+    total = sum(row.size for row in rows)
+    state = "already" if before and not damaged else "converted" if source.kind == "embedded" else "arrived"
+    moved = total if state == "arrived" else 0
+    outcome = Outcome(HERE, state, total, moved, time.monotonic() - began_s, damaged=damaged)
+    origin = {"folder": "a folder", "embedded": model_store.EMBEDDED_WHEEL}.get(source.kind, source.repo)
+    where = "this machine" if before and source.kind != "folder" else origin
+    return _result(source.name, str(folder), Origin(where), "", {HERE: outcome}, ssh, began_s)
+
+
+def _damaged_in_cache(folder: Path, again: bool, report: Report, ssh: Ssh) -> tuple[str, ...]:
+    """Large files of the hub's cache whose content is not what their name promises."""
+    listing = {"folder": str(folder), "hash": "known", "leave_out": LEFT_OUT}
+    rows = ask_courier(ssh, HERE, "manifest", listing, ["manifest"])["files"]
+    promised = [replace(row, sha256=_promised_hash(folder / row.path)) for row in rows]
+    promised = [row for row in promised if row.sha256]
+    if not promised:
+        return ()
+    report(Progress(HERE, "checking hashes"))
+    order = {"folder": str(folder), "files": to_json(promised), "check": "again" if again else "hash", "own": False}
+    found: tuple[str, ...] = ask_courier(ssh, HERE, "verify", order, ["need"])["damaged"]
+    return found
+
+
+def _promised_hash(path: Path) -> str | None:
+    """A hub cache names large files by their hash."""
+    real = path.resolve()
+    return real.name if real.parent.name == "blobs" and len(real.name) == 64 else None
+
+
+# ------------------------------------------------------------------------------------------------ what became of it
+def _result(
+    name: str, folder: str, origin: Origin, why: str, outcomes: Mapping[str, Outcome], ssh: Ssh, began_s: float
+) -> Pull:
+    seconds = time.monotonic() - began_s
+    good = [host for host, outcome in outcomes.items() if outcome.ok]
+    speeds = each(good, lambda host: _read_speed(ssh, host, folder))
+    source = origin.hub_url.partition("/resolve/")[0] or (
+        origin.path if origin.host == HERE else f"{origin.host}:{origin.path}"
+    )
+    arrivals = tuple(_arrival(outcome, speeds.get(outcome.host)) for outcome in outcomes.values())
+    total = max((outcome.total_bytes for outcome in outcomes.values()), default=0)
+    return Pull(name, folder, source, why, total, seconds, arrivals)
+
+
+def _read_speed(ssh: Ssh, host: str, folder: str) -> float:
+    order = {"folder": folder, "leave_out": LEFT_OUT}
+    return float(ask_courier(ssh, host, "read-speed", order, ["read-speed"])["bytes_per_s"])
+
+
+def _arrival(outcome: Outcome, speed: Any) -> Arrival:
+    known = isinstance(speed, float) and speed > 0
+    return Arrival(
+        host=outcome.host,
+        state=outcome.state,
+        moved_bytes=outcome.moved_bytes,
+        seconds=round(outcome.seconds, 3),
+        mb_per_s=round(outcome.moved_bytes / 1e6 / outcome.seconds, 1) if outcome.moved_bytes else None,
+        read_mb_per_s=round(speed / 1e6, 1) if known else None,
+        load_s=round(outcome.total_bytes / speed, 1) if known else None,
+        damaged=outcome.damaged,
+        text=outcome.text,
+        remedy=outcome.remedy,
+        exit_code=outcome.exit_code,
+    )

@@ -1,0 +1,170 @@
+"""Two runs side by side: differences with 95% confidence intervals, and a word when they are noise.
+
+With repeats (two or more runs on each side) the interval is Welch's, over runs: it covers what changes from run to
+run. With single runs it covers only the chance inside a run: order statistics for percentiles, the standard error for
+means, one-second blocks for throughput; requests of a run are not independent, so it is the narrower one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from corral.lab.bench.gate import needed
+from corral.lab.bench.metrics import Summary, gaps_s, percentile
+from corral.lab.bench.rows import RequestRow
+
+__all__ = ["MetricDifference", "Side", "compare", "t_quantile"]
+
+# two-sided 95% quantiles of Student's t, by degrees of freedom
+_T = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
+      2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)  # fmt: skip
+_LATENCIES = ("ttft", "tpot", "itl", "e2el")
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side: a run, or repeats of it."""
+
+    summaries: tuple[Summary, ...]
+    rows: tuple[tuple[RequestRow, ...], ...]
+
+
+@dataclass(frozen=True)
+class MetricDifference:
+    """One figure on both sides; `low` and `high` bound the change in percent of `a`."""
+
+    name: str
+    unit: str
+    a: float
+    b: float
+    low: float
+    high: float
+    higher_is_better: bool
+
+    @property
+    def change(self) -> float:
+        return (self.b / self.a - 1) * 100 if self.a else 0.0
+
+    @property
+    def noise(self) -> bool:
+        """Whether no change at all would explain what was seen."""
+        return self.low <= 0 <= self.high
+
+    @property
+    def verdict(self) -> str:
+        if self.noise:
+            return "noise"
+        return "better" if (self.change > 0) == self.higher_is_better else "worse"
+
+
+def compare(a: Side, b: Side) -> list[MetricDifference]:
+    """The figures that matter, throughput first."""
+    found = []
+    for name, unit, of in (
+        ("request_throughput", "req/s", lambda s: s.request_throughput),
+        ("output_throughput", "tok/s", lambda s: s.output_throughput),
+    ):
+        found.append(_difference(name, unit, a, b, of, _throughput_error(of), True))
+    for metric in _LATENCIES:
+        least = min(summary.of(metric).count for side in (a, b) for summary in side.summaries)
+        for name, p in (("median", 50.0), ("p90", 90.0), ("p99", 99.0)):
+            if least >= needed(p):  # else it is one accident against another
+                found.append(
+                    _difference(f"{name}_{metric}_ms", "ms", a, b, _cut(metric, p), _rank_error(metric, p), False)
+                )
+    return [d for d in found if d.a and d.b]
+
+
+def _cut(metric: str, p: float) -> Callable[[Summary], float]:
+    def of(summary: Summary) -> float:
+        found = summary.of(metric)
+        return found.median if p == 50.0 else dict(found.percentiles).get(p, 0.0)
+
+    return of
+
+
+def _difference(
+    name: str,
+    unit: str,
+    a: Side,
+    b: Side,
+    of: Callable[[Summary], float],
+    inside: Callable[[Summary, Sequence[RequestRow]], float],
+    higher: bool,
+) -> MetricDifference:
+    one, other = [of(s) for s in a.summaries], [of(s) for s in b.summaries]
+    mean_a, mean_b = sum(one) / len(one), sum(other) / len(other)
+    if len(one) > 1 and len(other) > 1:
+        half = _welch(one, other)
+    else:
+        errors = [inside(s, r) for side in (a, b) for s, r in zip(side.summaries[:1], side.rows[:1], strict=True)]
+        half = 1.96 * math.hypot(*errors)
+    scale = 100 / mean_a if mean_a else 0.0
+    return MetricDifference(
+        name, unit, mean_a, mean_b, (mean_b - mean_a - half) * scale, (mean_b - mean_a + half) * scale, higher
+    )
+
+
+def _welch(one: Sequence[float], other: Sequence[float]) -> float:
+    """Half the width of the interval of a difference of means."""
+    parts = []
+    for values in (one, other):
+        mean = sum(values) / len(values)
+        parts.append((sum((v - mean) ** 2 for v in values) / (len(values) - 1) / len(values), len(values)))
+    total = sum(part for part, _ in parts)
+    if not total:
+        return 0.0
+    freedom = total**2 / sum(part**2 / (n - 1) for part, n in parts if part)
+    return t_quantile(freedom) * math.sqrt(total)
+
+
+def t_quantile(freedom: float) -> float:
+    """Student's t that a share of 0.95 lies within, either way."""
+    return _T[min(max(int(freedom), 1), len(_T)) - 1] if freedom <= len(_T) else 1.96
+
+
+def _values(metric: str, rows: Sequence[RequestRow]) -> list[float]:
+    good = [row for row in rows if row.ok and row.chunk_ns]
+    if metric == "itl":
+        return sorted(gap for row in good for gap in gaps_s(row))
+    if metric == "tpot":
+        return sorted(t for row in good if (t := row.tpot_s) is not None)
+    return sorted(row.ttft_s if metric == "ttft" else row.e2el_s for row in good)
+
+
+def _rank_error(metric: str, p: float) -> Callable[[Summary, Sequence[RequestRow]], float]:
+    """Standard error in ms of a percentile, from the order statistics one standard error of the rank away."""
+
+    def error(_: Summary, rows: Sequence[RequestRow]) -> float:
+        ordered = _values(metric, rows)
+        if len(ordered) < 2:
+            return 0.0
+        share = p / 100
+        reach = 100 * math.sqrt(share * (1 - share) / len(ordered))
+        low, high = percentile(ordered, max(0.0, p - reach)), percentile(ordered, min(100.0, p + reach))
+        return (high - low) / 2 * 1000
+
+    return error
+
+
+def _throughput_error(of: Callable[[Summary], float]) -> Callable[[Summary, Sequence[RequestRow]], float]:
+    """Standard error of a rate from ten equal stretches of the run."""
+
+    def error(summary: Summary, rows: Sequence[RequestRow]) -> float:
+        times = [t for row in rows if row.ok for t in row.chunk_ns]
+        if len(times) < 20 or not summary.duration_s:
+            return 0.0
+        width = summary.duration_s * 1e9 / 10
+        counts = [0] * 10
+        for t in times:
+            counts[min(9, max(0, int(t / width)))] += 1
+        inner = counts[1:-1]  # filling and draining are not noise
+        mean = sum(inner) / len(inner)
+        if not mean:
+            return 0.0
+        variance = sum((c - mean) ** 2 for c in inner) / (len(inner) - 1)
+        return of(summary) * math.sqrt(variance / len(inner)) / mean
+
+    return error

@@ -1,0 +1,256 @@
+"""What is sent: prompts from a seed or a file, as `Prompt` values that become request bodies.
+
+A new dataset is one function and one row of `LOADERS`. Files are read whole before anything is sent, and a line that
+cannot be used is named by its number. Formats are those of `vllm bench serve`: ShareGPT JSON, custom JSONL with
+`prompt` and `output_tokens`; further the rows of `corral batch` (JSONL), and traces (`corral.client.trace`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from corral.base.errors import DataError
+from corral.base.files import existing_file
+from corral.client.trace import read_trace
+from corral.lab.bench.spec import Workload
+from corral.lab.bench.vocabulary import Vocabulary
+
+__all__ = ["Prompt", "body_of", "load_prompts", "path_of", "varied"]
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One request to make; with `turns`, the user's later words in the same conversation."""
+
+    content: str | list[int] | list[dict[str, Any]]  # text, token ids, or chat messages
+    input_tokens: int | None
+    output_tokens: int
+    at_s: float | None = None
+    turns: tuple[str, ...] = ()
+    body: dict[str, Any] | None = None  # a batch file's own body
+
+
+def path_of(prompt: Prompt, workload: Workload) -> str:
+    if prompt.body is not None:
+        return CHAT if "messages" in prompt.body else COMPLETIONS
+    return CHAT if workload.chat or workload.dataset == "multi_turn" or _is_chat(prompt.content) else COMPLETIONS
+
+
+def _is_chat(content: Any) -> bool:
+    return isinstance(content, list) and bool(content) and isinstance(content[0], dict)
+
+
+def body_of(
+    prompt: Prompt, workload: Workload, model: str, number: int, history: list[dict[str, Any]] | None = None
+) -> bytes:
+    """The request's JSON; `history` replaces the content for later turns of a conversation."""
+    body: dict[str, Any] = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
+    if prompt.body is not None:
+        return _encode({**prompt.body, **body})
+    if path_of(prompt, workload) == CHAT:
+        body["messages"] = history or (
+            prompt.content if _is_chat(prompt.content) else [{"role": "user", "content": prompt.content}]
+        )
+        body["max_completion_tokens"] = prompt.output_tokens
+    else:
+        body |= {"prompt": prompt.content, "max_tokens": prompt.output_tokens}
+    body |= {"temperature": workload.temperature, "seed": (workload.seed * 1_000_003 + number) % 2**31}
+    if workload.ignore_eos:
+        body["ignore_eos"] = True
+    return _encode(body)
+
+
+def load_prompts(workload: Workload, vocabulary: Vocabulary | None) -> list[Prompt]:
+    """All prompts of a run, in the order of sending."""
+    prompts = LOADERS[workload.dataset](workload, vocabulary or Vocabulary(("word",), exact=False))
+    if not prompts:
+        raise DataError(f"{workload.file} contains no requests.", "Give a file with at least one line.")
+    return prompts
+
+
+def _dice(workload: Workload) -> random.Random:
+    return random.Random(workload.seed)  # noqa: S311 - not for secrets
+
+
+def varied(length: int, ratio: float, dice: random.Random) -> int:
+    """A length that differs by at most ± a share."""
+    return length if not ratio else max(1, dice.randint(int(length * (1 - ratio)), int(length * (1 + ratio))))
+
+
+def _random(workload: Workload, words: Vocabulary) -> list[Prompt]:
+    dice, prompts = _dice(workload), []
+    for _ in range(workload.num_prompts):
+        length = varied(workload.input_len, workload.range_ratio, dice)
+        output = varied(workload.output_len, workload.range_ratio, dice)
+        prompts.append(Prompt(words.draw(length, dice), length if words.exact else None, output))
+    return prompts
+
+
+def _prefix_repetition(workload: Workload, words: Vocabulary) -> list[Prompt]:
+    dice = _dice(workload)
+    prefixes = [words.draw(workload.prefix_len + words.added, dice) for _ in range(workload.num_prefixes)]
+    prompts = []
+    for n in range(workload.num_prompts):
+        prefix, rest = prefixes[n % len(prefixes)], words.draw(workload.input_len + words.added, dice)
+        content: Any = [*prefix, *rest] if isinstance(prefix, list) else f"{prefix} {rest}"
+        length = workload.prefix_len + workload.input_len + (0 if words.ids else words.added)
+        prompts.append(Prompt(content, length if words.exact else None, workload.output_len))
+    return prompts
+
+
+def _multi_turn(workload: Workload, words: Vocabulary) -> list[Prompt]:
+    """Conversations; `num_prompts` counts them, each with `turns` requests that carry all that was said before."""
+    dice = _dice(workload)
+    plain = Vocabulary(words.words, words.added)
+
+    def said() -> str:
+        return str(plain.draw(workload.input_len + words.added, dice))
+
+    return [
+        Prompt(said(), None, workload.output_len, turns=tuple(said() for _ in range(workload.turns - 1)))
+        for _ in range(workload.num_prompts)
+    ]
+
+
+def _texts(workload: Workload) -> Iterator[tuple[int, str]]:
+    """The lines of a file with their numbers; blank ones are skipped."""
+    path = existing_file(str(workload.file))
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.", "Check its permissions.") from error
+    except UnicodeDecodeError as error:
+        at = path.read_bytes()[: error.start].count(b"\n") + 1
+        raise DataError(f"line {at} of {path} is not UTF-8 text.", "Save the file as UTF-8.") from error
+    return ((number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip())
+
+
+def _lines(workload: Workload) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of a JSONL file with their line numbers."""
+    for number, line in _texts(workload):
+        where = f"line {number} of {workload.file}"
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{where} is not JSON: {error}.", "Correct the line.") from error
+        if not isinstance(value, dict):
+            raise DataError(f"{where} is not a JSON object.", "Correct the line.")
+        if "\\u" in line:
+            _check_text(json.dumps(value, ensure_ascii=False), where)
+        yield number, value
+
+
+def _check_text(text: str, where: str) -> None:
+    """JSON can name half of a character, which no request can carry."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(text[error.start])
+        raise DataError(f"{where} contains half of a surrogate pair: {half}.", "Correct the text.") from error
+
+
+def _field(workload: Workload, number: int, value: dict[str, Any], name: str, kind: type | tuple[type, ...]) -> Any:
+    found = value.get(name)
+    if not isinstance(found, kind) or isinstance(found, bool):
+        raise _unusable(workload, number, value, name)
+    return found
+
+
+def _number(workload: Workload, number: int, value: dict[str, Any], name: str, low: float, high: float) -> float:
+    found: float = _field(workload, number, value, name, (int, float))
+    if not low <= found <= high:  # nor is NaN
+        raise _unusable(workload, number, value, name)
+    return found
+
+
+def _unusable(workload: Workload, number: int, value: dict[str, Any], name: str) -> DataError:
+    shown = f": {ascii(value[name])[:60]}" if name in value else ""
+    return DataError(f'line {number} of {workload.file} has no usable "{name}"{shown}.', "Correct the line.")
+
+
+_LONGEST = 10**8  # tokens, as for --input-len
+_LATEST = 1e18
+
+
+def _custom(workload: Workload, _: Vocabulary) -> list[Prompt]:
+    prompts = []
+    for number, value in _lines(workload):
+        content = _field(workload, number, value, "prompt", (str, list))
+        output, stamp = workload.output_len, None
+        if value.get("output_tokens") is not None:
+            output = int(_number(workload, number, value, "output_tokens", 0, _LONGEST))
+        if value.get("timestamp") is not None:
+            stamp = float(_number(workload, number, value, "timestamp", -_LATEST, _LATEST))
+        prompts.append(Prompt(content, None, max(1, output), stamp))
+        if len(prompts) == workload.num_prompts:
+            break
+    return prompts
+
+
+def _trace(workload: Workload, words: Vocabulary) -> list[Prompt]:
+    dice, prompts = _dice(workload), []
+    for one in itertools.islice(read_trace(str(workload.file)), workload.num_prompts):
+        length, output = one.prompt_tokens, max(1, one.output_tokens)
+        prompts.append(Prompt(words.draw(length, dice), length if words.exact else None, output, one.time_s))
+    return prompts
+
+
+def _batch(workload: Workload, _: Vocabulary) -> list[Prompt]:
+    """Rows as `corral batch` reads them: whole requests, or prompts and messages with their parameters."""
+    from corral.use.batch.input.recipe import PLAIN, Recipe, asked_tokens  # only this dataset needs it
+
+    prompts, recipe = [], Recipe()
+    for number, line in _texts(workload):
+        try:
+            recipe = recipe.settled(line.encode())
+            if recipe.kind == PLAIN and workload.chat:
+                recipe = replace(recipe, chat=True)
+            body = recipe.read(line.encode(), number).body
+        except (DataError, RecursionError) as error:
+            raise DataError(
+                f"line {number} of {workload.file} {error}.", "Correct the line, or leave it out."
+            ) from error
+        prompts.append(Prompt("", None, asked_tokens(body), body={k: v for k, v in body.items() if k != "model"}))
+        if len(prompts) == workload.num_prompts:
+            break
+    return prompts
+
+
+def _sharegpt(workload: Workload, _: Vocabulary) -> list[Prompt]:
+    """First turns of two-turn conversations, shuffled by the seed; answers of `output_len` tokens."""
+    path = existing_file(str(workload.file))
+    try:
+        data = json.loads(path.read_text(encoding="utf-8-sig"))
+        talks = [(n, talk["conversations"]) for n, talk in enumerate(data, 1) if len(talk["conversations"]) >= 2]
+        texts = [(n, str(talk[0]["value"])) for n, talk in talks]
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.", "Check its permissions.") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(
+            f"{path} is not a ShareGPT file: {error}.", "Give a list of conversations as JSON."
+        ) from error
+    for n, text in texts:
+        _check_text(text, f"conversation {n} of {path}")
+    _dice(workload).shuffle(texts)
+    return [Prompt(text, None, workload.output_len) for _, text in texts[: workload.num_prompts]]
+
+
+LOADERS: dict[str, Callable[[Workload, Vocabulary], list[Prompt]]] = {
+    "random": _random,
+    "prefix_repetition": _prefix_repetition,
+    "multi_turn": _multi_turn,
+    "custom": _custom,
+    "sharegpt": _sharegpt,
+    "batch": _batch,
+    "trace": _trace,
+}

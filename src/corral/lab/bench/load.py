@@ -1,0 +1,247 @@
+"""The load generator: sends when it is time, keeps what came back, and measures its own lateness.
+
+Bodies are encoded before the start, send times computed ahead, and nothing is decoded or written while the load runs
+beyond what the client does for each answer. A heartbeat of its own (every 5 ms) tells how late this process reacts:
+that lateness is in every time stamp it takes, so the gate judges it.
+
+It stops early when going on would measure nothing: the key is refused, the model is unknown, or the server is gone
+(20 failures to connect in a row). What was measured until then is kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from corral.base.alarm import Alarm
+from corral.client.client import Client
+from corral.client.errors import (
+    KeyRefusedError,
+    RequestError,
+    ServerGoneError,
+    StrangerError,
+    UnknownModelError,
+    UnknownPathError,
+)
+from corral.client.reply import Reply
+from corral.lab.bench.datasets import Prompt, body_of, path_of
+from corral.lab.bench.rows import RequestRow
+from corral.lab.bench.spec import LoadShape, Workload
+
+__all__ = ["RequestOutcome", "drive"]
+
+_now = time.monotonic_ns
+_BEAT_NS = 5_000_000
+_GONE = 20
+_HOPELESS = (KeyRefusedError, StrangerError, UnknownModelError, UnknownPathError)
+
+
+@dataclass
+class RequestOutcome:
+    """What a load gave."""
+
+    rows: list[RequestRow]
+    duration_s: float
+    start_ns: int
+    heartbeat_s: list[float] = field(default_factory=list)
+    stopped_by: RequestError | None = None
+    interrupted: bool = False
+
+
+class _Generator:
+    def __init__(
+        self,
+        client: Client,
+        prompts: Sequence[Prompt],
+        workload: Workload,
+        load: LoadShape,
+        times_ns: Sequence[int],
+        on_progress: Callable[[int], None] | None,
+    ) -> None:
+        self._client, self._prompts, self._workload, self._load = client, prompts, workload, load
+        self._times, self._progress = times_ns, on_progress
+        model = client.endpoint.model
+        self._bodies = [body_of(p, workload, model, n) for n, p in enumerate(prompts)]
+        self._paths = [path_of(p, workload) for p in prompts]
+        self._loop = asyncio.get_running_loop()
+        self._finished: asyncio.Future[None] = self._loop.create_future()
+        self._next = self._under_way = self._done = self._gone = 0
+        self._held: list[int] = []  # due, but past the cap on concurrency
+        self._raw: list[tuple[Any, ...]] = []
+        self._beats: list[float] = []
+        self._stop: RequestError | None = None
+        self._start = self._until = 0
+        self._interrupted = False
+
+    async def run(self) -> RequestOutcome:
+        alarm = Alarm(self._loop, self._send_due)
+        beat = Alarm(self._loop, lambda: self._beat(beat))
+        self._alarm = alarm
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        try:
+            self._start = _now() + 2_000_000  # open loop: time to get there
+            self._until = self._start + int(self._load.seconds * 1e9) if self._load.seconds else 0
+            self._beat_due = self._start
+            beat.set(self._beat_due)
+            if self._load.open or not self._load.concurrency:
+                alarm.set(self._start + self._times[0])
+            else:
+                self._start = _now()
+                for _ in range(min(self._load.concurrency, len(self._prompts))):
+                    self._send_next(_now())
+            await self._finished
+        except asyncio.CancelledError:  # Ctrl-C: keep what was measured
+            self._interrupted = True
+        finally:
+            alarm.close()
+            beat.close()
+            gc.enable()
+            gc.unfreeze()
+        end = max((raw[5] for raw in self._raw), default=_now())
+        rows = sorted((self._row(*raw) for raw in self._raw), key=lambda row: (row.n, row.turn))
+        return RequestOutcome(
+            rows, (end - self._start) / 1e9, self._start, self._beats, self._stop, self._interrupted
+        )
+
+    # Sending
+
+    def _send_due(self) -> None:
+        """Open loop: send all that is due, then sleep until the next."""
+        times, start = self._times, self._start
+        while self._next < len(times) and not self._closed():
+            due = start + times[self._next]
+            if due > _now() + 20_000:
+                self._alarm.set(due)
+                return
+            if self._load.concurrency and self._under_way >= self._load.concurrency:
+                self._held.append(due)
+                self._next += 1
+                continue
+            self._send(self._next, due if self._load.open else _now())  # all at once: each as soon as it can be
+            self._next += 1
+        self._settle()
+
+    def _closed(self) -> bool:
+        return self._stop is not None or self._interrupted or bool(self._until and _now() > self._until)
+
+    def _send_next(self, free_ns: int) -> None:
+        """Closed loop: a place became free at `free_ns`."""
+        if self._next < len(self._prompts) and not self._closed():
+            self._next += 1
+            self._send(self._next - 1, free_ns)
+
+    def _send(self, n: int, intended_ns: int, turn: int = 0, history: list[dict[str, Any]] | None = None) -> None:
+        body = (
+            self._bodies[n]
+            if history is None
+            else body_of(self._prompts[n], self._workload, self._client.endpoint.model, n, history)
+        )
+        self._under_way += 1
+        asked = _now()
+        future = self._client.send(self._paths[n], body)
+        future.add_done_callback(lambda f: self._arrived(f, n, turn, intended_ns, asked, history))
+
+    # Receiving
+
+    def _arrived(
+        self,
+        future: asyncio.Future[Reply],
+        n: int,
+        turn: int,
+        intended: int,
+        asked: int,
+        history: list[dict[str, Any]] | None,
+    ) -> None:
+        self._under_way -= 1
+        error = future.exception()
+        if error is None:
+            reply = future.result()
+            timing, free = reply.timing, reply.timing.done_ns
+            self._raw.append((n, turn, intended, asked, timing.sent_ns, free, timing.chunk_ns, reply.usage,
+                              reply.choices[0].finish_reason, None))  # fmt: skip
+            self._gone = 0
+            if turn < len(self._prompts[n].turns) and not self._closed():
+                self._say_more(n, turn, reply, history)
+                return
+        else:
+            free = _now()
+            self._raw.append((n, turn, intended, asked, 0, free, (), None, "", error))
+            self._take_failure(error)
+        self._done += 1
+        if self._progress is not None:
+            self._progress(self._done)
+        if self._held and not self._closed():
+            index = self._next - len(self._held)
+            self._send(index, self._held.pop(0))
+        elif not self._load.open and self._load.concurrency:
+            self._send_next(free)
+        self._settle()
+
+    def _say_more(self, n: int, turn: int, reply: Reply, history: list[dict[str, Any]] | None) -> None:
+        prompt = self._prompts[n]
+        said = history or [{"role": "user", "content": prompt.content}]
+        said = [*said, {"role": "assistant", "content": reply.text}, {"role": "user", "content": prompt.turns[turn]}]
+        self._send(n, reply.timing.done_ns, turn + 1, said)
+
+    def _take_failure(self, error: BaseException) -> None:
+        if not isinstance(error, RequestError):
+            self._finished.set_exception(error) if not self._finished.done() else None
+            return
+        self._gone = self._gone + 1 if isinstance(error, ServerGoneError) else 0
+        if isinstance(error, _HOPELESS) or self._gone >= min(_GONE, len(self._prompts)):
+            self._stop = self._stop or error
+
+    def _settle(self) -> None:
+        over = self._next >= len(self._prompts) and not self._held
+        if not self._under_way and (over or self._closed()) and not self._finished.done():
+            self._finished.set_result(None)
+
+    def _beat(self, alarm: Alarm) -> None:
+        now = _now()
+        self._beats.append(max(0, now - self._beat_due) / 1e9)
+        self._beat_due = max(self._beat_due + _BEAT_NS, now)
+        alarm.set(self._beat_due)
+        if self._until and now > self._until:
+            self._settle()
+
+    def _row(
+        self, n: int, turn: int, intended: int, asked: int, sent: int, done: int, chunks: Any, usage: Any,
+        finish: str, error: RequestError | None,
+    ) -> RequestRow:  # fmt: skip
+        start, prompt = self._start, self._prompts[n]
+        times = [t - start for t in chunks]
+        return RequestRow(
+            n=n,
+            intended_ns=intended - start,
+            asked_ns=asked - start,
+            sent_ns=(sent or asked) - start,
+            done_ns=done - start,
+            chunk_ns=times,
+            input_tokens=usage.prompt_tokens if usage else 0,
+            output_tokens=(usage.completion_tokens or 0) if usage else len(times),
+            asked_input=prompt.input_tokens,
+            asked_output=prompt.output_tokens,
+            cached_tokens=usage.cached_tokens if usage else None,
+            finish=finish,
+            turn=turn,
+            error="" if error is None else type(error).__name__.removesuffix("Error"),
+            message="" if error is None else error.message,
+        )
+
+
+async def drive(
+    client: Client,
+    prompts: Sequence[Prompt],
+    workload: Workload,
+    load: LoadShape,
+    times_ns: Sequence[int],
+    on_progress: Callable[[int], None] | None = None,
+) -> RequestOutcome:
+    """Send `prompts` at their times (open loop) or as places become free (closed loop); wait for every answer."""
+    return await _Generator(client, prompts, workload, load, times_ns, on_progress).run()

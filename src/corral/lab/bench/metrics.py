@@ -1,0 +1,229 @@
+"""Rows -> figures, defined as in `vllm bench serve` (docs/bench.md has the definitions), under the same JSON keys.
+
+Percentiles interpolate linearly between the neighbouring values; the standard deviation is that of the population.
+Only complete answers are counted in latencies; failures are counted apart.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from corral.base.errors import UsageError
+from corral.lab.bench.rows import RequestRow
+from corral.lab.bench.spec import METRICS, Slo
+
+__all__ = [
+    "Spread",
+    "Summary",
+    "details",
+    "gaps_s",
+    "latencies_s",
+    "percentile",
+    "spread",
+    "statistic",
+    "summarise",
+    "vllm_keys",
+]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How one metric is distributed, in milliseconds."""
+
+    count: int = 0
+    mean: float = 0.0
+    median: float = 0.0
+    std: float = 0.0
+    percentiles: tuple[tuple[float, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The figures of one run."""
+
+    duration_s: float
+    completed: int
+    failed: int
+    input_tokens: int
+    output_tokens: int
+    request_throughput: float
+    output_throughput: float
+    total_token_throughput: float
+    request_goodput: float | None
+    ttft: Spread
+    tpot: Spread
+    itl: Spread
+    e2el: Spread
+    lag: Spread
+    queue: Spread  # from intended to sent: with a concurrency cap, the wait at the sender
+    max_output_tokens_per_s: float
+    max_concurrent_requests: int
+    mean_concurrency: float
+    errors: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def input_throughput(self) -> float:
+        return self.input_tokens / self.duration_s if self.duration_s else 0.0
+
+    def of(self, metric: str) -> Spread:
+        found: Spread = getattr(self, metric)
+        return found
+
+
+def percentile(ordered: Sequence[float], p: float) -> float:
+    """Of sorted values, as numpy's default method gives it."""
+    if not ordered:
+        return 0.0
+    at = (len(ordered) - 1) * p / 100
+    low = math.floor(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+
+
+def spread(values_s: Iterable[float], percentiles: Sequence[float]) -> Spread:
+    """Statistics in milliseconds of values in seconds."""
+    ordered = sorted(values_s)
+    if not ordered:
+        return Spread()
+    mean = math.fsum(ordered) / len(ordered)
+    std = math.sqrt(math.fsum((v - mean) ** 2 for v in ordered) / len(ordered))
+    cuts = tuple((p, percentile(ordered, p) * 1000) for p in percentiles)
+    return Spread(len(ordered), mean * 1000, percentile(ordered, 50) * 1000, std * 1000, cuts)
+
+
+def gaps_s(row: RequestRow) -> list[float]:
+    """Inter-token latencies: between neighbouring chunks."""
+    times = row.chunk_ns
+    return [(b - a) / 1e9 for a, b in itertools.pairwise(times)]
+
+
+def latencies_s(rows: Iterable[RequestRow]) -> dict[str, list[float]]:
+    """TTFT, TPOT, ITL and E2EL of the requests that were answered."""
+    good = [row for row in rows if row.ok and row.chunk_ns]
+    return {
+        "ttft": [row.ttft_s for row in good],
+        "tpot": [t for row in good if (t := row.tpot_s) is not None],
+        "itl": [gap for row in good for gap in gaps_s(row)],
+        "e2el": [row.e2el_s for row in good],
+    }
+
+
+def summarise(
+    rows: Sequence[RequestRow],
+    duration_s: float,
+    percentiles: Sequence[float] = (50.0, 90.0, 99.0),
+    goodput: Sequence[Slo] = (),
+    heartbeat_s: Sequence[float] = (),
+    capped: bool = False,
+) -> Summary:
+    """All figures of one run. `heartbeat_s` is how late the generator's own clock ticks came.
+
+    `capped`: requests waited for their turn at the sender, which is not the generator's lag.
+    """
+    good = [row for row in rows if row.ok and row.chunk_ns]
+    waits = [row.lag_s for row in rows if row.sent_ns]
+    output = sum(row.output_tokens for row in good)
+    total = output + sum(row.input_tokens for row in good)
+    per_s = 1 / duration_s if duration_s > 0 else 0.0
+    peak_tokens, peak_requests = _peaks(good)
+    busy = math.fsum(row.e2el_s for row in good)
+    return Summary(
+        duration_s=duration_s,
+        completed=len(good),
+        failed=len(rows) - len(good),
+        input_tokens=total - output,
+        output_tokens=output,
+        request_throughput=len(good) * per_s,
+        output_throughput=output * per_s,
+        total_token_throughput=total * per_s,
+        request_goodput=sum(_is_good(row, goodput) for row in good) * per_s if goodput else None,
+        **{name: spread(values, percentiles) for name, values in latencies_s(good).items()},
+        lag=spread([*(() if capped else waits), *heartbeat_s], percentiles),
+        queue=spread(waits, percentiles),
+        max_output_tokens_per_s=peak_tokens,
+        max_concurrent_requests=peak_requests,
+        mean_concurrency=busy * per_s,
+        errors=dict(Counter(row.error or "no tokens" for row in rows if not (row.ok and row.chunk_ns))),
+    )
+
+
+def _is_good(row: RequestRow, promises: Sequence[Slo]) -> bool:
+    for promise in promises:
+        value = {"ttft": row.ttft_s, "tpot": row.tpot_s or 0.0, "e2el": row.e2el_s}[promise.metric]
+        if value * 1000 > promise.limit_ms:
+            return False
+    return True
+
+
+def _peaks(good: Sequence[RequestRow]) -> tuple[float, int]:
+    """Most chunks in one second, and most requests that touched one second: vLLM's buckets."""
+    if not good:
+        return 0.0, 0
+    begin = min(row.asked_ns for row in good)
+    tokens: Counter[int] = Counter()
+    requests: Counter[int] = Counter()
+    for row in good:
+        tokens.update((t - begin) // 1_000_000_000 for t in row.chunk_ns)
+        requests.update(range((row.asked_ns - begin) // 10**9, (row.chunk_ns[-1] - begin) // 10**9 + 1))
+    return float(max(tokens.values())), max(requests.values())
+
+
+def statistic(summary: Summary, slo: Slo) -> float:
+    """The value in ms that a promise is about."""
+    found = summary.of(slo.metric)
+    if not found.count:
+        why = f"no answer had the two tokens that {slo.metric} needs" if summary.completed else "nothing was answered"
+        raise UsageError(f"{slo} cannot be judged: {why}.", "Raise --output-len, or limit ttft or e2el.")
+    if slo.statistic in ("mean", "median"):
+        return float(getattr(found, slo.statistic))
+    return dict(found.percentiles)[slo.percentile]
+
+
+def _word(p: float) -> str:
+    return str(int(p)) if int(p) == p else str(p)
+
+
+def vllm_keys(summary: Summary) -> dict[str, Any]:
+    """The figures under the keys of `vllm bench serve`, and some of our own."""
+    s = summary
+    body: dict[str, Any] = {
+        "duration": s.duration_s,
+        "completed": s.completed,
+        "failed": s.failed,
+        "total_input_tokens": s.input_tokens,
+        "total_output_tokens": s.output_tokens,
+        "request_throughput": s.request_throughput,
+        "request_goodput": s.request_goodput,
+        "output_throughput": s.output_throughput,
+        "total_token_throughput": s.total_token_throughput,
+        "max_output_tokens_per_s": s.max_output_tokens_per_s,
+        "max_concurrent_requests": s.max_concurrent_requests,
+    }
+    for metric in METRICS:
+        found = s.of(metric)
+        body |= {f"{kind}_{metric}_ms": getattr(found, kind) for kind in ("mean", "median", "std")}
+        body |= {f"p{_word(p)}_{metric}_ms": value for p, value in found.percentiles}
+    body |= {"input_throughput": s.input_throughput, "mean_concurrency": s.mean_concurrency}
+    body |= {"errors_by_kind": s.errors, "median_lag_ms": s.lag.median}
+    body |= {f"p{_word(p)}_lag_ms": value for p, value in s.lag.percentiles}
+    return body
+
+
+def details(rows: Sequence[RequestRow]) -> dict[str, Any]:
+    """The per-request lists of `vllm bench serve --save-detailed` (texts are not kept)."""
+    whole = [row.ok and bool(row.chunk_ns) for row in rows]
+    return {
+        "input_lens": [row.input_tokens or row.asked_input or 0 for row in rows],
+        "output_lens": [row.output_tokens for row in rows],
+        "ttfts": [row.ttft_s if ok else 0.0 for row, ok in zip(rows, whole, strict=True)],
+        "itls": [gaps_s(row) for row in rows],
+        "latencies": [row.e2el_s if ok else 0.0 for row, ok in zip(rows, whole, strict=True)],
+        "start_times": [row.asked_ns / 1e9 for row in rows],
+        "queue_times": [max(0.0, row.lag_s) for row in rows],
+        "errors": [row.message for row in rows],
+    }

@@ -1,0 +1,52 @@
+"""Flags of others that a run is compared with: each is one more setup of the race, measured like all the rest."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+from dataclasses import replace
+
+from corral.base.errors import DoesNotFitError
+from corral.deploy.lifecycle.bringup import Wish, sized
+from corral.engines.planned import read_back
+from corral.lab.tune.setups import Knob, KnobKind
+from corral.plan.contract import UTILISATION, Plan
+from corral.plan.gains import vllm_defaults
+from corral.plan.graphs import own_largest
+
+__all__ = ["BASELINES", "DIGITALOCEAN", "RANDOM", "baseline_knobs"]
+
+RANDOM = "random"  # a search, not a setup (see `random_search`)
+BASELINES = ("stock", "digitalocean")
+# its documented deployment, without the split over nodes, which the plan decides
+DIGITALOCEAN = (
+    "--enforce-eager --dtype float16 --gpu-memory-utilization 0.99 --max-num-batched-tokens 65536"
+    " --no-enable-chunked-prefill"
+)
+
+
+def baseline_knobs(plan: Plan, wish: Wish, wanted: tuple[str, ...]) -> tuple[Knob, ...]:
+    """What was asked for, as knobs whose one value is a line of flags."""
+    lines = {"stock": _stock, "digitalocean": _digitalocean}
+    named = dict.fromkeys(wanted)
+    return tuple(Knob(f"baseline {name}", (lines[name](plan, wish),), KnobKind.BASELINE) for name in named)
+
+
+def _stock(plan: Plan, wish: Wish) -> str:
+    """What `vllm serve` takes where nothing is said, of all that the plan says."""
+    default = vllm_defaults(plan.inventory, plan.parallel.data)
+    line = (
+        f"--max-num-seqs {default['max_num_seqs']} --max-num-batched-tokens {default['max_num_batched_tokens']}"
+        f" --api-server-count {default['api_servers']} --stream-interval 1 --gpu-memory-utilization {UTILISATION}"
+        " --no-enforce-eager --async-scheduling"
+    )
+    with contextlib.suppress(DoesNotFitError):
+        settings = sized(replace(wish, fixed={**wish.fixed, **read_back(shlex.split(line)).fields}))[1].plan.settings
+        if settings.max_graph_size:  # otherwise vLLM is told nothing, and an old one does not know the flag
+            line += f" --max-cudagraph-capture-size {own_largest(settings, plan.inventory.kind)}"
+    return line
+
+
+def _digitalocean(_: Plan, wish: Wish) -> str:
+    context = "" if wish.goal.context or "max_model_len" in wish.fixed else " --max-model-len 8192"
+    return DIGITALOCEAN + context

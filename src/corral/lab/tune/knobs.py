@@ -1,0 +1,124 @@
+"""Which settings are worth trying for a plan and a workload, and a wish with some of them set.
+
+Only what leaves answers as they are is varied: no narrower weights, no narrower KV cache. What the user fixed with
+`--set` stays; flags of vLLM about speed that he brought may be left out again, because such flags are often copied
+from somewhere. What a plan for another value shows not to fit is never started.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from corral.deploy.lifecycle.bringup import Wish
+from corral.engines.flags import flag_name, takes_next
+from corral.engines.planned import read_back
+from corral.lab.tune.setups import GIVEN, Knob, KnobKind, Setup
+from corral.plan.contract import Plan
+from corral.plan.graphs import largest_graph, own_largest, size_for, sized_elsewhere
+
+__all__ = ["knobs_for", "tuned_wish"]
+
+BATCHED = (8192, 16384, 4096, 2048, 32768)
+FEWEST_SEQS, MOST_SEQS = 16, 4096
+MOST_API_SERVERS = 16
+_SWITCHES = {"prefix_caching": "--no-enable-prefix-caching"}
+# what a server answers, and to whom, is its owner's business
+_ANSWERS = {"dtype", "quantization", "weights", "kv", "max_model_len"}
+_OF_SPEED = {
+    "--enable-chunked-prefill", "--no-enable-chunked-prefill", "--enable-prefix-caching",
+    "--no-enable-prefix-caching", "--block-size", "--compilation-config", "-cc", "-O", "--optimization-level",
+    "--cudagraph-capture-sizes", "--cuda-graph-sizes", "--speculative-config", "-sc", "--scheduling-policy",
+    "--max-num-partial-prefills", "--max-long-partial-prefills", "--long-prefill-token-threshold",
+    "--disable-custom-all-reduce", "--disable-cascade-attn", "--no-disable-cascade-attn", "--attention-backend",
+    "--enable-dbo", "--performance-mode", "--num-gpu-blocks-override", "--cpu-offload-gb",
+    "--kv-cache-memory-bytes", "--enable-expert-parallel", "--no-enable-expert-parallel", "--all2all-backend",
+}  # fmt: skip
+
+
+def knobs_for(
+    plan: Plan, wish: Wish, brought: Sequence[str], bursts: bool, shares_prefixes: bool
+) -> tuple[Knob, ...]:
+    """What may be set otherwise for this plan; `brought` are the arguments the user gave after `--`.
+
+    `bursts`: answers may come in bursts of tokens, because nobody reads along.
+    """
+    read = read_back(brought)
+    said = {name for name in wish.fixed if name not in read.fields}
+    knobs = [*_without(read.fields, read.rest), *_fields(plan)]
+    if plan.inventory.gpu is not None:
+        knobs += [Knob(name, (flag,), KnobKind.SWITCH) for name, flag in _SWITCHES.items()
+                  if name != "prefix_caching" or not shares_prefixes]  # fmt: skip
+    if bursts:
+        knobs.append(Knob("stream_interval", ("4",) if plan.settings.stream_interval == 1 else ("1",)))
+    words = {word.partition("=")[0] for word in read.rest}
+    said |= {"max_graph_size"} if sized_elsewhere(read.rest) else set()
+    taken = said | set(read.fields) | {name for name, flag in _SWITCHES.items() if flag in words}
+    return tuple(knob for knob in knobs if knob.kind is KnobKind.WITHOUT or knob.name not in taken)
+
+
+def _without(fields: Mapping[str, str], rest: Sequence[str]) -> Iterator[Knob]:
+    """The user's own flags, each left out, as far as only speed depends on them."""
+    for name in fields:
+        if name not in _ANSWERS:
+            yield Knob(f"{GIVEN}{name}", ("",), KnobKind.WITHOUT)
+    for word in dict.fromkeys(word.partition("=")[0] for word in rest if flag_name(word) in _OF_SPEED):
+        yield Knob(f"{GIVEN}{word}", ("",), KnobKind.WITHOUT)
+
+
+def _fields(plan: Plan) -> Iterator[Knob]:
+    settings, cores = plan.settings, plan.inventory.cpu_cores
+    seqs = [n for n in (settings.max_num_seqs * 2, settings.max_num_seqs // 2) if FEWEST_SEQS <= n <= MOST_SEQS]
+    yield Knob("max_num_seqs", tuple(map(str, seqs)))
+    batched = [n for n in BATCHED if n != settings.max_num_batched_tokens and n >= settings.max_num_seqs]
+    batched.sort(key=lambda n: abs(n.bit_length() - settings.max_num_batched_tokens.bit_length()))
+    yield Knob("max_num_batched_tokens", tuple(map(str, batched[:3])))
+    if plan.inventory.gpu is not None and plan.parallel.data == 1:
+        most = min(MOST_API_SERVERS, max(1, cores // 2)) if cores else 8
+        counts = [n for n in (settings.api_servers * 2, settings.api_servers // 2, 1) if 1 <= n <= most]
+        yield Knob("async_scheduling", (str(not settings.async_scheduling).lower(),))
+        yield from _graphs(plan)
+        yield Knob("api_servers", tuple(dict.fromkeys(str(n) for n in counts if n != settings.api_servers)))
+
+
+def _graphs(plan: Plan) -> Iterator[Knob]:
+    """Larger graphs, where steps are beyond vLLM's own; where the plan has them, its own."""
+    settings, gpu = plan.settings, plan.inventory.kind
+    size = size_for(settings, gpu, plan.goal, plan.parallel.data)
+    if size and not settings.eager:
+        other = size if largest_graph(settings, gpu) < size else own_largest(settings, gpu)
+        yield Knob("max_graph_size", (str(other),))
+
+
+def tuned_wish(wish: Wish, knobs: Sequence[Knob], setup: Setup) -> Wish:
+    """The base with a setup's choices."""
+    fixed, arguments = dict(wish.fixed), list(wish.extra_args)
+    kinds = {knob.name: knob.kind for knob in knobs}
+    for name, value in setup.choices:
+        match kinds[name]:
+            case KnobKind.FIELD:
+                fixed[name] = value
+            case KnobKind.SWITCH:
+                arguments.append(value)
+            case KnobKind.BASELINE:
+                read = read_back(shlex.split(value))
+                fixed |= read.fields
+                arguments += read.rest
+            case KnobKind.WITHOUT:
+                said = name.removeprefix(GIVEN)
+                fixed.pop(said, None)
+                arguments = _left_out(arguments, said)
+    return replace(wish, fixed=fixed, extra_args=tuple(arguments))
+
+
+def _left_out(arguments: Sequence[str], flag: str) -> list[str]:
+    """The arguments without a flag and its value."""
+    kept: list[str] = []
+    skipping = False
+    for at, word in enumerate(arguments):
+        if not takes_next(arguments, at):  # a flag, not a value such as -1
+            skipping = word.partition("=")[0] == flag
+        if not skipping:
+            kept.append(word)
+    return kept

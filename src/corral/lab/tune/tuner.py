@@ -1,0 +1,230 @@
+"""The race on real servers: start a setup, measure it, stop it, write the trial down, ask what comes next.
+
+Several trials run at once where each has hardware of its own: as jobs of a scheduler, or on GPUs of their own. On the
+same GPUs servers may start together, but nothing starts beside what is measured (see `lab.tune.turns`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from corral.base.errors import CorralError
+from corral.base.lock import exclusive_lock
+from corral.client.client import run as run_loop
+from corral.client.endpoint import Endpoint
+from corral.deploy.deployment.expectation import Expected
+from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.lifecycle import bringup, deployments
+from corral.lab.bench.measure import Bench
+from corral.lab.tune.beside import run_beside
+from corral.lab.tune.knobs import tuned_wish
+from corral.lab.tune.objective import measure_score
+from corral.lab.tune.race import RaceResult, next_order, verdict
+from corral.lab.tune.random_search import next_random
+from corral.lab.tune.roofline import roofline
+from corral.lab.tune.setups import BASE, Knob, Setup
+from corral.lab.tune.store import TuneRun, TuneSpec
+from corral.lab.tune.trials import Roofline, Trial, TrialOrder
+from corral.lab.tune.turns import Turns, with_part
+from corral.node.states import State
+
+__all__ = ["Pruned", "TuneWatcher", "fitting_knobs", "settings_found", "tune"]
+
+LONGEST_NAME = 60
+
+
+class TuneWatcher(Protocol):
+    """Is told how a run goes."""
+
+    def begins(self, number: int, order: TrialOrder, left_s: float) -> None: ...
+
+    def phase(self, text: str) -> None: ...
+
+    def waits(self, who: str) -> None: ...
+
+    def ended(self, trial: Trial, so_far: RaceResult) -> None: ...
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """A value that cannot run here, and why; it is never started."""
+
+    setup: Setup
+    because: str
+
+
+def fitting_knobs(
+    wish: bringup.Wish, knobs: Sequence[Knob], check: Callable[[bringup.Wish], object]
+) -> tuple[tuple[Knob, ...], tuple[Pruned, ...]]:
+    """The knobs with the values that pass a check: that there is a plan for them."""
+    kept, pruned = [], []
+    for knob in knobs:
+        values = []
+        for value in knob.values:
+            setup = BASE.with_(knob.name, value)
+            try:
+                check(tuned_wish(wish, knobs, setup))
+                values.append(value)
+            except CorralError as error:
+                pruned.append(Pruned(setup, error.message))
+        if values:
+            kept.append(replace(knob, values=tuple(values)))
+    return tuple(kept), tuple(pruned)
+
+
+def tune(run: TuneRun, watcher: TuneWatcher) -> RaceResult:
+    """Go on with a run until there is nothing left to learn or no time; whatever ends it, nothing is left running."""
+    with exclusive_lock(run.folder / "lock", watcher.waits):
+        spec, trials = run.spec, run.trials()
+        race, turns = spec.race, Turns(spec.in_turns)
+
+        def begins(number: int, order: TrialOrder) -> None:
+            watcher.begins(number, order, max(0.0, race.budget_s - sum(one.of_budget_s for one in trials)))
+
+        def ended(trial: Trial) -> None:
+            run.add(trial)
+            watcher.ended(trial, verdict(race, trials))
+
+        def make(order: TrialOrder, number: int, place: int) -> Trial:
+            return _made(run, spec, order, number, watcher, turns, place)
+
+        def abandon() -> None:
+            turns.end()
+            _end_all(run, spec)
+
+        _end_all(run, spec)  # a run that was killed may have left some
+        try:
+            if spec.places > 1:
+                run_beside(race, trials, spec.places, make, begins, ended, abandon, spec.in_turns)
+            while order := next_order(race, trials) or _beside_the_race(spec, trials):
+                begins(len(trials) + 1, order)
+                trials.append(make(order, len(trials) + 1, 0))
+                ended(trials[-1])
+        finally:
+            _end_all(run, spec)
+        return verdict(race, trials)
+
+
+def _beside_the_race(spec: TuneSpec, trials: Sequence[Trial]) -> TrialOrder | None:
+    return next_random(spec.race, trials, spec.bench.workload.seed) if spec.random else None
+
+
+def _end_all(run: TuneRun, spec: TuneSpec) -> None:
+    """Stop what still runs of this run's servers."""
+    for place in range(spec.places):
+        _stop(_name(run, place))
+
+
+def _made(
+    run: TuneRun, spec: TuneSpec, order: TrialOrder, number: int, watcher: TuneWatcher, turns: Turns, place: int = 0
+) -> Trial:
+    began_s, start_s, folder = time.monotonic(), 0.0, run.trial_folder(number)
+    waited = [0.0]  # for others' turns
+
+    def trial(score: float | None, why: str = "", bounds: Roofline | None = None) -> Trial:
+        took_s = time.monotonic() - began_s - sum(waited)
+        spent = (round(took_s, 2), round(start_s, 2))
+        return Trial(order.setup, order.purpose, score, *spent, why, str(folder), bounds)
+
+    try:
+        with _served(run, spec, order.setup, watcher, turns, place, waited) as (endpoint, start_s):
+            watcher.phase("measuring")
+            value, bounds = run_loop(_score(endpoint, spec, order, folder, number))
+    except CorralError as error:
+        return trial(None, error.message.removeprefix(f"{_name(run, place)!r} failed: "))
+    return trial(value, bounds=bounds)
+
+
+async def _score(
+    endpoint: Endpoint, spec: TuneSpec, order: TrialOrder, folder: Path, number: int
+) -> tuple[float, Roofline | None]:
+    async with Bench(endpoint) as bench:
+        found = await measure_score(bench, spec.bench, spec.objective, order.measure_s, folder, number)
+        return found.value, roofline(bench.plan, spec.objective, found.summary)
+
+
+def _name(run: TuneRun, place: int) -> str:
+    """Of the deployments that are measured, one after the other in each place; no other run's are called so."""
+    name = f"tune-{run.name}"
+    if len(name) > LONGEST_NAME:
+        name = f"{name[: LONGEST_NAME - 9]}-{hashlib.sha256(run.name.encode()).hexdigest()[:8]}"
+    return name + (f"+{place + 1}" if place else "")
+
+
+@contextlib.contextmanager
+def _served(
+    run: TuneRun,
+    spec: TuneSpec,
+    setup: Setup,
+    watcher: TuneWatcher,
+    turns: Turns,
+    place: int,
+    waited: list[float],
+) -> Iterator[tuple[Endpoint, float]]:
+    """The setup's server while it is measured, and how long its start took; `waited` gets the waits for a turn."""
+    name = _name(run, place)
+    share = spec.shares[place] if spec.shares else spec.wish.share
+    wish = tuned_wish(spec.wish, spec.race.knobs, setup)
+    wish = replace(with_part(wish, spec.places) if spec.in_turns else wish, name=name, share=share)
+    asked_s = time.monotonic()
+    with turns.start():
+        began_s = time.monotonic()
+        waited.append(began_s - asked_s)
+        try:
+            status = bringup.bring_up(wish, _Phases(watcher.phase))
+        except BaseException:
+            _stop(name)
+            raise
+    ready_s = time.monotonic()
+    try:
+        with turns.measurement():
+            waited.append(time.monotonic() - ready_s)
+            try:
+                assert status.endpoint is not None
+                yield status.endpoint, ready_s - began_s
+            finally:
+                _stop(name)  # before others start or are measured
+    finally:
+        _stop(name)  # where its turn never came
+
+
+def _stop(name: str) -> None:
+    """Also one that failed: something of it may be left."""
+    folder = DeploymentFolder.of(name)
+    if not folder.record.is_file():
+        return
+    with contextlib.suppress(CorralError):
+        if deployments.status(folder).state is State.STOPPED:
+            return
+    with contextlib.suppress(CorralError):
+        deployments.stop(folder)
+
+
+class _Phases:
+    """A start's phases, as one word each."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+
+    def phase(self, name: str, expected: Expected | None = None) -> None:
+        self._tell(name)
+
+    def detail(self, text: str, done: int = 0, total: int = 0, news: bool = False) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        pass
+
+
+def settings_found(run: TuneRun) -> tuple[dict[str, object], tuple[str, ...]]:
+    """The best setup of a run, as fields of a plan and arguments of vLLM."""
+    spec = run.spec
+    best = verdict(spec.race, run.trials()).best
+    wish = tuned_wish(spec.wish, spec.race.knobs, best)
+    return dict(wish.fixed), wish.extra_args

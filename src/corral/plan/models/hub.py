@@ -1,0 +1,144 @@
+"""A Hugging Face repository's config and tensor headers, by a few small requests, never its weights.
+
+Each request waits at most ten seconds. The library is imported only here, and only when a repository is asked for.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from corral.base.errors import AccessError, CorralError, DataError, NotFoundError, UnreachableError
+from corral.plan.models.architecture import parse_config
+from corral.plan.models.token import token_origin
+from corral.plan.models.weights import Tensor, header_tensors
+
+__all__ = ["Repository", "check_repository", "gated_error", "hub_error", "hub_is_off", "read_repository"]
+
+_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Repository:
+    """What a repository says of itself without its weights."""
+
+    config: Mapping[str, Any]
+    tensors: list[Tensor] | None = None  # None: it has no safetensors, or their headers could not be read
+    gated: bool | None = None  # None: the hub did not say
+    notes: tuple[str, ...] = ()  # what could not be learnt, and why
+
+
+def hub_is_off() -> bool:
+    """Whether the environment says that the hub is not to be asked, in the words that its own library knows."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
+
+
+def read_repository(repo: str) -> Repository:
+    """The config, and what else the hub tells; only a config that cannot be read is an error."""
+    config = parse_config(_config_text(repo), f"The config.json of {repo}")
+    gated, unsaid = _is_gated(repo)
+    tensors, unread = _tensors(repo)
+    return Repository(config, tensors, gated, tuple(note for note in (unsaid, unread) if note))
+
+
+def check_repository(repo: str, token: str | None = None) -> None:
+    """Refuse a repository that the token, or the one in use, may not read."""
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi(token=token).auth_check(repo)
+    except Exception as error:  # the library raises its own tree and its HTTP client's
+        raise hub_error(repo, error, token) from error
+
+
+def _is_gated(repo: str) -> tuple[bool | None, str]:
+    """Whether the repository is gated; where the hub does not say, None and why."""
+    from huggingface_hub import HfApi
+
+    try:
+        return bool(HfApi().model_info(repo, timeout=_TIMEOUT_S, expand=["gated"]).gated), ""
+    except Exception as error:  # the library raises its own tree and its HTTP client's
+        return None, f"whether it is gated is not known: {hub_error(repo, error).message}"
+
+
+def _tensors(repo: str) -> tuple[list[Tensor] | None, str]:
+    """The tensors of the headers; where there are none, or they cannot be read, None and why."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import NotASafetensorsRepoError
+
+    try:
+        files = HfApi().get_safetensors_metadata(repo, timeout=_TIMEOUT_S).files_metadata
+    except NotASafetensorsRepoError:
+        return None, f"{repo} holds no safetensors: sizes are computed from its config"
+    except Exception as error:
+        why = hub_error(repo, error).message
+        return None, f"the tensor headers could not be read ({why}): sizes are computed from its config"
+    rows = {n: {"dtype": t.dtype, "shape": t.shape} for f in files.values() for n, t in f.tensors.items()}
+    return header_tensors(rows, repo), ""
+
+
+def _config_text(repo: str) -> str:
+    """The config as the hub has it now, or as this machine downloaded it before; asked once, without retries."""
+    from huggingface_hub import get_session, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
+
+    try:
+        cached = try_to_load_from_cache(repo, "config.json")
+        url, headers = hf_hub_url(repo, "config.json"), build_hf_headers()
+        reply = get_session().get(url, headers=headers, timeout=_TIMEOUT_S, follow_redirects=True)
+        hf_raise_for_status(reply)
+        return str(reply.text)
+    except HFValidationError:
+        raise NotFoundError(f"{repo!r} is not a repository name.", "Write it as owner/name.") from None
+    except Exception as error:  # the library raises its own tree and its HTTP client's
+        told = hub_error(repo, error)
+        if isinstance(told, UnreachableError) and isinstance(cached, str):
+            return Path(cached).read_text(encoding="utf-8")
+        raise told from error
+
+
+def gated_error(repo: str, refused: str = "") -> AccessError:
+    """A gated repository, and what to do: for want of a token, or because the one from `refused` may not read it."""
+    page = f"https://huggingface.co/{repo}"
+    if refused:
+        return AccessError(
+            f"{repo} is gated, and the token ({refused}) may not read it.",
+            f"Request access at {page} with the account of that token, or set HF_TOKEN to one of another account.",
+        )
+    return AccessError(
+        f"{repo} is gated, and there is no token.",
+        f"Request access at {page}, then run `corral pull {repo}` at a terminal, which asks for a token and keeps "
+        "it; or set HF_TOKEN. Tokens are made at https://huggingface.co/settings/tokens.",
+        needs_token=repo,
+    )
+
+
+def hub_error(repo: str, error: Exception, typed: str | None = None) -> CorralError:
+    """The hub library's error in one sentence with a remedy; `typed` is a token that is not kept anywhere yet."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return gated_error(repo, "as typed" if typed else token_origin())
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return NotFoundError(
+            f"the hub has no repository {repo}, or it is private.", "Check the name; set HF_TOKEN if it is private."
+        )
+    if isinstance(error, errors.HfHubHTTPError) and error.response.status_code == 401:
+        return AccessError(
+            f"the hub rejected the token ({'as typed' if typed else token_origin()}).",
+            "It may have been revoked. Make one at https://huggingface.co/settings/tokens and set HF_TOKEN, or "
+            f"take the old one away and run `corral pull {repo}` at a terminal.",
+        )
+    if isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
+        return DataError(f"{repo} has no config.json.", "Choose a repository in the Hugging Face format.")
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return DataError("the disk became full while downloading.", "Free space or set HF_HOME, then run it again.")
+    return UnreachableError(
+        f"the hub did not answer for {repo} ({type(error).__name__}).",
+        "Check the network; a model that is already on disk can be named by its folder.",
+    )

@@ -1,0 +1,137 @@
+"""Who asks: the keys that a running gateway takes, their limits, and what each has used."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from corral.client.http1.reading import Headers
+from corral.serve.gateway.client_keys import digest_of
+
+__all__ = ["Bucket", "KeyGrant", "KeyTable", "KeyUser", "offered_key"]
+
+
+class Bucket:
+    """So much a minute, and no more than a minute's worth at once."""
+
+    __slots__ = ("_level", "_per_s", "_stamp_s", "per_minute")
+
+    def __init__(self, per_minute: int, now_s: float) -> None:
+        self.per_minute = per_minute
+        self._per_s = per_minute / 60
+        self._level, self._stamp_s = float(per_minute), now_s
+
+    def wait_s(self, amount: float, now_s: float) -> float:
+        """How long until that much may be taken; what is more than a minute's worth waits for a full bucket."""
+        self._level = min(float(self.per_minute), self._level + (now_s - self._stamp_s) * self._per_s)
+        self._stamp_s = now_s
+        return max(0.0, (min(amount, self.per_minute) - self._level) / self._per_s)
+
+    def take(self, amount: float) -> None:
+        """May leave a debt, when an answer was longer than expected; or give back, with a negative amount."""
+        self._level -= amount
+
+
+@dataclass(frozen=True)
+class KeyGrant:
+    """A key that is valid now, and what it is good for."""
+
+    name: str
+    digest: bytes
+    models: frozenset[str] | None = None  # None: all
+    rpm: int | None = None
+    tpm: int | None = None
+
+
+@dataclass(eq=False)
+class KeyUser:
+    """A key in use."""
+
+    grant: KeyGrant
+    requests_bucket: Bucket | None = None
+    tokens_bucket: Bucket | None = None
+    limited: int = 0  # requests refused by a limit
+    served: dict[tuple[str, str], list[float]] = field(default_factory=dict)  # by model and member: see `count`
+
+    @property
+    def name(self) -> str:
+        return self.grant.name
+
+    def may_use(self, model: str) -> bool:
+        return self.grant.models is None or model in self.grant.models
+
+    def wait_s(self, tokens: float, now_s: float) -> tuple[float, str]:
+        """How long a request of that many tokens must wait for the key's limits, and for which of them."""
+        for bucket, amount, name in (
+            (self.requests_bucket, 1.0, "requests"),
+            (self.tokens_bucket, tokens, "tokens"),
+        ):
+            if bucket and (wait := bucket.wait_s(amount, now_s)) > 0:
+                return wait, f"{bucket.per_minute:,} {name} per minute"
+        return 0.0, ""
+
+    def take(self, tokens: float) -> None:
+        if self.requests_bucket:
+            self.requests_bucket.take(1)
+        if self.tokens_bucket:
+            self.tokens_bucket.take(tokens)
+
+    def correct(self, tokens: float) -> None:
+        if self.tokens_bucket:
+            self.tokens_bucket.take(tokens)
+
+    def count(self, model: str, member: str, prompt: float, output: float, whole: bool) -> None:
+        """Requests answered and failed, tokens read and written."""
+        found = self.served.setdefault((model, member), [0.0, 0.0, 0.0, 0.0])
+        found[0 if whole else 1] += 1
+        found[2] += prompt
+        found[3] += output
+
+
+class KeyTable:
+    """The keys by their digests."""
+
+    def __init__(self) -> None:
+        self._users: dict[bytes, KeyUser] = {}
+
+    def update(self, grants: Iterable[KeyGrant], now_s: float) -> None:
+        """Take over what is valid now; a key whose limits did not change keeps its counts and its level."""
+        found: dict[bytes, KeyUser] = {}
+        for grant in grants:
+            user = self._users.get(grant.digest)
+            if user is None:
+                user = KeyUser(grant)
+                user.requests_bucket, user.tokens_bucket = _buckets(grant, now_s)
+            elif user.grant != grant:
+                if (grant.rpm, grant.tpm) != (user.grant.rpm, user.grant.tpm):
+                    user.requests_bucket, user.tokens_bucket = _buckets(grant, now_s)
+                user.grant = grant
+            found[grant.digest] = user
+        self._users = found
+
+    def find(self, headers: Headers) -> KeyUser | None:
+        """Whose key a request carries. What is compared are hashes, so times tell nothing about a key."""
+        digest = digest_of(offered_key(headers))
+        user = self._users.get(digest)
+        return user if user is not None and hmac.compare_digest(user.grant.digest, digest) else None
+
+    def all(self) -> list[KeyUser]:
+        return list(self._users.values())
+
+
+def offered_key(headers: Headers) -> bytes:
+    """A bearer token, or `x-api-key` as Anthropic's SDK sends it."""
+    for name, value in headers:
+        if name == b"authorization" and value[:7].lower() == b"bearer ":
+            return value[7:].strip()
+        if name == b"x-api-key":
+            return value.strip()
+    return b""
+
+
+def _buckets(grant: KeyGrant, now_s: float) -> tuple[Bucket | None, Bucket | None]:
+    return (
+        Bucket(grant.rpm, now_s) if grant.rpm else None,
+        Bucket(grant.tpm, now_s) if grant.tpm else None,
+    )

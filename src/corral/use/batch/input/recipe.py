@@ -1,0 +1,210 @@
+"""How a row becomes a request: kind of row, template, chat or completion, parameters for all and per row.
+
+Rows are of one of two kinds. An OpenAI batch row carries the whole request (`custom_id`, `method`, `url`, `body`). A
+plain row carries `prompt` or `messages` (or the columns of a template); columns named like a sampling parameter set
+it for that row, all others are carried through. A row's own parameters win over those for all rows.
+
+Everything here is pure: the same row and recipe give the same request, at check time and when it is sent.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import msgspec
+
+from corral.base.errors import DataError, UsageError
+from corral.base.record import nearest
+from corral.client.client import CHAT, COMPLETIONS
+from corral.client.sampling import FIELDS, body_fields, check_fields, parse_cell, with_length
+from corral.use.batch.input.row_limits import decode_row
+
+__all__ = ["AUTO", "OPENAI", "PLAIN", "Parsed", "Recipe", "kind_of"]
+
+OPENAI, PLAIN, AUTO = "openai", "plain", "auto"
+_OPENAI_KEYS = ("custom_id", "method", "url", "body")
+_PATHS = (CHAT, COMPLETIONS)
+_HOLE = re.compile(r"\{\{\s*([^{}]+?)\s*\}\}")
+_ID_COLUMNS = ("custom_id", "id")
+
+
+def asked_tokens(body: Mapping[str, Any]) -> int:
+    """The longest answer that a request allows, as vLLM reads it; 0 where it names no limit."""
+    return int(body.get("max_completion_tokens") or body.get("max_tokens") or 0)
+
+
+class Parsed(NamedTuple):
+    """A row as it will be sent."""
+
+    id: str
+    path: str
+    body: dict[str, Any]
+    row: dict[str, Any]
+
+
+def kind_of(row: Mapping[str, Any]) -> str:
+    """Whether a row carries a whole request."""
+    return OPENAI if isinstance(row.get("body"), dict) and ("url" in row or "custom_id" in row) else PLAIN
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is done with every row; saved with the job and compared before a resume."""
+
+    kind: str = AUTO  # settled by the first row
+    template: str | None = None
+    chat: bool = False
+    system: str | None = None
+    params: Mapping[str, Any] = field(default_factory=dict)
+    id_column: str | None = None
+    prompt_column: str | None = None
+    row_params: bool = True
+    any_model: bool = False
+    text_cells: bool = False  # CSV: every value is text
+    only_path: str | None = None  # the one url that rows may name
+
+    def __post_init__(self) -> None:
+        body_fields(self.params, chat=True)  # which of the two it is, the rows say
+        if self.kind == OPENAI and (self.template or self.chat or self.system or self.prompt_column):
+            raise UsageError(
+                "the rows are whole requests (OpenAI batch lines): they take no template, --chat or --system.",
+                "Drop those options, or give rows with `prompt`.",
+            )
+
+    def settled(self, raw: bytes) -> Recipe:
+        """This recipe for the kind of rows that the first one shows."""
+        if self.kind != AUTO:
+            return self
+        try:
+            row = decode_row(raw)
+        except DataError:
+            return self
+        return replace(self, kind=kind_of(row) if isinstance(row, dict) else PLAIN)
+
+    def loose_id(self, raw: bytes) -> str | None:
+        """The id of a row that is bad otherwise, if it can be told."""
+        try:
+            row = decode_row(raw)
+        except DataError:
+            return None
+        found = row.get(self.id_column or "custom_id", row.get("id")) if isinstance(row, dict) else None
+        return str(found) if isinstance(found, (str, int)) and found != "" else None
+
+    def read(self, raw: bytes, line: int, models: tuple[str, ...] = ()) -> Parsed:
+        """The request of a row; DataError with the problem in words when it has none."""
+        row = decode_row(raw)
+        if isinstance(row, str) and self.kind != OPENAI:
+            row = {"prompt": row}
+        if not isinstance(row, dict):
+            raise DataError("is not a JSON object")
+        try:
+            return self._openai(row, models) if self.kind == OPENAI else self._plain(row, line)
+        except UsageError as error:
+            raise DataError(error.in_full.removesuffix(".")) from None
+
+    def _openai(self, row: dict[str, Any], models: tuple[str, ...]) -> Parsed:
+        for key in row:
+            if key not in _OPENAI_KEYS:
+                near = nearest(key, _OPENAI_KEYS, 1)
+                raise DataError(f"has an unknown field {key!r}" + (f" (did you mean {near[0]!r}?)" if near else ""))
+        identity, body, path = row.get("custom_id"), row.get("body"), row.get("url")
+        if not isinstance(identity, str) or not identity:
+            raise DataError("lacks 'custom_id' (text)")
+        if row.get("method", "POST") != "POST":
+            raise DataError(f"has the method {row['method']!r}; only POST is supported")
+        if path not in _PATHS:
+            raise DataError(f"has the url {path!r}; it must be {' or '.join(_PATHS)}")
+        if self.only_path is not None and path != self.only_path:
+            raise DataError(f"has the url {path!r}; the batch is for {self.only_path}")
+        if not isinstance(body, dict):
+            raise DataError("lacks 'body' (an object)")
+        whole = {**body_fields(self.params, path == CHAT), **body} if self.params else dict(body)
+        check_fields(whole, path == CHAT)
+        if whole.get("stream"):
+            raise DataError("asks for a stream; batches do not stream")
+        if path == CHAT:
+            _check_messages(whole.get("messages"))
+        elif not isinstance(whole.get("prompt"), (str, list)) or not whole["prompt"]:
+            raise DataError("lacks 'prompt' in its body")
+        named = whole.get("model")
+        if named is not None and models and named not in models:
+            if not self.any_model:
+                raise DataError(
+                    f"asks for the model {named!r}; the server has {', '.join(models)} (--any-model uses that)"
+                )
+            del whole["model"]
+        return Parsed(identity, path, whole, row)
+
+    def _plain(self, row: dict[str, Any], line: int) -> Parsed:
+        messages = None if self.template or self.prompt_column else row.get("messages")
+        if messages is not None:
+            if self.text_cells and isinstance(messages, str):
+                messages = parse_cell("messages", messages)
+            _check_messages(messages)
+            if self.system and messages[0].get("role") != "system":
+                messages = [{"role": "system", "content": self.system}, *messages]
+        elif self.chat or self.system:
+            system = [{"role": "system", "content": self.system}] if self.system else []
+            messages = [*system, {"role": "user", "content": self._prompt(row)}]
+        asked = {"prompt": self._prompt(row)} if messages is None else {"messages": messages}
+        path = COMPLETIONS if messages is None else CHAT
+        fields = body_fields({**self.params, **self._own_params(row)}, path == CHAT)
+        body = {**(fields if path == CHAT else with_length(fields)), **asked}
+        return Parsed(self._id(row, line), path, body, row)
+
+    def _own_params(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The columns of a row that are parameters."""
+        if not self.row_params:
+            return {}
+        found = {name: row[name] for name in row.keys() & FIELDS.keys() if row[name] is not None}
+        if not self.text_cells:
+            return found
+        return {name: parse_cell(name, value) for name, value in found.items() if value != ""}
+
+    def _prompt(self, row: Mapping[str, Any]) -> str:
+        if self.template is not None:
+            return _HOLE.sub(lambda hole: self._cell(row, hole[1]), self.template)
+        name = self.prompt_column or "prompt"
+        if name not in row:
+            near = nearest(name, list(row), 1)
+            hint = f" (it has: {', '.join(list(row)[:8])}; --prompt-column says which is the prompt)" if row else ""
+            if near:
+                hint = f" (did you mean {near[0]!r}? --prompt-column {near[0]})"
+            wanted = "'prompt' or 'messages'" if self.prompt_column is None else repr(name)
+            raise DataError(f"lacks {wanted}{hint}")
+        prompt = row[name]
+        if not isinstance(prompt, str):
+            raise DataError(f"has a {name!r} that is not text")
+        if not prompt:
+            raise DataError(f"has an empty {name!r}")
+        return prompt
+
+    def _cell(self, row: Mapping[str, Any], name: str) -> str:
+        if name not in row:
+            near = nearest(name, list(row), 1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise DataError(f"lacks the template's column {name!r}{hint}")
+        value = row[name]
+        return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+    def _id(self, row: Mapping[str, Any], line: int) -> str:
+        if self.id_column is not None:
+            if row.get(self.id_column) in (None, ""):
+                raise DataError(f"lacks the id column {self.id_column!r}")
+            return str(row[self.id_column])
+        for name in _ID_COLUMNS:
+            value = row.get(name)
+            if isinstance(value, (str, int)) and not isinstance(value, bool) and value != "":
+                return str(value)
+        return f"row-{line}"
+
+
+def _check_messages(messages: Any) -> None:
+    if not isinstance(messages, list) or not messages:
+        raise DataError("lacks 'messages' (a list of at least one message)")
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise DataError(f"has a message (number {number}) without a 'role'")

@@ -1,0 +1,185 @@
+"""vLLM engines on a Ray cluster that is already there (`ray.data.llm`): a file of rows in, answers out.
+
+Ray and vLLM must be importable here (Corral installed into the cluster's environment).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from corral.base.errors import UnreachableError, UsageError
+from corral.deploy.deployment.diagnosis import Diagnosis
+from corral.plan.engine import VLLM_DTYPES
+from corral.plan.fixed import parse_assignments, read_fixed
+from corral.use.batch.input.rows import optional
+from corral.use.batch.raydata.cpus import cluster_cpu, format_on
+from corral.use.batch.raydata.logs import logs_folder, why_died
+
+__all__ = ["AnswerEngine", "EngineDiedError", "Note", "RayAnswer", "RayEngine", "engine_settings", "read_answer"]
+
+_ENGINE_NAMES = {
+    "tensor": "tensor_parallel_size",
+    "pipeline": "pipeline_parallel_size",
+    "max_model_len": "max_model_len",
+    "kv": "kv_cache_dtype",
+    "gpu_memory_utilization": "gpu_memory_utilization",
+    "max_num_batched_tokens": "max_num_batched_tokens",
+    "max_num_seqs": "max_num_seqs",
+    "eager": "enforce_eager",
+}
+_NOT_ENGINE = {
+    "api_servers": "Ray Data has no API server; leave it out.",
+    "data": "--concurrency N starts N engines.",
+    "weights": "Name a checkpoint with those weights: --start PATH.",
+}
+
+
+class RayAnswer(NamedTuple):
+    """What came back for one row."""
+
+    number: int
+    text: str
+    error: str = ""
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+
+class EngineDiedError(Exception):
+    """A pass of the engine ended early: what Ray says, and why, where a log of the engine tells."""
+
+    def __init__(self, said: str, why: Diagnosis | None) -> None:
+        super().__init__(f"{why.cause} ({said})" if why else said)
+        self.remedy = why.remedy if why else ""
+
+
+class AnswerEngine(Protocol):
+    """Something that answers a file of rows; the seam at which tests put another one."""
+
+    def answers(self, rows: Path, chat: bool) -> Iterator[RayAnswer]:
+        """The answers of a file of `{"corral_row", "prompt" | "messages", "sampling_params"}`, in any order."""
+
+
+Note = Callable[[str, str], None]  # kind, words
+
+
+class RayEngine:
+    """`ray.data.llm` with `replicas` vLLM engines."""
+
+    def __init__(self, model: str, replicas: int, engine_kwargs: dict[str, Any], note: Note) -> None:
+        self._model, self._replicas, self._kwargs, self._note = model, replicas, dict(engine_kwargs), note
+        self._on_cpus = False
+        self._ray = optional("ray", "run on Ray Data (in the cluster's own environment)")
+        _refuse_dead_address(os.environ.get("RAY_ADDRESS", ""))  # before the import below, which takes seconds
+        optional("ray.data.llm", "run on Ray Data")
+
+    def answers(self, rows: Path, chat: bool) -> Iterator[RayAnswer]:
+        from ray.data.llm import build_processor, vLLMEngineProcessorConfig
+
+        ray = self._ray
+        self._connect()
+        ray.data.DataContext.get_current().enable_progress_bars = False
+        logging.getLogger("ray.data").setLevel(logging.WARNING)  # a block of lines every ten seconds otherwise
+        settings: dict[str, Any] = {}
+        if not ray.cluster_resources().get("GPU"):  # otherwise it would wait for one for ever
+            settings = {"placement_group_config": {"bundles": [{"CPU": 1}]}, "log_engine_metrics": False}
+            self._choose_format()
+        config = vLLMEngineProcessorConfig(
+            model_source=self._model,
+            engine_kwargs=self._kwargs,
+            concurrency=self._replicas,
+            batch_size=64,
+            should_continue_on_error=True,
+            chat_template_stage=chat,
+            tokenize_stage=False,  # the engine does both itself; actors of their own only take CPUs from it
+            detokenize_stage=False,
+            **settings,
+        )
+        processor = build_processor(config, preprocess=_unpack)
+        # Ray Data would restart an engine that dies without end, and tell nobody
+        processor.get_stage_by_name("vLLMEngineStage").map_batches_kwargs["max_restarts"] = 0
+        began_s = time.time()
+        try:
+            for row in processor(ray.data.read_text(str(rows))).iter_rows():
+                yield read_answer(row)
+        except Exception as error:
+            raise EngineDiedError(_first_line(error), why_died(logs_folder(ray), began_s)) from error
+
+    def _choose_format(self) -> None:
+        """On CPUs; once, however often the engine is started."""
+        if self._on_cpus:
+            return
+        self._on_cpus = True
+        chosen, why = format_on(cluster_cpu(self._ray), self._kwargs.get("dtype"))
+        self._kwargs |= chosen
+        if why:
+            self._note("note", why)
+
+    def _connect(self) -> None:
+        if self._ray.is_initialized():
+            return
+        try:
+            self._ray.init(address="auto", log_to_driver=False)  # RAY_ADDRESS, or a cluster on this node
+        except ConnectionError as error:
+            raise UnreachableError(
+                f"there is no Ray cluster here: {str(error).splitlines()[0]}",
+                "Start one (`ray start --head`), run this on one of its nodes, or set RAY_ADDRESS.",
+            ) from error
+
+
+def _refuse_dead_address(address: str) -> None:
+    """Ray itself would try for ever to reach an address where nobody is."""
+    host, colon, port = address.rpartition(":")
+    if not colon or "/" in host or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+    except OSError as error:
+        raise UnreachableError(
+            f"there is no Ray cluster at {address} (RAY_ADDRESS): {error.strerror or error}.",
+            "Start one (`ray start --head`), or correct RAY_ADDRESS.",
+        ) from None
+
+
+def _first_line(error: Exception) -> str:
+    """Ray's errors are pages long; their first words say what happened."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no word'}"[:300]
+
+
+def _unpack(row: dict[str, Any]) -> dict[str, Any]:
+    """Runs on Ray's workers: needs nothing of Corral."""
+    import json
+
+    unpacked: dict[str, Any] = json.loads(row["text"])
+    return unpacked
+
+
+def read_answer(row: dict[str, Any]) -> RayAnswer:
+    """One row of Ray Data's output."""
+    return RayAnswer(
+        number=int(row["corral_row"]),
+        text=str(row.get("generated_text") or ""),
+        error=str(row.get("__inference_error__") or ""),
+        prompt_tokens=int(row.get("num_input_tokens") or 0),
+        output_tokens=int(row.get("num_generated_tokens") or 0),
+    )
+
+
+def engine_settings(context: int | None, assignments: tuple[str, ...]) -> dict[str, Any]:
+    """What was asked of the plan, under the names that vLLM's engine knows."""
+    fixed = read_fixed({**({"max_model_len": context} if context else {}), **parse_assignments(assignments)})
+    engine = {ours: getattr(fixed, name) for name, ours in _ENGINE_NAMES.items() if getattr(fixed, name) is not None}
+    if fixed.weights in VLLM_DTYPES:
+        engine["dtype"] = VLLM_DTYPES[fixed.weights]
+        fixed = replace(fixed, weights=None)
+    for name, remedy in _NOT_ENGINE.items():
+        if getattr(fixed, name) is not None:
+            raise UsageError(f"--set {name} does not go with --engine ray-data.", remedy)
+    return engine

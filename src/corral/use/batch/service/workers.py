@@ -1,0 +1,259 @@
+"""The batch service's workers: threads that take batches off a queue and carry them out, and who looks after them.
+
+A batch that was under way when the service ended is queued again at its next start and continues by its ledger. While
+the model is away, or the machine is short of something (`shortage`), a batch waits and says so; a bad input, a
+refused key or a run-away failure rate fails it. A worker that dies is replaced, and its batch goes on with another;
+one whose workers keep dying fails, with the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from corral.base.errors import CorralError, NotFoundError, UnreachableError
+from corral.use.batch.batch import carry_out
+from corral.use.batch.core.folder import BatchFolder
+from corral.use.batch.core.runner import Counts, Runner, RunnerSettings
+from corral.use.batch.input.recipe import OPENAI, Recipe
+from corral.use.batch.job import BatchOrder
+from corral.use.batch.service.refusal import without_paths
+from corral.use.batch.service.shortage import Shortage, has_room, shortage_of
+from corral.use.batch.service.store import ENDED, Store
+from corral.use.batch.serving import Where
+
+__all__ = ["Workers"]
+
+AGAIN_S = 5.0
+LOOK_S = 1.0
+MOST_DEATHS = 3
+NO_MODEL = "Waiting: the model does not answer. The batch continues by itself when it does."
+
+
+class Workers:
+    """Carries out the batches of a store, `count` at once."""
+
+    def __init__(self, store: Store, where: Where, count: int, any_model: bool, settings: RunnerSettings) -> None:
+        self._store, self._where, self._any_model, self._settings = store, where, any_model, settings
+        self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._stop = threading.Event()
+        self._carried: dict[threading.Thread, str] = {}  # what each worker has taken
+        self._deaths: Counter[str] = Counter()  # of workers, by their batch
+        self._threads = [self._started() for _ in range(count)]
+        for batch in reversed(store.batches()):
+            if batch["status"] not in ENDED:
+                self.submit(batch["id"])
+        self._supervisor = threading.Thread(target=self._supervise, name="corral-batch-supervisor", daemon=True)
+        self._supervisor.start()
+
+    def submit(self, identity: str) -> None:
+        self._queue.put(identity)
+
+    def cancel(self, identity: str) -> dict[str, Any]:
+        """Ask a batch to stop; one that has not begun stops at once."""
+        batch = self._store.change(identity, "cancelling")
+        _ask_to_stop(self._store, identity)
+        return batch
+
+    def close(self) -> None:
+        """Stop all batches where they are; they continue at the next start."""
+        self._stop.set()
+        self._supervisor.join(30)
+        for batch in self._store.batches():
+            if batch["status"] in ("in_progress", "validating"):
+                _ask_to_stop(self._store, batch["id"])
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join(30)
+
+    # Looking after the workers
+
+    def _started(self) -> threading.Thread:
+        thread = threading.Thread(target=self._work, name="corral-batch-worker", daemon=True)
+        thread.start()
+        return thread
+
+    def _supervise(self) -> None:
+        while not self._stop.wait(LOOK_S):
+            with contextlib.suppress(Exception):  # no thread, no disk: the next look is soon
+                self._replace_dead()
+
+    def _replace_dead(self) -> None:
+        for number, thread in enumerate(self._threads):
+            if thread.is_alive():
+                continue
+            self._threads[number] = self._started()
+            if (identity := self._carried.pop(thread, None)) is not None:
+                self._deaths[identity] += 1
+                self.submit(identity)
+
+    def _work(self) -> None:
+        me = threading.current_thread()
+        while (identity := self._queue.get()) is not None:
+            if self._stop.is_set():
+                return
+            self._carried[me] = identity
+            self._attempt(identity)
+            self._carried.pop(me, None)
+
+    def _attempt(self, identity: str) -> None:
+        """Carry out a batch until it has ended, whatever the machine is short of meanwhile."""
+        while not self._stop.is_set():
+            try:
+                if self._deaths[identity] >= MOST_DEATHS:
+                    self._fail(identity, [_inner("its worker died several times")])
+                else:
+                    self._one(identity)
+            except Exception as error:
+                short = shortage_of(error)
+                if short is not None:
+                    self._pause(identity, short)
+                elif self._failed(identity, error):
+                    return
+            else:
+                return
+
+    def _failed(self, identity: str, error: Exception) -> bool:
+        """Write down that a batch failed; False when even that cannot be written just now."""
+        try:
+            self._fail(identity, [_inner(type(error).__name__)])
+        except OSError as trouble:
+            self._pause(identity, shortage_of(trouble) or Shortage.DISK)
+            return False
+        except CorralError:  # there is no such batch any more
+            pass
+        return True
+
+    def _pause(self, identity: str, short: Shortage) -> None:
+        """Wait until the machine has what it lacked; the batch says so meanwhile."""
+        self._store.wait_for(identity, short.value, short.text)
+        while not self._stop.wait(AGAIN_S) and not has_room(self._store.folder):
+            pass
+        self._store.wait_for(identity)
+
+    # One batch
+
+    def _one(self, identity: str) -> None:
+        batch = self._store.batch(identity)
+        if batch["status"] == "cancelling":
+            self._end(identity, "cancelled")
+        if batch["status"] in (*ENDED, "cancelling"):
+            return
+        content = self._input(batch)
+        if content is None:
+            self._fail(identity, [_error("input_file_deleted", f"{batch['input_file_id']} was deleted.")])
+            return
+        order = BatchOrder(
+            input=str(content),
+            output=str(self._store.output_of(identity)),
+            recipe=Recipe(kind=OPENAI, any_model=self._any_model, only_path=batch["endpoint"]),
+            input_format="jsonl",
+            shape=OPENAI,
+        )
+        while not self._stop.is_set():
+            try:
+                result = carry_out(order, self._where, self._settings, _Counter(self._store, identity), signals=False)
+            except (UnreachableError, NotFoundError):
+                if self._store.batch(identity)["status"] == "cancelling":
+                    self._end(identity, "cancelled")
+                    return
+                self._store.wait_for(identity, "model_away", NO_MODEL)
+                self._stop.wait(AGAIN_S)
+                continue
+            except CorralError as error:
+                if shortage_of(error) is not None:
+                    raise
+                self._fail(identity, _errors(error))
+                return
+            if result.summary.done:
+                self._end(identity, "completed", result.summary.rows)
+            elif not self._stop.is_set():
+                self._end(identity, "cancelled")
+            return
+
+    def _input(self, batch: dict[str, Any]) -> Path | None:
+        with contextlib.suppress(NotFoundError):
+            content = self._store.content(batch["input_file_id"])
+            return content if content.exists() else None
+        return None
+
+    def _end(self, identity: str, status: str, rows: int = 0) -> None:
+        """Make the files of a batch known, then its end."""
+        folder = BatchFolder(self._store.output_of(identity))
+        files: dict[str, str] = {}
+        for name, path in (("output_file_id", folder.output), ("error_file_id", folder.errors)):
+            if path.exists() and path.stat().st_size:
+                made = f"file-{identity[6:]}-{name.partition('_')[0]}"
+                self._store.add_file(made, path.name, "batch_output", path)
+                files[name] = made
+        counts = dict(self._store.batch(identity)["request_counts"])
+        if status == "completed":
+            failed = _count_lines(folder.errors)
+            counts = {"total": rows, "completed": rows - failed, "failed": failed}
+            self._store.change(identity, "finalizing")
+        self._store.change(identity, status, request_counts=counts, **files)
+
+    def _fail(self, identity: str, errors: list[dict[str, Any]]) -> None:
+        self._store.change(identity, "failed", errors={"object": "list", "data": errors})
+
+
+def _ask_to_stop(store: Store, identity: str) -> None:
+    with contextlib.suppress(OSError):  # it has no folder yet: its status says it (`_Counter`)
+        BatchFolder(store.output_of(identity)).cancel.touch()
+
+
+def _count_lines(path: Path) -> int:
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        return sum(1 for _ in file)
+
+
+def _error(code: str, message: str) -> dict[str, Any]:
+    return {"code": code, "message": message, "line": None, "param": None}
+
+
+def _inner(what: str) -> dict[str, Any]:
+    return _error("server_error", f"The server failed ({what}).")
+
+
+def _errors(error: CorralError) -> list[dict[str, Any]]:
+    problems = error.details.get("problems")
+    if not problems:
+        return [_error(type(error).__name__, without_paths(error.in_full))]
+    return [{"code": "invalid_row", "message": p["text"], "line": p["line"], "param": None} for p in problems]
+
+
+class _Counter:
+    """Keeps a batch's counts up to date, about once a second."""
+
+    def __init__(self, store: Store, identity: str) -> None:
+        self._store, self._identity = store, identity
+        self._told = 0.0
+
+    def note(self, kind: str, text: str) -> None:
+        if kind == "begin":  # the input was found good
+            now = self._store.change(self._identity, "in_progress")
+            if now["status"] == "cancelling":  # asked before the job could hear it
+                _ask_to_stop(self._store, self._identity)
+        elif kind == "waiting":
+            self._store.wait_for(self._identity, "model_away", NO_MODEL)
+        elif kind == "back":
+            self._store.wait_for(self._identity)
+
+    def tick(self, counts: Counts, runner: Runner) -> None:
+        now = time.monotonic()
+        if now - self._told > 1.0:
+            self._told = now
+            if not runner.waiting_for:
+                self._store.wait_for(self._identity)
+            done = counts.before + counts.fine
+            numbers = {"total": counts.rows, "completed": done, "failed": counts.failed}
+            with contextlib.suppress(OSError):  # a count that cannot be kept ends no batch
+                self._store.change(self._identity, request_counts=numbers)

@@ -1,0 +1,161 @@
+"""A conversation with a model: its messages, and the slash commands of `corral chat`. The terminal is elsewhere."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from corral.base.errors import DataError, UsageError
+from corral.base.files import read_text
+from corral.base.record import nearest
+from corral.base.wording import counted
+from corral.client.sampling import PARAMETERS, STRUCTURED, parse_assignments, request_fields
+from corral.node.files import write_atomic
+
+__all__ = ["COMMANDS", "Conversation", "Turn", "check_chat"]
+
+COMMANDS: dict[str, str] = {
+    "/help": "this list",
+    "/system TEXT": "set the system message; alone: show it; `-`: remove it",
+    "/retry": "ask the last question again",
+    "/new": "forget what was said; keep system message and settings",
+    "/set NAME=VALUE": "change a sampling parameter; alone: show all",
+    "/save FILE": "write the conversation as JSON, in OpenAI's form",
+    "/load FILE": "continue a saved conversation",
+    "/quit": "leave (so do /exit, /bye and Ctrl-D)",
+}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What an entered line leads to: an answer to be asked for, words to be shown, or the end."""
+
+    ask: bool = False
+    say: str = ""
+    end: bool = False
+
+
+@dataclass
+class Conversation:
+    """Messages and sampling parameters."""
+
+    system: str | None = None
+    messages: list[dict[str, str]] = field(default_factory=list)
+    sampling: dict[str, Any] = field(default_factory=dict)
+
+    def to_send(self) -> list[dict[str, str]]:
+        """The messages as the server gets them."""
+        head = [{"role": "system", "content": self.system}] if self.system else []
+        return [*head, *self.messages]
+
+    def enter(self, line: str) -> Turn:
+        """Take one line of the user: a command, or something to say."""
+        text = line.strip()
+        if not text:
+            return Turn()
+        if not text.startswith("/"):
+            self.messages.append({"role": "user", "content": text})
+            return Turn(ask=True)
+        command, _, rest = text.partition(" ")
+        command = "/quit" if command in ("/exit", "/bye") else command
+        known = [name.split()[0] for name in COMMANDS]
+        if command not in known:
+            guess = nearest(command, known, 1)
+            return Turn(
+                say=f"there is no {command}; " + (f"did you mean {guess[0]}?" if guess else "/help lists all")
+            )
+        turn: Turn = getattr(self, f"_{command[1:]}")(rest.strip())
+        return turn
+
+    def answered(self, text: str) -> None:
+        """Keep the model's answer, whole or broken off."""
+        self.messages.append({"role": "assistant", "content": text})
+
+    def unanswered(self) -> None:
+        """The question failed: take it back, so that the next one does not repeat it."""
+        if self.messages and self.messages[-1]["role"] == "user":
+            self.messages.pop()
+
+    def _help(self, _: str) -> Turn:
+        width = max(map(len, COMMANDS))
+        return Turn(say="\n".join(f"{name:<{width}}  {text}" for name, text in COMMANDS.items()))
+
+    def _system(self, text: str) -> Turn:
+        if not text:
+            return Turn(say=self.system or "(no system message)")
+        self.system = None if text == "-" else text
+        return Turn(say="system message removed" if text == "-" else "system message set")
+
+    def _retry(self, _: str) -> Turn:
+        while self.messages and self.messages[-1]["role"] != "user":
+            self.messages.pop()
+        return Turn(ask=True) if self.messages else Turn(say="there is no question to ask again")
+
+    def _new(self, _: str) -> Turn:
+        self.messages.clear()
+        return Turn(say="a new conversation")
+
+    def _set(self, text: str) -> Turn:
+        if text:
+            changed = {**self.sampling, **_as_given(text, self.sampling.get("extra") or {})}
+            check_chat(changed)
+            self.sampling = {key: setting for key, setting in changed.items() if setting is not None}
+        settings = {**self.sampling, **(self.sampling.get("extra") or {})}
+        settings.pop("extra", None)
+        shown = ", ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in settings.items())
+        return Turn(say=shown or "(the server's defaults)")
+
+    def _save(self, text: str) -> Turn:
+        path = _path(text, "/save")
+        try:
+            write_atomic(path, json.dumps(self.to_send(), indent=2, ensure_ascii=False) + "\n")
+        except OSError as error:
+            raise DataError(f"{path} cannot be written: {error.strerror}.", "Choose another file.") from None
+        return Turn(say=f"saved {counted(len(self.messages), 'message')} to {path}")
+
+    def _load(self, text: str) -> Turn:
+        path = _path(text, "/load")
+        try:
+            found = json.loads(read_text(path))
+            messages = [{"role": str(item["role"]), "content": str(item["content"])} for item in found]
+        except (ValueError, TypeError, KeyError):
+            raise DataError(f"{path} holds no conversation.", "It must be a JSON list of messages.") from None
+        self.system = messages[0]["content"] if messages and messages[0]["role"] == "system" else None
+        self.messages = messages[1:] if self.system is not None else messages
+        return Turn(say=f"loaded {counted(len(self.messages), 'message')}")
+
+    def _quit(self, _: str) -> Turn:
+        return Turn(end=True)
+
+
+def _as_given(text: str, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """One setting, checked as `--param` is: what the server alone knows is passed on, a slip is refused."""
+    found = parse_assignments([text])
+    return found if found.keys() <= PARAMETERS.keys() | STRUCTURED.keys() else {"extra": {**extra, **found}}
+
+
+def check_chat(sampling: Mapping[str, Any]) -> None:
+    """Refuse what a conversation in a terminal cannot use, before anything is asked."""
+    if (sampling.get("n") or 1) > 1:
+        raise UsageError(
+            f"n={sampling['n']}: a chat shows one answer to each message.", "`corral complete -n N` shows several."
+        )
+    if sampling.get("prompt_logprobs") is not None:
+        raise UsageError(
+            "prompt_logprobs is for single prompts, not for a chat.", "Use `corral complete --prompt-logprobs N`."
+        )
+    request_fields(dict(sampling), chat=True)
+
+
+def _path(text: str, command: str) -> Path:
+    try:
+        names = shlex.split(text)
+    except ValueError:
+        names = [text]
+    if len(names) != 1:
+        raise UsageError(f"{command} needs one file name.", f"For example {command} talk.json.")
+    return Path(names[0]).expanduser()

@@ -1,0 +1,220 @@
+"""Scoring a file: a kind of work of the batch runner, with its ledger, lock, retries, signals and rule for bad rows.
+
+A line counts once it is synced, and after any crash the same command continues. Bad rows are refused before anything
+is sent, or go to the error file with their reason (`skip_bad`); rows that turn out to be too long go there, too.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from corral.base.errors import ConflictError, CorralError, DataError, UsageError
+from corral.base.lock import beating
+from corral.base.record import to_json
+from corral.client.endpoint import ModelServer
+from corral.node.files import write_atomic
+from corral.use.batch.core.folder import BEFORE, BatchFolder
+from corral.use.batch.core.ledger import Ledger, LedgerEntry
+from corral.use.batch.core.lock import BatchLock
+from corral.use.batch.core.records import FAILED, FINE
+from corral.use.batch.core.run import BatchState, Listener, run_share, whole_share
+from corral.use.batch.core.runner import RowAsk, RunnerSettings
+from corral.use.batch.core.table import Table
+from corral.use.batch.input.check import RowProblem, read_problems, scan
+from corral.use.batch.input.rows import InputSource, open_source
+from corral.use.batch.job import folder_of
+from corral.use.score.likelihood import ScoreOptions, ScoreRow
+from corral.use.score.row_files import ScoreRows, write_parquet
+from corral.use.score.score import Asking, BadRow, Scoring, bad_row, summary
+
+__all__ = ["ScoreReport", "score_file"]
+
+OUTPUTS = (".jsonl", ".parquet")
+
+
+@dataclass(frozen=True)
+class ScoreReport:
+    """How a run ended; `summary` covers all rows, also those of earlier runs."""
+
+    state: BatchState
+    rows: int
+    before: int
+    fine: int
+    failed: int
+    left: int
+    wall_s: float
+    summary: dict[str, Any]
+    output: str
+    errors: str
+    repaired: tuple[str, ...] = ()
+
+    @property
+    def done(self) -> bool:
+        return self.state is BatchState.DONE
+
+
+def score_file(
+    servers: Sequence[ModelServer],
+    model: str,
+    source: Path,
+    output: Path,
+    options: ScoreOptions,
+    listener: Listener,
+    *,
+    settings: RunnerSettings,
+    skip_bad: bool = False,
+    force: bool = False,
+    signals: bool = True,
+) -> ScoreReport:
+    """Score every row of a file that has no result yet."""
+    folder, given = check_paths(source, output)
+    asked = _identity(model, options)
+    if not force and (conflict := _conflict(folder, asked)):
+        raise conflict
+    folder.create()
+    with BatchLock(folder.lock, str(output)) as lock:
+        if force and _conflict(folder, asked):
+            _forget(folder)
+        with beating(lock.path):
+            table, rows = _checked(folder, given, asked, skip_bad)
+        work = ScoreWork(options, table, rows)
+        with whole_share(folder, table, lock, listener, first=_bad_rows(folder)) as share:
+            ran = run_share(lambda: servers, share, work, settings, listener, signals)
+            failed = sum(1 for record in share.ledger.records() if record.kind == FAILED)
+            found = summary(_results(share.ledger), failed)
+        if not folder.has_errors:
+            folder.errors.unlink(missing_ok=True)
+        if not folder.live and ran.done:
+            write_parquet(_in_order(folder.results), output, folder.like(output))
+    return ScoreReport(
+        ran.state, ran.rows, ran.before, ran.fine, ran.failed, ran.left, ran.wall_s, found, str(output),
+        str(folder.errors), ran.repaired,
+    )  # fmt: skip
+
+
+def check_paths(source: Path, output: Path) -> tuple[BatchFolder, InputSource]:
+    """The job's folder and its input, refused where they cannot be meant; nothing is written, nobody is asked."""
+    if output.suffix not in OUTPUTS:
+        raise UsageError(f"the output {output.name!r} has no known ending.", f"Use {' or '.join(OUTPUTS)}.")
+    return folder_of(str(output)), open_source(str(source), None)
+
+
+class ScoreWork:
+    """Rows to the requests that score them, step by step, and their answers to lines."""
+
+    def __init__(self, options: ScoreOptions, table: Table, rows: ScoreRows) -> None:
+        self._scoring, self._table, self._rows = Scoring(options), table, rows
+
+    def ask(self, number: int, raw: bytes) -> RowAsk:
+        steps = self._scoring.steps(self._row(number, raw))
+        return RowAsk(next(steps), steps)
+
+    def result(self, number: int, context: Asking[Any], replies: Sequence[Any]) -> bytes | RowAsk:
+        try:
+            return RowAsk(context.send(replies), context)
+        except StopIteration as end:
+            return _line({"row": self._table.lines[number], **end.value.to_json()})
+
+    def failure(self, number: int, raw: bytes, error: CorralError) -> bytes:
+        line = self._table.lines[number]
+        try:
+            data = {"id": self._row(number, raw).id}
+        except DataError:
+            data = {}
+        return _line(to_json(bad_row(data, line, error)))
+
+    def _row(self, number: int, raw: bytes) -> ScoreRow:
+        return self._rows.row(raw, self._table.lines[number])
+
+
+def _identity(model: str, options: ScoreOptions) -> dict[str, Any]:
+    """What must not change between runs of one job."""
+    free = ("concurrency", "memory_gib", "vocabulary")
+    return {"model": model, **{k: v for k, v in to_json(options).items() if k not in free}}
+
+
+def _checked(
+    folder: BatchFolder, source: InputSource, asked: dict[str, Any], skip_bad: bool
+) -> tuple[Table, ScoreRows]:
+    """Read the whole input, compare with what was asked before, write down the job; refused, it leaves nothing."""
+    with folder.nothing_if_refused():
+        if conflict := _conflict(folder, asked):  # another one began since
+            raise conflict
+        folder.sweep()
+        scanned = scan(source, ScoreRows(text_cells=source.format in ("csv", "tsv")), folder)
+        scanned.problems.close()
+        if scanned.problems.count and not skip_bad:
+            raise scanned.problems.refusal(
+                source,
+                len(scanned.table),
+                "Correct them, or send them to the error file and score the others: --skip-bad.",
+            )
+        scanned.problems.put_in_place(folder, scanned.table)
+        write_atomic(folder.job, json.dumps(asked, indent=2) + "\n")
+    return scanned.table, scanned.recipe
+
+
+def _conflict(folder: BatchFolder, asked: dict[str, Any]) -> ConflictError | None:
+    """Why an earlier output cannot be continued; None where it can, or there is none."""
+    if not folder.job.exists():
+        if not folder.output.exists():
+            return None
+        return ConflictError(
+            f"{folder.output} exists and does not belong to a scoring job.",
+            "Choose another output, or overwrite it: --force",
+        )
+    before = json.loads(folder.job.read_text(encoding="utf-8"))
+    if "too_long" not in before:
+        return ConflictError(
+            f"{folder.output} belongs to a batch.", "Choose another output, or overwrite it: --force"
+        )
+    changed = [f"{k}: {before.get(k)!r} before, {v!r} now" for k, v in asked.items() if before.get(k) != v]
+    if not changed:
+        return None
+    return ConflictError(
+        f"{folder.output} was begun with other settings: {'; '.join(changed)}.",
+        "Use the old settings to continue, another output, or --force to start over with the new ones.",
+    )
+
+
+def _forget(folder: BatchFolder) -> None:
+    for path in folder.path.iterdir():
+        if path != folder.lock and not path.name.startswith("lock.") and path.suffix != BEFORE:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    folder.begin_anew(folder.output, folder.errors)
+
+
+def _bad_rows(folder: BatchFolder) -> Iterator[LedgerEntry]:
+    return (LedgerEntry(one.row, FAILED, _line(to_json(_as_bad(one)))) for one in read_problems(folder.problems))
+
+
+def _as_bad(problem: RowProblem) -> BadRow:
+    identity = problem.id if problem.id is not None else str(problem.line)
+    return BadRow(identity, problem.line, "DataError", f"line {problem.line} {problem.text}", "Correct the row.")
+
+
+def _results(ledger: Ledger) -> Iterator[dict[str, Any]]:
+    return (msgspec.json.decode(ledger.line(record)) for record in ledger.records() if record.kind == FINE)
+
+
+def _in_order(results: Path) -> Iterator[dict[str, Any]]:
+    """Every result, in the order of the input."""
+    with results.open("rb") as file:
+        found, offset = [], 0
+        for line in file:
+            found.append((msgspec.json.decode(line)["row"], offset, len(line)))
+            offset += len(line)
+        for _, begin, length in sorted(found):
+            file.seek(begin)
+            yield msgspec.json.decode(file.read(length))
+
+
+def _line(value: dict[str, Any]) -> bytes:
+    return msgspec.json.encode(value) + b"\n"

@@ -1,0 +1,315 @@
+"""Scoring against a server: rows in, likelihoods out, with no more prompt tokens in flight than its memory allows.
+
+The tokens are made by the server's own tokenizer (`/tokenize`) and sent as ids to `/v1/completions` with
+`prompt_logprobs`, so that exactly those tokens are scored. vLLM computes the logits of all prompt tokens of a step at
+once, in float32 over the whole vocabulary; too many of them end the engine (vllm 38830). `ScoreOptions.memory_gib`
+bounds what is in flight; a single row beyond the bound goes alone, or in windows if that is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import statistics
+import sys
+from collections import deque
+from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from corral.base.errors import CorralError, DataError, EngineError, UsageError
+from corral.client.client import COMPLETIONS, Client
+from corral.client.errors import MalformedReplyError, PromptTooLongError, RequestError, error_from_status
+from corral.client.fanout import run_workers
+from corral.client.pool import Page
+from corral.client.reply import Reply
+from corral.client.retry import retried
+from corral.use.batch.core.runner import RowRequest
+from corral.use.score.likelihood import (
+    Likelihood,
+    Score,
+    ScoreOptions,
+    ScoreRow,
+    Span,
+    TokenScore,
+    cut,
+    read_row,
+    split_pair,
+    total,
+)
+
+__all__ = ["Asking", "BadRow", "Scorer", "Scores", "Scoring", "bad_row", "score_rows", "summary"]
+
+
+class TokenGate:
+    """Lets tokens through up to a limit, first come first served; more than the limit goes alone."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = self._free = limit
+        self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @contextlib.asynccontextmanager
+    async def hold(self, tokens: int) -> AsyncIterator[None]:
+        """Hold this many tokens of the limit."""
+        amount = min(tokens, self._limit)
+        if self._queue or amount > self._free:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._queue.append((amount, turn))
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():
+                    self._give_back(amount)
+                raise
+        else:
+            self._free -= amount
+        try:
+            yield
+        finally:
+            self._give_back(amount)
+
+    def _give_back(self, amount: int) -> None:
+        self._free += amount
+        while self._queue and (self._queue[0][1].cancelled() or self._queue[0][0] <= self._free):
+            asked, turn = self._queue.popleft()
+            if not turn.cancelled():
+                self._free -= asked
+                turn.set_result(None)
+
+
+T = TypeVar("T")
+Asking = Generator[Sequence[RowRequest], Sequence[Any], T]  # requests out, their answers in, and at the end a result
+
+
+class Scoring:
+    """What is asked to score a row, step by step; what is learnt of the server is shared by all rows."""
+
+    def __init__(self, options: ScoreOptions) -> None:
+        self.options = options
+        self._capacity = 0
+        self._prefix: tuple[int, ...] | None = None
+
+    def steps(self, row: ScoreRow) -> Asking[Score]:
+        """Raises what is wrong with the row."""
+        if self._prefix is None:
+            yield from self._learn()
+        prefix, special = self._prefix or (), self.options.special_tokens
+        if row.text is not None:
+            [tokens] = yield from self._tokens([(row.text, False)])
+            return Score.of(row, (yield from self._likelihoods(row, [[*prefix, *tokens]], len(prefix))))
+        pairs = [split_pair(row.context, continuation) for continuation in row.continuations]
+        if not pairs[0][0]:
+            found = yield from self._tokens([(continuation, False) for _, continuation in pairs])
+            wholes = [[*prefix, *tokens] for tokens in found]
+            return Score.of(row, (yield from self._likelihoods(row, wholes, len(prefix))))
+        texts = [pairs[0][0], *(context + continuation for context, continuation in pairs)]
+        context, *wholes = yield from self._tokens([(text, special) for text in texts])
+        wholes = [[*context, *whole[len(context) :]] for whole in wholes]  # "Par" + "is" is not "Paris" there
+        return Score.of(row, (yield from self._likelihoods(row, wholes, len(context))))
+
+    def _learn(self) -> Asking[None]:
+        """The model's length, and the token before texts."""
+        given = self.options.prefix
+        named = [] if given in ("auto", "none") else [_tokenize(given, False)]
+        first, *rest = yield [_tokenize("", True), *named]
+        answer = _read_tokens(first)
+        prefix = answer["tokens"] if given == "auto" else []
+        if rest:
+            prefix = _read_tokens(rest[0])["tokens"]
+            if len(prefix) != 1:
+                raise UsageError(f"the prefix {given!r} is {len(prefix)} tokens.", "Give one, such as <|endoftext|>.")
+        self._capacity = min(int(answer["max_model_len"]) - 1, self.options.window or sys.maxsize)
+        self._prefix = tuple(prefix)
+
+    def _tokens(self, texts: Sequence[tuple[str, bool]]) -> Asking[list[list[int]]]:
+        answers = yield [_tokenize(text, special) for text, special in texts]
+        return [_read_tokens(answer)["tokens"] for answer in answers]
+
+    def _likelihoods(self, row: ScoreRow, wholes: Sequence[Sequence[int]], first: int) -> Asking[list[Likelihood]]:
+        cuts = [self._cut(row, tokens, first) for tokens in wholes]
+        answers = iter((yield [self._request(span) for spans in cuts for span in spans]))
+        kept = self.options.per_token or self.options.top > 0
+        found = []
+        for spans in cuts:
+            scores = [score for span in spans for score in self._scores(span, next(answers))]
+            found.append(total(scores, len(spans), kept))
+        return found
+
+    def _cut(self, row: ScoreRow, tokens: Sequence[int], first: int) -> list[Span]:
+        if first >= len(tokens):
+            raise DataError(f"row {row.id!r}: the continuation adds no token to its context.", "Correct the row.")
+        if len(tokens) > self._capacity and self.options.too_long == "refuse":
+            raise PromptTooLongError(
+                f"row {row.id!r} has {len(tokens)} tokens, and a window holds {self._capacity}.",
+                "Score it in windows (--too-long window), or serve the model with a longer context.",
+            )
+        if not (spans := cut(tokens, first, self._capacity, self.options.overlap)):
+            total([], 0, False)  # nothing to score: says so
+        return spans
+
+    def _request(self, span: Span) -> RowRequest:
+        body = {"prompt": span.tokens, "max_tokens": 1, "temperature": 0, "prompt_logprobs": self.options.top}
+        return RowRequest(COMPLETIONS, body, weight=len(span.tokens))
+
+    def _scores(self, span: Span, reply: Reply) -> list[TokenScore]:
+        values = reply.choices[0].prompt_logprobs
+        if not isinstance(values, list) or len(values) != len(span.tokens):
+            raise MalformedReplyError(
+                "the server did not give the prompt's log-probabilities.", "Scoring needs vLLM."
+            )
+        return [
+            _token_score(span.tokens[at], values[at], self.options.top) for at in range(span.first, len(span.tokens))
+        ]
+
+
+def _tokenize(text: str, special: bool) -> RowRequest:
+    return RowRequest("/tokenize", {"prompt": text, "add_special_tokens": special}, page=True)
+
+
+def _read_tokens(page: Page) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = page.json()
+        return {"tokens": list(found["tokens"]), "max_model_len": found["max_model_len"]}
+    except (ValueError, KeyError, TypeError):
+        raise MalformedReplyError("/tokenize did not answer with tokens.", "Scoring needs vLLM's.") from None
+
+
+class Scorer:
+    """Scores rows that are in memory, on one server."""
+
+    def __init__(self, client: Client, options: ScoreOptions) -> None:
+        self.client = client
+        self._scoring = Scoring(options)
+        self._gate = TokenGate(options.tokens_in_flight)
+
+    async def score(self, row: ScoreRow) -> Score:
+        """The result of one row; raises what is wrong with it, or with the server."""
+        steps = self._scoring.steps(row)
+        requests = next(steps)
+        while True:
+            answers = await asyncio.gather(*map(self._answer, requests))
+            try:
+                requests = steps.send(answers)
+            except StopIteration as end:
+                score: Score = end.value
+                return score
+
+    async def _answer(self, request: RowRequest) -> Reply | Page:
+        if request.page:
+            return await retried(partial(self._page, request))
+        async with self._gate.hold(request.weight):
+            return await retried(partial(self.client.request, request.path, request.body))
+
+    async def _page(self, request: RowRequest) -> Page:
+        assert not isinstance(request.body, bytes)
+        endpoint = self.client.endpoint
+        page = await self.client.page(request.path, {"model": endpoint.model, **request.body}, timeout_s=120)
+        if page.status != 200:
+            raise error_from_status(page.status, page.body, None, endpoint.root)
+        return page
+
+
+def _token_score(token: int, values: Mapping[str, Any], top: int) -> TokenScore:
+    own = values[str(token)]
+    best = sorted(values.items(), key=lambda item: item[1]["rank"])[:top] if top else []
+    alternatives = tuple(
+        {"id": int(number), "text": value.get("decoded_token") or "", "logprob": value["logprob"]}
+        for number, value in best
+    )
+    return TokenScore(token, own.get("decoded_token") or "", own["logprob"], own.get("rank"), alternatives)
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A row that could not be scored, and why."""
+
+    id: str
+    number: int
+    kind: str
+    message: str
+    remedy: str
+
+
+class Scores(Sequence[Score]):
+    """Results in the order of their rows; `bad` has those that could not be scored."""
+
+    def __init__(self, scores: Sequence[Score], bad: Sequence[BadRow]) -> None:
+        self._scores, self.bad = tuple(scores), tuple(bad)
+
+    def __len__(self) -> int:
+        return len(self._scores)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._scores[index]
+
+    def __iter__(self) -> Iterator[Score]:
+        return iter(self._scores)
+
+    def __repr__(self) -> str:
+        return f"Scores({len(self)} rows, {len(self.bad)} bad)"
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """The results as `corral score` writes them."""
+        return [score.to_json() for score in self._scores]
+
+    def to_pandas(self) -> Any:
+        """A data frame with one row for each result."""
+        try:
+            import pandas as pd
+        except ImportError:
+            raise EngineError("pandas is not installed.", "pip install pandas, or use to_dicts().") from None
+        return pd.DataFrame(self.to_dicts())
+
+    def summary(self) -> dict[str, Any]:
+        """Counts and means over all rows."""
+        return summary([score.to_json() for score in self._scores], len(self.bad))
+
+
+def summary(results: Iterable[Mapping[str, Any]], bad: int) -> dict[str, Any]:
+    """What a run gave: rows, tokens, mean log-probability per token, perplexity, accuracy where answers are known."""
+    rows = tokens = 0
+    whole = 0.0
+    rights: list[bool] = []
+    norms: list[bool] = []
+    for result in results:
+        rows += 1
+        tokens += result["tokens"]
+        whole += result["sum_logprob"]
+        if result.get("correct") is not None:
+            rights.append(result["correct"])
+            norms.append(result["correct_norm"])
+    found: dict[str, Any] = {"rows": rows, "bad": bad, "tokens": tokens}
+    if tokens:
+        mean = whole / tokens
+        found |= {"mean_logprob": mean, "perplexity": math.exp(-mean) if mean > -700 else None}
+    if rights:
+        found |= {"accuracy": statistics.fmean(rights), "accuracy_norm": statistics.fmean(norms)}
+    return found
+
+
+async def score_rows(client: Client, rows: Iterable[Mapping[str, Any]], options: ScoreOptions) -> Scores:
+    """Score rows that are in memory; bad ones are set apart, a failure of the server is raised."""
+    scorer = Scorer(client, options)
+    scores: dict[int, Score] = {}
+    bad: list[BadRow] = []
+    numbered = enumerate(rows, 1)
+
+    async def worker() -> None:
+        for number, data in numbered:
+            try:
+                scores[number] = await scorer.score(read_row(data, number))
+            except (DataError, UsageError) as error:
+                if isinstance(error, UsageError) and not isinstance(error, RequestError):
+                    raise
+                bad.append(bad_row(data, number, error))
+
+    await run_workers(worker, options.concurrency)
+    return Scores([scores[number] for number in sorted(scores)], sorted(bad, key=lambda row: row.number))
+
+
+def bad_row(data: Any, number: int, error: CorralError) -> BadRow:
+    """A quarantined row."""
+    name = str(data.get("id", number)) if isinstance(data, Mapping) else str(number)
+    return BadRow(name, number, type(error).__name__, error.message, error.remedy)
