@@ -132,7 +132,7 @@ class LeastConnections:
 
 async def serve(urls: list[str], route: str, keys: list[str], seats: int | None) -> None:
     """The gateway alone, in front of servers, until standard input ends."""
-    from corral.node.states import State
+    from corral.deploy.deployment.state import State
     from corral.serve.gateway.client_keys import digest_of
     from corral.serve.gateway.gateway import Gateway
     from corral.serve.gateway.looking import Overseer

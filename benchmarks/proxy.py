@@ -24,7 +24,7 @@ STREAM = {**WHOLE, "max_tokens": 128, "stream": True}
 
 async def serve(url: str) -> None:
     """The proxy alone, in front of one server, until standard input ends."""
-    from corral.node.states import State
+    from corral.deploy.deployment.state import State
     from corral.serve.proxy.members import MemberReading
     from corral.serve.proxy.server import Proxy
 

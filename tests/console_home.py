@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from corral.base.files import make_private_dir
+from corral.base.files import make_private_dir, write_atomic
 from corral.base.processes import own_identity
 from corral.base.record import dump_json, to_json
 from corral.client.endpoint import Endpoint
@@ -24,7 +24,6 @@ from corral.deploy.deployment.fleet import (
 )
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.lifecycle.deployments import Record
-from corral.node.files import write_atomic
 
 __all__ = ["Made", "fake_program", "make", "make_fleet", "submitted"]
 

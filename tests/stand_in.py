@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from corral.base.files import write_atomic
 from corral.base.record import dump_json
 from corral.engines import environments as engines
-from corral.node.files import write_atomic
 
 __all__ = ["install_stand_in"]
 

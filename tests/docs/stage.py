@@ -26,6 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from corral.base.files import write_atomic
 from corral.base.record import dump_json
 from corral.cli import main
 from corral.deploy.profile.folders import user_folder
@@ -33,7 +34,6 @@ from corral.deploy.targets import ssh as ssh_target
 from corral.engines import environments as engines
 from corral.fake.app import FakeOptions
 from corral.fake.server import FakeServer
-from corral.node.files import write_atomic
 from corral.plan.hardware.survey import NodeFacts, survey
 from tests.conftest import ROOT
 from tests.docs.pages import Command

@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
+from corral.base.files import write_atomic
 from corral.deploy.deployment.course import Phase
 from corral.deploy.lifecycle.lines import Lines
 from corral.deploy.lifecycle.staging import Staging
 from corral.fake.app import FakeOptions
 from corral.fake.pace import Pace
 from corral.fake.server import FakeServer
-from corral.node.files import write_atomic
 from tests.conftest import ROOT
 from tests.console_home import Made, fake_program, make, submitted
 from tests.e2e.console_page import Console, beating, picture, running_console, watched_page

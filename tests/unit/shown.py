@@ -16,6 +16,7 @@ from corral.cli.status import status_facts, status_lines
 from corral.client.endpoint import Endpoint
 from corral.client.reply import Token
 from corral.deploy.deployment.expectation import Expected
+from corral.deploy.deployment.state import Reason, State
 from corral.deploy.doctor.finding import Finding, Level, Report
 from corral.deploy.doctor.judge import judge_facts
 from corral.deploy.lifecycle.deployments import Status, Timings
@@ -31,7 +32,6 @@ from corral.lab.bench.server_metrics import ServerDelta
 from corral.lab.bench.spec import LoadShape, Slo, Spec, Workload
 from corral.lab.bench.store import Run, Series
 from corral.lab.report.text import comparison_lines, run_lines, series_lines
-from corral.node.states import Reason, State
 from corral.plan.hardware.fabric import choose_fabric
 from corral.plan.hardware.inventory import GIB
 from corral.plan.hardware.survey import Disk, GpuFacts, GpuProcess, Interface, NodeFacts

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from corral.base.processes import Identity
+from corral.deploy.deployment.state import Reason
 from corral.deploy.targets.base import JobState
-from corral.node.states import Reason
 from corral.use.batch.core.folder import BatchFolder
 from corral.use.batch.core.ledger import Ledger, LedgerEntry
 from corral.use.batch.core.records import FAILED, FINE

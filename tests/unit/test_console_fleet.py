@@ -23,9 +23,9 @@ from corral.deploy.deployment.course import Phase
 from corral.deploy.deployment.events import Event
 from corral.deploy.deployment.expectation import Expected
 from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.deployment.state import State
 from corral.deploy.lifecycle.deployments import Record, Status
 from corral.deploy.lifecycle.staging import Staging
-from corral.node.states import State
 from tests.console_home import make, submitted
 from tests.unit.conftest import Silent
 from tests.until import until

@@ -18,7 +18,14 @@ from corral.plan.cpu_speed import products
 from corral.plan.fixed import Fixed
 from corral.plan.hardware import cpu_speed
 from corral.plan.hardware.cpu import CpuFacts, common_cpu, parse_cpuinfo, read_cpu
-from corral.plan.hardware.cpu_speed import CpuKind, CpuSpeed, FormatSpeed, measure, recall, remember
+from corral.plan.hardware.cpu_speed import (
+    CpuKind,
+    CpuSpeed,
+    FormatSpeed,
+    measure_cpu_speed,
+    recall_cpu_speed,
+    remember_cpu_speed,
+)
 from corral.plan.hardware.inventory import GIB, Inventory
 from corral.plan.load_speed import speed_at
 from corral.plan.models.facts import ModelFacts, read_facts
@@ -217,18 +224,18 @@ def test_rates_between_measured_rows() -> None:
 def test_what_was_measured_is_remembered_by_machine_engine_and_shapes(smollm2: ModelFacts) -> None:
     llama = read_facts("llama-3.1-8b", offline=True)
     kind = CpuKind(facts_of("zen3"), 8, "lock")
-    assert recall(kind, products(smollm2)) is None
+    assert recall_cpu_speed(kind, products(smollm2)) is None
     small, large = (
         replace(EMULATED, products=products(smollm2)),
         replace(EMULATED, products=products(llama), threads=7),
     )
-    remember(kind, small)
-    assert recall(kind, products(llama)) == small  # better than nothing
-    remember(kind, large)
-    assert recall(kind, products(llama)) == large
-    assert recall(kind, products(smollm2)) == small
+    remember_cpu_speed(kind, small)
+    assert recall_cpu_speed(kind, products(llama)) == small  # better than nothing
+    remember_cpu_speed(kind, large)
+    assert recall_cpu_speed(kind, products(llama)) == large
+    assert recall_cpu_speed(kind, products(smollm2)) == small
     for other in (replace(kind, cores=4), replace(kind, engine="x"), replace(kind, cpu=facts_of("grace"))):
-        assert recall(other, products(smollm2)) is None
+        assert recall_cpu_speed(other, products(smollm2)) is None
 
 
 def test_a_disturbed_measurement_is_taken_again_and_only_gets_quicker(smollm2: ModelFacts) -> None:
@@ -239,10 +246,10 @@ def test_a_disturbed_measurement_is_taken_again_and_only_gets_quicker(smollm2: M
         read_gb_s=3.0,
         formats=(FormatSpeed("bf16", ROWS, (1.0, 20.0, 3.0, 4.0)), EMULATED.formats[1]),
     )
-    remember(kind, first)
+    remember_cpu_speed(kind, first)
     assert first.disturbed
-    remember(kind, replace(EMULATED, busy=0.05, python_s=3e-3))
-    known = recall(kind, ())
+    remember_cpu_speed(kind, replace(EMULATED, busy=0.05, python_s=3e-3))
+    known = recall_cpu_speed(kind, ())
     assert known is not None
     assert (known.busy, known.times, known.disturbed) == (0.05, 2, False)
     assert (known.read_gb_s, known.python_s) == (20.0, 2.4e-3)
@@ -254,11 +261,11 @@ def test_a_disturbed_measurement_is_taken_again_and_only_gets_quicker(smollm2: M
 
 def test_a_damaged_memory_is_measured_again(smollm2: ModelFacts) -> None:
     kind = CpuKind(facts_of("zen3"), 8, "lock")
-    remember(kind, EMULATED)
+    remember_cpu_speed(kind, EMULATED)
     cpu_speed._path(kind).write_text('{"kind": 3')
-    assert recall(kind, products(smollm2)) is None
-    remember(kind, EMULATED)
-    assert recall(kind, products(smollm2)) == EMULATED
+    assert recall_cpu_speed(kind, products(smollm2)) is None
+    remember_cpu_speed(kind, EMULATED)
+    assert recall_cpu_speed(kind, products(smollm2)) == EMULATED
 
 
 def test_plans_use_what_is_remembered(smollm2: ModelFacts) -> None:
@@ -267,7 +274,7 @@ def test_plans_use_what_is_remembered(smollm2: ModelFacts) -> None:
     assert kind is not None
     assert cpu_kind(replace(inventory, gpu="H100-SXM")) is None
     assert tuning_for(smollm2, inventory).cpu is None
-    remember(kind, replace(EMULATED, products=products(smollm2)))
+    remember_cpu_speed(kind, replace(EMULATED, products=products(smollm2)))
     tuning = tuning_for(smollm2, inventory)
     assert make_plan(smollm2, inventory, tuning=tuning).speed.basis == "measured here"
 
@@ -282,7 +289,7 @@ def test_a_plan_predicts_other_loads_than_its_own_as_if_made_for_them(smollm2: M
     )
     alone = speed_at(made, 512, 256, 32)  # nothing is remembered: the plan's own rates
     assert (alone.concurrency, alone.basis) == (32, "measured here")
-    remember(kind, replace(NEOVERSE_N1, products=products(smollm2)))
+    remember_cpu_speed(kind, replace(NEOVERSE_N1, products=products(smollm2)))
     for running, found in FOUND_ON_NEOVERSE_N1.items():
         goal = Goal(prompt_tokens=128, output_tokens=128, concurrency=running)
         anew = make_plan(smollm2, inventory, goal, tuning=tuning_for(smollm2, inventory)).speed
@@ -305,7 +312,7 @@ def test_the_script_is_asked_and_its_answer_read(monkeypatch: pytest.MonkeyPatch
         return answer("a warning of torch\n" + json.dumps(told) + "\n")
 
     monkeypatch.setattr(cpu_speed, "run", run)
-    speed = measure("/e/bin/python", "smollm2", products(smollm2), ("fp32",))
+    speed = measure_cpu_speed("/e/bin/python", "smollm2", products(smollm2), ("fp32",))
     assert speed.formats == (FormatSpeed("fp32", (1, 4), (1.5, 2.5), "torch"),)
     assert speed.products == products(smollm2)
     assert speed.read_gb_s == 9.5
@@ -323,7 +330,7 @@ def test_a_measurement_that_fails_is_one_clear_error(
 ) -> None:
     monkeypatch.setattr(cpu_speed, "run", lambda argv, timeout_s: done)
     with pytest.raises(CorralError, match="could not be measured"):
-        measure("python", "m", products(smollm2), ("bf16",))
+        measure_cpu_speed("python", "m", products(smollm2), ("bf16",))
 
 
 def test_nodes_get_a_format_that_suits_them_all() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from corral.deploy.deployment.diagnosis import SIGNATURES, diagnose, last_lines
-from corral.node.states import Reason
+from corral.deploy.deployment.state import Reason
 
 LOGS = Path(__file__).parent / "logs"
 

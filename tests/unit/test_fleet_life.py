@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from corral.base.files import write_atomic
 from corral.base.lock import holder_of
 from corral.base.processes import own_identity
 from corral.base.record import dump_json
@@ -27,7 +28,6 @@ from corral.deploy.deployment.fleet import (
     read_fleet,
 )
 from corral.deploy.deployment.folder import DeploymentFolder
-from corral.node.files import write_atomic
 from corral.serve.fleet.standing import fleet_status
 from tests.unit.conftest import Corral
 from tests.until import until

@@ -7,9 +7,9 @@ import pytest
 from corral.deploy.deployment.events import read_events
 from corral.deploy.deployment.fleet import Fleet, FleetFolder, FleetMember, create_fleet, read_fleet
 from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.deployment.state import Reason, State
 from corral.deploy.lifecycle import deployments
 from corral.deploy.lifecycle.deployments import Status, Timings
-from corral.node.states import Reason, State
 from corral.serve.fleet import keeper, standing
 from corral.serve.fleet.keeper import Keeper
 

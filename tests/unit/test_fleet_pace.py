@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from corral.base.files import write_atomic
 from corral.base.processes import own_identity
 from corral.base.record import dump_json
 from corral.deploy.deployment.fleet import (
@@ -19,9 +20,8 @@ from corral.deploy.deployment.fleet import (
     MemberLoad,
     create_fleet,
 )
+from corral.deploy.deployment.state import State
 from corral.deploy.lifecycle import deployments
-from corral.node.files import write_atomic
-from corral.node.states import State
 from corral.serve.fleet import pace
 from corral.serve.fleet.pace import FULL_S, Pacer, backlog_of, summed
 from corral.serve.fleet.steps import MemberFacts

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from corral.base.errors import ConflictError, NotFoundError
+from corral.base.files import write_atomic
 from corral.base.processes import Identity, own_identity
 from corral.base.record import dump_json, from_json, to_json
 from corral.deploy.deployment.fleet import (
@@ -33,7 +34,6 @@ from corral.deploy.deployment.fleet import (
     refuse_fleet_name,
 )
 from corral.deploy.deployment.folder import DeploymentFolder
-from corral.node.files import write_atomic
 
 
 @pytest.fixture(autouse=True)

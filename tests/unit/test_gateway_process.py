@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from corral.base.files import make_private_dir
+from corral.base.files import make_private_dir, write_atomic
 from corral.base.processes import own_identity
 from corral.base.record import dump_json, load_json
 from corral.client.client import Client
@@ -30,11 +30,10 @@ from corral.deploy.deployment.fleet import (
     write_fleet,
 )
 from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.deployment.state import State
 from corral.deploy.lifecycle import deployments
 from corral.fake.app import FakeOptions
 from corral.fake.server import FakeServer
-from corral.node.files import write_atomic
-from corral.node.states import State
 from corral.serve.gateway.client_keys import add_key
 from corral.serve.gateway.run import choose_place
 from corral.serve.gateway.watching import GatewayWatcher, open_source

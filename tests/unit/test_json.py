@@ -11,13 +11,13 @@ from typing import Any
 import click
 import pytest
 
+from corral.base.files import write_atomic
 from corral.base.processes import own_identity
 from corral.base.record import dump_json
 from corral.cli import main, renew, root, tunnel
 from corral.client.endpoint import Endpoint
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.lifecycle.deployments import Record
-from corral.node.files import write_atomic
 
 WITHOUT = {"chat": "a conversation; /save keeps it as JSON", "fake-server": "prints JSON always"}
 

@@ -19,7 +19,7 @@ from tests.conftest import ROOT
 
 SOURCE = ROOT / "src" / "corral"
 KEPT = ROOT / "tests" / "unit" / "golden" / "messages.txt"
-BASES = {name for name in errors.__all__ if name.endswith("Error")}
+BASES = {name for name in vars(errors) if name.endswith("Error")}
 SPEAKERS = {
     "Diagnosis", "Finding", "Lack", "Refusal", "Signature", "_line", "explain", "fail", "fatal", "note", "ok", "say",
     "tell", "warning",

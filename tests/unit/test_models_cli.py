@@ -11,8 +11,8 @@ from click.testing import CliRunner
 
 from corral.base.errors import ConflictError
 from corral.cli.models import command
+from corral.deploy.deployment.state import State
 from corral.deploy.lifecycle import deployments
-from corral.node.states import State
 from tests.tiny_llama import make_tiny_llama
 from tests.unit.conftest import Corral
 

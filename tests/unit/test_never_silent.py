@@ -138,15 +138,15 @@ def test_what_is_remembered_is_the_middle_of_the_last_few(clean_home: Any) -> No
     kind = starts.kind_of("m", {"a": 1})
     assert starts.usual(kind) == {}
     for seconds in (10.0, 100.0, 12.0, 11.0, 13.0, 14.0):
-        starts.remember(kind, {"loading": seconds})
+        starts.remember_start(kind, {"loading": seconds})
     assert starts.usual(kind) == {"loading": Expected(13.0, True)}
     assert starts.usual(starts.kind_of("m", {"a": 2})) == {}
     for number in range(starts.MOST_KINDS + 5):
-        starts.remember(f"kind {number}", {"loading": 1.0})
+        starts.remember_start(f"kind {number}", {"loading": 1.0})
     assert starts.usual(kind) == {}  # the oldest are forgotten
     starts.starts_path().write_text("{")
     assert starts.usual("kind 300") == {}  # damaged: begin anew
-    starts.remember("kind 300", {"loading": 2.0})
+    starts.remember_start("kind 300", {"loading": 2.0})
     assert starts.usual("kind 300")["loading"].seconds == 2.0
 
 
@@ -159,7 +159,7 @@ def test_without_a_memory_the_plan_says_what_to_expect(gpus: str | None, clean_h
     assert all(1 <= seconds <= 1000 for seconds in found.values())
     expected = starts.expectation("nothing known", plan)
     assert not any(one.remembered for one in expected.values())
-    starts.remember("known", {"loading": 3.0})
+    starts.remember_start("known", {"loading": 3.0})
     assert starts.expectation("known", plan)["loading"] == Expected(3.0, True)
 
 

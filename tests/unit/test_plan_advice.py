@@ -190,7 +190,7 @@ def test_stock_flags_have_the_graphs_of_vllm(
 
 def test_an_old_vllm_gets_no_flag_that_it_does_not_know(monkeypatch: pytest.MonkeyPatch, clean_home: Path) -> None:
     monkeypatch.setattr(LocalTarget, "inventory", lambda _: parse_gpus("1xH200"))
-    monkeypatch.setattr("corral.plan.calibration.known", lambda *_: Tuning(Coefficients.of_version("0.11.2")))
+    monkeypatch.setattr("corral.plan.calibration.known_tuning", lambda *_: Tuning(Coefficients.of_version("0.11.2")))
     wish = Wish(model="llama-3.1-8b", goal=Goal(concurrency=1024, prompt_tokens=20, output_tokens=128))
     assert "--max-cudagraph" not in baseline_knobs(sized(wish)[1].plan, wish, ("stock",))[0].values[0]
 

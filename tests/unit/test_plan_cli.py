@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from corral.base.record import from_json
-from corral.plan.calibration import append, learn, read
+from corral.plan.calibration import append_lesson, learn_tuning, read_lessons
 from corral.plan.choose import make_plan
 from corral.plan.contract import Goal, Plan
 from corral.plan.hardware.inventory import Inventory
@@ -178,16 +178,16 @@ def test_differences_are_learned_and_used(home, corral):
     assert {row.name for row in found.rows} == {
         "weights_gib", "activation_gib", "graph_gib", "non_torch_gib", "kv_tokens", "load_s"}  # fmt: skip
     assert (found.gpu, found.engine_version) == ("H200", "0.26.0")
-    append(home, found)
-    lessons = read(home)
+    append_lesson(home, found)
+    lessons = read_lessons(home)
     assert lessons == [found]
-    better = make_plan(facts, here, goal, {}, learn(lessons, "H200", facts.name))
+    better = make_plan(facts, here, goal, {}, learn_tuning(lessons, "H200", facts.name))
     assert better.memory.kv_cache_tokens == pytest.approx(919_824, rel=0.001)
     assert any("corrected by 1 earlier deployment of" in r.because for r in better.reasons)
     again = reconcile(better, read_log(LOG.splitlines()))
     assert again.missing_gib == pytest.approx(found.gap_gib(counting=False), abs=0.01)  # corrections do not pile up
-    assert learn(lessons, "A100-80").source == "built in"
-    assert learn(lessons, "H200", engine_version="0.99").source == "built in"
+    assert learn_tuning(lessons, "A100-80").source == "built in"
+    assert learn_tuning(lessons, "H200", engine_version="0.99").source == "built in"
     code, out, _ = corral("--calibration")
     assert code == 0
     assert "H200  0.26.0  llama-3.1-8b" in out
@@ -202,7 +202,7 @@ def test_nothing_is_learned_of_memory_from_a_kv_cache_of_a_given_size():
     found = reconcile(make_plan(facts, here, Goal(context=8192)), read_log([*LOG.splitlines(), given]))
     assert (found.missing_gib, found.storage_gb_s) == (None, None)
     assert "kv_tokens" not in {row.name for row in found.rows}
-    assert learn([found], "H200", facts.name).memory.correction_gib == 0
+    assert learn_tuning([found], "H200", facts.name).memory.correction_gib == 0
 
 
 def test_a_lesson_of_a_plan_that_counted_graphs_serves_one_that_does_not():
@@ -212,7 +212,7 @@ def test_a_lesson_of_a_plan_that_counted_graphs_serves_one_that_does_not():
     before = reconcile(make_plan(facts, here, goal, own), read_log(LOG.splitlines()))
     assert before.graphs_counted
     assert before.missing_gib == pytest.approx(-0.87, abs=0.1)
-    tuning = learn([before], "H200", facts.name, "0.26.0")
+    tuning = learn_tuning([before], "H200", facts.name, "0.26.0")
     assert not tuning.memory.counts_graphs
     assert tuning.memory.correction_gib == pytest.approx(0, abs=0.1)
     assert make_plan(facts, here, goal, {}, tuning).memory.kv_cache_tokens == pytest.approx(919_824, rel=0.001)
@@ -235,7 +235,7 @@ def test_the_engine_of_a_profile_chooses_the_coefficients(corral, tmp_path, monk
 def test_torn_and_foreign_lessons_are_left_out(home):
     home.mkdir(parents=True)
     (home / "calibration.jsonl").write_text('{"gpu": "H200"}\n\nnot json\n{"gpu": "H2')
-    assert read(home) == []
+    assert read_lessons(home) == []
 
 
 def test_nothing_learned_yet(corral):

@@ -25,7 +25,7 @@ from corral.plan.models.facts import read_facts
 from corral.plan.need import needs
 from corral.plan.reconcile import Observed, reconcile
 from corral.plan.speed import rounded
-from corral.plan.storage import StorageReading, recall, remember
+from corral.plan.storage import StorageReading, recall_storage_speed, remember_storage_speed
 from tests.conftest import ROOT
 from tests.unit.test_bringup import Elsewhere
 
@@ -245,18 +245,20 @@ def test_bytes_that_a_node_reads_follow_the_split() -> None:
 
 
 def test_a_measured_speed_takes_the_place_of_the_assumed_one(home: Path, shown: Run) -> None:
-    remember(home, "H100-SXM", StorageReading(0.4321, "/shared/model-00001.safetensors", 1_790_000_000.0))
-    remember(home, "CPU", StorageReading(9.0, "/x", 1.0))
-    assert recall(home, "H200") is None
+    remember_storage_speed(
+        home, "H100-SXM", StorageReading(0.4321, "/shared/model-00001.safetensors", 1_790_000_000.0)
+    )
+    remember_storage_speed(home, "CPU", StorageReading(9.0, "/x", 1.0))
+    assert recall_storage_speed(home, "H200") is None
     _, out = shown("llama-3.1-70b", "--gpus", "8xH100")
     assert "at 0.43 GB/s (measured by `corral doctor` on 2026-09-2" in out
     assert "assumed" not in out
     made = make_plan(read_facts("llama-3.1-70b"), parse_gpus("8xH100"))
-    calibration.append(home, reconcile(made, Observed(load_s=100.0, engine_version="0.32.0")))
+    calibration.append_lesson(home, reconcile(made, Observed(load_s=100.0, engine_version="0.32.0")))
     _, out = shown("llama-3.1-70b", "--gpus", "8xH100")
     assert "at 1.41 GB/s (measured at 1 earlier start on H100-SXM)" in out
     (home / "storage.json").write_text("{torn")
-    assert recall(home, "CPU") is None
+    assert recall_storage_speed(home, "CPU") is None
 
 
 def test_doctor_remembers_how_fast_a_model_was_read(tmp_path: Path, home: Path) -> None:
@@ -269,7 +271,7 @@ def test_doctor_remembers_how_fast_a_model_was_read(tmp_path: Path, home: Path) 
     )
     report = json.loads(done.stdout)
     speed = report["nodes"][0]["read_speed"]
-    kept = recall(home, "CPU") if not report["nodes"][0]["gpus"] else None
+    kept = recall_storage_speed(home, "CPU") if not report["nodes"][0]["gpus"] else None
     assert kept is not None
     assert kept.gb_s == pytest.approx(speed["read_bytes"] / speed["seconds"] / 1e9)
     assert kept.file == str(folder / "model.safetensors")

@@ -19,11 +19,11 @@ import pytest
 from corral.client.client import CHAT, Client, run
 from corral.client.endpoint import Endpoint
 from corral.client.errors import CutStreamError, KeyRefusedError, RequestError
+from corral.deploy.deployment.state import State
 from corral.fake.app import FakeOptions
 from corral.fake.pace import Pace
 from corral.fake.server import FakeServer
 from corral.node import guard
-from corral.node.states import State
 from corral.serve.proxy.host import ProxyLimits
 from corral.serve.proxy.members import MemberReading
 from corral.serve.proxy.server import Proxy

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 from corral.base.errors import ConflictError, CorralError, UnreachableError, UsageError
+from corral.base.files import write_atomic
 from corral.base.processes import Identity, own_identity
 from corral.base.record import dump_json, load_json
 from corral.client.client import CHAT, Client
 from corral.client.endpoint import Endpoint
 from corral.deploy.deployment.folder import DeploymentFolder, chain_of
+from corral.deploy.deployment.state import Reason, State
 from corral.deploy.lifecycle import bringup, deployments, renewal
 from corral.deploy.lifecycle.deployments import Record, Status, Timings
 from corral.deploy.lifecycle.renewal import Facts, next_step, renew
@@ -31,8 +33,6 @@ from corral.deploy.lifecycle.successors import (
 )
 from corral.deploy.slurm.script import BatchJob, batch_script
 from corral.deploy.targets.base import Lease, Queue
-from corral.node.files import write_atomic
-from corral.node.states import Reason, State
 from corral.serve.proxy.run import ProxyAddress, port_of
 from tests.unit.conftest import Corral, Shellcheck
 

@@ -17,12 +17,12 @@ import pytest
 
 from corral.base.errors import EngineError, UsageError
 from corral.deploy.deployment.diagnosis import diagnose, last_lines
+from corral.deploy.deployment.state import Reason
 from corral.deploy.launch.render import UNSET
-from corral.engines import environments as engines
 from corral.engines.flags import FlagList, check_arguments
+from corral.engines.locks import PINNED_VERSION
 from corral.engines.runtimes.base import RUNTIMES, EngineCommand, NodeSide, Runtime, make_runtime, parse_options
 from corral.engines.runtimes.container import Mount, container_name
-from corral.node.states import Reason
 from tests.unit.conftest import Shellcheck
 from tests.unit.test_agent import Run
 from tests.until import free_port
@@ -54,7 +54,7 @@ def options_of(name: str, place: Path | str = "/place") -> dict[str, Any]:
 
 def made(name: str, place: Path | str = "/place", flavour: str = "cpu", **more: Any) -> Runtime:
     home = str(Path(place) / "corral")
-    return make_runtime(name, {**options_of(name, place), **more}, NodeSide(home, flavour, engines.PINNED_VERSION))
+    return make_runtime(name, {**options_of(name, place), **more}, NodeSide(home, flavour, PINNED_VERSION))
 
 
 def job(runtime: Runtime, place: Path | str = "/place", **changes: Any) -> EngineCommand:
@@ -209,7 +209,7 @@ def wrapped(name: str, flavour: str = "cpu", changes: Mapping[str, Any] | None =
 
 
 def test_default_images_are_pinned_to_the_engine() -> None:
-    version = engines.PINNED_VERSION
+    version = PINNED_VERSION
     assert wrapped("docker", "cuda", image="").argv.count(f"vllm/vllm-openai:v{version}") == 1
     assert f"docker.io/vllm/vllm-openai:v{version}" in wrapped("podman", "cuda", image="").argv
     assert f"docker://vllm/vllm-openai:v{version}" in wrapped("apptainer", "cuda", image="").argv
@@ -476,7 +476,7 @@ def test_what_is_missing_is_said(
 def test_modules_are_seen_inside_and_python_is_not_disturbed(tools: Tools) -> None:
     for inside in ("conda", "managed", "docker", "apptainer"):
         options = {"load": ["python/3.12"], "inside": inside, "options": options_of(inside, tools.place)}
-        node = NodeSide(str(tools.place / "corral"), "cpu", engines.PINNED_VERSION)
+        node = NodeSide(str(tools.place / "corral"), "cpu", PINNED_VERSION)
         runtime = make_runtime("module", options, node)
         one = job(runtime, tools.place, argv=(*runtime.python, "-c", TELL))
         wrapped = runtime.wrap(one)
@@ -540,7 +540,7 @@ def test_a_venv_is_served_from_the_command_line(corral, tools: Tools) -> None:
 
 
 @pytest.mark.parametrize(("name", "more", "version"), [
-    ("managed", {}, engines.PINNED_VERSION),
+    ("managed", {}, PINNED_VERSION),
     ("venv", {}, "0.26.0"),
     ("venv", {"version": "0.31.1"}, "0.31.1"),
     ("module", {}, "0.26.0"),

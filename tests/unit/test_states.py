@@ -13,8 +13,8 @@ import pytest
 
 from corral.base.bundle import bundle
 from corral.deploy.deployment.events import read_events
+from corral.deploy.deployment.state import ENDED, TRANSITIONS, Reason, State, may_follow
 from corral.node.agent.journal import Journal, TransitionError
-from corral.node.states import ENDED, TRANSITIONS, Reason, State, may_follow
 from tests.conftest import ROOT
 
 LIVING = [state for state in State if state not in ENDED and state is not State.UNKNOWN]

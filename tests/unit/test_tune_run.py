@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 
 from corral.base.errors import CorralError, NotFoundError, UsageError
+from corral.base.files import write_atomic
 from corral.base.processes import Identity
 from corral.base.record import dump_json
 from corral.cli.up import read_words
 from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.deployment.state import State
 from corral.deploy.lifecycle import deployments
 from corral.deploy.lifecycle.bringup import Wish, as_planned, sized
 from corral.deploy.lifecycle.deployments import Record
@@ -43,8 +45,6 @@ from corral.lab.tune.trials import Purpose, Roofline, Trial, TrialOrder
 from corral.lab.tune.turns import Turns, refuse_beyond, with_part
 from corral.node.agent import load_log
 from corral.node.agent.load_log import LoadLog
-from corral.node.files import write_atomic
-from corral.node.states import State
 from corral.plan.choose import make_plan
 from corral.plan.contract import Goal
 from corral.plan.hardware.inventory import parse_gpus

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from corral.base.files import write_atomic
 from corral.base.processes import own_identity
 from corral.base.record import dump_json
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.lifecycle import tunnel
 from corral.deploy.lifecycle.tunnel import HeldTunnel, opened
-from corral.node.files import write_atomic
 
 
 @pytest.fixture

@@ -14,13 +14,13 @@ from corral.base.errors import AccessError, ConflictError, LaunchError, NotFound
 from corral.base.record import to_json
 from corral.client.endpoint import Endpoint, HeldKeyEndpoint
 from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.deployment.state import State
 from corral.deploy.lifecycle import deployments
 from corral.deploy.lifecycle import resolve as resolve_module
 from corral.deploy.lifecycle.resolve import DeploymentServer, ServedModels, find_servers, resolve, served_by
 from corral.deploy.lifecycle.successors import Chain, choose_folder, write_chain
 from corral.fake.app import FakeOptions
 from corral.fake.server import FakeServer
-from corral.node.states import State
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from corral.cli.screen import PhaseScreen
 from corral.deploy.doctor.engine import check_runtime
 from corral.deploy.doctor.finding import Level
 from corral.engines import environments
+from corral.engines.locks import PINNED_VERSION
 from corral.engines.runtimes.base import NodeSide, make_runtime
 from corral.fake.app import FakeOptions
 from corral.fake.pace import Pace
@@ -230,9 +231,7 @@ def test_of_a_chain_of_causes_the_last_is_told() -> None:
 
 
 def test_an_engine_that_is_not_installed_yet_is_no_warning_on_this_machine(clean_home: Path) -> None:
-    runtime = make_runtime(
-        "managed", {}, NodeSide(flavour="cpu", version=environments.PINNED_VERSION, home=str(clean_home))
-    )
+    runtime = make_runtime("managed", {}, NodeSide(flavour="cpu", version=PINNED_VERSION, home=str(clean_home)))
     (found,) = check_runtime(Here(), ["here"], runtime, 20)[0]
     assert found.level is Level.OK
     assert found.text.endswith("is not installed yet; `corral up` installs it")

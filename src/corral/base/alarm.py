@@ -10,8 +10,6 @@ import sys
 import time
 from collections.abc import Callable
 
-__all__ = ["Alarm"]
-
 _SECOND = 1_000_000_000
 
 

@@ -17,8 +17,6 @@ from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-__all__ = ["bundle"]
-
 PACKAGE = "corral_node"
 QUOTES = "'''"  # the sources themselves write double ones
 # read as text: parsing in several threads at once fails in CPython 3.11 ("AST constructor recursion depth mismatch")

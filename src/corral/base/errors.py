@@ -20,20 +20,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-__all__ = [
-    "INTERRUPTED",
-    "AccessError",
-    "ConflictError",
-    "CorralError",
-    "DataError",
-    "DoesNotFitError",
-    "EngineError",
-    "LaunchError",
-    "NotFoundError",
-    "UnreachableError",
-    "UsageError",
-]
-
 INTERRUPTED = 130
 
 

@@ -17,11 +17,6 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = [
-    "batches_dir", "cache_dir", "deployments_dir", "engines_dir", "fleets_dir", "gateway_dir", "home_dir",
-    "models_dir", "watch_home",
-]  # fmt: skip
-
 HANGS_S = 3.0
 
 

@@ -7,8 +7,6 @@ import signal
 import threading
 from collections.abc import Iterator
 
-__all__ = ["terminated_as_interrupted"]
-
 
 @contextlib.contextmanager
 def terminated_as_interrupted() -> Iterator[None]:

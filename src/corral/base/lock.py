@@ -28,20 +28,6 @@ from corral.base.processes import Identity, own_identity
 from corral.base.record import from_json
 from corral.base.untrusted import parse_json
 
-__all__ = [
-    "SILENT_S",
-    "TOUCH_S",
-    "FileLock",
-    "beating",
-    "discard_lock",
-    "exclusive_lock",
-    "holder_of",
-    "lock_holder",
-    "silence_s",
-    "telling",
-    "try_lock",
-]
-
 TOUCH_S = 10.0
 SILENT_S = 120.0  # for holders that touch their locks
 POLL_S = 0.05

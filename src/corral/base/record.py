@@ -21,8 +21,6 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from corral.base.errors import DataError
 from corral.base.untrusted import parse_json, plain
 
-__all__ = ["dump_json", "from_json", "load_json", "nearest", "to_json"]
-
 T = TypeVar("T")
 LONGEST_SHOWN = 200  # characters of a wrong value in a message
 SCALARS = {str: "text", int: "a whole number", float: "a number", bool: "true or false", dict: "an object"}

@@ -17,8 +17,6 @@ from typing import IO
 
 from corral.base.errors import CorralError, DataError, UnreachableError
 
-__all__ = ["Completed", "Leash", "capture", "quote_command", "run", "stream"]
-
 
 class Leash:
     """Holds a command that another thread runs, to end it when nobody waits for it any more."""

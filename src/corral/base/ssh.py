@@ -25,27 +25,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from corral.base.errors import AccessError, CorralError, DataError, UnreachableError, UsageError
-from corral.base.files import existing_file, make_private_dir, read_text
+from corral.base.files import existing_file, make_private_dir, read_text, write_atomic
 from corral.base.home import home_dir
 from corral.base.shell import Completed, Leash, capture
 from corral.base.untrusted import plain
 from corral.node.adapters import some_of
-from corral.node.files import write_atomic
-
-__all__ = [
-    "FAN_OUT",
-    "MOST_SAID_BYTES",
-    "WAITING",
-    "Forward",
-    "Ssh",
-    "UnknownHostError",
-    "check_host",
-    "each",
-    "read_hosts",
-    "said_meanwhile",
-    "socket_folder",
-    "ssh_command",
-]
 
 LONGEST_FOLDER = 48  # for a socket: ssh adds 40 characters, and 17 while it makes it; 107 are allowed
 FAN_OUT = 32  # hosts talked to at the same time

@@ -15,8 +15,6 @@ from typing import Any
 
 from corral.base.errors import DataError
 
-__all__ = ["DEEPEST", "LONGEST_NUMBER", "deeper_than", "last_object", "parse_json", "plain", "plain_json"]
-
 DEEPEST = 64  # levels of lists and objects
 LONGEST_NUMBER = 40  # characters
 MOST_BYTES = 64 << 20

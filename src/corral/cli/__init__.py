@@ -22,7 +22,6 @@ from corral.base.untrusted import plain, plain_json
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-__all__ = ["VERBS", "main"]
 
 # verb -> (module:attribute, one line for `corral --help`)
 VERBS: dict[str, tuple[str, str]] = {

@@ -17,8 +17,6 @@ from corral.cli.screen import print_json, tell
 from corral.cli.target_options import chosen_target, target_options
 from corral.cli.token_count import TokenCount
 
-__all__ = ["command"]
-
 HELP = {"help_option_names": ["-h", "--help"]}
 UNFINISHED = 1  # finished, but some rows are in the error file
 

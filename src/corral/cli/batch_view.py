@@ -26,17 +26,6 @@ if TYPE_CHECKING:
 
 PROGRESS_EVERY_S, WAITING_EVERY_S = 5.0, 60.0  # a line where there is no terminal
 
-__all__ = [
-    "Screen",
-    "print_check",
-    "print_status",
-    "print_submitted",
-    "progress_line",
-    "status_lines",
-    "summary_lines",
-    "wait_for_jobs",
-]
-
 
 class Screen:
     """Listens to a batch and shows how it goes."""

@@ -38,8 +38,6 @@ from corral.lab.bench.series import measure_series, quick_specs, reseeded, searc
 from corral.lab.bench.spec import parse_slos
 from corral.lab.report import tables
 
-__all__ = ["command"]
-
 INVALID = 1  # exit code of a run that was measured, saved, and is not to be used
 
 

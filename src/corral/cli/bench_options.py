@@ -15,8 +15,6 @@ from corral.cli.duration import Duration
 from corral.lab.bench.spec import ARRIVALS, DATASETS, LoadShape, Spec, Workload, parse_goodput, parse_percentiles
 from corral.plan.contract import Plan
 
-__all__ = ["load_options", "make_spec", "numbers", "read_plan_file", "server_options", "work_options"]
-
 Decorator = Callable[[Any], Any]
 
 

@@ -7,12 +7,10 @@ from typing import Any
 
 import click
 
+from corral.base.files import write_atomic
 from corral.cli.screen import print_json, print_table, since, tell
 from corral.lab.bench import store
 from corral.lab.report import tables
-from corral.node.files import write_atomic
-
-__all__ = ["compare", "list_runs", "report"]
 
 
 @click.command()

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from corral.use.llm.conversation import Conversation
     from corral.use.llm.llm import LLM
 
-__all__ = ["command"]
-
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 118})
 @deployment_argument

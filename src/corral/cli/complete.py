@@ -13,8 +13,6 @@ from corral.base.files import read_text
 from corral.cli.use_options import endpoint_options, sampling_options, taken_sampling
 from corral.lab.report.tables import room
 
-__all__ = ["command", "show_views", "shown"]
-
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 118})
 @click.argument("prompt", required=False)

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 import click
 from click.shell_completion import CompletionItem
 
-__all__ = ["offer"]
-
 Offer = Callable[[], Iterator[str]]
 
 

@@ -9,8 +9,6 @@ import threading
 
 import click
 
-__all__ = ["command"]
-
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--port", type=click.IntRange(0, 65535), default=8765, show_default=True,

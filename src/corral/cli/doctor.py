@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from corral.base.errors import ConflictError, LaunchError, UsageError
+from corral.base.files import write_atomic
 from corral.base.home import home_dir
 from corral.base.record import to_json
 from corral.base.ssh import read_hosts
@@ -23,11 +24,8 @@ from corral.deploy.doctor.finding import Level, Report
 from corral.deploy.profile.merging import merged
 from corral.deploy.profile.profile import load_profile
 from corral.deploy.targets.base import target_class
-from corral.node.files import write_atomic
 from corral.plan.hardware.inventory import recognise
-from corral.plan.storage import StorageReading, remember
-
-__all__ = ["command"]
+from corral.plan.storage import StorageReading, remember_storage_speed
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -102,7 +100,7 @@ def _remember(report: Report) -> None:
     gpu = recognise(slowest.gpus[0].name, slowest.gpus[0].memory_bytes)[0] if slowest.gpus else "CPU"
     reading = StorageReading(slowest.read_speed.bytes_per_s / 1e9, slowest.read_speed.file, time.time())
     with contextlib.suppress(OSError):
-        remember(home_dir(), gpu, reading)
+        remember_storage_speed(home_dir(), gpu, reading)
 
 
 def _of_profile(question: Question, name: str, hosts: tuple[str, ...]) -> Question:

@@ -16,8 +16,6 @@ from corral.node.adapters import some_of
 from corral.plan.hardware.inventory import GIB
 from corral.plan.hardware.survey import NodeFacts
 
-__all__ = ["report_lines"]
-
 COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.FATAL: "red"}
 MOST_ROWS = 40
 HEADINGS = ("NODE", "STATE", "PYTHON", "CORES", "MEMORY", "GPUS", "DISK", "ADDRESS")

@@ -9,13 +9,11 @@ from corral.base.files import remove_tree
 from corral.cli.screen import print_json, say_waiting
 from corral.deploy.deployment.fleet import FleetFolder, all_fleets, read_fleet
 from corral.deploy.deployment.folder import DeploymentFolder, all_folders
+from corral.deploy.deployment.state import ENDED
 from corral.deploy.lifecycle import deployments
 from corral.deploy.lifecycle.successors import choose_folder, close_chain
-from corral.node.states import ENDED
 from corral.serve.fleet.background import end_fleet
 from corral.serve.fleet.waiting import chosen_fleet
-
-__all__ = ["command"]
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

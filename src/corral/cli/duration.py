@@ -6,8 +6,6 @@ import re
 
 import click
 
-__all__ = ["Duration"]
-
 SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 PART = r"(\d+(?:\.\d+)?)(ms|[hms])"
 WRITTEN = r"(?=.)(\d+(\.\d+)?h)?\s*(\d+(\.\d+)?m(?!s))?\s*(\d+(\.\d+)?s)?\s*(\d+(\.\d+)?ms)?"

@@ -13,12 +13,10 @@ from corral.cli.help_pages import WholeGroup
 from corral.cli.screen import PhaseScreen, print_json, print_table
 from corral.deploy.deployment.expectation import duration
 from corral.engines import environments as engines
-from corral.engines.locks import LockedFor, locked
-
-__all__ = ["command"]
+from corral.engines.locks import FLAVOURS, PINNED_VERSION, LockedFor, locked
 
 HELP = {"help_option_names": ["-h", "--help"]}
-FLAVOUR = click.Choice(engines.FLAVOURS)
+FLAVOUR = click.Choice(FLAVOURS)
 
 
 @click.group(cls=WholeGroup, context_settings=HELP)
@@ -44,7 +42,7 @@ def list_engines(as_json: bool) -> None:
 
 @command.command("install", context_settings=HELP)
 @click.argument("flavour", type=FLAVOUR, required=False)
-@click.option("--version", default=engines.PINNED_VERSION, show_default=True, help="Of vLLM.")
+@click.option("--version", default=PINNED_VERSION, show_default=True, help="Of vLLM.")
 @click.option("--into", metavar="conda:NAME", help="Into a conda environment of your own, made if it is not there.")
 @click.option("--json", "as_json", is_flag=True, help="The same as one JSON document.")
 def install(flavour: str | None, version: str, into: str | None, as_json: bool) -> None:
@@ -57,7 +55,7 @@ def install(flavour: str | None, version: str, into: str | None, as_json: bool) 
         _install_into(into, flavour or "cuda", version, as_json)
         return
     if flavour is None:
-        raise UsageError("no engine was named.", f"Name one: {', '.join(engines.FLAVOURS)}.")
+        raise UsageError("no engine was named.", f"Name one: {', '.join(FLAVOURS)}.")
     with PhaseScreen(quiet=as_json) as screen:
         screen.phase("installing engine")
         engine = engines.install(flavour, version, screen.detail, screen.note)
@@ -82,7 +80,7 @@ def _install_into(into: str, flavour: str, version: str, as_json: bool) -> None:
 
 @command.command("check", context_settings=HELP)
 @click.argument("flavour", type=FLAVOUR, required=False)
-@click.option("--version", default=engines.PINNED_VERSION, show_default=True, help="Of vLLM.")
+@click.option("--version", default=PINNED_VERSION, show_default=True, help="Of vLLM.")
 @click.option("--json", "as_json", is_flag=True, help="The same as one JSON document.")
 def check(flavour: str | None, version: str, as_json: bool) -> None:
     """Import an engine in its environment and say what it is made of (default: the one that is installed).
@@ -119,7 +117,7 @@ def _locked_rows(rows: list[LockedFor]) -> list[list[str]]:
             return f"not locked: {', '.join(row.missing)}"
         return "this machine" if (row.platform, row.python) == here else ""
 
-    name = engines.PINNED_VERSION
+    name = PINNED_VERSION
     return [
         [f"{row.flavour}-{name}", row.platform, row.python, str(row.packages), f"{row.glibc} or later", remark(row)]
         for row in rows
@@ -128,12 +126,12 @@ def _locked_rows(rows: list[LockedFor]) -> list[list[str]]:
 
 @command.command("remove", context_settings=HELP)
 @click.argument("flavour", type=FLAVOUR)
-@click.option("--version", default=engines.PINNED_VERSION, show_default=True, help="Of vLLM.")
+@click.option("--version", default=PINNED_VERSION, show_default=True, help="Of vLLM.")
 @click.option("--json", "as_json", is_flag=True, help="The same as one JSON document.")
 def remove(flavour: str, version: str, as_json: bool) -> None:
     """Delete an engine's environment; refused while a deployment runs from it."""
+    from corral.deploy.deployment.state import ENDED
     from corral.deploy.lifecycle.deployments import statuses
-    from corral.node.states import ENDED
 
     for status in statuses():
         if status.engine == f"{flavour}-{version}" and status.state not in ENDED:

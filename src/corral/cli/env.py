@@ -15,8 +15,6 @@ from corral.deploy.lifecycle.successors import choose_folder, newest_ready
 from corral.serve.fleet.waiting import chosen_fleet
 from corral.serve.proxy.run import held_proxy
 
-__all__ = ["command"]
-
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @deployment_argument

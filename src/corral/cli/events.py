@@ -13,8 +13,6 @@ from corral.deploy.lifecycle.deployments import status
 from corral.deploy.lifecycle.successors import choose_folder
 from corral.serve.fleet.waiting import chosen_fleet
 
-__all__ = ["command"]
-
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @deployment_argument

@@ -9,8 +9,6 @@ import click
 
 from corral.base.errors import UsageError
 
-__all__ = ["command"]
-
 
 def _answer_tokens(text: str) -> tuple[int, int] | None:
     if text == "all":

@@ -18,8 +18,6 @@ from corral.serve.fleet.keeper import keep
 from corral.serve.fleet.making import parse_size
 from corral.serve.fleet.simulation import Replay, ReplaySetting, simulate
 
-__all__ = ["command"]
-
 
 @click.group(cls=WholeGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def command() -> None:

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 
 from corral.cli.screen import since
 from corral.deploy.deployment.fleet import Judgement
-from corral.node.states import State
+from corral.deploy.deployment.state import State
 from corral.serve.fleet.standing import FleetStatus, MemberStatus
-
-__all__ = ["fleet_lines", "fleet_row", "load_words"]
 
 
 def fleet_row(found: FleetStatus) -> list[str]:

@@ -17,9 +17,6 @@ from corral.serve.gateway.run import choose_place, run_gateway
 from corral.serve.gateway.watching import Source, open_source
 from corral.serve.proxy.figures import summary
 
-__all__ = ["command"]
-
-
 HELP = {"help_option_names": ["-h", "--help"]}
 
 

@@ -9,8 +9,6 @@ import click
 
 from corral.base.record import nearest
 
-__all__ = ["DefaultVerbGroup", "GroupedCommand", "GroupedOption", "WholeGroup"]
-
 
 class WholeGroup(click.Group):
     """A group whose page says what each verb does in whole sentences, and that knows where an option belongs."""

@@ -12,8 +12,6 @@ import click
 
 from corral.base.errors import AccessError, UnreachableError
 
-__all__ = ["with_token"]
-
 T = TypeVar("T")
 
 

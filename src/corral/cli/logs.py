@@ -16,11 +16,9 @@ from corral.base.untrusted import plain
 from corral.cli.use_options import deployment_argument
 from corral.deploy.deployment.diagnosis import last_lines
 from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.deployment.state import ENDED
 from corral.deploy.lifecycle.deployments import status
 from corral.deploy.lifecycle.successors import choose_folder
-from corral.node.states import ENDED
-
-__all__ = ["command"]
 
 BLOCK_BYTES = LONGEST_LINE_BYTES = 1 << 20
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")

@@ -12,8 +12,6 @@ from corral.cli.screen import print_json, print_table
 from corral.plan.hardware.inventory import Inventory
 from corral.plan.models.shelf import ShelvedModel, known_name, on_disk, remove
 
-__all__ = ["command"]
-
 HELP = {"help_option_names": ["-h", "--help"]}
 
 
@@ -41,8 +39,8 @@ def command(context: click.Context, gpus: str | None, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="The same as one JSON document.")
 def remove_model(name: str, as_json: bool) -> None:
     """Delete a model's files from this machine's disk; refused while a deployment serves it."""
+    from corral.deploy.deployment.state import ENDED
     from corral.deploy.lifecycle.deployments import statuses
-    from corral.node.states import ENDED
 
     for status in statuses():
         if known_name(status.model) == known_name(name) and status.state not in ENDED:

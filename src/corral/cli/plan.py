@@ -24,8 +24,6 @@ from corral.plan.hardware.inventory import GPUS, LINKS, Inventory, find_gpu, par
 from corral.plan.models.facts import ModelFacts, read_facts
 from corral.plan.models.hub import hub_is_off
 
-__all__ = ["command"]
-
 
 @click.command(epilog=f"--set takes {', '.join(KEYS)}. Exits 0 when it fits, {DoesNotFitError.exit_code} when not.")
 @click.argument("model", required=False)
@@ -137,7 +135,7 @@ def _check_rest(arguments: tuple[str, ...]) -> None:
 def _show_lessons(as_json: bool) -> int:
     from corral.cli.plan_view import lesson_lines
 
-    lessons = calibration.read(home_dir())
+    lessons = calibration.read_lessons(home_dir())
     click.echo(dump_json({"lessons": lessons}) if as_json else "\n".join(lesson_lines(lessons)), nl=not as_json)
     return 0
 

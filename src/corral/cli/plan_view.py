@@ -23,16 +23,6 @@ from corral.plan.reconcile import Differences
 from corral.plan.replicas import ReplicaAdvice, ReplicaForm
 from corral.plan.table import Cell, TableRow
 
-__all__ = [
-    "about",
-    "comparison_lines",
-    "lesson_lines",
-    "need_lines",
-    "plan_lines",
-    "replica_lines",
-    "table_lines",
-]
-
 _LABEL = 13
 _MOST_REFUSED = 5  # of what cannot run, shown
 _BAR = (("weights", "█"), ("activations", "▓"), ("graphs", "▒"), ("overhead", "▒"), ("KV cache", "░"))

@@ -18,8 +18,6 @@ from corral.deploy.profile.reading import parse
 from corral.deploy.targets.base import target_tables
 from corral.engines.flags import check_arguments
 
-__all__ = ["command"]
-
 HELP = {"help_option_names": ["-h", "--help"]}
 
 
@@ -89,7 +87,7 @@ def _first_text(example: str | None, assignments: dict[str, Any]) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    from corral.node.files import write_atomic
+    from corral.base.files import write_atomic
 
     if path.is_dir() and not path.is_symlink():
         raise ConflictError(f"{path} is a folder.", "Move it away.")

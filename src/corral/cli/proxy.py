@@ -14,8 +14,6 @@ from corral.serve.proxy.figures import summary
 from corral.serve.proxy.host import ProxyLimits
 from corral.serve.proxy.run import run_proxy
 
-__all__ = ["command"]
-
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @deployment_argument

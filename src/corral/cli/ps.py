@@ -7,11 +7,9 @@ import click
 from corral.cli.fleet_view import fleet_row, load_words
 from corral.cli.screen import print_json, print_table, since
 from corral.deploy.deployment.fleet import all_fleets
+from corral.deploy.deployment.state import ENDED, State
 from corral.deploy.lifecycle.deployments import Status, statuses
-from corral.node.states import ENDED, State
 from corral.serve.fleet.standing import FleetStatus, MemberStatus, fleet_status
-
-__all__ = ["command"]
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

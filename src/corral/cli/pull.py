@@ -19,8 +19,6 @@ from corral.deploy.deployment.expectation import duration
 from corral.deploy.transfer.outcome import Progress
 from corral.deploy.transfer.pull import Arrival, Pull, PullOrder, pull
 
-__all__ = ["command"]
-
 _KINDS = {kind.exit_code: kind for kind in (UnreachableError, DataError)}
 STATES = {
     "arrived": "arrived",

@@ -14,8 +14,6 @@ from corral.cli.use_options import deployment_argument
 from corral.deploy.lifecycle.renewal import renew
 from corral.deploy.lifecycle.successors import chain_lock, choose_folder, read_chain, write_chain
 
-__all__ = ["command"]
-
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @deployment_argument

@@ -11,8 +11,6 @@ from corral.serve.fleet.making import parse_size, resize
 from corral.serve.fleet.standing import fleet_status
 from corral.serve.fleet.waiting import wait_fleet
 
-__all__ = ["command"]
-
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("name")

@@ -18,7 +18,6 @@ from corral.deploy.deployment.expectation import duration
 if TYPE_CHECKING:
     from corral.use.batch.core.runner import Counts, Runner
 
-__all__ = ["command"]
 
 UNFINISHED = 1  # finished, but some rows are in the error file
 

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from corral.base.errors import DoesNotFitError, UsageError
+from corral.base.files import write_atomic
 from corral.base.record import to_json
 from corral.base.wording import counted
 from corral.cli.duration import Duration
@@ -35,7 +36,6 @@ from corral.lab.simulate.page import forecast_lines, forecast_page, validation_l
 from corral.lab.simulate.requests import OpenLoop, RequestSource, source_of, trace_requests
 from corral.lab.simulate.validation import validate
 from corral.lab.simulate.world import ScalingModel, simulate_load
-from corral.node.files import write_atomic
 from corral.plan.choose import make_plan
 from corral.plan.contract import Goal, Plan
 from corral.plan.fixed import parse_assignments
@@ -45,8 +45,6 @@ from corral.plan.models.facts import read_facts
 from corral.plan.models.hub import hub_is_off
 from corral.plan.tuning import tuning_for
 from corral.serve.gateway.policies import POLICIES
-
-__all__ = ["command"]
 
 HELP = {"help_option_names": ["-h", "--help"]}
 EXAMPLES = """

@@ -12,8 +12,6 @@ from corral.deploy.deployment.expectation import duration
 from corral.deploy.lifecycle.successors import choose_folder
 from corral.deploy.slurm.cluster import NodeShape, Partition, discover, gpu_kind
 
-__all__ = ["command"]
-
 
 @click.group(cls=WholeGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def command() -> None:

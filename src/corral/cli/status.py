@@ -18,17 +18,15 @@ from corral.cli.use_options import deployment_argument
 from corral.client.endpoint import Endpoint
 from corral.deploy.deployment.expectation import amount, duration
 from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.deployment.state import ENDED, State
 from corral.deploy.lifecycle.deployments import Status, status
 from corral.deploy.lifecycle.members import HeldJob, RankMember, held_job, members
 from corral.deploy.lifecycle.successors import all_standings, choose_folder, read_chain
 from corral.deploy.lifecycle.watching import learn_from
 from corral.lab.report import tables
-from corral.node.states import ENDED, State
 from corral.plan.reconcile import Differences
 from corral.serve.fleet.standing import fleet_status
 from corral.serve.fleet.waiting import chosen_fleet
-
-__all__ = ["command", "status_facts", "status_lines"]
 
 CONNECT_S = 1.0  # a kernel answers, however busy its machine is; a node that is cut off does not
 ANSWER_S = 3.0

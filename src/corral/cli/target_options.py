@@ -16,8 +16,6 @@ from corral.cli.help_pages import GroupedOption
 from corral.deploy.targets.base import TARGETS, target_class
 from corral.deploy.targets.keys import Flag
 
-__all__ = ["PREFIX", "chosen_target", "target_options"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 PREFIX = "target_option_"  # of the parameters, so that no other option has their name
 

@@ -6,8 +6,6 @@ import click
 
 from corral.plan.token_count import token_count
 
-__all__ = ["TokenCount"]
-
 
 class TokenCount(click.ParamType[int]):
     """A number of tokens, at least 1: 32768, or 32k."""

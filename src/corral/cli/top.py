@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from corral.client.endpoint import Endpoint
     from corral.use.llm.top import Line
 
-__all__ = ["command"]
 
 WIDE, MEDIUM = 118, 78  # columns from which on there is room for more
 HEADINGS = ["NAME", "RUNNING", "WAITING", "KV USE", "TOK/S", "PROMPT TOK/S", "TTFT", "PREFIX HITS", "MODEL"]

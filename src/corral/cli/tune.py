@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from corral.base.errors import ConflictError, UsageError
-from corral.base.files import read_text
+from corral.base.files import read_text, write_atomic
 from corral.base.interruption import terminated_as_interrupted
 from corral.base.record import dump_json, load_json
 from corral.cli.duration import Duration
@@ -25,6 +25,7 @@ from corral.cli.token_count import TokenCount
 from corral.cli.up import UpWords, read_words, wish_of
 from corral.deploy.deployment.expectation import duration
 from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.deployment.state import State
 from corral.deploy.lifecycle import bringup, deployments
 from corral.deploy.lifecycle.deployments import Record
 from corral.deploy.lifecycle.successors import choose_folder
@@ -46,11 +47,7 @@ from corral.lab.tune.store import TuneRun, TuneSpec, find_run, new_run, runs_dir
 from corral.lab.tune.trials import Trial, TrialOrder
 from corral.lab.tune.tuner import fitting_knobs, tune
 from corral.lab.tune.turns import refuse_part
-from corral.node.files import write_atomic
-from corral.node.states import State
 from corral.plan.start import planned_restart_s
-
-__all__ = ["command"]
 
 HELP = {"help_option_names": ["-h", "--help"]}
 EXAMPLES = """

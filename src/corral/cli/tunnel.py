@@ -18,8 +18,6 @@ from corral.deploy.lifecycle.distant import find_distant, hold_distant
 from corral.deploy.lifecycle.successors import choose_folder
 from corral.deploy.lifecycle.tunnel import close_tunnel, ensure_tunnel, hold_tunnel, needs_tunnel, tunnel_holder
 
-__all__ = ["command"]
-
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @deployment_argument

@@ -27,6 +27,7 @@ from corral.deploy.deployment.patience import Patience
 from corral.deploy.launch.masking import masked
 from corral.deploy.launch.render import refuse_reserved
 from corral.deploy.lifecycle import bringup, deployments
+from corral.deploy.lifecycle.watching import wait_ready
 from corral.deploy.profile.merging import merged
 from corral.deploy.profile.profile import Profile, load_profile
 from corral.deploy.profile.storage import with_storage
@@ -35,8 +36,6 @@ from corral.engines.runtimes.base import RUNTIMES, parse_options
 from corral.plan.fixed import parse_assignments
 from corral.serve.fleet.making import FleetOrder, parse_size, preview
 from corral.serve.gateway.policies import POLICIES
-
-__all__ = ["command", "wish_of"]
 
 EXAMPLES = """
 corral up                 # a small model, on this machine
@@ -312,7 +311,7 @@ def _bring_up(wish: bringup.Wish, screen: PhaseScreen, wait: bool) -> deployment
 
 def _attach(name: str, screen: PhaseScreen) -> deployments.Status:
     try:
-        return bringup.wait_ready(open_folder(name), screen)
+        return wait_ready(open_folder(name), screen)
     except LaunchError as error:
         _with_log(error)
         raise

@@ -19,8 +19,6 @@ from corral.serve.fleet.making import FleetOrder, make_fleet, start_member
 from corral.serve.fleet.standing import FleetStatus, fleet_status
 from corral.serve.fleet.waiting import wait_fleet
 
-__all__ = ["bring_up_fleet", "checked", "curl_lines"]
-
 
 def checked(wish: bringup.Wish, asked: FleetOrder) -> bringup.Wish:
     """The wish of each member; refuses what is meant for single deployments."""

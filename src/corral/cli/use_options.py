@@ -10,8 +10,6 @@ import click
 from corral.base.files import read_text
 from corral.client.sampling import PARAMETERS, STRUCTURED, parse_assignments
 
-__all__ = ["deployment_argument", "endpoint_options", "sampling_options", "server_options", "taken_sampling"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 _KINDS: dict[str, Any] = {"int": int, "float": float, "text": str, "texts": str, "ints": int}
 

@@ -6,14 +6,12 @@ import click
 
 from corral.cli.screen import PhaseScreen, print_json
 from corral.cli.use_options import deployment_argument
+from corral.deploy.deployment.state import State
 from corral.deploy.lifecycle.deployments import Status, status
 from corral.deploy.lifecycle.successors import choose_folder
 from corral.deploy.lifecycle.watching import wait_ready
-from corral.node.states import State
 from corral.serve.fleet.standing import FleetStatus
 from corral.serve.fleet.waiting import chosen_fleet, wait_fleet
-
-__all__ = ["command"]
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

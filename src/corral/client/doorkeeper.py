@@ -16,8 +16,6 @@ import socket
 from corral.client.errors import StrangerError
 from corral.node.tcp_table import owners_of, stays_here, tcp_sockets
 
-__all__ = ["TRUST_USERS", "Doorkeeper"]
-
 TRUST_USERS = "CORRAL_TRUST_USERS"
 Address = tuple[str, int]
 Question = tuple[Address, Address, "asyncio.Future[set[int]]"]

@@ -14,8 +14,6 @@ from urllib.parse import urlsplit
 
 from corral.base.errors import AccessError, CorralError, UsageError
 
-__all__ = ["Absence", "Endpoint", "FixedServer", "HeldKeyEndpoint", "ModelServer"]
-
 
 @dataclass(frozen=True)
 class Endpoint:

@@ -27,25 +27,6 @@ import msgspec
 
 from corral.base.errors import AccessError, CorralError, EngineError, NotFoundError, UnreachableError, UsageError
 
-__all__ = [
-    "AbortedError",
-    "BadRequestError",
-    "CutStreamError",
-    "KeyRefusedError",
-    "MalformedReplyError",
-    "OverloadedError",
-    "PromptTooLongError",
-    "RequestError",
-    "ServerFailedError",
-    "ServerGoneError",
-    "StrangerError",
-    "TimedOutError",
-    "UnknownModelError",
-    "UnknownPathError",
-    "error_from_chunk",
-    "error_from_status",
-]
-
 
 class RequestError(CorralError):
     """One request failed."""

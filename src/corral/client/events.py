@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["EventSplitter"]
-
 
 class EventSplitter:
     """Splits server-sent events out of bytes that may be cut anywhere; gives the data of each."""

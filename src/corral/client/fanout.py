@@ -17,8 +17,6 @@ from corral.client.errors import RequestError
 from corral.client.reply import Reply
 from corral.client.retry import RETRIES, retried
 
-__all__ = ["CONCURRENCY", "fan_out", "run_workers"]
-
 T = TypeVar("T")
 CONCURRENCY = 256  # vLLM's own default of sequences at once; more would wait in its queue
 

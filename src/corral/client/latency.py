@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 
 from corral.node.exposition import samples
 
-__all__ = ["Latencies", "percentile", "read_latencies"]
-
 TTFT = "vllm:time_to_first_token_seconds_bucket"
 TPOT = ("vllm:inter_token_latency_seconds_bucket", "vllm:time_per_output_token_seconds_bucket")  # newer, older
 Buckets = Mapping[float, float]  # upper bound -> how many were at most that

@@ -17,8 +17,6 @@ from corral.client.client import Client
 from corral.client.errors import error_from_status
 from corral.node.exposition import Sample, samples
 
-__all__ = ["Load", "Reading", "cache_config", "parse", "read", "read_page"]
-
 
 @dataclass(frozen=True)
 class Reading:

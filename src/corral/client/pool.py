@@ -25,8 +25,6 @@ from corral.client.errors import KeyRefusedError, RequestError, ServerGoneError,
 from corral.client.reply import Assembly, read_reply
 from corral.client.wire import Exchange, Wire
 
-__all__ = ["Page", "Pool", "PoolLimits", "open_files"]
-
 _now = time.monotonic_ns
 _STALE_NS = 1_000_000_000  # idle for this long: the server may have closed it
 _IDLE_NS = 60_000_000_000

@@ -24,8 +24,6 @@ from corral.client.errors import (
 )
 from corral.client.wire import Exchange
 
-__all__ = ["Assembly", "Choice", "Piece", "Reply", "Timing", "Token", "Usage", "read_piece", "read_reply"]
-
 
 class Token(msgspec.Struct, frozen=True, gc=False):
     """One token with its log-probability; `rank` and `id` where the server tells them."""

@@ -9,8 +9,6 @@ from typing import TypeVar
 
 from corral.client.errors import OverloadedError, RequestError
 
-__all__ = ["RETRIES", "backoff_s", "retried"]
-
 T = TypeVar("T")
 RETRIES = 4
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 15.0

@@ -24,8 +24,6 @@ from corral.client.reply import Reply, read_reply
 from corral.client.wire import Exchange
 from corral.node.row_socket import ANSWER, REQUEST, connected, sockets_in
 
-__all__ = ["RowSocketClient", "RowSocketEndpoint", "has_row_socket", "open_client", "row_processes"]
-
 _LOOK_S = 1.0
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _now = time.monotonic_ns

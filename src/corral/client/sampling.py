@@ -23,22 +23,6 @@ from typing import Any, TypedDict
 from corral.base.errors import UsageError
 from corral.base.record import nearest
 
-__all__ = [
-    "ANSWER_TOKENS",
-    "FIELDS",
-    "PARAMETERS",
-    "STRUCTURED",
-    "Parameter",
-    "Sampling",
-    "body_fields",
-    "check_fields",
-    "parse_assignment",
-    "parse_assignments",
-    "parse_cell",
-    "request_fields",
-    "with_length",
-]
-
 ANSWER_TOKENS = 256  # of a completion, where nothing is said: the server's own default of 16 breaks off mid-sentence
 
 

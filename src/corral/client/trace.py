@@ -19,8 +19,6 @@ from corral.base.errors import DataError
 from corral.base.files import existing_file
 from corral.base.untrusted import parse_json, plain
 
-__all__ = ["TracedRequest", "read_trace"]
-
 LATEST_S = 1e15
 LONGEST_TOKENS = 10**8
 REMEDY = (

@@ -18,8 +18,6 @@ from corral.client.events import EventSplitter
 from corral.client.http1.reading import BadMessageError, Headers, ResponseReader
 from corral.client.http1.writing import write_now
 
-__all__ = ["Exchange", "Wire", "WireOwner"]
-
 _now = time.monotonic_ns
 _LARGEST_PAGE_BYTES = 64 << 20
 

@@ -15,8 +15,6 @@ from corral.console.asking import PlayRequest, prompt_request, stream_request
 from corral.console.spelling import Spellings, shown
 from corral.use.llm.llm import exact_view
 
-__all__ = ["answer_events", "heat_map", "pieces_of"]
-
 _NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 

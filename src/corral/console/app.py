@@ -18,8 +18,6 @@ from corral.base.errors import CorralError, NotFoundError
 from corral.console import fleet, live, plans, play, runs
 from corral.console.desk import Desk, answer, refusal
 
-__all__ = ["make_app", "static_files"]
-
 VIEWS = (fleet, live, play, plans, runs)
 TYPES = {
     "html": "text/html",

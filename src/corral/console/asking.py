@@ -17,8 +17,6 @@ from corral.base.errors import UsageError
 from corral.client.sampling import PARAMETERS, STRUCTURED
 from corral.use.llm.llm import Prompt, is_chat, request_for
 
-__all__ = ["PlayRequest", "as_curl", "as_python", "parameter_table", "prompt_request", "read_play", "stream_request"]
-
 MOST_ALTERNATIVES = 20  # what vLLM gives unless it was started with more
 _PAGES_OWN = ("logprobs", "prompt_logprobs")  # the page asks for them by its own switch
 _IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True}  # tokens by id: their bytes are asked apart

@@ -23,8 +23,6 @@ from corral.base.files import make_private_dir
 from corral.base.home import home_dir
 from corral.deploy.deployment.diagnosis import last_lines
 
-__all__ = ["Commands", "RunningCommand", "line_of"]
-
 KEPT = 50
 LINES = 200
 

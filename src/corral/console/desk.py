@@ -31,8 +31,6 @@ from corral.base.record import to_json
 from corral.console.commands import Commands
 from corral.console.history import History
 
-__all__ = ["Desk", "answer", "body_of", "events", "refusal"]
-
 LARGEST_BODY_BYTES = 4 << 20
 STATUS: dict[type[CorralError], int] = {
     UsageError: 400,

@@ -21,11 +21,9 @@ from corral.console.query import whole_number
 from corral.console.standings import Row, Standings, restart_words
 from corral.console.starting import choices, form_of, preview, up_words
 from corral.deploy.deployment.folder import DeploymentFolder, open_folder
+from corral.deploy.deployment.state import ENDED
 from corral.deploy.lifecycle.deployments import Record, status
-from corral.node.states import ENDED
 from corral.serve.fleet.waiting import chosen_fleet
-
-__all__ = ["changes", "routes"]
 
 QUIET_S = 15.0  # after which a stream without news says that it still stands
 

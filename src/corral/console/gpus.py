@@ -7,8 +7,6 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["GpuLoad", "gpu_figures", "parse_gpus_load", "read_gpus"]
-
 FIELDS = "index,name,power.draw,memory.used,memory.total,utilization.gpu"
 PATIENCE_S = 5.0
 MOST = 64

@@ -29,8 +29,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from corral.base.errors import AccessError, UsageError
 from corral.console.desk import refusal
 
-__all__ = ["LOOPBACK", "Guard", "Tickets", "host_name"]
-
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 MOST_SESSIONS = 64
 READING = ("GET", "HEAD")

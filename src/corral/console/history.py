@@ -10,8 +10,6 @@ import math
 from array import array
 from collections.abc import Mapping
 
-__all__ = ["HOUR_S", "STEP_S", "History"]
-
 HOUR_S = 3600.0
 STEP_S = 5.0
 MOST_SERIES = 2000  # some figures of some hundred servers

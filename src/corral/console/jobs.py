@@ -19,8 +19,6 @@ from corral.use.batch.core.folder import BatchFolder
 from corral.use.batch.inspect import inspect
 from corral.use.batch.known import known_outputs
 
-__all__ = ["JobProgress", "Jobs"]
-
 SHOWN = 12
 RATE_S = 60.0  # speeds are means over the last minute of looking
 

@@ -22,8 +22,6 @@ from corral.console.newsfeed import Newsfeed
 from corral.use.llm.ready import ReadyServer, ready_servers
 from corral.use.llm.top import Line, Watch
 
-__all__ = ["figures_of", "routes", "sums_of"]
-
 SELDOM_S = 5.0  # between looks at what changes seldom: which servers there are, GPUs, batches
 EACH_S = 1 / 16  # beyond sixteen servers a round takes longer than a second
 ALL = "all servers"

@@ -15,8 +15,6 @@ from corral.base.untrusted import plain
 from corral.deploy.deployment.events import read_events
 from corral.deploy.deployment.folder import DeploymentFolder
 
-__all__ = ["LogPage", "read_journal", "read_log"]
-
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 LINES = 400
 LONGEST_LINE = 4000

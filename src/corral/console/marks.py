@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["mark_of"]
-
 
 def mark_of(path: str | Path) -> tuple[int, int]:
     """Its time and its size; zeros where there is none."""

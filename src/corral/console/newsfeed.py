@@ -7,8 +7,6 @@ import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Generic, TypeVar
 
-__all__ = ["EVERY_S", "Newsfeed"]
-
 T = TypeVar("T")
 EVERY_S = 1.0
 

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from corral.deploy.deployment.course import Phase, course_of, ends_at_s
 from corral.deploy.deployment.events import Event
 from corral.deploy.deployment.expectation import Expected
-from corral.node.states import ENDED, State
-
-__all__ = ["ShownPhase", "Start", "phases_of", "ready_at_s"]
+from corral.deploy.deployment.state import ENDED, State
 
 ORDER = [str(phase.value) for phase in Phase]
 STAGING, QUEUE = State.STAGING.value, State.QUEUED.value

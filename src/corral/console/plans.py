@@ -31,8 +31,6 @@ from corral.plan.models.facts import ModelFacts, read_facts
 from corral.plan.models.hub import hub_is_off
 from corral.plan.models.shelf import on_disk
 
-__all__ = ["PlanQuestion", "alternatives", "plan_page", "read_question", "routes"]
-
 FRESH_S = 60.0  # how long a model's facts and this machine's hardware are taken as read
 _WHOLE = ("nodes", "context", "concurrency", "prompt", "output", "count")
 _REAL = ("price", "storage")

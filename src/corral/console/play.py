@@ -25,11 +25,9 @@ from corral.console.asking import PlayRequest, as_curl, as_python, parameter_tab
 from corral.console.desk import Desk, answer, body_of, events
 from corral.console.spelling import Spellings, shown
 from corral.deploy.deployment.fleet import living_fleets
+from corral.deploy.deployment.state import State
 from corral.deploy.lifecycle.resolve import URL_VARIABLE, resolve, server_called
 from corral.deploy.lifecycle.successors import ChainMember, living_chains
-from corral.node.states import State
-
-__all__ = ["ASKING", "TELLING", "routes", "servers"]
 
 ASKING = ("/api/play/ask", "/api/play/prompt", "/api/play/spell")  # what a server has to compute for
 TELLING = ("/api/play/texts",)  # posted, so that a prompt stands in no address; it only makes text

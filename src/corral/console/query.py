@@ -7,8 +7,6 @@ from collections.abc import Mapping
 
 from corral.base.errors import UsageError
 
-__all__ = ["real_number", "whole_number"]
-
 MOST = 10**15  # no count, place or size on a page is larger
 
 

@@ -25,8 +25,6 @@ from corral.use.batch.inspect import inspect
 from corral.use.batch.known import known_outputs
 from corral.use.batch.results import failure_groups, rows_of
 
-__all__ = ["batch_list", "batch_page", "comparison", "routes", "run_list", "run_page"]
-
 METRICS = ("ttft", "tpot", "itl", "e2el")
 _CUTS = (*range(0, 100, 2), 99, 100)  # percentiles of a drawn distribution
 _MOST_ROWS = 200

@@ -10,16 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from corral.base.files import make_private_dir
+from corral.base.files import make_private_dir, write_atomic
 from corral.base.home import home_dir
 from corral.console.app import make_app, static_files
 from corral.console.desk import Desk
 from corral.console.guard import Guard, Tickets
 from corral.console.play import ASKING, TELLING
-from corral.node.files import write_atomic
 from corral.use.batch.service.hosting import Hosted
-
-__all__ = ["Console", "ConsoleOptions", "open_browser"]
 
 ENDING_S = 1  # streams never end by themselves
 

@@ -10,8 +10,6 @@ from corral.client.reply import Token
 from corral.use.llm import token_bytes
 from corral.use.llm.token_view import Character, are_logits, characters, label
 
-__all__ = ["Spellings", "shown"]
-
 MOST_SERVERS, MOST_TOKENS = 8, 300_000  # a vocabulary has some 150,000
 
 

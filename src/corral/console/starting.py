@@ -20,8 +20,6 @@ from corral.plan.models import catalogue
 from corral.plan.models.store import EMBEDDED
 from corral.plan.token_count import token_count
 
-__all__ = ["StartForm", "choices", "form_of", "preview", "up_words"]
-
 LONGEST_FIELD = 2000
 
 

@@ -18,12 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from corral.base.errors import AccessError, EngineError, NotFoundError, UsageError
+from corral.base.files import write_atomic
 from corral.base.shell import run
 from corral.engines import environments
 from corral.engines.locks import lock_text, locked
-from corral.node.files import write_atomic
-
-__all__ = ["CONDA_HOMES", "CondaEngine", "install_into_conda"]
 
 CONDA_HOMES = ("miniforge3", "mambaforge", "miniconda3", "anaconda3")  # below a home folder, or /opt
 CREATE_S = 1800.0

@@ -27,7 +27,7 @@ from importlib import resources
 from pathlib import Path
 
 from corral.base.errors import EngineError, NotFoundError, UnreachableError
-from corral.base.files import remove_tree
+from corral.base.files import remove_tree, write_atomic
 from corral.base.home import engines_dir
 from corral.base.lock import exclusive_lock
 from corral.base.record import dump_json, load_json
@@ -35,7 +35,6 @@ from corral.base.shell import Completed, run, stream
 from corral.engines import flags as engine_flags
 from corral.engines.locks import FLAVOURS, PINNED_VERSION, lock_text, torch_cpu
 from corral.engines.pip_configuration import read_sources
-from corral.node.files import write_atomic
 
 __all__ = [
     "FLAVOURS",

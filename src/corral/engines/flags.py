@@ -18,18 +18,6 @@ from importlib import resources
 from corral.base.errors import EngineError, UsageError
 from corral.base.record import nearest
 
-__all__ = [
-    "OWNED",
-    "FlagList",
-    "boolean_with_value",
-    "check_arguments",
-    "flag_name",
-    "flags_or_guess",
-    "shipped_flags",
-    "takes_next",
-    "values_of",
-]
-
 # flags that documents of this field still show, and what to do instead
 REMOVED = {
     "--swap-space": "vLLM no longer swaps KV blocks to host memory; leave it out",

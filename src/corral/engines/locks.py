@@ -16,8 +16,6 @@ from importlib import resources
 from corral.base.errors import EngineError, UsageError
 from corral.base.record import from_json
 
-__all__ = ["FLAVOURS", "PINNED_VERSION", "LockedFor", "TorchCpu", "lock_text", "locked", "torch_cpu"]
-
 PINNED_VERSION = "0.32.0"
 FLAVOURS = ("cpu", "cuda")
 

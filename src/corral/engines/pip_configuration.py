@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from corral.base.errors import CorralError
 from corral.base.shell import run
 
-__all__ = ["Sources", "parse_sources", "read_sources"]
-
 
 @dataclass(frozen=True)
 class Sources:

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from corral.base.errors import UsageError
 from corral.engines.flags import boolean_with_value, flag_name, takes_next
 
-__all__ = ["ReadBack", "joined", "read_back"]
-
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kKmMgG])")
 _TIMES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}

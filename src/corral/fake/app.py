@@ -37,8 +37,6 @@ from corral.fake.pace import FakeEngine, FakeJob, Pace
 from corral.fake.shapes import dumps
 from corral.fake.truth_log import TruthLog
 
-__all__ = ["App", "FakeOptions"]
-
 _BLOCK_BYTES = 64  # about 16 tokens: the block of the prefix cache
 _CACHE_BLOCKS = 200_000
 VERSION = "0.32.0"

@@ -9,8 +9,6 @@ from typing import Any
 
 from corral.fake import words
 
-__all__ = ["Ask", "FakeRefusedError", "messages_text", "read_ask"]
-
 _MAX_LOGPROBS = 20
 _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty", "repetition_penalty",

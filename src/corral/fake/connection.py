@@ -13,8 +13,6 @@ from typing import NamedTuple, Protocol, cast
 from corral.client.http1.reading import BadMessageError, Headers, HeadTooLongError, RequestReader
 from corral.client.http1.writing import response, write_now
 
-__all__ = ["FakeConnection", "FakeRequest", "Handler"]
-
 _MAX_WAITING_BYTES = 64 << 20
 _REQUEST_BYTES = 512  # of a request without its body
 

@@ -17,8 +17,6 @@ from corral.fake.shapes import FakeStream, error_event, framed, full_body
 from corral.fake.truth_log import TruthLog
 from corral.fake.words import Answer
 
-__all__ = ["Context", "FakeExchange", "refuse"]
-
 _STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
 )

@@ -34,8 +34,6 @@ from typing import Any
 from corral.base.errors import UsageError
 from corral.base.record import nearest
 
-__all__ = ["KINDS", "Fault", "FaultBook", "parse_fault"]
-
 KINDS = (
     "status", "reset", "cut", "error", "abort", "hang", "slow", "split",
     "garbage", "zero", "length", "die", "flap", "health",

@@ -8,8 +8,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-__all__ = ["LATENCY_BOUNDS", "TTFT_BOUNDS", "Histogram", "Metrics"]
-
 TTFT_BOUNDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
          80.0, 160.0, 640.0, 2560.0)  # fmt: skip
 _ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)

@@ -26,8 +26,6 @@ from typing import Protocol
 
 from corral.base.alarm import Alarm
 
-__all__ = ["FakeEngine", "FakeJob", "Pace"]
-
 _EARLY_NS = 50_000  # due this soon counts as due: one wake-up serves many sequences
 _SECOND = 1_000_000_000
 

@@ -21,8 +21,6 @@ from corral.fake.connection import FakeConnection
 from corral.fake.faults import parse_fault
 from corral.fake.pace import Pace
 
-__all__ = ["FakeServer", "run", "serve"]
-
 
 class FakeServer:
     """The server in a thread of its own, for tests: `with FakeServer(FakeOptions(…)) as server: server.url`."""

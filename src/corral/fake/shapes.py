@@ -14,8 +14,6 @@ from corral.fake import words
 from corral.fake.ask import Ask
 from corral.fake.words import Answer, Ranked
 
-__all__ = ["FINGERPRINT", "FakeStream", "dumps", "error_event", "framed", "full_body", "usage"]
-
 FINGERPRINT = "corral-fake"
 _USAGE = '{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d}'
 _FULL_USAGE = _USAGE[:-1] + ',"prompt_tokens_details":null,"completion_tokens_details":null}'

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["TruthLog"]
-
 
 class TruthLog:
     """Appends lines to a file in blocks, so that logging costs a request next to nothing."""

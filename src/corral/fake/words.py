@@ -25,21 +25,6 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = [
-    "EOS",
-    "EOS_TEXT",
-    "Answer",
-    "Ranked",
-    "Tape",
-    "answer",
-    "decode",
-    "encode",
-    "piece_of",
-    "pieces",
-    "ranked",
-    "tape",
-]
-
 _PIECE = re.compile(rb" [^ ]{0,3}|[^ ]{1,4}")
 _FIRST_ID = (0, 0, 1 << 8, (1 << 8) + (1 << 16), (1 << 8) + (1 << 16) + (1 << 24))
 EOS = (1 << 8) + (1 << 16) + (1 << 24) + (1 << 32)

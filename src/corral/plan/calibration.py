@@ -18,9 +18,7 @@ from corral.base.record import from_json, to_json
 from corral.plan.candidate import Tuning
 from corral.plan.memory import Coefficients
 from corral.plan.reconcile import Differences
-from corral.plan.storage import recall
-
-__all__ = ["append", "calibration_path", "known", "learn", "read"]
+from corral.plan.storage import recall_storage_speed
 
 _MOST_GIB = 16.0  # a larger difference is a mistake, not a lesson
 
@@ -29,7 +27,7 @@ def calibration_path(home: Path) -> Path:
     return home / "calibration.jsonl"
 
 
-def append(home: Path, differences: Differences) -> None:
+def append_lesson(home: Path, differences: Differences) -> None:
     """Add one lesson, durably; a crash can only cut the last line."""
     home.mkdir(parents=True, exist_ok=True)
     line = json.dumps(to_json(differences), ensure_ascii=False) + "\n"
@@ -44,7 +42,7 @@ def append(home: Path, differences: Differences) -> None:
         raise DataError(f"{calibration_path(home)} cannot be written: {error.strerror}.", "Free space.") from error
 
 
-def read(home: Path) -> list[Differences]:
+def read_lessons(home: Path) -> list[Differences]:
     """All lessons; lines that cannot be read (cut off, of another version) are left out."""
     try:
         lines = calibration_path(home).read_text(encoding="utf-8", errors="replace").splitlines()
@@ -59,7 +57,7 @@ def read(home: Path) -> list[Differences]:
     return lessons
 
 
-def learn(lessons: list[Differences], gpu: str, model: str = "", engine_version: str = "") -> Tuning:
+def learn_tuning(lessons: list[Differences], gpu: str, model: str = "", engine_version: str = "") -> Tuning:
     """The built-in numbers, corrected by the lessons for this kind and version (the last one seen when not named)."""
     mine = [lesson for lesson in lessons if lesson.gpu == gpu]
     wanted = _public(engine_version or (mine[-1].engine_version if mine else ""))
@@ -83,12 +81,12 @@ def _public(version: str) -> str:
     return version.partition("+")[0]
 
 
-def known(home: Path, gpu: str, model: str, engine_version: str = "") -> Tuning:
+def known_tuning(home: Path, gpu: str, model: str, engine_version: str = "") -> Tuning:
     """Everything that was learned here about nodes with this kind of GPU (or `CPU`), and about the model on them."""
-    lessons = read(home)
-    tuning = learn(lessons, gpu, model, engine_version)
+    lessons = read_lessons(home)
+    tuning = learn_tuning(lessons, gpu, model, engine_version)
     speeds = [lesson.storage_gb_s for lesson in lessons if lesson.gpu == gpu and lesson.storage_gb_s]
-    reading = recall(home, gpu)
+    reading = recall_storage_speed(home, gpu)
     if speeds:
         starts = f"{len(speeds)} earlier start{'s' * (len(speeds) > 1)}"
         speed = replace(

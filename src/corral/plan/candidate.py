@@ -18,8 +18,6 @@ from corral.plan.memory import Coefficients, measure
 from corral.plan.models.facts import ModelFacts
 from corral.plan.speed import Efficiency, Roof, predict, roof_of
 
-__all__ = ["SHORTEST", "Candidate", "Tuning", "settings_for", "work_out"]
-
 _SATURATING = 256  # requests per GPU that show what a layout can carry, when no concurrency is asked
 MOST_SEQS = 4096  # on large GPUs, where so many requests at once are asked for
 SHORTEST = 2048  # a context below this is not worth starting for, unless it is all the model has

@@ -19,8 +19,6 @@ from corral.plan.nearest import nearest_fits
 from corral.plan.precisions import Form, forms
 from corral.plan.reasons import reasons_for, rejected_for
 
-__all__ = ["Decision", "compare", "decide", "make_plan"]
-
 
 @dataclass(frozen=True)
 class Decision:

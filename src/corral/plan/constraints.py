@@ -14,8 +14,6 @@ from corral.base.errors import UsageError
 from corral.plan.contract import EngineSettings, Parallel
 from corral.plan.models.facts import ModelFacts
 
-__all__ = ["WHOLE_PROMPTS", "broken_layout", "broken_settings", "partition", "refuse_flags"]
-
 WHOLE_PROMPTS = "--no-enable-chunked-prefill"
 _VOCAB_PADDING = 64
 _GROUP = {"int4": 128}  # weights that share one scale must stay on one rank

@@ -11,23 +11,6 @@ from corral.base.errors import UsageError
 from corral.plan.hardware.inventory import Inventory
 from corral.plan.models.facts import ModelFacts
 
-__all__ = [
-    "UTILISATION",
-    "VERSION",
-    "Cost",
-    "EngineSettings",
-    "Goal",
-    "Judged",
-    "Memory",
-    "Nearest",
-    "Parallel",
-    "Plan",
-    "Precision",
-    "Reason",
-    "Rejected",
-    "Speed",
-]
-
 VERSION = 1
 GOALS = ("balanced", "latency", "throughput")
 

@@ -11,8 +11,6 @@ from corral.plan.memory import convert
 from corral.plan.models.architecture import DTYPE_BYTES
 from corral.plan.models.facts import ModelFacts
 
-__all__ = ["work_out_cpu"]
-
 _BLOCK = 128  # vLLM's CPU platform
 _PROCESS_BYTES = int(1.5 * GIB)  # Python, torch and the compiled model, two processes; seen with SmolLM2
 _CONTEXT = 8192  # longer prompts take minutes on a CPU

@@ -21,8 +21,6 @@ from corral.plan.hardware.inventory import Inventory
 from corral.plan.models.facts import ModelFacts
 from corral.plan.precisions import Form
 
-__all__ = ["Quick", "cpu_forms", "formats_to_measure", "quick_format"]
-
 FORMATS = ("bf16", "fp32")
 CRAWLS = 2.0  # times slower than the quickest format from which a fixed one gets a warning
 # a measurement overrules the flags from here; for bf16 without bf16 instructions it must be clear, because that was

@@ -18,8 +18,6 @@ from corral.plan.models.architecture import DTYPE_BYTES
 from corral.plan.models.facts import ModelFacts
 from corral.plan.speed import significant
 
-__all__ = ["CpuCosts", "Rates", "predict_cpu", "products", "rates_for", "request_s"]
-
 _GB_S_PER_CORE, _GB_S_MOST = 8.0, 200.0
 _GFLOPS_PER_CORE = 40.0
 ROUGH = "rough: this CPU was not measured"

@@ -16,8 +16,6 @@ from typing import Any
 from corral.plan.contract import Parallel
 from corral.plan.models.facts import ModelFacts
 
-__all__ = ["Draft", "DraftMethod", "assumed_draft", "draft_of_config", "draft_of_model"]
-
 _BYTES = 2  # of a number in a draft: bf16 or fp16, as the model's
 _JOINED = {"eagle": 2, "eagle3": 3}  # hidden states that one matrix joins
 _BUFFERS = 2

@@ -19,8 +19,6 @@ from corral.plan.models.architecture import parse_config
 from corral.plan.models.facts import ModelFacts, facts_from_folder, read_facts
 from corral.plan.models.weights import Tensor, folder_tensors
 
-__all__ = ["read_draft", "tokens_from_text"]
-
 _FLAG = "--speculative-config"
 _MOST_DRAFTED = 100
 _NARROWEST = 2  # bytes of a number that is not quantised, as the model computes in bf16 or fp16

@@ -6,8 +6,6 @@ from corral.plan.contract import EngineSettings, Parallel, Precision
 from corral.plan.hardware.inventory import GIB
 from corral.plan.models.facts import ModelFacts
 
-__all__ = ["VLLM_DTYPES", "cpu_environment", "engine_args"]
-
 VLLM_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 # vLLM refuses these unless told that the caller knows (`DEPRECATED_QUANTIZATION_METHODS`, 0.32).

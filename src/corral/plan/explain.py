@@ -11,8 +11,6 @@ from corral.plan.hardware.inventory import GIB
 from corral.plan.reasons import load_words
 from corral.plan.speed import rounded
 
-__all__ = ["explain"]
-
 
 def _gib(size: float) -> str:
     return f"{size / GIB:.2f} GiB"

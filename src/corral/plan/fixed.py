@@ -9,8 +9,6 @@ from corral.base.errors import UsageError
 from corral.base.record import nearest
 from corral.plan.contract import Goal
 
-__all__ = ["DTYPES", "KEYS", "WEIGHTS", "Fixed", "parse_assignments", "read_fixed", "refuse_two_contexts"]
-
 WEIGHTS = ("bf16", "fp16", "fp32", "fp8", "int8", "int4")
 DTYPES = ("bf16", "fp16", "fp32")
 KV = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")

@@ -12,8 +12,6 @@ import math
 from corral.plan.contract import Parallel
 from corral.plan.hardware.inventory import Inventory
 
-__all__ = ["api_servers", "stream_interval", "streamed_tokens_s"]
-
 EASY_TOKENS_S = 2_500.0  # that each of several processes streams while nothing waits for it
 ALONE_TOKENS_S = 4_000.0  # up to here one is enough: at 7,700 it costs 5% already
 BURST = 4

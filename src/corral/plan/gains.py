@@ -10,8 +10,6 @@ from corral.plan.hardware.inventory import GIB, Inventory
 from corral.plan.models.facts import ModelFacts
 from corral.plan.speed import predict
 
-__all__ = ["gains", "vllm_defaults"]
-
 
 def vllm_defaults(inventory: Inventory, replicas: int) -> dict[str, int | bool | None]:
     """What `vllm serve` would take where nothing is said (0.32, `EngineArgs`)."""

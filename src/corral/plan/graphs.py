@@ -13,19 +13,6 @@ from corral.engines.flags import flag_name
 from corral.plan.contract import EngineSettings, Goal
 from corral.plan.hardware.inventory import Gpu
 
-__all__ = [
-    "LARGER",
-    "MEASURED_BY_ITSELF",
-    "covered",
-    "graph_sizes",
-    "largest_graph",
-    "most_by_itself",
-    "own_largest",
-    "running_at_once",
-    "size_for",
-    "sized_elsewhere",
-]
-
 MEASURED_BY_ITSELF = 512  # tokens of the largest graph that vLLM captures on an H200 where nothing is said
 LARGER = 1024  # more were not measured
 # vLLM refuses a size beside sizes of somebody's own, and fits its own to what speculation checks

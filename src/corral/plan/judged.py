@@ -18,8 +18,6 @@ from corral.plan.memory import measure
 from corral.plan.models.facts import ModelFacts
 from corral.plan.speed import Roof, predict, roof_of
 
-__all__ = ["judge", "needed_acceptance"]
-
 DRAFTED = 3  # tokens that are drafted in each step
 TYPICAL = 0.6  # share of drafted tokens that is accepted where speculation suits the text; assumed, not measured
 NGRAM = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}'

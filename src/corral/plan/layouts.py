@@ -10,8 +10,6 @@ from corral.plan.fixed import Fixed
 from corral.plan.hardware.inventory import Inventory
 from corral.plan.models.facts import ModelFacts
 
-__all__ = ["layouts", "over_nodes", "refused_tensor", "replicas_on"]
-
 
 def replicas_on(inventory: Inventory, tensor: int, pipeline: int) -> int:
     """How many replicas of TP × PP the inventory holds; 0 when not one can be placed.

@@ -10,11 +10,9 @@ from dataclasses import replace
 
 from corral.plan.contract import Goal, Plan, Speed
 from corral.plan.cpu_speed import predict_cpu, products, rates_for
-from corral.plan.hardware.cpu_speed import recall
+from corral.plan.hardware.cpu_speed import recall_cpu_speed
 from corral.plan.speed import Efficiency, predict
 from corral.plan.tuning import cpu_kind
-
-__all__ = ["speed_at"]
 
 
 def speed_at(
@@ -36,7 +34,7 @@ def speed_at(
 
 def _on_cpu(plan: Plan, goal: Goal) -> Speed:
     kind, format_ = cpu_kind(plan.inventory), plan.precision.compute
-    measured = recall(kind, products(plan.model)) if kind else None
+    measured = recall_cpu_speed(kind, products(plan.model)) if kind else None
     if measured is None or measured.of(format_) is None:
         return _by_two_rates(plan.speed, goal)
     rates = rates_for(format_, plan.model, plan.inventory, measured, 1.0)

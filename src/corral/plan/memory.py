@@ -23,8 +23,6 @@ from corral.plan.hardware.inventory import GIB, Gpu, Inventory
 from corral.plan.models.architecture import DTYPE_BYTES, Parts, Quantisation, stored
 from corral.plan.models.facts import ModelFacts
 
-__all__ = ["Coefficients", "convert", "full_length_blocks", "kv_element", "measure", "stage_weights"]
-
 
 @dataclass(frozen=True)
 class Coefficients:

@@ -10,8 +10,6 @@ from corral.plan.contract import Goal, Nearest
 from corral.plan.fixed import Fixed
 from corral.plan.hardware.inventory import GPUS, Inventory
 
-__all__ = ["Question", "nearest_fits", "wider"]
-
 Question = Callable[[Inventory, Goal, Fixed], Candidate | None]
 _STEP = 256
 _BIGGER_KINDS = ("H100-SXM", "H200", "B200", "MI300X")

@@ -21,8 +21,6 @@ from corral.plan.models.facts import ModelFacts
 from corral.plan.precisions import Form, forms
 from corral.plan.speed import rounded
 
-__all__ = ["Need", "box_gb", "by_arithmetic", "needs"]
-
 # GPUs of a node and nodes, fewest GPUs first: one node of any size, then nodes of four and of eight
 _SIZES = tuple(
     sorted(

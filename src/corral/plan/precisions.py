@@ -10,8 +10,6 @@ from corral.plan.hardware.inventory import Inventory
 from corral.plan.models import catalogue
 from corral.plan.models.facts import ModelFacts, facts_from_entry
 
-__all__ = ["ONLINE", "Form", "forms"]
-
 # how vLLM 0.32 quantises a 16-bit checkpoint while loading it (`_ONLINE_SHORTHANDS`, and `fp8`): method -> weights
 ONLINE = {
     "fp8": "fp8",

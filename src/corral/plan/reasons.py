@@ -15,8 +15,6 @@ from corral.plan.models.facts import ModelFacts
 from corral.plan.precisions import Form
 from corral.plan.speed import rounded
 
-__all__ = ["load_words", "reasons_for", "rejected_for"]
-
 _SET = "as set"  # with --set, with a flag of the engine, or by a profile
 _MOST_REJECTED = 12
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from corral.plan.contract import Plan
 from corral.plan.hardware.inventory import GIB
 
-__all__ = ["Difference", "Differences", "Observed", "read_log", "reconcile"]
-
 
 @dataclass(frozen=True)
 class Observed:

@@ -19,8 +19,6 @@ from corral.plan.contract import Goal, Plan
 from corral.plan.hardware.inventory import Inventory
 from corral.plan.models.facts import ModelFacts
 
-__all__ = ["ReplicaAdvice", "ReplicaForm", "advise", "divided"]
-
 
 class ReplicaForm(enum.StrEnum):
     """How several replicas run."""

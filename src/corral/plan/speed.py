@@ -20,8 +20,6 @@ from corral.plan.memory import convert, kv_element
 from corral.plan.models.architecture import DTYPE_BYTES
 from corral.plan.models.facts import ModelFacts
 
-__all__ = ["MEASURED_KINDS", "Efficiency", "Roof", "predict", "roof_of", "rounded", "significant", "tiled"]
-
 MEASURED_KINDS = ("H200",)  # kinds whose predictions rest on measurements; docs/log.md has them
 TILE_TOKENS = 128  # rows that a matrix product of many tokens is cut into
 FP8_TILE_TOKENS = 256  # vLLM's FP8 kernel of Hopper pairs such tiles: 513 tokens of 70B take as long as 768

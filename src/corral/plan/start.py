@@ -9,8 +9,6 @@ from __future__ import annotations
 from corral.plan.contract import Plan
 from corral.plan.speed import Efficiency
 
-__all__ = ["planned_restart_s", "planned_start"]
-
 # seconds: the process starts and imports; configuration and processes; compiling; warming, graphs and a first answer
 _CPU = {"starting": 40.0, "initialising": 30.0, "compiling": 100.0, "warming": 20.0}
 _GPU = {"starting": 30.0, "initialising": 30.0, "compiling": 60.0, "warming": 45.0}

@@ -12,11 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from corral.base.errors import CorralError
-from corral.base.files import make_private_dir
+from corral.base.files import make_private_dir, write_atomic
 from corral.base.record import dump_json, from_json
-from corral.node.files import write_atomic
-
-__all__ = ["StorageReading", "recall", "remember"]
 
 
 @dataclass(frozen=True)
@@ -40,11 +37,11 @@ def _all(home: Path) -> dict[str, StorageReading]:
         return {}
 
 
-def remember(home: Path, gpu: str, reading: StorageReading) -> None:
+def remember_storage_speed(home: Path, gpu: str, reading: StorageReading) -> None:
     """Keep the latest measurement for nodes with this kind of GPU (or `CPU`)."""
     make_private_dir(home)
     write_atomic(home / "storage.json", dump_json({**_all(home), gpu: reading}))
 
 
-def recall(home: Path, gpu: str) -> StorageReading | None:
+def recall_storage_speed(home: Path, gpu: str) -> StorageReading | None:
     return _all(home).get(gpu)

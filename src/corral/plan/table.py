@@ -15,8 +15,6 @@ from corral.plan.models.architecture import DTYPE_BYTES
 from corral.plan.models.facts import ModelFacts
 from corral.plan.need import box_gb, needs
 
-__all__ = ["DOCUMENTED_CONTEXT", "Cell", "TableRow", "memory_table"]
-
 DOCUMENTED_CONTEXT = 128_000  # tokens for which documents give the KV cache of one request
 WIDTHS = ("bf16", "fp8", "int4")
 

@@ -6,8 +6,6 @@ import re
 
 from corral.base.errors import UsageError
 
-__all__ = ["token_count"]
-
 _TIMES = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
 

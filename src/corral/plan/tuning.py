@@ -7,16 +7,14 @@ from dataclasses import replace
 
 from corral.base.home import home_dir
 from corral.engines import environments as engines
-from corral.plan import calibration
+from corral.plan.calibration import known_tuning
 from corral.plan.candidate import Tuning
 from corral.plan.cpu_speed import products
 from corral.plan.draft_files import read_draft, tokens_from_text
 from corral.plan.graphs import sized_elsewhere
-from corral.plan.hardware.cpu_speed import CpuKind, recall
+from corral.plan.hardware.cpu_speed import CpuKind, recall_cpu_speed
 from corral.plan.hardware.inventory import Inventory
 from corral.plan.models.facts import ModelFacts
-
-__all__ = ["cpu_kind", "tuning_for"]
 
 
 def cpu_kind(inventory: Inventory) -> CpuKind | None:
@@ -39,9 +37,9 @@ def tuning_for(
     on this hardware, or the one Corral installs; but one that Corral does not install (not `managed`) is asked for
     nothing that an old one would refuse.
     """
-    tuning = calibration.known(home_dir(), inventory.gpu or "CPU", facts.name, engine_version)
+    tuning = known_tuning(home_dir(), inventory.gpu or "CPU", facts.name, engine_version)
     own = sized_elsewhere(arguments) or not (managed or engine_version)
     ngram = tokens_from_text(arguments)
     tuning = replace(tuning, draft=read_draft(arguments, facts), ngram=ngram, own_graphs=own)
     kind = cpu_kind(inventory)
-    return replace(tuning, cpu=recall(kind, products(facts))) if kind else tuning
+    return replace(tuning, cpu=recall_cpu_speed(kind, products(facts))) if kind else tuning

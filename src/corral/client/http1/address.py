@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["http_url"]
-
 
 def http_url(host: str, port: int) -> str:
     """`http://127.0.0.1:8000`; an IPv6 address is put in brackets."""

@@ -16,11 +16,6 @@ from typing import Any, Protocol
 
 import httptools
 
-__all__ = [
-    "BadMessageError", "HeadTooLongError", "Headers", "RequestReader", "RequestSink", "ResponseReader",
-    "ResponseSink", "has_token",
-]  # fmt: skip
-
 Headers = list[tuple[bytes, bytes]]  # names in lower case
 
 LARGEST_HEAD_BYTES = 1 << 16

@@ -6,8 +6,6 @@ import asyncio
 import os
 from http import HTTPStatus
 
-__all__ = ["LAST_CHUNK", "chunk", "response", "status_line", "write_now"]
-
 LAST_CHUNK = b"0\r\n\r\n"
 _PHRASES = {status.value: status.phrase.encode() for status in HTTPStatus}
 

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 
 from corral.deploy.deployment.events import Event
 from corral.deploy.deployment.expectation import left_s
-from corral.node.states import State
-
-__all__ = ["Phase", "Stretch", "course_of", "durations", "ends_at_s"]
+from corral.deploy.deployment.state import State
 
 
 class Phase(enum.StrEnum):

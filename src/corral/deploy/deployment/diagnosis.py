@@ -12,9 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from corral.node.states import Reason
-
-__all__ = ["LET_THE_PLAN_CHOOSE", "SIGNATURES", "Diagnosis", "Signature", "diagnose", "last_lines"]
+from corral.deploy.deployment.state import Reason
 
 TAIL_BYTES = 256 << 10
 LET_THE_PLAN_CHOOSE = (

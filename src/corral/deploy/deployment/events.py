@@ -18,9 +18,7 @@ from typing import Any
 from corral.base.errors import DataError
 from corral.base.record import to_json
 from corral.base.untrusted import parse_json, plain, plain_json
-from corral.node.states import Reason, State
-
-__all__ = ["Event", "Follower", "append_event", "read_events"]
+from corral.deploy.deployment.state import Reason, State
 
 LONGEST_LINE_BYTES = 1 << 18
 LONGEST_WORD = 40  # a kind of event

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Expected", "amount", "duration", "left_s"]
-
 OVERDUE = 2.0  # times what is usual; then it is said
 OVERDUE_LEAST_S = 5.0  # beyond what is usual; shorter delays are nobody's concern
 

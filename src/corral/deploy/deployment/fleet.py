@@ -26,40 +26,14 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from corral.base.errors import ConflictError, CorralError, NotFoundError
-from corral.base.files import make_private_dir
+from corral.base.files import make_private_dir, write_atomic
 from corral.base.home import fleets_dir
 from corral.base.lock import FileLock, exclusive_lock, telling
 from corral.base.processes import Identity
 from corral.base.record import dump_json, load_json, nearest
 from corral.client.http1.address import http_url
 from corral.deploy.deployment.folder import DeploymentFolder, folder_name, set_aside
-from corral.node.files import write_atomic
 from corral.plan.hardware.share import NodeShare
-
-__all__ = [
-    "Fleet",
-    "FleetFolder",
-    "FleetMember",
-    "FleetNode",
-    "GatewayAddress",
-    "GatewayLoad",
-    "Judgement",
-    "MemberLoad",
-    "all_fleets",
-    "change_fleet",
-    "create_fleet",
-    "find_fleet",
-    "fleet_lock",
-    "held_gateways",
-    "living_fleets",
-    "member_fleet",
-    "new_gateway_id",
-    "open_fleet",
-    "read_fleet",
-    "read_loads",
-    "refuse_fleet_name",
-    "write_fleet",
-]
 
 OLD_LOCK_S = 900.0  # a submission takes seconds
 FRESH_S = 5.0  # a gateway writes its load every second

@@ -32,12 +32,9 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 from corral.base.errors import NotFoundError, UsageError
-from corral.base.files import make_private_dir
+from corral.base.files import make_private_dir, write_atomic
 from corral.base.home import deployments_dir
 from corral.base.record import nearest
-from corral.node.files import write_atomic
-
-__all__ = ["DeploymentFolder", "all_folders", "chain_of", "checked_name", "folder_name", "open_folder"]
 
 LONGEST_NAME = 80
 LONGEST_FOLDER_NAME = 200  # file systems allow 255 bytes, and locks and nodes add to it

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-__all__ = ["Patience"]
-
 LIMIT = 10.0  # times what is expected
 LEAST_LIMIT_S = 900.0
 

@@ -10,9 +10,7 @@ import re
 from collections.abc import Iterable
 
 from corral.deploy.deployment.diagnosis import LET_THE_PLAN_CHOOSE, Diagnosis, Signature
-from corral.node.states import Reason
-
-__all__ = ["SLOW", "explain_slow"]
+from corral.deploy.deployment.state import Reason
 
 SLOW: tuple[Signature, ...] = (
     Signature(

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 
 from corral.plan.hardware.survey import NodeFacts
 
-__all__ = ["Distribution", "PackageFamily", "RepairStep", "commands", "distribution_of"]
-
 CUDA = "https://developer.download.nvidia.com/compute/cuda/repos"
-TOOLKIT = "https://nvidia.github.io/libnvidia-container"
+TOOLKIT_REPOSITORY = "https://nvidia.github.io/libnvidia-container"
 KEYRING = "/usr/share/keyrings/nvidia-container-toolkit-keyring.gpg"
 FORMS = {"name": r"[a-z][a-z0-9_-]{0,30}", "release": r"\d{1,4}(\.\d{1,3}){0,2}", "codename": r"[a-z]{0,30}"}
 USER, DRIVER = r"[a-z_][a-z0-9_-]{0,31}", r"\d{3,4}(\.\d{1,3}){1,2}"
@@ -153,7 +151,7 @@ def _docker(where: Distribution) -> tuple[str, ...]:
 
 def _toolkit(where: Distribution) -> tuple[str, ...]:
     package = _install(where, "nvidia-container-toolkit")
-    repository = f"{TOOLKIT}/stable/rpm/nvidia-container-toolkit.repo"
+    repository = f"{TOOLKIT_REPOSITORY}/stable/rpm/nvidia-container-toolkit.repo"
     if where.family == PackageFamily.REDHAT:
         return (f"sudo curl -fsSL {repository} -o /etc/yum.repos.d/nvidia-container-toolkit.repo", package)
     if where.family == PackageFamily.SUSE:
@@ -163,8 +161,8 @@ def _toolkit(where: Distribution) -> tuple[str, ...]:
     return (
         "sudo apt-get update",
         _install(where, "ca-certificates", "curl", "gnupg"),
-        f"curl -fsSL {TOOLKIT}/gpgkey | sudo gpg --dearmor --yes -o {KEYRING}",
-        f"curl -fsSL {TOOLKIT}/stable/deb/nvidia-container-toolkit.list | {signed} | sudo tee {listed}",
+        f"curl -fsSL {TOOLKIT_REPOSITORY}/gpgkey | sudo gpg --dearmor --yes -o {KEYRING}",
+        f"curl -fsSL {TOOLKIT_REPOSITORY}/stable/deb/nvidia-container-toolkit.list | {signed} | sudo tee {listed}",
         "sudo apt-get update",
         package,
     )

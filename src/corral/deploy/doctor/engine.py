@@ -27,8 +27,6 @@ from corral.engines.runtimes.base import EngineCommand, NodeCheck, Runtime
 from corral.plan.hardware.fabric import Fabric
 from corral.plan.hardware.survey import Here, NodeFacts
 
-__all__ = ["check_runtime", "judge_all_reduce", "run_all_reduce"]
-
 LARGE_MIB = 16
 MOST = 1e15  # bytes per second, or seconds
 MOST_LINES, LONGEST_LINE = 20_000, 2000  # of what NCCL says

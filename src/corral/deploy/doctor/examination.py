@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from corral.base.errors import CorralError
+from corral.base.files import write_atomic
 from corral.base.home import home_dir
 from corral.base.ssh import Ssh
 from corral.base.wording import counted
@@ -19,12 +20,9 @@ from corral.deploy.doctor.judge import TMP, judge_answers, judge_facts, judge_mo
 from corral.deploy.doctor.readiness import judge_readiness
 from corral.deploy.doctor.wire import judge_wire, run_wire
 from corral.engines.runtimes.base import NodeSide, Runtime, make_runtime
-from corral.node.files import write_atomic
 from corral.plan.hardware.fabric import Fabric, choose_fabric
 from corral.plan.hardware.survey import Asked, Here, NodeFacts, survey
 from corral.plan.models.store import already_here, check_access, locate
-
-__all__ = ["Question", "examine", "quick_check"]
 
 HERE = "here"
 NODE_HOME = "~/.local/share/corral"  # where Corral lives on nodes that do not share this machine's files

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from corral.plan.hardware.fabric import Fabric
 from corral.plan.hardware.survey import NodeFacts
 
-__all__ = ["Finding", "Level", "Pair", "Report", "fatal", "ok", "warning"]
-
 
 class Level(enum.StrEnum):
     """How bad it is: a deployment would work, work badly, or not work."""

@@ -10,8 +10,6 @@ from corral.node.adapters import some_of
 from corral.plan.hardware.inventory import GIB
 from corral.plan.hardware.survey import OLDEST_PYTHON, NodeFacts
 
-__all__ = ["TMP", "groups", "judge_answers", "judge_facts", "judge_model", "judge_versions", "judge_writing"]
-
 LEAST_DISK, GOOD_DISK = 2 * GIB, 20 * GIB
 LEAST_TMP, GOOD_TMP = 64 << 20, GIB
 LEAST_SHM, GOOD_SHM = 128 << 20, GIB  # Docker's own 64 MiB ends the first NCCL communicator

@@ -11,8 +11,6 @@ from corral.deploy.doctor.distribution import Distribution, RepairStep, commands
 from corral.deploy.doctor.finding import Finding, Level, ok
 from corral.plan.hardware.survey import NodeFacts
 
-__all__ = ["HEADER", "fix_script", "judge_readiness"]
-
 HEADER = "# Written by `corral doctor --fix-script`. Read it before you run it."
 # whether a step is still wanted on the node where the script runs: it may be run on every node, and again
 GUARDS = {
@@ -30,7 +28,7 @@ AFTER = {
     RepairStep.DRIVER: "Restart the machine (sudo reboot), then run `corral doctor` again.",
     RepairStep.GROUP: "Log in again (or run: newgrp docker). Members of this group can become root through Docker.",
 }
-TOOLKIT = {"nvidia-ctk", "nvidia-container-cli"}  # the first is missing from old ones
+TOOLKIT_COMMANDS = {"nvidia-ctk", "nvidia-container-cli"}  # the first is missing from old ones
 UNKNOWN = (
     "The commands for this distribution are not known here: see docs.docker.com/engine/install and NVIDIA's guides."
 )
@@ -54,12 +52,12 @@ def lacks(node: NodeFacts, runtime: str) -> Iterator[Lack]:
         text = "it has NVSwitches, but no fabric manager was seen running (from inside a container it cannot be seen)"
         yield Lack(RepairStep.FABRIC_MANAGER, f"{text}: CUDA fails without it", Level.WARNING)
     if runtime == "docker":
-        yield from _docker(node)
+        yield from _lacks_for_docker(node)
     elif runtime == "podman":
-        yield from _podman(node)
+        yield from _lacks_for_podman(node)
 
 
-def _docker(node: NodeFacts) -> Iterator[Lack]:
+def _lacks_for_docker(node: NodeFacts) -> Iterator[Lack]:
     told = node.readiness
     there = "docker" in node.tools
     if not there:
@@ -68,13 +66,13 @@ def _docker(node: NodeFacts) -> Iterator[Lack]:
         yield Lack(RepairStep.DOCKER_SERVICE, "Docker is installed, but its service is not running")
     if node.user != "root" and not told.docker_group and (not there or told.docker_socket == "refuses"):
         yield Lack(RepairStep.GROUP, f"{node.user or 'you'} may not use Docker")
-    if told.nvidia_devices and not TOOLKIT & set(node.tools):
+    if told.nvidia_devices and not TOOLKIT_COMMANDS & set(node.tools):
         yield Lack(RepairStep.TOOLKIT, "the NVIDIA container toolkit is not installed")
     if told.nvidia_devices and not told.docker_nvidia:
         yield Lack(RepairStep.DOCKER_RUNTIME, "Docker's configuration does not name NVIDIA's runtime", Level.WARNING)
 
 
-def _podman(node: NodeFacts) -> Iterator[Lack]:
+def _lacks_for_podman(node: NodeFacts) -> Iterator[Lack]:
     if "podman" not in node.tools:
         yield Lack(RepairStep.PODMAN, "Podman is not installed")
     if node.readiness.nvidia_devices and "nvidia-ctk" not in node.tools:

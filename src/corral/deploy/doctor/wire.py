@@ -18,8 +18,6 @@ from corral.deploy.doctor.judge import names
 from corral.plan.hardware.fabric import Fabric
 from corral.plan.hardware.survey import Here, NodeFacts
 
-__all__ = ["Peer", "WireResult", "judge_wire", "read_wire", "run_wire", "stream_time_s"]
-
 MOST_S = 20.0
 MOST_ANSWER_BYTES = 4 << 20
 MOST = 1e15  # bits per second, or seconds

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from corral.base.errors import UsageError
 from corral.engines.flags import FlagList
 
-__all__ = ["LINKS", "Gang", "LinkedRank", "Node", "Ports", "choose_link", "link_ranks"]
-
 RAY_SCRIPT = "ray_rank.py"
 
 

@@ -10,8 +10,6 @@ from dataclasses import replace
 
 from corral.deploy.launch.render import LaunchSpec
 
-__all__ = ["is_secret_name", "masked"]
-
 MASK = "****"
 _WORDS = "API_?KEY|KEY|TOKEN|SECRET|PASS|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?"
 _SECRET = re.compile(rf"(^|_)({_WORDS})($|_)", re.IGNORECASE)

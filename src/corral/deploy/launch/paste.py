@@ -16,8 +16,6 @@ from corral.base.shell import quote_command
 from corral.deploy.launch.links import RAY_SCRIPT
 from corral.deploy.launch.render import LaunchSpec, PlacedFile, RankSpec
 
-__all__ = ["as_batch", "as_shell"]
-
 END = "CORRAL"  # of a here-document
 
 

@@ -22,18 +22,6 @@ from corral.engines.runtimes.base import EngineCommand, Runtime
 if TYPE_CHECKING:
     from corral.plan.contract import Plan
 
-__all__ = [
-    "GangSpec",
-    "LaunchSpec",
-    "Order",
-    "PlacedFile",
-    "RankSpec",
-    "Serve",
-    "agent_spec",
-    "refuse_reserved",
-    "render",
-    "server_url",
-]
 
 VERSION = 2
 GUARD = "corral_guard.Guard"

@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from corral.base.errors import AccessError, CorralError, DoesNotFitError, LaunchError, UnreachableError, UsageError
+from corral.base.files import write_atomic
 from corral.base.home import home_dir
 from corral.base.processes import own_identity
 from corral.base.record import dump_json
 from corral.deploy.deployment.course import Phase
 from corral.deploy.deployment.folder import DeploymentFolder, checked_name
 from corral.deploy.deployment.patience import Patience
+from corral.deploy.deployment.state import Reason, State
 from corral.deploy.launch.links import choose_link
 from corral.deploy.launch.masking import masked
 from corral.deploy.launch.paste import as_batch, as_shell
@@ -38,11 +40,10 @@ from corral.deploy.lifecycle.watching import Reporter, wait_ready
 from corral.deploy.targets.base import Queue, Target, load_target
 from corral.engines import environments as engines
 from corral.engines.flags import check_arguments, values_of
+from corral.engines.locks import FLAVOURS, PINNED_VERSION
 from corral.engines.planned import joined, read_back
 from corral.engines.runtimes.base import NodeSide, Runtime, make_runtime
 from corral.engines.runtimes.ray import ray_checks, refuse_known_lack
-from corral.node.files import write_atomic
-from corral.node.states import Reason, State
 from corral.plan.choose import make_plan
 from corral.plan.constraints import refuse_flags
 from corral.plan.contract import Goal, Plan
@@ -221,8 +222,8 @@ def _plan(source: ModelSource, inventory: Inventory, wish: Wish, version: str, o
 
 def _flavour(wish: Wish, inventory: Inventory) -> str:
     flavour = wish.flavour or ("cuda" if inventory.gpu else "cpu")
-    if flavour not in engines.FLAVOURS:
-        raise UsageError(f"there is no engine flavour {flavour!r}.", f"Known: {', '.join(engines.FLAVOURS)}.")
+    if flavour not in FLAVOURS:
+        raise UsageError(f"there is no engine flavour {flavour!r}.", f"Known: {', '.join(FLAVOURS)}.")
     if flavour == "cuda" and not inventory.gpu:
         raise UsageError(
             "this machine has no GPU that the CUDA engine could use.", "Use --flavour cpu of `corral up`."
@@ -294,7 +295,7 @@ def _before(decision: LaunchDecision, path: str, reach: Mapping[str, Sequence[st
 
 
 def _runtime(wish: Wish, target: Target, flavour: str) -> Runtime:
-    node = NodeSide(target.home(), flavour, engines.PINNED_VERSION)
+    node = NodeSide(target.home(), flavour, PINNED_VERSION)
     return make_runtime(wish.runtime, wish.runtime_options, node)
 
 
@@ -386,7 +387,7 @@ def _bring_up_once(wish: Wish, report: Reporter, wait: bool) -> deployments.Stat
     staging = Staging(report, folder, planned_start(decision.plan))
     with _released_on_failure(folder):
         _join_chain(wish, decision, folder)
-        kind = kind_of("engine", decision.flavour, engines.PINNED_VERSION, wish.runtime)
+        kind = kind_of("engine", decision.flavour, PINNED_VERSION, wish.runtime)
         staging.phase(Phase.INSTALLING, kind, needed=engines.find(decision.flavour) is None)
         runtime = _runtime(wish, target, decision.flavour).stage(staging.detail)
         if runtime.carried:

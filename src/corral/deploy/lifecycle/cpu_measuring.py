@@ -15,13 +15,11 @@ from corral.plan.cpu_format import formats_to_measure
 from corral.plan.cpu_speed import products
 from corral.plan.fixed import read_fixed
 from corral.plan.hardware.cpu import read_cpu
-from corral.plan.hardware.cpu_speed import measure, recall, remember
+from corral.plan.hardware.cpu_speed import measure_cpu_speed, recall_cpu_speed, remember_cpu_speed
 from corral.plan.hardware.inventory import Inventory
 from corral.plan.hardware.probe import cpu_facts
 from corral.plan.models.facts import ModelFacts
 from corral.plan.tuning import cpu_kind
-
-__all__ = ["measure_cpu", "unmeasured"]
 
 
 def unmeasured(model: ModelFacts, inventory: Inventory, fixed: Mapping[str, object]) -> tuple[str, ...]:
@@ -30,7 +28,7 @@ def unmeasured(model: ModelFacts, inventory: Inventory, fixed: Mapping[str, obje
     here = (inventory.cpu, inventory.cpu_cores) == (read_cpu(), cpu_facts()[0])
     if kind is None or not here or engines.find("cpu") is None:
         return ()
-    wanted, known = formats_to_measure(model, read_fixed(fixed)), recall(kind, products(model))
+    wanted, known = formats_to_measure(model, read_fixed(fixed)), recall_cpu_speed(kind, products(model))
     if known is None or known.products != products(model) or known.disturbed:
         return wanted
     return wanted if any(known.of(name) is None for name in wanted) else ()
@@ -44,7 +42,7 @@ def measure_cpu(
     if kind is None or engine is None:
         return False
     try:
-        remember(kind, measure(engine.python, model.name, products(model), formats))
+        remember_cpu_speed(kind, measure_cpu_speed(engine.python, model.name, products(model), formats))
     except (CorralError, OSError) as error:
         note(f"this CPU's speed is not known, and the plan goes by its flags: {error}")
         return False

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from corral.base.errors import ConflictError, CorralError, DataError, LaunchError, UnreachableError, UsageError
+from corral.base.files import write_atomic
 from corral.base.home import deployments_dir
 from corral.base.lock import exclusive_lock
 from corral.base.processes import Identity
@@ -27,31 +28,15 @@ from corral.deploy.deployment.expectation import Expected
 from corral.deploy.deployment.fleet import refuse_fleet_name
 from corral.deploy.deployment.folder import DeploymentFolder, all_folders
 from corral.deploy.deployment.patience import Patience
+from corral.deploy.deployment.state import ENDED, Reason, State
 from corral.deploy.launch.render import LaunchSpec
 from corral.deploy.lifecycle.traces import traces_of
 from corral.deploy.lifecycle.verdict import verdict
 from corral.deploy.targets.base import AgentsStatus, Target, load_target
 from corral.node.agent.processes import marked
-from corral.node.files import write_atomic
-from corral.node.states import ENDED, Reason, State
 
 if TYPE_CHECKING:  # the planner is not needed to look at a deployment
     from corral.plan.contract import Plan
-
-__all__ = [
-    "Record",
-    "Status",
-    "Timings",
-    "claim",
-    "launch",
-    "plan_of",
-    "status",
-    "statuses",
-    "stop",
-    "target_of",
-    "unreadable",
-    "watch",
-]
 
 
 @dataclass(frozen=True)

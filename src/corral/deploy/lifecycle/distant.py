@@ -19,18 +19,15 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 from corral.base.errors import ConflictError, CorralError, NotFoundError, UnreachableError
-from corral.base.files import make_private_dir
+from corral.base.files import make_private_dir, write_atomic
 from corral.base.home import home_dir
 from corral.base.record import from_json
 from corral.base.ssh import Forward, Ssh
 from corral.client.endpoint import Endpoint
 from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.deployment.state import ENDED, State
 from corral.deploy.lifecycle.tunnel import hold_forward, near_end, near_socket
-from corral.node.files import write_atomic
 from corral.node.ports import free_port
-from corral.node.states import ENDED, State
-
-__all__ = ["Distant", "FarStanding", "ask_standing", "find_distant", "hold_distant"]
 
 ASK_EVERY_S = 10.0
 ASKED_AT_MOST_S = 2.0  # as often as refusals may make it ask

@@ -7,8 +7,6 @@ import time
 
 from corral.deploy.deployment.expectation import Expected
 
-__all__ = ["Lines"]
-
 
 class Lines:
     """Tells on stderr what `up` is doing, a line for each phase."""

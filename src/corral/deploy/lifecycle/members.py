@@ -13,8 +13,6 @@ from corral.deploy.lifecycle.traces import traces_of
 from corral.deploy.targets.base import Queue
 from corral.node.files import read_json
 
-__all__ = ["HeldJob", "RankMember", "held_job", "members"]
-
 
 @dataclass(frozen=True)
 class RankMember:

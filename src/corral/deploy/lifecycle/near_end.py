@@ -16,8 +16,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, cast
 
-__all__ = ["NearEnd"]
-
 
 class NearEnd:
     """Passes on what comes to a port, in both directions, from a thread of its own."""

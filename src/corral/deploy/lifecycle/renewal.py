@@ -16,12 +16,10 @@ from dataclasses import dataclass, replace
 from corral.base.errors import ConflictError, CorralError, UsageError
 from corral.base.record import load_json
 from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.deployment.state import ENDED, Reason, State
 from corral.deploy.lifecycle import bringup, deployments
 from corral.deploy.lifecycle.successors import chain_lock, members, read_chain, successor_name, write_chain
 from corral.deploy.targets.base import Queue
-from corral.node.states import ENDED, Reason, State
-
-__all__ = ["Action", "Facts", "Step", "look", "next_step", "renew"]
 
 LOOK_S = 15.0
 RETRY_S = 30.0

@@ -26,25 +26,11 @@ from corral.client.endpoint import Absence, Endpoint, FixedServer, HeldKeyEndpoi
 from corral.client.errors import MalformedReplyError, error_from_status
 from corral.deploy.deployment.fleet import FleetFolder, find_fleet, held_gateways, living_fleets, read_fleet
 from corral.deploy.deployment.folder import DeploymentFolder, open_folder
+from corral.deploy.deployment.state import ENDED, State
 from corral.deploy.lifecycle import deployments
 from corral.deploy.lifecycle.absence import absence_of, describe, ending_of
 from corral.deploy.lifecycle.successors import living_chains, newest_ready
 from corral.deploy.lifecycle.tunnel import ensure_tunnel
-from corral.node.states import ENDED, State
-
-__all__ = [
-    "DeploymentServer",
-    "FleetServer",
-    "ServedModels",
-    "find_servers",
-    "fleet_endpoint",
-    "ready_endpoint",
-    "resolve",
-    "resolve_server",
-    "served_by",
-    "server_at",
-    "server_called",
-]
 
 URL_VARIABLE, KEY_VARIABLE = "OPENAI_BASE_URL", "OPENAI_API_KEY"
 _ASKED_AGAIN = 2

@@ -17,10 +17,8 @@ from corral.deploy.deployment.course import Phase
 from corral.deploy.deployment.events import append_event
 from corral.deploy.deployment.expectation import Expected
 from corral.deploy.deployment.folder import DeploymentFolder
-from corral.deploy.lifecycle.starts import WORTH_KEEPING_S, remember, usual
+from corral.deploy.lifecycle.starts import WORTH_KEEPING_S, remember_start, usual
 from corral.deploy.lifecycle.watching import Reporter
-
-__all__ = ["Staging"]
 
 BEFORE = (Phase.INSTALLING, Phase.MEASURING, Phase.FETCHING)  # whether they are needed is known when they begin
 LINE_EVERY_S = 5.0  # of what gets on by less than a per cent
@@ -49,7 +47,7 @@ class Staging:
         self._check()
         took_s = self._clock() - self._began_s
         if self._kind and took_s > WORTH_KEEPING_S:
-            remember(self._kind, {self._phase: took_s})
+            remember_start(self._kind, {self._phase: took_s})
         self._phase, self._kind, self._began_s = name, kind, self._clock()
         self._told_s, self._told_share = self._began_s, -1.0
         planned = Expected(self._planned[name]) if name in self._planned else None

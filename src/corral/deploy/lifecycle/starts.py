@@ -17,14 +17,12 @@ from statistics import median
 from typing import Any
 
 from corral.base.errors import CorralError
+from corral.base.files import write_atomic
 from corral.base.home import home_dir
 from corral.base.record import dump_json, load_json, to_json
 from corral.deploy.deployment.expectation import Expected
-from corral.node.files import write_atomic
 from corral.plan.contract import Plan
 from corral.plan.start import planned_start
-
-__all__ = ["expectation", "kind_of", "remember", "usual"]
 
 MOST_KINDS = 300
 MOST_LENGTHS = 5
@@ -66,7 +64,7 @@ def usual(kind: str) -> dict[str, Expected]:
     return {name: Expected(round(median(times), 2), True) for name, times in known.phases.items() if times}
 
 
-def remember(kind: str, took: Mapping[str, float]) -> None:
+def remember_start(kind: str, took: Mapping[str, float]) -> None:
     """Keep how long the phases of one start took; a disk that is full forgets it."""
     kinds = _read().kinds
     phases = dict(kinds[kind].phases) if kind in kinds else {}

@@ -11,31 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from corral.base.errors import ConflictError, CorralError, NotFoundError, UsageError
+from corral.base.files import write_atomic
 from corral.base.lock import FileLock, exclusive_lock, telling
 from corral.base.record import dump_json, load_json
 from corral.deploy.deployment.fleet import living_fleets
 from corral.deploy.deployment.folder import DeploymentFolder, all_folders, chain_of, open_folder
+from corral.deploy.deployment.state import ENDED, State
 from corral.deploy.lifecycle import deployments
-from corral.node.files import write_atomic
-from corral.node.states import ENDED, State
-
-__all__ = [
-    "Chain",
-    "ChainMember",
-    "all_chains",
-    "all_standings",
-    "chain_lock",
-    "choose_folder",
-    "close_chain",
-    "first_of",
-    "living_chains",
-    "members",
-    "newest_ready",
-    "read_chain",
-    "refuse_living_chain",
-    "successor_name",
-    "write_chain",
-]
 
 OLD_LOCK_S = 900.0  # a submission takes seconds
 

@@ -17,8 +17,6 @@ from corral.base.untrusted import parse_json
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.targets.base import target_class
 
-__all__ = ["Traces", "traces_of"]
-
 _LAUNCH_ID = re.compile(rb'"launch_id"\s*:\s*"([A-Za-z0-9_.-]{1,100})"')
 _TARGET = re.compile(rb'"target"\s*:\s*"([A-Za-z0-9_-]{1,40})"')
 _MOST_BYTES = 16 << 20

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from corral.base.errors import CorralError, UnreachableError
+from corral.base.files import write_atomic
 from corral.base.interruption import terminated_as_interrupted
 from corral.base.processes import Identity, own_identity, port_refused
 from corral.base.record import dump_json, load_json
@@ -29,24 +30,10 @@ from corral.base.ssh import socket_folder
 from corral.client.retry import backoff_s
 from corral.deploy.deployment.events import read_events
 from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.deployment.state import ENDED
 from corral.deploy.lifecycle.deployments import Record, target_of
 from corral.deploy.lifecycle.near_end import NearEnd
 from corral.node.agent.processes import end_with_parent
-from corral.node.files import write_atomic
-from corral.node.states import ENDED
-
-__all__ = [
-    "HeldTunnel",
-    "close_tunnel",
-    "ensure_tunnel",
-    "hold_forward",
-    "hold_tunnel",
-    "near_end",
-    "near_socket",
-    "needs_tunnel",
-    "opened",
-    "tunnel_holder",
-]
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.4, 10.0
 OPEN_S = 20.0

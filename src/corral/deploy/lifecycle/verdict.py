@@ -16,10 +16,8 @@ from corral.deploy.deployment.diagnosis import Diagnosis, diagnose, last_lines
 from corral.deploy.deployment.events import Event
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.slowness import explain_slow
+from corral.deploy.deployment.state import ENDED, Reason, State
 from corral.deploy.targets.base import AgentsStatus
-from corral.node.states import ENDED, Reason, State
-
-__all__ = ["StateVerdict", "verdict"]
 
 SILENT_S = 60.0  # an agent writes a heartbeat every two seconds
 

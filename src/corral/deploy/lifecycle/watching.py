@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from corral.base.errors import LaunchError
+from corral.base.files import write_atomic
 from corral.base.home import home_dir
 from corral.base.record import dump_json, load_json
 from corral.deploy.deployment.course import Phase, durations
@@ -15,16 +16,13 @@ from corral.deploy.deployment.events import Event, read_events
 from corral.deploy.deployment.expectation import Expected, duration
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.slowness import explain_slow
+from corral.deploy.deployment.state import Reason, State
 from corral.deploy.lifecycle import deployments
-from corral.deploy.lifecycle.starts import remember
+from corral.deploy.lifecycle.starts import remember_start
 from corral.deploy.lifecycle.tunnel import ensure_tunnel
-from corral.node.files import write_atomic
-from corral.node.states import Reason, State
 from corral.plan import calibration
 from corral.plan.contract import Plan
 from corral.plan.reconcile import read_log, reconcile
-
-__all__ = ["Reporter", "slow_text", "wait_ready"]
 
 
 class Reporter(Protocol):
@@ -74,12 +72,12 @@ def learn_from(folder: DeploymentFolder) -> None:
     if folder.differences.exists() or not folder.plan.is_file():
         return
     if kind := load_json(deployments.Record, folder.record).kind:
-        remember(kind, durations(read_events(folder.rank(0).events)))
+        remember_start(kind, durations(read_events(folder.rank(0).events)))
     with folder.rank(0).log.open(encoding="utf-8", errors="replace") as lines:
         observed = read_log(itertools.islice(lines, 20_000))
     differences = reconcile(load_json(Plan, folder.plan), observed)
     write_atomic(folder.differences, dump_json(differences))
-    calibration.append(home_dir(), differences)
+    calibration.append_lesson(home_dir(), differences)
 
 
 def _tell(event: Event, report: Reporter, expected: Mapping[str, Expected], name: str) -> None:

@@ -26,9 +26,6 @@ from corral.deploy.targets.keys import (
 )
 from corral.plan.token_count import token_count
 
-__all__ = ["Key", "ProfileSettings", "all_keys", "takes"]
-
-
 TOKENS = ('a number of tokens such as 32768 or "32k"', token_count)
 
 

@@ -14,8 +14,6 @@ from corral.deploy.profile.contract import Key, ProfileSettings, all_keys
 from corral.deploy.profile.reading import key_lines
 from corral.deploy.targets.base import target_tables
 
-__all__ = ["as_toml", "draft", "parse_value", "with_value"]
-
 SAMPLES = {  # what a reader sees in place of a value, where the type alone says too little
     "hardware.gpus": "8xH100",
     "hardware.nodes": 1, "hardware.link": "ib-ndr", "hardware.cpu_cores": 96, "hardware.memory_gib": 1024.0,

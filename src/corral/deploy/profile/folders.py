@@ -21,8 +21,6 @@ from pathlib import Path
 from corral.base.errors import NotFoundError, UsageError
 from corral.base.record import nearest
 
-__all__ = ["ProfileFile", "check_name", "find", "known_names", "user_folder"]
-
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 

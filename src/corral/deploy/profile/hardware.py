@@ -8,8 +8,6 @@ from corral.base.errors import UsageError
 from corral.deploy.profile.profile import Profile
 from corral.plan.hardware.inventory import Inventory, parse_gpus, probe
 
-__all__ = ["hardware_of_plan"]
-
 
 def hardware_of_plan(profile: Profile, gpus: str | None, nodes: int | None, link: str | None) -> Inventory:
     """`--gpus` before the profile, the profile before this machine."""

@@ -14,8 +14,6 @@ from corral.deploy.targets.base import target_class
 from corral.deploy.targets.keys import is_placeholder
 from corral.engines.planned import joined, read_back
 
-__all__ = ["AskedValues", "asked_of_plan", "merged"]
-
 # options of a command that a profile knows nothing of, or leaves to the wish's own default
 PASSED_ON = ("name", "served_name", "flavour")
 GOAL = ("context", "concurrency", "goal")

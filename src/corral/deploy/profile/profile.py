@@ -20,8 +20,6 @@ from corral.deploy.targets.base import TARGETS, target_class, target_tables
 from corral.deploy.targets.keys import is_placeholder
 from corral.plan.hardware.inventory import GIB, Inventory, parse_gpus
 
-__all__ = ["Listed", "Profile", "all_profiles", "assemble", "environment", "load_profile"]
-
 # variable -> the key it stands for; those of a target are declared in its file (`environment`)
 _VARIABLES = {
     "CORRAL_MODEL": "defaults.model",

@@ -16,8 +16,6 @@ from corral.base.record import nearest
 from corral.deploy.profile.contract import ProfileSettings, all_keys, takes
 from corral.deploy.targets.base import target_tables
 
-__all__ = ["Layer", "all_wrong", "build_settings", "kept_in", "key_lines", "parse", "read_file", "read_text"]
-
 MOST_BYTES = 256 * 1024  # the largest profile anybody writes by hand is a hundredth of this
 _HEADER = re.compile(r"^\s*\[\s*([A-Za-z0-9_.\"'\s-]+?)\s*\]\s*(?:#.*)?$")
 _ASSIGNMENT = re.compile(r"^\s*([A-Za-z0-9_-]+(?:\s*\.\s*[A-Za-z0-9_-]+)*)\s*=")

@@ -11,8 +11,6 @@ from corral.deploy.targets.base import target_class
 from corral.deploy.targets.keys import is_placeholder
 from corral.plan.contract import Plan
 
-__all__ = ["up_command", "vllm_command"]
-
 
 def up_command(plan: Plan, model: str, asked: AskedValues, profile: Profile | None = None, replicas: int = 1) -> str:
     """`corral up …`: the profile, its open values, and every value that differs from what it says by itself.

@@ -12,8 +12,6 @@ from typing import Any
 
 from corral.deploy.profile.profile import Profile
 
-__all__ = ["with_storage"]
-
 
 def with_storage(
     profile: Profile, options: Mapping[str, Any], environ: MutableMapping[str, str] | None = None

@@ -15,8 +15,6 @@ from corral.plan.hardware.inventory import Inventory
 from corral.plan.models.facts import ModelFacts
 from corral.plan.tuning import tuning_for
 
-__all__ = ["tuning_of_plan"]
-
 
 def tuning_of_plan(
     profile: Profile, facts: ModelFacts, inventory: Inventory, arguments: Sequence[str] = ()

@@ -9,8 +9,6 @@ from corral.deploy.slurm.cluster import Cluster, NodeShape, Partition, discover,
 from corral.deploy.slurm.options import SlurmOptions
 from corral.plan.hardware.inventory import GIB, Inventory
 
-__all__ = ["Allocation", "find_allocation"]
-
 
 @dataclass(frozen=True)
 class Allocation:
@@ -27,14 +25,14 @@ def find_allocation(given: SlurmOptions) -> Allocation:
     if stated is None:
         partition, shape, inventory = discover().inventory(given.want())
         return Allocation(inventory, partition, shape)
-    cluster = _here()
+    cluster = _cluster_here()
     if cluster is None:
         return Allocation(stated)
     partition, shape = cluster.shape(given.want())
     return Allocation(replace(stated, note=shortage(partition, shape, given.want())), partition)
 
 
-def _here() -> Cluster | None:
+def _cluster_here() -> Cluster | None:
     """The cluster of this machine; None where there is none, or it does not answer: a profile can do without."""
     try:
         return discover()

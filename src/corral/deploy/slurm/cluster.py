@@ -15,8 +15,6 @@ from corral.base.record import nearest
 from corral.deploy.slurm.commands import LOGIN_NODE, ask, seconds
 from corral.plan.hardware.inventory import GIB, Gpu, Inventory, find_gpu
 
-__all__ = ["Cluster", "NodeShape", "Partition", "Want", "discover", "gpu_kind", "gpu_of", "shortage"]
-
 MIB = 1 << 20
 # a node in one of these takes no job, now or soon
 CLOSED = ("DOWN", "DRAIN", "FAIL", "INVAL", "MAINT", "NOT_RESPONDING", "POWERING_DOWN", "UNKNOWN", "FUTURE")

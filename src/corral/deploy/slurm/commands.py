@@ -24,20 +24,6 @@ from corral.base.errors import CorralError, UnreachableError, UsageError
 from corral.base.shell import Completed, run
 from corral.base.ssh import said_meanwhile
 
-__all__ = [
-    "LOGIN_NODE",
-    "PATIENCE_S",
-    "SlurmJob",
-    "ask",
-    "cancel",
-    "find_job",
-    "forget_answers",
-    "jobs",
-    "refuse_unknown",
-    "seconds",
-    "submit",
-]
-
 LOGIN_NODE = "Run Corral on a login node of the cluster, or set PATH to where SLURM's commands are."
 PATIENCE_S = 15.0  # for one command; a living controller answers in well under a second
 LOOK_S = 4.0  # for a look at the queue whose answer may be "unknown"; `squeue` itself gives up after some 11 s

@@ -15,8 +15,6 @@ from corral.base.shell import Completed, run
 from corral.deploy.slurm.commands import ask
 from corral.engines.runtimes.base import NodeCheck
 
-__all__ = ["on_a_node", "refuse_lacking"]
-
 HERE_S = 60.0
 WAIT_S = 60  # for a node to become free
 NODE_S = 240.0
@@ -29,7 +27,7 @@ def refuse_lacking(checks: Sequence[NodeCheck], where: Sequence[str]) -> None:
     for check in checks:
         if not check.light:
             continue
-        here = _here(check)
+        here = _checked_here(check)
         if here is not None and here.code == 0:
             continue
         there = on_a_node(check.light, where)
@@ -41,7 +39,7 @@ def refuse_lacking(checks: Sequence[NodeCheck], where: Sequence[str]) -> None:
             raise EngineError(f"{check.what}: {_words(here)}", check.remedy)
 
 
-def _here(check: NodeCheck) -> Completed | None:
+def _checked_here(check: NodeCheck) -> Completed | None:
     try:
         return run(check.light, HERE_S)
     except CorralError:

@@ -16,8 +16,6 @@ from corral.deploy.slurm.cluster import Want
 from corral.deploy.slurm.commands import seconds
 from corral.plan.hardware.inventory import LINKS, parse_gpus
 
-__all__ = ["SlurmOptions", "mebibytes"]
-
 
 @dataclass(frozen=True)
 class SlurmOptions:

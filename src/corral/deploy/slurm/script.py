@@ -10,8 +10,6 @@ from typing import Any
 
 from corral.base.errors import UsageError
 
-__all__ = ["NOT_SEEN", "BatchJob", "batch_script", "clock"]
-
 NOT_SEEN = 66  # the exit code of a job whose node does not see the deployment's folder
 RESERVE_S = 30  # between the end of draining and the time limit: the engine ends, files are written
 

@@ -14,9 +14,7 @@ from pathlib import Path
 from corral.base.errors import UsageError
 from corral.deploy.slurm.early import on_a_node
 
-__all__ = ["REMEDY", "refuse_unseen"]
-
-WAIT_S = 5  # for a node to become free
+NODE_SEES_HOME_WAIT_S = 5  # for a node to become free
 SHARED = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "panfs", "wekafs", "glusterfs", "orangefs", "afs", "cifs", "smb",
           "9p", "virtiofs", "fuse")  # fmt: skip
 MARK = ".seen-by-the-nodes"
@@ -31,7 +29,7 @@ def refuse_unseen(home: Path, where: Sequence[str]) -> None:
     probe = home / f".probe-{secrets.token_hex(4)}"
     probe.touch(mode=0o600)
     try:
-        said = on_a_node(["test", "-e", str(probe)], where, WAIT_S)
+        said = on_a_node(["test", "-e", str(probe)], where, NODE_SEES_HOME_WAIT_S)
     finally:
         probe.unlink(missing_ok=True)
     if said is None:

@@ -6,10 +6,8 @@ import re
 import time
 from dataclasses import dataclass
 
+from corral.deploy.deployment.state import Reason, State
 from corral.deploy.slurm.commands import SlurmJob
-from corral.node.states import Reason, State
-
-__all__ = ["STATES", "WAITS", "JobVerdict", "exit_of", "is_hopeless", "standing"]
 
 
 @dataclass(frozen=True)

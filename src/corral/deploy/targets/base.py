@@ -20,31 +20,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 from corral.base.errors import UsageError
 from corral.base.ssh import Forward, Ssh
 from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.deployment.state import Reason, State
 from corral.deploy.launch.links import Node, Ports
 from corral.deploy.launch.render import LaunchSpec, PlacedFile
 from corral.deploy.targets.keys import Flag, Shared, Size, only_said
-from corral.node.states import Reason, State
 
 if TYPE_CHECKING:
     from corral.engines.runtimes.base import NodeCheck
     from corral.plan.contract import Plan
     from corral.plan.hardware.inventory import Inventory
 
-__all__ = [
-    "TARGETS",
-    "AgentsStatus",
-    "ChosenPorts",
-    "Declared",
-    "JobState",
-    "JobStatus",
-    "Lease",
-    "OwnJob",
-    "Queue",
-    "Target",
-    "load_target",
-    "target_class",
-    "target_tables",
-]
 
 Progress = Callable[[str, int, int], None]  # what, done, total
 

@@ -16,26 +16,6 @@ from corral.base.ssh import check_host
 from corral.deploy.slurm.commands import seconds
 from corral.plan.hardware.inventory import LINKS, parse_gpus
 
-__all__ = [
-    "Check",
-    "Flag",
-    "HardwareKeys",
-    "LimitKeys",
-    "NetworkKeys",
-    "Shared",
-    "Size",
-    "StorageKeys",
-    "a_path",
-    "at_least",
-    "is_placeholder",
-    "key",
-    "one_of",
-    "one_word",
-    "only_said",
-    "time_limit",
-    "variables",
-]
-
 Check = Callable[[Any], str]  # what is expected instead, or nothing when the value is good
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 

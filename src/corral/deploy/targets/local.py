@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from corral.base.bundle import bundle
 from corral.base.errors import ConflictError, DataError, LaunchError, UsageError
-from corral.base.files import make_private_dir
+from corral.base.files import make_private_dir, write_atomic
 from corral.base.home import home_dir
 from corral.base.processes import Identity, only_lingering, port_owner
 from corral.base.record import dump_json, load_json
@@ -25,14 +25,12 @@ from corral.deploy.launch.links import Node, Ports
 from corral.deploy.launch.render import LaunchSpec, agent_spec, server_url
 from corral.deploy.targets.base import AgentsStatus, ChosenPorts, Declared, Progress
 from corral.node.agent.processes import marked
-from corral.node.files import write_atomic
 from corral.node.ports import free_port, reserved_ports
 
 if TYPE_CHECKING:
     from corral.engines.runtimes.base import NodeCheck
     from corral.plan.hardware.inventory import Inventory
 
-__all__ = ["LocalTarget"]
 
 DEFAULT_PORT = 8000
 _STARTED: list[subprocess.Popen[bytes]] = []  # agents are not waited for, but a long-lived program must reap them

@@ -13,11 +13,9 @@ from urllib.parse import urlsplit
 from corral.base.errors import ConflictError, CorralError
 from corral.base.untrusted import parse_json
 from corral.deploy.deployment.folder import DeploymentFolder, all_folders
+from corral.deploy.deployment.state import ENDED
 from corral.deploy.targets.remote_files import last_state
 from corral.node.ports import NEAR, free_port, reserve
-from corral.node.states import ENDED
-
-__all__ = ["near_port"]
 
 
 def near_port(first: int) -> int:

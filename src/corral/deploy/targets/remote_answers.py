@@ -17,20 +17,6 @@ from corral.base.processes import Identity
 from corral.base.record import from_json
 from corral.base.untrusted import last_object
 
-__all__ = [
-    "MIRRORED",
-    "Heartbeat",
-    "LogPiece",
-    "NodeReport",
-    "Removed",
-    "Started",
-    "Stopped",
-    "read_removed",
-    "read_report",
-    "read_started",
-    "read_stopped",
-]
-
 # The files of a rank that are brought here, and up to which length: an agent cuts its engine's log at 64 MiB
 MIRRORED = {"events.jsonl": 64 << 20, "engine.log": 256 << 20, "load.jsonl": 8 << 20}
 PIECE_BYTES = 4 << 20  # as in node/remote.py

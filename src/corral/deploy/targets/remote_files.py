@@ -14,17 +14,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from corral.base.bundle import bundle
-from corral.base.files import make_private_dir
+from corral.base.files import make_private_dir, write_atomic
 from corral.base.processes import Identity
 from corral.base.record import dump_json
 from corral.deploy.deployment.events import read_events
 from corral.deploy.deployment.folder import DeploymentFolder, RankFolder
+from corral.deploy.deployment.state import Reason, State
 from corral.deploy.launch.render import LaunchSpec
 from corral.deploy.targets.remote_answers import MIRRORED, Heartbeat, NodeReport
-from corral.node.files import write_atomic
-from corral.node.states import Reason, State
-
-__all__ = ["last_state", "last_word", "mirror", "mirrored_sizes", "pack"]
 
 
 def pack(spec: LaunchSpec, folder: DeploymentFolder, texts: Mapping[str, object]) -> bytes:

@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from corral.base.bundle import bundle
 from corral.base.errors import CorralError, DoesNotFitError, EngineError, UnreachableError, UsageError
-from corral.base.files import make_private_dir
+from corral.base.files import make_private_dir, write_atomic
 from corral.base.home import home_dir
 from corral.base.record import dump_json, load_json, to_json
 from corral.base.shell import run
 from corral.base.ssh import Forward
 from corral.deploy.deployment.folder import DeploymentFolder, chain_of
+from corral.deploy.deployment.state import Reason, State
 from corral.deploy.launch.links import Node, Ports
 from corral.deploy.launch.render import LaunchSpec, PlacedFile, agent_spec
 from corral.deploy.slurm import commands
@@ -59,15 +60,12 @@ from corral.deploy.targets.slurm_job import (
     submitted_job,
     unasked,
 )
-from corral.node.files import write_atomic
-from corral.node.states import Reason, State
 from corral.plan.hardware.inventory import Inventory, parse_gpus
 
 if TYPE_CHECKING:
     from corral.engines.runtimes.base import NodeCheck
     from corral.plan.contract import Plan
 
-__all__ = ["SlurmTarget"]
 
 DEFAULT_TIME_S = 4 * 3600.0  # where neither the user nor the partition says how long
 END_PATIENCE_S = 90.0  # for a cancelled job: KillWait and epilogues

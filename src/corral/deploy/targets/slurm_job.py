@@ -15,25 +15,13 @@ from corral.base.ssh import said_meanwhile
 from corral.deploy.deployment.diagnosis import last_lines
 from corral.deploy.deployment.events import read_events
 from corral.deploy.deployment.folder import DeploymentFolder, RankFolder
+from corral.deploy.deployment.state import ENDED, Reason, State
 from corral.deploy.slurm import commands
 from corral.deploy.slurm.commands import SlurmJob
 from corral.deploy.slurm.script import NOT_SEEN
 from corral.deploy.slurm.shared_home import REMEDY
 from corral.deploy.slurm.states import JobVerdict, exit_of, standing
 from corral.deploy.targets.base import AgentsStatus
-from corral.node.states import ENDED, Reason, State
-
-__all__ = [
-    "Submitted",
-    "agents_of",
-    "clear_up",
-    "forgotten",
-    "has_lost_a_node",
-    "is_over",
-    "look",
-    "submitted_job",
-    "unasked",
-]
 
 RUNS = ("RUNNING", "SIGNALING", "RESIZING")
 _seen_agents: dict[str, tuple[int, int]] = {}  # the agents' file when SLURM was last asked

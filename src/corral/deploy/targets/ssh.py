@@ -27,13 +27,14 @@ from corral.base.errors import (
     UnreachableError,
     UsageError,
 )
-from corral.base.files import make_private_dir
+from corral.base.files import make_private_dir, write_atomic
 from corral.base.home import home_dir
 from corral.base.record import from_json, load_json, to_json
 from corral.base.shell import Leash
 from corral.base.ssh import Forward, Ssh, each, read_hosts
 from corral.base.untrusted import parse_json
 from corral.deploy.deployment.folder import DeploymentFolder, RankFolder
+from corral.deploy.deployment.state import ENDED, State
 from corral.deploy.launch.links import Node, Ports
 from corral.deploy.launch.render import LaunchSpec, agent_spec, server_url
 from corral.deploy.targets.base import AgentsStatus, ChosenPorts, Declared, Progress
@@ -53,8 +54,6 @@ from corral.deploy.targets.ssh_options import SshKeys, SshOptions
 from corral.deploy.targets.ssh_reports import Answers, gather, is_away
 from corral.deploy.transfer.in_place import find_on_nodes, lacking
 from corral.deploy.transfer.spread import ensure_folder
-from corral.node.files import write_atomic
-from corral.node.states import ENDED, State
 from corral.plan.hardware.fabric import Fabric, choose_fabric
 from corral.plan.hardware.inventory import Inventory, parse_gpus
 from corral.plan.hardware.survey import Asked, NodeFacts, all_or_error, survey

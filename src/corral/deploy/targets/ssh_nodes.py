@@ -12,8 +12,6 @@ from corral.plan.hardware.cpu import common_cpu, parse_cpuinfo
 from corral.plan.hardware.inventory import Inventory, recognise
 from corral.plan.hardware.survey import NodeFacts
 
-__all__ = ["address_of", "bare", "inventory_of", "refuse_skew"]
-
 
 def bare(host: str) -> str:
     """The host's own name: without a user."""

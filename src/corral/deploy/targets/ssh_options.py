@@ -10,8 +10,6 @@ from corral.base.ssh import check_host
 from corral.deploy.targets.keys import a_path, key
 from corral.deploy.targets.keys import hosts as good_hosts
 
-__all__ = ["SshKeys", "SshOptions"]
-
 
 @dataclass(frozen=True)
 class SshOptions:

@@ -16,17 +16,15 @@ from pathlib import Path
 from queue import Empty, Queue
 
 from corral.base.errors import CorralError, UnreachableError
+from corral.base.files import write_atomic
 from corral.base.shell import Leash
 from corral.base.ssh import FAN_OUT, SAY_AFTER_S, WAITING
 from corral.deploy.deployment.events import read_events
 from corral.deploy.deployment.folder import DeploymentFolder, RankFolder
+from corral.deploy.deployment.state import ENDED, Reason
 from corral.deploy.targets.remote_answers import NodeReport
 from corral.deploy.targets.remote_files import last_word, mirror
 from corral.node.adapters import some_of
-from corral.node.files import write_atomic
-from corral.node.states import ENDED, Reason
-
-__all__ = ["Answers", "gather", "is_away"]
 
 REPORT_S = 4.0  # a node that takes longer to say how it stands counts as unreachable for the moment
 AWAY_S = 15.0  # within which a rank that did not answer in that time is not waited for: it says what it says in time

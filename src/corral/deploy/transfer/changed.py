@@ -7,8 +7,6 @@ from typing import Any
 
 from corral.base.errors import ConflictError
 
-__all__ = ["ChangedSourceError", "changed_source"]
-
 
 class ChangedSourceError(ConflictError):
     """Nothing more of it is sent."""

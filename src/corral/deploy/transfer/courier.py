@@ -24,8 +24,6 @@ from corral.base.untrusted import plain
 from corral.deploy.transfer.changed import changed_source
 from corral.deploy.transfer.courier_events import LONGEST_LINE_BYTES, read_event
 
-__all__ = ["HERE", "MOST_WAITING", "Courier", "Event", "ask_courier"]
-
 HERE = "this machine"
 SSH_FAILED = 255  # what ssh itself ends with
 MOST_WAITING = 1000  # events that nobody has looked at yet: a courier that says more must wait

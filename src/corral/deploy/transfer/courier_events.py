@@ -16,8 +16,6 @@ from corral.base.errors import DataError
 from corral.base.record import from_json
 from corral.base.untrusted import parse_json, plain, plain_json
 
-__all__ = ["LONGEST_LINE_BYTES", "CourierRow", "read_event"]
-
 LONGEST_LINE_BYTES = 512 << 20  # a manifest of two million files
 LONGEST_TEXT = 2000
 MOST_BYTES = 1 << 60

@@ -15,8 +15,6 @@ from corral.base.ssh import Ssh
 from corral.base.untrusted import plain
 from corral.plan.hardware.survey import Asked, FolderFacts, Here, NodeFacts, all_or_error, survey
 
-__all__ = ["find_on_nodes", "lacking"]
-
 LIMIT_S = 110.0  # for looking at hundreds of files on a slow file system; a copy takes hours
 COMMIT = re.compile(r"[0-9A-Za-z._-]{1,100}")
 

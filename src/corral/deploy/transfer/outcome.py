@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from corral.deploy.transfer.courier import HERE
 from corral.deploy.transfer.courier_events import CourierRow
 
-__all__ = ["Origin", "Outcome", "Progress"]
-
 
 @dataclass(frozen=True)
 class Origin:

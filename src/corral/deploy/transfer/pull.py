@@ -30,8 +30,6 @@ from corral.plan.models.hub import gated_error
 from corral.plan.models.store import LEFT_OUT, ModelSource
 from corral.plan.models.token import token_origin
 
-__all__ = ["Arrival", "Pull", "PullOrder", "pull"]
-
 NOT_THE_MODEL = ("original/*", ".cache/*", ".git/*")  # in a folder the user named, everything else is meant
 STORAGE = {"auto": "any", "shared": "shared", "local-disk": "own"}
 

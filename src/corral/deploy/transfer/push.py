@@ -12,8 +12,6 @@ from pathlib import Path
 from corral.deploy.transfer.courier import Courier, Event
 from corral.deploy.transfer.courier_events import CourierRow
 
-__all__ = ["SMALL_BYTES", "Push"]
-
 SMALL_BYTES = 1 << 20  # as in node/courier/fetch.py: smaller files travel whole
 FRAME_BYTES = 1 << 20
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["plan_sources", "same_storage"]
-
 
 def plan_sources(
     receivers: Sequence[str], have_bytes: Mapping[str, int], heads: Sequence[str]

@@ -17,8 +17,6 @@ from corral.base.errors import UsageError
 from corral.engines.runtimes.base import EngineCommand, NodeCheck, NodeSide, Wrapped, kept_caches, read_options
 from corral.engines.runtimes.container import ImageOptions, InImage, Mount, default_image, mounts_of
 
-__all__ = ["ApptainerOptions", "ApptainerRuntime"]
-
 KEPT_OUT = frozenset({"HOME", "TMPDIR"})  # other folders inside than outside
 CLIENTS_OWN = frozenset({"PATH", "LD_LIBRARY_PATH", "LD_PRELOAD"})  # meant for the engine, not for Apptainer itself
 # $1: the command, $2: the cache folder. A user may have told Apptainer to pass secrets on: not into an engine.

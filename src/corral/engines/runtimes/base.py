@@ -19,20 +19,6 @@ from corral.base.errors import DataError, UsageError
 from corral.base.record import from_json, nearest
 from corral.engines.flags import FlagList
 
-__all__ = [
-    "RUNTIMES",
-    "EngineCommand",
-    "NodeCheck",
-    "NodeSide",
-    "OnTheNodes",
-    "Runtime",
-    "Wrapped",
-    "kept_caches",
-    "make_runtime",
-    "parse_options",
-    "read_options",
-]
-
 T = TypeVar("T")
 
 

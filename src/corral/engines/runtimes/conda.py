@@ -27,8 +27,6 @@ from corral.engines.runtimes.base import (
 from corral.engines.runtimes.ray import REQUIREMENT, refuse_other_ray
 from corral.engines.runtimes.venv import LIGHT_QUESTION, SERVE_MODULE, VERSION_QUESTION
 
-__all__ = ["CondaOptions", "CondaRuntime"]
-
 # $1: the conda command, or "" to find it; $2: the environment
 ENTER = """\
 conda=$1 wanted=$2; shift 2

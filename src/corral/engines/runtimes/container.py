@@ -33,18 +33,6 @@ from corral.engines.runtimes.base import (
 )
 from corral.engines.runtimes.ray import REQUIREMENT, refuse_other_ray
 
-__all__ = [
-    "ContainerOptions",
-    "ContainerRuntime",
-    "ImageOptions",
-    "InImage",
-    "Mount",
-    "container_name",
-    "default_image",
-    "mounts_of",
-    "version_of_image",
-]
-
 # variables that the client itself would take for its own: given with their value, which is no secret
 CLIENTS_OWN = frozenset({"HOME", "PATH", "TMPDIR", "LD_LIBRARY_PATH", "LD_PRELOAD", "DOCKER_HOST", "CONTAINER_HOST"})
 # set on the node by a scheduler or by the agent; a name without a value there is left out by the client

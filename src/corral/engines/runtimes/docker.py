@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from corral.engines.runtimes.container import ContainerRuntime
 
-__all__ = ["DockerRuntime"]
-
 USER_LINE = """\
 case $("$client" info --format "{{.SecurityOptions}}" 2>/dev/null) in
     *rootless*) set -- --user 0:0 "$@" ;;

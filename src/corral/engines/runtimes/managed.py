@@ -12,9 +12,6 @@ from corral.engines import environments as engines
 from corral.engines.flags import FlagList
 from corral.engines.runtimes.base import EngineCommand, NodeCheck, NodeSide, Wrapped, kept_caches
 
-__all__ = ["ManagedRuntime"]
-
-
 # the CPU flavour starts through Corral's own launcher, which imports vLLM once instead of three times
 MODULES = {
     "cpu": ("-m", "corral_cpu_engine.launch"),

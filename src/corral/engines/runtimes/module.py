@@ -22,8 +22,6 @@ from corral.engines.runtimes.base import (
     read_options,
 )
 
-__all__ = ["ModuleOptions", "ModuleRuntime"]
-
 # $1: yes to unload everything first; then the modules, `--`, and the command. Environment Modules before version 5
 # answer 0 for a module that does not exist, so what is loaded is looked at as well.
 ENTER = """\

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from corral.engines.runtimes.container import ContainerRuntime, default_image
 
-__all__ = ["PodmanRuntime"]
-
 # its first process is a package of its own, which many machines lack
 INIT_LINE = """\
 for helper in /usr/libexec/podman/catatonit /usr/lib/podman/catatonit /usr/bin/catatonit; do

@@ -14,7 +14,6 @@ from corral.base.errors import EngineError, UsageError
 if TYPE_CHECKING:
     from corral.engines.runtimes.base import NodeCheck, Runtime
 
-__all__ = ["REQUIREMENT", "ray_checks", "refuse_known_lack", "refuse_other_ray"]
 
 LEAST = (2, 48, 0)
 REQUIREMENT = "ray[cgraph]>=" + ".".join(map(str, LEAST))

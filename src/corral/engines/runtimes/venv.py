@@ -19,8 +19,6 @@ from corral.engines.runtimes.base import (
     read_options,
 )
 
-__all__ = ["SERVE_MODULE", "VERSION_QUESTION", "VenvOptions", "VenvRuntime"]
-
 # not the `vllm` script: its first line names the interpreter it was installed with, which breaks when moved
 SERVE_MODULE = ("-m", "vllm.entrypoints.cli.main", "serve")
 VERSION_QUESTION = "import vllm; print(vllm.__version__)"

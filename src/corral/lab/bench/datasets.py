@@ -22,8 +22,6 @@ from corral.client.trace import read_trace
 from corral.lab.bench.spec import Workload
 from corral.lab.bench.vocabulary import Vocabulary
 
-__all__ = ["Prompt", "body_of", "load_prompts", "path_of", "varied"]
-
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _encode = msgspec.json.Encoder().encode
 

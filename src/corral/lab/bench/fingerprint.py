@@ -19,13 +19,11 @@ from corral.client.endpoint import Endpoint
 from corral.client.errors import RequestError
 from corral.client.metrics import cache_config
 from corral.deploy.deployment.folder import DeploymentFolder, all_folders
+from corral.deploy.deployment.state import ENDED
 from corral.deploy.launch.render import LaunchSpec
 from corral.deploy.lifecycle.deployments import status
-from corral.node.states import ENDED
 from corral.plan.contract import Plan
 from corral.plan.hardware.probe import gpu_facts
-
-__all__ = ["Fingerprint", "differences", "find_folder", "take"]
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,6 @@ from corral.lab.bench.rows import RequestRow
 from corral.lab.bench.server_metrics import ServerDelta
 from corral.lab.bench.spec import Spec
 
-__all__ = ["LAG_MS", "Problem", "judge", "needed", "verdict"]
-
 LAG_MS = 5.0
 _LAG_SHARE = 0.05
 _HIT_SHARE = 0.05

@@ -20,8 +20,6 @@ from corral.plan.graphs import LARGER, largest_graph
 from corral.plan.load_speed import speed_at
 from corral.plan.speed import Efficiency
 
-__all__ = ["FrontEnd", "Limit", "LimitCause", "TokenCost", "cost_of", "distance", "roof"]
-
 NEAR = 0.65  # of what a cause allows: a run that is slower has another
 
 

@@ -8,11 +8,9 @@ from typing import Any
 
 from corral.base.errors import UsageError
 from corral.base.wording import counted
-from corral.lab.bench import store
 from corral.lab.bench.compare import MetricDifference, Side, compare
 from corral.lab.bench.fingerprint import differences
-
-__all__ = ["Comparison", "ListedRun", "all_runs", "compared"]
+from corral.lab.bench.store import Run, load_rows, load_run, load_series, runs_dir
 
 
 @dataclass(frozen=True)
@@ -28,18 +26,18 @@ class ListedRun:
 
 def all_runs() -> list[ListedRun]:
     """Runs and series, oldest first."""
-    folders = sorted(store.runs_dir().glob("*"), key=lambda path: path.stat().st_mtime)
+    folders = sorted(runs_dir().glob("*"), key=lambda path: path.stat().st_mtime)
     return [one for folder in folders if (one := _listed(folder))]
 
 
 def _listed(folder: Path) -> ListedRun | None:
     if (folder / "run.json").is_file():
-        one = store.load_run(folder)
+        one = load_run(folder)
         return ListedRun(folder.name, one.spec.load.label, one.verdict, one.summary.output_throughput, one.created_s)
     if not (folder / "series.json").is_file():
         return None
-    many = store.load_series(folder)
-    runs = [store.load_run(folder / name) for name in many.runs]
+    many = load_series(folder)
+    runs = [load_run(folder / name) for name in many.runs]
     worst = next((word for word in ("invalid", "caution", "valid") if word in {run.verdict for run in runs}), "")
     fastest = max((run.summary.output_throughput for run in runs), default=0.0)
     return ListedRun(folder.name, f"{many.kind}, {counted(len(runs), 'run')}", worst, fastest, many.created_s)
@@ -70,10 +68,10 @@ def compared(one: Path, other: Path) -> Comparison:
     )
 
 
-def _side(folder: Path) -> tuple[Side, store.Run]:
+def _side(folder: Path) -> tuple[Side, Run]:
     """A run, or repeats of one, with the first of them."""
     if (folder / "series.json").is_file():
-        series = store.load_series(folder)
+        series = load_series(folder)
         if series.kind != "repeat":
             raise UsageError(
                 f"{folder.name} is a {series.kind}, not one load.",
@@ -82,12 +80,12 @@ def _side(folder: Path) -> tuple[Side, store.Run]:
         parts = [folder / name for name in series.runs]
     else:
         parts = [folder]
-    runs = [store.load_run(part) for part in parts]
-    rows = tuple(tuple(store.load_rows(part)) for part in parts)
+    runs = [load_run(part) for part in parts]
+    rows = tuple(tuple(load_rows(part)) for part in parts)
     return Side(tuple(r.summary for r in runs), rows), runs[0]
 
 
-def _asked_differently(a: store.Run, b: store.Run) -> list[tuple[str, str, str]]:
+def _asked_differently(a: Run, b: Run) -> list[tuple[str, str, str]]:
     """What was asked of the two servers that differs: name, the one's value, the other's."""
     found = []
     for part in ("workload", "load"):

@@ -32,8 +32,6 @@ from corral.lab.bench.datasets import Prompt, body_of, path_of
 from corral.lab.bench.rows import RequestRow
 from corral.lab.bench.spec import LoadShape, Workload
 
-__all__ = ["RequestOutcome", "drive"]
-
 _now = time.monotonic_ns
 _BEAT_NS = 5_000_000
 _GONE = 20

@@ -26,8 +26,6 @@ from corral.lab.bench.spec import LoadShape, Spec, Workload
 from corral.lab.bench.vocabulary import Vocabulary, learn_vocabulary
 from corral.plan.contract import Plan
 
-__all__ = ["Bench", "Finished"]
-
 _WARM = 0x3A97_11ED  # warm-up prompts differ from all that are measured
 OnProgress = Callable[[str, int, int], None]
 

@@ -17,19 +17,6 @@ from corral.base.errors import UsageError
 from corral.lab.bench.rows import RequestRow
 from corral.lab.bench.spec import METRICS, Slo
 
-__all__ = [
-    "Spread",
-    "Summary",
-    "details",
-    "gaps_s",
-    "latencies_s",
-    "percentile",
-    "spread",
-    "statistic",
-    "summarise",
-    "vllm_keys",
-]
-
 
 @dataclass(frozen=True)
 class Spread:

@@ -13,8 +13,6 @@ import msgspec
 
 from corral.base.errors import DataError
 
-__all__ = ["RequestRow", "read_rows", "write_rows"]
-
 
 class RequestRow(msgspec.Struct, gc=False, omit_defaults=True):
     """One request as it went."""

@@ -13,8 +13,6 @@ from collections.abc import Iterator, Sequence
 from corral.base.errors import UsageError
 from corral.lab.bench.spec import LoadShape
 
-__all__ = ["drawn_gaps", "send_times"]
-
 
 def send_times(load: LoadShape, count: int, seed: int, stamps_s: Sequence[float | None] = ()) -> list[int]:
     """When each of `count` requests is due; `stamps_s` are a trace's own times."""

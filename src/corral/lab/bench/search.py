@@ -19,8 +19,6 @@ from corral.lab.bench.rows import RequestRow
 from corral.lab.bench.slope import slope_of
 from corral.lab.bench.spec import Slo
 
-__all__ = ["Probe", "Searching", "backlog_slope", "passes", "probe_requests"]
-
 _GROWTH = 0.015  # seconds of waiting gained per second: the queue grows
 
 

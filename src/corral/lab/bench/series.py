@@ -15,8 +15,6 @@ from corral.lab.bench.measure import Bench, Finished
 from corral.lab.bench.search import Probe, Searching, passes, probe_requests
 from corral.lab.bench.spec import LoadShape, Slo, Spec
 
-__all__ = ["measure_series", "quick_specs", "search_limit", "sweep_specs"]
-
 _SPOILING = ("generator_lag", "zero_tokens", "other_traffic")
 _TRIES = 3
 OnRun = Callable[[Finished], None]

@@ -14,8 +14,6 @@ from corral.client.client import Client
 from corral.client.errors import RequestError
 from corral.client.metrics import Reading, parse
 
-__all__ = ["MetricsWatcher", "ServerDelta", "ServerSample", "delta", "sample_of"]
-
 
 @dataclass(frozen=True)
 class ServerSample:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-__all__ = ["slope_of"]
-
 
 def slope_of(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """The slope by least squares, and its standard error; both 0 where nothing can be said."""

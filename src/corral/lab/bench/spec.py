@@ -11,9 +11,6 @@ from dataclasses import dataclass, field
 from corral.base.errors import UsageError
 from corral.base.record import nearest
 
-__all__ = ["ARRIVALS", "DATASETS", "METRICS", "LoadShape", "Slo", "Spec", "Workload", "parse_goodput",
-           "parse_percentiles", "parse_slos"]  # fmt: skip
-
 DATASETS = ("random", "sharegpt", "custom", "prefix_repetition", "batch", "multi_turn", "trace")
 ARRIVALS = ("poisson", "constant", "gamma", "ramp", "trace")
 METRICS = ("ttft", "tpot", "itl", "e2el")

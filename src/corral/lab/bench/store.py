@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from corral.base.errors import NotFoundError, UsageError
-from corral.base.files import make_private_dir
+from corral.base.files import make_private_dir, write_atomic
 from corral.base.home import home_dir
 from corral.base.record import dump_json, from_json, load_json, nearest, to_json
 from corral.lab.bench.fingerprint import Fingerprint
@@ -30,22 +30,7 @@ from corral.lab.bench.metrics import Summary, details, vllm_keys
 from corral.lab.bench.rows import RequestRow, read_rows, write_rows
 from corral.lab.bench.server_metrics import ServerDelta, ServerSample
 from corral.lab.bench.spec import Spec
-from corral.node.files import write_atomic
 from corral.plan.contract import Plan
-
-__all__ = [
-    "Run",
-    "Series",
-    "find",
-    "load_rows",
-    "load_run",
-    "load_samples",
-    "load_series",
-    "new_folder",
-    "runs_dir",
-    "save_run",
-    "save_series",
-]
 
 VERSION = 1
 

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from corral.client.client import Client
 from corral.client.errors import RequestError
 
-__all__ = ["WORDS", "Vocabulary", "learn_vocabulary"]
-
 WORDS = tuple(
     """a about act add age ago air all also an and any arm art as ask at away bad bag ball bank bar base bed best big
     bit book both box boy but buy by call can car care case cat city cost cup cut dark day deep did die dog door down

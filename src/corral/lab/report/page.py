@@ -17,8 +17,6 @@ from corral.lab.report.text import figure, headline
 from corral.lab.report.timeline import timeline
 from corral.plan.speed import rounded
 
-__all__ = ["cards", "document", "run_page", "series_page", "table", "verdict_box"]
-
 _STYLE = """
 :root{--bg:#fbfbfa;--fg:#1d2329;--dim:#66707a;--line:#dcdfe2;--card:#fff;--c1:#2563c9;--c2:#c2410c;--c3:#15803d;
 --good:#15803d;--warn:#b45309;--bad:#b91c1c}

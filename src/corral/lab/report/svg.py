@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-__all__ = ["Curve", "chart", "histogram", "ticks"]
-
 WIDTH, HEIGHT = 420, 280
 LEFT, RIGHT, TOP, BOTTOM = 56, 14, 16, 60
 LEGEND = 20  # height of its line, left out where there is one curve

@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import click
 
-__all__ = ["fact_lines", "flowing", "reading_width", "room", "table_lines", "tied", "wrapped"]
-
 _GAP, _INDENT = "  ", "    "
 _TIED = "\x00"  # stands for a space at which no line is broken
 _COMMAND = re.compile(r"`[^`\n]*`")

@@ -6,8 +6,6 @@ import itertools
 import math
 from collections.abc import Sequence
 
-__all__ = ["bar", "histogram", "sparkline"]
-
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 

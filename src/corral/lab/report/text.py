@@ -19,8 +19,6 @@ from corral.lab.report.terminal_plots import bar, histogram, sparkline
 from corral.lab.report.timeline import timeline
 from corral.plan.speed import rounded
 
-__all__ = ["comparison_lines", "run_lines", "series_lines", "verdict_line"]
-
 _TITLES = {
     "ttft": "time to first token",
     "tpot": "time per output token",

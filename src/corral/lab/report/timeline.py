@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from corral.lab.bench.rows import RequestRow
 
-__all__ = ["Timeline", "timeline"]
-
 
 @dataclass(frozen=True)
 class Timeline:

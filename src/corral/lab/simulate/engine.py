@@ -21,8 +21,6 @@ from corral.lab.simulate.prefix_cache import PrefixCache
 from corral.lab.simulate.requests import SimRequest
 from corral.lab.simulate.steptime import StepTime
 
-__all__ = ["EngineShape", "EngineWatcher", "SimEngine", "SimSequence"]
-
 
 @dataclass(frozen=True)
 class EngineShape:

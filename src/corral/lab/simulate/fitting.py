@@ -20,8 +20,6 @@ from corral.lab.simulate.solver import least_squares
 from corral.lab.simulate.steptime import FittedSteps, linearised
 from corral.lab.simulate.world import MemberModel, simulate_load
 
-__all__ = ["Fit", "MeasuredRange", "RunError", "error_of", "fit_runs", "fitted_member", "replay"]
-
 QUANTILES = (25.0, 50.0, 75.0, 95.0)
 APART = 0.25  # of fits to runs of quiet machines, the errors were at most 0.14 apart (docs/log.md)
 WEIGHTS = {"ttft": 1.0, "tpot": 1.0, "e2el": 1.5}

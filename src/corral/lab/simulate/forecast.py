@@ -20,9 +20,6 @@ from corral.lab.simulate.steptime import linearised, planned_steps
 from corral.lab.simulate.world import MemberModel, ScalingModel, simulate_load
 from corral.plan.contract import Plan
 
-__all__ = ["Forecast", "SimServer", "fitted_server", "forecast", "highest_rate", "highest_rates",
-           "planned_server", "smallest_fleet", "what_if"]  # fmt: skip
-
 FIRST = 5000  # requests of a longer load with which its interval is found
 
 

@@ -15,8 +15,6 @@ from collections.abc import Callable
 from corral.lab.simulate.fitting import Fit, MeasuredRange
 from corral.lab.simulate.measured import LoadPoint
 
-__all__ = ["INTERVAL_METRICS", "STEP_ERROR", "Interval", "beyond", "intervals", "step_error"]
-
 # what a forecast says of a metric -> the error of a fit that belongs to it
 INTERVAL_METRICS = {"ttft": "ttft_p50", "tpot": "tpot_p50", "e2el": "e2el_mean", "throughput": "throughput"}
 STEP_ERROR = 0.1

@@ -21,8 +21,6 @@ from corral.lab.simulate.outcome import Recorder
 from corral.lab.simulate.requests import ClosedLoop, OpenLoop, RequestSource, SimRequest
 from corral.plan.contract import Plan
 
-__all__ = ["ExactRecorder", "LoadPoint", "MeasuredRun", "RunFigures", "load_measured"]
-
 METRICS = ("ttft", "tpot", "e2el")
 
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from corral.lab.bench.slope import slope_of
 from corral.lab.bench.spec import Slo
 
-__all__ = ["LatencySketch", "Moment", "Recorder", "SimOutcome", "SloResult"]
-
 _WIDTH = math.log(1.004)
 _LEAST_S = 1e-7
 

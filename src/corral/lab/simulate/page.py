@@ -15,8 +15,6 @@ from corral.lab.simulate.interval import STEP_ERROR
 from corral.lab.simulate.outcome import SimOutcome, SloResult
 from corral.lab.simulate.validation import Validation
 
-__all__ = ["forecast_lines", "forecast_page", "validation_lines"]
-
 HEADS = ["LOAD", "REPLICAS", "TTFT P50", "P99", "TPOT P50", "E2EL P50", "P99", "OUT TOK/S", "KV", "PREEMPTED", "SLO"]
 SPARED = ("PREEMPTED", "KV", "P99", "TPOT P50")
 

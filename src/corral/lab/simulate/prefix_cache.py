@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-__all__ = ["PrefixCache"]
-
 
 @dataclass(slots=True)
 class _Entry:

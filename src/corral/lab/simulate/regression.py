@@ -16,8 +16,6 @@ from corral.lab.simulate.solver import nonnegative
 from corral.lab.simulate.steptime import FittedSteps, cpu_steps
 from corral.plan.contract import Plan
 
-__all__ = ["regress", "regress_cpu"]
-
 ALONE = 1.2  # sequences at once, on average, up to which a request is alone
 
 

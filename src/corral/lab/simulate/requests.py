@@ -18,9 +18,6 @@ from corral.lab.bench.datasets import varied
 from corral.lab.bench.schedule import drawn_gaps
 from corral.lab.bench.spec import LoadShape, Workload
 
-__all__ = ["ClosedLoop", "FirstOf", "OpenLoop", "RequestSource", "SimRequest", "source_of", "synthetic",
-           "trace_requests"]  # fmt: skip
-
 
 @dataclass(slots=True)
 class SimRequest:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-__all__ = ["least_squares", "nonnegative"]
-
 Vector = list[float]
 
 

@@ -21,8 +21,6 @@ from corral.plan.load_speed import speed_at
 from corral.plan.models.facts import ModelFacts
 from corral.plan.speed import Efficiency, Roof, roof_of, tiled
 
-__all__ = ["DecodeCost", "FittedSteps", "RooflineSteps", "StepTime", "cpu_steps", "linearised", "planned_steps"]
-
 LONE_TOKENS = 64  # of the prompt and the answer by which the planner is asked for a lone request on a CPU
 
 

@@ -18,8 +18,6 @@ from corral.lab.simulate.interval import Interval, beyond, intervals
 from corral.lab.simulate.measured import MeasuredRun, RunFigures
 from corral.plan.load_speed import speed_at
 
-__all__ = ["HeldOut", "RateLimit", "Validation", "validate"]
-
 FITTED = 3
 
 

@@ -29,8 +29,6 @@ from corral.serve.gateway.policies import OUTPUT_WEIGHT, make_policy
 from corral.serve.gateway.pool import Arrivals
 from corral.serve.gateway.prefixes import POSITIONS, Holdings
 
-__all__ = ["MemberModel", "ScalingModel", "simulate_load"]
-
 
 @dataclass(frozen=True)
 class MemberModel:

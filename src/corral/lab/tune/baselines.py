@@ -14,8 +14,6 @@ from corral.plan.contract import UTILISATION, Plan
 from corral.plan.gains import vllm_defaults
 from corral.plan.graphs import own_largest
 
-__all__ = ["BASELINES", "DIGITALOCEAN", "RANDOM", "baseline_knobs"]
-
 RANDOM = "random"  # a search, not a setup (see `random_search`)
 BASELINES = ("stock", "digitalocean")
 # its documented deployment, without the split over nodes, which the plan decides

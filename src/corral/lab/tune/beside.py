@@ -17,8 +17,6 @@ from math import exp
 from corral.lab.tune.race import Race, expected_costs, next_order
 from corral.lab.tune.trials import Trial, TrialOrder, mean_score
 
-__all__ = ["next_beside", "run_beside"]
-
 _OUTCOMES = ((0.5, 0.5), (1.0, 1.0), (2.0, 2.0), (0.5, 2.0), (2.0, 0.5))  # of those under way, by turns
 
 

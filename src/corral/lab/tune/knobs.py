@@ -18,8 +18,6 @@ from corral.lab.tune.setups import GIVEN, Knob, KnobKind, Setup
 from corral.plan.contract import Plan
 from corral.plan.graphs import largest_graph, own_largest, size_for, sized_elsewhere
 
-__all__ = ["knobs_for", "tuned_wish"]
-
 BATCHED = (8192, 16384, 4096, 2048, 32768)
 FEWEST_SEQS, MOST_SEQS = 16, 4096
 MOST_API_SERVERS = 16

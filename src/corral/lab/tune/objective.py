@@ -12,8 +12,6 @@ from corral.lab.bench.metrics import Summary
 from corral.lab.bench.series import reseeded, search_limit
 from corral.lab.bench.spec import LoadShape, Slo, Spec
 
-__all__ = ["Measured", "Objective", "ObjectiveKind", "measure_score"]
-
 MOST_PROMPTS = 20_000
 PROBES = 7  # of one search for the highest rate
 

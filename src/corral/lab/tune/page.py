@@ -16,8 +16,6 @@ from corral.lab.tune.setups import choice_words
 from corral.lab.tune.store import TuneRun
 from corral.lab.tune.trials import Trial
 
-__all__ = ["finding_word", "html_page", "sentence", "tune_lines"]
-
 
 def sentence(found: RaceResult) -> str:
     """The result in one sentence."""

@@ -10,8 +10,6 @@ from corral.base.files import read_text
 from corral.base.untrusted import parse_json
 from corral.lab.bench.spec import Workload
 
-__all__ = ["PRESETS", "Preset", "workload_of"]
-
 
 @dataclass(frozen=True)
 class Preset:

@@ -13,8 +13,6 @@ from corral.lab.tune.store import TuneRun
 from corral.lab.tune.trials import Trial
 from corral.lab.tune.tuner import settings_found
 
-__all__ = ["profile_text"]
-
 
 def profile_text(run: TuneRun, trials: Sequence[Trial], found: RaceResult) -> str:
     """A whole profile; `corral up --on NAME` starts the setup that the run found best."""
@@ -27,9 +25,9 @@ def profile_text(run: TuneRun, trials: Sequence[Trial], found: RaceResult) -> st
         "runtime": {} if spec.wish.runtime == "managed" else {"name": spec.wish.runtime, **spec.wish.runtime_options},
     }
     lines = [f"# {line}" for line in _known(run, trials, found)]
-    for table, values in tables.items():
-        said = [f"{name} = {as_toml(value)}" for name, value in values.items() if value]
-        lines += ["", f"[{table}]", *said] if said else []
+    for name, values in tables.items():
+        said = [f"{key} = {as_toml(value)}" for key, value in values.items() if value]
+        lines += ["", f"[{name}]", *said] if said else []
     return "\n".join(lines) + "\n"
 
 

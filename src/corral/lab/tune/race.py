@@ -43,8 +43,6 @@ from corral.lab.tune.trials import (
     setups_of,
 )
 
-__all__ = ["KnobFinding", "Race", "RaceEnd", "RaceResult", "expected_costs", "next_order", "of_race", "verdict"]
-
 BASE_EVERY = 5  # trials of the screen between two of the base
 SEMIFINALISTS = 4
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 6

@@ -14,8 +14,6 @@ from corral.lab.tune.race import LONGER, Race, expected_costs, verdict
 from corral.lab.tune.setups import BASE, KnobKind, Setup
 from corral.lab.tune.trials import Gain, Purpose, Trial, TrialOrder, compared
 
-__all__ = ["RandomFound", "next_random", "random_found"]
-
 MEETINGS = 4
 
 

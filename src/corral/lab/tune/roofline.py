@@ -21,8 +21,6 @@ from corral.lab.tune.trials import Roofline, Trial
 from corral.plan.contract import Plan
 from corral.plan.speed import Efficiency, rounded
 
-__all__ = ["Distance", "distance", "roofline"]
-
 IDEAL = Efficiency(
     bandwidth=1.0, matrix=1.0, matrix_fp8=1.0, layer_s=0.0, fp8_layer_s=0.0, step_s=0.0, sequence_s=0.0, floor_s=0.0,
     floor_sequence_s=0.0, frontend_s=0.0, frontend_tokens_s=math.inf, frontend_chunk_s=0.0, eager_layer_s=0.0,

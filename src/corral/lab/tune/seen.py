@@ -25,8 +25,6 @@ from corral.deploy.deployment.expectation import duration
 from corral.lab.bench.spec import Workload
 from corral.node.load_figures import load_figures
 
-__all__ = ["SEEN", "LoadSnapshot", "SeenLoad", "read_seen", "read_snapshots", "seen_load"]
-
 SEEN = "seen"  # the workload's name
 HOUR_S = 3600.0
 FEWEST = 20  # requests, below which means say nothing

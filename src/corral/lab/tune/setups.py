@@ -9,8 +9,6 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-__all__ = ["BASE", "GIVEN", "Knob", "KnobKind", "Setup", "choice_words"]
-
 GIVEN = "given "  # begins the names of knobs that leave out what the user brought
 
 

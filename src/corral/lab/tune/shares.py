@@ -8,8 +8,6 @@ from corral.deploy.targets.base import Queue, load_target
 from corral.lab.tune.turns import MOST_IN_TURNS
 from corral.plan.hardware.share import NodeShare
 
-__all__ = ["shares_for"]
-
 
 def shares_for(wish: Wish, places: int) -> tuple[tuple[NodeShare, ...], bool]:
     """A share for each place, and whether they are measured in turns.

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from corral.base.errors import CorralError, DataError, NotFoundError, UsageError
-from corral.base.files import make_private_dir
+from corral.base.files import make_private_dir, write_atomic
 from corral.base.home import home_dir
 from corral.base.record import dump_json, from_json, load_json, nearest, to_json
 from corral.deploy.lifecycle.bringup import Wish
@@ -25,10 +25,7 @@ from corral.lab.bench.spec import Spec
 from corral.lab.tune.objective import Objective
 from corral.lab.tune.race import Race
 from corral.lab.tune.trials import Trial
-from corral.node.files import write_atomic
 from corral.plan.hardware.share import NodeShare
-
-__all__ = ["TuneRun", "TuneSpec", "all_runs", "find_run", "new_run", "runs_dir"]
 
 
 @dataclass(frozen=True)

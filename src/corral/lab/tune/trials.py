@@ -11,23 +11,6 @@ from statistics import fmean
 from corral.lab.bench.compare import t_quantile
 from corral.lab.tune.setups import Setup
 
-__all__ = [
-    "EDGES",
-    "LEAST_NOISE",
-    "Gain",
-    "Purpose",
-    "Roofline",
-    "Trial",
-    "TrialOrder",
-    "compared",
-    "gain_of",
-    "mean_score",
-    "noise_of",
-    "score_of",
-    "scores_of",
-    "setups_of",
-]
-
 LEAST_NOISE = 0.01  # nobody's starts agree better
 ENOUGH = 8  # degrees of freedom, from which one of them is given for what longer measurements add
 EDGES = 0.1  # a measurement's first and last seconds may take so much more of a short score than of a long one

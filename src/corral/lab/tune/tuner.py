@@ -20,6 +20,7 @@ from corral.client.client import run as run_loop
 from corral.client.endpoint import Endpoint
 from corral.deploy.deployment.expectation import Expected
 from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.deployment.state import State
 from corral.deploy.lifecycle import bringup, deployments
 from corral.lab.bench.measure import Bench
 from corral.lab.tune.beside import run_beside
@@ -32,9 +33,6 @@ from corral.lab.tune.setups import BASE, Knob, Setup
 from corral.lab.tune.store import TuneRun, TuneSpec
 from corral.lab.tune.trials import Roofline, Trial, TrialOrder
 from corral.lab.tune.turns import Turns, with_part
-from corral.node.states import State
-
-__all__ = ["Pruned", "TuneWatcher", "fitting_knobs", "settings_found", "tune"]
 
 LONGEST_NAME = 60
 

@@ -19,8 +19,6 @@ from corral.engines.flags import flag_name
 from corral.plan.candidate import SHORTEST
 from corral.plan.contract import UTILISATION, Plan
 
-__all__ = ["MOST_IN_TURNS", "Turns", "refuse_beyond", "refuse_part", "with_part"]
-
 MOST_IN_TURNS = 4  # beyond, what lies outside the budget (CUDA graphs, contexts) has no room
 KEPT = 0.97  # of the plan's KV cache: a plan is right within 2%
 _KV_BYTES = "--kv-cache-memory-bytes"

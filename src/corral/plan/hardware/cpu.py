@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["CpuFacts", "common_cpu", "parse_cpuinfo", "read_cpu"]
-
 # The flags that decide in which number format a CPU multiplies quickly; the many others change nothing here.
 _TELLING = {
     "x86_64": ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8"),

@@ -15,13 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from corral.base.errors import CorralError
+from corral.base.files import write_atomic
 from corral.base.home import cache_dir
 from corral.base.record import dump_json, from_json, load_json
 from corral.base.shell import run
-from corral.node.files import write_atomic
 from corral.plan.hardware.cpu import CpuFacts
-
-__all__ = ["CpuKind", "CpuSpeed", "FormatSpeed", "Product", "measure", "recall", "remember"]
 
 ROWS = (1, 4, 32, 512)
 BUDGET_S = 2.0
@@ -119,7 +117,7 @@ def _read(kind: CpuKind) -> Remembered:
     return found if found.kind == kind else Remembered(kind)
 
 
-def recall(kind: CpuKind, products: Sequence[Product]) -> CpuSpeed | None:
+def recall_cpu_speed(kind: CpuKind, products: Sequence[Product]) -> CpuSpeed | None:
     """What was measured with these shapes, or with the nearest in size."""
     speeds = _read(kind).speeds
     wanted = sum(product.parameters for product in products)
@@ -131,7 +129,7 @@ def _distance(speed: CpuSpeed, parameters: int) -> float:
     return abs(math.log(max(1, sum(p.parameters for p in speed.products)) / max(1, parameters)))
 
 
-def remember(kind: CpuKind, speed: CpuSpeed) -> None:
+def remember_cpu_speed(kind: CpuKind, speed: CpuSpeed) -> None:
     """Keep a measurement; of one that was disturbed and the next of the same shapes, the quicker figures."""
     known = _read(kind).speeds
     others = [old for old in known if old.products != speed.products]
@@ -162,7 +160,7 @@ def _joined(old: CpuSpeed, new: CpuSpeed) -> CpuSpeed:
     )
 
 
-def measure(python: str, model: str, products: Sequence[Product], formats: Sequence[str]) -> CpuSpeed:
+def measure_cpu_speed(python: str, model: str, products: Sequence[Product], formats: Sequence[str]) -> CpuSpeed:
     """Multiply in the engine's environment; raises where that environment cannot."""
     order = {
         "products": [[p.outputs, p.inputs, p.count] for p in products],

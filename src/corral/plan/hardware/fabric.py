@@ -23,8 +23,6 @@ from corral.base.record import to_json
 from corral.node.adapters import choose_adapters, some_of
 from corral.plan.hardware.survey import Interface, NodeFacts
 
-__all__ = ["Fabric", "choose_fabric", "speed_mbps"]
-
 # kinds that may carry a deployment unasked; tunnels, container bridges and loopback only when the user names one
 CARRIES = ("infiniband", "bond", "ethernet", "bridge", "veth")
 NOT_OURS = re.compile(r"^(docker|virbr|vnet|br-[0-9a-f]{12}$|lxcbr|lxdbr|cni|podman|flannel|cali)")

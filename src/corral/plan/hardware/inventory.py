@@ -15,8 +15,6 @@ from corral.base.errors import UsageError
 from corral.base.record import nearest
 from corral.plan.hardware.cpu import CpuFacts, read_cpu
 
-__all__ = ["GIB", "GPUS", "LINKS", "Gpu", "Inventory", "Link", "find_gpu", "parse_gpus", "probe", "recognise"]
-
 GIB = 1 << 30
 
 

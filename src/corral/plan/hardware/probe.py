@@ -11,8 +11,6 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Seen", "cpu_facts", "gpu_facts"]
-
 _SHARE = 0.995  # NVML counts memory the driver keeps; the total CUDA reports is less (H200: 0.43%, H100: 0.6%)
 
 

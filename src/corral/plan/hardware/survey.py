@@ -23,26 +23,6 @@ from corral.base.shell import Completed, capture
 from corral.base.ssh import FAN_OUT, MOST_SAID_BYTES, Ssh, each
 from corral.base.untrusted import last_object, plain
 
-__all__ = [
-    "OLDEST_PYTHON",
-    "Asked",
-    "Disk",
-    "FolderFacts",
-    "GpuFacts",
-    "GpuProcess",
-    "Here",
-    "Interface",
-    "NodeFacts",
-    "NodeLimits",
-    "PathFacts",
-    "RdmaPort",
-    "ReadSpeed",
-    "TakenPort",
-    "all_or_error",
-    "survey",
-    "survey_host",
-]
-
 OLDEST_PYTHON = (3, 8)
 MOST_ANSWER_BYTES = 8 << 20
 MOST = 1 << 60  # of bytes, cores, megabits

@@ -17,20 +17,6 @@ from typing import Any
 from corral.base.errors import DataError
 from corral.base.untrusted import parse_json, plain
 
-__all__ = [
-    "DTYPE_BYTES",
-    "FAMILIES",
-    "Family",
-    "Parts",
-    "Quantisation",
-    "Shape",
-    "count",
-    "matrix_bytes",
-    "read_quantisation",
-    "read_shape",
-    "stored",
-]
-
 LONGEST_CONFIG_BYTES = 16 << 20
 MOST_STRETCH = 1e6  # of a context, by RoPE scaling
 DTYPE_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}

@@ -14,8 +14,6 @@ from typing import Any
 from corral.base.errors import NotFoundError
 from corral.base.record import nearest
 
-__all__ = ["CATALOGUE", "Entry", "find", "near", "twin"]
-
 
 @dataclass(frozen=True)
 class Entry:

@@ -18,8 +18,6 @@ from corral.plan.models import catalogue, hub
 from corral.plan.models.architecture import Parts, Shape, count, parse_config, read_shape, stored
 from corral.plan.models.weights import Tensor, by_dtype, by_part, folder_tensors
 
-__all__ = ["ModelFacts", "facts_from_config", "facts_from_entry", "facts_from_folder", "read_facts"]
-
 
 @dataclass(frozen=True)
 class ModelFacts:

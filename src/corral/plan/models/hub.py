@@ -17,8 +17,6 @@ from corral.plan.models.architecture import parse_config
 from corral.plan.models.token import token_origin
 from corral.plan.models.weights import Tensor, header_tensors
 
-__all__ = ["Repository", "check_repository", "gated_error", "hub_error", "hub_is_off", "read_repository"]
-
 _TIMEOUT_S = 10.0
 
 

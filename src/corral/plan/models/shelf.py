@@ -14,8 +14,6 @@ from corral.base.home import models_dir
 from corral.base.record import nearest
 from corral.plan.models import catalogue
 
-__all__ = ["ShelvedModel", "known_name", "on_disk", "remove"]
-
 
 @dataclass(frozen=True)
 class ShelvedModel:

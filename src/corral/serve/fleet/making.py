@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from corral.base.errors import ConflictError, UsageError
+from corral.base.files import write_atomic
 from corral.base.record import dump_json, load_json
 from corral.base.wording import counted
 from corral.deploy.deployment.events import append_event
@@ -24,17 +25,14 @@ from corral.deploy.deployment.fleet import (
     refuse_fleet_name,
 )
 from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.deployment.state import ENDED
 from corral.deploy.launch.render import LaunchSpec
 from corral.deploy.lifecycle import bringup, deployments
 from corral.deploy.lifecycle.watching import Reporter
 from corral.deploy.targets.base import load_target, target_class
-from corral.node.files import write_atomic
-from corral.node.states import ENDED
 from corral.plan.hardware.inventory import Inventory
 from corral.plan.hardware.share import NodeShare
 from corral.serve.fleet.division import place, place_all
-
-__all__ = ["FleetOrder", "FleetSize", "make_fleet", "parse_size", "preview", "resize", "start_member"]
 
 MOST_MEMBERS = 1000
 

@@ -14,18 +14,16 @@ from dataclasses import dataclass, field
 from statistics import mean, median
 
 from corral.base.errors import CorralError
+from corral.base.files import write_atomic
 from corral.base.record import dump_json, load_json
 from corral.deploy.deployment.fleet import Fleet, FleetFolder, GatewayLoad, Judgement, read_loads
 from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.deployment.state import State
 from corral.deploy.lifecycle import deployments
 from corral.deploy.targets.base import Queue
-from corral.node.files import write_atomic
-from corral.node.states import State
 from corral.serve.fleet.scaling import Course, Demand, SizeDecision, next_size, rate
 from corral.serve.fleet.standing import load_of
 from corral.serve.fleet.steps import MemberFacts
-
-__all__ = ["MeasuredMembers", "Pacer", "backlog_of", "summed", "usual_tokens"]
 
 PLANNED_LOAD_S = 600.0  # where nothing was measured and no plan says how long loading takes
 MARGIN = 1.5  # of the lead before a job's end

@@ -20,8 +20,6 @@ from dataclasses import dataclass, replace
 
 from corral.base.wording import counted
 
-__all__ = ["BIN_S", "Course", "Demand", "SizeDecision", "needed", "next_size", "rate"]
-
 BIN_S = 5.0  # of the arrivals that gateways count
 SHORTEST_RATE_S, LONGEST_RATE_S = 10.0, 60.0  # over which they are averaged: as long as a member takes to come
 HORIZON_LEADS = 8.0

@@ -20,8 +20,6 @@ from corral.base.errors import DataError
 from corral.client.trace import TracedRequest
 from corral.serve.fleet.scaling import BIN_S, Course, Demand, SizeDecision, next_size, rate
 
-__all__ = ["Replay", "ReplaySetting", "SizeChange", "clairvoyant_s", "simulate"]
-
 STEP_S = 1.0
 BINS = 12
 LONGEST_S = 366 * 86400.0  # of a trace: every second of it is replayed

@@ -20,10 +20,8 @@ from corral.deploy.deployment.fleet import (
     read_loads,
 )
 from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.deployment.state import ENDED, State
 from corral.deploy.lifecycle import deployments
-from corral.node.states import ENDED, State
-
-__all__ = ["FleetStatus", "MemberStatus", "fleet_status", "load_of", "member_status"]
 
 ORDER = (State.READY, State.DRAINING, State.LOADING, State.STARTING, State.STAGING, State.QUEUED)
 WORST = (Judgement.GONE, Judgement.HUNG, Judgement.SLOW, Judgement.OK)

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 
 from corral.base.wording import counted
 from corral.deploy.deployment.fleet import Fleet
-from corral.node.states import ENDED, Reason, State
-
-__all__ = ["Act", "FleetStep", "MemberFacts", "ending", "free_names", "next_steps"]
+from corral.deploy.deployment.state import ENDED, Reason, State
 
 SEEN_S = 3.0  # within which every gateway knows that a member leaves
 DRAIN_MOST_S = 900.0  # for requests that run on a member that leaves

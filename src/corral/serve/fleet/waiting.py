@@ -10,13 +10,11 @@ from corral.base.errors import LaunchError
 from corral.deploy.deployment.diagnosis import last_lines
 from corral.deploy.deployment.fleet import FleetFolder, find_fleet, living_fleets
 from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.deployment.state import ENDED, State
 from corral.deploy.lifecycle.renewal import BAD_LUCK
 from corral.deploy.lifecycle.successors import living_chains
 from corral.deploy.lifecycle.watching import Reporter, learn_from
-from corral.node.states import ENDED, State
 from corral.serve.fleet.standing import FleetStatus, MemberStatus, fleet_status
-
-__all__ = ["chosen_fleet", "wait_fleet"]
 
 LOOK_S = 0.5
 GATEWAY_PATIENCE_S = 60.0  # from the first ready member on

@@ -15,8 +15,6 @@ import msgspec
 
 from corral.serve.gateway.prefixes import POSITIONS, block_hashes
 
-__all__ = ["BadAskError", "RoutedPrompt", "TokenScale", "read_prompt"]
-
 ID_BYTES = 4
 LARGEST_COUNT = 1 << 31
 EMPTY = msgspec.Raw(b"")

@@ -12,13 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from corral.base.errors import ConflictError, NotFoundError, UsageError
-from corral.base.files import make_private_dir
+from corral.base.files import make_private_dir, write_atomic
 from corral.base.home import gateway_dir
 from corral.base.lock import FileLock, exclusive_lock, telling
 from corral.base.record import dump_json, load_json, nearest
-from corral.node.files import write_atomic
-
-__all__ = ["ClientKey", "add_key", "digest_of", "keys_file", "read_keys", "remove_key"]
 
 LONGEST_NAME = 64
 

@@ -12,8 +12,6 @@ from corral.client.endpoint import Endpoint
 from corral.client.errors import RequestError
 from corral.deploy.deployment.fleet import all_fleets, held_gateways
 
-__all__ = ["KeyUse", "used_by_keys"]
-
 ASK_S = 3.0
 
 

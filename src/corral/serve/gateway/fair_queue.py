@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Generic, TypeVar
 
-__all__ = ["FairQueue"]
-
 T = TypeVar("T")
 MOST_IDLE_KEYS = 10_000
 

@@ -25,8 +25,6 @@ from corral.serve.proxy.relay_server import RelayServer
 from corral.serve.proxy.request import Request
 from corral.serve.proxy.route import Route
 
-__all__ = ["GATEWAY_LIMITS", "Gateway"]
-
 GATEWAY_LIMITS = ProxyLimits(connections=16_384)
 MOST_WAITING = 50_000
 _NO_SCALE = TokenScale()

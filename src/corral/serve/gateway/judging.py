@@ -13,8 +13,6 @@ from statistics import median
 
 from corral.deploy.deployment.fleet import Judgement
 
-__all__ = ["MemberProgress", "judge", "relative_speed"]
-
 LEAST_STALL_S, MOST_STALL_S, FIRST_STALL_S = 8.0, 180.0, 60.0
 PAUSES = 10.0  # times its longest usual pause
 FADE = 0.98  # of the longest pause, at every movement

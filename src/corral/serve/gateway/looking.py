@@ -16,12 +16,10 @@ from corral.client.endpoint import HeldKeyEndpoint
 from corral.client.errors import RequestError
 from corral.client.metrics import Reading, parse
 from corral.deploy.deployment.fleet import Judgement
-from corral.node.states import State
+from corral.deploy.deployment.state import State
 from corral.serve.gateway.gateway import Gateway
 from corral.serve.gateway.judging import judge, relative_speed
 from corral.serve.gateway.serving import ServingMember
-
-__all__ = ["Overseer", "take_reading"]
 
 LOOK_S = 1.0
 PAGE_S = 5.0  # for a page of metrics

@@ -13,8 +13,6 @@ from corral.serve.gateway.pool import ModelPool
 from corral.serve.gateway.serving import ServingMember
 from corral.serve.gateway.users import KeyUser
 
-__all__ = ["metrics", "models", "status"]
-
 Series = tuple[dict[str, str], float]
 _PASSED_ON = {
     "kv_cache_usage_perc": ("kv_use", "gauge", "Share of the KV cache in use."),

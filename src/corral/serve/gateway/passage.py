@@ -16,8 +16,6 @@ from corral.serve.gateway.users import KeyUser
 from corral.serve.proxy.member import Member, Waiter
 from corral.serve.proxy.request import OWN, Request
 
-__all__ = ["Counter", "Passage"]
-
 HIT, MISS = 0.8, 0.5  # of the tokens that were expected to be cached
 _LEFT_OUT = OWN | {b"authorization", b"x-api-key"}
 _now = time.monotonic

@@ -19,8 +19,6 @@ from corral.base.record import nearest
 from corral.serve.gateway.asks import RoutedPrompt
 from corral.serve.gateway.prefixes import Holdings, SharedBeginnings
 
-__all__ = ["OUTPUT_WEIGHT", "POLICIES", "Loaded", "Policy", "make_policy"]
-
 
 class Loaded(Protocol):
     """A member, as a policy sees it."""

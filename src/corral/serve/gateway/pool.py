@@ -8,15 +8,13 @@ from collections import deque
 from typing import Protocol
 
 from corral.deploy.deployment.fleet import Judgement
+from corral.deploy.deployment.state import State
 from corral.fake.metrics import LATENCY_BOUNDS, TTFT_BOUNDS, Histogram
-from corral.node.states import State
 from corral.serve.gateway.asks import TokenScale
 from corral.serve.gateway.fair_queue import FairQueue
 from corral.serve.gateway.policies import Policy
 from corral.serve.gateway.serving import ServingMember
 from corral.serve.proxy.member import told_if_all_failed
-
-__all__ = ["Arrivals", "ModelPool", "Queued"]
 
 LOOK_AGAIN_S = 0.1
 BIN_S, BINS = 5.0, 12

@@ -13,8 +13,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from itertools import pairwise
 
-__all__ = ["POSITIONS", "Holdings", "SharedBeginnings", "block_hashes"]
-
 FIRST_STEP_BYTES, DEEPEST_BYTES = 128, 1 << 21
 MOST_PLACES = 60_000  # remembered of a member, twice
 WINDOW = 256  # requests over which a beginning counts as shared

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from corral.base.errors import CorralError
+from corral.base.files import write_atomic
 from corral.base.processes import only_lingering, own_identity, port_refused
 from corral.base.record import dump_json, load_json
 from corral.client.client import run as run_loop
@@ -22,15 +23,12 @@ from corral.deploy.deployment.fleet import (
     new_gateway_id,
     read_fleet,
 )
-from corral.node.files import write_atomic
 from corral.serve.gateway.gateway import Gateway
 from corral.serve.gateway.looking import Overseer
 from corral.serve.gateway.watching import Behind, GatewayWatcher, Source
 from corral.serve.proxy.figures import Figures
 from corral.serve.proxy.relay_server import calm_collector
 from corral.serve.proxy.run import free_port, is_free
-
-__all__ = ["GatewayPlace", "choose_place", "fleet_load", "run_gateway"]
 
 LOAD_S = 1.0
 ENDING_S = 10.0  # for running requests when the gateway is told to end

@@ -8,12 +8,10 @@ from urllib.parse import quote
 
 from corral.client.metrics import Reading
 from corral.deploy.deployment.fleet import Judgement
-from corral.node.states import State
+from corral.deploy.deployment.state import State
 from corral.serve.gateway.judging import MemberProgress
 from corral.serve.gateway.prefixes import Holdings
 from corral.serve.proxy.member import Member
-
-__all__ = ["ServerReading", "ServingMember"]
 
 
 @dataclass(frozen=True)

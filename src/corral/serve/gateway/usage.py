@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-__all__ = ["TAIL_BYTES", "AnswerUsage", "find_usage"]
-
 TAIL_BYTES = 4096
 _number = re.compile(rb"\s*(\d{1,9})").match
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from corral.client.http1.reading import Headers
 from corral.serve.gateway.client_keys import digest_of
 
-__all__ = ["Bucket", "KeyGrant", "KeyTable", "KeyUser", "offered_key"]
-
 
 class Bucket:
     """So much a minute, and no more than a minute's worth at once."""

@@ -6,8 +6,6 @@ import functools
 
 from corral.client.http1.reading import Headers
 
-__all__ = ["forwarded"]
-
 # of one connection, not of the message
 HOP_BY_HOP = frozenset(
     (b"connection", b"keep-alive", b"proxy-connection", b"proxy-authenticate", b"proxy-authorization", b"te",

@@ -17,8 +17,6 @@ from corral.serve.proxy.host import Host
 from corral.serve.proxy.relay import Relay
 from corral.serve.proxy.request import Request
 
-__all__ = ["Front", "FrontHost"]
-
 LARGEST_AHEAD_BYTES = 1 << 18  # of requests sent before the last was answered
 SLOWEST_BYTES_PER_S = 16_384
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"

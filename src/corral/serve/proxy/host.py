@@ -10,8 +10,6 @@ from corral.serve.proxy.figures import Figures
 from corral.serve.proxy.request import Request
 from corral.serve.proxy.route import Route
 
-__all__ = ["Host", "ProxyLimits"]
-
 
 @dataclass(frozen=True)
 class ProxyLimits:

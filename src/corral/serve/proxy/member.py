@@ -10,10 +10,8 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from corral.client.doorkeeper import Doorkeeper
-from corral.node.states import State
+from corral.deploy.deployment.state import State
 from corral.serve.proxy.upstream import Upstream
-
-__all__ = ["Member", "Waiter", "told_if_all_failed"]
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 

@@ -12,11 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from corral.client.http1.reading import Headers
-from corral.node.states import ENDED, State
+from corral.deploy.deployment.state import ENDED, State
 from corral.serve.proxy.member import Member, Waiter, told_if_all_failed
 from corral.serve.proxy.request import Request
-
-__all__ = ["MemberReading", "Members"]
 
 
 @dataclass(frozen=True)

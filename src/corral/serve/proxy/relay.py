@@ -19,15 +19,13 @@ from typing import Protocol
 from corral.client.errors import StrangerError
 from corral.client.http1.reading import Headers
 from corral.client.http1.writing import LAST_CHUNK, chunk, response, status_line
-from corral.node.states import State
+from corral.deploy.deployment.state import State
 from corral.serve.proxy.forwarding import forwarded
 from corral.serve.proxy.host import Host
 from corral.serve.proxy.member import Member
 from corral.serve.proxy.request import Request
 from corral.serve.proxy.route import Route
 from corral.serve.proxy.upstream import Upstream
-
-__all__ = ["Downstream", "Relay"]
 
 MOST_DROPS, MOST_ERRORS = 3, 1
 _ASKED_AGAIN = frozenset((500, 502, 503, 504))

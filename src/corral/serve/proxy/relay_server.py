@@ -12,15 +12,13 @@ from collections.abc import Iterable
 
 from corral.client.http1.address import http_url
 from corral.client.pool import open_files
-from corral.node.states import ENDED
+from corral.deploy.deployment.state import ENDED
 from corral.serve.proxy.figures import Figures
 from corral.serve.proxy.front import Front
 from corral.serve.proxy.host import ProxyLimits
 from corral.serve.proxy.member import Member
 from corral.serve.proxy.request import Request
 from corral.serve.proxy.route import Route
-
-__all__ = ["RelayServer", "calm_collector"]
 
 SWEEP_S = 1.0
 ENDED_SILENCE_S = 5.0  # a server that has ended sends nothing more: what still waits on it is given up

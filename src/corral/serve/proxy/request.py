@@ -7,8 +7,6 @@ from typing import NamedTuple
 from corral.client.http1.reading import Headers
 from corral.serve.proxy.forwarding import forwarded
 
-__all__ = ["OWN", "Request"]
-
 _WITH_BODY = frozenset((b"POST", b"PUT", b"PATCH"))
 OWN = frozenset((b"host", b"content-length", b"expect"))  # said anew
 

@@ -12,8 +12,6 @@ from corral.client.http1.reading import Headers
 from corral.serve.proxy.member import Member, Waiter
 from corral.serve.proxy.request import Request
 
-__all__ = ["Route"]
-
 
 class Route(Protocol):
     """Chooses members for a request. Times: `choose` and `other` take the loop's, `moves` the monotonic clock."""

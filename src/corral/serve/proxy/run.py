@@ -13,22 +13,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from corral.base.errors import ConflictError, CorralError, UsageError
+from corral.base.files import write_atomic
 from corral.base.processes import Identity, own_identity, port_refused
 from corral.base.record import dump_json, load_json
 from corral.client.client import run as run_loop
 from corral.client.http1.address import http_url
 from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.deployment.state import State
 from corral.deploy.lifecycle.successors import ChainMember, all_standings
 from corral.deploy.lifecycle.tunnel import ensure_tunnel
-from corral.node.files import write_atomic
-from corral.node.states import State
 from corral.serve.proxy.figures import Figures
 from corral.serve.proxy.host import ProxyLimits
 from corral.serve.proxy.members import MemberReading
 from corral.serve.proxy.relay_server import calm_collector
 from corral.serve.proxy.server import Proxy
-
-__all__ = ["ProxyAddress", "Watcher", "free_port", "held_proxy", "is_free", "port_of", "readings", "run_proxy"]
 
 FIRST_PORT, PORTS = 18_000, 2_000
 LOOK_S = 1.0

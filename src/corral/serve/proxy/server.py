@@ -17,8 +17,6 @@ from corral.serve.proxy.relay_server import RelayServer
 from corral.serve.proxy.request import Request
 from corral.serve.proxy.route import Route
 
-__all__ = ["Proxy"]
-
 
 class Proxy(RelayServer):
     """One address for one chain."""

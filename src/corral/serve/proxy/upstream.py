@@ -10,8 +10,6 @@ from typing import Protocol, cast
 
 from corral.client.http1.reading import BadMessageError, Headers, ResponseReader
 
-__all__ = ["Owner", "Receiver", "Upstream"]
-
 
 class Receiver(Protocol):
     """The request that a connection carries, as the connection sees it."""

@@ -36,8 +36,6 @@ from corral.use.batch.job import ORDERS, BatchOrder, Prepared, folder_of, load_r
 from corral.use.batch.serving import Offline, Served, Where, served_for, where_record
 from corral.use.batch.sharing.shared import Sharing, Together
 
-__all__ = ["BatchJournal", "Result", "again", "carry_out"]
-
 
 @dataclass(frozen=True)
 class Result:

@@ -18,8 +18,6 @@ from corral.use.batch.input.recipe import Recipe
 from corral.use.batch.job import BatchOrder
 from corral.use.batch.serving import Offline, Where
 
-__all__ = ["batch"]
-
 
 def batch(
     input: str | os.PathLike[str],

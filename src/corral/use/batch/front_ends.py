@@ -17,8 +17,6 @@ from corral.deploy.deployment.folder import DeploymentFolder
 from corral.use.batch.core.run import Listener
 from corral.use.batch.core.runner import Counts, Runner
 
-__all__ = ["FrontEndWatch", "advice"]
-
 BUSY = 0.8  # of one core, on average over the processes
 LEAST_S = 5.0
 

@@ -15,8 +15,6 @@ from corral.client.endpoint import Absence, Endpoint, ModelServer
 from corral.client.row_socket import RowSocketEndpoint, has_row_socket
 from corral.deploy.deployment.folder import DeploymentFolder
 
-__all__ = ["InProcessServer"]
-
 
 class InProcessServer:
     """A server of a long job that takes rows through its sockets; where it has none and may, over HTTP."""

@@ -23,8 +23,6 @@ from corral.use.batch.jobs.queued import QueuedState, cancel_waiting, queued_sta
 from corral.use.batch.sharing.blocks import held_blocks, load_division
 from corral.use.batch.sharing.parts import all_parts, claim_path, runners_of
 
-__all__ = ["BatchStatus", "Blocks", "Checked", "ask_to_stop", "check_input", "inspect"]
-
 
 @dataclass(frozen=True)
 class BatchStatus:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from corral.base.errors import ConflictError, DataError, NotFoundError, UsageError
+from corral.base.files import write_atomic
 from corral.base.record import dump_json, load_json, to_json
-from corral.node.files import write_atomic
 from corral.use.batch.core.folder import BatchFolder, sync_dir
 from corral.use.batch.core.ledger import LedgerEntry
 from corral.use.batch.core.records import FAILED
@@ -27,8 +27,6 @@ from corral.use.batch.input.recipe import AUTO, OPENAI, Recipe
 from corral.use.batch.input.rows import InputSource, open_source
 from corral.use.batch.known import note_output
 from corral.use.batch.output import BatchWork, check_output, export, is_live, output_kind, problem_line
-
-__all__ = ["ORDERS", "BatchOrder", "BatchRecord", "Prepared", "folder_of", "load_record", "prepare"]
 
 VERSION = 1
 ORDERS = ("input", "longest-first", "prefix-first")  # in which rows are sent

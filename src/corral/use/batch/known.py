@@ -12,12 +12,9 @@ import contextlib
 import hashlib
 from pathlib import Path
 
-from corral.base.files import make_private_dir
+from corral.base.files import make_private_dir, write_atomic
 from corral.base.home import batches_dir
-from corral.node.files import write_atomic
 from corral.use.batch.core.folder import BatchFolder
-
-__all__ = ["known_outputs", "note_output"]
 
 
 def note_output(output: Path) -> None:

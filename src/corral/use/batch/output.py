@@ -31,8 +31,6 @@ from corral.use.batch.input.check import RowProblem
 from corral.use.batch.input.recipe import Recipe
 from corral.use.batch.input.rows import optional
 
-__all__ = ["BatchWork", "check_output", "export", "is_live", "output_kind", "problem_line"]
-
 _encode = msgspec.json.Encoder().encode
 _KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".parquet": "parquet"}
 

@@ -24,8 +24,6 @@ from corral.use.batch.core.table import RowReader, Table
 from corral.use.batch.job import BatchRecord, load_record
 from corral.use.batch.sharing.parts import all_parts
 
-__all__ = ["BatchRow", "FailureGroup", "failure_groups", "rows_of"]
-
 LONGEST = 20_000  # characters of one text that are shown
 _EXAMPLES = 5  # rows that are named of one cause
 _VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+(?:[.,]\d+)*|'[^']*'|\"[^\"]*\"|`[^`]*`")

@@ -23,7 +23,6 @@ from corral.use.batch.job import BatchOrder, load_record
 if TYPE_CHECKING:
     from corral.deploy.lifecycle.bringup import LaunchDecision, Wish
 
-__all__ = ["RAY_DATA", "Offline", "Served", "Where", "facts_of", "offline_name", "served_for", "where_record"]
 
 RAY_DATA = "ray-data"
 
@@ -179,8 +178,9 @@ def offline_name(output: str) -> str:
 def _started(where: Where, offline: Offline, order: BatchOrder, reporter: Any) -> Iterator[Served]:
     """Decide now, start when the input has been checked, stop at the end, whatever the end is."""
     from corral.deploy.deployment.folder import DeploymentFolder
+    from corral.deploy.deployment.state import ENDED
     from corral.deploy.lifecycle import bringup, deployments
-    from corral.node.states import ENDED
+    from corral.deploy.lifecycle.watching import wait_ready
 
     name = offline_name(order.output)
     wish = offline.wish(name)
@@ -192,7 +192,7 @@ def _started(where: Where, offline: Offline, order: BatchOrder, reporter: Any) -
         begun.append(True)
         running = folder.record.is_file() and deployments.status(folder).state not in ENDED
         if running:
-            bringup.wait_ready(folder, reporter)
+            wait_ready(folder, reporter)
         else:
             bringup.bring_up(wish, reporter)
         return [InProcessServer(DeploymentServer(name), over_http=not where.in_process)]

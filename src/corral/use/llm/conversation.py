@@ -10,13 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from corral.base.errors import DataError, UsageError
-from corral.base.files import read_text
+from corral.base.files import read_text, write_atomic
 from corral.base.record import nearest
 from corral.base.wording import counted
 from corral.client.sampling import PARAMETERS, STRUCTURED, parse_assignments, request_fields
-from corral.node.files import write_atomic
-
-__all__ = ["COMMANDS", "Conversation", "Turn", "check_chat"]
 
 COMMANDS: dict[str, str] = {
     "/help": "this list",

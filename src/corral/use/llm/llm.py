@@ -28,7 +28,6 @@ from corral.use.score.score import Scores, score_rows
 if TYPE_CHECKING:
     import openai
 
-__all__ = ["LLM", "AsyncLLM", "AsyncStream", "Messages", "Prompt", "Stream"]
 
 Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Sequence[int] | Messages

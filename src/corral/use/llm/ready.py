@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from corral.base.errors import CorralError
 from corral.client.endpoint import Endpoint
 from corral.deploy.deployment.fleet import FleetFolder, living_fleets
+from corral.deploy.deployment.state import State
 from corral.deploy.lifecycle.deployments import Status, statuses
 from corral.deploy.lifecycle.resolve import fleet_endpoint
-from corral.node.states import State
-
-__all__ = ["ReadyServer", "ready_servers"]
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,6 @@ from corral.deploy.lifecycle.resolve import ready_endpoint, resolve
 from corral.plan.contract import Goal
 from corral.use.llm.llm import LLM
 
-__all__ = ["connect", "up"]
-
 
 def up(
     model: str | None = None,

@@ -18,8 +18,6 @@ from corral.client.client import Client
 from corral.client.errors import RequestError
 from corral.client.reply import Token
 
-__all__ = ["all_ids", "exact", "learn", "spelling"]
-
 _AS_ID = re.compile(r"token_id:(\d+)")
 _AT_ONCE, _MOST = 64, 5000
 

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 
 from corral.client.reply import Token
 
-__all__ = ["Character", "TokenView", "are_logits", "characters", "harmless", "label", "table_rows"]
-
 # probability at least -> (256-colour background for terminals, the same for HTML)
 _SHADES = (
     (0.9, 120, "#87ff87"), (0.6, 157, "#afffaf"), (0.3, 229, "#ffffaf"), (0.1, 222, "#ffd787"),

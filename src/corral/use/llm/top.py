@@ -15,8 +15,6 @@ from corral.client.endpoint import Endpoint
 from corral.client.latency import Latencies, percentile, read_latencies
 from corral.client.metrics import Load, Reading
 
-__all__ = ["Line", "Watch"]
-
 MINUTE_S = 60.0
 Pair = tuple[float | None, float | None]
 NONE: Pair = (None, None)

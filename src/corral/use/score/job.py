@@ -16,10 +16,10 @@ from typing import Any
 import msgspec
 
 from corral.base.errors import ConflictError, CorralError, DataError, UsageError
+from corral.base.files import write_atomic
 from corral.base.lock import beating
 from corral.base.record import to_json
 from corral.client.endpoint import ModelServer
-from corral.node.files import write_atomic
 from corral.use.batch.core.folder import BEFORE, BatchFolder
 from corral.use.batch.core.ledger import Ledger, LedgerEntry
 from corral.use.batch.core.lock import BatchLock
@@ -33,8 +33,6 @@ from corral.use.batch.job import folder_of
 from corral.use.score.likelihood import ScoreOptions, ScoreRow
 from corral.use.score.row_files import ScoreRows, write_parquet
 from corral.use.score.score import Asking, BadRow, Scoring, bad_row, summary
-
-__all__ = ["ScoreReport", "score_file"]
 
 OUTPUTS = (".jsonl", ".parquet")
 

@@ -25,19 +25,6 @@ from typing import Any
 from corral.base.errors import DataError, UsageError
 from corral.base.record import nearest, to_json
 
-__all__ = [
-    "Likelihood",
-    "Score",
-    "ScoreOptions",
-    "ScoreRow",
-    "Span",
-    "TokenScore",
-    "cut",
-    "read_row",
-    "split_pair",
-    "total",
-]  # fmt: skip
-
 BYTES_PER_LOGIT = 8  # float32 logits and their log-softmax, side by side, for every prompt token of a step
 LARGEST_VOCABULARY = 128_256  # Llama 3; smaller ones take less
 _FIELDS = ("id", "text", "context", "continuation", "choices", "answer")

@@ -16,8 +16,6 @@ from corral.use.batch.input.row_limits import decode_row
 from corral.use.batch.input.rows import optional
 from corral.use.score.likelihood import ScoreRow, read_row
 
-__all__ = ["SCORE_SCHEMA", "ScoreRows", "write_parquet"]
-
 
 @dataclass(frozen=True)
 class ScoreRows:

@@ -40,8 +40,6 @@ from corral.use.score.likelihood import (
     total,
 )
 
-__all__ = ["Asking", "BadRow", "Scorer", "Scores", "Scoring", "bad_row", "score_rows", "summary"]
-
 
 class TokenGate:
     """Lets tokens through up to a limit, first come first served; more than the limit goes alone."""

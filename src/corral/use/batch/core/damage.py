@@ -16,8 +16,6 @@ from corral.base.files import create_private
 from corral.use.batch.core.folder import BatchFolder, sync_dir
 from corral.use.batch.core.records import FAILED, FINE, read_records
 
-__all__ = ["LedgerFiles", "set_aside"]
-
 _NAMES = ("results.jsonl", "errors.jsonl")
 _PIECE = 1 << 20
 

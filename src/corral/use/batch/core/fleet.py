@@ -22,8 +22,6 @@ from corral.client.metrics import Reading
 from corral.client.row_socket import open_client
 from corral.use.batch.core.pace import LanePace
 
-__all__ = ["Lane"]
-
 PROBE_FIRST_S, PROBE_LONGEST_S = 0.05, 5.0
 LOOK_AGAIN_S = 2.0
 TELL_AGAIN_S = 60.0  # while a server is away, what it does meanwhile

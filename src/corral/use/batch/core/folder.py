@@ -35,8 +35,6 @@ from pathlib import Path
 
 from corral.base.files import create_private
 
-__all__ = ["BEFORE", "COMPRESSIONS", "BatchFolder", "PartFolder", "sync_dir"]
-
 COMPRESSIONS = (".gz", ".zst")
 BEFORE = ".before"
 

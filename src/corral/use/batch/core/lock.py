@@ -9,8 +9,6 @@ from corral.base.errors import ConflictError
 from corral.base.lock import SILENT_S, FileLock, lock_holder
 from corral.base.processes import Identity, own_identity
 
-__all__ = ["BatchLock"]
-
 
 class BatchLock(FileLock):
     """Holds a job while the `with` block runs; refuses when somebody else does, and says who.

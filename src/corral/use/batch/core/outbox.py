@@ -15,8 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from corral.base.errors import CorralError, DataError
 from corral.use.batch.core.ledger import Ledger, LedgerEntry
 
-__all__ = ["Outbox"]
-
 SHORTEST_S, LONGEST_S = 0.03, 1.0
 FULL_BYTES = 16 << 20
 

@@ -20,8 +20,6 @@ from __future__ import annotations
 
 from corral.client.metrics import Reading
 
-__all__ = ["LanePace"]
-
 LOOK_FIRST_S, LOOK_S = 0.25, 1.0
 
 

@@ -11,8 +11,6 @@ import zlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
-__all__ = ["FAILED", "FINE", "RECORD_BYTES", "LedgerRecord", "end_of_records", "pack_record", "read_records"]
-
 FINE, FAILED = 0, 1
 _FIELDS = struct.Struct("<QQQIII")
 _RECORD = struct.Struct("<QQQIIII")

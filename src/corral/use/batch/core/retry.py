@@ -26,8 +26,6 @@ from corral.client.errors import (
     UnknownPathError,
 )
 
-__all__ = ["Verdict", "judge"]
-
 
 class Verdict(enum.Enum):
     ROW = "row"

@@ -28,18 +28,6 @@ from corral.use.batch.core.outbox import Outbox
 from corral.use.batch.core.runner import Counts, Feed, InOrder, Runner, RunnerSettings, Work
 from corral.use.batch.core.table import RowReader, Table
 
-__all__ = [
-    "BatchState",
-    "Listener",
-    "Quiet",
-    "RunSummary",
-    "Share",
-    "commit_first",
-    "run_job",
-    "run_share",
-    "whole_share",
-]
-
 _COUNTED = ("rows", "before", "fine", "failed", "left", "prompt_tokens", "cached_tokens", "output_tokens", "retries",
             "losses", "stolen", "groups", "example", "peak_in_flight")  # fmt: skip
 

@@ -35,8 +35,6 @@ from corral.use.batch.core.table import RowReader
 KEPT = "Everything up to here is kept. When the server is back, run the same command again."
 _OTHER_FILES = 64  # that a process has open besides its connections
 
-__all__ = ["Counts", "Feed", "InOrder", "RowAsk", "RowRequest", "Runner", "RunnerSettings", "Work"]
-
 
 class RowRequest(NamedTuple):
     """One request of a row; a mapping gets the endpoint's model unless it names one."""

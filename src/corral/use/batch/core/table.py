@@ -18,9 +18,7 @@ from typing import Any
 import msgspec
 
 from corral.base.errors import DataError
-from corral.node.files import write_atomic
-
-__all__ = ["BAD", "RowReader", "Table", "hash64"]
+from corral.base.files import write_atomic
 
 BAD = 1  # flag: the row was found bad, its problem is in problems.jsonl
 _COLUMNS = (("ids", "Q"), ("contents", "Q"), ("offsets", "Q"), ("lengths", "I"), ("lines", "I"), ("flags", "B"))

@@ -15,8 +15,6 @@ from corral.base.errors import DataError
 from corral.base.untrusted import deeper_than
 from corral.use.batch.input.row_limits import DEEPEST_ROW, LONGEST_ROW, TOO_DEEP, TOO_LONG
 
-__all__ = ["ArrayValue", "array_values"]
-
 _PIECE = 1 << 20
 _BRACKETS, _IN_STRING = re.compile(r'["\[\]{},]'), re.compile(r'["\\]')
 

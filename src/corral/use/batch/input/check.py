@@ -22,18 +22,6 @@ from corral.use.batch.core.table import BAD, RowReader, Table, hash64
 from corral.use.batch.input.recipe import OPENAI, Parsed, Recipe, asked_tokens
 from corral.use.batch.input.rows import InputItem, InputSource
 
-__all__ = [
-    "Problems",
-    "RowProblem",
-    "Scanned",
-    "alike",
-    "new_name",
-    "note_beginnings",
-    "note_weights",
-    "read_problems",
-    "scan",
-]
-
 SHOWN = 50
 _PREFIX_BYTES = 256
 _ADDED_TOKENS = 8  # that a tokenizer puts around a prompt; a chat template's are outweighed by the JSON of messages

@@ -9,8 +9,6 @@ from typing import Self, TextIO
 
 from corral.use.batch.input.row_limits import LONGEST_ROW
 
-__all__ = ["CsvLines", "LongRowError"]
-
 _ENDS = ("\n", "\r")
 
 

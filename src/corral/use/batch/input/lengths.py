@@ -25,8 +25,6 @@ from corral.use.batch.core.table import BAD, RowReader
 from corral.use.batch.input.check import RowProblem, Scanned
 from corral.use.batch.input.recipe import Recipe, asked_tokens
 
-__all__ = ["Counter", "engine_counter", "mark_too_long", "server_counter"]
-
 _AT_ONCE = 32
 _GROUP = 4096
 _COUNT_S = 600

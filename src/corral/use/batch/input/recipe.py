@@ -22,8 +22,6 @@ from corral.client.client import CHAT, COMPLETIONS
 from corral.client.sampling import FIELDS, body_fields, check_fields, parse_cell, with_length
 from corral.use.batch.input.row_limits import decode_row
 
-__all__ = ["AUTO", "OPENAI", "PLAIN", "Parsed", "Recipe", "kind_of"]
-
 OPENAI, PLAIN, AUTO = "openai", "plain", "auto"
 _OPENAI_KEYS = ("custom_id", "method", "url", "body")
 _PATHS = (CHAT, COMPLETIONS)

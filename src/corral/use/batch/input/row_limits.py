@@ -13,8 +13,6 @@ import msgspec
 from corral.base.errors import DataError
 from corral.base.untrusted import deeper_than
 
-__all__ = ["DEEPEST_ROW", "LONGEST_ROW", "TOO_DEEP", "TOO_LONG", "decode_row"]
-
 LONGEST_ROW = 32 << 20  # bytes; a prompt of a million tokens has some 5 MB
 DEEPEST_ROW = 256  # levels of lists and objects
 TOO_LONG = f"is longer than {LONGEST_ROW >> 20} MiB"

@@ -30,8 +30,6 @@ from corral.use.batch.input.arrays import array_values
 from corral.use.batch.input.csv_lines import CsvLines, LongRowError
 from corral.use.batch.input.row_limits import LONGEST_ROW, TOO_LONG
 
-__all__ = ["FORMATS", "InputItem", "InputSource", "open_source", "optional"]
-
 FORMATS = ("jsonl", "json", "text", "csv", "tsv", "parquet")
 _ENDINGS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".txt": "text", ".text": "text", ".csv": "csv",
             ".tsv": "tsv", ".parquet": "parquet", ".pq": "parquet"}  # fmt: skip

@@ -34,8 +34,6 @@ from corral.use.batch.jobs.queued import add_job, cancel_waiting, jobs_of
 from corral.use.batch.serving import Served
 from corral.use.batch.sharing.shared import Sharing
 
-__all__ = ["InJob", "InJobOutcome", "run_in_job"]
-
 WARNING = "SIGUSR1"
 
 

@@ -11,24 +11,12 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from corral.base.files import make_private_dir
+from corral.base.files import make_private_dir, write_atomic
 from corral.base.record import dump_json, load_json
+from corral.deploy.deployment.state import Reason
 from corral.deploy.targets.base import JobState, Queue, Target, load_target
-from corral.node.files import write_atomic
-from corral.node.states import Reason
 from corral.use.batch.core.folder import BatchFolder
 from corral.use.batch.serving import Where
-
-__all__ = [
-    "QueuedJob",
-    "QueuedState",
-    "add_job",
-    "cancel_hopeless",
-    "cancel_waiting",
-    "is_queued",
-    "jobs_of",
-    "queued_states",
-]
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from typing import Any
 from corral.base.errors import ConflictError
 from corral.base.home import home_dir
 from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.deployment.state import ENDED
 from corral.deploy.lifecycle import bringup, deployments
 from corral.deploy.targets.base import Queue
-from corral.node.states import ENDED
 from corral.use.batch.core.folder import BatchFolder
 from corral.use.batch.core.ledger import read_ledger
 from corral.use.batch.job import BatchOrder, folder_of, prepare
@@ -27,8 +27,6 @@ from corral.use.batch.jobs.queued import QueuedState, add_job, cancel_hopeless, 
 from corral.use.batch.serving import Where, facts_of, offline_name, where_record
 from corral.use.batch.sharing.parts import runners_of
 from corral.use.batch.sharing.shared import brief_lock, forget_failed
-
-__all__ = ["MAX_JOBS", "SubmittedBatch", "submit"]
 
 MAX_JOBS = 10
 

@@ -10,8 +10,6 @@ from corral.plan.cpu_format import quick_format
 from corral.plan.engine import VLLM_DTYPES
 from corral.plan.hardware.cpu import CpuFacts, common_cpu, parse_cpuinfo
 
-__all__ = ["cluster_cpu", "format_on"]
-
 _ANSWER_S = 60
 
 

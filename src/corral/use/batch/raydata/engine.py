@@ -22,8 +22,6 @@ from corral.use.batch.input.rows import optional
 from corral.use.batch.raydata.cpus import cluster_cpu, format_on
 from corral.use.batch.raydata.logs import logs_folder, why_died
 
-__all__ = ["AnswerEngine", "EngineDiedError", "Note", "RayAnswer", "RayEngine", "engine_settings", "read_answer"]
-
 _ENGINE_NAMES = {
     "tensor": "tensor_parallel_size",
     "pipeline": "pipeline_parallel_size",

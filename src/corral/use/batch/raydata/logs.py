@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from corral.deploy.deployment.diagnosis import Diagnosis, diagnose, last_lines
-from corral.node.states import Reason
-
-__all__ = ["logs_folder", "why_died"]
+from corral.deploy.deployment.state import Reason
 
 _LINES = 200
 

@@ -33,8 +33,6 @@ from corral.use.batch.core.table import RowReader
 from corral.use.batch.input.recipe import Parsed
 from corral.use.batch.raydata.engine import AnswerEngine, Note, RayAnswer
 
-__all__ = ["run_on_engine"]
-
 _encode = msgspec.json.Encoder().encode
 _GROUP, _GROUP_S = 256, 1.0
 _TOLD_S = 10.0

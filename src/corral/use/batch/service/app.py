@@ -29,8 +29,6 @@ from corral.use.batch.service.refusal import Refusal
 from corral.use.batch.service.store import ENDED, Store
 from corral.use.batch.service.upload import pieces_in_time, receive
 
-__all__ = ["Carrier", "make_app"]
-
 LARGEST_JSON_BYTES = 1 << 20
 LARGEST_PAGE = 10_000
 MARGIN_BYTES = 256 << 20  # of the disk: batches need room for their results

@@ -11,8 +11,6 @@ from corral.client.http1.reading import LARGEST_HEAD_BYTES
 from corral.client.http1.writing import response
 from corral.use.batch.service.refusal import Refusal
 
-__all__ = ["HEAD_S", "MOST_CONNECTIONS", "Connection"]
-
 HEAD_S = 20.0  # from the start of a connection, or of a request, to the end of its head
 MOST_CONNECTIONS = 512
 

@@ -12,8 +12,6 @@ import uvicorn
 from corral.base.errors import ConflictError
 from corral.use.batch.service.connection import Connection
 
-__all__ = ["Hosted"]
-
 IDLE_S = 30  # a connection between two requests
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-__all__ = ["Refusal", "without_paths"]
-
 _PATH = re.compile(r"(?<![\w:/.~-])/(?:[^\s/'\"`]+/)+")
 
 

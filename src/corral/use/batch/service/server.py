@@ -24,8 +24,6 @@ from corral.use.batch.service.store import Store
 from corral.use.batch.service.workers import Workers
 from corral.use.batch.serving import Where
 
-__all__ = ["BatchService", "ServiceOptions", "serve_forever"]
-
 ENDING_S = 5  # for answers under way when the service ends
 
 

@@ -15,8 +15,6 @@ from pathlib import Path
 
 from corral.base.errors import CorralError
 
-__all__ = ["Shortage", "has_room", "shortage_of"]
-
 PROBE_BYTES = 1 << 20
 PROBE_FILES = 24
 

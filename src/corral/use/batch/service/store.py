@@ -20,11 +20,8 @@ from typing import Any
 import msgspec
 
 from corral.base.errors import NotFoundError
-from corral.base.files import make_private_dir
-from corral.node.files import write_atomic
+from corral.base.files import make_private_dir, write_atomic
 from corral.use.batch.core.table import save_json
-
-__all__ = ["ENDED", "Store"]
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,80}")
 ENDED = ("completed", "failed", "cancelled", "expired")

@@ -18,8 +18,6 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 
 from corral.use.batch.service.refusal import Refusal
 
-__all__ = ["SILENCE_S", "pieces_in_time", "receive"]
-
 SILENCE_S = 60.0  # between two pieces of a body
 BUFFER_BYTES = 1 << 20
 LONGEST_FIELD_BYTES = 1 << 16

@@ -27,8 +27,6 @@ from corral.use.batch.service.shortage import Shortage, has_room, shortage_of
 from corral.use.batch.service.store import ENDED, Store
 from corral.use.batch.serving import Where
 
-__all__ = ["Workers"]
-
 AGAIN_S = 5.0
 LOOK_S = 1.0
 MOST_DEATHS = 3

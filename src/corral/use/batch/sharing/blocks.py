@@ -18,8 +18,6 @@ from corral.base.record import load_json
 from corral.use.batch.core.folder import BatchFolder
 from corral.use.batch.sharing.parts import Others, Participant
 
-__all__ = ["BlockFeed", "Division", "block_size", "held_blocks", "load_division"]
-
 SMALLEST, LARGEST = 16, 1024
 PER_RUNNER = 64
 LOOK_AGAIN_S = 0.5

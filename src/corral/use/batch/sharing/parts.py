@@ -26,8 +26,6 @@ from corral.use.batch.core.ledger import Finder, read_ledger
 from corral.use.batch.core.records import RECORD_BYTES
 from corral.use.batch.core.table import Table
 
-__all__ = ["Others", "Participant", "all_parts", "bury", "claim_path", "runners_of"]
-
 
 def all_parts(folder: BatchFolder) -> list[PartFolder]:
     """What runners have written, dead or alive."""

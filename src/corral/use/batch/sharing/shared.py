@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from corral.base.errors import ConflictError
+from corral.base.files import write_atomic
 from corral.base.lock import beating
 from corral.base.processes import Identity
 from corral.base.record import dump_json, load_json
-from corral.node.files import write_atomic
 from corral.use.batch.core.folder import BatchFolder, PartFolder, sync_dir
 from corral.use.batch.core.ledger import Ledger, Tally
 from corral.use.batch.core.lock import BatchLock
@@ -33,8 +33,6 @@ from corral.use.batch.core.runner import Counts, Feed
 from corral.use.batch.job import BatchOrder, BatchRecord, Prepared, prepare
 from corral.use.batch.sharing.blocks import BlockFeed, Division, block_size, load_division
 from corral.use.batch.sharing.parts import Others, Participant, all_parts, bury, runners_of
-
-__all__ = ["Sharing", "Together", "brief_lock", "forget_failed"]
 
 MANY_PARTS = 64  # after so many attempts they are gathered before going on
 ALONE_S = 5.0  # a lock that is held longer than this, with no sign of sharing, is that of a lone runner
