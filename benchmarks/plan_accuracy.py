@@ -38,9 +38,9 @@ from corral.plan.candidate import Tuning
 from corral.plan.choose import make_plan
 from corral.plan.contract import Goal, Plan
 from corral.plan.hardware.inventory import GIB, Inventory, parse_gpus, probe
+from corral.plan.measured import read_log
 from corral.plan.memory import Coefficients
 from corral.plan.models.facts import facts_from_folder
-from corral.plan.reconcile import read_log
 from corral.plan.speed import predict
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": ["lm_head"]}

@@ -34,7 +34,7 @@ from corral.client.endpoint import Endpoint
 from corral.deploy.lifecycle.resolve import resolve
 from corral.lab.bench import store
 from corral.lab.bench.measure import Bench
-from corral.lab.bench.rows import read_rows, write_rows
+from corral.lab.bench.metrics import read_rows, write_rows
 from corral.lab.bench.spec import LoadShape, Spec, Workload
 
 SHARED = "prefix_repetition"

@@ -35,9 +35,8 @@ from typing import Any
 from flag_sets import CORRAL, measured, run
 
 from corral.deploy.lifecycle import bringup
-from corral.lab.tune.knobs import tuned_wish
+from corral.lab.tune.knobs import BASE, KnobKind, Setup, tuned_wish
 from corral.lab.tune.race import verdict
-from corral.lab.tune.setups import BASE, KnobKind, Setup
 from corral.lab.tune.store import TuneRun, find_run
 
 NAME = "tune-baselines"

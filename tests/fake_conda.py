@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from corral.engines import conda, environments
-from corral.engines.pip_configuration import Sources
+from corral.engines.locks import Sources
 
 __all__ = ["make_conda"]
 

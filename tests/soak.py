@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import openai
 
-from corral.base.interruption import terminated_as_interrupted
+from corral.base.processes import terminated_as_interrupted
 from tests.stand_in import install_stand_in
 from tests.testbed import missing
 from tests.testbed.disk import small_disk

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from corral.client.endpoint import Endpoint
     from corral.client.errors import RequestError
     from corral.client.reply import Piece, Reply, Token
-    from corral.use.batch.call import batch
+    from corral.use.batch.batch import batch
     from corral.use.llm.llm import LLM, AsyncLLM
     from corral.use.llm.session import connect, up
     from corral.use.llm.token_view import TokenView
@@ -57,7 +57,7 @@ _HOMES = {
     "Scores": "use.score.score",
     "Token": "client.reply",
     "TokenView": "use.llm.token_view",
-    "batch": "use.batch.call",
+    "batch": "use.batch.batch",
     "connect": "use.llm.session",
     "up": "use.llm.session",
 }

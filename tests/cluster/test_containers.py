@@ -22,7 +22,7 @@ import pytest
 from corral.base.bundle import bundle
 from corral.base.record import to_json
 from corral.deploy.deployment.events import read_events
-from corral.deploy.deployment.patience import Patience
+from corral.deploy.deployment.state import Patience
 from corral.deploy.launch.render import UNSET
 from corral.engines.runtimes.base import EngineCommand, NodeSide, make_runtime
 from corral.node.agent.processes import descendants, process_table

@@ -18,7 +18,7 @@ import pytest
 from corral.base.errors import DataError
 from corral.base.ssh import Ssh
 from corral.deploy.transfer import courier as near_end
-from corral.deploy.transfer.changed import ChangedSourceError
+from corral.deploy.transfer.courier import ChangedSourceError
 from corral.deploy.transfer.outcome import Origin, Progress
 from corral.deploy.transfer.spread import spread
 from tests.testbed import missing

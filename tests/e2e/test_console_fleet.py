@@ -20,9 +20,9 @@ import pytest
 from playwright.sync_api import expect
 
 from corral.base.files import write_atomic
-from corral.deploy.deployment.course import Phase
-from corral.deploy.lifecycle.lines import Lines
+from corral.deploy.deployment.start_times import Phase
 from corral.deploy.lifecycle.staging import Staging
+from corral.deploy.lifecycle.watching import Lines
 from corral.fake.app import FakeOptions
 from corral.fake.pace import Pace
 from corral.fake.server import FakeServer

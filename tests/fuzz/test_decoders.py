@@ -23,12 +23,11 @@ from corral.base.untrusted import parse_json, plain
 from corral.client.metrics import parse
 from corral.deploy.deployment.events import read_events
 from corral.deploy.deployment.folder import RankFolder
-from corral.deploy.targets.remote_answers import read_report, read_started, read_stopped
-from corral.deploy.targets.remote_files import mirror
+from corral.deploy.targets.remote_files import mirror, read_report, read_started, read_stopped
 from corral.deploy.transfer.courier_events import KINDS, read_event
 from corral.node.agent import gang_line
 from corral.node.courier import manifest
-from corral.node.courier.talk import TroubleError
+from corral.node.courier.protocol import TroubleError
 from corral.plan.hardware.survey import read_answer
 from corral.plan.models.facts import facts_from_folder
 from tests.fuzz.conftest import Fuzz

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from corral.base.errors import CorralError
 from corral.base.lock import holder_of
-from corral.client.http1.reading import BadMessageError, RequestReader, ResponseReader
+from corral.client.http1 import BadMessageError, RequestReader, ResponseReader
 from corral.client.reply import read_piece
 from corral.deploy.deployment.folder import DeploymentFolder
-from corral.deploy.lifecycle.traces import traces_of
+from corral.deploy.lifecycle.status import traces_of
 from corral.use.batch.core.folder import BatchFolder
 from corral.use.batch.core.ledger import Ledger, LedgerEntry
 from corral.use.batch.core.records import FINE, RECORD_BYTES

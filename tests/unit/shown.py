@@ -9,13 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from corral.base.processes import Identity
-from corral.cli.batch_view import status_lines as batch_status_lines
-from corral.cli.batch_view import summary_lines
-from corral.cli.doctor_view import report_lines
 from corral.cli.status import status_facts, status_lines
 from corral.client.endpoint import Endpoint
 from corral.client.reply import Token
-from corral.deploy.deployment.expectation import Expected
+from corral.deploy.deployment.start_times import Expected
 from corral.deploy.deployment.state import Reason, State
 from corral.deploy.doctor.finding import Finding, Level, Report
 from corral.deploy.doctor.judge import judge_facts
@@ -26,20 +23,22 @@ from corral.lab.bench.compare import Side, compare
 from corral.lab.bench.fingerprint import Fingerprint
 from corral.lab.bench.gate import Problem
 from corral.lab.bench.limit import Limit, TokenCost
-from corral.lab.bench.metrics import summarise
-from corral.lab.bench.rows import RequestRow
+from corral.lab.bench.metrics import RequestRow, summarise
 from corral.lab.bench.server_metrics import ServerDelta
 from corral.lab.bench.spec import LoadShape, Slo, Spec, Workload
 from corral.lab.bench.store import Run, Series
+from corral.lab.report.batch import status_lines as batch_status_lines
+from corral.lab.report.batch import summary_lines
+from corral.lab.report.doctor import report_lines
 from corral.lab.report.text import comparison_lines, run_lines, series_lines
 from corral.plan.hardware.fabric import choose_fabric
 from corral.plan.hardware.inventory import GIB
 from corral.plan.hardware.survey import Disk, GpuFacts, GpuProcess, Interface, NodeFacts
-from corral.plan.reconcile import Difference, Differences
+from corral.plan.measured import Difference, Differences
 from corral.use.batch.batch import Result
 from corral.use.batch.core.run import BatchState, RunSummary
 from corral.use.batch.inspect import BatchStatus, Blocks
-from corral.use.batch.jobs.queued import QueuedState
+from corral.use.batch.jobs.submit import QueuedState
 from corral.use.llm.token_view import TokenView
 
 FOLDER = Path("/home/mia/.local/share/corral/bench/20260916-101500-concurrency-16")

@@ -18,8 +18,7 @@ import pytest
 from corral.base.bundle import bundle
 from corral.base.record import to_json
 from corral.deploy.deployment.events import Event, read_events
-from corral.deploy.deployment.patience import Patience
-from corral.deploy.deployment.state import State, may_follow
+from corral.deploy.deployment.state import Patience, State, may_follow
 from corral.node.agent import engine_log, journal, processes
 from corral.node.agent.container import Container
 from corral.node.agent.load_log import LoadLog

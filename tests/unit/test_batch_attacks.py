@@ -25,10 +25,10 @@ from corral.use.batch.core.records import FINE, RECORD_BYTES
 from corral.use.batch.core.run import Quiet, RunSummary
 from corral.use.batch.core.runner import RunnerSettings
 from corral.use.batch.core.table import Table, hash64
+from corral.use.batch.input.formats import DEEPEST_ROW
 from corral.use.batch.input.recipe import Recipe
-from corral.use.batch.input.row_limits import DEEPEST_ROW
-from corral.use.batch.job import BatchOrder
 from corral.use.batch.serving import Where
+from corral.use.batch.spec import BatchOrder
 from tests.testbed import NOT_ROOT
 
 QUICK = RunnerSettings(backoff_s=0.01, longest_backoff_s=0.05, drain_s=1.0)
@@ -173,7 +173,7 @@ def test_a_ledger_is_not_mended_where_no_copy_can_be_made(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("corral.use.batch.core.damage._copy", full)
+        patch.setattr("corral.use.batch.core.records._copy", full)
         with pytest.raises(DataError, match=r"is damaged, and cannot be copied .*No space left"):
             batch(server, source, output)
     assert [path.read_bytes() for path in files] == before

@@ -23,9 +23,17 @@ from corral.use.batch.core.ledger import Ledger, LedgerEntry
 from corral.use.batch.core.records import FAILED, FINE
 from corral.use.batch.core.table import Table
 from corral.use.batch.inspect import inspect
-from corral.use.batch.jobs.queued import QueuedState
-from corral.use.batch.sharing.blocks import BlockFeed, Division, block_size
-from corral.use.batch.sharing.parts import Others, Participant, all_parts, claim_path, runners_of
+from corral.use.batch.jobs.submit import QueuedState
+from corral.use.batch.sharing.parts import (
+    BlockFeed,
+    Division,
+    Others,
+    Participant,
+    all_parts,
+    block_size,
+    claim_path,
+    runners_of,
+)
 from tests.batch_harness import Nursery, Reins, control, fake_server, torment_several, write_rows
 from tests.until import until
 

@@ -19,12 +19,11 @@ from hypothesis import strategies as st
 from corral.base.errors import ConflictError, DataError
 from corral.base.lock import SILENT_S, holder_of, lock_holder
 from corral.base.processes import own_identity
-from corral.use.batch.core.folder import BatchFolder
+from corral.use.batch.core.folder import BatchFolder, BatchLock
 from corral.use.batch.core.ledger import Ledger, LedgerEntry, read_ledger
-from corral.use.batch.core.lock import BatchLock
-from corral.use.batch.core.outbox import Outbox
 from corral.use.batch.core.records import FAILED, FINE
 from corral.use.batch.core.table import Table, hash64
+from corral.use.batch.core.write_buffer import Outbox
 
 
 def table_of(count: int, change: int = -1, order: list[int] | None = None) -> Table:
@@ -158,7 +157,7 @@ def test_the_second_runner_is_refused_and_told_who_is_first(tmp_path: Path) -> N
 
 def test_a_lock_of_a_dead_process_is_taken(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    code = "import sys, os; from pathlib import Path; from corral.use.batch.core.lock import BatchLock\n"
+    code = "import sys, os; from pathlib import Path; from corral.use.batch.core.folder import BatchLock\n"
     code += "BatchLock(Path(sys.argv[1]), 'x').__enter__(); os._exit(9)"
     subprocess.run([sys.executable, "-c", code, str(path)], check=False)
     assert path.exists()

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from corral.base.errors import LaunchError, UnreachableError
-from corral.cli.batch_view import print_status, wait_for_jobs
 from corral.deploy.slurm import commands
 from corral.deploy.slurm.commands import SlurmJob
 from corral.deploy.slurm.options import SlurmOptions
@@ -17,18 +16,19 @@ from corral.deploy.slurm.script import BatchJob, batch_script
 from corral.deploy.targets.slurm import SlurmTarget
 from corral.fake.app import FakeOptions
 from corral.fake.server import FakeServer
+from corral.lab.report.batch import print_status, wait_for_jobs
 from corral.use.batch.batch import Result, again, carry_out
 from corral.use.batch.core.folder import BatchFolder
 from corral.use.batch.core.run import BatchState, Quiet, RunSummary
 from corral.use.batch.core.runner import RunnerSettings
 from corral.use.batch.inspect import inspect
-from corral.use.batch.job import BatchOrder, load_record
 from corral.use.batch.jobs import in_job
 from corral.use.batch.jobs.in_job import InJob
-from corral.use.batch.jobs.queued import add_job, cancel_hopeless, is_queued, jobs_of
+from corral.use.batch.jobs.submit import add_job, cancel_hopeless, is_queued, jobs_of
 from corral.use.batch.serving import Offline, Where
 from corral.use.batch.sharing.parts import Participant, bury, claim_path, runners_of
 from corral.use.batch.sharing.shared import Sharing
+from corral.use.batch.spec import BatchOrder, load_record
 from tests.unit.conftest import Corral, Shellcheck
 
 RUNNER = ("env", "CORRAL_HOME=/sh are/corral", "python", "-m", "corral", "batch", "in-job", "/sh are/it's out.jsonl")

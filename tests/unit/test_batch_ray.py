@@ -20,12 +20,18 @@ from corral.use.batch.core.run import Quiet
 from corral.use.batch.core.runner import RunnerSettings
 from corral.use.batch.input.recipe import Recipe
 from corral.use.batch.inspect import inspect
-from corral.use.batch.job import BatchOrder, folder_of
-from corral.use.batch.raydata.cpus import format_on
-from corral.use.batch.raydata.engine import AnswerEngine, EngineDiedError, RayAnswer, engine_settings, read_answer
-from corral.use.batch.raydata.logs import why_died
+from corral.use.batch.raydata.engine import (
+    AnswerEngine,
+    EngineDiedError,
+    RayAnswer,
+    engine_settings,
+    format_on,
+    read_answer,
+    why_died,
+)
 from corral.use.batch.raydata.run import run_on_engine
 from corral.use.batch.serving import Offline, Served, Where
+from corral.use.batch.spec import BatchOrder, folder_of
 
 MODEL = Offline("model", engine="ray-data")
 

@@ -31,24 +31,23 @@ from corral.base.errors import (
 )
 from corral.client.endpoint import Absence, Endpoint, FixedServer, ModelServer
 from corral.client.errors import OverloadedError, ServerGoneError, TimedOutError, error_from_status
+from corral.client.fanout import backoff_s
 from corral.client.metrics import Reading
 from corral.client.reply import Reply
-from corral.client.retry import backoff_s
 from corral.fake.app import FakeOptions
 from corral.fake.pace import Pace as FakePace
 from corral.fake.server import FakeServer
 from corral.use.batch.batch import again, carry_out
-from corral.use.batch.core.folder import BatchFolder
-from corral.use.batch.core.lock import BatchLock
+from corral.use.batch.core.folder import BatchFolder, BatchLock
+from corral.use.batch.core.lanes import Verdict, judge
 from corral.use.batch.core.pace import LanePace
-from corral.use.batch.core.retry import Verdict, judge
 from corral.use.batch.core.run import Quiet, RunSummary, run_job
 from corral.use.batch.core.runner import Counts, RowAsk, RowRequest, Runner, RunnerSettings
 from corral.use.batch.core.table import Table, hash64
 from corral.use.batch.input.recipe import Recipe
 from corral.use.batch.inspect import ask_to_stop, inspect
-from corral.use.batch.job import BatchOrder
 from corral.use.batch.serving import Where
+from corral.use.batch.spec import BatchOrder
 from tests.until import until
 
 QUICK = RunnerSettings(backoff_s=0.01, longest_backoff_s=0.05, drain_s=1.0)

@@ -18,7 +18,7 @@ import pytest
 from corral.fake.app import FakeOptions
 from corral.fake.pace import Pace
 from corral.fake.server import FakeServer
-from corral.use.batch import job
+from corral.use.batch import spec as job
 from corral.use.batch.batch import carry_out
 from corral.use.batch.core.runner import RunnerSettings
 from corral.use.batch.input import check

@@ -17,7 +17,8 @@ from typing import Any
 import openai
 import pytest
 
-from corral.use.batch.service import connection, upload
+from corral.serve import asgi_server as connection
+from corral.use.batch.service import upload
 from corral.use.batch.service.server import BatchService, ServiceOptions
 
 BOUNDARY = b"xxBOUNDARYxx"

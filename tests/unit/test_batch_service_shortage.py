@@ -19,11 +19,11 @@ import pytest
 from corral.base.errors import DataError
 from corral.fake.pace import Pace
 from corral.fake.server import FakeServer
+from corral.serve.asgi_server import without_paths
 from corral.use.batch.batch import carry_out
 from corral.use.batch.service import app, workers
-from corral.use.batch.service.refusal import without_paths
 from corral.use.batch.service.server import BatchService
-from corral.use.batch.service.shortage import Shortage, has_room, shortage_of
+from corral.use.batch.service.workers import Shortage, has_room, shortage_of
 from tests.skips import NO_MOUNT
 from tests.unit.test_batch_service import begun, create, ended, options, row, sdk, server, upload
 from tests.until import until

@@ -17,10 +17,19 @@ from corral.client.metrics import cache_config, parse
 from corral.fake.metrics import Metrics
 from corral.lab.bench.compare import Side, compare
 from corral.lab.bench.gate import judge, needed, verdict
-from corral.lab.bench.metrics import details, percentile, spread, statistic, summarise, vllm_keys
-from corral.lab.bench.rows import RequestRow, read_rows, write_rows
-from corral.lab.bench.schedule import send_times
-from corral.lab.bench.search import Probe, Searching, backlog_slope, passes
+from corral.lab.bench.load import send_times
+from corral.lab.bench.metrics import (
+    RequestRow,
+    details,
+    percentile,
+    read_rows,
+    spread,
+    statistic,
+    summarise,
+    vllm_keys,
+    write_rows,
+)
+from corral.lab.bench.series import Probe, Searching, backlog_slope, passes
 from corral.lab.bench.server_metrics import ServerDelta, sample_of
 from corral.lab.bench.spec import LoadShape, Spec, Workload, parse_goodput, parse_percentiles, parse_slos
 

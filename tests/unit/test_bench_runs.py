@@ -20,12 +20,11 @@ from corral.fake.faults import parse_fault
 from corral.fake.pace import Pace
 from corral.fake.server import FakeServer
 from corral.fake.words import encode
-from corral.lab.bench.datasets import body_of, load_prompts, path_of
-from corral.lab.bench.schedule import send_times
+from corral.lab.bench.datasets import WORDS, Vocabulary, body_of, learn_vocabulary, load_prompts, path_of
+from corral.lab.bench.load import send_times
 from corral.lab.bench.series import _probe_spec
 from corral.lab.bench.spec import Workload, parse_slos
 from corral.lab.bench.store import runs_dir
-from corral.lab.bench.vocabulary import WORDS, Vocabulary, learn_vocabulary
 
 
 @pytest.fixture(scope="module")

@@ -42,9 +42,9 @@ from corral.client.errors import (
     UnknownPathError,
     error_from_status,
 )
-from corral.client.events import EventSplitter
+from corral.client.fanout import retried
+from corral.client.http1 import EventSplitter
 from corral.client.reply import Piece, Reply
-from corral.client.retry import retried
 from corral.client.wire import Exchange, Wire
 from corral.fake.app import FakeOptions
 from corral.fake.faults import parse_fault
@@ -766,7 +766,7 @@ def test_a_failure_that_may_pass_is_tried_again_and_no_other(monkeypatch: pytest
         pauses.append(seconds)
 
     # not asyncio's own: a fake server in another thread of this process sleeps, too
-    monkeypatch.setattr("corral.client.retry.asyncio", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr("corral.client.fanout.asyncio", SimpleNamespace(sleep=sleep))
 
     def asked(*errors: Exception) -> Callable[[], Awaitable[str]]:
         waiting = iter(errors)

@@ -13,16 +13,15 @@ from corral.base.errors import NotFoundError, UsageError
 from corral.base.processes import own_identity
 from corral.console import standings
 from corral.console.commands import Commands, RunningCommand
+from corral.console.context import Newsfeed
 from corral.console.fleet import changes
 from corral.console.logs import read_journal, read_log
-from corral.console.newsfeed import Newsfeed
 from corral.console.phases import Start, phases_of, ready_at_s
 from corral.console.standings import Standings, deployment_row, restart_words
 from corral.console.starting import form_of, up_words
-from corral.deploy.deployment.course import Phase
 from corral.deploy.deployment.events import Event
-from corral.deploy.deployment.expectation import Expected
 from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.deployment.start_times import Expected, Phase
 from corral.deploy.deployment.state import State
 from corral.deploy.lifecycle.deployments import Record, Status
 from corral.deploy.lifecycle.staging import Staging

@@ -8,17 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from corral.client.latency import percentile, read_latencies
-from corral.client.metrics import Reading
+from corral.client.metrics import Reading, percentile, read_latencies
 from corral.console import live
-from corral.console.desk import Desk
-from corral.console.gpus import GpuLoad, gpu_figures, parse_gpus_load
-from corral.console.history import HOUR_S, History
+from corral.console.context import HOUR_S, Desk, History
 from corral.console.jobs import JobProgress, Jobs
-from corral.console.live import Figures, figures_of, sums_of
+from corral.console.live import Figures, GpuLoad, figures_of, gpu_figures, parse_gpus_load, sums_of
 from corral.fake.metrics import Metrics
-from corral.use.llm.ready import ready_servers
-from corral.use.llm.top import Line, Watch
+from corral.use.llm.top import Line, Watch, ready_servers
 from tests.console_home import make, make_fleet
 
 

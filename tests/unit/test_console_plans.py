@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from corral.base.errors import CorralError, UsageError
+from corral.console.context import real_number, whole_number
 from corral.console.plans import FactCache, alternatives, plan_choices, plan_page, read_question
-from corral.console.query import real_number, whole_number
 
 
 def planned(**given: str) -> dict[str, Any]:

@@ -16,10 +16,8 @@ import pytest
 from corral.base.errors import UsageError
 from corral.client.client import CHAT, COMPLETIONS, Client
 from corral.client.endpoint import Endpoint
-from corral.console.answering import answer_events, heat_map, pieces_of
 from corral.console.asking import PlayRequest, as_curl, as_python, parameter_table, read_play, stream_request
-from corral.console.play import servers
-from corral.console.spelling import Spellings
+from corral.console.play import Spellings, answer_events, heat_map, pieces_of, servers
 from corral.fake.app import FakeOptions
 from corral.fake.server import FakeServer
 from corral.fake.words import decode

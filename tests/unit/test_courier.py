@@ -21,8 +21,8 @@ import pytest
 
 from corral.base.bundle import bundle
 from corral.node.courier import folders, hashes
-from corral.node.courier.changes import ChangedError
-from corral.node.courier.signature import authorization
+from corral.node.courier.protocol import authorization
+from corral.node.courier.watched import ChangedError
 from tests.fake_hub import FakeHub
 
 COURIER = bundle("node/courier").encode()

@@ -13,23 +13,26 @@ from corral.base.shell import Completed
 from corral.plan.candidate import Tuning
 from corral.plan.choose import make_plan
 from corral.plan.contract import Goal, Plan
-from corral.plan.cpu_format import formats_to_measure, quick_format
+from corral.plan.cpu import formats_to_measure, quick_format
 from corral.plan.cpu_speed import products
-from corral.plan.fixed import Fixed
-from corral.plan.hardware import cpu_speed
-from corral.plan.hardware.cpu import CpuFacts, common_cpu, parse_cpuinfo, read_cpu
-from corral.plan.hardware.cpu_speed import (
+from corral.plan.hardware import cpu as cpu_speed
+from corral.plan.hardware.cpu import (
+    CpuFacts,
     CpuKind,
     CpuSpeed,
     FormatSpeed,
+    common_cpu,
     measure_cpu_speed,
+    parse_cpuinfo,
+    read_cpu,
     recall_cpu_speed,
     remember_cpu_speed,
 )
 from corral.plan.hardware.inventory import GIB, Inventory
 from corral.plan.load_speed import speed_at
+from corral.plan.measured import cpu_kind, tuning_for
 from corral.plan.models.facts import ModelFacts, read_facts
-from corral.plan.tuning import cpu_kind, tuning_for
+from corral.plan.settings import Fixed
 
 TEXTS = Path(__file__).parent / "cpuinfo"
 

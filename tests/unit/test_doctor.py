@@ -19,12 +19,12 @@ from corral.base.record import to_json
 from corral.base.shell import Completed
 from corral.base.ssh import Ssh
 from corral.cli.doctor import command
-from corral.cli.doctor_view import report_lines
 from corral.deploy.doctor.engine import judge_all_reduce, read_all_reduce
 from corral.deploy.doctor.examination import SURVEY_S, Question, examine, quick_check
 from corral.deploy.doctor.finding import Finding, Level, Report
 from corral.deploy.doctor.judge import judge_facts, judge_model, judge_versions, judge_writing
-from corral.deploy.doctor.wire import Peer, WireResult, judge_wire, stream_time_s
+from corral.deploy.doctor.network import Peer, WireResult, judge_wire, stream_time_s
+from corral.lab.report.doctor import report_lines
 from corral.node.survey import storage
 from corral.plan.hardware.fabric import choose_fabric
 from corral.plan.hardware.inventory import GIB

@@ -6,7 +6,7 @@ import click
 import pytest
 
 from corral.cli import root
-from corral.cli.duration import Duration
+from corral.cli.options import Duration
 
 
 @pytest.mark.parametrize(

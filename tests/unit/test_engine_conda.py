@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from corral.base.errors import AccessError, EngineError, NotFoundError, UsageError
-from corral.deploy.slurm import early
+from corral.deploy.slurm import preflight as early
 from corral.deploy.slurm.commands import forget_answers
 from corral.engines import conda
 from corral.engines.runtimes.base import NodeCheck, NodeSide, make_runtime

@@ -16,7 +16,7 @@ import pytest
 
 from corral.base.errors import DataError, UsageError
 from corral.base.record import load_json
-from corral.cli.target_options import chosen_target
+from corral.cli.options import chosen_target
 from corral.deploy.deployment.folder import all_folders, open_folder
 from corral.deploy.lifecycle import bringup, deployments
 from corral.deploy.lifecycle.deployments import Record
@@ -101,10 +101,10 @@ def with_desk(answering: Corral, tmp_path: Path) -> Corral:
     sources = tmp_path / "sources"
     shutil.copytree(ROOT / "src" / "corral", sources / "corral", ignore=shutil.ignore_patterns("__pycache__"))
     for block in BLOCKS:
-        if named := re.match(r"# src/(corral/targets/\S+)\n", block):
+        if named := re.match(r"# src/(corral/deploy/targets/\S+)\n", block):
             (sources / named[1]).write_text(block)
         elif block.startswith("TARGETS"):
-            with (sources / "corral" / "targets" / "base.py").open("a") as file:
+            with (sources / "corral" / "deploy" / "targets" / "base.py").open("a") as file:
                 file.write(f"\n{block}")
     return replace(answering, env={**answering.env, "PYTHONPATH": str(sources)})
 

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from corral.base.errors import ConflictError
 from corral.deploy.deployment.fleet import FleetNode
-from corral.plan.hardware.inventory import Inventory, parse_gpus
-from corral.plan.hardware.share import NodeShare, within
+from corral.plan.hardware.inventory import Inventory, NodeShare, parse_gpus, within
 from corral.serve.fleet.division import place, place_all
 
 GIB = 1 << 30

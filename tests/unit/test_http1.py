@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.client.http1.reading import (
+from corral.client.http1 import (
     LARGEST_HEAD_BYTES,
     MOST_INTERIM_ANSWERS,
     BadMessageError,
@@ -14,9 +14,10 @@ from corral.client.http1.reading import (
     HeadTooLongError,
     RequestReader,
     ResponseReader,
+    chunk,
     has_token,
+    response,
 )
-from corral.client.http1.writing import chunk, response
 
 
 class Requests:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from corral.base.errors import DataError, UsageError
-from corral.plan.models.token import checked_token, keep_token, token_origin
+from corral.plan.models.hub import checked_token, keep_token, token_origin
 from tests.fake_hub import FakeHub
 from tests.unit.conftest import Corral
 

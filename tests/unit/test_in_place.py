@@ -12,7 +12,7 @@ import pytest
 from corral.base.errors import CorralError
 from corral.base.shell import Completed
 from corral.deploy.transfer.in_place import find_on_nodes, lacking
-from corral.node.survey.fingerprint import fingerprint
+from corral.node.survey.storage import fingerprint
 from corral.plan.hardware.survey import Here
 from tests.fake_ssh import make_fake_ssh
 

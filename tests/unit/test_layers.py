@@ -31,7 +31,7 @@ STANDALONE = ["node", "engines.engine_side"]  # run where there is no corral
 NOT_FOR_USE = {"client", "engines", "plan", "node", "base"}  # nothing in these rooms imports the fake server
 # what travels to the nodes and serves Corral itself as well: one answer on both sides
 SHARED = ["node.adapters", "node.agent.processes", "node.exposition", "node.files", "node.identity",
-          "node.load_figures", "node.ports", "node.row_socket", "node.states", "node.tcp_table"]  # fmt: skip
+          "node.ports", "node.row_socket", "node.states", "node.tcp_table"]  # fmt: skip
 DOORS = ["__init__", "__main__"]  # the package's own face: may name anything
 
 

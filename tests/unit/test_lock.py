@@ -21,7 +21,7 @@ from corral.base.lock import SILENT_S, FileLock, discard_lock, exclusive_lock, h
 from corral.base.processes import Identity, own_identity, process_namespace
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.lifecycle.successors import chain_lock
-from corral.use.batch.core.lock import BatchLock
+from corral.use.batch.core.folder import BatchLock
 from tests.skips import NO_MOUNT
 from tests.testbed import NOT_ROOT, makes_namespaces
 from tests.until import until
@@ -134,7 +134,7 @@ def test_a_lock_that_was_taken_over_is_left_to_its_new_holder(tmp_path: Path) ->
 # Holders whose processes cannot be seen from here
 
 HOLD = """
-import sys; from pathlib import Path; from corral.use.batch.core.lock import BatchLock
+import sys; from pathlib import Path; from corral.use.batch.core.folder import BatchLock
 with BatchLock(Path(sys.argv[1]), "x") as lock:
     lock.check()
     print("held", flush=True)
@@ -143,7 +143,7 @@ with BatchLock(Path(sys.argv[1]), "x") as lock:
 """
 TAKE = """
 import sys; from pathlib import Path
-from corral.use.batch.core.lock import BatchLock; from corral.base.errors import ConflictError
+from corral.use.batch.core.folder import BatchLock; from corral.base.errors import ConflictError
 try:
     with BatchLock(Path(sys.argv[1]), "x"):
         print("taken")

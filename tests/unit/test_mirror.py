@@ -12,8 +12,7 @@ import pytest
 
 from corral.base.bundle import bundle
 from corral.deploy.deployment.folder import RankFolder
-from corral.deploy.targets.remote_answers import NodeReport, read_report
-from corral.deploy.targets.remote_files import last_state, mirror, mirrored_sizes
+from corral.deploy.targets.remote_files import NodeReport, last_state, mirror, mirrored_sizes, read_report
 from corral.node.identity import identity
 
 REMOTE = bundle("node/remote.py")

@@ -9,23 +9,22 @@ from typing import Any
 
 import pytest
 
-from corral.cli.screen import PhaseScreen
-from corral.deploy.deployment.course import Phase, course_of, durations
+from corral.deploy.deployment import start_times as starts
 from corral.deploy.deployment.events import Event
-from corral.deploy.deployment.expectation import Expected, duration
 from corral.deploy.deployment.folder import DeploymentFolder
-from corral.deploy.deployment.patience import Patience
 from corral.deploy.deployment.slowness import SLOW, explain_slow
+from corral.deploy.deployment.start_times import Expected, Phase, course_of, duration, durations
+from corral.deploy.deployment.state import Patience
 from corral.deploy.lifecycle import staging as staging_module
-from corral.deploy.lifecycle import starts
 from corral.deploy.lifecycle.staging import Staging
 from corral.deploy.lifecycle.watching import slow_text
+from corral.lab.report.screen import PhaseScreen
 from corral.node.agent.advance import Advance
 from corral.plan.choose import make_plan
 from corral.plan.contract import Goal
 from corral.plan.hardware.inventory import Inventory, parse_gpus
+from corral.plan.measured import planned_start
 from corral.plan.models.facts import read_facts
-from corral.plan.start import planned_start
 from tests.unit.conftest import Corral, Silent
 
 EXPECTED = {"usual_s": {"compiling": 20.0, "loading": 100.0}, "limit_s": {"compiling": 900.0}, "weights_bytes": 10**9}

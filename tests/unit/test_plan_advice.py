@@ -17,13 +17,13 @@ from corral.plan.candidate import Tuning
 from corral.plan.choose import make_plan
 from corral.plan.contract import Goal, Judged, Plan
 from corral.plan.explain import explain
-from corral.plan.graphs import largest_graph
 from corral.plan.hardware.inventory import parse_gpus
 from corral.plan.judged import needed_acceptance
+from corral.plan.measured import tuning_for
 from corral.plan.memory import Coefficients
 from corral.plan.models.facts import read_facts
+from corral.plan.settings import largest_graph
 from corral.plan.speed import roof_of
-from corral.plan.tuning import tuning_for
 from tests.unit.test_bench_limit import CALM, streamed, summary
 
 HERE = replace(parse_gpus("1xH200"), cpu_cores=32)
@@ -190,7 +190,7 @@ def test_stock_flags_have_the_graphs_of_vllm(
 
 def test_an_old_vllm_gets_no_flag_that_it_does_not_know(monkeypatch: pytest.MonkeyPatch, clean_home: Path) -> None:
     monkeypatch.setattr(LocalTarget, "inventory", lambda _: parse_gpus("1xH200"))
-    monkeypatch.setattr("corral.plan.calibration.known_tuning", lambda *_: Tuning(Coefficients.of_version("0.11.2")))
+    monkeypatch.setattr("corral.plan.measured.known_tuning", lambda *_: Tuning(Coefficients.of_version("0.11.2")))
     wish = Wish(model="llama-3.1-8b", goal=Goal(concurrency=1024, prompt_tokens=20, output_tokens=128))
     assert "--max-cudagraph" not in baseline_knobs(sized(wish)[1].plan, wish, ("stock",))[0].values[0]
 

@@ -6,12 +6,11 @@ from dataclasses import replace
 import pytest
 
 from corral.base.record import from_json
-from corral.plan.calibration import append_lesson, learn_tuning, read_lessons
 from corral.plan.choose import make_plan
 from corral.plan.contract import Goal, Plan
 from corral.plan.hardware.inventory import Inventory
+from corral.plan.measured import Observed, append_lesson, learn_tuning, read_lessons, read_log, reconcile
 from corral.plan.models.facts import read_facts
-from corral.plan.reconcile import Observed, read_log, reconcile
 from tests.unit.conftest import in_process
 
 
@@ -103,7 +102,7 @@ def test_need(corral):
 
 def test_this_machine_without_gpu(corral, monkeypatch):
     here = Inventory(None, 1, 1, 0, 4, 16 << 30, 12 << 30, source="probed")
-    monkeypatch.setattr("corral.deploy.profile.hardware.probe", lambda: here)
+    monkeypatch.setattr("corral.deploy.profile.merging.probe", lambda: here)
     code, out, _ = corral("smollm2", "--json")
     plan = json.loads(out)
     assert code == 0

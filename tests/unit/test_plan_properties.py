@@ -7,11 +7,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from corral.base.record import from_json, to_json
+from corral.plan.candidate import replicas_on
 from corral.plan.choose import make_plan
 from corral.plan.constraints import broken_layout, broken_settings, partition
 from corral.plan.contract import Goal, Parallel, Plan
 from corral.plan.hardware.inventory import GPUS, Inventory
-from corral.plan.layouts import replicas_on
 from corral.plan.memory import measure
 from corral.plan.models.catalogue import CATALOGUE
 from corral.plan.models.facts import facts_from_config, facts_from_entry

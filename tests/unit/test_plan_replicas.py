@@ -11,7 +11,7 @@ from corral.base.errors import UsageError
 from corral.plan.contract import Goal
 from corral.plan.hardware.inventory import Inventory, parse_gpus
 from corral.plan.models.facts import read_facts
-from corral.plan.replicas import ReplicaForm, advise, divided
+from corral.plan.need import ReplicaForm, advise, divided
 from tests.unit.conftest import in_process
 
 DENSE = read_facts("llama-3.1-8b", offline=True)

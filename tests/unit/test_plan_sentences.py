@@ -16,16 +16,15 @@ import pytest
 from corral.base.errors import DoesNotFitError, UsageError
 from corral.cli import main
 from corral.deploy.lifecycle import bringup
-from corral.plan import calibration
+from corral.plan import measured
 from corral.plan.choose import compare, make_plan
 from corral.plan.contract import Goal, Plan
 from corral.plan.explain import explain
 from corral.plan.hardware.inventory import GIB, GPUS, parse_gpus
+from corral.plan.measured import Observed, StorageReading, recall_storage_speed, reconcile, remember_storage_speed
 from corral.plan.models.facts import read_facts
 from corral.plan.need import needs
-from corral.plan.reconcile import Observed, reconcile
 from corral.plan.speed import rounded
-from corral.plan.storage import StorageReading, recall_storage_speed, remember_storage_speed
 from tests.conftest import ROOT
 from tests.unit.test_bringup import Elsewhere
 
@@ -254,7 +253,7 @@ def test_a_measured_speed_takes_the_place_of_the_assumed_one(home: Path, shown: 
     assert "at 0.43 GB/s (measured by `corral doctor` on 2026-09-2" in out
     assert "assumed" not in out
     made = make_plan(read_facts("llama-3.1-70b"), parse_gpus("8xH100"))
-    calibration.append_lesson(home, reconcile(made, Observed(load_s=100.0, engine_version="0.32.0")))
+    measured.append_lesson(home, reconcile(made, Observed(load_s=100.0, engine_version="0.32.0")))
     _, out = shown("llama-3.1-70b", "--gpus", "8xH100")
     assert "at 1.41 GB/s (measured at 1 earlier start on H100-SXM)" in out
     (home / "storage.json").write_text("{torn")

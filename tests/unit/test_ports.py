@@ -14,8 +14,8 @@ from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.targets.local import LocalTarget
 from corral.deploy.targets.near_port import near_port
 from corral.node import ports
-from corral.node.survey.listeners import RESERVED
-from corral.node.survey.listeners import ports as look
+from corral.node.survey.usage import RESERVED
+from corral.node.survey.usage import ports as look
 from tests.until import free_port
 
 

@@ -16,12 +16,11 @@ from corral.deploy.lifecycle.bringup import Wish
 from corral.deploy.profile import folders
 from corral.deploy.profile.contract import all_keys
 from corral.deploy.profile.drafting import SAMPLES, as_toml, draft, with_value
-from corral.deploy.profile.merging import merged
+from corral.deploy.profile.merging import merged, with_storage
 from corral.deploy.profile.profile import Profile, all_profiles, assemble, environment, load_profile
 from corral.deploy.profile.reading import MOST_BYTES, build_settings, parse, read_file
-from corral.deploy.profile.storage import with_storage
 from corral.deploy.slurm.commands import seconds
-from corral.plan.fixed import KEYS
+from corral.plan.settings import KEYS
 
 
 @pytest.fixture(autouse=True)

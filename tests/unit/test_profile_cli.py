@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from corral.base.record import to_json
-from corral.deploy.deployment.patience import Patience
+from corral.deploy.deployment.state import Patience
 from corral.deploy.doctor.examination import Question
 from corral.deploy.doctor.finding import Report
 from corral.deploy.launch.links import Ports

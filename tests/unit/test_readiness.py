@@ -14,10 +14,18 @@ from click.testing import CliRunner
 
 from corral.base.errors import UsageError
 from corral.cli.doctor import command
-from corral.cli.doctor_view import report_lines
-from corral.deploy.doctor.distribution import PackageFamily, RepairStep, commands, distribution_of
 from corral.deploy.doctor.finding import Level, Report
-from corral.deploy.doctor.readiness import HEADER, fix_script, judge_readiness, lacks
+from corral.deploy.doctor.readiness import (
+    HEADER,
+    PackageFamily,
+    RepairStep,
+    commands,
+    distribution_of,
+    fix_script,
+    judge_readiness,
+    lacks,
+)
+from corral.lab.report.doctor import report_lines
 from corral.node.survey import readiness as part
 from corral.plan.hardware.survey import Asked, Here, NodeFacts, Readiness, survey_host
 from tests.unit.conftest import Shellcheck

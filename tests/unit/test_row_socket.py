@@ -25,12 +25,11 @@ from corral.deploy.deployment.folder import DeploymentFolder
 from corral.engines import environments as engines
 from corral.node.guard import Guard
 from corral.node.row_socket import RowSocket
-from corral.use.batch import front_ends
+from corral.use.batch import serving as front_ends
 from corral.use.batch.core.run import Quiet
 from corral.use.batch.core.runner import Counts
-from corral.use.batch.front_ends import FrontEndWatch, advice
-from corral.use.batch.in_process import InProcessServer
 from corral.use.batch.inspect import inspect
+from corral.use.batch.serving import FrontEndWatch, InProcessServer, advice
 from tests.unit.conftest import Corral
 from tests.until import until
 

@@ -13,8 +13,8 @@ import click
 import pytest
 
 from corral.cli import main
-from corral.cli.batch_view import progress_line
 from corral.lab.report import tables
+from corral.lab.report.batch import progress_line
 from corral.lab.report.tables import table_lines
 from tests.unit import shown
 

@@ -13,9 +13,9 @@ from click.testing import CliRunner
 from corral.base import ssh
 from corral.base.shell import Completed
 from corral.cli import root
-from corral.deploy.launch.masking import is_secret_name
+from corral.deploy.launch.paste import is_secret_name
 from corral.engines import environments
-from corral.engines.pip_configuration import Sources, parse_sources
+from corral.engines.locks import Sources, parse_sources
 
 
 # ------------------------------------------------------------------------------------------------- package indexes

@@ -21,8 +21,8 @@ from corral.lab.simulate.forecast import SimServer, fitted_server, forecast, hig
 from corral.lab.simulate.measured import load_measured
 from corral.lab.simulate.outcome import LatencySketch, SloResult
 from corral.lab.simulate.page import error_sentence, slo_sentence
+from corral.lab.simulate.regression import least_squares, nonnegative
 from corral.lab.simulate.requests import OpenLoop, source_of, trace_requests
-from corral.lab.simulate.solver import least_squares, nonnegative
 from corral.lab.simulate.steptime import FittedSteps
 from corral.lab.simulate.world import MemberModel, simulate_load
 from corral.plan.choose import make_plan

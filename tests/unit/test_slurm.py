@@ -20,7 +20,8 @@ from corral.base.processes import own_identity
 from corral.base.record import dump_json, load_json
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.lifecycle import bringup, deployments
-from corral.deploy.slurm import cluster, commands, shared_home
+from corral.deploy.slurm import cluster, commands
+from corral.deploy.slurm import preflight as shared_home
 from corral.deploy.slurm.commands import SlurmJob, seconds
 from corral.deploy.slurm.options import SlurmOptions, mebibytes
 from corral.deploy.slurm.script import BatchJob, batch_script, clock
@@ -330,7 +331,7 @@ def test_the_user_is_believed_where_gres_has_names_of_its_own() -> None:
 
 
 def test_a_profiles_hardware_is_held_against_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("corral.deploy.slurm.allocation.discover", lambda: cluster.read_cluster(PARTITIONS, NODES))
+    monkeypatch.setattr("corral.deploy.slurm.preflight.discover", lambda: cluster.read_cluster(PARTITIONS, NODES))
     own: dict[str, object] = {**KEMPNER, "partition": "gpu_h100"}
     fits = SlurmTarget.from_options({**own, "nodes": 2})
     assert fits.inventory().source == "profile"  # what the profile says is used, and only checked
@@ -349,7 +350,7 @@ def test_a_profile_needs_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     def silent() -> cluster.Cluster:
         raise UnreachableError("SLURM's controller does not answer.", "")
 
-    monkeypatch.setattr("corral.deploy.slurm.allocation.discover", silent)
+    monkeypatch.setattr("corral.deploy.slurm.preflight.discover", silent)
     assert SlurmTarget.from_options(KEMPNER).inventory().gpus_per_node == 4
 
 

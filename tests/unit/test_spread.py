@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from corral.base.errors import ConflictError, CorralError, DataError, UsageError
 from corral.base.ssh import Ssh
-from corral.deploy.transfer.changed import ChangedSourceError
+from corral.deploy.transfer.courier import ChangedSourceError
 from corral.deploy.transfer.courier_events import CourierRow
+from corral.deploy.transfer.in_place import plan_sources, same_storage
 from corral.deploy.transfer.outcome import Origin, Outcome, Progress
-from corral.deploy.transfer.sources import plan_sources, same_storage
 from corral.deploy.transfer.spread import ensure_folder, spread
 from tests.fake_ssh import make_fake_ssh
 

@@ -13,10 +13,9 @@ from corral.base.errors import UnreachableError
 from corral.base.shell import Leash
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.state import Reason
-from corral.deploy.targets import ssh_reports
-from corral.deploy.targets.remote_answers import LogPiece, NodeReport
-from corral.deploy.targets.remote_files import last_word
-from corral.deploy.targets.ssh_reports import gather, is_away
+from corral.deploy.targets import ssh_nodes as ssh_reports
+from corral.deploy.targets.remote_files import LogPiece, NodeReport, last_word
+from corral.deploy.targets.ssh_nodes import gather, is_away
 
 HOSTS = ("head", "second", "third")
 Answer = Callable[[Leash], NodeReport]

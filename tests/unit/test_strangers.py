@@ -19,12 +19,12 @@ from corral.client.client import Client
 from corral.client.endpoint import Endpoint
 from corral.client.errors import RequestError, ServerGoneError, StrangerError
 from corral.deploy.deployment.state import State
-from corral.deploy.lifecycle.near_end import NearEnd
+from corral.deploy.lifecycle.tunnel import NearEnd
 from corral.node.agent.probe import Server
 from corral.node.tcp_table import TcpSocket, stays_here, tcp_sockets, users_at_other_end
 from corral.serve.proxy.members import MemberReading
 from corral.serve.proxy.server import Proxy
-from corral.use.batch.core.retry import Verdict, judge
+from corral.use.batch.core.lanes import Verdict, judge
 from tests.testbed import NOT_ROOT
 from tests.until import free_port, until
 

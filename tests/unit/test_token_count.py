@@ -6,7 +6,7 @@ import pytest
 
 from corral.base.errors import UsageError
 from corral.cli import main
-from corral.cli.token_count import TokenCount
+from corral.cli.options import TokenCount
 
 
 @pytest.mark.parametrize(("text", "number"), [("32768", 32768), ("32k", 32768), ("128K", 131072), ("1m", 1 << 20)])

@@ -12,7 +12,7 @@ from corral.client.trace import REMEDY, TracedRequest, read_trace
 from corral.lab.bench.datasets import load_prompts
 from corral.lab.bench.spec import Workload
 from corral.lab.simulate.requests import trace_requests
-from corral.lab.tune.presets import workload_of
+from corral.lab.tune.workload import workload_of
 
 SECONDS = '{"time_s": 0.5, "prompt_tokens": 3, "output_tokens": 4}'
 MILLISECONDS = '{"timestamp": 500, "input_length": 3, "output_length": 4}'

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corral.lab.tune.beside import next_beside, run_beside
+from corral.lab.tune.knobs import BASE, Knob, KnobKind, Setup
 from corral.lab.tune.page import sentence
+from corral.lab.tune.parallel_trials import next_beside, run_beside
 from corral.lab.tune.race import Race, RaceEnd, RaceResult, next_order, verdict
 from corral.lab.tune.random_search import next_random, random_found
-from corral.lab.tune.setups import BASE, Knob, KnobKind, Setup
 from corral.lab.tune.trials import LEAST_NOISE, Purpose, Trial, TrialOrder, noise_of
 
 KNOBS = (

@@ -31,24 +31,19 @@ from corral.lab.bench.metrics import Spread, Summary
 from corral.lab.bench.spec import Spec, Workload, parse_slos
 from corral.lab.tune import tuner
 from corral.lab.tune.baselines import BASELINES, baseline_knobs
-from corral.lab.tune.knobs import knobs_for, tuned_wish
-from corral.lab.tune.objective import Objective, ObjectiveKind
+from corral.lab.tune.knobs import BASE, Knob, Setup, knobs_for, tuned_wish
+from corral.lab.tune.objective import Objective, ObjectiveKind, distance, roofline
 from corral.lab.tune.page import html_page, tune_lines
-from corral.lab.tune.presets import workload_of
+from corral.lab.tune.parallel_trials import Turns, refuse_beyond, shares_for, with_part
 from corral.lab.tune.race import Race, RaceEnd, RaceResult, next_order, verdict
-from corral.lab.tune.roofline import distance, roofline
-from corral.lab.tune.seen import LoadSnapshot, SeenLoad, _bound, read_snapshots, seen_load
-from corral.lab.tune.setups import BASE, Knob, Setup
-from corral.lab.tune.shares import shares_for
 from corral.lab.tune.store import TuneRun, TuneSpec, find_run, new_run
 from corral.lab.tune.trials import Purpose, Roofline, Trial, TrialOrder
-from corral.lab.tune.turns import Turns, refuse_beyond, with_part
+from corral.lab.tune.workload import LoadSnapshot, SeenLoad, _bound, read_snapshots, seen_load, workload_of
 from corral.node.agent import load_log
 from corral.node.agent.load_log import LoadLog
 from corral.plan.choose import make_plan
 from corral.plan.contract import Goal
-from corral.plan.hardware.inventory import parse_gpus
-from corral.plan.hardware.share import NodeShare
+from corral.plan.hardware.inventory import NodeShare, parse_gpus
 from corral.plan.models.facts import read_facts
 from tests.tiny_llama import make_tiny_llama
 from tests.unit.conftest import Corral, in_process

@@ -219,7 +219,9 @@ def test_the_sdk(llm: LLM) -> None:
 def test_ctrl_c_in_map_is_clean(tmp_path: Path) -> None:
     code = (
         "import corral, os, signal, threading\n"
-        "from corral.fake import FakeOptions, FakeServer, Pace\n"
+        "from corral.fake.app import FakeOptions\n"
+        "from corral.fake.pace import Pace\n"
+        "from corral.fake.server import FakeServer\n"
         "with FakeServer(FakeOptions(pace=Pace(ttft_s=30))) as server, corral.connect(url=server.url) as llm:\n"
         "    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
         "    try:\n"

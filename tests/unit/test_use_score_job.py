@@ -277,8 +277,7 @@ def test_rows_added_later_are_scored(server: FakeServer, tmp_path: Path) -> None
 
 
 def test_a_job_that_is_running_is_left_alone(server: FakeServer, tmp_path: Path) -> None:
-    from corral.use.batch.core.folder import BatchFolder
-    from corral.use.batch.core.lock import BatchLock
+    from corral.use.batch.core.folder import BatchFolder, BatchLock
 
     source, out = write(tmp_path / "rows.jsonl", ROWS), tmp_path / "out.jsonl"
     folder = BatchFolder(out)

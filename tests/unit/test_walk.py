@@ -14,8 +14,6 @@ import pytest
 
 from corral.base.shell import Completed
 from corral.base.wording import counted
-from corral.cli import screen
-from corral.cli.screen import PhaseScreen
 from corral.deploy.doctor.engine import check_runtime
 from corral.deploy.doctor.finding import Level
 from corral.engines import environments
@@ -24,10 +22,12 @@ from corral.engines.runtimes.base import NodeSide, make_runtime
 from corral.fake.app import FakeOptions
 from corral.fake.pace import Pace
 from corral.fake.server import FakeServer
+from corral.lab.report import screen
+from corral.lab.report.screen import PhaseScreen
 from corral.lab.report.tables import wrapped
+from corral.plan.candidate import refused_tensor
 from corral.plan.hardware.inventory import parse_gpus
 from corral.plan.hardware.survey import Here
-from corral.plan.layouts import refused_tensor
 from corral.plan.models.facts import read_facts
 from tests.unit.conftest import in_process
 

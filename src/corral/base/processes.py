@@ -1,11 +1,17 @@
 """Telling one process from another, also after its number was given to somebody else or the machine restarted;
-what a process took of the processor, and who holds a port."""
+what a process took of the processor, and who holds a port.
+
+Being told to end: SIGTERM, from a scheduler or `timeout`, as Ctrl-C is.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,8 +19,18 @@ from corral.base.errors import ConflictError
 from corral.node.identity import boot_id, identity, start_ticks
 from corral.node.tcp_table import LISTEN, TIME_WAIT, tcp_sockets
 
-__all__ = ["Identity", "boot_id", "identify", "only_lingering", "own_identity", "port_refused",
-           "process_namespace", "processor_s"]  # fmt: skip
+
+@contextlib.contextmanager
+def terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM raises KeyboardInterrupt in here; in other threads than the main one, nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @dataclass(frozen=True)

@@ -189,14 +189,14 @@ def _report_usage(error: click.ClickException, as_json: bool) -> None:
 
 
 def _tell_json(error: CorralError) -> None:
-    from corral.cli.screen import tell
+    from corral.lab.report.screen import tell
 
     tell(json.dumps(plain_json(error.to_json()), ensure_ascii=False))
 
 
 def _report(error: CorralError, as_json: bool) -> None:
     """Say it."""
-    from corral.cli.screen import explain_error, tell  # a reader who left must not change the exit code
+    from corral.lab.report.screen import explain_error, tell  # a reader who left must not change the exit code
 
     if as_json:
         _tell_json(error)

@@ -10,12 +10,10 @@ import click
 
 from corral.base.errors import INTERRUPTED, UsageError
 from corral.base.files import read_text
-from corral.cli.batch_view import Screen, print_check, print_status
-from corral.cli.duration import Duration
 from corral.cli.help_pages import DefaultVerbGroup, GroupedCommand
-from corral.cli.screen import print_json, tell
-from corral.cli.target_options import chosen_target, target_options
-from corral.cli.token_count import TokenCount
+from corral.cli.options import Duration, TokenCount, chosen_target, target_options
+from corral.lab.report.batch import Screen, print_check, print_status
+from corral.lab.report.screen import print_json, tell
 
 HELP = {"help_option_names": ["-h", "--help"]}
 UNFINISHED = 1  # finished, but some rows are in the error file
@@ -121,8 +119,8 @@ def run(**given: Any) -> int:
     or the settings changed; 9 the server stayed away; 10 the input is bad or the disk is full; 130 interrupted. After
     all but 0 and 1, the same command continues.
     """
-    from corral.use.batch.job import BatchOrder
     from corral.use.batch.serving import Offline, Where
+    from corral.use.batch.spec import BatchOrder
 
     given["model"] = given["model"] or given["named_model"]
     order = BatchOrder(
@@ -237,10 +235,9 @@ def _target_fields(given: dict[str, Any]) -> dict[str, Any]:
 def _from_profile(given: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
     from corral.base.record import to_json
     from corral.deploy.launch.render import refuse_reserved
-    from corral.deploy.profile.merging import merged
+    from corral.deploy.profile.merging import merged, with_storage
     from corral.deploy.profile.profile import load_profile
-    from corral.deploy.profile.storage import with_storage
-    from corral.plan.fixed import parse_assignments
+    from corral.plan.settings import parse_assignments
 
     profile = load_profile(given["on"])
     said = {"model": given["model"], "context": given["context"], "fixed": parse_assignments(given["fixed"])}
@@ -292,7 +289,7 @@ RUNNER_WORDS = {"row_order": "order", "concurrency": "concurrency", "attempts": 
 
 def _submit(order: Any, where: Any, given: dict[str, Any]) -> int:
     """Queue it; and wait, when asked to."""
-    from corral.cli.batch_view import print_submitted, wait_for_jobs
+    from corral.lab.report.batch import print_submitted, wait_for_jobs
     from corral.use.batch.jobs.submit import submit
 
     words = [word for name, option in RUNNER_WORDS.items() if given[name] is not None
@@ -333,7 +330,7 @@ def in_job(output: str, deployment: str, **given: Any) -> int:
 
 def _carry_out(order: Any, where: Any, given: dict[str, Any]) -> int:
     from corral.use.batch.batch import carry_out
-    from corral.use.batch.jobs.queued import is_queued
+    from corral.use.batch.jobs.submit import is_queued
     from corral.use.batch.serving import RAY_DATA
     from corral.use.batch.sharing.shared import Sharing
 

@@ -11,7 +11,7 @@ import click
 
 from corral.base.errors import UsageError
 from corral.base.record import load_json
-from corral.cli.duration import Duration
+from corral.cli.options import Duration
 from corral.lab.bench.spec import ARRIVALS, DATASETS, LoadShape, Spec, Workload, parse_goodput, parse_percentiles
 from corral.plan.contract import Plan
 

@@ -11,8 +11,8 @@ import click
 
 from corral.base.errors import CorralError
 from corral.cli.complete import show_views, shown
-from corral.cli.screen import explain_error
-from corral.cli.use_options import deployment_argument, sampling_options, server_options, taken_sampling
+from corral.cli.options import deployment_argument, sampling_options, server_options, taken_sampling
+from corral.lab.report.screen import explain_error
 
 if TYPE_CHECKING:
     from corral.use.llm.conversation import Conversation

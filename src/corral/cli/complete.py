@@ -10,7 +10,7 @@ import click
 
 from corral.base.errors import DataError, UsageError
 from corral.base.files import read_text
-from corral.cli.use_options import endpoint_options, sampling_options, taken_sampling
+from corral.cli.options import endpoint_options, sampling_options, taken_sampling
 from corral.lab.report.tables import room
 
 

@@ -15,17 +15,17 @@ from corral.base.files import write_atomic
 from corral.base.home import home_dir
 from corral.base.record import to_json
 from corral.base.ssh import read_hosts
-from corral.cli.doctor_view import report_lines
-from corral.cli.duration import Duration
-from corral.cli.screen import PhaseScreen, print_json
+from corral.cli.options import Duration
 from corral.deploy.doctor import readiness
 from corral.deploy.doctor.examination import Question, examine
 from corral.deploy.doctor.finding import Level, Report
 from corral.deploy.profile.merging import merged
 from corral.deploy.profile.profile import load_profile
 from corral.deploy.targets.base import target_class
+from corral.lab.report.doctor import report_lines
+from corral.lab.report.screen import PhaseScreen, print_json
 from corral.plan.hardware.inventory import recognise
-from corral.plan.storage import StorageReading, remember_storage_speed
+from corral.plan.measured import StorageReading, remember_storage_speed
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

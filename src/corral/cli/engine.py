@@ -10,10 +10,10 @@ import click
 
 from corral.base.errors import ConflictError, UsageError
 from corral.cli.help_pages import WholeGroup
-from corral.cli.screen import PhaseScreen, print_json, print_table
-from corral.deploy.deployment.expectation import duration
+from corral.deploy.deployment.start_times import duration
 from corral.engines import environments as engines
 from corral.engines.locks import FLAVOURS, PINNED_VERSION, LockedFor, locked
+from corral.lab.report.screen import PhaseScreen, print_json, print_table
 
 HELP = {"help_option_names": ["-h", "--help"]}
 FLAVOUR = click.Choice(FLAVOURS)

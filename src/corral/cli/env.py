@@ -7,11 +7,11 @@ import shlex
 import click
 
 from corral.base.errors import ConflictError
-from corral.cli.screen import print_json
-from corral.cli.use_options import deployment_argument
+from corral.cli.options import deployment_argument
 from corral.deploy.lifecycle.deployments import status
 from corral.deploy.lifecycle.resolve import fleet_endpoint
 from corral.deploy.lifecycle.successors import choose_folder, newest_ready
+from corral.lab.report.screen import print_json
 from corral.serve.fleet.waiting import chosen_fleet
 from corral.serve.proxy.run import held_proxy
 

@@ -7,7 +7,7 @@ import time
 
 import click
 
-from corral.cli.use_options import deployment_argument
+from corral.cli.options import deployment_argument
 from corral.deploy.deployment.events import Event, read_events
 from corral.deploy.lifecycle.deployments import status
 from corral.deploy.lifecycle.successors import choose_folder

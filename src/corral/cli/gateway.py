@@ -9,7 +9,7 @@ import click
 
 from corral.base.errors import UsageError
 from corral.cli.help_pages import DefaultVerbGroup, WholeGroup
-from corral.cli.screen import print_json, print_table, since
+from corral.lab.report.screen import print_json, print_table, since
 from corral.serve.gateway.client_keys import add_key, read_keys, remove_key
 from corral.serve.gateway.counting import KeyUse, used_by_keys
 from corral.serve.gateway.policies import POLICIES

@@ -13,7 +13,7 @@ import click
 
 from corral.base.errors import NotFoundError
 from corral.base.untrusted import plain
-from corral.cli.use_options import deployment_argument
+from corral.cli.options import deployment_argument
 from corral.deploy.deployment.diagnosis import last_lines
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.state import ENDED

@@ -8,9 +8,9 @@ import click
 
 from corral.base.errors import ConflictError
 from corral.cli.help_pages import WholeGroup
-from corral.cli.screen import print_json, print_table
+from corral.lab.report.screen import print_json, print_table
 from corral.plan.hardware.inventory import Inventory
-from corral.plan.models.shelf import ShelvedModel, known_name, on_disk, remove
+from corral.plan.models.store import ShelvedModel, known_name, on_disk, remove
 
 HELP = {"help_option_names": ["-h", "--help"]}
 

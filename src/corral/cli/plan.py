@@ -10,19 +10,17 @@ import click
 from corral.base.errors import DoesNotFitError, UsageError
 from corral.base.home import home_dir
 from corral.base.record import dump_json, to_json
-from corral.cli.token_count import TokenCount
-from corral.deploy.profile.hardware import hardware_of_plan
-from corral.deploy.profile.merging import AskedValues, asked_of_plan
+from corral.cli.options import TokenCount
+from corral.deploy.profile.merging import AskedValues, asked_of_plan, hardware_of_plan, tuning_of_plan
 from corral.deploy.profile.profile import Profile, load_profile
-from corral.deploy.profile.tuning import tuning_of_plan
-from corral.plan import calibration
+from corral.plan import measured as calibration
 from corral.plan.choose import compare, make_plan
 from corral.plan.constraints import refuse_flags
 from corral.plan.contract import Goal, Plan
-from corral.plan.fixed import KEYS, parse_assignments
 from corral.plan.hardware.inventory import GPUS, LINKS, Inventory, find_gpu, parse_gpus
 from corral.plan.models.facts import ModelFacts, read_facts
 from corral.plan.models.hub import hub_is_off
+from corral.plan.settings import KEYS, parse_assignments
 
 
 @click.command(epilog=f"--set takes {', '.join(KEYS)}. Exits 0 when it fits, {DoesNotFitError.exit_code} when not.")
@@ -133,7 +131,7 @@ def _check_rest(arguments: tuple[str, ...]) -> None:
 
 
 def _show_lessons(as_json: bool) -> int:
-    from corral.cli.plan_view import lesson_lines
+    from corral.lab.report.plan import lesson_lines
 
     lessons = calibration.read_lessons(home_dir())
     click.echo(dump_json({"lessons": lessons}) if as_json else "\n".join(lesson_lines(lessons)), nl=not as_json)
@@ -141,7 +139,7 @@ def _show_lessons(as_json: bool) -> int:
 
 
 def _show_needs(facts: ModelFacts, wish: Goal, gpus: str | None, as_json: bool) -> int:
-    from corral.cli.plan_view import need_lines
+    from corral.lab.report.plan import need_lines
     from corral.plan.need import needs
 
     rows = needs(facts, wish, (find_gpu(gpus.split("x")[-1]).kind,) if gpus else ())
@@ -159,8 +157,8 @@ def _show_needs(facts: ModelFacts, wish: Goal, gpus: str | None, as_json: bool) 
 
 
 def _show_table(models: list[str], gpus: str, context: int | None, offline: bool, as_json: bool) -> int:
-    from corral.cli.plan_view import table_lines
-    from corral.plan.table import memory_table
+    from corral.lab.report.plan import table_lines
+    from corral.plan.need import memory_table
 
     names = models or ["llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b"]
     facts = [read_facts(name, offline or hub_is_off()) for name in names]
@@ -175,7 +173,7 @@ def _show_table(models: list[str], gpus: str, context: int | None, offline: bool
 def _show_comparison(
     question: _Question, facts: ModelFacts, inventory: Inventory, profile: Profile, as_json: bool
 ) -> int:
-    from corral.cli.plan_view import comparison_lines
+    from corral.lab.report.plan import comparison_lines
 
     tuning = tuning_of_plan(profile, facts, inventory, question.asked.rest)
     rows = compare(facts, inventory, question.goal, question.asked.fixed, tuning)
@@ -201,8 +199,8 @@ def _show_replicas(
     question: _Question, facts: ModelFacts, inventory: Inventory, profile: Profile, form: str, replicas: int
 ) -> int:
     """The plan of one server, or of the engine with all replicas, and which of the two it is."""
-    from corral.cli.plan_view import replica_lines
-    from corral.plan.replicas import ReplicaForm, advise
+    from corral.lab.report.plan import replica_lines
+    from corral.plan.need import ReplicaForm, advise
 
     tuning = tuning_of_plan(profile, facts, inventory, question.asked.rest)
     advice = advise(facts, inventory, question.goal, question.asked.fixed, tuning, replicas)
@@ -227,6 +225,6 @@ def _print_plan(plan: Plan, question: _Question, profile: Profile, form: str, re
 
         click.echo("\n".join(explain(plan)))
     else:
-        from corral.cli.plan_view import plan_lines
+        from corral.lab.report.plan import plan_lines
 
         click.echo("\n".join(plan_lines(plan, question.model, question.asked, profile, replicas)))

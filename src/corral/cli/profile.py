@@ -9,7 +9,6 @@ import click
 
 from corral.base.errors import ConflictError, CorralError, DataError, UsageError
 from corral.cli.help_pages import WholeGroup
-from corral.cli.screen import print_json, print_table
 from corral.deploy.profile import folders
 from corral.deploy.profile.drafting import as_toml, draft, parse_value, with_value
 from corral.deploy.profile.merging import merged
@@ -17,6 +16,7 @@ from corral.deploy.profile.profile import Profile, all_profiles, load_profile
 from corral.deploy.profile.reading import parse
 from corral.deploy.targets.base import target_tables
 from corral.engines.flags import check_arguments
+from corral.lab.report.screen import print_json, print_table
 
 HELP = {"help_option_names": ["-h", "--help"]}
 
@@ -218,6 +218,6 @@ def _check_environment(profile: Profile) -> None:
 
 
 def _check_plan(profile: Profile) -> None:
-    from corral.plan.fixed import read_fixed
+    from corral.plan.settings import read_fixed
 
     read_fixed(profile.settings.defaults.set)

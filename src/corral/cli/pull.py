@@ -13,11 +13,11 @@ import click
 
 from corral.base.errors import CorralError, DataError, UnreachableError, UsageError
 from corral.base.ssh import Ssh
-from corral.cli.hub_login import with_token
-from corral.cli.screen import print_json, print_table
-from corral.deploy.deployment.expectation import duration
+from corral.cli.options import with_token
+from corral.deploy.deployment.start_times import duration
 from corral.deploy.transfer.outcome import Progress
 from corral.deploy.transfer.pull import Arrival, Pull, PullOrder, pull
+from corral.lab.report.screen import print_json, print_table
 
 _KINDS = {kind.exit_code: kind for kind in (UnreachableError, DataError)}
 STATES = {

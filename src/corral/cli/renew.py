@@ -9,10 +9,10 @@ from dataclasses import replace
 import click
 
 from corral.base.processes import identify
-from corral.cli.screen import event_line
-from corral.cli.use_options import deployment_argument
+from corral.cli.options import deployment_argument
 from corral.deploy.lifecycle.renewal import renew
 from corral.deploy.lifecycle.successors import chain_lock, choose_folder, read_chain, write_chain
+from corral.lab.report.screen import event_line
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

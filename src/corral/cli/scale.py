@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from corral.cli.screen import PhaseScreen, print_json
 from corral.deploy.deployment.fleet import open_fleet
+from corral.lab.report.screen import PhaseScreen, print_json
 from corral.serve.fleet.background import ensure_keeper
 from corral.serve.fleet.making import parse_size, resize
 from corral.serve.fleet.standing import fleet_status

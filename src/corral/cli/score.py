@@ -10,10 +10,9 @@ import click
 
 from corral.base.errors import INTERRUPTED, UsageError
 from corral.base.wording import counted
-from corral.cli.duration import Duration
-from corral.cli.screen import print_json
-from corral.cli.use_options import endpoint_options
-from corral.deploy.deployment.expectation import duration
+from corral.cli.options import Duration, endpoint_options
+from corral.deploy.deployment.start_times import duration
+from corral.lab.report.screen import print_json
 
 if TYPE_CHECKING:
     from corral.use.batch.core.runner import Counts, Runner

@@ -14,12 +14,11 @@ from corral.base.errors import DoesNotFitError, UsageError
 from corral.base.files import write_atomic
 from corral.base.record import to_json
 from corral.base.wording import counted
-from corral.cli.duration import Duration
 from corral.cli.help_pages import DefaultVerbGroup, GroupedCommand
-from corral.cli.screen import print_json, tell
-from corral.cli.token_count import TokenCount
+from corral.cli.options import Duration, TokenCount
 from corral.lab.bench.spec import LoadShape, Slo, Workload, parse_slos
 from corral.lab.report import tables
+from corral.lab.report.screen import print_json, tell
 from corral.lab.simulate.fitting import fit_runs
 from corral.lab.simulate.forecast import (
     Forecast,
@@ -38,12 +37,11 @@ from corral.lab.simulate.validation import validate
 from corral.lab.simulate.world import ScalingModel, simulate_load
 from corral.plan.choose import make_plan
 from corral.plan.contract import Goal, Plan
-from corral.plan.fixed import parse_assignments
-from corral.plan.graphs import largest_graph
 from corral.plan.hardware.inventory import LINKS, parse_gpus
+from corral.plan.measured import tuning_for
 from corral.plan.models.facts import read_facts
 from corral.plan.models.hub import hub_is_off
-from corral.plan.tuning import tuning_for
+from corral.plan.settings import largest_graph, parse_assignments
 from corral.serve.gateway.policies import POLICIES
 
 HELP = {"help_option_names": ["-h", "--help"]}

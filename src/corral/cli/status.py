@@ -12,19 +12,19 @@ import click
 
 from corral.base.errors import CorralError
 from corral.base.record import load_json, to_json
-from corral.cli.fleet_view import fleet_lines
-from corral.cli.screen import print_json, say_waiting, since
-from corral.cli.use_options import deployment_argument
+from corral.cli.options import deployment_argument
 from corral.client.endpoint import Endpoint
-from corral.deploy.deployment.expectation import amount, duration
 from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.deployment.start_times import amount, duration
 from corral.deploy.deployment.state import ENDED, State
 from corral.deploy.lifecycle.deployments import Status, status
 from corral.deploy.lifecycle.members import HeldJob, RankMember, held_job, members
 from corral.deploy.lifecycle.successors import all_standings, choose_folder, read_chain
 from corral.deploy.lifecycle.watching import learn_from
 from corral.lab.report import tables
-from corral.plan.reconcile import Differences
+from corral.lab.report.fleet import fleet_lines
+from corral.lab.report.screen import print_json, say_waiting, since
+from corral.plan.measured import Differences
 from corral.serve.fleet.standing import fleet_status
 from corral.serve.fleet.waiting import chosen_fleet
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from corral.base.errors import NotFoundError
-from corral.cli.duration import Duration
-from corral.cli.screen import print_json, print_table
+from corral.cli.options import Duration
+from corral.lab.report.screen import print_json, print_table
 
 if TYPE_CHECKING:
     from corral.client.endpoint import Endpoint
@@ -54,7 +54,7 @@ def command(
 
 def _servers(names: tuple[str, ...], urls: tuple[str, ...], key_file: str | None) -> list[tuple[str, Endpoint]]:
     from corral.deploy.lifecycle.resolve import ready_endpoint, server_at
-    from corral.use.llm.ready import ready_servers
+    from corral.use.llm.top import ready_servers
 
     if names or urls:
         named = [(name, ready_endpoint(name)) for name in names]

@@ -15,16 +15,13 @@ import click
 
 from corral.base.errors import ConflictError, UsageError
 from corral.base.files import read_text, write_atomic
-from corral.base.interruption import terminated_as_interrupted
+from corral.base.processes import terminated_as_interrupted
 from corral.base.record import dump_json, load_json
-from corral.cli.duration import Duration
 from corral.cli.help_pages import DefaultVerbGroup, GroupedCommand
-from corral.cli.screen import print_json, tell
-from corral.cli.target_options import target_options
-from corral.cli.token_count import TokenCount
+from corral.cli.options import Duration, TokenCount, target_options
 from corral.cli.up import UpWords, read_words, wish_of
-from corral.deploy.deployment.expectation import duration
 from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.deployment.start_times import duration
 from corral.deploy.deployment.state import State
 from corral.deploy.lifecycle import bringup, deployments
 from corral.deploy.lifecycle.deployments import Record
@@ -33,21 +30,19 @@ from corral.deploy.profile.profile import load_profile
 from corral.engines.runtimes.base import RUNTIMES
 from corral.lab.bench.spec import Spec, Workload, parse_slos
 from corral.lab.report import tables
+from corral.lab.report.screen import print_json, tell
 from corral.lab.tune.baselines import BASELINES, RANDOM, baseline_knobs
 from corral.lab.tune.knobs import knobs_for
-from corral.lab.tune.objective import Objective, ObjectiveKind
+from corral.lab.tune.objective import Objective, ObjectiveKind, distance
 from corral.lab.tune.page import html_page, sentence, tune_lines
-from corral.lab.tune.presets import PRESETS, workload_of
+from corral.lab.tune.parallel_trials import refuse_part, shares_for
 from corral.lab.tune.race import Race, RaceResult, verdict
 from corral.lab.tune.random_search import random_found
-from corral.lab.tune.roofline import distance
-from corral.lab.tune.seen import SEEN, SeenLoad, read_seen
-from corral.lab.tune.shares import shares_for
 from corral.lab.tune.store import TuneRun, TuneSpec, find_run, new_run, runs_dir
 from corral.lab.tune.trials import Trial, TrialOrder
 from corral.lab.tune.tuner import fitting_knobs, tune
-from corral.lab.tune.turns import refuse_part
-from corral.plan.start import planned_restart_s
+from corral.lab.tune.workload import PRESETS, SEEN, SeenLoad, read_seen, workload_of
+from corral.plan.measured import planned_restart_s
 
 HELP = {"help_option_names": ["-h", "--help"]}
 EXAMPLES = """
@@ -345,7 +340,7 @@ def report(run: str, output: Path | None, profile: str | None, as_json: bool) ->
 def _write_profile(run: TuneRun, name: str, trials: list[Trial], result: RaceResult) -> Path:
     """The user's profile of that name; one that is there already is not touched."""
     from corral.deploy.profile.folders import check_name, user_folder
-    from corral.lab.tune.profile_file import profile_text
+    from corral.lab.tune.page import profile_text
 
     path = user_folder() / f"{check_name(name)}.toml"
     if path.exists():

@@ -12,28 +12,25 @@ from typing import Any, NamedTuple
 import click
 
 from corral.base.errors import CorralError, LaunchError, UsageError
-from corral.cli.duration import Duration
 from corral.cli.help_pages import GroupedCommand
-from corral.cli.screen import PhaseScreen, explain, print_json
-from corral.cli.target_options import PREFIX, chosen_target, target_options
-from corral.cli.token_count import TokenCount
+from corral.cli.options import PREFIX, Duration, TokenCount, chosen_target, target_options
 from corral.cli.up_fleet import bring_up_fleet, checked, curl_lines
 from corral.client.client import CHAT, Client
 from corral.client.endpoint import Endpoint
 from corral.deploy.deployment.diagnosis import last_lines
-from corral.deploy.deployment.expectation import duration
 from corral.deploy.deployment.folder import chain_of, open_folder
-from corral.deploy.deployment.patience import Patience
-from corral.deploy.launch.masking import masked
+from corral.deploy.deployment.start_times import duration
+from corral.deploy.deployment.state import Patience
+from corral.deploy.launch.paste import masked
 from corral.deploy.launch.render import refuse_reserved
 from corral.deploy.lifecycle import bringup, deployments
 from corral.deploy.lifecycle.watching import wait_ready
-from corral.deploy.profile.merging import merged
+from corral.deploy.profile.merging import merged, with_storage
 from corral.deploy.profile.profile import Profile, load_profile
-from corral.deploy.profile.storage import with_storage
 from corral.deploy.targets.base import Queue, load_target
 from corral.engines.runtimes.base import RUNTIMES, parse_options
-from corral.plan.fixed import parse_assignments
+from corral.lab.report.screen import PhaseScreen, explain, print_json
+from corral.plan.settings import parse_assignments
 from corral.serve.fleet.making import FleetOrder, parse_size, preview
 from corral.serve.gateway.policies import POLICIES
 

@@ -10,10 +10,10 @@ from dataclasses import replace
 import click
 
 from corral.base.errors import UsageError
-from corral.cli.screen import PhaseScreen, print_json
 from corral.client.endpoint import Endpoint
 from corral.deploy.lifecycle import bringup
 from corral.deploy.targets.base import Queue, load_target
+from corral.lab.report.screen import PhaseScreen, print_json
 from corral.serve.fleet.background import end_fleet, ensure_keeper
 from corral.serve.fleet.making import FleetOrder, make_fleet, start_member
 from corral.serve.fleet.standing import FleetStatus, fleet_status

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import click
 
-from corral.cli.screen import PhaseScreen, print_json
-from corral.cli.use_options import deployment_argument
+from corral.cli.options import deployment_argument
 from corral.deploy.deployment.state import State
 from corral.deploy.lifecycle.deployments import Status, status
 from corral.deploy.lifecycle.successors import choose_folder
 from corral.deploy.lifecycle.watching import wait_ready
+from corral.lab.report.screen import PhaseScreen, print_json
 from corral.serve.fleet.standing import FleetStatus
 from corral.serve.fleet.waiting import chosen_fleet, wait_fleet
 

@@ -14,9 +14,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 from corral.client.errors import CutStreamError, MalformedReplyError, RequestError, ServerGoneError
-from corral.client.events import EventSplitter
-from corral.client.http1.reading import BadMessageError, Headers, ResponseReader
-from corral.client.http1.writing import write_now
+from corral.client.http1 import BadMessageError, EventSplitter, Headers, ResponseReader, write_now
 
 _now = time.monotonic_ns
 _LARGEST_PAGE_BYTES = 64 << 20

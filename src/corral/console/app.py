@@ -16,7 +16,7 @@ from starlette.routing import Route
 from corral import __version__
 from corral.base.errors import CorralError, NotFoundError
 from corral.console import fleet, live, plans, play, runs
-from corral.console.desk import Desk, answer, refusal
+from corral.console.context import Desk, answer, refusal
 
 VIEWS = (fleet, live, play, plans, runs)
 TYPES = {

@@ -14,10 +14,8 @@ from starlette.routing import Route
 from corral.base.errors import ConflictError, UsageError
 from corral.base.record import load_json
 from corral.console.commands import line_of
-from corral.console.desk import Desk, answer, body_of, events
+from corral.console.context import Desk, Newsfeed, answer, body_of, events, whole_number
 from corral.console.logs import read_journal, read_log
-from corral.console.newsfeed import Newsfeed
-from corral.console.query import whole_number
 from corral.console.standings import Row, Standings, restart_words
 from corral.console.starting import choices, form_of, preview, up_words
 from corral.deploy.deployment.folder import DeploymentFolder, open_folder

@@ -27,7 +27,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from corral.base.errors import AccessError, UsageError
-from corral.console.desk import refusal
+from corral.console.context import refusal
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 MOST_SESSIONS = 64

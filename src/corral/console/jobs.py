@@ -12,12 +12,12 @@ from typing import Any
 
 from corral.base.errors import CorralError
 from corral.base.wording import counted
-from corral.console.marks import mark_of
+from corral.console.standings import mark_of
 from corral.lab.tune.race import RaceEnd, verdict
 from corral.lab.tune.store import TuneRun, all_runs
 from corral.use.batch.core.folder import BatchFolder
 from corral.use.batch.inspect import inspect
-from corral.use.batch.known import known_outputs
+from corral.use.batch.spec import known_outputs
 
 SHOWN = 12
 RATE_S = 60.0  # speeds are means over the last minute of looking

@@ -10,9 +10,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from corral.deploy.deployment.course import Phase, course_of, ends_at_s
 from corral.deploy.deployment.events import Event
-from corral.deploy.deployment.expectation import Expected
+from corral.deploy.deployment.start_times import Expected, Phase, course_of, ends_at_s
 from corral.deploy.deployment.state import ENDED, State
 
 ORDER = [str(phase.value) for phase in Phase]

@@ -13,23 +13,20 @@ from starlette.routing import BaseRoute, Route
 
 from corral.base.errors import UsageError
 from corral.base.wording import counted
-from corral.console.desk import Desk, answer
-from corral.console.query import real_number, whole_number
-from corral.deploy.profile.hardware import hardware_of_plan
-from corral.deploy.profile.merging import AskedValues, asked_of_plan
+from corral.console.context import Desk, answer, real_number, whole_number
+from corral.deploy.profile.drafting import up_command, vllm_command
+from corral.deploy.profile.merging import AskedValues, asked_of_plan, hardware_of_plan, tuning_of_plan
 from corral.deploy.profile.profile import Profile, all_profiles, load_profile
-from corral.deploy.profile.start_line import up_command, vllm_command
-from corral.deploy.profile.tuning import tuning_of_plan
 from corral.plan.candidate import Candidate, Tuning
 from corral.plan.choose import compare, make_plan
 from corral.plan.contract import GOALS, Goal, Plan
 from corral.plan.explain import explain
-from corral.plan.fixed import KV, WEIGHTS
 from corral.plan.hardware.inventory import GPUS, LINKS, Inventory, probe
 from corral.plan.models.catalogue import CATALOGUE
 from corral.plan.models.facts import ModelFacts, read_facts
 from corral.plan.models.hub import hub_is_off
-from corral.plan.models.shelf import on_disk
+from corral.plan.models.store import on_disk
+from corral.plan.settings import KV, WEIGHTS
 
 FRESH_S = 60.0  # how long a model's facts and this machine's hardware are taken as read
 _WHOLE = ("nodes", "context", "concurrency", "prompt", "output", "count")

@@ -13,17 +13,14 @@ from starlette.routing import BaseRoute, Route
 
 from corral.base.errors import CorralError, NotFoundError
 from corral.base.record import to_json
-from corral.console.desk import Desk, answer
-from corral.console.query import whole_number
+from corral.console.context import Desk, answer, whole_number
 from corral.lab.bench import store
-from corral.lab.bench.listing import ListedRun, all_runs, compared
-from corral.lab.bench.metrics import latencies_s, percentile
-from corral.lab.bench.rows import RequestRow
-from corral.lab.report.text import headline
-from corral.lab.report.timeline import timeline
+from corral.lab.bench.compare import ListedRun, all_runs, compared
+from corral.lab.bench.metrics import RequestRow, latencies_s, percentile
+from corral.lab.report.text import headline, timeline
 from corral.use.batch.inspect import inspect
-from corral.use.batch.known import known_outputs
 from corral.use.batch.results import failure_groups, rows_of
+from corral.use.batch.spec import known_outputs
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 _CUTS = (*range(0, 100, 2), 99, 100)  # percentiles of a drawn distribution

@@ -13,10 +13,10 @@ from typing import Self
 from corral.base.files import make_private_dir, write_atomic
 from corral.base.home import home_dir
 from corral.console.app import make_app, static_files
-from corral.console.desk import Desk
+from corral.console.context import Desk
 from corral.console.guard import Guard, Tickets
 from corral.console.play import ASKING, TELLING
-from corral.use.batch.service.hosting import Hosted
+from corral.serve.asgi_server import Hosted
 
 ENDING_S = 1  # streams never end by themselves
 

@@ -4,30 +4,43 @@ A look costs some stats. Only a deployment whose journals or records changed is 
 last asked some seconds ago: its agent may have died without a word, its place in a queue may be another. Each is read
 in a thread of its own turn, so that a host that does not answer holds up no other row. A row that did not change is
 the same object as before.
+
+Whether a file has changed since it was last looked at.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from corral.base.errors import CorralError
 from corral.base.record import load_json, to_json
 from corral.console.commands import line_of
-from corral.console.marks import mark_of
 from corral.console.phases import Start, phases_of, ready_at_s
 from corral.deploy.deployment.events import read_events
 from corral.deploy.deployment.fleet import FleetFolder, all_fleets
 from corral.deploy.deployment.folder import DeploymentFolder, all_folders, chain_of
 from corral.deploy.deployment.state import ENDED
-from corral.deploy.launch.masking import is_secret_name
+from corral.deploy.launch.paste import is_secret_name
 from corral.deploy.lifecycle.deployments import Record, Status, expected_of, status, target_of, unreadable
 from corral.deploy.lifecycle.members import HeldJob, RankMember, held_job, members
 from corral.deploy.targets.base import Queue
 from corral.serve.fleet.standing import fleet_status
+
+
+def mark_of(path: str | Path) -> tuple[int, int]:
+    """Its time and its size; zeros where there is none."""
+    try:
+        found = os.stat(path)  # noqa: PTH116 - hundreds a second, most of them by plain text
+    except OSError:
+        return (0, 0)
+    return (found.st_mtime_ns, found.st_size)
+
 
 LIVING_S = 5.0  # after which a living deployment is asked again
 ENDED_S = 60.0

@@ -7,18 +7,16 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from corral.base.errors import UsageError
-from corral.console.query import whole_number
+from corral.console.context import whole_number
 from corral.deploy.deployment.folder import checked_name
 from corral.deploy.lifecycle import bringup
-from corral.deploy.profile.merging import merged
+from corral.deploy.profile.merging import merged, with_storage
 from corral.deploy.profile.profile import all_profiles, load_profile
-from corral.deploy.profile.storage import with_storage
 from corral.deploy.targets.base import TARGETS, target_class
 from corral.deploy.targets.keys import Flag
-from corral.plan.contract import GOALS, Plan
+from corral.plan.contract import GOALS, Plan, token_count
 from corral.plan.models import catalogue
 from corral.plan.models.store import EMBEDDED
-from corral.plan.token_count import token_count
 
 LONGEST_FIELD = 2000
 

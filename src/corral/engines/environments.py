@@ -33,8 +33,7 @@ from corral.base.lock import exclusive_lock
 from corral.base.record import dump_json, load_json
 from corral.base.shell import Completed, run, stream
 from corral.engines import flags as engine_flags
-from corral.engines.locks import FLAVOURS, PINNED_VERSION, lock_text, torch_cpu
-from corral.engines.pip_configuration import read_sources
+from corral.engines.locks import FLAVOURS, PINNED_VERSION, lock_text, read_sources, torch_cpu
 
 __all__ = [
     "FLAVOURS",

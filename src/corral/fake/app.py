@@ -26,16 +26,15 @@ from urllib.parse import unquote
 import msgspec
 
 from corral.base.errors import CorralError
-from corral.client.http1.writing import response
+from corral.client.http1 import response
 from corral.fake import words
 from corral.fake.ask import Ask, FakeRefusedError, messages_text, read_ask
 from corral.fake.connection import FakeConnection, FakeRequest
 from corral.fake.exchange import Context, FakeExchange, refuse
 from corral.fake.faults import Fault, FaultBook, parse_fault
-from corral.fake.metrics import Metrics
+from corral.fake.metrics import Metrics, TruthLog
 from corral.fake.pace import FakeEngine, FakeJob, Pace
 from corral.fake.shapes import dumps
-from corral.fake.truth_log import TruthLog
 
 _BLOCK_BYTES = 64  # about 16 tokens: the block of the prefix cache
 _CACHE_BLOCKS = 200_000

@@ -10,8 +10,7 @@ import time
 from collections import deque
 from typing import NamedTuple, Protocol, cast
 
-from corral.client.http1.reading import BadMessageError, Headers, HeadTooLongError, RequestReader
-from corral.client.http1.writing import response, write_now
+from corral.client.http1 import BadMessageError, Headers, HeadTooLongError, RequestReader, response, write_now
 
 _MAX_WAITING_BYTES = 64 << 20
 _REQUEST_BYTES = 512  # of a request without its body

@@ -7,14 +7,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from corral.client.http1.writing import response
+from corral.client.http1 import response
 from corral.fake.ask import Ask, FakeRefusedError
 from corral.fake.connection import FakeConnection
 from corral.fake.faults import Fault
-from corral.fake.metrics import Metrics
+from corral.fake.metrics import Metrics, TruthLog
 from corral.fake.pace import FakeEngine, FakeJob
 from corral.fake.shapes import FakeStream, error_event, framed, full_body
-from corral.fake.truth_log import TruthLog
 from corral.fake.words import Answer
 
 _STREAM_HEAD = (

@@ -1,10 +1,13 @@
 """The values of a plan: what goes in, what comes out. `Plan` as JSON is a published contract (docs/plan.md).
 
 `VERSION` rises when a key changes meaning or goes away; new keys do not raise it.
+
+Numbers of tokens as people say them: 32768, or 32k.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from corral.base.errors import UsageError
@@ -211,3 +214,14 @@ class Plan:
     def gpus(self) -> int | None:
         """How many GPUs it takes; None on CPUs."""
         return self.parallel.replica_gpus * self.parallel.data if self.inventory.gpu else None
+
+
+_TIMES = {"": 1, "k": 1 << 10, "m": 1 << 20}
+
+
+def token_count(text: str) -> int:
+    """The number, at least 1; `k` stands for 1,024, as in the names of context lengths."""
+    read = re.fullmatch(r"(\d+)([km]?)", text.strip().lower())
+    if read is None or int(read[1]) < 1:
+        raise UsageError(f"{text!r} is not a number of tokens.", "Give one such as 32768, or 32k (32,768).")
+    return int(read[1]) * _TIMES[read[2]]

@@ -1,15 +1,27 @@
-"""Plans for a machine without a GPU: vLLM's CPU build, and a KV cache that leaves the machine room to breathe."""
+"""Plans for a machine without a GPU: vLLM's CPU build, and a KV cache that leaves the machine room to breathe.
+
+In which number format a model runs on a CPU: the one it multiplies quickly in.
+
+vLLM's CPU build multiplies through oneDNN. Where the CPU has no instructions for a 16-bit format, oneDNN emulates it,
+or refuses it and torch's own loop takes over: several times slower than fp32 with several rows, which is what prompts
+and batches are. fp32 reads twice the bytes, so that one stream with a short prompt may still be quicker in bf16. A
+measurement decides, for the goal; where nobody measured, the flags do. What the user fixes stays fixed.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 from corral.plan.candidate import Candidate
+from corral.plan.constraints import Form
 from corral.plan.contract import UTILISATION, EngineSettings, Goal, Memory, Parallel, Precision
-from corral.plan.cpu_speed import Rates, predict_cpu
-from corral.plan.fixed import Fixed
+from corral.plan.cpu_speed import Rates, predict_cpu, rates_for, request_s
+from corral.plan.hardware.cpu import CpuFacts, CpuSpeed
 from corral.plan.hardware.inventory import GIB, Inventory
 from corral.plan.memory import convert
 from corral.plan.models.architecture import DTYPE_BYTES
 from corral.plan.models.facts import ModelFacts
+from corral.plan.settings import DTYPES, Fixed
 
 _BLOCK = 128  # vLLM's CPU platform
 _PROCESS_BYTES = int(1.5 * GIB)  # Python, torch and the compiled model, two processes; seen with SmolLM2
@@ -86,3 +98,137 @@ def work_out_cpu(
     read = parts.total - (0 if model.tied_embeddings else parts.embedding)
     speed = predict_cpu(model, rates, settings, goal, read)
     return Candidate(parallel, precision, settings, context, memory, speed, problem)
+
+
+FORMATS = ("bf16", "fp32")
+CRAWLS = 2.0  # times slower than the quickest format from which a fixed one gets a warning
+# a measurement overrules the flags from here; for bf16 without bf16 instructions it must be clear, because that was
+# seen to answer worse than fp32 (docs/log.md)
+_BETTER = {"fp32": 1.1, "bf16": 1.5}
+_AT_ONCE = 8  # requests that a format is judged by, beside a single one, where none were asked for
+_LONE = {"latency": 1.0, "balanced": 0.5, "throughput": 0.0}  # weight of the single request
+
+# Seen without bf16 instructions, 32 rows against fp32: 4.1 × (AVX-512), 3.7 × (AVX2); docs/log.md. On Neoverse-N1 a
+# short answer took two minutes in fp16 and some three seconds in fp32.
+_X86_SLOWER, _ARM_SLOWER = 4.0, 30.0
+_SAFE = "fp32 is slow on none (`--set weights=bf16` where it has bf16 instructions)"
+
+
+@dataclass(frozen=True)
+class Quick:
+    """What a CPU's flags say: the format it is quick in, and how many times slower the 16-bit ones are otherwise."""
+
+    format: str
+    because: str
+    slower: float = 1.0
+
+
+def quick_format(cpu: CpuFacts | None) -> Quick:
+    """The format that the flags speak for."""
+    if cpu is None:
+        return Quick("fp32", f"nobody has looked at this CPU, and {_SAFE}", _X86_SLOWER)
+    if cpu.architecture == "x86_64":
+        return _x86(cpu)
+    if cpu.architecture == "aarch64":
+        return _arm(cpu)
+    return Quick(
+        "fp32", f"Corral does not know which formats {cpu.architecture} is quick in, and {_SAFE}", _X86_SLOWER
+    )
+
+
+def _x86(cpu: CpuFacts) -> Quick:
+    if cpu.has("amx_tile", "amx_bf16"):
+        return Quick("bf16", f"{cpu.model} multiplies bf16 in AMX tiles")
+    if cpu.has("avx512_bf16"):
+        return Quick("bf16", f"{cpu.model} has bf16 instructions (AVX512-BF16)")
+    widest = "AVX-512" if cpu.has("avx512f") else "AVX2" if cpu.has("avx2") else "SSE"
+    return Quick("fp32", f"{cpu.model} has {widest} and no bf16 instructions", _X86_SLOWER)
+
+
+def _arm(cpu: CpuFacts) -> Quick:
+    if cpu.has("bf16"):
+        return Quick("bf16", f"{cpu.model} has bf16 instructions{' and SVE' if cpu.has('sve') else ''}")
+    return Quick("fp32", f"{cpu.model} has no bf16 instructions", _ARM_SLOWER)
+
+
+def formats_to_measure(model: ModelFacts, fixed: Fixed) -> tuple[str, ...]:
+    """The formats whose speeds decide something for this model."""
+    more = [format_ for format_ in (pinned_format(fixed), model.dtype) if format_ == "fp16"]
+    return tuple(dict.fromkeys([*FORMATS, *more]))
+
+
+def cpu_forms(
+    form: Form, inventory: Inventory, goal: Goal, fixed: Fixed, parallel: Parallel, measured: CpuSpeed | None
+) -> list[tuple[Form, Candidate]]:
+    """The formats to run in, worked out, best first; only one where it is fixed."""
+    model, quick, pinned = form.facts, quick_format(inventory.cpu), pinned_format(fixed)
+    rates = {name: _rates(name, model, inventory, measured, quick) for name in DTYPES}
+    taken = [pinned] if pinned else ["fp32"] if model.dtype == "fp32" else _ranked(model, goal, quick, rates)
+    found = []
+    for name in taken:
+        because = "" if model.dtype == "fp32" and not pinned else _because(name, quick, rates)
+        made = replace(
+            form, precision=_in(form.precision, name), because=because, warning=_warning(name, model, goal, rates)
+        )
+        candidate = work_out_cpu(model, inventory, goal, fixed, made.precision, rates[name], parallel)
+        found.append((made, candidate))
+    return found
+
+
+def pinned_format(fixed: Fixed) -> str | None:
+    """The format that the user fixed, as what is computed in or as the weights'."""
+    return fixed.dtype or (fixed.weights if fixed.weights in DTYPES else None)
+
+
+def _in(precision: Precision, format_: str) -> Precision:
+    """The same precision computed in `format_`; weights that are not quantised are loaded in it too."""
+    return replace(precision, compute=format_, weights=format_ if precision.weights in DTYPES else precision.weights)
+
+
+def _rates(name: str, model: ModelFacts, inventory: Inventory, measured: CpuSpeed | None, quick: Quick) -> Rates:
+    return rates_for(name, model, inventory, measured, quick.slower if name != "fp32" else 1.0)
+
+
+def _ranked(model: ModelFacts, goal: Goal, quick: Quick, rates: dict[str, Rates]) -> list[str]:
+    """The flags' choice first, unless a measurement speaks clearly against it."""
+    other = next(name for name in FORMATS if name != quick.format)
+    mine, theirs = (_work_s(model, goal, rates[name]) for name in (quick.format, other))
+    measured = rates[quick.format].measured and rates[other].measured
+    return [other, quick.format] if measured and mine > _BETTER[other] * theirs else [quick.format, other]
+
+
+def _work_s(model: ModelFacts, goal: Goal, rates: Rates) -> float:
+    """Seconds of a request in the goal's mixture of alone and among others."""
+    lone = request_s(model, rates, goal, 1)
+    among = request_s(model, rates, goal, goal.concurrency or _AT_ONCE)
+    weight = _LONE[goal.goal]
+    return float(lone**weight * among ** (1 - weight))
+
+
+def _because(name: str, quick: Quick, rates: dict[str, Rates]) -> str:
+    other = next(each for each in FORMATS if each != name)
+    mine, theirs = rates[name], rates[other]
+    if not (mine.measured and theirs.measured):
+        return quick.because
+    pairs = ", ".join(
+        f"{_words(mine, rows)} GFLOP/s against {_words(theirs, rows)} in {other} with {words}"
+        for rows, words in ((1, "one request"), (32, "32 at once"))
+    )
+    return f"{quick.because}; measured here: {pairs}"
+
+
+def _words(rates: Rates, rows: int) -> str:
+    """GFLOP/s; an emulated format may have less than one."""
+    rate = rates.format.at(rows)
+    return f"{rate:.0f}" if rate >= 9.95 else f"{rate:.1f}"
+
+
+def _warning(name: str, model: ModelFacts, goal: Goal, rates: dict[str, Rates]) -> str:
+    """A format that will crawl: by how much, and against which."""
+    mine = rates[name]
+    best = min(FORMATS, key=lambda each: _work_s(model, goal, rates[each]))
+    times = _work_s(model, goal, mine) / _work_s(model, goal, rates[best])
+    if times < CRAWLS:
+        return ""
+    how = "measured here" if mine.measured and rates[best].measured else "as seen on such CPUs, not measured here"
+    return f"{name} will crawl on this CPU: about {times:.0f} times slower than {best} ({how})"

@@ -2,7 +2,7 @@
 
 One decode step multiplies every matrix with as many rows as requests run, reads their keys and values, and pays for
 the small operations of each layer and for the engine's Python, which share the cores with the API server. The rates
-are measured (`plan.hardware.cpu_speed`), the costs between the products were calibrated on one machine (docs/log.md)
+are measured (`plan.hardware.cpu`), the costs between the products were calibrated on one machine (docs/log.md)
 and are scaled by how quick a core runs plain Python here. Where nobody measured, both are a guess from the cores
 alone.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from corral.plan.contract import EngineSettings, Goal, Speed
-from corral.plan.hardware.cpu_speed import CpuSpeed, FormatSpeed, Product
+from corral.plan.hardware.cpu import CpuSpeed, FormatSpeed, Product
 from corral.plan.hardware.inventory import Inventory
 from corral.plan.models.architecture import DTYPE_BYTES
 from corral.plan.models.facts import ModelFacts

@@ -1,6 +1,6 @@
 """Which draft the arguments of vLLM name, read from where its files are: a folder, or the hub's cache on this disk.
 
-No network: a draft that is not here is assumed to be of the usual shape, and that is said (see `plan.draft`). Sizes
+No network: a draft that is not here is assumed to be of the usual shape, and that is said (see `plan.memory`). Sizes
 come from safetensors headers where there are any, else from the config.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from corral.base.errors import CorralError, UsageError
 from corral.engines.flags import values_of
-from corral.plan.draft import Draft, DraftMethod, assumed_draft, draft_of_config, draft_of_model
+from corral.plan.memory import Draft, DraftMethod, assumed_draft, draft_of_config, draft_of_model
 from corral.plan.models.architecture import parse_config
 from corral.plan.models.facts import ModelFacts, facts_from_folder, read_facts
 from corral.plan.models.weights import Tensor, folder_tensors

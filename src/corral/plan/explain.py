@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from corral.base.wording import counted
 from corral.plan.contract import Judged, Plan
-from corral.plan.graphs import largest_graph
 from corral.plan.hardware.inventory import GIB
 from corral.plan.reasons import load_words
+from corral.plan.settings import largest_graph
 from corral.plan.speed import rounded
 
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from corral.plan.contract import Goal, Plan, Speed
 from corral.plan.cpu_speed import predict_cpu, products, rates_for
-from corral.plan.hardware.cpu_speed import recall_cpu_speed
+from corral.plan.hardware.cpu import recall_cpu_speed
+from corral.plan.measured import cpu_kind
 from corral.plan.speed import Efficiency, predict
-from corral.plan.tuning import cpu_kind
 
 
 def speed_at(

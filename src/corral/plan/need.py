@@ -2,23 +2,37 @@
 
 Two answers stand side by side: what documents compute (bytes over the size on the box) and what really runs, where
 TP must divide the heads, pipelines split whole layers, and vLLM needs room for activations and graphs.
+
+Memory of several models in bf16, fp8 and int4, side by side, with the GPUs that hold them: the tables of courses.
+
+Two figures stand side by side: what documents compute (parameters × bits and one request, over the size on the box),
+and how many GPUs really run it (some tensors stay in 16 bits, vLLM needs room, TP must divide the heads).
+
+Several replicas of a model: one engine with data parallelism, or as many servers, and why. Pure.
+
+Replicas of a dense model exchange nothing, so servers of their own lose nothing against one engine, and one that
+fails takes no other with it; vLLM's external load balancer refuses dense models: they are to be started apart. Of a
+mixture of experts, one engine spreads the experts over all its ranks instead of holding them once in each replica.
+Several servers on one GPU are never advised: two on an H200 made 0.78 and 0.95 of the tokens of one (docs/log.md).
 """
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 
+from corral.base.errors import UsageError
 from corral.plan.candidate import Candidate, Tuning
-from corral.plan.choose import Decision, decide
-from corral.plan.constraints import broken_layout
-from corral.plan.contract import Goal, Parallel
-from corral.plan.fixed import Fixed
-from corral.plan.hardware.inventory import GPUS, Gpu, Inventory
+from corral.plan.choose import Decision, decide, make_plan
+from corral.plan.constraints import Form, broken_layout, forms
+from corral.plan.contract import Goal, Parallel, Plan
+from corral.plan.hardware.inventory import GIB, GPUS, Gpu, Inventory
 from corral.plan.memory import convert
 from corral.plan.models.architecture import DTYPE_BYTES
 from corral.plan.models.facts import ModelFacts
-from corral.plan.precisions import Form, forms
+from corral.plan.settings import Fixed
 from corral.plan.speed import rounded
 
 # GPUs of a node and nodes, fewest GPUs first: one node of any size, then nodes of four and of eight
@@ -133,3 +147,124 @@ def _worth_more(model: ModelFacts, found: list[tuple[Inventory, Candidate]]) -> 
         else ""
     )
     return f"{small.gpus} × {small.gpu} run it only as a pipeline ({why}){speeds}"
+
+
+DOCUMENTED_CONTEXT = 128_000  # tokens for which documents give the KV cache of one request
+WIDTHS = ("bf16", "fp8", "int4")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One model in one precision on one kind of GPU; `gpus` is 0 where nobody publishes it, or 128 do not hold it."""
+
+    weights: str
+    nominal_gb: float
+    boxes: float  # GPUs as documents divide: weights and one request over the size on the box
+    gpus: int
+    layout: str
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """One model."""
+
+    model: str
+    parameters: int
+    kv_heads: int
+    kv_gib: float  # of one request of `context` tokens, in 16 bits
+    context: int
+    cells: tuple[Cell, ...]
+    notes: tuple[str, ...]
+
+
+def memory_table(models: list[ModelFacts], gpu: Gpu, context: int | None = None) -> list[TableRow]:
+    """One row per model; the context is that of documents, or the model's own where that is shorter."""
+    return [_row(model, gpu, min(context or DOCUMENTED_CONTEXT, model.max_context)) for model in models]
+
+
+def _row(model: ModelFacts, gpu: Gpu, context: int) -> TableRow:
+    kv_gib = model.kv_bytes_per_token() * context / GIB
+    runs = {need.weights: need for need in needs(model, Goal(context=context), (gpu.kind,), Tuning())}
+    cells = []
+    for weights in WIDTHS:
+        nominal = model.parameters * DTYPE_BYTES[weights] / 1e9
+        need = runs.get(weights)
+        boxes = (nominal + kv_gib) / box_gb(gpu)
+        cells.append(Cell(weights, nominal, boxes, need.gpus if need else 0, need.layout if need else ""))
+    notes = (*(need.note for need in runs.values() if need.note), *model.notes)
+    named = tuple(f"{model.name}: {note}" for note in notes)
+    return TableRow(model.name, model.parameters, model.kv_heads, kv_gib, context, tuple(cells), named)
+
+
+class ReplicaForm(enum.StrEnum):
+    """How several replicas run."""
+
+    SERVERS = "servers"  # each by itself, behind a gateway
+    ENGINE = "engine"  # in one engine, with data parallelism
+
+
+@dataclass(frozen=True)
+class ReplicaAdvice:
+    """Which of the two is taken, and the plan of a server, or of the engine."""
+
+    replicas: int
+    form: ReplicaForm
+    because: str
+    plan: Plan
+
+
+def divided(inventory: Inventory, replicas: int) -> Inventory:
+    """What one of several servers has of the hardware: whole nodes, or some GPUs or cores of one."""
+    if replicas <= inventory.nodes:
+        return replace(inventory, nodes=inventory.nodes // replicas)
+    parts = -(-replicas // inventory.nodes)
+    if inventory.gpu is None:
+        return replace(
+            inventory,
+            nodes=1,
+            cpu_cores=max(1, inventory.cpu_cores // parts),
+            host_memory_bytes=inventory.host_memory_bytes // parts,
+            host_available_bytes=inventory.host_available_bytes // parts,
+        )
+    if inventory.gpus_per_node < parts:
+        raise UsageError(
+            f"{inventory.label} cannot be divided among {replicas} replicas: a GPU belongs to one server.",
+            f"Ask for at most {inventory.gpus}.",
+        )
+    return replace(inventory, nodes=1, gpus_per_node=inventory.gpus_per_node // parts)
+
+
+def advise(
+    model: ModelFacts,
+    inventory: Inventory,
+    goal: Goal,
+    fixed: Mapping[str, object],
+    tuning: Tuning | None,
+    replicas: int,
+) -> ReplicaAdvice:
+    """One engine or several servers, with the plan of what would run."""
+    each_goal = replace(goal, concurrency=-(-goal.concurrency // replicas)) if goal.concurrency else goal
+    each = make_plan(model, divided(inventory, replicas), each_goal, {**fixed, "data": 1}, tuning)
+    if model.experts and inventory.gpu is not None:
+        whole = make_plan(model, inventory, goal, {**fixed, "data": replicas}, tuning)
+        if whole.fits:
+            return ReplicaAdvice(replicas, ReplicaForm.ENGINE, _why_engine(model, each), whole)
+    return ReplicaAdvice(replicas, ReplicaForm.SERVERS, _why_servers(model, replicas), each)
+
+
+def _why_engine(model: ModelFacts, each: Plan) -> str:
+    alone = "" if each.fits else "; a server of its own would not fit"
+    return (
+        f"it has {model.experts} experts in a layer, which one engine spreads over all its GPUs instead of holding"
+        f" all of them in each replica{alone}. One failure ends all replicas, though"
+    )
+
+
+def _why_servers(model: ModelFacts, replicas: int) -> str:
+    if model.experts:
+        return "one engine with data parallelism does not fit"
+    return (
+        "it is a dense model: its replicas exchange nothing, so servers of their own lose nothing against one engine"
+        f" with DP {replicas}, and one that fails takes no other with it; vLLM's external load balancer refuses"
+        " dense models"
+    )

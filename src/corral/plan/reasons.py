@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from corral.plan.candidate import Candidate, Tuning
+from corral.plan.candidate import Candidate, Tuning, over_nodes, refused_tensor
+from corral.plan.constraints import Form
 from corral.plan.contract import EngineSettings, Goal, Memory, Reason, Rejected, Speed
-from corral.plan.fixed import Fixed
-from corral.plan.gains import gains
-from corral.plan.graphs import largest_graph, most_by_itself, own_largest
 from corral.plan.hardware.inventory import GIB, LINKS, Gpu, Inventory
-from corral.plan.layouts import over_nodes, refused_tensor
+from corral.plan.judged import gains
 from corral.plan.models.facts import ModelFacts
-from corral.plan.precisions import Form
+from corral.plan.settings import Fixed, largest_graph, most_by_itself, own_largest
 from corral.plan.speed import rounded
 
 _SET = "as set"  # with --set, with a flag of the engine, or by a profile

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 
 from corral.plan.constraints import partition
 from corral.plan.contract import EngineSettings, Goal, Memory, Parallel, Precision, Speed
-from corral.plan.frontend import streamed_tokens_s
-from corral.plan.graphs import covered
 from corral.plan.hardware.inventory import LINKS, Gpu, Inventory
 from corral.plan.memory import convert, kv_element
 from corral.plan.models.architecture import DTYPE_BYTES
 from corral.plan.models.facts import ModelFacts
+from corral.plan.settings import covered, streamed_tokens_s
 
 MEASURED_KINDS = ("H200",)  # kinds whose predictions rest on measurements; docs/log.md has them
 TILE_TOKENS = 128  # rows that a matrix product of many tokens is cut into

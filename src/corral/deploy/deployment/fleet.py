@@ -31,9 +31,9 @@ from corral.base.home import fleets_dir
 from corral.base.lock import FileLock, exclusive_lock, telling
 from corral.base.processes import Identity
 from corral.base.record import dump_json, load_json, nearest
-from corral.client.http1.address import http_url
+from corral.client.http1 import http_url
 from corral.deploy.deployment.folder import DeploymentFolder, folder_name, set_aside
-from corral.plan.hardware.share import NodeShare
+from corral.plan.hardware.inventory import NodeShare
 
 OLD_LOCK_S = 900.0  # a submission takes seconds
 FRESH_S = 5.0  # a gateway writes its load every second

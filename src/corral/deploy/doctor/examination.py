@@ -17,8 +17,8 @@ from corral.base.wording import counted
 from corral.deploy.doctor.engine import check_runtime, judge_all_reduce, run_all_reduce
 from corral.deploy.doctor.finding import Finding, Level, Pair, Report, fatal, ok, warning
 from corral.deploy.doctor.judge import TMP, judge_answers, judge_facts, judge_model, judge_writing
+from corral.deploy.doctor.network import judge_wire, run_wire
 from corral.deploy.doctor.readiness import judge_readiness
-from corral.deploy.doctor.wire import judge_wire, run_wire
 from corral.engines.runtimes.base import NodeSide, Runtime, make_runtime
 from corral.plan.hardware.fabric import Fabric, choose_fabric
 from corral.plan.hardware.survey import Asked, Here, NodeFacts, survey

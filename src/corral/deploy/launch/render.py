@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from corral.base.errors import UsageError
 from corral.base.record import to_json
-from corral.client.http1.address import http_url
-from corral.deploy.deployment.expectation import Expected
+from corral.client.http1 import http_url
 from corral.deploy.deployment.folder import DeploymentFolder
-from corral.deploy.deployment.patience import Patience
+from corral.deploy.deployment.start_times import Expected
+from corral.deploy.deployment.state import Patience
 from corral.deploy.launch.links import RAY_SCRIPT, Gang, LinkedRank, Node, Ports, link_ranks
 from corral.engines.runtimes.base import EngineCommand, Runtime
 

@@ -7,8 +7,8 @@ import time
 
 from corral.base.errors import CorralError, LaunchError, NotFoundError
 from corral.client.endpoint import Absence
-from corral.deploy.deployment.expectation import duration
 from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.deployment.start_times import duration
 from corral.deploy.deployment.state import ENDED, Reason, State
 from corral.deploy.lifecycle.deployments import Status
 from corral.deploy.lifecycle.successors import ChainMember, all_standings, read_chain

@@ -23,18 +23,14 @@ from corral.base.files import write_atomic
 from corral.base.home import home_dir
 from corral.base.processes import own_identity
 from corral.base.record import dump_json
-from corral.deploy.deployment.course import Phase
 from corral.deploy.deployment.folder import DeploymentFolder, checked_name
-from corral.deploy.deployment.patience import Patience
-from corral.deploy.deployment.state import Reason, State
+from corral.deploy.deployment.start_times import Phase, expectation, kind_of
+from corral.deploy.deployment.state import Patience, Reason, State
 from corral.deploy.launch.links import choose_link
-from corral.deploy.launch.masking import masked
-from corral.deploy.launch.paste import as_batch, as_shell
+from corral.deploy.launch.paste import as_batch, as_shell, masked
 from corral.deploy.launch.render import LaunchSpec, Order, render
 from corral.deploy.lifecycle import deployments
-from corral.deploy.lifecycle.cpu_measuring import measure_cpu, unmeasured
-from corral.deploy.lifecycle.staging import Staging
-from corral.deploy.lifecycle.starts import expectation, kind_of
+from corral.deploy.lifecycle.staging import Staging, measure_cpu, unmeasured
 from corral.deploy.lifecycle.successors import Chain, refuse_living_chain, write_chain
 from corral.deploy.lifecycle.watching import Reporter, wait_ready
 from corral.deploy.targets.base import Queue, Target, load_target
@@ -47,14 +43,12 @@ from corral.engines.runtimes.ray import ray_checks, refuse_known_lack
 from corral.plan.choose import make_plan
 from corral.plan.constraints import refuse_flags
 from corral.plan.contract import Goal, Plan
-from corral.plan.hardware.inventory import Inventory
-from corral.plan.hardware.share import NodeShare, within
+from corral.plan.hardware.inventory import Inventory, NodeShare, within
+from corral.plan.measured import planned_start, tuning_for
 from corral.plan.models import catalogue
 from corral.plan.models import store as model_store
 from corral.plan.models.facts import read_facts
 from corral.plan.models.store import EMBEDDED, ModelSource
-from corral.plan.start import planned_start
-from corral.plan.tuning import tuning_for
 
 __all__ = ["LaunchDecision", "Reporter", "Wish", "bring_up", "decide", "dry_run", "sized", "to_paste", "wait_ready"]
 

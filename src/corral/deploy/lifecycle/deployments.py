@@ -22,16 +22,13 @@ from corral.base.processes import Identity
 from corral.base.record import dump_json, from_json, load_json
 from corral.base.untrusted import parse_json
 from corral.client.endpoint import Endpoint
-from corral.deploy.deployment.course import Stretch, course_of, ends_at_s
 from corral.deploy.deployment.events import Event, Follower, read_events
-from corral.deploy.deployment.expectation import Expected
 from corral.deploy.deployment.fleet import refuse_fleet_name
 from corral.deploy.deployment.folder import DeploymentFolder, all_folders
-from corral.deploy.deployment.patience import Patience
-from corral.deploy.deployment.state import ENDED, Reason, State
+from corral.deploy.deployment.start_times import Expected, Stretch, course_of, ends_at_s
+from corral.deploy.deployment.state import ENDED, Patience, Reason, State
 from corral.deploy.launch.render import LaunchSpec
-from corral.deploy.lifecycle.traces import traces_of
-from corral.deploy.lifecycle.verdict import verdict
+from corral.deploy.lifecycle.status import traces_of, verdict
 from corral.deploy.targets.base import AgentsStatus, Target, load_target
 from corral.node.agent.processes import marked
 

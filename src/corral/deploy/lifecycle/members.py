@@ -9,7 +9,7 @@ from corral.base.errors import CorralError
 from corral.base.record import load_json
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.lifecycle.deployments import Record, plan_of, target_of
-from corral.deploy.lifecycle.traces import traces_of
+from corral.deploy.lifecycle.status import traces_of
 from corral.deploy.targets.base import Queue
 from corral.node.files import read_json
 

@@ -1,9 +1,14 @@
-"""Following a start until it is ready: what happens, how long that usually takes, what is wrong when it does not."""
+"""Following a start until it is ready: what happens, how long that usually takes, what is wrong when it does not.
+
+A start as lines on stderr, for programs that start a model from Python.
+"""
 
 from __future__ import annotations
 
 import itertools
 import shlex
+import sys
+import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -11,18 +16,39 @@ from corral.base.errors import LaunchError
 from corral.base.files import write_atomic
 from corral.base.home import home_dir
 from corral.base.record import dump_json, load_json
-from corral.deploy.deployment.course import Phase, durations
 from corral.deploy.deployment.events import Event, read_events
-from corral.deploy.deployment.expectation import Expected, duration
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.slowness import explain_slow
+from corral.deploy.deployment.start_times import Expected, Phase, duration, durations, remember_start
 from corral.deploy.deployment.state import Reason, State
 from corral.deploy.lifecycle import deployments
-from corral.deploy.lifecycle.starts import remember_start
 from corral.deploy.lifecycle.tunnel import ensure_tunnel
-from corral.plan import calibration
+from corral.plan import measured as calibration
 from corral.plan.contract import Plan
-from corral.plan.reconcile import read_log, reconcile
+from corral.plan.measured import read_log, reconcile
+
+
+class Lines:
+    """Tells on stderr what `up` is doing, a line for each phase."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet, self._began, self._phase = quiet, time.monotonic(), ""
+
+    def phase(self, name: str, expected: Expected | None = None) -> None:
+        if name != self._phase:
+            self._phase = name
+            self._write(f"{name} ({expected.text})" if expected else name)
+
+    def detail(self, text: str, done: int = 0, total: int = 0, news: bool = False) -> None:
+        if news:
+            self._write(text)
+
+    def note(self, text: str) -> None:
+        self._write(f"note: {text}")
+
+    def _write(self, text: str) -> None:
+        if not self._quiet:
+            sys.stderr.write(f"[{time.monotonic() - self._began:6.1f} s] {text}\n")
 
 
 class Reporter(Protocol):

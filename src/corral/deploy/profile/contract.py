@@ -24,7 +24,7 @@ from corral.deploy.targets.keys import (
     one_word,
     variables,
 )
-from corral.plan.token_count import token_count
+from corral.plan.contract import token_count
 
 TOKENS = ('a number of tokens such as 32768 or "32k"', token_count)
 

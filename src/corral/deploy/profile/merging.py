@@ -1,18 +1,37 @@
-"""A profile and the options of one command to the keyword arguments of a wish. Pure; an option given always wins."""
+"""A profile and the options of one command to the keyword arguments of a wish. Pure; an option given always wins.
+
+The hardware that a plan is for: what was named, what the profile says, or this machine's own.
+
+What a profile's storage means where the command runs: models that lie there already are not fetched again.
+
+Where this machine does not see that storage (a laptop before a cluster), nothing changes.
+
+What a plan for a profile rests on: lessons and measurements for the vLLM of the profile's runtime.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
-from corral.base.errors import UsageError
-from corral.deploy.deployment.patience import Patience
+from corral.base.errors import CorralError, UsageError
+from corral.base.home import home_dir
+from corral.deploy.deployment.state import Patience
 from corral.deploy.profile.profile import Profile
 from corral.deploy.slurm.commands import seconds
 from corral.deploy.targets.base import target_class
 from corral.deploy.targets.keys import is_placeholder
+from corral.engines.locks import PINNED_VERSION
 from corral.engines.planned import joined, read_back
+from corral.engines.runtimes.base import NodeSide, make_runtime
+from corral.plan.candidate import Tuning
+from corral.plan.hardware.inventory import Inventory, parse_gpus, probe
+from corral.plan.measured import tuning_for
+from corral.plan.models.facts import ModelFacts
 
 # options of a command that a profile knows nothing of, or leaves to the wish's own default
 PASSED_ON = ("name", "served_name", "flavour")
@@ -149,3 +168,53 @@ def _refuse_beyond_limits(profile: Profile, result: Mapping[str, Any]) -> None:
                 f"{asked:,} {what} exceed the {most:,} that the profile {profile.name!r} allows.",
                 f"Ask for less, or change limits.{key} ({profile.origin(f'limits.{key}')}).",
             )
+
+
+def hardware_of_plan(profile: Profile, gpus: str | None, nodes: int | None, link: str | None) -> Inventory:
+    """`--gpus` before the profile, the profile before this machine."""
+    if gpus is not None:
+        return parse_gpus(gpus, nodes, link or "ib-ndr")
+    if named := profile.inventory(nodes):
+        return replace(named, link=link or named.link)
+    if profile.target != "local":
+        raise UsageError(
+            f"the profile {profile.name!r} does not say what its nodes hold.",
+            'Add [hardware] gpus = "8xH100" to it, or give --gpus.',
+        )
+    if nodes is not None and nodes != 1:
+        raise UsageError("--nodes needs --gpus: what the other nodes hold is not known here.", "Add --gpus 8xH100.")
+    return probe()
+
+
+def with_storage(
+    profile: Profile, options: Mapping[str, Any], environ: MutableMapping[str, str] | None = None
+) -> dict[str, Any]:
+    """The options of a wish, with a model that the profile's storage holds named by its folder there."""
+    storage, environ = profile.settings.storage, os.environ if environ is None else environ
+    hub = Path(storage.hf_home).expanduser() if storage.hf_home else None
+    if hub and hub.is_dir():
+        environ.setdefault("HF_HOME", str(hub))
+    model = options.get("model")
+    if not storage.models or not model or model.startswith(("/", ".", "~")) or ".." in model:
+        return dict(options)
+    folder = Path(storage.models).expanduser()
+    for copy in (folder / model, folder / model.rpartition("/")[2]):  # by its whole name, or without its owner
+        if (copy / "config.json").is_file():
+            return {**options, "model": str(copy)}
+    return dict(options)
+
+
+def tuning_of_plan(
+    profile: Profile, facts: ModelFacts, inventory: Inventory, arguments: Sequence[str] = ()
+) -> Tuning:
+    """The numbers for the version of vLLM that the profile's runtime has, and for what vLLM's arguments bring.
+
+    Corral's own runtime is what a profile has that says nothing, and `corral up` may be told another: for it, the
+    version is the last one seen on this hardware.
+    """
+    version = ""
+    if profile.runtime != "managed":
+        node = NodeSide(str(home_dir()), "cuda" if inventory.gpu else "cpu", PINNED_VERSION)
+        with contextlib.suppress(CorralError):  # whoever starts it is told what is wrong with it
+            version = make_runtime(profile.runtime, profile.runtime_options, node).version
+    return tuning_for(facts, inventory, version, arguments, profile.runtime == "managed")

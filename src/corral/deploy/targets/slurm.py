@@ -31,12 +31,10 @@ from corral.deploy.deployment.state import Reason, State
 from corral.deploy.launch.links import Node, Ports
 from corral.deploy.launch.render import LaunchSpec, PlacedFile, agent_spec
 from corral.deploy.slurm import commands
-from corral.deploy.slurm.allocation import Allocation, find_allocation
 from corral.deploy.slurm.commands import SlurmJob
-from corral.deploy.slurm.early import refuse_lacking
 from corral.deploy.slurm.options import SlurmOptions
+from corral.deploy.slurm.preflight import Allocation, find_allocation, refuse_lacking, refuse_unseen
 from corral.deploy.slurm.script import BatchJob, batch_script
-from corral.deploy.slurm.shared_home import refuse_unseen
 from corral.deploy.slurm.states import standing
 from corral.deploy.targets.base import (
     AgentsStatus,

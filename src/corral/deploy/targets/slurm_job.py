@@ -18,8 +18,8 @@ from corral.deploy.deployment.folder import DeploymentFolder, RankFolder
 from corral.deploy.deployment.state import ENDED, Reason, State
 from corral.deploy.slurm import commands
 from corral.deploy.slurm.commands import SlurmJob
+from corral.deploy.slurm.preflight import REMEDY
 from corral.deploy.slurm.script import NOT_SEEN
-from corral.deploy.slurm.shared_home import REMEDY
 from corral.deploy.slurm.states import JobVerdict, exit_of, standing
 from corral.deploy.targets.base import AgentsStatus
 

@@ -40,18 +40,29 @@ from corral.deploy.launch.render import LaunchSpec, agent_spec, server_url
 from corral.deploy.targets.base import AgentsStatus, ChosenPorts, Declared, Progress
 from corral.deploy.targets.keys import Flag, Shared, Size, only_said
 from corral.deploy.targets.near_port import near_port
-from corral.deploy.targets.remote_answers import (
+from corral.deploy.targets.remote_files import (
     NodeReport,
     Started,
+    last_state,
+    last_word,
+    mirrored_sizes,
+    pack,
     read_removed,
     read_report,
     read_started,
     read_stopped,
 )
-from corral.deploy.targets.remote_files import last_state, last_word, mirrored_sizes, pack
-from corral.deploy.targets.ssh_nodes import address_of, bare, inventory_of, refuse_skew
-from corral.deploy.targets.ssh_options import SshKeys, SshOptions
-from corral.deploy.targets.ssh_reports import Answers, gather, is_away
+from corral.deploy.targets.ssh_nodes import (
+    Answers,
+    SshKeys,
+    SshOptions,
+    address_of,
+    bare,
+    gather,
+    inventory_of,
+    is_away,
+    refuse_skew,
+)
 from corral.deploy.transfer.in_place import find_on_nodes, lacking
 from corral.deploy.transfer.spread import ensure_folder
 from corral.plan.hardware.fabric import Fabric, choose_fabric

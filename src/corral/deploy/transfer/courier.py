@@ -2,6 +2,8 @@
 
 Nothing is placed on the host: the source travels on standard input, before the order. The courier ends when this
 process closes the connection or dies. Tokens go through standard input only.
+
+A source that is written to while it is copied: one error, with what changed and what to do.
 """
 
 from __future__ import annotations
@@ -18,11 +20,35 @@ from functools import lru_cache
 from typing import Any
 
 from corral.base.bundle import bundle
-from corral.base.errors import CorralError, DataError, UnreachableError
+from corral.base.errors import ConflictError, CorralError, DataError, UnreachableError
 from corral.base.ssh import Ssh
 from corral.base.untrusted import plain
-from corral.deploy.transfer.changed import changed_source
 from corral.deploy.transfer.courier_events import LONGEST_LINE_BYTES, read_event
+
+
+class ChangedSourceError(ConflictError):
+    """Nothing more of it is sent."""
+
+
+def changed_source(where: str, event: Mapping[str, Any]) -> ChangedSourceError:
+    """The error for what a courier said of its files."""
+    more = f" and {event['more']} more" if event["more"] else ""
+    return ChangedSourceError(
+        f"{where} changed while it was being copied: {_told(event)}{more}.",
+        "Wait until nothing writes there any more, then run the same command again: files that have arrived whole "
+        "are kept.",
+        path=event["path"],
+    )
+
+
+def _told(event: Mapping[str, Any]) -> str:
+    path, was, now = event["path"], event["was_bytes"], event["now_bytes"]
+    if event["how"] == "gone":
+        return f"{path} is gone"
+    if event["how"] == "new":
+        return f"{path} is new"
+    return f"{path} had {was:,} bytes and has {now:,}" if was != now else f"{path} was written to"
+
 
 HERE = "this machine"
 SSH_FAILED = 255  # what ssh itself ends with

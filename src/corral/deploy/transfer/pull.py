@@ -26,9 +26,8 @@ from corral.deploy.transfer.courier import HERE, ask_courier
 from corral.deploy.transfer.outcome import Origin, Outcome, Progress
 from corral.deploy.transfer.spread import HOME_ON_HOSTS, spread
 from corral.plan.models import store as model_store
-from corral.plan.models.hub import gated_error
+from corral.plan.models.hub import gated_error, token_origin
 from corral.plan.models.store import LEFT_OUT, ModelSource
-from corral.plan.models.token import token_origin
 
 NOT_THE_MODEL = ("original/*", ".cache/*", ".git/*")  # in a folder the user named, everything else is meant
 STORAGE = {"auto": "any", "shared": "shared", "local-disk": "own"}

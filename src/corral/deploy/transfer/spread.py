@@ -6,9 +6,9 @@ of a megabyte. (A tree that waits for whole copies needs log2(16) = 4; one that 
 needs 2, because its uplinks carry everything twice.) A slow node delays those behind it, but the slowest node decides
 when a deployment can start in any case. When a node is lost, those behind it go to the one before it and continue
 where they were; whom each may ask, and in which order, is decided before anything moves
-(`deploy/transfer/sources.py`).
+(`deploy/transfer/in_place.py`).
 
-A source that is written to meanwhile ends everything at once (`deploy/transfer/changed.py`): it would not arrive
+A source that is written to meanwhile ends everything at once (`deploy/transfer/courier.py`): it would not arrive
 whole.
 
 Nodes that see the same storage are found by a file that one writes and the others look for; it is filled once. Files
@@ -30,12 +30,11 @@ from typing import Any
 from corral.base.errors import ConflictError, CorralError, DataError, UnreachableError, UsageError
 from corral.base.record import to_json
 from corral.base.ssh import Ssh, each
-from corral.deploy.transfer.changed import changed_source
-from corral.deploy.transfer.courier import HERE, MOST_WAITING, Courier, Event
+from corral.deploy.transfer.courier import HERE, MOST_WAITING, Courier, Event, changed_source
 from corral.deploy.transfer.courier_events import CourierRow
+from corral.deploy.transfer.in_place import plan_sources, same_storage
 from corral.deploy.transfer.outcome import Origin, Outcome, Progress
 from corral.deploy.transfer.push import Push
-from corral.deploy.transfer.sources import plan_sources, same_storage
 
 __all__ = ["HOME_ON_HOSTS", "Origin", "Outcome", "Progress", "ensure_folder", "spread"]
 

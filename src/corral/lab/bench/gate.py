@@ -23,8 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from corral.lab.bench.metrics import Summary, percentile
-from corral.lab.bench.rows import RequestRow
+from corral.lab.bench.metrics import RequestRow, Summary, percentile
 from corral.lab.bench.server_metrics import ServerDelta
 from corral.lab.bench.spec import Spec
 

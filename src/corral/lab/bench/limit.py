@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from corral.lab.bench.metrics import Summary
 from corral.lab.bench.server_metrics import ServerDelta
 from corral.plan.contract import Plan
-from corral.plan.graphs import LARGER, largest_graph
 from corral.plan.load_speed import speed_at
+from corral.plan.settings import LARGER, largest_graph
 from corral.plan.speed import Efficiency
 
 NEAR = 0.65  # of what a cause allows: a run that is slower has another

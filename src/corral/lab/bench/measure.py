@@ -13,17 +13,14 @@ from corral.client.endpoint import Endpoint
 from corral.client.errors import KeyRefusedError, ServerGoneError, StrangerError
 from corral.deploy.lifecycle.deployments import plan_of
 from corral.lab.bench import store
-from corral.lab.bench.datasets import load_prompts
+from corral.lab.bench.datasets import Vocabulary, learn_vocabulary, load_prompts
 from corral.lab.bench.fingerprint import Fingerprint, find_folder, take
 from corral.lab.bench.gate import judge, verdict
 from corral.lab.bench.limit import cost_of, distance
-from corral.lab.bench.load import RequestOutcome, drive
-from corral.lab.bench.metrics import summarise
-from corral.lab.bench.rows import RequestRow
-from corral.lab.bench.schedule import send_times
+from corral.lab.bench.load import RequestOutcome, drive, send_times
+from corral.lab.bench.metrics import RequestRow, summarise
 from corral.lab.bench.server_metrics import MetricsWatcher, ServerSample, delta
 from corral.lab.bench.spec import LoadShape, Spec, Workload
-from corral.lab.bench.vocabulary import Vocabulary, learn_vocabulary
 from corral.plan.contract import Plan
 
 _WARM = 0x3A97_11ED  # warm-up prompts differ from all that are measured

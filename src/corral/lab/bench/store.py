@@ -26,8 +26,7 @@ from corral.base.record import dump_json, from_json, load_json, nearest, to_json
 from corral.lab.bench.fingerprint import Fingerprint
 from corral.lab.bench.gate import Problem
 from corral.lab.bench.limit import Limit, TokenCost
-from corral.lab.bench.metrics import Summary, details, vllm_keys
-from corral.lab.bench.rows import RequestRow, read_rows, write_rows
+from corral.lab.bench.metrics import RequestRow, Summary, details, read_rows, vllm_keys, write_rows
 from corral.lab.bench.server_metrics import ServerDelta, ServerSample
 from corral.lab.bench.spec import Spec
 from corral.plan.contract import Plan

@@ -1,23 +1,90 @@
 """The page of results that a terminal shows; plain lines, so that it can be piped and tested.
 
 `columns` is the width of the terminal; None is a pipe or a file, where every row and every fact is one line.
+
+A run over time: tokens, requests under way, and what the server said, in equal steps.
+
+Small plots of block characters for the terminal.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from corral.lab.bench.compare import MetricDifference
 from corral.lab.bench.gate import needed
 from corral.lab.bench.limit import TokenCost
-from corral.lab.bench.metrics import Spread, latencies_s
-from corral.lab.bench.rows import RequestRow
+from corral.lab.bench.metrics import RequestRow, Spread, latencies_s
 from corral.lab.bench.store import Run, Series
 from corral.lab.report.tables import fact_lines, flowing, table_lines, tied, wrapped
-from corral.lab.report.terminal_plots import bar, histogram, sparkline
-from corral.lab.report.timeline import timeline
 from corral.plan.speed import rounded
+
+
+@dataclass(frozen=True)
+class Timeline:
+    step_s: float
+    tokens_per_s: tuple[float, ...]
+    concurrency: tuple[float, ...]  # mean of each step
+
+
+def timeline(rows: Sequence[RequestRow], duration_s: float, steps: int = 60) -> Timeline:
+    """Output chunks per second and mean requests under way, in at most `steps` steps of at least 0.1 s."""
+    good = [row for row in rows if row.ok and row.chunk_ns]
+    if not good or duration_s <= 0:
+        return Timeline(1.0, (), ())
+    count = max(1, min(steps, int(duration_s / 0.1)))
+    width = duration_s * 1e9 / count
+    tokens, busy = [0.0] * count, [0.0] * count
+    for row in good:
+        scale = row.output_tokens / len(row.chunk_ns)  # several tokens may share a chunk
+        for t in row.chunk_ns:
+            tokens[min(count - 1, max(0, int(t / width)))] += scale
+        first, last = max(0.0, row.asked_ns / width), min(float(count), row.chunk_ns[-1] / width)
+        for step in range(int(first), min(count, int(last) + 1)):
+            busy[step] += max(0.0, min(last, step + 1) - max(first, step))
+    return Timeline(width / 1e9, tuple(n / (width / 1e9) for n in tokens), tuple(busy))
+
+
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+
+
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """A row of blocks from 0 to the highest value; more values than places are averaged."""
+    if not values:
+        return ""
+    if len(values) > width:
+        edges = [round(i * len(values) / width) for i in range(width + 1)]
+        values = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges) if b > a]
+    top = max(values) or 1.0
+    return "".join(_BLOCKS[max(0, min(8, math.ceil(v / top * 8)))] for v in values)
+
+
+def histogram(values: Sequence[float], width: int = 24) -> str:
+    """How values are distributed between their least and their P99, as a row of blocks."""
+    ordered = sorted(values)
+    if not ordered:
+        return ""
+    low, high = ordered[0], ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]
+    if high <= low:
+        return _BLOCKS[8]
+    counts = [0] * width
+    for value in ordered:
+        if value <= high:
+            counts[min(width - 1, int((value - low) / (high - low) * width))] += 1
+    top = max(counts)
+    return "".join(_BLOCKS[max(1 if count else 0, round(count / top * 8))] for count in counts)
+
+
+def bar(value: float, top: float, width: int = 20) -> str:
+    """A horizontal bar, good to an eighth of a character."""
+    eighths = round(max(0.0, min(1.0, value / top if top else 0.0)) * width * 8)
+    return "█" * (eighths // 8) + (_EIGHTHS[eighths % 8] if eighths % 8 else "")
+
 
 _TITLES = {
     "ttft": "time to first token",

@@ -15,8 +15,7 @@ from statistics import median
 
 from corral.base.errors import UsageError
 from corral.lab.simulate.measured import ExactRecorder, MeasuredRun, RunFigures
-from corral.lab.simulate.regression import regress, regress_cpu
-from corral.lab.simulate.solver import least_squares
+from corral.lab.simulate.regression import least_squares, regress, regress_cpu
 from corral.lab.simulate.steptime import FittedSteps, linearised
 from corral.lab.simulate.world import MemberModel, simulate_load
 

@@ -1,6 +1,14 @@
 """A forecast with its error: what is simulated, and around each figure how far it may be off.
 
 Without a fit there is no interval: the roofline's error is known only where it was measured.
+
+How far a forecast may be off: the interval around each of its figures.
+
+Two errors go into it. Step times may be wrong by a share, so the load is simulated again with all of them longer and
+shorter by `STEP_ERROR`: far from saturation that moves latencies by as much, near it by several times that, which is
+how such forecasts go wrong. And the fit's own error on its runs is added on both sides. What lies beyond the
+measurements widens both. `STEP_ERROR` was chosen so that nine of ten figures of the held-out runs in tests/data lie
+within; docs/simulate.md says how many did on which hardware.
 """
 
 from __future__ import annotations
@@ -11,14 +19,57 @@ from dataclasses import dataclass, replace
 
 from corral.lab.bench.spec import Slo
 from corral.lab.simulate.engine import EngineShape
-from corral.lab.simulate.fitting import Fit, fitted_member
-from corral.lab.simulate.interval import Interval, beyond, intervals, step_error
+from corral.lab.simulate.fitting import Fit, MeasuredRange, fitted_member
 from corral.lab.simulate.measured import LoadPoint, MeasuredRun
 from corral.lab.simulate.outcome import SimOutcome
 from corral.lab.simulate.requests import FirstOf, RequestSource
 from corral.lab.simulate.steptime import linearised, planned_steps
 from corral.lab.simulate.world import MemberModel, ScalingModel, simulate_load
 from corral.plan.contract import Plan
+
+# what a forecast says of a metric -> the error of a fit that belongs to it
+INTERVAL_METRICS = {"ttft": "ttft_p50", "tpot": "tpot_p50", "e2el": "e2el_mean", "throughput": "throughput"}
+STEP_ERROR = 0.1
+LEAST_ERROR = 0.03
+MOST_STEP_ERROR = 0.9
+
+Interval = tuple[float, float]  # shares of a figure, below and above it
+
+
+def beyond(span: MeasuredRange, point: LoadPoint) -> tuple[tuple[str, ...], float]:
+    """What lies outside of what was measured, in words, and by how many doublings in all."""
+    words, doublings = [], 0.0
+    for name, value, (low, high) in (
+        ("requests at once", point.at_once, span.concurrency),
+        ("prompt tokens", point.prompt, span.input_len),
+        ("answer tokens", point.output, span.output_len),
+    ):
+        one = math.log2(max(value / max(high, 1e-9), low / max(value, 1e-9), 1.0))
+        if one > 0.07:
+            doublings += one
+            words.append(f"{value:,.0f} {name}; measured {low:,.0f} to {high:,.0f}")
+    return tuple(words), doublings
+
+
+def step_error(fit: Fit, factor: float = 1.0) -> float:
+    """By what share step times may be off."""
+    return min(MOST_STEP_ERROR, factor * max(STEP_ERROR, fit.worst("e2el_mean")))
+
+
+def intervals(
+    fit: Fit, figures: dict[str, float], run: Callable[[float], dict[str, float]], factor: float = 1.0
+) -> dict[str, Interval]:
+    """Around each of `figures`, with what `run` gives when every step takes so many times longer."""
+    wrong = step_error(fit, factor)
+    slow, quick = run(1 + wrong), run(1 / (1 + wrong))
+    found = {}
+    for name, error in INTERVAL_METRICS.items():
+        own = factor * max(LEAST_ERROR, fit.worst(error))
+        values = [figures[name], slow[name], quick[name]]
+        here = figures[name] or 1.0
+        found[name] = (min(values) / here / (1 + own) - 1, max(values) / here * (1 + own) - 1)
+    return found
+
 
 FIRST = 5000  # requests of a longer load with which its interval is found
 

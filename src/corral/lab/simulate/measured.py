@@ -14,8 +14,7 @@ from pathlib import Path
 
 from corral.base.errors import DataError, UsageError
 from corral.lab.bench import store
-from corral.lab.bench.metrics import percentile
-from corral.lab.bench.rows import RequestRow
+from corral.lab.bench.metrics import RequestRow, percentile
 from corral.lab.simulate.engine import EngineShape
 from corral.lab.simulate.outcome import Recorder
 from corral.lab.simulate.requests import ClosedLoop, OpenLoop, RequestSource, SimRequest

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from corral.lab.bench.slope import slope_of
+from corral.lab.bench.metrics import slope_of
 from corral.lab.bench.spec import Slo
 
 _WIDTH = math.log(1.004)

@@ -10,8 +10,7 @@ from corral.lab.report.page import cards, document, table
 from corral.lab.report.svg import Curve, chart
 from corral.lab.report.tables import table_lines, wrapped
 from corral.lab.report.text import figure
-from corral.lab.simulate.forecast import Forecast, SimServer
-from corral.lab.simulate.interval import STEP_ERROR
+from corral.lab.simulate.forecast import STEP_ERROR, Forecast, SimServer
 from corral.lab.simulate.outcome import SimOutcome, SloResult
 from corral.lab.simulate.validation import Validation
 

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from corral.client.trace import read_trace
 from corral.lab.bench.datasets import varied
-from corral.lab.bench.schedule import drawn_gaps
+from corral.lab.bench.load import drawn_gaps
 from corral.lab.bench.spec import LoadShape, Workload
 
 

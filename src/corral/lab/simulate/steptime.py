@@ -16,9 +16,9 @@ from typing import Protocol
 
 from corral.plan.contract import Plan
 from corral.plan.cpu_speed import CpuCosts, products
-from corral.plan.graphs import largest_graph
 from corral.plan.load_speed import speed_at
 from corral.plan.models.facts import ModelFacts
+from corral.plan.settings import largest_graph
 from corral.plan.speed import Efficiency, Roof, roof_of, tiled
 
 LONE_TOKENS = 64  # of the prompt and the answer by which the planner is asked for a lone request on a CPU

@@ -9,10 +9,10 @@ from dataclasses import replace
 from corral.base.errors import DoesNotFitError
 from corral.deploy.lifecycle.bringup import Wish, sized
 from corral.engines.planned import read_back
-from corral.lab.tune.setups import Knob, KnobKind
+from corral.lab.tune.knobs import Knob, KnobKind
 from corral.plan.contract import UTILISATION, Plan
-from corral.plan.gains import vllm_defaults
-from corral.plan.graphs import own_largest
+from corral.plan.judged import vllm_defaults
+from corral.plan.settings import own_largest
 
 RANDOM = "random"  # a search, not a setup (see `random_search`)
 BASELINES = ("stock", "digitalocean")

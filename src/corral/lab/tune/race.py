@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from corral.lab.tune.setups import BASE, Knob, KnobKind, Setup
+from corral.lab.tune.knobs import BASE, Knob, KnobKind, Setup
 from corral.lab.tune.trials import (
     EDGES,
     LEAST_NOISE,

@@ -10,8 +10,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from corral.lab.tune.knobs import BASE, KnobKind, Setup
 from corral.lab.tune.race import LONGER, Race, expected_costs, verdict
-from corral.lab.tune.setups import BASE, KnobKind, Setup
 from corral.lab.tune.trials import Gain, Purpose, Trial, TrialOrder, compared
 
 MEETINGS = 4

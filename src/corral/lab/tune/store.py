@@ -25,7 +25,7 @@ from corral.lab.bench.spec import Spec
 from corral.lab.tune.objective import Objective
 from corral.lab.tune.race import Race
 from corral.lab.tune.trials import Trial
-from corral.plan.hardware.share import NodeShare
+from corral.plan.hardware.inventory import NodeShare
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from corral.lab.bench.compare import t_quantile
-from corral.lab.tune.setups import Setup
+from corral.lab.tune.knobs import Setup
 
 LEAST_NOISE = 0.01  # nobody's starts agree better
 ENOUGH = 8  # degrees of freedom, from which one of them is given for what longer measurements add
@@ -38,7 +38,7 @@ class TrialOrder:
 
 @dataclass(frozen=True)
 class Roofline:
-    """What a trial's server could give at the load it got, in the unit of the score (see `lab.tune.roofline`)."""
+    """What a trial's server could give at the load it got, in the unit of the score (see `lab.tune.objective`)."""
 
     hardware: float | None
     planned: float

@@ -1,7 +1,7 @@
 """The race on real servers: start a setup, measure it, stop it, write the trial down, ask what comes next.
 
 Several trials run at once where each has hardware of its own: as jobs of a scheduler, or on GPUs of their own. On the
-same GPUs servers may start together, but nothing starts beside what is measured (see `lab.tune.turns`).
+same GPUs servers may start together, but nothing starts beside what is measured (see `lab.tune.parallel_trials`).
 """
 
 from __future__ import annotations
@@ -18,21 +18,18 @@ from corral.base.errors import CorralError
 from corral.base.lock import exclusive_lock
 from corral.client.client import run as run_loop
 from corral.client.endpoint import Endpoint
-from corral.deploy.deployment.expectation import Expected
 from corral.deploy.deployment.folder import DeploymentFolder
+from corral.deploy.deployment.start_times import Expected
 from corral.deploy.deployment.state import State
 from corral.deploy.lifecycle import bringup, deployments
 from corral.lab.bench.measure import Bench
-from corral.lab.tune.beside import run_beside
-from corral.lab.tune.knobs import tuned_wish
-from corral.lab.tune.objective import measure_score
+from corral.lab.tune.knobs import BASE, Knob, Setup, tuned_wish
+from corral.lab.tune.objective import measure_score, roofline
+from corral.lab.tune.parallel_trials import Turns, run_beside, with_part
 from corral.lab.tune.race import RaceResult, next_order, verdict
 from corral.lab.tune.random_search import next_random
-from corral.lab.tune.roofline import roofline
-from corral.lab.tune.setups import BASE, Knob, Setup
 from corral.lab.tune.store import TuneRun, TuneSpec
 from corral.lab.tune.trials import Roofline, Trial, TrialOrder
-from corral.lab.tune.turns import Turns, with_part
 
 LONGEST_NAME = 60
 

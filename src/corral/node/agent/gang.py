@@ -24,8 +24,7 @@ import time
 from typing import Any, Dict, List, Optional, Tuple
 
 from ..states import Reason, State
-from .gang_line import Line, Strangers, read_order, read_standing
-from .own_link import link_is_down
+from .gang_line import Line, Strangers, link_is_down, read_order, read_standing
 
 Json = Dict[str, Any]
 SAY_EVERY_S = 0.3

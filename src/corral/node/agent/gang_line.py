@@ -7,11 +7,16 @@ conversation. So nobody in between can say something in another's name, leave a 
 said is not secret. What it means is checked by `read_standing` and `read_order`: an agent may be broken, too.
 
 Standard library only, Python 3.8 or later, nothing of corral: the source is sent to the node.
+
+Whether this node's own cable is the one that is cut: who loses all others has probably lost itself.
+
+Standard library only, Python 3.8 or later, nothing of corral: the source is sent to the node.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import hmac
 import json
@@ -23,6 +28,7 @@ import threading
 import time
 from typing import Any, Dict, List, Optional, Union
 
+from ..files import read_text
 from ..states import Reason
 
 Json = Dict[str, Any]
@@ -206,3 +212,22 @@ def _is_count(value: Optional[Any]) -> bool:
 def _seconds(value: Any, otherwise: float) -> float:
     good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     return min(1e9, max(0.0, float(value))) if good else otherwise
+
+
+_SIOCGIFADDR = 0x8915
+
+
+def interface_of(address: str) -> str:
+    """The interface of this machine that has an IPv4 address; empty where none is found."""
+    for _, name in socket.if_nameindex():
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
+            found = fcntl.ioctl(asker.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            if socket.inet_ntoa(found[20:24]) == address:
+                return name
+    return ""
+
+
+def link_is_down(address: str) -> bool:
+    """Whether the interface with this address has no carrier now; False where that cannot be known."""
+    name = interface_of(address)
+    return bool(name) and read_text("/sys/class/net/%s/operstate" % name) in ("down", "lowerlayerdown", "notpresent")

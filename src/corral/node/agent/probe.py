@@ -13,10 +13,8 @@ from typing import Any, Callable, Dict, NamedTuple, Optional, Set, Tuple
 from ..states import Reason
 from ..tcp_table import users_at_other_end
 from .container import Container
-from .load_log import LoadLog
-from .metrics import figures
-from .processes import descendants
-from .sockets import listener_users, listeners, sockets_of
+from .load_log import LoadLog, figures
+from .processes import descendants, listener_users, listeners, sockets_of
 
 Json = Dict[str, Any]
 HEALTH_EVERY_S = 5.0

@@ -8,16 +8,15 @@ import sys
 import time
 from typing import IO, Sequence
 
-from .changes import ChangedError
-from .depot import Depot, Item
+from .courier_files import Depot, Item
 from .fetch import Fetch
 from .folders import Tree, listing
 from .hashes import Hashes, hash_files
-from .hub import hub
+from .protocol import Json, TroubleError, read_line, tell
 from .server import end_when_idle, start_server
+from .sources import hub
 from .storage import Nonce, free_bytes, read_speed, seen
-from .talk import Json, TroubleError, read_line, tell
-from .watched import Watched
+from .watched import ChangedError, Watched
 
 
 def serve(order: Json, stdin: IO[bytes]) -> None:

@@ -10,15 +10,14 @@ import threading
 import time
 from typing import IO, Any, Iterator, List, Optional
 
-from .depot import Depot, Item
+from .courier_files import Depot, Item
 from .folders import Tree
 from .hashes import HASHES_FILE, Hashes, git_sha1_of, sha256_of
-from .landing import Landing
-from .leftovers import lock, opened, remove_given_up, remove_leftovers, take_lock
+from .landing import Landing, lock, opened, remove_given_up, remove_leftovers, take_lock
 from .manifest import checked
+from .protocol import Json, Pace, TroubleError, read_line, tell
 from .sources import Source, as_connection_errors
 from .storage import free_bytes, seen, sync_file_system
-from .talk import Json, Pace, TroubleError, read_line, tell
 
 SMALL_BYTES = 1 << 20  # smaller files travel many to a request, and only when whole
 PACK_BYTES = 8 << 20

@@ -9,7 +9,7 @@ import os
 from typing import Iterator, List, Sequence, Tuple
 
 from .manifest import OWN_FILES, inner_target, split
-from .talk import Json, TroubleError
+from .protocol import Json, TroubleError
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 NO_FOLDER = (errno.ELOOP, errno.ENOTDIR, errno.EMLINK)  # as systems call a link where a folder was asked for

@@ -13,8 +13,8 @@ import tempfile
 import threading
 from typing import Any, Callable, Dict, List, Optional, Sequence
 
-from .changes import Change, ChangedError, changed_file, status_of
-from .talk import Json, Pace, tell
+from .protocol import Json, Pace, tell
+from .watched import Change, ChangedError, changed_file, status_of
 
 HASHES_FILE = ".corral-hashes.json"
 

@@ -11,7 +11,7 @@ import fnmatch
 import re
 from typing import Any, Dict, List, Optional, Sequence, Set
 
-from .talk import Json, TroubleError
+from .protocol import Json, TroubleError
 
 KINDS = ("file", "link", "folder")
 OWN_FILES = (".corral-*", ".*.corral-part")

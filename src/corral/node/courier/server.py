@@ -12,9 +12,8 @@ import threading
 import time
 from typing import Any, Dict, List, Set, Tuple
 
-from .depot import Depot, Item
-from .signature import Doorkeeper
-from .talk import Json
+from .courier_files import Depot, Item
+from .protocol import Doorkeeper, Json
 
 PENDING_S = 10.0  # for a stranger to say who he is
 MOST_PENDING = 64  # strangers at once; one more, and the one who has been silent longest goes

@@ -10,7 +10,7 @@ import time
 from typing import IO, List, Sequence
 
 from .folders import listing
-from .talk import Json, tell
+from .protocol import Json, tell
 
 
 class Nonce:

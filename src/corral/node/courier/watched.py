@@ -3,6 +3,8 @@
 A file that is written to while it is copied arrives with bytes of two versions, which its hash finds out only at the
 end, and at every further attempt. Here that is noticed where the file is: before its bytes go out, and by a look at
 all that is wanted every second or so (less often where a look takes long).
+
+What became of a listed file: whether it is still the one that was listed, by its size and time.
 """
 
 from __future__ import annotations
@@ -11,13 +13,47 @@ import contextlib
 import os
 import threading
 import time
-from typing import IO, List, Optional, Sequence
+from typing import IO, List, NamedTuple, Optional, Sequence
 
-from .changes import Change, ChangedError, changed_file, status_of
-from .depot import Depot, Item
+from .courier_files import Depot, Item
 from .folders import listing
 from .hashes import sha256_of
-from .talk import Json, TroubleError
+from .protocol import Json, TroubleError, tell
+
+
+class Change(NamedTuple):
+    """One file that is not what was listed; 0 bytes where there is, or was, none."""
+
+    path: str
+    how: str  # rewritten, gone, new
+    was_bytes: int
+    now_bytes: int
+
+
+class ChangedError(Exception):
+    """The source is being changed."""
+
+    def __init__(self, changes: Sequence[Change]) -> None:
+        super().__init__(changes[0].path)
+        self.changes = changes
+
+    def tell(self) -> None:
+        tell("changed", **self.changes[0]._asdict(), more=len(self.changes) - 1)
+
+
+def changed_file(row: Json, found: Optional[os.stat_result]) -> Optional[Change]:
+    """A listed file beside what is there now."""
+    if found is None:
+        return Change(row["path"], "gone", row["size"], 0)
+    same = (found.st_size, found.st_mtime_ns) == (row["size"], row.get("mtime_ns"))
+    return None if same else Change(row["path"], "rewritten", row["size"], found.st_size)
+
+
+def status_of(path: str) -> Optional[os.stat_result]:
+    with contextlib.suppress(FileNotFoundError):
+        return os.stat(path)
+    return None
+
 
 LOOK_S = 1.0
 SHARE = 20  # a look may take one part in so many of the time

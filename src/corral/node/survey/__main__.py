@@ -7,13 +7,11 @@ import threading
 import time
 from typing import Any, Callable, Dict
 
-from .fingerprint import fingerprints
-from .gpus import gpus
-from .listeners import ports
 from .machine import cores, cpu, hf_token, identity, limits, memory, tools
 from .network import interfaces, rdma
 from .readiness import readiness
-from .storage import disks, nonces, paths, read_speed, shm, written
+from .storage import disks, fingerprints, nonces, paths, read_speed, shm, written
+from .usage import gpus, ports
 
 Json = Dict[str, Any]
 LIMIT_S = 20.0

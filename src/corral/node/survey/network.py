@@ -8,7 +8,7 @@ from typing import Any, Dict, List, Tuple
 
 from ..adapters import default_interface, rdma_ports
 from ..files import read_text as read
-from .sources import number
+from .machine import number
 
 Json = Dict[str, Any]
 CONTAINER_BRIDGES = re.compile(r"^(docker|br-[0-9a-f]{12}|cni|podman|lxcbr|lxdbr|incusbr|flannel|cilium|kube)")

@@ -3,6 +3,10 @@
 `memory_gib` is what the CUDA driver reports as total (`cudaMemGetInfo`), which is what vLLM multiplies by
 `gpu_memory_utilization`; it is less than the box says. Rates are the vendors' dense figures (no sparsity, fp32
 accumulation); what of them is reached in practice is `corral.plan.speed`'s business.
+
+A part of the machines that several deployments share: which nodes, and which GPUs or cores of each.
+
+What of a machine is left to a deployment that shares it with others.
 """
 
 from __future__ import annotations
@@ -218,3 +222,36 @@ def probe() -> Inventory:
         return base
     kind, memory = recognise(seen.name, seen.memory_bytes)
     return replace(base, gpu=kind, gpus_per_node=seen.count, memory_bytes_per_gpu=memory, driver=seen.driver)
+
+
+@dataclass(frozen=True)
+class NodeShare:
+    """What one of several deployments may use; what is left empty is not divided."""
+
+    nodes: tuple[str, ...] = ()  # as the target names them
+    gpus: tuple[int, ...] = ()  # by number, on each of its nodes
+    cores: tuple[int, ...] = ()  # by number, of machines without GPUs
+    memory_bytes: int = 0  # of the memory that was free when the machine was divided; 0: all
+
+    def env(self) -> dict[str, str]:
+        """What keeps an engine within its part of a machine."""
+        if self.gpus:
+            return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpus))}
+        if self.cores:
+            return {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, self.cores))}
+        return {}
+
+
+def within(inventory: Inventory, share: NodeShare) -> Inventory:
+    """The inventory as a plan may use it: some of the GPUs, or some of the cores and of the memory."""
+    if share.gpus:
+        inventory = replace(inventory, gpus_per_node=len(share.gpus))
+    if share.cores:
+        inventory = replace(inventory, cpu_cores=len(share.cores))
+    if share.memory_bytes and inventory.gpu is None:
+        return replace(
+            inventory,
+            host_memory_bytes=min(inventory.host_memory_bytes, share.memory_bytes),
+            host_available_bytes=min(inventory.host_available_bytes, share.memory_bytes),
+        )
+    return inventory

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from corral.base.errors import ConflictError
 from corral.base.wording import counted
 from corral.deploy.deployment.fleet import FleetNode
-from corral.plan.hardware.share import NodeShare
+from corral.plan.hardware.inventory import NodeShare
 
 
 def place_all(nodes: Sequence[FleetNode], count: int, most: int) -> tuple[NodeShare, ...]:

@@ -18,7 +18,7 @@ from corral.base.errors import ConflictError, CorralError
 from corral.base.lock import SILENT_S, FileLock
 from corral.base.processes import Identity
 from corral.base.record import load_json
-from corral.client.retry import backoff_s
+from corral.client.fanout import backoff_s
 from corral.deploy.deployment.events import append_event
 from corral.deploy.deployment.fleet import (
     Fleet,

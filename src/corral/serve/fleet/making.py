@@ -30,8 +30,7 @@ from corral.deploy.launch.render import LaunchSpec
 from corral.deploy.lifecycle import bringup, deployments
 from corral.deploy.lifecycle.watching import Reporter
 from corral.deploy.targets.base import load_target, target_class
-from corral.plan.hardware.inventory import Inventory
-from corral.plan.hardware.share import NodeShare
+from corral.plan.hardware.inventory import Inventory, NodeShare
 from corral.serve.fleet.division import place, place_all
 
 MOST_MEMBERS = 1000

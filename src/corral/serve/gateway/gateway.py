@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from corral.base.record import nearest
-from corral.client.http1.writing import response
+from corral.client.http1 import response
 from corral.serve.gateway import pages
 from corral.serve.gateway.asks import BadAskError, RoutedPrompt, TokenScale, read_prompt
 from corral.serve.gateway.passage import Passage

@@ -6,7 +6,7 @@ import json
 import time
 from typing import Protocol
 
-from corral.client.http1.reading import Headers
+from corral.client.http1 import Headers
 from corral.serve.gateway.asks import RoutedPrompt
 from corral.serve.gateway.policies import OUTPUT_WEIGHT
 from corral.serve.gateway.pool import ModelPool

@@ -6,7 +6,7 @@ import hmac
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from corral.client.http1.reading import Headers
+from corral.client.http1 import Headers
 from corral.serve.gateway.client_keys import digest_of
 
 

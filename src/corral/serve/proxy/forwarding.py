@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from corral.client.http1.reading import Headers
+from corral.client.http1 import Headers
 
 # of one connection, not of the message
 HOP_BY_HOP = frozenset(

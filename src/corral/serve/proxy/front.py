@@ -11,8 +11,7 @@ import time
 from collections import deque
 from typing import Protocol, cast
 
-from corral.client.http1.reading import BadMessageError, Headers, HeadTooLongError, RequestReader, has_token
-from corral.client.http1.writing import response
+from corral.client.http1 import BadMessageError, Headers, HeadTooLongError, RequestReader, has_token, response
 from corral.serve.proxy.host import Host
 from corral.serve.proxy.relay import Relay
 from corral.serve.proxy.request import Request

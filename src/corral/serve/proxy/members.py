@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from corral.client.http1.reading import Headers
+from corral.client.http1 import Headers
 from corral.deploy.deployment.state import ENDED, State
 from corral.serve.proxy.member import Member, Waiter, told_if_all_failed
 from corral.serve.proxy.request import Request

@@ -17,8 +17,7 @@ import time
 from typing import Protocol
 
 from corral.client.errors import StrangerError
-from corral.client.http1.reading import Headers
-from corral.client.http1.writing import LAST_CHUNK, chunk, response, status_line
+from corral.client.http1 import LAST_CHUNK, Headers, chunk, response, status_line
 from corral.deploy.deployment.state import State
 from corral.serve.proxy.forwarding import forwarded
 from corral.serve.proxy.host import Host

@@ -10,7 +10,7 @@ import gc
 import time
 from collections.abc import Iterable
 
-from corral.client.http1.address import http_url
+from corral.client.http1 import http_url
 from corral.client.pool import open_files
 from corral.deploy.deployment.state import ENDED
 from corral.serve.proxy.figures import Figures

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from corral.client.http1.reading import Headers
+from corral.client.http1 import Headers
 from corral.serve.proxy.forwarding import forwarded
 
 _WITH_BODY = frozenset((b"POST", b"PUT", b"PATCH"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from corral.client.http1.reading import Headers
+from corral.client.http1 import Headers
 from corral.serve.proxy.member import Member, Waiter
 from corral.serve.proxy.request import Request
 

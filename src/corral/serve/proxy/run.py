@@ -17,7 +17,7 @@ from corral.base.files import write_atomic
 from corral.base.processes import Identity, own_identity, port_refused
 from corral.base.record import dump_json, load_json
 from corral.client.client import run as run_loop
-from corral.client.http1.address import http_url
+from corral.client.http1 import http_url
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.state import State
 from corral.deploy.lifecycle.successors import ChainMember, all_standings

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from corral.client.http1.writing import response
+from corral.client.http1 import response
 from corral.serve.proxy.host import ProxyLimits
 from corral.serve.proxy.member import Member
 from corral.serve.proxy.members import Members

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Sequence
 from typing import Protocol, cast
 
-from corral.client.http1.reading import BadMessageError, Headers, ResponseReader
+from corral.client.http1 import BadMessageError, Headers, ResponseReader
 
 
 class Receiver(Protocol):

@@ -26,6 +26,6 @@ and model with those of the first run is the caller's part (`job` does it for ba
 endpoint loss and moves (`ModelServer.find`), adaptive concurrency per endpoint, signals (drain), cancel files and a
 full disk. `check.scan` reads every input format into a Table.
 
-Programs say `corral.batch(…)` (`use/batch/call.py`). Python gives that name to this package, so the package is
+Programs say `corral.batch(…)` (`use/batch/batch.py`). Python gives that name to this package, so the package is
 callable.
 """

@@ -18,10 +18,9 @@ from corral.use.batch.core.run import BatchState
 from corral.use.batch.input.check import RowProblem, read_problems, scan
 from corral.use.batch.input.recipe import Recipe
 from corral.use.batch.input.rows import open_source
-from corral.use.batch.job import BatchRecord, load_record
-from corral.use.batch.jobs.queued import QueuedState, cancel_waiting, queued_states
-from corral.use.batch.sharing.blocks import held_blocks, load_division
-from corral.use.batch.sharing.parts import all_parts, claim_path, runners_of
+from corral.use.batch.jobs.submit import QueuedState, cancel_waiting, queued_states
+from corral.use.batch.sharing.parts import all_parts, claim_path, held_blocks, load_division, runners_of
+from corral.use.batch.spec import BatchRecord, load_record
 
 
 @dataclass(frozen=True)

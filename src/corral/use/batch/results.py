@@ -21,8 +21,8 @@ from corral.use.batch.core.folder import BatchFolder
 from corral.use.batch.core.ledger import read_ledger
 from corral.use.batch.core.records import FAILED, FINE
 from corral.use.batch.core.table import RowReader, Table
-from corral.use.batch.job import BatchRecord, load_record
 from corral.use.batch.sharing.parts import all_parts
+from corral.use.batch.spec import BatchRecord, load_record
 
 LONGEST = 20_000  # characters of one text that are shown
 _EXAMPLES = 5  # rows that are named of one cause

@@ -1,8 +1,22 @@
-"""Who serves the model of a batch: endpoints that are there, or a model that is started for it and stopped."""
+"""Who serves the model of a batch: endpoints that are there, or a model that is started for it and stopped.
+
+Rows go to the engine inside its own process, without HTTP: with `--offline`, or where a batch starts the model.
+
+The server is the deployment that any batch would use, with its agent, restarts and log; only the way of the rows is
+another one (`corral.client.row_socket`), so that ledger, retries, pace and results are those of every batch. It works
+where the engine runs on the machine of the runner: a deployment here, a model that the batch starts here, or the one
+beside a runner in a job of a scheduler.
+
+Whether HTTP was the limit of a batch: how busy the engine's API server processes were while it ran.
+
+Measured, not guessed: the processor time of the processes that listen at the deployment's row sockets, which are on
+this machine. Nothing is said of engines elsewhere, nor of a batch too short to tell.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,17 +25,55 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from corral.base.errors import CorralError, NotFoundError, UsageError
+from corral.base.processes import processor_s
 from corral.base.record import to_json
-from corral.client.endpoint import ModelServer
+from corral.client.endpoint import Absence, Endpoint, ModelServer
+from corral.client.row_socket import RowSocketEndpoint, has_row_socket, row_processes
+from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.lifecycle.resolve import DeploymentServer, FleetServer, find_servers, served_by
 from corral.use.batch.core.run import Listener, RunSummary, Share, run_share
-from corral.use.batch.core.runner import RunnerSettings, Work
-from corral.use.batch.in_process import InProcessServer
+from corral.use.batch.core.runner import Counts, Runner, RunnerSettings, Work
 from corral.use.batch.input.lengths import Counter, engine_counter, server_counter
-from corral.use.batch.job import BatchOrder, load_record
+from corral.use.batch.spec import BatchOrder, load_record
 
 if TYPE_CHECKING:
     from corral.deploy.lifecycle.bringup import LaunchDecision, Wish
+
+
+class InProcessServer:
+    """A server of a long job that takes rows through its sockets; where it has none and may, over HTTP."""
+
+    def __init__(self, inner: ModelServer, over_http: bool = False) -> None:
+        self.name, self._inner, self._over_http = inner.name, inner, over_http
+        self.seats = inner.seats
+        self._had_sockets = False
+
+    def find(self) -> Endpoint | None:
+        endpoint = self._inner.find()
+        folder = _sockets_of(endpoint) if endpoint else None
+        if endpoint is None or folder is None:
+            return endpoint if self._over_http else None
+        self._had_sockets = True
+        return RowSocketEndpoint(endpoint.base_url, endpoint.model, endpoint.key_file, folder)
+
+    def absence(self) -> Absence:
+        """Why there is none; a ready server that never had a socket here will not get one by waiting."""
+        if self._inner.find() is None or self.find() is not None or self._had_sockets:
+            return self._inner.absence()
+        error = UsageError(
+            f"{self.name} takes no rows in process: its engine does not run on this machine, or an older Corral "
+            "started it.",
+            "Leave out --offline, and rows go over HTTP; or start the model here: --start MODEL.",
+        )
+        return Absence(error.message.rstrip("."), error.remedy, error)
+
+
+def _sockets_of(endpoint: Endpoint) -> str | None:
+    """The folder of the sockets of a deployment: the key of what Corral serves lies in its deployment's folder."""
+    if endpoint.key_file is None:
+        return None
+    folder = str(DeploymentFolder(Path(endpoint.key_file).parent).rank(0).path)
+    return folder if has_row_socket(folder) else None
 
 
 RAY_DATA = "ray-data"
@@ -47,7 +99,7 @@ class Offline:
     def wish(self, name: str, **more: Any) -> Wish:
         """What `corral up` would be asked."""
         from corral.deploy.lifecycle.bringup import Wish
-        from corral.plan.fixed import parse_assignments
+        from corral.plan.settings import parse_assignments
 
         said = dict(self.more)
         context = {"context": self.context} if self.context else {}
@@ -224,3 +276,52 @@ def _tokenizer_here(decision: LaunchDecision) -> Counter | None:
     model = model_store.already_here(decision.source)
     engine = engines.find(decision.flavour)
     return engine_counter(engine.python, model) if model and engine else None
+
+
+BUSY = 0.8  # of one core, on average over the processes
+LEAST_S = 5.0
+
+
+def advice(busy: float, processes: int) -> str:
+    """What to do about API servers that busy; empty where they are not the limit."""
+    if busy < BUSY:
+        return ""
+    who = "API server was" if processes == 1 else f"{processes} API servers were"
+    return f"the engine's {who} busy {busy:.0%} of the time: --offline hands rows over without HTTP"
+
+
+class FrontEndWatch:
+    """Passes on what happens, and looks at the API servers of deployments at the beginning and at the end."""
+
+    def __init__(self, inner: Listener, names: Sequence[str]) -> None:
+        self._inner, self._folders = inner, [str(DeploymentFolder.of(name).rank(0).path) for name in names]
+        self._began: dict[int, float] = {}
+        self._began_s = 0.0
+
+    def note(self, kind: str, text: str) -> None:
+        self._inner.note(kind, text)
+
+    def tick(self, counts: Counts, runner: Runner) -> None:
+        if not self._began_s:
+            self._begin([lane.client.endpoint for lane in runner.lanes if lane.up and lane.client])
+        self._inner.tick(counts, runner)
+
+    def _begin(self, used: Sequence[Endpoint]) -> None:
+        """Once a server is there; where rows go in process, there is nothing to watch."""
+        if used:
+            in_process = any(isinstance(one, RowSocketEndpoint) for one in used)
+            self._began, self._began_s = {} if in_process else self._read(), time.monotonic()
+
+    def advice(self) -> str:
+        """What the time since the beginning says."""
+        took_s = time.monotonic() - self._began_s
+        now = self._read() if self._began and took_s >= LEAST_S else {}
+        both = [now[pid] - before for pid, before in self._began.items() if pid in now]
+        return advice(sum(both) / took_s / len(both), len(both)) if both else ""
+
+    def _read(self) -> dict[int, float]:
+        found = {}
+        for pid in (pid for folder in self._folders for pid in row_processes(folder)):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                found[pid] = processor_s(pid)
+        return found

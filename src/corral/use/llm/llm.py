@@ -16,9 +16,8 @@ from corral.client import metrics as engine_metrics
 from corral.client.client import CHAT, COMPLETIONS, Client, wait
 from corral.client.endpoint import Endpoint
 from corral.client.errors import RequestError, error_from_status
-from corral.client.fanout import CONCURRENCY, fan_out
+from corral.client.fanout import CONCURRENCY, RETRIES, fan_out
 from corral.client.reply import Piece, Reply, Token
-from corral.client.retry import RETRIES
 from corral.client.sampling import Sampling, request_fields, with_length
 from corral.use.llm import token_bytes
 from corral.use.llm.token_view import TokenView

@@ -12,8 +12,8 @@ from corral.base.record import load_json
 from corral.client.endpoint import Endpoint
 from corral.deploy.deployment.folder import all_folders, open_folder
 from corral.deploy.lifecycle import bringup, deployments
-from corral.deploy.lifecycle.lines import Lines
 from corral.deploy.lifecycle.resolve import ready_endpoint, resolve
+from corral.deploy.lifecycle.watching import Lines
 from corral.plan.contract import Goal
 from corral.use.llm.llm import LLM
 

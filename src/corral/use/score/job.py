@@ -20,16 +20,15 @@ from corral.base.files import write_atomic
 from corral.base.lock import beating
 from corral.base.record import to_json
 from corral.client.endpoint import ModelServer
-from corral.use.batch.core.folder import BEFORE, BatchFolder
+from corral.use.batch.core.folder import BEFORE, BatchFolder, BatchLock
 from corral.use.batch.core.ledger import Ledger, LedgerEntry
-from corral.use.batch.core.lock import BatchLock
 from corral.use.batch.core.records import FAILED, FINE
 from corral.use.batch.core.run import BatchState, Listener, run_share, whole_share
 from corral.use.batch.core.runner import RowAsk, RunnerSettings
 from corral.use.batch.core.table import Table
 from corral.use.batch.input.check import RowProblem, read_problems, scan
 from corral.use.batch.input.rows import InputSource, open_source
-from corral.use.batch.job import folder_of
+from corral.use.batch.spec import folder_of
 from corral.use.score.likelihood import ScoreOptions, ScoreRow
 from corral.use.score.row_files import ScoreRows, write_parquet
 from corral.use.score.score import Asking, BadRow, Scoring, bad_row, summary

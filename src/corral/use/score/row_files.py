@@ -11,8 +11,8 @@ from typing import Any
 
 from corral.base.errors import DataError
 from corral.base.files import create_private
+from corral.use.batch.input.formats import decode_row
 from corral.use.batch.input.recipe import Parsed
-from corral.use.batch.input.row_limits import decode_row
 from corral.use.batch.input.rows import optional
 from corral.use.score.likelihood import ScoreRow, read_row
 

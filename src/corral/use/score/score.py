@@ -22,10 +22,9 @@ from typing import Any, TypeVar
 from corral.base.errors import CorralError, DataError, EngineError, UsageError
 from corral.client.client import COMPLETIONS, Client
 from corral.client.errors import MalformedReplyError, PromptTooLongError, RequestError, error_from_status
-from corral.client.fanout import run_workers
+from corral.client.fanout import retried, run_workers
 from corral.client.pool import Page
 from corral.client.reply import Reply
-from corral.client.retry import retried
 from corral.use.batch.core.runner import RowRequest
 from corral.use.score.likelihood import (
     Likelihood,

@@ -28,16 +28,17 @@ import msgspec
 
 from corral.base.errors import DataError
 from corral.base.files import create_private
-from corral.use.batch.core.damage import LedgerFiles, set_aside
 from corral.use.batch.core.folder import BatchFolder, sync_dir
 from corral.use.batch.core.records import (
     FAILED,
     FINE,
     RECORD_BYTES,
+    LedgerFiles,
     LedgerRecord,
     end_of_records,
     pack_record,
     read_records,
+    set_aside,
 )
 from corral.use.batch.core.table import Table
 

@@ -1,6 +1,11 @@
 """The records of a ledger as bytes: 40 each, with a checksum that tells a damaged one from a good one.
 
 Every record stands at a multiple of its size: whatever happened to one, the others are found and read.
+
+What a disk damaged is kept: a copy of the ledger, and the lines whose records cannot be read any more.
+
+Nothing is taken out of a ledger before its copy is safely on disk, in `damaged.1` (2, 3, …) of the job's folder. The
+rows of damaged records are done again; their old lines are there for whoever wants them.
 """
 
 from __future__ import annotations
@@ -9,7 +14,12 @@ import os
 import struct
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
+
+from corral.base.errors import DataError
+from corral.base.files import create_private
+from corral.use.batch.core.folder import BatchFolder, sync_dir
 
 FINE, FAILED = 0, 1
 _FIELDS = struct.Struct("<QQQIII")
@@ -60,3 +70,70 @@ def end_of_records(size: int, damaged: list[int]) -> int:
             break
         end = at
     return end
+
+
+_NAMES = ("results.jsonl", "errors.jsonl")
+_PIECE = 1 << 20
+
+
+class LedgerFiles(NamedTuple):
+    """The open files of a ledger: its two files of lines, and its records."""
+
+    fds: list[int]
+    ledger_fd: int
+
+
+def set_aside(folder: BatchFolder, files: LedgerFiles) -> Path:
+    """Copy a damaged ledger, and the lines that no readable record names; where to."""
+    try:
+        copy = _new_folder(folder.path)
+        _copy(files.ledger_fd, [(0, os.fstat(files.ledger_fd).st_size)], copy / "ledger")
+        for kind, name in zip((FINE, FAILED), _NAMES, strict=True):
+            if unnamed := list(_unnamed(files, kind)):
+                _copy(files.fds[kind], unnamed, copy / name)
+        sync_dir(copy)
+        sync_dir(folder.path)
+    except OSError as error:
+        raise DataError(
+            f"the ledger of {folder.output} is damaged, and cannot be copied before it is mended: "
+            f"{error.strerror or error}.",
+            "Nothing was changed. Make room, then run the same command again.",
+            errno=error.errno,
+        ) from error
+    return copy
+
+
+def _new_folder(parent: Path) -> Path:
+    number = 1
+    while True:
+        made = parent / f"damaged.{number}"
+        try:
+            made.mkdir(mode=0o700)
+        except FileExistsError:
+            number += 1
+        else:
+            return made
+
+
+def _unnamed(files: LedgerFiles, kind: int) -> Iterator[tuple[int, int]]:
+    """The stretches of a file of lines that belong to no readable record, as start and end."""
+    at = 0
+    for record in read_records(files.ledger_fd):
+        if record.kind == kind:
+            start = record.end - record.length
+            if start > at:
+                yield at, start
+            at = max(at, record.end)
+    size = os.fstat(files.fds[kind]).st_size
+    if size > at:
+        yield at, size
+
+
+def _copy(source: int, stretches: list[tuple[int, int]], path: Path) -> None:
+    with os.fdopen(create_private(path), "wb") as file:
+        for at, end in stretches:
+            while at < end and (piece := os.pread(source, min(_PIECE, end - at), at)):
+                file.write(piece)
+                at += len(piece)
+        file.flush()
+        os.fsync(file.fileno())

@@ -20,13 +20,12 @@ from typing import Any, Protocol
 from corral.base.lock import beating
 from corral.client.client import run as run_loop
 from corral.client.endpoint import ModelServer
-from corral.use.batch.core.fleet import Lane
-from corral.use.batch.core.folder import BatchFolder
+from corral.use.batch.core.folder import BatchFolder, BatchLock
+from corral.use.batch.core.lanes import Lane
 from corral.use.batch.core.ledger import Ledger, LedgerEntry, Tally
-from corral.use.batch.core.lock import BatchLock
-from corral.use.batch.core.outbox import Outbox
 from corral.use.batch.core.runner import Counts, Feed, InOrder, Runner, RunnerSettings, Work
 from corral.use.batch.core.table import RowReader, Table
+from corral.use.batch.core.write_buffer import Outbox
 
 _COUNTED = ("rows", "before", "fine", "failed", "left", "prompt_tokens", "cached_tokens", "output_tokens", "retries",
             "losses", "stolen", "groups", "example", "peak_in_flight")  # fmt: skip

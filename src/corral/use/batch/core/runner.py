@@ -21,16 +21,15 @@ from typing import Any, NamedTuple, Protocol
 from corral.base.errors import CorralError, DataError, EngineError, UnreachableError
 from corral.client.endpoint import ModelServer
 from corral.client.errors import RequestError
+from corral.client.fanout import backoff_s
 from corral.client.pool import Page, open_files
 from corral.client.reply import Reply
-from corral.client.retry import backoff_s
-from corral.use.batch.core.fleet import Lane
+from corral.use.batch.core.lanes import Lane, Verdict, judge
 from corral.use.batch.core.ledger import LedgerEntry
-from corral.use.batch.core.outbox import Outbox
 from corral.use.batch.core.pace import LanePace
 from corral.use.batch.core.records import FAILED, FINE
-from corral.use.batch.core.retry import Verdict, judge
 from corral.use.batch.core.table import RowReader
+from corral.use.batch.core.write_buffer import Outbox
 
 KEPT = "Everything up to here is kept. When the server is back, run the same command again."
 _OTHER_FILES = 64  # that a process has open besides its connections

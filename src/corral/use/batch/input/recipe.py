@@ -20,7 +20,7 @@ from corral.base.errors import DataError, UsageError
 from corral.base.record import nearest
 from corral.client.client import CHAT, COMPLETIONS
 from corral.client.sampling import FIELDS, body_fields, check_fields, parse_cell, with_length
-from corral.use.batch.input.row_limits import decode_row
+from corral.use.batch.input.formats import decode_row
 
 OPENAI, PLAIN, AUTO = "openai", "plain", "auto"
 _OPENAI_KEYS = ("custom_id", "method", "url", "body")

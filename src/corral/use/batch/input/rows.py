@@ -26,9 +26,7 @@ import msgspec
 from corral.base.errors import DataError, UsageError
 from corral.base.files import existing_file
 from corral.base.record import nearest
-from corral.use.batch.input.arrays import array_values
-from corral.use.batch.input.csv_lines import CsvLines, LongRowError
-from corral.use.batch.input.row_limits import LONGEST_ROW, TOO_LONG
+from corral.use.batch.input.formats import LONGEST_ROW, TOO_LONG, CsvLines, LongRowError, array_values
 
 FORMATS = ("jsonl", "json", "text", "csv", "tsv", "parquet")
 _ENDINGS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".txt": "text", ".text": "text", ".csv": "csv",

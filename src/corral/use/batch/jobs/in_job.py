@@ -29,10 +29,10 @@ from corral.deploy.targets.base import OwnJob, Queue, Target
 from corral.use.batch.batch import Result, again, carry_out
 from corral.use.batch.core.run import Listener
 from corral.use.batch.core.runner import Counts, Runner, RunnerSettings
-from corral.use.batch.job import load_record
-from corral.use.batch.jobs.queued import add_job, cancel_waiting, jobs_of
+from corral.use.batch.jobs.submit import add_job, cancel_waiting, jobs_of
 from corral.use.batch.serving import Served
 from corral.use.batch.sharing.shared import Sharing
+from corral.use.batch.spec import load_record
 
 WARNING = "SIGUSR1"
 

@@ -1,10 +1,18 @@
 """vLLM engines on a Ray cluster that is already there (`ray.data.llm`): a file of rows in, answers out.
 
 Ray and vLLM must be importable here (Corral installed into the cluster's environment).
+
+The number format of an engine on the CPUs of a Ray cluster: there no plan is made, and vLLM's own choice is the
+checkpoint's, which some CPUs cannot multiply in at all (bf16 on a Neoverse-N1 ends the engine).
+
+Why an engine under Ray died: Ray's own error seldom knows, but the log of the engine's worker does.
+
+Only the logs of this node can be read; an engine that died on another node is explained by Ray's words alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -15,12 +23,70 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from corral.base.errors import UnreachableError, UsageError
-from corral.deploy.deployment.diagnosis import Diagnosis
-from corral.plan.engine import VLLM_DTYPES
-from corral.plan.fixed import parse_assignments, read_fixed
+from corral.deploy.deployment.diagnosis import Diagnosis, diagnose, last_lines
+from corral.deploy.deployment.state import Reason
+from corral.plan.cpu import quick_format
+from corral.plan.hardware.cpu import CpuFacts, common_cpu, parse_cpuinfo
+from corral.plan.settings import VLLM_DTYPES, parse_assignments, read_fixed
 from corral.use.batch.input.rows import optional
-from corral.use.batch.raydata.cpus import cluster_cpu, format_on
-from corral.use.batch.raydata.logs import logs_folder, why_died
+
+_ANSWER_S = 60
+
+
+def cluster_cpu(ray: Any) -> CpuFacts | None:
+    """What the CPUs of the cluster's nodes have in common; None where a node does not tell."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
+
+    def read() -> tuple[str, str]:  # inside, so that it travels whole: it runs on Ray's workers
+        import pathlib
+        import platform
+
+        return pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace"), platform.machine()
+
+    task = ray.remote(num_cpus=0, max_retries=0)(read)
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    asked = [task.options(scheduling_strategy=On(node, soft=False)).remote() for node in nodes]
+    try:
+        told = ray.get(asked, timeout=_ANSWER_S)
+    except Exception:  # Ray's errors have no common root; the engine's own start will say what is wrong
+        return None
+    return common_cpu([parse_cpuinfo(*one) for one in told])
+
+
+def format_on(cpu: CpuFacts | None, given: str | None) -> tuple[dict[str, str], str]:
+    """The engine's `dtype`, none where vLLM's own choice is good, and a word on it; what is `given` stays."""
+    quick, fp32 = quick_format(cpu), VLLM_DTYPES["fp32"]
+    if quick.format != "fp32" or given == fp32:
+        return {}, ""
+    if given is not None:
+        return {}, f"{given} may crawl or fail here: {quick.because}"
+    return {"dtype": fp32}, f"the engine computes in fp32: {quick.because}"
+
+
+_LINES = 200
+
+
+def logs_folder(ray: Any) -> Path | None:
+    """Where the workers of this node write, as far as Ray tells."""
+    with contextlib.suppress(AttributeError, TypeError):
+        return Path(ray._private.worker.global_worker.node.get_logs_dir_path())
+    return None
+
+
+def why_died(logs: Path | None, since_s: float) -> Diagnosis | None:
+    """The cause that a worker's log written after a moment names, the newest first; None where none does."""
+    if logs is None:
+        return None
+    found = []
+    for path in [*logs.glob("worker-*.err"), *logs.glob("worker-*.out")]:
+        with contextlib.suppress(OSError):
+            if (written_s := path.stat().st_mtime) >= since_s:
+                found.append((written_s, path))
+    causes = [diagnose(last_lines(path, _LINES)) for _, path in sorted(found, reverse=True)]
+    causes = [why for why in causes if why.evidence]
+    known = [why for why in causes if why.reason is not Reason.ENGINE_EXITED]
+    return next(iter([*known, *causes]), None)
+
 
 _ENGINE_NAMES = {
     "tensor": "tensor_parallel_size",

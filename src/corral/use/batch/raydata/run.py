@@ -20,8 +20,8 @@ from typing import Any
 import msgspec
 
 from corral.base.errors import CorralError, EngineError, UsageError
-from corral.base.interruption import terminated_as_interrupted
 from corral.base.lock import beating
+from corral.base.processes import terminated_as_interrupted
 from corral.client.client import CHAT
 from corral.client.reply import Choice, Reply, Timing, Usage
 from corral.use.batch.core.folder import PartFolder

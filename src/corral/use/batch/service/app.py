@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from corral.base.errors import CorralError, NotFoundError
 from corral.client.client import CHAT, COMPLETIONS
-from corral.use.batch.service.refusal import Refusal
+from corral.serve.asgi_server import Refusal
 from corral.use.batch.service.store import ENDED, Store
 from corral.use.batch.service.upload import pieces_in_time, receive
 

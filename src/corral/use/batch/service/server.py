@@ -16,10 +16,10 @@ from typing import Self
 
 from corral.base.home import home_dir
 from corral.client.endpoint import Endpoint
-from corral.use.batch.core.lock import BatchLock
+from corral.serve.asgi_server import Hosted
+from corral.use.batch.core.folder import BatchLock
 from corral.use.batch.core.runner import RunnerSettings
 from corral.use.batch.service.app import make_app
-from corral.use.batch.service.hosting import Hosted
 from corral.use.batch.service.store import Store
 from corral.use.batch.service.workers import Workers
 from corral.use.batch.serving import Where

@@ -16,7 +16,7 @@ import anyio.to_thread
 from python_multipart.exceptions import MultipartParseError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from corral.use.batch.service.refusal import Refusal
+from corral.serve.asgi_server import Refusal
 
 SILENCE_S = 60.0  # between two pieces of a body
 BUFFER_BYTES = 1 << 20

@@ -4,12 +4,21 @@ A batch that was under way when the service ended is queued again at its next st
 the model is away, or the machine is short of something (`shortage`), a batch waits and says so; a bad input, a
 refused key or a run-away failure rate fails it. A worker that dies is replaced, and its batch goes on with another;
 one whose workers keep dying fails, with the reason.
+
+What the machine lacks just now (room on the disk, descriptors, memory), and whether it has it again.
+
+A shortage is nobody's fault who sent a batch: it pauses one, and the batch goes on by itself. Texts name no path of
+the server.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
+import errno
+import os
 import queue
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -17,15 +26,75 @@ from pathlib import Path
 from typing import Any
 
 from corral.base.errors import CorralError, NotFoundError, UnreachableError
+from corral.serve.asgi_server import without_paths
 from corral.use.batch.batch import carry_out
 from corral.use.batch.core.folder import BatchFolder
 from corral.use.batch.core.runner import Counts, Runner, RunnerSettings
 from corral.use.batch.input.recipe import OPENAI, Recipe
-from corral.use.batch.job import BatchOrder
-from corral.use.batch.service.refusal import without_paths
-from corral.use.batch.service.shortage import Shortage, has_room, shortage_of
 from corral.use.batch.service.store import ENDED, Store
 from corral.use.batch.serving import Where
+from corral.use.batch.spec import BatchOrder
+
+PROBE_BYTES = 1 << 20
+PROBE_FILES = 24
+
+
+class Shortage(enum.Enum):
+    """What is short; the value is the code that clients see."""
+
+    DISK = "server_disk_full"
+    FILES = "server_out_of_file_descriptors"
+    MEMORY = "server_out_of_memory"
+
+    @property
+    def text(self) -> str:
+        return f"Paused: {_WORDS[self]}. The batch continues by itself when there is some again; nothing is lost."
+
+
+_WORDS = {
+    Shortage.DISK: "the server has no room on its disk",
+    Shortage.FILES: "the server has no free file descriptors",
+    Shortage.MEMORY: "the server has no free memory",
+}
+_NUMBERS = {
+    errno.ENOSPC: Shortage.DISK,
+    errno.EDQUOT: Shortage.DISK,
+    errno.EMFILE: Shortage.FILES,
+    errno.ENFILE: Shortage.FILES,
+    errno.ENOMEM: Shortage.MEMORY,
+    errno.ENOBUFS: Shortage.MEMORY,
+    errno.EAGAIN: Shortage.MEMORY,  # no further process or thread
+}
+
+
+def shortage_of(error: BaseException) -> Shortage | None:
+    """The shortage that an error, or what it came from, is about."""
+    seen: BaseException | None = error
+    while seen is not None:
+        number = seen.errno if isinstance(seen, OSError) else None
+        if isinstance(seen, CorralError):
+            number = seen.details.get("errno")
+        if number in _NUMBERS:
+            return _NUMBERS[number]
+        if isinstance(seen, MemoryError) or (isinstance(seen, RuntimeError) and "start new thread" in str(seen)):
+            return Shortage.MEMORY
+        seen = seen.__cause__ or seen.__context__
+    return None
+
+
+def has_room(folder: Path) -> bool:
+    """Whether files can be opened and a little can be written there: tried, because quotas are told nowhere else."""
+    with contextlib.ExitStack() as stack:
+        try:
+            for _ in range(PROBE_FILES):
+                stack.callback(os.close, os.open(folder, os.O_RDONLY))
+            with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+                written = file.write(bytes(PROBE_BYTES))
+                os.fsync(file.fileno())
+                return written == PROBE_BYTES
+        except (OSError, MemoryError):
+            return False
+
 
 AGAIN_S = 5.0
 LOOK_S = 1.0

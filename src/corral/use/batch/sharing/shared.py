@@ -25,14 +25,22 @@ from corral.base.files import write_atomic
 from corral.base.lock import beating
 from corral.base.processes import Identity
 from corral.base.record import dump_json, load_json
-from corral.use.batch.core.folder import BatchFolder, PartFolder, sync_dir
+from corral.use.batch.core.folder import BatchFolder, BatchLock, PartFolder, sync_dir
 from corral.use.batch.core.ledger import Ledger, Tally
-from corral.use.batch.core.lock import BatchLock
 from corral.use.batch.core.run import BatchState, Listener, RunSummary, Share, commit_first
 from corral.use.batch.core.runner import Counts, Feed
-from corral.use.batch.job import BatchOrder, BatchRecord, Prepared, prepare
-from corral.use.batch.sharing.blocks import BlockFeed, Division, block_size, load_division
-from corral.use.batch.sharing.parts import Others, Participant, all_parts, bury, runners_of
+from corral.use.batch.sharing.parts import (
+    BlockFeed,
+    Division,
+    Others,
+    Participant,
+    all_parts,
+    block_size,
+    bury,
+    load_division,
+    runners_of,
+)
+from corral.use.batch.spec import BatchOrder, BatchRecord, Prepared, prepare
 
 MANY_PARTS = 64  # after so many attempts they are gathered before going on
 ALONE_S = 5.0  # a lock that is held longer than this, with no sign of sharing, is that of a lone runner

@@ -1,0 +1,239 @@
+"""The type of options that take a length of time.
+
+The type of options that take a number of tokens.
+
+Where to run, as options of the command line: every target's own, from its declaration, in a group of its own.
+
+A flag that only one target has decides for that target; one that several have (an interface between nodes) decides
+nothing, and goes to whichever is meant by others or by the profile.
+
+Options that several verbs share: which server, and every sampling parameter, made from its table.
+
+Asking for the hub's token where a gated model needs one: at a terminal, unseen, and once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import re
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import click
+
+from corral.base.errors import AccessError, UnreachableError, UsageError
+from corral.base.files import read_text
+from corral.cli.help_pages import GroupedOption
+from corral.client.sampling import PARAMETERS, STRUCTURED, parse_assignments
+from corral.deploy.targets.base import TARGETS, target_class
+from corral.deploy.targets.keys import Flag
+from corral.plan.contract import token_count
+
+SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+PART = r"(\d+(?:\.\d+)?)(ms|[hms])"
+WRITTEN = r"(?=.)(\d+(\.\d+)?h)?\s*(\d+(\.\d+)?m(?!s))?\s*(\d+(\.\d+)?s)?\s*(\d+(\.\d+)?ms)?"
+
+
+class Duration(click.ParamType[float]):
+    """Seconds, from `90s`, `40m`, `1h30m` or `1.5`; a number alone is in `unit`."""
+
+    name = "duration"
+
+    def __init__(self, at_least_s: float = 0.0, unit: str = "s") -> None:
+        self.at_least_s = at_least_s
+        self.unit = unit
+
+    def convert(self, value: str | float, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, int | float):
+            return float(value)
+        seconds = self._seconds(value.strip())
+        if seconds is None:
+            self.fail(f"{value!r} is not a duration: write 90s, 40m or 1h30m.", param, ctx)
+        if seconds < self.at_least_s:
+            self.fail(f"{value!r} is too short: at least {self.at_least_s:g} s.", param, ctx)
+        return seconds
+
+    def _seconds(self, text: str) -> float | None:
+        if re.fullmatch(r"\d+(\.\d+)?", text):
+            return float(text) * SECONDS[self.unit]
+        if not re.fullmatch(WRITTEN, text):
+            return None
+        return sum(float(number) * SECONDS[unit] for number, unit in re.findall(PART, text))
+
+
+class TokenCount(click.ParamType[int]):
+    """A number of tokens, at least 1: 32768, or 32k."""
+
+    name = "tokens"
+
+    def convert(self, value: str | int, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        return value if isinstance(value, int) else token_count(value)
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+PREFIX = "target_option_"  # of the parameters, so that no other option has their name
+
+
+def _flags() -> dict[str, tuple[Flag, tuple[str, ...]]]:
+    """Every flag of every target once, by its name, and the targets that have it."""
+    found: dict[str, tuple[Flag, tuple[str, ...]]] = {}
+    for target in TARGETS:
+        for flag in target_class(target).FLAGS:
+            known = found.get(flag.name, (flag, ()))
+            found[flag.name] = (known[0], (*known[1], target))
+    return found
+
+
+def target_options(command: F) -> F:
+    """All flags of all targets."""
+    for flag, targets in reversed(_flags().values()):
+        command = click.option(
+            flag.name,
+            PREFIX + flag.name.strip("-").replace("-", "_"),
+            cls=GroupedOption,
+            heading="Options for " + " and ".join(target_class(target).TITLE or target for target in targets),
+            type=click.IntRange(min=flag.least) if flag.least is not None else str,
+            multiple=not flag.option,
+            metavar=flag.metavar,
+            help=flag.help,
+        )(command)
+    return command
+
+
+def chosen_target(given: Mapping[str, Any], on: str | None) -> tuple[str | None, dict[str, object]]:
+    """The target that the command line names, None for the profile's; and options for it."""
+    said = {name: value for name, value in given.items() if name.startswith(PREFIX) and value not in (None, ())}
+    flags = {PREFIX + name.strip("-").replace("-", "_"): row for name, row in _flags().items()}
+    options: dict[str, object] = {}
+    deciding: dict[str, str] = {}  # target -> the flag that says so
+    for name, value in said.items():
+        flag, targets = flags[name]
+        if not flag.option:
+            options |= {pair.partition("=")[0]: pair.partition("=")[2] or True for pair in value}
+        else:
+            options[flag.option] = flag.read(value) if flag.read else value
+        if len(targets) == 1:
+            deciding.setdefault(targets[0], flag.name)
+    if len(deciding) > 1:
+        one, other = list(deciding.items())[:2]
+        raise UsageError(f"{one[1]} is for {one[0]}, {other[1]} for {other[0]}.", "Leave one of them out.")
+    if options and not deciding and on is None:
+        named = ", ".join(flags[name][0].name for name in said)
+        raise UsageError(f"{named} is for several nodes.", "Say which: --hosts, --nodes, or a profile with --on.")
+    return next(iter(deciding), None), options
+
+
+_KINDS: dict[str, Any] = {"int": int, "float": float, "text": str, "texts": str, "ints": int}
+
+
+def deployment_argument(command: F) -> F:
+    """[NAME]: the deployment that the verb is about; it may be left out when there is only one."""
+    return click.argument("name", required=False)(command)
+
+
+def endpoint_options(command: F) -> F:
+    """--deployment and what `server_options` has: for verbs whose object is something else, an input for example."""
+    help_text = "Deployment to use (default: the only one that is ready)."
+    return click.option("--deployment", "-d", "name", metavar="NAME", help=help_text)(server_options(command))
+
+
+def server_options(command: F) -> F:
+    """--url, --key-file, --model: any server."""
+    for option in reversed(
+        (
+            click.option("--url", help="Address of any OpenAI-compatible server (default: OPENAI_BASE_URL if set)."),
+            click.option("--key-file", metavar="FILE", help="File with its key (default: OPENAI_API_KEY if set)."),
+            click.option("--model", metavar="NAME", help="Served model, when the server has several."),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+def sampling_options(command: F) -> F:
+    """One option for each sampling parameter, then the forms of structured answers, then --param."""
+    command = click.option("--param", "extra", multiple=True, metavar="NAME=VALUE",
+                           help="Any other field of the request, sent as it is; repeatable.")(command)  # fmt: skip
+    for name, (_, text) in reversed(STRUCTURED.items()):
+        flag = "--" + name.replace("_", "-")
+        many = name == "choice"
+        hint = (
+            " (@FILE reads it from a file)" if name in ("json_schema", "grammar") else "; repeatable" if many else ""
+        )
+        command = click.option(flag, name, multiple=many, help=text.rstrip(".") + hint + ".", metavar="TEXT")(command)
+    for parameter in reversed(PARAMETERS.values()):
+        flag = "--" + parameter.name.replace("_", "-")
+        names = ["-n", flag] if parameter.name == "n" else [flag]
+        text = parameter.help + (f"  [{parameter.range_text}]" if _is_worth_saying(parameter.range_text) else "")
+        if parameter.kind == "flag":
+            command = click.option(f"{flag}/--no-{flag[2:]}", parameter.name, default=None, help=text)(command)
+        else:
+            many = parameter.kind in ("texts", "ints")
+            command = click.option(
+                *names,
+                parameter.name,
+                type=_KINDS[parameter.kind],
+                multiple=many,
+                help=text,
+                metavar=_meta(parameter.kind),
+            )(command)
+    return command
+
+
+def _is_worth_saying(text: str) -> bool:
+    return bool(text) and "9.2" not in text  # the range of 64-bit numbers is nobody's concern
+
+
+def _meta(kind: str) -> str:
+    return {"int": "N", "ints": "ID", "float": "X"}.get(kind, "TEXT")
+
+
+def taken_sampling(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling parameters among a command's options, as `corral.use.llm.llm` takes them."""
+    found = {name: value for name in PARAMETERS if (value := given.get(name)) not in (None, ())}
+    for name in STRUCTURED:
+        value = given.get(name)
+        if value not in (None, ()):
+            found[name] = list(value) if name == "choice" else _read(value) if name != "regex" else value
+    if given.get("extra"):
+        found["extra"] = parse_assignments(given["extra"])
+    return found
+
+
+def _read(value: str) -> str:
+    return read_text(value[1:]) if value.startswith("@") else value
+
+
+T = TypeVar("T")
+
+
+def with_token(work: Callable[[], T]) -> T:
+    """The work's result; where the hub wants a token and there is none, the user is asked and it is done again."""
+    try:
+        return work()
+    except AccessError as error:
+        repo = error.details.get("needs_token")
+        if not repo or not (sys.stdin.isatty() and sys.stderr.isatty()):
+            raise
+        _ask(repo)
+    return work()
+
+
+def _ask(repo: str) -> None:
+    """Ask for a token, try it, and keep it; one that the hub refuses is not kept."""
+    from corral.plan.models.hub import check_repository, checked_token, keep_token
+
+    click.echo(
+        f"{repo} is gated. Request access at https://huggingface.co/{repo}, and make a token with the right to read\n"
+        "at https://huggingface.co/settings/tokens.",
+        err=True,
+    )
+    try:
+        token = checked_token(getpass.getpass("Token (not shown while you type or paste it): "))
+    except EOFError:
+        token = checked_token("")
+    with contextlib.suppress(UnreachableError):  # the nodes may reach what this machine does not
+        check_repository(repo, token)
+    click.echo(f"kept in {keep_token(token)}", err=True)

@@ -1,0 +1,229 @@
+"""What people see: phases as they happen, tables, sizes and times in words.
+
+On a terminal the current phase is one live line with a spinner, and finished phases stay above it with their time;
+elsewhere (logs, pipes, CI) every phase is a plain line. All of it goes to stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import click
+
+from corral.base.errors import CorralError
+from corral.base.record import to_json
+from corral.base.ssh import WAITING
+from corral.base.untrusted import plain
+from corral.deploy.deployment.start_times import Expected, Phase, amount, duration, left_s
+from corral.lab.report import tables
+
+__all__ = [
+    "PhaseScreen",
+    "duration",
+    "event_line",
+    "explain",
+    "explain_error",
+    "print_json",
+    "print_table",
+    "say_waiting",
+    "since",
+    "tell",
+]
+
+
+def tell(text: str, err: bool = False, nl: bool = True) -> None:
+    """Say how the work goes. A reader who left (`| head -1`) must not end it: from then on nothing is said."""
+    try:
+        click.echo(text, err=err, nl=nl, color=False if os.environ.get("NO_COLOR") else None)
+    except OSError:
+        with contextlib.suppress(OSError, ValueError):  # what stands for the stream may have no descriptor
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, (sys.stderr if err else sys.stdout).fileno())
+            os.close(nowhere)
+
+
+def explain(lead: str, text: str) -> None:
+    """A sentence on stderr after its lead. Words of other machines may be in it: none may speak to the terminal."""
+    columns, rest = tables.room(err=True), " " * min(len(lead), 4)
+    for number, part in enumerate(plain(text).split("\n")):
+        for line in tables.wrapped(part, columns, "" if number else lead, rest):
+            tell(line, err=True)
+
+
+def explain_error(error: CorralError) -> None:
+    """What failed, and below it what to do."""
+    explain("corral: ", error.message)
+    if error.remedy:
+        explain("  → ", error.remedy)
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on stdout."""
+    click.echo(json.dumps(to_json(value), indent=2, ensure_ascii=False))
+
+
+def event_line(name: str, event: str, text: str) -> str:
+    """What happened to a deployment or a fleet just now, as one JSON line."""
+    return json.dumps({"event": event, "at_s": time.time(), "name": name, "text": text}, ensure_ascii=False)
+
+
+def print_table(
+    headings: Sequence[str], rows: Sequence[Sequence[str]], left: int | None = None, tail: int = 1
+) -> None:
+    """A plain aligned table on stdout, within a terminal's width; nothing is cut off."""
+    for line in tables.table_lines(headings, rows, left, tables.room(), tail=tail):
+        click.echo(line)
+
+
+def since(moment_s: float) -> str:
+    """How long ago; a dash where nobody knows when."""
+    return duration(max(0.0, time.time() - moment_s)) if moment_s else "-"
+
+
+class PhaseScreen:
+    """Shows phases on stderr: live on a terminal, as plain lines elsewhere, there one a minute at most."""
+
+    FRAMES = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+    LINE_EVERY_S = 60.0
+
+    def __init__(self, quiet: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
+        self._live = sys.stderr.isatty() and not quiet
+        self._quiet, self._clock = quiet, clock
+        self._began = self._phase_began = self._told = clock()
+        self._phase = ""
+        self._expected: Expected | None = None
+        self._detail = ""
+        self._drawn = ""
+        self._progress_began: tuple[float, int] = (0.0, 0)
+        self._tick = 0
+        self.times: dict[str, float] = {}
+        self.notes: list[str] = []
+        self._painter: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._drawing = threading.RLock()  # the painter must not draw between a cleared line and what takes its place
+
+    def __enter__(self) -> PhaseScreen:
+        if not self._quiet:
+            self._painter = threading.Thread(target=self._go_on, daemon=True)
+            self._painter.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._finish_phase(failed=error is not None)
+        if self._painter is not None:
+            self._stop.set()
+            self._painter.join()
+
+    def phase(self, name: str, expected: Expected | None = None) -> None:
+        if name == self._phase:
+            self._expected = expected or self._expected
+            return
+        self._finish_phase()
+        self._phase, self._expected, self._detail = plain(name), expected, ""
+        self._phase_began = self._clock()
+        self._progress_began = (0.0, 0)
+        if not self._live and name != Phase.READY:
+            self._line(f"{name} …" + (f" ({expected.text})" if expected else ""))
+        if name == Phase.READY:
+            self._finish_phase()
+
+    def detail(self, text: str, done: int = 0, total: int = 0, news: bool = False) -> None:
+        words = [text.rpartition("\r")[2].strip()] if text.strip() else []
+        if total:
+            words.append(amount(done, total) + self._eta(done, total))
+        self._detail = plain(" ".join(words))
+        if news and not self._live and self._detail:
+            self._line(f"{self._phase}: {self._detail}")
+
+    def note(self, text: str) -> None:
+        self.notes.append(plain(text))
+        with self._drawing:
+            self._clear()
+            if not self._quiet:
+                explain("  note: ", text)
+
+    def remind(self) -> None:
+        """Where there are only lines: one a minute, so that nobody wonders."""
+        if self._phase and self._clock() - self._told >= self.LINE_EVERY_S:
+            lasted = self._clock() - self._phase_began
+            words = [f"for {duration(lasted)}", self._usual(lasted), self._detail]
+            self._line(f"{self._phase}, {', '.join(word for word in words if word)}")
+
+    def _usual(self, lasted_s: float) -> str:
+        """What is usual for this phase, and whether it is past twice that."""
+        if self._expected is None:
+            return ""
+        late = ", past twice that" if self._expected.is_overdue(lasted_s) else ""
+        return f"{self._expected.text}{late}"
+
+    def _eta(self, done: int, total: int) -> str:
+        now = self._clock()
+        if not self._progress_began[0]:
+            self._progress_began = (now, done)
+        began, first = self._progress_began
+        left = left_s(now - began, first, done, total)
+        return "" if left is None else f", {duration(left)} left"
+
+    def _line(self, text: str) -> None:
+        self._told = self._clock()
+        if not self._quiet:
+            tell(f"[{self._told - self._began:7.1f} s] {text}", err=True)
+
+    def _finish_phase(self, failed: bool = False) -> None:
+        with self._drawing:
+            self._end_phase(failed)
+
+    def _end_phase(self, failed: bool) -> None:
+        if not self._phase:
+            return
+        took = self._clock() - self._phase_began
+        self.times[self._phase] = self.times.get(self._phase, 0.0) + took
+        if self._live:
+            self._clear()
+            mark = click.style("✗", fg="red") if failed else click.style("✓", fg="green")
+            if self._phase == Phase.READY:
+                took = self._clock() - self._began
+            detail = f"  {self._detail}" if self._detail else ""
+            tell(f"{mark} {self._phase:<18} {duration(took):>12}{click.style(detail, dim=True)}", err=True)
+        elif self._phase == Phase.READY:
+            self._line("ready")
+        self._phase = ""
+
+    def _go_on(self) -> None:
+        while not self._stop.wait(0.1 if self._live else 1.0):
+            with self._drawing:
+                self._paint() if self._live else self.remind()
+
+    def _paint(self) -> None:
+        if not self._phase:
+            return
+        self._tick += 1
+        lasted = self._clock() - self._phase_began
+        words = [self._usual(lasted), self._detail]
+        frame = self.FRAMES[self._tick % len(self.FRAMES)]
+        line = f"{frame} {self._phase:<18} {duration(lasted):>12}  {', '.join(word for word in words if word)}"
+        self._drawn = line[: shutil.get_terminal_size().columns - 1]
+        sys.stderr.write(f"\r\033[2K{self._drawn}")
+        sys.stderr.flush()
+
+    def _clear(self) -> None:
+        if self._live and self._drawn:
+            sys.stderr.write("\r\033[2K")
+            sys.stderr.flush()
+            self._drawn = ""
+
+
+def say_waiting() -> None:
+    """From now on, this command says for which hosts it waits."""
+    WAITING.set(lambda text: tell(f"corral: {text} …", err=True))
