@@ -55,12 +55,12 @@ def combinations(found: TuneRun) -> Iterator[Setup]:
 def flags_of(found: TuneRun, setup: Setup) -> dict[str, Any]:
     """vLLM's flags for a setup, as the sweep takes them; empty where there is no plan for it."""
     spec = found.spec
-    wish = tuned_wish(spec.wish, spec.race.knobs, setup)
+    request = tuned_wish(spec.request, spec.race.knobs, setup)
     try:
-        plan = bringup.sized(wish)[1].plan
+        plan = bringup.sized(request)[1].plan
     except Exception:
         return {}
-    return as_parameters([*plan.engine_args, *wish.extra_args])
+    return as_parameters([*plan.engine_args, *request.extra_args])
 
 
 def as_parameters(words: Sequence[str]) -> dict[str, Any]:
@@ -150,10 +150,10 @@ def met(found: TuneRun, given: argparse.Namespace, setups: Sequence[Setup]) -> l
     speeds: list[list[float]] = [[], []]
     prompt, output = (int(word) for word in given.lengths.split(","))
     for which in (0, 1, 1, 0):
-        wish = tuned_wish(found.spec.wish, found.spec.race.knobs, setups[which])
-        fixed = [word for name, value in wish.fixed.items() for word in ("--set", f"{name}={value}")]
+        request = tuned_wish(found.spec.request, found.spec.race.knobs, setups[which])
+        fixed = [word for name, value in request.fixed.items() for word in ("--set", f"{name}={value}")]
         words = ["--name", NAME, "--restart", "0", "--json", *fixed, *shlex.split(given.up_bare)]
-        run("up", given.model, *words, "--", *wish.extra_args)
+        run("up", given.model, *words, "--", *request.extra_args)
         try:
             speeds[which].append(measured(NAME, given.concurrency, (prompt, output)))
         finally:

@@ -27,7 +27,7 @@ from corral.use.batch.core.runner import RunnerSettings
 from corral.use.batch.core.table import Table, hash64
 from corral.use.batch.input.formats import DEEPEST_ROW
 from corral.use.batch.input.recipe import Recipe
-from corral.use.batch.serving import Where
+from corral.use.batch.serving import BatchServers
 from corral.use.batch.spec import BatchOrder
 from tests.testbed import NOT_ROOT
 
@@ -56,7 +56,7 @@ def rows_in(place: Path, count: int) -> Path:
 
 def batch(server: FakeServer, source: Path, output: Path, **more: Any) -> RunSummary:
     order = BatchOrder(input=str(source), output=str(output), **more)
-    return carry_out(order, Where(urls=(server.url,)), QUICK, Quiet(), signals=False).summary
+    return carry_out(order, BatchServers(urls=(server.url,)), QUICK, Quiet(), signals=False).summary
 
 
 def mode(path: Path) -> int:

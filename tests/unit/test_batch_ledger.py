@@ -23,7 +23,7 @@ from corral.use.batch.core.folder import BatchFolder, BatchLock
 from corral.use.batch.core.ledger import Ledger, LedgerEntry, read_ledger
 from corral.use.batch.core.records import FAILED, FINE
 from corral.use.batch.core.table import Table, hash64
-from corral.use.batch.core.write_buffer import Outbox
+from corral.use.batch.core.write_buffer import WriteBuffer
 
 
 def table_of(count: int, change: int = -1, order: list[int] | None = None) -> Table:
@@ -233,7 +233,7 @@ def test_a_commit_that_fails_in_any_way_fails_the_job(tmp_path: Path, error: Exc
     ledger.open()
 
     async def work() -> None:
-        outbox = Outbox(ledger, lambda _: None)
+        outbox = WriteBuffer(ledger, lambda _: None)
         outbox.add(LedgerEntry(3, FINE, line(3)))
         await outbox.drain()
 

@@ -25,7 +25,7 @@ from corral.use.batch.inspect import inspect
 from corral.use.batch.jobs import in_job
 from corral.use.batch.jobs.in_job import InJob
 from corral.use.batch.jobs.submit import add_job, cancel_hopeless, is_queued, jobs_of
-from corral.use.batch.serving import Offline, Where
+from corral.use.batch.serving import BatchServers, ModelToStart
 from corral.use.batch.sharing.parts import Participant, bury, claim_path, runners_of
 from corral.use.batch.sharing.shared import Sharing
 from corral.use.batch.spec import BatchOrder, load_record
@@ -56,10 +56,10 @@ def output(tmp_path: Path) -> Path:
     rows, output = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
     rows.write_text("".join(json.dumps({"id": n, "prompt": "x"}) + "\n" for n in range(5)))
     more = {"target": "slurm", "target_options": {"partition": "gpu", "time": "1:00:00"}}
-    offline = Offline("m", more=more)
+    offline = ModelToStart("m", more=more)
     with FakeServer(FakeOptions(model="m", answer_tokens=(1, 2))) as server:
         order = BatchOrder(input=str(rows), output=str(output))
-        carry_out(order, Where(urls=(server.url,)), RunnerSettings(), Quiet(), signals=False)
+        carry_out(order, BatchServers(urls=(server.url,)), RunnerSettings(), Quiet(), signals=False)
     kept = BatchFolder(output).job
     body = json.loads(kept.read_text())
     kept.write_text(json.dumps({**body, "urls": [], "offline": offline.to_json()}))
@@ -113,15 +113,15 @@ def test_where_it_runs_is_kept_and_found_again(output: Path) -> None:
     _, where = again(str(output))
     assert where.offline is not None
     assert is_queued(where)
-    wish = where.offline.wish("x", target_options={"time": "2:00:00"})
-    assert (wish.target, wish.model, wish.target_options, wish.patience.restarts) == (
+    request = where.offline.request("x", target_options={"time": "2:00:00"})
+    assert (request.target, request.model, request.target_options, request.patience.restarts) == (
         "slurm",
         "m",
         {"time": "2:00:00"},
         3,
     )
-    assert not is_queued(Where(offline=Offline("m")))
-    assert "more" not in Offline("m").to_json()  # as before there were other places
+    assert not is_queued(BatchServers(offline=ModelToStart("m")))
+    assert "more" not in ModelToStart("m").to_json()  # as before there were other places
 
 
 def test_status_shows_jobs_and_never_calls_unknown_failed(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,10 +30,10 @@ from corral.use.batch.raydata.engine import (
     why_died,
 )
 from corral.use.batch.raydata.run import run_on_engine
-from corral.use.batch.serving import Offline, Served, Where
+from corral.use.batch.serving import BatchServers, ModelToStart, Served
 from corral.use.batch.spec import BatchOrder, folder_of
 
-MODEL = Offline("model", engine="ray-data")
+MODEL = ModelToStart("model", engine="ray-data")
 
 
 class Brittle:
@@ -56,13 +56,17 @@ class Brittle:
             yield RayAnswer(row["corral_row"], f"re {text}", error, 3, 2)
 
 
-def run_on_ray(order: BatchOrder, offline: Offline, listener: Quiet, engine: AnswerEngine | None = None) -> Result:
+def run_on_ray(
+    order: BatchOrder, offline: ModelToStart, listener: Quiet, engine: AnswerEngine | None = None
+) -> Result:
     @contextlib.contextmanager
     def serve() -> Iterator[Served]:
         assert engine is not None
         yield Served({"model": offline.model}, partial(run_on_engine, lambda _: engine, offline.model))
 
-    return carry_out(order, Where(offline=offline), RunnerSettings(), listener, serve=serve if engine else None)
+    return carry_out(
+        order, BatchServers(offline=offline), RunnerSettings(), listener, serve=serve if engine else None
+    )
 
 
 def order(tmp_path: Path, prompts: list[str], **more: object) -> BatchOrder:
@@ -121,7 +125,7 @@ def test_without_ray_it_says_what_to_do(tmp_path: Path) -> None:
 
 
 def test_resume_finds_the_engine_again(tmp_path: Path) -> None:
-    model = Offline("model", 512, ("eager=true",), engine="ray-data")
+    model = ModelToStart("model", 512, ("eager=true",), engine="ray-data")
     run_on_ray(order(tmp_path, ["p"]), model, Quiet(), engine=Brittle())
     assert again(str(tmp_path / "o.jsonl"))[1].offline == model
 

@@ -46,7 +46,7 @@ from corral.use.batch.core.runner import Counts, RowAsk, RowRequest, Runner, Run
 from corral.use.batch.core.table import Table, hash64
 from corral.use.batch.input.recipe import Recipe
 from corral.use.batch.inspect import ask_to_stop, inspect
-from corral.use.batch.serving import Where
+from corral.use.batch.serving import BatchServers
 from corral.use.batch.spec import BatchOrder
 from tests.until import until
 
@@ -74,7 +74,7 @@ class Work:
         return BatchOrder(**{"input": str(self.input), "output": str(self.output), **more})
 
     def run(self, settings: RunnerSettings = QUICK, **more: Any) -> RunSummary:
-        where = more.pop("where", Where(urls=(self.server.url,)))
+        where = more.pop("where", BatchServers(urls=(self.server.url,)))
         row_order = more.pop("row_order", "input")
         return carry_out(self.order(**more), where, settings, Quiet(), row_order=row_order, signals=False).summary
 
@@ -162,14 +162,14 @@ def test_a_wrong_key_stops_at_once(work: Work, tmp_path: Path) -> None:
     work.rows(5)
     with FakeServer(FakeOptions(key_file=key)) as guarded:
         with pytest.raises(AccessError):
-            work.run(where=Where(urls=(guarded.url,), key_file=str(wrong)))
-        assert work.run(where=Where(urls=(guarded.url,), key_file=str(key))).fine == 5
+            work.run(where=BatchServers(urls=(guarded.url,), key_file=str(wrong)))
+        assert work.run(where=BatchServers(urls=(guarded.url,), key_file=str(key))).fine == 5
 
 
 def test_an_address_without_a_server_is_refused_at_once_and_leaves_nothing(work: Work) -> None:
     work.rows(5)
     with pytest.raises(UnreachableError, match="cannot be reached"):
-        work.run(where=Where(urls=("http://127.0.0.1:9",)))
+        work.run(where=BatchServers(urls=("http://127.0.0.1:9",)))
     assert [path.name for path in work.place.iterdir()] == ["in.jsonl"]
 
 
@@ -352,7 +352,7 @@ def test_a_runner_whose_job_was_taken_over_writes_nothing_more(work: Work) -> No
                 stolen.append(True)
 
     with pytest.raises(ConflictError, match="taken over by process 1 on elsewhere"):
-        carry_out(work.order(), Where(urls=(work.server.url,)), QUICK, Thief(), signals=False)
+        carry_out(work.order(), BatchServers(urls=(work.server.url,)), QUICK, Thief(), signals=False)
     assert 0 < len(work.lines()) < 200
     assert folder.lock.exists()  # it is the other's
 
@@ -430,7 +430,7 @@ def test_other_settings_are_refused_and_named(work: Work) -> None:
         FakeServer(FakeOptions(model="other")) as other,
         pytest.raises(ConflictError, match="model 'fake' → 'other'"),
     ):
-        work.run(recipe=Recipe(params={"temperature": 0}), where=Where(urls=(other.url,)))
+        work.run(recipe=Recipe(params={"temperature": 0}), where=BatchServers(urls=(other.url,)))
     summary = work.run(recipe=Recipe(params={"temperature": 1}), force=True)
     assert (summary.before, summary.fine) == (0, 5)
 
@@ -524,7 +524,7 @@ def test_a_server_that_falls_silent_is_waited_for(tmp_path: Path) -> None:
         (tmp_path / "in.jsonl").write_text("".join(f'{{"prompt": "Row {n}"}}\n' for n in range(400)))
         order = BatchOrder(str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"))
         settings = replace(QUICK, concurrency=20, hang_s=0.5)
-        summary = carry_out(order, Where(urls=(url,)), settings, listener, signals=False).summary
+        summary = carry_out(order, BatchServers(urls=(url,)), settings, listener, signals=False).summary
         assert (summary.fine, summary.losses) == (400, 1)
         assert "answered nothing" in " ".join(listener.texts)
         server.communicate("")
@@ -534,12 +534,16 @@ def test_answers_that_will_be_cut_short_are_told_before(work: Work) -> None:
     row = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Say something long"}}
     work.input.write_text(json.dumps(row) + "\n")
     told = Recorded()
-    carry_out(work.order(), Where(urls=(work.server.url,)), QUICK, told, signals=False)
+    carry_out(work.order(), BatchServers(urls=(work.server.url,)), QUICK, told, signals=False)
     assert any("after 16 tokens" in text for text in told.texts)
     work.rows(2)
     told = Recorded()
     carry_out(
-        work.order(output=str(work.place / "b.jsonl")), Where(urls=(work.server.url,)), QUICK, told, signals=False
+        work.order(output=str(work.place / "b.jsonl")),
+        BatchServers(urls=(work.server.url,)),
+        QUICK,
+        told,
+        signals=False,
     )
     assert not any("16 tokens" in text for text in told.texts)
 
@@ -601,7 +605,7 @@ def test_stopping_and_resuming_by_name(work: Work) -> None:
                 ask_to_stop(str(work.output))
 
     summary = carry_out(
-        work.order(), Where(urls=(work.server.url,)), replace(QUICK, concurrency=8), Stop(), signals=False
+        work.order(), BatchServers(urls=(work.server.url,)), replace(QUICK, concurrency=8), Stop(), signals=False
     ).summary
     assert summary.state == "cancelled"
     assert 20 < summary.fine < 2000

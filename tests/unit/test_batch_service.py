@@ -24,7 +24,7 @@ from corral.use.batch.core.runner import RunnerSettings
 from corral.use.batch.input import check
 from corral.use.batch.service import workers
 from corral.use.batch.service.server import BatchService, ServiceOptions
-from corral.use.batch.serving import Where
+from corral.use.batch.serving import BatchServers
 from tests.until import until
 
 
@@ -36,7 +36,7 @@ def server() -> Iterator[FakeServer]:
 
 def options(server: FakeServer, folder: Path) -> ServiceOptions:
     return ServiceOptions(
-        folder, Where(urls=(server.url,)), port=0, settings=RunnerSettings(backoff_s=0.01, drain_s=0.1)
+        folder, BatchServers(urls=(server.url,)), port=0, settings=RunnerSettings(backoff_s=0.01, drain_s=0.1)
     )
 
 

@@ -106,14 +106,14 @@ class Elsewhere(Declared):
     ],
 )
 def test_the_largest_model_that_fits(gpus: str | None, model: str, flavour: str) -> None:
-    decision = bringup.decide(bringup.Wish(), Elsewhere(gpus))
+    decision = bringup.decide(bringup.DeployRequest(), Elsewhere(gpus))
     assert decision.source.name == model
     assert decision.flavour == flavour
     assert decision.plan.fits
 
 
 def test_a_quantised_twin_is_served_under_the_name_that_was_asked_for() -> None:
-    decision = bringup.decide(bringup.Wish(model="llama-3.1-405b"), Elsewhere("8xH100"))
+    decision = bringup.decide(bringup.DeployRequest(model="llama-3.1-405b"), Elsewhere("8xH100"))
     assert decision.plan.precision.how == "checkpoint"
     assert decision.source.repo == decision.plan.checkpoint == "meta-llama/Llama-3.1-405B-FP8"
     assert decision.served_name == decision.name == "llama-3.1-405b"
@@ -121,22 +121,22 @@ def test_a_quantised_twin_is_served_under_the_name_that_was_asked_for() -> None:
 
 def test_what_does_not_fit_is_refused_with_the_nearest_that_would() -> None:
     with pytest.raises(DoesNotFitError) as caught:
-        bringup.decide(bringup.Wish(model="llama-3.1-405b"), Elsewhere("1xH100"))
+        bringup.decide(bringup.DeployRequest(model="llama-3.1-405b"), Elsewhere("1xH100"))
     assert "does not fit" in caught.value.message
     assert "What would" in caught.value.remedy
 
 
 def test_flavours() -> None:
     with pytest.raises(UsageError, match="no GPU"):
-        bringup.decide(bringup.Wish(flavour="cuda"), Elsewhere(None))
+        bringup.decide(bringup.DeployRequest(flavour="cuda"), Elsewhere(None))
     with pytest.raises(UsageError, match="no engine flavour"):
-        bringup.decide(bringup.Wish(flavour="tpu"), Elsewhere(None))
+        bringup.decide(bringup.DeployRequest(flavour="tpu"), Elsewhere(None))
 
 
 def test_a_model_of_the_hub_goes_straight_to_the_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     target = Elsewhere("8xH100x2")
     target.hosts = ("node00", "node01")
-    decision = bringup.decide(bringup.Wish(model="llama-3.1-405b"), target)
+    decision = bringup.decide(bringup.DeployRequest(model="llama-3.1-405b"), target)
     staging = Staging(Silent(), Folder(tmp_path), {})  # type: ignore[arg-type]
     orders = []
 

@@ -13,7 +13,7 @@ from corral.base.errors import NotFoundError, UsageError
 from corral.base.processes import own_identity
 from corral.console import standings
 from corral.console.commands import Commands, RunningCommand
-from corral.console.context import Newsfeed
+from corral.console.context import LatestValue
 from corral.console.fleet import changes
 from corral.console.logs import read_journal, read_log
 from corral.console.phases import Start, phases_of, ready_at_s
@@ -210,7 +210,7 @@ def test_nothing_is_read_that_nobody_listens_to() -> None:
         return len(looks)
 
     async def go() -> None:
-        feed = Newsfeed(read, every_s=0.01)
+        feed = LatestValue(read, every_s=0.01)
         await asyncio.sleep(0.05)
         assert looks == []
         one, other = feed.values(), feed.values()

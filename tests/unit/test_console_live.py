@@ -10,7 +10,7 @@ import pytest
 
 from corral.client.metrics import Reading, percentile, read_latencies
 from corral.console import live
-from corral.console.context import HOUR_S, Desk, History
+from corral.console.context import HOUR_S, ConsoleContext, History
 from corral.console.jobs import JobProgress, Jobs
 from corral.console.live import Figures, GpuLoad, figures_of, gpu_figures, parse_gpus_load, sums_of
 from corral.fake.metrics import Metrics
@@ -104,7 +104,7 @@ def test_a_fleet_stands_before_its_members_and_is_not_counted_twice(
         return [Line(name, "m", "u", reading, None) for name in watch._clients]
 
     monkeypatch.setattr(Watch, "look", look)
-    desk = Desk(home=tmp_path)
+    desk = ConsoleContext(home=tmp_path)
     told = asyncio.run(live._Live(desk)._look())
     assert [(row["name"], row["fleet"], row["members"]) for row in told["servers"]][:2] == [
         ("herd", "", 2), ("herd-1", "herd", 0)]  # fmt: skip

@@ -22,9 +22,9 @@ DIGITALOCEAN = (
 )
 
 
-def decided(model: str, gpus: str | None, arguments: str, **more: object) -> bringup.LaunchDecision:
-    wish = bringup.Wish(model=model, extra_args=tuple(arguments.split()), **more)  # type: ignore[arg-type]
-    return bringup.decide(wish, Elsewhere(gpus))
+def decided(model: str, gpus: str | None, arguments: str, **more: object) -> bringup.DeployDecision:
+    request = bringup.DeployRequest(model=model, extra_args=tuple(arguments.split()), **more)  # type: ignore[arg-type]
+    return bringup.decide(request, Elsewhere(gpus))
 
 
 def flag(plan: Plan, name: str) -> str:
@@ -69,8 +69,8 @@ def test_the_whole_command_of_a_document_is_planned_with_and_shown_once() -> Non
     assert flag(plan, "--dtype") == "float16"
     assert flag(plan, "--max-num-batched-tokens") == "65536"
     assert plan.engine_args.count("--enforce-eager") == 1
-    assert decision.wish.extra_args == ()
-    assert decision.wish.link == "ray"
+    assert decision.request.extra_args == ()
+    assert decision.request.link == "ray"
 
 
 def test_a_tensor_size_after_the_dashes_is_the_layout() -> None:

@@ -50,10 +50,10 @@ def extended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("extended")
 def test_a_new_runtime_is_one_file_and_one_row(corral: Corral) -> None:
-    wish = bringup.Wish(
+    request = bringup.DeployRequest(
         model=str(corral.model), name="polite", runtime="polite", runtime_options={"niceness": 7}, port=None
     )
-    found = bringup.bring_up(wish, Silent())
+    found = bringup.bring_up(request, Silent())
     try:
         assert found.state == "ready"
         assert found.endpoint
@@ -63,14 +63,16 @@ def test_a_new_runtime_is_one_file_and_one_row(corral: Corral) -> None:
     finally:
         deployments.stop(open_folder("polite"))
     with pytest.raises(UsageError, match="nicenes"):
-        bringup.dry_run(bringup.Wish(model=str(corral.model), runtime="polite", runtime_options={"nicenes": 1}))
+        bringup.dry_run(
+            bringup.DeployRequest(model=str(corral.model), runtime="polite", runtime_options={"nicenes": 1})
+        )
 
 
 @pytest.mark.usefixtures("extended")
 def test_a_new_target_is_one_file_and_one_row(corral: Corral) -> None:
     options = {"first_port": 19000, "last_port": 19400}
     found = bringup.bring_up(
-        bringup.Wish(model=str(corral.model), name="desk", target="desk", target_options=options), Silent()
+        bringup.DeployRequest(model=str(corral.model), name="desk", target="desk", target_options=options), Silent()
     )
     try:
         assert found.state == "ready"
@@ -87,8 +89,8 @@ def test_a_new_target_has_a_table_in_profiles_and_flags(corral: Corral) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text('target = "desk"\n[desk]\nfirst_port = 19000\nlast_port = 19400\n')
     profile = load_profile("mine")
-    wish = merged(profile, {"model": str(corral.model), "target_options": {"first_port": 19100}})
-    assert (wish["target"], wish["target_options"]) == ("desk", {"first_port": 19100, "last_port": 19400})
+    request = merged(profile, {"model": str(corral.model), "target_options": {"first_port": 19100}})
+    assert (request["target"], request["target_options"]) == ("desk", {"first_port": 19100, "last_port": 19400})
     assert chosen_target({"target_option_first_port": 19001}, None) == ("desk", {"first_port": 19001})
     path.write_text('target = "desk"\n[desk]\nfirst_prot = 1\n')
     with pytest.raises(DataError, match="first_prot"):

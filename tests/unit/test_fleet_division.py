@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from corral.base.errors import ConflictError
 from corral.deploy.deployment.fleet import FleetNode
-from corral.plan.hardware.inventory import Inventory, NodeShare, parse_gpus, within
+from corral.plan.hardware.inventory import Inventory, NodeSlice, parse_gpus, within
 from corral.serve.fleet.division import place, place_all
 
 GIB = 1 << 30
@@ -19,8 +19,8 @@ def gpu_nodes(count: int, gpus: int = 8) -> tuple[FleetNode, ...]:
 
 
 def test_whole_nodes_where_there_are_enough() -> None:
-    assert place_all(gpu_nodes(4), 4, 4) == tuple(NodeShare((f"n{n}",)) for n in range(4))
-    assert place_all(gpu_nodes(4), 2, 2) == (NodeShare(("n0", "n1")), NodeShare(("n2", "n3")))
+    assert place_all(gpu_nodes(4), 4, 4) == tuple(NodeSlice((f"n{n}",)) for n in range(4))
+    assert place_all(gpu_nodes(4), 2, 2) == (NodeSlice(("n0", "n1")), NodeSlice(("n2", "n3")))
 
 
 def test_some_gpus_each_where_members_share_a_node() -> None:
@@ -48,7 +48,7 @@ def test_cores_and_memory_of_a_machine_without_gpus() -> None:
     assert [share.cores for share in shares] == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert {share.memory_bytes for share in shares} == {8 * GIB}
     assert shares[1].env() == {"VLLM_CPU_OMP_THREADS_BIND": "4,5,6,7"}
-    assert place_all(nodes, 1, 1) == (NodeShare(("here",)),)  # alone: nothing is divided
+    assert place_all(nodes, 1, 1) == (NodeSlice(("here",)),)  # alone: nothing is divided
     more = place(nodes, shares, 4)  # beyond what it was divided for: the least used ones, twice
     assert more.cores == (0, 1)
     assert place(nodes, [*shares, more], 4).cores == (2, 3)
@@ -56,7 +56,7 @@ def test_cores_and_memory_of_a_machine_without_gpus() -> None:
 
 
 def test_a_scheduler_divides_its_nodes_itself() -> None:
-    assert place_all((), 3, 3) == (NodeShare(), NodeShare(), NodeShare())
+    assert place_all((), 3, 3) == (NodeSlice(), NodeSlice(), NodeSlice())
 
 
 @given(nodes=st.integers(1, 5), gpus=st.integers(0, 8), cores=st.integers(1, 16), most=st.integers(1, 12))
@@ -80,9 +80,9 @@ def test_members_never_share_a_gpu_and_stay_on_the_machine(nodes: int, gpus: int
 
 def test_a_plan_sees_only_its_share() -> None:
     whole = parse_gpus("8xH100")
-    assert within(whole, NodeShare(("n0",), gpus=(2, 3))).gpus_per_node == 2
-    assert within(whole, NodeShare(("n0",))) == whole
+    assert within(whole, NodeSlice(("n0",), gpus=(2, 3))).gpus_per_node == 2
+    assert within(whole, NodeSlice(("n0",))) == whole
     cpu = Inventory(None, 1, 1, 0, 8, 32 * GIB, 20 * GIB)
-    mine = within(cpu, NodeShare(("n0",), cores=(0, 1), memory_bytes=10 * GIB))
+    mine = within(cpu, NodeSlice(("n0",), cores=(0, 1), memory_bytes=10 * GIB))
     assert (mine.cpu_cores, mine.host_memory_bytes, mine.host_available_bytes) == (2, 10 * GIB, 10 * GIB)
-    assert within(cpu, NodeShare(("n0",), cores=(0,), memory_bytes=30 * GIB)).host_available_bytes == 20 * GIB
+    assert within(cpu, NodeSlice(("n0",), cores=(0,), memory_bytes=30 * GIB)).host_available_bytes == 20 * GIB

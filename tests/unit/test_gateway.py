@@ -26,7 +26,7 @@ from corral.serve.gateway.asks import read_prompt
 from corral.serve.gateway.client_keys import add_key, digest_of, keys_file, read_keys, remove_key
 from corral.serve.gateway.gateway import Gateway
 from corral.serve.gateway.looking import Overseer, take_reading
-from corral.serve.gateway.passage import Passage
+from corral.serve.gateway.passage import ForwardedRequest
 from corral.serve.gateway.run import fleet_load
 from corral.serve.gateway.serving import ServerReading
 from corral.serve.gateway.users import Bucket, KeyGrant
@@ -312,7 +312,7 @@ async def test_a_request_that_was_dropped_goes_to_whoever_has_not_had_it(tmp_pat
         pool, user = gateway.pools["fake"], gateway.keys.all()[0]
         prompt = read_prompt(json.dumps({"prompt": "alpha " * 500}).encode(), lambda _: pool.scale)
         for _ in range(5):
-            passage, asked = Passage(gateway, pool, user, prompt), []
+            passage, asked = ForwardedRequest(gateway, pool, user, prompt), []
             for _ in range(4):
                 member = passage.choose(0.0)
                 assert member is not None
@@ -630,20 +630,20 @@ async def test_a_prompt_that_is_still_being_computed_says_nothing_about_the_size
         user = gateway.keys.all()[0]
         missed = b'{"usage":{"prompt_tokens":750,"completion_tokens":4,"prompt_tokens_details":{"cached_tokens":0}}}'
 
-        def answer(passage: Passage) -> None:
+        def answer(passage: ForwardedRequest) -> None:
             passage.answers(member, 200, [])
             passage.moves(0.0, [missed])
             passage.leaves(member)
             passage.ends(200, whole=True)
 
-        both = [Passage(gateway, pool, user, prompt) for _ in range(2)]
+        both = [ForwardedRequest(gateway, pool, user, prompt) for _ in range(2)]
         for passage in both:
             assert passage.choose(0.0) is member
         for passage in both:
             answer(passage)
         assert member.holdings.capacity_tokens == 20_000.0
         member.holdings.clock += 10_000
-        late = Passage(gateway, pool, user, prompt)
+        late = ForwardedRequest(gateway, pool, user, prompt)
         assert late.choose(0.0) is member
         answer(late)
         assert member.holdings.capacity_tokens < 20_000.0  # nobody was computing it then

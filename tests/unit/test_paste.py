@@ -91,7 +91,7 @@ def test_over_ssh_the_profiles_adapters_and_addresses_are_there(
     monkeypatch.setattr("socket.getaddrinfo", looked_up)
     options = {"hosts": ["node00", "10.0.0.2"], "gpus": "8xH100", "hca": "mlx5", "home": "/shared/corral"}
     notes: list[str] = []
-    wish = bringup.Wish(
+    wish = bringup.DeployRequest(
         model="llama-3.1-70b", target="ssh", target_options=options, runtime="docker", fixed={"data": 2}
     )
     text = bringup.to_paste(wish, notes.append)
@@ -108,9 +108,9 @@ def test_a_model_that_nodes_lack_is_brought_by_a_command_of_its_own(
 ) -> None:
     monkeypatch.setenv("CORRAL_SSH", NOBODY)
     options = {"hosts": ["10.0.0.1"], "gpus": "1xH100", "home": "/shared/corral", "models": str(corral.model.parent)}
-    wish = bringup.Wish(model=str(corral.model), target="ssh", target_options=options, runtime="docker")
+    wish = bringup.DeployRequest(model=str(corral.model), target="ssh", target_options=options, runtime="docker")
     assert f" {corral.model} --served-model-name" in bringup.to_paste(wish, lambda _: None)  # the profile says so
-    wish = bringup.Wish(
+    wish = bringup.DeployRequest(
         model=str(corral.model), target="ssh", target_options={**options, "models": None}, runtime="docker"
     )
     text = bringup.to_paste(wish, lambda _: None)
@@ -121,7 +121,7 @@ def test_a_model_that_nodes_lack_is_brought_by_a_command_of_its_own(
 
 def test_scripts_around_an_engine_are_not_shown_with_it(clean_home: Path) -> None:
     options = {"gpu": "h100", "gpus_per_node": 4, "nodes": 2, "partition": "gpu", "time": "4:00:00"}
-    wish = bringup.Wish(
+    wish = bringup.DeployRequest(
         model="llama-3.1-70b", target="slurm", target_options=options, runtime="conda",
         runtime_options={"env": "vllm"}, fixed={"tensor": 4},
     )  # fmt: skip

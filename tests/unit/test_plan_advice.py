@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from corral.base.record import dump_json, from_json, to_json
-from corral.deploy.lifecycle.bringup import Wish, sized
+from corral.deploy.lifecycle.bringup import DeployRequest, sized
 from corral.deploy.targets.local import LocalTarget
 from corral.lab.bench.limit import Limit, LimitCause, distance, roof
 from corral.lab.tune.baselines import baseline_knobs
@@ -183,16 +183,16 @@ def test_stock_flags_have_the_graphs_of_vllm(
 ) -> None:
     monkeypatch.setattr(LocalTarget, "inventory", lambda _: parse_gpus(gpus))
     load = Goal(concurrency=1024, prompt_tokens=20, output_tokens=128)
-    wish = Wish(model="llama-3.1-8b", goal=load, extra_args=arguments)
-    stock = baseline_knobs(sized(wish)[1].plan, wish, ("stock",))[0].values[0]
+    request = DeployRequest(model="llama-3.1-8b", goal=load, extra_args=arguments)
+    stock = baseline_knobs(sized(request)[1].plan, request, ("stock",))[0].values[0]
     assert stock.endswith(flag or "--async-scheduling")
 
 
 def test_an_old_vllm_gets_no_flag_that_it_does_not_know(monkeypatch: pytest.MonkeyPatch, clean_home: Path) -> None:
     monkeypatch.setattr(LocalTarget, "inventory", lambda _: parse_gpus("1xH200"))
     monkeypatch.setattr("corral.plan.measured.known_tuning", lambda *_: Tuning(Coefficients.of_version("0.11.2")))
-    wish = Wish(model="llama-3.1-8b", goal=Goal(concurrency=1024, prompt_tokens=20, output_tokens=128))
-    assert "--max-cudagraph" not in baseline_knobs(sized(wish)[1].plan, wish, ("stock",))[0].values[0]
+    request = DeployRequest(model="llama-3.1-8b", goal=Goal(concurrency=1024, prompt_tokens=20, output_tokens=128))
+    assert "--max-cudagraph" not in baseline_knobs(sized(request)[1].plan, request, ("stock",))[0].values[0]
 
 
 def test_a_draft_from_the_text_that_is_asked_for_is_judged_as_asked_for(clean_home: Path) -> None:
@@ -262,7 +262,7 @@ def test_graphs_stay_as_the_users_own_flags_have_them(words: list[str]) -> None:
     facts = read_facts("llama-3.1-8b")
     assert make_plan(facts, HERE, Goal(), {}, tuning_for(facts, HERE)).settings.max_graph_size == 1024
     assert make_plan(facts, HERE, Goal(), {}, tuning_for(facts, HERE, "", words)).settings.max_graph_size is None
-    knobs = knobs_for(planned(Goal()), Wish(), words, bursts=False, shares_prefixes=False)
+    knobs = knobs_for(planned(Goal()), DeployRequest(), words, bursts=False, shares_prefixes=False)
     assert "max_graph_size" not in {knob.name for knob in knobs}
 
 

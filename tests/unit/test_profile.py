@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corral.base.errors import AccessError, CorralError, DataError, NotFoundError, UsageError
-from corral.deploy.lifecycle.bringup import Wish
+from corral.deploy.lifecycle.bringup import DeployRequest
 from corral.deploy.profile import folders
 from corral.deploy.profile.contract import all_keys
 from corral.deploy.profile.drafting import SAMPLES, as_toml, draft, with_value
@@ -452,14 +452,14 @@ def test_a_profile_becomes_a_wish() -> None:
         "extra_args": (),
         "extra_env": {"NCCL_DEBUG": "INFO", "X": "1"},
     }  # fmt: skip
-    wish = Wish.of(found)
-    assert wish.goal.goal == "balanced"
-    assert wish.patience.restarts == 0
+    request = DeployRequest.of(found)
+    assert request.goal.goal == "balanced"
+    assert request.patience.restarts == 0
 
 
 def test_nothing_said_is_the_wish_as_it_was() -> None:
     found = merged(Profile(), {"context": None, "extra_args": (), "fixed": {}})
-    assert Wish.of(found) == Wish()
+    assert DeployRequest.of(found) == DeployRequest()
 
 
 def test_an_option_given_always_wins() -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from corral.deploy.lifecycle.bringup import Wish, dry_run
+from corral.deploy.lifecycle.bringup import DeployRequest, dry_run
 from corral.deploy.profile.merging import merged
 from corral.deploy.profile.profile import load_profile
 from tests.unit.conftest import Corral
@@ -47,8 +47,8 @@ def test_a_jobs_name_and_its_logs_are_the_profiles(clean_home: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     own = 'job_name = "llama"\noutput = "/logs/%x.%j.out"\nerror = "/logs/%x.%j.err"\ntime = "4:00:00"\n'
     (folder / "logged.toml").write_text(f'target = "slurm"\n[slurm]\n{own}[hardware]\ngpus = "4xH100"\n')
-    wish = Wish.of(merged(load_profile("logged", {}), {"model": "llama-3.1-8b"}))
-    lines = dry_run(wish).script.splitlines()
+    request = DeployRequest.of(merged(load_profile("logged", {}), {"model": "llama-3.1-8b"}))
+    lines = dry_run(request).script.splitlines()
     assert {"#SBATCH --job-name=llama", "#SBATCH --output=/logs/%x.%j.out", "#SBATCH --error=/logs/%x.%j.err"} <= {
         *lines
     }

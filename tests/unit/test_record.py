@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corral.base.errors import DataError
-from corral.base.record import dump_json, from_json, load_json, nearest, to_json
+from corral.base.record import dump_json, from_json, load_json, nearest, renamed_from, to_json
 
 
 class Colour(enum.StrEnum):
@@ -113,3 +113,15 @@ def test_a_file_that_is_no_json(tmp_path: Path) -> None:
 def test_paths_become_text() -> None:
     assert to_json({"p": Path("/a")}) == {"p": "/a"}
     assert nearest("lama", ["llama", "zebra"]) == ["llama"]
+
+
+@dataclass(frozen=True)
+class Renamed:
+    request: str = field(default="", metadata=renamed_from("wish"))
+
+
+def test_a_renamed_field_is_read_under_its_old_name() -> None:
+    assert from_json(Renamed, {"wish": "a"}) == from_json(Renamed, {"request": "a"}) == Renamed("a")
+    assert to_json(Renamed("a")) == {"request": "a"}
+    with pytest.raises(DataError, match="unknown key 'wishes'"):
+        from_json(Renamed, {"wishes": "a"})

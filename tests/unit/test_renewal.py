@@ -162,7 +162,7 @@ def first(monkeypatch: pytest.MonkeyPatch) -> DeploymentFolder:
     folder = DeploymentFolder.of("it's kept")
     folder.create()
     write_atomic(folder.record, dump_json(record_of(folder)))
-    write_atomic(folder.wish, dump_json(bringup.Wish(model="m", name=folder.name, renew=True, port=8000)))
+    write_atomic(folder.request, dump_json(bringup.DeployRequest(model="m", name=folder.name, renew=True, port=8000)))
     write_chain(folder, Chain(max_jobs=4))
     folder.job.write_text("{}")
     monkeypatch.setattr(deployments, "status", lambda one: status_of(one, State.READY))
@@ -172,11 +172,11 @@ def first(monkeypatch: pytest.MonkeyPatch) -> DeploymentFolder:
     return folder
 
 
-def submitted(wish: bringup.Wish, report: Any, wait: bool = True) -> None:
+def submitted(request: bringup.DeployRequest, report: Any, wait: bool = True) -> None:
     assert not wait
-    assert wish.port is None
-    assert wish.name
-    folder = DeploymentFolder.of(wish.name)
+    assert request.port is None
+    assert request.name
+    folder = DeploymentFolder.of(request.name)
     assert not folder.path.exists()
     folder.create()
     write_atomic(folder.record, dump_json(record_of(folder)))
@@ -229,7 +229,7 @@ def test_a_silent_controller_is_waited_for_and_a_refusal_ends_the_chain(
 ) -> None:
     answers: list[CorralError] = [UnreachableError("no answer.", "")] * 9 + [UsageError("sbatch refused.", "")] * 9
 
-    def refuses(wish: bringup.Wish, report: Any, wait: bool = True) -> None:
+    def refuses(request: bringup.DeployRequest, report: Any, wait: bool = True) -> None:
         raise answers.pop(0)
 
     monkeypatch.setattr(bringup, "bring_up", refuses)
@@ -253,7 +253,7 @@ def test_closing_a_chain(first: DeploymentFolder) -> None:
 
 
 def test_a_deployment_that_is_not_kept(first: DeploymentFolder) -> None:
-    first.wish.unlink()
+    first.request.unlink()
     with pytest.raises(UsageError, match="--renew"):
         renew(first, lambda _: None)
 
@@ -262,16 +262,16 @@ def test_a_successor_has_the_chains_key_and_a_wish_comes_back_from_its_file(firs
     successor = DeploymentFolder.of("it's kept~2")
     successor.create()
     decision: Any = None
-    bringup._join_chain(bringup.Wish(follows=first.name), decision, successor)
+    bringup._join_chain(bringup.DeployRequest(follows=first.name), decision, successor)
     assert successor.key.read_text() == first.key.read_text()
     assert successor.key.stat().st_mode & 0o777 == 0o600
     assert chain_of("it's kept~2") == "it's kept"
     assert chain_of("a~b") == "a~b"
-    wish = bringup.Wish(
+    request = bringup.DeployRequest(
         model="m", target_options={"time": "1:00", "extra": {"a": 1}}, fixed={"tensor": 2}, extra_args=("--x",)
     )
-    write_atomic(first.wish, dump_json(wish))
-    assert load_json(bringup.Wish, first.wish) == wish
+    write_atomic(first.request, dump_json(request))
+    assert load_json(bringup.DeployRequest, first.request) == request
 
 
 def test_a_lock_of_a_node_that_is_gone_grows_old(first: DeploymentFolder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,8 +75,8 @@ class TwoNodes(Elsewhere):
         return (Node("a", "10.0.0.1"), Node("b", "10.0.0.2"))
 
 
-def wish(link: str, runtime: str, **options: object) -> bringup.Wish:
-    return bringup.Wish(
+def request(link: str, runtime: str, **options: object) -> bringup.DeployRequest:
+    return bringup.DeployRequest(
         model="llama-3.1-405b-instruct", link=link, runtime=runtime, runtime_options={**OPTIONS[runtime], **options}
     )
 
@@ -84,16 +84,16 @@ def wish(link: str, runtime: str, **options: object) -> bringup.Wish:
 @pytest.mark.parametrize("runtime", ["docker", "podman", "apptainer"])
 def test_vllms_own_image_is_refused_before_anything_starts(runtime: str) -> None:
     with pytest.raises(EngineError, match=r"vllm/vllm-openai:v0.32.0 has no Ray, which --link ray needs"):
-        bringup.decide(wish("ray", runtime), TwoNodes("8xH100x2"))
-    bringup.decide(wish("native", runtime), TwoNodes("8xH100x2"))
-    bringup.decide(wish("auto", runtime), TwoNodes("8xH100x2"))
+        bringup.decide(request("ray", runtime), TwoNodes("8xH100x2"))
+    bringup.decide(request("native", runtime), TwoNodes("8xH100x2"))
+    bringup.decide(request("auto", runtime), TwoNodes("8xH100x2"))
 
 
 def test_images_that_may_have_it_are_asked() -> None:
     for image in ("vllm/vllm-openai:v0.10.2", "registry/mine:latest"):
-        bringup.decide(wish("ray", "docker", image=image), TwoNodes("8xH100x2"))
-    bringup.decide(wish("ray", "docker", ray="install"), TwoNodes("8xH100x2"))
-    bringup.decide(wish("ray", "conda"), TwoNodes("8xH100x2"))
+        bringup.decide(request("ray", "docker", image=image), TwoNodes("8xH100x2"))
+    bringup.decide(request("ray", "docker", ray="install"), TwoNodes("8xH100x2"))
+    bringup.decide(request("ray", "conda"), TwoNodes("8xH100x2"))
 
 
 def test_an_unknown_word_for_ray() -> None:

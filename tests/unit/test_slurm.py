@@ -335,13 +335,13 @@ def test_a_profiles_hardware_is_held_against_the_cluster(monkeypatch: pytest.Mon
     own: dict[str, object] = {**KEMPNER, "partition": "gpu_h100"}
     fits = SlurmTarget.from_options({**own, "nodes": 2})
     assert fits.inventory().source == "profile"  # what the profile says is used, and only checked
-    for wish, says in (
+    for request, says in (
         ({"nodes": 4}, "has 3 nodes with 4 H100-SXM, 96 CPUs; 4 were requested"),
         ({"cpus_per_task": 128}, "no node with 4 H100-SXM, 128 CPUs"),
         ({"gpus_per_node": 8}, "no node with 8 H100-SXM"),
     ):
         with pytest.raises(DoesNotFitError, match=says):
-            SlurmTarget.from_options({**own, **wish}).inventory()
+            SlurmTarget.from_options({**own, **request}).inventory()
     with pytest.raises(NotFoundError, match="no partition 'kempner_h100'"):
         SlurmTarget.from_options(KEMPNER).inventory()
 
@@ -383,13 +383,13 @@ def test_kempners_documented_deployments(
 ) -> None:
     monkeypatch.setenv("CORRAL_HOME", "/n/holylabs/corral")
     monkeypatch.setenv("PATH", "/nonexistent")  # a dry run from a profile asks no cluster
-    wish = bringup.Wish(
+    request = bringup.DeployRequest(
         model=model,
         target="slurm",
         target_options={**KEMPNER, "nodes": nodes},
         fixed={"tensor": tensor, "pipeline": 1},
     )
-    spec = bringup.dry_run(wish)
+    spec = bringup.dry_run(request)
     expected = GOLDEN / f"kempner_{model.rpartition('-')[2]}.sh"
     if os.environ.get("CORRAL_GOLDEN"):
         expected.parent.mkdir(exist_ok=True)
@@ -415,7 +415,7 @@ def test_kept_scripts_are_clean(kept: Path, shellcheck: Shellcheck) -> None:
 
 def test_as_many_nodes_as_the_model_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
-    spec = bringup.dry_run(bringup.Wish(model="llama-3.1-405b", target="slurm", target_options=KEMPNER))
+    spec = bringup.dry_run(bringup.DeployRequest(model="llama-3.1-405b", target="slurm", target_options=KEMPNER))
     assert len(spec.ranks) > 1
     assert f"#SBATCH --nodes={len(spec.ranks)}\n" in spec.script
 
@@ -423,7 +423,7 @@ def test_as_many_nodes_as_the_model_needs(monkeypatch: pytest.MonkeyPatch) -> No
 def test_gpus_need_not_be_typed(fake: Any) -> None:
     fake("scontrol", f'case "$*" in *partition*) {print_text(PARTITIONS)}\n;; *) {print_text(NODES)}\n;; esac')
     tested = fake("sbatch", "exit 0")
-    spec = bringup.dry_run(bringup.Wish(model="llama-3.1-70b", target="slurm", fixed={"tensor": 4}))
+    spec = bringup.dry_run(bringup.DeployRequest(model="llama-3.1-70b", target="slurm", fixed={"tensor": 4}))
     said = [line.removeprefix("#SBATCH --") for line in spec.script.splitlines() if line.startswith("#SBATCH")]
     for option in ("partition=gpu_h100", "nodes=1", "gpus-per-node=4", "cpus-per-task=96", "mem=0", "time=1:00:00"):
         assert option in said
@@ -431,9 +431,11 @@ def test_gpus_need_not_be_typed(fake: Any) -> None:
     assert "--test-only" in tested.read_text()
     fake("sbatch", "echo 'sbatch: error: Invalid account or account/partition combination specified' >&2; exit 1")
     with pytest.raises(UsageError, match="Invalid account"):  # before an engine or a model is fetched
-        bringup.dry_run(bringup.Wish(model="llama-3.1-70b", target="slurm", target_options={"account": "x"}))
+        bringup.dry_run(bringup.DeployRequest(model="llama-3.1-70b", target="slurm", target_options={"account": "x"}))
     with pytest.raises(DoesNotFitError, match="gives a job 72 h"):
-        bringup.dry_run(bringup.Wish(model="llama-3.1-70b", target="slurm", target_options={"time": "4-00:00:00"}))
+        bringup.dry_run(
+            bringup.DeployRequest(model="llama-3.1-70b", target="slurm", target_options={"time": "4-00:00:00"})
+        )
 
 
 HOSTILE = ["plain", "it's", "a b", 'quo"te', "$(touch x)", "back`tick", "semi;colon", "100%", "ünïcode", "-rf", "a#b"]
@@ -466,7 +468,7 @@ def test_loading_longer_than_the_job_is_refused_with_numbers(monkeypatch: pytest
     monkeypatch.setenv("PATH", "/nonexistent")
     options = {**KEMPNER, "nodes": 4, "time": "3:00"}
     with pytest.raises(DoesNotFitError) as caught:
-        bringup.dry_run(bringup.Wish(model="llama-3.1-405b", target="slurm", target_options=options))
+        bringup.dry_run(bringup.DeployRequest(model="llama-3.1-405b", target="slurm", target_options=options))
     assert "loading takes about" in caught.value.message
     assert "the job has 3 min" in caught.value.message
     assert caught.value.details["time_s"] == 180

@@ -22,7 +22,7 @@ from corral.cli.up import read_words
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.state import State
 from corral.deploy.lifecycle import deployments
-from corral.deploy.lifecycle.bringup import Wish, as_planned, sized
+from corral.deploy.lifecycle.bringup import DeployRequest, as_planned, sized
 from corral.deploy.lifecycle.deployments import Record
 from corral.deploy.profile.folders import user_folder
 from corral.deploy.profile.merging import merged
@@ -43,7 +43,7 @@ from corral.node.agent import load_log
 from corral.node.agent.load_log import LoadLog
 from corral.plan.choose import make_plan
 from corral.plan.contract import Goal
-from corral.plan.hardware.inventory import NodeShare, parse_gpus
+from corral.plan.hardware.inventory import NodeSlice, parse_gpus
 from corral.plan.models.facts import read_facts
 from tests.tiny_llama import make_tiny_llama
 from tests.unit.conftest import Corral, in_process
@@ -77,8 +77,8 @@ def a_run(model: str = "tiny", budget_s: float = 600.0) -> TuneRun:
     race = Race(KNOBS, budget_s, measure_s=1.0, start_s=10.0)
     objective = Objective(ObjectiveKind.THROUGHPUT, concurrency=8)
     bench = Spec(Workload(input_len=16, output_len=8))
-    wish = Wish(model=model, fixed={"max_model_len": "512"})
-    return new_run(TuneSpec(model, wish, race, objective, bench, 0.0), "t1")
+    request = DeployRequest(model=model, fixed={"max_model_len": "512"})
+    return new_run(TuneSpec(model, request, race, objective, bench, 0.0), "t1")
 
 
 @pytest.fixture
@@ -164,19 +164,19 @@ def test_one_trial_on_a_server_leaves_nothing_running(
 
 def test_knobs_leave_alone_what_is_fixed_and_offer_to_drop_what_was_pasted() -> None:
     pasted = ("--enforce-eager", "--max-num-batched-tokens", "65536", "--enable-chunked-prefill=False")
-    wish = as_planned(Wish(model="llama-3.1-8b", fixed={"max_num_seqs": "256"}, extra_args=pasted))
-    plan = make_plan(read_facts("llama-3.1-8b", offline=True), parse_gpus("1xH200"), wish.goal, wish.fixed)
-    knobs = knobs_for(plan, wish, pasted, bursts=True, shares_prefixes=False)
+    request = as_planned(DeployRequest(model="llama-3.1-8b", fixed={"max_num_seqs": "256"}, extra_args=pasted))
+    plan = make_plan(read_facts("llama-3.1-8b", offline=True), parse_gpus("1xH200"), request.goal, request.fixed)
+    knobs = knobs_for(plan, request, pasted, bursts=True, shares_prefixes=False)
     names = [knob.name for knob in knobs]
     assert "max_num_seqs" not in names
     assert [one for one in names if one.startswith("given ")] == [
         "given eager", "given max_num_batched_tokens", "given --enable-chunked-prefill",
     ]  # fmt: skip
     assert {"api_servers", "async_scheduling", "prefix_caching", "stream_interval"} <= set(names)
-    freed = tuned_wish(wish, knobs, Setup((("given --enable-chunked-prefill", ""), ("given eager", ""))))
+    freed = tuned_wish(request, knobs, Setup((("given --enable-chunked-prefill", ""), ("given eager", ""))))
     assert freed.extra_args == ()
     assert set(freed.fixed) == {"max_num_seqs", "max_num_batched_tokens"}
-    streamed = tuned_wish(wish, knobs, Setup.of(stream_interval="4", async_scheduling="false"))
+    streamed = tuned_wish(request, knobs, Setup.of(stream_interval="4", async_scheduling="false"))
     assert (streamed.fixed["stream_interval"], streamed.fixed["async_scheduling"]) == ("4", "false")
 
 
@@ -222,12 +222,12 @@ def test_a_deployment_is_tuned_as_it_was_started(
         "--deployment", "served", "--budget", "1s", "--measure", "1", "--set", "api_servers=1", "--name", "r"
     )
     spec = find_run("r").spec
-    assert (spec.model, spec.wish.model) == (str(model), str(model))
-    assert (spec.wish.name, spec.wish.port) == (None, None)  # it may still run
-    assert (spec.wish.goal.context, spec.wish.goal.concurrency, spec.wish.goal.goal) == (512, 7, "latency")
-    assert spec.wish.flavour == "cpu"
-    assert dict(spec.wish.fixed) == {"eager": "true", "api_servers": "1", "max_num_seqs": "4"}
-    assert spec.wish.extra_env == {"A": "1"}
+    assert (spec.model, spec.request.model) == (str(model), str(model))
+    assert (spec.request.name, spec.request.port) == (None, None)  # it may still run
+    assert (spec.request.goal.context, spec.request.goal.concurrency, spec.request.goal.goal) == (512, 7, "latency")
+    assert spec.request.flavour == "cpu"
+    assert dict(spec.request.fixed) == {"eager": "true", "api_servers": "1", "max_num_seqs": "4"}
+    assert spec.request.extra_env == {"A": "1"}
     assert "given max_num_seqs" in {knob.name for knob in spec.race.knobs}
     assert corral("tiny", "--deployment", "served")[0] == 2
     assert corral()[0] == 2
@@ -251,7 +251,7 @@ def test_a_run_goes_on_for_longer_and_as_it_was(
     corral = in_process(capsys, "tune")
     corral("./tiny", "--workload", "./prompts.jsonl", "--budget", "10m", "--name", "r")
     spec = find_run("r").spec
-    assert (spec.wish.model, spec.bench.workload.file) == (str(tmp_path / "tiny"), str(tmp_path / "prompts.jsonl"))
+    assert (spec.request.model, spec.bench.workload.file) == (str(tmp_path / "tiny"), str(tmp_path / "prompts.jsonl"))
     corral("r", "--budget", "80m")
     assert find_run("r").spec == replace(spec, race=replace(spec.race, budget_s=4800.0))
     code, _, err = corral("r", "--measure", "30s")
@@ -270,9 +270,9 @@ def test_what_was_tuned_is_started_as_it_was_measured(tmp_path: Path, clean_home
     run = a_run(str(make_tiny_llama(tmp_path / "tiny")), budget_s=60.0)
     goal, options = Goal(context=512, concurrency=16, goal="throughput"), {"name": "vllm", "options": {"env": 1}}
     measured = replace(
-        run.spec.wish, goal=goal, runtime="conda", runtime_options=options, extra_env={"A": "1", "B": "2"}
+        run.spec.request, goal=goal, runtime="conda", runtime_options=options, extra_env={"A": "1", "B": "2"}
     )
-    write_atomic(run.folder / "tune.json", dump_json(replace(run.spec, wish=measured)))
+    write_atomic(run.folder / "tune.json", dump_json(replace(run.spec, request=measured)))
     found = read_words(("up", "--tuned", run.name, "--env", "B=3"))
     said = {name: found.given[name] for name in ("context", "concurrency", "goal", "runtime", "runtime_options")}
     assert said == {"context": 512, "concurrency": 16, "goal": "throughput", "runtime": "conda",
@@ -287,11 +287,11 @@ def test_flags_that_decide_what_is_answered_are_never_left_out() -> None:
                "--tool-call-parser", "hermes", "--max-logprobs", "-1", "--enforce-eager", "--block-size", "32",
                "--no-enable-chunked-prefill")  # fmt: skip
     plan = make_plan(read_facts("llama-3.1-8b", offline=True), parse_gpus("1xH200"))
-    knobs = knobs_for(plan, Wish(), brought, False, False)
+    knobs = knobs_for(plan, DeployRequest(), brought, False, False)
     given = {one.name for one in knobs if one.name.startswith("given")}
     assert given == {"given eager", "given --block-size", "given --no-enable-chunked-prefill"}
-    wish = Wish(extra_args=("--block-size", "32", "--max-logprobs", "-1", "--enable-lora"))
-    left = tuned_wish(wish, knobs, Setup.of(**{"given --block-size": ""}))
+    request = DeployRequest(extra_args=("--block-size", "32", "--max-logprobs", "-1", "--enable-lora"))
+    left = tuned_wish(request, knobs, Setup.of(**{"given --block-size": ""}))
     assert left.extra_args == ("--max-logprobs", "-1", "--enable-lora")
 
 
@@ -387,14 +387,14 @@ def test_the_agents_log_of_the_load_does_not_grow_without_end(
 
 
 def test_baselines_are_setups_of_their_own() -> None:
-    wish = as_planned(Wish(model="llama-3.1-8b", fixed={"max_num_seqs": "64"}))
-    plan = make_plan(read_facts("llama-3.1-8b", offline=True), parse_gpus("1xH200"), wish.goal, wish.fixed)
-    knobs = (*baseline_knobs(plan, wish, BASELINES), Knob("max_num_seqs", ("128",)))
-    stock, ocean = (tuned_wish(wish, knobs, BASE.with_(knob.name, knob.values[0])) for knob in knobs[:2])
+    request = as_planned(DeployRequest(model="llama-3.1-8b", fixed={"max_num_seqs": "64"}))
+    plan = make_plan(read_facts("llama-3.1-8b", offline=True), parse_gpus("1xH200"), request.goal, request.fixed)
+    knobs = (*baseline_knobs(plan, request, BASELINES), Knob("max_num_seqs", ("128",)))
+    stock, ocean = (tuned_wish(request, knobs, BASE.with_(knob.name, knob.values[0])) for knob in knobs[:2])
     assert (stock.fixed["max_num_seqs"], stock.fixed["api_servers"], stock.fixed["eager"]) == ("1024", "1", "false")
     assert (ocean.fixed["eager"], ocean.fixed["dtype"], ocean.fixed["max_model_len"]) == ("true", "fp16", "8192")
     assert ocean.extra_args == ("--no-enable-chunked-prefill",)
-    longer = replace(wish, goal=Goal(context=16384))
+    longer = replace(request, goal=Goal(context=16384))
     assert "--max-model-len" not in baseline_knobs(plan, longer, ("digitalocean",))[0].values[0]
     race = Race(knobs, 9_000.0, 1.0, 10.0)
     trials: list[Trial] = []
@@ -408,21 +408,21 @@ def test_baselines_are_setups_of_their_own() -> None:
 def test_servers_side_by_side_need_hardware_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     from corral.deploy.targets.local import LocalTarget
 
-    assert shares_for(Wish(), 1) == ((), False)
+    assert shares_for(DeployRequest(), 1) == ((), False)
     monkeypatch.setattr(LocalTarget, "inventory", lambda _: parse_gpus("8xH100"))
-    shares, in_turns = shares_for(Wish(), 3)
+    shares, in_turns = shares_for(DeployRequest(), 3)
     assert [share.gpus for share in shares] == [(0, 1), (2, 3), (4, 5)]
     assert not in_turns
     monkeypatch.setattr(LocalTarget, "inventory", lambda _: parse_gpus("2xH100"))
-    assert shares_for(Wish(), 3) == ((NodeShare(),) * 3, True)
+    assert shares_for(DeployRequest(), 3) == ((NodeSlice(),) * 3, True)
     with pytest.raises(UsageError, match="2 x H100-SXM hold 4 servers side by side at most, not 5"):
-        shares_for(Wish(), 5)
+        shares_for(DeployRequest(), 5)
     monkeypatch.setattr(LocalTarget, "inventory", lambda _: parse_gpus("2xH100x2"))
     with pytest.raises(UsageError, match="need one machine; here: 2 nodes"):
-        shares_for(Wish(), 3)
+        shares_for(DeployRequest(), 3)
     monkeypatch.undo()
     with pytest.raises(UsageError, match="on the same cores"):
-        shares_for(Wish(), 2)
+        shares_for(DeployRequest(), 2)
 
 
 def _on(gpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -433,7 +433,7 @@ def _on(gpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_servers_that_share_a_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     _on("1xH200", monkeypatch)
-    whole = Wish(model="llama-3.1-8b", fixed={"max_model_len": "8192"})
+    whole = DeployRequest(model="llama-3.1-8b", fixed={"max_model_len": "8192"})
     part = with_part(whole, 4)
     assert part.fixed == {
         "max_model_len": "8192", "gpu_memory_utilization": "0.2300", "max_num_seqs": "1024", "api_servers": "4",
@@ -466,7 +466,7 @@ def test_a_part_of_a_model_with_a_short_context_is_not_refused(
 ) -> None:
     _on("1xH200", monkeypatch)
     short = make_tiny_llama(tmp_path / "short", context=1024)
-    assert with_part(Wish(model=str(short)), 4).fixed["max_model_len"] == "1024"
+    assert with_part(DeployRequest(model=str(short)), 4).fixed["max_model_len"] == "1024"
 
 
 @pytest.mark.parametrize(
@@ -510,9 +510,9 @@ def test_a_part_is_the_same_server_and_holds_its_longest_request(
 ) -> None:
     """vLLM refuses a KV cache that is smaller than its longest request."""
     _on(gpus, monkeypatch)
-    wish = Wish(model="llama-3.1-8b", **more)
-    part = with_part(wish, places)
-    alone, plan = (sized(one)[1].plan for one in (wish, part))
+    request = DeployRequest(model="llama-3.1-8b", **more)
+    part = with_part(request, places)
+    alone, plan = (sized(one)[1].plan for one in (request, part))
     kept = int(part.extra_args[-1]) // plan.memory.kv_bytes_per_token_per_gpu
     assert plan.max_model_len <= kept - plan.settings.block_size
     assert (plan.precision, plan.parallel) == (alone.precision, alone.parallel)
@@ -526,9 +526,9 @@ def test_a_part_is_refused_where_it_would_be_another_server(
 ) -> None:
     _on(gpus, monkeypatch)
     with pytest.raises(UsageError, match=r"fit the same GPUs only as TP1 in fp8, and one alone is TP1 in bf16"):
-        with_part(Wish(model=model), places)
+        with_part(DeployRequest(model=model), places)
     with pytest.raises(UsageError, match=r"do not fit the same GPUs|KV tokens, a request may have"):
-        with_part(Wish(model=model, goal=Goal(context=131072)), places)
+        with_part(DeployRequest(model=model, goal=Goal(context=131072)), places)
 
 
 def test_what_is_left_of_a_failed_server_is_ended_too(clean_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -582,10 +582,10 @@ def test_trials_side_by_side_on_servers_leave_nothing_running(
 ) -> None:
     monkeypatch.setenv("CORRAL_HOME", str(clean_home / "corral"))
     monkeypatch.setenv("FAKE_TUNED", json.dumps(TUNED))
-    monkeypatch.setattr(tuner, "with_part", lambda wish, _: wish)  # there is no GPU here
+    monkeypatch.setattr(tuner, "with_part", lambda request, _: request)  # there is no GPU here
     run = a_run(str(answering.model), budget_s=8.0)
     race = replace(run.spec.race, measure_s=0.3, start_s=1.0)
-    spec = replace(run.spec, shares=(NodeShare(), NodeShare()), race=race, in_turns=in_turns)
+    spec = replace(run.spec, shares=(NodeSlice(), NodeSlice()), race=race, in_turns=in_turns)
     write_atomic(run.folder / "tune.json", dump_json(spec))
     watcher = Silent()
     tuner.tune(run, watcher)
@@ -639,9 +639,9 @@ def test_the_result_is_a_profile(clean_home: Path, capsys: pytest.CaptureFixture
     assert "# max_num_batched_tokens=4096: +" in text
     assert "makes no measurable difference" in text
     profile = load_profile("mine", {})
-    wish = Wish.of(merged(profile, {"model": None}))
-    assert wish.model == "tiny"
-    assert dict(wish.fixed) == {"max_model_len": "512", "max_num_batched_tokens": "4096"}
+    request = DeployRequest.of(merged(profile, {"model": None}))
+    assert request.model == "tiny"
+    assert dict(request.fixed) == {"max_model_len": "512", "max_num_batched_tokens": "4096"}
     code, _, err = corral("t1", "--profile", "mine")
     assert code == 4
     assert "exists already" in err

@@ -22,6 +22,7 @@ from corral.base.errors import DataError
 from corral.base.untrusted import parse_json, plain
 
 T = TypeVar("T")
+OLD_NAMES = "old names"  # of a field, in its metadata
 LONGEST_SHOWN = 200  # characters of a wrong value in a message
 SCALARS = {str: "text", int: "a whole number", float: "a number", bool: "true or false", dict: "an object"}
 
@@ -109,6 +110,7 @@ def _build_record(kind: type, data: Any, where: str) -> Any:
     if not isinstance(data, Mapping):
         raise _wrong(where, "an object", data)
     fields = {f.name: f for f in dataclasses.fields(kind)}
+    data = _under_new_names(data, fields)
     for key in data:
         if key not in fields:
             guess = nearest(str(key), list(fields), 1)
@@ -121,6 +123,16 @@ def _build_record(kind: type, data: Any, where: str) -> Any:
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise DataError(f"{where} lacks {name!r}.", f"Add {name!r}.", lacks=name)
     return kind(**values)
+
+
+def renamed_from(*names: str) -> dict[str, Any]:
+    """Metadata of a field that earlier versions wrote under other names; those are still read."""
+    return {OLD_NAMES: names}
+
+
+def _under_new_names(data: Mapping[str, Any], fields: Mapping[str, dataclasses.Field[Any]]) -> Mapping[str, Any]:
+    new = {old: name for name, field in fields.items() for old in field.metadata.get(OLD_NAMES, ())}
+    return {new.get(key, key): value for key, value in data.items()} if new.keys() & data.keys() else data
 
 
 def _build_sequence(origin: Any, args: tuple[Any, ...], data: Any, where: str) -> Any:

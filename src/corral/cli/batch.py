@@ -119,7 +119,7 @@ def run(**given: Any) -> int:
     or the settings changed; 9 the server stayed away; 10 the input is bad or the disk is full; 130 interrupted. After
     all but 0 and 1, the same command continues.
     """
-    from corral.use.batch.serving import Offline, Where
+    from corral.use.batch.serving import BatchServers, ModelToStart
     from corral.use.batch.spec import BatchOrder
 
     given["model"] = given["model"] or given["named_model"]
@@ -141,8 +141,8 @@ def run(**given: Any) -> int:
     if engine == "ray-data":
         _check_ray(given, model, more)
     replicas = (given["concurrency"] or 1) if engine == "ray-data" else 1
-    offline = Offline(model, given["context"], given["fixed"], (), more, engine, replicas) if model else None
-    where = Where(given["deployments"], given["urls"], given["key_file"], offline, given["offline"])
+    offline = ModelToStart(model, given["context"], given["fixed"], (), more, engine, replicas) if model else None
+    where = BatchServers(given["deployments"], given["urls"], given["key_file"], offline, given["offline"])
     return _carry_out(order, where, given)
 
 
@@ -206,11 +206,11 @@ def check(as_json: bool, **given: Any) -> None:
 def serve(**given: Any) -> int:
     """OpenAI's batch API (/v1/files, /v1/batches) in front of your own model."""
     from corral.use.batch.service.server import ServiceOptions, serve_forever
-    from corral.use.batch.serving import Where
+    from corral.use.batch.serving import BatchServers
 
     options = ServiceOptions(
         folder=given["folder"],
-        where=Where(given["deployments"], given["urls"], given["key_file"]),
+        where=BatchServers(given["deployments"], given["urls"], given["key_file"]),
         key_file=given["serve_key_file"],
         bind=given["bind"],
         port=given["port"],
@@ -222,7 +222,7 @@ def serve(**given: Any) -> int:
 
 
 def _target_fields(given: dict[str, Any]) -> dict[str, Any]:
-    """Where the model is to run, as fields of a wish; empty for here."""
+    """Where the model is to run, as fields of a request; empty for here."""
     target, options = chosen_target(given, given["on"])
     if not given["on"] and target is None:
         return {}
@@ -241,9 +241,9 @@ def _from_profile(given: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any
 
     profile = load_profile(given["on"])
     said = {"model": given["model"], "context": given["context"], "fixed": parse_assignments(given["fixed"])}
-    wish = with_storage(profile, merged(profile, {**flags, **said}))  # what is said here wins over the profile
-    refuse_reserved(wish.get("extra_env", {}))
-    return {name: to_json(value) for name, value in wish.items()}
+    request = with_storage(profile, merged(profile, {**flags, **said}))  # what is said here wins over the profile
+    refuse_reserved(request.get("extra_env", {}))
+    return {name: to_json(value) for name, value in request.items()}
 
 
 def _recipe(given: dict[str, Any]) -> Any:

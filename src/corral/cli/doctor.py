@@ -110,10 +110,10 @@ def _of_profile(question: Question, name: str, hosts: tuple[str, ...]) -> Questi
     if not declared.NODES_KNOWN:
         remedy = "Its nodes are known only inside a job; on a node, `corral doctor` without --on looks at that node."
         raise UsageError(f"the profile {name!r} is for {profile.target}.", remedy)
-    wish = merged(
+    request = merged(
         profile, {"target_options": {"hosts": list(hosts)}} if hosts and "hosts" in declared.REQUIRED else {}
     )
-    said: dict[str, Any] = wish["target_options"]
+    said: dict[str, Any] = request["target_options"]
     return dataclasses.replace(
         question,
         hosts=tuple(said.get("hosts", ())),
@@ -123,8 +123,8 @@ def _of_profile(question: Question, name: str, hosts: tuple[str, ...]) -> Questi
         hca=said.get("hca"),
         home=said.get("home"),
         env=dict(said.get("env", {})),
-        runtime=wish["runtime"],
-        runtime_options=wish["runtime_options"],
+        runtime=request["runtime"],
+        runtime_options=request["runtime_options"],
     )
 
 

@@ -138,11 +138,11 @@ def _show_lessons(as_json: bool) -> int:
     return 0
 
 
-def _show_needs(facts: ModelFacts, wish: Goal, gpus: str | None, as_json: bool) -> int:
+def _show_needs(facts: ModelFacts, request: Goal, gpus: str | None, as_json: bool) -> int:
     from corral.lab.report.plan import need_lines
     from corral.plan.need import needs
 
-    rows = needs(facts, wish, (find_gpu(gpus.split("x")[-1]).kind,) if gpus else ())
+    rows = needs(facts, request, (find_gpu(gpus.split("x")[-1]).kind,) if gpus else ())
     if as_json:
         document = {
             "model": facts.name,
@@ -151,7 +151,7 @@ def _show_needs(facts: ModelFacts, wish: Goal, gpus: str | None, as_json: bool) 
         }
         click.echo(dump_json(document), nl=False)
     else:
-        click.echo(f"{facts.name} with a context of {wish.context or facts.max_context:,}:\n")
+        click.echo(f"{facts.name} with a context of {request.context or facts.max_context:,}:\n")
         click.echo("\n".join(need_lines(rows, facts.notes)))
     return 0
 

@@ -170,7 +170,7 @@ def _continued(found: TuneRun) -> TuneRun:
     return found
 
 
-def _wished(model: str | None, given: dict[str, Any]) -> tuple[bringup.Wish, tuple[str, ...]]:
+def _wished(model: str | None, given: dict[str, Any]) -> tuple[bringup.DeployRequest, tuple[str, ...]]:
     """What is tuned, by a model's name or as a deployment was started, and the vLLM flags that came with it."""
     options = ("context", "concurrency", "fixed", "runtime", "runtime_options", "extra_env")
     said = {key: given[key] for key in options} | {
@@ -209,28 +209,28 @@ def _seen(name: str) -> SeenLoad:
 
 def _begun(model: str | None, name: str, given: dict[str, Any]) -> TuneRun:
     """A new run, with everything checked that can be checked before a start."""
-    wish, arguments = _wished(model, given)
-    wish = bringup.as_planned(wish)  # a setup can then leave such a flag out
-    shares, in_turns = shares_for(wish, given["places"])
-    wish = replace(wish, share=shares[0]) if shares else wish
+    request, arguments = _wished(model, given)
+    request = bringup.as_planned(request)  # a setup can then leave such a flag out
+    shares, in_turns = shares_for(request, given["places"])
+    request = replace(request, share=shares[0]) if shares else request
     sharing = len(shares) if in_turns else 1
     workload = _workload(given)
-    _, decision = bringup.sized(wish)
+    _, decision = bringup.sized(request)
     seats = given["concurrency"] or decision.plan.seats
     objective = _objective(given, seats)
     bursts = objective.kind in (ObjectiveKind.THROUGHPUT, ObjectiveKind.COST)
-    knobs = knobs_for(decision.plan, wish, arguments, bursts, workload.shares_prefixes)
+    knobs = knobs_for(decision.plan, request, arguments, bursts, workload.shares_prefixes)
     flags = tuple(one for one in given["baselines"] if one != RANDOM)
     if flags and decision.plan.inventory.gpu is None:
         raise UsageError(f"--baseline {flags[0]} is for GPUs.", f"Leave it out on a CPU, or use --baseline {RANDOM}.")
-    knobs = (*baseline_knobs(decision.plan, wish, flags), *knobs)
-    check: Callable[[bringup.Wish], object] = bringup.sized
+    knobs = (*baseline_knobs(decision.plan, request, flags), *knobs)
+    check: Callable[[bringup.DeployRequest], object] = bringup.sized
     if in_turns:
         held = 1 if objective.kind is ObjectiveKind.LATENCY else seats  # at a rate of its own, however many that are
         check = partial(refuse_part, places=sharing, seats=held, tokens=workload.longest_tokens)
-        check(wish)
+        check(request)
         knobs = tuple(one for one in knobs if not one.name.endswith("gpu_memory_utilization"))  # a part has its own
-    knobs, pruned = fitting_knobs(wish, knobs, check)
+    knobs, pruned = fitting_knobs(request, knobs, check)
     for one in pruned:
         tell(f"  never started: {one.setup}: {one.because}", err=True)
     if not knobs:
@@ -241,9 +241,9 @@ def _begun(model: str | None, name: str, given: dict[str, Any]) -> TuneRun:
         few = f"--budget {duration(given['budget_s'])} leaves time for few trials"
         tell(f"  note: a start may take {duration(start_s)}: {few}", err=True)
     spec = Spec(workload, percentiles=(50.0, 90.0, 99.0), warmup=min(seats, 16))
-    model_name = wish.model or decision.source.name
+    model_name = request.model or decision.source.name
     random = RANDOM in given["baselines"]
-    return new_run(TuneSpec(model_name, wish, race, objective, spec, time.time(), random, shares, in_turns), name)
+    return new_run(TuneSpec(model_name, request, race, objective, spec, time.time(), random, shares, in_turns), name)
 
 
 def _workload(given: dict[str, Any]) -> Workload:

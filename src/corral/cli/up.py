@@ -141,26 +141,26 @@ def command(
     profile = load_profile(on)
     if tuned:
         model, given, engine_args = _tuned(tuned, on, model, given, engine_args)
-    wish = _renewed(wish_of(profile, given, on, model, engine_args), renew, max_jobs)
-    wish = replace(wish, words=_own_words())
+    request = _renewed(wish_of(profile, given, on, model, engine_args), renew, max_jobs)
+    request = replace(request, words=_own_words())
     if shell and not dry_run:
         raise UsageError("--shell shows the commands of a dry run.", "Add --dry-run.")
-    fleet = _fleet(wish, replicas, keep, route)
+    fleet = _fleet(request, replicas, keep, route)
     if fleet is not None:
         if attach or shell:
             raise UsageError("--attach and --shell are for single deployments.", "Leave them out, or --replicas.")
         if dry_run:
-            print_json([masked(spec) for spec in preview(checked(wish, fleet), fleet.size, _note)])
+            print_json([masked(spec) for spec in preview(checked(request, fleet), fleet.size, _note)])
             return
-        bring_up_fleet(wish, fleet, PhaseScreen(quiet=as_json), wait, ask, as_json)
+        bring_up_fleet(request, fleet, PhaseScreen(quiet=as_json), wait, ask, as_json)
         return
     if dry_run:
-        _preview(wish, profile, shell)
+        _preview(request, profile, shell)
         return
     with PhaseScreen(quiet=as_json) as screen:
         if any(layer.kind == "project" for layer in profile.layers):  # found by where one stands: never silently
             screen.note(f"profile {on}: {' over '.join(layer.label for layer in reversed(profile.layers))}")
-        status = _attach(attach, screen) if attach else _bring_up(wish, screen, wait)
+        status = _attach(attach, screen) if attach else _bring_up(request, screen, wait)
     if wait:
         _tell_ready(status, screen, renew, as_json)
     else:
@@ -174,14 +174,14 @@ def _own_words() -> tuple[str, ...]:
     return given[given.index(context.info_name) :] if context.info_name in given else ()
 
 
-def _fleet(wish: bringup.Wish, replicas: str | None, keep: bool, route: str | None) -> FleetOrder | None:
+def _fleet(request: bringup.DeployRequest, replicas: str | None, keep: bool, route: str | None) -> FleetOrder | None:
     """What is asked of a fleet, where one is."""
     if replicas is None:
         if keep or route:
             raise UsageError("--keep and --route are for fleets.", "Say how many servers: --replicas N.")
         return None
-    host = wish.bind or ("0.0.0.0" if wish.expose else "127.0.0.1")  # noqa: S104 - asked for by the user
-    return FleetOrder(parse_size(replicas), route or "prefix", host, wish.port, keep)
+    host = request.bind or ("0.0.0.0" if request.expose else "127.0.0.1")  # noqa: S104 - asked for by the user
+    return FleetOrder(parse_size(replicas), route or "prefix", host, request.port, keep)
 
 
 def _note(text: str) -> None:
@@ -219,15 +219,15 @@ def _tuned(
     from corral.lab.tune.tuner import settings_found
 
     found = find_run(run)
-    wish, (fixed, arguments) = found.spec.wish, settings_found(found)
+    request, (fixed, arguments) = found.spec.request, settings_found(found)
     said = parse_assignments(given["fixed"])
     pairs = [f"{name}={value}" for name, value in {**fixed, **said}.items()]
-    measured: dict[str, Any] = {"context": wish.goal.context, "concurrency": wish.goal.concurrency,
-                                "goal": wish.goal.goal, "flavour": wish.flavour}  # fmt: skip
-    if on is None and not given["runtime"] and wish.runtime != bringup.Wish.runtime:
-        measured |= {"runtime": wish.runtime, "runtime_options": _pairs(wish.runtime_options)}
+    measured: dict[str, Any] = {"context": request.goal.context, "concurrency": request.goal.concurrency,
+                                "goal": request.goal.goal, "flavour": request.flavour}  # fmt: skip
+    if on is None and not given["runtime"] and request.runtime != bringup.DeployRequest.runtime:
+        measured |= {"runtime": request.runtime, "runtime_options": _pairs(request.runtime_options)}
     taken = {name: value for name, value in measured.items() if not given.get(name)}
-    env = (*_pairs(wish.extra_env), *given["extra_env"])
+    env = (*_pairs(request.extra_env), *given["extra_env"])
     return (
         model or found.spec.model,
         {**given, **taken, "fixed": tuple(pairs), "extra_env": env},
@@ -247,7 +247,7 @@ def _pairs(options: Mapping[str, object], within: str = "") -> tuple[str, ...]:
 
 
 def _flags(given: Mapping[str, Any], on: str | None) -> dict[str, Any]:
-    """What the command line says of a wish, by the names that a wish and a profile have for it."""
+    """What the command line says of a request, by the names that a request and a profile have for it."""
     target, options = chosen_target(given, on)
     return {
         **{name: value for name, value in given.items() if not name.startswith(PREFIX)},
@@ -262,45 +262,45 @@ def _flags(given: Mapping[str, Any], on: str | None) -> dict[str, Any]:
 
 def wish_of(
     profile: Profile, given: Mapping[str, Any], on: str | None, model: str | None, engine_args: tuple[str, ...]
-) -> bringup.Wish:
+) -> bringup.DeployRequest:
     """What a command line with the options of `up` (or some of them) asks for."""
     flags = {**_flags(given, on), "model": model, "extra_args": engine_args}
     options = with_storage(profile, merged(profile, flags))
     refuse_reserved(options["extra_env"])
-    return bringup.Wish.of(options)
+    return bringup.DeployRequest.of(options)
 
 
-def _preview(wish: bringup.Wish, profile: Profile, shell: bool) -> None:
+def _preview(request: bringup.DeployRequest, profile: Profile, shell: bool) -> None:
     """What would run; a profile that names its hardware needs none of it here."""
     # a target with options of its own has heard of that hardware from them
-    named = profile.inventory() if wish.target == profile.target and not wish.target_options else None
+    named = profile.inventory() if request.target == profile.target and not request.target_options else None
     if shell:
-        click.echo(bringup.to_paste(wish, _note, named), nl=False)
+        click.echo(bringup.to_paste(request, _note, named), nl=False)
     else:
-        print_json(masked(bringup.dry_run(wish, _note, named)))
+        print_json(masked(bringup.dry_run(request, _note, named)))
 
 
-def _renewed(wish: bringup.Wish, renew: bool, max_jobs: int | None) -> bringup.Wish:
-    """The same wish with successors, where they are asked for and possible."""
+def _renewed(request: bringup.DeployRequest, renew: bool, max_jobs: int | None) -> bringup.DeployRequest:
+    """The same request with successors, where they are asked for and possible."""
     if not renew and not max_jobs:
-        return wish
-    target = load_target(wish.target, wish.target_options)
+        return request
+    target = load_target(request.target, request.target_options)
     if not isinstance(target, Queue) or not renew:
         raise UsageError(
             "--renew and --max-jobs are for jobs of a scheduler.", "Say --renew with --partition, --time, …."
         )
-    if wish.name and chain_of(wish.name) != wish.name:
+    if request.name and chain_of(request.name) != request.name:
         raise UsageError(
-            f"{wish.name!r} looks like a successor's name.", "Choose a --name that does not end in ~NUMBER."
+            f"{request.name!r} looks like a successor's name.", "Choose a --name that does not end in ~NUMBER."
         )
-    limit = max_jobs or wish.target_options.get("max_jobs")
+    limit = max_jobs or request.target_options.get("max_jobs")
     jobs = int(limit) if isinstance(limit, int | str) else None
-    return replace(wish, renew=True, max_jobs=jobs, target_options=target.with_renewal(wish.target_options))
+    return replace(request, renew=True, max_jobs=jobs, target_options=target.with_renewal(request.target_options))
 
 
-def _bring_up(wish: bringup.Wish, screen: PhaseScreen, wait: bool) -> deployments.Status:
+def _bring_up(request: bringup.DeployRequest, screen: PhaseScreen, wait: bool) -> deployments.Status:
     try:
-        return bringup.bring_up(wish, screen, wait)
+        return bringup.bring_up(request, screen, wait)
     except LaunchError as error:
         _with_log(error)
         raise

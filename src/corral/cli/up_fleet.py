@@ -20,24 +20,29 @@ from corral.serve.fleet.standing import FleetStatus, fleet_status
 from corral.serve.fleet.waiting import wait_fleet
 
 
-def checked(wish: bringup.Wish, asked: FleetOrder) -> bringup.Wish:
-    """The wish of each member; refuses what is meant for single deployments."""
-    if wish.renew:
+def checked(request: bringup.DeployRequest, asked: FleetOrder) -> bringup.DeployRequest:
+    """The request of each member; refuses what is meant for single deployments."""
+    if request.renew:
         raise UsageError(
             "--renew cannot be used with --replicas.", "Use --keep instead: the fleet then replaces its jobs itself."
         )
-    queue = isinstance(load_target(wish.target, wish.target_options), Queue)
+    queue = isinstance(load_target(request.target, request.target_options), Queue)
     if asked.keep and not queue:
         raise UsageError("--keep is for SLURM jobs, which have a time limit.", "Leave it out.")
-    return replace(wish, port=None, bind=None, expose=wish.expose and queue)
+    return replace(request, port=None, bind=None, expose=request.expose and queue)
 
 
 def bring_up_fleet(
-    wish: bringup.Wish, asked: FleetOrder, screen: PhaseScreen, wait: bool, ask: Callable[..., str], as_json: bool
+    request: bringup.DeployRequest,
+    asked: FleetOrder,
+    screen: PhaseScreen,
+    wait: bool,
+    ask: Callable[..., str],
+    as_json: bool,
 ) -> None:
     """Make the fleet, start its first member here, and let its keeper do the rest."""
     with screen:
-        folder = make_fleet(checked(wish, asked), asked, screen)
+        folder = make_fleet(checked(request, asked), asked, screen)
         try:
             start_member(folder, f"{folder.name}-1", screen)
         except BaseException:

@@ -21,7 +21,7 @@ Address = tuple[str, int]
 Question = tuple[Address, Address, "asyncio.Future[set[int]]"]
 
 
-class Doorkeeper:
+class PeerCheck:
     """Judges the connections to one server, in one event loop."""
 
     def __init__(self, where: str) -> None:

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from corral.client.doorkeeper import Doorkeeper
+from corral.client.doorkeeper import PeerCheck
 from corral.client.endpoint import Endpoint
 from corral.client.errors import KeyRefusedError, RequestError, ServerGoneError, TimedOutError, error_from_status
 from corral.client.reply import Assembly, read_reply
@@ -72,7 +72,7 @@ class Pool:
         self._assemblies: deque[tuple[Exchange, Assembly]] = deque()
         self._addresses: list[Any] = []
         # a certificate proves more than a user's number does
-        self._doorkeeper = Doorkeeper(endpoint.root) if endpoint.has_key and self._tls is None else None
+        self._doorkeeper = PeerCheck(endpoint.root) if endpoint.has_key and self._tls is None else None
         self._sweeper: asyncio.TimerHandle | None = None
         self._tick_s = max(0.02, min(limits.stall_s, limits.timeout_s or limits.stall_s, 10.0) / 20)
         self._closed = False
@@ -299,7 +299,7 @@ class Pool:
         raise failure or OSError("no address")
 
     @staticmethod
-    async def _ask_who_listens(doorkeeper: Doorkeeper, transport: asyncio.BaseTransport, wire: Wire) -> None:
+    async def _ask_who_listens(doorkeeper: PeerCheck, transport: asyncio.BaseTransport, wire: Wire) -> None:
         try:
             await doorkeeper.check(transport)
         except BaseException:

@@ -16,7 +16,7 @@ from starlette.routing import Route
 from corral import __version__
 from corral.base.errors import CorralError, NotFoundError
 from corral.console import fleet, live, plans, play, runs
-from corral.console.context import Desk, answer, refusal
+from corral.console.context import ConsoleContext, answer, refusal
 
 VIEWS = (fleet, live, play, plans, runs)
 TYPES = {
@@ -27,7 +27,7 @@ TYPES = {
 }
 
 
-def make_app(desk: Desk) -> Starlette:
+def make_app(desk: ConsoleContext) -> Starlette:
     """Everything behind the guard."""
 
     async def about(_: Request) -> Response:

@@ -101,7 +101,7 @@ STATUS: dict[type[CorralError], int] = {
 
 
 @dataclass(frozen=True)
-class Desk:
+class ConsoleContext:
     """The console's own few things; everything else lies in the deployments' folders."""
 
     read_only: bool = False
@@ -183,7 +183,7 @@ T = TypeVar("T")
 EVERY_S = 1.0
 
 
-class Newsfeed(Generic[T]):
+class LatestValue(Generic[T]):
     """What `read` gives, again and again, to whoever listens."""
 
     def __init__(self, read: Callable[[], Awaitable[T]], every_s: float = EVERY_S) -> None:

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from corral.base.errors import ConflictError, UsageError
 from corral.base.record import load_json
 from corral.console.commands import line_of
-from corral.console.context import Desk, Newsfeed, answer, body_of, events, whole_number
+from corral.console.context import ConsoleContext, LatestValue, answer, body_of, events, whole_number
 from corral.console.logs import read_journal, read_log
 from corral.console.standings import Row, Standings, restart_words
 from corral.console.starting import choices, form_of, preview, up_words
@@ -26,7 +26,7 @@ from corral.serve.fleet.waiting import chosen_fleet
 QUIET_S = 15.0  # after which a stream without news says that it still stands
 
 
-def routes(desk: Desk) -> list[Route]:
+def routes(desk: ConsoleContext) -> list[Route]:
     return _Fleet(desk).routes()
 
 
@@ -38,9 +38,9 @@ def changes(before: dict[str, Row], now: dict[str, Row]) -> dict[str, Any] | Non
 
 
 class _Fleet:
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: ConsoleContext) -> None:
         self._desk = desk
-        self._feed: Newsfeed[dict[str, Row]] = Newsfeed(Standings().look)
+        self._feed: LatestValue[dict[str, Row]] = LatestValue(Standings().look)
 
     def routes(self) -> list[Route]:
         return [

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from corral.base.record import to_json
-from corral.console.context import Desk, Newsfeed, answer, events
+from corral.console.context import ConsoleContext, LatestValue, answer, events
 from corral.console.jobs import JobProgress, Jobs
 from corral.use.llm.top import Line, ReadyServer, Watch, ready_servers
 
@@ -98,7 +98,7 @@ WORST = ("kv", "ttft_p50", "ttft_p95", "tpot_p50", "tpot_p95")
 Figures = dict[str, float | None]
 
 
-def routes(desk: Desk) -> list[Route]:
+def routes(desk: ConsoleContext) -> list[Route]:
     live = _Live(desk)
     return [
         Route("/api/live/stream", live.stream),
@@ -135,9 +135,9 @@ def sums_of(each: list[Figures]) -> Figures:
 
 
 class _Live:
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: ConsoleContext) -> None:
         self._desk = desk
-        self._feed: Newsfeed[dict[str, Any]] = Newsfeed(self._look)
+        self._feed: LatestValue[dict[str, Any]] = LatestValue(self._look)
         self._watch = Watch(latencies=True)
         self._jobs = Jobs(desk.clock)
         self._seldom_s = -1e9

@@ -13,7 +13,7 @@ from starlette.routing import BaseRoute, Route
 
 from corral.base.errors import UsageError
 from corral.base.wording import counted
-from corral.console.context import Desk, answer, real_number, whole_number
+from corral.console.context import ConsoleContext, answer, real_number, whole_number
 from corral.deploy.profile.drafting import up_command, vllm_command
 from corral.deploy.profile.merging import AskedValues, asked_of_plan, hardware_of_plan, tuning_of_plan
 from corral.deploy.profile.profile import Profile, all_profiles, load_profile
@@ -63,7 +63,7 @@ class FactCache:
         return found[1]
 
 
-def routes(desk: Desk) -> list[BaseRoute]:
+def routes(desk: ConsoleContext) -> list[BaseRoute]:
     kept = FactCache(desk.clock)
 
     async def choices(_: Request) -> Response:

@@ -35,7 +35,7 @@ from corral.console.asking import (
     read_play,
     stream_request,
 )
-from corral.console.context import Desk, answer, body_of, events
+from corral.console.context import ConsoleContext, answer, body_of, events
 from corral.deploy.deployment.fleet import living_fleets
 from corral.deploy.deployment.state import State
 from corral.deploy.lifecycle.resolve import URL_VARIABLE, resolve, server_called
@@ -172,7 +172,7 @@ ASKING = ("/api/play/ask", "/api/play/prompt", "/api/play/spell")  # what a serv
 TELLING = ("/api/play/texts",)  # posted, so that a prompt stands in no address; it only makes text
 
 
-def routes(_: Desk) -> list[BaseRoute]:
+def routes(_: ConsoleContext) -> list[BaseRoute]:
     spellings = Spellings()
 
     async def choices(_: Request) -> Response:

@@ -13,7 +13,7 @@ from starlette.routing import BaseRoute, Route
 
 from corral.base.errors import CorralError, NotFoundError
 from corral.base.record import to_json
-from corral.console.context import Desk, answer, whole_number
+from corral.console.context import ConsoleContext, answer, whole_number
 from corral.lab.bench import store
 from corral.lab.bench.compare import ListedRun, all_runs, compared
 from corral.lab.bench.metrics import RequestRow, latencies_s, percentile
@@ -27,7 +27,7 @@ _CUTS = (*range(0, 100, 2), 99, 100)  # percentiles of a drawn distribution
 _MOST_ROWS = 200
 
 
-def routes(_: Desk) -> list[BaseRoute]:
+def routes(_: ConsoleContext) -> list[BaseRoute]:
     def path(name: str, work: Callable[[Mapping[str, str]], Any]) -> Route:
         async def asked(request: Request) -> Response:
             return answer(await run_in_threadpool(work, dict(request.query_params)))

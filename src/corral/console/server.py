@@ -13,7 +13,7 @@ from typing import Self
 from corral.base.files import make_private_dir, write_atomic
 from corral.base.home import home_dir
 from corral.console.app import make_app, static_files
-from corral.console.context import Desk
+from corral.console.context import ConsoleContext
 from corral.console.guard import Guard, Tickets
 from corral.console.play import ASKING, TELLING
 from corral.serve.asgi_server import Hosted
@@ -36,12 +36,12 @@ class Console:
     """The console in a thread of its own: `with Console(options) as console: console.link()`."""
 
     def __init__(
-        self, options: ConsoleOptions, desk: Desk | None = None, used: Callable[[], None] = lambda: None
+        self, options: ConsoleOptions, desk: ConsoleContext | None = None, used: Callable[[], None] = lambda: None
     ) -> None:
         self.options = options
         self.tickets = Tickets(used)
         asks = options.playground or not options.read_only
-        desk = desk or Desk(read_only=options.read_only, asks=asks)
+        desk = desk or ConsoleContext(read_only=options.read_only, asks=asks)
         static_files()
         open_paths = (*TELLING, *(ASKING if asks else ())) if options.read_only else None
         self._app = Guard(make_app(desk), self.tickets, open_paths, options.hosts)

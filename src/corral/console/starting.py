@@ -109,9 +109,9 @@ def preview(form: StartForm) -> dict[str, Any]:
         "fixed": {},
         "extra_args": (),
     }
-    wish = bringup.Wish.of(with_storage(profile, merged(profile, flags)))
-    named = profile.inventory() if wish.target == profile.target and not wish.target_options else None
-    _, decision = bringup.sized(wish, preview=bringup.Preview(named))
+    request = bringup.DeployRequest.of(with_storage(profile, merged(profile, flags)))
+    named = profile.inventory() if request.target == profile.target and not request.target_options else None
+    _, decision = bringup.sized(request, preview=bringup.Preview(named))
     return {"name": decision.name, "notes": decision.notes(), **_plan_facts(decision.plan)}
 
 

@@ -1,8 +1,8 @@
 """Flags of `vllm serve` that the plan decides, read back as fields of the plan.
 
-People paste commands from documents, and `--tensor-parallel-size 8` after `--` is a wish about the plan, not a second
-opinion beside it. What is read here goes the way of `--set`: planned with, checked, and shown once. A value's meaning
-is the plan's business; here only spellings are translated.
+People paste commands from documents, and `--tensor-parallel-size 8` after `--` is a request about the plan, not a
+second opinion beside it. What is read here goes the way of `--set`: planned with, checked, and shown once. A value's
+meaning is the plan's business; here only spellings are translated.
 """
 
 from __future__ import annotations

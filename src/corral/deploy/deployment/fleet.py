@@ -33,7 +33,7 @@ from corral.base.processes import Identity
 from corral.base.record import dump_json, load_json, nearest
 from corral.client.http1 import http_url
 from corral.deploy.deployment.folder import DeploymentFolder, folder_name, set_aside
-from corral.plan.hardware.inventory import NodeShare
+from corral.plan.hardware.inventory import NodeSlice
 
 OLD_LOCK_S = 900.0  # a submission takes seconds
 FRESH_S = 5.0  # a gateway writes its load every second
@@ -46,7 +46,7 @@ class FleetMember:
     name: str  # of its deployment
     leaving: bool = False  # it gets no new requests, and is stopped once its running ones have ended
     leaving_s: float = 0.0  # wall-clock time since when
-    share: NodeShare = field(default_factory=NodeShare)  # of the fleet's machines
+    share: NodeSlice = field(default_factory=NodeSlice)  # of the fleet's machines
     added_s: float = 0.0  # wall-clock time since when it belongs to the fleet: what ended before had only its name
 
 
@@ -164,7 +164,7 @@ class FleetFolder:
         return self.path / "key"
 
     @property
-    def wish(self) -> Path:
+    def request(self) -> Path:
         return self.path / "wish.json"
 
     @property

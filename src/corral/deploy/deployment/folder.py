@@ -149,7 +149,7 @@ class DeploymentFolder:
         return self.path / "successors.lock"
 
     @property
-    def wish(self) -> Path:
+    def request(self) -> Path:
         """What was asked for, so that a successor can be made from it."""
         return self.path / "wish.json"
 

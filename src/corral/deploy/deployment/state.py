@@ -1,7 +1,7 @@
 """States of a deployment and reasons for them: the words that the agents on the nodes write.
 
 How long a deployment's agents wait before they give up, and how often they try again: one value, from the command
-line or a profile to the wish, the launch spec and every rank's agent.
+line or a profile to the request, the launch spec and every rank's agent.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a wish to a running deployment: locate, decide, stage, launch, watch. What `corral up` and Python share.
+"""From a request to a running deployment: locate, decide, stage, launch, watch. What `corral up` and Python share.
 
 The order is chosen so that what can be refused is refused first: an unknown model, a flag this vLLM does not have, a
 gated repository, a model that does not fit. Only then is a name taken, an engine installed, a model fetched.
@@ -43,20 +43,18 @@ from corral.engines.runtimes.ray import ray_checks, refuse_known_lack
 from corral.plan.choose import make_plan
 from corral.plan.constraints import refuse_flags
 from corral.plan.contract import Goal, Plan
-from corral.plan.hardware.inventory import Inventory, NodeShare, within
+from corral.plan.hardware.inventory import Inventory, NodeSlice, within
 from corral.plan.measured import planned_start, tuning_for
 from corral.plan.models import catalogue
 from corral.plan.models import store as model_store
 from corral.plan.models.facts import read_facts
 from corral.plan.models.store import EMBEDDED, ModelSource
 
-__all__ = ["LaunchDecision", "Reporter", "Wish", "bring_up", "decide", "dry_run", "sized", "to_paste", "wait_ready"]
-
 PORT_ATTEMPTS = 3  # a port that was free when chosen can be taken before the engine binds it
 
 
 @dataclass(frozen=True)
-class Wish:
+class DeployRequest:
     """What the user asked for; None means: Corral chooses."""
 
     model: str | None = None
@@ -79,21 +77,21 @@ class Wish:
     renew: bool = False  # successors follow (see `deploy.lifecycle.successors`)
     max_jobs: int | None = None
     follows: str = ""  # the chain that this one continues
-    share: NodeShare = field(default_factory=NodeShare)  # of machines that several deployments share
+    share: NodeSlice = field(default_factory=NodeSlice)  # of machines that several deployments share
     words: tuple[str, ...] = ()  # of the command that asked for it: the same words start it again
 
     @classmethod
-    def of(cls, said: Mapping[str, Any]) -> Wish:
+    def of(cls, said: Mapping[str, Any]) -> DeployRequest:
         """From keyword arguments, where `goal` and `patience` are keyword arguments themselves (see `merged`)."""
         goal, patience = Goal(**said.get("goal", {})), Patience(**said.get("patience", {}))
         return cls(**{**said, "goal": goal, "patience": patience})
 
 
 @dataclass(frozen=True)
-class LaunchDecision:
+class DeployDecision:
     """Everything decided before the first byte is fetched."""
 
-    wish: Wish
+    request: DeployRequest
     name: str
     source: ModelSource
     served_name: str
@@ -112,7 +110,7 @@ class LaunchDecision:
             return [f"{self.source.name} is served in {precision.weights}: {because}", *said]
         if precision.how == "native":
             return said
-        asked = {"weights", "dtype", "quantization"} & set(self.wish.fixed)
+        asked = {"weights", "dtype", "quantization"} & set(self.request.fixed)
         insist = "" if asked else "; `--set weights=bf16` would refuse to start instead"
         return [f"{self.source.name} is served in {precision.weights}: {because}{insist}", *said]
 
@@ -128,31 +126,31 @@ class Preview:
     inventory: Inventory | None = None  # named, in the place of what the target finds
 
 
-def decide(wish: Wish, target: Target, preview: Preview | None = None) -> LaunchDecision:
+def decide(request: DeployRequest, target: Target, preview: Preview | None = None) -> DeployDecision:
     """Choose and check; raises what can be refused now. Installs, fetches and starts nothing."""
-    wish = as_planned(wish)
-    inventory = within((preview.inventory if preview else None) or target.inventory(), wish.share)
-    flavour = _flavour(wish, inventory)
-    reference = wish.model or _fitting_model(inventory, wish)
+    request = as_planned(request)
+    inventory = within((preview.inventory if preview else None) or target.inventory(), request.share)
+    flavour = _flavour(request, inventory)
+    reference = request.model or _fitting_model(inventory, request)
     source = model_store.locate(reference)
-    served = model_store.served_name(source, wish.served_name)
-    name = checked_name(served if wish.name is None else wish.name)
-    runtime = _runtime(wish, target, flavour)
-    check_arguments(wish.extra_args, runtime.flags())
-    if wish.link == "ray" and wish.runtime_options.get("ray") != "install" and len(target.nodes()) > 1:
+    served = model_store.served_name(source, request.served_name)
+    name = checked_name(served if request.name is None else request.name)
+    runtime = _runtime(request, target, flavour)
+    check_arguments(request.extra_args, runtime.flags())
+    if request.link == "ray" and request.runtime_options.get("ray") != "install" and len(target.nodes()) > 1:
         refuse_known_lack(runtime)
     known = preview is not None and catalogue.find(source.repo) is not None
     if not known:
         model_store.check_access(source)
-    plan = _fitting(source, _plan(source, inventory, wish, runtime.version, offline=known))
-    refuse_flags(wish.extra_args, plan.settings, plan.max_model_len)
+    plan = _fitting(source, _plan(source, inventory, request, runtime.version, offline=known))
+    refuse_flags(request.extra_args, plan.settings, plan.max_model_len)
     if plan.precision.how == "checkpoint":  # the plan chose a quantised twin of what was named
         source = replace(model_store.locate(plan.checkpoint), name=source.name)
         if not known:
             model_store.check_access(source)
     if isinstance(target, Queue):
         target.check(plan)
-    return LaunchDecision(wish, name, source, served, flavour, plan, inventory, runtime.version)
+    return DeployDecision(request, name, source, served, flavour, plan, inventory, runtime.version)
 
 
 def _fitting(source: ModelSource, plan: Plan) -> Plan:
@@ -167,28 +165,28 @@ def _fitting(source: ModelSource, plan: Plan) -> Plan:
     )
 
 
-def as_planned(wish: Wish) -> Wish:
-    """The same wish with those flags of the engine that the plan decides as fields of the plan."""
-    read = read_back(wish.extra_args)
-    return replace(wish, fixed=joined(wish.fixed, read), link=read.link or wish.link, extra_args=read.rest)
+def as_planned(request: DeployRequest) -> DeployRequest:
+    """The same request with those flags of the engine that the plan decides as fields of the plan."""
+    read = read_back(request.extra_args)
+    return replace(request, fixed=joined(request.fixed, read), link=read.link or request.link, extra_args=read.rest)
 
 
 def sized(
-    wish: Wish, note: Callable[[str], None] | None = None, preview: Preview | None = None
-) -> tuple[Target, LaunchDecision]:
+    request: DeployRequest, note: Callable[[str], None] | None = None, preview: Preview | None = None
+) -> tuple[Target, DeployDecision]:
     """The target and what is decided for it; where a scheduler gives the nodes, as many as the model needs."""
-    target = load_target(wish.target, wish.target_options)
+    target = load_target(request.target, request.target_options)
     if note:  # a dry run touches no node, unless its commands are to be pasted
         _prepare(target, note, preview)
     try:
-        return target, decide(wish, target, preview)
+        return target, decide(request, target, preview)
     except DoesNotFitError as error:
         if not isinstance(target, Queue) or "nearest" not in error.details:  # other limits do not go away with size
             raise
         for nodes in target.sizes():
             wider = target.resized(nodes)
             with contextlib.suppress(DoesNotFitError):
-                return wider, decide(wish, wider, preview)
+                return wider, decide(request, wider, preview)
         raise
 
 
@@ -202,20 +200,22 @@ def _prepare(target: Target, note: Callable[[str], None], preview: Preview | Non
         note(f"{error.message.rstrip('.')}; addresses are as this machine resolves them, without network adapters")
 
 
-def _plan(source: ModelSource, inventory: Inventory, wish: Wish, version: str, offline: bool = False) -> Plan:
+def _plan(
+    source: ModelSource, inventory: Inventory, request: DeployRequest, version: str, offline: bool = False
+) -> Plan:
     here = model_store.already_here(source)
     facts = read_facts(str(here) if here else source.repo, offline=offline or source.kind == "embedded")
-    tuning = tuning_for(facts, inventory, version, wish.extra_args, wish.runtime == "managed")
-    plan = make_plan(facts, inventory, wish.goal, wish.fixed, tuning)
+    tuning = tuning_for(facts, inventory, version, request.extra_args, request.runtime == "managed")
+    plan = make_plan(facts, inventory, request.goal, request.fixed, tuning)
     spans = plan.parallel.replica_gpus > inventory.gpus_per_node
-    if plan.parallel.data > 1 and (spans or (wish.link == "ray" and inventory.nodes > 1)):
+    if plan.parallel.data > 1 and (spans or (request.link == "ray" and inventory.nodes > 1)):
         # one deployment joins whole replicas on each node, or one replica over all; several over several is two
-        plan = make_plan(facts, inventory, wish.goal, {**wish.fixed, "data": 1}, tuning)
+        plan = make_plan(facts, inventory, request.goal, {**request.fixed, "data": 1}, tuning)
     return plan
 
 
-def _flavour(wish: Wish, inventory: Inventory) -> str:
-    flavour = wish.flavour or ("cuda" if inventory.gpu else "cpu")
+def _flavour(request: DeployRequest, inventory: Inventory) -> str:
+    flavour = request.flavour or ("cuda" if inventory.gpu else "cpu")
     if flavour not in FLAVOURS:
         raise UsageError(f"there is no engine flavour {flavour!r}.", f"Known: {', '.join(FLAVOURS)}.")
     if flavour == "cuda" and not inventory.gpu:
@@ -225,20 +225,20 @@ def _flavour(wish: Wish, inventory: Inventory) -> str:
     return flavour
 
 
-def _fitting_model(inventory: Inventory, wish: Wish) -> str:
+def _fitting_model(inventory: Inventory, request: DeployRequest) -> str:
     """On a CPU the embedded default; on GPUs the largest instruct model that fits as stored (8 bits or more)."""
     if not inventory.gpu:
         return EMBEDDED
     entries = [e for e in catalogue.CATALOGUE.values() if "instruct" in e.name and e.weights in ("bf16", "fp8")]
     for entry in sorted(entries, key=lambda entry: (-entry.parameters, entry.weights != "bf16")):
-        plan = make_plan(read_facts(entry.name, offline=True), inventory, wish.goal, wish.fixed)
+        plan = make_plan(read_facts(entry.name, offline=True), inventory, request.goal, request.fixed)
         if plan.fits and plan.precision.how == "native":
             return entry.name
     return EMBEDDED
 
 
 def dry_run(
-    wish: Wish,
+    request: DeployRequest,
     note: Callable[[str], None] = lambda _: None,
     inventory: Inventory | None = None,
     taken: set[int] | None = None,
@@ -247,20 +247,22 @@ def dry_run(
 
     `taken` are ports of its head node that others are going to take; its own is added.
     """
-    target, decision = sized(wish, preview=Preview(inventory))
+    target, decision = sized(request, preview=Preview(inventory))
     decision.tell(note)
     path = _model_path(decision, target)
     folder = DeploymentFolder.of(decision.name)
-    return _render(decision, target, folder, _runtime(wish, target, decision.flavour), path, "dry-run", note, taken)
+    return _render(
+        decision, target, folder, _runtime(request, target, decision.flavour), path, "dry-run", note, taken
+    )
 
 
-def to_paste(wish: Wish, note: Callable[[str], None], inventory: Inventory | None = None) -> str:
+def to_paste(request: DeployRequest, note: Callable[[str], None], inventory: Inventory | None = None) -> str:
     """The same launch as commands to paste: they leave a deployment of the same name alone."""
-    target, decision = sized(wish, note, Preview(inventory))
+    target, decision = sized(request, note, Preview(inventory))
     decision.tell(note)
     path = _model_path(decision, target)
     folder = DeploymentFolder(home_dir() / "pasted" / DeploymentFolder.of(decision.name).path.name)
-    runtime = _runtime(wish, target, decision.flavour)
+    runtime = _runtime(request, target, decision.flavour)
     launch_id = f"pasted{hashlib.sha256(decision.name.encode()).hexdigest()[:10]}"
     spec = masked(_render(decision, target, folder, runtime, path, launch_id, note))
     reach = {rank.node: target.reach(rank.node) for rank in spec.ranks}
@@ -270,14 +272,14 @@ def to_paste(wish: Wish, note: Callable[[str], None], inventory: Inventory | Non
     return as_shell(spec, reach, first)
 
 
-def _model_path(decision: LaunchDecision, target: Target) -> str:
+def _model_path(decision: DeployDecision, target: Target) -> str:
     """Where the nodes have the model, or will have it; its name on the hub, where nobody has it yet."""
     source, least = decision.source, decision.plan.memory.weights_bytes * 9 // 10
     here = model_store.already_here(source)
     return target.placed(here) if here else target.find_model(source.name, source.repo, least) or source.repo
 
 
-def _before(decision: LaunchDecision, path: str, reach: Mapping[str, Sequence[str]]) -> list[str]:
+def _before(decision: DeployDecision, path: str, reach: Mapping[str, Sequence[str]]) -> list[str]:
     """What must be done before a launch by hand, as commands; or what to know."""
     source, here = decision.source, model_store.already_here(decision.source)
     if here and path != str(here):
@@ -288,13 +290,13 @@ def _before(decision: LaunchDecision, path: str, reach: Mapping[str, Sequence[st
     return []
 
 
-def _runtime(wish: Wish, target: Target, flavour: str) -> Runtime:
+def _runtime(request: DeployRequest, target: Target, flavour: str) -> Runtime:
     node = NodeSide(target.home(), flavour, PINNED_VERSION)
-    return make_runtime(wish.runtime, wish.runtime_options, node)
+    return make_runtime(request.runtime, request.runtime_options, node)
 
 
 def _render(
-    decision: LaunchDecision,
+    decision: DeployDecision,
     target: Target,
     folder: DeploymentFolder,
     runtime: Runtime,
@@ -303,13 +305,13 @@ def _render(
     note: Callable[[str], None],
     taken: set[int] | None = None,
 ) -> LaunchSpec:
-    wish, nodes = decision.wish, target.nodes()
-    check_arguments(wish.extra_args, runtime.flags())
-    bind = target.default_bind(wish.expose) if wish.bind is None else wish.bind
-    chosen = target.choose_ports(bind, wish.port, taken or ())
+    request, nodes = decision.request, target.nodes()
+    check_arguments(request.extra_args, runtime.flags())
+    bind = target.default_bind(request.expose) if request.bind is None else request.bind
+    chosen = target.choose_ports(bind, request.port, taken or ())
     if taken is not None:
         taken.add(chosen.ports.serve)
-    link, why = choose_link(wish.link, nodes, runtime.flags())
+    link, why = choose_link(request.link, nodes, runtime.flags())
     for text in (chosen.note, f"link {link}: {why}" if len(nodes) > 1 else ""):
         if text:
             note(text)
@@ -327,37 +329,37 @@ def _render(
         ports=chosen.ports,
         base_url=target.base_url(bind, chosen.ports),
         files=target.files(),
-        extra_args=wish.extra_args,
-        extra_env={**wish.share.env(), **wish.extra_env},
-        patience=wish.patience,
+        extra_args=request.extra_args,
+        extra_env={**request.share.env(), **request.extra_env},
+        patience=request.patience,
         expected=expectation(_kind(decision, target, runtime), decision.plan),
     )
     spec = render(decision.plan, order, runtime)
     return replace(spec, script=target.script(spec, folder)) if isinstance(target, Queue) else spec
 
 
-def _kind(decision: LaunchDecision, target: Target, runtime: Runtime) -> str:
+def _kind(decision: DeployDecision, target: Target, runtime: Runtime) -> str:
     """What the length of a start depends on: starts that agree in it are of one kind."""
-    plan, wish = decision.plan, decision.wish
+    plan, request = decision.plan, decision.request
     return kind_of(
-        decision.source.name, plan.precision, plan.parallel, plan.settings, plan.max_model_len, wish.extra_args,
-        runtime.engine, wish.runtime, target.name, target.options(),
+        decision.source.name, plan.precision, plan.parallel, plan.settings, plan.max_model_len, request.extra_args,
+        runtime.engine, request.runtime, target.name, target.options(),
     )  # fmt: skip
 
 
-def bring_up(wish: Wish, report: Reporter, wait: bool = True) -> deployments.Status:
+def bring_up(request: DeployRequest, report: Reporter, wait: bool = True) -> deployments.Status:
     """Do all of it; returns the ready deployment (or, without waiting, the starting one)."""
     for _ in range(PORT_ATTEMPTS - 1):
         try:
-            return _bring_up_once(wish, report, wait)
+            return _bring_up_once(request, report, wait)
         except LaunchError as error:
-            if error.details.get("reason") != "port_taken" or wish.port is not None:
+            if error.details.get("reason") != "port_taken" or request.port is not None:
                 raise
             report.note(f"{error.message} Starting again on another port.")
-    return _bring_up_once(wish, report, wait)
+    return _bring_up_once(request, report, wait)
 
 
-def _new_record(decision: LaunchDecision, target: Target) -> deployments.Record:
+def _new_record(decision: DeployDecision, target: Target) -> deployments.Record:
     return deployments.Record(
         name=decision.name,
         launch_id=secrets.token_hex(8),
@@ -367,12 +369,12 @@ def _new_record(decision: LaunchDecision, target: Target) -> deployments.Record:
         target_options=target.options(),
         created_s=time.time(),
         created_by=own_identity(),
-        words=decision.wish.words,
+        words=decision.request.words,
     )
 
 
-def _bring_up_once(wish: Wish, report: Reporter, wait: bool) -> deployments.Status:
-    target, decision = sized(wish, report.note)
+def _bring_up_once(request: DeployRequest, report: Reporter, wait: bool) -> deployments.Status:
+    target, decision = sized(request, report.note)
     record = _new_record(decision, target)
     if decision.inventory.gpu:
         decision.tell(report.note)
@@ -380,13 +382,13 @@ def _bring_up_once(wish: Wish, report: Reporter, wait: bool) -> deployments.Stat
     folder = deployments.claim(record, lambda who: report.note(f"waiting for {who}, which uses the same name"))
     staging = Staging(report, folder, planned_start(decision.plan))
     with _released_on_failure(folder):
-        _join_chain(wish, decision, folder)
-        kind = kind_of("engine", decision.flavour, PINNED_VERSION, wish.runtime)
+        _join_chain(request, decision, folder)
+        kind = kind_of("engine", decision.flavour, PINNED_VERSION, request.runtime)
         staging.phase(Phase.INSTALLING, kind, needed=engines.find(decision.flavour) is None)
-        runtime = _runtime(wish, target, decision.flavour).stage(staging.detail)
+        runtime = _runtime(request, target, decision.flavour).stage(staging.detail)
         if runtime.carried:
             runtime = runtime.moved({path: target.place(Path(path), staging.detail) for path in runtime.carried})
-        link, _ = choose_link(decision.wish.link, target.nodes(), runtime.flags())
+        link, _ = choose_link(decision.request.link, target.nodes(), runtime.flags())
         target.verify((*runtime.check(), *(ray_checks(runtime) if link == "ray" else ())))
         decision = _measured(decision, staging)
         if not decision.inventory.gpu:
@@ -411,16 +413,16 @@ def _bring_up_once(wish: Wish, report: Reporter, wait: bool) -> deployments.Stat
         raise
 
 
-def _measured(decision: LaunchDecision, staging: Staging) -> LaunchDecision:
+def _measured(decision: DeployDecision, staging: Staging) -> DeployDecision:
     """The decision with what this CPU can do, measured now that there is an engine to measure with."""
     model, inventory = decision.plan.model, decision.inventory
-    formats = unmeasured(model, inventory, decision.wish.fixed)
+    formats = unmeasured(model, inventory, decision.request.fixed)
     if not formats:
         return decision
     staging.phase(Phase.MEASURING)
     if not measure_cpu(model, inventory, formats, staging.report.note):
         return decision
-    again = _plan(decision.source, inventory, decision.wish, decision.engine_version)
+    again = _plan(decision.source, inventory, decision.request, decision.engine_version)
     return replace(decision, plan=_fitting(decision.source, again))
 
 
@@ -434,23 +436,23 @@ def _interrupted(folder: DeploymentFolder) -> str:
     return f"it keeps starting in the background. Wait for it: corral up --attach {name}. Stop it: corral down {name}"
 
 
-def _join_chain(wish: Wish, decision: LaunchDecision, folder: DeploymentFolder) -> None:
+def _join_chain(request: DeployRequest, decision: DeployDecision, folder: DeploymentFolder) -> None:
     """A successor has its chain's key, so that clients' keys stay valid; a first keeps what others are made from."""
-    if wish.follows:
-        write_atomic(folder.key, DeploymentFolder.of(wish.follows).key.read_text(encoding="utf-8"))
-    elif wish.renew:
-        given = Path(wish.model).expanduser() if wish.model else None
-        model = str(given.resolve()) if given and given.exists() else wish.model or decision.source.name
-        resolved = replace(wish, model=model, name=folder.name, served_name=decision.served_name)
-        write_atomic(folder.wish, dump_json(resolved))
-        write_chain(folder, Chain(max_jobs=wish.max_jobs))
+    if request.follows:
+        write_atomic(folder.key, DeploymentFolder.of(request.follows).key.read_text(encoding="utf-8"))
+    elif request.renew:
+        given = Path(request.model).expanduser() if request.model else None
+        model = str(given.resolve()) if given and given.exists() else request.model or decision.source.name
+        resolved = replace(request, model=model, name=folder.name, served_name=decision.served_name)
+        write_atomic(folder.request, dump_json(resolved))
+        write_chain(folder, Chain(max_jobs=request.max_jobs))
 
 
-def _bring_model(decision: LaunchDecision, target: Target, staging: Staging) -> str:
+def _bring_model(decision: DeployDecision, target: Target, staging: Staging) -> str:
     """The model's folder on the nodes. What only the hub has goes to them straight, not by way of this machine."""
     source, hosts = decision.source, target.fetching_hosts()
     if not hosts or source.kind != "hub" or model_store.already_here(source):
-        invented = "dummy" in values_of("--load-format", decision.wish.extra_args)  # vLLM makes up the weights
+        invented = "dummy" in values_of("--load-format", decision.request.extra_args)  # vLLM makes up the weights
         return target.place(model_store.fetch(source, staging.detail, weights=not invented), staging.detail)
     if found := target.find_model(source.name, source.repo, decision.plan.memory.weights_bytes * 9 // 10):
         return found

@@ -177,7 +177,7 @@ def renew(
     wanted: Callable[[], bool] = lambda: True,
 ) -> str:
     """Look after a chain until nothing more will follow, or nobody wants it; why, in words. `once`: what is due."""
-    if not folder.wish.is_file():
+    if not folder.request.is_file():
         raise UsageError(f"{folder.name!r} was not started with --renew.", "Start it with `corral up MODEL --renew`.")
     refusals, told = 0, ""
     while True:
@@ -242,9 +242,9 @@ def _submit(folder: DeploymentFolder, name: str) -> None:
     successor = DeploymentFolder.of(name)
     if successor.path.exists() and not successor.job.exists():
         shutil.rmtree(successor.path)
-    wish = load_json(bringup.Wish, folder.wish)
+    request = load_json(bringup.DeployRequest, folder.request)
     # a fixed port would be taken while both run on one node
-    made = replace(wish, name=name, follows=folder.name, port=None)
+    made = replace(request, name=name, follows=folder.name, port=None)
     try:
         bringup.bring_up(made, _Silent(), wait=False)
     except ConflictError:

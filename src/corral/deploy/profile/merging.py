@@ -1,4 +1,4 @@
-"""A profile and the options of one command to the keyword arguments of a wish. Pure; an option given always wins.
+"""A profile and the options of one command to the keyword arguments of a request. Pure; an option given always wins.
 
 The hardware that a plan is for: what was named, what the profile says, or this machine's own.
 
@@ -33,7 +33,7 @@ from corral.plan.hardware.inventory import Inventory, parse_gpus, probe
 from corral.plan.measured import tuning_for
 from corral.plan.models.facts import ModelFacts
 
-# options of a command that a profile knows nothing of, or leaves to the wish's own default
+# options of a command that a profile knows nothing of, or leaves to the request's own default
 PASSED_ON = ("name", "served_name", "flavour")
 GOAL = ("context", "concurrency", "goal")
 PATIENCE = tuple(field.name for field in fields(Patience))
@@ -55,13 +55,13 @@ class AskedValues:
 def merged(profile: Profile, flags: Mapping[str, Any]) -> dict[str, Any]:
     """Keyword arguments for `bringup.Wish.of`, with `goal` and `patience` as those of `Goal` and `Patience`.
 
-    `flags` has the wish's own names, and those of the goal and the patience; None means: not given. Their own
+    `flags` has the request's own names, and those of the goal and the patience; None means: not given. Their own
     default holds where neither says anything, so that there is one place for defaults.
     """
     given = {name: value for name, value in flags.items() if value is not None}
     known = {*PASSED_ON, *GOAL, *PATIENCE, *_said_by(Profile()), "extra_args", "extra_env", "fixed"}
     if unknown := given.keys() - known:
-        raise TypeError(f"a wish has no {', '.join(sorted(unknown))}")
+        raise TypeError(f"a request has no {', '.join(sorted(unknown))}")
     said = _said_by(profile)
     if given.get("target", profile.target) != profile.target:
         said["target_options"] = {}
@@ -189,7 +189,7 @@ def hardware_of_plan(profile: Profile, gpus: str | None, nodes: int | None, link
 def with_storage(
     profile: Profile, options: Mapping[str, Any], environ: MutableMapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """The options of a wish, with a model that the profile's storage holds named by its folder there."""
+    """The options of a request, with a model that the profile's storage holds named by its folder there."""
     storage, environ = profile.settings.storage, os.environ if environ is None else environ
     hub = Path(storage.hf_home).expanduser() if storage.hf_home else None
     if hub and hub.is_dir():

@@ -1,7 +1,7 @@
 """A profile as its users see it: the layers of its files and the environment, resolved once.
 
 Flag > environment > project's file > user's file > default. `merged` makes of a profile and the options of a command
-the keyword arguments of a wish; an option that was given always wins.
+the keyword arguments of a request; an option that was given always wins.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import shlex
 from dataclasses import replace
 
 from corral.base.errors import DoesNotFitError
-from corral.deploy.lifecycle.bringup import Wish, sized
+from corral.deploy.lifecycle.bringup import DeployRequest, sized
 from corral.engines.planned import read_back
 from corral.lab.tune.knobs import Knob, KnobKind
 from corral.plan.contract import UTILISATION, Plan
@@ -23,14 +23,14 @@ DIGITALOCEAN = (
 )
 
 
-def baseline_knobs(plan: Plan, wish: Wish, wanted: tuple[str, ...]) -> tuple[Knob, ...]:
+def baseline_knobs(plan: Plan, request: DeployRequest, wanted: tuple[str, ...]) -> tuple[Knob, ...]:
     """What was asked for, as knobs whose one value is a line of flags."""
     lines = {"stock": _stock, "digitalocean": _digitalocean}
     named = dict.fromkeys(wanted)
-    return tuple(Knob(f"baseline {name}", (lines[name](plan, wish),), KnobKind.BASELINE) for name in named)
+    return tuple(Knob(f"baseline {name}", (lines[name](plan, request),), KnobKind.BASELINE) for name in named)
 
 
-def _stock(plan: Plan, wish: Wish) -> str:
+def _stock(plan: Plan, request: DeployRequest) -> str:
     """What `vllm serve` takes where nothing is said, of all that the plan says."""
     default = vllm_defaults(plan.inventory, plan.parallel.data)
     line = (
@@ -39,12 +39,14 @@ def _stock(plan: Plan, wish: Wish) -> str:
         " --no-enforce-eager --async-scheduling"
     )
     with contextlib.suppress(DoesNotFitError):
-        settings = sized(replace(wish, fixed={**wish.fixed, **read_back(shlex.split(line)).fields}))[1].plan.settings
+        settings = sized(replace(request, fixed={**request.fixed, **read_back(shlex.split(line)).fields}))[
+            1
+        ].plan.settings
         if settings.max_graph_size:  # otherwise vLLM is told nothing, and an old one does not know the flag
             line += f" --max-cudagraph-capture-size {own_largest(settings, plan.inventory.kind)}"
     return line
 
 
-def _digitalocean(_: Plan, wish: Wish) -> str:
-    context = "" if wish.goal.context or "max_model_len" in wish.fixed else " --max-model-len 8192"
+def _digitalocean(_: Plan, request: DeployRequest) -> str:
+    context = "" if request.goal.context or "max_model_len" in request.fixed else " --max-model-len 8192"
     return DIGITALOCEAN + context

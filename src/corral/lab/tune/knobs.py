@@ -1,4 +1,4 @@
-"""Which settings are worth trying for a plan and a workload, and a wish with some of them set.
+"""Which settings are worth trying for a plan and a workload, and a request with some of them set.
 
 Only what leaves answers as they are is varied: no narrower weights, no narrower KV cache. What the user fixed with
 `--set` stays; flags of vLLM about speed that he brought may be left out again, because such flags are often copied
@@ -17,7 +17,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from corral.deploy.lifecycle.bringup import Wish
+from corral.deploy.lifecycle.bringup import DeployRequest
 from corral.engines.flags import flag_name, takes_next
 from corral.engines.planned import read_back
 from corral.plan.contract import Plan
@@ -97,14 +97,14 @@ _OF_SPEED = {
 
 
 def knobs_for(
-    plan: Plan, wish: Wish, brought: Sequence[str], bursts: bool, shares_prefixes: bool
+    plan: Plan, request: DeployRequest, brought: Sequence[str], bursts: bool, shares_prefixes: bool
 ) -> tuple[Knob, ...]:
     """What may be set otherwise for this plan; `brought` are the arguments the user gave after `--`.
 
     `bursts`: answers may come in bursts of tokens, because nobody reads along.
     """
     read = read_back(brought)
-    said = {name for name in wish.fixed if name not in read.fields}
+    said = {name for name in request.fixed if name not in read.fields}
     knobs = [*_without(read.fields, read.rest), *_fields(plan)]
     if plan.inventory.gpu is not None:
         knobs += [Knob(name, (flag,), KnobKind.SWITCH) for name, flag in _SWITCHES.items()
@@ -150,9 +150,9 @@ def _graphs(plan: Plan) -> Iterator[Knob]:
         yield Knob("max_graph_size", (str(other),))
 
 
-def tuned_wish(wish: Wish, knobs: Sequence[Knob], setup: Setup) -> Wish:
+def tuned_wish(request: DeployRequest, knobs: Sequence[Knob], setup: Setup) -> DeployRequest:
     """The base with a setup's choices."""
-    fixed, arguments = dict(wish.fixed), list(wish.extra_args)
+    fixed, arguments = dict(request.fixed), list(request.extra_args)
     kinds = {knob.name: knob.kind for knob in knobs}
     for name, value in setup.choices:
         match kinds[name]:
@@ -168,7 +168,7 @@ def tuned_wish(wish: Wish, knobs: Sequence[Knob], setup: Setup) -> Wish:
                 said = name.removeprefix(GIVEN)
                 fixed.pop(said, None)
                 arguments = _left_out(arguments, said)
-    return replace(wish, fixed=fixed, extra_args=tuple(arguments))
+    return replace(request, fixed=fixed, extra_args=tuple(arguments))
 
 
 def _left_out(arguments: Sequence[str], flag: str) -> list[str]:

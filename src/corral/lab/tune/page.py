@@ -144,11 +144,13 @@ def profile_text(run: TuneRun, trials: Sequence[Trial], found: RaceResult) -> st
     """A whole profile; `corral up --on NAME` starts the setup that the run found best."""
     spec = run.spec
     fixed, arguments = settings_found(run)
-    goal = spec.wish.goal
+    goal = spec.request.goal
     tables: dict[str, dict[str, object]] = {
         "defaults": {"model": spec.model, "context": goal.context, "concurrency": goal.concurrency, "set": fixed},
-        "engine": {"args": list(arguments), "env": dict(spec.wish.extra_env)},
-        "runtime": {} if spec.wish.runtime == "managed" else {"name": spec.wish.runtime, **spec.wish.runtime_options},
+        "engine": {"args": list(arguments), "env": dict(spec.request.extra_env)},
+        "runtime": {}
+        if spec.request.runtime == "managed"
+        else {"name": spec.request.runtime, **spec.request.runtime_options},
     }
     lines = [f"# {line}" for line in _known(run, trials, found)]
     for name, values in tables.items():
@@ -168,5 +170,5 @@ def _known(run: TuneRun, trials: Sequence[Trial], found: RaceResult) -> Iterator
         name = choice_words(finding.knob, finding.value)
         if finding.gain:
             yield f"  {name}: {finding.gain}, {finding_word(finding)}"
-    if spec.wish.target != "local":
-        yield f"It ran on {spec.wish.target}: add the keys of that target, or give its options beside --on."
+    if spec.request.target != "local":
+        yield f"It ran on {spec.request.target}: add the keys of that target, or give its options beside --on."

@@ -26,14 +26,14 @@ from math import exp
 from threading import Condition
 
 from corral.base.errors import CorralError, DoesNotFitError, UsageError
-from corral.deploy.lifecycle.bringup import Wish, sized
+from corral.deploy.lifecycle.bringup import DeployRequest, sized
 from corral.deploy.targets.base import Queue, load_target
 from corral.engines.flags import flag_name
 from corral.lab.tune.race import Race, expected_costs, next_order
 from corral.lab.tune.trials import Trial, TrialOrder, mean_score
 from corral.plan.candidate import SHORTEST
 from corral.plan.contract import UTILISATION, Plan
-from corral.plan.hardware.inventory import NodeShare
+from corral.plan.hardware.inventory import NodeSlice
 
 _OUTCOMES = ((0.5, 0.5), (1.0, 1.0), (2.0, 2.0), (0.5, 2.0), (2.0, 0.5))  # of those under way, by turns
 
@@ -117,16 +117,16 @@ _KV_BYTES = "--kv-cache-memory-bytes"
 _REMEDY = "Leave out --side-by-side."
 
 
-def with_part(wish: Wish, places: int) -> Wish:
+def with_part(request: DeployRequest, places: int) -> DeployRequest:
     """One of so many servers that share the memory of each GPU: the same server with less of a KV cache.
 
     Its longest request is what that cache holds, where no other was asked for.
     """
-    if any(flag_name(word) == _KV_BYTES for word in wish.extra_args):
+    if any(flag_name(word) == _KV_BYTES for word in request.extra_args):
         raise UsageError(f"{_KV_BYTES} is for a server that has a GPU to itself.", _REMEDY)
-    whole = sized(wish)[1].plan
+    whole = sized(request)[1].plan
     share = min(whole.settings.gpu_memory_utilization, UTILISATION) / places
-    part = replace(wish, fixed={**wish.fixed, **_settings(whole), "gpu_memory_utilization": f"{share:.4f}"})
+    part = replace(request, fixed={**request.fixed, **_settings(whole), "gpu_memory_utilization": f"{share:.4f}"})
     try:
         plan = sized(part)[1].plan
     except DoesNotFitError as error:
@@ -136,8 +136,8 @@ def with_part(wish: Wish, places: int) -> Wish:
         raise UsageError(f"{held}, and one alone is {whole.parallel} in {whole.precision.weights}.", _REMEDY)
     held_tokens = int(KEPT * plan.memory.kv_cache_tokens_per_replica) - plan.settings.block_size
     context = min(plan.max_model_len, held_tokens // 256 * 256)
-    said = wish.fixed.get("max_model_len")
-    asked = said if said not in (None, "auto") else wish.goal.context
+    said = request.fixed.get("max_model_len")
+    asked = said if said not in (None, "auto") else request.goal.context
     if context < (plan.max_model_len if asked else min(SHORTEST, plan.model.max_context)):
         held = f"each of {places} servers on the same GPUs holds {max(0, held_tokens):,} KV tokens"
         raise UsageError(f"{held}, a request may have {plan.max_model_len:,}.", f"{_REMEDY} Or shorten --context.")
@@ -152,9 +152,9 @@ def _settings(plan: Plan) -> dict[str, str]:
     return {name: str(value) for name in names if (value := getattr(plan.settings, name)) is not None}
 
 
-def refuse_part(wish: Wish, places: int, seats: int, tokens: int | None) -> None:
+def refuse_part(request: DeployRequest, places: int, seats: int, tokens: int | None) -> None:
     """Refuse a server that does not fit its part of the GPUs, or whose part cannot hold the load."""
-    refuse_beyond(sized(with_part(wish, places))[1].plan, places, seats, tokens)
+    refuse_beyond(sized(with_part(request, places))[1].plan, places, seats, tokens)
 
 
 def refuse_beyond(plan: Plan, places: int, seats: int, tokens: int | None) -> None:
@@ -230,7 +230,7 @@ class Turns:
             raise CorralError("the run was ended.", "Continue it: corral tune last.")
 
 
-def shares_for(wish: Wish, places: int) -> tuple[tuple[NodeShare, ...], bool]:
+def shares_for(request: DeployRequest, places: int) -> tuple[tuple[NodeSlice, ...], bool]:
     """A share for each place, and whether they are measured in turns.
 
     A job of a scheduler has nodes of its own; else GPUs of one machine are divided, or, where there are fewer than
@@ -238,9 +238,9 @@ def shares_for(wish: Wish, places: int) -> tuple[tuple[NodeShare, ...], bool]:
     """
     if places == 1:
         return (), False
-    target = load_target(wish.target, wish.target_options)
+    target = load_target(request.target, request.target_options)
     if isinstance(target, Queue):
-        return (NodeShare(),) * places, False
+        return (NodeSlice(),) * places, False
     here = target.inventory()
     remedy = "Leave out --side-by-side, or tune on SLURM, where each server is a job of its own."
     if here.gpu is None:
@@ -252,5 +252,5 @@ def shares_for(wish: Wish, places: int) -> tuple[tuple[NodeShare, ...], bool]:
         held = f"{here.gpus_per_node} x {here.gpu} hold {MOST_IN_TURNS} servers side by side at most, not {places}."
         raise UsageError(held, f"Try --side-by-side {MOST_IN_TURNS}.")
     if not each:
-        return (NodeShare(),) * places, True
-    return tuple(NodeShare(gpus=tuple(range(at * each, (at + 1) * each))) for at in range(places)), False
+        return (NodeSlice(),) * places, True
+    return tuple(NodeSlice(gpus=tuple(range(at * each, (at + 1) * each))) for at in range(places)), False

@@ -13,19 +13,19 @@ import json
 import os
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from corral.base.errors import CorralError, DataError, NotFoundError, UsageError
 from corral.base.files import make_private_dir, write_atomic
 from corral.base.home import home_dir
-from corral.base.record import dump_json, from_json, load_json, nearest, to_json
-from corral.deploy.lifecycle.bringup import Wish
+from corral.base.record import dump_json, from_json, load_json, nearest, renamed_from, to_json
+from corral.deploy.lifecycle.bringup import DeployRequest
 from corral.lab.bench.spec import Spec
 from corral.lab.tune.objective import Objective
 from corral.lab.tune.race import Race
 from corral.lab.tune.trials import Trial
-from corral.plan.hardware.inventory import NodeShare
+from corral.plan.hardware.inventory import NodeSlice
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class TuneSpec:
     """What was asked for."""
 
     model: str
-    wish: Wish  # the base
+    request: DeployRequest = field(metadata=renamed_from("wish"))  # the base
     race: Race
     objective: Objective
     bench: Spec
     created_s: float
     random: bool = False  # search at random as well, for as long
-    shares: tuple[NodeShare, ...] = ()  # of machines, one for each trial that may run at once; empty: one at a time
+    shares: tuple[NodeSlice, ...] = ()  # of machines, one for each trial that may run at once; empty: one at a time
     in_turns: bool = False  # they have the same GPUs: servers start together, and are measured one by one
 
     @property

@@ -55,7 +55,7 @@ class Pruned:
 
 
 def fitting_knobs(
-    wish: bringup.Wish, knobs: Sequence[Knob], check: Callable[[bringup.Wish], object]
+    request: bringup.DeployRequest, knobs: Sequence[Knob], check: Callable[[bringup.DeployRequest], object]
 ) -> tuple[tuple[Knob, ...], tuple[Pruned, ...]]:
     """The knobs with the values that pass a check: that there is a plan for them."""
     kept, pruned = [], []
@@ -64,7 +64,7 @@ def fitting_knobs(
         for value in knob.values:
             setup = BASE.with_(knob.name, value)
             try:
-                check(tuned_wish(wish, knobs, setup))
+                check(tuned_wish(request, knobs, setup))
                 values.append(value)
             except CorralError as error:
                 pruned.append(Pruned(setup, error.message))
@@ -164,15 +164,15 @@ def _served(
 ) -> Iterator[tuple[Endpoint, float]]:
     """The setup's server while it is measured, and how long its start took; `waited` gets the waits for a turn."""
     name = _name(run, place)
-    share = spec.shares[place] if spec.shares else spec.wish.share
-    wish = tuned_wish(spec.wish, spec.race.knobs, setup)
-    wish = replace(with_part(wish, spec.places) if spec.in_turns else wish, name=name, share=share)
+    share = spec.shares[place] if spec.shares else spec.request.share
+    request = tuned_wish(spec.request, spec.race.knobs, setup)
+    request = replace(with_part(request, spec.places) if spec.in_turns else request, name=name, share=share)
     asked_s = time.monotonic()
     with turns.start():
         began_s = time.monotonic()
         waited.append(began_s - asked_s)
         try:
-            status = bringup.bring_up(wish, _Phases(watcher.phase))
+            status = bringup.bring_up(request, _Phases(watcher.phase))
         except BaseException:
             _stop(name)
             raise
@@ -221,5 +221,5 @@ def settings_found(run: TuneRun) -> tuple[dict[str, object], tuple[str, ...]]:
     """The best setup of a run, as fields of a plan and arguments of vLLM."""
     spec = run.spec
     best = verdict(spec.race, run.trials()).best
-    wish = tuned_wish(spec.wish, spec.race.knobs, best)
-    return dict(wish.fixed), wish.extra_args
+    request = tuned_wish(spec.request, spec.race.knobs, best)
+    return dict(request.fixed), request.extra_args

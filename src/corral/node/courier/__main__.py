@@ -8,7 +8,7 @@ import sys
 import time
 from typing import IO, Sequence
 
-from .courier_files import Depot, Item
+from .courier_files import CourierFiles, Item
 from .fetch import Fetch
 from .folders import Tree, listing
 from .hashes import Hashes, hash_files
@@ -27,7 +27,7 @@ def serve(order: Json, stdin: IO[bytes]) -> None:
     try:
         leave_out, links_out = order.get("leave_out", ()), order.get("links_out", "follow")
         rows = listing(folder, leave_out, links_out)
-        depot = Depot([], order.get("uplink_bytes_per_s", 0))
+        depot = CourierFiles([], order.get("uplink_bytes_per_s", 0))
         watched = Watched(folder, rows, leave_out, links_out, depot)
         depot.allows = watched.allows
         hashes = Hashes(folder, own=False)

@@ -71,7 +71,7 @@ def always(_: Item, __: IO[bytes]) -> bool:
     return True
 
 
-class Depot:
+class CourierFiles:
     """The items of one folder and everybody who waits for their bytes."""
 
     def __init__(self, items: List[Item], uplink_bytes_per_s: float = 0) -> None:

@@ -10,7 +10,7 @@ import threading
 import time
 from typing import IO, Any, Iterator, List, Optional
 
-from .courier_files import Depot, Item
+from .courier_files import CourierFiles, Item
 from .folders import Tree
 from .hashes import HASHES_FILE, Hashes, git_sha1_of, sha256_of
 from .landing import Landing, lock, opened, remove_given_up, remove_leftovers, take_lock
@@ -31,7 +31,7 @@ class Fetch:
 
     def __init__(self, order: Json) -> None:
         self.folder = os.path.expanduser(order["folder"])
-        self.depot = Depot([], order.get("uplink_bytes_per_s", 0))
+        self.depot = CourierFiles([], order.get("uplink_bytes_per_s", 0))
         self.stall_s = float(order.get("stall_s", 120))
         self.sources: List[Source] = []
         self.units: "queue.Queue[List[Item]]" = queue.Queue()

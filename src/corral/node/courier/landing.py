@@ -16,7 +16,7 @@ import os
 import time
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
-from .courier_files import Depot, Digest, Item
+from .courier_files import CourierFiles, Digest, Item
 from .folders import Tree
 from .hashes import Hashes
 from .manifest import OWN_FILES
@@ -30,7 +30,7 @@ ATTEMPTS = 4  # per file, after a wrong hash
 class Landing:
     """Writes what arrives into the folder; `heard` is called whenever something did."""
 
-    def __init__(self, tree: Tree, depot: Depot, hashes: Hashes, heard: Callable[[], None]) -> None:
+    def __init__(self, tree: Tree, depot: CourierFiles, hashes: Hashes, heard: Callable[[], None]) -> None:
         self.tree, self.depot, self.hashes, self.heard = tree, depot, hashes, heard
         self.digests: Dict[int, Digest] = {}
         self.arrived_bytes = 0

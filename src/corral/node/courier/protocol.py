@@ -74,7 +74,7 @@ def authorization(token: str, method: str, path: str, span: str = "", body: byte
     return f"{SCHEME} {nonce}:{proof(token, nonce, method, path, span, body)}"
 
 
-class Doorkeeper:
+class SignatureVerifier:
     """Judges signatures, each once."""
 
     def __init__(self, token: str) -> None:

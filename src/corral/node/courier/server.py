@@ -12,8 +12,8 @@ import threading
 import time
 from typing import Any, Dict, List, Set, Tuple
 
-from .courier_files import Depot, Item
-from .protocol import Doorkeeper, Json
+from .courier_files import CourierFiles, Item
+from .protocol import Json, SignatureVerifier
 
 PENDING_S = 10.0  # for a stranger to say who he is
 MOST_PENDING = 64  # strangers at once; one more, and the one who has been silent longest goes
@@ -24,8 +24,8 @@ LONGEST_BODY = 64 << 10
 class Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     timeout = PENDING_S
-    depot: Depot
-    doorkeeper: Doorkeeper
+    depot: CourierFiles
+    doorkeeper: SignatureVerifier
     server: "Server"
 
     def allowed(self, body: bytes = b"") -> bool:
@@ -104,12 +104,14 @@ class Server(http.server.ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, address: str, depot: Depot, token: str) -> None:
+    def __init__(self, address: str, depot: CourierFiles, token: str) -> None:
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self.lock = threading.Lock()
         self.pending: Dict[socket.socket, float] = {}  # since when; the oldest first
         self.open: Set[socket.socket] = set()
-        super().__init__((address, 0), type("Bound", (Handler,), {"depot": depot, "doorkeeper": Doorkeeper(token)}))
+        super().__init__(
+            (address, 0), type("Bound", (Handler,), {"depot": depot, "doorkeeper": SignatureVerifier(token)})
+        )
 
     def get_request(self) -> Tuple[socket.socket, Any]:
         try:
@@ -155,7 +157,7 @@ class Server(http.server.ThreadingHTTPServer):
         pass
 
 
-def start_server(address: str, depot: Depot, token: str) -> Json:
+def start_server(address: str, depot: CourierFiles, token: str) -> Json:
     """Where others reach this courier."""
     address = address or own_address()
     try:
@@ -177,7 +179,7 @@ def own_address() -> str:
     return "127.0.0.1"
 
 
-def end_when_idle(depot: Depot, idle_s: float) -> None:
+def end_when_idle(depot: CourierFiles, idle_s: float) -> None:
     def watch() -> None:
         while time.monotonic() - depot.active_s < idle_s:
             time.sleep(min(1.0, idle_s / 4))

@@ -15,7 +15,7 @@ import threading
 import time
 from typing import IO, List, NamedTuple, Optional, Sequence
 
-from .courier_files import Depot, Item
+from .courier_files import CourierFiles, Item
 from .folders import listing
 from .hashes import sha256_of
 from .protocol import Json, TroubleError, tell
@@ -62,7 +62,9 @@ SHARE = 20  # a look may take one part in so many of the time
 class Watched:
     """The listed files of a source. A new name counts, too, in a model's folder; in an environment it does not."""
 
-    def __init__(self, folder: str, rows: List[Json], leave_out: Sequence[str], links_out: str, depot: Depot) -> None:
+    def __init__(
+        self, folder: str, rows: List[Json], leave_out: Sequence[str], links_out: str, depot: CourierFiles
+    ) -> None:
         self.folder, self.rows, self.leave_out, self.links_out = folder, rows, leave_out, links_out
         self.wanted: Optional[Sequence[int]] = None if links_out == "keep" else range(len(rows))
         self.depot = depot

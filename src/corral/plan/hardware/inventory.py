@@ -225,7 +225,7 @@ def probe() -> Inventory:
 
 
 @dataclass(frozen=True)
-class NodeShare:
+class NodeSlice:
     """What one of several deployments may use; what is left empty is not divided."""
 
     nodes: tuple[str, ...] = ()  # as the target names them
@@ -242,7 +242,7 @@ class NodeShare:
         return {}
 
 
-def within(inventory: Inventory, share: NodeShare) -> Inventory:
+def within(inventory: Inventory, share: NodeSlice) -> Inventory:
     """The inventory as a plan may use it: some of the GPUs, or some of the cores and of the memory."""
     if share.gpus:
         inventory = replace(inventory, gpus_per_node=len(share.gpus))

@@ -13,21 +13,21 @@ from collections.abc import Sequence
 from corral.base.errors import ConflictError
 from corral.base.wording import counted
 from corral.deploy.deployment.fleet import FleetNode
-from corral.plan.hardware.inventory import NodeShare
+from corral.plan.hardware.inventory import NodeSlice
 
 
-def place_all(nodes: Sequence[FleetNode], count: int, most: int) -> tuple[NodeShare, ...]:
+def place_all(nodes: Sequence[FleetNode], count: int, most: int) -> tuple[NodeSlice, ...]:
     """The shares of the first members."""
-    found: list[NodeShare] = []
+    found: list[NodeSlice] = []
     for _ in range(count):
         found.append(place(nodes, found, most))
     return tuple(found)
 
 
-def place(nodes: Sequence[FleetNode], taken: Sequence[NodeShare], most: int) -> NodeShare:
+def place(nodes: Sequence[FleetNode], taken: Sequence[NodeSlice], most: int) -> NodeSlice:
     """The share of one more member, where others hold `taken` and there may be `most` in all."""
     if not nodes:  # whoever gives the nodes divides them
-        return NodeShare()
+        return NodeSlice()
     whole, parts = max(1, len(nodes) // most), -(-most // len(nodes))
     used = Counter(name for share in taken for name in share.nodes)
     order = sorted(nodes, key=lambda node: used[node.name])
@@ -36,12 +36,12 @@ def place(nodes: Sequence[FleetNode], taken: Sequence[NodeShare], most: int) -> 
     chosen = order[:whole]
     names, cores = tuple(node.name for node in chosen), chosen[0].cores
     if parts == 1 and not any(used[name] for name in names):
-        return NodeShare(names)
-    return NodeShare(names, cores=_quietest(chosen[0], taken, max(1, len(cores) // parts)),
+        return NodeSlice(names)
+    return NodeSlice(names, cores=_quietest(chosen[0], taken, max(1, len(cores) // parts)),
                  memory_bytes=chosen[0].memory_bytes // parts)  # fmt: skip
 
 
-def _some_gpus(order: Sequence[FleetNode], taken: Sequence[NodeShare], whole: int, parts: int) -> NodeShare:
+def _some_gpus(order: Sequence[FleetNode], taken: Sequence[NodeSlice], whole: int, parts: int) -> NodeSlice:
     size = order[0].gpus // parts
     free = {node.name: _free_gpus(node, taken) for node in order}
     able = [node for node in order if size and len(free[node.name]) >= size]
@@ -55,11 +55,11 @@ def _some_gpus(order: Sequence[FleetNode], taken: Sequence[NodeShare], whole: in
         )
     chosen = able[:whole]
     if parts == 1:
-        return NodeShare(tuple(node.name for node in chosen))
-    return NodeShare((chosen[0].name,), gpus=tuple(free[chosen[0].name][:size]))
+        return NodeSlice(tuple(node.name for node in chosen))
+    return NodeSlice((chosen[0].name,), gpus=tuple(free[chosen[0].name][:size]))
 
 
-def _free_gpus(node: FleetNode, taken: Sequence[NodeShare]) -> list[int]:
+def _free_gpus(node: FleetNode, taken: Sequence[NodeSlice]) -> list[int]:
     here = [share for share in taken if node.name in share.nodes]
     if any(not share.gpus for share in here):  # one has the whole node
         return []
@@ -67,7 +67,7 @@ def _free_gpus(node: FleetNode, taken: Sequence[NodeShare]) -> list[int]:
     return [number for number in range(node.gpus) if number not in held]
 
 
-def _quietest(node: FleetNode, taken: Sequence[NodeShare], size: int) -> tuple[int, ...]:
+def _quietest(node: FleetNode, taken: Sequence[NodeSlice], size: int) -> tuple[int, ...]:
     """The cores that the fewest members have; neighbours where several are alike."""
     use = Counter(core for share in taken if node.name in share.nodes for core in share.cores or node.cores)
     return tuple(sorted(sorted(node.cores, key=lambda core: (use[core], core))[:size]))

@@ -30,7 +30,7 @@ from corral.deploy.launch.render import LaunchSpec
 from corral.deploy.lifecycle import bringup, deployments
 from corral.deploy.lifecycle.watching import Reporter
 from corral.deploy.targets.base import load_target, target_class
-from corral.plan.hardware.inventory import Inventory, NodeShare
+from corral.plan.hardware.inventory import Inventory, NodeSlice
 from corral.serve.fleet.division import place, place_all
 
 MOST_MEMBERS = 1000
@@ -78,22 +78,22 @@ class FleetOrder:
     keep: bool = False
 
 
-def preview(wish: bringup.Wish, size: FleetSize, note: Callable[[str], None]) -> list[LaunchSpec]:
+def preview(request: bringup.DeployRequest, size: FleetSize, note: Callable[[str], None]) -> list[LaunchSpec]:
     """What the first members would run; nothing is started or written."""
-    shares = place_all(_nodes(wish), size.least, size.most)
-    name = bringup.sized(_narrowed(replace(wish, share=shares[0])), note)[1].name
-    wishes = [replace(wish, share=share, name=f"{name}-{n}") for n, share in enumerate(shares, 1)]
+    shares = place_all(_nodes(request), size.least, size.most)
+    name = bringup.sized(_narrowed(replace(request, share=shares[0])), note)[1].name
+    requests = [replace(request, share=share, name=f"{name}-{n}") for n, share in enumerate(shares, 1)]
     taken: dict[tuple[str, ...], set[int]] = {}
     return [
-        bringup.dry_run(_narrowed(one), note, taken=taken.setdefault(one.share.nodes[:1], set())) for one in wishes
+        bringup.dry_run(_narrowed(one), note, taken=taken.setdefault(one.share.nodes[:1], set())) for one in requests
     ]
 
 
-def make_fleet(wish: bringup.Wish, asked: FleetOrder, report: Reporter) -> FleetFolder:
+def make_fleet(request: bringup.DeployRequest, asked: FleetOrder, report: Reporter) -> FleetFolder:
     """Decide, take the name, write everything down; nothing is started yet."""
-    nodes = _nodes(wish)
+    nodes = _nodes(request)
     shares = place_all(nodes, asked.size.least, asked.size.most)
-    _, decision = bringup.sized(_narrowed(replace(wish, share=shares[0])), report.note)
+    _, decision = bringup.sized(_narrowed(replace(request, share=shares[0])), report.note)
     now_s = time.time()
     fleet = Fleet(
         name=decision.name,
@@ -113,11 +113,11 @@ def make_fleet(wish: bringup.Wish, asked: FleetOrder, report: Reporter) -> Fleet
     )
     _free_the_name(fleet)
     folder = create_fleet(fleet)
-    model = wish.model or decision.source.name
+    model = request.model or decision.source.name
     given = Path(model).expanduser()
-    kept = replace(wish, model=str(given.resolve()) if given.exists() else model, name=fleet.name,
+    kept = replace(request, model=str(given.resolve()) if given.exists() else model, name=fleet.name,
                    served_name=fleet.model, port=None)  # fmt: skip
-    write_atomic(folder.wish, dump_json(kept))
+    write_atomic(folder.request, dump_json(kept))
     append_event(folder.events, "made", text=f"{fleet.name}: {asked.size.words}")
     return folder
 
@@ -139,12 +139,12 @@ def _free_the_name(fleet: Fleet) -> None:
             folder.set_aside()
 
 
-def _nodes(wish: bringup.Wish) -> tuple[FleetNode, ...]:
+def _nodes(request: bringup.DeployRequest) -> tuple[FleetNode, ...]:
     """The machines that members share; empty where a scheduler gives each member its own."""
-    names = target_class(wish.target).divisible(wish.target_options)
+    names = target_class(request.target).divisible(request.target_options)
     if not names:
         return ()
-    target = load_target(wish.target, wish.target_options)
+    target = load_target(request.target, request.target_options)
     target.prepare()
     found = target.inventory()
     return tuple(FleetNode(name, found.gpus_per_node if found.gpu else 0, _cores(found, len(names) == 1),
@@ -158,18 +158,18 @@ def _cores(found: Inventory, here: bool) -> tuple[int, ...]:
     return tuple(numbers)[: found.cpu_cores]
 
 
-def _narrowed(wish: bringup.Wish) -> bringup.Wish:
-    """The wish with only the nodes of its share."""
-    options = target_class(wish.target).only_on(wish.target_options, wish.share.nodes)
-    return replace(wish, target_options=options) if wish.share.nodes else wish
+def _narrowed(request: bringup.DeployRequest) -> bringup.DeployRequest:
+    """The request with only the nodes of its share."""
+    options = target_class(request.target).only_on(request.target_options, request.share.nodes)
+    return replace(request, target_options=options) if request.share.nodes else request
 
 
 def start_member(folder: FleetFolder, name: str, report: Reporter | None = None) -> deployments.Status:
     """Start one member, in the share that it has; returns as soon as it is on its way."""
     member = read_fleet(folder).member(name)
-    share = member.share if member else NodeShare()
-    wish = _narrowed(replace(load_json(bringup.Wish, folder.wish), name=name, share=share))
-    return bringup.bring_up(wish, report or _Silent(), wait=False)
+    share = member.share if member else NodeSlice()
+    request = _narrowed(replace(load_json(bringup.DeployRequest, folder.request), name=name, share=share))
+    return bringup.bring_up(request, report or _Silent(), wait=False)
 
 
 class _Silent:

@@ -15,7 +15,7 @@ from corral.base.record import nearest
 from corral.client.http1 import response
 from corral.serve.gateway import pages
 from corral.serve.gateway.asks import BadAskError, RoutedPrompt, TokenScale, read_prompt
-from corral.serve.gateway.passage import Passage
+from corral.serve.gateway.passage import ForwardedRequest
 from corral.serve.gateway.policies import make_policy
 from corral.serve.gateway.pool import ModelPool
 from corral.serve.gateway.serving import ServerReading, ServingMember
@@ -23,7 +23,7 @@ from corral.serve.gateway.users import KeyGrant, KeyTable, KeyUser
 from corral.serve.proxy.host import ProxyLimits
 from corral.serve.proxy.relay_server import RelayServer
 from corral.serve.proxy.request import Request
-from corral.serve.proxy.route import Route
+from corral.serve.proxy.route import MemberChooser
 
 GATEWAY_LIMITS = ProxyLimits(connections=16_384)
 MOST_WAITING = 50_000
@@ -99,7 +99,7 @@ class Gateway(RelayServer):
 
     # a request
 
-    def take(self, request: Request, from_here: bool) -> Route | bytes:
+    def take(self, request: Request, from_here: bool) -> MemberChooser | bytes:
         path = request.bare_path
         if path == b"/health":
             return self._health()
@@ -112,7 +112,7 @@ class Gateway(RelayServer):
             return page
         return self._passage(request, user)
 
-    def _passage(self, request: Request, user: KeyUser) -> Route | bytes:
+    def _passage(self, request: Request, user: KeyUser) -> MemberChooser | bytes:
         try:
             prompt = self._prompt(request)
         except BadAskError as error:
@@ -129,7 +129,7 @@ class Gateway(RelayServer):
             return self.refusal(403, f"this key may not use the model {model!r}. It may use: {self._known(user)}.")
         return self._admit(pool, user, prompt)
 
-    def _admit(self, pool: ModelPool, user: KeyUser, prompt: RoutedPrompt) -> Route | bytes:
+    def _admit(self, pool: ModelPool, user: KeyUser, prompt: RoutedPrompt) -> MemberChooser | bytes:
         now, tokens = time.monotonic(), prompt.tokens + prompt.output_tokens
         wait, limit = user.wait_s(tokens, now)
         if wait:
@@ -141,7 +141,7 @@ class Gateway(RelayServer):
             return self.refusal(429, text, extra=b"retry-after: 10\r\n")
         user.take(tokens)
         pool.arrivals.note(now, tokens)
-        return Passage(self, pool, user, prompt)
+        return ForwardedRequest(self, pool, user, prompt)
 
     def _prompt(self, request: Request) -> RoutedPrompt:
         if request.body:
@@ -168,7 +168,7 @@ class Gateway(RelayServer):
     def _known(self, user: KeyUser) -> str:
         return ", ".join(sorted(model for model in self.pools if self.allowed(user, model))) or "none yet"
 
-    def finished(self, passage: Passage, status: int, whole: bool) -> None:
+    def finished(self, passage: ForwardedRequest, status: int, whole: bool) -> None:
         """Counted for the key and the member."""
         member = passage.member.name if passage.member else ""
         tokens = (passage.prompt_tokens, passage.output_tokens) if passage.started else (0.0, 0.0)

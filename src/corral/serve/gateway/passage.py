@@ -24,10 +24,10 @@ _now = time.monotonic
 class Counter(Protocol):
     """Who is told of what went through."""
 
-    def finished(self, passage: Passage, status: int, whole: bool) -> None: ...
+    def finished(self, passage: ForwardedRequest, status: int, whole: bool) -> None: ...
 
 
-class Passage:
+class ForwardedRequest:
     """The route of one request (see `corral.serve.proxy.route`)."""
 
     __slots__ = (

@@ -25,7 +25,7 @@ from corral.deploy.deployment.fleet import (
 )
 from corral.serve.gateway.gateway import Gateway
 from corral.serve.gateway.looking import Overseer
-from corral.serve.gateway.watching import Behind, GatewayWatcher, Source
+from corral.serve.gateway.watching import GatewaySnapshot, GatewayWatcher, Source
 from corral.serve.proxy.figures import Figures
 from corral.serve.proxy.relay_server import calm_collector
 from corral.serve.proxy.run import free_port, is_free
@@ -113,7 +113,7 @@ async def _serve(
     return gateway.figures
 
 
-def _tell(loop: asyncio.AbstractEventLoop, gateway: Gateway, found: Behind) -> None:
+def _tell(loop: asyncio.AbstractEventLoop, gateway: Gateway, found: GatewaySnapshot) -> None:
     with contextlib.suppress(RuntimeError):  # the loop has ended
         loop.call_soon_threadsafe(gateway.update, found.readings, found.grants)
 

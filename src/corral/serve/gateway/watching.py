@@ -62,7 +62,7 @@ def open_source(name: str) -> Source:
 
 
 @dataclass(frozen=True)
-class Behind:
+class GatewaySnapshot:
     """All that a gateway needs to know from outside."""
 
     readings: tuple[ServerReading, ...]
@@ -72,7 +72,7 @@ class Behind:
 class GatewayWatcher(threading.Thread):
     """Looks every second or so, and tells."""
 
-    def __init__(self, sources: Sequence[Source], tell: Callable[[Behind], None]) -> None:
+    def __init__(self, sources: Sequence[Source], tell: Callable[[GatewaySnapshot], None]) -> None:
         super().__init__(name="corral-gateway-watcher", daemon=True)
         self._sources, self._tell = sources, tell
         self._stop = threading.Event()
@@ -90,7 +90,7 @@ class GatewayWatcher(threading.Thread):
     def stop(self) -> None:
         self._stop.set()
 
-    def look(self) -> Behind:
+    def look(self) -> GatewaySnapshot:
         """Everything, now; a source whose files cannot be read at this moment keeps nobody else from being seen."""
         readings: list[ServerReading] = []
         grants: list[KeyGrant] = []
@@ -104,7 +104,7 @@ class GatewayWatcher(threading.Thread):
                         known[one.folder.name] = one
                         readings.append(self._reading(one, source.name, model, leaving))
         self._known = known
-        return Behind(tuple(readings), (*grants, *_further()))
+        return GatewaySnapshot(tuple(readings), (*grants, *_further()))
 
     def _reading(self, one: ChainMember, source: str, model: str, leaving: bool) -> ServerReading:
         name, status = one.folder.name, one.status

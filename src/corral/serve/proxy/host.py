@@ -8,7 +8,7 @@ from typing import Protocol
 
 from corral.serve.proxy.figures import Figures
 from corral.serve.proxy.request import Request
-from corral.serve.proxy.route import Route
+from corral.serve.proxy.route import MemberChooser
 
 
 @dataclass(frozen=True)
@@ -34,5 +34,5 @@ class Host(Protocol):
     held_bytes: int
     ending: bool
 
-    def take(self, request: Request, from_here: bool) -> Route | bytes:
+    def take(self, request: Request, from_here: bool) -> MemberChooser | bytes:
         """Where a request goes, or the whole answer that the server gives itself; `from_here`: from this machine."""

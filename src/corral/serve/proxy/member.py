@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from corral.client.doorkeeper import Doorkeeper
+from corral.client.doorkeeper import PeerCheck
 from corral.deploy.deployment.state import State
 from corral.serve.proxy.upstream import Upstream
 
@@ -50,8 +50,8 @@ class Member:
     active: set[Waiter] = field(default_factory=set)
 
     @functools.cached_property
-    def doorkeeper(self) -> Doorkeeper:
-        return Doorkeeper(self.url)
+    def doorkeeper(self) -> PeerCheck:
+        return PeerCheck(self.url)
 
     @functools.cached_property
     def address(self) -> tuple[str, int]:

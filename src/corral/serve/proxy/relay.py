@@ -23,7 +23,7 @@ from corral.serve.proxy.forwarding import forwarded
 from corral.serve.proxy.host import Host
 from corral.serve.proxy.member import Member
 from corral.serve.proxy.request import Request
-from corral.serve.proxy.route import Route
+from corral.serve.proxy.route import MemberChooser
 from corral.serve.proxy.upstream import Upstream
 
 MOST_DROPS, MOST_ERRORS = 3, 1
@@ -55,7 +55,7 @@ class Relay:
         "_over", "_request", "_route", "_stale", "_status", "_upstream", "method", "moved_s",
     )  # fmt: skip
 
-    def __init__(self, host: Host, client: Downstream, request: Request, route: Route) -> None:
+    def __init__(self, host: Host, client: Downstream, request: Request, route: MemberChooser) -> None:
         self._host, self._client, self._route = host, client, route
         self._request: Request | None = request
         self.method = request.method

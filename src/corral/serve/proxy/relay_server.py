@@ -18,7 +18,7 @@ from corral.serve.proxy.front import Front
 from corral.serve.proxy.host import ProxyLimits
 from corral.serve.proxy.member import Member
 from corral.serve.proxy.request import Request
-from corral.serve.proxy.route import Route
+from corral.serve.proxy.route import MemberChooser
 
 SWEEP_S = 1.0
 ENDED_SILENCE_S = 5.0  # a server that has ended sends nothing more: what still waits on it is given up
@@ -40,7 +40,7 @@ class RelayServer:
         self._server: asyncio.Server | None = None
         self._sweeper: asyncio.TimerHandle | None = None
 
-    def take(self, request: Request, from_here: bool) -> Route | bytes:
+    def take(self, request: Request, from_here: bool) -> MemberChooser | bytes:
         raise NotImplementedError
 
     def every_member(self) -> Iterable[Member]:

@@ -13,7 +13,7 @@ from corral.serve.proxy.member import Member, Waiter
 from corral.serve.proxy.request import Request
 
 
-class Route(Protocol):
+class MemberChooser(Protocol):
     """Chooses members for a request. Times: `choose` and `other` take the loop's, `moves` the monotonic clock."""
 
     def choose(self, now_s: float) -> Member | None:

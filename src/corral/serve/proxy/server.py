@@ -15,7 +15,7 @@ from corral.serve.proxy.member import Member
 from corral.serve.proxy.members import Members
 from corral.serve.proxy.relay_server import RelayServer
 from corral.serve.proxy.request import Request
-from corral.serve.proxy.route import Route
+from corral.serve.proxy.route import MemberChooser
 
 
 class Proxy(RelayServer):
@@ -30,7 +30,7 @@ class Proxy(RelayServer):
     def every_member(self) -> list[Member]:
         return self.members.all
 
-    def take(self, request: Request, from_here: bool) -> Route | bytes:
+    def take(self, request: Request, from_here: bool) -> MemberChooser | bytes:
         if request.bare_path != b"/proxy/status":
             return self.members
         if from_here:

@@ -39,7 +39,7 @@ from corral.use.batch.core.run import BatchState, Listener, Quiet, RunSummary, S
 from corral.use.batch.core.runner import Counts, Runner, RunnerSettings
 from corral.use.batch.core.table import RowReader, save_json
 from corral.use.batch.input.recipe import Recipe
-from corral.use.batch.serving import FrontEndWatch, Offline, Served, Where, served_for, where_record
+from corral.use.batch.serving import BatchServers, FrontEndWatch, ModelToStart, Served, served_for, where_record
 from corral.use.batch.sharing.shared import Sharing, Together
 from corral.use.batch.spec import ORDERS, BatchOrder, Prepared, folder_of, load_record, prepare, source_of
 
@@ -81,7 +81,7 @@ class BatchJournal:
 
 def carry_out(
     order: BatchOrder,
-    where: Where,
+    where: BatchServers,
     settings: RunnerSettings,
     listener: Listener,
     *,
@@ -130,7 +130,7 @@ def _tidied(folder: BatchFolder) -> Iterator[None]:
                 folder.path.rmdir()
 
 
-def _fed(pipeline: _Pipeline, where: Where, sharing: Sharing) -> _Ended:
+def _fed(pipeline: _Pipeline, where: BatchServers, sharing: Sharing) -> _Ended:
     """Run it alone, unless it is shared."""
     folder, journal = pipeline.folder, pipeline.journal
     if not sharing.wanted and not folder.shared.is_dir():
@@ -282,7 +282,7 @@ def _gpus(name: str) -> int:
     return (plan.gpus if plan else None) or 0
 
 
-def again(output: str) -> tuple[BatchOrder, Where]:
+def again(output: str) -> tuple[BatchOrder, BatchServers]:
     """The order and the place of an existing job, for `corral batch resume`."""
     _, record = load_record(output)
     order = BatchOrder(
@@ -297,11 +297,11 @@ def again(output: str) -> tuple[BatchOrder, Where]:
         saved=record.input == "-",  # what came through stdin is in the spool
     )
     offline = record.offline
-    where = Where(
+    where = BatchServers(
         record.deployments,
         record.urls,
         record.key_file,
-        Offline(
+        ModelToStart(
             offline["model"],
             offline.get("context"),
             tuple(offline.get("fixed", ())),
@@ -347,11 +347,11 @@ def batch(
     params |= params.pop("extra", None) or {}
     recipe = Recipe(template=prompt_template, chat=chat, system=system, params=params, prompt_column=prompt_column)
     order = BatchOrder(str(input), str(output), recipe, skip_bad=skip_bad, force=force)
-    where = Where(
+    where = BatchServers(
         (deployment,) if deployment else (),
         (url,) if url else (),
         str(key_file) if key_file else None,
-        Offline(start, context) if start else None,
+        ModelToStart(start, context) if start else None,
         offline,
     )
     settings = RunnerSettings(concurrency=concurrency)

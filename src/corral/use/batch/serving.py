@@ -37,7 +37,7 @@ from corral.use.batch.input.lengths import Counter, engine_counter, server_count
 from corral.use.batch.spec import BatchOrder, load_record
 
 if TYPE_CHECKING:
-    from corral.deploy.lifecycle.bringup import LaunchDecision, Wish
+    from corral.deploy.lifecycle.bringup import DeployDecision, DeployRequest
 
 
 class InProcessServer:
@@ -80,14 +80,14 @@ RAY_DATA = "ray-data"
 
 
 @dataclass(frozen=True)
-class Offline:
+class ModelToStart:
     """A model that the batch starts for itself and stops at the end."""
 
     model: str
     context: int | None = None
     fixed: tuple[str, ...] = ()
     engine_args: tuple[str, ...] = ()
-    more: Mapping[str, Any] = field(default_factory=dict)  # other fields of a wish: target, runtime, …
+    more: Mapping[str, Any] = field(default_factory=dict)  # other fields of a request: target, runtime, …
     engine: str = "http"  # or RAY_DATA: then Ray starts it (see `raydata`) …
     replicas: int = 1  # … so many times
 
@@ -96,9 +96,9 @@ class Offline:
         body: dict[str, Any] = to_json(self)
         return {name: value for name, value in body.items() if plain.get(name) != value}
 
-    def wish(self, name: str, **more: Any) -> Wish:
+    def request(self, name: str, **more: Any) -> DeployRequest:
         """What `corral up` would be asked."""
-        from corral.deploy.lifecycle.bringup import Wish
+        from corral.deploy.lifecycle.bringup import DeployRequest
         from corral.plan.settings import parse_assignments
 
         said = dict(self.more)
@@ -107,17 +107,17 @@ class Offline:
         said["patience"] = {"restarts": 3, **said.get("patience", {})}
         said["fixed"] = {**said.get("fixed", {}), **parse_assignments(self.fixed)}
         said["extra_args"] = (*said.get("extra_args", ()), *self.engine_args)
-        return Wish.of({**said, "model": self.model, "name": name, **more})
+        return DeployRequest.of({**said, "model": self.model, "name": name, **more})
 
 
 @dataclass(frozen=True)
-class Where:
+class BatchServers:
     """Which endpoints to use."""
 
     deployments: tuple[str, ...] = ()
     urls: tuple[str, ...] = ()
     key_file: str | None = None
-    offline: Offline | None = None
+    offline: ModelToStart | None = None
     in_process: bool = False  # rows go to the engine without HTTP
 
     def way_to(self, server: ModelServer) -> ModelServer:
@@ -125,7 +125,7 @@ class Where:
         return InProcessServer(server) if self.in_process else server
 
 
-def where_record(where: Where) -> dict[str, Any]:
+def where_record(where: BatchServers) -> dict[str, Any]:
     """Where it runs, as kept with the job for `corral batch resume`."""
     return {
         "deployments": where.deployments,
@@ -153,7 +153,7 @@ class Served:
 
 
 @contextlib.contextmanager
-def served_for(where: Where, order: BatchOrder, reporter: Any) -> Iterator[Served]:
+def served_for(where: BatchServers, order: BatchOrder, reporter: Any) -> Iterator[Served]:
     """The model that a batch is asked of, as long as the batch needs it."""
     if where.in_process and (where.urls or (where.offline and where.offline.engine == RAY_DATA)):
         other = "--url" if where.urls else "--engine ray-data"
@@ -173,7 +173,7 @@ def served_for(where: Where, order: BatchOrder, reporter: Any) -> Iterator[Serve
         yield served
 
 
-def _on_ray(offline: Offline) -> Served:
+def _on_ray(offline: ModelToStart) -> Served:
     from corral.use.batch.raydata.engine import RayEngine, engine_settings
     from corral.use.batch.raydata.run import run_on_engine
 
@@ -182,7 +182,7 @@ def _on_ray(offline: Offline) -> Served:
     return Served({"model": offline.model}, partial(run_on_engine, engine, offline.model))
 
 
-def _online(where: Where, order: BatchOrder) -> Served:
+def _online(where: BatchServers, order: BatchOrder) -> Served:
     known = _known_model(order)
     try:
         servers = find_servers(where.deployments, where.urls, where.key_file, known)
@@ -227,7 +227,7 @@ def offline_name(output: str) -> str:
 
 
 @contextlib.contextmanager
-def _started(where: Where, offline: Offline, order: BatchOrder, reporter: Any) -> Iterator[Served]:
+def _started(where: BatchServers, offline: ModelToStart, order: BatchOrder, reporter: Any) -> Iterator[Served]:
     """Decide now, start when the input has been checked, stop at the end, whatever the end is."""
     from corral.deploy.deployment.folder import DeploymentFolder
     from corral.deploy.deployment.state import ENDED
@@ -235,8 +235,8 @@ def _started(where: Where, offline: Offline, order: BatchOrder, reporter: Any) -
     from corral.deploy.lifecycle.watching import wait_ready
 
     name = offline_name(order.output)
-    wish = offline.wish(name)
-    _, decision = bringup.sized(wish, reporter.note)
+    request = offline.request(name)
+    _, decision = bringup.sized(request, reporter.note)
     folder = DeploymentFolder.of(name)
     begun: list[bool] = []
 
@@ -246,7 +246,7 @@ def _started(where: Where, offline: Offline, order: BatchOrder, reporter: Any) -
         if running:
             wait_ready(folder, reporter)
         else:
-            bringup.bring_up(wish, reporter)
+            bringup.bring_up(request, reporter)
         return [InProcessServer(DeploymentServer(name), over_http=not where.in_process)]
 
     facts = facts_of(decision)
@@ -258,7 +258,7 @@ def _started(where: Where, offline: Offline, order: BatchOrder, reporter: Any) -
             deployments.stop(folder)
 
 
-def facts_of(decision: LaunchDecision) -> dict[str, Any]:
+def facts_of(decision: DeployDecision) -> dict[str, Any]:
     """What `prepare` needs to know of a model that is not there yet."""
     return {
         "model": decision.served_name,
@@ -268,7 +268,7 @@ def facts_of(decision: LaunchDecision) -> dict[str, Any]:
     }
 
 
-def _tokenizer_here(decision: LaunchDecision) -> Counter | None:
+def _tokenizer_here(decision: DeployDecision) -> Counter | None:
     """The model's tokenizer, where model and engine are on this disk already."""
     from corral.engines import environments as engines
     from corral.plan.models import store as model_store

@@ -37,7 +37,7 @@ def up(
     Leaving the `with` of what it returns, or its `close()`, stops the server. With `reuse`, a deployment of that name
     that is ready already is used instead, and is left running.
     """
-    wish = bringup.Wish(
+    request = bringup.DeployRequest(
         model=model,
         name=name,
         port=port,
@@ -46,13 +46,13 @@ def up(
         extra_args=tuple(engine_args),
         extra_env=dict(env or {}),
     )
-    return _serve(wish, reuse, quiet)
+    return _serve(request, reuse, quiet)
 
 
-def _serve(wish: bringup.Wish, reuse: bool, quiet: bool) -> LLM:
+def _serve(request: bringup.DeployRequest, reuse: bool, quiet: bool) -> LLM:
     began_s = time.time()
     try:
-        status = bringup.bring_up(wish, Lines(quiet))
+        status = bringup.bring_up(request, Lines(quiet))
     except ConflictError as error:
         if reuse and error.details.get("state") == "ready":
             found = ready_endpoint(str(error.details["name"]))

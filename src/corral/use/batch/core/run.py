@@ -25,7 +25,7 @@ from corral.use.batch.core.lanes import Lane
 from corral.use.batch.core.ledger import Ledger, LedgerEntry, Tally
 from corral.use.batch.core.runner import Counts, Feed, InOrder, Runner, RunnerSettings, Work
 from corral.use.batch.core.table import RowReader, Table
-from corral.use.batch.core.write_buffer import Outbox
+from corral.use.batch.core.write_buffer import WriteBuffer
 
 _COUNTED = ("rows", "before", "fine", "failed", "left", "prompt_tokens", "cached_tokens", "output_tokens", "retries",
             "losses", "stolen", "groups", "example", "peak_in_flight")  # fmt: skip
@@ -252,7 +252,7 @@ class _Loop:
         signals: bool,
     ) -> RunSummary:
         share = self._share
-        outbox = Outbox(share.ledger, self._on_commit)
+        outbox = WriteBuffer(share.ledger, self._on_commit)
         runner = Runner(work, reader, feed, share.done, servers, outbox, share.counts, settings, self._listener.note)
         restore = self._on_signals(runner) if signals else None
         try:

@@ -1,9 +1,9 @@
 """The loop that keeps endpoints full and turns rows into results: futures and callbacks, no task per row.
 
 Rows come from a table in a chosen order; a `Work` makes the requests of a row and its result line; finished lines go
-through an `Outbox` into the ledger. What is in memory is what is under way. Every lane takes its next row when it has
-room, so a fast endpoint does more; when no row is left, idle lanes take over the oldest rows of slow ones, and the
-first answer counts.
+through an `WriteBuffer` into the ledger. What is in memory is what is under way. Every lane takes its next row when
+it has room, so a fast endpoint does more; when no row is left, idle lanes take over the oldest rows of slow ones, and
+the first answer counts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from corral.use.batch.core.ledger import LedgerEntry
 from corral.use.batch.core.pace import LanePace
 from corral.use.batch.core.records import FAILED, FINE
 from corral.use.batch.core.table import RowReader
-from corral.use.batch.core.write_buffer import Outbox
+from corral.use.batch.core.write_buffer import WriteBuffer
 
 KEPT = "Everything up to here is kept. When the server is back, run the same command again."
 _OTHER_FILES = 64  # that a process has open besides its connections
@@ -164,7 +164,7 @@ class Runner:
         feed: Feed,
         done: bytearray,
         servers: Sequence[ModelServer],
-        outbox: Outbox,
+        outbox: WriteBuffer,
         counts: Counts,
         settings: RunnerSettings,
         on_note: Callable[[str, str], None],

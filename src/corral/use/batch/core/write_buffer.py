@@ -19,7 +19,7 @@ SHORTEST_S, LONGEST_S = 0.03, 1.0
 FULL_BYTES = 16 << 20
 
 
-class Outbox:
+class WriteBuffer:
     """Collects entries and commits them in groups."""
 
     def __init__(self, ledger: Ledger, on_commit: Callable[[int], None]) -> None:

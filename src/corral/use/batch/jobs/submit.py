@@ -31,7 +31,7 @@ from corral.deploy.lifecycle import bringup, deployments
 from corral.deploy.targets.base import JobState, Queue, Target, load_target
 from corral.use.batch.core.folder import BatchFolder
 from corral.use.batch.core.ledger import read_ledger
-from corral.use.batch.serving import Where, facts_of, offline_name, where_record
+from corral.use.batch.serving import BatchServers, facts_of, offline_name, where_record
 from corral.use.batch.sharing.parts import runners_of
 from corral.use.batch.sharing.shared import brief_lock, forget_failed
 from corral.use.batch.spec import BatchOrder, folder_of, prepare
@@ -75,7 +75,7 @@ class QueuedState:
         return bool(self.ended) or self.reason is Reason.CANNOT_START
 
 
-def is_queued(where: Where) -> bool:
+def is_queued(where: BatchServers) -> bool:
     """Whether a batch is done by jobs of a scheduler."""
     more = where.offline.more if where.offline else {}
     return "target" in more and isinstance(load_target(more["target"], more.get("target_options", {})), Queue)
@@ -144,13 +144,13 @@ class SubmittedBatch:
 
 
 def submit(
-    order: BatchOrder, where: Where, jobs: int, max_jobs: int | None, words: Sequence[str], reporter: Any
+    order: BatchOrder, where: BatchServers, jobs: int, max_jobs: int | None, words: Sequence[str], reporter: Any
 ) -> SubmittedBatch:
     """Queue as many jobs as are missing to `jobs`; `words` are options for the runner in each."""
     assert where.offline is not None
     folder = folder_of(str(Path(order.output).absolute()), order.ordered)
     name = offline_name(order.output)
-    target, decision = bringup.sized(where.offline.wish(name), reporter.note)
+    target, decision = bringup.sized(where.offline.request(name), reporter.note)
     assert isinstance(target, Queue)
     cancel_hopeless(folder)
     busy = _active(folder)
@@ -165,13 +165,13 @@ def submit(
         runner = [*_python(), "batch", "in-job", str(folder.output), "--deployment", number, "--jobs", str(jobs),
                   "--max-jobs", str(most), *words]  # fmt: skip
         options = target.with_runner(where.offline.more.get("target_options", {}), runner)
-        bringup.bring_up(where.offline.wish(number, target_options=options), reporter, wait=False)
+        bringup.bring_up(where.offline.request(number, target_options=options), reporter, wait=False)
         queued.append(target.job_of(DeploymentFolder.of(number)))
         add_job(folder, queued[-1], number, target)
     return SubmittedBatch(order.output, rows, tuple(queued))
 
 
-def _checked(order: BatchOrder, folder: BatchFolder, where: Where, facts: dict[str, Any]) -> tuple[int, bool]:
+def _checked(order: BatchOrder, folder: BatchFolder, where: BatchServers, facts: dict[str, Any]) -> tuple[int, bool]:
     """Check the input and write down the job; its rows, and whether all are done already."""
     with brief_lock(folder) as lock:
         others = runners_of(folder)

@@ -22,7 +22,7 @@ from corral.use.batch.core.runner import RunnerSettings
 from corral.use.batch.service.app import make_app
 from corral.use.batch.service.store import Store
 from corral.use.batch.service.workers import Workers
-from corral.use.batch.serving import Where
+from corral.use.batch.serving import BatchServers
 
 ENDING_S = 5  # for answers under way when the service ends
 
@@ -32,7 +32,7 @@ class ServiceOptions:
     """Everything that can be set."""
 
     folder: Path | None = None  # default: `batches` in Corral's home
-    where: Where = field(default_factory=Where)
+    where: BatchServers = field(default_factory=BatchServers)
     key_file: str | None = None
     bind: str = "127.0.0.1"
     port: int = 8100

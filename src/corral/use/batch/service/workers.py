@@ -32,7 +32,7 @@ from corral.use.batch.core.folder import BatchFolder
 from corral.use.batch.core.runner import Counts, Runner, RunnerSettings
 from corral.use.batch.input.recipe import OPENAI, Recipe
 from corral.use.batch.service.store import ENDED, Store
-from corral.use.batch.serving import Where
+from corral.use.batch.serving import BatchServers
 from corral.use.batch.spec import BatchOrder
 
 PROBE_BYTES = 1 << 20
@@ -105,7 +105,9 @@ NO_MODEL = "Waiting: the model does not answer. The batch continues by itself wh
 class Workers:
     """Carries out the batches of a store, `count` at once."""
 
-    def __init__(self, store: Store, where: Where, count: int, any_model: bool, settings: RunnerSettings) -> None:
+    def __init__(
+        self, store: Store, where: BatchServers, count: int, any_model: bool, settings: RunnerSettings
+    ) -> None:
         self._store, self._where, self._any_model, self._settings = store, where, any_model, settings
         self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._stop = threading.Event()
