@@ -41,7 +41,7 @@ soak: .venv/.test-installed  ## random faults against nodes, tunnel and batch se
 	$(call INSTALL,cluster)
 	$(PYTHON) tests/soak.py --minutes $(SOAK_MINUTES) $(if $(SOAK_SEED),--seed $(SOAK_SEED))
 
-faults: .venv/.test-installed  ## the fault table of docs/log.md: what is noticed when, and what is left; as root
+faults: .venv/.test-installed  ## the table of docs/measurements/faults.md: what is noticed when, and what is left; as root
 	$(call INSTALL,cluster)
 	$(PYTHON) -m tests.cluster.faults $(FAULTS)
 

@@ -197,7 +197,7 @@ def test_an_interval_widens_near_saturation_and_beyond_what_was_measured() -> No
 
 
 def test_runs_that_contradict_each_other_are_named() -> None:
-    """As of a set whose last run was made while the host took a tenth of the cores (docs/log.md)."""
+    """As in a set whose last run was disturbed by the host (docs/measurements/simulator.md)."""
     errors = (RunError("alone", 0.08, 0, 0, 0), RunError("crowd", 0.31, 0, 0, 0), RunError("rate", -0.12, 0, 0, 0))
     span = MeasuredRange((0.1, 16), (100, 400), (20, 40))
     doubt = Fit(STEPS, errors, span, ("alone", "crowd", "rate")).doubt
