@@ -6,7 +6,7 @@ INSTALL = tools/install_testbed.sh $(1) || test "$$(id -u)" -ne 0
 # where it is set, each of the thousands of processes of the tests compiles all it imports
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help test lint collect unit docs fuzz soak faults cluster engine integration e2e bench-start lock clean
+.PHONY: help test lint collect unit docs reference fuzz soak faults cluster engine integration e2e bench-start lock clean
 
 # Two at a time where one alone leaves a core idle: cluster waits more than it computes, what is beside it computes on one
 # core; the last of that, the default model's first start, is what integration would begin with. Lint is not beside e2e,
@@ -21,11 +21,12 @@ test: .venv/.test-installed  ## everything a change must pass: all tiers, the wa
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
 
-lint: .venv/.test-installed  ## ruff, mypy, the documentation's site without a dead link, shellcheck
+lint: .venv/.test-installed  ## ruff, mypy, the documentation's site without a dead link, commit subjects, shellcheck
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
 	$(PYTHON) -m mkdocs build --strict --quiet
+	$(PYTHON) tools/check_commit_subjects.py
 	$(call INSTALL,unit)
 	@if command -v shellcheck >/dev/null; then shellcheck corral tools/*.sh .ci/run; \
 	else echo "lint: shell scripts go unchecked: there is no shellcheck, and only root can install it"; fi
@@ -40,7 +41,7 @@ soak: .venv/.test-installed  ## random faults against nodes, tunnel and batch se
 	$(call INSTALL,cluster)
 	$(PYTHON) tests/soak.py --minutes $(SOAK_MINUTES) $(if $(SOAK_SEED),--seed $(SOAK_SEED))
 
-faults: .venv/.test-installed  ## the fault table of docs/log.md: what is noticed when, and what is left; as root
+faults: .venv/.test-installed  ## the table of docs/measurements/faults.md: what is noticed when, and what is left; as root
 	$(call INSTALL,cluster)
 	$(PYTHON) -m tests.cluster.faults $(FAULTS)
 
@@ -53,6 +54,9 @@ unit: .venv/.test-installed  ## no network, no engine
 
 docs: .venv/.test-installed  ## every command and Python block of README and docs/, with stand-ins
 	$(PYTEST) tests/docs --numprocesses 2 --dist worksteal
+
+reference: .venv/.test-installed  ## docs/reference/ written anew from what `--help` prints
+	$(PYTHON) tools/write_reference.py
 
 cluster: .venv/.test-installed  ## real sshd, SLURM, Docker, Podman and Apptainer on simulated hosts, with stand-in engines
 	$(call INSTALL,cluster)

@@ -4,9 +4,9 @@
 
 Both load the server at the same time, each with the same concurrency, lengths and number of prompts, and begin
 together: whatever the machine does meanwhile, it does to both. (One after the other they differ by what changes on a
-machine within a minute; docs/log.md has such a table.) Lengths vary, because with equal ones all requests end in the
-same step, and the tool whose next request arrives first has the shorter TTFT every time. Prints both tools' figures
-and their ratio; exits 1 when a figure misses the goal of 5%.
+machine within a minute; docs/measurements/bench.md has the figures.) Lengths vary, because with equal ones all
+requests end in the same step, and the tool whose next request arrives first has the shorter TTFT every time. Prints
+both tools' figures and their ratio; exits 1 when a figure misses the goal of 5%.
 """
 
 from __future__ import annotations

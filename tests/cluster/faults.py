@@ -169,7 +169,7 @@ def _said(now: dict[str, Any]) -> str:
 
 
 def markdown(rows: Sequence[Seen]) -> str:
-    """The table, as it stands in docs/log.md."""
+    """The table, as it stands in docs/measurements/faults.md."""
     heads = ("target", "fault", "noticed after", "goal", "in the journal after", "longest `status`", "`down`", "load",
              "said", "left behind")  # fmt: skip
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]

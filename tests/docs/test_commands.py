@@ -65,7 +65,7 @@ def test_every_block_says_its_language() -> None:
 
 def test_every_guide_has_its_page() -> None:
     index = (ROOT / "docs" / "from" / "README.md").read_text()
-    assert len(FROM) == 5
+    assert FROM
     assert [page.name for page in FROM if f"({page.name})" not in index] == []
     for page in FROM:
         assert "| step | with Corral |" in page.read_text()

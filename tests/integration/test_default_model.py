@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,7 @@ def test_pieces_of_signs_are_right(served: LLM) -> None:
 def test_structured_answers(served: LLM) -> None:
     assert served.complete("Is water wet?", choice=["yes", "no"]).text in ("yes", "no")
     number = served.complete("My number is ", regex=r"\d{3}-\d{4}").text
-    assert len(number) == 8
+    assert re.fullmatch(r"\d{3}-\d{4}", number)
     schema = {"type": "object", "properties": {"age": {"type": "integer", "maximum": 99}}, "required": ["age"]}
     answer = served.chat("How old?", json_schema=schema, max_tokens=60, temperature=0).text
     assert "age" in json.loads(answer)
@@ -179,5 +180,7 @@ def test_the_tutorial_runs_and_stops_what_it_used(
         if kept := os.environ.get("CORRAL_KEEP_TUTORIAL"):
             nbformat.write(notebook, kept)
     assert corral.json("status", document["name"])["state"] == "stopped"
-    pictures = [o for c in notebook.cells for o in c.get("outputs", ()) if "image/png" in o.get("data", {})]
-    assert len(pictures) == 6
+    drawing = [cell for cell in notebook.cells if "plt.show()" in cell.source]
+    assert drawing
+    for cell in drawing:
+        assert any("image/png" in output.get("data", {}) for output in cell.outputs), cell.source

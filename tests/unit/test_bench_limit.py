@@ -79,7 +79,7 @@ def streamed(concurrency: int, tokens_per_s: float) -> Summary:
 def test_the_api_server_is_named_only_where_it_was_the_limit_of_an_h200(
     concurrency: int, tokens_per_s: float, words: str
 ) -> None:
-    """Measured points; docs/log.md."""
+    """Measured points; docs/measurements/gpu-settings.md."""
     on_h200 = make_plan(read_facts("llama-3.1-8b"), parse_gpus("H200"))
     found = distance(on_h200, streamed(concurrency, tokens_per_s), replace(CALM, peak_running=concurrency), 1)
     assert found is not None

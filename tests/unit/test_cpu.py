@@ -49,7 +49,7 @@ KNOWN = {
     "grace": ("aarch64", "Neoverse-V2", "bf16", "bf16 instructions and SVE"),
 }
 ROWS = (1, 4, 32, 512)
-# GFLOP/s as measured on the machine of cascade-lake.txt (docs/log.md)
+# GFLOP/s as measured on the machine of cascade-lake.txt (docs/measurements/cpu-formats.md)
 EMULATED = CpuSpeed(
     "smollm2",
     (),
@@ -63,7 +63,7 @@ EMULATED = CpuSpeed(
 )
 
 
-# and on the machine of neoverse-n1.txt, with the tokens per second that `corral bench` then found (docs/log.md)
+# and on that of neoverse-n1.txt, with the tokens per second that `corral bench` found there (the same page)
 NEOVERSE_N1 = CpuSpeed(
     "smollm2",
     (),

@@ -299,7 +299,6 @@ def test_sixty_four_hosts_of_which_some_are_not_well(fake: Path, patience: Patie
     bad = ["hung-1", "hung-2", "hung-3", "denied-1", "changed-1", "gone-1"]
     good = [f"node-{i:02}" for i in range(56)] + ["slow-1", "half-1"]
     hosts = good[:30] + bad + good[30:]
-    assert len(hosts) == 64
     simulate(fake, good)
     report = examine(Question(tuple(hosts), timeout_s=60.0))
     assert [patience.granted_s[host] for host in bad[:3]] == [[SURVEY_S]] * 3  # and it is not asked again
@@ -310,10 +309,11 @@ def test_sixty_four_hosts_of_which_some_are_not_well(fake: Path, patience: Patie
     assert "refused the ssh key" in said["denied-1"]
     assert "the host key of" in said["changed-1"]
     assert "cannot be reached" in said["gone-1"]
-    assert len(report.nodes) == 58
+    assert len(report.nodes) == len(good)
     assert report.fabric is not None
-    assert len(report.fabric.addresses) == 58
-    assert len(report.pairs) >= 57 * 58 // 2 - 57
+    assert len(report.fabric.addresses) == len(good)
+    others = len(good) - 1  # all pairs, but perhaps those of the one that broke off half-way
+    assert len(report.pairs) >= others * (others - 1) // 2
     assert any(f.host == "half-1" and "did not run" in f.text for f in report.findings)
     assert report.level == Level.FATAL
     text = "\n".join(report_lines(report))

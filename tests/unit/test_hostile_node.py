@@ -84,29 +84,47 @@ def test_a_report_cannot_choose_a_file(
     assert [path for path in after if path not in before] == []
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        "", "no answer at all", "{", "[]", "{}" * 3, "null\n", "[" * 200_000, '{"a":' * 200_000, '{"alive": NaN}',
-        json.dumps(report(files=[1])), json.dumps(report(files={"engine.log": 5})),
-        json.dumps(report(files={"engine.log": {"offset": "0", "data": ""}})),
-        json.dumps(report(files={"engine.log": {"offset": True, "data": ""}})),
-        json.dumps(report(files={"engine.log": piece(b"x", -1)})),
-        json.dumps(report(files={"engine.log": {"offset": 0, "data": "*"}})),
-        json.dumps(report(files={"engine.log": piece(b"x" * ((4 << 20) + 1))})),
-        json.dumps(report(files={"events.jsonl": piece(b"x", 7)})),
-        json.dumps(report(alive="yes")), json.dumps(report(boot_id=5)),
-        json.dumps(report(**{"agent.json": {"pid": "7"}})), json.dumps(report(**{"agent.json": [1]})),
-        json.dumps(report(**{"agent.json_age_s": -5})), json.dumps(report(**{"agent.json_age_s": 1e300})),
-        json.dumps(report(**{"heartbeat.json": "x"})), json.dumps(report(surprise=1)),
-        '{"alive": ' + "9" * 5000 + "}", '{"alive": 1e999}',
-    ],
-    ids=range(27),
-)  # fmt: skip
-def test_answers_that_cannot_be_meant_are_one_sentence(lying_node: Callable[[Any], Status], body: str) -> None:
+SENSELESS = [  # what a node answers, and what is wrong with it
+    ("", "no answer"),
+    ("no answer at all", "no answer"),
+    ("{", "not valid JSON"),
+    ("[]", "no answer"),
+    ("{}" * 3, "not valid JSON"),
+    ("null\n", "no answer"),
+    ("[" * 200_000, "no answer"),
+    ('{"a":' * 200_000, "nested more than 64 levels deep"),
+    ('{"alive": NaN}', "NaN"),
+    ('{"alive": ' + "9" * 5000 + "}", "5000 digits"),
+    ('{"alive": 1e999}', "1e999"),
+    (report(files=[1]), "files must be an object"),
+    (report(files={"engine.log": 5}), "engine.log must have an offset and data"),
+    (report(files={"engine.log": {"offset": "0", "data": ""}}), "engine.log must have an offset and data"),
+    (report(files={"engine.log": {"offset": True, "data": ""}}), "engine.log must have an offset and data"),
+    (report(files={"engine.log": {"offset": 0, "data": "*"}}), "engine.log is not base64"),
+    (report(files={"engine.log": piece(b"x", -1)}), "do not continue its engine.log"),
+    (report(files={"engine.log": piece(b"x" * ((4 << 20) + 1))}), "do not continue its engine.log"),
+    (report(files={"events.jsonl": piece(b"x", 7)}), "do not continue its events.jsonl"),
+    (report(alive="yes"), "alive must be true or false"),
+    (report(boot_id=5), "boot_id must be text"),
+    (report(**{"agent.json": {"pid": "7"}}), "agent.pid must be a whole number"),
+    (report(**{"agent.json": [1]}), "agent must be an object"),
+    (report(**{"agent.json_age_s": -5}), "-5 s old"),
+    (report(**{"agent.json_age_s": 1e300}), "1e+300 s old"),
+    (report(**{"heartbeat.json": "x"}), "heartbeat must be an object"),
+    (report(surprise=1), "unknown key 'surprise'"),
+]
+
+
+@pytest.mark.parametrize(("body", "wrong"), SENSELESS, ids=range(len(SENSELESS)))
+def test_a_senseless_answer_is_one_sentence_that_names_the_node_and_the_fault(
+    lying_node: Callable[[Any], Status], body: Any, wrong: str
+) -> None:
     found = lying_node(body)
     assert found.state == "unknown"
-    assert "a" in found.text
+    assert found.text.startswith("the answer of a")
+    assert wrong in found.text
+    assert len(found.text) < 300
+    assert "\n" not in found.text
 
 
 def test_a_far_offset_makes_no_endless_file(tmp_path: Path) -> None:

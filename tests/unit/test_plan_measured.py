@@ -1,4 +1,4 @@
-"""The planner against real vLLM: what benchmarks/plan_accuracy.py reported, with its versions, in docs/log.md.
+"""The planner against real vLLM: what benchmarks/plan_accuracy.py reported (docs/measurements/planning.md).
 
 One H200 (139.8 GiB), vLLM 0.26.0, torch 2.11.0+cu130, driver 580.159.04, dummy weights, context 8192. That vLLM did
 not take CUDA graphs out of the KV cache (its second model runner); 0.32 does, hence `counts_graphs`.

@@ -104,7 +104,7 @@ def test_of_several_runs_at_one_rate_the_median_counts(
     folder = unpacked("cpu-smollm2-again", unpacked("cpu-smollm2", tmp_path / "runs"))
     paths = sorted(str(path) for path in folder.iterdir())
     found = json.loads(said(capsys, "simulate", "validate", *paths, "--slo", "ttft_p90=1s,ttft_p50=500ms", "--json"))
-    assert len(found["validation"]["held_out"]) == 42
+    assert len(found["validation"]["held_out"]) == len(paths) - 3  # all but those that are fitted to
     for limit in found["validation"]["limits"]:
         assert abs(limit["simulated"] / limit["measured"] - 1) < 0.1
 
@@ -112,8 +112,8 @@ def test_of_several_runs_at_one_rate_the_median_counts(
 def test_without_any_run_the_plan_alone_is_simulated_nearly_as_well(measured: Path, clean_home: Path) -> None:
     """Of 8B on an H200, whose constants were measured otherwise: with queues, chunks, and launches beyond a graph."""
     runs = load_measured(sorted(map(str, measured.iterdir())))
+    assert all(one.plan for one in runs)
     errors = [error_of(one, replay(one, planned_server(one.plan).model)) for one in runs if one.plan]
-    assert len(errors) == 18
     assert median(abs(one.e2el_mean) for one in errors) < 0.04
     assert median(abs(one.ttft_p50) for one in errors) < 0.08
 
@@ -197,7 +197,7 @@ def test_an_interval_widens_near_saturation_and_beyond_what_was_measured() -> No
 
 
 def test_runs_that_contradict_each_other_are_named() -> None:
-    """As of a set whose last run was made while the host took a tenth of the cores (docs/log.md)."""
+    """As in a set whose last run was disturbed by the host (docs/measurements/simulator.md)."""
     errors = (RunError("alone", 0.08, 0, 0, 0), RunError("crowd", 0.31, 0, 0, 0), RunError("rate", -0.12, 0, 0, 0))
     span = MeasuredRange((0.1, 16), (100, 400), (20, 40))
     doubt = Fit(STEPS, errors, span, ("alone", "crowd", "rate")).doubt

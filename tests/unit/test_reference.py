@@ -1,0 +1,56 @@
+"""The pages of docs/reference are what `--help` prints, and no page of docs/ is too long to be read."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.conftest import ROOT
+
+LONGEST_PAGE = 250  # lines
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("write_reference", ROOT / "tools" / "write_reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_reference_is_what_help_prints(tool: ModuleType, clean_home: Path) -> None:
+    stale = tool.stale()
+    assert not stale, f"docs/reference is out of date ({', '.join(stale)}): run `make reference`"
+
+
+def test_a_page_has_the_very_text_of_help(tool: ModuleType, clean_home: Path) -> None:
+    program = f"import click; click.formatting.FORCED_WIDTH = {tool.WIDTH}; from corral.cli import main; main()"
+    for words in (["scale"], ["batch", "run"], ["gateway", "key", "add"]):
+        argv = [sys.executable, "-c", program, *words, "--help"]
+        printed = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60).stdout
+        (page,) = [text for name, text in tool.pages().items() if f"## `corral {' '.join(words)}`\n" in text]
+        assert f"```text\n{printed.rstrip()}\n```" in page
+
+
+def test_a_changed_a_missing_and_a_forgotten_page_are_stale(
+    tool: ModuleType, clean_home: Path, tmp_path: Path
+) -> None:
+    for name, text in tool.pages().items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    assert tool.stale(tmp_path) == []
+    (tmp_path / "up.md").write_text("something else")
+    (tmp_path / "tune.md").unlink()
+    (tmp_path / "gone.md").write_text("a verb that was removed")
+    assert tool.stale(tmp_path) == ["gone.md", "tune.md", "up.md"]
+
+
+def test_no_page_is_longer_than_can_be_read() -> None:
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / "docs").rglob("*.md")}
+    assert {str(path): lines for path, lines in lengths.items() if lines > LONGEST_PAGE} == {}
