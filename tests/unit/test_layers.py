@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from dataclasses import dataclass
 from functools import cache
@@ -11,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from corral.deploy.targets.base import TARGETS
+from tests.conftest import ROOT
 
-SOURCE = Path(__file__).parent.parent.parent / "src" / "corral"
+SOURCE = ROOT / "src" / "corral"
 
 # From top to bottom; a room imports only from rooms below it.
 ROOMS = ["cli", "console", "lab", "use", "serve", "deploy", "plan", "engines", "fake", "client", "base", "node"]
@@ -130,6 +132,13 @@ def test_nothing_lies_beside_the_rooms() -> None:
     assert {path.parent.name for path in SOURCE.glob("*/__init__.py")} == set(ROOMS)
 
 
+def test_the_readme_shows_every_room_and_its_packages() -> None:
+    tree = (ROOT / "README.md").read_text(encoding="utf-8").partition("## The tree")[2]
+    shown = re.findall(r"^ {2,4}([a-z_]+)/  ", tree.partition("tests/unit/")[0], re.MULTILINE)
+    packages = [path.parent.name for room in ROOMS for path in sorted((SOURCE / room).glob("*/__init__.py"))]
+    assert sorted(shown) == sorted([*ROOMS, *packages])
+
+
 def refuse_circles(graph: dict[str, set[str]]) -> None:
     done: set[str] = set()
 
@@ -149,6 +158,22 @@ def test_no_circle_of_imports() -> None:
     """Neither between packages nor inside one, imports within functions included."""
     graph = {name_of(path): imported(path) for path in modules() if not is_standalone(name_of(path))}
     refuse_circles(graph)
+
+
+def relatively_imported(path: Path) -> set[str]:
+    """The modules of `node` that one of them imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            folder = path.parents[node.level - 1].relative_to(SOURCE)
+            module = ".".join([*folder.parts, *([node.module] if node.module else [])])
+            whole = {f"{module}.{alias.name}" for alias in node.names}
+            found |= {name if name in NAMES else module for name in whole}
+    return found - {name_of(path)}
+
+
+def test_no_circle_of_imports_on_the_nodes() -> None:
+    refuse_circles({name_of(path): relatively_imported(path) for path in (SOURCE / "node").rglob("*.py")})
 
 
 def test_no_circle_between_the_parts_of_batch() -> None:
