@@ -24,7 +24,7 @@ ROOMS = ["cli", "console", "lab", "use", "serve", "deploy", "plan", "engines", "
 PARTS: dict[str, list[list[str]]] = {
     "lab": [["tune", "simulate"], ["report"], ["bench"]],
     "use": [["llm"], ["score"], ["batch"]],
-    "serve": [["gateway"], ["proxy", "fleet"]],
+    "serve": [["gateway"], ["fleet"], ["."]],
     "deploy": [["lifecycle", "profile"], ["targets"], ["launch"], ["slurm", "transfer", "doctor"], ["deployment"]],
     "plan": [["."], ["models", "hardware"]],
     "engines": [["runtimes"], ["."]],

@@ -16,6 +16,7 @@ from corral.base.processes import Identity, own_identity
 from corral.base.record import dump_json, load_json
 from corral.client.client import CHAT, Client
 from corral.client.endpoint import Endpoint
+from corral.deploy.deployment.fleet import GatewayAddress
 from corral.deploy.deployment.folder import DeploymentFolder, chain_of
 from corral.deploy.deployment.state import Reason, State
 from corral.deploy.lifecycle import bringup, deployments, renewal
@@ -33,7 +34,7 @@ from corral.deploy.lifecycle.successors import (
 )
 from corral.deploy.slurm.script import BatchJob, batch_script
 from corral.deploy.targets.base import Lease, Queue
-from corral.serve.proxy.run import ProxyAddress, port_of
+from corral.serve.gateway.process import proxy_process
 from tests.unit.conftest import Corral, Shellcheck
 
 NOW = 1_000_000.0
@@ -302,14 +303,14 @@ def test_renew_needs_a_time_limit(corral: Corral) -> None:
 
 
 def test_the_proxys_port_stays(first: DeploymentFolder) -> None:
-    port = port_of(first, "127.0.0.1", None)
-    assert port == port_of(first, "127.0.0.1", None)
-    write_atomic(first.proxy, dump_json(ProxyAddress("127.0.0.1", 18999)))
-    assert port_of(first, "127.0.0.1", None) == 18999
-    assert port_of(first, "127.0.0.1", 7777) == 7777
-    write_atomic(first.proxy, dump_json(ProxyAddress("127.0.0.1", 18999, own_identity())))
+    port = proxy_process(first, "127.0.0.1", None).port
+    assert port == proxy_process(first, "127.0.0.1", None).port
+    write_atomic(first.proxy, dump_json(GatewayAddress("127.0.0.1", 18999)))
+    assert proxy_process(first, "127.0.0.1", None).port == 18999
+    assert proxy_process(first, "127.0.0.1", 7777).port == 7777
+    write_atomic(first.proxy, dump_json(GatewayAddress("127.0.0.1", 18999, own_identity())))
     with pytest.raises(ConflictError, match="is already running"):
-        port_of(first, "127.0.0.1", None)
+        proxy_process(first, "127.0.0.1", None)
 
 
 def test_the_proxy_as_a_command(corral: Corral) -> None:
@@ -319,7 +320,7 @@ def test_the_proxy_as_a_command(corral: Corral) -> None:
         assert proxy.stderr is not None
         url = proxy.stderr.readline().split()[0]
         assert proxy.stderr.readline() == f"export OPENAI_BASE_URL={url} OPENAI_API_KEY=$(cat {folder.key})\n"
-        assert load_json(ProxyAddress, folder.proxy).holder is not None
+        assert load_json(GatewayAddress, folder.proxy).holder is not None
         again = corral("proxy", "here")
         assert again.code == 4
         assert url.removesuffix("/v1") in again.err
@@ -336,5 +337,5 @@ def test_the_proxy_as_a_command(corral: Corral) -> None:
         out, _ = proxy.communicate(timeout=120)
     assert proxy.returncode == 0
     assert '"failed": 0' in out
-    assert load_json(ProxyAddress, folder.proxy).holder is None
+    assert load_json(GatewayAddress, folder.proxy).holder is None
     assert folder.key.read_text().strip() not in out

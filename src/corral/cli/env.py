@@ -13,7 +13,7 @@ from corral.deploy.lifecycle.resolve import fleet_endpoint
 from corral.deploy.lifecycle.successors import choose_folder, newest_ready
 from corral.lab.report.screen import print_json
 from corral.serve.fleet.waiting import chosen_fleet
-from corral.serve.proxy.run import held_proxy
+from corral.serve.gateway.process import held_proxy
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
