@@ -25,7 +25,7 @@ from corral.deploy.deployment.events import read_events
 from corral.deploy.deployment.folder import RankFolder
 from corral.deploy.targets.remote_files import mirror, read_report, read_started, read_stopped
 from corral.deploy.transfer.courier_events import KINDS, read_event
-from corral.node.agent import gang_line
+from corral.node.agent import gang_connection as gang_line
 from corral.node.courier import manifest
 from corral.node.courier.protocol import TroubleError
 from corral.plan.hardware.survey import read_answer

@@ -19,10 +19,11 @@ from corral.base.bundle import bundle
 from corral.base.record import to_json
 from corral.deploy.deployment.events import Event, read_events
 from corral.deploy.deployment.state import Patience, State, may_follow
-from corral.node.agent import engine_log, journal, processes
+from corral.node import processes
+from corral.node.agent import journal
+from corral.node.agent import start_progress as engine_log
 from corral.node.agent.container import Container
-from corral.node.agent.load_log import LoadLog
-from corral.node.agent.probe import Probe, Server
+from corral.node.agent.probe import LoadLog, Probe, Server
 from tests.until import free_port, until
 
 STUB = Path(__file__).parent.parent / "stub_engine.py"

@@ -20,9 +20,10 @@ from typing import Any
 import pytest
 
 from corral.base.bundle import bundle
-from corral.node.courier import folders, hashes
+from corral.node.courier import folder as folders
+from corral.node.courier import hashes
+from corral.node.courier.hashes import ChangedError
 from corral.node.courier.protocol import authorization
-from corral.node.courier.watched import ChangedError
 from tests.fake_hub import FakeHub
 
 COURIER = bundle("node/courier").encode()

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from corral.node.agent import gang, gang_line
+from corral.node.agent import gang
+from corral.node.agent import gang_connection as gang_line
 from corral.node.agent.worker import Worker
 from corral.node.states import Reason
 from tests.until import free_port, until

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from corral.client.metrics import Reading, cache_config, parse
 from corral.fake.metrics import Metrics
-from corral.node.agent.load_log import figures
+from corral.node.agent.probe import figures
 from corral.node.exposition import LONGEST_LINE, samples
 
 BOTH = ("running", "waiting", "kv_use", "prompt_tokens", "generated_tokens")

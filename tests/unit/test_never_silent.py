@@ -19,7 +19,7 @@ from corral.deploy.lifecycle import staging as staging_module
 from corral.deploy.lifecycle.staging import Staging
 from corral.deploy.lifecycle.watching import slow_text
 from corral.lab.report.screen import PhaseScreen
-from corral.node.agent.advance import Advance
+from corral.node.agent.start_progress import Advance
 from corral.plan.choose import make_plan
 from corral.plan.contract import Goal
 from corral.plan.hardware.inventory import Inventory, parse_gpus

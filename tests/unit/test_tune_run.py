@@ -39,8 +39,8 @@ from corral.lab.tune.race import Race, RaceEnd, RaceResult, next_order, verdict
 from corral.lab.tune.store import TuneRun, TuneSpec, find_run, new_run
 from corral.lab.tune.trials import Purpose, Roofline, Trial, TrialOrder
 from corral.lab.tune.workload import LoadSnapshot, SeenLoad, _bound, read_snapshots, seen_load, workload_of
-from corral.node.agent import load_log
-from corral.node.agent.load_log import LoadLog
+from corral.node.agent import probe as load_log
+from corral.node.agent.probe import LoadLog
 from corral.plan.choose import make_plan
 from corral.plan.contract import Goal
 from corral.plan.hardware.inventory import NodeSlice, parse_gpus

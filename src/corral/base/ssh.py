@@ -29,7 +29,7 @@ from corral.base.files import existing_file, make_private_dir, read_text, write_
 from corral.base.home import home_dir
 from corral.base.shell import Completed, Leash, capture
 from corral.base.untrusted import plain
-from corral.node.adapters import some_of
+from corral.node.network import some_of
 
 LONGEST_FOLDER = 48  # for a socket: ssh adds 40 characters, and 17 while it makes it; 107 are allowed
 FAN_OUT = 32  # hosts talked to at the same time

@@ -23,7 +23,7 @@ import tempfile
 import time
 from typing import Any, List, Optional
 
-from .ports import free_ports
+from .sockets import free_ports
 
 JOIN_S = 600.0  # containers may be pulled first; the agents' own rules end a hopeless wait earlier
 CPU_RESOURCE = "corral_cpu"

@@ -22,7 +22,7 @@ import time
 from typing import Any, Dict, Optional
 
 from .files import write_atomic
-from .identity import boot_id, is_running
+from .processes import boot_id, is_running
 
 Json = Dict[str, Any]
 MOST_BYTES = 4 << 20  # of one file in one report

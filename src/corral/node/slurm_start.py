@@ -13,22 +13,21 @@ Standard library only, Python 3.8 or later, nothing of corral: the file is copie
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import ipaddress
 import os
 import re
 import socket
-import struct
 import sys
 import time
 from typing import Any, Dict, List, Optional
 
-from .adapters import choose_adapters, default_interface, rdma_ports
-from .files import read_json, read_text, write_json
-from .ports import free_ports
+from .files import read_json, read_number, read_text, write_json
+from .network import addresses, choose_adapters, default_interface, rdma_ports
+from .sockets import free_ports
 
 Json = Dict[str, Any]
 WAIT_S = 600.0  # nodes of one job may be minutes apart: prologues, slow file systems
-UP_AND_RUNNING = 0x1 | 0x40
+UP = ("up", "unknown")  # a driver that does not tell counts as up
 MAY_BE_EMPTY = ("NCCL_IB_HCA", "NCCL_IB_DISABLE")
 VIRTUAL = re.compile(r"^(lo|docker|virbr|veth|br-|cni|flannel|podman|tun|tap)")
 
@@ -37,36 +36,22 @@ VIRTUAL = re.compile(r"^(lo|docker|virbr|veth|br-|cni|flannel|podman|tun|tap)")
 def interfaces() -> List[Json]:
     """The node's own IPv4 addresses that others may reach, fastest first."""
     found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            if VIRTUAL.match(name):
-                continue
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                flags = struct.unpack("H", fcntl.ioctl(probe, 0x8913, request)[16:18])[0]
-                address = socket.inet_ntoa(fcntl.ioctl(probe, 0x8915, request)[20:24])
-                mask = socket.inet_ntoa(fcntl.ioctl(probe, 0x891B, request)[20:24])
-            except OSError:
-                continue  # no IPv4 address
-            if flags & UP_AND_RUNNING == UP_AND_RUNNING and not address.startswith("169.254."):
-                kind = read_text("/sys/class/net/%s/type" % name)
-                speed = read_text("/sys/class/net/%s/speed" % name)
-                found.append(
-                    {
-                        "interface": name,
-                        "address": address,
-                        "network": network(address, mask),
-                        "infiniband": kind == "32",
-                        "speed": int(speed) if speed.lstrip("-").isdigit() else 0,
-                    }
-                )
+    for name, rows in addresses().items():
+        folder = "/sys/class/net/" + name
+        up = int(read_text(folder + "/flags") or "0", 16) & 1 and read_text(folder + "/operstate") in UP
+        ipv4 = [(address, prefix) for family, address, prefix in rows if family == socket.AF_INET]
+        if VIRTUAL.match(name) or not up or not ipv4 or ipv4[0][0].startswith("169.254."):
+            continue
+        found.append(
+            {
+                "interface": name,
+                "address": ipv4[0][0],
+                "network": str(ipaddress.ip_network("%s/%d" % ipv4[0], strict=False)),
+                "infiniband": read_number(folder + "/type") == 32,
+                "speed": read_number(folder + "/speed"),
+            }
+        )
     return sorted(found, key=lambda one: (not one["infiniband"], -one["speed"]))
-
-
-def network(address: str, mask: str) -> str:
-    """The network that an address belongs to, as `10.0.0.0/255.255.255.0`."""
-    pairs = zip(socket.inet_aton(address), socket.inet_aton(mask))  # noqa: B905 - strict is newer than 3.8
-    return "%s/%s" % (".".join(str(a & m) for a, m in pairs), mask)
 
 
 def named_address() -> str:

@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from corral.base.alarm import Alarm
 from corral.base.errors import UsageError
+from corral.base.timer import Alarm
 from corral.client.client import Client
 from corral.client.errors import (
     KeyRefusedError,

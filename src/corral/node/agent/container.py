@@ -10,7 +10,8 @@ import time
 from typing import Any, Dict, List, Sequence, Set, Tuple
 
 from ..files import read_json
-from .processes import end_all, listener_users, process_table, sockets_of
+from ..processes import end_all, process_table
+from ..sockets import listener_users, sockets_of
 
 Json = Dict[str, Any]
 CLEANUP_ATTEMPTS = 15

@@ -23,8 +23,9 @@ import threading
 import time
 from typing import Any, Dict, List, Optional, Tuple
 
+from ..network import link_is_down
 from ..states import Reason, State
-from .gang_line import Line, Strangers, link_is_down, read_order, read_standing
+from .gang_connection import Line, Strangers, read_order, read_standing
 
 Json = Dict[str, Any]
 SAY_EVERY_S = 0.3

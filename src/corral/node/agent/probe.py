@@ -1,7 +1,13 @@
-"""The engine's HTTP side: whether it is ready, guarded and ours, and whether it still lives."""
+"""The engine's HTTP side: whether it is ready, guarded and ours, and whether it still lives.
+
+What the server was asked, kept: a line of counters every few minutes, for whoever wants to know the last hour.
+
+What the agent needs of the engine's metrics page, by the rules of Corral's own `client/metrics`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -10,11 +16,68 @@ import threading
 import time
 from typing import Any, Callable, Dict, NamedTuple, Optional, Set, Tuple
 
+from ..exposition import load_figures, samples
+from ..processes import descendants
+from ..sockets import listener_users, listeners, peer_users, sockets_of
 from ..states import Reason
-from ..tcp_table import users_at_other_end
 from .container import Container
-from .load_log import LoadLog, figures
-from .processes import descendants, listener_users, listeners, sockets_of
+
+EVERY_S = 300.0
+MOST_BYTES = 4 << 20  # some weeks; then the older half goes
+
+
+class LoadLog:
+    """Appends to one file; a full disk loses lines, and nothing else."""
+
+    def __init__(self, path: str) -> None:
+        self._path, self._noted = path, float("-inf")
+
+    def note(self, page: bytes, own: int) -> None:
+        """Keep what a metrics page says, unless a line is young; `own` are the agent's own requests among them."""
+        now = time.monotonic()
+        if not self._path or now - self._noted < EVERY_S:
+            return
+        self._noted = now
+        line = dict(load_figures(page), t=round(time.time(), 1), own=own)
+        with contextlib.suppress(OSError):
+            self._cut()
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            with os.fdopen(descriptor, "ab") as file:
+                file.write((json.dumps(line) + "\n").encode())
+
+    def _cut(self) -> None:
+        """Leave the newer half of a file that has grown too long."""
+        if not os.path.exists(self._path) or os.path.getsize(self._path) < MOST_BYTES:
+            return
+        with open(self._path, "rb") as file:
+            file.seek(-(MOST_BYTES // 2), os.SEEK_END)
+            kept = file.read().partition(b"\n")[2]
+        with open(self._path, "wb") as file:
+            file.write(kept)
+
+
+SUMS = {
+    "vllm:num_requests_running": "running",
+    "vllm:num_requests_waiting": "waiting",
+    "vllm:prompt_tokens_total": "prompt_tokens",
+    "vllm:generation_tokens_total": "generated_tokens",
+}
+KV_USE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")  # the second: before 0.10
+
+
+def figures(page: bytes) -> Dict[str, float]:
+    """Counts and tokens added up over the engines, the mean of their KV use; what the page lacks is absent."""
+    found = {(one.name, one.label_text): one.value for one in samples(page, (*SUMS, *KV_USE)) if one.value >= 0}
+    sums: Dict[str, float] = {}
+    for (series, _), value in found.items():
+        if series in SUMS:
+            sums[SUMS[series]] = sums.get(SUMS[series], 0.0) + value
+    for wanted in KV_USE:
+        uses = [value for (series, _), value in found.items() if series == wanted]
+        if uses and "kv_use" not in sums:
+            sums["kv_use"] = sum(uses) / len(uses)
+    return sums
+
 
 Json = Dict[str, Any]
 HEALTH_EVERY_S = 5.0
@@ -40,7 +103,7 @@ class Server:
             headers = {"Content-Type": "application/json"}
             connection.connect()
             if key:
-                if self.users is not None and users_at_other_end(connection.sock) - self.users:
+                if self.users is not None and peer_users(connection.sock) - self.users:
                     raise OSError("another user took port %d" % self.port)
                 with open(self.key_file) as file:
                     headers["Authorization"] = "Bearer " + file.read().strip()

@@ -10,24 +10,22 @@ import time
 from typing import Any, Dict, Optional, Set, Tuple
 
 from ..files import write_json
-from ..identity import identity
-from ..states import Reason, State
-from .advance import Advance
-from .container import Container
-from .engine_log import PROGRESS_NAMES, WAITING, EngineLog, read_line
-from .journal import Journal, private_tmp
-from .load_log import LoadLog
-from .probe import Probe, Server
-from .processes import (
+from ..processes import (
     MARKER,
     descendants,
     disk_bytes,
     end_all,
+    identity,
     kernel_oom_kills,
     prepare_engine,
     process_table,
     signal_name,
 )
+from ..states import Reason, State
+from .container import Container
+from .journal import Journal, private_tmp
+from .probe import LoadLog, Probe, Server
+from .start_progress import PROGRESS_NAMES, WAITING, Advance, EngineLog, read_line
 
 Json = Dict[str, Any]
 TICK_S = 0.2

@@ -11,11 +11,10 @@ import sys
 from typing import Any, Dict, NoReturn, Sequence
 
 from ..files import write_json
-from ..identity import identity
+from ..processes import become_subreaper, descendants, end_all, identity, marked
 from ..states import Reason, State
 from .container import Container, containers_of
 from .journal import Journal, private_tmp
-from .processes import become_subreaper, descendants, end_all, marked
 from .worker import Worker
 
 

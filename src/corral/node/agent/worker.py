@@ -7,7 +7,7 @@ import socket
 import time
 from typing import Any, Dict, Optional, Tuple
 
-from ..ports import reserve
+from ..sockets import reserve
 from ..states import Reason, State
 from .gang import NOTICE_S, Follower, Head
 from .journal import Journal

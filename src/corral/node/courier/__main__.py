@@ -8,15 +8,13 @@ import sys
 import time
 from typing import IO, Sequence
 
-from .courier_files import CourierFiles, Item
 from .fetch import Fetch
-from .folders import Tree, listing
-from .hashes import Hashes, hash_files
+from .files import CourierFiles, Item
+from .folder import Nonce, Tree, free_bytes, listing, read_speed, seen
+from .hashes import ChangedError, Hashes, Watched, hash_files
 from .protocol import Json, TroubleError, read_line, tell
 from .server import end_when_idle, start_server
 from .sources import hub
-from .storage import Nonce, free_bytes, read_speed, seen
-from .watched import ChangedError, Watched
 
 
 def serve(order: Json, stdin: IO[bytes]) -> None:

@@ -10,14 +10,13 @@ import threading
 import time
 from typing import IO, Any, Iterator, List, Optional
 
-from .courier_files import CourierFiles, Item
-from .folders import Tree
+from .file_writer import Landing, lock, opened, remove_given_up, remove_leftovers, take_lock
+from .files import CourierFiles, Item
+from .folder import Tree, free_bytes, seen, sync_file_system
 from .hashes import HASHES_FILE, Hashes, git_sha1_of, sha256_of
-from .landing import Landing, lock, opened, remove_given_up, remove_leftovers, take_lock
 from .manifest import checked
 from .protocol import Json, Pace, TroubleError, read_line, tell
 from .sources import Source, as_connection_errors
-from .storage import free_bytes, seen, sync_file_system
 
 SMALL_BYTES = 1 << 20  # smaller files travel many to a request, and only when whole
 PACK_BYTES = 8 << 20

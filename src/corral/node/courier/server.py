@@ -12,7 +12,7 @@ import threading
 import time
 from typing import Any, Dict, List, Set, Tuple
 
-from .courier_files import CourierFiles, Item
+from .files import CourierFiles, Item
 from .protocol import Json, SignatureVerifier
 
 PENDING_S = 10.0  # for a stranger to say who he is

@@ -15,7 +15,7 @@ import urllib.parse
 import urllib.request
 from typing import IO, Any, Callable, Iterator, List, Optional, Set, Tuple
 
-from .courier_files import Item
+from .files import Item
 from .manifest import MOST_ROWS, without
 from .protocol import Json, authorization, tell
 

@@ -10,7 +10,7 @@ import threading
 import time
 from typing import IO, Any, Callable, List, Optional, Tuple
 
-from .folders import Tree
+from .folder import Tree
 from .manifest import LONGEST_NAME
 from .protocol import Json
 

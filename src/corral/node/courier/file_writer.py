@@ -16,8 +16,8 @@ import os
 import time
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
-from .courier_files import CourierFiles, Digest, Item
-from .folders import Tree
+from .files import CourierFiles, Digest, Item
+from .folder import Tree
 from .hashes import Hashes
 from .manifest import OWN_FILES
 from .protocol import TroubleError, tell

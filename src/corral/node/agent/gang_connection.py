@@ -16,7 +16,6 @@ Standard library only, Python 3.8 or later, nothing of corral: the source is sen
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import hmac
 import json
@@ -28,7 +27,6 @@ import threading
 import time
 from typing import Any, Dict, List, Optional, Union
 
-from ..files import read_text
 from ..states import Reason
 
 Json = Dict[str, Any]
@@ -212,22 +210,3 @@ def _is_count(value: Optional[Any]) -> bool:
 def _seconds(value: Any, otherwise: float) -> float:
     good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     return min(1e9, max(0.0, float(value))) if good else otherwise
-
-
-_SIOCGIFADDR = 0x8915
-
-
-def interface_of(address: str) -> str:
-    """The interface of this machine that has an IPv4 address; empty where none is found."""
-    for _, name in socket.if_nameindex():
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
-            found = fcntl.ioctl(asker.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            if socket.inet_ntoa(found[20:24]) == address:
-                return name
-    return ""
-
-
-def link_is_down(address: str) -> bool:
-    """Whether the interface with this address has no carrier now; False where that cannot be known."""
-    name = interface_of(address)
-    return bool(name) and read_text("/sys/class/net/%s/operstate" % name) in ("down", "lowerlayerdown", "notpresent")
