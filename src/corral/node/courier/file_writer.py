@@ -1,10 +1,9 @@
-"""Where bytes become files: a file gets its name only after its hash was right, whoever it came from.
+"""Writes what arrives: a file gets its name only after its hash was right, whoever sent it. Removes stale parts.
 
-Parts that nobody will continue: of an earlier version of a file, of a pull that was given up.
-
+A part is stale when nobody will continue it: one of an earlier version of a file, or of a pull that was given up.
 Only names that the courier itself gives are deleted, in folders that the manifest names, while this courier holds the
-folder's lock; where a file system has no locks, only what nobody has written to for a day. A folder inside that
-another courier holds is left alone.
+folder's lock; where a file system has no locks, only what was not written to for a day. A folder that another courier
+has locked is left alone.
 """
 
 from __future__ import annotations
@@ -14,128 +13,114 @@ import fcntl
 import fnmatch
 import os
 import time
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple
+from typing import Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Set, Tuple
 
 from .files import CourierFiles, Digest, Item
-from .folder import Tree
-from .hashes import Hashes
+from .folder import Tree, open_folder
+from .hashes import HashCache
 from .manifest import OWN_FILES
-from .protocol import TroubleError, tell
-from .sources import as_connection_errors
+from .protocol import CourierError, send_event
 
-BLOCK_BYTES = 256 << 10
 ATTEMPTS = 4  # per file, after a wrong hash
+PARTS = OWN_FILES[1]
+STALE_S = 86400.0  # without locks: a part written to within this time may be in use
+ABANDONED_S = 7 * 86400.0  # of other models in Corral's own folder: a pull may be continued after a weekend
 
 
-class Landing:
-    """Writes what arrives into the folder; `heard` is called whenever something did."""
+class FileWriter:
+    """Writes into the folder what arrives; `on_data` is called for every piece."""
 
-    def __init__(self, tree: Tree, depot: CourierFiles, hashes: Hashes, heard: Callable[[], None]) -> None:
-        self.tree, self.depot, self.hashes, self.heard = tree, depot, hashes, heard
+    def __init__(self, tree: Tree, files: CourierFiles, hashes: HashCache, on_data: Callable[[], None]) -> None:
+        self.tree, self.files, self.hashes, self.on_data = tree, files, hashes, on_data
         self.digests: Dict[int, Digest] = {}
         self.arrived_bytes = 0
 
     def make(self, item: Item) -> None:
-        """Links, empty folders and empty files need nobody."""
+        """Make a link, an empty folder or an empty file, which need no source."""
         if item.kind == "folder":
             self.tree.make(item.path)
         elif item.kind == "link":
             self.tree.link(item.path, item.target)
         else:
-            self.keep_small(item, b"", "this node")
-        self.depot.grow(item, item.size, done=True)
+            self.write_small(item, b"", "this node")
+        self.files.grow(item, item.size, done=True)
 
-    def keep_small(self, item: Item, body: bytes, source: str) -> None:
+    def write_small(self, item: Item, body: bytes, source: str) -> None:
         digest = Digest(item)
         digest.update(body)
-        if not item.fits(digest):
-            return self.complain(item, source)
+        if not item.matches(digest):
+            self.note_damaged(item, source)
+            return
         handle = self.tree.open(item.path, item.part_name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
             write_all(handle, memoryview(body))
             self.arrived_bytes += len(body)
-            self.name(item, handle, digest.sha256.hexdigest())
+            self.publish(item, handle, digest.sha256.hexdigest())
         finally:
             os.close(handle)
-        return None
 
     def resume(self, item: Item) -> None:
-        """Continue the part that is here: its bytes are read once, for the hash."""
+        """Continue the part that is here; its bytes are read once, for the hash."""
         if item.number in self.digests:
             return
         digest = Digest(item)
-        have = 0
+        have_bytes = 0
         handle = self.tree.open(item.path, item.part_name, os.O_RDWR | os.O_CREAT)
         with os.fdopen(handle, "r+b", buffering=0) as part:
             part.truncate(min(item.size, os.fstat(handle).st_size))
-            while have < item.size:
+            while have_bytes < item.size:
                 block = part.read(1 << 20)
                 if not block:
                     break
                 digest.update(block)
-                have += len(block)
-                self.heard()
+                have_bytes += len(block)
+                self.on_data()
         self.digests[item.number] = digest
-        self.depot.grow(item, have)
+        self.files.grow(item, have_bytes)
 
-    def stream(self, item: Item, response: Any, source: str) -> None:
-        buffer = memoryview(bytearray(BLOCK_BYTES))
+    def write(self, item: Item, blocks: Iterable[memoryview], source: str) -> None:
+        """Append blocks to a part; the file gets its name once it is complete."""
         digest = self.digests[item.number]
         handle = self.tree.open(item.path, item.part_name, os.O_WRONLY)
         try:
-            os.lseek(handle, item.have, os.SEEK_SET)
-            while item.have < item.size:
-                with as_connection_errors():
-                    count = response.readinto(buffer[: min(BLOCK_BYTES, item.size - item.have)])
-                if not count:
-                    raise ConnectionError("stopped in the middle of a file")
-                self.append(item, digest, handle, buffer[:count])
-            self.settle(item, digest, handle, source)
+            os.lseek(handle, item.have_bytes, os.SEEK_SET)
+            for block in blocks:
+                write_all(handle, block)
+                digest.update(block)
+                self.arrived_bytes += len(block)
+                self.on_data()
+                self.files.grow(item, item.have_bytes + len(block))
+            if item.have_bytes == item.size:
+                self.check(item, digest, handle, source)
         finally:
             os.close(handle)
 
-    def take_block(self, item: Item, body: bytes) -> None:
-        handle = self.tree.open(item.path, item.part_name, os.O_WRONLY)
-        try:
-            os.lseek(handle, item.have, os.SEEK_SET)
-            self.append(item, self.digests[item.number], handle, memoryview(body))
-            if item.have == item.size:
-                self.settle(item, self.digests[item.number], handle, "this machine")
-        finally:
-            os.close(handle)
-
-    def append(self, item: Item, digest: Digest, handle: int, block: memoryview) -> None:
-        write_all(handle, block)
-        digest.update(block)
-        self.arrived_bytes += len(block)
-        self.heard()
-        self.depot.grow(item, item.have + len(block))
-
-    def settle(self, item: Item, digest: Digest, handle: int, source: str) -> None:
-        """The file is whole: judge it by its hash, and only then give it its name."""
+    def check(self, item: Item, digest: Digest, handle: int, source: str) -> None:
+        """Check a complete file by its hash, and only then give it its name."""
         del self.digests[item.number]
-        if not item.fits(digest):
+        if not item.matches(digest):
             self.tree.unlink(item.path, item.part_name)
-            self.depot.reset(item)
-            return self.complain(item, source)
+            self.files.reset(item)
+            self.note_damaged(item, source)
+            return
         os.fsync(handle)
-        self.name(item, handle, digest.sha256.hexdigest())
-        return None
+        self.publish(item, handle, digest.sha256.hexdigest())
 
-    def name(self, item: Item, handle: int, sha256: str) -> None:
+    def publish(self, item: Item, handle: int, sha256: str) -> None:
+        """Give a checked file its name."""
         os.fchmod(handle, item.mode)
         if item.mtime_ns is not None:  # compiled Python files are valid only for their source's time
             os.utime(handle, ns=(item.mtime_ns, item.mtime_ns))
-        with self.depot.changed:
+        with self.files.changed:
             self.tree.rename(item.path, item.part_name)
-            self.depot.grow(item, item.size, done=True)
+            self.files.grow(item, item.size, done=True)
         self.hashes.put(item.path, item.final_path, sha256)
 
-    def complain(self, item: Item, source: str) -> None:
+    def note_damaged(self, item: Item, source: str) -> None:
         item.damaged += 1
-        tell("damaged", file=item.number, path=item.path, source=source)
+        send_event("damaged", file=item.number, path=item.path, source=source)
         if item.damaged >= ATTEMPTS:
-            raise TroubleError(f"{item.path} came {ATTEMPTS} times with a wrong hash, last from {source}.")
+            raise CourierError(f"{item.path} came {ATTEMPTS} times with a wrong hash, last from {source}.")
 
 
 def write_all(handle: int, block: memoryview) -> None:
@@ -143,13 +128,8 @@ def write_all(handle: int, block: memoryview) -> None:
         block = block[os.write(handle, block) :]
 
 
-PARTS = OWN_FILES[1]
-QUIET_S = 86400.0  # without locks: what was written to within this time may be somebody's
-GIVEN_UP_S = 7 * 86400.0  # of other models in Corral's own folder: a pull may be continued after a weekend
-
-
-def take_lock(handle: int) -> Optional[bool]:
-    """A folder's lock: True when it is held now, False when somebody else has it, None where there are no locks."""
+def try_lock(handle: int) -> Optional[bool]:
+    """Lock a folder: True when it is ours now, False when another process has it, None where there are no locks."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -161,8 +141,8 @@ def take_lock(handle: int) -> Optional[bool]:
 
 @contextlib.contextmanager
 def lock(handle: int) -> Iterator[Optional[bool]]:
-    """`take_lock`, until the block ends."""
-    held = take_lock(handle)
+    """`try_lock`, until the block ends."""
+    held = try_lock(handle)
     try:
         yield held
     finally:
@@ -170,46 +150,46 @@ def lock(handle: int) -> Iterator[Optional[bool]]:
             fcntl.flock(handle, fcntl.LOCK_UN)
 
 
-def remove_leftovers(tree: Tree, items: Sequence[Item], held: Optional[bool]) -> int:
-    """Delete the parts that no item will continue; how many bytes that gave back."""
+def remove_stale_parts(tree: Tree, items: Sequence[Item], held: Optional[bool]) -> int:
+    """Delete the parts that no item will continue; the bytes freed."""
     freed = 0
     for above, (path, names, stems) in _folders(items).items():
         with contextlib.suppress(FileNotFoundError), tree.parent(path) as (handle, _):
-            ours = take_lock(handle) if above else held  # it goes with the handle
+            ours = try_lock(handle) if above else held  # released with the handle
             if ours is not False:
-                freed += _sweep(handle, names, stems, 0.0 if ours else QUIET_S)
+                freed += _remove_parts(handle, names, stems, 0.0 if ours else STALE_S)
     return freed
 
 
 def _folders(items: Sequence[Item]) -> Dict[str, Tuple[str, Set[str], Tuple[str, ...]]]:
-    """For every folder one path in it, the parts that may be continued, and the beginnings of further ones."""
+    """For every folder one path in it, the parts to keep, and the beginnings of the names of further ones."""
     found: Dict[str, Tuple[str, Set[str], List[str]]] = {}
     for item in items:
         _, names, stems = found.setdefault(os.path.dirname(item.path), (item.path, set(), []))
         if item.kind == "file" and not item.done:
             if item.sha256 or item.git_sha1:
                 names.add(item.part_name)
-            else:  # its hash comes later: until then, any part of it may be the one
+            else:  # its hash comes later: until then, any of its parts may be the right one
                 stems.append(item.part_stem)
     return {above: (path, names, tuple(stems)) for above, (path, names, stems) in found.items()}
 
 
-def _sweep(handle: int, names: Set[str], stems: Tuple[str, ...], quiet_s: float) -> int:
+def _remove_parts(handle: int, names: Set[str], stems: Tuple[str, ...], age_s: float) -> int:
     freed = 0
     with os.scandir(handle) as entries:
-        old = [entry for entry in entries if fnmatch.fnmatch(entry.name, PARTS)
-               and entry.name not in names and not (stems and entry.name.startswith(stems))]  # fmt: skip
-    for entry in old:
+        stale = [entry for entry in entries if fnmatch.fnmatch(entry.name, PARTS)
+                 and entry.name not in names and not (stems and entry.name.startswith(stems))]  # fmt: skip
+    for entry in stale:
         with contextlib.suppress(OSError):
-            found = os.stat(entry.name, dir_fd=handle, follow_symlinks=False)
-            if time.time() - found.st_mtime >= quiet_s:
+            status = os.stat(entry.name, dir_fd=handle, follow_symlinks=False)
+            if time.time() - status.st_mtime >= age_s:
                 os.unlink(entry.name, dir_fd=handle)
-                freed += found.st_size
+                freed += status.st_size
     return freed
 
 
-def remove_given_up(folder: str) -> int:
-    """In the folders beside this one, all of them Corral's own: parts that nobody has touched for a week."""
+def remove_abandoned_parts(folder: str) -> int:
+    """Delete parts that were not touched for a week in the folders beside this one, which are all Corral's."""
     freed, above = 0, os.path.dirname(os.path.abspath(folder))
     with contextlib.suppress(OSError):
         for entry in os.scandir(above):
@@ -220,21 +200,11 @@ def remove_given_up(folder: str) -> int:
 
 def _remove_below(folder: str) -> int:
     freed = 0
-    with contextlib.suppress(OSError), opened(folder) as handle, lock(handle) as ours:
+    with contextlib.suppress(OSError), open_folder(folder) as handle, lock(handle) as ours:
         if ours is False:
             return 0
         for here, _, names in os.walk(folder):
             if fnmatch.filter(names, PARTS):
-                with opened(here) as inner:
-                    freed += _sweep(inner, set(), (), GIVEN_UP_S)
+                with open_folder(here) as inner:
+                    freed += _remove_parts(inner, set(), (), ABANDONED_S)
     return freed
-
-
-@contextlib.contextmanager
-def opened(folder: str) -> Iterator[int]:
-    """A folder as a descriptor."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield handle
-    finally:
-        os.close(handle)

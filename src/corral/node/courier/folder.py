@@ -1,7 +1,4 @@
-"""What a folder holds, and writing into it: by descriptor, one name after the other, never through a link.
-
-The storage below a folder: whether others see the same, what is free, how fast it reads.
-"""
+"""A folder: its listing, writing into it without following links, and its storage (free space, read speed)."""
 
 from __future__ import annotations
 
@@ -15,21 +12,28 @@ import time
 from typing import IO, Iterator, List, Sequence, Tuple
 
 from .manifest import OWN_FILES, inner_target, split
-from .protocol import Json, TroubleError, tell
+from .protocol import CourierError, Json, send_event
 
-FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-NO_FOLDER = (errno.ELOOP, errno.ENOTDIR, errno.EMLINK)  # as systems call a link where a folder was asked for
+OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+NOT_A_FOLDER = (
+    errno.ELOOP,
+    errno.ENOTDIR,
+    errno.EMLINK,
+)  # the errors of systems for a link where a folder was expected
 
 
 def listing(folder: str, leave_out: Sequence[str], links_out: str) -> List[Json]:
-    """Files, links and empty folders below `folder`, by name. Links that stay inside are kept as links; those that
-    lead out are followed (a hub cache's) or kept (an environment's), as `links_out` says."""
+    """Files, links and empty folders below `folder`, sorted by name.
+
+    Links that stay inside are listed as links; those that lead out are followed (a hub cache's) or kept (an
+    environment's), as `links_out` says.
+    """
     root = os.path.realpath(folder)
     rows: List[Json] = []
 
     def visit(here: str, below: str, depth: int) -> None:
         if depth > 64:
-            raise TroubleError(f"{here} is nested too deeply: do its links form a circle?")
+            raise CourierError(f"{here} is nested too deeply: do its links form a circle?")
         entries = sorted(os.scandir(here), key=lambda entry: entry.name)
         if not entries and below:
             rows.append({"path": below, "kind": "folder", "size": 0, "mode": os.stat(here).st_mode & 0o777})
@@ -43,18 +47,18 @@ def listing(folder: str, leave_out: Sequence[str], links_out: str) -> List[Json]
             elif entry.is_dir():
                 visit(entry.path, path, depth + 1)
             elif entry.is_file():
-                found = entry.stat()
-                rows.append({"path": path, "kind": "file", "size": found.st_size, "mode": found.st_mode & 0o777,
-                             "mtime_ns": found.st_mtime_ns})  # fmt: skip
+                status = entry.stat()
+                rows.append({"path": path, "kind": "file", "size": status.st_size, "mode": status.st_mode & 0o777,
+                             "mtime_ns": status.st_mtime_ns})  # fmt: skip
             elif entry.is_symlink():
-                raise TroubleError(f"{entry.path} is a link to nothing.")
+                raise CourierError(f"{entry.path} is a link to nothing.")
 
     visit(root, "", 0)
     return rows
 
 
 def stays_inside(root: str, path: str) -> bool:
-    """Whether a link leads to something inside, and by no other link: only such a one can be a row of a manifest."""
+    """Whether a link leads to something inside, and through no other link: only such a link may be in a manifest."""
     link = os.path.join(root, path)
     parts = inner_target(path, os.readlink(link))
     if parts is None or not os.path.exists(link):
@@ -64,7 +68,9 @@ def stays_inside(root: str, path: str) -> bool:
 
 
 class Tree:
-    """A folder that is written into. What lies on the way to a file must be folders, at the moment of writing."""
+    """A folder that is written into, by descriptor: every part of a path must be a folder, not a link, when it is
+    used.
+    """
 
     def __init__(self, folder: str) -> None:
         self.folder = folder  # the user named it: it may be a link
@@ -74,7 +80,7 @@ class Tree:
 
     @contextlib.contextmanager
     def parent(self, path: str, make: bool = False) -> Iterator[Tuple[int, str]]:
-        """The folder of a path as a descriptor, and the path's last name; `make` makes what is missing on the way."""
+        """The folder of a path as a descriptor, and the path's last name; `make` makes missing folders."""
         *above, name = split(path)
         handle = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -90,25 +96,25 @@ class Tree:
             if make:
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(part, dir_fd=handle)
-            return os.open(part, FOLDER, dir_fd=handle)
+            return os.open(part, OPEN_FOLDER, dir_fd=handle)
         except OSError as error:
-            if error.errno not in NO_FOLDER:
+            if error.errno not in NOT_A_FOLDER:
                 raise
             text = f"{path!r} leads out of {self.folder} by a link, or through a file: {part!r} is not a folder."
-            raise TroubleError(text) from None
+            raise CourierError(text) from None
 
     def check(self, path: str) -> None:
-        """Refuses a path on whose way there is a link."""
+        """Refuse a path that leads through a link."""
         with contextlib.suppress(FileNotFoundError), self.parent(path):
             pass
 
     def open(self, path: str, name: str, flags: int) -> int:
-        """A file beside `path`, made with its folders where the flags say so; never by a link."""
+        """Open a file beside `path`, made with its folders where the flags say so; never through a link."""
         with self.parent(path, make=bool(flags & os.O_CREAT)) as (handle, _):
             return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=handle)
 
     def rename(self, path: str, name: str) -> None:
-        """Give what lies beside `path` that path's own name; a link of that name is replaced, not followed."""
+        """Rename a file beside `path` to that path; a link of that name is replaced, not followed."""
         with self.parent(path) as (handle, last):
             os.replace(name, last, src_dir_fd=handle, dst_dir_fd=handle)
 
@@ -123,9 +129,19 @@ class Tree:
             os.symlink(target, name, dir_fd=handle)
 
     def make(self, path: str) -> None:
-        """An empty folder."""
+        """Make an empty folder."""
         with self.parent(path, make=True) as (handle, name):
             os.close(self._enter(handle, name, path, make=True))
+
+
+@contextlib.contextmanager
+def open_folder(folder: str) -> Iterator[int]:
+    """A folder as a descriptor."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
 
 
 class Nonce:
@@ -148,8 +164,8 @@ class Nonce:
                 os.unlink(self.path)
 
 
-def seen(folder: str, names: Sequence[str]) -> List[str]:
-    # one look per fresh name, not a listing: network file systems remember listings
+def visible_nonces(folder: str, names: Sequence[str]) -> List[str]:
+    # each name by itself, not a listing: network file systems cache listings
     return [name for name in names if os.path.exists(nonce_path(folder, name))]
 
 
@@ -158,25 +174,23 @@ def nonce_path(folder: str, name: str) -> str:
 
 
 def free_bytes(folder: str) -> int:
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
 
 
 def sync_file_system(folder: str) -> None:
-    """One call for thousands of small files."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        ctypes.CDLL(None).syncfs(handle)
-    except (OSError, AttributeError):
-        os.sync()
-    finally:
-        os.close(handle)
+    """Sync thousands of small files with one call."""
+    with open_folder(folder) as handle:
+        try:
+            ctypes.CDLL(None).syncfs(handle)
+        except (OSError, AttributeError):
+            os.sync()
 
 
-def read_speed(order: Json, _: IO[bytes]) -> None:
-    """Reads the largest files, past the page cache where the system lets us, for a few seconds."""
-    folder, limit_s = os.path.expanduser(order["folder"]), float(order.get("seconds", 2))
-    rows = [row for row in listing(folder, order.get("leave_out", ()), "follow") if row["kind"] == "file"]
+def read_speed(request: Json, _: IO[bytes]) -> None:
+    """Read the largest files for a few seconds, without the page cache where the system allows that."""
+    folder, limit_s = os.path.expanduser(request["folder"]), float(request.get("seconds", 2))
+    rows = [row for row in listing(folder, request.get("leave_out", ()), "follow") if row["kind"] == "file"]
     largest = sorted(rows, key=lambda row: -row["size"])[:4]
     began_s = time.monotonic()
 
@@ -195,4 +209,4 @@ def read_speed(order: Json, _: IO[bytes]) -> None:
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         total = sum(pool.map(read, largest))
     took_s = max(1e-6, time.monotonic() - began_s)
-    tell("read-speed", bytes=total, seconds=took_s, bytes_per_s=total / took_s)
+    send_event("read-speed", bytes=total, seconds=took_s, bytes_per_s=total / took_s)
