@@ -346,7 +346,7 @@ class OddServer(Server):
 def watched(figures: list[float | Exception], hung_s: float, ends_dead: bool = False) -> tuple[Probe, list[str]]:
     told: list[str] = []
     probe = Probe(OddServer(figures, ends_dead), {"hung_s": hung_s}, Container({}), told.append, False, LoadLog(""))
-    probe.look_every_s = 0.001
+    probe.probe_every_s = 0.001
     probe.start()
     probe.join(30)
     return probe, told
@@ -365,7 +365,7 @@ def test_a_server_whose_figures_cannot_be_read_does_not_go_unwatched() -> None:
     assert told
     assert probe.fault is not None
     assert probe.fault.reason == "engine_hung"
-    assert "the last look failed: KeyError" in probe.fault.text
+    assert "the last probe failed: KeyError" in probe.fault.text
 
 
 def test_a_file_system_that_hung_during_a_look_is_no_hung_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,7 +373,7 @@ def test_a_file_system_that_hung_during_a_look_is_no_hung_engine(monkeypatch: py
     monkeypatch.setattr("corral.node.agent.probe.time.monotonic", lambda: clock[0])
     server = OddServer([1.0], False)
     probe = Probe(server, {"hung_s": 300}, Container({}), lambda text: None, False, LoadLog(""))
-    probe._look()
+    probe._probe()
     assert probe.ready
 
     def slow_counters() -> tuple[float, float]:  # the key is read from a file, and that takes its time
@@ -381,7 +381,7 @@ def test_a_file_system_that_hung_during_a_look_is_no_hung_engine(monkeypatch: py
         return 0.0, 1.0
 
     server.counters = slow_counters  # type: ignore[method-assign]
-    probe._look()
+    probe._probe()
     assert probe.fault is None
 
 

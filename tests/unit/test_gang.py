@@ -307,7 +307,7 @@ def test_a_node_that_does_not_come_back_ends_the_restarts(monkeypatch: pytest.Mo
     worker.patience = {"grace_s": 0}
     worker.journal = types.SimpleNamespace(write=lambda kind, **_: written.append(kind))  # type: ignore[assignment]
     monkeypatch.setattr(worker, "_run_once", lambda attempt: (Reason.ENGINE_EXITED, {"failed_rank": 1}))
-    monkeypatch.setattr(worker, "_tell_state", lambda *_, **__: None)
+    monkeypatch.setattr(worker, "_set_state", lambda *_, **__: None)
     monkeypatch.setattr(worker, "_pause", lambda seconds: True)
     monkeypatch.setattr(worker, "_end", lambda reason, details: ended.append((reason, details)))
     worker._lead()
@@ -326,7 +326,7 @@ def test_a_failure_is_told_before_the_others_are_gone(reason: Reason, order: lis
     worker: Any = Worker.__new__(Worker)
     worker.patience = {"grace_s": 0.0}
     worker.head = types.SimpleNamespace(halt=lambda _: told.append("halt"), end=lambda *_: told.append("end"))
-    worker._tell_state = lambda state, **_: told.append(str(state))
+    worker._set_state = lambda state, **_: told.append(str(state))
     worker._end(reason, {})
     assert told == order
 

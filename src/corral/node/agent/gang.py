@@ -46,7 +46,7 @@ class Member:
         self.rank, self.name = rank, name
         self.connected = False
         self.closed_at = 0.0  # monotonic; when its last connection ended
-        self.connection: Optional[GangConnection] = None  # the newest
+        self.connection: Any = None  # the newest `GangConnection`
         self.heard = 0.0  # monotonic; 0 before the first report
         self.heard_at = ""  # the same as a time of day
         self.status: Json = {}  # as last reported

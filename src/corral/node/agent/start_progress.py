@@ -1,10 +1,8 @@
-"""The engine's log: what its lines say of phases, figures and progress, and how it is kept bounded.
-
-Whether a start gets on: its phase and since when, when it last advanced, and what the engine said last.
+"""The progress of a start: phases and figures from the engine's log, and whether the start advances.
 
 An advance is a new phase, a further shard or percentage, a figure that the engine reports, or, while weights are
-loaded, a further part of them read from disk. Processor time is none, and neither is a line of the log that says
-nothing new: an engine can compute for ever in a loop that ends nowhere.
+loaded, a further part of them read from disk. Processor time is not an advance, and neither is a log line that says
+nothing new: an engine can compute for ever in a loop.
 """
 
 from __future__ import annotations
@@ -44,11 +42,19 @@ PHASES = [
 ]
 PATTERNS = [(re.compile(pattern), phase, names) for pattern, phase, names in PHASES]
 PROGRESS_NAMES = ("done", "total", "percent")
-# lines that an engine repeats while nothing happens: they are no sign of progress
+# lines that an engine repeats while nothing happens
 WAITING = re.compile(
     r"No available shared memory broadcast block|Waiting for \d+ (?:local|remote)"
     r"|waiting for .*engine.*to (?:start|connect)|[Ss]till waiting",
 )
+DEFAULT_LIMIT_S = 900.0
+READ_STEPS = 50  # parts of the weights; reading one of them is an advance …
+READ_MOST = 3  # … until the weights have been read so many times
+NOTABLE_LINES = 20
+LONGEST_LINE = 300
+SLOW_LEAST_S = 5.0  # beyond the usual time; shorter delays are not reported
+_LOGGED = re.compile(r"(?:\([^)]*\) )?(DEBUG|INFO|WARNING|ERROR|CRITICAL) [\d-]+ [\d:]+ \[[^\]]*\] (.*)")
+_TROUBLE = re.compile(r"\b\w*(?:Error|Exception)\b: |[Ff]ailed to |[Rr]etrying")
 
 
 def read_line(line: str) -> Optional[Tuple[Optional[str], Json]]:
@@ -56,8 +62,8 @@ def read_line(line: str) -> Optional[Tuple[Optional[str], Json]]:
     for pattern, phase, names in PATTERNS:
         match = pattern.search(line)
         if match:
-            found = zip(names, match.groups())  # noqa: B905 - strict is newer than 3.8
-            return phase, {name: _number(text) for name, text in found if text is not None}
+            values = zip(names, match.groups())  # noqa: B905 - strict is newer than 3.8
+            return phase, {name: _number(text) for name, text in values if text is not None}
     return None
 
 
@@ -67,14 +73,14 @@ def _number(text: str) -> Any:
 
 
 class EngineLog:
-    """A log that the engine appends to, read from where this attempt begins."""
+    """The log that the engine appends to, read from the beginning of this attempt."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         self.offset = 0
 
     def skip(self) -> int:
-        """Leave out what an earlier attempt wrote; where this one's lines begin."""
+        """Skip what earlier attempts wrote; the offset at which this one begins."""
         self.offset = os.path.getsize(self.path) if os.path.exists(self.path) else 0
         return self.offset
 
@@ -83,16 +89,16 @@ class EngineLog:
             with open(self.path, "rb") as file:
                 file.seek(self.offset)
                 data = file.read(1 << 20)
-            whole = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
-            if not whole and len(data) == 1 << 20:
-                whole = len(data)  # one endless line
-            self.offset += whole
-            for line in re.split(rb"[\r\n]+", data[:whole]):
+            end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+            if not end and len(data) == 1 << 20:
+                end = len(data)  # one endless line
+            self.offset += end
+            for line in re.split(rb"[\r\n]+", data[:end]):
                 if line:
                     yield line.decode("utf-8", "replace")
 
     def trim(self) -> None:
-        """Keep the log bounded: the engine appends, so cutting it short is safe."""
+        """Keep the log bounded: the engine appends, so truncating it is safe."""
         with contextlib.suppress(OSError):
             if os.path.getsize(self.path) > MAX_LOG_BYTES:
                 shutil.copyfile(self.path, self.path + ".1")
@@ -101,84 +107,76 @@ class EngineLog:
                 self.offset = 0
 
 
-DEFAULT_LIMIT_S = 900.0
-READ_STEPS = 50  # parts of the weights; reading one of them is an advance …
-READ_MOST = 3  # … until so many times the weights have been read
-NOTABLE_LINES = 20
-LONGEST_LINE = 300
-SLOW_LEAST_S = 5.0  # beyond what is usual; shorter delays are nobody's concern
-_LOGGED = re.compile(r"(?:\([^)]*\) )?(DEBUG|INFO|WARNING|ERROR|CRITICAL) [\d-]+ [\d:]+ \[[^\]]*\] (.*)")
-_TROUBLE = re.compile(r"\b\w*(?:Error|Exception)\b: |[Ff]ailed to |[Rr]etrying")
+class StartProgress:
+    """One attempt to start: its phase, when it last advanced, and what the engine logged last.
 
-
-class Advance:
-    """One attempt to start, judged by a clock that the caller reads."""
+    The caller reads the clock.
+    """
 
     def __init__(self, expected: Optional[Json], now: float) -> None:
-        given = expected or {}
-        self._usual: Json = given.get("usual_s") or {}
-        self._limits: Json = given.get("limit_s") or {}
-        self._limit = float(given.get("default_limit_s") or DEFAULT_LIMIT_S)
-        self._part = float(given.get("weights_bytes") or 0) / READ_STEPS
+        expected = expected or {}
+        self._usual: Json = expected.get("usual_s") or {}
+        self._limits: Json = expected.get("limit_s") or {}
+        self._limit = float(expected.get("default_limit_s") or DEFAULT_LIMIT_S)
+        self._part = float(expected.get("weights_bytes") or 0) / READ_STEPS
         self.phase = "starting"
-        self._entered = self.at = now  # `at`: of the last advance
+        self._entered = self.advanced_at = now
         self._parts_read = 0
-        self._told = 1.0  # times the usual length that was told last
+        self._reported = 1.0  # times the usual length, when it was last reported as slow
         self.line = ""
         self._notable: List[str] = []
 
     def enter(self, phase: str, now: float) -> None:
-        """A phase begins, or goes on."""
+        """A phase begins, or continues."""
         if phase != self.phase:
-            self.phase, self._entered, self._told = phase, now, 1.0
-            self.step(now)
+            self.phase, self._entered, self._reported = phase, now, 1.0
+            self.advance(now)
 
-    def step(self, now: float) -> None:
-        """Something came nearer to its end."""
-        self.at = now
+    def advance(self, now: float) -> None:
+        self.advanced_at = now
 
     def read(self, total_bytes: int, now: float) -> None:
-        """So much has been read from disk in all: while loading, parts of the weights count."""
+        """Note the bytes read from disk so far: while loading, each further part of the weights is an advance."""
         parts = int(total_bytes / self._part) if self._part else 0
         if self.phase == "loading" and self._parts_read < parts <= READ_MOST * READ_STEPS:
             self._parts_read = parts
-            self.step(now)
+            self.advance(now)
 
-    def hear(self, line: str) -> None:
-        """Keep what somebody would want to know who waits: the last words, and the last troubles."""
-        found = _LOGGED.match(line)
-        level, words = found.groups() if found else ("", line.strip())
-        trouble = level in ("WARNING", "ERROR", "CRITICAL") or bool(_TROUBLE.search(words) or WAITING.search(words))
-        if not re.search(r"[A-Za-z]{3}", words) or not (found or trouble):
+    def note_line(self, line: str) -> None:
+        """Keep what a waiting user wants to know: the last line, and the last ones that tell of trouble."""
+        logged = _LOGGED.match(line)
+        level, text = logged.groups() if logged else ("", line.strip())
+        trouble = level in ("WARNING", "ERROR", "CRITICAL") or bool(_TROUBLE.search(text) or WAITING.search(text))
+        if not re.search(r"[A-Za-z]{3}", text) or not (logged or trouble):
             return
-        words = words[:LONGEST_LINE]
-        self.line = words
+        text = text[:LONGEST_LINE]
+        self.line = text
         if trouble:
-            others = [one for one in self._notable if one != words]
-            self._notable = [*others[1 - NOTABLE_LINES :], words]
+            others = [one for one in self._notable if one != text]
+            self._notable = [*others[1 - NOTABLE_LINES :], text]
 
     def slow(self, now: float) -> Optional[Json]:
-        """What to tell once the phase has lasted twice its usual length, and again whenever that has doubled."""
+        """What to report when the phase has lasted twice its usual length, and again at every doubling."""
         usual, lasted = float(self._usual.get(self.phase) or 0), now - self._entered
-        if not usual or lasted < 2 * self._told * usual or lasted < usual + SLOW_LEAST_S:
+        if not usual or lasted < 2 * self._reported * usual or lasted < usual + SLOW_LEAST_S:
             return None
-        while lasted >= 2 * self._told * usual:
-            self._told *= 2
-        return dict(self.said(), phase=self.phase, lasted_s=round(lasted, 1), usual_s=usual)
+        while lasted >= 2 * self._reported * usual:
+            self._reported *= 2
+        return dict(self.log_lines(), phase=self.phase, lasted_s=round(lasted, 1), usual_s=usual)
 
     def limit_s(self) -> float:
         """How long this phase may go without an advance."""
         return float(self._limits.get(self.phase) or self._limit)
 
     def overdue(self, still_s: float, now: float) -> Json:
-        """The reason of a start that was given up, without an advance for `still_s`."""
+        """Why a start without an advance for `still_s` is given up."""
         usual = self._usual.get(self.phase)
         text = "it did not advance for %s while %s" % (_minutes(still_s), self.phase)
         if usual:
             text += ", which was expected to take %s" % _minutes(float(usual))
-        return dict(self.said(), text=text, phase=self.phase, lasted_s=round(now - self._entered, 1))
+        return dict(self.log_lines(), text=text, phase=self.phase, lasted_s=round(now - self._entered, 1))
 
-    def said(self) -> Json:
+    def log_lines(self) -> Json:
         return {"line": self.line, "lines": list(self._notable)}
 
 
