@@ -1,11 +1,11 @@
-"""What `srun` starts on each node of a job: find addresses and ports, fill in this rank's spec, become the agent.
+"""What `srun` starts on each node of a job: finds addresses and ports, fills in this rank's spec, becomes the agent.
 
     python3 -I slurm_start.py FOLDER      # in a job step with one task per node
 
-Which nodes a job gets is known only when it runs. Each rank writes into the shared folder where it can be reached;
-the head waits for all of them, picks a network that joins them and free ports, and writes the rendezvous. Each rank
-then replaces the tokens in its template with addresses and ports and becomes its agent. What an earlier attempt of
-the same job left (SLURM put it back into the queue) is set aside first.
+The nodes of a job are known only when it runs. Each rank writes its addresses into the shared folder; the head waits
+for all of them, chooses a network that joins them and free ports, and writes the rendezvous. Each rank then replaces
+the tokens in its template with addresses and ports and becomes its agent. What an earlier attempt of the same job
+left (SLURM put it back into the queue) is set aside first.
 
 Standard library only, Python 3.8 or later, nothing of corral: the file is copied to where the agents run.
 """
@@ -55,7 +55,7 @@ def interfaces() -> List[Json]:
 
 
 def named_address() -> str:
-    """What this node's name stands for, when it is an address that others may use."""
+    """The address of this node's name; empty when others cannot use it."""
     with contextlib.suppress(OSError):
         address = socket.gethostbyname(socket.gethostname())
         return "" if address.startswith("127.") else address
@@ -63,7 +63,7 @@ def named_address() -> str:
 
 
 def choose_network(ranks: List[Json], wanted: str = "") -> List[Json]:
-    """For every rank where the others reach it: all on one network, the head's fastest that joins them."""
+    """The address of every rank: all on one network, the fastest of the head's that joins them."""
     for head in ranks[0]["candidates"]:
         if wanted and head["interface"] != wanted:
             continue
@@ -73,13 +73,13 @@ def choose_network(ranks: List[Json], wanted: str = "") -> List[Json]:
     routed = [_by_name(rank, wanted) for rank in ranks]  # a network per rack, with routing between them
     if all(routed) and _all_differ(routed):
         return [one for one in routed if one]
-    seen = "; ".join(
+    addresses_text = "; ".join(
         "%s has %s"
         % (rank["name"], ", ".join("%(interface)s %(address)s" % one for one in rank["candidates"]) or "none")
         for rank in ranks
     )
     what = "interface %s joins" % wanted if wanted else "network joins"
-    raise SystemExit("corral: no %s all nodes of this job: %s" % (what, seen))
+    raise SystemExit("corral: no %s all nodes of this job: %s" % (what, addresses_text))
 
 
 def _all_differ(found: List[Optional[Json]]) -> bool:
@@ -87,7 +87,7 @@ def _all_differ(found: List[Optional[Json]]) -> bool:
 
 
 def _by_name(rank: Json, interface: str) -> Optional[Json]:
-    """The interface wanted, or the one that the node's own name stands for."""
+    """The wanted interface, or the one with the address of the node's name."""
     for one in rank["candidates"]:
         if one["interface"] == interface if interface else one["address"] == rank["named"]:
             return dict(one)
@@ -103,7 +103,7 @@ def _on_network(rank: Json, wanted: str, interface: str) -> Optional[Json]:
 
 # -------------------------------------------------------------------------------------------------------------- files
 def set_aside(rank_folder: str, attempt: str) -> None:
-    """Keep what an earlier attempt of this job wrote for reading, and start over."""
+    """Move what an earlier attempt of this job wrote to a folder of its own."""
     before = read_json(os.path.join(rank_folder, "address.json")).get("attempt")
     if before in (None, attempt):
         return
@@ -116,42 +116,42 @@ def set_aside(rank_folder: str, attempt: str) -> None:
 
 
 def wait_for_all(folder: str, count: int, attempt: str) -> List[Json]:
-    """Every rank's address, once all have written theirs."""
+    """The addresses of every rank, once all have written theirs."""
     until = time.monotonic() + WAIT_S
     while True:
         ranks = [read_json(os.path.join(folder, "rank%d" % rank, "address.json")) for rank in range(count)]
-        missing = [str(rank) for rank, found in enumerate(ranks) if found.get("attempt") != attempt]
+        missing = [str(rank) for rank, one in enumerate(ranks) if one.get("attempt") != attempt]
         if not missing:
             return ranks
         if time.monotonic() > until:
-            raise SystemExit("corral: rank %s did not come within %d s" % (", ".join(missing), WAIT_S))
+            raise SystemExit("corral: rank %s did not write its address within %d s" % (", ".join(missing), WAIT_S))
         time.sleep(0.2)
 
 
 def wait_for_rendezvous(path: str, attempt: str) -> Json:
     until = time.monotonic() + 2 * WAIT_S
     while time.monotonic() < until:
-        found = read_json(path)
-        if found.get("attempt") == attempt:
-            return found
+        meeting = read_json(path)
+        if meeting.get("attempt") == attempt:
+            return meeting
         time.sleep(0.2)
     raise SystemExit("corral: the head of this job never wrote the addresses")
 
 
 # --------------------------------------------------------------------------------------------------------------- spec
 def fill(value: Any, tokens: Dict[str, str]) -> Any:
-    """The same value with every token in its texts replaced."""
+    """The value with every token in its texts replaced."""
     if isinstance(value, dict):
         return {key: fill(one, tokens) for key, one in value.items()}
     if isinstance(value, list):
         return [fill(one, tokens) for one in value]
     if isinstance(value, str) and "@" in value:
-        return re.sub(r"@[A-Z]+(?:_[A-Z]+)*\d*@", lambda found: tokens.get(found[0], found[0]), value)
+        return re.sub(r"@[A-Z]+(?:_[A-Z]+)*\d*@", lambda match: tokens.get(match[0], match[0]), value)
     return value
 
 
 def without_empty(value: Any) -> Any:
-    """The same value without the variables of NCCL that nothing was found for: it then chooses by itself."""
+    """The value without empty variables of NCCL, which then chooses by itself."""
     if isinstance(value, dict):
         kept = {key: one for key, one in value.items() if not (key in MAY_BE_EMPTY and one in ("", "="))}
         return {key: without_empty(one) for key, one in kept.items()}
@@ -159,17 +159,17 @@ def without_empty(value: Any) -> Any:
 
 
 def adapters(ranks: List[Json]) -> Json:
-    """The RDMA adapters of all ranks, in NCCL's form; empty where it is left its own choice."""
+    """The RDMA adapters of all ranks, in NCCL's form; empty where NCCL chooses by itself."""
     nodes = []
     for rank in ranks:
         networks: Dict[str, List[str]] = {}
         for one in rank["candidates"]:
             networks.setdefault(one["interface"], []).append(one["network"])
         nodes.append({"name": rank["name"], "rdma": rank["rdma"], "networks": networks, "default": rank["default"]})
-    found, sockets_only, why = choose_adapters(nodes)
+    ports, sockets_only, why = choose_adapters(nodes)
     if why:
         sys.stdout.write("corral: %s\n" % why)
-    return {"hcas": [",".join(ports) for ports in found], "sockets_only": sockets_only}
+    return {"hcas": [",".join(names) for names in ports], "sockets_only": sockets_only}
 
 
 def complete(template: Json, meeting: Json) -> Json:
@@ -191,7 +191,7 @@ def complete(template: Json, meeting: Json) -> Json:
 
 
 def endpoint(spec: Json, own: Json) -> Json:
-    """Where users find the server: by the address of the node's name, where it listens on that."""
+    """The endpoint for users: by the address of the node's name, where the server listens on that."""
     host, port = spec["serve"]["host"], spec["serve"]["port"]
     if host in ("", "0.0.0.0", "::"):  # noqa: S104
         addresses = [one["address"] for one in own["candidates"]]
@@ -201,10 +201,10 @@ def endpoint(spec: Json, own: Json) -> Json:
 
 
 def _three_ports() -> List[int]:
-    found = free_ports(3)
-    if len(found) < 3:
+    ports = free_ports(3)
+    if len(ports) < 3:
         raise SystemExit("corral: this node has no free ports")
-    return found
+    return ports
 
 
 def main(folder: str) -> int:
