@@ -781,7 +781,7 @@ def test_a_status_waits_less_for_the_controller_than_down_and_both_say_so(
         return real(argv, timeout_s, *rest)
 
     monkeypatch.setattr(commands, "run", slow)
-    monkeypatch.setattr(ssh, "SAY_AFTER_S", 0.0)
+    monkeypatch.setattr(ssh, "ANNOUNCE_AFTER_S", 0.0)
     token = ssh.WAITING.set(told.append)
     try:
         assert deployments.status(deployed).state is State.UNKNOWN
