@@ -20,8 +20,7 @@ from corral.base.record import to_json
 from corral.deploy.deployment.events import Event, read_events
 from corral.deploy.deployment.state import Patience, State, may_follow
 from corral.node import processes
-from corral.node.agent import journal
-from corral.node.agent import start_progress as engine_log
+from corral.node.agent import journal, start_progress
 from corral.node.agent.container import Container
 from corral.node.agent.probe import LoadLog, Probe, Server
 from tests.until import free_port, until
@@ -310,15 +309,15 @@ def test_the_key_is_in_no_event_and_no_argument(run) -> None:
     ],
 )
 def test_log_lines(line: str, phase: str, values: dict[str, Any]) -> None:
-    assert engine_log.read_line(line) == (phase, values)
+    assert start_progress.read_line(line) == (phase, values)
 
 
 def test_lines_that_only_wait_are_no_progress() -> None:
-    assert engine_log.WAITING.search(
+    assert start_progress.WAITING.search(
         "INFO shm_broadcast: No available shared memory broadcast block found in 60 seconds."
     )
-    assert engine_log.WAITING.search("Waiting for 1 local, 0 remote core engine proc(s) to start.")
-    assert not engine_log.WAITING.search("Loading safetensors checkpoint shards: 1% Completed | 1/191")
+    assert start_progress.WAITING.search("Waiting for 1 local, 0 remote core engine proc(s) to start.")
+    assert not start_progress.WAITING.search("Loading safetensors checkpoint shards: 1% Completed | 1/191")
 
 
 class OddServer(Server):
