@@ -1,12 +1,12 @@
 """Check the engines' locks against the package index (`make lock`). Writes src/corral/data/engines/locked.json.
 
 For each engine, platform and Python, every package that the lock's markers call for must have a wheel on the index
-that installs there and whose hash the lock has; the oldest glibc that all of these wheels take is written down too.
-Nothing is downloaded but the index's pages. `uv pip install --dry-run --require-hashes` does not do: it resolves
-without looking at the hashes.
+that installs there and whose hash the lock has; the oldest glibc that all of these wheels accept is recorded too.
+Only the index's pages are downloaded. `uv pip install --dry-run --require-hashes` is not enough: it resolves without
+checking the hashes.
 
-PyTorch's CPU wheels are on PyTorch's own index. Where it cannot be reached, their hashes are taken as they stand in
-torch-cpu.json, and that is said.
+PyTorch's CPU wheels are on PyTorch's own index. Where it cannot be reached, their hashes in torch-cpu.json are not
+checked, and the output says so.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def read_lock(text: str) -> list[Pin]:
 
 
 def environment(platform: str, python: str) -> dict[str, str]:
-    """What the lock's markers are evaluated in."""
+    """The environment in which the lock's markers are evaluated."""
     known: dict[str, str] = {**default_environment()}  # type: ignore[dict-item]
     return known | {
         "platform_machine": platform,
@@ -119,7 +119,7 @@ def listed(page: str) -> Iterator[tuple[str, str]]:
 
 
 def glibc_for(pin: Pin, platform: str, python: str) -> int | None:
-    """The oldest glibc 2.x that a locked wheel of this package takes; None where there is none."""
+    """The oldest glibc 2.x that a locked wheel of this package accepts; None where no wheel fits."""
     for minor in GLIBCS:
         wanted = tags(platform, python, minor)
         for file, digest in files_of(pin.name).items():
@@ -137,7 +137,7 @@ def fits(file: str, version: str, wanted: set[Tag]) -> bool:
 
 
 def check(flavour: str, platform: str, python: str) -> dict[str, Any]:
-    """One row of the answer: packages, what lacks a locked file, the glibc it takes."""
+    """One row of the answer: the number of packages, those without a locked file, and the glibc they need."""
     pins = read_lock((OUT / f"{flavour}-{PINNED_VERSION}.lock").read_text())
     here = environment(platform, python)
     called = [pin for pin in pins if not pin.marker or Marker(pin.marker).evaluate(here)]
@@ -183,8 +183,8 @@ def main() -> None:
         answer[flavour] = {"lock_sha256": hashlib.sha256(lock.read_bytes()).hexdigest(), "rows": rows}
         for row in rows:
             lacks = f", no locked file of {', '.join(row['missing'])}" if row["missing"] else ""
-            words = f"{flavour} {row['platform']} Python {row['python']}: {row['packages']} packages{lacks}"
-            sys.stdout.write(f"{words}, glibc {row['glibc']} or later\n")
+            summary = f"{flavour} {row['platform']} Python {row['python']}: {row['packages']} packages{lacks}"
+            sys.stdout.write(f"{summary}, glibc {row['glibc']} or later\n")
     (OUT / "locked.json").write_text(json.dumps(answer, indent=2) + "\n")
     if any(row["missing"] for part in answer.values() for row in part["rows"]):
         raise SystemExit(1)

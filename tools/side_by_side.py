@@ -1,10 +1,11 @@
-"""Several `make` targets at once (`make test`): what each one says stays together.
+"""Runs several `make` targets at once (`make test`), and keeps the output of each together.
 
     python tools/side_by_side.py lint,docs fuzz,e2e
 
-Each word is a lane; the targets of a lane run one after the other. A target's output goes to .scratch/make/TARGET.txt
-and is printed when the target ends; a line a minute tells which are running. After a failure nothing more is started,
-what is running is waited for, and the exit code is 1. Ctrl-C reaches every target, as it does under `make` alone.
+Each argument is a lane; the targets of a lane run one after the other. A target's output goes to
+.scratch/make/TARGET.txt and is printed when the target ends; once a minute a line says which are running. After a
+failure nothing more is started, the running targets are waited for, and the exit code is 1. Ctrl-C reaches every
+target, as it does under `make` alone.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Target:
         return f"{time.monotonic() - self.began_s:,.0f} s"
 
     def report(self) -> None:
-        """Everything it said, and how it ended."""
+        """Print its output, and how it ended."""
         code = self.process.returncode
         say(f"{self.log.read_text(errors='replace').rstrip()}\n=== {self.name}: ", end="")
         say(f"passed after {self.took()}" if code == 0 else f"FAILED (exit code {code}) after {self.took()}")
@@ -55,7 +56,7 @@ def say(text: str, end: str = "\n") -> None:
 
 
 def run(lanes: list[list[str]]) -> int:
-    """Until every lane is done, or all that had been started when a target failed."""
+    """Run until every lane is done or, after a failure, until the running targets have ended."""
     running: dict[int, Target] = {}
     failed = False
     try:
@@ -64,7 +65,7 @@ def run(lanes: list[list[str]]) -> int:
             for lane, names in enumerate(lanes):
                 if lane not in running and names and not failed:
                     running[lane] = Target.start(names.pop(0))
-                    say(f"=== {running[lane].name}: begun; its output goes to {running[lane].log}")
+                    say(f"=== {running[lane].name}: started; its output goes to {running[lane].log}")
             if not running:
                 return int(failed)
             for lane in [lane for lane, target in running.items() if target.process.poll() is not None]:
@@ -75,12 +76,12 @@ def run(lanes: list[list[str]]) -> int:
                 last_line_s = time.monotonic()
                 say("=== running: " + ", ".join(f"{one.name} for {one.took()}" for one in running.values()))
             time.sleep(0.2)
-    except KeyboardInterrupt:  # the terminal sent it to them too: they are tearing down what they started
+    except KeyboardInterrupt:  # the terminal sent it to the targets too, and they clean up
         end(running.values())
         raise
     except BaseException:
         for target in running.values():
-            target.process.terminate()  # `make` passes it on
+            target.process.terminate()  # `make` forwards it
         end(running.values())
         raise
 
@@ -91,11 +92,11 @@ def end(targets: Iterable[Target]) -> None:
         target.report()
 
 
-def main(words: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     os.environ.pop("MAKELEVEL", None)  # the targets print what they would print under `make TARGET`
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        return run([word.split(",") for word in words])
+        return run([lane.split(",") for lane in arguments])
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 

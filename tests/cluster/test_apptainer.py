@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from corral.node.agent.processes import process_table
+from corral.node.processes import process_table
 from tests import testbed
 from tests.cluster.bed import FILES, SECRET, Bed, commands_of_everybody
 from tests.testbed.containers import build_sif

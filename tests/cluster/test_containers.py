@@ -25,7 +25,7 @@ from corral.deploy.deployment.events import read_events
 from corral.deploy.deployment.state import Patience
 from corral.deploy.launch.render import UNSET
 from corral.engines.runtimes.base import EngineCommand, NodeSide, make_runtime
-from corral.node.agent.processes import descendants, process_table
+from corral.node.processes import descendants, process_table
 from tests import testbed
 from tests.cluster.bed import FILES, SECRET, Bed, commands_of_everybody
 from tests.testbed.containers import Docker

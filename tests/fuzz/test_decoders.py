@@ -25,9 +25,9 @@ from corral.deploy.deployment.events import read_events
 from corral.deploy.deployment.folder import RankFolder
 from corral.deploy.targets.remote_files import mirror, read_report, read_started, read_stopped
 from corral.deploy.transfer.courier_events import KINDS, read_event
-from corral.node.agent import gang_line
+from corral.node.agent import gang_connection
 from corral.node.courier import manifest
-from corral.node.courier.protocol import TroubleError
+from corral.node.courier.protocol import CourierError
 from corral.plan.hardware.survey import read_answer
 from corral.plan.models.facts import facts_from_folder
 from tests.fuzz.conftest import Fuzz
@@ -153,7 +153,7 @@ def test_manifests_stay_inside(fuzz: Fuzz) -> None:
     def check(value: object) -> None:
         try:
             found = manifest.checked(value, links_out=False)
-        except TroubleError:
+        except CourierError:
             return
         links = {row["path"] for row in found if row["kind"] == "link"}
         for row in found:
@@ -177,9 +177,9 @@ def test_journals(fuzz: Fuzz) -> None:
 
 def test_lines_of_a_gang(fuzz: Fuzz) -> None:
     def read(data: bytes) -> None:
-        said = gang_line._object(data)
-        gang_line.read_standing(said)
-        gang_line.read_order(said)
+        said = gang_connection._object(data)
+        gang_connection.read_status(said)
+        gang_connection.read_order(said)
 
     fuzz(changed(STANDING) | raw, refused_or_read(read, ValueError, RecursionError))
 

@@ -7,7 +7,7 @@ import socket
 from typing import Any
 from urllib.parse import urlsplit
 
-from corral.node.agent.processes import marked
+from corral.node.processes import marked
 from tests.integration.conftest import Corral
 from tests.until import until
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from corral.node.agent.processes import descendants
+from corral.node.processes import descendants
 from tests.conftest import ROOT
 from tests.integration.conftest import KEPT, Corral, free_port
 

@@ -18,8 +18,8 @@ import openai
 import pytest
 
 import corral as library
-from corral.node.agent.processes import descendants, marked
 from corral.node.guard import OPEN_WITHOUT_KEY
+from corral.node.processes import descendants, marked
 from corral.use.llm.llm import LLM
 from tests.integration.conftest import FAST, Corral
 from tests.integration.endings import failed, nothing_left

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, settings
 
 from corral.cli import main
 from corral.engines import environments as engines
-from corral.node.agent.processes import marked
+from corral.node.processes import marked
 from tests.skips import NO_SHELLCHECK
 from tests.stand_in import install_stand_in
 from tests.tiny_llama import make_tiny_llama

@@ -19,10 +19,10 @@ from corral.base.bundle import bundle
 from corral.base.record import to_json
 from corral.deploy.deployment.events import Event, read_events
 from corral.deploy.deployment.state import Patience, State, may_follow
-from corral.node.agent import engine_log, journal, processes
+from corral.node import processes
+from corral.node.agent import journal, start_progress
 from corral.node.agent.container import Container
-from corral.node.agent.load_log import LoadLog
-from corral.node.agent.probe import Probe, Server
+from corral.node.agent.probe import LoadLog, Probe, Server
 from tests.until import free_port, until
 
 STUB = Path(__file__).parent.parent / "stub_engine.py"
@@ -309,15 +309,15 @@ def test_the_key_is_in_no_event_and_no_argument(run) -> None:
     ],
 )
 def test_log_lines(line: str, phase: str, values: dict[str, Any]) -> None:
-    assert engine_log.read_line(line) == (phase, values)
+    assert start_progress.read_line(line) == (phase, values)
 
 
 def test_lines_that_only_wait_are_no_progress() -> None:
-    assert engine_log.WAITING.search(
+    assert start_progress.WAITING.search(
         "INFO shm_broadcast: No available shared memory broadcast block found in 60 seconds."
     )
-    assert engine_log.WAITING.search("Waiting for 1 local, 0 remote core engine proc(s) to start.")
-    assert not engine_log.WAITING.search("Loading safetensors checkpoint shards: 1% Completed | 1/191")
+    assert start_progress.WAITING.search("Waiting for 1 local, 0 remote core engine proc(s) to start.")
+    assert not start_progress.WAITING.search("Loading safetensors checkpoint shards: 1% Completed | 1/191")
 
 
 class OddServer(Server):
@@ -345,7 +345,7 @@ class OddServer(Server):
 def watched(figures: list[float | Exception], hung_s: float, ends_dead: bool = False) -> tuple[Probe, list[str]]:
     told: list[str] = []
     probe = Probe(OddServer(figures, ends_dead), {"hung_s": hung_s}, Container({}), told.append, False, LoadLog(""))
-    probe.look_every_s = 0.001
+    probe.probe_every_s = 0.001
     probe.start()
     probe.join(30)
     return probe, told
@@ -364,7 +364,7 @@ def test_a_server_whose_figures_cannot_be_read_does_not_go_unwatched() -> None:
     assert told
     assert probe.fault is not None
     assert probe.fault.reason == "engine_hung"
-    assert "the last look failed: KeyError" in probe.fault.text
+    assert "the last probe failed: KeyError" in probe.fault.text
 
 
 def test_a_file_system_that_hung_during_a_look_is_no_hung_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,7 +372,7 @@ def test_a_file_system_that_hung_during_a_look_is_no_hung_engine(monkeypatch: py
     monkeypatch.setattr("corral.node.agent.probe.time.monotonic", lambda: clock[0])
     server = OddServer([1.0], False)
     probe = Probe(server, {"hung_s": 300}, Container({}), lambda text: None, False, LoadLog(""))
-    probe._look()
+    probe._probe()
     assert probe.ready
 
     def slow_counters() -> tuple[float, float]:  # the key is read from a file, and that takes its time
@@ -380,7 +380,7 @@ def test_a_file_system_that_hung_during_a_look_is_no_hung_engine(monkeypatch: py
         return 0.0, 1.0
 
     server.counters = slow_counters  # type: ignore[method-assign]
-    probe._look()
+    probe._probe()
     assert probe.fault is None
 
 

@@ -62,7 +62,7 @@ def test_it_runs_alone_and_leaves_nothing(package: str, tmp_path: Path) -> None:
 
 def test_a_failure_shows_the_line_of_its_part(tmp_path: Path) -> None:
     done = run(bundle("node/agent"), tmp_path, "run", "absent.json")
-    assert "corral_node/agent/supervisor.py" in done.stderr
+    assert "corral_node/agent/__main__.py" in done.stderr
     assert "FileNotFoundError" in done.stderr
 
 

@@ -15,7 +15,7 @@ import pytest
 from corral.base.processes import identify
 from corral.cli import VERBS
 from corral.engines import environments as engines
-from corral.node.agent.processes import marked, process_table
+from corral.node.processes import marked, process_table
 from tests.unit.conftest import Corral, Shellcheck
 from tests.until import free_port, until
 

@@ -20,9 +20,10 @@ from typing import Any
 import pytest
 
 from corral.base.bundle import bundle
-from corral.node.courier import folders, hashes
+from corral.node.courier import folder as folders
+from corral.node.courier import hashes
+from corral.node.courier.hashes import ChangedError
 from corral.node.courier.protocol import authorization
-from corral.node.courier.watched import ChangedError
 from tests.fake_hub import FakeHub
 
 COURIER = bundle("node/courier").encode()
@@ -294,7 +295,7 @@ def test_a_file_that_grows_while_it_is_hashed_is_a_source_that_changes(
         return "0" * 64
 
     rows = folders.listing(str(folder), (), "follow")
-    known = hashes.Hashes(str(folder), own=False)
+    known = hashes.HashCache(str(folder), own=False)
     monkeypatch.setattr(hashes, "sha256_of", slow)
     with pytest.raises(ChangedError):
         hashes.hash_files(str(folder), rows, "all", known)

@@ -86,34 +86,34 @@ def test_the_server_gets_its_cores_back(engine: Any, monkeypatch: pytest.MonkeyP
 
 
 def test_all_cores_of_a_small_machine_and_one_left_free_on_a_large_one(engine: Any) -> None:
-    cores = engine("cores")
+    openmp = engine("openmp")
 
     def machine(count: int, threads: int = 1, nodes: int = 1) -> list[Any]:
         each = count // nodes
         return [
-            cores.Cpu(core + count * thread, f"c{core}", core // each)
+            openmp.Cpu(core + count * thread, f"c{core}", core // each)
             for thread in range(threads)
             for core in range(count)
         ]
 
-    assert cores.small_machine(machine(2)) == "0,1"
-    assert cores.small_machine(machine(2, threads=2)) == "2,3"  # one thread of each core
-    assert cores.small_machine(machine(4)) == "0,1,2,3"
-    assert cores.small_machine(machine(8)) is None
-    assert cores.small_machine(machine(4, nodes=2)) is None
-    assert cores.first_node(machine(8)) == "0,1,2,3,4,5,6"
-    assert cores.first_node(machine(8, nodes=2)) == "0,1,2"
-    assert cores.first_node(machine(1)) == "0"
+    assert openmp.small_machine(machine(2)) == "0,1"
+    assert openmp.small_machine(machine(2, threads=2)) == "2,3"  # one thread of each core
+    assert openmp.small_machine(machine(4)) == "0,1,2,3"
+    assert openmp.small_machine(machine(8)) is None
+    assert openmp.small_machine(machine(4, nodes=2)) is None
+    assert openmp.first_node(machine(8)) == "0,1,2,3,4,5,6"
+    assert openmp.first_node(machine(8, nodes=2)) == "0,1,2"
+    assert openmp.first_node(machine(1)) == "0"
     nothing: tuple[Any, ...] = (None, [])
     for unknown in nothing:
-        assert cores.small_machine(unknown) is None
-        assert cores.first_node(unknown) is None
+        assert openmp.small_machine(unknown) is None
+        assert openmp.first_node(unknown) is None
 
 
 def test_the_launcher_spells_out_cores_only_where_it_must(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch, openmp, cores = engine("launch"), engine("openmp"), engine("cores")
-    large = [cores.Cpu(number, str(number), 0) for number in range(8)]
-    monkeypatch.setattr(cores, "allowed", lambda: large)
+    launch, openmp = engine("launch"), engine("openmp")
+    large = [openmp.Cpu(number, str(number), 0) for number in range(8)]
+    monkeypatch.setattr(openmp, "allowed_cpus", lambda: large)
     monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
     assert launch.bound_cores(openmp.OpenMP("intel", "/i")) == "auto"
     assert launch.bound_cores(openmp.OpenMP("gnu", "/g")) == "0,1,2,3,4,5,6"

@@ -236,7 +236,7 @@ case "$host" in
 esac
 asked=$(cat)
 case "$asked" in
-    *"What a node is"*) cat "$FAKE/$host.json" ;;
+    *"The survey: facts about a node"*) cat "$FAKE/$host.json" ;;
     *"How well nodes reach"*) case "$host" in half*) exec sleep 600 ;; esac; cat "$FAKE/$host.wire" ;;
     *) echo 0.32.0 ;;
 esac

@@ -12,7 +12,7 @@ from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.lifecycle.deployments import expected_of
 from corral.deploy.lifecycle.status import traces_of
 from corral.deploy.targets.base import load_target
-from corral.node.agent.processes import marked
+from corral.node.processes import marked
 from tests.unit.conftest import Corral
 
 DAMAGE = {

@@ -46,14 +46,14 @@ class Tokens:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
 
-    class SetAlarm:
+    class SetTimer:
         def __init__(self, loop: object, call: Callable[[], None]) -> None:
             self.call = call
 
         def set(self, due_ns: int) -> None:
             made.rings[self.call] = min(due_ns, made.rings.get(self.call, due_ns))
 
-    monkeypatch.setattr(module, "Alarm", SetAlarm)
+    monkeypatch.setattr(module, "PreciseTimer", SetTimer)
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic_ns=lambda: made.now))
     return made
 

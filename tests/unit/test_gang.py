@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from corral.node.agent import gang, gang_line
+from corral.node.agent import gang, gang_connection
 from corral.node.agent.worker import Worker
 from corral.node.states import Reason
 from tests.until import free_port, until
@@ -122,7 +122,7 @@ def test_a_head_that_is_gone_is_known_before_its_silence_is(spec: dict[str, Any]
     assert early.lost() is None
     head.end("requested", {})
     for member in head.members:
-        member.line.close()
+        member.connection.close()
     assert "the agent of the head n0 is gone" in until(early.lost)
 
 
@@ -132,7 +132,7 @@ def test_a_member_whose_connection_was_closed_is_lost_before_its_silence_is(spec
     assert head.gather(lambda: "") is None
     head.run(1)
     members[0]._address = ("127.0.0.1", free_port())  # it cannot come back
-    head.members[0].line.close()
+    head.members[0].connection.close()
     reason, details = until(head.fault)
     assert (reason, details["node"], details["closed"]) == ("node_lost", "n1", True)
     assert details["text"].startswith("the agent on n1 is gone; it was last heard at ")
@@ -158,9 +158,9 @@ def test_an_old_connection_that_ends_late_does_not_hide_the_new_one(spec: dict[s
     gang.Follower(spec, PATIENCE_S, 2, Rank())
     first = gang.Follower(spec, PATIENCE_S, 1, Rank())
     assert head.gather(lambda: "") is None
-    old = head.members[0].line
+    old = head.members[0].connection
     gang.Follower(spec, PATIENCE_S, 1, Rank())
-    until(lambda: head.members[0].line is not old)
+    until(lambda: head.members[0].connection is not old)
     old.close()
     until(lambda: first._error)
     assert head.members[0].connected
@@ -219,7 +219,7 @@ def test_a_stranger_who_says_anything_is_shown_out(spec: dict[str, Any], head: g
 def test_a_stranger_who_says_nothing_has_little_time(
     spec: dict[str, Any], head: gang.Head, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gang_line, "GREETING_S", 0.2)
+    monkeypatch.setattr(gang_connection, "HANDSHAKE_S", 0.2)
     with connect(spec) as stranger:
         stranger.recv(4096)
         stranger.sendall(b" ")
@@ -227,19 +227,19 @@ def test_a_stranger_who_says_nothing_has_little_time(
 
 
 def test_fields_of_a_proof_cannot_run_into_each_other() -> None:
-    assert gang_line.proof(b"k", "member", 1, "2x") != gang_line.proof(b"k", "member", 12, "x")
-    assert gang_line.proof(b"k", "member", "1") != gang_line.proof(b"k", "member1", "")
+    assert gang_connection.proof(b"k", "member", 1, "2x") != gang_connection.proof(b"k", "member", 12, "x")
+    assert gang_connection.proof(b"k", "member", "1") != gang_connection.proof(b"k", "member1", "")
 
 
 @pytest.mark.parametrize("attack", ["alter", "repeat", "drop", "reflect"])
 def test_what_somebody_in_between_does_to_a_line_is_noticed(attack: str) -> None:
     (one, other), (far, near) = tcp_pair(), tcp_pair()
-    head, member = gang_line.Line(one, 10), gang_line.Line(near, 10)
+    head, member = gang_connection.GangConnection(one, 10), gang_connection.GangConnection(near, 10)
     pump = threading.Thread(target=_between, args=(other, far, attack), daemon=True)
     pump.start()
-    greeted = threading.Thread(target=head.greet_member, args=(b"token",))
+    greeted = threading.Thread(target=head.accept_member, args=(b"token",))
     greeted.start()
-    assert member.greet_head(b"token", 1)
+    assert member.join_head(b"token", 1)
     greeted.join()
     member.send({"state": "loading"})
     member.send({"state": "ready"})
@@ -259,7 +259,7 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def _between(head: socket.socket, member: socket.socket, attack: str) -> None:
-    """Lets the greeting pass, then does something to what the member says."""
+    """Lets the handshake pass, then does something to what the member says."""
     with contextlib.suppress(OSError), head.makefile("rb") as of_head, member.makefile("rb") as of_member:
         member.sendall(of_head.readline())
         head.sendall(of_member.readline())
@@ -275,11 +275,11 @@ def _between(head: socket.socket, member: socket.socket, attack: str) -> None:
 def test_a_member_that_says_nonsense_harms_nobody() -> None:
     nonsense = {"state": 5, "running": "yes", "quiet_s": "x", "done": "x", "ended": {"epoch": "1", "reason": "magic",
                 "details": {"state": "ready", "exit_code": 1, "deep": [[1]], "node": "x" * 9999}}}  # fmt: skip
-    said = gang_line.read_standing(nonsense)
+    said = gang_connection.read_status(nonsense)
     assert said["ended"]["details"] == {"exit_code": 1, "node": "x" * 2000}
     assert (said["running"], said["quiet_s"], said["ended"]["epoch"]) == (False, 1e9, 0)
     assert said["ended"]["reason"] == "engine_exited"
-    assert gang_line.read_order({"epoch": "x", "run": 1, "end": 5, "head": []}) == {
+    assert gang_connection.read_order({"epoch": "x", "run": 1, "end": 5, "head": []}) == {
         "epoch": 0, "run": False, "end": "engine_exited", "text": "", "head": {},
     }  # fmt: skip
 
@@ -307,7 +307,7 @@ def test_a_node_that_does_not_come_back_ends_the_restarts(monkeypatch: pytest.Mo
     worker.patience = {"grace_s": 0}
     worker.journal = types.SimpleNamespace(write=lambda kind, **_: written.append(kind))  # type: ignore[assignment]
     monkeypatch.setattr(worker, "_run_once", lambda attempt: (Reason.ENGINE_EXITED, {"failed_rank": 1}))
-    monkeypatch.setattr(worker, "_tell_state", lambda *_, **__: None)
+    monkeypatch.setattr(worker, "_set_state", lambda *_, **__: None)
     monkeypatch.setattr(worker, "_pause", lambda seconds: True)
     monkeypatch.setattr(worker, "_end", lambda reason, details: ended.append((reason, details)))
     worker._lead()
@@ -326,15 +326,15 @@ def test_a_failure_is_told_before_the_others_are_gone(reason: Reason, order: lis
     worker: Any = Worker.__new__(Worker)
     worker.patience = {"grace_s": 0.0}
     worker.head = types.SimpleNamespace(halt=lambda _: told.append("halt"), end=lambda *_: told.append("end"))
-    worker._tell_state = lambda state, **_: told.append(str(state))
+    worker._set_state = lambda state, **_: told.append(str(state))
     worker._end(reason, {})
     assert told == order
 
 
 def test_what_a_member_said_last() -> None:
     member = gang.Member(1, "n2")
-    assert member.words() == "nothing"
-    member.said = {"state": "loading", "phase": "weights", "done": 8, "total": 10}
-    assert member.words() == "weights, 8 of 10"
-    member.said = {"state": "ready", "phase": "weights", "done": 8, "total": 10}
-    assert member.words() == "ready"
+    assert member.status_text() == "nothing"
+    member.status = {"state": "loading", "phase": "weights", "done": 8, "total": 10}
+    assert member.status_text() == "weights, 8 of 10"
+    member.status = {"state": "ready", "phase": "weights", "done": 8, "total": 10}
+    assert member.status_text() == "ready"

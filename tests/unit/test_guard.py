@@ -139,7 +139,7 @@ def test_a_server_that_drains_takes_nothing_new(tmp_path: Path, monkeypatch: pyt
     door = guard.Guard(app)
     assert call(door, "/v1/completions", KEY, "POST")[0] == 200
     (tmp_path / "drain").write_text("90")
-    door._looked = float("-inf")  # half a second later
+    door._checked = float("-inf")  # half a second later
     status, body = call(door, "/v1/completions", KEY, "POST")
     assert status == 503
     assert json.loads(body)["error"]["type"] == "service_unavailable_error"

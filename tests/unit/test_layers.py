@@ -32,8 +32,8 @@ PARTS: dict[str, list[list[str]]] = {
 STANDALONE = ["node", "engines.engine_side"]  # run where there is no corral
 NOT_FOR_USE = {"client", "engines", "plan", "node", "base"}  # nothing in these rooms imports the fake server
 # what travels to the nodes and serves Corral itself as well: one answer on both sides
-SHARED = ["node.adapters", "node.agent.processes", "node.exposition", "node.files", "node.identity",
-          "node.ports", "node.row_socket", "node.states", "node.tcp_table"]  # fmt: skip
+SHARED = ["node.exposition", "node.files", "node.network", "node.processes", "node.row_socket", "node.sockets",
+          "node.states"]  # fmt: skip
 DOORS = ["__init__", "__main__"]  # the package's own face: may name anything
 
 

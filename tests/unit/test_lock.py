@@ -70,7 +70,7 @@ def test_who_holds_it_is_told_once_and_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_long_wait_is_told_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("corral.base.lock.TELL_AGAIN_S", 0.0)
+    monkeypatch.setattr("corral.base.lock.REPORT_AGAIN_S", 0.0)
     path = held_by(tmp_path / "lock", ELSEWHERE)
     told: list[str] = []
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from corral.client.metrics import Reading, cache_config, parse
 from corral.fake.metrics import Metrics
-from corral.node.agent.load_log import figures
-from corral.node.exposition import LONGEST_LINE, samples
+from corral.node.exposition import LONGEST_LINE, live_figures, samples
 
 BOTH = ("running", "waiting", "kv_use", "prompt_tokens", "generated_tokens")
 
@@ -102,7 +101,7 @@ def test_both_readers_read_a_page_alike(name: str) -> None:
     reading = parse(text.encode(), 1.0)
     ours = {field: value for field in BOTH if (value := getattr(reading, field)) is not None}
     assert ours == pytest.approx(expected)
-    assert figures(text.encode()) == pytest.approx(expected)
+    assert live_figures(text.encode()) == pytest.approx(expected)
     assert reading.known == bool(expected)
 
 
@@ -141,7 +140,7 @@ WORDS = st.sampled_from(
 def test_whatever_comes_both_readers_agree_and_nothing_breaks(text: str) -> None:
     page = text.encode("utf-8", "replace")
     reading = parse(page, 0.0)
-    theirs = figures(page)
+    theirs = live_figures(page)
     assert {field: value for field in BOTH if (value := getattr(reading, field)) is not None} == {
         field: int(value) if field in ("running", "waiting") else value for field, value in theirs.items()
     }

@@ -13,7 +13,7 @@ import pytest
 from corral.base.bundle import bundle
 from corral.deploy.deployment.folder import RankFolder
 from corral.deploy.targets.remote_files import NodeReport, last_state, mirror, mirrored_sizes, read_report
-from corral.node.identity import identity
+from corral.node.processes import identity
 
 REMOTE = bundle("node/remote.py")
 

@@ -19,7 +19,7 @@ from corral.deploy.lifecycle import staging as staging_module
 from corral.deploy.lifecycle.staging import Staging
 from corral.deploy.lifecycle.watching import slow_text
 from corral.lab.report.screen import PhaseScreen
-from corral.node.agent.advance import Advance
+from corral.node.agent.start_progress import StartProgress
 from corral.plan.choose import make_plan
 from corral.plan.contract import Goal
 from corral.plan.hardware.inventory import Inventory, parse_gpus
@@ -38,68 +38,68 @@ ONEDNN = (
 
 
 def test_phases_shards_and_figures_are_advances_and_noise_is_none() -> None:
-    start = Advance(EXPECTED, 0.0)
+    start = StartProgress(EXPECTED, 0.0)
     start.enter("loading", 10.0)
-    assert start.at == 10.0
+    assert start.advanced_at == 10.0
     start.enter("loading", 20.0)  # it goes on: no news
-    start.hear("INFO 11-16 14:29:08 [a.py:1] still the same thing")
-    assert start.at == 10.0
-    start.step(30.0)  # a shard
-    assert start.at == 30.0
+    start.note_line("INFO 11-16 14:29:08 [a.py:1] still the same thing")
+    assert start.advanced_at == 10.0
+    start.advance(30.0)  # a shard
+    assert start.advanced_at == 30.0
 
 
 def test_reading_weights_is_an_advance_but_not_for_ever() -> None:
-    start = Advance(EXPECTED, 0.0)
+    start = StartProgress(EXPECTED, 0.0)
     start.read(5 * 10**8, 5.0)
-    assert start.at == 0.0  # nothing is loaded yet
+    assert start.advanced_at == 0.0  # nothing is loaded yet
     start.enter("loading", 10.0)
     start.read(5 * 10**8, 20.0)
-    assert start.at == 20.0
+    assert start.advanced_at == 20.0
     start.read(5 * 10**8 + 100, 30.0)  # less than a part of it
-    assert start.at == 20.0
+    assert start.advanced_at == 20.0
     start.read(4 * 10**9, 40.0)  # four times the model: it is read again and again
-    assert start.at == 20.0
+    assert start.advanced_at == 20.0
 
 
 def test_a_two_hour_load_that_advances_is_never_late() -> None:
-    start = Advance({"usual_s": {"loading": 600.0}, "limit_s": {"loading": 6000.0}}, 0.0)
+    start = StartProgress({"usual_s": {"loading": 600.0}, "limit_s": {"loading": 6000.0}}, 0.0)
     start.enter("loading", 0.0)
     for shard in range(191):
         now = 40.0 * shard
-        assert now - start.at <= start.limit_s()
-        start.step(now)
+        assert now - start.advanced_at <= start.limit_s()
+        start.advance(now)
 
 
 def test_it_is_told_at_twice_the_usual_length_and_at_every_doubling() -> None:
-    start = Advance(EXPECTED, 0.0)
+    start = StartProgress(EXPECTED, 0.0)
     start.enter("compiling", 100.0)
-    start.hear(ONEDNN)
-    start.hear(
+    start.note_line(ONEDNN)
+    start.note_line(
         "(EngineCore pid=9) INFO 11-16 14:29:08 [cpu_model_runner.py:87] Warming up model for the compilation..."
     )
-    start.hear("       █     █     █▄   ▄█")
+    start.note_line("       █     █     █▄   ▄█")
     told = [now for now in range(100, 500) if start.slow(float(now))]
     assert told == [140, 180, 260, 420]
     start.enter("warming", 500.0)  # nothing is known of it
     assert start.slow(10_000.0) is None
-    said = start.said()
+    said = start.log_lines()
     assert said["line"] == "Warming up model for the compilation..."
     assert len(said["lines"]) == 1
     assert said["lines"][0].startswith("Failed to create oneDNN linear")
 
 
 def test_short_delays_are_nobodys_concern() -> None:
-    start = Advance({"usual_s": {"loading": 0.5}}, 0.0)
+    start = StartProgress({"usual_s": {"loading": 0.5}}, 0.0)
     start.enter("loading", 0.0)
     assert start.slow(5.0) is None
     assert start.slow(5.6)
 
 
 def test_notable_lines_are_few_and_different() -> None:
-    start = Advance({}, 0.0)
+    start = StartProgress({}, 0.0)
     for number in range(100):
-        start.hear(f"WARNING 11-16 14:29:08 [a.py:1] trouble {number % 30} {'x' * 1000}")
-    lines = start.said()["lines"]
+        start.note_line(f"WARNING 11-16 14:29:08 [a.py:1] trouble {number % 30} {'x' * 1000}")
+    lines = start.log_lines()["lines"]
     assert len(lines) == len(set(lines)) == 20
     assert max(map(len, lines)) == 300
 
@@ -110,7 +110,7 @@ def test_the_limit_depends_on_what_is_expected_unless_it_is_given() -> None:
     assert patience.limit_s(600.0) == 6000.0
     assert Patience(stall_s=60.0).limit_s(600.0) == 60.0
     assert (patience.settled().idle_s, Patience(stall_s=60.0).settled().idle_s) == (600.0, 60.0)
-    text = Advance(EXPECTED, 0.0).overdue(905.0, 905.0)["text"]
+    text = StartProgress(EXPECTED, 0.0).overdue(905.0, 905.0)["text"]
     assert text == "it did not advance for 15 min while starting"
 
 

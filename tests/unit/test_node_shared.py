@@ -13,8 +13,8 @@ import pytest
 
 from corral.base import files, processes
 from corral.node.files import read_json, write_atomic, write_json
-from corral.node.identity import identity, is_running
-from corral.node.ports import free_port, free_ports
+from corral.node.processes import identity, is_running
+from corral.node.sockets import free_port, free_ports
 
 
 def test_corral_itself_has_no_other_answer() -> None:

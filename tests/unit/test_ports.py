@@ -13,7 +13,7 @@ from corral.base.errors import ConflictError
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.targets.local import LocalTarget
 from corral.deploy.targets.near_port import near_port
-from corral.node import ports
+from corral.node import sockets as ports
 from corral.node.survey.usage import RESERVED
 from corral.node.survey.usage import ports as look
 from tests.until import free_port
@@ -21,7 +21,7 @@ from tests.until import free_port
 
 def test_a_reservation_is_one_processs_and_ends_with_it() -> None:
     port = free_port()
-    code = f"from corral.node.ports import reserve; held = reserve({port}); print(bool(held), flush=True); input()"
+    code = f"from corral.node.sockets import reserve; held = reserve({port}); print(bool(held), flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as other:

@@ -26,7 +26,7 @@ from corral.deploy.doctor.readiness import (
     lacks,
 )
 from corral.lab.report.doctor import report_lines
-from corral.node.survey import readiness as part
+from corral.node.survey import machine as part
 from corral.plan.hardware.survey import Asked, Here, NodeFacts, Readiness, survey_host
 from tests.unit.conftest import Shellcheck
 

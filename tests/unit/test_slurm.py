@@ -9,6 +9,7 @@ import stat
 import subprocess
 import time
 from dataclasses import replace
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from corral.deploy.targets.slurm import SlurmTarget
 from corral.deploy.targets.slurm_job import Submitted
 from corral.node import slurm_start
 from corral.node.files import write_atomic, write_json
-from corral.node.ports import free_ports
+from corral.node.sockets import free_ports
 from corral.node.states import Reason, State
 from corral.plan.hardware.inventory import GPUS
 from tests.fake_slurm import NODES, PARTITIONS, print_text
@@ -780,7 +781,7 @@ def test_a_status_waits_less_for_the_controller_than_down_and_both_say_so(
         return real(argv, timeout_s, *rest)
 
     monkeypatch.setattr(commands, "run", slow)
-    monkeypatch.setattr(ssh, "SAY_AFTER_S", 0.0)
+    monkeypatch.setattr(ssh, "ANNOUNCE_AFTER_S", 0.0)
     token = ssh.WAITING.set(told.append)
     try:
         assert deployments.status(deployed).state is State.UNKNOWN
@@ -795,7 +796,7 @@ def test_a_status_waits_less_for_the_controller_than_down_and_both_say_so(
 # ----------------------------------------------------------------------------------------------------- on the nodes
 def rank(name: str, *candidates: tuple[str, str]) -> dict[str, Any]:
     found = [
-        {"interface": i, "address": a, "network": slurm_start.network(a, "255.255.255.0")} for i, a in candidates
+        {"interface": i, "address": a, "network": str(ip_network(f"{a}/24", strict=False))} for i, a in candidates
     ]
     return {"attempt": "7.0", "name": name, "named": "", "candidates": found}
 
@@ -817,7 +818,7 @@ def test_all_ranks_on_one_network() -> None:
 def test_the_nodes_own_interfaces_and_ports() -> None:
     for found in slurm_start.interfaces():
         assert found["interface"] != "lo"
-        assert found["network"].count(".") == 6
+        assert ip_address(found["address"]) in ip_network(found["network"])
     ports = free_ports(3)
     assert len(set(ports)) == 3
     assert all(15000 <= port < 32000 for port in ports)

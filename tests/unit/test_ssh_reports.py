@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from corral.base.errors import UnreachableError
-from corral.base.shell import Leash
+from corral.base.shell import CommandHandle
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.state import Reason
 from corral.deploy.targets import ssh_nodes as ssh_reports
@@ -18,24 +18,24 @@ from corral.deploy.targets.remote_files import LogPiece, NodeReport, last_word
 from corral.deploy.targets.ssh_nodes import gather, is_away
 
 HOSTS = ("head", "second", "third")
-Answer = Callable[[Leash], NodeReport]
+Answer = Callable[[CommandHandle], NodeReport]
 
 
-class WatchedLeash(Leash):
+class WatchedHandle(CommandHandle):
     """A question that nobody answers, until it is given up."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_cut = threading.Event()
+        self.is_killed = threading.Event()
 
-    def cut(self) -> None:
-        super().cut()
-        self.is_cut.set()
+    def kill(self) -> None:
+        super().kill()
+        self.is_killed.set()
 
 
 @pytest.fixture(autouse=True)
 def watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ssh_reports, "Leash", WatchedLeash)
+    monkeypatch.setattr(ssh_reports, "CommandHandle", WatchedHandle)
     monkeypatch.setattr(ssh_reports, "AGAIN_S", 0.01)
 
 
@@ -50,21 +50,21 @@ def folder(tmp_path: Path) -> DeploymentFolder:
 def says(state: str, **details: object) -> Answer:
     event = {"t": 1.0, "kind": "state", "rank": 0, "elapsed_s": 1.0, "state": state, **details}
     data = (json.dumps(event) + "\n").encode()
-    return lambda leash: NodeReport(alive=True, pieces={"events.jsonl": LogPiece(0, data)})
+    return lambda handle: NodeReport(alive=True, pieces={"events.jsonl": LogPiece(0, data)})
 
 
-def silent(leash: Leash) -> NodeReport:
-    assert isinstance(leash, WatchedLeash)
-    assert leash.is_cut.wait(60), "it was waited for"
+def silent(handle: CommandHandle) -> NodeReport:
+    assert isinstance(handle, WatchedHandle)
+    assert handle.is_killed.wait(60), "it was waited for"
     raise UnreachableError("given up", "")
 
 
-def unreachable(leash: Leash) -> NodeReport:
+def unreachable(handle: CommandHandle) -> NodeReport:
     raise UnreachableError("no answer", "")
 
 
 def ask(answers: dict[str, Answer]) -> ssh_reports.Ask:
-    return lambda host, rank, timeout_s, leash: answers[host](leash)
+    return lambda host, rank, timeout_s, handle: answers[host](handle)
 
 
 def test_a_lost_node_is_not_waited_for_once_the_head_says_so(folder: DeploymentFolder) -> None:
@@ -78,9 +78,9 @@ def test_the_rank_that_failed_is_heard_for_its_log(folder: DeploymentFolder) -> 
     told = says("failed", reason="engine_exited", failed_rank=1)
     late = threading.Event()
 
-    def slow(leash: Leash) -> NodeReport:
+    def slow(handle: CommandHandle) -> NodeReport:
         late.wait(0.2)
-        return says("failed", reason="engine_exited")(leash)
+        return says("failed", reason="engine_exited")(handle)
 
     found = gather(folder, HOSTS, ask({"head": told, "second": slow, "third": silent}))
     assert set(found) == {"head", "second"}
@@ -91,9 +91,9 @@ def test_a_node_whose_agent_was_killed_is_asked_for_the_secrets_there(folder: De
     told = says("failed", reason="node_lost", failed_rank=1, closed=True)
     asked = threading.Event()
 
-    def second(leash: Leash) -> NodeReport:
+    def second(handle: CommandHandle) -> NodeReport:
         asked.wait(0.2)
-        return says("ready")(leash)
+        return says("ready")(handle)
 
     found = gather(folder, HOSTS, ask({"head": told, "second": second, "third": silent}))
     assert set(found) == {"head", "second"}
@@ -102,9 +102,9 @@ def test_a_node_whose_agent_was_killed_is_asked_for_the_secrets_there(folder: De
 def test_a_rank_that_was_told_to_end_does_not_speak_for_its_head(folder: DeploymentFolder) -> None:
     late = threading.Event()
 
-    def head(leash: Leash) -> NodeReport:
+    def head(handle: CommandHandle) -> NodeReport:
         late.wait(0.2)
-        return says("failed", reason="engine_exited", failed_rank=1)(leash)
+        return says("failed", reason="engine_exited", failed_rank=1)(handle)
 
     second = says("failed", reason="engine_exited", text="told by the head")
     found = gather(folder, HOSTS, ask({"head": head, "second": second, "third": silent}))
@@ -129,9 +129,9 @@ def test_a_head_may_say_nonsense_of_the_rank_that_failed(folder: DeploymentFolde
 def test_while_the_head_is_silent_the_others_are_asked_until_one_has_lost_it(folder: DeploymentFolder) -> None:
     asked: list[int] = []
 
-    def second(leash: Leash) -> NodeReport:
+    def second(handle: CommandHandle) -> NodeReport:
         asked.append(1)
-        return says("ready")(leash) if len(asked) < 3 else says("failed", reason="node_lost", text="lost")(leash)
+        return says("ready")(handle) if len(asked) < 3 else says("failed", reason="node_lost", text="lost")(handle)
 
     found = gather(folder, HOSTS, ask({"head": silent, "second": second, "third": says("ready")}))
     assert "head" not in found
@@ -149,9 +149,9 @@ def test_one_that_did_not_answer_is_not_waited_for_again_the_head_always(folder:
     assert [is_away(folder.rank(number)) for number in range(3)] == [True, True, False]
     late = threading.Event()
 
-    def head(leash: Leash) -> NodeReport:
+    def head(handle: CommandHandle) -> NodeReport:
         late.wait(0.2)
-        return says("ready")(leash)
+        return says("ready")(handle)
 
     found = gather(folder, HOSTS, ask({"head": head, "second": silent, "third": says("ready")}))
     assert set(found) == {"head", "third"}
@@ -162,7 +162,7 @@ def test_one_that_did_not_answer_is_not_waited_for_again_the_head_always(folder:
 
 
 def test_an_error_that_is_a_defect_is_not_swallowed(folder: DeploymentFolder) -> None:
-    def broken(leash: Leash) -> NodeReport:
+    def broken(handle: CommandHandle) -> NodeReport:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

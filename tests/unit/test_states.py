@@ -25,12 +25,12 @@ def test_what_is_written_follows_the_table(before: State, after: State, tmp_path
     journal = Journal(str(tmp_path / "events.jsonl"), 0)
     journal.state = before
     if may_follow(before, after):
-        journal.tell_state(after, text="x")
+        journal.write_state(after, text="x")
         assert [event.get("state") for event in read_events(tmp_path / "events.jsonl")] == [after]
         assert journal.state is after
     else:
         with pytest.raises(TransitionError, match=f"{after} cannot follow {before}"):
-            journal.tell_state(after)
+            journal.write_state(after)
         assert journal.state is before
         assert not read_events(tmp_path / "events.jsonl")
 
@@ -53,8 +53,8 @@ def test_another_process_s_last_state_is_known(tmp_path: Path) -> None:
     one, other = (Journal(str(tmp_path / "events.jsonl"), 0) for _ in range(2))
     other.catch_up()
     assert other.state is State.STAGING
-    one.tell_state(State.STARTING)
-    one.tell_state(State.STOPPED, reason=Reason.REQUESTED)
+    one.write_state(State.STARTING)
+    one.write_state(State.STOPPED, reason=Reason.REQUESTED)
     one.write("observed", kv_tokens=1)
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write('{"torn')
@@ -77,7 +77,7 @@ def test_a_state_is_written_on_a_full_disk_and_nothing_else(tmp_path: Path, monk
     monkeypatch.setattr(os, "write", on_a_full_disk)
     journal.write("observed", kv_tokens=1)
     assert spare.exists()
-    journal.tell_state(State.FAILED, reason=Reason.ENGINE_EXITED)
+    journal.write_state(State.FAILED, reason=Reason.ENGINE_EXITED)
     events = read_events(tmp_path / "events.jsonl")
     assert [(event.kind, event.get("state")) for event in events] == [("state", "failed")]
 

@@ -21,7 +21,7 @@ from corral.client.errors import RequestError, ServerGoneError, StrangerError
 from corral.deploy.deployment.state import State
 from corral.deploy.lifecycle.tunnel import NearEnd
 from corral.node.agent.probe import Server
-from corral.node.tcp_table import TcpSocket, stays_here, tcp_sockets, users_at_other_end
+from corral.node.sockets import TcpSocket, is_local, peer_users, tcp_sockets
 from corral.serve.gateway.gateway import Gateway
 from corral.serve.gateway.keys import digest_of
 from corral.serve.gateway.member import MemberReading
@@ -149,7 +149,7 @@ def test_an_agent_sends_no_key_to_who_took_its_engines_port(key_file: Path) -> N
 def test_a_connection_to_another_machine_is_not_asked_about() -> None:
     near, far = socket.socketpair()
     with near, far:
-        assert not stays_here(near)
+        assert not is_local(near)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
@@ -161,15 +161,15 @@ def test_our_own_listener_is_found(address: str, accepted: bool) -> None:
         connection = stack.enter_context(socket.create_connection(listener.getsockname()[:2]))
         if accepted:
             stack.enter_context(listener.accept()[0])
-        assert users_at_other_end(connection) == {os.getuid()}
+        assert peer_users(connection) == {os.getuid()}
 
 
 def test_a_listener_on_every_address_of_both_kinds_is_found() -> None:
     listener = socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)
     with listener, socket.create_connection(("127.0.0.1", listener.getsockname()[1])) as connection:
-        assert users_at_other_end(connection) == {os.getuid()}
+        assert peer_users(connection) == {os.getuid()}
         with listener.accept()[0]:
-            assert users_at_other_end(connection) == {os.getuid()}
+            assert peer_users(connection) == {os.getuid()}
 
 
 # ----------------------------------------------------------------------------------------- the near end of a tunnel

@@ -14,8 +14,8 @@ import pytest
 from corral.base.bundle import bundle
 from corral.base.errors import CorralError, UnreachableError
 from corral.base.shell import Completed
+from corral.node import network
 from corral.node.survey import __main__ as whole
-from corral.node.survey import network
 from corral.node.survey import usage as gpus
 from corral.node.survey import usage as processes
 from corral.plan.hardware.cpu import parse_cpuinfo, read_cpu

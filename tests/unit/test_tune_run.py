@@ -39,8 +39,8 @@ from corral.lab.tune.race import Race, RaceEnd, RaceResult, next_order, verdict
 from corral.lab.tune.store import TuneRun, TuneSpec, find_run, new_run
 from corral.lab.tune.trials import Purpose, Roofline, Trial, TrialOrder
 from corral.lab.tune.workload import LoadSnapshot, SeenLoad, _bound, read_snapshots, seen_load, workload_of
-from corral.node.agent import load_log
-from corral.node.agent.load_log import LoadLog
+from corral.node.agent import probe
+from corral.node.agent.probe import LoadLog
 from corral.plan.choose import make_plan
 from corral.plan.contract import Goal
 from corral.plan.hardware.inventory import NodeSlice, parse_gpus
@@ -374,8 +374,8 @@ def test_what_the_agent_kept_is_read_with_care(tmp_path: Path) -> None:
 def test_the_agents_log_of_the_load_does_not_grow_without_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(load_log, "MOST_BYTES", 2000)
-    monkeypatch.setattr(load_log, "EVERY_S", 0.0)
+    monkeypatch.setattr(probe, "MOST_BYTES", 2000)
+    monkeypatch.setattr(probe, "EVERY_S", 0.0)
     file = tmp_path / "load.jsonl"
     log = LoadLog(str(file))
     for number in range(200):

@@ -1,10 +1,9 @@
-"""What Corral sends to other machines: a file of its own, or a package of files, as one text that runs by itself.
+"""Modules of `corral.node` as one text that runs by itself on another machine.
 
-What runs on nodes is written as ordinary modules of `corral.node` and travels as one text, so that a start places,
-and a plain Python reads, one thing that is whole or absent. A file that imports none of its neighbours travels as it
-is. For every other one, and for a package, the text is `node/parts.py`, then the sources of all that it needs of
-`node`, as strings that people can read, then the call of its `start`. Modules of `node` import each other relatively,
-and nothing else of Corral: there their package is called `corral_node`, here `corral.node`.
+A start places one file, which is complete or absent and which any Python can run. A module that imports no other is
+sent as it is. For every other one, and for a package, the text is `node/module_loader.py`, then the sources of all
+modules of `node` that it needs, as readable strings, then a call of its `start`. Modules of `node` import each other
+relatively, and nothing else of Corral. Their package is called `corral_node` there, and `corral.node` here.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ _RELATIVE = re.compile(r"^[ \t]*from[ \t]+(\.+)([\w.]*)[ \t]+import[ \t]+(\([^)]
 
 @functools.cache
 def bundle(resource: str) -> str:
-    """The text of a file inside the corral package, or of a folder of them, as one file that runs."""
+    """The text of a file inside the corral package, or of a package of them, as one file that runs."""
     file = resources.files("corral") / resource
     entry = resource.removeprefix("node/").removesuffix(".py")
     if file.is_file() and (not resource.startswith("node/") or not list(_imported(entry))):
         return file.read_text(encoding="utf-8")
     start = entry if file.is_file() else f"{entry}.__main__"
-    lines = [_files()["parts"].read_text(encoding="utf-8"), "SOURCES = {}"]
+    lines = [_files()["module_loader"].read_text(encoding="utf-8"), "SOURCES = {}"]
     for name in sorted(_needed(start)):
         text = _files()[name].read_text(encoding="utf-8")
         lines.append(f"SOURCES[{f'{PACKAGE}.{name}'.rstrip('.')!r}] = {_quoted(text, name)}")
@@ -40,7 +39,7 @@ def bundle(resource: str) -> str:
 
 @functools.cache
 def _files() -> dict[str, Traversable]:
-    """Every module of `node` by its dotted name there; a package by its own, `node` itself by none."""
+    """Every module of `node` by its dotted name there; a package by its name, `node` itself by the empty one."""
 
     def walk(folder: Traversable, prefix: str) -> Iterator[tuple[str, Traversable]]:
         for entry in folder.iterdir():
@@ -76,7 +75,7 @@ def _imported(name: str) -> Iterator[str]:
 
 def _quoted(text: str, name: str) -> str:
     if QUOTES in text:
-        raise ValueError(f"{name} contains {QUOTES}, and cannot travel")
+        raise ValueError(f"{name} contains {QUOTES}, and cannot be sent")
     return f"r{QUOTES}{text}{QUOTES}"
 
 

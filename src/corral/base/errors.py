@@ -24,7 +24,7 @@ INTERRUPTED = 130
 
 
 class CorralError(Exception):
-    """A failure told in one sentence, which is also its `str()`, with a remedy and, for programs, details."""
+    """A failure: one sentence, which is also its `str()`, a remedy and, for programs, details."""
 
     exit_code: ClassVar[int] = 1
 

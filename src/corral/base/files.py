@@ -1,7 +1,7 @@
-"""Reading files that users name, and writing so that a crash leaves the old content or the new.
+"""Reading files that users name, and writing files so that a crash leaves the old content or the new.
 
-One rule for every input that a command line names: what is not there is exit code 3, what cannot be read or is not
-UTF-8 is exit code 10.
+Every input file of a command follows one rule: a missing file is exit code 3; one that cannot be read, or is not
+UTF-8, is exit code 10.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["create_private", "existing_file", "make_private_dir", "read_text", "
 
 
 def existing_file(given: str | Path, hint: str = "Check the path.") -> Path:
-    """The path of a file that was named; with a guess what was meant where there is none."""
+    """The path of a file that the user named; the error for a missing one suggests a similar name."""
     path = Path(given).expanduser()
     if path.is_dir():
         raise DataError(f"{str(given)!r} is a folder.", "Name a file.")
@@ -31,7 +31,7 @@ def existing_file(given: str | Path, hint: str = "Check the path.") -> Path:
 
 
 def read_text(given: str | Path) -> str:
-    """The text of a file that was named."""
+    """The text of a file that the user named."""
     path = existing_file(given)
     try:
         return path.read_bytes().decode("utf-8-sig")
@@ -42,15 +42,15 @@ def read_text(given: str | Path) -> str:
 
 
 def create_private(path: Path, like: Path | None = None) -> int:
-    """Make a file anew and open it; only the owner can read it, or whoever can read the file it is `like`."""
-    path.unlink(missing_ok=True)  # nobody has the new one open, also not who still writes an older one
+    """Make a new file and open it; readable by its owner only, or by whoever can read the file `like`."""
+    path.unlink(missing_ok=True)  # a process that still writes an older file does not write into the new one
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     if like is not None:
-        about = like.stat()
-        mode = about.st_mode & 0o777
+        status = like.stat()
+        mode = status.st_mode & 0o777
         try:
-            os.fchown(descriptor, -1, about.st_gid)
-        except OSError:  # not a group of ours: what was meant for that group is for no other
+            os.fchown(descriptor, -1, status.st_gid)
+        except OSError:  # not a group of this user: then no group may read it
             mode &= ~0o070
         os.fchmod(descriptor, mode)
     return descriptor
@@ -63,7 +63,7 @@ def make_private_dir(path: Path) -> None:
 
 
 def remove_tree(path: Path, mark: str = "") -> None:
-    """Delete a folder: it loses its name at once and its files after that, so that nobody finds half of it."""
+    """Delete a folder: it is renamed first, so that nobody finds half of it."""
     aside = path.with_name(f".{path.name}{mark}.removed")
     shutil.rmtree(aside, ignore_errors=True)
     path.rename(aside)

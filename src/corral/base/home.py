@@ -1,4 +1,4 @@
-"""Where Corral keeps things: one folder, moved as a whole by `CORRAL_HOME`.
+"""Corral's home: the one folder where Corral keeps everything; `CORRAL_HOME` moves it.
 
 <home>/engines/       installed engines, one environment per flavour and version
 <home>/models/        models Corral fetched or converted itself (hub models stay in the hub's own cache)
@@ -29,22 +29,22 @@ def home_dir() -> Path:
 
 
 def watch_home(say: Callable[[str], None], hangs_s: float = HANGS_S) -> threading.Thread:
-    """Say so when the file system of the home does not answer: whoever reads it then waits, and cannot say why.
+    """Say so when the file system of the home does not answer: a command that reads it then hangs without a word.
 
-    Beside the command, and no more than a word: there are file systems that answer this question last of all.
+    It runs beside the command and only warns: some file systems answer this question later than all others.
     """
     answered = threading.Event()
 
-    def look() -> None:
-        with contextlib.suppress(OSError, RuntimeError):  # it is not there yet, or nobody knows where
-            os.statvfs(home_dir())  # asks the server of a network file system, where `stat` may be remembered
+    def query() -> None:
+        with contextlib.suppress(OSError, RuntimeError):  # it does not exist yet, or its place is unknown
+            os.statvfs(home_dir())  # asks the server of a network file system, where `stat` may be cached
         answered.set()
 
     def wait() -> None:
         if not answered.wait(hangs_s):
             say(f"waiting for the file system of {home_dir()}: it has not answered for {hangs_s:g} s")
 
-    threading.Thread(target=look, daemon=True).start()
+    threading.Thread(target=query, daemon=True).start()
     waiting = threading.Thread(target=wait, daemon=True)
     waiting.start()
     return waiting

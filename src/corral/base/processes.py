@@ -1,7 +1,7 @@
-"""Telling one process from another, also after its number was given to somebody else or the machine restarted;
-what a process took of the processor, and who holds a port.
+"""Processes as Corral records them: which one is meant, whether it still runs, its processor time, and who holds a
+port.
 
-Being told to end: SIGTERM, from a scheduler or `timeout`, as Ctrl-C is.
+An `Identity` names one process for good, also after its number was reused or the machine was restarted.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from corral.base.errors import ConflictError
-from corral.node.identity import boot_id, identity, start_ticks
-from corral.node.tcp_table import LISTEN, TIME_WAIT, tcp_sockets
+from corral.node.files import read_text
+from corral.node.processes import boot_id, identity, start_ticks, stat_fields
+from corral.node.sockets import TIME_WAIT, holders, listening, tcp_sockets
 
 
 @contextlib.contextmanager
 def terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt in here; in other threads than the main one, nothing changes."""
+    """Within the block, SIGTERM raises KeyboardInterrupt as Ctrl-C does; nothing changes outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -41,7 +41,7 @@ class Identity:
     host: str
     boot_id: str
     start_ticks: int
-    namespace: str = ""  # in which its number counts; empty: not known
+    namespace: str = ""  # of its process number; empty: not known
 
     def is_here(self) -> bool:
         """Whether this machine is the one the process ran on, and its processes can be seen from here."""
@@ -49,8 +49,7 @@ class Identity:
         return self.host == socket.gethostname() and seen
 
     def is_among_ours(self) -> bool:
-        """Whether its number means the same process here, beyond doubt: not on a machine of the same name, nor in
-        another container of this one."""
+        """Whether its number certainly means the same process here: same boot of the machine, same namespace."""
         known = bool(self.boot_id and self.namespace and self.start_ticks)
         return known and (self.boot_id, self.namespace) == (boot_id(), process_namespace())
 
@@ -64,7 +63,7 @@ class Identity:
         return self.machine_restarted() or self.has_ended()
 
     def has_ended(self) -> bool:
-        """Whether no process among ours is this one; one of another user that is hidden may still be."""
+        """Whether no visible process is this one, and no hidden process of another user can be."""
         found = start_ticks(self.pid)
         return found != self.start_ticks if found else not _is_hidden(self.pid)
 
@@ -78,7 +77,7 @@ def own_identity() -> Identity:
 
 
 def process_namespace() -> str:
-    """In which the numbers of /proc count; empty when they are not those of this process' own namespace."""
+    """The namespace of the numbers in /proc; empty when that is not this process's own namespace."""
     with contextlib.suppress(OSError):
         if os.readlink("/proc/self") == str(os.getpid()):  # noqa: PTH115 - text, not a path
             return " ".join(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "time"))  # noqa: PTH115
@@ -86,8 +85,8 @@ def process_namespace() -> str:
 
 
 def processor_s(pid: int) -> float:
-    """The processor time that a process took so far, with all its threads; OSError where there is no such process."""
-    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    """The processor time that a process used so far, with all its threads; OSError where there is no such process."""
+    fields = stat_fields(str(pid))
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
@@ -103,30 +102,22 @@ def _is_hidden(pid: int) -> bool:
 
 
 def port_owner(port: int) -> str:
-    """Who listens on a TCP port of this machine, in words; empty when nobody can be named."""
-    inodes = {one.inode for one in tcp_sockets(port) if one.state == LISTEN}
+    """Who listens on a TCP port of this machine, for a message; empty when nobody does."""
+    inodes = {one.inode for one in listening(port)}
     if not inodes:
         return ""
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            links = [os.readlink(link) for link in (entry / "fd").iterdir()]  # noqa: PTH115 - text, not a path
-        except OSError:
-            continue
-        if any(f"socket:[{inode}]" in links for inode in inodes):
-            name = (entry / "comm").read_text().strip()
-            return f"process {entry.name} ({name})"
+    for pid in holders(inodes).values():
+        return f"process {pid} ({read_text(f'/proc/{pid}/comm')})"
     return "a process of another user"
 
 
 def port_refused(port: int, host: str, error: OSError, remedy: str) -> ConflictError:
-    """The error of a port that could not be bound, with who holds it."""
+    """The error for a port that could not be bound, which names its holder."""
     owner = port_owner(port) or "another process"
     return ConflictError(f"port {port} of {host} cannot be used: {error.strerror or error} ({owner}).", remedy)
 
 
 def only_lingering(port: int) -> bool:
-    """Whether all that the kernel knows of a port are closed connections waiting to be forgotten."""
+    """Whether the port is used by nothing but closed connections in TIME_WAIT."""
     states = {one.state for one in tcp_sockets(port)}
     return bool(states) and states == {TIME_WAIT}

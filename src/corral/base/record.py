@@ -1,7 +1,7 @@
 """Frozen dataclasses to JSON and back, strictly.
 
-The stages of Corral exchange frozen dataclasses; each can be written to disk and read again unchanged. Reading
-refuses unknown keys (naming the nearest valid one) and wrong types, so that a hand-edited file fails clearly.
+The stages of Corral exchange frozen dataclasses, which can be written to disk and read again unchanged. Reading
+refuses unknown keys (naming the nearest valid one) and wrong types, so that an error in a hand-edited file is clear.
 Supported field types: str, int, float, bool, None, enums, tuples, lists, dicts with string keys, nested
 dataclasses, unions of those, and Any.
 """
@@ -58,7 +58,7 @@ def load_json(cls: type[T], path: Path) -> T:
 
 
 def from_json(cls: type[T], data: Any, where: str = "") -> T:
-    """Rebuild a record from JSON data; `where` names the place in messages."""
+    """Rebuild a record from JSON data; `where` names its place in messages."""
     return _build(cls, data, where or cls.__name__)  # type: ignore[no-any-return]
 
 

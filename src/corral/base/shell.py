@@ -1,7 +1,7 @@
-"""Running foreign commands: one door, so that tests can put a fake behind it.
+"""Running other programs, in one place that tests can replace.
 
-Commands are argument lists, never shell text. A command that is missing, hangs, or fails becomes one clear error.
-What a command on another machine may say is bounded (`capture`): it is not trusted with this machine's memory.
+Commands are argument lists, never shell text. A command that is missing, hangs or fails becomes one clear error. The
+output of a command on another machine is bounded (`capture`), so that it cannot use up this machine's memory.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from typing import IO
 from corral.base.errors import CorralError, DataError, UnreachableError
 
 
-class Leash:
-    """Holds a command that another thread runs, to end it when nobody waits for it any more."""
+class CommandHandle:
+    """Ends a command that another thread runs, when its result is not needed any more."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._cut = False
+        self._killed = False
 
-    def hold(self, process: subprocess.Popen[bytes]) -> None:
+    def attach(self, process: subprocess.Popen[bytes]) -> None:
         with self._lock:
             self._process = process
-            if self._cut:
+            if self._killed:
                 process.kill()
 
-    def cut(self) -> None:
-        """End the command that is held, and any that comes."""
+    def kill(self) -> None:
+        """End the attached command, and any that is attached later."""
         with self._lock:
-            self._cut = True
+            self._killed = True
             if self._process:
                 self._process.kill()
 
@@ -51,66 +51,66 @@ class Completed:
 
     @property
     def last_line(self) -> str:
-        """The last line it said, on stderr before stdout; empty when it said nothing."""
+        """The last line of its stderr, or of its stdout; empty when it printed nothing."""
         lines = (self.stderr.strip() or self.stdout.strip()).splitlines()
         return lines[-1].strip() if lines else ""
 
     def or_raise(self, what: str, remedy: str = "") -> Completed:
-        """This, or an error whose message carries the command's last words."""
+        """This, or an error whose message ends with the command's last line."""
         if self.code == 0:
             return self
-        said = self.last_line or "nothing"
-        raise CorralError(f"{what}. `{self.argv[0]}` ended with code {self.code} and said: {said}", remedy)
+        last_line = self.last_line or "nothing"
+        raise CorralError(f"{what}. `{self.argv[0]}` ended with code {self.code} and said: {last_line}", remedy)
 
 
 def capture(
-    argv: Sequence[str], stdin: bytes, timeout_s: float, most_bytes: int, leash: Leash | None = None
+    argv: Sequence[str], stdin: bytes, timeout_s: float, most_bytes: int, handle: CommandHandle | None = None
 ) -> tuple[int, bytes, bytes]:
-    """Run a command whose words are not trusted: its exit code and what it said, or an error when it says too much.
+    """Run a command that is not trusted: its exit code, stdout and stderr, or an error when it prints too much.
 
     Raises what `subprocess.run` raises for a command that is missing or takes too long.
     """
     until = time.monotonic() + timeout_s
-    heard = {"stdout": bytearray(), "stderr": bytearray()}
+    output = {"stdout": bytearray(), "stderr": bytearray()}
     pipe = subprocess.PIPE
     with subprocess.Popen(list(argv), stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0) as process:
-        if leash:
-            leash.hold(process)
-        listeners = [
-            threading.Thread(target=_listen, args=(process, stream, heard[name], most_bytes), daemon=True)
+        if handle:
+            handle.attach(process)
+        readers = [
+            threading.Thread(target=_read, args=(process, stream, output[name], most_bytes), daemon=True)
             for name, stream in (("stdout", process.stdout), ("stderr", process.stderr))
         ]
-        for thread in [*listeners, threading.Thread(target=_speak, args=(process.stdin, stdin), daemon=True)]:
+        for thread in [*readers, threading.Thread(target=_write, args=(process.stdin, stdin), daemon=True)]:
             thread.start()
         try:
             code = process.wait(timeout_s)
-            for thread in listeners:  # a process that it left behind may still hold its output
+            for thread in readers:  # a process that it left behind may still hold its output
                 thread.join(max(0.0, until - time.monotonic()))
                 if thread.is_alive():
                     raise subprocess.TimeoutExpired(list(argv), timeout_s)
         except BaseException:
             process.kill()
             raise
-    if any(len(words) > most_bytes for words in heard.values()):
+    if any(len(data) > most_bytes for data in output.values()):
         raise DataError(f"`{argv[0]}` printed more than {most_bytes >> 20} MiB and was cut off.", "Look at the host.")
-    return code, bytes(heard["stdout"]), bytes(heard["stderr"])
+    return code, bytes(output["stdout"]), bytes(output["stderr"])
 
 
-def _speak(stream: IO[bytes] | None, words: bytes) -> None:
+def _write(stream: IO[bytes] | None, data: bytes) -> None:
     assert stream is not None
-    with contextlib.suppress(OSError, ValueError):  # it ended without hearing everything
-        rest = memoryview(words)
+    with contextlib.suppress(OSError, ValueError):  # it ended without reading everything
+        rest = memoryview(data)
         while rest:
             rest = rest[stream.write(rest) :]
         stream.close()
 
 
-def _listen(process: subprocess.Popen[bytes], stream: IO[bytes] | None, heard: bytearray, most_bytes: int) -> None:
+def _read(process: subprocess.Popen[bytes], stream: IO[bytes] | None, output: bytearray, most_bytes: int) -> None:
     assert stream is not None
     with contextlib.suppress(OSError, ValueError):
         while block := stream.read(1 << 16):
-            heard += block
-            if len(heard) > most_bytes:
+            output += block
+            if len(output) > most_bytes:
                 process.kill()
                 return
 
@@ -121,7 +121,7 @@ def quote_command(argv: Sequence[str]) -> str:
 
 
 def run(argv: Sequence[str], timeout_s: float = 60, env: Mapping[str, str] | None = None) -> Completed:
-    """Run a command to its end and keep what it said."""
+    """Run a command to its end and keep its output."""
     try:
         done = subprocess.run(
             list(argv), capture_output=True, timeout=timeout_s, env=env, stdin=subprocess.DEVNULL, check=False
@@ -135,7 +135,7 @@ def run(argv: Sequence[str], timeout_s: float = 60, env: Mapping[str, str] | Non
 
 
 def stream(argv: Sequence[str], on_line: Callable[[str], None], env: Mapping[str, str] | None = None) -> Completed:
-    """Run a command and hand over each line as it comes; ends the command when interrupted."""
+    """Run a command and pass on each line as it comes; ends the command when interrupted."""
     lines: list[str] = []
     with subprocess.Popen(
         list(argv), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=env

@@ -27,30 +27,30 @@ from typing import TypeVar
 from corral.base.errors import AccessError, CorralError, DataError, UnreachableError, UsageError
 from corral.base.files import existing_file, make_private_dir, read_text, write_atomic
 from corral.base.home import home_dir
-from corral.base.shell import Completed, Leash, capture
+from corral.base.shell import CommandHandle, Completed, capture
 from corral.base.untrusted import plain
-from corral.node.adapters import some_of
+from corral.node.network import some_of
 
 LONGEST_FOLDER = 48  # for a socket: ssh adds 40 characters, and 17 while it makes it; 107 are allowed
-FAN_OUT = 32  # hosts talked to at the same time
+FAN_OUT = 32  # hosts at the same time
 CONNECT_S = 10
-MOST_SAID_BYTES = 64 << 20  # by one command on a host; a report holds two files of 4 MiB in base64
-SAY_AFTER_S = 1.5
+MOST_OUTPUT_BYTES = 64 << 20  # of one command on a host; a report holds two files of 4 MiB in base64
+ANNOUNCE_AFTER_S = 1.5
 Result = TypeVar("Result")
 
 
 def _say_nothing(_: str) -> None:
-    """Where nobody watches."""
+    """The default: waits are not announced."""
 
 
-# who is told for which hosts a command waits
+# announces for which hosts a command waits
 WAITING: ContextVar[Callable[[str], None]] = ContextVar("WAITING", default=_say_nothing)
 
 
 @contextlib.contextmanager
-def said_meanwhile(text: str) -> Iterator[None]:
-    """Say for whom a command waits, once it has waited for a moment."""
-    timer = threading.Timer(SAY_AFTER_S, WAITING.get(), (text,))
+def announced_wait(text: str) -> Iterator[None]:
+    """Announce what a command waits for, once it has waited for a moment."""
+    timer = threading.Timer(ANNOUNCE_AFTER_S, WAITING.get(), (text,))
     timer.daemon = True
     timer.start()
     try:
@@ -60,7 +60,7 @@ def said_meanwhile(text: str) -> Iterator[None]:
 
 
 class UnknownHostError(UnreachableError):
-    """A name that ssh cannot resolve: mistyped, most of the time; waiting does not help."""
+    """A name that ssh cannot resolve: usually mistyped; waiting does not help."""
 
 
 def ssh_command() -> list[str]:
@@ -70,7 +70,7 @@ def ssh_command() -> list[str]:
 
 @dataclass(frozen=True)
 class Forward:
-    """A way from a port of this machine to an address that another host reaches."""
+    """A tunnel from a port of this machine to an address that another host reaches."""
 
     port: int  # of this machine
     far: str  # HOST:PORT, as `through` reaches it
@@ -86,7 +86,7 @@ def _forwarding(ssh: Ssh) -> list[str]:
     options = ["-N", "-T", "-o", "BatchMode=yes", "-o", "ExitOnForwardFailure=yes", "-o", "ControlMaster=no"]
     options += ["-o", "ControlPath=none", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"]
     options += ["-o", "StreamLocalBindUnlink=yes", "-o", "StreamLocalBindMask=0177"]
-    return [*ssh.words, *options]
+    return [*ssh.argv, *options]
 
 
 def check_host(name: str) -> str:
@@ -99,11 +99,11 @@ def check_host(name: str) -> str:
 def read_hosts(text: str) -> tuple[str, ...]:
     """Hosts from `a,b,c`, or from a file with one per line when the text is `@FILE`; `#` begins a comment."""
     if text.startswith("@"):
-        if not existing_file(text[1:]).is_file():  # a pipe would be waited for without end
+        if not existing_file(text[1:]).is_file():  # reading a pipe might never end
             raise DataError(f"the hosts file {text[1:]!r} is not a file.", "Name a file with one host per line.")
         lines = read_text(text[1:]).splitlines()
-        words = [line.partition("#")[0].split() for line in lines]
-        return tuple(check_host(found[0]) for found in words if found)
+        rows = [line.partition("#")[0].split() for line in lines]
+        return tuple(check_host(row[0]) for row in rows if row)
     return tuple(check_host(name.strip()) for name in text.split(",") if name.strip())
 
 
@@ -116,10 +116,10 @@ class Ssh:
     config: str | None = None  # ssh -F: a configuration in the place of the user's own
 
     @property
-    def words(self) -> list[str]:
+    def argv(self) -> list[str]:
         """The ssh to use, with its key and configuration."""
-        given = (("-i", self.identity), ("-F", self.config))
-        return [*ssh_command(), *(word for flag, path in given if path for word in (flag, path))]
+        options = (("-i", self.identity), ("-F", self.config))
+        return [*ssh_command(), *(part for flag, path in options if path for part in (flag, path))]
 
     def run(
         self,
@@ -128,12 +128,12 @@ class Ssh:
         stdin: bytes = b"",
         timeout_s: float = 60,
         check: bool = False,
-        leash: Leash | None = None,
+        handle: CommandHandle | None = None,
     ) -> Completed:
         """Run a command on a host to its end. With `check`, an exit code other than 0 is an error."""
         command = [*self.prefix(host), "--", shlex.join(argv)]
         try:
-            code, said, complained = capture(command, stdin, timeout_s, MOST_SAID_BYTES, leash)
+            code, stdout, stderr = capture(command, stdin, timeout_s, MOST_OUTPUT_BYTES, handle)
         except FileNotFoundError:
             raise CorralError(f"the command {command[0]!r} is not on this machine.", "Install OpenSSH.") from None
         except subprocess.TimeoutExpired:
@@ -142,7 +142,7 @@ class Ssh:
                 "Is the node up? Try `ssh` to it by hand.",
                 host=host,
             ) from None
-        out, err = plain(said.decode("utf-8", "replace")), plain(complained.decode("utf-8", "replace"))
+        out, err = plain(stdout.decode("utf-8", "replace")), plain(stderr.decode("utf-8", "replace"))
         if code == 255:
             raise _connection_error(host, err)
         completed = Completed(tuple(argv), code, out, err)
@@ -155,25 +155,25 @@ class Ssh:
         arguments: Sequence[str] = (),
         stdin: bytes = b"",
         timeout_s: float = 60,
-        leash: Leash | None = None,
+        handle: CommandHandle | None = None,
     ) -> Completed:
         """Run Python source on a host without placing a file; `stdin` is what the script reads."""
-        # the source travels on stdin, before what the script itself reads: nothing is too long for an argument list
+        # the source goes to stdin, before what the script itself reads: it may be too long for an argument
         length = len(source.encode())
         boot = f"import sys; exec(compile(sys.stdin.buffer.read({length}), 'corral', 'exec'))"
         argv = ["python3", "-I", "-c", boot, *arguments]
-        return self.run(host, argv, source.encode() + stdin, timeout_s, leash=leash)
+        return self.run(host, argv, source.encode() + stdin, timeout_s, handle=handle)
 
     def write(self, host: str, path: str, data: bytes, mode: int = 0o600, timeout_s: float = 60) -> None:
-        """Put a file on a host: whole or not at all, readable by its owner only unless `mode` says more."""
+        """Write a file on a host in one step, readable by its owner only unless `mode` says more."""
         temporary = f"{path}.corral-tmp"
         script = f"umask 077 && cat > {shlex.quote(temporary)} && chmod {mode:o} {shlex.quote(temporary)}"
         script += f" && mv -f {shlex.quote(temporary)} {shlex.quote(path)}"
         self.run(host, ["sh", "-c", script], data, timeout_s, check=True)
 
     def prefix(self, host: str) -> list[str]:
-        """The words before the command."""
-        return [*self.words, *_options(tuple(self.words), check_host(host), self.connect_s), host]
+        """The arguments before the command."""
+        return [*self.argv, *_options(tuple(self.argv), check_host(host), self.connect_s), host]
 
 
 def each(
@@ -188,11 +188,11 @@ def each(
             return error
 
     with ThreadPoolExecutor(max(1, min(width, len(hosts)))) as workers:
-        asked = {host: workers.submit(attempt, host) for host in hosts}
-        if wait(asked.values(), SAY_AFTER_S).not_done:
-            late = [host for host, answer in asked.items() if not answer.done()]
+        tasks = {host: workers.submit(attempt, host) for host in hosts}
+        if wait(tasks.values(), ANNOUNCE_AFTER_S).not_done:
+            late = [host for host, answer in tasks.items() if not answer.done()]
             WAITING.get()(f"waiting for {some_of(late, 5)}")
-        return {host: answer.result() for host, answer in asked.items()}
+        return {host: answer.result() for host, answer in tasks.items()}
 
 
 @lru_cache(maxsize=1024)
@@ -212,15 +212,15 @@ def _shares_connections(command: tuple[str, ...], host: str) -> bool:
     except (OSError, subprocess.TimeoutExpired):
         return False
     pairs = (line.split(None, 1) for line in done.stdout.splitlines())
-    settings = {words[0]: words[1] for words in pairs if len(words) == 2}
+    settings = {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
     return settings.get("controlpath", "none") != "none"
 
 
 def socket_folder() -> Path:
-    """Ours alone, and short, because the path of a socket may have 107 bytes at most.
+    """A private folder for control sockets, with a short path, because that of a socket may have 107 bytes at most.
 
-    Below the user's own runtime folder, where there is one. Otherwise a folder in /tmp with a name that nobody can
-    foresee, which is kept in Corral's home: one that somebody else made, or a link, is never taken.
+    It is below the user's own runtime folder, where there is one. Otherwise it is a folder in /tmp with an
+    unpredictable name, which is kept in Corral's home: a link, or a folder of another user, is never used.
     """
     runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or "/nonexistent")
     if _is_private(runtime) and len(str(runtime)) < LONGEST_FOLDER - len("/corral-ssh"):
@@ -242,12 +242,12 @@ def socket_folder() -> Path:
 
 
 def _is_private(folder: Path) -> bool:
-    """Whether it is a folder, no link, that belongs to this user and that nobody else may enter."""
+    """Whether it is a folder, not a link, that belongs to this user and that nobody else may enter."""
     try:
-        found = folder.lstat()
+        status = folder.lstat()
     except OSError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
 _ERRORS = (
@@ -289,5 +289,7 @@ def _connection_error(host: str, stderr: str) -> CorralError:
     for pattern, kind, message, remedy in _ERRORS:
         if re.search(pattern, stderr):
             return kind(message.format(host=host) + ".", remedy.format(host=host), host=host, said=lines[-1])
-    said = lines[-1] if lines else "ssh said nothing"
-    return UnreachableError(f"the connection to {host} was lost: {said}", f"Try `ssh {host}` by hand.", host=host)
+    last_line = lines[-1] if lines else "ssh printed nothing"
+    return UnreachableError(
+        f"the connection to {host} was lost: {last_line}", f"Try `ssh {host}` by hand.", host=host
+    )

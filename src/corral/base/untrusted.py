@@ -1,9 +1,9 @@
-"""What comes from outside, read with care: bounded JSON, and text without control characters.
+"""Untrusted input: bounded JSON, and text without control characters.
 
-"Outside" is another machine (a node's answer, a courier's event, a hub's page) or a file that anybody may have
-written or damaged. Whoever sent it may lie: it must not be able to take all memory, to end a command with a
-traceback, or to write to the user's terminal as if it were the user's shell. What a value means, and which names and
-numbers are allowed in it, is decided by the decoder of its kind; this module is the door that all of them use.
+It comes from another machine (a node's answer, a courier's event, a hub's page) or from a file that anybody may have
+written or damaged. Hostile input must not use up all memory, end a command with a traceback, or control the user's
+terminal. Which names and numbers are allowed in a value is decided by the decoder of its kind; all decoders use this
+module.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def parse_json(data: bytes | str, what: str, most_bytes: int = MOST_BYTES, remed
         value = json.loads(data, parse_int=_whole, parse_float=_finite, parse_constant=_finite)
     except RecursionError:
         raise DataError(f"{what} is nested more than {DEEPEST} levels deep.", remedy) from None
-    except ValueError as error:  # also of bytes that are no UTF-8
+    except ValueError as error:  # also for bytes that are not UTF-8
         raise DataError(f"{what} is not valid JSON: {plain(str(error), 200)}", remedy) from None
     if deeper_than(value, DEEPEST):
         raise DataError(f"{what} is nested more than {DEEPEST} levels deep.", remedy)
@@ -44,7 +44,7 @@ def parse_json(data: bytes | str, what: str, most_bytes: int = MOST_BYTES, remed
 
 
 def plain_json(value: Any) -> Any:
-    """The same value with all its texts and keys made `plain`."""
+    """The value with all its texts and keys made `plain`."""
     if isinstance(value, str):
         return plain(value)
     if isinstance(value, dict):
@@ -55,12 +55,12 @@ def plain_json(value: Any) -> Any:
 
 
 def last_object(text: str, what: str, most_bytes: int = MOST_BYTES, remedy: str = "") -> dict[str, Any]:
-    """The object in the last line that begins as one; shells that greet every command are read past."""
+    """The object in the last line that begins with a brace; what a login shell prints before it is skipped."""
     line = next((row for row in reversed(text.split("\n")) if row.startswith("{")), "")
     if not line:
         raise DataError(f"{what} holds no answer.", remedy)
-    found: dict[str, Any] = plain_json(parse_json(line, what, most_bytes, remedy))
-    return found
+    value: dict[str, Any] = plain_json(parse_json(line, what, most_bytes, remedy))
+    return value
 
 
 def _whole(text: str) -> int:
@@ -70,15 +70,15 @@ def _whole(text: str) -> int:
 
 
 def _finite(text: str) -> float:
-    """A number with a point or an exponent, or one of JSON's strangers: NaN, Infinity, -Infinity."""
-    found = float(text) if len(text) <= LONGEST_NUMBER else math.inf
-    if not math.isfinite(found):
+    """A number with a point or an exponent; refuses NaN, Infinity and -Infinity."""
+    value = float(text) if len(text) <= LONGEST_NUMBER else math.inf
+    if not math.isfinite(value):
         raise ValueError(f"{text[:20]} is not a number")
-    return found
+    return value
 
 
 def deeper_than(value: Any, most: int) -> bool:
-    """Whether lists and objects are nested in more than so many levels."""
+    """Whether lists and objects are nested more than `most` levels deep."""
     level = [value]
     for _ in range(most):
         level = [child for one in level if isinstance(one, (dict, list)) for child in _children(one)]

@@ -14,7 +14,7 @@ import pwd
 import socket
 
 from corral.client.errors import StrangerError
-from corral.node.tcp_table import owners_of, stays_here, tcp_sockets
+from corral.node.sockets import is_local, peer_owners, tcp_sockets
 
 TRUST_USERS = "CORRAL_TRUST_USERS"
 Address = tuple[str, int]
@@ -38,7 +38,7 @@ class PeerCheck:
     async def _refuse_strangers(self, transport: asyncio.BaseTransport) -> None:
         connection: socket.socket | None = transport.get_extra_info("socket")
         try:
-            if connection is None or not stays_here(connection):
+            if connection is None or not is_local(connection):
                 return
             ours, theirs = connection.getsockname()[:2], connection.getpeername()[:2]
         except OSError:  # it is closed already: nothing will be sent
@@ -59,7 +59,7 @@ class PeerCheck:
                 found = await asyncio.to_thread(tcp_sockets, asked[0][1][1])  # all are of one port
                 for ours, theirs, answer in asked:
                     if not answer.done():
-                        answer.set_result(owners_of(ours, theirs, found))
+                        answer.set_result(peer_owners(ours, theirs, found))
         except BaseException:
             for _, _, answer in (*asked, *self._questions):
                 answer.cancel()

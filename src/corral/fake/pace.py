@@ -12,7 +12,7 @@ Capacity, each optional:
 - `tokens_per_s`: shared equally: with n sequences the time between tokens is max(itl_s, n / tokens_per_s). The
   knee is where n / itl_s reaches it.
 
-Timers: see `corral.base.alarm`.
+Timers: see `corral.base.timer`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
-from corral.base.alarm import Alarm
+from corral.base.timer import PreciseTimer
 
 _EARLY_NS = 50_000  # due this soon counts as due: one wake-up serves many sequences
 _SECOND = 1_000_000_000
@@ -92,7 +92,7 @@ class FakeEngine:
         self.running_jobs = 0
         self.kv_used = 0
         self.preemptions = 0
-        self._alarm = Alarm(loop, self._tick)
+        self._alarm = PreciseTimer(loop, self._tick)
         self._due: list[tuple[int, int, int, FakeJob]] = []
         self._order = 0
         self._gate_ns = 0  # when the next job may pass `requests_per_s`

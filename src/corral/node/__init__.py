@@ -1,1 +1,1 @@
-"""Files that run where the engine runs: standard library only, importing nothing of corral."""
+"""What runs on the nodes, beside the engine: standard library only, importing nothing of corral."""

@@ -1,15 +1,14 @@
-"""The text that Prometheus reads (exposition format 0.0.4, and the additions of OpenMetrics): its reader and writer.
+"""Prometheus metrics pages (exposition format 0.0.4, and the additions of OpenMetrics): their reader and writer.
 
 One reader for the agent on a node and for Corral. A page comes from another machine: a line that is not one whole
 sample is skipped, and so is a value that no counter or gauge of a server can have (NaN, an infinity, anything beyond
-1e18). Timestamps and exemplars are read over. What is longer than the bounds below is left out. Lines end at a line
-feed only: a label may hold any other separator.
+1e18). Timestamps and exemplars are skipped. What exceeds the bounds below is left out. Lines end at a line feed only:
+a label may hold any other separator.
 
-`load_figures` is what a page says about a server's requests so far: how many, how long, how much of them was cached.
-The agent keeps a line of these every few minutes, and Corral compares two. They are counters and lengths only: no
-text of a request is in them.
+Of vLLM's page, `live_figures` reads what a server does now, `load_figures` its requests so far: how many, how long,
+how much of them was cached. Only counts and lengths: no text of a request is in them.
 
-Standard library only: the file is part of what travels to nodes.
+Standard library only, Python 3.8 or later, nothing of corral: the source is sent to the node.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Sample(NamedTuple):
     """One value of one series."""
 
     name: str
-    label_text: str  # as it stands between the braces
+    label_text: str  # the text between the braces
     value: float
 
     @property
@@ -69,6 +68,13 @@ def samples(page: bytes, wanted: Container[str]) -> Iterator[Sample]:
             yield Sample(name.group(), rest.group("labels") or "", value)
 
 
+GAUGES = {
+    "vllm:num_requests_running": "running",
+    "vllm:num_requests_waiting": "waiting",
+    "vllm:prompt_tokens_total": "prompt_tokens",
+    "vllm:generation_tokens_total": "generated_tokens",
+}
+KV_USE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")  # the second: before 0.10
 COUNTERS = {
     "vllm:request_success_total": "finished",
     "vllm:prompt_tokens_total": "prompt_tokens",
@@ -82,19 +88,41 @@ HISTOGRAMS = {
 }
 
 
+def distinct(page: bytes, wanted: Container[str]) -> List[Sample]:
+    """The samples of the wanted names that are not negative; of a series that occurs twice, the last."""
+    return list({one[:2]: one for one in samples(page, wanted) if one.value >= 0}.values())
+
+
+def totals(rows: Iterable[Sample], names: Mapping[str, str]) -> Dict[str, float]:
+    """Samples added up over the engines, under new names."""
+    sums: Dict[str, float] = {}
+    for one in rows:
+        if one.name in names:
+            sums[names[one.name]] = sums.get(names[one.name], 0.0) + one.value
+    return sums
+
+
+def live_figures(page: bytes) -> Dict[str, float]:
+    """Requests and tokens added up over the engines, and the mean of their KV use; what the page lacks is absent."""
+    rows = distinct(page, (*GAUGES, *KV_USE))
+    figures = totals(rows, GAUGES)
+    for name in KV_USE:
+        uses = [one.value for one in rows if one.name == name]
+        if uses:
+            figures.setdefault("kv_use", sum(uses) / len(uses))
+    return figures
+
+
 def load_figures(page: bytes) -> Dict[str, Any]:
-    """Counters, added up over the engines; histograms `{bound: requests up to it}`; what the page lacks is absent."""
-    seen = {(one.name, one.label_text): one for one in samples(page, (*COUNTERS, *HISTOGRAMS)) if one.value >= 0}
-    found: Dict[str, Any] = {}
-    for one in seen.values():
-        if one.name in COUNTERS:
-            name = COUNTERS[one.name]
-            found[name] = found.get(name, 0.0) + one.value
-        else:
+    """Counters added up over the engines; histograms `{bound: requests up to it}`; what the page lacks is absent."""
+    rows = distinct(page, (*COUNTERS, *HISTOGRAMS))
+    figures: Dict[str, Any] = dict(totals(rows, COUNTERS))
+    for one in rows:
+        if one.name in HISTOGRAMS:
             bound = one.labels.get("le", "")
-            buckets = found.setdefault(HISTOGRAMS[one.name], {})
+            buckets = figures.setdefault(HISTOGRAMS[one.name], {})
             buckets[bound] = buckets.get(bound, 0.0) + one.value
-    return found
+    return figures
 
 
 # vLLM's bucket bounds, in seconds

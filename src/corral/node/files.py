@@ -1,6 +1,6 @@
-"""Files that are whole or absent, for the nodes and for Corral itself.
+"""Small files: written in one step, so that readers see the old content or the new, and read without failing.
 
-Standard library only, Python 3.8 or later, nothing of corral: the source is sent to the node.
+Standard library only, nothing of corral: the source is sent to the node.
 """
 
 import contextlib
@@ -13,10 +13,14 @@ Json = Dict[str, Any]
 
 
 def write_atomic(path: Union[str, "os.PathLike[str]"], text: Union[str, bytes], mode: int = 0o600) -> None:
-    """Replace `path` with `text` in one step, synced; writers on several nodes do not meet."""
+    """Replace `path` with `text` in one step, synced; writers on several nodes do not disturb each other."""
     folder, name = os.path.split(os.fspath(path))
-    own = "%s.%d.%s" % (socket.gethostname(), os.getpid(), os.urandom(4).hex())  # names and numbers repeat elsewhere
-    temporary = os.path.join(folder, ".%s.%s.tmp" % (name, own))
+    writer = "%s.%d.%s" % (
+        socket.gethostname(),
+        os.getpid(),
+        os.urandom(4).hex(),
+    )  # host names and process numbers are not unique
+    temporary = os.path.join(folder, ".%s.%s.tmp" % (name, writer))
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     try:
         with open(descriptor, "wb") as file:
@@ -36,7 +40,7 @@ def write_json(path: str, body: Any) -> None:
 
 
 def read_text(path: str) -> str:
-    """A small file's text, or nothing."""
+    """The text of a small file; empty where it cannot be read."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read(65536).strip()
@@ -44,11 +48,21 @@ def read_text(path: str) -> str:
         return ""
 
 
+def number(text: str) -> int:
+    """A whole number, or 0 for anything else: sysfs says -1 or an error for what it does not know."""
+    return int(text) if text.isdigit() else 0
+
+
+def read_number(path: str) -> int:
+    """The number in a small file; 0 where there is none."""
+    return number(read_text(path))
+
+
 def read_json(path: str) -> Json:
-    """The file's object; empty while it is absent or not whole."""
+    """The object in a file; empty while the file is absent or incomplete."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        os.listdir(os.path.dirname(path))  # makes NFS look again
+        os.listdir(os.path.dirname(path))  # makes NFS refresh its cache
         with open(path) as file:
-            found = json.load(file)
-            return found if isinstance(found, dict) else {}
+            body = json.load(file)
+            return body if isinstance(body, dict) else {}
     return {}

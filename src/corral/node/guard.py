@@ -1,15 +1,15 @@
-"""The lock on a deployment's door: one ASGI middleware loaded into vLLM's own API server.
+"""The guard of a deployment: one ASGI middleware loaded into vLLM's own API server.
 
-`vllm serve --middleware corral_guard.Guard`: every path needs the deployment's key, except `/health`. vLLM's own
-`--api-key` guards only some prefixes (`/invocations` gives full inference without it), and its administrative paths
-(sleep, pause, weight updates, RPC into the workers) are open to whoever holds the key. Here the list is of what is
-*open*; everything else answers 403, also paths that a later engine adds.
+`vllm serve --middleware corral_guard.Guard`: every path except `/health` needs the deployment's key. vLLM's own
+`--api-key` protects only some prefixes (`/invocations` gives full inference without it), and its administrative paths
+(sleep, pause, weight updates, RPC into the workers) are open to whoever has the key. Here the *open* paths are
+listed; every other one answers 403, also paths that a later engine adds.
 
 While the file named by `CORRAL_DRAIN_FILE` exists, new requests are answered 503 and running ones finish. Where
 `CORRAL_ROW_SOCKETS` names a folder, `corral_row_socket` opens a Unix socket there for batches on the same machine.
 
 The key is read once from the file named by `CORRAL_KEY_FILE`; it is in no argument, log or environment variable.
-Standard library only, and nothing of corral: the file is copied to where the engine runs.
+Standard library only, nothing of corral: the file is copied to where the engine runs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ CLOSED_UNDER_PREFIX = frozenset({"load_lora_adapter", "unload_lora_adapter"})
 
 
 def load_digest(environ: Dict[str, str]) -> bytes:
-    """The digest of the key; refuses to go on without a usable one, so that no server starts unguarded."""
+    """The digest of the key; raises without a usable one, so that no server starts unguarded."""
     path = environ.get("CORRAL_KEY_FILE", "")
     if not path:
         raise RuntimeError("corral guard: CORRAL_KEY_FILE is not set; the server must not run without a key")
@@ -60,7 +60,7 @@ def load_digest(environ: Dict[str, str]) -> bytes:
 
 
 def is_open(path: str) -> bool:
-    """Whether a path is one of inference or observation, as opposed to administration."""
+    """Whether a path is for inference or monitoring, not for administration."""
     if "//" in path or "/." in path or "\\" in path:
         return False
     if path in OPEN_WITH_KEY or path in OPEN_WITHOUT_KEY:
@@ -69,7 +69,7 @@ def is_open(path: str) -> bool:
 
 
 def offered_key(headers: List[Tuple[bytes, bytes]]) -> bytes:
-    """The key a request carries: a bearer token, or `x-api-key` as Anthropic's SDK sends it."""
+    """The key in a request: a bearer token, or `x-api-key` as Anthropic's SDK sends it."""
     for name, value in headers:
         if name == b"authorization" and value[:7].lower() == b"bearer ":
             return bytes(value[7:].strip())
@@ -79,13 +79,13 @@ def offered_key(headers: List[Tuple[bytes, bytes]]) -> bytes:
 
 
 class Guard:
-    """Lets a request pass when its path is open and its key is right."""
+    """Passes a request on when its path is open and its key is right."""
 
     def __init__(self, app: Any) -> None:
         self.app = app
         self._digest = load_digest(dict(os.environ))
         self._drain_file = os.environ.get("CORRAL_DRAIN_FILE", "")
-        self._looked, self._draining = float("-inf"), False
+        self._checked, self._draining = float("-inf"), False
         self._rows: Any = None
 
     async def __call__(self, scope: Scope, receive: Any, send: Send) -> None:
@@ -98,7 +98,7 @@ class Guard:
                     await self._rows.close()
             return
         if scope["type"] not in ("http", "websocket"):
-            return  # nothing that we know how to guard
+            return  # a kind of request that cannot be checked
         refusal = self._refusal(scope)
         if refusal is None:
             await self.app(scope, receive, send)
@@ -109,7 +109,7 @@ class Guard:
             await _answer(send, *refusal)
 
     async def _open_row_socket(self, owner: Any) -> None:
-        """Let batches on this machine hand rows to this process; without it, they use HTTP like everybody."""
+        """Let batches on this machine send rows to this process; without it, they use HTTP."""
         folder = os.environ.get("CORRAL_ROW_SOCKETS", "")
         if not folder:
             return
@@ -132,7 +132,7 @@ class Guard:
         if not is_open(path):
             return 403, "this path is closed on endpoints that Corral serves"
         if method not in ("GET", "HEAD") and self._is_draining():
-            return 503, "this server is about to end: it finishes what runs and takes nothing new"
+            return 503, "this server is about to end: it finishes what runs and accepts nothing new"
         return None
 
     def _row_refusal(self, path: str) -> Any:
@@ -140,9 +140,9 @@ class Guard:
         return refusal and (refusal[0], _error_body(*refusal))
 
     def _is_draining(self) -> bool:
-        """Whether the end is near; looked up twice a second at most, the file may lie on a shared file system."""
-        if self._drain_file and not self._draining and time.monotonic() - self._looked > 0.5:
-            self._looked, self._draining = time.monotonic(), os.path.exists(self._drain_file)
+        """Whether the server drains; checked twice a second at most, as the file may be on a shared file system."""
+        if self._drain_file and not self._draining and time.monotonic() - self._checked > 0.5:
+            self._checked, self._draining = time.monotonic(), os.path.exists(self._drain_file)
         return self._draining
 
 

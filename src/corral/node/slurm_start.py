@@ -1,11 +1,11 @@
-"""What `srun` starts on each node of a job: find addresses and ports, fill in this rank's spec, become the agent.
+"""What `srun` starts on each node of a job: finds addresses and ports, fills in this rank's spec, becomes the agent.
 
     python3 -I slurm_start.py FOLDER      # in a job step with one task per node
 
-Which nodes a job gets is known only when it runs. Each rank writes into the shared folder where it can be reached;
-the head waits for all of them, picks a network that joins them and free ports, and writes the rendezvous. Each rank
-then replaces the tokens in its template with addresses and ports and becomes its agent. What an earlier attempt of
-the same job left (SLURM put it back into the queue) is set aside first.
+The nodes of a job are known only when it runs. Each rank writes its addresses into the shared folder; the head waits
+for all of them, chooses a network that joins them and free ports, and writes the rendezvous. Each rank then replaces
+the tokens in its template with addresses and ports and becomes its agent. What an earlier attempt of the same job
+left (SLURM put it back into the queue) is set aside first.
 
 Standard library only, Python 3.8 or later, nothing of corral: the file is copied to where the agents run.
 """
@@ -13,22 +13,21 @@ Standard library only, Python 3.8 or later, nothing of corral: the file is copie
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import ipaddress
 import os
 import re
 import socket
-import struct
 import sys
 import time
 from typing import Any, Dict, List, Optional
 
-from .adapters import choose_adapters, default_interface, rdma_ports
-from .files import read_json, read_text, write_json
-from .ports import free_ports
+from .files import read_json, read_number, read_text, write_json
+from .network import addresses, choose_adapters, default_interface, rdma_ports
+from .sockets import free_ports
 
 Json = Dict[str, Any]
 WAIT_S = 600.0  # nodes of one job may be minutes apart: prologues, slow file systems
-UP_AND_RUNNING = 0x1 | 0x40
+UP = ("up", "unknown")  # a driver that does not tell counts as up
 MAY_BE_EMPTY = ("NCCL_IB_HCA", "NCCL_IB_DISABLE")
 VIRTUAL = re.compile(r"^(lo|docker|virbr|veth|br-|cni|flannel|podman|tun|tap)")
 
@@ -37,40 +36,26 @@ VIRTUAL = re.compile(r"^(lo|docker|virbr|veth|br-|cni|flannel|podman|tun|tap)")
 def interfaces() -> List[Json]:
     """The node's own IPv4 addresses that others may reach, fastest first."""
     found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            if VIRTUAL.match(name):
-                continue
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                flags = struct.unpack("H", fcntl.ioctl(probe, 0x8913, request)[16:18])[0]
-                address = socket.inet_ntoa(fcntl.ioctl(probe, 0x8915, request)[20:24])
-                mask = socket.inet_ntoa(fcntl.ioctl(probe, 0x891B, request)[20:24])
-            except OSError:
-                continue  # no IPv4 address
-            if flags & UP_AND_RUNNING == UP_AND_RUNNING and not address.startswith("169.254."):
-                kind = read_text("/sys/class/net/%s/type" % name)
-                speed = read_text("/sys/class/net/%s/speed" % name)
-                found.append(
-                    {
-                        "interface": name,
-                        "address": address,
-                        "network": network(address, mask),
-                        "infiniband": kind == "32",
-                        "speed": int(speed) if speed.lstrip("-").isdigit() else 0,
-                    }
-                )
+    for name, rows in addresses().items():
+        folder = "/sys/class/net/" + name
+        up = int(read_text(folder + "/flags") or "0", 16) & 1 and read_text(folder + "/operstate") in UP
+        ipv4 = [(address, prefix) for family, address, prefix in rows if family == socket.AF_INET]
+        if VIRTUAL.match(name) or not up or not ipv4 or ipv4[0][0].startswith("169.254."):
+            continue
+        found.append(
+            {
+                "interface": name,
+                "address": ipv4[0][0],
+                "network": str(ipaddress.ip_network("%s/%d" % ipv4[0], strict=False)),
+                "infiniband": read_number(folder + "/type") == 32,
+                "speed": read_number(folder + "/speed"),
+            }
+        )
     return sorted(found, key=lambda one: (not one["infiniband"], -one["speed"]))
 
 
-def network(address: str, mask: str) -> str:
-    """The network that an address belongs to, as `10.0.0.0/255.255.255.0`."""
-    pairs = zip(socket.inet_aton(address), socket.inet_aton(mask))  # noqa: B905 - strict is newer than 3.8
-    return "%s/%s" % (".".join(str(a & m) for a, m in pairs), mask)
-
-
 def named_address() -> str:
-    """What this node's name stands for, when it is an address that others may use."""
+    """The address of this node's name; empty when others cannot use it."""
     with contextlib.suppress(OSError):
         address = socket.gethostbyname(socket.gethostname())
         return "" if address.startswith("127.") else address
@@ -78,7 +63,7 @@ def named_address() -> str:
 
 
 def choose_network(ranks: List[Json], wanted: str = "") -> List[Json]:
-    """For every rank where the others reach it: all on one network, the head's fastest that joins them."""
+    """The address of every rank: all on one network, the fastest of the head's that joins them."""
     for head in ranks[0]["candidates"]:
         if wanted and head["interface"] != wanted:
             continue
@@ -88,13 +73,13 @@ def choose_network(ranks: List[Json], wanted: str = "") -> List[Json]:
     routed = [_by_name(rank, wanted) for rank in ranks]  # a network per rack, with routing between them
     if all(routed) and _all_differ(routed):
         return [one for one in routed if one]
-    seen = "; ".join(
+    addresses_text = "; ".join(
         "%s has %s"
         % (rank["name"], ", ".join("%(interface)s %(address)s" % one for one in rank["candidates"]) or "none")
         for rank in ranks
     )
     what = "interface %s joins" % wanted if wanted else "network joins"
-    raise SystemExit("corral: no %s all nodes of this job: %s" % (what, seen))
+    raise SystemExit("corral: no %s all nodes of this job: %s" % (what, addresses_text))
 
 
 def _all_differ(found: List[Optional[Json]]) -> bool:
@@ -102,7 +87,7 @@ def _all_differ(found: List[Optional[Json]]) -> bool:
 
 
 def _by_name(rank: Json, interface: str) -> Optional[Json]:
-    """The interface wanted, or the one that the node's own name stands for."""
+    """The wanted interface, or the one with the address of the node's name."""
     for one in rank["candidates"]:
         if one["interface"] == interface if interface else one["address"] == rank["named"]:
             return dict(one)
@@ -118,7 +103,7 @@ def _on_network(rank: Json, wanted: str, interface: str) -> Optional[Json]:
 
 # -------------------------------------------------------------------------------------------------------------- files
 def set_aside(rank_folder: str, attempt: str) -> None:
-    """Keep what an earlier attempt of this job wrote for reading, and start over."""
+    """Move what an earlier attempt of this job wrote to a folder of its own."""
     before = read_json(os.path.join(rank_folder, "address.json")).get("attempt")
     if before in (None, attempt):
         return
@@ -131,42 +116,42 @@ def set_aside(rank_folder: str, attempt: str) -> None:
 
 
 def wait_for_all(folder: str, count: int, attempt: str) -> List[Json]:
-    """Every rank's address, once all have written theirs."""
+    """The addresses of every rank, once all have written theirs."""
     until = time.monotonic() + WAIT_S
     while True:
         ranks = [read_json(os.path.join(folder, "rank%d" % rank, "address.json")) for rank in range(count)]
-        missing = [str(rank) for rank, found in enumerate(ranks) if found.get("attempt") != attempt]
+        missing = [str(rank) for rank, one in enumerate(ranks) if one.get("attempt") != attempt]
         if not missing:
             return ranks
         if time.monotonic() > until:
-            raise SystemExit("corral: rank %s did not come within %d s" % (", ".join(missing), WAIT_S))
+            raise SystemExit("corral: rank %s did not write its address within %d s" % (", ".join(missing), WAIT_S))
         time.sleep(0.2)
 
 
 def wait_for_rendezvous(path: str, attempt: str) -> Json:
     until = time.monotonic() + 2 * WAIT_S
     while time.monotonic() < until:
-        found = read_json(path)
-        if found.get("attempt") == attempt:
-            return found
+        meeting = read_json(path)
+        if meeting.get("attempt") == attempt:
+            return meeting
         time.sleep(0.2)
     raise SystemExit("corral: the head of this job never wrote the addresses")
 
 
 # --------------------------------------------------------------------------------------------------------------- spec
 def fill(value: Any, tokens: Dict[str, str]) -> Any:
-    """The same value with every token in its texts replaced."""
+    """The value with every token in its texts replaced."""
     if isinstance(value, dict):
         return {key: fill(one, tokens) for key, one in value.items()}
     if isinstance(value, list):
         return [fill(one, tokens) for one in value]
     if isinstance(value, str) and "@" in value:
-        return re.sub(r"@[A-Z]+(?:_[A-Z]+)*\d*@", lambda found: tokens.get(found[0], found[0]), value)
+        return re.sub(r"@[A-Z]+(?:_[A-Z]+)*\d*@", lambda match: tokens.get(match[0], match[0]), value)
     return value
 
 
 def without_empty(value: Any) -> Any:
-    """The same value without the variables of NCCL that nothing was found for: it then chooses by itself."""
+    """The value without empty variables of NCCL, which then chooses by itself."""
     if isinstance(value, dict):
         kept = {key: one for key, one in value.items() if not (key in MAY_BE_EMPTY and one in ("", "="))}
         return {key: without_empty(one) for key, one in kept.items()}
@@ -174,17 +159,17 @@ def without_empty(value: Any) -> Any:
 
 
 def adapters(ranks: List[Json]) -> Json:
-    """The RDMA adapters of all ranks, in NCCL's form; empty where it is left its own choice."""
+    """The RDMA adapters of all ranks, in NCCL's form; empty where NCCL chooses by itself."""
     nodes = []
     for rank in ranks:
         networks: Dict[str, List[str]] = {}
         for one in rank["candidates"]:
             networks.setdefault(one["interface"], []).append(one["network"])
         nodes.append({"name": rank["name"], "rdma": rank["rdma"], "networks": networks, "default": rank["default"]})
-    found, sockets_only, why = choose_adapters(nodes)
+    ports, sockets_only, why = choose_adapters(nodes)
     if why:
         sys.stdout.write("corral: %s\n" % why)
-    return {"hcas": [",".join(ports) for ports in found], "sockets_only": sockets_only}
+    return {"hcas": [",".join(names) for names in ports], "sockets_only": sockets_only}
 
 
 def complete(template: Json, meeting: Json) -> Json:
@@ -206,7 +191,7 @@ def complete(template: Json, meeting: Json) -> Json:
 
 
 def endpoint(spec: Json, own: Json) -> Json:
-    """Where users find the server: by the address of the node's name, where it listens on that."""
+    """The endpoint for users: by the address of the node's name, where the server listens on that."""
     host, port = spec["serve"]["host"], spec["serve"]["port"]
     if host in ("", "0.0.0.0", "::"):  # noqa: S104
         addresses = [one["address"] for one in own["candidates"]]
@@ -216,10 +201,10 @@ def endpoint(spec: Json, own: Json) -> Json:
 
 
 def _three_ports() -> List[int]:
-    found = free_ports(3)
-    if len(found) < 3:
+    ports = free_ports(3)
+    if len(ports) < 3:
         raise SystemExit("corral: this node has no free ports")
-    return found
+    return ports
 
 
 def main(folder: str) -> int:

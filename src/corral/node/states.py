@@ -1,8 +1,7 @@
-"""What a deployment can be, and why it ended; which state may follow which.
+"""The states of a deployment, the reasons for its end, and which state may follow which.
 
-State says where a deployment stands; Reason says why it stands there. They are kept apart so that "failed, out of
-memory" and "failed, killed by somebody" never collapse into one word. `UNKNOWN` is only ever computed by a reader
-(the node cannot be asked); it is never written. What an agent writes follows `TRANSITIONS`, or is refused.
+State and Reason are separate, so that "failed, out of memory" and "failed, killed" stay distinct. `UNKNOWN` is only
+ever computed by a reader (the node cannot be asked); it is never written. An agent writes only the `TRANSITIONS`.
 
 Standard library only, Python 3.8 or later, nothing of corral: the source is sent to the node.
 """
@@ -14,7 +13,7 @@ from typing import Dict, FrozenSet
 
 
 class _Word(str, enum.Enum):
-    """A word that is also its own text, in JSON and in sentences."""
+    """An enum whose members are their own text, in JSON and in messages."""
 
     def __str__(self) -> str:
         return str(self.value)
@@ -74,7 +73,7 @@ class Reason(_Word):
 
 
 _END = {State.STOPPED, State.FAILED}
-# a job can go back into its queue from everywhere but the last states, and a restart begins from wherever it ended
+# a job can return to its queue from every state but the last, and a restart begins from any of them
 _AGAIN = {State.QUEUED, State.STARTING}
 TRANSITIONS: Dict[State, FrozenSet[State]] = {
     State.STAGING: frozenset({State.QUEUED, State.STARTING} | _END),

@@ -1,4 +1,4 @@
-"""Which vLLM, torch, CUDA, NCCL and Ray a runtime's Python has, as JSON, without importing any of them.
+"""Prints the versions of vLLM, torch, CUDA, NCCL and Ray in a runtime's Python as JSON, without importing them.
 
 Standard library only, Python 3.8 or later, nothing of corral.
 """
@@ -30,11 +30,11 @@ def version_of(names: Tuple[str, ...]) -> str:
 
 def cuda_of_torch() -> str:
     """Read from torch's own version file: importing torch takes seconds."""
-    found = importlib.util.find_spec("torch")
-    if found is None or not found.origin:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.origin:
         return ""
     try:
-        with open(os.path.join(os.path.dirname(found.origin), "version.py"), encoding="utf-8") as file:
+        with open(os.path.join(os.path.dirname(spec.origin), "version.py"), encoding="utf-8") as file:
             match = re.search(r"^cuda\b[^=\n]*=\s*['\"]([\d.]+)['\"]", file.read(), re.MULTILINE)
     except OSError:
         return ""

@@ -28,7 +28,7 @@ from urllib.parse import unquote
 from corral.base.errors import ConflictError, CorralError, NotFoundError
 from corral.base.files import make_private_dir, write_atomic
 from corral.base.home import fleets_dir
-from corral.base.lock import FileLock, exclusive_lock, telling
+from corral.base.lock import FileLock, exclusive_lock, wait_notice
 from corral.base.processes import Identity
 from corral.base.record import dump_json, load_json, nearest
 from corral.client.http1 import http_url
@@ -260,7 +260,7 @@ def change_fleet(folder: FleetFolder, change: Callable[[Fleet], Fleet]) -> Fleet
 
 def fleet_lock(folder: FleetFolder, say: Callable[[str], None] | None = None) -> FileLock:
     """Only its holder changes a fleet's record."""
-    return exclusive_lock(folder.lock, telling(f"the fleet {folder.name}", say), silent_s=OLD_LOCK_S)
+    return exclusive_lock(folder.lock, wait_notice(f"the fleet {folder.name}", say), silent_s=OLD_LOCK_S)
 
 
 def all_fleets() -> list[FleetFolder]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from corral.base.errors import CorralError
 from corral.deploy.doctor.finding import Finding, fatal, ok, warning
-from corral.node.adapters import some_of
+from corral.node.network import some_of
 from corral.plan.hardware.inventory import GIB
 from corral.plan.hardware.survey import OLDEST_PYTHON, NodeFacts
 

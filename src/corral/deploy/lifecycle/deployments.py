@@ -30,7 +30,7 @@ from corral.deploy.deployment.state import ENDED, Patience, Reason, State
 from corral.deploy.launch.render import LaunchSpec
 from corral.deploy.lifecycle.status import traces_of, verdict
 from corral.deploy.targets.base import AgentsStatus, Target, load_target
-from corral.node.agent.processes import marked
+from corral.node.processes import marked
 
 if TYPE_CHECKING:  # the planner is not needed to look at a deployment
     from corral.plan.contract import Plan

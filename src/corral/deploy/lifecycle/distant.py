@@ -27,7 +27,7 @@ from corral.client.endpoint import Endpoint
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.state import ENDED, State
 from corral.deploy.lifecycle.tunnel import hold_forward, near_end, near_socket
-from corral.node.ports import free_port
+from corral.node.sockets import free_port
 
 ASK_EVERY_S = 10.0
 ASKED_AT_MOST_S = 2.0  # as often as refusals may make it ask

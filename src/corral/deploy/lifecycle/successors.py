@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from corral.base.errors import ConflictError, CorralError, NotFoundError, UsageError
 from corral.base.files import write_atomic
-from corral.base.lock import FileLock, exclusive_lock, telling
+from corral.base.lock import FileLock, exclusive_lock, wait_notice
 from corral.base.record import dump_json, load_json
 from corral.deploy.deployment.fleet import living_fleets
 from corral.deploy.deployment.folder import DeploymentFolder, all_folders, chain_of, open_folder
@@ -150,4 +150,6 @@ def refuse_living_chain(name: str) -> None:
 
 def chain_lock(folder: DeploymentFolder, say: Callable[[str], None] | None = None) -> FileLock:
     """Only its holder changes a chain. A holder on a node that is gone cannot be asked: its lock grows old."""
-    return exclusive_lock(folder.successors_lock, telling(f"what follows {folder.name}", say), silent_s=OLD_LOCK_S)
+    return exclusive_lock(
+        folder.successors_lock, wait_notice(f"what follows {folder.name}", say), silent_s=OLD_LOCK_S
+    )

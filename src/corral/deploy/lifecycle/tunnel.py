@@ -42,7 +42,7 @@ from corral.deploy.deployment.events import read_events
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.state import ENDED
 from corral.deploy.lifecycle.deployments import Record, target_of
-from corral.node.agent.processes import end_with_parent
+from corral.node.processes import end_with_parent
 
 
 class NearEnd:

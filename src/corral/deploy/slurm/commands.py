@@ -22,7 +22,7 @@ from pathlib import Path
 
 from corral.base.errors import CorralError, UnreachableError, UsageError
 from corral.base.shell import Completed, run
-from corral.base.ssh import said_meanwhile
+from corral.base.ssh import announced_wait
 
 LOGIN_NODE = "Run Corral on a login node of the cluster, or set PATH to where SLURM's commands are."
 PATIENCE_S = 15.0  # for one command; a living controller answers in well under a second
@@ -53,7 +53,7 @@ def ask(argv: Sequence[str], timeout_s: float = PATIENCE_S) -> Completed:
     """Run one of SLURM's commands; a controller that does not answer raises `UnreachableError`."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("SQUEUE_", "SACCT_", "SINFO_"))}
     try:
-        with said_meanwhile(f"waiting for SLURM's controller (`{argv[0]}`)"):
+        with announced_wait(f"waiting for SLURM's controller (`{argv[0]}`)"):
             done = run(argv, timeout_s, {**env, "SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"})
     except UnreachableError:
         raise UnreachableError(

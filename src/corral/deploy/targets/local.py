@@ -24,8 +24,8 @@ from corral.deploy.deployment.folder import DeploymentFolder, RankFolder
 from corral.deploy.launch.links import Node, Ports
 from corral.deploy.launch.render import LaunchSpec, agent_spec, server_url
 from corral.deploy.targets.base import AgentsStatus, ChosenPorts, Declared, Progress
-from corral.node.agent.processes import marked
-from corral.node.ports import free_port, reserved_ports
+from corral.node.processes import marked
+from corral.node.sockets import free_port, reserved_ports
 
 if TYPE_CHECKING:
     from corral.engines.runtimes.base import NodeCheck

@@ -15,7 +15,7 @@ from corral.base.untrusted import parse_json
 from corral.deploy.deployment.folder import DeploymentFolder, all_folders
 from corral.deploy.deployment.state import ENDED
 from corral.deploy.targets.remote_files import last_state
-from corral.node.ports import NEAR, free_port, reserve
+from corral.node.sockets import NEAR, free_port, reserve
 
 
 def near_port(first: int) -> int:

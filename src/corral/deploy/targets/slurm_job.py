@@ -11,7 +11,7 @@ from typing import Any
 
 from corral.base.errors import CorralError, UnreachableError
 from corral.base.record import load_json
-from corral.base.ssh import said_meanwhile
+from corral.base.ssh import announced_wait
 from corral.deploy.deployment.diagnosis import last_lines
 from corral.deploy.deployment.events import read_events
 from corral.deploy.deployment.folder import DeploymentFolder, RankFolder
@@ -67,7 +67,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 def is_over(id: str, patience_s: float, hopeless: Callable[[], bool] = lambda: False) -> bool:
     """Wait until the job has left its nodes, for so long, or until that can no longer be expected."""
     deadline = time.monotonic() + patience_s
-    with said_meanwhile(f"waiting for SLURM to end job {id}"):
+    with announced_wait(f"waiting for SLURM to end job {id}"):
         while True:
             commands.forget_answers()
             job = commands.jobs(commands.PATIENCE_S).get(id)

@@ -30,7 +30,7 @@ from corral.base.errors import (
 from corral.base.files import make_private_dir, write_atomic
 from corral.base.home import home_dir
 from corral.base.record import from_json, load_json, to_json
-from corral.base.shell import Leash
+from corral.base.shell import CommandHandle
 from corral.base.ssh import Forward, Ssh, each, read_hosts
 from corral.base.untrusted import parse_json
 from corral.deploy.deployment.folder import DeploymentFolder, RankFolder
@@ -289,7 +289,7 @@ class SshTarget(Declared):
         return str(path) if seen or not lacking(self.ssh, self.chosen.hosts, path) else self._destination(path)
 
     def reach(self, node: str) -> tuple[str, ...]:
-        return (*self.ssh.words, node)
+        return (*self.ssh.argv, node)
 
     def shell(self) -> Ssh:
         return self.ssh
@@ -379,10 +379,10 @@ class SshTarget(Declared):
             return  # nothing more can come
         there = self.node_folder(folder, launch)
 
-        def ask(host: str, rank: RankFolder, timeout_s: float, leash: Leash) -> NodeReport:
+        def ask(host: str, rank: RankFolder, timeout_s: float, handle: CommandHandle) -> NodeReport:
             sizes = mirrored_sizes(rank)
             order = {"folder": str(there.path), "rank": rank.number, "files": sizes}
-            return read_report(self._do(host, "report", order, b"", timeout_s, leash), host, sizes)
+            return read_report(self._do(host, "report", order, b"", timeout_s, handle), host, sizes)
 
         self._reports = gather(folder, self.chosen.hosts, ask)
 
@@ -467,10 +467,10 @@ class SshTarget(Declared):
         order: Mapping[str, Any],
         data: bytes,
         timeout_s: float,
-        leash: Leash | None = None,
+        handle: CommandHandle | None = None,
     ) -> str:
         """What the host says to a command of `node/remote.py`; nobody has looked at it yet."""
-        done = self.ssh.python(host, bundle("node/remote.py"), [action, json.dumps(order)], data, timeout_s, leash)
+        done = self.ssh.python(host, bundle("node/remote.py"), [action, json.dumps(order)], data, timeout_s, handle)
         return done.or_raise(f"on {host}", f"Does `ssh {host} python3 --version` say 3.8 or later?").stdout
 
 

@@ -23,15 +23,15 @@ from queue import Empty, Queue
 
 from corral.base.errors import ConflictError, CorralError, UnreachableError, UsageError
 from corral.base.files import write_atomic
-from corral.base.shell import Leash
-from corral.base.ssh import FAN_OUT, SAY_AFTER_S, WAITING, check_host
+from corral.base.shell import CommandHandle
+from corral.base.ssh import ANNOUNCE_AFTER_S, FAN_OUT, WAITING, check_host
 from corral.deploy.deployment.events import read_events
 from corral.deploy.deployment.folder import DeploymentFolder, RankFolder
 from corral.deploy.deployment.state import ENDED, Reason
 from corral.deploy.targets.keys import a_path, key
 from corral.deploy.targets.keys import hosts as good_hosts
 from corral.deploy.targets.remote_files import NodeReport, last_word, mirror
-from corral.node.adapters import some_of
+from corral.node.network import some_of
 from corral.plan.hardware.cpu import common_cpu, parse_cpuinfo
 from corral.plan.hardware.inventory import Inventory, recognise
 from corral.plan.hardware.survey import NodeFacts
@@ -124,7 +124,9 @@ REPORT_S = 4.0  # a node that takes longer to say how it stands counts as unreac
 AWAY_S = 15.0  # within which a rank that did not answer in that time is not waited for: it says what it says in time
 AGAIN_S = 1.0  # after which the others are asked once more, while the head is silent: they may learn that it is lost
 Answers = dict[str, NodeReport | CorralError]
-Ask = Callable[[str, RankFolder, float, Leash], NodeReport]  # a host, its rank, for how long, and what ends it
+Ask = Callable[
+    [str, RankFolder, float, CommandHandle], NodeReport
+]  # a host, its rank, for how long, and what ends it
 
 
 def gather(folder: DeploymentFolder, hosts: Sequence[str], ask: Ask) -> Answers:
@@ -159,7 +161,7 @@ class _Inquiry:
         self._ask = ask
         self._came: Queue[tuple[str, NodeReport | Exception]] = Queue()
         self._over = threading.Event()
-        self._leashes = {host: Leash() for host in hosts}
+        self._handles = {host: CommandHandle() for host in hosts}
         self._seats = threading.Semaphore(FAN_OUT)
         for host in hosts:
             threading.Thread(target=self._talk, args=(host,), daemon=True).start()
@@ -174,12 +176,12 @@ class _Inquiry:
 
     def _once(self, host: str) -> NodeReport | Exception:
         try:
-            return self._ask(host, self._ranks[host], REPORT_S, self._leashes[host])
+            return self._ask(host, self._ranks[host], REPORT_S, self._handles[host])
         except Exception as error:
             return error
 
     def follow(self) -> None:
-        quiet_until: float | None = time.monotonic() + SAY_AFTER_S  # None: it has been said
+        quiet_until: float | None = time.monotonic() + ANNOUNCE_AFTER_S  # None: it has been said
         while late := self._needed():
             left_s = None if quiet_until is None else max(0.0, quiet_until - time.monotonic())
             try:
@@ -191,8 +193,8 @@ class _Inquiry:
     def close(self) -> None:
         """What is still being asked is given up; whatever it would have said comes with the next round."""
         self._over.set()
-        for leash in self._leashes.values():
-            leash.cut()
+        for handle in self._handles.values():
+            handle.kill()
 
     def _take(self, host: str, answer: NodeReport | Exception) -> None:
         rank = self._ranks[host]

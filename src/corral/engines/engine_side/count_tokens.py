@@ -2,7 +2,7 @@
 
     python count_tokens.py MODEL_FOLDER < questions
 
-A line of the input is `{"prompt": …}` or `{"messages": …}`, a line of the output a number; 0: it cannot be told.
+A line of the input is `{"prompt": …}` or `{"messages": …}`, a line of the output a number; 0 where it is unknown.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def main() -> None:
     tokenizer = importlib.import_module("transformers").AutoTokenizer.from_pretrained(sys.argv[1])
     for line in sys.stdin:
         try:
-            found = count(tokenizer, json.loads(line))
+            tokens = count(tokenizer, json.loads(line))
         except Exception:  # a template that refuses these messages: the server will say so
-            found = 0
-        sys.stdout.write(f"{found}\n")
+            tokens = 0
+        sys.stdout.write(f"{tokens}\n")
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from corral.base.alarm import Alarm
 from corral.base.errors import UsageError
+from corral.base.timer import PreciseTimer
 from corral.client.client import Client
 from corral.client.errors import (
     KeyRefusedError,
@@ -84,8 +84,8 @@ class _Generator:
         self._interrupted = False
 
     async def run(self) -> RequestOutcome:
-        alarm = Alarm(self._loop, self._send_due)
-        beat = Alarm(self._loop, lambda: self._beat(beat))
+        alarm = PreciseTimer(self._loop, self._send_due)
+        beat = PreciseTimer(self._loop, lambda: self._beat(beat))
         self._alarm = alarm
         gc.collect()
         gc.freeze()
@@ -208,7 +208,7 @@ class _Generator:
         if not self._under_way and (over or self._closed()) and not self._finished.done():
             self._finished.set_result(None)
 
-    def _beat(self, alarm: Alarm) -> None:
+    def _beat(self, alarm: PreciseTimer) -> None:
         now = _now()
         self._beats.append(max(0, now - self._beat_due) / 1e9)
         self._beat_due = max(self._beat_due + _BEAT_NS, now)

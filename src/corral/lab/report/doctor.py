@@ -12,7 +12,7 @@ import click
 from corral.base.wording import counted
 from corral.deploy.doctor.finding import Finding, Level, Report
 from corral.lab.report.tables import reading_width, table_lines, wrapped
-from corral.node.adapters import some_of
+from corral.node.network import some_of
 from corral.plan.hardware.inventory import GIB
 from corral.plan.hardware.survey import NodeFacts
 

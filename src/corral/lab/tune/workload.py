@@ -1,6 +1,6 @@
 """What a running deployment was asked in the last hour: lengths, how they vary, and a rate. No text.
 
-vLLM's counters only grow. The deployment's agent keeps a line of them every five minutes (`node/agent/load_log`), and
+vLLM's counters only grow. The deployment's agent keeps a line of them every five minutes (`node/agent/probe`), and
 what they grew by since the line of an hour ago is the last hour; of a younger engine it is the time since it started.
 The agent's own questions, one token each, are taken out.
 

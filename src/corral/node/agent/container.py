@@ -1,4 +1,4 @@
-"""The container that a rank's engine may run in: found, told from others, removed."""
+"""The container that a rank's engine may run in: finding it, its processes and sockets, and removing it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import time
 from typing import Any, Dict, List, Sequence, Set, Tuple
 
 from ..files import read_json
-from .processes import end_all, listener_users, process_table, sockets_of
+from ..processes import ENDED, end_all, process_table
+from ..sockets import listener_users, sockets_of
 
 Json = Dict[str, Any]
 CLEANUP_ATTEMPTS = 15
 
 
 class Container:
-    """The container of a rank whose runtime is one; nothing at all for every other rank.
+    """The container of a rank; false for a rank whose runtime has none.
 
-    Its processes belong to a daemon. They are told by their control group, which names the container and which
-    everybody may read; the number that the daemon gives is one of the daemon's own process namespace, and may mean
-    somebody else's process here.
+    Its processes are children of a daemon. They are found by their control group, which names the container and which
+    every user may read; the process number that the daemon gives belongs to the daemon's own namespace, and may mean
+    another process here.
     """
 
     def __init__(self, spec: Json) -> None:
@@ -29,42 +30,42 @@ class Container:
         self.query: List[str] = spec.get("pid_query") or []
         self.env = {k: v for k, v in os.environ.items() if k not in spec.get("unset_env", [])}
         self.id = ""
-        self.asked = 0.0
+        self.queried = 0.0  # monotonic
 
     def __bool__(self) -> bool:
         return bool(self.query)
 
     def forget(self) -> None:
         """A new one is about to start."""
-        self.id, self.asked = "", 0.0
+        self.id, self.queried = "", 0.0
 
-    def look(self, every_s: float = 1.0) -> str:
-        """The container's id once it runs; its client is not asked again after that, nor too often before."""
-        if self.query and not self.id and time.monotonic() - self.asked >= every_s:
-            words = self._run(self.query)[1].split()
-            self.asked = time.monotonic()
-            if len(words) >= 2 and len(words[1]) >= 12:
-                self.id = words[1]
+    def find(self, every_s: float = 1.0) -> str:
+        """The container's id once it runs; queried until then, at most every so many seconds."""
+        if self.query and not self.id and time.monotonic() - self.queried >= every_s:
+            fields = self._run(self.query)[1].split()
+            self.queried = time.monotonic()
+            if len(fields) >= 2 and len(fields[1]) >= 12:
+                self.id = fields[1]
         return self.id
 
     def processes(self) -> Set[int]:
-        """Every process in the container that can be seen from here."""
+        """The container's running processes, as far as they are visible here."""
         found: Set[int] = set()
-        if not self.look():
+        if not self.find():
             return found
-        for pid, row in process_table().items():
+        for pid, process in process_table().items():
             with contextlib.suppress(OSError), open("/proc/%d/cgroup" % pid) as file:
-                if row[3] not in "ZX" and self.id in file.read():
+                if process.state not in ENDED and self.id in file.read():
                     found.add(pid)
         return found
 
     def owns(self, sockets: Set[str], port: int) -> bool:
-        """Whether these sockets, which listen on a port and are no child's, are the container's, as far as one sees.
+        """Whether these sockets, which listen on a port, are the container's, as far as that is visible.
 
-        Of another user's processes (root's, in a container of a plain user's) only the user can be seen; of processes
-        in a namespace beside ours nothing at all.
+        Of another user's processes (root's, in a plain user's container) only the user is visible; of processes in
+        another namespace nothing at all.
         """
-        if not self.look(0.0):
+        if not self.find(0.0):
             return False
         inside = self.processes()
         users = set()
@@ -79,9 +80,9 @@ class Container:
         return not inside or not sockets - sockets_of(inside) or bool(users & listener_users(port))
 
     def remove(self) -> None:
-        """Take the container away, whatever state it is in."""
+        """Remove the container, whatever state it is in."""
         for argv in self.cleanup:
-            for _ in range(CLEANUP_ATTEMPTS):  # a daemon refuses while it is itself removing the container
+            for _ in range(CLEANUP_ATTEMPTS):  # a daemon that is already removing the container refuses
                 if self._run(argv, 40)[0] in (0, 127):  # 127: there is no client
                     break
                 time.sleep(0.2)
@@ -89,11 +90,11 @@ class Container:
             end_all(self.processes, 0.0)  # the daemon did not answer
 
     def is_left(self) -> bool:
-        """Whether it is still there, or nobody can say that it is not."""
+        """Whether it still exists, or cannot be queried."""
         self.id = ""
         if self.query and self._run(self.query)[0] not in (0, 127):
             return True
-        return bool(self.look(0.0))
+        return bool(self.find(0.0))
 
     def _run(self, argv: List[str], timeout_s: float = 20) -> Tuple[int, str]:
         try:
@@ -114,10 +115,10 @@ class Container:
 
 
 def containers_of(launch_id: str, engine_files: Sequence[str]) -> List[Container]:
-    """The containers of a launch, as the specs beside these files tell."""
-    found = []
+    """The containers of a launch, from the specs beside these files."""
+    containers = []
     for path in engine_files:
         spec = read_json(os.path.join(os.path.dirname(path), "spec.json"))
         if spec.get("launch_id") == launch_id and spec.get("cleanup"):
-            found.append(Container(spec))
-    return found
+            containers.append(Container(spec))
+    return containers

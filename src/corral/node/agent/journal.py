@@ -1,4 +1,4 @@
-"""What the agent writes: its events; and its temporary folder."""
+"""The agent's journal: the events that it writes."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from typing import Any
 from ..states import ENDED, State, may_follow
 
 TAIL_BYTES = 1 << 16  # of the journal: the last state is within
-SPARE_BYTES = 1 << 12  # kept for the words that must be written, should the disk be full by then
+SPARE_BYTES = 1 << 12  # held back for a state that must be written although the disk is full
 
 
 class TransitionError(Exception):
-    """A state was to be written that cannot follow the one before."""
+    """A state that cannot follow the one before."""
 
 
-def _for_its_owner(path: str, flags: int) -> int:
+def _open_private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
 class Journal:
-    """Appends events; one write and one sync each. States follow their table.
+    """Appends events, each with one write and one sync. States follow `states.TRANSITIONS`.
 
-    A block of the disk is held in a file beside it and given back when a state finds the disk full: how a rank ended
-    must be readable, however it ended. Whatever else fills the disk may be quicker; then the state is lost.
+    A file beside it holds a block of the disk, which is freed when a state finds the disk full: the end of a rank
+    must be recorded whatever its cause. If something else fills the block first, the state is lost.
     """
 
     def __init__(self, path: str, rank: int) -> None:
-        # opened once: when the folder is set aside for a new launch, late words stay with the old one
+        # opened once: when the folder is set aside for a new launch, late events stay with the old one
         self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
         self._spare = os.path.join(os.path.dirname(path), "spare")
-        with contextlib.suppress(OSError), open(self._spare, "wb", opener=_for_its_owner) as file:
-            file.write(os.urandom(SPARE_BYTES))  # nothing that a file system could compress away
+        with contextlib.suppress(OSError), open(self._spare, "wb", opener=_open_private) as file:
+            file.write(os.urandom(SPARE_BYTES))  # random, so that no file system compresses it away
         self._rank = rank
         self._began = time.monotonic()
         self._lock = threading.Lock()
-        self.state = State.STAGING  # placed, and not begun
+        self.state = State.STAGING  # placed, and not started
 
     @property
     def ended(self) -> bool:
         return self.state in ENDED
 
     def catch_up(self) -> None:
-        """Know the state that another process wrote last."""
+        """Read the state that another process wrote last."""
         size = os.lseek(self._descriptor, 0, os.SEEK_END)
         tail = os.pread(self._descriptor, TAIL_BYTES, max(0, size - TAIL_BYTES))
         for line in reversed(tail.split(b"\n")):
@@ -56,8 +56,8 @@ class Journal:
                     self.state = State(event["state"])
                     return
 
-    def tell_state(self, state: State, **details: Any) -> None:
-        """Write that the rank is now in this state; refuse one that cannot follow the last."""
+    def write_state(self, state: State, **details: Any) -> None:
+        """Record the rank's new state; refuses one that cannot follow the last."""
         if not may_follow(self.state, state):
             raise TransitionError("%s cannot follow %s" % (state, self.state))
         self.state = state
@@ -73,7 +73,7 @@ class Journal:
         try:
             with self._lock:
                 self._append(line)
-        except OSError:  # a full disk must not end a server that runs; only its states must be told
+        except OSError:  # a full disk must not end a running server; only states must be recorded
             if kind != "state":
                 return
             with self._lock:
@@ -84,13 +84,13 @@ class Journal:
     def _append(self, line: bytes) -> None:
         end = os.lseek(self._descriptor, 0, os.SEEK_END)
         if end and os.pread(self._descriptor, 1, end - 1) != b"\n":
-            line = b"\n" + line  # close a line that a crash, or a full disk, tore
+            line = b"\n" + line  # end a line that a crash or a full disk cut short
         while line:
             line = line[os.write(self._descriptor, line) :]
         os.fsync(self._descriptor)
 
 
 def private_tmp(launch_id: str) -> str:
-    """A temporary folder of this launch alone; short, because a socket's path may have 107 bytes at most."""
+    """The temporary folder of a launch; short, because the path of a socket may have 107 bytes at most."""
     base = os.environ.get("TMPDIR") or "/tmp"  # noqa: S108
     return os.path.join(base if len(base) < 40 else "/tmp", "corral-" + launch_id)  # noqa: S108

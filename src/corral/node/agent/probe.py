@@ -1,7 +1,11 @@
-"""The engine's HTTP side: whether it is ready, guarded and ours, and whether it still lives."""
+"""The engine's HTTP server, probed from its own node: whether it is ready, guarded and the engine's, and still works.
+
+A line of counters is kept every few minutes, so that the load of the last hours can be looked up.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -10,27 +14,61 @@ import threading
 import time
 from typing import Any, Callable, Dict, NamedTuple, Optional, Set, Tuple
 
+from ..exposition import live_figures, load_figures
+from ..processes import descendants
+from ..sockets import listener_users, listeners, peer_users, sockets_of
 from ..states import Reason
-from ..tcp_table import users_at_other_end
 from .container import Container
-from .load_log import LoadLog, figures
-from .processes import descendants, listener_users, listeners, sockets_of
 
 Json = Dict[str, Any]
 HEALTH_EVERY_S = 5.0
 COMPLETION_EVERY_S = 60.0
+EVERY_S = 300.0
+MOST_BYTES = 4 << 20  # some weeks; then the older half is dropped
+
+
+class LoadLog:
+    """Appends counters to one file; on a full disk, lines are lost and nothing else."""
+
+    def __init__(self, path: str) -> None:
+        self._path, self._noted = path, float("-inf")
+
+    def note(self, page: bytes, own: int) -> None:
+        """Append the counters of a metrics page, unless the last line is recent; `own` of the requests are the
+        agent's.
+        """
+        now = time.monotonic()
+        if not self._path or now - self._noted < EVERY_S:
+            return
+        self._noted = now
+        line = dict(load_figures(page), t=round(time.time(), 1), own=own)
+        with contextlib.suppress(OSError):
+            self._cut()
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            with os.fdopen(descriptor, "ab") as file:
+                file.write((json.dumps(line) + "\n").encode())
+
+    def _cut(self) -> None:
+        """Keep the newer half of a file that has grown too long."""
+        if not os.path.exists(self._path) or os.path.getsize(self._path) < MOST_BYTES:
+            return
+        with open(self._path, "rb") as file:
+            file.seek(-(MOST_BYTES // 2), os.SEEK_END)
+            kept = file.read().partition(b"\n")[2]
+        with open(self._path, "wb") as file:
+            file.write(kept)
 
 
 class Server:
-    """The engine's HTTP side, as seen from its own node."""
+    """The engine's HTTP server."""
 
     def __init__(self, serve: Json) -> None:
         everywhere = serve["host"] in ("0.0.0.0", "::", "")  # noqa: S104
         self.host = "127.0.0.1" if everywhere else serve["host"]
         self.port, self.model, self.key_file = serve["port"], serve["model"], serve["key_file"]
         self.page = b""  # the metrics, as last read
-        self.asked = 0  # completions of the agent itself
-        self.users: Optional[Set[int]] = None  # whose socket the engine's is, once it was seen to be the engine's
+        self.requests = 0  # completions that the agent itself asked for
+        self.users: Optional[Set[int]] = None  # who may own the server's socket, once it is known to be the engine's
 
     def call(
         self, method: str, path: str, body: Any = None, key: bool = True, timeout_s: float = 10
@@ -40,7 +78,7 @@ class Server:
             headers = {"Content-Type": "application/json"}
             connection.connect()
             if key:
-                if self.users is not None and users_at_other_end(connection.sock) - self.users:
+                if self.users is not None and peer_users(connection.sock) - self.users:
                     raise OSError("another user took port %d" % self.port)
                 with open(self.key_file) as file:
                     headers["Authorization"] = "Bearer " + file.read().strip()
@@ -59,7 +97,7 @@ class Server:
 
     def complete(self, timeout_s: float) -> Tuple[int, str]:
         body = {"model": self.model, "prompt": "Hello", "max_tokens": 1, "temperature": 0}
-        self.asked += 1
+        self.requests += 1
         return self.call("POST", "/v1/completions", body, timeout_s=timeout_s)
 
     def counters(self) -> Tuple[float, float]:
@@ -71,9 +109,9 @@ class Server:
         if status != 200:
             raise OSError("metrics answered %d" % status)
         self.page = text.encode("utf-8", "replace")
-        found = figures(self.page)
-        busy = found.get("running", 0.0) + found.get("waiting", 0.0)
-        return busy, sum(found.get(name, 0.0) for name in ("generated_tokens", "prompt_tokens", "kv_use"))
+        figures = live_figures(self.page)
+        busy = figures.get("running", 0.0) + figures.get("waiting", 0.0)
+        return busy, sum(figures.get(name, 0.0) for name in ("generated_tokens", "prompt_tokens", "kv_use"))
 
 
 class Fault(NamedTuple):
@@ -81,71 +119,71 @@ class Fault(NamedTuple):
 
     reason: str
     text: str
-    explained: bool = False  # the text says it all: the engine's log need not be searched for a cause
+    explained: bool = False  # the text is the cause: the engine's log need not be searched for one
 
     def details(self) -> Json:
         return {"text": self.text, "explained": self.explained}
 
 
 class Probe(threading.Thread):
-    """Asks the server, off the main loop: first until it is ready, then whether it still lives."""
+    """Probes the server in a thread of its own: first until it is ready, then whether it still works."""
 
     def __init__(
         self,
         server: Server,
         patience: Json,
         container: Container,
-        tell: Callable[[str], None],
+        report: Callable[[str], None],
         gang: bool,
         load: LoadLog,
     ) -> None:
         super().__init__(daemon=True)
-        self.server, self.container, self.tell, self.load = server, container, tell, load
+        self.server, self.container, self.report, self.load = server, container, report, load
         self.hung_s = hung_s = float(patience["hung_s"])
-        # over several nodes a rank can be gone while /health still says 200: idle ones are asked often
+        # over several nodes a rank can be gone while /health still answers 200: idle engines are asked often
         self.answer_s = min(float(patience["node_s"]), hung_s) if gang else hung_s
-        self.look_every_s = min(HEALTH_EVERY_S, hung_s / 4, *([self.answer_s / 4] if gang else []))
+        self.probe_every_s = min(HEALTH_EVERY_S, hung_s / 4, *([self.answer_s / 4] if gang else []))
         self.ask_every_s = self.answer_s / 2 if gang else COMPLETION_EVERY_S
         self.ready: Optional[Json] = None
         self.fault: Optional[Fault] = None
         self.stopping = threading.Event()
         self.refusals = 0  # completions in a row that the server could not answer
-        self.trouble = ""  # what last went wrong in a look itself
+        self.trouble = ""  # the last error of the probe itself
 
     def run(self) -> None:
         while self.fault is None and not self.stopping.wait(self._pause_s()):
-            self._look()
+            self._probe()
 
     def _pause_s(self) -> float:
         if self.ready:
-            return self.look_every_s
+            return self.probe_every_s
         return 1.0 if self.refusals else 0.1
 
-    def _look(self) -> None:
-        """One look. One that fails is told, and is one without an answer: a server must never go unwatched."""
+    def _probe(self) -> None:
+        """Probe once. An error of the probe is reported, and counts as no answer: probing must never stop."""
         try:
             if self.ready:
                 self._watch()
             else:
-                self._try_first()
+                self._try_ready()
         except (OSError, http.client.HTTPException):
-            pass  # nobody answers yet, or just now
+            pass  # no answer yet, or just now
         except Exception as error:
             trouble = "%s: %s" % (type(error).__name__, error)
             if trouble != self.trouble:
                 self.trouble = trouble
-                self.tell(trouble)
+                self.report(trouble)
         if self.ready and self.fault is None and time.monotonic() - self._moved > self.hung_s:
-            last = " (the last look failed: %s)" % self.trouble if self.trouble else ""
+            last = " (the last probe failed: %s)" % self.trouble if self.trouble else ""
             self.fault = Fault(Reason.ENGINE_HUNG, "no answer and no token for %d s%s" % (self.hung_s, last))
 
-    def _try_first(self) -> None:
+    def _try_ready(self) -> None:
         if not self.server.accepts():
             return
-        # vLLM binds early and listens late: another server may answer here in the meantime, and is not ours
+        # vLLM binds early and listens late: in the meantime another server may answer here
         listening = listeners(self.server.host, self.server.port)
-        strange = listening - sockets_of(descendants(os.getpid()))
-        if strange and not self.container.owns(strange, self.server.port):
+        foreign = listening - sockets_of(descendants(os.getpid()))
+        if foreign and not self.container.owns(foreign, self.server.port):
             self.fault = Fault(Reason.PORT_TAKEN, "another process took port %d first" % self.server.port)
             return
         self.server.users = listener_users(self.server.port, listening) | {0, os.getuid()}
@@ -171,8 +209,8 @@ class Probe(threading.Thread):
             self.fault = Fault(Reason.ENGINE_EXITED, "/health says that the engine behind the server is dead", True)
             return
         busy, tokens = self.server.counters()
-        self.load.note(self.server.page, self.server.asked)
-        now = time.monotonic()  # not before: the key's file may lie on a file system that hung meanwhile
+        self.load.note(self.server.page, self.server.requests)
+        now = time.monotonic()  # not before: the file system of the key's file may have hung meanwhile
         self.trouble = ""
         if tokens != self._tokens:
             self._tokens, self._moved = tokens, now
@@ -187,7 +225,7 @@ class Probe(threading.Thread):
             self._moved = now
 
     def _ask(self) -> Tuple[int, str]:
-        """One token from an idle engine; silence is a fault, unless somebody else's long prompt came just before."""
+        """Ask an idle engine for one token; silence is a fault, unless a long prompt came just before."""
         try:
             return self.server.complete(timeout_s=self.answer_s)
         except socket.timeout:

@@ -1,9 +1,8 @@
-"""How a courier is spoken to: one JSON object per line, in and out.
+"""The courier's protocol: one JSON object per line on standard input and output, signed requests between couriers.
 
-How couriers know each other: every request is signed with the token, which itself never travels.
-
-Whoever listens on the wire learns no token, and can send no request again: each carries a number that is taken once.
-What comes back needs no signature: files are judged by hashes that came another way. It is not secret, either.
+Every request is signed with the token, which itself is never sent. An eavesdropper learns no token, and cannot send a
+request again: each carries a nonce that is accepted once. Responses need no signature, because files are checked by
+hashes that came another way; they are not secret, either.
 """
 
 from __future__ import annotations
@@ -13,23 +12,26 @@ import hmac
 import json
 import os
 import re
-import struct
 import sys
 import threading
 import time
-from typing import IO, Any, Callable, Dict, Optional, Set
+from typing import IO, Any, Dict, Iterator, Optional, Set
+
+from ..authentication import sign
 
 Json = Dict[str, Any]
+SCHEME = "Corral-HMAC-SHA256"
+MOST_NONCES = 1 << 20  # of one courier's life; each stands for a file or a pack of files
 
 
-class TroubleError(Exception):
+class CourierError(Exception):
     """One sentence for the user."""
 
 
 _out_lock = threading.Lock()
 
 
-def tell(event: str, **fields: Any) -> None:
+def send_event(event: str, **fields: Any) -> None:
     with _out_lock:
         sys.stdout.write(json.dumps({"event": event, **fields}) + "\n")
         sys.stdout.flush()
@@ -40,32 +42,35 @@ def read_line(stream: IO[bytes]) -> Optional[Json]:
     return json.loads(line) if line.endswith(b"\n") else None
 
 
-class Pace:
-    """Calls `say` with the numbers at most twice a second, from whichever thread."""
+def messages(stream: IO[bytes]) -> Iterator[Json]:
+    """What the caller sends after its request, until it ends or says so."""
+    while True:
+        message = read_line(stream)
+        if message is None or message["do"] == "end":
+            return
+        yield message
 
-    def __init__(self, say: Callable[[int, int], None], total: int) -> None:
-        self.say, self.total, self.done, self.told_s = say, total, 0, 0.0
+
+class Progress:
+    """Counts bytes from any thread, and sends an event with done and total at most twice a second."""
+
+    def __init__(self, event: str, total: int) -> None:
+        self.event, self.total, self.done, self.sent_s = event, total, 0, 0.0
         self.lock = threading.Lock()
 
     def add(self, count: int) -> None:
         with self.lock:
             self.done += count
-            if time.monotonic() - self.told_s < 0.5:
+            if time.monotonic() - self.sent_s < 0.5:
                 return
-            self.told_s = time.monotonic()
-        self.say(self.done, self.total)
-
-
-SCHEME = "Corral-HMAC-SHA256"
-MOST_NONCES = 1 << 20  # of one courier's life; each stands for a file or a pack of files
+            self.sent_s = time.monotonic()
+        send_event(self.event, done=self.done, total=self.total)
 
 
 def proof(token: str, nonce: str, method: str, path: str, span: str, body: bytes) -> str:
-    """The signature; every field with its length before it, so that no two requests read the same."""
-    fields = [b"corral courier 1", nonce.encode(), method.encode(), path.encode(), span.encode(),
-              hashlib.sha256(body).digest()]  # fmt: skip
-    message = b"".join(struct.pack("!I", len(field)) + field for field in fields)
-    return hmac.new(token.encode(), message, hashlib.sha256).hexdigest()
+    """The signature of a request."""
+    digest = hashlib.sha256(body).digest()
+    return sign(token.encode(), "corral courier 1", nonce, method, path, span, digest).hex()
 
 
 def authorization(token: str, method: str, path: str, span: str = "", body: bytes = b"") -> str:
@@ -75,19 +80,19 @@ def authorization(token: str, method: str, path: str, span: str = "", body: byte
 
 
 class SignatureVerifier:
-    """Judges signatures, each once."""
+    """Accepts each valid signature once."""
 
     def __init__(self, token: str) -> None:
         self.token = token
         self.seen: Set[str] = set()
         self.lock = threading.Lock()
 
-    def admits(self, header: str, method: str, path: str, span: str, body: bytes) -> bool:
-        found = re.fullmatch(SCHEME + " ([0-9a-f]{32}):([0-9a-f]{64})", header)
-        if not found:
+    def accepts(self, header: str, method: str, path: str, span: str, body: bytes) -> bool:
+        match = re.fullmatch(SCHEME + " ([0-9a-f]{32}):([0-9a-f]{64})", header)
+        if not match:
             return False
-        nonce, given = found.groups()
-        if not hmac.compare_digest(given, proof(self.token, nonce, method, path, span, body)):
+        nonce, signature = match.groups()
+        if not hmac.compare_digest(signature, proof(self.token, nonce, method, path, span, body)):
             return False
         with self.lock:
             if nonce in self.seen or len(self.seen) >= MOST_NONCES:

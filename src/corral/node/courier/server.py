@@ -1,4 +1,4 @@
-"""The courier's own server: a depot's files over HTTP, to whoever signs with the token."""
+"""The courier's HTTP server: sends files to whoever signs its requests with the token."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ import re
 import socket
 import threading
 import time
-from typing import Any, Dict, List, Set, Tuple
+from typing import Any, List, Set, Tuple
 
-from .courier_files import CourierFiles, Item
+from ..authentication import UnverifiedConnections
+from .files import CourierFiles, Item
 from .protocol import Json, SignatureVerifier
 
-PENDING_S = 10.0  # for a stranger to say who he is
-MOST_PENDING = 64  # strangers at once; one more, and the one who has been silent longest goes
+UNVERIFIED_S = 10.0  # to sign a request
+MOST_UNVERIFIED = 64
 MOST_OPEN = 256
 LONGEST_BODY = 64 << 10
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    timeout = PENDING_S
-    depot: CourierFiles
-    doorkeeper: SignatureVerifier
+    timeout = UNVERIFIED_S
+    files: CourierFiles
+    verifier: SignatureVerifier
     server: "Server"
 
     def allowed(self, body: bytes = b"") -> bool:
-        given, span = self.headers.get("Authorization", ""), self.headers.get("Range", "")
-        if self.doorkeeper.admits(given, self.command, self.path, span, body):
-            self.server.known(self.connection)
+        header, span = self.headers.get("Authorization", ""), self.headers.get("Range", "")
+        if self.verifier.accepts(header, self.command, self.path, span, body):
+            self.server.unverified.remove(self.connection)
             self.connection.settimeout(120)
             return True
         self.refuse(401)
@@ -49,11 +50,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if not self.allowed():
             return None
         matched = re.fullmatch(r"/files/(\d{1,9})", self.path)
-        if not matched or int(matched.group(1)) >= len(self.depot.items):
+        if not matched or int(matched.group(1)) >= len(self.files.items):
             return self.refuse(404)
-        if self.depot.closed:
+        if self.files.closed:
             return self.refuse(503)
-        item = self.depot.items[int(matched.group(1))]
+        item = self.files.items[int(matched.group(1))]
         start, end = 0, item.size
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if wanted:
@@ -74,12 +75,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if not self.allowed(body):
             return None
         try:
-            items = [self.depot.items[int(number)] for number in json.loads(body) if int(number) >= 0]
+            items = [self.files.items[int(number)] for number in json.loads(body) if int(number) >= 0]
         except (ValueError, TypeError, IndexError, RecursionError):
             return self.refuse(400)
         if self.path != "/pack" or any(item.kind != "file" for item in items):
             return self.refuse(404)
-        if self.depot.closed:
+        if self.files.closed:
             return self.refuse(503)
         self.send_response(200)
         return self.body([(item, 0, item.size) for item in items])
@@ -90,8 +91,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.flush()
         try:
             for item, start, end in spans:
-                self.depot.send(self.connection, item, start, end, 600)
-        except OSError:  # the receiver left, or what was promised did not come: it will ask again
+                self.files.send(self.connection, item, start, end, 600)
+        except OSError:  # the receiver left, or the promised bytes did not come: it will ask again
             self.close_connection = True
 
     def log_message(self, *_: object) -> None:
@@ -99,57 +100,45 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Takes strangers for a few seconds, so many at once, and whoever has signed a request for as long as it asks."""
+    """Keeps a limited number of unverified connections for a few seconds, and verified ones until they end."""
 
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, address: str, depot: CourierFiles, token: str) -> None:
+    def __init__(self, address: str, files: CourierFiles, token: str) -> None:
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self.lock = threading.Lock()
-        self.pending: Dict[socket.socket, float] = {}  # since when; the oldest first
+        self.unverified = UnverifiedConnections(MOST_UNVERIFIED, UNVERIFIED_S)
         self.open: Set[socket.socket] = set()
         super().__init__(
-            (address, 0), type("Bound", (Handler,), {"depot": depot, "doorkeeper": SignatureVerifier(token)})
+            (address, 0), type("BoundHandler", (Handler,), {"files": files, "verifier": SignatureVerifier(token)})
         )
 
     def get_request(self) -> Tuple[socket.socket, Any]:
         try:
-            found: Tuple[socket.socket, Any] = super().get_request()
-        except OSError:  # no descriptor left: the caller waits outside, and nobody turns in circles meanwhile
+            accepted: Tuple[socket.socket, Any] = super().get_request()
+        except OSError:  # no descriptor left: the caller waits, and this loop must not spin meanwhile
             time.sleep(0.1)
             raise
-        return found
+        return accepted
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self.lock:
-            self.pending[request] = time.monotonic()
             self.open.add(request)
-            late = [next(iter(self.pending))] if len(self.pending) > MOST_PENDING else []
-            late = [request] if len(self.open) > MOST_OPEN else late
-            for stranger in late:
-                self.show_out(stranger)
+            crowded = len(self.open) > MOST_OPEN
+        if crowded:
+            with contextlib.suppress(OSError):
+                request.shutdown(socket.SHUT_RDWR)  # its thread closes it
+        else:
+            self.unverified.add(request)
         super().process_request(request, client_address)
 
     def service_actions(self) -> None:
-        with self.lock:
-            began = time.monotonic() - PENDING_S
-            for stranger in [one for one, since in self.pending.items() if since < began]:
-                self.show_out(stranger)
-
-    def show_out(self, stranger: socket.socket) -> None:
-        """Its thread finds the connection ended, and closes it."""
-        self.pending.pop(stranger, None)
-        with contextlib.suppress(OSError):
-            stranger.shutdown(socket.SHUT_RDWR)
-
-    def known(self, request: socket.socket) -> None:
-        with self.lock:
-            self.pending.pop(request, None)
+        self.unverified.expire()
 
     def shutdown_request(self, request: Any) -> None:
+        self.unverified.remove(request)
         with self.lock:
-            self.pending.pop(request, None)
             self.open.discard(request)
         super().shutdown_request(request)
 
@@ -157,31 +146,31 @@ class Server(http.server.ThreadingHTTPServer):
         pass
 
 
-def start_server(address: str, depot: CourierFiles, token: str) -> Json:
-    """Where others reach this courier."""
+def start_server(address: str, files: CourierFiles, token: str) -> Json:
+    """Start serving; the address and port where others reach this courier."""
     address = address or own_address()
     try:
-        server = Server(address, depot, token)
-    except OSError:  # the others' name for this node is not an address of its own (NAT)
-        server = Server("0.0.0.0", depot, token)  # noqa: S104
+        server = Server(address, files, token)
+    except OSError:  # the address that others use for this node is not one of its own (NAT)
+        server = Server("0.0.0.0", files, token)  # noqa: S104
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return {"address": address, "port": int(server.server_address[1])}
 
 
 def own_address() -> str:
     """The address by which ssh came here, or the one this node would send from."""
-    words = os.environ.get("SSH_CONNECTION", "").split()
-    if len(words) == 4:
-        return words[2]
+    ssh = os.environ.get("SSH_CONNECTION", "").split()
+    if len(ssh) == 4:
+        return ssh[2]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
         probe.connect(("192.0.2.1", 9))  # sends nothing
         return str(probe.getsockname()[0])
     return "127.0.0.1"
 
 
-def end_when_idle(depot: CourierFiles, idle_s: float) -> None:
+def end_when_idle(files: CourierFiles, idle_s: float) -> None:
     def watch() -> None:
-        while time.monotonic() - depot.active_s < idle_s:
+        while time.monotonic() - files.active_s < idle_s:
             time.sleep(min(1.0, idle_s / 4))
         os._exit(75)
 

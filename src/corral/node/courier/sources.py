@@ -1,7 +1,4 @@
-"""Somebody who has files: another courier, or a hub.
-
-What a hub says of a repository.
-"""
+"""Where files come from: another courier, or a hub; and the list of files in a hub's repository."""
 
 from __future__ import annotations
 
@@ -15,26 +12,27 @@ import urllib.parse
 import urllib.request
 from typing import IO, Any, Callable, Iterator, List, Optional, Set, Tuple
 
-from .courier_files import Item
+from .files import Item
 from .manifest import MOST_ROWS, without
-from .protocol import Json, authorization, tell
+from .protocol import Json, authorization, send_event
 
-SILENCE_S = 20.0  # a source that sends nothing for this long is left for another
+SILENCE_S = 20.0  # a source that sends nothing for this long is given up for another
+LONGEST_PAGE_BYTES = 64 << 20
 
 
 class Source:
-    """Somebody who has files: another courier, or a hub."""
+    """A server that has files: another courier, or a hub."""
 
     def __init__(self, row: Json) -> None:
         self.name, self.url, self.token = str(row["name"]), str(row["url"]).rstrip("/"), row.get("token")
         self.kind = str(row.get("kind", "courier"))
         self.rest_until_s = 0.0
-        self.said = ""
+        self.last_error = ""
         self.sockets: Set[socket.socket] = set()
         self.gone = False
 
-    def leave(self) -> None:
-        """It has failed: whoever waits for its bytes stops waiting."""
+    def abandon(self) -> None:
+        """It has failed: stop waiting for its bytes."""
         self.gone = True
         for sock in list(self.sockets):
             with contextlib.suppress(OSError):
@@ -82,7 +80,7 @@ class Source:
 
 
 class Redirects(urllib.request.HTTPRedirectHandler):
-    """Follows a hub to its storage, and takes the token along only within one host."""
+    """Follows a hub to its storage, and sends the token only within one host."""
 
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
         new = super().redirect_request(req, fp, code, msg, headers, newurl)
@@ -103,7 +101,7 @@ def open_url(url: str, token: Optional[str], offset: int = 0) -> Any:
 
 @contextlib.contextmanager
 def as_connection_errors() -> Iterator[None]:
-    """Whatever a network can do, apart from what a disk can do."""
+    """Turn network errors into ConnectionError, to tell them from those of a disk."""
     try:
         yield
     except (OSError, http.client.HTTPException) as error:
@@ -111,34 +109,32 @@ def as_connection_errors() -> Iterator[None]:
         raise ConnectionError(str(reason) or type(error).__name__) from error
 
 
-LONGEST_PAGE_BYTES = 64 << 20
-
-
-def hub(order: Json, _: IO[bytes]) -> None:
+def hub(request: Json, _: IO[bytes]) -> None:
     """The files of a repository at its newest commit; large ones with their sha256, small ones with git's sha1."""
-    base, repo = str(order["url"]).rstrip("/"), order["repo"]
+    base, repo = str(request["url"]).rstrip("/"), request["repo"]
     try:
-        with open_url(f"{base}/api/models/{repo}", order.get("token")) as reply:
+        with open_url(f"{base}/api/models/{repo}", request.get("token")) as reply:
             commit = read_page(reply)["sha"]
         rows: List[Json] = []
         url: Optional[str] = f"{base}/api/models/{repo}/tree/{commit}?recursive=true"
         while url:
-            with open_url(url, order.get("token")) as reply:
+            with open_url(url, request.get("token")) as reply:
                 rows += [hub_row(entry) for entry in read_page(reply) if entry["type"] == "file"]
                 url = next_page(base, reply.headers.get("Link", ""))
             if len(rows) > MOST_ROWS:
                 raise ValueError("its list does not end")
     except urllib.error.HTTPError as error:
-        said = error.headers.get("X-Error-Code") or error.reason
-        tell("failed", text=f"the hub answered {error.code} for {repo} ({said}).", status=error.code)
+        cause = error.headers.get("X-Error-Code") or error.reason
+        text = f"the hub answered {error.code} for {repo} ({cause})."
+        send_event("failed", text=text, status=error.code)
         return
     except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError, RecursionError) as error:
-        reason = getattr(error, "reason", error)
-        tell("failed", text=f"the hub did not answer for {repo} ({reason}).", status=0)
+        text = f"the hub did not answer for {repo} ({getattr(error, 'reason', error)})."
+        send_event("failed", text=text, status=0)
         return
-    tell(
+    send_event(
         "manifest",
-        files=without(rows, order.get("leave_out", ())),
+        files=without(rows, request.get("leave_out", ())),
         commit=commit,
         url=f"{base}/{repo}/resolve/{commit}",
     )
@@ -152,12 +148,12 @@ def read_page(reply: Any) -> Any:
 
 
 def next_page(base: str, links: str) -> Optional[str]:
-    """Where the list goes on; only the hub itself may be asked, because the token goes along."""
+    """The address of the next page; only one of the hub itself, because the token is sent along."""
     more = re.search('<([^>]{1,4000})>;[ \t]*rel="next"', links)
     if not more:
         return None
     if urllib.parse.urlsplit(more.group(1))[:2] != urllib.parse.urlsplit(base)[:2]:
-        raise ValueError(f"its list goes on at another host: {more.group(1)[:100]}")
+        raise ValueError(f"its list continues on another host: {more.group(1)[:100]}")
     return more.group(1)
 
 

@@ -1,4 +1,4 @@
-"""All parts at once, each in a thread of its own."""
+"""Runs all parts of the survey at once, each in its own thread."""
 
 import json
 import os
@@ -7,9 +7,8 @@ import threading
 import time
 from typing import Any, Callable, Dict
 
-from .machine import cores, cpu, hf_token, identity, limits, memory, tools
-from .network import interfaces, rdma
-from .readiness import readiness
+from ..network import interfaces, rdma
+from .machine import cores, cpu, hf_token, identity, limits, memory, readiness, tools
 from .storage import disks, fingerprints, nonces, paths, read_speed, shm, written
 from .usage import gpus, ports
 
@@ -39,15 +38,14 @@ PARTS: Dict[str, Callable[[Json], Json]] = {
 }
 
 
-def survey(asked: Json, limit_s: float) -> Json:
-    """All parts at once, each guarded."""
+def survey(request: Json, limit_s: float) -> Json:
     report: Json = {"began_s": time.time(), "errors": {}}
     answers: Dict[str, Json] = {}
     errors: Dict[str, str] = {}
 
     def work(name: str) -> None:
         try:
-            answers[name] = PARTS[name](asked)
+            answers[name] = PARTS[name](request)
         except Exception as error:
             errors[name] = "%s: %s" % (type(error).__name__, error)
 
@@ -67,10 +65,10 @@ def survey(asked: Json, limit_s: float) -> Json:
 
 
 def start() -> None:
-    asked = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
-    print(json.dumps(survey(asked, float(asked.get("limit_s", LIMIT_S)))))  # noqa: T201
+    request = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
+    print(json.dumps(survey(request, float(request.get("limit_s", LIMIT_S)))))  # noqa: T201
     sys.stdout.flush()
-    os._exit(0)  # a part that hangs must not hold the connection
+    os._exit(0)  # a part that hangs must not keep the connection open
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""Disks and files: space, what paths weigh, which storage is shared, how fast it reads.
+"""Disks and files: free space, sizes, whether storage is shared, how fast it reads, and fingerprints of folders.
 
-What a folder holds, in three short digests: names and sizes, the files themselves, and samples of their content.
-
-Two machines that see one file under one path see the same inode number and time of change, also over NFS and Lustre.
-Copies have other inodes; equal samples (the first bytes, where safetensors keep their header, and pieces of the rest)
-tell them apart from another model of the same shape, whose names, sizes and headers are the same.
+A fingerprint is three digests: names and sizes, the files themselves, and samples of their content. Two machines that
+see one file under one path see the same inode number and change time, also over NFS and Lustre. A copy has other
+inodes; its samples (the first bytes, where safetensors keep their header, and pieces of the rest) are equal, and
+differ from those of another model of the same shape, whose names, sizes and headers are the same.
 """
 
 import contextlib
@@ -16,12 +15,15 @@ from typing import Any, Dict, Iterator, List, Tuple
 from ..files import read_text as read
 
 Json = Dict[str, Any]
-FOLDERS = ("deployments", "nodes", "engines", "models")  # of a home
+FOLDERS = ("deployments", "nodes", "engines", "models")  # of a Corral home
 TRIED_BYTES = 64 << 10
+MOST_FILES = 20000
+HEAD_BYTES = 1 << 20
+PIECES, PIECE_BYTES = 8, 4096
 
 
 def space(path: str) -> Json:
-    """Total and free bytes of the file system that holds the path, or that will once it is made."""
+    """Total and free bytes of the file system that holds the path, or will hold it once it is made."""
     path = os.path.abspath(os.path.expanduser(path))
     while not os.path.exists(path) and path != "/":
         path = os.path.dirname(path)
@@ -29,17 +31,17 @@ def space(path: str) -> Json:
     return {"total_bytes": stat.f_blocks * stat.f_frsize, "free_bytes": stat.f_bavail * stat.f_frsize}
 
 
-def disks(asked: Json) -> Json:
-    return {"disks": {path: space(path) for path in asked.get("disks", [])}}
+def disks(request: Json) -> Json:
+    return {"disks": {path: space(path) for path in request.get("disks", [])}}
 
 
-def written(asked: Json) -> Json:
-    """Whether what a deployment does in these folders can be done: why not, by path; empty where all went well."""
-    return {"written": {path: try_writing(os.path.expanduser(path)) for path in asked.get("write", [])}}
+def written(request: Json) -> Json:
+    """By path, why a deployment cannot write to this folder; empty where it can."""
+    return {"written": {path: try_writing(os.path.expanduser(path)) for path in request.get("write", [])}}
 
 
 def try_writing(place: str) -> str:
-    """Make the folder, write into it and into those of Corral's own below it, remove all of that; what went wrong."""
+    """Make the folder, write into it and into Corral's folders below it, and clean up; the error, or empty."""
     made: List[str] = []
     try:
         missing = place
@@ -61,7 +63,7 @@ def try_writing(place: str) -> str:
 
 
 def write_and_remove(folder: str) -> None:
-    """A file of a few kilobytes, synced: what a full disk, a quota or the wrong owner refuses."""
+    """Write a small file, synced: a full disk, a quota or the wrong owner refuses that."""
     path = os.path.join(folder, ".corral-tried-%d-%s" % (os.getpid(), os.urandom(4).hex()))
     try:
         with open(path, "xb", buffering=0) as file:
@@ -78,8 +80,8 @@ def shm(_: Json) -> Json:
     return {"shm": space("/dev/shm")}  # noqa: S108
 
 
-def weigh(path: str, limit_s: float) -> Json:
-    """Whether a path is there, what it weighs, and whether there was time to count everything."""
+def measure(path: str, limit_s: float) -> Json:
+    """Whether a path exists, its size, and whether the time sufficed to count everything."""
     full, until = os.path.expanduser(path), time.monotonic() + limit_s
     if not os.path.exists(full):
         return {"exists": False, "readable": False, "size_bytes": 0, "files": 0, "whole": True}
@@ -101,13 +103,13 @@ def weigh(path: str, limit_s: float) -> Json:
     return {"exists": True, "readable": readable, "size_bytes": size, "files": files, "whole": whole}
 
 
-def paths(asked: Json) -> Json:
-    return {"paths": {path: weigh(path, 5.0) for path in asked.get("paths", [])}}
+def paths(request: Json) -> Json:
+    return {"paths": {path: measure(path, 5.0) for path in request.get("paths", [])}}
 
 
-def nonces(asked: Json) -> Json:
-    """What files of Corral's own say here: one written on one node and read on another shows shared storage."""
-    return {"nonces": {path: read(os.path.expanduser(path))[:200] for path in asked.get("nonces", [])}}
+def nonces(request: Json) -> Json:
+    """The content of files that Corral wrote: one that another node wrote shows shared storage."""
+    return {"nonces": {path: read(os.path.expanduser(path))[:200] for path in request.get("nonces", [])}}
 
 
 def largest_file(root: str) -> str:
@@ -121,9 +123,9 @@ def largest_file(root: str) -> str:
     return max(found, key=lambda path: os.path.getsize(path) if os.path.exists(path) else 0, default="")
 
 
-def read_speed(asked: Json) -> Json:
-    """How fast the storage of a path reads: at most 1 GiB or 3 s. Caches are left as they are."""
-    wanted = asked.get("read", "")
+def read_speed(request: Json) -> Json:
+    """How fast the storage of a path reads: at most 1 GiB or 3 s. Caches are not dropped."""
+    wanted = request.get("read", "")
     path = largest_file(os.path.expanduser(wanted)) if wanted else ""
     if not path:
         return {"read_speed": None}
@@ -138,13 +140,8 @@ def read_speed(asked: Json) -> Json:
     return {"read_speed": {"file": path, "read_bytes": done, "seconds": took}}
 
 
-MOST_FILES = 20000
-HEAD_BYTES = 1 << 20
-PIECES, PIECE_BYTES = 8, 4096
-
-
 def files_in(folder: str) -> Iterator[Tuple[str, str]]:
-    """Every file as (name in the folder, path), sorted; what begins with a dot is somebody's bookkeeping."""
+    """Every file as (name in the folder, path), sorted; names that begin with a dot are left out."""
     for here, below, names in os.walk(folder):
         below[:] = sorted(name for name in below if not name.startswith("."))
         for name in sorted(names):
@@ -154,13 +151,13 @@ def files_in(folder: str) -> Iterator[Tuple[str, str]]:
 
 
 def sample(path: str, size: int) -> bytes:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        found.update(file.read(HEAD_BYTES))
+        digest.update(file.read(HEAD_BYTES))
         for piece in range(1, PIECES + 1):
             file.seek(max(0, size * piece // PIECES - PIECE_BYTES))
-            found.update(file.read(PIECE_BYTES))
-    return found.digest()
+            digest.update(file.read(PIECE_BYTES))
+    return digest.digest()
 
 
 def fingerprint(folder: str, samples: bool) -> Json:
@@ -189,6 +186,6 @@ def fingerprint(folder: str, samples: bool) -> Json:
     }
 
 
-def fingerprints(asked: Json) -> Json:
-    samples = bool(asked.get("samples"))
-    return {"fingerprints": {path: fingerprint(path, samples) for path in asked.get("fingerprints", [])}}
+def fingerprints(request: Json) -> Json:
+    samples = bool(request.get("samples"))
+    return {"fingerprints": {path: fingerprint(path, samples) for path in request.get("fingerprints", [])}}

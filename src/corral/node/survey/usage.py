@@ -1,19 +1,21 @@
-"""Processes of other people: whose they are, and what they run, as far as it is nobody's secret.
+"""What other people use on this node: the ports that were request about, and the GPUs as `nvidia-smi` lists them.
 
-Ports: who holds those asked for, and which are free.
-
-GPUs and who uses them, as `nvidia-smi` tells.
+A process is shown by its owner and the beginning of its command; the rest of its arguments may hold secrets.
 """
 
-import glob
 import os
 import re
 import shutil
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List
 
+from ..files import number
 from ..files import read_text as read
-from ..ports import free_ports, reserved_ports
-from .machine import number, run
+from ..sockets import free_ports, holders, listening, reserved_ports
+from .machine import run
+
+Json = Dict[str, Any]
+RESERVED = "another deployment that is starting"
+SMI_S = 10.0
 
 
 def user_name(uid: int) -> str:
@@ -26,18 +28,18 @@ def user_name(uid: int) -> str:
 
 
 def command_of(pid: int) -> str:
-    """The first words of a command: enough to know it, not so much that a secret in its arguments is shown."""
-    words = read("/proc/%d/cmdline" % pid).rstrip("\0").split("\0")
-    if not words[0]:
+    """The beginning of a command: enough to recognise it, too little to show a secret in its arguments."""
+    argv = read("/proc/%d/cmdline" % pid).rstrip("\0").split("\0")
+    if not argv[0]:
         return read("/proc/%d/comm" % pid)
-    if len(words) == 1:  # it has written its own title: all its arguments in one
-        words = words[0].split()
-    shown = [os.path.basename(words[0])]
-    for word in words[1:4]:
-        if word.startswith("-") and word not in ("-m", "-c"):
+    if len(argv) == 1:  # a process that wrote its own title: all arguments in one
+        argv = argv[0].split()
+    shown = [os.path.basename(argv[0])]
+    for argument in argv[1:4]:
+        if argument.startswith("-") and argument not in ("-m", "-c"):
             break
-        shown.append(word if word != "-c" else "-c …")
-        if word == "-c":
+        shown.append(argument if argument != "-c" else "-c …")
+        if argument == "-c":
             break
     return " ".join(shown)[:80]
 
@@ -49,53 +51,17 @@ def owner_of(pid: int) -> str:
         return ""
 
 
-Json = Dict[str, Any]
-RESERVED = "another deployment that is starting"
-
-
-def listeners() -> Dict[int, Tuple[str, int]]:
-    """Port -> (socket inode, user id) of everything that listens here."""
-    found = {}
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        try:
-            with open(table) as file:
-                lines = file.readlines()[1:]
-        except OSError:
-            continue
-        for line in lines:
-            words = line.split()
-            if words[3] == "0A":
-                found[int(words[1].rpartition(":")[2], 16)] = (words[9], int(words[7]))
-    return found
-
-
-def owners(inodes: List[str]) -> Dict[str, int]:
-    """Socket inode -> process, for processes we may look into."""
-    wanted, found = {"socket:[%s]" % inode: inode for inode in inodes}, {}
-    for link in glob.glob("/proc/[0-9]*/fd/*") if wanted else ():
-        try:
-            target = os.readlink(link)
-        except OSError:
-            continue
-        if target in wanted:
-            found[wanted[target]] = int(link.split("/")[2])
-    return found
-
-
-def ports(asked: Json) -> Json:
-    listening = listeners()
-    taken = {port: listening[port] for port in asked.get("ports", []) if port in listening}
-    processes = owners([inode for inode, _ in taken.values()])
+def ports(request: Json) -> Json:
+    wanted = request.get("ports", [])
+    taken = {port: one for port in wanted for one in listening(port)}
+    processes = holders({one.inode for one in taken.values()})
     rows = []
-    for port, (inode, uid) in sorted(taken.items()):
-        pid = processes.get(inode, 0)
-        rows.append({"port": port, "pid": pid, "user": user_name(uid), "command": command_of(pid) if pid else ""})
-    for port in sorted(reserved_ports() & set(asked.get("ports", [])) - set(taken)):  # it loads, and will listen
+    for port, one in sorted(taken.items()):
+        pid = processes.get(one.inode, 0)
+        rows.append({"port": port, "pid": pid, "user": user_name(one.uid), "command": command_of(pid) if pid else ""})
+    for port in sorted(reserved_ports() & set(wanted) - set(taken)):  # its engine still loads, and will listen
         rows.append({"port": port, "pid": 0, "user": "", "command": RESERVED})
-    return {"taken_ports": rows, "free_ports": free_ports(asked.get("free_ports", 0), asked.get("ports", []))}
-
-
-SMI_S = 10.0
+    return {"taken_ports": rows, "free_ports": free_ports(request.get("free_ports", 0), wanted)}
 
 
 def cells(text: str, count: int) -> List[List[str]]:

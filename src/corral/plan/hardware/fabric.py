@@ -20,7 +20,7 @@ from typing import Any
 
 from corral.base.errors import UnreachableError, UsageError
 from corral.base.record import to_json
-from corral.node.adapters import choose_adapters, some_of
+from corral.node.network import choose_adapters, some_of
 from corral.plan.hardware.survey import Interface, NodeFacts
 
 # kinds that may carry a deployment unasked; tunnels, container bridges and loopback only when the user names one

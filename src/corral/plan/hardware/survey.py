@@ -20,7 +20,7 @@ from corral.base.bundle import bundle
 from corral.base.errors import CorralError, DataError, UnreachableError
 from corral.base.record import from_json, to_json
 from corral.base.shell import Completed, capture
-from corral.base.ssh import FAN_OUT, MOST_SAID_BYTES, Ssh, each
+from corral.base.ssh import FAN_OUT, MOST_OUTPUT_BYTES, Ssh, each
 from corral.base.untrusted import last_object, plain
 
 OLDEST_PYTHON = (3, 8)
@@ -217,7 +217,7 @@ class Here:
 
     def run(self, host: str, argv: Sequence[str], stdin: bytes = b"", timeout_s: float = 60) -> Completed:
         try:
-            code, said, complained = capture(list(argv), stdin, timeout_s, MOST_SAID_BYTES)
+            code, said, complained = capture(list(argv), stdin, timeout_s, MOST_OUTPUT_BYTES)
         except FileNotFoundError:
             return Completed(tuple(argv), 127, "", f"{argv[0]}: not found")
         except subprocess.TimeoutExpired:

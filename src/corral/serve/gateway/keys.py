@@ -14,7 +14,7 @@ from pathlib import Path
 from corral.base.errors import ConflictError, NotFoundError, UsageError
 from corral.base.files import make_private_dir, write_atomic
 from corral.base.home import gateway_dir
-from corral.base.lock import FileLock, exclusive_lock, telling
+from corral.base.lock import FileLock, exclusive_lock, wait_notice
 from corral.base.record import dump_json, load_json, nearest
 
 LONGEST_NAME = 64
@@ -92,4 +92,4 @@ def _write(keys: tuple[ClientKey, ...]) -> None:
 
 def _lock() -> FileLock:
     make_private_dir(gateway_dir())
-    return exclusive_lock(gateway_dir() / "keys.lock", telling("the keys"))
+    return exclusive_lock(gateway_dir() / "keys.lock", wait_notice("the keys"))

@@ -17,7 +17,7 @@ import msgspec
 
 from corral.base.errors import ConflictError, CorralError, DataError, UsageError
 from corral.base.files import write_atomic
-from corral.base.lock import beating
+from corral.base.lock import heartbeat
 from corral.base.record import to_json
 from corral.client.endpoint import ModelServer
 from corral.use.batch.core.folder import BEFORE, BatchFolder, BatchLock
@@ -79,7 +79,7 @@ def score_file(
     with BatchLock(folder.lock, str(output)) as lock:
         if force and _conflict(folder, asked):
             _forget(folder)
-        with beating(lock.path):
+        with heartbeat(lock.path):
             table, rows = _checked(folder, given, asked, skip_bad)
         work = ScoreWork(options, table, rows)
         with whole_share(folder, table, lock, listener, first=_bad_rows(folder)) as share:

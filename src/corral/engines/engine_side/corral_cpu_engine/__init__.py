@@ -2,7 +2,7 @@
 
 Stock vLLM 0.32 on two cores needs 100 s and more for every start: three
 processes import vLLM one after the other (9 s each) and the compiled model is
-saved but never loaded back.  This package cures both, without touching vLLM's
+saved but never loaded back.  This package fixes both, without changing vLLM's
 files:
 
 ``plugin``  entry point ``vllm.general_plugins``; runs in every vLLM process.
@@ -11,8 +11,7 @@ files:
 ``launch``  ``python -m corral_cpu_engine.launch ARGS`` takes the arguments of
             ``vllm serve``.  Imports once, forks the engine process while still
             single-threaded, and runs engine and worker in that one process.
-``openmp``  the OpenMP library both use, and how it is told its threads: Intel's or GNU's.
-``cores``   which cores they are bound to.
+``openmp``  the OpenMP library both use, Intel's or GNU's, its threads, and the cores they are bound to.
 ``zygote``  the fork, and the process object that vLLM sees in place of its own.
 ``imports`` remembers two slow directory scans between starts.
 ``warmup``  what the engine process does early, or not at all.

@@ -1,10 +1,10 @@
 """Shared memory between ranks only where there is some.
 
 vLLM 0.32 exchanges tensors through shared memory when all ranks of a group derive
-the same name from the address at which they met.  Under Ray they always do, also
-on different hosts, where each then waits for ever in a segment of its own.  This
-communicator also compares what the memory is: kernel, device and inode of
-``/dev/shm``, so that two containers on one machine are told apart too.
+the same name from their rendezvous address.  Under Ray they always do, also on
+different hosts, where each then waits for ever in a segment of its own.  This
+communicator also compares the memory itself: kernel, device and inode of
+``/dev/shm``, which also differ between two containers on one machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def shared_memory_identity() -> str:
 
 
 class HostAwareCpuCommunicator(CpuCommunicator):
-    """The stock communicator, which looks twice before it uses shared memory."""
+    """The stock communicator, which uses shared memory only between ranks that really share it."""
 
     def _all_group_ranks_share_shm_group_name(self) -> bool:
         if not super()._all_group_ranks_share_shm_group_name():

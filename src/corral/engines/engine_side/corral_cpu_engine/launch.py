@@ -23,7 +23,7 @@ import platform
 import sys
 from importlib import metadata
 
-from corral_cpu_engine import cores, openmp, supported
+from corral_cpu_engine import openmp, supported
 
 #: Options that mean more than one rank, or another process layout.
 _STOCK_OPTIONS = (
@@ -104,9 +104,9 @@ def bound_cores(library: openmp.OpenMP) -> str:
     wanted = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto")
     if wanted != "auto":
         return wanted
-    here = cores.allowed()
-    large = cores.first_node(here) if library.kind == "gnu" else None
-    return cores.small_machine(here) or large or "auto"
+    cpus = openmp.allowed_cpus()
+    large = openmp.first_node(cpus) if library.kind == "gnu" else None
+    return openmp.small_machine(cpus) or large or "auto"
 
 
 def fork_environment(library: openmp.OpenMP) -> dict[str, str]:

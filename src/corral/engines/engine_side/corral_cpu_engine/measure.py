@@ -1,14 +1,14 @@
-"""``python -m corral_cpu_engine.measure ORDER``: how quick this CPU multiplies, in two seconds.
+"""``python -m corral_cpu_engine.measure REQUEST``: how fast this CPU multiplies, measured in two seconds.
 
-ORDER is JSON: ``products``, the matrices of the model as [outputs, inputs, how many], of
+REQUEST is JSON: ``products``, the matrices of the model as [outputs, inputs, how many], of
 which the last is the head; ``formats``, ``rows`` and ``budget_s``.  The answer is one line
 of JSON: for each format the 10^9 operations per second by rows multiplied at once, what
 multiplied, and how many 10^9 bytes per second are read from memory.
 
 The products run on vLLM's own path: oneDNN through ``vllm._C``, and torch where oneDNN
-refuses the format, which is what makes a format crawl.  Weights are more than the caches
-hold, as a model's are.  What else runs on the machine only ever slows a product, so the
-quick ones count, and ``busy`` tells what share of the time others took.
+refuses the format, which makes that format very slow.  The weights exceed the caches,
+as a model's do.  Other programs on the machine only ever slow a product down, so the
+fast ones count, and ``busy`` is the share of the time that others used.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MARK = "CORRAL_CPU_MEASURE"
 
 
 def spent() -> float:
-    """Seconds that this thread has computed: on a busy machine the clock runs, and the budget does not."""
+    """Processor seconds of this thread: on a busy machine the budget does not run down with the clock."""
     return time.thread_time()
 
 
@@ -105,7 +105,7 @@ class Products:
         ops, torch = self.torch.ops._C, self.torch
         try:
             handler = torch.tensor(ops.create_onednn_mm_handler(weight.t(), 32), dtype=torch.int64)
-        except RuntimeError:  # what vLLM's log calls "Failed to create oneDNN linear"
+        except RuntimeError:  # "Failed to create oneDNN linear" in vLLM's log
             return None
         outputs = weight.size(0)
 
@@ -137,9 +137,9 @@ class Products:
         return sum(quick[s] for s in shapes), sum(2.0 * rows * n * k for n, k in shapes)
 
 
-def build(torch: Any, kernels: bool, format_: str, order: dict[str, Any]) -> Products:
+def build(torch: Any, kernels: bool, format_: str, request: dict[str, Any]) -> Products:
     """One layer's matrices, once more until the caches are exceeded, and the head last."""
-    *layer, head = order["products"]
+    *layer, head = request["products"]
     element = 4 if format_ == "fp32" else 2
     once = sum(n * k for n, k, _ in layer) * element
     fitting = [[max(16, int(n * min(1.0, _MOST_BYTES / once))), k, c] for n, k, c in layer]  # a slice of a huge layer
@@ -148,21 +148,21 @@ def build(torch: Any, kernels: bool, format_: str, order: dict[str, Any]) -> Pro
     return Products(torch, kernels, format_, [*(fitting * layers), head])
 
 
-def measure_format(torch: Any, kernels: bool, format_: str, order: dict[str, Any], until: float) -> dict[str, Any]:
+def measure_format(torch: Any, kernels: bool, format_: str, request: dict[str, Any], until: float) -> dict[str, Any]:
     """Operations per second by rows.
 
     Where time does not allow all matrices, one layer's stand for them; where it does not allow those either, the rate
     is that of fewer rows, which is no quicker.
     """
-    made = build(torch, kernels, format_, order)
+    made = build(torch, kernels, format_, request)
     rates: list[float] = []
-    everything, one_layer = slice(None), slice(0, len(order["products"]) - 1)
+    everything, one_layer = slice(None), slice(0, len(request["products"]) - 1)
 
     def affordable(rows: int, which: slice, left: float) -> bool:
         flops = sum(2.0 * rows * n * k for n, k, _ in made.made[which])
         return not rates or 2 * flops / (rates[-1] * 1e9) <= left  # once to warm up, once to count
 
-    for number, rows in enumerate(order["rows"]):
+    for number, rows in enumerate(request["rows"]):
         now = spent()
         prompt = rows > 64  # a prompt needs the head for its last token only
         parts = (one_layer,) if prompt else (everything, one_layer)
@@ -170,9 +170,9 @@ def measure_format(torch: Any, kernels: bool, format_: str, order: dict[str, Any
         if which is None:
             rates.append(rates[-1])
             continue
-        seconds, flops = made.times(rows, which, now + (until - now) / (len(order["rows"]) - number))
+        seconds, flops = made.times(rows, which, now + (until - now) / (len(request["rows"]) - number))
         rates.append(flops / seconds / 1e9)
-    return {"format": format_, "kernel": made.kernel, "rows": order["rows"], "gflops": [round(r, 3) for r in rates]}
+    return {"format": format_, "kernel": made.kernel, "rows": request["rows"], "gflops": [round(r, 3) for r in rates]}
 
 
 def read_gb_s(torch: Any) -> float:
@@ -187,7 +187,7 @@ def read_gb_s(torch: Any) -> float:
 
 
 def python_s() -> float:
-    """Seconds of a fixed piece of plain Python: how quick one core is at what is not arithmetic."""
+    """Seconds of a fixed piece of plain Python: how fast one core is at other work than arithmetic."""
     best = 1e9
     for _ in range(40):
         began = spent()
@@ -203,7 +203,7 @@ def main() -> None:
     library = launch.find_openmp()
     if isinstance(library, openmp.OpenMP) and _MARK not in os.environ:
         os.execve(sys.executable, sys.orig_argv, environment(library))
-    order = json.loads(sys.argv[1])
+    request = json.loads(sys.argv[1])
     import torch
 
     began, computed = time.perf_counter(), spent()
@@ -212,10 +212,10 @@ def main() -> None:
         "python_s": python_s(),
         "read_gb_s": read_gb_s(torch),
     }
-    kernels, formats = load_kernels(torch), order["formats"]
+    kernels, formats = load_kernels(torch), request["formats"]
     with torch.inference_mode():
         answer["formats"] = [
-            measure_format(torch, kernels, format_, order, computed + order["budget_s"] * (i + 1) / len(formats))
+            measure_format(torch, kernels, format_, request, computed + request["budget_s"] * (i + 1) / len(formats))
             for i, format_ in enumerate(formats)
         ]
     answer["python_s"] = min(answer["python_s"], python_s())  # a virtual core may be slow for a tenth of a second

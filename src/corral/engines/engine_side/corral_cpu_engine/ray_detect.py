@@ -1,7 +1,7 @@
 """Entry point ``vllm.platform_plugins``: vLLM's CPU platform, made fit for Ray, where Ray is in use.
 
-Everywhere else the answer is "no platform of mine", and vLLM takes its own.  This
-module imports nothing of vLLM, torch or Ray, since every vLLM process asks it.
+Everywhere else the answer is None, and vLLM uses its own platform.  This module
+imports nothing of vLLM, torch or Ray, because every vLLM process calls it.
 """
 
 from __future__ import annotations
@@ -31,5 +31,5 @@ def under_ray(argv: list[str], environ: os._Environ[str] | dict[str, str]) -> bo
     """Whether this process is a worker of Ray, or a server that is to use Ray."""
     if "RAY_RAYLET_PID" in environ or environ.get("RAY_ADDRESS"):
         return True
-    words = [word.replace("_", "-") if word.startswith("--") else word for word in argv]
-    return f"{_OPTION}=ray" in words or (_OPTION, "ray") in itertools.pairwise(words)
+    options = [part.replace("_", "-") if part.startswith("--") else part for part in argv]
+    return f"{_OPTION}=ray" in options or (_OPTION, "ray") in itertools.pairwise(options)

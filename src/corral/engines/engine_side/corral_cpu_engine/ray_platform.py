@@ -1,6 +1,6 @@
-"""vLLM's CPU platform for Ray, so that the Ray path is tested with real parts on nodes without GPUs.
+"""vLLM's CPU platform for Ray, so that Ray deployments can be tested with the real engine on nodes without GPUs.
 
-Three things stand between vLLM 0.32 on the CPU and its Ray executors:
+vLLM 0.32 on the CPU lacks three things that its Ray executors need:
 
 * The platform names no resource that Ray could place (``ray_device_key``).  Here
   it is ``corral_cpu``; a node offers it with ``ray start --resources
@@ -48,5 +48,5 @@ def _answer_for_our_resource() -> None:
     RuntimeContext.get_accelerator_ids = get_accelerator_ids
 
 
-if "RAY_RAYLET_PID" in os.environ:  # a worker of Ray; nobody else asks
+if "RAY_RAYLET_PID" in os.environ:  # only a worker of Ray asks
     _answer_for_our_resource()

@@ -1,4 +1,4 @@
-"""Less waiting in the engine process before its first request.
+"""Shortens the engine process's start before its first request.
 
 ``preload_inductor`` does early, while the process waits for its configuration,
 what loading compiled code does in any case: find out which vector instructions

@@ -1,4 +1,4 @@
-"""One import, two processes: an engine process forked before it is needed.
+"""Forks the engine process before it is needed, so that server and engine share one import.
 
 ``fork_engine`` forks the calling process right after the imports that API
 server and engine share.  The child goes on importing what only the engine needs
@@ -15,8 +15,8 @@ first region.  Intel's OpenMP runtime reads them anew after a fork; GNU's does n
 has its core list since it was loaded (``openmp``), and ``_set_threads`` tells it the
 count.
 
-If anything does not fit (other executor, changed ``TORCH*`` settings, file
-descriptors to hand over, child gone), vLLM's normal spawn is used.
+In every other case (another executor, changed ``TORCH*`` settings, file
+descriptors to pass on, the child gone), vLLM's normal spawn is used.
 """
 
 from __future__ import annotations
@@ -122,12 +122,12 @@ def fork_engine(prepare: Callable[[], None]) -> bool:
 
 
 def _child(parent: int, command: int, prepare: Callable[[], None]) -> int:
-    """Life of the forked process; returns its exit code."""
-    # Never outlive the server: stock engines stay behind when it is killed.
+    """Run the forked process; returns its exit code."""
+    # End with the server: stock engines keep running when it is killed.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:
         return 0
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C is the parent's business
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent
     prepare()
     with os.fdopen(command, "rb", closefd=False) as f:
         head = f.read(_HEADER.size)

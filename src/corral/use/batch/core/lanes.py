@@ -46,7 +46,7 @@ from corral.use.batch.core.pace import LanePace
 
 PROBE_FIRST_S, PROBE_LONGEST_S = 0.05, 5.0
 LOOK_AGAIN_S = 2.0
-TELL_AGAIN_S = 60.0  # while a server is away, what it does meanwhile
+REPORT_AGAIN_S = 60.0  # while a server is away, what it does meanwhile
 
 
 class Lane:
@@ -134,7 +134,7 @@ class Lane:
             while not await self._is_healthy():
                 now = time.monotonic()
                 self.absence = await asyncio.to_thread(self._ask_why)
-                if now - told > TELL_AGAIN_S if told else first or now - began > 1.0:
+                if now - told > REPORT_AGAIN_S if told else first or now - began > 1.0:
                     self._on_note("waiting", _words(self.absence, self._stranger or ("" if told else why)))
                     told = now
                 await asyncio.sleep(pause)

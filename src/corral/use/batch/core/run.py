@@ -17,7 +17,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
-from corral.base.lock import beating
+from corral.base.lock import heartbeat
 from corral.client.client import run as run_loop
 from corral.client.endpoint import ModelServer
 from corral.use.batch.core.folder import BatchFolder, BatchLock
@@ -223,7 +223,7 @@ def run_share(
     loop = _Loop(share, listener)
     if not share.counts.left:
         return loop.summary()
-    with beating(share.alive):
+    with heartbeat(share.alive):
         feed, servers = share.feed(), find()
     share.counts.began = time.monotonic()
     reader = RowReader(share.table)

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from corral.base.errors import CorralError, EngineError, UsageError
-from corral.base.lock import beating
+from corral.base.lock import heartbeat
 from corral.base.processes import terminated_as_interrupted
 from corral.client.client import CHAT
 from corral.client.reply import Choice, Reply, Timing, Usage
@@ -69,7 +69,7 @@ def run_on_engine(
         raise UsageError(f"{share.folder.output} is shared (--jobs).", "Finish it with `corral batch resume`.")
     if not share.counts.left:
         return RunSummary.of(share, BatchState.DONE)
-    with beating(share.alive):
+    with heartbeat(share.alive):
         return _EngineRun(make(listener.note), model, share, work, listener).run()
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from corral.base.errors import ConflictError
 from corral.base.files import write_atomic
-from corral.base.lock import beating
+from corral.base.lock import heartbeat
 from corral.base.processes import Identity
 from corral.base.record import dump_json, load_json
 from corral.use.batch.core.folder import BatchFolder, BatchLock, PartFolder, sync_dir
@@ -70,7 +70,7 @@ def brief_lock(folder: BatchFolder, patient: Callable[[], bool] | None = None) -
     while True:
         folder.create()
         try:
-            with BatchLock(folder.lock, str(folder.output), patient or shared) as lock, beating(folder.lock):
+            with BatchLock(folder.lock, str(folder.output), patient or shared) as lock, heartbeat(folder.lock):
                 yield lock
             return
         except FileNotFoundError:

@@ -1,9 +1,10 @@
-"""Imports modules that came as one text; that text begins with this file (see `corral/base/bundle.py`).
+"""Imports modules from strings: a bundle of modules (see `corral/base/bundle.py`) begins with this file.
 
-Nothing is unpacked: the sources are strings, and are imported from there, so that a program can run where no file may
-be left behind. Lines of a module in a traceback are those of its own file.
+Nothing is unpacked, so that a program can run where no file may be left behind. Line numbers in a traceback are those
+of the module's own file.
 
-Standard library only, nothing of corral: the source is sent to the node. (As `survey`, read by older Pythons.)
+Standard library only, nothing of corral: the source is sent to the node. (Part of `survey`, which older Pythons
+read.)
 """
 
 import importlib
@@ -12,7 +13,7 @@ from importlib.machinery import ModuleSpec
 from typing import Any, Dict, Optional
 
 
-class Parts:
+class StringLoader:
     """Finds and loads modules whose sources are strings."""
 
     def __init__(self, sources: Dict[str, str]) -> None:
@@ -25,18 +26,18 @@ class Parts:
         return ModuleSpec(name, self, is_package=package)  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> None:
-        return None  # an ordinary one
+        return None  # the default
 
     def exec_module(self, module: Any) -> None:
         name = module.__name__
         exec(compile(self.sources[name], name.replace(".", "/") + ".py", "exec"), module.__dict__)  # noqa: S102
 
     def get_source(self, name: str) -> str:
-        """For tracebacks."""
+        """The source, for tracebacks."""
         return self.sources[name]
 
 
 def start(entry: str, sources: Dict[str, str]) -> None:
-    """Run one of the modules."""
-    sys.meta_path.insert(0, Parts(sources))
+    """Import one of the modules and run its `start`."""
+    sys.meta_path.insert(0, StringLoader(sources))
     importlib.import_module(entry).start()

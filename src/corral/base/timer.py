@@ -18,8 +18,8 @@ class _TimeSpec(ctypes.Structure):
                 ("s", ctypes.c_long), ("ns", ctypes.c_long))  # fmt: skip
 
 
-class Alarm:
-    """Calls back at a monotonic time: by timerfd (about 0.1 ms late) or by the loop's timer (about 1 ms)."""
+class PreciseTimer:
+    """Calls a function at a monotonic time: by timerfd (about 0.1 ms late) or by the loop's timer (about 1 ms)."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
         self._loop, self._call = loop, call
@@ -33,10 +33,10 @@ class Alarm:
         if self._fd >= 0:
             self._spec = _TimeSpec()
             self._pointer = ctypes.byref(self._spec)
-            loop.add_reader(self._fd, self._ring)
+            loop.add_reader(self._fd, self._fire)
 
     def set(self, due_ns: int) -> None:
-        """Ring at `due_ns`, unless an earlier ring is already set."""
+        """Call at `due_ns`, unless an earlier call is already due."""
         if self._armed and self._armed <= due_ns:
             return
         self._armed = due_ns
@@ -46,7 +46,7 @@ class Alarm:
             return
         if self._handle:
             self._handle.cancel()
-        self._handle = self._loop.call_later(max(0, due_ns - time.monotonic_ns()) / _SECOND, self._ring)
+        self._handle = self._loop.call_later(max(0, due_ns - time.monotonic_ns()) / _SECOND, self._fire)
 
     def close(self) -> None:
         if self._handle:
@@ -56,7 +56,7 @@ class Alarm:
             os.close(self._fd)
             self._fd = -1
 
-    def _ring(self) -> None:
+    def _fire(self) -> None:
         if self._fd >= 0:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._fd, 8)

@@ -1,4 +1,4 @@
-"""Files as they are here, whole or growing, and everybody who waits for their bytes."""
+"""The files of a manifest as they are on this node, complete or arriving, and sending them meanwhile."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import threading
 import time
 from typing import IO, Any, Callable, List, Optional, Tuple
 
-from .folders import Tree
+from .folder import Tree
 from .manifest import LONGEST_NAME
 from .protocol import Json
 
 
 class Item:
-    """One file of the manifest as it is here: how many of its bytes, and where."""
+    """One file of the manifest: how many of its bytes are here, and where."""
 
     def __init__(self, number: int, row: Json, tree: Tree) -> None:
         self.number, self.path, self.size = number, str(row["path"]), int(row["size"])
@@ -25,19 +25,19 @@ class Item:
         self.target = str(row.get("target", ""))
         self.sha256, self.git_sha1 = row.get("sha256"), row.get("git_sha1")
         self.final_path = tree.resolve(self.path)
-        self.at = self.final_path  # where the bytes are now
-        self.have, self.done, self.generation, self.damaged = 0, False, 0, 0
+        self.current_path = self.final_path  # where the bytes are now
+        self.have_bytes, self.done, self.generation, self.damaged = 0, False, 0, 0
         self.claimed = False
 
     @property
     def part_name(self) -> str:
-        """Its name while it is not whole: beside the final one, and short enough for any file system."""
+        """Its name while it is incomplete: beside the final one, and short enough for any file system."""
         mark = hashlib.sha1(f"{self.size}:{self.sha256 or self.git_sha1}".encode()).hexdigest()[:8]  # noqa: S324
         return f"{self.part_stem}{mark}.corral-part"
 
     @property
     def part_stem(self) -> str:
-        """How the names of all its parts begin, whichever version of it they are of."""
+        """The beginning of the names of all its parts, whichever version of it they belong to."""
         name = os.path.basename(self.final_path)
         if len(os.fsencode(name)) > LONGEST_NAME - 30:
             name = hashlib.sha1(os.fsencode(name)).hexdigest()  # noqa: S324
@@ -47,23 +47,23 @@ class Item:
     def part(self) -> str:
         return os.path.join(os.path.dirname(self.final_path), self.part_name)
 
-    def fits(self, digest: "Digest") -> bool:
+    def matches(self, digest: "Digest") -> bool:
         if self.sha256:
             return hmac.compare_digest(digest.sha256.hexdigest(), self.sha256)
         return hmac.compare_digest(digest.git.hexdigest(), str(self.git_sha1))
 
 
 class Digest:
-    """The hash a file is judged by, grown block by block."""
+    """The hash that a file is checked by, updated block by block."""
 
     def __init__(self, item: Item) -> None:
         self.sha256 = hashlib.sha256()
         self.git = hashlib.sha1(b"blob %d\0" % item.size)  # noqa: S324
-        self.both = not item.sha256
+        self.with_git = not item.sha256
 
     def update(self, block: Any) -> None:
         self.sha256.update(block)
-        if self.both:
+        if self.with_git:
             self.git.update(block)
 
 
@@ -72,7 +72,7 @@ def always(_: Item, __: IO[bytes]) -> bool:
 
 
 class CourierFiles:
-    """The items of one folder and everybody who waits for their bytes."""
+    """The items of one folder; senders wait here for bytes that have not arrived yet."""
 
     def __init__(self, items: List[Item], uplink_bytes_per_s: float = 0) -> None:
         self.items = items
@@ -80,48 +80,49 @@ class CourierFiles:
         self.uplink, self.free_at_s = uplink_bytes_per_s, 0.0
         self.sent_bytes, self.active_s = 0, time.monotonic()
         self.closed = False
-        self.allows: Callable[[Item, IO[bytes]], bool] = always  # whether a file may still be sent
+        self.may_send: Callable[[Item, IO[bytes]], bool] = always  # whether a file may still be sent
 
     def close(self) -> None:
-        """Nothing more will come: whoever waits here is to ask somebody else, at once."""
+        """Nothing more will come: senders stop waiting, and their receivers ask another courier."""
         with self.changed:
             self.closed = True
             self.changed.notify_all()
 
-    def grow(self, item: Item, have: int, done: bool = False) -> None:
+    def grow(self, item: Item, have_bytes: int, done: bool = False) -> None:
         with self.changed:
-            item.have, item.done = have, done
-            item.at = item.final_path if done else item.part
+            item.have_bytes, item.done = have_bytes, done
+            item.current_path = item.final_path if done else item.part
             self.active_s = time.monotonic()
             self.changed.notify_all()
 
     def reset(self, item: Item) -> None:
         with self.changed:
-            item.have, item.generation = 0, item.generation + 1
+            item.have_bytes, item.generation = 0, item.generation + 1
             self.changed.notify_all()
 
     def open(self, item: Item, offset: int, timeout_s: float) -> Tuple[IO[bytes], int]:
-        """The file, once it has bytes after `offset`, and which attempt at it this is."""
+        """The file, once it has bytes after `offset`, and the number of this attempt at it."""
         with self.changed:
-            ready = self.changed.wait_for(lambda: self.closed or item.done or item.have > offset, timeout_s)
-            self.refuse_when_closed()
+            ready = self.changed.wait_for(lambda: self.closed or item.done or item.have_bytes > offset, timeout_s)
+            self._refuse_when_closed()
             if not ready:
                 raise TimeoutError(item.path)
-            return open(item.at, "rb", buffering=0), item.generation
+            return open(item.current_path, "rb", buffering=0), item.generation
 
     def available(self, item: Item, offset: int, generation: int, timeout_s: float) -> int:
         with self.changed:
             self.changed.wait_for(
-                lambda: self.closed or item.done or item.have > offset or item.generation != generation, timeout_s
+                lambda: self.closed or item.done or item.have_bytes > offset or item.generation != generation,
+                timeout_s,
             )
-            self.refuse_when_closed()
+            self._refuse_when_closed()
             if item.generation != generation:
-                raise ConnectionError(f"{item.path} is fetched anew")
-            return item.size if item.done else item.have
+                raise ConnectionError(f"{item.path} is fetched again")
+            return item.size if item.done else item.have_bytes
 
-    def refuse_when_closed(self) -> None:
+    def _refuse_when_closed(self) -> None:
         if self.closed:
-            raise ConnectionError("nothing more comes from here")
+            raise ConnectionError("this courier sends nothing more")
 
     def send(self, sock: socket.socket, item: Item, offset: int, end: int, timeout_s: float) -> None:
         if offset >= end:
@@ -133,7 +134,7 @@ class CourierFiles:
                 if until <= offset:
                     raise TimeoutError(item.path)
                 portion = self.portion(until - offset)
-                if not self.allows(item, file):
+                if not self.may_send(item, file):
                     raise ConnectionError(f"{item.path} changed")
                 count = sock.sendfile(file, offset, portion)
                 if not count:
@@ -141,10 +142,10 @@ class CourierFiles:
                 offset += count
                 self.sent_bytes += count
                 self.active_s = time.monotonic()
-            self.allows(item, file)  # what went out last may already have been of another version
+            self.may_send(item, file)  # the last bytes may have been of another version
 
     def portion(self, wanted: int) -> int:
-        """How much may go out now: everything, unless the uplink is limited."""
+        """How many bytes may be sent now: all, unless the uplink is limited."""
         if not self.uplink:
             return min(wanted, 16 << 20)
         count = min(wanted, max(16 << 10, int(self.uplink / 50)))
