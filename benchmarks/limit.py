@@ -38,8 +38,7 @@ from statistics import mean
 from typing import Any
 
 from flag_sets import CORRAL, measured, run
-
-from corral.lab.tune.baselines import DIGITALOCEAN
+from tune_rivals import DIGITALOCEAN
 
 PARTS = ("grid", "tune", "batch")
 # the plan first; then each of what may be worth something, and all of it

@@ -29,8 +29,8 @@ from corral.lab.bench.spec import LoadShape, Slo, Spec, Workload
 from corral.lab.bench.store import Run, Series
 from corral.lab.report.batch import status_lines as batch_status_lines
 from corral.lab.report.batch import summary_lines
+from corral.lab.report.bench import comparison_lines, run_lines, series_lines
 from corral.lab.report.doctor import report_lines
-from corral.lab.report.text import comparison_lines, run_lines, series_lines
 from corral.plan.hardware.fabric import choose_fabric
 from corral.plan.hardware.inventory import GIB
 from corral.plan.hardware.survey import Disk, GpuFacts, GpuProcess, Interface, NodeFacts

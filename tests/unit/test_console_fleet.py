@@ -11,14 +11,13 @@ import pytest
 
 from corral.base.errors import NotFoundError, UsageError
 from corral.base.processes import own_identity
-from corral.console import standings
+from corral.console import statuses as standings
 from corral.console.commands import Commands, RunningCommand
 from corral.console.context import LatestValue
 from corral.console.fleet import changes
 from corral.console.logs import read_journal, read_log
-from corral.console.phases import Start, phases_of, ready_at_s
-from corral.console.standings import Standings, deployment_row, restart_words
 from corral.console.starting import form_of, up_words
+from corral.console.statuses import Standings, Start, deployment_row, phases_of, ready_at_s, restart_words
 from corral.deploy.deployment.events import Event
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.start_times import Expected, Phase

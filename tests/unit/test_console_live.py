@@ -11,8 +11,7 @@ import pytest
 from corral.client.metrics import Reading, percentile, read_latencies
 from corral.console import live
 from corral.console.context import HOUR_S, ConsoleContext, History
-from corral.console.jobs import JobProgress, Jobs
-from corral.console.live import Figures, GpuLoad, figures_of, gpu_figures, parse_gpus_load, sums_of
+from corral.console.live import Figures, GpuLoad, JobProgress, Jobs, figures_of, gpu_figures, parse_gpus_load, sums_of
 from corral.fake.metrics import Metrics
 from corral.use.llm.top import Line, Watch, ready_servers
 from tests.console_home import make, make_fleet

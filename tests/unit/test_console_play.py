@@ -16,8 +16,19 @@ import pytest
 from corral.base.errors import UsageError
 from corral.client.client import CHAT, COMPLETIONS, Client
 from corral.client.endpoint import Endpoint
-from corral.console.asking import PlayRequest, as_curl, as_python, parameter_table, read_play, stream_request
-from corral.console.play import Spellings, answer_events, heat_map, pieces_of, servers
+from corral.console.play import (
+    PlayRequest,
+    Spellings,
+    answer_events,
+    as_curl,
+    as_python,
+    heat_map,
+    parameter_table,
+    pieces_of,
+    read_play,
+    servers,
+    stream_request,
+)
 from corral.fake.app import FakeOptions
 from corral.fake.server import FakeServer
 from corral.fake.words import decode

@@ -48,7 +48,7 @@ from corral.lab.report.screen import explain, print_json, print_table, since, te
 def compare(a: str, b: str, as_json: bool) -> None:
     """Two runs (or repeats) side by side: what changed, and whether it is more than noise."""
     from corral.lab.bench.compare import compared
-    from corral.lab.report.text import comparison_lines
+    from corral.lab.report.bench import comparison_lines
 
     one, other = store.find(a), store.find(b)
     found = compared(one, other)
@@ -85,25 +85,25 @@ def _known_of_series(folder: Path) -> dict[str, Any]:
 
 
 def _series_html(folder: Path) -> str:
-    from corral.lab.report.page import series_page
+    from corral.lab.report.bench_page import series_page
 
     return series_page(**_known_of_series(folder), name=folder.name)
 
 
 def _series_text(folder: Path) -> list[str]:
-    from corral.lab.report.text import series_lines
+    from corral.lab.report.bench import series_lines
 
     return series_lines(**_known_of_series(folder), folder=folder, columns=tables.room())
 
 
 def _run_html(folder: Path) -> str:
-    from corral.lab.report.page import run_page
+    from corral.lab.report.bench_page import run_page
 
     return run_page(store.load_run(folder), store.load_rows(folder), store.load_samples(folder), folder.name)
 
 
 def _run_text(folder: Path) -> list[str]:
-    from corral.lab.report.text import run_lines
+    from corral.lab.report.bench import run_lines
 
     return run_lines(store.load_run(folder), store.load_rows(folder), folder, tables.room())
 
@@ -255,7 +255,7 @@ def _show_series(folder: Path, runs: list[store.Run], as_json: bool) -> int:
         ]
         print_json({"kind": series.kind, "folder": str(folder), "findings": series.findings, "runs": body})
     else:
-        from corral.lab.report.text import series_lines
+        from corral.lab.report.bench import series_lines
 
         click.echo("\n".join(series_lines(series, runs, folder, tables.room())))
     return INVALID if all(run.verdict == "invalid" for run in runs) else 0
@@ -291,7 +291,7 @@ def run(repeat: int, **given: Any) -> int:
     if given["as_json"]:
         print_json({**_figures(folder), "folder": str(folder)})
     else:
-        from corral.lab.report.text import run_lines
+        from corral.lab.report.bench import run_lines
 
         click.echo("\n".join(run_lines(finished.run, finished.rows, folder, tables.room())))
     return INVALID if finished.run.verdict == "invalid" else 0

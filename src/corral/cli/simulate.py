@@ -19,6 +19,7 @@ from corral.cli.options import Duration, TokenCount
 from corral.lab.bench.spec import LoadShape, Slo, Workload, parse_slos
 from corral.lab.report import tables
 from corral.lab.report.screen import print_json, tell
+from corral.lab.report.simulate import forecast_lines, forecast_page, validation_lines
 from corral.lab.simulate.fitting import fit_runs
 from corral.lab.simulate.forecast import (
     Forecast,
@@ -31,7 +32,6 @@ from corral.lab.simulate.forecast import (
     what_if,
 )
 from corral.lab.simulate.measured import load_measured
-from corral.lab.simulate.page import forecast_lines, forecast_page, validation_lines
 from corral.lab.simulate.requests import OpenLoop, RequestSource, source_of, trace_requests
 from corral.lab.simulate.validation import validate
 from corral.lab.simulate.world import ScalingModel, simulate_load

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,15 +30,13 @@ from corral.engines.runtimes.base import RUNTIMES
 from corral.lab.bench.spec import Spec, Workload, parse_slos
 from corral.lab.report import tables
 from corral.lab.report.screen import print_json, tell
-from corral.lab.tune.baselines import BASELINES, RANDOM, baseline_knobs
+from corral.lab.report.tune import TrialLines, html_page, sentence, tune_lines
 from corral.lab.tune.knobs import knobs_for
 from corral.lab.tune.objective import Objective, ObjectiveKind, distance
-from corral.lab.tune.page import html_page, sentence, tune_lines
 from corral.lab.tune.parallel_trials import refuse_part, shares_for
 from corral.lab.tune.race import Race, RaceResult, verdict
-from corral.lab.tune.random_search import random_found
 from corral.lab.tune.store import TuneRun, TuneSpec, find_run, new_run, runs_dir
-from corral.lab.tune.trials import Trial, TrialOrder
+from corral.lab.tune.trials import Trial
 from corral.lab.tune.tuner import fitting_knobs, tune
 from corral.lab.tune.workload import PRESETS, SEEN, SeenLoad, read_seen, workload_of
 from corral.plan.measured import planned_restart_s
@@ -66,7 +63,7 @@ def command() -> None:
 
 @command.command("run", cls=GroupedCommand, context_settings=HELP, examples=EXAMPLES, headings={
     "The workload": ("--workload", "--input-len", "--output-len", "--chat", "--concurrency", "--request-rate"),
-    "The goal": ("--goal", "--slo", "--baseline", "--budget", "--measure"),
+    "The goal": ("--goal", "--slo", "--budget", "--measure"),
     "The server": ("--deployment", "--on", "--side-by-side", "--context", "--set", "--runtime", "--runtime-option",
                    "--env"),
     "Options for ssh": (), "Options for SLURM": (), "Options for ssh and SLURM": (),
@@ -89,8 +86,6 @@ def command() -> None:
 @click.option("--goal", type=click.Choice([one.value for one in ObjectiveKind]),
               help="What to optimise (default: throughput; with --slo, rate).")  # fmt: skip
 @click.option("--slo", metavar="SLOS", help="Service level to meet: ttft_p99=500ms,tpot_p99=40ms.")
-@click.option("--baseline", "baselines", multiple=True, type=click.Choice((*BASELINES, RANDOM)),
-              help="Compare with vLLM's defaults, DigitalOcean's flags, or random search of equal time.")  # fmt: skip
 @click.option(
     "--budget",
     "budget_s",
@@ -220,10 +215,6 @@ def _begun(model: str | None, name: str, given: dict[str, Any]) -> TuneRun:
     objective = _objective(given, seats)
     bursts = objective.kind in (ObjectiveKind.THROUGHPUT, ObjectiveKind.COST)
     knobs = knobs_for(decision.plan, request, arguments, bursts, workload.shares_prefixes)
-    flags = tuple(one for one in given["baselines"] if one != RANDOM)
-    if flags and decision.plan.inventory.gpu is None:
-        raise UsageError(f"--baseline {flags[0]} is for GPUs.", f"Leave it out on a CPU, or use --baseline {RANDOM}.")
-    knobs = (*baseline_knobs(decision.plan, request, flags), *knobs)
     check: Callable[[bringup.DeployRequest], object] = bringup.sized
     if in_turns:
         held = 1 if objective.kind is ObjectiveKind.LATENCY else seats  # at a rate of its own, however many that are
@@ -242,8 +233,9 @@ def _begun(model: str | None, name: str, given: dict[str, Any]) -> TuneRun:
         tell(f"  note: a start may take {duration(start_s)}: {few}", err=True)
     spec = Spec(workload, percentiles=(50.0, 90.0, 99.0), warmup=min(seats, 16))
     model_name = request.model or decision.source.name
-    random = RANDOM in given["baselines"]
-    return new_run(TuneSpec(model_name, request, race, objective, spec, time.time(), random, shares, in_turns), name)
+    return new_run(
+        TuneSpec(model_name, request, race, objective, spec, time.time(), shares=shares, in_turns=in_turns), name
+    )
 
 
 def _workload(given: dict[str, Any]) -> Workload:
@@ -269,47 +261,11 @@ def _objective(given: dict[str, Any], seats: int) -> Objective:
     return Objective(kind, seats, given["rate"], slos)
 
 
-class TrialLines:
-    """One line for each trial: what runs, what came out, what is best, and the time left."""
-
-    def __init__(self, quiet: bool) -> None:
-        self._quiet, self._phase, self._order = quiet, "", ""
-
-    def say(self, text: str) -> None:
-        if not self._quiet:
-            tell(text, err=True)
-
-    def _live(self, text: str) -> None:
-        """What the trial is doing, on a terminal's last line; an empty text takes it away."""
-        if not self._quiet and sys.stderr.isatty():
-            tell(f"\r\033[2K{'             ' + text + ' …' if text else ''}", err=True, nl=False)
-
-    def begins(self, number: int, order: TrialOrder, left_s: float) -> None:
-        self._phase = ""
-        self._order = f"{number:3d}  {order.purpose.value:6}  {order.setup}"
-        self.say(f"{self._order}  ({duration(left_s)} left)")
-
-    def waits(self, who: str) -> None:
-        tell(f"corral: waiting for {who}, which continues the same run", err=True)
-
-    def phase(self, text: str) -> None:
-        if text != self._phase:
-            self._phase = text
-            self._live(text)
-
-    def ended(self, trial: Trial, so_far: RaceResult) -> None:
-        self._live("")
-        result = f"{trial.score:,.1f}" if trial.score else f"failed: {trial.why}"
-        leading = f"; ahead: {so_far.leader}" if so_far.leader.choices else ""
-        self.say(f"             {result} in {duration(trial.took_s)}{leading}")
-
-
 def _show(found: TuneRun, result: RaceResult, as_json: bool) -> int:
     trials = found.trials()
     if as_json:
         far = distance(found.spec.objective, result, trials)
-        random = random_found(result.best, trials)
-        body = {"run": found.name, "folder": str(found.folder), "result": result, "roofline": far, "random": random}
+        body = {"run": found.name, "folder": str(found.folder), "result": result, "roofline": far}
         print_json({**body, "trials": trials})
     else:
         for line in tune_lines(found, trials, result, tables.room()):
@@ -340,7 +296,7 @@ def report(run: str, output: Path | None, profile: str | None, as_json: bool) ->
 def _write_profile(run: TuneRun, name: str, trials: list[Trial], result: RaceResult) -> Path:
     """The user's profile of that name; one that is there already is not touched."""
     from corral.deploy.profile.folders import check_name, user_folder
-    from corral.lab.tune.page import profile_text
+    from corral.lab.report.tune import profile_text
 
     path = user_folder() / f"{check_name(name)}.toml"
     if path.exists():

@@ -16,8 +16,8 @@ from corral.base.record import load_json
 from corral.console.commands import line_of
 from corral.console.context import ConsoleContext, LatestValue, answer, body_of, events, whole_number
 from corral.console.logs import read_journal, read_log
-from corral.console.standings import Row, Standings, restart_words
 from corral.console.starting import choices, form_of, preview, up_words
+from corral.console.statuses import Row, Standings, restart_words
 from corral.deploy.deployment.folder import DeploymentFolder, open_folder
 from corral.deploy.deployment.state import ENDED
 from corral.deploy.lifecycle.deployments import Record, status

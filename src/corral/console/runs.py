@@ -17,7 +17,7 @@ from corral.console.context import ConsoleContext, answer, whole_number
 from corral.lab.bench import store
 from corral.lab.bench.compare import ListedRun, all_runs, compared
 from corral.lab.bench.metrics import RequestRow, latencies_s, percentile
-from corral.lab.report.text import headline, timeline
+from corral.lab.report.bench import headline, timeline
 from corral.use.batch.inspect import inspect
 from corral.use.batch.results import failure_groups, rows_of
 from corral.use.batch.spec import known_outputs

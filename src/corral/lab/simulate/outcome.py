@@ -67,6 +67,15 @@ class Moment:
 
 
 @dataclass(frozen=True)
+class SizeChange:
+    """A decision to have another number of members."""
+
+    time_s: float
+    wanted: int
+    why: str
+
+
+@dataclass(frozen=True)
 class SloResult:
     """How one promise was kept; whether it was is one figure, how many requests lay within its limit another."""
 
@@ -142,6 +151,7 @@ class Recorder:
         self.peak_kv, self.peak_running = 0.0, 0
         self._moments: list[Moment] = []
         self.next_moment_s, self._every_s = 0.0, 0.05
+        self.changes: list[SizeChange] = []
 
     def finished(self, at_s: float, asked_s: float, first_s: float, prompt: int, output: int) -> None:
         self.completed += 1

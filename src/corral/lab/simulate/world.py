@@ -20,7 +20,7 @@ from functools import lru_cache
 
 from corral.lab.bench.spec import Slo
 from corral.lab.simulate.engine import EngineShape, SimEngine, SimSequence
-from corral.lab.simulate.outcome import Moment, Recorder, SimOutcome
+from corral.lab.simulate.outcome import Moment, Recorder, SimOutcome, SizeChange
 from corral.lab.simulate.requests import RequestSource, SimRequest
 from corral.lab.simulate.steptime import FittedSteps, StepTime
 from corral.serve.fleet.scaling import Course, Demand, next_size, rate
@@ -59,7 +59,8 @@ class ScalingModel:
     least: int
     most: int
     capacity: float  # tokens/s of one member, prompt and answer
-    lead_s: float
+    lead_s: float  # from the decision until the member serves
+    load_s: float = 0.0  # of these, the last ones, in which its job already runs
 
 
 def simulate_load(
@@ -198,9 +199,9 @@ class _World:
 
     # members
 
-    def _join(self) -> None:
+    def _join(self, since_s: float = 0.0) -> None:
         engines = [SimEngine(self.model.shape, self.model.steps, self) for _ in range(self.model.data)]
-        member = _Member(self.born, engines, self.now_s)
+        member = _Member(self.born, engines, since_s)
         self.born += 1
         self.members[member.number] = member
         self.takers.append(member)
@@ -221,27 +222,27 @@ class _World:
         self.now_s = self.next_look_s
         self.next_look_s += 1.0
         while self.coming and self.coming[0] <= self.now_s:
-            self.coming.popleft()
-            self._join()
+            self._join(self.coming.popleft() - scaling.load_s)
         requests, tokens = self.arrivals.bins(self.now_s)
         usual = sum(tokens) / sum(requests) if sum(requests) else 0.0
         running = sum([one.width for one in self.members.values()])
         wanted = len(self.takers) + len(self.coming)
         demand = Demand(
-            self.now_s, rate(tokens[:-1]), (running / 2 + len(self.queue)) * usual, len(self.queue), scaling.capacity,
-            scaling.lead_s, scaling.least, scaling.most, wanted,
+            self.now_s, rate(tokens[:-1], scaling.lead_s), (running / 2 + len(self.queue)) * usual, len(self.queue),
+            scaling.capacity, scaling.lead_s, scaling.least, scaling.most, wanted,
         )  # fmt: skip
         self.course, decision = next_size(self.course, demand)
         if decision is not None:
-            self._resize(decision.wanted)
+            self.recorder.changes.append(SizeChange(self.now_s, decision.wanted, decision.why))
+            self._resize(decision.wanted, scaling)
 
-    def _resize(self, wanted: int) -> None:
-        assert self.scaling is not None
+    def _resize(self, wanted: int, scaling: ScalingModel) -> None:
+        """More come after their lead; of too many, those that do not serve yet go first, as the keeper decides."""
         while len(self.takers) + len(self.coming) < wanted:
-            self.coming.append(self.now_s + self.scaling.lead_s)
+            self.coming.append(self.now_s + scaling.lead_s)
         while len(self.takers) + len(self.coming) > max(1, wanted):
             if self.coming:
-                self.coming.pop()
+                self.member_s += max(0.0, self.now_s - self.coming.pop() + scaling.load_s)
                 continue
             member = min(self.takers, key=lambda one: one.width)
             self.takers.remove(member)

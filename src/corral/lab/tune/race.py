@@ -104,17 +104,11 @@ class RaceResult:
     gave_up: bool = False  # the finalist did not start again
 
 
-def of_race(trials: Sequence[Trial]) -> Sequence[Trial]:
-    """Without those of a search beside it."""
-    return [one for one in trials if one.purpose not in (Purpose.RANDOM, Purpose.MEET)]
-
-
 # What to do next
 
 
 def next_order(race: Race, trials: Sequence[Trial]) -> TrialOrder | None:
     """The next trial; None when there is nothing left to learn, or no time."""
-    trials = of_race(trials)
     if not trials:
         return TrialOrder(BASE, Purpose.SCREEN, race.measure_s)
     left_s = race.budget_s - sum(one.of_budget_s for one in trials)
@@ -368,7 +362,6 @@ def _outcome(trials: Sequence[Trial], finalist: Setup, reference: Setup, gain: G
 
 def verdict(race: Race, trials: Sequence[Trial]) -> RaceResult:
     """What the trials say so far."""
-    trials = of_race(trials)
     finalist, reference = _finalist(race, trials), _reference(race, trials)
     gain = _final_gain(trials, finalist, reference) if finalist != reference else None
     tried, anchor = setups_of(trials), _anchor(race, trials)

@@ -38,7 +38,7 @@ class TuneSpec:
     objective: Objective
     bench: Spec
     created_s: float
-    random: bool = False  # search at random as well, for as long
+    random: bool = False  # of earlier versions, which could search at random as well; not used
     shares: tuple[NodeSlice, ...] = ()  # of machines, one for each trial that may run at once; empty: one at a time
     in_turns: bool = False  # they have the same GPUs: servers start together, and are measured one by one
 
@@ -63,7 +63,7 @@ class TuneRun:
         return load_json(TuneSpec, self.folder / "tune.json")
 
     def trials(self) -> list[Trial]:
-        """All that were made; a last line that was cut off is a trial that was not."""
+        """The trials of the race; lines that were cut off, and other trials of earlier versions, are skipped."""
         try:
             lines = (self.folder / "trials.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
         except FileNotFoundError:

@@ -23,8 +23,6 @@ class Purpose(enum.StrEnum):
     SCREEN = "screen"
     HALVE = "halve"
     FINAL = "final"
-    RANDOM = "random"  # no part of the race: a search beside it, to compare with
-    MEET = "meet"  # the race's choice and that search's
 
 
 @dataclass(frozen=True)

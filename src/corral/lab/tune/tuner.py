@@ -27,7 +27,6 @@ from corral.lab.tune.knobs import BASE, Knob, Setup, tuned_wish
 from corral.lab.tune.objective import measure_score, roofline
 from corral.lab.tune.parallel_trials import Turns, run_beside, with_part
 from corral.lab.tune.race import RaceResult, next_order, verdict
-from corral.lab.tune.random_search import next_random
 from corral.lab.tune.store import TuneRun, TuneSpec
 from corral.lab.tune.trials import Roofline, Trial, TrialOrder
 
@@ -87,7 +86,7 @@ def tune(run: TuneRun, watcher: TuneWatcher) -> RaceResult:
             watcher.ended(trial, verdict(race, trials))
 
         def make(order: TrialOrder, number: int, place: int) -> Trial:
-            return _made(run, spec, order, number, watcher, turns, place)
+            return make_trial(run, spec, order, number, watcher, turns, place)
 
         def abandon() -> None:
             turns.end()
@@ -97,7 +96,7 @@ def tune(run: TuneRun, watcher: TuneWatcher) -> RaceResult:
         try:
             if spec.places > 1:
                 run_beside(race, trials, spec.places, make, begins, ended, abandon, spec.in_turns)
-            while order := next_order(race, trials) or _beside_the_race(spec, trials):
+            while order := next_order(race, trials):
                 begins(len(trials) + 1, order)
                 trials.append(make(order, len(trials) + 1, 0))
                 ended(trials[-1])
@@ -106,19 +105,23 @@ def tune(run: TuneRun, watcher: TuneWatcher) -> RaceResult:
         return verdict(race, trials)
 
 
-def _beside_the_race(spec: TuneSpec, trials: Sequence[Trial]) -> TrialOrder | None:
-    return next_random(spec.race, trials, spec.bench.workload.seed) if spec.random else None
-
-
 def _end_all(run: TuneRun, spec: TuneSpec) -> None:
     """Stop what still runs of this run's servers."""
     for place in range(spec.places):
         _stop(_name(run, place))
 
 
-def _made(
-    run: TuneRun, spec: TuneSpec, order: TrialOrder, number: int, watcher: TuneWatcher, turns: Turns, place: int = 0
+def make_trial(
+    run: TuneRun,
+    spec: TuneSpec,
+    order: TrialOrder,
+    number: int,
+    watcher: TuneWatcher,
+    turns: Turns | None = None,
+    place: int = 0,
 ) -> Trial:
+    """Start a setup's server, measure it, and stop it; a failure is a trial without a score."""
+    turns = turns or Turns(shared=False)
     began_s, start_s, folder = time.monotonic(), 0.0, run.trial_folder(number)
     waited = [0.0]  # for others' turns
 

@@ -5,21 +5,57 @@ The result of a run as a profile: what was tuned as keys, what is known about it
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from html import escape
 
 from corral.deploy.deployment.start_times import duration
 from corral.deploy.profile.drafting import as_toml
-from corral.lab.report.page import cards, document, table, verdict_box
+from corral.lab.report.bench import figure
+from corral.lab.report.bench_page import cards, document, table, verdict_box
+from corral.lab.report.screen import tell
 from corral.lab.report.tables import table_lines
-from corral.lab.report.text import figure
 from corral.lab.tune.knobs import choice_words
 from corral.lab.tune.objective import Distance, distance
-from corral.lab.tune.race import KnobFinding, RaceEnd, RaceResult, of_race
-from corral.lab.tune.random_search import RandomFound, random_found
+from corral.lab.tune.race import KnobFinding, RaceEnd, RaceResult
 from corral.lab.tune.store import TuneRun
-from corral.lab.tune.trials import Trial
+from corral.lab.tune.trials import Trial, TrialOrder
 from corral.lab.tune.tuner import settings_found
+
+
+class TrialLines:
+    """One line for each trial: what runs, what came out, what is best, and the time left."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet, self._phase, self._order = quiet, "", ""
+
+    def say(self, text: str) -> None:
+        if not self._quiet:
+            tell(text, err=True)
+
+    def _live(self, text: str) -> None:
+        """What the trial is doing, on a terminal's last line; an empty text takes it away."""
+        if not self._quiet and sys.stderr.isatty():
+            tell(f"\r\033[2K{'             ' + text + ' …' if text else ''}", err=True, nl=False)
+
+    def begins(self, number: int, order: TrialOrder, left_s: float) -> None:
+        self._phase = ""
+        self._order = f"{number:3d}  {order.purpose.value:6}  {order.setup}"
+        self.say(f"{self._order}  ({duration(left_s)} left)")
+
+    def waits(self, who: str) -> None:
+        tell(f"corral: waiting for {who}, which continues the same run", err=True)
+
+    def phase(self, text: str) -> None:
+        if text != self._phase:
+            self._phase = text
+            self._live(text)
+
+    def ended(self, trial: Trial, so_far: RaceResult) -> None:
+        self._live("")
+        result = f"{trial.score:,.1f}" if trial.score else f"failed: {trial.why}"
+        leading = f"; ahead: {so_far.leader}" if so_far.leader.choices else ""
+        self.say(f"             {result} in {duration(trial.took_s)}{leading}")
 
 
 def sentence(found: RaceResult) -> str:
@@ -47,14 +83,6 @@ def sentence(found: RaceResult) -> str:
 
 def _anchor(found: RaceResult) -> str:
     return "the plan's own flags" if found.anchor.choices else "the base"
-
-
-def _random_sentence(found: RaceResult, random: RandomFound) -> str:
-    """How random search of equal time compares."""
-    head = f"random search, {random.draws} draws in {duration(random.spent_s)}: {random.best}"
-    if random.best == found.best:
-        return f"{head}, the same choice"
-    return f"{head}; {found.best} over it: {random.gain}" if random.gain else f"{head}; the two never met"
 
 
 def _finding_row(finding: KnobFinding) -> list[str]:
@@ -90,13 +118,11 @@ def tune_lines(run: TuneRun, trials: Sequence[Trial], found: RaceResult, columns
     yield from table_lines(
         ["SETTING", f"ALONE, OVER {_anchor(found).upper()}", ""], [*map(_finding_row, found.findings)], None, columns
     )
-    if random := random_found(found.best, trials):
-        yield _random_sentence(found, random)
     if found.left_out:
         yield f"not tried, for lack of time: {'; '.join(one.beside(found.anchor) for one in found.left_out)}"
     yield ""
     spent, noise = duration(found.spent_s), f"{found.noise:.1%}"
-    yield f"{len(of_race(trials))} trials in {spent}; two starts of one setup differ by {noise} (standard deviation)"
+    yield f"{len(trials)} trials in {spent}; two starts of one setup differ by {noise} (standard deviation)"
     if found.outcome is RaceEnd.BETTER:
         yield f"use it: corral up --tuned {run.name}"
     elif found.outcome is RaceEnd.UNFINISHED and not found.gave_up:
@@ -114,7 +140,6 @@ def html_page(run: TuneRun, trials: Sequence[Trial], found: RaceResult) -> str:
     """One self-contained file."""
     spec = run.spec
     kind = {RaceEnd.BETTER: "valid", RaceEnd.NO_DIFFERENCE: "valid"}.get(found.outcome, "caution")
-    random = random_found(found.best, trials)
     best = max((one.score for one in trials if one.setup == found.best and one.score), default=0.0)
     body = [
         f"<h1>Tuning {escape(spec.model)}</h1>",
@@ -124,7 +149,7 @@ def html_page(run: TuneRun, trials: Sequence[Trial], found: RaceResult) -> str:
             [
                 (f"best, {spec.objective.unit}", figure(best)),
                 ("gain", f"{found.gain.value:+.1%}" if found.gain else "-"),
-                ("trials", str(len(of_race(trials)))),
+                ("trials", str(len(trials))),
                 ("time", duration(found.spent_s)),
                 ("noise between starts", f"{found.noise:.1%}"),
                 *_far_cards(distance(spec.objective, found, trials)),
@@ -132,7 +157,6 @@ def html_page(run: TuneRun, trials: Sequence[Trial], found: RaceResult) -> str:
         ),
         f"<h2>Settings, each alone against {_anchor(found)}</h2>",
         table(["setting", "gain (95%)", ""], [*map(_finding_row, found.findings)], "facts"),
-        *([f"<p>{escape(_random_sentence(found, random))}</p>"] if random else []),
         "<h2>All trials</h2>",
         table(["", "stage", "setup", spec.objective.unit, "took", ""],
               [_trial_row(n + 1, one) for n, one in enumerate(trials)], "facts"),

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from corral.base.wording import counted
-from corral.lab.report.page import cards, document, table
+from corral.lab.report.bench import figure
+from corral.lab.report.bench_page import cards, document, table
 from corral.lab.report.svg import Curve, chart
 from corral.lab.report.tables import table_lines, wrapped
-from corral.lab.report.text import figure
 from corral.lab.simulate.forecast import STEP_ERROR, Forecast, SimServer
 from corral.lab.simulate.outcome import SimOutcome, SloResult
 from corral.lab.simulate.validation import Validation

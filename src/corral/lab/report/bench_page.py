@@ -11,8 +11,8 @@ from corral.lab.bench.limit import FrontEnd, roof
 from corral.lab.bench.metrics import RequestRow, Spread, latencies_s
 from corral.lab.bench.server_metrics import ServerSample
 from corral.lab.bench.store import Run, Series
+from corral.lab.report.bench import figure, headline, timeline
 from corral.lab.report.svg import Curve, chart, histogram
-from corral.lab.report.text import figure, headline, timeline
 from corral.plan.speed import rounded
 
 _STYLE = """
