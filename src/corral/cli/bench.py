@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
 import signal
-import sys
-import time
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,7 +35,7 @@ from corral.lab.bench.measure import Bench, Finished
 from corral.lab.bench.series import measure_series, quick_specs, reseeded, search_limit, sweep_specs
 from corral.lab.bench.spec import parse_slos
 from corral.lab.report import tables
-from corral.lab.report.screen import explain, print_json, print_table, since, tell
+from corral.lab.report.screen import CountLine, explain, print_json, print_table, since, tell
 
 
 @click.command()
@@ -69,43 +66,18 @@ def compare(a: str, b: str, as_json: bool) -> None:
 def report(reference: str, output: Path | None, as_json: bool) -> None:
     """A saved run again: in the terminal, as JSON, or as one HTML file."""
     folder = store.find(reference)
-    is_series = (folder / "series.json").is_file()
     if as_json:
-        print_json(_known_of_series(folder) if is_series else store.load_run(folder))
+        runs = store.load_runs(folder)
+        print_json({"series": store.load_series(folder), "runs": runs} if store.is_series(folder) else runs[0])
     elif output is not None:
-        write_atomic(output, _series_html(folder) if is_series else _run_html(folder), 0o644)
+        from corral.lab.report.bench_page import saved_page
+
+        write_atomic(output, saved_page(folder), 0o644)
         click.echo(str(output))
     else:
-        click.echo("\n".join(_series_text(folder) if is_series else _run_text(folder)))
+        from corral.lab.report.bench import saved_lines
 
-
-def _known_of_series(folder: Path) -> dict[str, Any]:
-    series = store.load_series(folder)
-    return {"series": series, "runs": [store.load_run(folder / name) for name in series.runs]}
-
-
-def _series_html(folder: Path) -> str:
-    from corral.lab.report.bench_page import series_page
-
-    return series_page(**_known_of_series(folder), name=folder.name)
-
-
-def _series_text(folder: Path) -> list[str]:
-    from corral.lab.report.bench import series_lines
-
-    return series_lines(**_known_of_series(folder), folder=folder, columns=tables.room())
-
-
-def _run_html(folder: Path) -> str:
-    from corral.lab.report.bench_page import run_page
-
-    return run_page(store.load_run(folder), store.load_rows(folder), store.load_samples(folder), folder.name)
-
-
-def _run_text(folder: Path) -> list[str]:
-    from corral.lab.report.bench import run_lines
-
-    return run_lines(store.load_run(folder), store.load_rows(folder), folder, tables.room())
+        click.echo("\n".join(saved_lines(folder, tables.room())))
 
 
 @click.command("list")
@@ -129,31 +101,7 @@ def list_runs(as_json: bool) -> None:
 INVALID = 1  # exit code of a run that was measured, saved, and is not to be used
 
 
-class _Line:
-    """One line of progress on stderr: rewritten on a terminal, once every few seconds elsewhere."""
-
-    def __init__(self) -> None:
-        self._live = sys.stderr.isatty()
-        self._told = 0.0
-
-    def __call__(self, label: str, done: int, total: int) -> None:
-        now = time.monotonic()
-        if now - self._told < (0.2 if self._live else 10.0) and done:
-            return
-        self._told = now
-        text = f"{label}: {done}/{total}" if done else f"{label} …"
-        if self._live:
-            columns = shutil.get_terminal_size().columns
-            click.echo(f"\r\033[2K{text[: columns - 1]}", err=True, nl=False)
-        elif done:
-            click.echo(text, err=True)
-
-    def clear(self) -> None:
-        if self._live:
-            click.echo("\r\033[2K", err=True, nl=False)
-
-
-def _bench(given: dict[str, Any], line: _Line) -> Bench:
+def _bench(given: dict[str, Any], line: CountLine) -> Bench:
     if given["dataset_path"] is not None:
         existing_file(given["dataset_path"])  # before a server is asked for anything
     endpoint = resolve(given["name"], url=given["url"], key_file=given["key_file"], model=given["model"])
@@ -167,7 +115,7 @@ def _bench(given: dict[str, Any], line: _Line) -> Bench:
     )
 
 
-def _go(work: Coroutine[Any, Any, Any], line: _Line) -> Any:
+def _go(work: Coroutine[Any, Any, Any], line: CountLine) -> Any:
     try:
         return run_loop(_until_terminated(work))
     finally:
@@ -234,7 +182,7 @@ def _refuse_options_before(context: click.Context) -> None:
 
 
 def _series(given: dict[str, Any], kind: str, specs: list[Any]) -> int:
-    line = _Line()
+    line = CountLine()
     bench = _bench(given, line)
     with _new_folder(kind, given["run_name"]) as folder:
 
@@ -279,7 +227,7 @@ def run(repeat: int, **given: Any) -> int:
     refuse_ignored(spec.load)
     if repeat > 1:
         return _series(given, "repeat", [reseeded(spec, n) for n in range(repeat)])
-    line = _Line()
+    line = CountLine()
     bench = _bench(given, line)
     with _new_folder(spec.load.label, given["run_name"]) as folder:
 
@@ -348,7 +296,7 @@ def search(
         )
     spec = make_spec(given)
     refuse_ignored(spec.load, over)
-    line = _Line()
+    line = CountLine()
     bench = _bench(given, line)
 
     def tell(probe: Any, _: Finished) -> None:

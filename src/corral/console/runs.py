@@ -17,12 +17,12 @@ from corral.console.context import ConsoleContext, answer, whole_number
 from corral.lab.bench import store
 from corral.lab.bench.compare import ListedRun, all_runs, compared
 from corral.lab.bench.metrics import RequestRow, latencies_s, percentile
+from corral.lab.bench.spec import METRICS
 from corral.lab.report.bench import headline, timeline
 from corral.use.batch.inspect import inspect
 from corral.use.batch.results import failure_groups, rows_of
 from corral.use.batch.spec import known_outputs
 
-METRICS = ("ttft", "tpot", "itl", "e2el")
 _CUTS = (*range(0, 100, 2), 99, 100)  # percentiles of a drawn distribution
 _MOST_ROWS = 200
 
@@ -63,9 +63,9 @@ def _folder(name: str) -> Path:
 def run_page(name: str) -> dict[str, Any]:
     """A run with its curves, or a series with a line for each of its runs."""
     folder = _folder(name)
-    if (folder / "series.json").is_file():
-        series = store.load_series(folder)
-        points = [_figures(f"{name}/{part}", store.load_run(folder / part)) for part in series.runs]
+    if store.is_series(folder):
+        series, runs = store.load_series(folder), store.load_runs(folder)
+        points = [_figures(f"{name}/{part}", run) for part, run in zip(series.runs, runs, strict=True)]
         return {"kind": series.kind, "name": name, "findings": series.findings, "points": points}
     run = store.load_run(folder)
     rows = store.load_rows(folder)

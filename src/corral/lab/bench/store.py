@@ -123,6 +123,16 @@ def load_run(folder: Path) -> Run:
     return load_json(Run, folder / "run.json")
 
 
+def is_series(folder: Path) -> bool:
+    return (folder / "series.json").is_file()
+
+
+def load_runs(folder: Path) -> list[Run]:
+    """The run of a folder, or all runs of a series."""
+    parts = load_series(folder).runs if is_series(folder) else ("",)
+    return [load_run(folder / part) for part in parts]
+
+
 def load_rows(folder: Path) -> list[RequestRow]:
     return read_rows(folder / "rows.jsonl")
 
@@ -169,4 +179,4 @@ def find(reference: str) -> Path:
 
 
 def _is_run(path: Path) -> bool:
-    return (path / "run.json").is_file() or (path / "series.json").is_file()
+    return (path / "run.json").is_file() or is_series(path)

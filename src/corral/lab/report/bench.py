@@ -1,10 +1,6 @@
-"""The page of results that a terminal shows; plain lines, so that it can be piped and tested.
+"""Runs of `corral bench` for a terminal: figures, small plots of block characters, and a run over time.
 
 `columns` is the width of the terminal; None is a pipe or a file, where every row and every fact is one line.
-
-A run over time: tokens, requests under way, and what the server said, in equal steps.
-
-Small plots of block characters for the terminal.
 """
 
 from __future__ import annotations
@@ -15,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from corral.lab.bench import store
 from corral.lab.bench.compare import MetricDifference
 from corral.lab.bench.gate import needed
 from corral.lab.bench.limit import TokenCost
@@ -137,6 +134,13 @@ def _spread_row(run: Run, name: str, found: Spread, values: Sequence[float]) -> 
         value = figure(dict(found.percentiles).get(p, 0.0))
         cells.append(value + ("?" if found.count < needed(p) else ""))
     return [name.upper(), *cells, histogram(values), _TITLES[name]]
+
+
+def saved_lines(folder: Path, columns: int | None = None) -> list[str]:
+    """A saved run or series again."""
+    if store.is_series(folder):
+        return series_lines(store.load_series(folder), store.load_runs(folder), folder, columns)
+    return run_lines(store.load_run(folder), store.load_rows(folder), folder, columns)
 
 
 def run_lines(

@@ -7,7 +7,7 @@ from html import escape
 
 from corral.base.wording import counted
 from corral.lab.report.bench import figure
-from corral.lab.report.bench_page import cards, document, table
+from corral.lab.report.html import cards, document, table
 from corral.lab.report.svg import Curve, chart
 from corral.lab.report.tables import table_lines, wrapped
 from corral.lab.simulate.forecast import STEP_ERROR, Forecast, SimServer

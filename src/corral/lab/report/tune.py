@@ -1,7 +1,4 @@
-"""A tuning run for people: lines for the terminal, and one HTML file.
-
-The result of a run as a profile: what was tuned as keys, what is known about it as comments.
-"""
+"""Tuning runs for people: lines while trials run, the report for a terminal or as HTML, the result as a profile."""
 
 from __future__ import annotations
 
@@ -12,8 +9,8 @@ from html import escape
 from corral.deploy.deployment.start_times import duration
 from corral.deploy.profile.drafting import as_toml
 from corral.lab.report.bench import figure
-from corral.lab.report.bench_page import cards, document, table, verdict_box
-from corral.lab.report.screen import tell
+from corral.lab.report.html import cards, document, table, verdict_box
+from corral.lab.report.screen import LiveLines, tell
 from corral.lab.report.tables import table_lines
 from corral.lab.tune.knobs import choice_words
 from corral.lab.tune.objective import Distance, distance
@@ -27,32 +24,29 @@ class TrialLines:
     """One line for each trial: what runs, what came out, what is best, and the time left."""
 
     def __init__(self, quiet: bool) -> None:
-        self._quiet, self._phase, self._order = quiet, "", ""
+        self._quiet, self._phase = quiet, ""
+        self._live = LiveLines() if not quiet and sys.stderr.isatty() else None
 
     def say(self, text: str) -> None:
+        if self._live:
+            self._live.clear()
         if not self._quiet:
             tell(text, err=True)
 
-    def _live(self, text: str) -> None:
-        """What the trial is doing, on a terminal's last line; an empty text takes it away."""
-        if not self._quiet and sys.stderr.isatty():
-            tell(f"\r\033[2K{'             ' + text + ' …' if text else ''}", err=True, nl=False)
-
     def begins(self, number: int, order: TrialOrder, left_s: float) -> None:
         self._phase = ""
-        self._order = f"{number:3d}  {order.purpose.value:6}  {order.setup}"
-        self.say(f"{self._order}  ({duration(left_s)} left)")
+        self.say(f"{number:3d}  {order.purpose.value:6}  {order.setup}  ({duration(left_s)} left)")
 
     def waits(self, who: str) -> None:
         tell(f"corral: waiting for {who}, which continues the same run", err=True)
 
     def phase(self, text: str) -> None:
-        if text != self._phase:
-            self._phase = text
-            self._live(text)
+        """Show what the trial is doing, on the last line of a terminal."""
+        if text != self._phase and self._live:
+            self._live.draw([f"{'':13}{text} …"])
+        self._phase = text
 
     def ended(self, trial: Trial, so_far: RaceResult) -> None:
-        self._live("")
         result = f"{trial.score:,.1f}" if trial.score else f"failed: {trial.why}"
         leading = f"; ahead: {so_far.leader}" if so_far.leader.choices else ""
         self.say(f"             {result} in {duration(trial.took_s)}{leading}")

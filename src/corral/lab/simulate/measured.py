@@ -14,7 +14,7 @@ from pathlib import Path
 
 from corral.base.errors import DataError, UsageError
 from corral.lab.bench import store
-from corral.lab.bench.metrics import RequestRow, percentile
+from corral.lab.bench.metrics import RequestRow, latencies_s, percentile
 from corral.lab.simulate.engine import EngineShape
 from corral.lab.simulate.outcome import Recorder
 from corral.lab.simulate.requests import ClosedLoop, OpenLoop, RequestSource, SimRequest
@@ -125,10 +125,8 @@ def load_measured(references: Sequence[str]) -> list[MeasuredRun]:
     found = []
     for reference in references:
         folder = store.find(reference)
-        if (folder / "run.json").is_file():
-            found.append(_read(folder))
-        else:
-            found += [_read(folder / name) for name in store.load_series(folder).runs]
+        parts = store.load_series(folder).runs if store.is_series(folder) else ("",)
+        found += [_read(folder / part) for part in parts]
     return found
 
 
@@ -146,9 +144,8 @@ def _read(folder: Path) -> MeasuredRun:
 
 
 def _figures(rows: Sequence[RequestRow]) -> RunFigures:
-    ttft = tuple(sorted(row.ttft_s * 1000 for row in rows))
-    tpot = tuple(sorted(t * 1000 for row in rows if (t := row.tpot_s) is not None))
-    e2el = tuple(sorted(row.e2el_s * 1000 for row in rows))
+    values = latencies_s(rows)
+    ttft, tpot, e2el = (tuple(sorted(one * 1000 for one in values[metric])) for metric in METRICS)
     begin, end = min(row.asked_ns for row in rows), max(row.chunk_ns[-1] for row in rows)
     return RunFigures(ttft, tpot, e2el, (end - begin) / 1e9, sum(row.output_tokens for row in rows))
 
