@@ -18,7 +18,7 @@ from corral.client.client import CHAT, COMPLETIONS, Client
 from corral.client.endpoint import Endpoint
 from corral.console.play import (
     PlayRequest,
-    Spellings,
+    TokenTexts,
     answer_events,
     as_curl,
     as_python,
@@ -42,12 +42,12 @@ def server() -> Iterator[FakeServer]:
         yield running
 
 
-def told(server: FakeServer, asked: PlayRequest, spellings: Spellings | None = None) -> list[dict[str, Any]]:
+def told(server: FakeServer, asked: PlayRequest, spellings: TokenTexts | None = None) -> list[dict[str, Any]]:
     """Every event of one answer."""
 
     async def listen() -> list[dict[str, Any]]:
         async with Client(Endpoint(server.url, "fake")) as client:
-            return [event async for event in answer_events(client, asked, spellings or Spellings())]
+            return [event async for event in answer_events(client, asked, spellings or TokenTexts())]
 
     return asyncio.run(listen())
 
@@ -104,7 +104,7 @@ def test_leaving_early_ends_the_request() -> None:
         async def leave() -> None:
             async with Client(Endpoint(server.url, "fake")) as client:
                 asked = PlayRequest("", "Say something.", {"max_tokens": 90_000}, None)
-                events = answer_events(client, asked, Spellings())
+                events = answer_events(client, asked, TokenTexts())
                 await anext(events)
                 await events.aclose()  # type: ignore[attr-defined]
                 for _ in range(600):
@@ -118,7 +118,7 @@ def test_leaving_early_ends_the_request() -> None:
 
 
 def test_what_ids_mean_is_asked_once(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    spellings = Spellings()
+    spellings = TokenTexts()
     asked = PlayRequest("", "Say something.", {"max_tokens": 5, "temperature": 0.0}, 2)
     first = told(server, asked, spellings)
 

@@ -9,8 +9,10 @@ import threading
 
 import click
 
+from corral.cli.options import json_option
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+
+@click.command()
 @click.option("--port", type=click.IntRange(0, 65535), default=8765, show_default=True,
               help="Port; 0 takes any free one.")  # fmt: skip
 @click.option("--bind", metavar="ADDRESS", default="127.0.0.1", show_default=True, help="Address to listen on.")
@@ -19,7 +21,7 @@ import click
 @click.option("--read-only", is_flag=True, help="Only show: nothing can be started, stopped or asked.")
 @click.option("--playground", is_flag=True, help="With --read-only: models may be asked nevertheless.")
 @click.option("--open/--no-open", "opens", default=True, help="Open the page in the browser (default), or do not.")
-@click.option("--json", "as_json", is_flag=True, help="Address, link and process id as one JSON line.")
+@json_option("Address, link and process id as one JSON line.")
 def command(
     port: int, bind: str, hosts: tuple[str, ...], read_only: bool, playground: bool, opens: bool, as_json: bool
 ) -> None:

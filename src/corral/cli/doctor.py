@@ -15,7 +15,7 @@ from corral.base.files import write_atomic
 from corral.base.home import home_dir
 from corral.base.record import to_json
 from corral.base.ssh import read_hosts
-from corral.cli.options import Duration
+from corral.cli.options import Duration, json_option
 from corral.deploy.doctor import readiness
 from corral.deploy.doctor.examination import Question, examine
 from corral.deploy.doctor.finding import Level, Report
@@ -28,7 +28,7 @@ from corral.plan.hardware.inventory import recognise
 from corral.plan.measured import StorageReading, remember_storage_speed
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @click.option("--hosts", metavar="A,B|@FILE", help="Nodes as ssh knows them (default: this machine).")
 @click.option("--on", "profile", metavar="PROFILE", help="The nodes and runtime of a profile.")
 @click.option("--model", help="Model that all nodes should see: a folder, a name, or owner/name of the hub.")
@@ -40,7 +40,7 @@ from corral.plan.measured import StorageReading, remember_storage_speed
               metavar="TIME", help="The whole examination ends within this.")  # fmt: skip
 @click.option("--fix-script", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
               help="Write the commands that make the nodes ready into FILE, to read and run there.")  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="The report as one JSON document.")
+@json_option("The report as one JSON document.")
 def command(
     hosts: str | None,
     profile: str | None,

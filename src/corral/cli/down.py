@@ -6,6 +6,7 @@ import click
 
 from corral.base.errors import CorralError, UsageError
 from corral.base.files import remove_tree
+from corral.cli.options import json_option
 from corral.deploy.deployment.fleet import FleetFolder, all_fleets, read_fleet
 from corral.deploy.deployment.folder import DeploymentFolder, all_folders
 from corral.deploy.deployment.state import ENDED
@@ -16,11 +17,11 @@ from corral.serve.fleet.background import end_fleet
 from corral.serve.fleet.waiting import chosen_fleet
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @click.argument("names", nargs=-1, metavar="NAME...")
 @click.option("--all", "every", is_flag=True, help="All deployments of this home.")
 @click.option("--purge", is_flag=True, help="Also delete the deployment's folder: logs, events, key.")
-@click.option("--json", "as_json", is_flag=True, help="The final statuses as JSON.")
+@json_option("The final statuses as JSON.")
 def command(names: tuple[str, ...], every: bool, purge: bool, as_json: bool) -> None:
     """Stop deployments and fleets: each engine is asked, given time, then ended; no process of it is left afterwards.
 

@@ -10,22 +10,22 @@ import click
 
 from corral.base.errors import ConflictError, UsageError
 from corral.cli.help_pages import WholeGroup
+from corral.cli.options import json_option
 from corral.deploy.deployment.start_times import duration
 from corral.engines import environments as engines
 from corral.engines.locks import FLAVOURS, PINNED_VERSION, LockedFor, locked
 from corral.lab.report.screen import PhaseScreen, print_json, print_table
 
-HELP = {"help_option_names": ["-h", "--help"]}
 FLAVOUR = click.Choice(FLAVOURS)
 
 
-@click.group(cls=WholeGroup, context_settings=HELP)
+@click.group(cls=WholeGroup)
 def command() -> None:
     """Engines are vLLM builds in environments of their own: pinned, hash-checked, one per flavour and version."""
 
 
-@command.command("list", context_settings=HELP)
-@click.option("--json", "as_json", is_flag=True, help="The same as one JSON document.")
+@command.command("list")
+@json_option()
 def list_engines(as_json: bool) -> None:
     """What is installed."""
     found = engines.installed()
@@ -40,11 +40,11 @@ def list_engines(as_json: bool) -> None:
                     [[e.name, e.python_version, duration(e.installed_s), e.path] for e in found])  # fmt: skip
 
 
-@command.command("install", context_settings=HELP)
+@command.command("install")
 @click.argument("flavour", type=FLAVOUR, required=False)
 @click.option("--version", default=PINNED_VERSION, show_default=True, help="Of vLLM.")
 @click.option("--into", metavar="conda:NAME", help="Into a conda environment of your own, made if it is not there.")
-@click.option("--json", "as_json", is_flag=True, help="The same as one JSON document.")
+@json_option()
 def install(flavour: str | None, version: str, into: str | None, as_json: bool) -> None:
     """Install an engine, or do nothing when it is there.
 
@@ -78,10 +78,10 @@ def _install_into(into: str, flavour: str, version: str, as_json: bool) -> None:
     click.echo(f"Use it: corral up MODEL --runtime conda --runtime-option env={made.env}")
 
 
-@command.command("check", context_settings=HELP)
+@command.command("check")
 @click.argument("flavour", type=FLAVOUR, required=False)
 @click.option("--version", default=PINNED_VERSION, show_default=True, help="Of vLLM.")
-@click.option("--json", "as_json", is_flag=True, help="The same as one JSON document.")
+@json_option()
 def check(flavour: str | None, version: str, as_json: bool) -> None:
     """Import an engine in its environment and say what it is made of (default: the one that is installed).
 
@@ -124,10 +124,10 @@ def _locked_rows(rows: list[LockedFor]) -> list[list[str]]:
     ]
 
 
-@command.command("remove", context_settings=HELP)
+@command.command("remove")
 @click.argument("flavour", type=FLAVOUR)
 @click.option("--version", default=PINNED_VERSION, show_default=True, help="Of vLLM.")
-@click.option("--json", "as_json", is_flag=True, help="The same as one JSON document.")
+@json_option()
 def remove(flavour: str, version: str, as_json: bool) -> None:
     """Delete an engine's environment; refused while a deployment runs from it."""
     from corral.deploy.deployment.state import ENDED

@@ -7,7 +7,7 @@ import shlex
 import click
 
 from corral.base.errors import ConflictError
-from corral.cli.options import deployment_argument
+from corral.cli.options import deployment_argument, json_option
 from corral.deploy.lifecycle.deployments import status
 from corral.deploy.lifecycle.resolve import fleet_endpoint
 from corral.deploy.lifecycle.successors import choose_folder, newest_ready
@@ -16,9 +16,9 @@ from corral.serve.fleet.waiting import chosen_fleet
 from corral.serve.proxy.run import held_proxy
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @deployment_argument
-@click.option("--json", "as_json", is_flag=True, help="The two variables as one JSON document.")
+@json_option("The two variables as one JSON document.")
 def command(name: str | None, as_json: bool) -> None:
     """Print OPENAI_BASE_URL and OPENAI_API_KEY for the shell: eval "$(corral env NAME)".
 

@@ -7,16 +7,16 @@ import time
 
 import click
 
-from corral.cli.options import deployment_argument
+from corral.cli.options import deployment_argument, json_option
 from corral.deploy.deployment.events import Event, read_events
 from corral.deploy.lifecycle.deployments import status
 from corral.deploy.lifecycle.successors import choose_folder
 from corral.serve.fleet.waiting import chosen_fleet
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @deployment_argument
-@click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
+@json_option("One JSON object per line.")
 def command(name: str | None, as_json: bool) -> None:
     """Print what happened, and when; of a fleet, what was decided and why."""
     if fleet := chosen_fleet(name):

@@ -13,7 +13,7 @@ import click
 
 from corral.base.errors import NotFoundError
 from corral.base.untrusted import plain
-from corral.cli.options import deployment_argument
+from corral.cli.options import deployment_argument, json_option
 from corral.deploy.deployment.diagnosis import last_lines
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.state import ENDED
@@ -24,12 +24,12 @@ BLOCK_BYTES = LONGEST_LINE_BYTES = 1 << 20
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @deployment_argument
 @click.option("--follow", "-f", is_flag=True, help="Go on as the log grows, until the deployment ends.")
 @click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Which rank's log.")
 @click.option("--lines", "-n", type=click.IntRange(min=1), help="Only the last lines.")
-@click.option("--json", "as_json", is_flag=True, help='Each line as {"rank", "line"}.')
+@json_option('Each line as {"rank", "line"}.')
 def command(name: str | None, follow: bool, rank: int, lines: int | None, as_json: bool) -> None:
     """Print the engine's log."""
     folder = choose_folder(name)

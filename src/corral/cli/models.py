@@ -8,16 +8,15 @@ import click
 
 from corral.base.errors import ConflictError
 from corral.cli.help_pages import WholeGroup
+from corral.cli.options import json_option
 from corral.lab.report.screen import print_json, print_table
 from corral.plan.hardware.inventory import Inventory
 from corral.plan.models.store import ShelvedModel, known_name, on_disk, remove
 
-HELP = {"help_option_names": ["-h", "--help"]}
 
-
-@click.group(cls=WholeGroup, invoke_without_command=True, context_settings=HELP)
+@click.group(cls=WholeGroup, invoke_without_command=True)
 @click.option("--gpus", metavar="SPEC", help="Ask whether they fit these GPUs instead (8xH100, 1xA100-40GB, …).")
-@click.option("--json", "as_json", is_flag=True, help="The list as JSON.")
+@json_option("The list as JSON.")
 @click.pass_context
 def command(context: click.Context, gpus: str | None, as_json: bool) -> None:
     """List models: the catalogue, what is on disk and where, and what fits this machine.
@@ -34,9 +33,9 @@ def command(context: click.Context, gpus: str | None, as_json: bool) -> None:
     print_table(["NAME", "WEIGHTS", f"FITS {gpus or 'HERE'}", "ACCESS", "ON DISK"], cells, left=1, tail=3)
 
 
-@command.command("remove", context_settings=HELP)
+@command.command("remove")
 @click.argument("name")
-@click.option("--json", "as_json", is_flag=True, help="The same as one JSON document.")
+@json_option()
 def remove_model(name: str, as_json: bool) -> None:
     """Delete a model's files from this machine's disk; refused while a deployment serves it."""
     from corral.deploy.deployment.state import ENDED

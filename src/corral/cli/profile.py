@@ -9,6 +9,7 @@ import click
 
 from corral.base.errors import ConflictError, CorralError, DataError, UsageError
 from corral.cli.help_pages import WholeGroup
+from corral.cli.options import json_option
 from corral.deploy.profile import folders
 from corral.deploy.profile.drafting import as_toml, draft, parse_value, with_value
 from corral.deploy.profile.merging import merged
@@ -18,22 +19,20 @@ from corral.deploy.targets.base import target_tables
 from corral.engines.flags import check_arguments
 from corral.lab.report.screen import print_json, print_table
 
-HELP = {"help_option_names": ["-h", "--help"]}
 
-
-@click.group(cls=WholeGroup, context_settings=HELP)
+@click.group(cls=WholeGroup)
 def command() -> None:
     """Profiles say where and how to run; `corral up MODEL --on NAME` uses one. docs/profiles.md lists the keys."""
 
 
-@command.command("init", context_settings=HELP)
+@command.command("init")
 @click.argument("name")
 @click.option("--from", "example", metavar="EXAMPLE", help="Begin with a shipped example (`corral profile list`).")
 @click.option("--hosts", metavar="A,B,…", help="Hosts for ssh, head first.")
 @click.option("--set", "pairs", multiple=True, metavar="TABLE.KEY=VALUE", help="Set a key: slurm.account=my_lab.")
 @click.option("--project", is_flag=True, help="Write .corral/profiles here instead of the user's own folder.")
 @click.option("--force", is_flag=True, help="Overwrite a profile of that name.")
-@click.option("--json", "as_json", is_flag=True, help="The same as one JSON document.")
+@json_option()
 def init(
     name: str,
     example: str | None,
@@ -95,8 +94,8 @@ def _write(path: Path, text: str) -> None:
     write_atomic(path, text, 0o644)
 
 
-@command.command("list", context_settings=HELP)
-@click.option("--json", "as_json", is_flag=True, help="The same as one JSON document.")
+@command.command("list")
+@json_option()
 def list_profiles(as_json: bool) -> None:
     """Every profile: the project's, your own, and shipped examples."""
     found = all_profiles()
@@ -116,10 +115,10 @@ def list_profiles(as_json: bool) -> None:
     print_table(["NAME", "WHERE", "TARGET", "DESCRIPTION"], rows)
 
 
-@command.command("show", context_settings=HELP)
+@command.command("show")
 @click.argument("name")
 @click.option("--all", "everything", is_flag=True, help="Also keys that nothing is said about.")
-@click.option("--json", "as_json", is_flag=True, help="The same as one JSON document.")
+@json_option()
 def show(name: str, everything: bool, as_json: bool) -> None:
     """What a profile says, resolved, and where each value comes from: a file and line, a variable, a default."""
     profile = load_profile(name)
@@ -138,9 +137,9 @@ def _shown(value: object) -> str:
     return "-" if value is None else as_toml(value)
 
 
-@command.command("check", context_settings=HELP)
+@command.command("check")
 @click.argument("names", nargs=-1)
-@click.option("--json", "as_json", is_flag=True, help="The same as one JSON document.")
+@json_option()
 def check(names: tuple[str, ...], as_json: bool) -> int:
     """Check profiles (default: all but the shipped examples) without touching a node.
 

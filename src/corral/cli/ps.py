@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from corral.cli.options import json_option
 from corral.deploy.deployment.fleet import all_fleets
 from corral.deploy.deployment.state import ENDED, State
 from corral.deploy.lifecycle.deployments import statuses
@@ -12,9 +13,9 @@ from corral.lab.report.status import deployment_row, fleet_rows
 from corral.serve.fleet.standing import fleet_status
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @click.option("--all", "-a", "show_all", is_flag=True, help="Also those that have ended.")
-@click.option("--json", "as_json", is_flag=True, help="All deployments as JSON.")
+@json_option("All deployments as JSON.")
 def command(show_all: bool, as_json: bool) -> None:
     """List deployments and fleets with their members; without --all, those that run or failed."""
     deployments, fleets = statuses(), [fleet_status(folder) for folder in all_fleets()]

@@ -9,7 +9,7 @@ import click
 
 from corral.base.errors import CorralError, DataError, UnreachableError, UsageError
 from corral.base.ssh import Ssh
-from corral.cli.options import with_token
+from corral.cli.options import json_option, with_token
 from corral.deploy.profile.profile import load_profile
 from corral.deploy.transfer.pull import PullOrder, pull
 from corral.lab.report import tables
@@ -19,7 +19,7 @@ from corral.lab.report.screen import print_json
 _KINDS = {kind.exit_code: kind for kind in (UnreachableError, DataError)}
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @click.argument("model")
 @click.option("--hosts", metavar="A,B,C", help="Nodes, as ssh knows them (default: this machine).")
 @click.option("--on", "profile", metavar="PROFILE", help="The nodes of a profile.")
@@ -28,7 +28,7 @@ _KINDS = {kind.exit_code: kind for kind in (UnreachableError, DataError)}
 @click.option("--local-disk", is_flag=True, help="The folder is on each node's own disk: refuse if it is not.")
 @click.option("--from", "source", metavar="HOST|hub", default="", help="Where to take it from (default: nearest).")
 @click.option("--check", is_flag=True, help="Read and hash every file again, also those that look unchanged.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document at the end.")
+@json_option("Print one JSON document at the end.")
 def command(
     model: str,
     hosts: str | None,

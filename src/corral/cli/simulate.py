@@ -14,8 +14,9 @@ from corral.base.errors import DoesNotFitError, UsageError
 from corral.base.files import write_atomic
 from corral.base.record import to_json
 from corral.base.wording import counted
+from corral.cli.bench_options import arrival_options, lengths_options
 from corral.cli.help_pages import DefaultVerbGroup, GroupedCommand
-from corral.cli.options import Duration, TokenCount
+from corral.cli.options import Duration, context_option, fixed_option, json_option, price_option
 from corral.lab.bench.spec import LoadShape, Slo, Workload, parse_slos
 from corral.lab.report import tables
 from corral.lab.report.screen import print_json, tell
@@ -44,7 +45,6 @@ from corral.plan.models.hub import hub_is_off
 from corral.plan.settings import largest_graph, parse_assignments
 from corral.serve.gateway.policies import POLICIES
 
-HELP = {"help_option_names": ["-h", "--help"]}
 EXAMPLES = """
 corral simulate --model llama-3.1-70b --gpus 8xH100 --request-rate 20 --slo ttft_p99=2s --replicas 1..8
 corral simulate --from last --input-len 512 --output-len 128 --request-rate 4..40 --slo ttft_p99=1s
@@ -55,7 +55,7 @@ POINTS = 6  # rates of a range that are simulated
 SATURATED = 8  # times the seats: requests from which a replica's capacity is taken
 
 
-@click.group(cls=DefaultVerbGroup, context_settings=HELP)
+@click.group(cls=DefaultVerbGroup)
 def command() -> None:
     """How a load would go: latencies, throughput, the smallest fleet: `corral simulate --from RUN --request-rate 8`.
 
@@ -92,7 +92,7 @@ def _slos(text: str | None) -> tuple[Slo, ...]:
     return found
 
 
-@command.command("run", cls=GroupedCommand, context_settings=HELP, examples=EXAMPLES, headings={
+@command.command("run", cls=GroupedCommand, examples=EXAMPLES, headings={
     "The server": ("--from", "--model", "--gpus", "--nodes", "--link", "--context", "--set", "--offline"),
     "The load": ("--trace", "--trace-speed", "--dataset", "--num-prompts", "--input-len", "--output-len",
                  "--range-ratio", "--prefix-len", "--num-prefixes", "--turns", "--request-rate", "--concurrency",
@@ -107,8 +107,8 @@ def _slos(text: str | None) -> tuple[Slo, ...]:
 @click.option("--gpus", metavar="NxKIND", help="Hardware of one replica, for example 8xH100.")
 @click.option("--nodes", type=int, metavar="N", help="Equal nodes of that hardware, for one replica.")
 @click.option("--link", type=click.Choice(list(LINKS)), default="ib-ndr", show_default=True, help="Between nodes.")
-@click.option("--context", type=TokenCount(), help="Longest request: 32768, or 32k.")
-@click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Fix one field of the plan.")
+@context_option
+@fixed_option("assignments")
 @click.option("--offline", is_flag=True, help="Do not ask the Hugging Face hub.")
 @click.option(
     "--trace",
@@ -121,17 +121,10 @@ def _slos(text: str | None) -> tuple[Slo, ...]:
 @click.option("--dataset", type=click.Choice(["random", "prefix_repetition", "multi_turn"]), default="random",
               show_default=True, help="What the requests look like.")  # fmt: skip
 @click.option("--num-prompts", type=click.IntRange(min=1), default=2000, show_default=True, help="Requests to send.")
-@click.option("--input-len", default=512, show_default=True, help="Prompt tokens.")
-@click.option("--output-len", default=128, show_default=True, help="Tokens of an answer.")
-@click.option("--range-ratio", default=0.0, help="Lengths vary by ± this share.")
-@click.option("--prefix-len", default=64, show_default=True, help="prefix_repetition: shared tokens.")
-@click.option("--num-prefixes", default=10, show_default=True, help="prefix_repetition: different prefixes.")
-@click.option("--turns", default=3, show_default=True, help="multi_turn: requests of one conversation.")
+@lengths_options(512)
 @click.option("--request-rate", "rate", metavar="PER_S", help="Requests per second: 8, or 4..40.")
 @click.option("--concurrency", type=click.IntRange(min=1), help="Requests at once, where there is no rate.")
-@click.option("--arrival", type=click.Choice(["poisson", "constant", "gamma"]), default="poisson", show_default=True,
-              help="With a rate: when requests are sent.")  # fmt: skip
-@click.option("--burstiness", default=1.0, show_default=True, help="gamma: below 1 burstier, above 1 more even.")
+@arrival_options(["poisson", "constant", "gamma"])
 @click.option("--seed", type=int, default=0, show_default=True, help="Of lengths and times.")
 @click.option("--replicas", default="1", show_default=True, metavar="N|A..B",
               help="Servers behind one gateway; of A..B, the fewest that meet --slo.")  # fmt: skip
@@ -140,10 +133,9 @@ def _slos(text: str | None) -> tuple[Slo, ...]:
 @click.option("--autoscale", "lead_s", type=Duration(at_least_s=1), metavar="DURATION",
               help="Follow the load between A and B replicas; a further one serves after so long.")  # fmt: skip
 @click.option("--slo", metavar="SLOS", help="Service level to keep: ttft_p99=500ms,tpot_p99=40ms.")
-@click.option("--price", type=click.FloatRange(min=0, min_open=True), metavar="MONEY",
-              help="Price of one GPU for one hour.")  # fmt: skip
+@price_option
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write an HTML page with charts there.")
-@click.option("--json", "as_json", is_flag=True, help="All figures as JSON on stdout.")
+@json_option("All figures as JSON on stdout.")
 def run(output: Path | None, as_json: bool, **given: Any) -> int:
     """Simulate a load, or the same load at several rates or on several fleets."""
     slos = _slos(given["slo"])
@@ -299,13 +291,13 @@ def _fitting(plan: Plan) -> Plan:
     return plan
 
 
-@command.command("validate", context_settings=HELP)
+@command.command("validate")
 @click.argument("runs", nargs=-1, required=True)
 @click.option(
     "--fit", "fitted", multiple=True, metavar="RUN", help="Fit to this run; several (default: the first 3)."
 )
 @click.option("--slo", metavar="SLOS", help="Compare the highest rate under it: ttft_p90=1s.")
-@click.option("--json", "as_json", is_flag=True, help="All errors as JSON on stdout.")
+@json_option("All errors as JSON on stdout.")
 def validate_command(runs: tuple[str, ...], fitted: tuple[str, ...], slo: str | None, as_json: bool) -> int:
     """Fit to some RUNS of `corral bench`, predict the others, and print the errors beside the planner's."""
     slos = _slos(slo)

@@ -11,7 +11,7 @@ import click
 
 from corral.base.errors import CorralError
 from corral.base.record import load_json, to_json
-from corral.cli.options import deployment_argument
+from corral.cli.options import deployment_argument, json_option
 from corral.client.endpoint import Endpoint
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.state import State
@@ -30,9 +30,9 @@ CONNECT_S = 1.0  # a kernel answers, however busy its machine is; a node that is
 ANSWER_S = 3.0
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @deployment_argument
-@click.option("--json", "as_json", is_flag=True, help="The whole status as JSON.")
+@json_option("The whole status as JSON.")
 def command(name: str | None, as_json: bool) -> None:
     """Show one deployment: state, reason, endpoint, what the engine reported. Exit code 8 when it has failed.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from corral.base.errors import NotFoundError
-from corral.cli.options import Duration
+from corral.cli.options import Duration, json_option
 from corral.lab.report.screen import print_json, print_table
 
 if TYPE_CHECKING:
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from corral.use.llm.top import Line
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 118})
+@click.command(context_settings={"max_content_width": 118})
 @click.argument("names", nargs=-1)
 @click.option("--url", "urls", multiple=True, metavar="URL", help="Watch any vLLM server by its address; repeatable.")
 @click.option("--key-file", metavar="FILE", help="File with its key.")
 @click.option("--interval", "interval_s", type=Duration(0.2), default=1.0, show_default=True,
               metavar="TIME", help="Time between looks; speeds are means over it.")  # fmt: skip
 @click.option("--once", is_flag=True, help="Two looks, one interval apart; print and leave.")
-@click.option("--json", "as_json", is_flag=True, help="The same as one JSON document.")
+@json_option()
 def command(
     names: tuple[str, ...], urls: tuple[str, ...], key_file: str | None, interval_s: float, once: bool, as_json: bool
 ) -> None:

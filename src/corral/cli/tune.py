@@ -17,7 +17,16 @@ from corral.base.files import read_text, write_atomic
 from corral.base.processes import terminated_as_interrupted
 from corral.base.record import dump_json, load_json
 from corral.cli.help_pages import DefaultVerbGroup, GroupedCommand
-from corral.cli.options import Duration, TokenCount, target_options
+from corral.cli.options import (
+    Duration,
+    context_option,
+    env_option,
+    fixed_option,
+    json_option,
+    profile_option,
+    runtime_options,
+    target_options,
+)
 from corral.cli.up import UpWords, read_words, wish_of
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.start_times import duration
@@ -26,7 +35,6 @@ from corral.deploy.lifecycle import bringup, deployments
 from corral.deploy.lifecycle.deployments import Record
 from corral.deploy.lifecycle.successors import choose_folder
 from corral.deploy.profile.profile import load_profile
-from corral.engines.runtimes.base import RUNTIMES
 from corral.lab.bench.spec import Spec, Workload, parse_slos
 from corral.lab.report import tables
 from corral.lab.report.screen import print_json, tell
@@ -41,7 +49,6 @@ from corral.lab.tune.tuner import fitting_knobs, tune
 from corral.lab.tune.workload import PRESETS, SEEN, SeenLoad, read_seen, workload_of
 from corral.plan.measured import planned_restart_s
 
-HELP = {"help_option_names": ["-h", "--help"]}
 EXAMPLES = """
 corral tune llama-3.1-8b-instruct --workload chat --slo ttft_p99=500ms,tpot_p99=40ms --budget 40m
 corral tune llama-3.1-8b-instruct --input-len 512 --output-len 128 --concurrency 256
@@ -52,7 +59,7 @@ corral up --tuned last
 UNDECIDED = 1  # exit code of a run that ended without a result
 
 
-@click.group(cls=DefaultVerbGroup, context_settings=HELP)
+@click.group(cls=DefaultVerbGroup)
 def command() -> None:
     """Find the settings that serve a workload best: `corral tune MODEL --workload chat --budget 40m`.
 
@@ -61,7 +68,7 @@ def command() -> None:
     """
 
 
-@command.command("run", cls=GroupedCommand, context_settings=HELP, examples=EXAMPLES, headings={
+@command.command("run", cls=GroupedCommand, examples=EXAMPLES, headings={
     "The workload": ("--workload", "--input-len", "--output-len", "--chat", "--concurrency", "--request-rate"),
     "The goal": ("--goal", "--slo", "--budget", "--measure"),
     "The server": ("--deployment", "--on", "--side-by-side", "--context", "--set", "--runtime", "--runtime-option",
@@ -98,18 +105,13 @@ def command() -> None:
               metavar="TIME", help="Length of the first measurements; later ones are twice as long.")  # fmt: skip
 @click.option("--side-by-side", "places", type=click.IntRange(min=1), default=1, show_default=True, metavar="N",
               help="Up to N servers at once: as SLURM jobs, on 1/N of the GPUs, or in turns on one.")  # fmt: skip
-@click.option("--on", "on", metavar="PROFILE", envvar="CORRAL_PROFILE", help="Where to run (`corral profile list`).")
-@click.option("--context", type=TokenCount(), help="Longest request: 32768, or 32k (default: the plan's choice).")
-@click.option(
-    "--set", "fixed", multiple=True, metavar="KEY=VALUE", help="Fix one field of the plan; it is not varied."
-)
-@click.option("--runtime", type=click.Choice(list(RUNTIMES)), help="How vLLM is installed where it runs.")
-@click.option(
-    "--runtime-option", "runtime_options", multiple=True, metavar="KEY=VALUE", help="Option of that runtime."
-)
-@click.option("--env", "extra_env", multiple=True, metavar="NAME=VALUE", help="Environment variable for the engine.")
+@profile_option()
+@context_option
+@fixed_option(note=", which is then not varied")
+@runtime_options
+@env_option
 @click.option("--name", "run_name", default="", help="Name of the run (default: the model and the time).")
-@click.option("--json", "as_json", is_flag=True, help="The result as JSON on stdout.")
+@json_option("The result as JSON on stdout.")
 @target_options
 @click.argument("engine_args", nargs=-1, type=click.UNPROCESSED)
 def run(model: str | None, run_name: str, as_json: bool, **given: Any) -> int:
@@ -273,11 +275,11 @@ def _show(found: TuneRun, result: RaceResult, as_json: bool) -> int:
     return UNDECIDED if result.outcome in ("unfinished", "nothing worked") else 0
 
 
-@command.command(context_settings=HELP)
+@command.command()
 @click.argument("run")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the report to this file, as HTML.")
 @click.option("--profile", metavar="NAME", help="Write the result as your profile NAME: `corral up --on NAME`.")
-@click.option("--json", "as_json", is_flag=True, help="The result as JSON on stdout.")
+@json_option("The result as JSON on stdout.")
 def report(run: str, output: Path | None, profile: str | None, as_json: bool) -> int:
     """Show what RUN has found so far. RUN is its name, the beginning of it, `last`, or a path."""
     found = find_run(run)

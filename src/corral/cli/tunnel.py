@@ -9,7 +9,7 @@ import click
 
 from corral.base.errors import UsageError
 from corral.base.record import load_json
-from corral.cli.options import deployment_argument
+from corral.cli.options import deployment_argument, json_option
 from corral.client.endpoint import Endpoint
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.lifecycle.deployments import status
@@ -19,14 +19,14 @@ from corral.deploy.lifecycle.tunnel import close_tunnel, ensure_tunnel, hold_tun
 from corral.lab.report.screen import print_json
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @deployment_argument
 @click.option("--background", "-b", is_flag=True, help="Open it in the background and return.")
 @click.option("--close", is_flag=True, help="Close the one that is open.")
 @click.option("--through", metavar="HOST", help="The deployment belongs to Corral on HOST, a login node for example.")
 @click.option("--corral", "program", default="corral", show_default=True, help="With --through: the command there.")
 @click.option("--port", type=click.IntRange(1, 65535), help="With --through: the port here (default: a free one).")
-@click.option("--json", "as_json", is_flag=True, help="The address, and which process holds it open, as JSON.")
+@json_option("The address, and which process holds it open, as JSON.")
 def command(
     name: str | None,
     background: bool,

@@ -1,16 +1,9 @@
-"""The Playground: models are asked, and nothing is kept.
+"""The Playground: a prompt and its settings from the page, the request made of them, and the answer as it comes.
 
-What was asked and answered is in the page alone; the page can save it to a file of the user's. The console adds the
-server's key to a request and remembers what token ids mean, no more.
-
-Tokens for the page: their true texts, learnt from the server by id and remembered while the console runs.
-
-An answer as it comes: the events of a server's stream, made small and safe for the page.
-
-What the Playground asks: a prompt and its settings from the page, the request made of them, and the same as text.
-
-The request is made where `corral.LLM` makes its own, so that ranges are checked alike; curl and Python say exactly
-what the page sends. Keys are in neither: the shell gets them from `corral env`, Python from the deployment.
+The request is made where `corral.LLM` makes its own, so that ranges are checked alike; the curl and Python shown are
+exactly what the page sends. Keys are in neither: the shell gets them from `corral env`, Python from the deployment.
+Nothing is kept: prompts and answers are in the page alone, which can save them to a file of the user's. The console
+adds the server's key to a request, and remembers the texts of token ids.
 """
 
 from __future__ import annotations
@@ -93,30 +86,30 @@ def read_play(body: Mapping[str, Any]) -> PlayRequest:
     return PlayRequest(server, prompt, kept, alternatives, model or None)
 
 
-def _message(given: Any) -> dict[str, str]:
-    role, content = (given.get("role"), given.get("content")) if isinstance(given, dict) else (None, None)
+def _message(message: Any) -> dict[str, str]:
+    role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
     if not isinstance(role, str) or not isinstance(content, str):
         raise UsageError("a message has no role or no text.", "Each needs both.")
     return {"role": role, "content": content}
 
 
-def stream_request(asked: PlayRequest) -> tuple[str, dict[str, Any]]:
+def stream_request(question: PlayRequest) -> tuple[str, dict[str, Any]]:
     """The path and the body of a streamed answer."""
-    path, body = request_for(asked.prompt, {**asked.sampling, "logprobs": asked.alternatives})
-    extra = _IDS if asked.alternatives is not None else {}
+    path, body = request_for(question.prompt, {**question.sampling, "logprobs": question.alternatives})
+    extra = _IDS if question.alternatives is not None else {}
     return path, {**body, "stream": True, "stream_options": {"include_usage": True}, **extra}
 
 
-def prompt_request(asked: PlayRequest) -> tuple[str, dict[str, Any]]:
+def prompt_request(question: PlayRequest) -> tuple[str, dict[str, Any]]:
     """The path and the body that give the probabilities of the prompt's own tokens; the answer is one token."""
-    path, body = request_for(asked.prompt, {"prompt_logprobs": asked.alternatives or 0, "max_tokens": 1})
+    path, body = request_for(question.prompt, {"prompt_logprobs": question.alternatives or 0, "max_tokens": 1})
     return path, {**body, **_IDS}
 
 
-def as_curl(asked: PlayRequest, model: str) -> str:
+def as_curl(question: PlayRequest, model: str) -> str:
     """The request for a shell."""
-    path, body = stream_request(asked)
-    begin = f'eval "$(corral env {shlex.quote(asked.server)})"\n' if asked.server else ""
+    path, body = stream_request(question)
+    begin = f'eval "$(corral env {shlex.quote(question.server)})"\n' if question.server else ""
     sent = json.dumps({"model": model, **body}, ensure_ascii=False, indent=2)
     return (
         f'{begin}curl -sSN "$OPENAI_BASE_URL{path.removeprefix("/v1")}" \\\n'
@@ -125,20 +118,20 @@ def as_curl(asked: PlayRequest, model: str) -> str:
     )
 
 
-def as_python(asked: PlayRequest) -> str:
+def as_python(question: PlayRequest) -> str:
     """The same with Corral's own client."""
-    settings = {**asked.sampling, **({} if asked.alternatives is None else {"logprobs": asked.alternatives})}
+    settings = {**question.sampling, **({} if question.alternatives is None else {"logprobs": question.alternatives})}
     known = {name: value for name, value in settings.items() if name in PARAMETERS or name in STRUCTURED}
     more = settings.get("extra")
     lines = [
         f"    {name}={_literal(value)}," for name, value in {**known, **({"extra": more} if more else {})}.items()
     ]
-    name = "messages" if is_chat(asked.prompt) else "prompt"
-    where = [_literal(asked.server)] if asked.server else []
-    where += [f"model={_literal(asked.model)}"] if asked.model else []
+    name = "messages" if is_chat(question.prompt) else "prompt"
+    where = [_literal(question.server)] if question.server else []
+    where += [f"model={_literal(question.model)}"] if question.model else []
     call = f"llm.stream({name})" if not lines else "\n".join(["llm.stream(", f"    {name},", *lines, ")"])
     return (
-        f"import corral\n\n{name} = {_literal(asked.prompt)}\n"
+        f"import corral\n\n{name} = {_literal(question.prompt)}\n"
         f"with corral.connect({', '.join(where)}) as llm:\n"
         + _indented(f'for piece in {call}:\n    print(piece.text, end="", flush=True)\n')
     )
@@ -155,8 +148,8 @@ def _literal(value: Any) -> str:
 MOST_SERVERS, MOST_TOKENS = 8, 300_000  # a vocabulary has some 150,000
 
 
-class Spellings:
-    """What ids mean, by server and model; what is unknown is asked once."""
+class TokenTexts:
+    """Texts of token ids by server and model; an unknown one is asked for once."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, str], dict[int, bytes | None]] = {}
@@ -179,7 +172,7 @@ class Spellings:
         return self._known.setdefault(key, {})
 
 
-def shown(tokens: Sequence[Token]) -> dict[str, Any]:
+def token_spans(tokens: Sequence[Token]) -> dict[str, Any]:
     """Tokens as stretches of whole characters, each with the tokens that make it and their alternatives."""
     return {"spans": [_span(one) for one in characters(tokens)], "logits": are_logits(tokens)}
 
@@ -196,15 +189,17 @@ def _token(token: Token, top: bool = False) -> dict[str, Any]:
 _NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
-async def answer_events(client: Client, asked: PlayRequest, spellings: Spellings) -> AsyncIterator[dict[str, Any]]:
+async def answer_events(
+    client: Client, question: PlayRequest, texts_by_id: TokenTexts
+) -> AsyncIterator[dict[str, Any]]:
     """`prompt` (its ids), `piece` for each event, `end`, and `spans` (exact tokens); leaving it ends the request."""
-    path, body = stream_request(asked)
+    path, body = stream_request(question)
     inbox: asyncio.Queue[bytes | None] = asyncio.Queue()
     task = asyncio.ensure_future(client.request(path, body, on_event=lambda data, _: inbox.put_nowait(data)))
     task.add_done_callback(lambda _: inbox.put_nowait(None))
     try:
         while (data := await inbox.get()) is not None:
-            for piece in pieces_of(data, asked.alternatives):
+            for piece in pieces_of(data, question.alternatives):
                 yield piece
         reply = await task
     finally:
@@ -213,12 +208,12 @@ async def answer_events(client: Client, asked: PlayRequest, spellings: Spellings
     yield _end(reply)
     for choice in reply.choices:
         if choice.tokens:
-            exact = await spellings.exact(client, choice.tokens, (choice.text,))
-            yield {"kind": "spans", "index": choice.index, **shown(exact)}
+            exact = await texts_by_id.exact(client, choice.tokens, (choice.text,))
+            yield {"kind": "spans", "index": choice.index, **token_spans(exact)}
 
 
 def pieces_of(data: bytes, alternatives: int | None) -> Iterator[dict[str, Any]]:
-    """What one event of the stream says; one that is no event says nothing (the reply tells of it)."""
+    """The parts of one event of the stream; a broken event has none (the reply reports it)."""
     try:
         event = msgspec.json.decode(data)
     except _NOT_JSON:
@@ -228,11 +223,11 @@ def pieces_of(data: bytes, alternatives: int | None) -> Iterator[dict[str, Any]]
         if ids := event.get("prompt_token_ids") or choice.get("prompt_token_ids"):
             yield {"kind": "prompt", "ids": ids}
         delta = choice.get("delta") or {}
-        text, thought = delta.get("content") or choice.get("text") or "", delta.get("reasoning") or ""
+        text, reasoning = delta.get("content") or choice.get("text") or "", delta.get("reasoning") or ""
         tokens = _tokens(choice, alternatives)
-        if text or thought or tokens or choice.get("finish_reason"):
+        if text or reasoning or tokens or choice.get("finish_reason"):
             index = choice.get("index") or 0
-            yield {"kind": "piece", "index": index, "text": text, "reasoning": thought, "tokens": tokens}
+            yield {"kind": "piece", "index": index, "text": text, "reasoning": reasoning, "tokens": tokens}
 
 
 def _tokens(choice: Mapping[str, Any], alternatives: int | None) -> tuple[Token, ...]:
@@ -260,16 +255,16 @@ def _end(reply: Reply) -> dict[str, Any]:
     }
 
 
-async def heat_map(client: Client, asked: PlayRequest) -> dict[str, Any]:
-    """The prompt's own tokens with their probabilities, and what the model makes of it as a whole."""
-    path, body = prompt_request(asked)
+async def heat_map(client: Client, question: PlayRequest) -> dict[str, Any]:
+    """The prompt's own tokens with their probabilities, and its perplexity."""
+    path, body = prompt_request(question)
     reply = await client.request(path, body)
-    text = asked.prompt if isinstance(asked.prompt, str) else ""
+    text = question.prompt if isinstance(question.prompt, str) else ""
     view = await exact_view(client, reply, text)
     known = [token.logprob for token in view.prompt_tokens if token.logprob is not None]
     total = math.fsum(known)
     return {
-        **shown(view.prompt_tokens),
+        **token_spans(view.prompt_tokens),
         "tokens": len(view.prompt_tokens),
         "logprob": total,
         "perplexity": math.exp(-total / len(known)) if known and total <= 0 else None,
@@ -281,34 +276,34 @@ TELLING = ("/api/play/texts",)  # posted, so that a prompt stands in no address;
 
 
 def routes(_: ConsoleContext) -> list[BaseRoute]:
-    spellings = Spellings()
+    texts_by_id = TokenTexts()
 
     async def choices(_: Request) -> Response:
         found = await run_in_threadpool(servers)
         return answer({"servers": found, "parameters": parameter_table()})
 
     async def ask(request: Request) -> Response:
-        asked = read_play(await body_of(request))
-        stream_request(asked)  # refused before anything is streamed
-        endpoint = await run_in_threadpool(_endpoint, asked)
-        return events(_told(endpoint, asked, spellings))
+        question = read_play(await body_of(request))
+        stream_request(question)  # refused before anything is streamed
+        endpoint = await run_in_threadpool(_endpoint, question)
+        return events(_events_of(endpoint, question, texts_by_id))
 
     async def prompt(request: Request) -> Response:
-        asked = read_play(await body_of(request))
-        async with Client(await run_in_threadpool(_endpoint, asked)) as client:
-            return answer(await heat_map(client, asked))
+        question = read_play(await body_of(request))
+        async with Client(await run_in_threadpool(_endpoint, question)) as client:
+            return answer(await heat_map(client, question))
 
     async def spell(request: Request) -> Response:
         body = await body_of(request)
-        asked = read_play({**body, "prompt": body.get("text") or " "})
-        async with Client(await run_in_threadpool(_endpoint, asked)) as client:
-            exact = await spellings.exact(client, _given_tokens(body), (str(asked.prompt),))
-            return answer(shown(exact))
+        question = read_play({**body, "prompt": body.get("text") or " "})
+        async with Client(await run_in_threadpool(_endpoint, question)) as client:
+            exact = await texts_by_id.exact(client, _given_tokens(body), (str(question.prompt),))
+            return answer(token_spans(exact))
 
     async def texts(request: Request) -> Response:
-        asked = read_play(await body_of(request))
-        model = await run_in_threadpool(_model_of, asked)
-        return answer({"curl": as_curl(asked, model), "python": as_python(asked)})
+        question = read_play(await body_of(request))
+        model = await run_in_threadpool(_model_of, question)
+        return answer({"curl": as_curl(question, model), "python": as_python(question)})
 
     return [
         Route("/api/play/choices", choices, methods=["GET"]),
@@ -318,7 +313,7 @@ def routes(_: ConsoleContext) -> list[BaseRoute]:
 
 
 def servers() -> list[dict[str, Any]]:
-    """Whom one can ask: the environment's server, fleets, and deployments that have not ended."""
+    """The servers to choose from: the environment's, fleets, and deployments that have not ended."""
     found: list[dict[str, Any]] = []
     if url := os.environ.get(URL_VARIABLE):
         found.append({"name": "", "label": url, "model": "", "ready": True, "state": "from the environment"})
@@ -339,22 +334,24 @@ def _offered(name: str, chain: Sequence[ChainMember]) -> dict[str, Any]:
     return {"name": name, "label": name, "model": model, "ready": bool(serving), "state": newest.state}
 
 
-def _endpoint(asked: PlayRequest) -> Endpoint:
-    return resolve(asked.server or None, model=asked.model)
+def _endpoint(question: PlayRequest) -> Endpoint:
+    return resolve(question.server or None, model=question.model)
 
 
-def _model_of(asked: PlayRequest) -> str:
+def _model_of(question: PlayRequest) -> str:
     try:
-        return asked.model or _endpoint(asked).model
+        return question.model or _endpoint(question).model
     except CorralError:
-        return "MODEL"  # it is away: the text is still of use
+        return "MODEL"  # the server is away: the text is still of use
 
 
-async def _told(endpoint: Endpoint, asked: PlayRequest, spellings: Spellings) -> AsyncIterator[dict[str, Any]]:
-    """The answer's events; an error is the last of them, in its own words."""
+async def _events_of(
+    endpoint: Endpoint, question: PlayRequest, texts_by_id: TokenTexts
+) -> AsyncIterator[dict[str, Any]]:
+    """The answer's events; an error is the last of them."""
     try:
         async with Client(endpoint) as client:
-            async for event in answer_events(client, asked, spellings):
+            async for event in answer_events(client, question, texts_by_id):
                 yield event
     except CorralError as error:
         yield {"kind": "error", "message": error.message, "remedy": error.remedy, "code": error.exit_code}

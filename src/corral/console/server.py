@@ -1,7 +1,4 @@
-"""The console as a process: a socket, uvicorn, and the link that opens it.
-
-The console's paths: the page and its files, what the page asks first, and each view's own.
-"""
+"""The console as a process: its paths, a socket, uvicorn, and the link that opens the page."""
 
 from __future__ import annotations
 
@@ -41,18 +38,18 @@ TYPES = {
 }
 
 
-def make_app(desk: ConsoleContext) -> Starlette:
+def make_app(context: ConsoleContext) -> Starlette:
     """Everything behind the guard."""
 
     async def about(_: Request) -> Response:
         known = {"version": __version__, "host": platform.node()}
-        return answer({**known, "read_only": desk.read_only, "asks": desk.asks})
+        return answer({**known, "read_only": context.read_only, "asks": context.asks})
 
     async def command(request: Request) -> Response:
-        return answer(desk.commands.look(request.path_params["id"]))
+        return answer(context.commands.read(request.path_params["id"]))
 
     async def commands(_: Request) -> Response:
-        return answer({"commands": desk.commands.all()})
+        return answer({"commands": context.commands.all()})
 
     routes = [
         Route("/", _page),
@@ -60,7 +57,7 @@ def make_app(desk: ConsoleContext) -> Starlette:
         Route("/api/about", about),
         Route("/api/commands", commands),
         Route("/api/commands/{id}", command),
-        *(route for view in VIEWS for route in view.routes(desk)),
+        *(route for view in VIEWS for route in view.routes(context)),
     ]
     answers: Any = {CorralError: _failed, OSError: _failed, HTTPException: _unknown, ClientDisconnect: _failed}
     answers[Exception] = _unexpected
@@ -109,7 +106,7 @@ ENDING_S = 1  # streams never end by themselves
 
 @dataclass(frozen=True)
 class ConsoleOptions:
-    """Everything that can be set."""
+    """The options of `corral console`."""
 
     port: int = 8765
     bind: str = "127.0.0.1"
@@ -122,15 +119,15 @@ class Console:
     """The console in a thread of its own: `with Console(options) as console: console.link()`."""
 
     def __init__(
-        self, options: ConsoleOptions, desk: ConsoleContext | None = None, used: Callable[[], None] = lambda: None
+        self, options: ConsoleOptions, context: ConsoleContext | None = None, used: Callable[[], None] = lambda: None
     ) -> None:
         self.options = options
         self.tickets = Tickets(used)
         asks = options.playground or not options.read_only
-        desk = desk or ConsoleContext(read_only=options.read_only, asks=asks)
+        context = context or ConsoleContext(read_only=options.read_only, asks=asks)
         static_files()
         open_paths = (*TELLING, *(ASKING if asks else ())) if options.read_only else None
-        self._app = Guard(make_app(desk), self.tickets, open_paths, options.hosts)
+        self._app = Guard(make_app(context), self.tickets, open_paths, options.hosts)
 
     def __enter__(self) -> Self:
         self._hosted = Hosted(self.options.bind, self.options.port, "corral-console", ENDING_S)

@@ -1,16 +1,13 @@
-"""A deployment's start as a line of phases: when each began and ended, how long it usually takes, when it is ready.
+"""Deployments and fleets as rows of the Fleet view, each with its start as a line of phases.
 
-Pure. What came before there was an agent is told by the command that made it (`staging.jsonl`): the engine, the
-model; then comes a queue, by when its job was submitted; then the agent's journal.
+Files are read as seldom as they allow. Asking once costs some stats: only a deployment whose journals or records
+changed is read anew, or one that runs and was last read some seconds ago, because its agent may have died and its
+place in a queue may have changed. Each is read in a thread of its own, so that a host that does not answer holds up
+no other row. A row that did not change is the same object as before.
 
-Every deployment as a row of the Fleet view, read as seldom as its files allow.
-
-A look costs some stats. Only a deployment whose journals or records changed is read anew, or one that lives and was
-last asked some seconds ago: its agent may have died without a word, its place in a queue may be another. Each is read
-in a thread of its own turn, so that a host that does not answer holds up no other row. A row that did not change is
-the same object as before.
-
-Whether a file has changed since it was last looked at.
+A start is shown as phases: when each began and ended, how long it usually takes, and when the server should be ready.
+What happened before there was an agent comes from the command that made the deployment (`staging.jsonl`): the engine,
+the model; then a queue, from when its job was submitted; then the agent's journal.
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ SHORTEST_S = 1.0  # of what is done before: an engine that is there already is n
 
 @dataclass(frozen=True)
 class Start:
-    """What is known of a start."""
+    """Everything that is known about a start."""
 
     state: State
     events: Sequence[Event]  # of its agent
@@ -58,7 +55,7 @@ class Start:
 
     @property
     def latest(self) -> Sequence[Event]:
-        """The journal that tells what lasts now."""
+        """The journal with the current phase."""
         return self.events or self.staged
 
 
@@ -78,7 +75,7 @@ class ShownPhase:
 
 
 def phases_of(start: Start) -> tuple[ShownPhase, ...]:
-    """What was, what is, and, while it starts, what is to come."""
+    """Past phases, the current one, and while it starts those to come."""
     begins = _begins(start)
     shown = [_past(start, name, since, until) for (name, since), (_, until) in itertools.pairwise(begins)]
     last, since = begins[-1]
@@ -95,7 +92,7 @@ def phases_of(start: Start) -> tuple[ShownPhase, ...]:
 def _begins(start: Start) -> list[tuple[str, float]]:
     """Each phase and when it began."""
     begins: list[tuple[str, float]] = [(STAGING, start.created_s)]
-    silent = not start.events and start.submitted_s is None  # its agent has not said a word
+    silent = not start.events and start.submitted_s is None  # its agent has written nothing yet
     before = (*BEFORE, Phase.STARTING) if silent else BEFORE
     begins += [(one.phase, one.since_s) for one in course_of(start.staged) if one.phase in before]
     if start.submitted_s is not None:
@@ -116,27 +113,29 @@ def _past(start: Start, name: str, since: float | None, until: float | None) -> 
 
 
 def _now(start: Start, name: str, since: float) -> ShownPhase:
-    """The phase that lasts, and how far it is."""
-    said = [one for one in start.latest if one.kind == "phase" and one.get("phase") == name and one.time_s >= since]
-    told = [one for one in said if one.get("total")]
-    done, total = (told[-1].get("done"), told[-1].get("total")) if told else (None, None)
-    text = str(said[-1].get("text", "")) if said else ""
+    """The current phase and its progress."""
+    reported = [
+        one for one in start.latest if one.kind == "phase" and one.get("phase") == name and one.time_s >= since
+    ]
+    counted = [one for one in reported if one.get("total")]
+    done, total = (counted[-1].get("done"), counted[-1].get("total")) if counted else (None, None)
+    text = str(reported[-1].get("text", "")) if reported else ""
     past = _past(start, name, since, None)
-    ends_s = ends_at_s(start.latest) if told else None
+    ends_s = ends_at_s(start.latest) if counted else None
     return ShownPhase(name, since, None, past.expected_s, past.remembered, done, total, ends_s, text)
 
 
 def _to_come(now: str, start: Start) -> list[str]:
-    """Phases that are expected after this one, in their order, and ready at the end."""
+    """The phases expected after this one, in order; the last is ready."""
     at = ORDER.index(now) if now in ORDER else ORDER.index(Phase.FETCHING)
     queue = [QUEUE] if start.queues and now in BEFORE else []
     return [*queue, *(name for name in ORDER[at + 1 :] if name in start.expected or name == Phase.READY)]
 
 
 def ready_at_s(phases: Sequence[ShownPhase]) -> float | None:
-    """When it should be ready, by what is usual and how far it is; None where nobody knows.
+    """When it should be ready, by usual times and its progress; None where that is not known.
 
-    Nobody knows how long a queue is, nor, before the engine is there, whether the model has to be fetched.
+    How long a queue is, is not known; nor, before the engine is installed, whether the model has to be fetched.
     """
     now = next((one for one in phases if one.until_s is None and one.since_s is not None), None)
     to_come = [one for one in phases if one.since_s is None and one.phase != Phase.READY]
@@ -150,8 +149,8 @@ def ready_at_s(phases: Sequence[ShownPhase]) -> float | None:
     return None if ends_s is None else ends_s + sum(one.expected_s or 0.0 for one in to_come)
 
 
-def mark_of(path: str | Path) -> tuple[int, int]:
-    """Its time and its size; zeros where there is none."""
+def file_stamp(path: str | Path) -> tuple[int, int]:
+    """The time and size of a file, which show whether it changed; zeros where there is none."""
     try:
         found = os.stat(path)  # noqa: PTH116 - hundreds a second, most of them by plain text
     except OSError:
@@ -176,8 +175,8 @@ class _Seen:
     whole_s: float = -1e9  # when all of it was read
 
 
-class Standings:
-    """What is known of all deployments and fleets."""
+class DeploymentRows:
+    """The rows of all deployments and fleets, kept up to date."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -186,26 +185,26 @@ class Standings:
         self._turns: asyncio.Semaphore | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def look(self) -> dict[str, Row]:
-        """The rows by their keys, in order; waits a moment for those that are read the first time."""
+    async def read(self) -> dict[str, Row]:
+        """The rows by their keys, in order; waits up to a second for those that are read the first time."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop, self._turns = loop, asyncio.Semaphore(AT_ONCE)
         folders, stamps = await asyncio.to_thread(_stamped)
         fleets = await asyncio.to_thread(all_fleets)
-        named = {f"d:{one.name}": one for one in folders}
-        first = [self._consider(self._deployments, key, stamps[key], one) for key, one in named.items()]
-        kept = {f"f:{one.path.name}": one for one in fleets}
-        first += [self._consider(self._fleets, key, (), one) for key, one in kept.items()]
+        deployments = {f"d:{one.name}": one for one in folders}
+        first = [self._consider(self._deployments, key, stamps[key], one) for key, one in deployments.items()]
+        fleets_by_key = {f"f:{one.path.name}": one for one in fleets}
+        first += [self._consider(self._fleets, key, (), one) for key, one in fleets_by_key.items()]
         waited = [task for task in first if task is not None]
         if waited:
             await asyncio.wait(waited, timeout=0.9)
-        for seen, known in ((self._deployments, named), (self._fleets, kept)):
+        for seen, known in ((self._deployments, deployments), (self._fleets, fleets_by_key)):
             for key in [key for key in seen if key not in known]:
                 del seen[key]
         return {
             key: table[key].row
-            for table, order in ((self._fleets, kept), (self._deployments, named))
+            for table, order in ((self._fleets, fleets_by_key), (self._deployments, deployments))
             for key in order
             if key in table
         }
@@ -213,7 +212,7 @@ class Standings:
     def _consider(
         self, table: dict[str, _Seen], key: str, stamp: Stamp, folder: DeploymentFolder | FleetFolder
     ) -> asyncio.Task[None] | None:
-        """Begin to read a row anew where that is due."""
+        """Begin to read a row again where that is due."""
         now, seen = self._clock(), table.get(key)
         if seen is None:
             seen = table[key] = _Seen((), -1e9, {"key": key, "name": folder.name, "state": "unknown", "text": "…"})
@@ -225,10 +224,10 @@ class Standings:
         if seen.stamp != stamp or now - seen.whole_s > ENDED_S:
             seen.status, seen.whole_s = None, now
         seen.stamp, seen.at_s = stamp, now
-        seen.task = asyncio.create_task(self._read(seen, key, folder))
+        seen.task = asyncio.create_task(self._read_row(seen, key, folder))
         return seen.task
 
-    async def _read(self, seen: _Seen, key: str, folder: DeploymentFolder | FleetFolder) -> None:
+    async def _read_row(self, seen: _Seen, key: str, folder: DeploymentFolder | FleetFolder) -> None:
         assert self._turns is not None
         async with self._turns:
             if isinstance(folder, FleetFolder):
@@ -245,15 +244,15 @@ def _stamped() -> tuple[list[DeploymentFolder], dict[str, Stamp]]:
 
 
 def _stamp(folder: DeploymentFolder) -> Stamp:
-    """What changes whenever something happened here."""
+    """A value that changes whenever something happened to a deployment."""
     path = str(folder.path)
     head = ("rank0/events.jsonl", "rank0/agent.json")
     names = ("deployment.json", *head, "job.json", "endpoint.json", "staging.jsonl")
-    return tuple(mark_of(f"{path}/{name}") for name in names)
+    return tuple(file_stamp(f"{path}/{name}") for name in names)
 
 
 def deployment_row(folder: DeploymentFolder, before: Status | None = None) -> tuple[Status | None, Row | None]:
-    """One deployment with everything that its card shows: no key, and no path of one. None: it stands as before."""
+    """One deployment with everything that its card shows, without its key; no row where it did not change."""
     try:
         now = status(folder)
         if now == before:
@@ -269,11 +268,11 @@ def _row(
     now: Status, record: Record | None, job: HeldJob | None, nodes: tuple[RankMember, ...], folder: DeploymentFolder
 ) -> Row:
     phases = phases_of(_start(now, record, job, folder)) if record else ()
-    told = to_json(now)
-    del told["endpoint"], told["timings"], told["expected"]
-    words = restart_words(record) if record else None
+    document = to_json(now)
+    del document["endpoint"], document["timings"], document["expected"]
+    argv = restart_argv(record) if record else None
     return {
-        **told,
+        **document,
         "kind": "deployment",
         "ended": now.state in ENDED,
         "url": now.endpoint.base_url if now.endpoint else None,
@@ -284,7 +283,7 @@ def _row(
         "nodes": to_json(nodes),
         "ranks": len(folder.ranks()),
         "stop": None if now.state in ENDED else line_of(["down", now.name]),
-        "restart": line_of(words) if words else None,
+        "restart": line_of(argv) if argv else None,
     }
 
 
@@ -301,16 +300,16 @@ def _start(now: Status, record: Record, job: HeldJob | None, folder: DeploymentF
     )
 
 
-def restart_words(record: Record) -> list[str] | None:
-    """The words that start it again as it was; None where that is not known, or would show a secret."""
-    words = list(record.words)
-    if not words or words[0] != "up" or chain_of(record.name) != record.name:
+def restart_argv(record: Record) -> list[str] | None:
+    """The arguments that start it again as it was; None where they are not known, or would show a secret."""
+    argv = list(record.words)
+    if not argv or argv[0] != "up" or chain_of(record.name) != record.name:
         return None
-    if any(is_secret_name(word.partition("=")[0]) for word in words if "=" in word):
+    if any(is_secret_name(word.partition("=")[0]) for word in argv if "=" in word):
         return None
-    own = words[1 : words.index("--")] if "--" in words else words[1:]
-    named = any(word == "--name" or word.startswith("--name=") for word in own)
-    return words if named else ["up", "--name", record.name, *words[1:]]
+    own = argv[1 : argv.index("--")] if "--" in argv else argv[1:]
+    deployments = any(word == "--name" or word.startswith("--name=") for word in own)
+    return argv if deployments else ["up", "--name", record.name, *argv[1:]]
 
 
 def fleet_row(folder: FleetFolder) -> Row:
