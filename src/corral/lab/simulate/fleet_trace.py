@@ -69,10 +69,10 @@ class _Waits(Recorder):
         self.waits_s: list[float] = []
         self.next_moment_s = math.inf
 
-    def finished(self, at_s: float, asked_s: float, first_s: float, prompt: int, output: int) -> None:
+    def finished(self, at_s: float, sent_s: float, first_s: float, prompt: int, output: int) -> None:
         self.completed += 1
-        self.waits_s.append(max(0.0, at_s - asked_s - prompt / self._capacity))
-        self.first_s, self.last_s = min(self.first_s, asked_s), max(self.last_s, at_s)
+        self.waits_s.append(max(0.0, at_s - sent_s - prompt / self._capacity))
+        self.first_s, self.last_s = min(self.first_s, sent_s), max(self.last_s, at_s)
 
 
 def simulate(trace: Sequence[TracedRequest], setting: ReplaySetting) -> Replay:
@@ -115,11 +115,11 @@ def clairvoyant_s(rows: Sequence[TracedRequest], setting: ReplaySetting) -> floa
     """The job time of a schedule that knows the trace."""
     width = max(1.0, setting.load_s)
     first, last = rows[0].time_s, rows[-1].time_s
-    asked = [0.0] * (int((last - first) // width) + 1)
+    tokens_by_step = [0.0] * (int((last - first) // width) + 1)
     for row in rows:
-        asked[int((row.time_s - first) // width)] += row.tokens
+        tokens_by_step[int((row.time_s - first) // width)] += row.tokens
     total, before, left = 0.0, 0, 0.0
-    for tokens in asked:
+    for tokens in tokens_by_step:
         left += tokens
         count = max(setting.least, min(setting.most, math.ceil(left / (setting.capacity * width) - 1e-9)))
         left = max(0.0, left - count * setting.capacity * width)
