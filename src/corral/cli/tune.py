@@ -103,7 +103,7 @@ def command() -> None:
 )
 @click.option("--measure", "measure_s", type=Duration(1), default="15s", show_default=True,
               metavar="TIME", help="Length of the first measurements; later ones are twice as long.")  # fmt: skip
-@click.option("--side-by-side", "places", type=click.IntRange(min=1), default=1, show_default=True, metavar="N",
+@click.option("--side-by-side", "slots", type=click.IntRange(min=1), default=1, show_default=True, metavar="N",
               help="Up to N servers at once: as SLURM jobs, on 1/N of the GPUs, or in turns on one.")  # fmt: skip
 @profile_option()
 @context_option
@@ -114,17 +114,17 @@ def command() -> None:
 @json_option("The result as JSON on stdout.")
 @target_options
 @click.argument("engine_args", nargs=-1, type=click.UNPROCESSED)
-def run(model: str | None, run_name: str, as_json: bool, **given: Any) -> int:
+def run(model: str | None, run_name: str, as_json: bool, **options: Any) -> int:
     """Tune MODEL, or continue the run of that name. Arguments after `--` are vLLM flags to begin with."""
-    if given["deployment"] is not None:
+    if options["deployment"] is not None:
         if model is not None and model.startswith("-"):  # everything after -- is the engine's
-            given["engine_args"], model = (model, *given["engine_args"]), None
+            options["engine_args"], model = (model, *options["engine_args"]), None
         if model is not None:
             raise UsageError("a model and --deployment were given.", "Give one of them.")
     elif model is None:
         raise UsageError("no model was named.", "For example: corral tune llama-3.1-8b --workload chat.")
-    found = _existing(model) if model else None
-    found = _continued(found) if found else _begun(model, run_name, given)
+    found = _run_called(model) if model else None
+    found = _continue_run(found) if found else _begin_run(model, run_name, options)
     watcher = TrialLines(quiet=as_json)
     watcher.say(f"tuning run {found.name}: {found.spec.objective.words}")
     with terminated_as_interrupted():
@@ -137,52 +137,52 @@ def run(model: str | None, run_name: str, as_json: bool, **given: Any) -> int:
     return _show(found, result, as_json)
 
 
-def _existing(word: str) -> TuneRun | None:
-    """The run that a word names, if it does and is not a model's name."""
-    if word != "last" and not (runs_dir() / word / "tune.json").is_file():
+def _run_called(name: str) -> TuneRun | None:
+    """The run of that name; None where there is none, and the name is a model's."""
+    if name != "last" and not (runs_dir() / name / "tune.json").is_file():
         return None
-    return find_run(word)
+    return find_run(name)
 
 
-def _continued(found: TuneRun) -> TuneRun:
-    """A run to go on with, for longer where `--budget` says so; what is tuned stays as it was."""
+def _continue_run(found: TuneRun) -> TuneRun:
+    """A run to continue, for longer with `--budget`; all other options stay as they were."""
     context = click.get_current_context()
-    said = [
+    typed = [
         name
         for name in context.params
         if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
     ]
-    options = {one.name: one.opts[0] for one in context.command.params} | {"engine_args": "what follows `--`"}
-    if other := [options[name] for name in said if name not in ("model", "budget_s", "as_json")]:
+    flags = {one.name: one.opts[0] for one in context.command.params} | {"engine_args": "what follows `--`"}
+    if other := [flags[name] for name in typed if name not in ("model", "budget_s", "as_json")]:
         raise UsageError(
             f"{other[0]} cannot be changed: {found.name} is a run that was begun already.",
             "Leave it out to continue (with --budget for longer), or give the new run another --name and a model.",
         )
     spec = found.spec
     if spec.bench.workload.file is not None:
-        read_text(spec.bench.workload.file)  # before a server starts for nothing
-    if "budget_s" in said:
+        read_text(spec.bench.workload.file)  # before a server is started in vain
+    if "budget_s" in typed:
         race = replace(spec.race, budget_s=context.params["budget_s"])
         write_atomic(found.folder / "tune.json", dump_json(replace(spec, race=race)))
     return found
 
 
-def _wished(model: str | None, given: dict[str, Any]) -> tuple[bringup.DeployRequest, tuple[str, ...]]:
-    """What is tuned, by a model's name or as a deployment was started, and the vLLM flags that came with it."""
-    options = ("context", "concurrency", "fixed", "runtime", "runtime_options", "extra_env")
-    said = {key: given[key] for key in options} | {
-        key: value for key, value in given.items() if key.startswith("target_option_")
+def _deploy_request(model: str | None, options: dict[str, Any]) -> tuple[bringup.DeployRequest, tuple[str, ...]]:
+    """The base of the run, by a model's name or as a deployment was started, and its vLLM flags."""
+    names = ("context", "concurrency", "fixed", "runtime", "runtime_options", "extra_env")
+    values = {key: options[key] for key in names} | {
+        key: value for key, value in options.items() if key.startswith("target_option_")
     }
-    on, arguments = given["on"], tuple(given["engine_args"])
-    if given["deployment"] is not None:
-        before = _started_with(choose_folder(given["deployment"]))
-        joint = {key: (*before.given[key], *said[key]) for key in ("fixed", "runtime_options", "extra_env")}
+    on, arguments = options["on"], tuple(options["engine_args"])
+    if options["deployment"] is not None:
+        before = _started_with(choose_folder(options["deployment"]))
+        joint = {key: (*before.given[key], *values[key]) for key in ("fixed", "runtime_options", "extra_env")}
         kept = {key: before.given.get(key) for key in ("goal", "flavour", "link")}  # the plan's goal
-        said = kept | {key: value or before.given.get(key) for key, value in said.items()} | joint
+        values = kept | {key: value or before.given.get(key) for key, value in values.items()} | joint
         on, model, arguments = on or before.on, before.model, (*before.engine_args, *arguments)
     if model and Path(model).expanduser().exists():
         model = str(Path(model).expanduser().absolute())  # the run may be continued from elsewhere
-    return wish_of(load_profile(on), said, on, model, arguments), arguments
+    return wish_of(load_profile(on), values, on, model, arguments), arguments
 
 
 def _started_with(folder: DeploymentFolder) -> UpWords:
@@ -196,42 +196,44 @@ def _started_with(folder: DeploymentFolder) -> UpWords:
 
 
 def _seen(name: str) -> SeenLoad:
-    """What a deployment was asked, by its own counters."""
+    """The load of a deployment, by its own counters."""
     folder = choose_folder(name)
     status = deployments.status(folder)
     if status.endpoint is None or status.state is not State.READY:
-        raise UsageError(f"{name!r} is {status.state}: what it was asked is no longer known.", "Name a --workload.")
+        raise UsageError(f"{name!r} is {status.state}: its load is no longer known.", "Name a --workload.")
     return read_seen(status.endpoint, folder.rank(0).load, name, status.created_s + (status.timings.ready_s or 0.0))
 
 
-def _begun(model: str | None, name: str, given: dict[str, Any]) -> TuneRun:
-    """A new run, with everything checked that can be checked before a start."""
-    request, arguments = _wished(model, given)
-    request = bringup.as_planned(request)  # a setup can then leave such a flag out
-    shares, in_turns = shares_for(request, given["places"])
+def _begin_run(model: str | None, name: str, options: dict[str, Any]) -> TuneRun:
+    """A new run; everything that can be checked before a start is checked."""
+    request, arguments = _deploy_request(model, options)
+    request = bringup.as_planned(request)  # so that a setup can leave a flag out
+    shares, in_turns = shares_for(request, options["slots"])
     request = replace(request, share=shares[0]) if shares else request
-    sharing = len(shares) if in_turns else 1
-    workload = _workload(given)
+    slots_in_turns = len(shares) if in_turns else 1
+    workload = _workload(options)
     _, decision = bringup.sized(request)
-    seats = given["concurrency"] or decision.plan.seats
-    objective = _objective(given, seats)
+    seats = options["concurrency"] or decision.plan.seats
+    objective = _objective(options, seats)
     bursts = objective.kind in (ObjectiveKind.THROUGHPUT, ObjectiveKind.COST)
     knobs = knobs_for(decision.plan, request, arguments, bursts, workload.shares_prefixes)
     check: Callable[[bringup.DeployRequest], object] = bringup.sized
     if in_turns:
-        held = 1 if objective.kind is ObjectiveKind.LATENCY else seats  # at a rate of its own, however many that are
-        check = partial(refuse_part, places=sharing, seats=held, tokens=workload.longest_tokens)
+        held = 1 if objective.kind is ObjectiveKind.LATENCY else seats  # the rate decides how many run at once
+        check = partial(refuse_part, slots=slots_in_turns, seats=held, tokens=workload.longest_tokens)
         check(request)
-        knobs = tuple(one for one in knobs if not one.name.endswith("gpu_memory_utilization"))  # a part has its own
+        knobs = tuple(
+            one for one in knobs if not one.name.endswith("gpu_memory_utilization")
+        )  # each part has its own
     knobs, pruned = fitting_knobs(request, knobs, check)
     for one in pruned:
         tell(f"  never started: {one.setup}: {one.because}", err=True)
     if not knobs:
         raise UsageError("everything that could be tuned is fixed.", "Remove some of the --set options.")
     start_s = planned_restart_s(decision.plan)
-    race = Race(knobs, given["budget_s"], given["measure_s"], start_s)
-    if given["budget_s"] < 8 * (start_s + 2 * given["measure_s"]):
-        few = f"--budget {duration(given['budget_s'])} leaves time for few trials"
+    race = Race(knobs, options["budget_s"], options["measure_s"], start_s)
+    if options["budget_s"] < 8 * (start_s + 2 * options["measure_s"]):
+        few = f"--budget {duration(options['budget_s'])} leaves time for few trials"
         tell(f"  note: a start may take {duration(start_s)}: {few}", err=True)
     spec = Spec(workload, percentiles=(50.0, 90.0, 99.0), warmup=min(seats, 16))
     model_name = request.model or decision.source.name
@@ -240,27 +242,27 @@ def _begun(model: str | None, name: str, given: dict[str, Any]) -> TuneRun:
     )
 
 
-def _workload(given: dict[str, Any]) -> Workload:
+def _workload(options: dict[str, Any]) -> Workload:
     seed = secrets.randbelow(2**31)
-    if given["workload"]:
-        if given["input_len"] or given["output_len"]:
+    if options["workload"]:
+        if options["input_len"] or options["output_len"]:
             raise UsageError("--workload already sets the lengths.", "Leave out --input-len and --output-len.")
-        if given["workload"] == SEEN:
-            if given["deployment"] is None:
+        if options["workload"] == SEEN:
+            if options["deployment"] is None:
                 raise UsageError("--workload seen needs a deployment.", "Add --deployment NAME.")
-            load = _seen(given["deployment"])
+            load = _seen(options["deployment"])
             tell(f"  seen: {load.words}", err=True)
-            given["rate"] = given["rate"] or round(load.rate, 3)
-            return load.workload(given["chat"], seed)
-        return workload_of(given["workload"], given["chat"], seed)
-    prompt, answer = given["input_len"] or 512, given["output_len"] or 128
-    return Workload(input_len=prompt, output_len=answer, chat=given["chat"], seed=seed)
+            options["rate"] = options["rate"] or round(load.rate, 3)
+            return load.workload(options["chat"], seed)
+        return workload_of(options["workload"], options["chat"], seed)
+    prompt, answer = options["input_len"] or 512, options["output_len"] or 128
+    return Workload(input_len=prompt, output_len=answer, chat=options["chat"], seed=seed)
 
 
-def _objective(given: dict[str, Any], seats: int) -> Objective:
-    slos = parse_slos(given["slo"]) if given["slo"] else ()
-    kind = ObjectiveKind(given["goal"] or ("rate" if slos else "throughput"))
-    return Objective(kind, seats, given["rate"], slos)
+def _objective(options: dict[str, Any], seats: int) -> Objective:
+    slos = parse_slos(options["slo"]) if options["slo"] else ()
+    kind = ObjectiveKind(options["goal"] or ("rate" if slos else "throughput"))
+    return Objective(kind, seats, options["rate"], slos)
 
 
 def _show(found: TuneRun, result: RaceResult, as_json: bool) -> int:

@@ -65,14 +65,14 @@ class Limit:
     @property
     def sentence(self) -> str:
         prefill = f"; prefill at {self.prefill_share:.0%} of FLOPs" if self.prefill_share is not None else ""
-        found = (
+        verdict = (
             f"decode at {self.decode_share:.0%} of memory bandwidth{prefill}; "
             f"arithmetic at {self.compute_share:.0%} over the run; limited by {self.limited_by}"
         )
         shares = (self.decode_share, self.compute_share, self.prefill_share or 0.0)
         if max(shares) > 1:
-            found += " (over 100%: the rates assumed for this machine are too low)"
-        return found
+            verdict += " (over 100%: the rates assumed for this machine are too low)"
+        return verdict
 
 
 @dataclass(frozen=True)
@@ -145,10 +145,10 @@ def distance(
     endless = replace(Efficiency(), frontend_tokens_s=math.inf)
     reachable, unbound = roof(plan, *load, front.processes), roof(plan, *load, rates=endless)
     bound = front.binds(summary.output_throughput, reachable, unbound)
-    found = _reason(plan, summary, server, decode, compute, front if bound else None,
+    verdict = _reason(plan, summary, server, decode, compute, front if bound else None,
                     _launches(plan, summary.output_throughput, front, *load))  # fmt: skip
-    said = (found.why, found.advice, rates.basis, found.cause, found.advised)
-    return Limit(decode, prefill, compute, reachable, *said)
+    cause = (verdict.why, verdict.advice, rates.basis, verdict.cause, verdict.advised)
+    return Limit(decode, prefill, compute, reachable, *cause)
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class FrontEnd:
     """The API server processes of all replicas."""
 
     processes: int
-    told: bool  # by the deployment's flags
+    known: bool  # by the deployment's flags
 
     @classmethod
     def of(cls, plan: Plan, api_servers: int | None) -> FrontEnd:
@@ -179,11 +179,11 @@ class FrontEnd:
     def verdict(self) -> _Verdict:
         rate = f"{Efficiency().frontend_tokens_s:,.0f} tokens a second"
         wanted = max(4, 2 * self.processes)
-        more = f" (`--set api_servers={wanted}`)" if self.told else ""
+        more = f" (`--set api_servers={wanted}`)" if self.known else ""
         return _Verdict(
             LimitCause.FRONT_END,
             f"the {self.processes} API server processes: each streams some {rate}"
-            if self.told and self.processes > 1
+            if self.known and self.processes > 1
             else f"the API server: one process streams some {rate}",
             f"more API server processes{more} or replicas; `corral batch` does not stream",
             {"api_servers": str(wanted)},
