@@ -334,5 +334,5 @@ def test_a_server_that_falls_behind_meets_nothing_for_long() -> None:
     assert hard.gained == pytest.approx(0.5, abs=0.1)  # half of what comes
     assert [one.met for one in hard.slos] == [True]  # in so short a time
     assert not hard.meets
-    assert "requests come each second and" in behind_sentence(hard)
+    assert "requests arrive each second and" in behind_sentence(hard)
     assert behind_sentence(easy) == ""

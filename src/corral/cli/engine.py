@@ -28,16 +28,16 @@ def command() -> None:
 @json_option()
 def list_engines(as_json: bool) -> None:
     """What is installed."""
-    found = engines.installed()
+    engines_here = engines.installed()
     if as_json:
-        print_json(found)
-    elif not found:
+        print_json(engines_here)
+    elif not engines_here:
         click.echo(
             "No engines. `corral engine install cpu` (or cuda) installs one; `corral up` does so by itself.", err=True
         )
     else:
         print_table(["ENGINE", "PYTHON", "INSTALLED IN", "PATH"],
-                    [[e.name, e.python_version, duration(e.installed_s), e.path] for e in found])  # fmt: skip
+                    [[e.name, e.python_version, duration(e.installed_s), e.path] for e in engines_here])  # fmt: skip
 
 
 @command.command("install")
@@ -70,12 +70,12 @@ def _install_into(into: str, flavour: str, version: str, as_json: bool) -> None:
         raise UsageError(f"--into cannot be {into!r}.", "Write conda:NAME, or conda:/PREFIX.")
     with PhaseScreen(quiet=as_json) as screen:
         screen.phase("installing engine")
-        made = install_into_conda(env, flavour, version, screen.detail)
+        conda = install_into_conda(env, flavour, version, screen.detail)
     if as_json:
-        print_json(made)
+        print_json(conda)
         return
-    click.echo(f"vLLM {made.version} ({made.flavour}) is in the conda environment {made.env}: {made.prefix}")
-    click.echo(f"Use it: corral up MODEL --runtime conda --runtime-option env={made.env}")
+    click.echo(f"vLLM {conda.version} ({conda.flavour}) is in the conda environment {conda.env}: {conda.prefix}")
+    click.echo(f"Use it: corral up MODEL --runtime conda --runtime-option env={conda.env}")
 
 
 @command.command("check")
@@ -87,8 +87,8 @@ def check(flavour: str | None, version: str, as_json: bool) -> None:
 
     And for which platforms every file of the engines is locked by its hash; that needs no engine.
     """
-    found, rows = engines.installed(), locked()
-    wanted = flavour or (found[0].flavour if found else None)
+    engines_here, rows = engines.installed(), locked()
+    wanted = flavour or (engines_here[0].flavour if engines_here else None)
     versions = _imported(wanted, version, as_json) if wanted else {}
     if as_json:
         print_json({**versions, "locked": rows})

@@ -44,11 +44,11 @@ def remove_model(name: str, as_json: bool) -> None:
     for status in statuses():
         if known_name(status.model) == known_name(name) and status.state not in ENDED:
             raise ConflictError(f"{status.name!r} serves {name}.", f"Stop it first: corral down {status.name}")
-    gone = remove(name)
+    removed = remove(name)
     if as_json:
-        print_json(gone)
+        print_json(removed)
     else:
-        for model in gone:
+        for model in removed:
             click.echo(f"removed {model.name} ({_gigabytes(model.stored_bytes)}) from {model.path}")
 
 
@@ -58,11 +58,11 @@ def _inventory(gpus: str | None) -> Inventory:
     return parse_gpus(gpus) if gpus else probe()
 
 
-def _rows(inventory: Inventory, shelved: list[ShelvedModel]) -> list[dict[str, Any]]:
+def _rows(inventory: Inventory, stored: list[ShelvedModel]) -> list[dict[str, Any]]:
     from corral.plan.models.catalogue import CATALOGUE
     from corral.plan.models.facts import facts_from_entry
 
-    on_disk = {model.name: model for model in shelved}
+    on_disk = {model.name: model for model in stored}
     rows = []
     for entry in CATALOGUE.values():
         if entry.name.startswith("llama-3.1-405b-first-upload"):

@@ -20,7 +20,7 @@ from corral.cli.options import Duration, context_option, fixed_option, json_opti
 from corral.lab.bench.spec import LoadShape, Slo, Workload, parse_slos
 from corral.lab.report import tables
 from corral.lab.report.screen import print_json, tell
-from corral.lab.report.simulate import forecast_lines, forecast_page, validation_lines
+from corral.lab.report.simulate import forecast_lines, forecast_page, rate_sentence, validation_lines
 from corral.lab.simulate.fitting import fit_runs
 from corral.lab.simulate.forecast import (
     Forecast,
@@ -185,22 +185,7 @@ def _answer(
     rows = [at(float(f"{rate:.3g}"), least) for rate in steps]
     if not slos:
         return rows, ""
-    return rows, _rate_answer(limits(), rates, levels)
-
-
-def _rate_answer(limits: tuple[float | None, ...], rates: tuple[float, float], levels: str) -> str:
-    """A sentence with the highest rate, and with a fit the rates between which it lies."""
-    low, high = rates
-    best, *around = limits
-    if best is None:
-        text = f"{low:g} requests per second do not meet {levels}"
-    else:
-        untried = " (more was not tried)" if best == high else ""
-        text = f"The highest rate that meets {levels} is {best:.3g} requests per second{untried}"
-    if set(around) <= {best}:
-        return f"{text}."
-    worst, quickest = (f"less than {low:g}" if one is None else f"{one:.3g}" for one in around)
-    return f"{text}; {worst} if steps take longer than the fit says, {quickest} if they are shorter."
+    return rows, rate_sentence(limits(), rates, levels)
 
 
 def _load(options: dict[str, Any]) -> tuple[Callable[[float], RequestSource], tuple[float, float]]:

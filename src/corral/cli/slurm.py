@@ -22,9 +22,9 @@ def command() -> None:
 @json_option("All of it as JSON.")
 def partitions(as_json: bool) -> None:
     """Partitions: kinds of GPU, nodes, limits, what is idle now."""
-    found = discover()
+    cluster = discover()
     if as_json:
-        print_json(found)
+        print_json(cluster)
         return
     headings = [
         "PARTITION",
@@ -37,7 +37,7 @@ def partitions(as_json: bool) -> None:
         "LONGEST",
         "ACCESS",
     ]
-    rows = [_row(partition, shape) for partition in found.partitions for shape in partition.shapes]
+    rows = [_row(partition, shape) for partition in cluster.partitions for shape in partition.shapes]
     print_table(headings, rows)
 
 

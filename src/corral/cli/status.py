@@ -40,24 +40,24 @@ def command(name: str | None, as_json: bool) -> None:
     """
     say_waiting()
     if fleet := chosen_fleet(name):
-        whole = fleet_status(fleet)
-        print_json(whole) if as_json else click.echo("\n".join(fleet_lines(whole)))
+        fleet_now = fleet_status(fleet)
+        print_json(fleet_now) if as_json else click.echo("\n".join(fleet_lines(fleet_now)))
         return
     folder = choose_folder(name)
-    found = status(folder)
-    if found.state is State.READY:
+    current = status(folder)
+    if current.state is State.READY:
         with contextlib.suppress(OSError, CorralError):  # its log may be on a node; the status is what was asked for
             learn_from(folder)  # nobody waited for it to be ready
     compared = load_json(Differences, folder.differences) if folder.differences.is_file() else None
-    answers = _answers(found.endpoint) if found.state is State.READY and found.endpoint else None
+    answers = _answers(current.endpoint) if current.state is State.READY and current.endpoint else None
     nodes, job = members(folder), held_job(folder)
     if as_json:
         more_json = {"plan_against_engine": compared, **_where(nodes, job), "followed_by": _following(folder)}
-        print_json({**to_json(found), "answers": answers, **more_json})
+        print_json({**to_json(current), "answers": answers, **more_json})
     else:
-        facts = [*status_facts(found, answers, nodes, job), *_followers(folder)]
+        facts = [*status_facts(current, answers, nodes, job), *_followers(folder)]
         click.echo("\n".join(status_lines(facts, compared, tables.room())))
-    if found.state is State.FAILED:
+    if current.state is State.FAILED:
         raise SystemExit(8)
 
 
@@ -68,17 +68,17 @@ def _where(nodes: Sequence[RankMember], job: HeldJob | None) -> dict[str, object
 
 def _following(folder: DeploymentFolder) -> list[dict[str, str]]:
     """Its successors, and how they stand."""
-    standings = all_standings(folder)[1:] if folder.successors.exists() else []
-    return [{"name": one.folder.name, "state": one.state.value} for one in standings]
+    successors = all_standings(folder)[1:] if folder.successors.exists() else []
+    return [{"name": one.folder.name, "state": one.state.value} for one in successors]
 
 
 def _followers(folder: DeploymentFolder) -> list[tuple[str, str]]:
     """The successors of a deployment that is renewed."""
     if not folder.successors.exists():
         return []
-    found = [f"{one['name']} ({one['state']})" for one in _following(folder)]
+    names = [f"{one['name']} ({one['state']})" for one in _following(folder)]
     closed = read_chain(folder).closed
-    return [("followed by", (", ".join(found) or "nothing yet") + (f"; no more: {closed}" if closed else ""))]
+    return [("followed by", (", ".join(names) or "nothing yet") + (f"; no more: {closed}" if closed else ""))]
 
 
 def _answers(endpoint: Endpoint) -> bool:

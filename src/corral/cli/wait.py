@@ -25,10 +25,10 @@ def command(name: str | None, as_json: bool) -> None:
     fleet = chosen_fleet(name)
     folder = None if fleet else choose_folder(name)
     ready = folder is not None and status(folder).state is State.READY  # then there is nothing to show
-    found: FleetStatus | Status
+    result: FleetStatus | Status
     with PhaseScreen(quiet=as_json or ready) as screen:
-        found = wait_fleet(fleet, screen) if fleet else wait_ready(folder or choose_folder(name), screen)
+        result = wait_fleet(fleet, screen) if fleet else wait_ready(folder or choose_folder(name), screen)
     if as_json:
-        print_json(found)
-    elif found.endpoint:
-        click.echo(found.endpoint.base_url)
+        print_json(result)
+    elif result.endpoint:
+        click.echo(result.endpoint.base_url)

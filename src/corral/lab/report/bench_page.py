@@ -85,21 +85,21 @@ def _latency_table(run: Run) -> str:
     heads = ["ms", "mean", "median", "std", *(f"P{p:g}" for p in run.spec.percentiles)]
     rows = []
     for metric in _NAMES:
-        found = run.summary.of(metric)
-        cells = [metric.upper(), figure(found.mean), figure(found.median), figure(found.std)]
+        spread = run.summary.of(metric)
+        cells = [metric.upper(), figure(spread.mean), figure(spread.median), figure(spread.std)]
         for p in run.spec.percentiles:
-            doubt = " ?" if found.count < needed(p) else ""
-            cells.append(figure(dict(found.percentiles).get(p, 0.0)) + doubt)
+            doubt = " ?" if spread.count < needed(p) else ""
+            cells.append(figure(dict(spread.percentiles).get(p, 0.0)) + doubt)
         rows.append(cells)
     return table(heads, rows)
 
 
 def _distributions(run: Run, rows: Sequence[RequestRow]) -> list[str]:
-    values = {metric: [one * 1000 for one in found] for metric, found in latencies_s(rows).items()}
+    values = {metric: [one * 1000 for one in seconds] for metric, seconds in latencies_s(rows).items()}
     figures = []
     for metric, title in _NAMES.items():
-        found = run.summary.of(metric)
-        marks = [("P50", found.median), *((f"P{p:g}", v) for p, v in found.percentiles if p > 50)]
+        spread = run.summary.of(metric)
+        marks = [("P50", spread.median), *((f"P{p:g}", v) for p, v in spread.percentiles if p > 50)]
         figures.append(drawing(title, histogram(title, "ms", values[metric], marks)))
     return figures
 
@@ -184,9 +184,9 @@ def series_page(series: Series, runs: Sequence[Run], name: str) -> str:
     problems = [f"{run.spec.load.label}: {p.text}" for run in runs for p in run.problems]
     sentence = {"valid": "All runs are valid", "caution": "Some figures are to be read with caution"}
     body.append(verdict_box(worst, sentence.get(worst, "Some runs are invalid: do not use them"), problems))
-    found = [(key.replace("_", " "), text) for key, text in series.findings.items() if isinstance(text, str)]
-    if found:
-        body.append(table((), found, "facts"))
+    findings = [(key.replace("_", " "), text) for key, text in series.findings.items() if isinstance(text, str)]
+    if findings:
+        body.append(table((), findings, "facts"))
     best = max(runs, key=lambda run: run.summary.output_throughput)
     body += ["<h2>The curve</h2>", '<div class="charts">', *_curves(runs), "</div>"]
     body += _limit(best)
@@ -216,8 +216,8 @@ def _top(runs: Sequence[Run]) -> float:
     return max(run.spec.percentiles[-1] for run in runs)
 
 
-def _cut(found: Spread, p: float) -> str:
-    return figure(dict(found.percentiles).get(p, 0.0)) + (" ?" if found.count < needed(p) else "")
+def _cut(spread: Spread, p: float) -> str:
+    return figure(dict(spread.percentiles).get(p, 0.0)) + (" ?" if spread.count < needed(p) else "")
 
 
 def _offered(run: Run) -> float:

@@ -1,10 +1,11 @@
-"""Deployments and fleets for people: the rows of `corral ps`, and the lines of `corral status`."""
+"""Deployments and fleets for people: the rows of `corral ps`, the lines of `corral status` and `corral events`."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 
+from corral.deploy.deployment.events import Event
 from corral.deploy.deployment.fleet import Judgement
 from corral.deploy.deployment.start_times import amount, duration
 from corral.deploy.deployment.state import ENDED, State
@@ -159,3 +160,12 @@ def status_lines(facts: Sequence[tuple[str, str]], compared: Differences | None,
     ]
     table = tables.table_lines(("", "planned", "engine says", "off by"), rows, 1, columns, tail=0)
     return [*tables.fact_lines(facts, columns), *(["", *table] if rows else [])]
+
+
+def event_text(event: Event) -> str:
+    """One event of a journal as a line."""
+    moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.time_s))
+    details = dict(event.details)
+    head = str(details.pop("state", None) or details.pop("phase", None) or "")
+    pairs = " ".join(f"{name}={value}" for name, value in details.items() if value is not None)
+    return f"{moment}  {event.elapsed_s:8.1f} s  rank {event.rank}  {event.kind:<9} {head} {pairs}".rstrip()

@@ -52,43 +52,43 @@ class TrialLines:
         self.say(f"             {result} in {duration(trial.took_s)}{leading}")
 
 
-def sentence(found: RaceResult) -> str:
+def sentence(result: RaceResult) -> str:
     """The result in one sentence."""
-    match found.outcome:
-        case RaceEnd.BETTER if found.reference.choices:
-            more = f" {found.finalist}: {found.gain} over that." if found.best != found.reference else ""
-            return f"The base does not start, and this does: {found.reference}.{more}"
+    match result.outcome:
+        case RaceEnd.BETTER if result.reference.choices:
+            more = f" {result.finalist}: {result.gain} over that." if result.best != result.reference else ""
+            return f"The base does not start, and this does: {result.reference}.{more}"
         case RaceEnd.BETTER:
-            return f"{found.finalist}: {found.gain} over the base."
+            return f"{result.finalist}: {result.gain} over the base."
         case RaceEnd.NOTHING_WORKED:
             return "None of the settings tried could be measured."
-        case RaceEnd.UNFINISHED if found.gave_up:
-            return f"{found.finalist} worked at first and did not start again in the final; the base stays."
-        case RaceEnd.UNFINISHED if not found.finalist.choices:
+        case RaceEnd.UNFINISHED if result.gave_up:
+            return f"{result.finalist} worked at first and did not start again in the final; the base stays."
+        case RaceEnd.UNFINISHED if not result.finalist.choices:
             return "The budget ran out before anything was compared with the base. Raise --budget."
         case RaceEnd.UNFINISHED:
             return (
-                f"The budget ran out before {found.finalist} was compared with the base in a final; the base stays."
+                f"The budget ran out before {result.finalist} was compared with the base in a final; the base stays."
             )
-    if found.gain is None:
+    if result.gain is None:
         return "No difference: nothing tried was better than the base."
-    return f"No difference: {found.finalist} against the base is {found.gain}, an interval that includes zero."
+    return f"No difference: {result.finalist} against the base is {result.gain}, an interval that includes zero."
 
 
-def _anchor(found: RaceResult) -> str:
-    return "the plan's own flags" if found.anchor.choices else "the base"
+def _anchor(result: RaceResult) -> str:
+    return "the plan's own flags" if result.anchor.choices else "the base"
 
 
 def _finding_row(finding: KnobFinding) -> list[str]:
-    untold = (
+    without_gain = (
         f"failed: {finding.why}" if finding.why else "nothing to compare with" if finding.measured else "not tried"
     )
-    effect = str(finding.gain) if finding.gain else untold
-    return [choice_words(finding.knob, finding.value), effect, finding_word(finding)]
+    effect = str(finding.gain) if finding.gain else without_gain
+    return [choice_words(finding.knob, finding.value), effect, finding_text(finding)]
 
 
-def finding_word(finding: KnobFinding) -> str:
-    """What a value did, in a word."""
+def finding_text(finding: KnobFinding) -> str:
+    """The effect of a value as text."""
     gain = finding.gain
     if gain is None:
         return "-"
@@ -100,57 +100,60 @@ def _trial_row(number: int, trial: Trial) -> list[str]:
     return [str(number), trial.purpose.value, str(trial.setup), score, duration(trial.took_s), trial.why]
 
 
-def tune_lines(run: TuneRun, trials: Sequence[Trial], found: RaceResult, columns: int | None) -> Iterator[str]:
+def tune_lines(run: TuneRun, trials: Sequence[Trial], result: RaceResult, columns: int | None) -> Iterator[str]:
     """The report for a terminal."""
     spec = run.spec
     yield f"{spec.model}: {spec.objective.words}"
-    yield sentence(found)
-    far = distance(spec.objective, found, trials)
-    if far is not None:
-        yield f"{found.best} reaches {far.words}"
+    yield sentence(result)
+    shares = distance(spec.objective, result, trials)
+    if shares is not None:
+        yield f"{result.best} reaches {shares.words}"
     yield ""
     yield from table_lines(
-        ["SETTING", f"ALONE, OVER {_anchor(found).upper()}", ""], [*map(_finding_row, found.findings)], None, columns
+        ["SETTING", f"ALONE, OVER {_anchor(result).upper()}", ""],
+        [*map(_finding_row, result.findings)],
+        None,
+        columns,
     )
-    if found.left_out:
-        yield f"not tried, for lack of time: {'; '.join(one.beside(found.anchor) for one in found.left_out)}"
+    if result.left_out:
+        yield f"not tried, for lack of time: {'; '.join(one.beside(result.anchor) for one in result.left_out)}"
     yield ""
-    spent, noise = duration(found.spent_s), f"{found.noise:.1%}"
+    spent, noise = duration(result.spent_s), f"{result.noise:.1%}"
     yield f"{len(trials)} trials in {spent}; two starts of one setup differ by {noise} (standard deviation)"
-    if found.outcome is RaceEnd.BETTER:
+    if result.outcome is RaceEnd.BETTER:
         yield f"use it: corral up --tuned {run.name}"
-    elif found.outcome is RaceEnd.UNFINISHED and not found.gave_up:
+    elif result.outcome is RaceEnd.UNFINISHED and not result.gave_up:
         yield f"go on: corral tune {run.name} --budget {duration(2 * spec.race.budget_s).replace(' ', '')}"
 
 
-def _far_cards(far: Distance | None) -> list[tuple[str, str]]:
-    if far is None:
+def _bound_cards(shares: Distance | None) -> list[tuple[str, str]]:
+    if shares is None:
         return []
-    hardware = [("of the hardware's roofline", f"{far.of_hardware:.0%}")] if far.of_hardware else []
-    return [*hardware, ("of the plan's prediction", f"{far.of_planned:.0%}")]
+    hardware = [("of the hardware's roofline", f"{shares.of_hardware:.0%}")] if shares.of_hardware else []
+    return [*hardware, ("of the plan's prediction", f"{shares.of_planned:.0%}")]
 
 
-def html_page(run: TuneRun, trials: Sequence[Trial], found: RaceResult) -> str:
+def html_page(run: TuneRun, trials: Sequence[Trial], result: RaceResult) -> str:
     """One self-contained file."""
     spec = run.spec
-    kind = {RaceEnd.BETTER: "valid", RaceEnd.NO_DIFFERENCE: "valid"}.get(found.outcome, "caution")
-    best = max((one.score for one in trials if one.setup == found.best and one.score), default=0.0)
+    kind = {RaceEnd.BETTER: "valid", RaceEnd.NO_DIFFERENCE: "valid"}.get(result.outcome, "caution")
+    best = max((one.score for one in trials if one.setup == result.best and one.score), default=0.0)
     body = [
         f"<h1>Tuning {escape(spec.model)}</h1>",
         f'<p class="sub">{escape(spec.objective.words)}</p>',
-        verdict_box(kind, sentence(found), []),
+        verdict_box(kind, sentence(result), []),
         cards(
             [
                 (f"best, {spec.objective.unit}", figure(best)),
-                ("gain", f"{found.gain.value:+.1%}" if found.gain else "-"),
+                ("gain", f"{result.gain.value:+.1%}" if result.gain else "-"),
                 ("trials", str(len(trials))),
-                ("time", duration(found.spent_s)),
-                ("noise between starts", f"{found.noise:.1%}"),
-                *_far_cards(distance(spec.objective, found, trials)),
+                ("time", duration(result.spent_s)),
+                ("noise between starts", f"{result.noise:.1%}"),
+                *_bound_cards(distance(spec.objective, result, trials)),
             ]
         ),
-        f"<h2>Settings, each alone against {_anchor(found)}</h2>",
-        table(["setting", "gain (95%)", ""], [*map(_finding_row, found.findings)], "facts"),
+        f"<h2>Settings, each alone against {_anchor(result)}</h2>",
+        table(["setting", "gain (95%)", ""], [*map(_finding_row, result.findings)], "facts"),
         "<h2>All trials</h2>",
         table(["", "stage", "setup", spec.objective.unit, "took", ""],
               [_trial_row(n + 1, one) for n, one in enumerate(trials)], "facts"),
@@ -158,7 +161,7 @@ def html_page(run: TuneRun, trials: Sequence[Trial], found: RaceResult) -> str:
     return document(f"Tuning {spec.model}", body)
 
 
-def profile_text(run: TuneRun, trials: Sequence[Trial], found: RaceResult) -> str:
+def profile_text(run: TuneRun, trials: Sequence[Trial], result: RaceResult) -> str:
     """A whole profile; `corral up --on NAME` starts the setup that the run found best."""
     spec = run.spec
     fixed, arguments = settings_found(run)
@@ -170,23 +173,23 @@ def profile_text(run: TuneRun, trials: Sequence[Trial], found: RaceResult) -> st
         if spec.request.runtime == "managed"
         else {"name": spec.request.runtime, **spec.request.runtime_options},
     }
-    lines = [f"# {line}" for line in _known(run, trials, found)]
+    lines = [f"# {line}" for line in _comments(run, trials, result)]
     for name, values in tables.items():
-        said = [f"{key} = {as_toml(value)}" for key, value in values.items() if value]
-        lines += ["", f"[{name}]", *said] if said else []
+        lines_of_table = [f"{key} = {as_toml(value)}" for key, value in values.items() if value]
+        lines += ["", f"[{name}]", *lines_of_table] if lines_of_table else []
     return "\n".join(lines) + "\n"
 
 
-def _known(run: TuneRun, trials: Sequence[Trial], found: RaceResult) -> Iterator[str]:
-    """What the run says, one line each."""
+def _comments(run: TuneRun, trials: Sequence[Trial], result: RaceResult) -> Iterator[str]:
+    """The findings of a run, one line each."""
     spec = run.spec
     yield f"`corral tune`, run {run.name}: {spec.objective.words}"
-    yield sentence(found)
-    if far := distance(spec.objective, found, trials):
-        yield f"The best setup reaches {far.words}."
-    for finding in found.findings:
+    yield sentence(result)
+    if shares := distance(spec.objective, result, trials):
+        yield f"The best setup reaches {shares.words}."
+    for finding in result.findings:
         name = choice_words(finding.knob, finding.value)
         if finding.gain:
-            yield f"  {name}: {finding.gain}, {finding_word(finding)}"
+            yield f"  {name}: {finding.gain}, {finding_text(finding)}"
     if spec.request.target != "local":
         yield f"It ran on {spec.request.target}: add the keys of that target, or give its options beside --on."
