@@ -22,7 +22,6 @@ import json
 import os
 import shlex
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -32,6 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
+
+from process import corral, corral_json
 
 NAME = "batchtest-speed"
 CORRAL, IN_PROCESS = "corral batch", "corral batch --offline"
@@ -96,13 +97,6 @@ class Load:
 WARM_UP = Load(160, 8)
 
 
-def corral(*arguments: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run([sys.executable, "-m", "corral", *arguments], capture_output=True, text=True, timeout=900)
-    if done.returncode:
-        raise SystemExit(f"corral {arguments[0]}: {done.stderr}")
-    return done
-
-
 @dataclass(frozen=True)
 class Server:
     """One that Corral started, and how it differs from the first."""
@@ -114,7 +108,7 @@ class Server:
     @classmethod
     def start(cls, name: str, model: str, words: list[str], also: str = "") -> Server:
         corral("up", model, "--name", name, "--json", *shlex.split(also), *words)
-        return cls(name, json.loads(corral("status", name, "--json").stdout)["endpoint"], also)
+        return cls(name, corral_json("status", name, "--json")["endpoint"], also)
 
     def called(self, contender: str) -> str:
         return f"{contender} ({self.also})" if self.also else contender
@@ -124,7 +118,7 @@ def with_corral(server: Server, rows: Path, place: Path, tokens: int, *more: str
     """Output tokens per second of `corral batch`, by its own summary: first request to last commit."""
     done = corral("batch", str(rows), "-o", str(place), "--deployment", server.name, "--max-tokens", str(tokens),
                   "--temperature", "0", "--param", "ignore_eos=true", "--json", *more)  # fmt: skip
-    summary = json.loads(done.stdout.splitlines()[-1])
+    summary = json.loads(done.splitlines()[-1])
     return float(summary["output_tokens"] / summary["wall_s"])
 
 
@@ -289,7 +283,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         place, words = Path(folder), [*setup, *shlex.split(given.up)]
-        spec = json.loads(corral("up", given.model, "--name", NAME, "--dry-run", *words).stdout)
+        spec = corral_json("up", given.model, "--name", NAME, "--dry-run", *words)
         servers: list[Server] = []
         engine: Engine | None = None
         try:

@@ -17,11 +17,11 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from process import corral, fake_server
 
 from corral.client import metrics
 from corral.client.client import Client
@@ -34,33 +34,21 @@ def batch(rows: list[dict[str, Any]], order: str, place: Path, *server: str) -> 
     path, output = folder / "rows.jsonl", folder / "out.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     argv = ["batch", str(path), "-o", str(output), *server, "--order", order, "--json"]
-    done = subprocess.run([sys.executable, "-m", "corral", *argv], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    summary: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    summary: dict[str, Any] = json.loads(corral(*argv).splitlines()[-1])
     return summary
 
 
 def longest_first(given: argparse.Namespace, place: Path) -> None:
     chance = random.Random(given.seed)
-    command = [sys.executable, "-m", "corral", "fake-server", "--until-eof", "--answer-tokens", "all",
-               "--max-seqs", "16", "--itl-ms", "4"]  # fmt: skip
-    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert server.stdout is not None
-    assert server.stdin is not None
-    try:
-        url = json.loads(server.stdout.readline())["url"]
+    with fake_server("--answer-tokens", "all", "--max-seqs", "16", "--itl-ms", "4") as server:
         lengths = [min(512, int(8 * chance.paretovariate(1.0))) for _ in range(given.rows)]
         lengths[-3] = 512
         ideal = 0.004 * max(sum(lengths) / 16, max(lengths))
         rows = [{"prompt": f"row {n}", "max_tokens": length} for n, length in enumerate(lengths)]
         print(f"{'order':14} {'s':>7} {'of the ideal':>13}   (ideal {ideal:.2f} s)")
         for order in ("input", "longest-first"):
-            took = batch(rows, order, place, "--url", url)["wall_s"]
+            took = batch(rows, order, place, "--url", server.url)["wall_s"]
             print(f"{order:14} {took:7.2f} {took / ideal:13.2f}", flush=True)
-    finally:
-        server.stdin.close()
-        server.wait(10)
 
 
 def questions(groups: int, each: int, words: int, seed: int) -> list[dict[str, Any]]:

@@ -14,10 +14,11 @@ import json
 import os
 import resource
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
+
+from process import CORRAL, fake_server
 
 
 def write_rows(path: Path, count: int, tokens: int) -> None:
@@ -32,7 +33,7 @@ def write_rows(path: Path, count: int, tokens: int) -> None:
 def measured(*argv: str) -> tuple[float, float, float]:
     """Wall seconds, CPU seconds and peak MB of one `corral` command."""
     began = time.perf_counter()
-    process = subprocess.Popen([sys.executable, "-m", "corral", *argv], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*CORRAL, *argv], stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     said = process.stderr.read()
     process.stderr.close()
@@ -50,19 +51,13 @@ def main() -> None:
     parser.add_argument("--folder", help="Where files are written (default: a temporary folder).")
     given = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(8192, resource.getrlimit(resource.RLIMIT_NOFILE)[1]),) * 2)
-    command = [sys.executable, "-m", "corral", "fake-server", "--until-eof", "--no-prefix-cache",
-               "--answer-tokens", f"{given.tokens}-{given.tokens}"]  # fmt: skip
-    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert server.stdout is not None
-    assert server.stdin is not None
-    try:
-        url = json.loads(server.stdout.readline())["url"]
+    with fake_server("--no-prefix-cache", "--answer-tokens", f"{given.tokens}-{given.tokens}") as server:
         print(f"{'rows':>10} {'rows/s':>8} {'rows/s per core':>16} {'peak MB':>8} {'resume s':>9} {'its MB':>7}")
         for count in given.rows or [20_000]:
             with tempfile.TemporaryDirectory(dir=given.folder) as folder:
                 rows, output = Path(folder) / "rows.jsonl", Path(folder) / "out.jsonl"
                 write_rows(rows, count, given.tokens)
-                argv = ["batch", str(rows), "-o", str(output), "--url", url]
+                argv = ["batch", str(rows), "-o", str(output), "--url", server.url]
                 wall, cpu, peak = measured(*argv)
                 with output.open("rb") as file:
                     found = sum(1 for _ in file)
@@ -70,9 +65,6 @@ def main() -> None:
                 again, _, peak_again = measured(*argv)
                 first = f"{count:10,} {count / wall:8,.0f} {count / cpu:16,.0f} {peak:8.0f}"
                 print(f"{first} {again:9.2f} {peak_again:7.0f}", flush=True)
-    finally:
-        server.stdin.close()
-        server.wait(10)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ every request arrived. `requests`: answers of one token. `chunks`: answers of 12
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import resource
@@ -24,6 +25,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from process import Process, fake_server
 
 SECONDS = 3.0
 KINDS = {"requests": (1, ("--ttft-ms", "20")), "chunks": (128, ("--ttft-ms", "20", "--itl-ms", "5"))}
@@ -93,29 +96,15 @@ def lags_ms(log: Path, rate: float, count: int) -> list[float]:
     return sorted((at - first) / 1e6 for at in late)
 
 
-class Server:
+def server_on_its_core(log: Path, options: tuple[str, ...]) -> contextlib.AbstractContextManager[Process]:
     """The fake server on a core of its own."""
-
-    def __init__(self, log: Path, options: tuple[str, ...]) -> None:
-        command = ["taskset", "-c", "1", sys.executable, "-m", "corral", "fake-server", "--until-eof"]
-        command += ["--log", str(log), "--no-prefix-cache", *options]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout
-        self.url = str(json.loads(self._process.stdout.readline())["url"])
-
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self._process.stdin
-        self._process.stdin.close()
-        self._process.wait(10)
+    return fake_server("--log", str(log), "--no-prefix-cache", *options, prefix=("taskset", "-c", "1"))
 
 
 def drive(given: argparse.Namespace, name: str, kind: str, rate: float, count: int, log: Path) -> tuple[float, str]:
     """Let a tool send `count` requests; its CPU seconds (children included), and how it ended if not well."""
     tokens, options = KINDS[kind]
-    with tempfile.TemporaryDirectory() as place, Server(log, options) as server:
+    with tempfile.TemporaryDirectory() as place, server_on_its_core(log, options) as server:
         folder = Path(place)
         env = {**os.environ, "CORRAL_HOME": str(folder / "home"), "OPENAI_API_KEY": "none"}
         if name != "aiperf":  # it takes a folder for a repository's name when offline
@@ -198,7 +187,7 @@ def truth(given: argparse.Namespace, rate: float, kind: str) -> None:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         log = folder / "log.jsonl"
-        with Server(log, options) as server:
+        with server_on_its_core(log, options) as server:
             env = {**os.environ, "CORRAL_HOME": str(folder / "home")}
             command = [
                 "taskset",

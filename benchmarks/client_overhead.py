@@ -22,6 +22,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from process import fake_server
+
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 4
 WHOLE = {"model": "fake", "prompt": PROMPT, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
 STREAM = {**WHOLE, "max_tokens": 128, "stream": True}
@@ -202,13 +204,10 @@ def main() -> None:
     ):
         print(f"\n{title} (concurrency {CONCURRENCY}; requests: 20 threads)")
         print(f"{'':10}{'CPU ms/request':>16}{'requests/s':>12}{'chunks/s':>12}{'chunks/CPU s':>14}{'CPU':>7}")
-        command = [sys.executable, "-m", "corral", "fake-server", "--until-eof", *options]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
-            assert server.stdout
-            assert server.stdin
-            url = json.loads(server.stdout.readline())["url"]
+        with fake_server(*options) as server:
             for name in given.only.split(","):
-                child = [sys.executable, __file__, "--seconds", str(given.seconds), "--contender", name, url, kind]
+                child = [sys.executable, __file__, "--seconds", str(given.seconds)]
+                child += ["--contender", name, server.url, kind]
                 out = subprocess.run(child, capture_output=True, text=True, timeout=120, check=False)
                 if out.returncode:
                     print(f"{name:10} failed: {out.stderr.strip().splitlines()[-1:]}")
@@ -217,18 +216,12 @@ def main() -> None:
                 cpu, wall, requests, chunks = r["cpu_s"], r["wall_s"], r["requests"], r["chunks"]
                 rates = f"{requests / wall:12,.0f}{chunks / wall:12,.0f}{chunks / cpu:14,.0f}{cpu / wall:7.0%}"
                 print(f"{name:10}{cpu / max(1, requests) * 1000:16.3f}{rates}", flush=True)
-            server.stdin.close()
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "truth.jsonl"
-        command = [sys.executable, "-m", "corral", "fake-server", "--until-eof", "--log", str(log)]
-        command += ["--ttft-ms", "50", "--itl-ms", "20", "--jitter", "0.5"]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
-            assert server.stdout
-            assert server.stdin
+        with fake_server("--log", str(log), "--ttft-ms", "50", "--itl-ms", "20", "--jitter", "0.5") as server:
             from corral.client.client import run
 
-            run(truth(json.loads(server.stdout.readline())["url"], log, given.seconds))
-            server.stdin.close()
+            run(truth(server.url, log, given.seconds))
 
 
 if __name__ == "__main__":

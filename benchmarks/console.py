@@ -103,7 +103,7 @@ def main() -> None:
         os.environ["CORRAL_HOME"] = home
         from tests.console_home import make
 
-        from corral.console.app import static_files
+        from corral.console.server import static_files
         from corral.fake.server import FakeServer
 
         course = (("starting", 0.5), ("initialising", 7.0), ("loading", 12.0), ("compiling", 30.0), ("ready", 60.0))

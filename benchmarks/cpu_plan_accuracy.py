@@ -10,33 +10,25 @@ off by more than a quarter. Engine, model and what was measured are those of COR
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
 import sys
 from typing import Any
+
+from process import corral_json, stop
 
 TOLERANCE = 0.25
 PROMPT, OUTPUT = 128, 128
 
 
-def corral(*arguments: str) -> Any:
-    """What a `corral` command prints as JSON."""
-    command = [sys.executable, "-m", "corral", *arguments, "--json"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout)
-
-
 def planned(model: str, fixed: list[str], running: int) -> Any:
     words = ["--concurrency", str(running), "--prompt", str(PROMPT), "--output", str(OUTPUT)]
-    return corral("plan", model, *words, *fixed)
+    return corral_json("plan", model, *words, *fixed, "--json")
 
 
 def benched(name: str, running: int, rounds: int) -> Any:
     words = ["--concurrency", str(running), "--num-prompts", str(running * rounds), "--warmup", str(running)]
-    return corral(
-        "bench", "run", "--deployment", name, *words, "--input-len", str(PROMPT), "--output-len", str(OUTPUT)
-    )
+    words += ["--input-len", str(PROMPT), "--output-len", str(OUTPUT), "--json"]
+    return corral_json("bench", "run", "--deployment", name, *words)
 
 
 def main() -> None:
@@ -48,7 +40,7 @@ def main() -> None:
     options = parser.parse_args()
     fixed = [word for pair in options.fixed for word in ("--set", pair)]
     name = "cpu-plan-accuracy"
-    corral("up", options.model, "--name", name, "--restart", "0", *fixed)
+    corral_json("up", options.model, "--name", name, "--restart", "0", *fixed, "--json")
     print(f"load average before: {os.getloadavg()[0]:.1f}")
     worst = 0.0
     try:
@@ -64,7 +56,7 @@ def main() -> None:
                 flush=True,
             )
     finally:
-        subprocess.run([sys.executable, "-m", "corral", "down", name], check=False)
+        stop(name)
     sys.exit(worst > TOLERANCE)
 
 

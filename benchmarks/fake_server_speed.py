@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 import time
 from typing import Any
 
-from corral.base.processes import processor_s
+from process import fake_server
 
 SECONDS = 3.0
 
@@ -58,15 +56,11 @@ async def blast(port: int, body: dict[str, Any], connections: int) -> list[int]:
 
 
 def measure(name: str, body: dict[str, Any], connections: int, *options: str) -> None:
-    command = [sys.executable, "-m", "corral", "fake-server", "--until-eof", "--answer-tokens", "all", *options]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout
-        assert server.stdin
-        port = int(json.loads(server.stdout.readline())["url"].rpartition(":")[2])
-        before, started = processor_s(server.pid), time.perf_counter()
+    with fake_server("--answer-tokens", "all", *options) as server:
+        port = int(server.url.rpartition(":")[2])
+        before, started = server.cpu_s(), time.perf_counter()
         requests, chunks = asyncio.run(blast(port, body, connections))
-        share = (processor_s(server.pid) - before) / (time.perf_counter() - started)
-        server.stdin.close()
+        share = (server.cpu_s() - before) / (time.perf_counter() - started)
     unit, value = ("chunks/s", chunks) if body.get("stream") else ("requests/s", requests)
     print(f"{name:44} {value:>9,} {unit:10} server CPU {share:4.0%}  per CPU second {value / share:>10,.0f}")
 

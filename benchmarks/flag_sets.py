@@ -14,26 +14,17 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-CORRAL = [sys.executable, "-m", "corral"]
-
-
-def run(*arguments: str) -> Any:
-    done = subprocess.run([*CORRAL, *arguments], stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode not in (0, 1):  # 1: a run that is not valid, and says why
-        sys.exit(f"corral {arguments[0]} ended with code {done.returncode}")
-    return json.loads(done.stdout)
+from process import corral_json, stop
 
 
 def measured(name: str, running: int, lengths: tuple[int, int]) -> float:
     rounds = 2 if running >= 1024 else 3 if running >= 256 else 4
     words = ["--concurrency", str(running), "--num-prompts", str(running * rounds), "--warmup", str(min(running, 64))]
-    found = run(
+    found = corral_json(
         "bench", "run", "--deployment", name, *words, "--input-len", str(lengths[0]), "--output-len", str(lengths[1]),
         "--json",
     )  # fmt: skip
@@ -59,7 +50,7 @@ def main() -> None:
         for flags in options.flags or [""]:
             name = "flag-sets"
             also = [*shlex.split(options.up), *(["--", *shlex.split(flags)] if flags else [])]
-            run("up", options.model, "--name", name, "--restart", "0", "--json", *also)
+            corral_json("up", options.model, "--name", name, "--restart", "0", "--json", *also)
             try:
                 for running in loads:
                     rate = measured(name, running, (prompt, output))
@@ -68,7 +59,7 @@ def main() -> None:
                     if options.out:
                         options.out.write_text(json.dumps(rows, indent=1))
             finally:
-                subprocess.run([*CORRAL, "down", name], check=False, stdout=subprocess.DEVNULL)
+                stop(name)
     table(rows, loads)
 
 

@@ -32,9 +32,10 @@ from pathlib import Path
 from typing import Any
 
 from gateway_cost import cost
-from gateway_processes import Process, fakes, gateway, key_file, router
+from gateway_processes import fakes, gateway, key_file, router
 from gateway_replicas import replicas
 from gateway_spread import spread
+from process import Process
 
 from corral.client.client import COMPLETIONS, Client, run
 from corral.client.endpoint import Endpoint

@@ -11,7 +11,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from gateway_processes import Process, fakes, gateway, key_file, percentile, router
+from gateway_processes import fakes, gateway, key_file, percentile, router
+from process import Process
 
 from corral.client.client import COMPLETIONS, Client, run
 from corral.client.endpoint import Endpoint

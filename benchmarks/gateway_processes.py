@@ -10,17 +10,16 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from corral.base.processes import processor_s
+from process import FAKE_SERVER, Process, start
+
 from corral.client.client import Client, run
 from corral.client.endpoint import Endpoint
 from corral.client.errors import RequestError
@@ -33,60 +32,17 @@ def percentile(values: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
-@dataclass
-class Process:
-    """A server that was started here."""
-
-    url: str
-    popen: subprocess.Popen[str]
-    log: Path | None = None
-
-    def cpu_s(self) -> float:
-        return processor_s(self.popen.pid)
-
-    def memory_mib(self) -> float:
-        lines = Path(f"/proc/{self.popen.pid}/status").read_text().splitlines()
-        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS"))
-
-
-def child(stack: contextlib.ExitStack, *argv: str, log: Path | None = None) -> Callable[[], Process]:
-    """Start one; what is returned waits until it says its address, so that several start side by side."""
-    pipe = subprocess.PIPE
-    popen = subprocess.Popen([sys.executable, *argv], stdin=pipe, stdout=pipe, text=True)
-    stack.callback(_end, popen)
-
-    def ready() -> Process:
-        assert popen.stdout
-        return Process(json.loads(popen.stdout.readline())["url"], popen, log)
-
-    return ready
-
-
-def _end(popen: subprocess.Popen[str]) -> None:
-    assert popen.stdin
-    assert popen.stdout
-    with contextlib.suppress(OSError):
-        popen.stdin.close()
-    popen.send_signal(signal.SIGCONT)
-    try:
-        popen.wait(10)
-    except subprocess.TimeoutExpired:
-        popen.kill()
-        popen.wait()
-    popen.stdout.close()
-
-
 def fakes(stack: contextlib.ExitStack, count: int, *options: str, folder: str = "") -> list[Process]:
-    found = []
+    started = []
     for number in range(count):
         log = Path(folder) / f"{number}.jsonl" if folder else None
-        words = ("-m", "corral", "fake-server", "--until-eof", *options, *(("--log", str(log)) if log else ()))
-        found.append(child(stack, *words, log=log))
-    return [ready() for ready in found]
+        logged = ("--log", str(log)) if log else ()
+        started.append(start(stack, *FAKE_SERVER, *options, *logged, log=log))
+    return [ready() for ready in started]
 
 
 def gateway(stack: contextlib.ExitStack, urls: list[str], route: str = "prefix", *more: str) -> Process:
-    return child(stack, __file__, "--route", route, *more, *urls)()
+    return start(stack, __file__, "--route", route, *more, *urls)()
 
 
 def router(stack: contextlib.ExitStack, program: str, urls: list[str], key: str = "") -> Process:

@@ -21,7 +21,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway_processes import Process, fakes, gateway, key_file, percentile, router
+from gateway_processes import fakes, gateway, key_file, percentile, router
+from process import Process
 
 from corral.client.client import COMPLETIONS, Client, run
 from corral.client.endpoint import Endpoint

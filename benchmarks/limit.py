@@ -37,9 +37,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from flag_sets import CORRAL, measured, run
-
-from corral.lab.tune.baselines import DIGITALOCEAN
+from flag_sets import measured
+from process import CORRAL, corral_json, stop
+from tune_rivals import DIGITALOCEAN
 
 PARTS = ("grid", "tune", "batch")
 # the plan first; then each of what may be worth something, and all of it
@@ -113,7 +113,7 @@ def grid(visit: Visit) -> None:
                         measure_set(visit, name, row, seconds)
         finally:
             with ThreadPoolExecutor(len(group)) as pool:
-                list(pool.map(lambda name: subprocess.run([*CORRAL, "down", name], stdout=subprocess.DEVNULL), names))
+                list(pool.map(stop, names))
         took = time.monotonic() - began
         visit.write(part="took", what=f"{len(group)} sets", seconds=round(took, 1))
         needed = max(needed, 0.9 * took)
@@ -128,7 +128,7 @@ def start_of_set(visit: Visit, server: tuple[str, str]) -> float:
         words += ["--set", f"gpu_memory_utilization={0.9 / given.beside:.3f}"]  # so much is free, whoever came before
         engine = ["--kv-cache-memory-bytes", str(int(given.beside_kv_gib * 2**30)), *engine]
     try:
-        run("up", given.model, *visit.up_words(*words, "--", *engine))
+        corral_json("up", given.model, *visit.up_words(*words, "--", *engine))
     except SystemExit as error:
         visit.write(part="grid", flags=flags, failed=str(error))
         return 0.0
@@ -161,7 +161,7 @@ def tune(visit: Visit) -> None:
         began = time.monotonic()
         words = [*context, "--", *shlex.split(given.base)]
         within([*command, *visit.up_words(*words)], budget_s + 90, visit)
-        report = run("tune", "report", name, "--json")
+        report = corral_json("tune", "report", name, "--json")
         knobs = json.loads((Path(report["folder"]) / "tune.json").read_text())["race"]["knobs"]
         took = round(time.monotonic() - began, 1)
         visit.write(part="tune", at_once=at, seconds=took, report={**report, "knobs": knobs})

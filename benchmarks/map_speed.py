@@ -8,15 +8,13 @@ requests as come; one without runs 8 at a time, and then the best that a client 
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import requests
+from process import fake_server
 
 import corral
 
@@ -54,11 +52,8 @@ def main() -> None:
     print(f"{'':52}{'threads s':>11}{'map s':>9}{'ratio':>8}{'threads CPU ms':>16}{'map CPU ms':>12}")
     for title, options in KINDS:
         tokens = 16 if "16 tokens" in title else 1
-        command = [sys.executable, "-m", "corral", "fake-server", "--until-eof", *options]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
-            assert server.stdout
-            assert server.stdin
-            url = json.loads(server.stdout.readline())["url"]
+        with fake_server(*options) as server:
+            url = server.url
             theirs, ours, cpu = [], [], [0.0, 0.0]
             with corral.connect(url=url) as llm:
                 for _ in range(3):
@@ -72,7 +67,6 @@ def main() -> None:
                     cpu[1] += (time.process_time() - used) / 3 / len(PROMPTS)
             a, b = statistics.median(theirs), statistics.median(ours)
             print(f"{title:52}{a:11.3f}{b:9.3f}{a / b:8.2f}{cpu[0] * 1e3:16.2f}{cpu[1] * 1e3:12.2f}", flush=True)
-            server.stdin.close()
 
 
 if __name__ == "__main__":

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import statistics
-import subprocess
 import sys
 import time
 from typing import Any
+
+from process import fake_server, running
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 4
 WHOLE = {"model": "fake", "prompt": PROMPT, "max_tokens": 16, "temperature": 0, "ignore_eos": True}
@@ -63,16 +63,6 @@ async def load(url: str, body: dict[str, Any], seconds: float, concurrency: int)
     return {"requests_s": counts[0] / wall, "chunks_s": counts[1] / wall, "first_ms": first}
 
 
-@contextlib.contextmanager
-def child(*argv: str) -> Any:
-    pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, *argv], stdin=pipe, stdout=pipe, text=True) as process:
-        assert process.stdin
-        assert process.stdout
-        yield json.loads(process.stdout.readline())["url"]
-        process.stdin.close()
-
-
 def main() -> None:
     from corral.client.client import run
 
@@ -91,9 +81,8 @@ def main() -> None:
     ]
     print(f"{'':50}{'requests/s':>22}{'chunks/s':>24}{'first token ms':>20}")
     for title, body, concurrency, options in cases:
-        server = ("-m", "corral", "fake-server", "--until-eof", *options)
-        with child(*server) as url, child(__file__, "--serve", url) as via:
-            found = [run(load(place, body, given.seconds, concurrency)) for place in (url, via)]
+        with fake_server(*options) as server, running(__file__, "--serve", server.url) as proxy:
+            found = [run(load(one.url, body, given.seconds, concurrency)) for one in (server, proxy)]
         cells = ""
         for name, width, form in (("requests_s", 22, ",.0f"), ("chunks_s", 24, ",.0f"), ("first_ms", 20, ".2f")):
             direct, proxied = (one[name] for one in found)

@@ -14,24 +14,18 @@ import argparse
 import json
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-CORRAL = [sys.executable, "-m", "corral"]
+from process import CORRAL, corral_json, stop
 
 
 def start(model: str, names: list[str], memory: float, most: int, up: str) -> None:
     """One after the other: vLLM measures the free memory while it starts."""
     for name in names:
         words = ["--name", name, "--concurrency", str(most), "--set", f"gpu_memory_utilization={memory:.3f}"]
-        done = subprocess.run(
-            [*CORRAL, "up", model, *words, "--json", *shlex.split(up)], stdout=subprocess.PIPE, text=True
-        )
-        if done.returncode:
-            sys.exit(f"corral up ended with code {done.returncode}")
-        found = json.loads(done.stdout)
+        found = corral_json("up", model, *words, "--json", *shlex.split(up), codes=(0,))
         print(f"  {name}: ready after {found['timings']['engine_ready_s']} s, {found['observed']}", flush=True)
 
 
@@ -77,7 +71,7 @@ def main() -> None:
                         options.out.write_text(json.dumps(rows, indent=1))
             finally:
                 for name in names:
-                    subprocess.run([*CORRAL, "down", name], check=False, stdout=subprocess.DEVNULL)
+                    stop(name)
     for running in loads:
         rates = {
             count: mean(row["tokens_s"] for row in rows if (row["servers"], row["at_once"]) == (count, running))

@@ -14,15 +14,14 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
+from process import CORRAL
+
 from corral.client.client import COMPLETIONS, Client, run
 from corral.client.endpoint import Endpoint
-
-CORRAL = [sys.executable, "-m", "corral"]
 
 
 def timed(command: list[str], env: dict[str, str], runs: int) -> tuple[float, float]:

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from flag_sets import CORRAL, run
+from process import CORRAL, corral_json
 
 
 @contextlib.contextmanager
@@ -47,7 +47,7 @@ def one_run(given: argparse.Namespace, number: int) -> dict[str, Any]:
         before, began = os.getloadavg()[0], time.monotonic()
         subprocess.run([*command, *words], check=False)
         took, after = time.monotonic() - began, os.getloadavg()[0]
-    report = run("tune", "report", name, "--json")
+    report = corral_json("tune", "report", name, "--json")
     result = report["result"]
     return {
         "run": number,

@@ -32,7 +32,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from flag_sets import CORRAL, measured, run
+from flag_sets import measured
+from process import CORRAL, corral_json, stop
 
 from corral.deploy.lifecycle import bringup
 from corral.lab.tune.knobs import BASE, KnobKind, Setup, tuned_wish
@@ -83,7 +84,7 @@ def sweep(found: TuneRun, given: argparse.Namespace, seconds: float) -> dict[Set
         if flags := flags_of(found, setup):
             setups[str(number)] = (setup, {"_benchmark_name": str(number), **flags})
     (folder / "serve.json").write_text(json.dumps([flags for _, flags in setups.values()]))
-    dry = run("up", given.model, "--name", NAME, "--dry-run", *shlex.split(given.up))
+    dry = corral_json("up", given.model, "--name", NAME, "--dry-run", *shlex.split(given.up))
     rank = dry["ranks"][0]
     command = sweep_command(rank, dry["served_name"], dry["model_path"], folder, given)
     began = time.monotonic()
@@ -153,11 +154,11 @@ def met(found: TuneRun, given: argparse.Namespace, setups: Sequence[Setup]) -> l
         request = tuned_wish(found.spec.request, found.spec.race.knobs, setups[which])
         fixed = [word for name, value in request.fixed.items() for word in ("--set", f"{name}={value}")]
         words = ["--name", NAME, "--restart", "0", "--json", *fixed, *shlex.split(given.up_bare)]
-        run("up", given.model, *words, "--", *request.extra_args)
+        corral_json("up", given.model, *words, "--", *request.extra_args)
         try:
             speeds[which].append(measured(NAME, given.concurrency, (prompt, output)))
         finally:
-            subprocess.run([*CORRAL, "down", NAME], check=False, stdout=subprocess.DEVNULL)
+            stop(NAME)
     return speeds
 
 

@@ -29,7 +29,7 @@ from corral.client.client import CHAT, Client, run
 from corral.client.endpoint import Endpoint
 from corral.client.errors import RequestError
 from corral.client.trace import TracedRequest
-from corral.serve.fleet.simulation import ReplaySetting, clairvoyant_s
+from corral.lab.simulate.fleet_trace import ReplaySetting, clairvoyant_s
 from tests.cluster.test_slurm_handover import SMALL, Cluster
 from tests.testbed.hosts import Hosts
 from tests.testbed.slurm import Slurm

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from corral.base.processes import Identity
-from corral.cli.status import status_facts, status_lines
 from corral.client.endpoint import Endpoint
 from corral.client.reply import Token
 from corral.deploy.deployment.start_times import Expected
@@ -29,8 +28,9 @@ from corral.lab.bench.spec import LoadShape, Slo, Spec, Workload
 from corral.lab.bench.store import Run, Series
 from corral.lab.report.batch import status_lines as batch_status_lines
 from corral.lab.report.batch import summary_lines
+from corral.lab.report.bench import comparison_lines, run_lines, series_lines
 from corral.lab.report.doctor import report_lines
-from corral.lab.report.text import comparison_lines, run_lines, series_lines
+from corral.lab.report.status import status_facts, status_lines
 from corral.plan.hardware.fabric import choose_fabric
 from corral.plan.hardware.inventory import GIB
 from corral.plan.hardware.survey import Disk, GpuFacts, GpuProcess, Interface, NodeFacts

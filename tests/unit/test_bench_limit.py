@@ -11,9 +11,9 @@ from corral.lab.bench.fingerprint import Fingerprint, differences
 from corral.lab.bench.limit import cost_of, distance, roof
 from corral.lab.bench.metrics import Spread, Summary
 from corral.lab.bench.server_metrics import ServerDelta
+from corral.lab.report.bench import bar, sparkline, timeline
+from corral.lab.report.bench import histogram as row_of_blocks
 from corral.lab.report.svg import Curve, chart, histogram, ticks
-from corral.lab.report.text import bar, sparkline, timeline
-from corral.lab.report.text import histogram as row_of_blocks
 from corral.plan.choose import make_plan
 from corral.plan.contract import Plan
 from corral.plan.hardware.inventory import parse_gpus

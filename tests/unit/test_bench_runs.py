@@ -395,7 +395,7 @@ def test_a_sweep_with_a_trace_varies_the_load_it_names(
 @pytest.mark.parametrize("arrival", ["poisson", "constant"])
 def test_a_search_with_a_trace_probes_at_the_rates_it_names(arrival: str, tmp_path: Path) -> None:
     given = dict.fromkeys(("seed", "warmup"), None)
-    given |= {"dataset": "trace", "dataset_path": str(tmp_path / "t"), "arrival": arrival, "percentiles": "99"}
+    given |= {"dataset": "trace", "file": str(tmp_path / "t"), "arrival": arrival, "percentiles": "99"}
     given |= {"input_len": 8, "output_len": 8, "range_ratio": 0.0, "prefix_len": 0, "num_prefixes": 1, "turns": 1,
               "chat": False, "ignore_eos": True, "temperature": 0.0, "goodput": "", "stall_s": 9.0}  # fmt: skip
     base = make_spec(given)

@@ -11,14 +11,13 @@ import pytest
 
 from corral.base.errors import NotFoundError, UsageError
 from corral.base.processes import own_identity
-from corral.console import standings
+from corral.console import statuses as standings
 from corral.console.commands import Commands, RunningCommand
 from corral.console.context import LatestValue
 from corral.console.fleet import changes
 from corral.console.logs import read_journal, read_log
-from corral.console.phases import Start, phases_of, ready_at_s
-from corral.console.standings import Standings, deployment_row, restart_words
-from corral.console.starting import form_of, up_words
+from corral.console.starting import form_of, up_argv
+from corral.console.statuses import DeploymentRows, Start, deployment_row, phases_of, ready_at_s, restart_argv
 from corral.deploy.deployment.events import Event
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.start_times import Expected, Phase
@@ -137,7 +136,7 @@ def test_a_deployment_that_cannot_be_read_hides_no_other() -> None:
     make("fine").agent().course(("starting", 1))
     broken = make("broken")
     broken.folder.record.write_text("{")
-    rows = asyncio.run(Standings().look())
+    rows = asyncio.run(DeploymentRows().read())
     assert rows["d:fine"]["state"] == "starting"
     assert rows["d:broken"]["state"] == "unknown"
     assert "Delete" in rows["d:broken"]["remedy"]
@@ -154,24 +153,24 @@ def test_only_what_changed_is_read_again(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(standings, "deployment_row", counted)
     now = [0.0]
-    looks = Standings(lambda: now[0])
+    looks = DeploymentRows(lambda: now[0])
 
     async def go() -> None:
-        first = await looks.look()
+        first = await looks.read()
         assert sorted(read) == ["n0", "n1", "n2"]
         read.clear()
-        second = await looks.look()
+        second = await looks.read()
         assert read == []
         assert changes(first, second) is None
         made[1].event("state", 5, state="loading")
-        third = await looks.look()
+        third = await looks.read()
         assert read == ["n1"]
         news = changes(second, third)
         assert news is not None
         assert [row["name"] for row in news["rows"]] == ["n1"]
         now[0] += standings.LIVING_S + 0.1  # one may have died without a word
         read.clear()
-        fourth = await looks.look()
+        fourth = await looks.read()
         assert sorted(read) == ["n0", "n1", "n2"]
         assert changes(third, fourth) is None  # they stand as before: the same objects
 
@@ -193,8 +192,8 @@ def test_a_host_that_does_not_answer_holds_up_no_other(monkeypatch: pytest.Monke
     monkeypatch.setattr(standings, "deployment_row", stuck)
 
     async def go() -> None:
-        looks = Standings()
-        rows = await looks.look()
+        looks = DeploymentRows()
+        rows = await looks.read()
         assert rows["d:quick"]["state"] == "starting"
         assert rows["d:slow"]["text"] == "…"
         release.set()
@@ -230,7 +229,7 @@ def test_nothing_is_read_that_nobody_listens_to() -> None:
 
 def test_how_it_is_started_again() -> None:
     def again(name: str, *words: str) -> list[str] | None:
-        return restart_words(Record(name, "x", "m", "m", "local", 0.0, own_identity(), words=words))
+        return restart_argv(Record(name, "x", "m", "m", "local", 0.0, own_identity(), words=words))
 
     assert again("n", "up", "m", "--name", "n") == ["up", "m", "--name", "n"]
     assert again("n", "up", "m", "--", "--name", "x") == ["up", "--name", "n", "m", "--", "--name", "x"]
@@ -242,7 +241,7 @@ def test_how_it_is_started_again() -> None:
 def test_the_form_becomes_the_words_of_up() -> None:
     form = form_of({"model": "llama", "name": "a b", "context": "32k", "target": "slurm",
                     "options": {"--partition": "gpu", "--time": "8:00:00", "--account": ""}})  # fmt: skip
-    assert up_words(form) == [
+    assert up_argv(form) == [
         "up",
         "llama",
         "--name",
@@ -254,7 +253,7 @@ def test_the_form_becomes_the_words_of_up() -> None:
         "--partition",
         "gpu",
     ]
-    assert up_words(form_of({})) == ["up"]
+    assert up_argv(form_of({})) == ["up"]
 
 
 @pytest.mark.parametrize(
@@ -301,8 +300,8 @@ def test_the_journal_is_newest_first() -> None:
 
 
 def ended(commands: Commands, id: str) -> RunningCommand:
-    until(lambda: commands.look(id).exit_code is not None, "the command's end")
-    return commands.look(id)
+    until(lambda: commands.read(id).exit_code is not None, "the command's end")
+    return commands.read(id)
 
 
 def test_a_command_outlives_nothing_it_should_not_and_shows_what_it_prints() -> None:
@@ -316,7 +315,7 @@ def test_a_command_outlives_nothing_it_should_not_and_shows_what_it_prints() -> 
     over = ended(commands, both.id)
     assert over.output == ("said down x; rm", "said up m")
     with pytest.raises(NotFoundError):
-        commands.look("nothing")
+        commands.read("nothing")
 
 
 def test_a_job_that_waits_has_its_submission_in_the_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

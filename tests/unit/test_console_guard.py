@@ -13,8 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 
 import corral.console
-from corral.console.app import static_files
-from corral.console.server import Console, ConsoleOptions
+from corral.console.server import Console, ConsoleOptions, static_files
 
 STATIC = Path(corral.console.__file__).parent / "static"
 

@@ -11,8 +11,7 @@ import pytest
 from corral.client.metrics import Reading, percentile, read_latencies
 from corral.console import live
 from corral.console.context import HOUR_S, ConsoleContext, History
-from corral.console.jobs import JobProgress, Jobs
-from corral.console.live import Figures, GpuLoad, figures_of, gpu_figures, parse_gpus_load, sums_of
+from corral.console.live import Figures, GpuLoad, JobProgress, Jobs, figures_of, gpu_figures, parse_gpus_load, sums_of
 from corral.fake.metrics import Metrics
 from corral.use.llm.top import Line, Watch, ready_servers
 from tests.console_home import make, make_fleet
@@ -105,7 +104,7 @@ def test_a_fleet_stands_before_its_members_and_is_not_counted_twice(
 
     monkeypatch.setattr(Watch, "look", look)
     desk = ConsoleContext(home=tmp_path)
-    told = asyncio.run(live._Live(desk)._look())
+    told = asyncio.run(live._Live(desk)._read())
     assert [(row["name"], row["fleet"], row["members"]) for row in told["servers"]][:2] == [
         ("herd", "", 2), ("herd-1", "herd", 0)]  # fmt: skip
     assert told["all"]["running"] == 6.0  # of three servers: the gateway has the same requests once more
@@ -116,7 +115,7 @@ def test_a_batchs_rate_is_what_was_seen(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setenv("CORRAL_HOME", str(tmp_path))
     now = [100.0]
     jobs = Jobs(lambda: now[0])
-    assert jobs.look() == []
+    assert jobs.read() == []
     first = jobs._paced("k", JobProgress("batch", "o", "running", 10, 100, "rows", 0, "m"))
     assert first.rate is None
     now[0] = 110.0

@@ -16,8 +16,19 @@ import pytest
 from corral.base.errors import UsageError
 from corral.client.client import CHAT, COMPLETIONS, Client
 from corral.client.endpoint import Endpoint
-from corral.console.asking import PlayRequest, as_curl, as_python, parameter_table, read_play, stream_request
-from corral.console.play import Spellings, answer_events, heat_map, pieces_of, servers
+from corral.console.play import (
+    PlayRequest,
+    TokenTexts,
+    answer_events,
+    as_curl,
+    as_python,
+    heat_map,
+    parameter_table,
+    pieces_of,
+    read_play,
+    servers,
+    stream_request,
+)
 from corral.fake.app import FakeOptions
 from corral.fake.server import FakeServer
 from corral.fake.words import decode
@@ -31,12 +42,12 @@ def server() -> Iterator[FakeServer]:
         yield running
 
 
-def told(server: FakeServer, asked: PlayRequest, spellings: Spellings | None = None) -> list[dict[str, Any]]:
+def told(server: FakeServer, asked: PlayRequest, spellings: TokenTexts | None = None) -> list[dict[str, Any]]:
     """Every event of one answer."""
 
     async def listen() -> list[dict[str, Any]]:
         async with Client(Endpoint(server.url, "fake")) as client:
-            return [event async for event in answer_events(client, asked, spellings or Spellings())]
+            return [event async for event in answer_events(client, asked, spellings or TokenTexts())]
 
     return asyncio.run(listen())
 
@@ -93,7 +104,7 @@ def test_leaving_early_ends_the_request() -> None:
         async def leave() -> None:
             async with Client(Endpoint(server.url, "fake")) as client:
                 asked = PlayRequest("", "Say something.", {"max_tokens": 90_000}, None)
-                events = answer_events(client, asked, Spellings())
+                events = answer_events(client, asked, TokenTexts())
                 await anext(events)
                 await events.aclose()  # type: ignore[attr-defined]
                 for _ in range(600):
@@ -107,7 +118,7 @@ def test_leaving_early_ends_the_request() -> None:
 
 
 def test_what_ids_mean_is_asked_once(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    spellings = Spellings()
+    spellings = TokenTexts()
     asked = PlayRequest("", "Say something.", {"max_tokens": 5, "temperature": 0.0}, 2)
     first = told(server, asked, spellings)
 

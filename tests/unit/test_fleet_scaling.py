@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from corral.base.errors import DataError
 from corral.client.trace import TracedRequest
+from corral.lab.simulate.fleet_trace import ReplaySetting, clairvoyant_s, simulate
 from corral.serve.fleet.scaling import IDLE_LEADS, LEAST_IDLE_S, Course, Demand, needed, next_size, rate
-from corral.serve.fleet.simulation import ReplaySetting, clairvoyant_s, simulate
 from tests.unit.conftest import in_process
 
 CALM = Demand(0.0, 0.0, 0.0, 0, 1000.0, 60.0, 1, 8, 1)

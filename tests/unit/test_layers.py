@@ -22,7 +22,7 @@ ROOMS = ["cli", "console", "lab", "use", "serve", "deploy", "plan", "engines", "
 # The packages inside a room, from top to bottom; those of one row do not import each other. "." is the room's own
 # modules.
 PARTS: dict[str, list[list[str]]] = {
-    "lab": [["tune", "simulate"], ["report"], ["bench"]],
+    "lab": [["report"], ["tune", "simulate"], ["bench"]],
     "use": [["llm"], ["score"], ["batch"]],
     "serve": [["gateway"], ["fleet"], ["."]],
     "deploy": [["lifecycle", "profile"], ["targets"], ["launch"], ["slurm", "transfer", "doctor"], ["deployment"]],

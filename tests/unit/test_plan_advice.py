@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tune_rivals import vendor_knobs
 
 from corral.base.record import dump_json, from_json, to_json
 from corral.deploy.lifecycle.bringup import DeployRequest, sized
 from corral.deploy.targets.local import LocalTarget
 from corral.lab.bench.limit import Limit, LimitCause, distance, roof
-from corral.lab.tune.baselines import baseline_knobs
 from corral.lab.tune.knobs import knobs_for
 from corral.plan.candidate import Tuning
 from corral.plan.choose import make_plan
@@ -184,7 +184,7 @@ def test_stock_flags_have_the_graphs_of_vllm(
     monkeypatch.setattr(LocalTarget, "inventory", lambda _: parse_gpus(gpus))
     load = Goal(concurrency=1024, prompt_tokens=20, output_tokens=128)
     request = DeployRequest(model="llama-3.1-8b", goal=load, extra_args=arguments)
-    stock = baseline_knobs(sized(request)[1].plan, request, ("stock",))[0].values[0]
+    stock = vendor_knobs(sized(request)[1].plan, request, ("stock",))[0].values[0]
     assert stock.endswith(flag or "--async-scheduling")
 
 
@@ -192,7 +192,7 @@ def test_an_old_vllm_gets_no_flag_that_it_does_not_know(monkeypatch: pytest.Monk
     monkeypatch.setattr(LocalTarget, "inventory", lambda _: parse_gpus("1xH200"))
     monkeypatch.setattr("corral.plan.measured.known_tuning", lambda *_: Tuning(Coefficients.of_version("0.11.2")))
     request = DeployRequest(model="llama-3.1-8b", goal=Goal(concurrency=1024, prompt_tokens=20, output_tokens=128))
-    assert "--max-cudagraph" not in baseline_knobs(sized(request)[1].plan, request, ("stock",))[0].values[0]
+    assert "--max-cudagraph" not in vendor_knobs(sized(request)[1].plan, request, ("stock",))[0].values[0]
 
 
 def test_a_draft_from_the_text_that_is_asked_for_is_judged_as_asked_for(clean_home: Path) -> None:

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corral.lab.bench.spec import LoadShape, Workload, parse_slos
+from corral.lab.report.simulate import behind_sentence
 from corral.lab.simulate.engine import EngineShape, SimEngine, SimSequence
 from corral.lab.simulate.outcome import SimOutcome
-from corral.lab.simulate.page import behind_sentence
 from corral.lab.simulate.requests import ClosedLoop, OpenLoop, SimRequest, source_of
 from corral.lab.simulate.steptime import DecodeCost, FittedSteps, cpu_steps
 from corral.lab.simulate.world import MemberModel, ScalingModel, simulate_load
@@ -334,5 +334,5 @@ def test_a_server_that_falls_behind_meets_nothing_for_long() -> None:
     assert hard.gained == pytest.approx(0.5, abs=0.1)  # half of what comes
     assert [one.met for one in hard.slos] == [True]  # in so short a time
     assert not hard.meets
-    assert "requests come each second and" in behind_sentence(hard)
+    assert "requests arrive each second and" in behind_sentence(hard)
     assert behind_sentence(easy) == ""

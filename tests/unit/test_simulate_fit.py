@@ -15,12 +15,12 @@ import pytest
 
 from corral.cli import main
 from corral.lab.bench.spec import LoadShape, Workload, parse_slos
+from corral.lab.report.simulate import error_sentence, slo_sentence
 from corral.lab.simulate.engine import EngineShape
 from corral.lab.simulate.fitting import Fit, MeasuredRange, RunError, error_of, fit_runs, replay
 from corral.lab.simulate.forecast import SimServer, fitted_server, forecast, highest_rates, planned_server, what_if
 from corral.lab.simulate.measured import load_measured
 from corral.lab.simulate.outcome import LatencySketch, SloResult
-from corral.lab.simulate.page import error_sentence, slo_sentence
 from corral.lab.simulate.regression import least_squares, nonnegative
 from corral.lab.simulate.requests import OpenLoop, source_of, trace_requests
 from corral.lab.simulate.steptime import FittedSteps

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from corral.base.errors import LaunchError
-from corral.cli.status import status_facts
 from corral.deploy.deployment.events import Event, read_events
 from corral.deploy.deployment.start_times import Phase, amount, ends_at_s, left_s
 from corral.deploy.lifecycle.deployments import expected_of, status
 from corral.deploy.lifecycle.staging import LINE_EVERY_S, Staging
+from corral.lab.report.status import status_facts
 from tests.console_home import Made, make
 from tests.unit.conftest import Silent
 

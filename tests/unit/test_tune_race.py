@@ -11,12 +11,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tune_rivals import RandomSearch, next_random
 
+from corral.lab.report.tune import sentence
 from corral.lab.tune.knobs import BASE, Knob, KnobKind, Setup
-from corral.lab.tune.page import sentence
 from corral.lab.tune.parallel_trials import next_beside, run_beside
 from corral.lab.tune.race import Race, RaceEnd, RaceResult, next_order, verdict
-from corral.lab.tune.random_search import next_random, random_found
 from corral.lab.tune.trials import LEAST_NOISE, Purpose, Trial, TrialOrder, noise_of
 
 KNOBS = (
@@ -89,20 +89,18 @@ def test_it_beats_random_search_of_equal_cost() -> None:
     for seed in range(100):
         true, chance = random_surface(seed), random.Random(seed + 1000)
         found, trials = raced(true, seed)
-        raced_s, race_trials = found.spent_s, len(trials)
-        while order := next_random(RACE, trials, seed):
-            assert len(trials) < 200, "endless"
-            trials.append(measured(order.setup, order.purpose, true, chance, order.measure_s > RACE.measure_s))
-        assert verdict(RACE, trials) == found  # the search is no part of the race
-        assert next_order(RACE, trials) is None or len(trials) == race_trials
-        random_best = random_found(found.best, trials)
-        assert random_best is not None
-        assert raced_s - 80 <= random_best.spent_s <= raced_s
-        met = [one.setup for one in trials if one.purpose is Purpose.MEET]
-        assert met in ([found.best, random_best.best, random_best.best, found.best], [])
-        assert (random_best.gain is None) == (not met)
+        search = RandomSearch()
+        while order := next_random(RACE, trials, found, search, seed):
+            assert len(search.draws) + len(search.meetings) < 200, "endless"
+            long = order.measure_s > RACE.measure_s
+            search = search.with_trial(measured(order.setup, order.purpose, true, chance, long))
+        assert search.best is not None
+        assert found.spent_s - 80 <= search.spent_s <= found.spent_s
+        met = [one.setup for one in search.meetings]
+        assert met in ([found.best, search.best, search.best, found.best], [])
+        assert (search.gain_of_race(trials, found.best) is None) == (not met)
         ours += true(found.best) / best_of(true)
-        theirs += true(random_best.best) / best_of(true)
+        theirs += true(search.best) / best_of(true)
     assert ours > theirs + 2, (ours, theirs)  # percent points of the optimum, in the mean
 
 

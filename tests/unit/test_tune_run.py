@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tune_rivals import VENDORS, vendor_knobs
 
 from corral.base.errors import CorralError, NotFoundError, UsageError
 from corral.base.files import write_atomic
@@ -29,11 +30,10 @@ from corral.deploy.profile.merging import merged
 from corral.deploy.profile.profile import load_profile
 from corral.lab.bench.metrics import Spread, Summary
 from corral.lab.bench.spec import Spec, Workload, parse_slos
+from corral.lab.report.tune import html_page, tune_lines
 from corral.lab.tune import tuner
-from corral.lab.tune.baselines import BASELINES, baseline_knobs
 from corral.lab.tune.knobs import BASE, Knob, Setup, knobs_for, tuned_wish
 from corral.lab.tune.objective import Objective, ObjectiveKind, distance, roofline
-from corral.lab.tune.page import html_page, tune_lines
 from corral.lab.tune.parallel_trials import Turns, refuse_beyond, shares_for, with_part
 from corral.lab.tune.race import Race, RaceEnd, RaceResult, next_order, verdict
 from corral.lab.tune.store import TuneRun, TuneSpec, find_run, new_run
@@ -91,7 +91,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
         score = score * 1.5 if score and "max_num_batched_tokens" in choices else score
         return Trial(order.setup, order.purpose, score, 20.0, 10.0, "" if score else "out of memory")
 
-    monkeypatch.setattr(tuner, "_made", made)
+    monkeypatch.setattr(tuner, "make_trial", made)
 
 
 @pytest.mark.usefixtures("scripted", "clean_home")
@@ -150,12 +150,12 @@ def test_one_trial_on_a_server_leaves_nothing_running(
     run = a_run(str(answering.model))
     spec = run.spec
     turns = Turns(shared=False)
-    good = tuner._made(run, spec, TrialOrder(BASE, Purpose.SCREEN, 0.5), 1, Silent(), turns)
+    good = tuner.make_trial(run, spec, TrialOrder(BASE, Purpose.SCREEN, 0.5), 1, Silent(), turns)
     assert good.score
     assert good.start_s > 0
     assert (Path(good.run) / "run.json").is_file()
     order = TrialOrder(Setup.of(max_num_seqs="256"), Purpose.SCREEN, 0.5)
-    bad = tuner._made(run, spec, order, 2, Silent(), turns)
+    bad = tuner.make_trial(run, spec, order, 2, Silent(), turns)
     assert bad.score is None
     assert "ran out of memory" in bad.why
     states = {one["state"] for one in answering("ps", "--all", "--json").json()}
@@ -389,13 +389,13 @@ def test_the_agents_log_of_the_load_does_not_grow_without_end(
 def test_baselines_are_setups_of_their_own() -> None:
     request = as_planned(DeployRequest(model="llama-3.1-8b", fixed={"max_num_seqs": "64"}))
     plan = make_plan(read_facts("llama-3.1-8b", offline=True), parse_gpus("1xH200"), request.goal, request.fixed)
-    knobs = (*baseline_knobs(plan, request, BASELINES), Knob("max_num_seqs", ("128",)))
+    knobs = (*vendor_knobs(plan, request, VENDORS), Knob("max_num_seqs", ("128",)))
     stock, ocean = (tuned_wish(request, knobs, BASE.with_(knob.name, knob.values[0])) for knob in knobs[:2])
     assert (stock.fixed["max_num_seqs"], stock.fixed["api_servers"], stock.fixed["eager"]) == ("1024", "1", "false")
     assert (ocean.fixed["eager"], ocean.fixed["dtype"], ocean.fixed["max_model_len"]) == ("true", "fp16", "8192")
     assert ocean.extra_args == ("--no-enable-chunked-prefill",)
     longer = replace(request, goal=Goal(context=16384))
-    assert "--max-model-len" not in baseline_knobs(plan, longer, ("digitalocean",))[0].values[0]
+    assert "--max-model-len" not in vendor_knobs(plan, longer, ("digitalocean",))[0].values[0]
     race = Race(knobs, 9_000.0, 1.0, 10.0)
     trials: list[Trial] = []
     while order := next_order(race, trials):

@@ -62,8 +62,8 @@ VERBS: dict[str, tuple[str, str]] = {
 }
 
 
-# what people type who come from other tools
-OTHER_WORDS = {
+# verbs of other tools
+OTHER_VERBS = {
     "serve": "`corral up`",
     "start": "`corral up`",
     "launch": "`corral up`",
@@ -99,7 +99,7 @@ class VerbGroup(click.Group):
         module, _, attribute = VERBS[cmd_name][0].partition(":")
         command: click.Command = getattr(importlib.import_module(module), attribute)
         command.name = cmd_name
-        if ctx.resilient_parsing:  # a shell asks what may follow
+        if ctx.resilient_parsing:  # for completion in a shell
             from corral.cli.completion import offer
 
             offer(command)
@@ -116,7 +116,7 @@ class VerbGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in VERBS:
-            guesses = OTHER_WORDS.get(args[0]) or ", ".join(
+            guesses = OTHER_VERBS.get(args[0]) or ", ".join(
                 f"`corral {verb}`" for verb in nearest(args[0], list(VERBS))
             )
             hint = f" Did you mean {guesses}?" if guesses else " `corral --help` lists the verbs."
@@ -182,24 +182,24 @@ def main(argv: list[str] | None = None) -> NoReturn:
 
 def _report_usage(error: click.ClickException, as_json: bool) -> None:
     context = getattr(error, "ctx", None)
-    remedy = f"`{context.command_path} --help` lists what it takes." if context else ""
+    remedy = f"`{context.command_path} --help` lists its options." if context else ""
     if as_json:
-        _tell_json(UsageError(error.format_message(), remedy))
+        _print_json(UsageError(error.format_message(), remedy))
     error.show()
 
 
-def _tell_json(error: CorralError) -> None:
+def _print_json(error: CorralError) -> None:
     from corral.lab.report.screen import tell
 
     tell(json.dumps(plain_json(error.to_json()), ensure_ascii=False))
 
 
 def _report(error: CorralError, as_json: bool) -> None:
-    """Say it."""
-    from corral.lab.report.screen import explain_error, tell  # a reader who left must not change the exit code
+    """Print an error with its remedy, and the last lines of the log where it has some."""
+    from corral.lab.report.screen import explain_error, tell  # if the reader has left, the exit code stays
 
     if as_json:
-        _tell_json(error)
+        _print_json(error)
     explain_error(error)
     if tail := error.details.get("log_tail"):
         tell(click.style("\n  last lines of the log:", dim=True), err=True)

@@ -45,20 +45,20 @@ def offer(command: click.Command, group: str = "") -> None:
             offer(verb, command.name or name)
         return
     for param in command.params:
-        words = param.opts if isinstance(param, click.Option) else [param.name or ""]
+        names = param.opts if isinstance(param, click.Option) else [param.name or ""]
         table = _OPTIONS if isinstance(param, click.Option) else _ARGUMENTS
-        found = next((table[word] for word in words if word in table), None)
-        if found is _deployments and group == "profile":
-            found = _profiles
-        if found is not None:
-            _set(param, found, files=found is _models)
-        elif any(word in _FILES for word in words):
+        names_of = next((table[name] for name in names if name in table), None)
+        if names_of is _deployments and group == "profile":
+            names_of = _profiles
+        if names_of is not None:
+            _set(param, names_of, files=names_of is _models)
+        elif any(name in _FILES for name in names):
             _set(param, lambda: iter(()), files=True)
 
 
 def _set(param: click.Parameter, names: Offer, files: bool) -> None:
     def complete(_: click.Context, incomplete: str) -> list[CompletionItem]:
-        found = [CompletionItem(name) for name in sorted(set(names())) if name.startswith(incomplete)]
-        return found or ([CompletionItem(incomplete, type="file")] if files else [])
+        items = [CompletionItem(name) for name in sorted(set(names())) if name.startswith(incomplete)]
+        return items or ([CompletionItem(incomplete, type="file")] if files else [])
 
     param.shell_complete = complete  # type: ignore[method-assign,assignment]

@@ -15,7 +15,7 @@ from corral.base.files import write_atomic
 from corral.base.home import home_dir
 from corral.base.record import to_json
 from corral.base.ssh import read_hosts
-from corral.cli.options import Duration
+from corral.cli.options import Duration, json_option
 from corral.deploy.doctor import readiness
 from corral.deploy.doctor.examination import Question, examine
 from corral.deploy.doctor.finding import Level, Report
@@ -28,19 +28,19 @@ from corral.plan.hardware.inventory import recognise
 from corral.plan.measured import StorageReading, remember_storage_speed
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @click.option("--hosts", metavar="A,B|@FILE", help="Nodes as ssh knows them (default: this machine).")
 @click.option("--on", "profile", metavar="PROFILE", help="The nodes and runtime of a profile.")
 @click.option("--model", help="Model that all nodes should see: a folder, a name, or owner/name of the hub.")
 @click.option("--runtime", help="How vLLM exists on the nodes (default: managed, or the profile's).")
 @click.option("--interface", metavar="NAME|NETWORK", help="Interface or network between the nodes (default: found).")
 @click.option("--port", "ports", type=click.IntRange(1, 65535), multiple=True, help="Port that must be free.")
-@click.option("--quick", is_flag=True, help="Only what `corral up` looks at: nothing is measured.")
+@click.option("--quick", is_flag=True, help="Only what `corral up` checks: nothing is measured.")
 @click.option("--timeout", "timeout_s", type=Duration(5), default=60, show_default=True,
               metavar="TIME", help="The whole examination ends within this.")  # fmt: skip
 @click.option("--fix-script", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
               help="Write the commands that make the nodes ready into FILE, to read and run there.")  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="The report as one JSON document.")
+@json_option("The report as one JSON document.")
 def command(
     hosts: str | None,
     profile: str | None,
@@ -53,23 +53,23 @@ def command(
     fix_script: Path | None,
     as_json: bool,
 ) -> int:
-    """Look at nodes and say what would keep a deployment from working there, with a remedy each.
+    """Examine nodes and list what would keep a deployment from working there, with a remedy each.
 
     Nothing is changed and no process is ended. Exit code 8 when something fatal was found.
     """
     question = Question(model=model, interface=interface, quick=quick, timeout_s=timeout_s)
-    named = read_hosts(hosts) if hosts else ()
+    chosen_hosts = read_hosts(hosts) if hosts else ()
     if profile:
-        question = _of_profile(question, profile, named)
-    if named:
-        question = dataclasses.replace(question, hosts=named)
+        question = _of_profile(question, profile, chosen_hosts)
+    if chosen_hosts:
+        question = dataclasses.replace(question, hosts=chosen_hosts)
     if ports:
         question = dataclasses.replace(question, ports=ports, ports_needed=True)
     if runtime and runtime != question.runtime:
         question = dataclasses.replace(question, runtime=runtime, runtime_options={})
-    doubled = sorted({host for host in question.hosts if question.hosts.count(host) > 1})
-    if doubled:
-        raise UsageError(f"the host {doubled[0]!r} is named twice.", "Name each node once.")
+    repeated = sorted({host for host in question.hosts if question.hosts.count(host) > 1})
+    if repeated:
+        raise UsageError(f"the host {repeated[0]!r} is named twice.", "Name each node once.")
     with PhaseScreen(quiet=as_json) as screen:
         report = examine(question, screen.phase)
     _remember(report)
@@ -80,9 +80,9 @@ def command(
 
 
 def _write_script(path: Path, script: str) -> None:
-    """The script, unless the file is somebody else's or there is nothing to do."""
+    """Write the script, unless there is nothing to do; a file that `corral doctor` did not write is not replaced."""
     if not script:
-        click.echo(f"nothing to put right by a script: {path} is not written", err=True)
+        click.echo(f"nothing to fix by a script: {path} is not written", err=True)
         return
     if path.exists() and readiness.HEADER not in path.read_text(encoding="utf-8", errors="replace"):
         raise ConflictError(f"{path} exists and was not written by `corral doctor`.", "Name another file.")
@@ -91,7 +91,7 @@ def _write_script(path: Path, script: str) -> None:
 
 
 def _remember(report: Report) -> None:
-    """Keep how fast the slowest node read, for the load times of plans for such nodes."""
+    """Remember how fast the slowest node reads, for the load times in plans for such nodes."""
     measured = [node for node in report.nodes if node.read_speed and node.read_speed.seconds]
     if not measured:
         return
@@ -104,25 +104,25 @@ def _remember(report: Report) -> None:
 
 
 def _of_profile(question: Question, name: str, hosts: tuple[str, ...]) -> Question:
-    """The nodes and the runtime of a profile; one that is not filled in is refused, never taken for this machine."""
+    """The nodes and the runtime of a profile; one without hosts is refused, never taken for this machine."""
     profile = load_profile(name)
     declared = target_class(profile.target)
     if not declared.NODES_KNOWN:
-        remedy = "Its nodes are known only inside a job; on a node, `corral doctor` without --on looks at that node."
+        remedy = "Its nodes are known only inside a job; on a node, `corral doctor` without --on examines that node."
         raise UsageError(f"the profile {name!r} is for {profile.target}.", remedy)
     request = merged(
         profile, {"target_options": {"hosts": list(hosts)}} if hosts and "hosts" in declared.REQUIRED else {}
     )
-    said: dict[str, Any] = request["target_options"]
+    options: dict[str, Any] = request["target_options"]
     return dataclasses.replace(
         question,
-        hosts=tuple(said.get("hosts", ())),
-        identity=said.get("identity"),
-        config=said.get("config"),
-        interface=question.interface or said.get("interface"),
-        hca=said.get("hca"),
-        home=said.get("home"),
-        env=dict(said.get("env", {})),
+        hosts=tuple(options.get("hosts", ())),
+        identity=options.get("identity"),
+        config=options.get("config"),
+        interface=question.interface or options.get("interface"),
+        hca=options.get("hca"),
+        home=options.get("home"),
+        env=dict(options.get("env", {})),
         runtime=request["runtime"],
         runtime_options=request["runtime_options"],
     )

@@ -1,4 +1,4 @@
-"""`corral down NAME`: stop, and leave nothing behind."""
+"""`corral down NAME`: stop deployments and fleets."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import click
 
 from corral.base.errors import CorralError, UsageError
 from corral.base.files import remove_tree
+from corral.cli.options import json_option
 from corral.deploy.deployment.fleet import FleetFolder, all_fleets, read_fleet
 from corral.deploy.deployment.folder import DeploymentFolder, all_folders
 from corral.deploy.deployment.state import ENDED
@@ -16,11 +17,11 @@ from corral.serve.fleet.background import end_fleet
 from corral.serve.fleet.waiting import chosen_fleet
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @click.argument("names", nargs=-1, metavar="NAME...")
 @click.option("--all", "every", is_flag=True, help="All deployments of this home.")
 @click.option("--purge", is_flag=True, help="Also delete the deployment's folder: logs, events, key.")
-@click.option("--json", "as_json", is_flag=True, help="The final statuses as JSON.")
+@json_option("The final statuses as JSON.")
 def command(names: tuple[str, ...], every: bool, purge: bool, as_json: bool) -> None:
     """Stop deployments and fleets: each engine is asked, given time, then ended; no process of it is left afterwards.
 
@@ -30,8 +31,8 @@ def command(names: tuple[str, ...], every: bool, purge: bool, as_json: bool) -> 
     if names and every:
         raise UsageError("both names and --all were given.", "`corral down NAME`, or `corral down --all`.")
     fleets = [folder for folder in all_fleets() if not read_fleet(folder).closed] if every else _fleets(names)
-    meant = {folder.name for folder in fleets}
-    rest = [name for name in names if name not in meant] if names else [] if fleets else [None]
+    fleet_names = {folder.name for folder in fleets}
+    rest = [name for name in names if name not in fleet_names] if names else [] if fleets else [None]
     stopped: list[deployments.Status] = []
     failures: list[CorralError] = []
     for fleet in fleets:
@@ -49,19 +50,19 @@ def command(names: tuple[str, ...], every: bool, purge: bool, as_json: bool) -> 
 
 
 def _fleets(names: tuple[str, ...]) -> list[FleetFolder]:
-    found = [chosen_fleet(name) for name in names] if names else [chosen_fleet(None)]
-    return [folder for folder in found if folder is not None]
+    chosen = [chosen_fleet(name) for name in names] if names else [chosen_fleet(None)]
+    return [folder for folder in chosen if folder is not None]
 
 
 def _end(
     fleet: FleetFolder, purge: bool, quiet: bool, stopped: list[deployments.Status], failures: list[CorralError]
 ) -> None:
-    """End a fleet with all its members; `stopped` and `failures` get how each of them ended."""
-    for name, how in end_fleet(fleet, "ended by `corral down`"):
-        if isinstance(how, CorralError):
-            failures.append(how)
+    """Stop a fleet with all its members; the results are added to `stopped` and `failures`."""
+    for name, result in end_fleet(fleet, "ended by `corral down`"):
+        if isinstance(result, CorralError):
+            failures.append(result)
             continue
-        stopped.append(how)
+        stopped.append(result)
         if not quiet:
             click.echo(f"{name}: stopped")
         if purge and DeploymentFolder.of(name).path.exists():
@@ -73,23 +74,23 @@ def _end(
 
 
 def _with_successors(folders: list[DeploymentFolder]) -> list[DeploymentFolder]:
-    """Each before the one it follows; nothing more will follow any of them."""
-    found: dict[str, DeploymentFolder] = {}
+    """The deployments with their successors, the latest first; no more successors will be submitted."""
+    chosen: dict[str, DeploymentFolder] = {}
     for folder in folders:
         for one in [*close_chain(folder, "ended by `corral down`"), folder]:
-            found.setdefault(one.name, one)
-    return list(found.values())
+            chosen.setdefault(one.name, one)
+    return list(chosen.values())
 
 
 def _stop(folder: DeploymentFolder, purge: bool, quiet: bool) -> deployments.Status:
     try:
         before = deployments.status(folder).state
-    except (CorralError, OSError):  # files of it cannot be read: what was done without them is said
+    except (CorralError, OSError):  # its files cannot be read; the text then says what was done
         before = None
     after = deployments.stop(folder)
     if not quiet:
-        word = "was not running" if before in ENDED else "stopped" if before else f"stopped. {after.text}"
-        click.echo(f"{folder.name}: {word}")
+        text = "was not running" if before in ENDED else "stopped" if before else f"stopped. {after.text}"
+        click.echo(f"{folder.name}: {text}")
     if purge and folder.path.exists():
         folder.delete()
     return after

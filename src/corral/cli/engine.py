@@ -10,41 +10,41 @@ import click
 
 from corral.base.errors import ConflictError, UsageError
 from corral.cli.help_pages import WholeGroup
+from corral.cli.options import json_option
 from corral.deploy.deployment.start_times import duration
 from corral.engines import environments as engines
 from corral.engines.locks import FLAVOURS, PINNED_VERSION, LockedFor, locked
 from corral.lab.report.screen import PhaseScreen, print_json, print_table
 
-HELP = {"help_option_names": ["-h", "--help"]}
 FLAVOUR = click.Choice(FLAVOURS)
 
 
-@click.group(cls=WholeGroup, context_settings=HELP)
+@click.group(cls=WholeGroup)
 def command() -> None:
     """Engines are vLLM builds in environments of their own: pinned, hash-checked, one per flavour and version."""
 
 
-@command.command("list", context_settings=HELP)
-@click.option("--json", "as_json", is_flag=True, help="The same as one JSON document.")
+@command.command("list")
+@json_option()
 def list_engines(as_json: bool) -> None:
     """What is installed."""
-    found = engines.installed()
+    engines_here = engines.installed()
     if as_json:
-        print_json(found)
-    elif not found:
+        print_json(engines_here)
+    elif not engines_here:
         click.echo(
             "No engines. `corral engine install cpu` (or cuda) installs one; `corral up` does so by itself.", err=True
         )
     else:
         print_table(["ENGINE", "PYTHON", "INSTALLED IN", "PATH"],
-                    [[e.name, e.python_version, duration(e.installed_s), e.path] for e in found])  # fmt: skip
+                    [[e.name, e.python_version, duration(e.installed_s), e.path] for e in engines_here])  # fmt: skip
 
 
-@command.command("install", context_settings=HELP)
+@command.command("install")
 @click.argument("flavour", type=FLAVOUR, required=False)
 @click.option("--version", default=PINNED_VERSION, show_default=True, help="Of vLLM.")
 @click.option("--into", metavar="conda:NAME", help="Into a conda environment of your own, made if it is not there.")
-@click.option("--json", "as_json", is_flag=True, help="The same as one JSON document.")
+@json_option()
 def install(flavour: str | None, version: str, into: str | None, as_json: bool) -> None:
     """Install an engine, or do nothing when it is there.
 
@@ -70,25 +70,25 @@ def _install_into(into: str, flavour: str, version: str, as_json: bool) -> None:
         raise UsageError(f"--into cannot be {into!r}.", "Write conda:NAME, or conda:/PREFIX.")
     with PhaseScreen(quiet=as_json) as screen:
         screen.phase("installing engine")
-        made = install_into_conda(env, flavour, version, screen.detail)
+        conda = install_into_conda(env, flavour, version, screen.detail)
     if as_json:
-        print_json(made)
+        print_json(conda)
         return
-    click.echo(f"vLLM {made.version} ({made.flavour}) is in the conda environment {made.env}: {made.prefix}")
-    click.echo(f"Use it: corral up MODEL --runtime conda --runtime-option env={made.env}")
+    click.echo(f"vLLM {conda.version} ({conda.flavour}) is in the conda environment {conda.env}: {conda.prefix}")
+    click.echo(f"Use it: corral up MODEL --runtime conda --runtime-option env={conda.env}")
 
 
-@command.command("check", context_settings=HELP)
+@command.command("check")
 @click.argument("flavour", type=FLAVOUR, required=False)
 @click.option("--version", default=PINNED_VERSION, show_default=True, help="Of vLLM.")
-@click.option("--json", "as_json", is_flag=True, help="The same as one JSON document.")
+@json_option()
 def check(flavour: str | None, version: str, as_json: bool) -> None:
     """Import an engine in its environment and say what it is made of (default: the one that is installed).
 
     And for which platforms every file of the engines is locked by its hash; that needs no engine.
     """
-    found, rows = engines.installed(), locked()
-    wanted = flavour or (found[0].flavour if found else None)
+    engines_here, rows = engines.installed(), locked()
+    wanted = flavour or (engines_here[0].flavour if engines_here else None)
     versions = _imported(wanted, version, as_json) if wanted else {}
     if as_json:
         print_json({**versions, "locked": rows})
@@ -124,10 +124,10 @@ def _locked_rows(rows: list[LockedFor]) -> list[list[str]]:
     ]
 
 
-@command.command("remove", context_settings=HELP)
+@command.command("remove")
 @click.argument("flavour", type=FLAVOUR)
 @click.option("--version", default=PINNED_VERSION, show_default=True, help="Of vLLM.")
-@click.option("--json", "as_json", is_flag=True, help="The same as one JSON document.")
+@json_option()
 def remove(flavour: str, version: str, as_json: bool) -> None:
     """Delete an engine's environment; refused while a deployment runs from it."""
     from corral.deploy.deployment.state import ENDED

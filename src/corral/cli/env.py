@@ -7,7 +7,7 @@ import shlex
 import click
 
 from corral.base.errors import ConflictError
-from corral.cli.options import deployment_argument
+from corral.cli.options import deployment_argument, json_option
 from corral.deploy.lifecycle.deployments import status
 from corral.deploy.lifecycle.resolve import fleet_endpoint
 from corral.deploy.lifecycle.successors import choose_folder, newest_ready
@@ -16,30 +16,30 @@ from corral.serve.fleet.waiting import chosen_fleet
 from corral.serve.gateway.process import held_proxy
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @deployment_argument
-@click.option("--json", "as_json", is_flag=True, help="The two variables as one JSON document.")
+@json_option("The two variables as one JSON document.")
 def command(name: str | None, as_json: bool) -> None:
     """Print OPENAI_BASE_URL and OPENAI_API_KEY for the shell: eval "$(corral env NAME)".
 
     The key is printed. Everything that reads the two variables then finds the server: the openai SDK, curl, Corral.
     """
     if fleet := chosen_fleet(name):
-        reached = fleet_endpoint(fleet)
-        _print({"OPENAI_BASE_URL": f"{reached.root}/v1", "OPENAI_API_KEY": reached.key() or "none"}, as_json)
+        endpoint = fleet_endpoint(fleet)
+        _print({"OPENAI_BASE_URL": f"{endpoint.root}/v1", "OPENAI_API_KEY": endpoint.key() or "none"}, as_json)
         return
     folder = choose_folder(name)
     ready = newest_ready(folder)
-    found = ready.status if ready and ready.status else status(folder)
+    current = ready.status if ready and ready.status else status(folder)
     proxy = held_proxy(folder)
-    if found.endpoint is None:
+    if current.endpoint is None:
         raise ConflictError(
-            f"{found.name!r} has no address now: it is {found.state}.",
-            f"Wait for it: corral wait {shlex.quote(found.name)}",
-            state=found.state.value,
+            f"{current.name!r} has no address now: it is {current.state}.",
+            f"Wait for it: corral wait {shlex.quote(current.name)}",
+            state=current.state.value,
         )
-    root = proxy.url if proxy else found.endpoint.root  # the proxy's address stays
-    _print({"OPENAI_BASE_URL": f"{root}/v1", "OPENAI_API_KEY": found.endpoint.key() or "none"}, as_json)
+    root = proxy.url if proxy else current.endpoint.root  # the proxy's address stays
+    _print({"OPENAI_BASE_URL": f"{root}/v1", "OPENAI_API_KEY": current.endpoint.key() or "none"}, as_json)
 
 
 def _print(variables: dict[str, str], as_json: bool) -> None:

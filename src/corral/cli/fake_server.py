@@ -47,7 +47,7 @@ def _answer_tokens(text: str) -> tuple[int, int] | None:
 @click.option("--control", is_flag=True, help="Allow POST /control/faults, /control/health and /control/pace.")
 @click.option("--no-uvloop", is_flag=True, help="Use the standard event loop even where uvloop is installed.")
 @click.option("--until-eof", is_flag=True, help="Stop when standard input ends, so that no orphan is left.")
-def command(**given: Any) -> int:
+def command(**settings: Any) -> int:
     """Serve made-up answers the way vLLM serves real ones, at a set pace and with set faults.
 
     Prints one JSON line with `url` and `pid` when ready.
@@ -57,31 +57,22 @@ def command(**given: Any) -> int:
     from corral.fake.pace import Pace
     from corral.fake.server import run
 
-    if not 0 <= given["jitter"] <= 1:
-        raise UsageError(f"--jitter {given['jitter']} is out of range.", "Give a number from 0 to 1.")
+    if not 0 <= settings["jitter"] <= 1:
+        raise UsageError(f"--jitter {settings['jitter']} is out of range.", "Give a number from 0 to 1.")
+    rates = ("jitter", "max_seqs", "kv_tokens", "requests_per_s", "tokens_per_s")
     pace = Pace(
-        ttft_s=given["ttft_ms"] / 1000,
-        itl_s=given["itl_ms"] / 1000,
-        jitter=given["jitter"],
-        prefill_tokens_per_s=given["prefill_rate"],
-        max_seqs=given["max_seqs"],
-        kv_tokens=given["kv_tokens"],
-        requests_per_s=given["requests_per_s"],
-        tokens_per_s=given["tokens_per_s"],
+        ttft_s=settings["ttft_ms"] / 1000,
+        itl_s=settings["itl_ms"] / 1000,
+        prefill_tokens_per_s=settings["prefill_rate"],
+        **{name: settings[name] for name in rates},
     )
+    same = ("model", "host", "port", "max_model_len", "key_file", "log", "seed", "control")
     options = FakeOptions(
-        model=given["model"],
-        host=given["host"],
-        port=given["port"],
-        max_model_len=given["max_model_len"],
-        key_file=given["key_file"],
-        log=given["log"],
-        seed=given["seed"],
-        answer_tokens=_answer_tokens(given["answer_tokens"]),
-        prefix_cache=not given["no_prefix_cache"],
-        control=given["control"],
-        uvloop=not given["no_uvloop"],
+        **{name: settings[name] for name in same},
+        answer_tokens=_answer_tokens(settings["answer_tokens"]),
+        prefix_cache=not settings["no_prefix_cache"],
+        uvloop=not settings["no_uvloop"],
         pace=pace,
-        faults=tuple(map(parse_fault, given["faults"])),
+        faults=tuple(map(parse_fault, settings["faults"])),
     )
-    return run(options, until_eof=given["until_eof"])
+    return run(options, until_eof=settings["until_eof"])

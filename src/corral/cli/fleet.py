@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from typing import TYPE_CHECKING
 
 import click
 
@@ -16,7 +17,9 @@ from corral.deploy.deployment.start_times import duration
 from corral.lab.report.screen import event_line, print_json
 from corral.serve.fleet.keeper import keep
 from corral.serve.fleet.making import parse_size
-from corral.serve.fleet.simulation import Replay, ReplaySetting, simulate
+
+if TYPE_CHECKING:
+    from corral.lab.simulate.fleet_trace import Replay
 
 
 @click.group(cls=WholeGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -74,6 +77,8 @@ def simulate_command(
     TRACE has one request per line: {"time_s": 0.5, "prompt_tokens": 100, "output_tokens": 200}; or "tokens" in place
     of both lengths; or, in milliseconds, {"timestamp": 500, "input_length": 100, "output_length": 200}.
     """
+    from corral.lab.simulate.fleet_trace import ReplaySetting, simulate
+
     size = parse_size(replicas)
     outcome = simulate(
         list(read_trace(trace, sums=True)), ReplaySetting(size.least, size.most, capacity, load_s, queue_s)

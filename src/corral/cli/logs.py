@@ -1,4 +1,4 @@
-"""`corral logs NAME`: the engine's own words."""
+"""`corral logs NAME`: the engine's own log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import click
 
 from corral.base.errors import NotFoundError
 from corral.base.untrusted import plain
-from corral.cli.options import deployment_argument
+from corral.cli.options import deployment_argument, json_option
 from corral.deploy.deployment.diagnosis import last_lines
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.state import ENDED
@@ -24,16 +24,16 @@ BLOCK_BYTES = LONGEST_LINE_BYTES = 1 << 20
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @deployment_argument
-@click.option("--follow", "-f", is_flag=True, help="Go on as the log grows, until the deployment ends.")
+@click.option("--follow", "-f", is_flag=True, help="Follow the log as it grows, until the deployment ends.")
 @click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True, help="Which rank's log.")
 @click.option("--lines", "-n", type=click.IntRange(min=1), help="Only the last lines.")
-@click.option("--json", "as_json", is_flag=True, help='Each line as {"rank", "line"}.')
+@json_option('Each line as {"rank", "line"}.')
 def command(name: str | None, follow: bool, rank: int, lines: int | None, as_json: bool) -> None:
     """Print the engine's log."""
     folder = choose_folder(name)
-    status(folder)  # brings here what was written elsewhere
+    status(folder)  # copies what was written on other nodes
     files = folder.known_rank(rank)
     if not files.log.exists() and not follow:
         raise NotFoundError(
@@ -49,7 +49,7 @@ def command(name: str | None, follow: bool, rank: int, lines: int | None, as_jso
 
 
 def _show(line: str, rank: int, as_json: bool) -> None:
-    # an engine's log may hold anything, also what would speak to the terminal
+    # an engine's log may contain anything, also control sequences for the terminal
     click.echo(
         json.dumps({"rank": rank, "line": line}, ensure_ascii=False) if as_json else plain(COLOUR.sub("", line))
     )

@@ -8,16 +8,15 @@ import click
 
 from corral.base.errors import ConflictError
 from corral.cli.help_pages import WholeGroup
+from corral.cli.options import json_option
 from corral.lab.report.screen import print_json, print_table
 from corral.plan.hardware.inventory import Inventory
 from corral.plan.models.store import ShelvedModel, known_name, on_disk, remove
 
-HELP = {"help_option_names": ["-h", "--help"]}
 
-
-@click.group(cls=WholeGroup, invoke_without_command=True, context_settings=HELP)
+@click.group(cls=WholeGroup, invoke_without_command=True)
 @click.option("--gpus", metavar="SPEC", help="Ask whether they fit these GPUs instead (8xH100, 1xA100-40GB, …).")
-@click.option("--json", "as_json", is_flag=True, help="The list as JSON.")
+@json_option("The list as JSON.")
 @click.pass_context
 def command(context: click.Context, gpus: str | None, as_json: bool) -> None:
     """List models: the catalogue, what is on disk and where, and what fits this machine.
@@ -34,9 +33,9 @@ def command(context: click.Context, gpus: str | None, as_json: bool) -> None:
     print_table(["NAME", "WEIGHTS", f"FITS {gpus or 'HERE'}", "ACCESS", "ON DISK"], cells, left=1, tail=3)
 
 
-@command.command("remove", context_settings=HELP)
+@command.command("remove")
 @click.argument("name")
-@click.option("--json", "as_json", is_flag=True, help="The same as one JSON document.")
+@json_option()
 def remove_model(name: str, as_json: bool) -> None:
     """Delete a model's files from this machine's disk; refused while a deployment serves it."""
     from corral.deploy.deployment.state import ENDED
@@ -45,11 +44,11 @@ def remove_model(name: str, as_json: bool) -> None:
     for status in statuses():
         if known_name(status.model) == known_name(name) and status.state not in ENDED:
             raise ConflictError(f"{status.name!r} serves {name}.", f"Stop it first: corral down {status.name}")
-    gone = remove(name)
+    removed = remove(name)
     if as_json:
-        print_json(gone)
+        print_json(removed)
     else:
-        for model in gone:
+        for model in removed:
             click.echo(f"removed {model.name} ({_gigabytes(model.stored_bytes)}) from {model.path}")
 
 
@@ -59,11 +58,11 @@ def _inventory(gpus: str | None) -> Inventory:
     return parse_gpus(gpus) if gpus else probe()
 
 
-def _rows(inventory: Inventory, shelved: list[ShelvedModel]) -> list[dict[str, Any]]:
+def _rows(inventory: Inventory, stored: list[ShelvedModel]) -> list[dict[str, Any]]:
     from corral.plan.models.catalogue import CATALOGUE
     from corral.plan.models.facts import facts_from_entry
 
-    on_disk = {model.name: model for model in shelved}
+    on_disk = {model.name: model for model in stored}
     rows = []
     for entry in CATALOGUE.values():
         if entry.name.startswith("llama-3.1-405b-first-upload"):

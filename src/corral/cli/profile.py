@@ -1,4 +1,4 @@
-"""`corral profile`: places to run, written once and used by name."""
+"""`corral profile`: where and how to run, written once and used by name."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import click
 
 from corral.base.errors import ConflictError, CorralError, DataError, UsageError
 from corral.cli.help_pages import WholeGroup
+from corral.cli.options import json_option
 from corral.deploy.profile import folders
 from corral.deploy.profile.drafting import as_toml, draft, parse_value, with_value
 from corral.deploy.profile.merging import merged
@@ -18,22 +19,20 @@ from corral.deploy.targets.base import target_tables
 from corral.engines.flags import check_arguments
 from corral.lab.report.screen import print_json, print_table
 
-HELP = {"help_option_names": ["-h", "--help"]}
 
-
-@click.group(cls=WholeGroup, context_settings=HELP)
+@click.group(cls=WholeGroup)
 def command() -> None:
     """Profiles say where and how to run; `corral up MODEL --on NAME` uses one. docs/profiles.md lists the keys."""
 
 
-@command.command("init", context_settings=HELP)
+@command.command("init")
 @click.argument("name")
 @click.option("--from", "example", metavar="EXAMPLE", help="Begin with a shipped example (`corral profile list`).")
 @click.option("--hosts", metavar="A,B,…", help="Hosts for ssh, head first.")
 @click.option("--set", "pairs", multiple=True, metavar="TABLE.KEY=VALUE", help="Set a key: slurm.account=my_lab.")
 @click.option("--project", is_flag=True, help="Write .corral/profiles here instead of the user's own folder.")
 @click.option("--force", is_flag=True, help="Overwrite a profile of that name.")
-@click.option("--json", "as_json", is_flag=True, help="The same as one JSON document.")
+@json_option()
 def init(
     name: str,
     example: str | None,
@@ -63,15 +62,15 @@ def init(
 
 
 def _assignments(hosts: str | None, pairs: tuple[str, ...]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    assignments: dict[str, Any] = {}
     if hosts is not None:
-        found["ssh.hosts"] = [host.strip() for host in hosts.split(",") if host.strip()]
+        assignments["ssh.hosts"] = [host.strip() for host in hosts.split(",") if host.strip()]
     for pair in pairs:
-        key, sign, value = pair.partition("=")
-        if not sign or not key.strip():
+        key, separator, value = pair.partition("=")
+        if not separator or not key.strip():
             raise UsageError(f"--set {pair!r} is not TABLE.KEY=VALUE.", "For example --set slurm.account=my_lab.")
-        found[key.strip()] = parse_value(value.strip())
-    return found
+        assignments[key.strip()] = parse_value(value.strip())
+    return assignments
 
 
 def _first_text(example: str | None, assignments: dict[str, Any]) -> str:
@@ -95,33 +94,33 @@ def _write(path: Path, text: str) -> None:
     write_atomic(path, text, 0o644)
 
 
-@command.command("list", context_settings=HELP)
-@click.option("--json", "as_json", is_flag=True, help="The same as one JSON document.")
+@command.command("list")
+@json_option()
 def list_profiles(as_json: bool) -> None:
     """Every profile: the project's, your own, and shipped examples."""
-    found = all_profiles()
+    profiles = all_profiles()
     if as_json:
         print_json([
             {"name": one.name, "where": one.kinds, "path": one.path, "target": one.profile and one.profile.target,
              "description": one.profile and one.profile.settings.description,
              "error": one.error and one.error.message}
-            for one in found
+            for one in profiles
         ])  # fmt: skip
         return
     rows = []
-    for one in found:
+    for one in profiles:
         target = one.profile.target if one.profile else "broken"
-        words = one.profile.settings.description if one.profile else one.error.message if one.error else ""
-        rows.append([one.name, " over ".join(one.kinds), target, words])
+        text = one.profile.settings.description if one.profile else one.error.message if one.error else ""
+        rows.append([one.name, " over ".join(one.kinds), target, text])
     print_table(["NAME", "WHERE", "TARGET", "DESCRIPTION"], rows)
 
 
-@command.command("show", context_settings=HELP)
+@command.command("show")
 @click.argument("name")
-@click.option("--all", "everything", is_flag=True, help="Also keys that nothing is said about.")
-@click.option("--json", "as_json", is_flag=True, help="The same as one JSON document.")
+@click.option("--all", "everything", is_flag=True, help="Also keys without a value.")
+@json_option()
 def show(name: str, everything: bool, as_json: bool) -> None:
-    """What a profile says, resolved, and where each value comes from: a file and line, a variable, a default."""
+    """Show a profile, resolved, with the origin of each value: a file and line, a variable, a default."""
     profile = load_profile(name)
     rows = [row for row in profile.rows() if everything or row[1] not in (None, "", (), {})]
     if as_json:
@@ -138,9 +137,9 @@ def _shown(value: object) -> str:
     return "-" if value is None else as_toml(value)
 
 
-@command.command("check", context_settings=HELP)
+@command.command("check")
 @click.argument("names", nargs=-1)
-@click.option("--json", "as_json", is_flag=True, help="The same as one JSON document.")
+@json_option()
 def check(names: tuple[str, ...], as_json: bool) -> int:
     """Check profiles (default: all but the shipped examples) without touching a node.
 
@@ -149,10 +148,10 @@ def check(names: tuple[str, ...], as_json: bool) -> int:
     chosen = names or tuple(one.name for one in all_profiles() if one.kinds != ("example",))
     for name in chosen:
         folders.find(name)
-    found = {name: _problems_of(name) for name in chosen}
+    problems = {name: _problems_of(name) for name in chosen}
     if as_json:
-        print_json({name: [_as_document(error) for error in errors] for name, errors in found.items()})
-    for name, errors in found.items():
+        print_json({name: [_as_document(error) for error in errors] for name, errors in problems.items()})
+    for name, errors in problems.items():
         if not as_json:
             click.echo(f"{name}: {'ok' if not errors else ''}".rstrip())
             for error in errors:
@@ -160,7 +159,7 @@ def check(names: tuple[str, ...], as_json: bool) -> int:
                 click.echo(f"    → {error.remedy}")
     if not chosen and not as_json:
         click.echo("No profiles of your own. `corral profile init NAME --from EXAMPLE` begins one.", err=True)
-    return DataError.exit_code if any(found.values()) else 0
+    return DataError.exit_code if any(problems.values()) else 0
 
 
 def _as_document(error: CorralError) -> dict[str, str]:
@@ -173,17 +172,17 @@ def _problems_of(name: str) -> list[CorralError]:
     except CorralError as error:
         others = error.details.get("others", ())
         return [error, *(DataError(one["message"], one["remedy"]) for one in others)]
-    questions = (_check_wish, _check_runtime, _check_target, _check_arguments, _check_environment, _check_plan)
+    checks = (_check_request, _check_runtime, _check_target, _check_arguments, _check_environment, _check_plan)
     problems = []
-    for question in questions:
+    for check in checks:
         try:
-            question(profile)
+            check(profile)
         except CorralError as error:
             problems.append(error)
     return problems
 
 
-def _check_wish(profile: Profile) -> None:
+def _check_request(profile: Profile) -> None:
     merged(profile, {})
 
 
@@ -200,7 +199,7 @@ def _check_runtime(profile: Profile) -> None:
 def _check_target(profile: Profile) -> None:
     from corral.deploy.targets.base import load_target
 
-    if not profile.missing():  # said already
+    if not profile.missing():  # already refused
         load_target(profile.target, profile.target_options)
 
 

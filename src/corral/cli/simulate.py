@@ -1,4 +1,4 @@
-"""`corral simulate`: how a load would go on servers that are not there, with the error of the forecast beside it."""
+"""`corral simulate`: a forecast of a load on servers that need not exist, with its error."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from corral.base.errors import DoesNotFitError, UsageError
 from corral.base.files import write_atomic
 from corral.base.record import to_json
 from corral.base.wording import counted
+from corral.cli.bench_options import arrival_options, lengths_options
 from corral.cli.help_pages import DefaultVerbGroup, GroupedCommand
-from corral.cli.options import Duration, TokenCount
+from corral.cli.options import Duration, context_option, fixed_option, json_option, price_option
 from corral.lab.bench.spec import LoadShape, Slo, Workload, parse_slos
 from corral.lab.report import tables
 from corral.lab.report.screen import print_json, tell
+from corral.lab.report.simulate import forecast_lines, forecast_page, rate_sentence, validation_lines
 from corral.lab.simulate.fitting import fit_runs
 from corral.lab.simulate.forecast import (
     Forecast,
@@ -31,7 +33,6 @@ from corral.lab.simulate.forecast import (
     what_if,
 )
 from corral.lab.simulate.measured import load_measured
-from corral.lab.simulate.page import forecast_lines, forecast_page, validation_lines
 from corral.lab.simulate.requests import OpenLoop, RequestSource, source_of, trace_requests
 from corral.lab.simulate.validation import validate
 from corral.lab.simulate.world import ScalingModel, simulate_load
@@ -44,7 +45,6 @@ from corral.plan.models.hub import hub_is_off
 from corral.plan.settings import largest_graph, parse_assignments
 from corral.serve.gateway.policies import POLICIES
 
-HELP = {"help_option_names": ["-h", "--help"]}
 EXAMPLES = """
 corral simulate --model llama-3.1-70b --gpus 8xH100 --request-rate 20 --slo ttft_p99=2s --replicas 1..8
 corral simulate --from last --input-len 512 --output-len 128 --request-rate 4..40 --slo ttft_p99=1s
@@ -55,7 +55,7 @@ POINTS = 6  # rates of a range that are simulated
 SATURATED = 8  # times the seats: requests from which a replica's capacity is taken
 
 
-@click.group(cls=DefaultVerbGroup, context_settings=HELP)
+@click.group(cls=DefaultVerbGroup)
 def command() -> None:
     """How a load would go: latencies, throughput, the smallest fleet: `corral simulate --from RUN --request-rate 8`.
 
@@ -66,8 +66,8 @@ def command() -> None:
 
 def _pair(text: str, flag: str) -> tuple[float, float]:
     """`4` or `4..40`."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(?:\.\.(\d+(?:\.\d+)?))?", text)
-    low, high = (float(found[1]), float(found[2] or found[1])) if found else (0.0, 0.0)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(?:\.\.(\d+(?:\.\d+)?))?", text)
+    low, high = (float(match[1]), float(match[2] or match[1])) if match else (0.0, 0.0)
     if not 0 < low <= high <= 1e6:
         raise UsageError(f"{flag} {text!r} cannot be used.", f"For example: {flag} 4, or {flag} 4..40.")
     return low, high
@@ -83,16 +83,16 @@ def _counts(text: str) -> tuple[int, int]:
 
 
 def _slos(text: str | None) -> tuple[Slo, ...]:
-    found = parse_slos(text) if text else ()
-    if any(slo.metric == "itl" for slo in found):
+    slos = parse_slos(text) if text else ()
+    if any(slo.metric == "itl" for slo in slos):
         raise UsageError(
             f"--slo {text!r}: a simulation does not follow single ITLs.",
             "Limit tpot, a request's mean time per token; known are ttft, tpot and e2el.",
         )
-    return found
+    return slos
 
 
-@command.command("run", cls=GroupedCommand, context_settings=HELP, examples=EXAMPLES, headings={
+@command.command("run", cls=GroupedCommand, examples=EXAMPLES, headings={
     "The server": ("--from", "--model", "--gpus", "--nodes", "--link", "--context", "--set", "--offline"),
     "The load": ("--trace", "--trace-speed", "--dataset", "--num-prompts", "--input-len", "--output-len",
                  "--range-ratio", "--prefix-len", "--num-prefixes", "--turns", "--request-rate", "--concurrency",
@@ -107,8 +107,8 @@ def _slos(text: str | None) -> tuple[Slo, ...]:
 @click.option("--gpus", metavar="NxKIND", help="Hardware of one replica, for example 8xH100.")
 @click.option("--nodes", type=int, metavar="N", help="Equal nodes of that hardware, for one replica.")
 @click.option("--link", type=click.Choice(list(LINKS)), default="ib-ndr", show_default=True, help="Between nodes.")
-@click.option("--context", type=TokenCount(), help="Longest request: 32768, or 32k.")
-@click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Fix one field of the plan.")
+@context_option
+@fixed_option("assignments")
 @click.option("--offline", is_flag=True, help="Do not ask the Hugging Face hub.")
 @click.option(
     "--trace",
@@ -121,17 +121,10 @@ def _slos(text: str | None) -> tuple[Slo, ...]:
 @click.option("--dataset", type=click.Choice(["random", "prefix_repetition", "multi_turn"]), default="random",
               show_default=True, help="What the requests look like.")  # fmt: skip
 @click.option("--num-prompts", type=click.IntRange(min=1), default=2000, show_default=True, help="Requests to send.")
-@click.option("--input-len", default=512, show_default=True, help="Prompt tokens.")
-@click.option("--output-len", default=128, show_default=True, help="Tokens of an answer.")
-@click.option("--range-ratio", default=0.0, help="Lengths vary by ± this share.")
-@click.option("--prefix-len", default=64, show_default=True, help="prefix_repetition: shared tokens.")
-@click.option("--num-prefixes", default=10, show_default=True, help="prefix_repetition: different prefixes.")
-@click.option("--turns", default=3, show_default=True, help="multi_turn: requests of one conversation.")
+@lengths_options(512)
 @click.option("--request-rate", "rate", metavar="PER_S", help="Requests per second: 8, or 4..40.")
 @click.option("--concurrency", type=click.IntRange(min=1), help="Requests at once, where there is no rate.")
-@click.option("--arrival", type=click.Choice(["poisson", "constant", "gamma"]), default="poisson", show_default=True,
-              help="With a rate: when requests are sent.")  # fmt: skip
-@click.option("--burstiness", default=1.0, show_default=True, help="gamma: below 1 burstier, above 1 more even.")
+@arrival_options(["poisson", "constant", "gamma"])
 @click.option("--seed", type=int, default=0, show_default=True, help="Of lengths and times.")
 @click.option("--replicas", default="1", show_default=True, metavar="N|A..B",
               help="Servers behind one gateway; of A..B, the fewest that meet --slo.")  # fmt: skip
@@ -140,30 +133,29 @@ def _slos(text: str | None) -> tuple[Slo, ...]:
 @click.option("--autoscale", "lead_s", type=Duration(at_least_s=1), metavar="DURATION",
               help="Follow the load between A and B replicas; a further one serves after so long.")  # fmt: skip
 @click.option("--slo", metavar="SLOS", help="Service level to keep: ttft_p99=500ms,tpot_p99=40ms.")
-@click.option("--price", type=click.FloatRange(min=0, min_open=True), metavar="MONEY",
-              help="Price of one GPU for one hour.")  # fmt: skip
+@price_option
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write an HTML page with charts there.")
-@click.option("--json", "as_json", is_flag=True, help="All figures as JSON on stdout.")
-def run(output: Path | None, as_json: bool, **given: Any) -> int:
+@json_option("All figures as JSON on stdout.")
+def run(output: Path | None, as_json: bool, **options: Any) -> int:
     """Simulate a load, or the same load at several rates or on several fleets."""
-    slos = _slos(given["slo"])
-    source_at, rates = _load(given)  # whatever is wrong with the options is said before a fit takes its time
-    least, most = _counts(given["replicas"])
-    if least < most and not slos and not given["lead_s"]:
-        raise UsageError(f"--replicas {given['replicas']} needs an aim.", "Add --slo, or --autoscale 5m.")
-    server = _server(given)
+    slos = _slos(options["slo"])
+    source_at, rates = _load(options)  # wrong options are refused before the fit, which takes time
+    least, most = _counts(options["replicas"])
+    if least < most and not slos and not options["lead_s"]:
+        raise UsageError(f"--replicas {options['replicas']} needs an aim.", "Add --slo, or --autoscale 5m.")
+    server = _server(options)
 
     def at(rate: float, replicas: int) -> Forecast:
-        scaling = _scaling(given, server, least, most)
-        label = f"{rate:g} req/s" if rate else (given["trace"] or f"{given['concurrency'] or 1} at once")
+        scaling = _scaling(options, server, least, most)
+        label = f"{rate:g} req/s" if rate else (options["trace"] or f"{options['concurrency'] or 1} at once")
         return forecast(
-            server, lambda: source_at(rate), label, replicas, given["policy"], slos, scaling, given["price"]
+            server, lambda: source_at(rate), label, replicas, options["policy"], slos, scaling, options["price"]
         )
 
     def limits() -> tuple[float | None, ...]:
-        return highest_rates(server, source_at, rates, slos, least, given["policy"])
+        return highest_rates(server, source_at, rates, slos, least, options["policy"])
 
-    rows, answer = _answer(at, limits, rates, least, most, slos, bool(given["lead_s"]))
+    rows, answer = _answer(at, limits, rates, least, most, slos, bool(options["lead_s"]))
     if output is not None:
         write_atomic(output, forecast_page(server, rows, answer))
         tell(f"Written to {output}.", err=True)
@@ -181,111 +173,100 @@ def _answer(
     least: int, most: int, slos: tuple[Slo, ...], scales: bool,
 ) -> tuple[list[Forecast], str]:  # fmt: skip
     low, high = rates
-    words = ", ".join(map(str, slos))
+    levels = ", ".join(map(str, slos))
     if least < most and not scales:
         rows, best = smallest_fleet(lambda count: at(high, count), least, most)
         if best is None:
-            return rows, f"{counted(most, 'replica')} cannot meet {words}."
-        return rows, f"The smallest fleet that meets {words}: {counted(best.replicas, 'replica')}."
+            return rows, f"{counted(most, 'replica')} cannot meet {levels}."
+        return rows, f"The smallest fleet that meets {levels}: {counted(best.replicas, 'replica')}."
     if low == high:
         return [at(low, least)], ""
     steps = [low * (high / low) ** (n / (POINTS - 1)) for n in range(POINTS)]
     rows = [at(float(f"{rate:.3g}"), least) for rate in steps]
     if not slos:
         return rows, ""
-    return rows, _rate_answer(limits(), rates, words)
+    return rows, rate_sentence(limits(), rates, levels)
 
 
-def _rate_answer(limits: tuple[float | None, ...], rates: tuple[float, float], words: str) -> str:
-    """The highest rate in words, and with a fit between which rates it lies."""
-    low, high = rates
-    best, *around = limits
-    if best is None:
-        text = f"{low:g} requests per second do not meet {words}"
-    else:
-        more = " (more was not tried)" if best == high else ""
-        text = f"The highest rate that meets {words} is {best:.3g} requests per second{more}"
-    if set(around) <= {best}:
-        return f"{text}."
-    worst, quickest = (f"less than {low:g}" if one is None else f"{one:.3g}" for one in around)
-    return f"{text}; {worst} if steps take longer than the fit says, {quickest} if they are shorter."
-
-
-def _load(given: dict[str, Any]) -> tuple[Callable[[float], RequestSource], tuple[float, float]]:
-    """What is sent at a rate, and between which rates."""
-    if given["trace"]:
-        if given["rate"] or given["concurrency"]:
+def _load(options: dict[str, Any]) -> tuple[Callable[[float], RequestSource], tuple[float, float]]:
+    """A function that makes the load at a rate, and the range of rates."""
+    if options["trace"]:
+        if options["rate"] or options["concurrency"]:
             raise UsageError("a trace has its own times.", "Leave out --request-rate and --concurrency, or --trace.")
-        next(trace_requests(given["trace"]), None)
-        return lambda _: OpenLoop(trace_requests(given["trace"], given["trace_speed"])), (0.0, 0.0)
-    workload = _workload(given)
-    if given["dataset"] == "multi_turn" and given["rate"]:
+        next(trace_requests(options["trace"]), None)
+        return lambda _: OpenLoop(trace_requests(options["trace"], options["trace_speed"])), (0.0, 0.0)
+    workload = _workload(options)
+    if options["dataset"] == "multi_turn" and options["rate"]:
         raise UsageError(
             "conversations are simulated in a closed loop only.", "Give --concurrency instead of a rate."
         )
-    rates = _pair(given["rate"], "--request-rate") if given["rate"] else (0.0, 0.0)
-    closed = given["concurrency"] or (None if given["rate"] else 1)
-    shape = LoadShape(concurrency=closed, arrival=given["arrival"], burstiness=given["burstiness"])
+    rates = _pair(options["rate"], "--request-rate") if options["rate"] else (0.0, 0.0)
+    closed = options["concurrency"] or (None if options["rate"] else 1)
+    shape = LoadShape(concurrency=closed, arrival=options["arrival"], burstiness=options["burstiness"])
     return lambda rate: source_of(workload, replace(shape, rate=rate or None)), rates
 
 
-def _workload(given: dict[str, Any]) -> Workload:
+def _workload(options: dict[str, Any]) -> Workload:
     lengths = ("num_prompts", "input_len", "output_len", "range_ratio", "prefix_len", "num_prefixes", "turns")
-    return Workload(given["dataset"], **{name: given[name] for name in lengths}, seed=given["seed"])
+    return Workload(options["dataset"], **{name: options[name] for name in lengths}, seed=options["seed"])
 
 
-def _scaling(given: dict[str, Any], server: SimServer, least: int, most: int) -> ScalingModel | None:
-    """With the capacity of one replica as simulated at its limit, for requests of the given lengths."""
-    if not given["lead_s"]:
+def _scaling(options: dict[str, Any], server: SimServer, least: int, most: int) -> ScalingModel | None:
+    """Scaling with the capacity of one replica, simulated at its limit with requests of these lengths."""
+    if not options["lead_s"]:
         return None
     count = min(4000, SATURATED * server.model.seats)
-    work = Workload(num_prompts=count, input_len=given["input_len"], output_len=given["output_len"])
+    work = Workload(num_prompts=count, input_len=options["input_len"], output_len=options["output_len"])
     full = simulate_load(source_of(work, LoadShape(concurrency=server.model.seats)), server.model)
     capacity = (full.input_tokens + full.output_tokens) / full.duration_s if full.duration_s else 1.0
-    return ScalingModel(least, most, capacity, given["lead_s"])
+    return ScalingModel(least, most, capacity, options["lead_s"])
 
 
-def _server(given: dict[str, Any]) -> SimServer:
-    references = [name for text in given["measured"] for name in text.split(",") if name]
-    fixed = parse_assignments(given["assignments"])
+def _server(options: dict[str, Any]) -> SimServer:
+    references = [name for text in options["measured"] for name in text.split(",") if name]
+    fixed = parse_assignments(options["assignments"])
     if references:
         runs = load_measured(references)
         server = fitted_server(runs[0], fit_runs(runs))
-        if not fixed and not given["context"] and not given["gpus"]:
+        if not fixed and not options["context"] and not options["gpus"]:
             return server
         plan = runs[0].plan
         if plan is None or plan.inventory.kind is None:
             raise UsageError(
-                "what another plan changes can be said for GPUs only, and of runs that have a plan.",
+                "the effect of another plan is known for GPUs only, and for runs that have a plan.",
                 "Leave out --context, --set and --gpus.",
             )
-        inventory = parse_gpus(given["gpus"], given["nodes"], given["link"]) if given["gpus"] else plan.inventory
-        seats = given["concurrency"] or plan.settings.max_num_seqs
-        kept = replace(plan.goal, context=given["context"], concurrency=seats)  # so that only what is set differs
+        inventory = (
+            parse_gpus(options["gpus"], options["nodes"], options["link"]) if options["gpus"] else plan.inventory
+        )
+        seats = options["concurrency"] or plan.settings.max_num_seqs
+        kept = replace(
+            plan.goal, context=options["context"], concurrency=seats
+        )  # so that only the given settings differ
         captured = largest_graph(plan.settings, plan.inventory.kind)
-        same = {} if given["gpus"] or plan.settings.eager else {"max_graph_size": str(captured)}
+        same = {} if options["gpus"] or plan.settings.eager else {"max_graph_size": str(captured)}
         return what_if(server, plan, _fitting(make_plan(plan.model, inventory, kept, {**same, **fixed})))
-    if not given["model"] or not given["gpus"]:
+    if not options["model"] or not options["gpus"]:
         raise UsageError("no server was named.", "Give --from RUN, or --model and --gpus.")
-    facts = read_facts(given["model"], given["offline"] or hub_is_off())
-    inventory = parse_gpus(given["gpus"], given["nodes"], given["link"])
-    plan = _fitting(make_plan(facts, inventory, _goal(given), fixed, tuning_for(facts, inventory)))
-    _refuse_long(given, plan)
+    facts = read_facts(options["model"], options["offline"] or hub_is_off())
+    inventory = parse_gpus(options["gpus"], options["nodes"], options["link"])
+    plan = _fitting(make_plan(facts, inventory, _goal(options), fixed, tuning_for(facts, inventory)))
+    _refuse_long(options, plan)
     return planned_server(plan)
 
 
-def _goal(given: dict[str, Any]) -> Goal:
-    """The server is planned for the requests that it gets, as by `corral plan --prompt --output`."""
-    goal = Goal(context=given["context"], concurrency=given["concurrency"])
-    if given["trace"]:
+def _goal(options: dict[str, Any]) -> Goal:
+    """The server is planned for its requests, as by `corral plan --prompt --output`."""
+    goal = Goal(context=options["context"], concurrency=options["concurrency"])
+    if options["trace"]:
         return goal
-    work = _workload(given)
+    work = _workload(options)
     return replace(goal, prompt_tokens=work.shared_len + work.input_len, output_tokens=work.output_len)
 
 
-def _refuse_long(given: dict[str, Any], plan: Plan) -> None:
-    """A server refuses requests beyond its context; those of a trace are what they are."""
-    longest = None if given["trace"] else _workload(given).longest_tokens
+def _refuse_long(options: dict[str, Any], plan: Plan) -> None:
+    """Refuse requests beyond the context, which a server would refuse; those of a trace are not checked."""
+    longest = None if options["trace"] else _workload(options).longest_tokens
     if longest is not None and longest > plan.max_model_len:
         raise UsageError(
             f"requests of {longest:,} tokens do not fit the plan's context of {plan.max_model_len:,}.",
@@ -299,22 +280,22 @@ def _fitting(plan: Plan) -> Plan:
     return plan
 
 
-@command.command("validate", context_settings=HELP)
+@command.command("validate")
 @click.argument("runs", nargs=-1, required=True)
 @click.option(
     "--fit", "fitted", multiple=True, metavar="RUN", help="Fit to this run; several (default: the first 3)."
 )
 @click.option("--slo", metavar="SLOS", help="Compare the highest rate under it: ttft_p90=1s.")
-@click.option("--json", "as_json", is_flag=True, help="All errors as JSON on stdout.")
+@json_option("All errors as JSON on stdout.")
 def validate_command(runs: tuple[str, ...], fitted: tuple[str, ...], slo: str | None, as_json: bool) -> int:
     """Fit to some RUNS of `corral bench`, predict the others, and print the errors beside the planner's."""
     slos = _slos(slo)
-    named = [Path(name).name for name in fitted]
-    found = validate(load_measured([*runs, *(one for one in fitted if one not in runs)]), named, slos)
+    names_to_fit = [Path(name).name for name in fitted]
+    result = validate(load_measured([*runs, *(one for one in fitted if one not in runs)]), names_to_fit, slos)
     if as_json:
-        medians = {m: found.median_error(m) for m in ("e2el_mean", "ttft_p50", "tpot_p50", "throughput")}
-        print_json({"validation": found, "median_errors": medians})
+        medians = {m: result.median_error(m) for m in ("e2el_mean", "ttft_p50", "tpot_p50", "throughput")}
+        print_json({"validation": result, "median_errors": medians})
     else:
-        for line in validation_lines(found, tables.room()):
+        for line in validation_lines(result, tables.room()):
             click.echo(line)
     return 0

@@ -6,25 +6,25 @@ import click
 
 from corral.base.errors import NotFoundError
 from corral.cli.help_pages import WholeGroup
-from corral.cli.options import deployment_argument
+from corral.cli.options import deployment_argument, json_option
 from corral.deploy.deployment.start_times import duration
 from corral.deploy.lifecycle.successors import choose_folder
 from corral.deploy.slurm.cluster import NodeShape, Partition, discover, gpu_kind
 from corral.lab.report.screen import print_json, print_table
 
 
-@click.group(cls=WholeGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=WholeGroup)
 def command() -> None:
     """What a SLURM cluster has, and the batch scripts of deployments."""
 
 
 @command.command()
-@click.option("--json", "as_json", is_flag=True, help="All of it as JSON.")
+@json_option("All of it as JSON.")
 def partitions(as_json: bool) -> None:
     """Partitions: kinds of GPU, nodes, limits, what is idle now."""
-    found = discover()
+    cluster = discover()
     if as_json:
-        print_json(found)
+        print_json(cluster)
         return
     headings = [
         "PARTITION",
@@ -37,7 +37,7 @@ def partitions(as_json: bool) -> None:
         "LONGEST",
         "ACCESS",
     ]
-    rows = [_row(partition, shape) for partition in found.partitions for shape in partition.shapes]
+    rows = [_row(partition, shape) for partition in cluster.partitions for shape in partition.shapes]
     print_table(headings, rows)
 
 
@@ -59,7 +59,7 @@ def _row(partition: Partition, shape: NodeShape) -> list[str]:
 
 @command.command()
 @deployment_argument
-@click.option("--json", "as_json", is_flag=True, help="The script and where it lies as one JSON document.")
+@json_option("The script and where it lies as one JSON document.")
 def script(name: str | None, as_json: bool) -> None:
     """Print the batch script of deployment NAME as it was submitted."""
     folder = choose_folder(name)

@@ -9,7 +9,7 @@ import click
 
 from corral.base.errors import UsageError
 from corral.base.record import load_json
-from corral.cli.options import deployment_argument
+from corral.cli.options import deployment_argument, json_option
 from corral.client.endpoint import Endpoint
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.lifecycle.deployments import status
@@ -19,14 +19,14 @@ from corral.deploy.lifecycle.tunnel import close_tunnel, ensure_tunnel, hold_tun
 from corral.lab.report.screen import print_json
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @deployment_argument
 @click.option("--background", "-b", is_flag=True, help="Open it in the background and return.")
 @click.option("--close", is_flag=True, help="Close the one that is open.")
 @click.option("--through", metavar="HOST", help="The deployment belongs to Corral on HOST, a login node for example.")
 @click.option("--corral", "program", default="corral", show_default=True, help="With --through: the command there.")
 @click.option("--port", type=click.IntRange(1, 65535), help="With --through: the port here (default: a free one).")
-@click.option("--json", "as_json", is_flag=True, help="The address, and which process holds it open, as JSON.")
+@json_option("The address, and which process holds it open, as JSON.")
 def command(
     name: str | None,
     background: bool,
@@ -55,15 +55,15 @@ def command(
         return
     url = _url(folder)
     if not needs_tunnel(folder):
-        _tell(as_json, folder, None, f"{folder.name} needs no tunnel: {url or status(folder).state}", err=True)
+        _print(as_json, folder, None, f"{folder.name} needs no tunnel: {url or status(folder).state}", err=True)
     elif holder := tunnel_holder(folder):
-        _tell(as_json, folder, holder.pid, f"{url} (held open by process {holder.pid})")
+        _print(as_json, folder, holder.pid, f"{url} (held open by process {holder.pid})")
     elif background:
         ensure_tunnel(folder)
         opened = tunnel_holder(folder)
-        _tell(as_json, folder, opened.pid if opened else None, url)
+        _print(as_json, folder, opened.pid if opened else None, url)
     else:
-        _tell(as_json, folder, os.getpid(), f"{url}  (Ctrl-C closes it)", err=True)
+        _print(as_json, folder, os.getpid(), f"{url}  (Ctrl-C closes it)", err=True)
         hold_tunnel(folder, lambda text: click.echo(f"corral: {text}", err=True))
 
 
@@ -71,7 +71,7 @@ def _url(folder: DeploymentFolder) -> str:
     return load_json(Endpoint, folder.endpoint).base_url if folder.endpoint.is_file() else ""
 
 
-def _tell(as_json: bool, folder: DeploymentFolder, holder: int | None, text: str, err: bool = False) -> None:
+def _print(as_json: bool, folder: DeploymentFolder, holder: int | None, text: str, err: bool = False) -> None:
     _print_facts(folder, holder) if as_json else click.echo(text, err=err)
 
 
@@ -81,12 +81,12 @@ def _print_facts(folder: DeploymentFolder, holder: int | None) -> None:
 
 
 def _through(name: str, through: str, program: str, port: int | None, as_json: bool) -> None:
-    distant = find_distant(name, through, shlex.split(program), port)
+    remote = find_distant(name, through, shlex.split(program), port)
     if as_json:
-        facts = {"name": name, "url": distant.base_url, "through": through, "key_file": str(distant.key_file)}
+        facts = {"name": name, "url": remote.base_url, "through": through, "key_file": str(remote.key_file)}
         print_json({**facts, "held_by": os.getpid()})
     else:
-        click.echo(f"export OPENAI_BASE_URL={distant.base_url}")
-        click.echo(f'export OPENAI_API_KEY="$(cat {shlex.quote(str(distant.key_file))})"')
+        click.echo(f"export OPENAI_BASE_URL={remote.base_url}")
+        click.echo(f'export OPENAI_API_KEY="$(cat {shlex.quote(str(remote.key_file))})"')
     click.echo(f"{name} through {through}  (Ctrl-C closes it)", err=True)
-    hold_distant(distant, lambda text: click.echo(f"corral: {text}", err=True))
+    hold_distant(remote, lambda text: click.echo(f"corral: {text}", err=True))

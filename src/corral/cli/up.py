@@ -13,7 +13,17 @@ import click
 
 from corral.base.errors import CorralError, LaunchError, UsageError
 from corral.cli.help_pages import GroupedCommand
-from corral.cli.options import PREFIX, Duration, TokenCount, chosen_target, target_options
+from corral.cli.options import (
+    PREFIX,
+    Duration,
+    chosen_target,
+    context_option,
+    env_option,
+    fixed_option,
+    profile_option,
+    runtime_options,
+    target_options,
+)
 from corral.cli.up_fleet import bring_up_fleet, checked, curl_lines
 from corral.client.client import CHAT, Client
 from corral.client.endpoint import Endpoint
@@ -28,7 +38,7 @@ from corral.deploy.lifecycle.watching import wait_ready
 from corral.deploy.profile.merging import merged, with_storage
 from corral.deploy.profile.profile import Profile, load_profile
 from corral.deploy.targets.base import Queue, load_target
-from corral.engines.runtimes.base import RUNTIMES, parse_options
+from corral.engines.runtimes.base import parse_options
 from corral.lab.report.screen import PhaseScreen, explain, print_json
 from corral.plan.settings import parse_assignments
 from corral.serve.fleet.making import FleetOrder, parse_size, preview
@@ -63,17 +73,15 @@ FIRST_QUESTION = "What is the capital of France?"
     examples=EXAMPLES,
 )
 @click.argument("model", required=False)
-@click.option("--on", "on", metavar="PROFILE", envvar="CORRAL_PROFILE", help="Where to run (`corral profile list`).")
+@profile_option()
 @click.option("--name", help="Name of the deployment (default: the model's name).")
 @click.option("--served-name", help="Model name that clients say (default: the model's name).")
-@click.option("--context", type=TokenCount(), help="Longest request: 32768, or 32k (default: the plan's choice).")
+@context_option
 @click.option("--concurrency", type=click.IntRange(min=1), help="Requests at once that the plan must hold.")
 @click.option(
     "--goal", type=click.Choice(["balanced", "latency", "throughput"]), help="What comes first (default: balanced)."
 )
-@click.option(
-    "--set", "fixed", multiple=True, metavar="KEY=VALUE", help="Fix one field of the plan (see `corral plan`)."
-)
+@fixed_option()
 @click.option("--tuned", metavar="RUN", help="With the settings that `corral tune` found best in RUN (`last`).")
 @click.option("--bind", metavar="ADDRESS", help="Address to listen on (default: this machine's own, 127.0.0.1).")
 @click.option("--port", type=click.IntRange(1, 65535), help="Port (default: 8000, or a free one when it is taken).")
@@ -87,10 +95,7 @@ FIRST_QUESTION = "What is the capital of France?"
 @click.option("--patience", "node_s", type=Duration(3), metavar="TIME",
               help="Silence after which a node of several counts as lost"
                    f" (default: {Patience.node_s:g}).")  # fmt: skip
-@click.option("--runtime", type=click.Choice(list(RUNTIMES)),
-              help="How vLLM is installed where it runs (default: managed; see docs/runtimes.md).")  # fmt: skip
-@click.option("--runtime-option", "runtime_options", multiple=True, metavar="KEY=VALUE",
-              help="Option of that runtime: image=…, env=…, path=…; lists as mounts='[\"/data\"]'.")  # fmt: skip
+@runtime_options
 @click.option("--renew", is_flag=True, help="In a queue: submit a successor before the time limit, again and again.")
 @click.option("--max-jobs", type=click.IntRange(min=1), help="With --renew: jobs in all (default: without end).")
 @click.option(
@@ -101,7 +106,7 @@ FIRST_QUESTION = "What is the capital of France?"
     "--route", type=click.Choice(list(POLICIES)), help="With --replicas: who gets a request (default: prefix)."
 )
 @click.option("--attach", metavar="NAME", help="Take up an interrupted `corral up` again: wait until NAME is ready.")
-@click.option("--env", "extra_env", multiple=True, metavar="NAME=VALUE", help="Environment variable for the engine.")
+@env_option
 @click.option("--restart", "restarts", type=click.IntRange(0, 100), help="Restarts after a failure (default: 0).")
 @click.option("--stall", "stall_s", type=Duration(10), metavar="TIME",
               help="Give up on a start that does not advance for this long (default: ten times what its phase"

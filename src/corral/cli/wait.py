@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from corral.cli.options import deployment_argument
+from corral.cli.options import deployment_argument, json_option
 from corral.deploy.deployment.state import State
 from corral.deploy.lifecycle.deployments import Status, status
 from corral.deploy.lifecycle.successors import choose_folder
@@ -14,9 +14,9 @@ from corral.serve.fleet.standing import FleetStatus
 from corral.serve.fleet.waiting import chosen_fleet, wait_fleet
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @deployment_argument
-@click.option("--json", "as_json", is_flag=True, help="The final status as JSON.")
+@json_option("The final status as JSON.")
 def command(name: str | None, as_json: bool) -> None:
     """Wait until NAME is ready (exit 0) or has ended (exit 8, with the reason).
 
@@ -25,10 +25,10 @@ def command(name: str | None, as_json: bool) -> None:
     fleet = chosen_fleet(name)
     folder = None if fleet else choose_folder(name)
     ready = folder is not None and status(folder).state is State.READY  # then there is nothing to show
-    found: FleetStatus | Status
+    result: FleetStatus | Status
     with PhaseScreen(quiet=as_json or ready) as screen:
-        found = wait_fleet(fleet, screen) if fleet else wait_ready(folder or choose_folder(name), screen)
+        result = wait_fleet(fleet, screen) if fleet else wait_ready(folder or choose_folder(name), screen)
     if as_json:
-        print_json(found)
-    elif found.endpoint:
-        click.echo(found.endpoint.base_url)
+        print_json(result)
+    elif result.endpoint:
+        click.echo(result.endpoint.base_url)

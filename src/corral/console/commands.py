@@ -1,7 +1,7 @@
-"""`corral` commands that the page's buttons run: as children with a session of their own, so that they outlive it.
+"""`corral` commands that the page's buttons run: children with a session of their own, which outlive the console.
 
-The words are made by a view from checked values, never taken from the browser as they are. What a command prints goes
-into a file of `<home>/console/`, which the page shows; the newest few are kept.
+A view makes the arguments from checked values; nothing is taken from the browser as it is. What a command prints goes
+into a file of `<home>/console/`, which the page shows; the newest fifty are kept.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ KEPT = 50
 LINES = 200
 
 
-def line_of(words: Sequence[str]) -> str:
+def line_of(argv: Sequence[str]) -> str:
     """The line that does the same in a terminal."""
-    return shlex.join(["corral", *words])
+    return shlex.join(["corral", *argv])
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,14 @@ class _Child:
 
 @dataclass
 class Commands:
-    """Starts commands, and knows how those of this console do."""
+    """Starts commands, and follows those of this console."""
 
     program: Sequence[str] = (sys.executable, "-m", "corral")
     clock: Callable[[], float] = time.time
     _children: dict[str, _Child] = field(default_factory=dict)
 
     def start(self, *commands: Sequence[str]) -> RunningCommand:
-        """Run `corral WORDS` in the background; of several commands, each once the one before has succeeded."""
+        """Run commands in the background, each once the one before has succeeded."""
         folder = home_dir() / "console"
         make_private_dir(folder)
         self._forget(folder)
@@ -72,14 +72,14 @@ class Commands:
                 start_new_session=True, env={**os.environ, "NO_COLOR": "1", "COLUMNS": "120"},
             )  # fmt: skip
         self._children[id] = _Child(" && ".join(map(line_of, commands)), self.clock(), process, log)
-        return self.look(id)
+        return self.read(id)
 
     def _argv(self, commands: Sequence[Sequence[str]]) -> list[str]:
         if len(commands) == 1:
             return [*self.program, *commands[0]]
-        return ["sh", "-c", " && ".join(shlex.join([*self.program, *words]) for words in commands)]
+        return ["sh", "-c", " && ".join(shlex.join([*self.program, *argv]) for argv in commands)]
 
-    def look(self, id: str) -> RunningCommand:
+    def read(self, id: str) -> RunningCommand:
         """One command, with the last lines of what it printed."""
         child = self._children.get(id)
         if child is None:

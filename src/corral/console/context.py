@@ -1,16 +1,8 @@
-"""The last hour of a figure, by name: all that the console remembers, and it is lost with it.
+"""What every view of the console shares: its context, the form of its answers, checked numbers, the last hour of
+figures.
 
-A point every few seconds, in arrays of plain numbers: some hundred figures of an hour take a few MiB, and no more
-however long it runs.
-
-What every path of the console needs, and the one shape of its answers.
-
-A view is a module with `routes(desk)`. It reads through the packages that know (lifecycle, plan, bench, batch, …) and
-answers with JSON; what changes something it does by running a `corral` command, whose line the page shows.
-
-Numbers of a query string, checked: what a browser sends is refused with its name and its range.
-
-One reader for many listeners: it reads once a second while somebody listens, and not at all otherwise.
+A view is a module with `routes(context)`. It reads through the packages that know (lifecycle, plan, bench, batch, …)
+and answers with JSON; it changes something only by running a `corral` command, whose line the page shows.
 """
 
 from __future__ import annotations
@@ -50,7 +42,10 @@ Point = tuple[float, float | None]
 
 
 class History:
-    """Points of time and value; None is a gap."""
+    """The last hour of figures by name: a point every few seconds, None for a gap. Lost when the console ends.
+
+    Kept in arrays of plain numbers: a hundred figures of an hour take a few MiB, however long it runs.
+    """
 
     def __init__(self, step_s: float = STEP_S, most_series: int = MOST_SERIES) -> None:
         self._rings: dict[str, tuple[array[float], array[float]]] = {}
@@ -102,7 +97,7 @@ STATUS: dict[type[CorralError], int] = {
 
 @dataclass(frozen=True)
 class ConsoleContext:
-    """The console's own few things; everything else lies in the deployments' folders."""
+    """The state of the console itself; everything else is in the deployments' folders."""
 
     read_only: bool = False
     asks: bool = True  # whether the playground may ask models
@@ -153,9 +148,9 @@ def events(values: AsyncIterator[Any]) -> Response:
 MOST = 10**15  # no count, place or size on a page is larger
 
 
-def whole_number(given: Mapping[str, str], name: str, least: int = 0, most: int = MOST) -> int | None:
+def whole_number(query: Mapping[str, str], name: str, least: int = 0, most: int = MOST) -> int | None:
     """A whole number; None where it was left out, or left empty."""
-    text = given.get(name, "").strip()
+    text = query.get(name, "").strip()
     if not text:
         return None
     fits = text.isascii() and text.isdigit() and len(text) <= len(str(MOST))
@@ -165,9 +160,9 @@ def whole_number(given: Mapping[str, str], name: str, least: int = 0, most: int 
     return int(text)
 
 
-def real_number(given: Mapping[str, str], name: str) -> float | None:
+def real_number(query: Mapping[str, str], name: str) -> float | None:
     """A finite number; None where it was left out, or left empty."""
-    text = given.get(name, "").strip()
+    text = query.get(name, "").strip()
     if not text:
         return None
     try:
@@ -184,7 +179,7 @@ EVERY_S = 1.0
 
 
 class LatestValue(Generic[T]):
-    """What `read` gives, again and again, to whoever listens."""
+    """One reader for many listeners: it reads once a second while someone listens, and not at all otherwise."""
 
     def __init__(self, read: Callable[[], Awaitable[T]], every_s: float = EVERY_S) -> None:
         self._read, self._every_s = read, every_s
@@ -232,7 +227,7 @@ class LatestValue(Generic[T]):
             began = loop.time()
             try:
                 self._latest = await self._read()
-            except Exception as error:  # of the reader: its listeners are told, and ask again
+            except Exception as error:  # of the reader: raised at its listeners, which may ask again
                 self._failure = error
             for one in self._listeners:
                 one.set()

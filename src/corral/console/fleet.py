@@ -1,4 +1,4 @@
-"""The Fleet view: every deployment and how it stands; start, stop, restart; logs and events."""
+"""The Fleet view: every deployment and its status; start, stop, restart; logs and events."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from corral.base.record import load_json
 from corral.console.commands import line_of
 from corral.console.context import ConsoleContext, LatestValue, answer, body_of, events, whole_number
 from corral.console.logs import read_journal, read_log
-from corral.console.standings import Row, Standings, restart_words
-from corral.console.starting import choices, form_of, preview, up_words
+from corral.console.starting import choices, form_of, preview, up_argv
+from corral.console.statuses import DeploymentRows, Row, restart_argv
 from corral.deploy.deployment.folder import DeploymentFolder, open_folder
 from corral.deploy.deployment.state import ENDED
 from corral.deploy.lifecycle.deployments import Record, status
 from corral.serve.fleet.waiting import chosen_fleet
 
-QUIET_S = 15.0  # after which a stream without news says that it still stands
+QUIET_S = 15.0  # after which a stream without news sends an empty message
 
 
-def routes(desk: ConsoleContext) -> list[Route]:
-    return _Fleet(desk).routes()
+def routes(context: ConsoleContext) -> list[Route]:
+    return _Fleet(context).routes()
 
 
 def changes(before: dict[str, Row], now: dict[str, Row]) -> dict[str, Any] | None:
-    """What a page that knows `before` needs: rows that are new or other, and the order where it is another."""
+    """What a page that has `before` needs: rows that are new or changed, and the order where that changed."""
     rows = [row for key, row in now.items() if before.get(key) is not row]
     moved = list(before) != list(now)
     return {"rows": rows, "order": list(now) if moved else None} if rows or moved else None
 
 
 class _Fleet:
-    def __init__(self, desk: ConsoleContext) -> None:
-        self._desk = desk
-        self._feed: LatestValue[dict[str, Row]] = LatestValue(Standings().look)
+    def __init__(self, context: ConsoleContext) -> None:
+        self._context = context
+        self._feed: LatestValue[dict[str, Row]] = LatestValue(DeploymentRows().read)
 
     def routes(self) -> list[Route]:
         return [
@@ -58,26 +58,26 @@ class _Fleet:
         return events(self._news())
 
     async def _news(self) -> AsyncIterator[dict[str, Any]]:
-        """All rows first, then those that changed; and a word now and then, to find out who has left."""
+        """All rows first, then those that changed; and an empty message now and then, to find out who has left."""
         known: dict[str, Row] = {}
-        told_s = float("-inf")
+        sent_s = float("-inf")
         clock = asyncio.get_running_loop().time
         values = self._feed.values()
-        try:  # closed at once when the reader leaves, not when somebody collects it
+        try:  # closed at once when the reader leaves, not when it is garbage-collected
             async for rows in values:
                 news = changes(known, rows)
-                if news is not None or clock() - told_s > QUIET_S:
-                    told_s = clock()
-                    yield {"now_s": self._desk.clock(), "order": None, "rows": [], **(news or {})}
+                if news is not None or clock() - sent_s > QUIET_S:
+                    sent_s = clock()
+                    yield {"now_s": self._context.clock(), "order": None, "rows": [], **(news or {})}
                 known = rows
         finally:
             await values.aclose()
 
     async def logs(self, request: Request) -> Response:
-        asked = request.query_params
-        after, rank = whole_number(asked, "after"), whole_number(asked, "rank") or 0
-        folder = open_folder(asked.get("name", ""))
-        return answer(await run_in_threadpool(read_log, folder, rank, asked.get("search", "")[:200], after))
+        query = request.query_params
+        after, rank = whole_number(query, "after"), whole_number(query, "rank") or 0
+        folder = open_folder(query.get("name", ""))
+        return answer(await run_in_threadpool(read_log, folder, rank, query.get("search", "")[:200], after))
 
     async def journal(self, request: Request) -> Response:
         folder = open_folder(request.query_params.get("name", ""))
@@ -88,28 +88,28 @@ class _Fleet:
 
     async def plan(self, request: Request) -> Response:
         """What the form would start: the line at once, and the plan behind it."""
-        asked = {name: value for name, value in request.query_params.items() if value and name != "line_only"}
-        options = {name: value for name, value in asked.items() if name.startswith("-")}
-        form = form_of({**{name: asked[name] for name in asked.keys() - options.keys()}, "options": options})
-        line = line_of(up_words(form))
+        query = {name: value for name, value in request.query_params.items() if value and name != "line_only"}
+        options = {name: value for name, value in query.items() if name.startswith("-")}
+        form = form_of({**{name: query[name] for name in query.keys() - options.keys()}, "options": options})
+        line = line_of(up_argv(form))
         if "line_only" in request.query_params:
             return answer({"line": line})
         return answer({"line": line, "plan": await run_in_threadpool(preview, form)})
 
     async def start(self, request: Request) -> Response:
         form = form_of(await body_of(request))
-        return answer(self._desk.commands.start(up_words(form)), 202)
+        return answer(self._context.commands.start(up_argv(form)), 202)
 
     async def stop(self, request: Request) -> Response:
         name = await _name(request)
         if chosen_fleet(name) is None:
             open_folder(name)
-        return answer(self._desk.commands.start(["down", name]), 202)
+        return answer(self._context.commands.start(["down", name]), 202)
 
     async def restart(self, request: Request) -> Response:
         folder = open_folder(await _name(request))
-        words, living = await run_in_threadpool(_again, folder)
-        return answer(self._desk.commands.start(*([["down", folder.name]] if living else []), words), 202)
+        argv, running = await run_in_threadpool(_again, folder)
+        return answer(self._context.commands.start(*([["down", folder.name]] if running else []), argv), 202)
 
 
 async def _name(request: Request) -> str:
@@ -120,11 +120,11 @@ async def _name(request: Request) -> str:
 
 
 def _again(folder: DeploymentFolder) -> tuple[list[str], bool]:
-    """The words that start a deployment again, and whether it still lives."""
-    words = restart_words(load_json(Record, folder.record))
-    if words is None:
+    """The arguments that start a deployment again, and whether it still runs."""
+    argv = restart_argv(load_json(Record, folder.record))
+    if argv is None:
         raise ConflictError(
             f"how {folder.name!r} was started is not known as a command.",
             "Start it again as it was started, or stop it and start one from the form.",
         )
-    return words, status(folder).state not in ENDED
+    return argv, status(folder).state not in ENDED

@@ -63,19 +63,19 @@ class FactCache:
         return found[1]
 
 
-def routes(desk: ConsoleContext) -> list[BaseRoute]:
-    kept = FactCache(desk.clock)
+def routes(context: ConsoleContext) -> list[BaseRoute]:
+    facts_cache = FactCache(context.clock)
 
     async def choices(_: Request) -> Response:
-        return answer(await run_in_threadpool(plan_choices, kept))
+        return answer(await run_in_threadpool(plan_choices, facts_cache))
 
     async def plan(request: Request) -> Response:
-        given = dict(request.query_params)
-        return answer(await run_in_threadpool(lambda: plan_page(read_question(given, kept))))
+        query = dict(request.query_params)
+        return answer(await run_in_threadpool(lambda: plan_page(read_question(query, facts_cache))))
 
     async def others(request: Request) -> Response:
-        given = dict(request.query_params)
-        return answer(await run_in_threadpool(lambda: {"rows": alternatives(read_question(given, kept))}))
+        query = dict(request.query_params)
+        return answer(await run_in_threadpool(lambda: {"rows": alternatives(read_question(query, facts_cache))}))
 
     return [
         Route("/api/plan/choices", choices, methods=["GET"]),
@@ -84,9 +84,9 @@ def routes(desk: ConsoleContext) -> list[BaseRoute]:
     ]
 
 
-def plan_choices(kept: FactCache) -> dict[str, Any]:
+def plan_choices(facts_cache: FactCache) -> dict[str, Any]:
     """What the form offers."""
-    here: Inventory = kept.get("here", probe)
+    here: Inventory = facts_cache.get("here", probe)
     models = dict.fromkeys([*(model.name for model in on_disk()), *CATALOGUE])
     profiles = [one.name for one in all_profiles()]
     return {
@@ -101,16 +101,16 @@ def plan_choices(kept: FactCache) -> dict[str, Any]:
     }
 
 
-def read_question(given: Mapping[str, str], kept: FactCache) -> PlanQuestion:
+def read_question(query: Mapping[str, str], facts_cache: FactCache) -> PlanQuestion:
     """The question of the page's form; what is empty is left to the planner, or to the profile."""
-    values = _checked(given)
+    values = _checked(query)
     profile: Profile = load_profile(values["profile"])
     model = values["model"] or profile.settings.defaults.model
     if model is None:
         raise UsageError("no model was named.", "Choose one, or write a folder or a repository.")
     fixed = {name: values[name] for name in ("weights", "kv") if values[name]}
-    said = {name: values[name] for name in ("context", "concurrency", "goal") if values[name] is not None}
-    asked = asked_of_plan(profile, {**said, "fixed": fixed, "extra_args": ()})
+    goals = {name: values[name] for name in ("context", "concurrency", "goal") if values[name] is not None}
+    asked = asked_of_plan(profile, {**goals, "fixed": fixed, "extra_args": ()})
     lengths = {"prompt_tokens": values["prompt"], "output_tokens": values["output"]}
     goal = Goal(
         **asked.goal,
@@ -119,19 +119,19 @@ def read_question(given: Mapping[str, str], kept: FactCache) -> PlanQuestion:
         storage_gb_s=values["storage"],
     )
     offline = hub_is_off()
-    facts = kept.get(("model", model, offline), lambda: read_facts(model, offline))
+    facts = facts_cache.get(("model", model, offline), lambda: read_facts(model, offline))
     gpus = f"{values['count'] or 1}x{values['kind']}" if values["kind"] else None
     if gpus is None and not profile.name and (values["nodes"] or 1) == 1:
-        inventory = kept.get("here", probe)
+        inventory = facts_cache.get("here", probe)
     else:
         inventory = hardware_of_plan(profile, gpus, values["nodes"], values["link"])
     return PlanQuestion(model, facts, inventory, goal, asked, profile)
 
 
-def _checked(given: Mapping[str, str]) -> dict[str, Any]:
-    values: dict[str, Any] = {name: given.get(name, "").strip() or None for name in _TEXTS}
-    values |= {name: whole_number(given, name) for name in _WHOLE}
-    return values | {name: real_number(given, name) for name in _REAL}
+def _checked(query: Mapping[str, str]) -> dict[str, Any]:
+    values: dict[str, Any] = {name: query.get(name, "").strip() or None for name in _TEXTS}
+    values |= {name: whole_number(query, name) for name in _WHOLE}
+    return values | {name: real_number(query, name) for name in _REAL}
 
 
 def plan_page(question: PlanQuestion) -> dict[str, Any]:

@@ -1,19 +1,21 @@
-"""The Playground: models are asked, and nothing is kept.
+"""The Playground: a prompt and its settings from the page, the request made of them, and the answer as it comes.
 
-What was asked and answered is in the page alone; the page can save it to a file of the user's. The console adds the
-server's key to a request and remembers what token ids mean, no more.
-
-Tokens for the page: their true texts, learnt from the server by id and remembered while the console runs.
-
-An answer as it comes: the events of a server's stream, made small and safe for the page.
+The request is made where `corral.LLM` makes its own, so that ranges are checked alike; the curl and Python shown are
+exactly what the page sends. Keys are in neither: the shell gets them from `corral env`, Python from the deployment.
+Nothing is kept: prompts and answers are in the page alone, which can save them to a file of the user's. The console
+adds the server's key to a request, and remembers the texts of token ids.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
+import pprint
+import shlex
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -22,33 +24,132 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from corral.base.errors import CorralError, DataError
+from corral.base.errors import CorralError, DataError, UsageError
 from corral.client.client import Client
 from corral.client.endpoint import Endpoint
 from corral.client.reply import Choice, Reply, Token
-from corral.console.asking import (
-    PlayRequest,
-    as_curl,
-    as_python,
-    parameter_table,
-    prompt_request,
-    read_play,
-    stream_request,
-)
+from corral.client.sampling import PARAMETERS, STRUCTURED
 from corral.console.context import ConsoleContext, answer, body_of, events
 from corral.deploy.deployment.fleet import living_fleets
 from corral.deploy.deployment.state import State
 from corral.deploy.lifecycle.resolve import URL_VARIABLE, resolve, server_called
 from corral.deploy.lifecycle.successors import ChainMember, living_chains
 from corral.use.llm import token_bytes
-from corral.use.llm.llm import exact_view
+from corral.use.llm.llm import Prompt, exact_view, is_chat, request_for
 from corral.use.llm.token_view import Character, are_logits, characters, label
+
+MOST_ALTERNATIVES = 20  # what vLLM gives unless it was started with more
+_PAGES_OWN = ("logprobs", "prompt_logprobs")  # the page asks for them by its own switch
+_IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True}  # tokens by id: their bytes are asked apart
+
+
+@dataclass(frozen=True)
+class PlayRequest:
+    """One question; `server` is a deployment or a fleet, or empty for the address of the environment."""
+
+    server: str
+    prompt: Prompt
+    sampling: dict[str, Any] = field(default_factory=dict)
+    alternatives: int | None = 5  # to each token; None: no probabilities at all
+    model: str | None = None  # where a server has several
+
+
+def parameter_table() -> list[dict[str, Any]]:
+    """Every parameter that can be set, for a form."""
+    rows = [
+        {"name": one.name, "kind": one.kind, "help": one.help, "low": one.low, "high": one.high,
+         "range": one.range_text, "structured": False}
+        for one in PARAMETERS.values() if one.name not in _PAGES_OWN
+    ]  # fmt: skip
+    forms = {"json_schema": "json", "choice": "texts"}
+    rows += [
+        {"name": name, "kind": forms.get(name, "text"), "help": help, "low": None, "high": None, "range": "",
+         "structured": True}
+        for name, (_, help) in STRUCTURED.items()
+    ]  # fmt: skip
+    return rows
+
+
+def read_play(body: Mapping[str, Any]) -> PlayRequest:
+    """A question as the page sends it, checked."""
+    server, model, sampling = body.get("server", ""), body.get("model"), body.get("sampling", {})
+    alternatives, prompt = body.get("alternatives"), body.get("prompt")
+    if not isinstance(server, str) or not (model is None or isinstance(model, str)) or not isinstance(sampling, dict):
+        raise UsageError("the question is not as the page asks it.", "Load the page again.")
+    if alternatives is not None and (not isinstance(alternatives, int) or not 0 <= alternatives <= MOST_ALTERNATIVES):
+        raise UsageError(f"alternatives cannot be {alternatives!r}.", f"Give 0 to {MOST_ALTERNATIVES}, or none.")
+    if not prompt or not isinstance(prompt, str | list):
+        raise UsageError("there is nothing to ask.", "Write a prompt.")
+    if isinstance(prompt, list) and isinstance(prompt[0], dict):
+        prompt = [_message(one) for one in prompt]
+    kept = {name: value for name, value in sampling.items() if name not in _PAGES_OWN and value is not None}
+    return PlayRequest(server, prompt, kept, alternatives, model or None)
+
+
+def _message(message: Any) -> dict[str, str]:
+    role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise UsageError("a message has no role or no text.", "Each needs both.")
+    return {"role": role, "content": content}
+
+
+def stream_request(question: PlayRequest) -> tuple[str, dict[str, Any]]:
+    """The path and the body of a streamed answer."""
+    path, body = request_for(question.prompt, {**question.sampling, "logprobs": question.alternatives})
+    extra = _IDS if question.alternatives is not None else {}
+    return path, {**body, "stream": True, "stream_options": {"include_usage": True}, **extra}
+
+
+def prompt_request(question: PlayRequest) -> tuple[str, dict[str, Any]]:
+    """The path and the body that give the probabilities of the prompt's own tokens; the answer is one token."""
+    path, body = request_for(question.prompt, {"prompt_logprobs": question.alternatives or 0, "max_tokens": 1})
+    return path, {**body, **_IDS}
+
+
+def as_curl(question: PlayRequest, model: str) -> str:
+    """The request for a shell."""
+    path, body = stream_request(question)
+    begin = f'eval "$(corral env {shlex.quote(question.server)})"\n' if question.server else ""
+    sent = json.dumps({"model": model, **body}, ensure_ascii=False, indent=2)
+    return (
+        f'{begin}curl -sSN "$OPENAI_BASE_URL{path.removeprefix("/v1")}" \\\n'
+        '  -H "Authorization: Bearer $OPENAI_API_KEY" -H "Content-Type: application/json" \\\n'
+        f"  -d {shlex.quote(sent)}\n"
+    )
+
+
+def as_python(question: PlayRequest) -> str:
+    """The same with Corral's own client."""
+    settings = {**question.sampling, **({} if question.alternatives is None else {"logprobs": question.alternatives})}
+    known = {name: value for name, value in settings.items() if name in PARAMETERS or name in STRUCTURED}
+    more = settings.get("extra")
+    lines = [
+        f"    {name}={_literal(value)}," for name, value in {**known, **({"extra": more} if more else {})}.items()
+    ]
+    name = "messages" if is_chat(question.prompt) else "prompt"
+    where = [_literal(question.server)] if question.server else []
+    where += [f"model={_literal(question.model)}"] if question.model else []
+    call = f"llm.stream({name})" if not lines else "\n".join(["llm.stream(", f"    {name},", *lines, ")"])
+    return (
+        f"import corral\n\n{name} = {_literal(question.prompt)}\n"
+        f"with corral.connect({', '.join(where)}) as llm:\n"
+        + _indented(f'for piece in {call}:\n    print(piece.text, end="", flush=True)\n')
+    )
+
+
+def _indented(text: str) -> str:
+    return "".join(f"    {line}\n" for line in text.splitlines())
+
+
+def _literal(value: Any) -> str:
+    return pprint.pformat(value, width=90, sort_dicts=False)
+
 
 MOST_SERVERS, MOST_TOKENS = 8, 300_000  # a vocabulary has some 150,000
 
 
-class Spellings:
-    """What ids mean, by server and model; what is unknown is asked once."""
+class TokenTexts:
+    """Texts of token ids by server and model; an unknown one is asked for once."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, str], dict[int, bytes | None]] = {}
@@ -71,7 +172,7 @@ class Spellings:
         return self._known.setdefault(key, {})
 
 
-def shown(tokens: Sequence[Token]) -> dict[str, Any]:
+def token_spans(tokens: Sequence[Token]) -> dict[str, Any]:
     """Tokens as stretches of whole characters, each with the tokens that make it and their alternatives."""
     return {"spans": [_span(one) for one in characters(tokens)], "logits": are_logits(tokens)}
 
@@ -88,15 +189,17 @@ def _token(token: Token, top: bool = False) -> dict[str, Any]:
 _NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
-async def answer_events(client: Client, asked: PlayRequest, spellings: Spellings) -> AsyncIterator[dict[str, Any]]:
+async def answer_events(
+    client: Client, question: PlayRequest, texts_by_id: TokenTexts
+) -> AsyncIterator[dict[str, Any]]:
     """`prompt` (its ids), `piece` for each event, `end`, and `spans` (exact tokens); leaving it ends the request."""
-    path, body = stream_request(asked)
+    path, body = stream_request(question)
     inbox: asyncio.Queue[bytes | None] = asyncio.Queue()
     task = asyncio.ensure_future(client.request(path, body, on_event=lambda data, _: inbox.put_nowait(data)))
     task.add_done_callback(lambda _: inbox.put_nowait(None))
     try:
         while (data := await inbox.get()) is not None:
-            for piece in pieces_of(data, asked.alternatives):
+            for piece in pieces_of(data, question.alternatives):
                 yield piece
         reply = await task
     finally:
@@ -105,12 +208,12 @@ async def answer_events(client: Client, asked: PlayRequest, spellings: Spellings
     yield _end(reply)
     for choice in reply.choices:
         if choice.tokens:
-            exact = await spellings.exact(client, choice.tokens, (choice.text,))
-            yield {"kind": "spans", "index": choice.index, **shown(exact)}
+            exact = await texts_by_id.exact(client, choice.tokens, (choice.text,))
+            yield {"kind": "spans", "index": choice.index, **token_spans(exact)}
 
 
 def pieces_of(data: bytes, alternatives: int | None) -> Iterator[dict[str, Any]]:
-    """What one event of the stream says; one that is no event says nothing (the reply tells of it)."""
+    """The parts of one event of the stream; a broken event has none (the reply reports it)."""
     try:
         event = msgspec.json.decode(data)
     except _NOT_JSON:
@@ -120,11 +223,11 @@ def pieces_of(data: bytes, alternatives: int | None) -> Iterator[dict[str, Any]]
         if ids := event.get("prompt_token_ids") or choice.get("prompt_token_ids"):
             yield {"kind": "prompt", "ids": ids}
         delta = choice.get("delta") or {}
-        text, thought = delta.get("content") or choice.get("text") or "", delta.get("reasoning") or ""
+        text, reasoning = delta.get("content") or choice.get("text") or "", delta.get("reasoning") or ""
         tokens = _tokens(choice, alternatives)
-        if text or thought or tokens or choice.get("finish_reason"):
+        if text or reasoning or tokens or choice.get("finish_reason"):
             index = choice.get("index") or 0
-            yield {"kind": "piece", "index": index, "text": text, "reasoning": thought, "tokens": tokens}
+            yield {"kind": "piece", "index": index, "text": text, "reasoning": reasoning, "tokens": tokens}
 
 
 def _tokens(choice: Mapping[str, Any], alternatives: int | None) -> tuple[Token, ...]:
@@ -152,16 +255,16 @@ def _end(reply: Reply) -> dict[str, Any]:
     }
 
 
-async def heat_map(client: Client, asked: PlayRequest) -> dict[str, Any]:
-    """The prompt's own tokens with their probabilities, and what the model makes of it as a whole."""
-    path, body = prompt_request(asked)
+async def heat_map(client: Client, question: PlayRequest) -> dict[str, Any]:
+    """The prompt's own tokens with their probabilities, and its perplexity."""
+    path, body = prompt_request(question)
     reply = await client.request(path, body)
-    text = asked.prompt if isinstance(asked.prompt, str) else ""
+    text = question.prompt if isinstance(question.prompt, str) else ""
     view = await exact_view(client, reply, text)
     known = [token.logprob for token in view.prompt_tokens if token.logprob is not None]
     total = math.fsum(known)
     return {
-        **shown(view.prompt_tokens),
+        **token_spans(view.prompt_tokens),
         "tokens": len(view.prompt_tokens),
         "logprob": total,
         "perplexity": math.exp(-total / len(known)) if known and total <= 0 else None,
@@ -173,34 +276,34 @@ TELLING = ("/api/play/texts",)  # posted, so that a prompt stands in no address;
 
 
 def routes(_: ConsoleContext) -> list[BaseRoute]:
-    spellings = Spellings()
+    texts_by_id = TokenTexts()
 
     async def choices(_: Request) -> Response:
         found = await run_in_threadpool(servers)
         return answer({"servers": found, "parameters": parameter_table()})
 
     async def ask(request: Request) -> Response:
-        asked = read_play(await body_of(request))
-        stream_request(asked)  # refused before anything is streamed
-        endpoint = await run_in_threadpool(_endpoint, asked)
-        return events(_told(endpoint, asked, spellings))
+        question = read_play(await body_of(request))
+        stream_request(question)  # refused before anything is streamed
+        endpoint = await run_in_threadpool(_endpoint, question)
+        return events(_events_of(endpoint, question, texts_by_id))
 
     async def prompt(request: Request) -> Response:
-        asked = read_play(await body_of(request))
-        async with Client(await run_in_threadpool(_endpoint, asked)) as client:
-            return answer(await heat_map(client, asked))
+        question = read_play(await body_of(request))
+        async with Client(await run_in_threadpool(_endpoint, question)) as client:
+            return answer(await heat_map(client, question))
 
     async def spell(request: Request) -> Response:
         body = await body_of(request)
-        asked = read_play({**body, "prompt": body.get("text") or " "})
-        async with Client(await run_in_threadpool(_endpoint, asked)) as client:
-            exact = await spellings.exact(client, _given_tokens(body), (str(asked.prompt),))
-            return answer(shown(exact))
+        question = read_play({**body, "prompt": body.get("text") or " "})
+        async with Client(await run_in_threadpool(_endpoint, question)) as client:
+            exact = await texts_by_id.exact(client, _given_tokens(body), (str(question.prompt),))
+            return answer(token_spans(exact))
 
     async def texts(request: Request) -> Response:
-        asked = read_play(await body_of(request))
-        model = await run_in_threadpool(_model_of, asked)
-        return answer({"curl": as_curl(asked, model), "python": as_python(asked)})
+        question = read_play(await body_of(request))
+        model = await run_in_threadpool(_model_of, question)
+        return answer({"curl": as_curl(question, model), "python": as_python(question)})
 
     return [
         Route("/api/play/choices", choices, methods=["GET"]),
@@ -210,7 +313,7 @@ def routes(_: ConsoleContext) -> list[BaseRoute]:
 
 
 def servers() -> list[dict[str, Any]]:
-    """Whom one can ask: the environment's server, fleets, and deployments that have not ended."""
+    """The servers to choose from: the environment's, fleets, and deployments that have not ended."""
     found: list[dict[str, Any]] = []
     if url := os.environ.get(URL_VARIABLE):
         found.append({"name": "", "label": url, "model": "", "ready": True, "state": "from the environment"})
@@ -231,22 +334,24 @@ def _offered(name: str, chain: Sequence[ChainMember]) -> dict[str, Any]:
     return {"name": name, "label": name, "model": model, "ready": bool(serving), "state": newest.state}
 
 
-def _endpoint(asked: PlayRequest) -> Endpoint:
-    return resolve(asked.server or None, model=asked.model)
+def _endpoint(question: PlayRequest) -> Endpoint:
+    return resolve(question.server or None, model=question.model)
 
 
-def _model_of(asked: PlayRequest) -> str:
+def _model_of(question: PlayRequest) -> str:
     try:
-        return asked.model or _endpoint(asked).model
+        return question.model or _endpoint(question).model
     except CorralError:
-        return "MODEL"  # it is away: the text is still of use
+        return "MODEL"  # the server is away: the text is still of use
 
 
-async def _told(endpoint: Endpoint, asked: PlayRequest, spellings: Spellings) -> AsyncIterator[dict[str, Any]]:
-    """The answer's events; an error is the last of them, in its own words."""
+async def _events_of(
+    endpoint: Endpoint, question: PlayRequest, texts_by_id: TokenTexts
+) -> AsyncIterator[dict[str, Any]]:
+    """The answer's events; an error is the last of them."""
     try:
         async with Client(endpoint) as client:
-            async for event in answer_events(client, asked, spellings):
+            async for event in answer_events(client, question, texts_by_id):
                 yield event
     except CorralError as error:
         yield {"kind": "error", "message": error.message, "remedy": error.remedy, "code": error.exit_code}

@@ -17,28 +17,28 @@ from corral.console.context import ConsoleContext, answer, whole_number
 from corral.lab.bench import store
 from corral.lab.bench.compare import ListedRun, all_runs, compared
 from corral.lab.bench.metrics import RequestRow, latencies_s, percentile
-from corral.lab.report.text import headline, timeline
+from corral.lab.bench.spec import METRICS
+from corral.lab.report.bench import headline, timeline
 from corral.use.batch.inspect import inspect
 from corral.use.batch.results import failure_groups, rows_of
 from corral.use.batch.spec import known_outputs
 
-METRICS = ("ttft", "tpot", "itl", "e2el")
 _CUTS = (*range(0, 100, 2), 99, 100)  # percentiles of a drawn distribution
 _MOST_ROWS = 200
 
 
 def routes(_: ConsoleContext) -> list[BaseRoute]:
     def path(name: str, work: Callable[[Mapping[str, str]], Any]) -> Route:
-        async def asked(request: Request) -> Response:
+        async def handle(request: Request) -> Response:
             return answer(await run_in_threadpool(work, dict(request.query_params)))
 
-        return Route(f"/api/runs{name}", asked, methods=["GET"])
+        return Route(f"/api/runs{name}", handle, methods=["GET"])
 
     return [
         path("", lambda _: {"runs": run_list(), "batches": batch_list()}),
-        path("/run", lambda given: run_page(given.get("name", ""))),
-        path("/compare", lambda given: comparison(given.get("a", ""), given.get("b", ""))),
-        path("/batch", lambda given: batch_page(given.get("output", ""))),
+        path("/run", lambda query: run_page(query.get("name", ""))),
+        path("/compare", lambda query: comparison(query.get("a", ""), query.get("b", ""))),
+        path("/batch", lambda query: batch_page(query.get("output", ""))),
         path("/rows", batch_rows),
     ]
 
@@ -63,9 +63,9 @@ def _folder(name: str) -> Path:
 def run_page(name: str) -> dict[str, Any]:
     """A run with its curves, or a series with a line for each of its runs."""
     folder = _folder(name)
-    if (folder / "series.json").is_file():
-        series = store.load_series(folder)
-        points = [_figures(f"{name}/{part}", store.load_run(folder / part)) for part in series.runs]
+    if store.is_series(folder):
+        series, runs = store.load_series(folder), store.load_runs(folder)
+        points = [_figures(f"{name}/{part}", run) for part, run in zip(series.runs, runs, strict=True)]
         return {"kind": series.kind, "name": name, "findings": series.findings, "points": points}
     run = store.load_run(folder)
     rows = store.load_rows(folder)
@@ -131,8 +131,8 @@ def comparison(a: str, b: str) -> dict[str, Any]:
     """Two runs side by side: what changed, and whether that is more than noise."""
     found = compared(_folder(a), _folder(b))
     invalid = [name for name, bad in zip((a, b), found.invalid, strict=True) if bad]
-    told = {"figures": found.rows, "differs": found.differs, "repeats": found.repeats}
-    return {"a": a, "b": b, **told, "invalid": invalid}
+    compared_figures = {"figures": found.rows, "differs": found.differs, "repeats": found.repeats}
+    return {"a": a, "b": b, **compared_figures, "invalid": invalid}
 
 
 # Batches
@@ -143,14 +143,14 @@ def batch_list() -> list[dict[str, Any]]:
     found = []
     for output in known_outputs()[:100]:
         try:
-            found.append(_standing(str(output)))
+            found.append(_batch_status(str(output)))
         except (CorralError, OSError) as error:
             words = str(error)
             found.append({"output": str(output), "shown": _shown(output), "state": "unreadable", "reason": words})
     return found
 
 
-def _standing(output: str) -> dict[str, Any]:
+def _batch_status(output: str) -> dict[str, Any]:
     s = inspect(output)
     return {
         "output": s.output, "shown": _shown(Path(s.output)),
@@ -173,12 +173,12 @@ def _known(output: str) -> str:
 
 def batch_page(output: str) -> dict[str, Any]:
     """How a batch stands, and what its rows failed of."""
-    return {**_standing(_known(output)), "failures": failure_groups(output)}
+    return {**_batch_status(_known(output)), "failures": failure_groups(output)}
 
 
-def batch_rows(given: Mapping[str, str]) -> dict[str, Any]:
+def batch_rows(query: Mapping[str, str]) -> dict[str, Any]:
     """A page of its rows: those answered, or those that failed of one cause."""
-    at, count = whole_number(given, "at") or 0, whole_number(given, "count", 1, _MOST_ROWS) or 50
-    failed = given.get("failed") == "1"
-    found = rows_of(_known(given.get("output", "")), failed, at, count, given.get("code", ""), given.get("like", ""))
+    at, count = whole_number(query, "at") or 0, whole_number(query, "count", 1, _MOST_ROWS) or 50
+    failed = query.get("failed") == "1"
+    found = rows_of(_known(query.get("output", "")), failed, at, count, query.get("code", ""), query.get("like", ""))
     return {"rows": found, "at": at}

@@ -1,4 +1,4 @@
-"""The form that starts a deployment: its fields to the words of `corral up`, and the plan that they make."""
+"""The form that starts a deployment: its fields as arguments of `corral up`, and the plan that they make."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LONGEST_FIELD = 2000
 
 @dataclass(frozen=True)
 class StartForm:
-    """What was filled in; empty means: Corral chooses."""
+    """The fields of the form; Corral chooses where one is empty."""
 
     model: str = ""
     name: str = ""
@@ -39,14 +39,14 @@ class StartForm:
 FIELDS = tuple(one.name for one in fields(StartForm) if one.name != "options")
 
 
-def form_of(given: Mapping[str, Any]) -> StartForm:
+def form_of(values: Mapping[str, Any]) -> StartForm:
     """The form from a request: known fields, text, one line each."""
-    options = given.get("options", {})
-    if unknown := given.keys() - {*FIELDS, "options"}:
+    options = values.get("options", {})
+    if unknown := values.keys() - {*FIELDS, "options"}:
         raise UsageError(f"the form has no field {sorted(unknown)[0]!r}.", f"Known: {', '.join(FIELDS)}.")
     if not isinstance(options, dict):
         raise UsageError("the target's options are not an object.", "Give them by their flags.")
-    form = StartForm(**{name: _text(name, given.get(name, "")) for name in FIELDS},
+    form = StartForm(**{name: _text(name, values.get(name, "")) for name in FIELDS},
                      options={str(flag): _text(str(flag), value) for flag, value in options.items()})  # fmt: skip
     _check(form)
     return form
@@ -82,8 +82,8 @@ def _flags(target: str) -> list[Flag]:
     return [flag for flag in target_class(target).FLAGS if flag.option] if target else []
 
 
-def up_words(form: StartForm) -> list[str]:
-    """What `corral` is told."""
+def up_argv(form: StartForm) -> list[str]:
+    """The arguments of `corral` for a form."""
     pairs = [("--name", form.name), ("--on", form.on), ("--context", form.context),
              ("--concurrency", form.concurrency), ("--goal", form.goal), ("--replicas", form.replicas)]  # fmt: skip
     pairs += [(flag.name, form.options.get(flag.name, "")) for flag in _flags(form.target)]

@@ -1,10 +1,10 @@
-"""Two runs side by side: differences with 95% confidence intervals, and a word when they are noise.
+"""Two runs side by side: differences with 95% confidence intervals, marked where they are noise.
 
 With repeats (two or more runs on each side) the interval is Welch's, over runs: it covers what changes from run to
 run. With single runs it covers only the chance inside a run: order statistics for percentiles, the standard error for
-means, one-second blocks for throughput; requests of a run are not independent, so it is the narrower one.
+means, one-second blocks for throughput; requests of a run are not independent, so it is too narrow.
 
-Saved runs as a list, and two of them as the sides of a comparison.
+Also here: the list of saved runs.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from corral.base.errors import UsageError
 from corral.base.wording import counted
 from corral.lab.bench.fingerprint import differences
 from corral.lab.bench.gate import needed
-from corral.lab.bench.metrics import RequestRow, Summary, gaps_s, percentile
-from corral.lab.bench.store import Run, load_rows, load_run, load_series, runs_dir
+from corral.lab.bench.metrics import RequestRow, Summary, latencies_s, percentile
+from corral.lab.bench.spec import METRICS
+from corral.lab.bench.store import Run, is_series, load_rows, load_run, load_runs, load_series, runs_dir
 
 # two-sided 95% quantiles of Student's t, by degrees of freedom
 _T = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
       2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)  # fmt: skip
-_LATENCIES = ("ttft", "tpot", "itl", "e2el")
 
 
 @dataclass(frozen=True)
 class Side:
-    """One side: a run, or repeats of it."""
+    """One side of a comparison: a run, or repeats of it."""
 
     summaries: tuple[Summary, ...]
     rows: tuple[tuple[RequestRow, ...], ...]
@@ -54,7 +54,7 @@ class MetricDifference:
 
     @property
     def noise(self) -> bool:
-        """Whether no change at all would explain what was seen."""
+        """Whether the difference may be chance."""
         return self.low <= 0 <= self.high
 
     @property
@@ -66,26 +66,26 @@ class MetricDifference:
 
 def compare(a: Side, b: Side) -> list[MetricDifference]:
     """The figures that matter, throughput first."""
-    found = []
+    results = []
     for name, unit, of in (
         ("request_throughput", "req/s", lambda s: s.request_throughput),
         ("output_throughput", "tok/s", lambda s: s.output_throughput),
     ):
-        found.append(_difference(name, unit, a, b, of, _throughput_error(of), True))
-    for metric in _LATENCIES:
+        results.append(_difference(name, unit, a, b, of, _throughput_error(of), True))
+    for metric in METRICS:
         least = min(summary.of(metric).count for side in (a, b) for summary in side.summaries)
         for name, p in (("median", 50.0), ("p90", 90.0), ("p99", 99.0)):
-            if least >= needed(p):  # else it is one accident against another
-                found.append(
+            if least >= needed(p):  # otherwise the percentile rests on single requests
+                results.append(
                     _difference(f"{name}_{metric}_ms", "ms", a, b, _cut(metric, p), _rank_error(metric, p), False)
                 )
-    return [d for d in found if d.a and d.b]
+    return [d for d in results if d.a and d.b]
 
 
 def _cut(metric: str, p: float) -> Callable[[Summary], float]:
     def of(summary: Summary) -> float:
-        found = summary.of(metric)
-        return found.median if p == 50.0 else dict(found.percentiles).get(p, 0.0)
+        results = summary.of(metric)
+        return results.median if p == 50.0 else dict(results.percentiles).get(p, 0.0)
 
     return of
 
@@ -126,24 +126,15 @@ def _welch(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def t_quantile(freedom: float) -> float:
-    """Student's t that a share of 0.95 lies within, either way."""
+    """The two-sided 95% quantile of Student's t."""
     return _T[min(max(int(freedom), 1), len(_T)) - 1] if freedom <= len(_T) else 1.96
-
-
-def _values(metric: str, rows: Sequence[RequestRow]) -> list[float]:
-    good = [row for row in rows if row.ok and row.chunk_ns]
-    if metric == "itl":
-        return sorted(gap for row in good for gap in gaps_s(row))
-    if metric == "tpot":
-        return sorted(t for row in good if (t := row.tpot_s) is not None)
-    return sorted(row.ttft_s if metric == "ttft" else row.e2el_s for row in good)
 
 
 def _rank_error(metric: str, p: float) -> Callable[[Summary, Sequence[RequestRow]], float]:
     """Standard error in ms of a percentile, from the order statistics one standard error of the rank away."""
 
     def error(_: Summary, rows: Sequence[RequestRow]) -> float:
-        ordered = _values(metric, rows)
+        ordered = sorted(latencies_s(rows)[metric])
         if len(ordered) < 2:
             return 0.0
         share = p / 100
@@ -196,10 +187,9 @@ def _listed(folder: Path) -> ListedRun | None:
     if (folder / "run.json").is_file():
         one = load_run(folder)
         return ListedRun(folder.name, one.spec.load.label, one.verdict, one.summary.output_throughput, one.created_s)
-    if not (folder / "series.json").is_file():
+    if not is_series(folder):
         return None
-    many = load_series(folder)
-    runs = [load_run(folder / name) for name in many.runs]
+    many, runs = load_series(folder), load_runs(folder)
     worst = next((word for word in ("invalid", "caution", "valid") if word in {run.verdict for run in runs}), "")
     fastest = max((run.summary.output_throughput for run in runs), default=0.0)
     return ListedRun(folder.name, f"{many.kind}, {counted(len(runs), 'run')}", worst, fastest, many.created_s)
@@ -207,11 +197,11 @@ def _listed(folder: Path) -> ListedRun | None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two runs, or repeats of them: what changed, whether that is more than noise, and what else differed."""
+    """Two runs, or repeats of them: what changed, whether that is noise, and what else differed."""
 
     figures: tuple[MetricDifference, ...]
     differs: tuple[tuple[str, str, str], ...]  # name, the one's value, the other's
-    repeats: bool  # both were repeated
+    repeats: bool  # both sides have repeats
     invalid: tuple[bool, bool]
 
     @property
@@ -224,7 +214,7 @@ def compared(one: Path, other: Path) -> Comparison:
     (a, first), (b, second) = _side(one), _side(other)
     return Comparison(
         tuple(compare(a, b)),
-        (*differences(first.fingerprint, second.fingerprint), *_asked_differently(first, second)),
+        (*differences(first.fingerprint, second.fingerprint), *_spec_differences(first, second)),
         all(len(side.summaries) > 1 for side in (a, b)),
         (first.verdict == "invalid", second.verdict == "invalid"),
     )
@@ -232,7 +222,8 @@ def compared(one: Path, other: Path) -> Comparison:
 
 def _side(folder: Path) -> tuple[Side, Run]:
     """A run, or repeats of one, with the first of them."""
-    if (folder / "series.json").is_file():
+    parts = [folder]
+    if is_series(folder):
         series = load_series(folder)
         if series.kind != "repeat":
             raise UsageError(
@@ -240,17 +231,15 @@ def _side(folder: Path) -> tuple[Side, Run]:
                 f"Compare its points: {folder.name}/{series.runs[0]}.",
             )
         parts = [folder / name for name in series.runs]
-    else:
-        parts = [folder]
-    runs = [load_run(part) for part in parts]
+    runs = load_runs(folder)
     rows = tuple(tuple(load_rows(part)) for part in parts)
     return Side(tuple(r.summary for r in runs), rows), runs[0]
 
 
-def _asked_differently(a: Run, b: Run) -> list[tuple[str, str, str]]:
-    """What was asked of the two servers that differs: name, the one's value, the other's."""
-    found = []
+def _spec_differences(a: Run, b: Run) -> list[tuple[str, str, str]]:
+    """Differences of workload and load: name, the one's value, the other's."""
+    results = []
     for part in ("workload", "load"):
         one, other = vars(getattr(a.spec, part)), vars(getattr(b.spec, part))
-        found += [(f"{part}.{k}", str(one[k]), str(other[k])) for k in one if one[k] != other[k] and k != "seed"]
-    return found
+        results += [(f"{part}.{k}", str(one[k]), str(other[k])) for k in one if one[k] != other[k] and k != "seed"]
+    return results

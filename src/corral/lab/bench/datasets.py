@@ -2,14 +2,12 @@
 
 A new dataset is one function and one row of `LOADERS`. Files are read whole before anything is sent, and a line that
 cannot be used is named by its number. Formats are those of `vllm bench serve`: ShareGPT JSON, custom JSONL with
-`prompt` and `output_tokens`; further the rows of `corral batch` (JSONL), and traces (`corral.client.trace`).
+`prompt` and `output_tokens`; also the rows of `corral batch` (JSONL), and traces (`corral.client.trace`).
 
-Words of which the server's own tokenizer makes exactly one token each: prompts of exact length, as plain text.
-
-The tokenizers of this field split text at spaces first, so a text of n such words has n tokens (and the fixed few
-that the server adds). Each candidate is checked against `/tokenize`, and so is one whole prompt. Where the tokenizer
-is of another kind, prompts are lists of token ids it has shown us; where there is no `/tokenize`, they are words, and
-`exact` says so.
+Random prompts have an exact number of tokens. Most tokenizers split text at spaces first, so a text of n words that
+are one token each has n tokens (and the fixed few that the server adds). Each word is checked with `/tokenize`, and
+so is one whole prompt. For other tokenizers prompts are lists of token ids that it has returned; where there is no
+`/tokenize`, they are words, and `exact` is False.
 """
 
 from __future__ import annotations
@@ -54,10 +52,10 @@ _ANCHOR = "the"
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What random prompts are made of."""
+    """The words or token ids that random prompts are made of."""
 
     words: tuple[str, ...]
-    added: int = 0  # tokens the server puts around a text
+    added: int = 0  # tokens that the server adds to a text
     ids: tuple[int, ...] = ()  # used instead of words when not empty
     exact: bool = True
     note: str = ""
@@ -107,7 +105,7 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One request to make; with `turns`, the user's later words in the same conversation."""
+    """One request to send; `turns` are the user's later messages in the same conversation."""
 
     content: str | list[int] | list[dict[str, Any]]  # text, token ids, or chat messages
     input_tokens: int | None
@@ -186,15 +184,15 @@ def _prefix_repetition(workload: Workload, words: Vocabulary) -> list[Prompt]:
 
 
 def _multi_turn(workload: Workload, words: Vocabulary) -> list[Prompt]:
-    """Conversations; `num_prompts` counts them, each with `turns` requests that carry all that was said before."""
+    """Conversations; `num_prompts` counts them, each with `turns` requests that carry all earlier messages."""
     dice = _dice(workload)
     plain = Vocabulary(words.words, words.added)
 
-    def said() -> str:
+    def message() -> str:
         return str(plain.draw(workload.input_len + words.added, dice))
 
     return [
-        Prompt(said(), None, workload.output_len, turns=tuple(said() for _ in range(workload.turns - 1)))
+        Prompt(message(), None, workload.output_len, turns=tuple(message() for _ in range(workload.turns - 1)))
         for _ in range(workload.num_prompts)
     ]
 

@@ -1,4 +1,4 @@
-"""What was measured on what: engine, flags, model, hardware, Corral; enough to say why two runs differ.
+"""The circumstances of a run: engine, flags, model, hardware, Corral; enough to explain why two runs differ.
 
 Keys, paths of key files and prompts are in no fingerprint.
 """
@@ -59,8 +59,8 @@ def find_folder(client: Client) -> DeploymentFolder | None:
     return None
 
 
-async def take(client: Client, folder: DeploymentFolder | None, plan: Plan | None) -> Fingerprint:
-    """Ask the server, the deployment's folder and this machine."""
+async def read_fingerprint(client: Client, folder: DeploymentFolder | None, plan: Plan | None) -> Fingerprint:
+    """Read the circumstances from the server, the deployment's folder and this machine."""
     server = {"address": client.endpoint.root, "model": client.endpoint.model}
     cache: dict[str, str] = {}
     try:
@@ -98,15 +98,15 @@ def _flags(folder: DeploymentFolder) -> tuple[str, ...]:
 
 
 def _hardware(plan: Plan | None) -> dict[str, str]:
-    found = {"cpu": _cpu_model(), "cores": str(os.cpu_count() or 0), "kernel": platform.release()}
+    facts = {"cpu": _cpu_model(), "cores": str(os.cpu_count() or 0), "kernel": platform.release()}
     if plan is not None:
-        found |= {"planned_for": plan.inventory.label, "parallel": str(plan.parallel)}
+        facts |= {"planned_for": plan.inventory.label, "parallel": str(plan.parallel)}
         if plan.inventory.driver:
-            found["driver"] = plan.inventory.driver
-    seen = gpu_facts()
-    if seen is not None:
-        found |= {"gpu": f"{seen.count} × {seen.name}", "driver": seen.driver}
-    return found
+            facts["driver"] = plan.inventory.driver
+    gpus = gpu_facts()
+    if gpus is not None:
+        facts |= {"gpu": f"{gpus.count} × {gpus.name}", "driver": gpus.driver}
+    return facts
 
 
 def _cpu_model() -> str:
@@ -120,24 +120,24 @@ def _cpu_model() -> str:
 
 
 def _generator() -> dict[str, str]:
-    found = {"corral": corral.__version__, "python": platform.python_version(), "host": platform.node()}
+    facts = {"corral": corral.__version__, "python": platform.python_version(), "host": platform.node()}
     for name in ("msgspec", "uvloop"):
         try:
-            found[name] = importlib.metadata.version(name)
+            facts[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "none"
-    return found
+            facts[name] = "none"
+    return facts
 
 
 def differences(a: Fingerprint, b: Fingerprint) -> list[tuple[str, str, str]]:
     """What differs: name, the one's value, the other's."""
-    found = []
+    facts = []
     for group in ("server", "cache", "hardware", "generator"):
         one, other = getattr(a, group), getattr(b, group)
         for key in sorted({*one, *other}):
             if one.get(key) != other.get(key) and key not in ("address", "num_cpu_blocks_in_use"):
-                found.append((f"{group}.{key}", one.get(key, "-"), other.get(key, "-")))
+                facts.append((f"{group}.{key}", one.get(key, "-"), other.get(key, "-")))
     mine, theirs = set(a.flags), set(b.flags)
     if mine != theirs:
-        found.append(("flags", " ".join(sorted(mine - theirs)) or "-", " ".join(sorted(theirs - mine)) or "-"))
-    return found
+        facts.append(("flags", " ".join(sorted(mine - theirs)) or "-", " ".join(sorted(theirs - mine)) or "-"))
+    return facts

@@ -1,18 +1,18 @@
-"""The validity gate: every reason not to believe a run, named. A run is valid, to be read with caution, or invalid.
+"""The validity gate: every reason not to trust a run, named. A run is valid, to be read with caution, or invalid.
 
 | problem | when | verdict |
 |---|---|---|
-| zero_tokens | no answer brought a token | invalid |
+| zero_tokens | no answer has a token | invalid |
 | stopped | the run ended before all was sent (server gone, key refused, Ctrl-C) | invalid |
 | failures | more failed than allowed (1%) | invalid |
 | generator_lag | P99 of the generator's own lateness over 5 ms, and over 5% of the median TTFT | invalid |
-| output_lengths | over 1% of the answers are not as long as asked, though `ignore_eos` was set | invalid |
-| input_lengths | prompts were counted by the server as other lengths than asked | caution |
-| words | no tokenizer could be asked: prompt lengths are not as asked | caution |
+| output_lengths | over 1% of the answers have another length than asked, though `ignore_eos` was set | invalid |
+| input_lengths | the server counts other prompt lengths than asked | caution |
+| words | the server has no tokenizer to ask: prompt lengths are not as asked | caution |
 | prefix_cache | over 5% of prompt tokens came from the prefix cache, and none should have | invalid |
 | few_samples | fewer than 5 requests lie beyond a percentile that was asked for | caution |
 | warm_up | the first requests took over twice as long as the later ones | caution |
-| other_traffic | the server worked for somebody else during the run | invalid |
+| other_traffic | the server answered other clients during the run | invalid |
 | preemptions | the KV cache was full and requests started over | caution |
 """
 
@@ -49,7 +49,7 @@ def verdict(problems: Sequence[Problem]) -> str:
 
 
 def needed(p: float) -> int:
-    """Samples without which a percentile is one accident."""
+    """The samples that a percentile needs, so that it does not rest on single requests."""
     return math.ceil(_BEYOND / (1 - p / 100) - 1e-6)
 
 
@@ -63,7 +63,7 @@ def judge(
 ) -> tuple[Problem, ...]:
     """All problems of a run, gravest first."""
     found = [
-        *_whole(spec, summary, stopped),
+        *_complete(spec, summary, stopped),
         *_generator(summary),
         *_lengths(spec, rows, exact),
         *_server(spec, rows, summary, server),
@@ -72,27 +72,27 @@ def judge(
     return tuple(sorted(found, key=lambda problem: problem.severity != "invalid"))
 
 
-def _whole(spec: Spec, summary: Summary, stopped: str) -> list[Problem]:
+def _complete(spec: Spec, summary: Summary, stopped: str) -> list[Problem]:
     found = []
     if stopped:
         found.append(Problem("stopped", "invalid", stopped))
     if not summary.output_tokens:
-        found.append(Problem("zero_tokens", "invalid", "no answer brought a token: nothing was measured"))
-    asked = summary.completed + summary.failed
-    if asked and summary.failed / asked > spec.failures_allowed:
+        found.append(Problem("zero_tokens", "invalid", "no answer has a token: nothing was measured"))
+    sent = summary.completed + summary.failed
+    if sent and summary.failed / sent > spec.failures_allowed:
         kinds = ", ".join(f"{count} × {kind}" for kind, count in summary.errors.items())
-        text = f"{summary.failed} of {asked} requests failed ({kinds}); {spec.failures_allowed:.0%} are allowed"
+        text = f"{summary.failed} of {sent} requests failed ({kinds}); {spec.failures_allowed:.0%} are allowed"
         found.append(Problem("failures", "invalid", text))
     return found
 
 
 def _generator(summary: Summary) -> list[Problem]:
-    beyond = dict(summary.lag.percentiles).get(99.0, max((v for _, v in summary.lag.percentiles), default=0.0))
+    late_ms = dict(summary.lag.percentiles).get(99.0, max((v for _, v in summary.lag.percentiles), default=0.0))
     allowed = max(LAG_MS, _LAG_SHARE * summary.ttft.median)
-    if beyond <= allowed:
+    if late_ms <= allowed:
         return []
     text = (
-        f"the load generator itself was late: P99 {beyond:.1f} ms, allowed {allowed:.1f} ms; use a less busy machine"
+        f"the load generator itself was late: P99 {late_ms:.1f} ms, allowed {allowed:.1f} ms; use a less busy machine"
     )
     return [Problem("generator_lag", "invalid", text)]
 

@@ -20,11 +20,11 @@ from corral.plan.load_speed import speed_at
 from corral.plan.settings import LARGER, largest_graph
 from corral.plan.speed import Efficiency
 
-NEAR = 0.65  # of what a cause allows: a run that is slower has another
+NEAR = 0.65  # of the rate that a cause allows; a slower run has another cause
 
 
 class LimitCause(enum.StrEnum):
-    """What a run was limited by."""
+    """What limited a run."""
 
     KV_CACHE = "kv cache"
     SEATS = "seats"
@@ -40,7 +40,7 @@ class LimitCause(enum.StrEnum):
 
 @dataclass(frozen=True)
 class _Verdict:
-    """A cause in words, and what would likely help."""
+    """A cause as text, and what would likely help."""
 
     cause: LimitCause
     why: str
@@ -65,19 +65,19 @@ class Limit:
     @property
     def sentence(self) -> str:
         prefill = f"; prefill at {self.prefill_share:.0%} of FLOPs" if self.prefill_share is not None else ""
-        found = (
+        text = (
             f"decode at {self.decode_share:.0%} of memory bandwidth{prefill}; "
             f"arithmetic at {self.compute_share:.0%} over the run; limited by {self.limited_by}"
         )
         shares = (self.decode_share, self.compute_share, self.prefill_share or 0.0)
         if max(shares) > 1:
-            found += " (over 100%: the rates assumed for this machine are too low)"
-        return found
+            text += " (over 100%: the rates assumed for this machine are too low)"
+        return text
 
 
 @dataclass(frozen=True)
 class TokenCost:
-    """What tokens cost at the measured rate."""
+    """The cost of tokens at the measured rate."""
 
     gpus: int
     gpu_hours_per_million_output: float
@@ -119,12 +119,12 @@ def _rates(plan: Plan) -> _Rates | None:
 def distance(
     plan: Plan, summary: Summary, server: ServerDelta | None, api_servers: int | None = None
 ) -> Limit | None:
-    """How far from the limit; None when nothing is known of the hardware or nothing was measured.
+    """The distance from the limit; None when the speed of the hardware is unknown or nothing was measured.
 
     `api_servers` are the processes that stream, None where it is not known: then one for each replica is assumed.
     """
     rates = _rates(plan)
-    step_ms = summary.itl.median or summary.tpot.mean  # no gaps between pieces that were read together
+    step_ms = summary.itl.median or summary.tpot.mean  # pieces that were read together have no gaps
     if rates is None or not summary.output_tokens or not step_ms:
         return None
     parallel = plan.parallel
@@ -145,10 +145,10 @@ def distance(
     endless = replace(Efficiency(), frontend_tokens_s=math.inf)
     reachable, unbound = roof(plan, *load, front.processes), roof(plan, *load, rates=endless)
     bound = front.binds(summary.output_throughput, reachable, unbound)
-    found = _reason(plan, summary, server, decode, compute, front if bound else None,
+    verdict = _reason(plan, summary, server, decode, compute, front if bound else None,
                     _launches(plan, summary.output_throughput, front, *load))  # fmt: skip
-    said = (found.why, found.advice, rates.basis, found.cause, found.advised)
-    return Limit(decode, prefill, compute, reachable, *said)
+    reason = (verdict.why, verdict.advice, rates.basis, verdict.cause, verdict.advised)
+    return Limit(decode, prefill, compute, reachable, *reason)
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class FrontEnd:
     """The API server processes of all replicas."""
 
     processes: int
-    told: bool  # by the deployment's flags
+    known: bool  # from the deployment's flags
 
     @classmethod
     def of(cls, plan: Plan, api_servers: int | None) -> FrontEnd:
@@ -169,7 +169,7 @@ class FrontEnd:
     def binds(self, measured: float, reachable: float | None, unbound: float | None) -> bool:
         """Whether these processes are the limit: the roofline says so, and the measured rate is near theirs.
 
-        An H200 at 64 requests at once streams 8,304 tokens a second and has no more to give; at 256 it would.
+        An H200 streams 8,304 tokens a second at 64 requests at once, its own limit; at 256 it could do more.
         """
         if not reachable or not unbound:
             return False
@@ -179,11 +179,11 @@ class FrontEnd:
     def verdict(self) -> _Verdict:
         rate = f"{Efficiency().frontend_tokens_s:,.0f} tokens a second"
         wanted = max(4, 2 * self.processes)
-        more = f" (`--set api_servers={wanted}`)" if self.told else ""
+        more = f" (`--set api_servers={wanted}`)" if self.known else ""
         return _Verdict(
             LimitCause.FRONT_END,
             f"the {self.processes} API server processes: each streams some {rate}"
-            if self.told and self.processes > 1
+            if self.known and self.processes > 1
             else f"the API server: one process streams some {rate}",
             f"more API server processes{more} or replicas; `corral batch` does not stream",
             {"api_servers": str(wanted)},
@@ -231,8 +231,7 @@ def _launches(
 ) -> _Verdict | None:
     """Steps with more sequences than the largest CUDA graph, where the roofline has a tenth more with larger ones.
 
-    A run that is quicker than launches allow has other graphs than the plan says; one that is far slower waits for
-    something else.
+    A run that is faster than launches allow has other graphs than planned; one that is far slower has another cause.
     """
     gpu, running = plan.inventory.kind, concurrency / plan.parallel.data
     if gpu is None or not (captured := largest_graph(plan.settings, gpu)) < running <= LARGER:
@@ -246,7 +245,7 @@ def _launches(
 
 
 def _outside(plan: Plan, summary: Summary, waiting: bool) -> _Verdict:
-    """What holds back a run that uses up nothing."""
+    """The cause where a run uses up no part of the hardware."""
     settings, cause = plan.settings, LimitCause
     if summary.mean_concurrency < 0.5 * settings.max_num_seqs and not waiting:
         if settings.eager:

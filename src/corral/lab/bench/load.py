@@ -1,16 +1,13 @@
-"""The load generator: sends when it is time, keeps what came back, and measures its own lateness.
+"""The load generator: sends requests at their times, records the answers, and measures its own lateness.
 
 Bodies are encoded before the start, send times computed ahead, and nothing is decoded or written while the load runs
-beyond what the client does for each answer. A heartbeat of its own (every 5 ms) tells how late this process reacts:
-that lateness is in every time stamp it takes, so the gate judges it.
+beyond what the client does for each answer. A heartbeat (every 5 ms) measures how late this process reacts: that
+lateness is part of every time stamp, so the gate judges it. Send times come from a seed, before the first request. As
+in `vllm bench serve`, gaps are gamma-distributed (shape `burstiness`; 1 is a Poisson process, large is even), and the
+whole is scaled so that n requests take n / rate seconds: two seeds then offer the same load.
 
-It stops early when going on would measure nothing: the key is refused, the model is unknown, or the server is gone
-(20 failures to connect in a row). What was measured until then is kept.
-
-Send times, computed before the first request from a seed: nanoseconds after the start.
-
-As in `vllm bench serve`, gaps are gamma-distributed (shape `burstiness`; 1 is a Poisson process, large is even), and
-the whole is scaled so that n requests take n / rate seconds: two seeds then offer the same load.
+The generator stops early when going on would measure nothing: the key is refused, the model is unknown, or the server
+is gone (20 failures to connect in a row). What was measured until then is kept.
 """
 
 from __future__ import annotations
@@ -48,7 +45,7 @@ _HOPELESS = (KeyRefusedError, StrangerError, UnknownModelError, UnknownPathError
 
 @dataclass
 class RequestOutcome:
-    """What a load gave."""
+    """The rows of a load, and how it ended."""
 
     rows: list[RequestRow]
     duration_s: float
@@ -91,7 +88,7 @@ class _Generator:
         gc.freeze()
         gc.disable()
         try:
-            self._start = _now() + 2_000_000  # open loop: time to get there
+            self._start = _now() + 2_000_000  # open loop: time until the first send
             self._until = self._start + int(self._load.seconds * 1e9) if self._load.seconds else 0
             self._beat_due = self._start
             beat.set(self._beat_due)
@@ -129,7 +126,7 @@ class _Generator:
                 self._held.append(due)
                 self._next += 1
                 continue
-            self._send(self._next, due if self._load.open else _now())  # all at once: each as soon as it can be
+            self._send(self._next, due if self._load.open else _now())  # all at once: each as soon as possible
             self._next += 1
         self._settle()
 
@@ -137,7 +134,7 @@ class _Generator:
         return self._stop is not None or self._interrupted or bool(self._until and _now() > self._until)
 
     def _send_next(self, free_ns: int) -> None:
-        """Closed loop: a place became free at `free_ns`."""
+        """Closed loop: another request may be sent from `free_ns` on."""
         if self._next < len(self._prompts) and not self._closed():
             self._next += 1
             self._send(self._next - 1, free_ns)
@@ -149,9 +146,9 @@ class _Generator:
             else body_of(self._prompts[n], self._workload, self._client.endpoint.model, n, history)
         )
         self._under_way += 1
-        asked = _now()
+        given_ns = _now()
         future = self._client.send(self._paths[n], body)
-        future.add_done_callback(lambda f: self._arrived(f, n, turn, intended_ns, asked, history))
+        future.add_done_callback(lambda f: self._arrived(f, n, turn, intended_ns, given_ns, history))
 
     # Receiving
 
@@ -161,7 +158,7 @@ class _Generator:
         n: int,
         turn: int,
         intended: int,
-        asked: int,
+        given_ns: int,
         history: list[dict[str, Any]] | None,
     ) -> None:
         self._under_way -= 1
@@ -169,16 +166,16 @@ class _Generator:
         if error is None:
             reply = future.result()
             timing, free = reply.timing, reply.timing.done_ns
-            self._raw.append((n, turn, intended, asked, timing.sent_ns, free, timing.chunk_ns, reply.usage,
+            self._raw.append((n, turn, intended, given_ns, timing.sent_ns, free, timing.chunk_ns, reply.usage,
                               reply.choices[0].finish_reason, None))  # fmt: skip
             self._gone = 0
             if turn < len(self._prompts[n].turns) and not self._closed():
-                self._say_more(n, turn, reply, history)
+                self._send_next_turn(n, turn, reply, history)
                 return
         else:
             free = _now()
-            self._raw.append((n, turn, intended, asked, 0, free, (), None, "", error))
-            self._take_failure(error)
+            self._raw.append((n, turn, intended, given_ns, 0, free, (), None, "", error))
+            self._count_failure(error)
         self._done += 1
         if self._progress is not None:
             self._progress(self._done)
@@ -189,13 +186,17 @@ class _Generator:
             self._send_next(free)
         self._settle()
 
-    def _say_more(self, n: int, turn: int, reply: Reply, history: list[dict[str, Any]] | None) -> None:
+    def _send_next_turn(self, n: int, turn: int, reply: Reply, history: list[dict[str, Any]] | None) -> None:
         prompt = self._prompts[n]
-        said = history or [{"role": "user", "content": prompt.content}]
-        said = [*said, {"role": "assistant", "content": reply.text}, {"role": "user", "content": prompt.turns[turn]}]
-        self._send(n, reply.timing.done_ns, turn + 1, said)
+        messages = history or [{"role": "user", "content": prompt.content}]
+        messages = [
+            *messages,
+            {"role": "assistant", "content": reply.text},
+            {"role": "user", "content": prompt.turns[turn]},
+        ]
+        self._send(n, reply.timing.done_ns, turn + 1, messages)
 
-    def _take_failure(self, error: BaseException) -> None:
+    def _count_failure(self, error: BaseException) -> None:
         if not isinstance(error, RequestError):
             self._finished.set_exception(error) if not self._finished.done() else None
             return
@@ -217,7 +218,7 @@ class _Generator:
             self._settle()
 
     def _row(
-        self, n: int, turn: int, intended: int, asked: int, sent: int, done: int, chunks: Any, usage: Any,
+        self, n: int, turn: int, intended: int, given_ns: int, sent: int, done: int, chunks: Any, usage: Any,
         finish: str, error: RequestError | None,
     ) -> RequestRow:  # fmt: skip
         start, prompt = self._start, self._prompts[n]
@@ -225,8 +226,8 @@ class _Generator:
         return RequestRow(
             n=n,
             intended_ns=intended - start,
-            asked_ns=asked - start,
-            sent_ns=(sent or asked) - start,
+            asked_ns=given_ns - start,
+            sent_ns=(sent or given_ns) - start,
             done_ns=done - start,
             chunk_ns=times,
             input_tokens=usage.prompt_tokens if usage else 0,
@@ -249,7 +250,7 @@ async def drive(
     times_ns: Sequence[int],
     on_progress: Callable[[int], None] | None = None,
 ) -> RequestOutcome:
-    """Send `prompts` at their times (open loop) or as places become free (closed loop); wait for every answer."""
+    """Send `prompts` at their times (open loop) or as others are answered (closed loop); wait for every answer."""
     return await _Generator(client, prompts, workload, load, times_ns, on_progress).run()
 
 

@@ -1,4 +1,4 @@
-"""One measurement from spec to saved run: ask the server, warm up, load, summarise, judge, keep."""
+"""One measurement from spec to saved run: read the server, warm up, load, summarise, judge, save."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from corral.client.errors import KeyRefusedError, ServerGoneError, StrangerError
 from corral.deploy.lifecycle.deployments import plan_of
 from corral.lab.bench import store
 from corral.lab.bench.datasets import Vocabulary, learn_vocabulary, load_prompts
-from corral.lab.bench.fingerprint import Fingerprint, find_folder, take
+from corral.lab.bench.fingerprint import Fingerprint, find_folder, read_fingerprint
 from corral.lab.bench.gate import judge, verdict
 from corral.lab.bench.limit import cost_of, distance
 from corral.lab.bench.load import RequestOutcome, drive, send_times
@@ -55,7 +55,7 @@ class Bench:
         self._client = Client(endpoint, connections=CONNECTIONS)
         self._watch_client = Client(endpoint, connections=2)
         self._plan, self._price, self._gpus, self._detailed = plan, price, gpus, detailed
-        self._tell = on_progress or (lambda *_: None)
+        self._on_progress = on_progress or (lambda *_: None)
         self._vocabulary: Vocabulary | None = None
         self._fingerprint: Fingerprint | None = None
 
@@ -66,7 +66,7 @@ class Bench:
             raise UnreachableError(error.message, "Check the address; `corral ps` lists deployments.") from error
         folder = find_folder(self._client)
         self._plan = self._plan or (plan_of(folder) if folder else None)
-        self._fingerprint = await take(self._client, folder, self._plan)
+        self._fingerprint = await read_fingerprint(self._client, folder, self._plan)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -83,36 +83,41 @@ class Bench:
         if self._client.limits.stall_s != spec.stall_s:
             await self._client.close()
             self._client = Client(self._client.endpoint, connections=CONNECTIONS, stall_s=spec.stall_s)
-        words = await self._words(spec.workload)
-        prompts = load_prompts(spec.workload, words)
+        vocabulary = await self._learn_vocabulary(spec.workload)
+        prompts = load_prompts(spec.workload, vocabulary)
         times = send_times(spec.load, len(prompts), spec.workload.seed, [p.at_s for p in prompts])
-        await self._warm_up(spec, words)
+        await self._warm_up(spec, vocabulary)
         watcher = MetricsWatcher(self._watch_client)
         await watcher.start()
         total = len(prompts)
         outcome = await drive(
-            self._client, prompts, spec.workload, spec.load, times, lambda n: self._tell(spec.load.label, n, total)
+            self._client,
+            prompts,
+            spec.workload,
+            spec.load,
+            times,
+            lambda n: self._on_progress(spec.load.label, n, total),
         )
         if not outcome.interrupted:
             await watcher.stop(settled=sum(row.ok for row in outcome.rows))
-        finished = self._finish(spec, outcome, watcher.samples, words, folder)
+        finished = self._finish(spec, outcome, watcher.samples, vocabulary, folder)
         self._raise(outcome, finished, total)
         return finished
 
-    async def _words(self, workload: Workload) -> Vocabulary | None:
+    async def _learn_vocabulary(self, workload: Workload) -> Vocabulary | None:
         if not workload.synthetic:
             return None
         if self._vocabulary is None:
             self._vocabulary = await learn_vocabulary(self._client)
         return self._vocabulary
 
-    async def _warm_up(self, spec: Spec, words: Vocabulary | None) -> None:
+    async def _warm_up(self, spec: Spec, vocabulary: Vocabulary | None) -> None:
         if not spec.warmup:
             return
         work = spec.workload
         warm = replace(work, dataset="random", file=None, num_prompts=spec.warmup, seed=work.seed ^ _WARM)
-        self._tell("warm-up", 0, spec.warmup)
-        prompts = load_prompts(warm, words)
+        self._on_progress("warm-up", 0, spec.warmup)
+        prompts = load_prompts(warm, vocabulary)
         concurrency = min(spec.warmup, spec.load.concurrency or spec.warmup)
         outcome = await drive(self._client, prompts, warm, LoadShape(concurrency=concurrency), [0] * len(prompts))
         if outcome.interrupted:
@@ -128,7 +133,7 @@ class Bench:
         spec: Spec,
         outcome: RequestOutcome,
         samples: list[ServerSample],
-        words: Vocabulary | None,
+        vocabulary: Vocabulary | None,
         folder: Path,
     ) -> Finished:
         assert self._fingerprint is not None
@@ -139,7 +144,7 @@ class Bench:
         )
         server = delta(samples)
         stopped = _why_stopped(outcome)
-        problems = judge(spec, outcome.rows, summary, server, stopped, words.exact if words else True)
+        problems = judge(spec, outcome.rows, summary, server, stopped, vocabulary.exact if vocabulary else True)
         plan = self._plan
         gpus = self._gpus or ((plan.gpus or 0) if plan else 0)
         run = store.Run(
@@ -150,7 +155,7 @@ class Bench:
             summary=summary,
             verdict=verdict(problems),
             problems=problems,
-            notes=(words.note,) if words and words.note else (),
+            notes=(vocabulary.note,) if vocabulary and vocabulary.note else (),
             server=server,
             limit=distance(plan, summary, server, self._fingerprint.api_servers) if plan else None,
             cost=cost_of(summary, gpus, self._price),
@@ -167,12 +172,12 @@ class Bench:
         if error is None:
             return
         done = finished.run.summary.completed
-        kept = f"What was measured is in {finished.folder}."
+        where = f"What was measured is in {finished.folder}."
         text = f"{error.message} {done} of {total} requests had been answered."
         kind: type[CorralError] = UnreachableError if isinstance(error, ServerGoneError) else UsageError
         if isinstance(error, KeyRefusedError | StrangerError):
             kind = AccessError
-        raise kind(text, f"{error.remedy} {kept}", folder=str(finished.folder))
+        raise kind(text, f"{error.remedy} {where}", folder=str(finished.folder))
 
 
 def _why_stopped(outcome: RequestOutcome) -> str:

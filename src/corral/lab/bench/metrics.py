@@ -1,14 +1,10 @@
-"""Rows -> figures, defined as in `vllm bench serve` (docs/bench.md has the definitions), under the same JSON keys.
+"""Rows of requests, and the figures made of them, defined as in `vllm bench serve` (docs/bench.md) with its JSON
+keys.
 
-Percentiles interpolate linearly between the neighbouring values; the standard deviation is that of the population.
-Only complete answers are counted in latencies; failures are counted apart.
-
-The raw row of one request: everything a summary is made of, one JSON line each.
-
-Times are nanoseconds after the start of the run on the monotonic clock. `chunk_ns` has one entry per streamed chunk
-that carried a token. A failed request has `error` (its kind) and no tokens; it is never averaged in.
-
-A straight line through points: how steep it is, and how sure that is.
+A row is everything that a summary is made of, one JSON line each. Its times are nanoseconds after the start of the
+run on the monotonic clock; `chunk_ns` has one entry per streamed chunk with a token. A failed request has `error`
+(its kind) and no tokens. Percentiles interpolate linearly between neighbouring values; the standard deviation is that
+of the population. Latencies are those of complete answers only; failures are counted apart.
 """
 
 from __future__ import annotations
@@ -28,11 +24,11 @@ from corral.lab.bench.spec import METRICS, Slo
 
 
 class RequestRow(msgspec.Struct, gc=False, omit_defaults=True):
-    """One request as it went."""
+    """One request with its times."""
 
     n: int
     intended_ns: int  # when it was due
-    asked_ns: int  # when it was given to the client: where latencies start, as in `vllm bench serve`
+    asked_ns: int  # when the client got it: latencies start here, as in `vllm bench serve`
     sent_ns: int  # when its bytes were written
     done_ns: int
     chunk_ns: list[int] = []
@@ -52,7 +48,7 @@ class RequestRow(msgspec.Struct, gc=False, omit_defaults=True):
 
     @property
     def lag_s(self) -> float:
-        """How much later than intended the request left: the generator's own fault."""
+        """How much later than intended the request was sent: the lateness of the generator."""
         return (self.sent_ns - self.intended_ns) / 1e9
 
     @property
@@ -101,7 +97,7 @@ def read_rows(path: Path) -> list[RequestRow]:
 
 @dataclass(frozen=True)
 class Spread:
-    """How one metric is distributed, in milliseconds."""
+    """The distribution of one metric, in milliseconds."""
 
     count: int = 0
     mean: float = 0.0
@@ -139,12 +135,12 @@ class Summary:
         return self.input_tokens / self.duration_s if self.duration_s else 0.0
 
     def of(self, metric: str) -> Spread:
-        found: Spread = getattr(self, metric)
-        return found
+        spread_of_metric: Spread = getattr(self, metric)
+        return spread_of_metric
 
 
 def percentile(ordered: Sequence[float], p: float) -> float:
-    """Of sorted values, as numpy's default method gives it."""
+    """A percentile of sorted values, by numpy's default method."""
     if not ordered:
         return 0.0
     at = (len(ordered) - 1) * p / 100
@@ -220,10 +216,10 @@ def summarise(
     )
 
 
-def _is_good(row: RequestRow, promises: Sequence[Slo]) -> bool:
-    for promise in promises:
-        value = {"ttft": row.ttft_s, "tpot": row.tpot_s or 0.0, "e2el": row.e2el_s}[promise.metric]
-        if value * 1000 > promise.limit_ms:
+def _is_good(row: RequestRow, slos: Sequence[Slo]) -> bool:
+    for slo in slos:
+        value = {"ttft": row.ttft_s, "tpot": row.tpot_s or 0.0, "e2el": row.e2el_s}[slo.metric]
+        if value * 1000 > slo.limit_ms:
             return False
     return True
 
@@ -242,17 +238,17 @@ def _peaks(good: Sequence[RequestRow]) -> tuple[float, int]:
 
 
 def statistic(summary: Summary, slo: Slo) -> float:
-    """The value in ms that a promise is about."""
-    found = summary.of(slo.metric)
-    if not found.count:
+    """The value in ms that a service level limits."""
+    spread_of_metric = summary.of(slo.metric)
+    if not spread_of_metric.count:
         why = f"no answer had the two tokens that {slo.metric} needs" if summary.completed else "nothing was answered"
         raise UsageError(f"{slo} cannot be judged: {why}.", "Raise --output-len, or limit ttft or e2el.")
     if slo.statistic in ("mean", "median"):
-        return float(getattr(found, slo.statistic))
-    return dict(found.percentiles)[slo.percentile]
+        return float(getattr(spread_of_metric, slo.statistic))
+    return dict(spread_of_metric.percentiles)[slo.percentile]
 
 
-def _word(p: float) -> str:
+def _percentile_name(p: float) -> str:
     return str(int(p)) if int(p) == p else str(p)
 
 
@@ -273,24 +269,24 @@ def vllm_keys(summary: Summary) -> dict[str, Any]:
         "max_concurrent_requests": s.max_concurrent_requests,
     }
     for metric in METRICS:
-        found = s.of(metric)
-        body |= {f"{kind}_{metric}_ms": getattr(found, kind) for kind in ("mean", "median", "std")}
-        body |= {f"p{_word(p)}_{metric}_ms": value for p, value in found.percentiles}
+        spread_of_metric = s.of(metric)
+        body |= {f"{kind}_{metric}_ms": getattr(spread_of_metric, kind) for kind in ("mean", "median", "std")}
+        body |= {f"p{_percentile_name(p)}_{metric}_ms": value for p, value in spread_of_metric.percentiles}
     body |= {"input_throughput": s.input_throughput, "mean_concurrency": s.mean_concurrency}
     body |= {"errors_by_kind": s.errors, "median_lag_ms": s.lag.median}
-    body |= {f"p{_word(p)}_lag_ms": value for p, value in s.lag.percentiles}
+    body |= {f"p{_percentile_name(p)}_lag_ms": value for p, value in s.lag.percentiles}
     return body
 
 
 def details(rows: Sequence[RequestRow]) -> dict[str, Any]:
     """The per-request lists of `vllm bench serve --save-detailed` (texts are not kept)."""
-    whole = [row.ok and bool(row.chunk_ns) for row in rows]
+    complete = [row.ok and bool(row.chunk_ns) for row in rows]
     return {
         "input_lens": [row.input_tokens or row.asked_input or 0 for row in rows],
         "output_lens": [row.output_tokens for row in rows],
-        "ttfts": [row.ttft_s if ok else 0.0 for row, ok in zip(rows, whole, strict=True)],
+        "ttfts": [row.ttft_s if ok else 0.0 for row, ok in zip(rows, complete, strict=True)],
         "itls": [gaps_s(row) for row in rows],
-        "latencies": [row.e2el_s if ok else 0.0 for row, ok in zip(rows, whole, strict=True)],
+        "latencies": [row.e2el_s if ok else 0.0 for row, ok in zip(rows, complete, strict=True)],
         "start_times": [row.asked_ns / 1e9 for row in rows],
         "queue_times": [max(0.0, row.lag_s) for row in rows],
         "errors": [row.message for row in rows],
@@ -298,7 +294,7 @@ def details(rows: Sequence[RequestRow]) -> dict[str, Any]:
 
 
 def slope_of(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """The slope by least squares, and its standard error; both 0 where nothing can be said."""
+    """The slope of a line by least squares, and its standard error; both 0 where there are too few points."""
     n = len(points)
     if n < 3:
         return 0.0, 0.0

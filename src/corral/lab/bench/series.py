@@ -1,13 +1,11 @@
 """Several measurements that belong together: repeats, sweeps, the quick profile, and the search for a limit.
 
-The highest load that still meets its service levels, in few probes.
-
-A saturating probe (closed loop, many at once) tells the most the server can finish; the answer lies below. From there
-the search narrows geometrically: each probe offers a rate in the open loop, and passes when every promise holds and
-the server keeps up: when first-token times do not grow with time (a queue that grows breaks any promise sooner or
+The search finds the highest load that still meets its service levels, in few probes. A saturating probe (closed loop,
+many at once) measures the most that the server can finish; the answer lies below. From there the search narrows
+geometrically: each probe offers a rate in the open loop, and passes when every service level is met and the server
+keeps up, so that first-token times do not grow with time (a queue that grows breaks any service level sooner or
 later, however short the probe). It ends when the bracket is narrower than the tolerance, or after `most` probes.
-
-`Searching` is pure: it says what to offer next and takes whether it passed; the world is the caller's.
+`Searching` is pure: it returns the next load and receives whether it passed.
 """
 
 from __future__ import annotations
@@ -89,7 +87,7 @@ class Searching:
 
 
 def probe_requests(slos: Sequence[Slo], rate: float, seconds: float, most: int = 5000) -> int:
-    """Requests of one probe: long enough in time, and enough for the highest percentile promised."""
+    """Requests of one probe: long enough in time, and enough for the highest percentile among the service levels."""
     from corral.lab.bench.gate import needed
 
     least = max((needed(slo.percentile) for slo in slos), default=50)
@@ -106,7 +104,7 @@ def backlog_slope(rows: Sequence[RequestRow]) -> float:
 
 
 def passes(slos: Sequence[Slo], summary: Summary, rows: Sequence[RequestRow], open_loop: bool) -> tuple[bool, str]:
-    """Whether a probe met every promise, and the first that it broke."""
+    """Whether a probe met every service level, and the first that it missed."""
     if summary.failed:
         return False, f"{summary.failed} requests failed"
     for slo in slos:
@@ -118,7 +116,7 @@ def passes(slos: Sequence[Slo], summary: Summary, rows: Sequence[RequestRow], op
     return True, ""
 
 
-_SPOILING = ("generator_lag", "zero_tokens", "other_traffic")
+_DISTURBANCES = ("generator_lag", "zero_tokens", "other_traffic")
 _TRIES = 3
 OnRun = Callable[[Finished], None]
 
@@ -127,44 +125,44 @@ async def measure_series(
     bench: Bench, kind: str, specs: Sequence[Spec], folder: Path, on_run: OnRun | None = None
 ) -> list[Finished]:
     """Measure each spec into a subfolder; the list is saved after each, so that an interrupted series is readable."""
-    book = _Book(kind, folder)
+    series = _SeriesFolder(kind, folder)
     done = []
     for spec in specs:
-        finished = await book.measure(bench, spec)
+        finished = await series.measure(bench, spec)
         done.append(finished)
         if on_run is not None:
             on_run(finished)
     return done
 
 
-class _Book:
-    """Keeps series.json in step with the runs that were made."""
+class _SeriesFolder:
+    """Keeps series.json up to date with the runs that were made."""
 
     def __init__(self, kind: str, folder: Path) -> None:
-        self._series = store.Series(store.VERSION, kind, time.time())
+        self._saved = store.Series(store.VERSION, kind, time.time())
         self.folder = folder
 
     async def measure(self, bench: Bench, spec: Spec) -> Finished:
-        name = f"p{len(self._series.runs) + 1:02d}"
+        name = f"p{len(self._saved.runs) + 1:02d}"
         folder = self.folder / name
         folder.mkdir(mode=0o700)
         try:
             return await bench.run(spec, folder)
         finally:
             if (folder / "run.json").is_file():
-                self._series = replace(self._series, runs=(*self._series.runs, name))
+                self._saved = replace(self._saved, runs=(*self._saved.runs, name))
                 self.save()
             else:
                 folder.rmdir()
 
     def save(self, **findings: Any) -> store.Series:
-        self._series = replace(self._series, findings={**self._series.findings, **findings})
-        store.save_series(self.folder, self._series)
-        return self._series
+        self._saved = replace(self._saved, findings={**self._saved.findings, **findings})
+        store.save_series(self.folder, self._saved)
+        return self._saved
 
 
 def reseeded(spec: Spec, number: int) -> Spec:
-    """The same with other prompts, so that no run finds the earlier one's in the prefix cache."""
+    """The same with other prompts, so that those of an earlier run in the prefix cache are not used."""
     return replace(spec, workload=replace(spec.workload, seed=(spec.workload.seed + 7919 * number) % 2**31))
 
 
@@ -189,18 +187,16 @@ def sweep_specs(base: Spec, concurrencies: Sequence[int] = (), rates: Sequence[f
 class _Quick:
     concurrencies: tuple[int, ...] = (1, 4, 16)
     seconds: float = 6.0
-    most_per_place: int = 200
+    most_each: int = 200
 
 
 def quick_specs(base: Spec) -> list[Spec]:
-    """A few seconds alone, with some, and with many at once: latency, and what there is of throughput."""
+    """A few seconds with one, some and many requests at once: latency, and the throughput that is reached."""
     quick = _Quick()
     base = replace(base, percentiles=(90.0,), load=LoadShape(concurrency=1, seconds=quick.seconds))
     specs = sweep_specs(base, quick.concurrencies)
     return [
-        replace(
-            spec, workload=replace(spec.workload, num_prompts=quick.most_per_place * (spec.load.concurrency or 1))
-        )
+        replace(spec, workload=replace(spec.workload, num_prompts=quick.most_each * (spec.load.concurrency or 1)))
         for spec in specs
     ]
 
@@ -214,16 +210,16 @@ def _refuse_unjudgeable(base: Spec, slos: Sequence[Slo]) -> None:
             )
 
 
-async def _measure_probe(book: _Book, bench: Bench, spec: Spec, done: list[Finished]) -> Finished:
-    """One probe, added to `done`; one that a hiccup of this machine spoilt is measured once more."""
-    spoilt: list[Problem] = []
+async def _measure_probe(series: _SeriesFolder, bench: Bench, spec: Spec, done: list[Finished]) -> Finished:
+    """One probe, added to `done`; one that this machine itself disturbed is measured again."""
+    disturbed: list[Problem] = []
     for _ in range(_TRIES):
-        finished = await book.measure(bench, reseeded(spec, 100 + len(done)))
+        finished = await series.measure(bench, reseeded(spec, 100 + len(done)))
         done.append(finished)
-        spoilt = [p for p in finished.run.problems if p.kind in _SPOILING]
-        if not spoilt:
+        disturbed = [p for p in finished.run.problems if p.kind in _DISTURBANCES]
+        if not disturbed:
             return finished
-    raise CorralError(f"the search cannot go on: {spoilt[0].text}.", f"The probes are in {book.folder}.")
+    raise CorralError(f"the search cannot go on: {disturbed[0].text}.", f"The probes are in {series.folder}.")
 
 
 async def search_limit(
@@ -239,9 +235,9 @@ async def search_limit(
     saturate: int = 64,
     on_probe: Callable[[Probe, Finished], None] | None = None,
 ) -> tuple[Searching, list[Finished]]:
-    """Find the highest rate (or concurrency) that keeps every promise; every probe is a saved run."""
+    """Find the highest rate (or concurrency) that meets every service level; every probe is a saved run."""
     _refuse_unjudgeable(base, slos)
-    book = _Book("search", folder)
+    series = _SeriesFolder("search", folder)
     wanted = tuple(sorted({*base.percentiles, *(slo.percentile for slo in slos), 99.0}))
     base = replace(base, percentiles=wanted)
     done: list[Finished] = []
@@ -249,19 +245,21 @@ async def search_limit(
         load = LoadShape(concurrency=saturate, seconds=seconds)
         count = max(saturate * 4, min(base.workload.num_prompts, 4000))
         first = replace(base, load=load, workload=replace(base.workload, num_prompts=count))
-        done.append(await book.measure(bench, first))
-        # while places are filled and drained less is finished: the steady middle tells what the server can do
+        done.append(await series.measure(bench, first))
+        # at the beginning and the end less is finished: the steady middle shows what the server can do
         searching = Searching(_steady_rate(done[0]), tolerance, most - 1)
     else:
         searching = Searching(float(saturate), tolerance, most, whole=True)
     while (offered := searching.next()) is not None:
-        finished = await _measure_probe(book, bench, _probe_spec(base, slos, over, offered, seconds, len(done)), done)
+        finished = await _measure_probe(
+            series, bench, _probe_spec(base, slos, over, offered, seconds, len(done)), done
+        )
         passed, why = passes(slos, finished.run.summary, finished.rows, over == "rate")
         probe = Probe(offered, passed, why, finished.folder.name)
         searching.add(probe)
         if on_probe is not None:
             on_probe(probe, finished)
-    book.save(**_findings(searching, slos, over, len(done)), probes=[vars(probe) for probe in searching.probes])
+    series.save(**_findings(searching, slos, over, len(done)), probes=[vars(probe) for probe in searching.probes])
     return searching, done
 
 
@@ -288,13 +286,13 @@ def _probe_spec(base: Spec, slos: Sequence[Slo], over: str, offered: float, seco
 
 def _findings(searching: Searching, slos: Sequence[Slo], over: str, probes: int) -> dict[str, Any]:
     unit = "req/s" if over == "rate" else "requests at once"
-    promises = ", ".join(map(str, slos))
+    levels = ", ".join(map(str, slos))
     best, worst = searching.best, searching.worst
     if best is None:
         lowest = min((probe for probe in searching.probes), key=lambda probe: probe.load)
-        text = f"no load that was tried keeps {promises}; at {lowest.load:.15g} {unit}: {lowest.why}"
+        text = f"no load that was tried keeps {levels}; at {lowest.load:.15g} {unit}: {lowest.why}"
     else:
         above = next((probe for probe in searching.probes if probe.load == worst), None)
-        text = f"{best:.4g} {unit} is the highest load that keeps {promises}"
+        text = f"{best:.4g} {unit} is the highest load that keeps {levels}"
         text += f"; at {above.load:.4g} {above.why}" if above else "; nothing higher was tried"
     return {"answer": text, "best": best, "first_failure": worst, "probes_made": probes}

@@ -1,7 +1,6 @@
-"""What the server says of itself while it is measured: queue, KV use, preemptions, prefix hits, from `/metrics`.
+"""The server's own metrics during a measurement: queue, KV use, preemptions, prefix hits, from `/metrics`.
 
-How several engines become one number: `client.metrics`. A server without these names gives nothing, and the report
-says so.
+`client.metrics` adds up several engines. Of a server without these metrics nothing is known, and the report says so.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class ServerSample:
 
 @dataclass(frozen=True)
 class ServerDelta:
-    """What changed on the server between the start and the end of a run."""
+    """The changes on the server between the start and the end of a run."""
 
     preemptions: float
     prefix_hit_share: float
@@ -47,7 +46,7 @@ class ServerDelta:
 
 
 def sample_of(reading: Reading) -> ServerSample | None:
-    """What is kept of a reading; None when the server said nothing."""
+    """The part of a reading that is saved; None when the server reported nothing."""
     if not reading.known:
         return None
     return ServerSample(
@@ -68,10 +67,10 @@ def delta(samples: list[ServerSample]) -> ServerDelta | None:
     if len(samples) < 2:
         return None
     first, last = samples[0], samples[-1]
-    asked = last.prefix_queries - first.prefix_queries
+    queries = last.prefix_queries - first.prefix_queries
     return ServerDelta(
         preemptions=last.preemptions - first.preemptions,
-        prefix_hit_share=(last.prefix_hits - first.prefix_hits) / asked if asked > 0 else 0.0,
+        prefix_hit_share=(last.prefix_hits - first.prefix_hits) / queries if queries > 0 else 0.0,
         prompt_tokens=last.prompt_tokens - first.prompt_tokens,
         generation_tokens=last.generation_tokens - first.generation_tokens,
         finished=last.finished - first.finished,

@@ -1,4 +1,4 @@
-"""What a measurement is asked to do: the workload (what is sent), the load (when), and how it is judged.
+"""The spec of a measurement: the workload (what is sent), the load (when), and how it is judged.
 
 A `Spec` is saved with its run and is enough to repeat it. Metrics are named as `vllm bench serve` names them.
 """
@@ -56,7 +56,7 @@ class Workload:
 
     @property
     def longest_tokens(self) -> int | None:
-        """Of the longest request with its answer; None where a file says it."""
+        """The tokens of the longest request with its answer; None where they are in a file."""
         if self.file is not None:
             return None
         one = int((self.input_len + self.output_len) * (1 + self.range_ratio))
@@ -64,12 +64,12 @@ class Workload:
 
     @property
     def shared_len(self) -> int:
-        """Tokens of a prompt that come before its own, and are others' too."""
+        """Tokens at the beginning of a prompt that other prompts share."""
         return self.prefix_len if self.dataset == "prefix_repetition" else 0
 
     @property
     def one_token(self) -> bool:
-        """Whether every answer asked for is one token, so that there is no time between two."""
+        """Whether every answer has one token only, so that there is no time between two."""
         return self.output_len == 1 and self.dataset not in ("custom", "batch", "trace")
 
     @property
@@ -113,13 +113,13 @@ class LoadShape:
             return "a replayed trace" + (f" at {self.speed:g}× its speed" if self.speed != 1 else "")
         if self.rate is None:
             return f"concurrency {self.concurrency}" if self.concurrency else "all at once"
-        words = {
+        text = {
             "poisson": f"{self.rate:g} req/s, Poisson",
             "constant": f"{self.rate:g} req/s, evenly",
             "gamma": f"{self.rate:g} req/s, gamma {self.burstiness:g}",
             "ramp": f"{self.rate:g} to {self.ramp_to or 0:g} req/s",
         }[self.arrival]
-        return words + (f", at most {self.concurrency} at once" if self.concurrency else "")
+        return text + (f", at most {self.concurrency} at once" if self.concurrency else "")
 
 
 _SLO = re.compile(r"^(ttft|tpot|itl|e2el)(?:_(p\d+(?:\.\d+)?|mean|median))?=(\d+(?:\.\d+)?)(ms|s|us)?$")
@@ -127,7 +127,7 @@ _SLO = re.compile(r"^(ttft|tpot|itl|e2el)(?:_(p\d+(?:\.\d+)?|mean|median))?=(\d+
 
 @dataclass(frozen=True)
 class Slo:
-    """One promise: a statistic of a metric that stays at or below a limit."""
+    """One service level: a statistic of a metric that stays at or below a limit."""
 
     metric: str
     statistic: str  # p99, mean, median; of each request when used as goodput
@@ -146,7 +146,9 @@ class Slo:
 
 
 def parse_slos(text: str) -> tuple[Slo, ...]:
-    """`ttft_p99=1s,tpot_p99=50ms` as promises; a number without unit is milliseconds, no statistic means p99."""
+    """`ttft_p99=1s,tpot_p99=50ms` as service levels, in milliseconds unless a unit is given, p99 unless a statistic
+    is.
+    """
     found = []
     for part in filter(None, (p.strip() for p in text.replace(" ", ",").split(","))):
         match = _SLO.match(part.lower().replace(":", "="))

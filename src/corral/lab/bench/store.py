@@ -1,9 +1,9 @@
 """Runs on disk: `<home>/bench/<run>/`, one folder each, recomputable from raw rows.
 
-    run.json       what was asked, on what, the figures, the verdict
+    run.json       the spec, the circumstances, the figures, the verdict
     result.json    the same figures under the keys of `vllm bench serve`
     rows.jsonl     one line per request
-    server.jsonl   what the server said of itself, once a second
+    server.jsonl   the server's own metrics, once a second
     series.json    instead of those, for sweeps, searches and repeats: which runs (subfolders) belong together
 
 A run is named by its folder's name, any unique beginning of it, `last`, `last~1`, or a path.
@@ -36,7 +36,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Run:
-    """One measurement with everything that is known of it; rows are kept apart."""
+    """One measurement with everything that is known about it; rows are in a file of their own."""
 
     version: int
     created_s: float
@@ -72,13 +72,13 @@ def runs_dir() -> Path:
     return home_dir() / "bench"
 
 
-def new_folder(word: str, parent: Path | None = None, name: str = "") -> Path:
+def new_folder(label: str, parent: Path | None = None, name: str = "") -> Path:
     """A fresh folder for a run or a series."""
     base = parent or runs_dir()
     make_private_dir(base)
     if name and not re.fullmatch(r"[\w.+=@-][\w.+=@ -]*", name):
         raise UsageError(f"{name!r} cannot name a run.", "Use letters, digits and . _ - + = @.")
-    stem = name or f"{time.strftime('%Y%m%d-%H%M%S')}-{re.sub(r'[^A-Za-z0-9.]+', '-', word).strip('-') or 'run'}"
+    stem = name or f"{time.strftime('%Y%m%d-%H%M%S')}-{re.sub(r'[^A-Za-z0-9.]+', '-', label).strip('-') or 'run'}"
     for number in range(1, 10_000):
         path = base / (stem if number == 1 else f"{stem}-{number}")
         try:
@@ -92,7 +92,7 @@ def new_folder(word: str, parent: Path | None = None, name: str = "") -> Path:
 def save_run(
     folder: Path, run: Run, rows: Sequence[RequestRow], samples: Sequence[ServerSample], detailed: bool
 ) -> None:
-    """Raw rows first: whatever fails later can be made again from them."""
+    """Save raw rows first: everything else can be made from them again."""
     write_rows(folder / "rows.jsonl", rows)
     lines = "".join(json.dumps(to_json(sample)) + "\n" for sample in samples)
     write_atomic(folder / "server.jsonl", lines)
@@ -123,6 +123,16 @@ def load_run(folder: Path) -> Run:
     return load_json(Run, folder / "run.json")
 
 
+def is_series(folder: Path) -> bool:
+    return (folder / "series.json").is_file()
+
+
+def load_runs(folder: Path) -> list[Run]:
+    """The run of a folder, or all runs of a series."""
+    parts = load_series(folder).runs if is_series(folder) else ("",)
+    return [load_run(folder / part) for part in parts]
+
+
 def load_rows(folder: Path) -> list[RequestRow]:
     return read_rows(folder / "rows.jsonl")
 
@@ -143,7 +153,7 @@ def load_series(folder: Path) -> Series:
 
 
 def find(reference: str) -> Path:
-    """The folder of a run or series that a user means."""
+    """The folder of a run or series by its name."""
     as_path = Path(reference).expanduser()
     if as_path.is_dir() and _is_run(as_path):
         return as_path
@@ -158,15 +168,15 @@ def find(reference: str) -> Path:
     exact = runs_dir() / reference
     if "/" in reference and _is_run(exact):
         return exact  # a run inside a series: SERIES/p01
-    found = [p for p in known if p.name == reference] or [p for p in known if p.name.startswith(reference)]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise UsageError(f"{reference!r} matches the beginning of {len(found)} runs.", "Give more of the name.")
+    matching = [p for p in known if p.name == reference] or [p for p in known if p.name.startswith(reference)]
+    if len(matching) == 1:
+        return matching[0]
+    if matching:
+        raise UsageError(f"{reference!r} matches the beginning of {len(matching)} runs.", "Give more of the name.")
     guesses = nearest(reference, [p.name for p in known]) or [p.name for p in known[-3:]]
     hint = f"Known: {', '.join(guesses)}." if guesses else "There are none yet: `corral bench` makes one."
     raise NotFoundError(f"no run is called {reference!r}.", hint)
 
 
 def _is_run(path: Path) -> bool:
-    return (path / "run.json").is_file() or (path / "series.json").is_file()
+    return (path / "run.json").is_file() or is_series(path)

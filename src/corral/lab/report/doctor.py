@@ -1,4 +1,4 @@
-"""A doctor's report for people: one line per node, then what is wrong with a remedy each, then what is right.
+"""The report of `corral doctor`: a row per node, then problems with a remedy each, then what is in order.
 
 Made for 60 columns and more; the same sentence about many nodes is one entry.
 """
@@ -19,7 +19,8 @@ from corral.plan.hardware.survey import NodeFacts
 COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.FATAL: "red"}
 MOST_ROWS = 40
 HEADINGS = ("NODE", "STATE", "PYTHON", "CORES", "MEMORY", "GPUS", "DISK", "ADDRESS")
-SPARED = ("PYTHON", "CORES", "DISK", "MEMORY", "ADDRESS")  # left out in this order when the terminal is narrow
+# on a narrow terminal, in this order
+LEFT_OUT_FIRST = ("PYTHON", "CORES", "DISK", "MEMORY", "ADDRESS")
 _STATE, _WHAT = 9, 12
 
 
@@ -28,11 +29,11 @@ def report_lines(report: Report) -> Iterator[str]:
     columns = reading_width()
     yield from _table(report, columns)
     yield ""
-    wrong = [f for level in (Level.FATAL, Level.WARNING) for f in report.findings if f.level == level]
-    for group in _grouped(wrong):
+    problems = [f for level in (Level.FATAL, Level.WARNING) for f in report.findings if f.level == level]
+    for group in _grouped(problems):
         yield from _entry(group, columns, len(report.hosts))
     fine = [finding for finding in report.findings if finding.level == Level.OK]
-    if wrong and fine:
+    if problems and fine:
         yield ""
     for finding in fine:
         yield from _entry([finding], columns, len(report.hosts))
@@ -43,16 +44,16 @@ def report_lines(report: Report) -> Iterator[str]:
 def _verdict(report: Report) -> str:
     count = {level: len(_grouped([f for f in report.findings if f.level == level])) for level in Level}
     if report.level == Level.FATAL:
-        said = f"{counted(count[Level.FATAL], 'problem')} to fix before anything can start"
+        text = f"{counted(count[Level.FATAL], 'problem')} to fix before anything can start"
     elif report.level == Level.WARNING:
-        said = f"this works; {counted(count[Level.WARNING], 'thing')} to look at"
+        text = f"this works; {counted(count[Level.WARNING], 'thing')} to look at"
     else:
-        said = "all is well"
-    return click.style(said, fg=COLOURS[report.level], bold=True) + f"  ({report.seconds:.1f} s)"
+        text = "all is well"
+    return click.style(text, fg=COLOURS[report.level], bold=True) + f"  ({report.seconds:.1f} s)"
 
 
 def _grouped(findings: Sequence[Finding]) -> list[list[Finding]]:
-    """The same sentence about several nodes together; a node's own name in a sentence does not tell them apart."""
+    """Findings with the same sentence about several nodes, apart from the node's own name in it."""
     groups: dict[tuple[str, str, str], list[Finding]] = {}
     for finding in findings:
         plain = finding.text.replace(finding.host, "NODE") if finding.host else finding.text
@@ -88,7 +89,7 @@ def _table(report: Report, columns: int) -> Iterator[str]:
     def paint(number: int, heading: str, cell: str) -> str:
         return click.style(cell, fg=COLOURS[report.of(hosts[number])]) if heading == "STATE" else cell
 
-    yield from table_lines(HEADINGS, rows, columns=columns, spared=SPARED, paint=paint)
+    yield from table_lines(HEADINGS, rows, columns=columns, spared=LEFT_OUT_FIRST, paint=paint)
     if len(report.hosts) > len(hosts):
         yield f"… and {len(report.hosts) - len(hosts)} more nodes without a problem"
 

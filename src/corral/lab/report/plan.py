@@ -66,11 +66,11 @@ def _memory_bar(plan: Plan, columns: int) -> str:
     sizes = (weights, m.activation_bytes_per_gpu, m.counted_graph_bytes, m.overhead_bytes_per_gpu,
              m.kv_cache_bytes_per_gpu)  # fmt: skip
     room = min(60, columns - _LABEL - 2)
-    bar = "".join(sign * round(room * size / total) for (_, sign), size in zip(_BAR, sizes, strict=True))
+    bar = "".join(block * round(room * size / total) for (_, block), size in zip(_BAR, sizes, strict=True))
     return bar[:room].ljust(room, "·")
 
 
-def _memory_words(plan: Plan) -> str:
+def _memory_text(plan: Plan) -> str:
     m = plan.memory
     parts = [f"weights {m.weights_bytes_per_gpu / GIB:.1f}"]
     if m.draft_bytes_per_gpu:
@@ -127,7 +127,7 @@ def _shape(plan: Plan, columns: int) -> Iterator[str]:
         yield from _row("split", f"{plan.parallel} · {_because(plan, _deciding(plan))}", columns)
     yield from _row("context", f"{plan.max_model_len:,} tokens · {_because(plan, 'max_model_len')}", columns)
     per = "memory/GPU" if plan.inventory.gpu else "memory"
-    yield from _row(per, _memory_words(plan), columns)
+    yield from _row(per, _memory_text(plan), columns)
     yield " " * (_LABEL + 2) + click.style(_memory_bar(plan, columns), fg="cyan")
 
 

@@ -1,13 +1,14 @@
-"""What people see: phases as they happen, tables, sizes and times in words.
+"""What a command shows while it runs: messages, JSON, tables, and lines that are drawn again and again.
 
-On a terminal the current phase is one live line with a spinner, and finished phases stay above it with their time;
-elsewhere (logs, pipes, CI) every phase is a plain line. All of it goes to stderr.
+On a terminal the current phase of a start is one live line with a spinner, and finished phases stay above it with
+their time; elsewhere (logs, pipes, CI) every phase is a plain line. All of it goes to stderr.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import sys
@@ -15,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -26,33 +27,20 @@ from corral.base.untrusted import plain
 from corral.deploy.deployment.start_times import Expected, Phase, amount, duration, left_s
 from corral.lab.report import tables
 
-__all__ = [
-    "PhaseScreen",
-    "duration",
-    "event_line",
-    "explain",
-    "explain_error",
-    "print_json",
-    "print_table",
-    "say_waiting",
-    "since",
-    "tell",
-]
-
 
 def tell(text: str, err: bool = False, nl: bool = True) -> None:
-    """Say how the work goes. A reader who left (`| head -1`) must not end it: from then on nothing is said."""
+    """Print a line about the work. A reader who left (`| head -1`) does not end it: the rest is not printed."""
     try:
         click.echo(text, err=err, nl=nl, color=False if os.environ.get("NO_COLOR") else None)
     except OSError:
-        with contextlib.suppress(OSError, ValueError):  # what stands for the stream may have no descriptor
+        with contextlib.suppress(OSError, ValueError):  # the stream may have no descriptor
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, (sys.stderr if err else sys.stdout).fileno())
             os.close(nowhere)
 
 
 def explain(lead: str, text: str) -> None:
-    """A sentence on stderr after its lead. Words of other machines may be in it: none may speak to the terminal."""
+    """A sentence on stderr after its lead; control characters that other machines put into it are removed."""
     columns, rest = tables.room(err=True), " " * min(len(lead), 4)
     for number, part in enumerate(plain(text).split("\n")):
         for line in tables.wrapped(part, columns, "" if number else lead, rest):
@@ -60,7 +48,7 @@ def explain(lead: str, text: str) -> None:
 
 
 def explain_error(error: CorralError) -> None:
-    """What failed, and below it what to do."""
+    """Print what failed, and below it what to do."""
     explain("corral: ", error.message)
     if error.remedy:
         explain("  → ", error.remedy)
@@ -85,8 +73,45 @@ def print_table(
 
 
 def since(moment_s: float) -> str:
-    """How long ago; a dash where nobody knows when."""
+    """The time since then in words; a dash where it is not known."""
     return duration(max(0.0, time.time() - moment_s)) if moment_s else "-"
+
+
+class LiveLines:
+    """Some lines at the end of a terminal that are drawn again in place, within its size at that moment."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._drawn: list[str] = []
+
+    def draw(self, lines: Sequence[str]) -> None:
+        """Replace what was drawn; lines are cut to the terminal's width, and those beyond its height left out."""
+        size = shutil.get_terminal_size()
+        shown = [tables.cut(line, size.columns - 1) for line in lines[: max(1, size.lines - 1)]]
+        self._write(self._home(size.columns) + "\n".join(shown))
+        self._drawn = shown
+
+    def clear(self) -> None:
+        if self._drawn:
+            self._write(self._home(shutil.get_terminal_size().columns))
+            self._drawn = []
+
+    def leave(self) -> None:
+        """Keep what was drawn on the screen, and go on below it."""
+        if self._drawn:
+            self._write("\n")
+            self._drawn = []
+
+    def _home(self, columns: int) -> str:
+        """To the beginning of what was drawn, erased; a terminal that became narrower has wrapped its lines."""
+        rows = sum(max(1, -(-tables.display_width(line) // columns)) for line in self._drawn)
+        up = f"\033[{rows - 1}A" if rows > 1 else ""
+        return f"\r{up}\033[J"
+
+    def _write(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+            self._stream.flush()
 
 
 class PhaseScreen:
@@ -102,18 +127,18 @@ class PhaseScreen:
         self._phase = ""
         self._expected: Expected | None = None
         self._detail = ""
-        self._drawn = ""
+        self._lines = LiveLines()
         self._progress_began: tuple[float, int] = (0.0, 0)
         self._tick = 0
         self.times: dict[str, float] = {}
         self.notes: list[str] = []
         self._painter: threading.Thread | None = None
         self._stop = threading.Event()
-        self._drawing = threading.RLock()  # the painter must not draw between a cleared line and what takes its place
+        self._drawing = threading.RLock()  # the painter must not draw between a cleared line and the next one
 
     def __enter__(self) -> PhaseScreen:
         if not self._quiet:
-            self._painter = threading.Thread(target=self._go_on, daemon=True)
+            self._painter = threading.Thread(target=self._repaint, daemon=True)
             self._painter.start()
         return self
 
@@ -139,29 +164,29 @@ class PhaseScreen:
             self._finish_phase()
 
     def detail(self, text: str, done: int = 0, total: int = 0, news: bool = False) -> None:
-        words = [text.rpartition("\r")[2].strip()] if text.strip() else []
+        parts = [text.rpartition("\r")[2].strip()] if text.strip() else []
         if total:
-            words.append(amount(done, total) + self._eta(done, total))
-        self._detail = plain(" ".join(words))
+            parts.append(amount(done, total) + self._eta(done, total))
+        self._detail = plain(" ".join(parts))
         if news and not self._live and self._detail:
             self._line(f"{self._phase}: {self._detail}")
 
     def note(self, text: str) -> None:
         self.notes.append(plain(text))
         with self._drawing:
-            self._clear()
+            self._lines.clear()
             if not self._quiet:
                 explain("  note: ", text)
 
     def remind(self) -> None:
-        """Where there are only lines: one a minute, so that nobody wonders."""
+        """Without a terminal: one line a minute, so that a long phase is seen to go on."""
         if self._phase and self._clock() - self._told >= self.LINE_EVERY_S:
             lasted = self._clock() - self._phase_began
-            words = [f"for {duration(lasted)}", self._usual(lasted), self._detail]
-            self._line(f"{self._phase}, {', '.join(word for word in words if word)}")
+            parts = [f"for {duration(lasted)}", self._usual(lasted), self._detail]
+            self._line(f"{self._phase}, {', '.join(part for part in parts if part)}")
 
     def _usual(self, lasted_s: float) -> str:
-        """What is usual for this phase, and whether it is past twice that."""
+        """How long this phase usually takes, and whether it has lasted more than twice that."""
         if self._expected is None:
             return ""
         late = ", past twice that" if self._expected.is_overdue(lasted_s) else ""
@@ -190,7 +215,7 @@ class PhaseScreen:
         took = self._clock() - self._phase_began
         self.times[self._phase] = self.times.get(self._phase, 0.0) + took
         if self._live:
-            self._clear()
+            self._lines.clear()
             mark = click.style("✗", fg="red") if failed else click.style("✓", fg="green")
             if self._phase == Phase.READY:
                 took = self._clock() - self._began
@@ -200,7 +225,7 @@ class PhaseScreen:
             self._line("ready")
         self._phase = ""
 
-    def _go_on(self) -> None:
+    def _repaint(self) -> None:
         while not self._stop.wait(0.1 if self._live else 1.0):
             with self._drawing:
                 self._paint() if self._live else self.remind()
@@ -210,20 +235,35 @@ class PhaseScreen:
             return
         self._tick += 1
         lasted = self._clock() - self._phase_began
-        words = [self._usual(lasted), self._detail]
+        parts = [self._usual(lasted), self._detail]
         frame = self.FRAMES[self._tick % len(self.FRAMES)]
-        line = f"{frame} {self._phase:<18} {duration(lasted):>12}  {', '.join(word for word in words if word)}"
-        self._drawn = line[: shutil.get_terminal_size().columns - 1]
-        sys.stderr.write(f"\r\033[2K{self._drawn}")
-        sys.stderr.flush()
+        text = ", ".join(part for part in parts if part)
+        self._lines.draw([f"{frame} {self._phase:<18} {duration(lasted):>12}  {text}"])
 
-    def _clear(self) -> None:
-        if self._live and self._drawn:
-            sys.stderr.write("\r\033[2K")
-            sys.stderr.flush()
-            self._drawn = ""
+
+class CountLine:
+    """One line of progress on stderr: drawn in place on a terminal, printed every few seconds elsewhere."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._live, self._clock = sys.stderr.isatty(), clock
+        self._lines = LiveLines()
+        self._shown_s = -math.inf
+
+    def __call__(self, label: str, done: int, total: int) -> None:
+        now = self._clock()
+        if now - self._shown_s < (0.2 if self._live else 10.0) and done:
+            return
+        self._shown_s = now
+        text = f"{label}: {done}/{total}" if done else f"{label} …"
+        if self._live:
+            self._lines.draw([text])
+        elif done:
+            tell(text, err=True)
+
+    def clear(self) -> None:
+        self._lines.clear()
 
 
 def say_waiting() -> None:
-    """From now on, this command says for which hosts it waits."""
+    """Let this command name the hosts that it waits for, from now on."""
     WAITING.set(lambda text: tell(f"corral: {text} …", err=True))

@@ -1,10 +1,10 @@
 """One engine of vLLM V1: waiting and running requests, a token budget, blocks of KV cache, preemption.
 
 Decoding sequences come first, each with one token; what is left of the budget goes to prompts, in chunks, first come,
-first served. A request is let in when its whole prompt has blocks. Where a step finds too few, the youngest request
-gives its blocks back and is computed again later. Sequences that decode all move by one token a step, so nothing is
-done for each of them in each step: the engine jumps over all steps in which nothing begins or ends, and an arrival
-cuts the jump where it falls. Tokens are streamed by API servers that take their time for each.
+first served. A request is admitted when there are blocks for its whole prompt. Where a step finds too few, the
+youngest request gives its blocks back and is computed again later. Sequences that decode all move by one token a
+step, so nothing is done for each of them in each step: the engine jumps over all steps in which nothing begins or
+ends, and an arrival cuts the jump where it falls. Tokens are streamed by API servers that take their time for each.
 
 Not covered: speculative decoding, KV connectors, priorities, limits on long prompts, blocks of sliding windows.
 """
@@ -32,9 +32,9 @@ class EngineShape:
     blocks: int = 1 << 40
     prefix_cache: bool = True
     lookahead: bool = False  # a step is decided while the one before runs: an arrival waits for one more
-    wake_s: float = 0.0  # that the first step takes longer after nothing ran
-    request_s: float = 0.0  # the API server's, once for each request
-    stream_s: float = 0.0  # and for each token
+    wake_s: float = 0.0  # by which the first step is longer when nothing ran before
+    request_s: float = 0.0  # time of the API server for each request
+    stream_s: float = 0.0  # and for each token that it streams
 
     @property
     def kv_tokens(self) -> int:
@@ -63,7 +63,7 @@ class SimSequence:
 
 
 class EngineWatcher(Protocol):
-    """Who is told of what an engine did."""
+    """Receives what an engine did."""
 
     def first_token(self, sequence: SimSequence, at_s: float) -> None: ...
 
@@ -71,7 +71,7 @@ class EngineWatcher(Protocol):
 
 
 class SimEngine:
-    """See the module; whoever drives it calls `add` at a request's time and `settle` at `end_s`."""
+    """An engine as the module describes it; its driver calls `add` at a request's time and `settle` at `end_s`."""
 
     def __init__(self, shape: EngineShape, steps: StepTime, watcher: EngineWatcher) -> None:
         self.shape, self._steps, self._watcher = shape, steps, watcher
@@ -104,7 +104,7 @@ class SimEngine:
         return -(-(request.prompt + request.output) // self.shape.block_size) <= self.shape.blocks
 
     def add(self, sequence: SimSequence, at_s: float) -> None:
-        """A request has come to the engine; one that does not `fits` must not."""
+        """A request arrives at the engine; the caller has checked that it `fits`."""
         sequence.ready_s, sequence.target = at_s, sequence.request.prompt
         self.waiting.append(sequence)
         self._groups = self._groups or sequence.request.group >= 0
@@ -117,7 +117,7 @@ class SimEngine:
             self.end_s = self.now_s + cost.span(self._kv, self._count, self._jump)
 
     def settle(self) -> None:
-        """The current jump, or mixed step, is over: tell what it brought, and begin the next."""
+        """End the current jump or mixed step: report its tokens, and begin the next."""
         steps, chunks = self._jump or 1, self._chunks
         tokens, self.now_s, self._chunks = self._count * steps, self.end_s, []
         self._step += steps
@@ -136,7 +136,7 @@ class SimEngine:
         self._begin()
 
     def _stream(self, steps: int, tokens: int) -> float:
-        """When the API server has passed on what the last step made."""
+        """When the API server has streamed the tokens of the last step."""
         own_s = self.shape.stream_s * tokens
         if not own_s:
             return self.now_s
@@ -183,7 +183,7 @@ class SimEngine:
         self._watcher.finished(sequence, seen_s)
 
     def _release(self, sequence: SimSequence, context: int) -> None:
-        """Its blocks stay in the cache as long as nobody needs the room."""
+        """Leave its blocks in the cache until others need the room."""
         sequence.admitted = False
         if not self._groups:
             return
@@ -212,7 +212,7 @@ class SimEngine:
         return self.shape.blocks - self._in_use(steps)
 
     def _fits_loosely(self, steps: int, further: int = 0) -> bool:
-        """A bound that needs no look at the sequences: true only where there are enough blocks."""
+        """A quick bound that looks at no sequence: true only where there are enough blocks."""
         size = self.shape.block_size
         most = (self._kv + self._count * (steps + size - 1)) // size + 1
         return self._reserved + self._cache.pinned_blocks + most - self._discount + further <= self.shape.blocks
@@ -220,7 +220,7 @@ class SimEngine:
     def _steps_until_full(self, most: int) -> int:
         if self._fits_loosely(most):
             return most
-        low, high = 1, most  # one step fits: preemption has seen to that
+        low, high = 1, most  # one step fits, after preemption
         while low < high:
             middle = (low + high + 1) // 2
             if self._free(middle) >= 0:
@@ -236,7 +236,7 @@ class SimEngine:
         while not self._fits_loosely(1) and self._free(1) < 0:
             self._preempt()
             preempted = True
-        if not self.running:  # nothing is in flight: what is there is decided on at once
+        if not self.running:  # nothing is in flight: the next step is decided at once
             self._decided_s = math.inf
         early = self.shape.lookahead and bool(self.waiting) and self.waiting[0].ready_s > self._decided_s
         tokens = attended = 0
@@ -253,13 +253,13 @@ class SimEngine:
             self.end_s = math.inf
 
     def _decode_steps(self) -> int:
-        """How many steps until something can end or begin."""
+        """The number of steps until something can end or begin."""
         while self._decoding[0][2].finish_step != self._decoding[0][0]:
             heapq.heappop(self._decoding)  # it was preempted
         return self._steps_until_full(self._decoding[0][0] - self._step)
 
     def _schedule(self, preempted: bool) -> tuple[int, int]:
-        """Give the budget to prompts: their tokens, and the sum of their contexts."""
+        """Spend the budget on prompts; returns their tokens and the sum of their contexts."""
         budget = self.shape.token_budget - self._count
         attended = total = 0
         for sequence in self._prefilling:
@@ -280,7 +280,7 @@ class SimEngine:
         return size * sequence.computed + size * size // 2
 
     def _admit(self, sequence: SimSequence) -> bool:
-        """Let it in, where there is a seat and there are blocks for all of its prompt."""
+        """Admit a request, where there is a seat and there are blocks for all of its prompt."""
         shape, request = self.shape, sequence.request
         if self.running >= shape.max_seqs or (shape.lookahead and sequence.ready_s > self._decided_s):
             return False
@@ -304,13 +304,13 @@ class SimEngine:
         return True
 
     def _remember(self, sequence: SimSequence) -> None:
-        """Who can be preempted, the youngest last; those that are over are swept out now and then."""
+        """Keep who can be preempted, the youngest last; finished ones are removed now and then."""
         self._young.append(sequence)
         if len(self._young) > 64 + 4 * self.shape.max_seqs:
             self._young = [one for one in self._young if one.admitted]
 
     def _preempt(self) -> None:
-        """The youngest gives all it has back, and comes first of those that wait."""
+        """Take all blocks of the youngest request, which then is the first to wait."""
         sequence = self._young.pop()
         while not sequence.admitted:
             sequence = self._young.pop()

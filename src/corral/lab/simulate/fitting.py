@@ -1,9 +1,9 @@
 """Coefficients of a server from its measured runs.
 
 The simulation itself is fitted: its quantiles of TTFT, TPOT and E2EL on the same loads are brought to the measured
-ones (least squares of the logarithms). It sees queues, chunks and the API server, which no regression of rows does,
-and needs only the first and the last time of each request. It starts from the plan's roofline, and holds on to it a
-little where the runs decide nothing; without a plan for a known GPU, from a regression (`regression`).
+ones (least squares of the logarithms). It covers queues, chunks and the API server, which a regression of rows does
+not, and needs only the first and the last time of each request. It starts from the plan's roofline, and holds on to
+it a little where the runs determine nothing; without a plan for a known GPU, from a regression (`regression`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from corral.lab.simulate.world import MemberModel, simulate_load
 QUANTILES = (25.0, 50.0, 75.0, 95.0)
 APART = 0.25  # of fits to runs of quiet machines, the errors were at most 0.14 apart (docs/log.md)
 WEIGHTS = {"ttft": 1.0, "tpot": 1.0, "e2el": 1.5}
-PRIOR = 0.4  # how much a coefficient that nothing decides is held at its start
+PRIOR = 0.4  # how strongly a coefficient is held at its start, where the runs do not determine it
 FAR = 0.7  # how far a quantile may be off, as a logarithm, until more of it no longer counts
 
 
@@ -39,7 +39,7 @@ class RunError:
 
 @dataclass(frozen=True)
 class MeasuredRange:
-    """Between what values a fit was measured."""
+    """The ranges in which a fit was measured."""
 
     concurrency: tuple[float, float]  # requests at once, on average
     input_len: tuple[float, float]
@@ -64,7 +64,7 @@ class Fit:
 
     @property
     def doubt(self) -> str:
-        """That its runs contradict each other: no coefficients suit them all; empty where some do."""
+        """A warning where the runs contradict each other, so that no coefficients suit them all; else empty."""
         low, high = (choose(self.errors, key=lambda one: one.e2el_mean) for choose in (min, max))
         if high.e2el_mean - low.e2el_mean < APART:
             return ""
@@ -76,7 +76,7 @@ class Fit:
 
 
 def fitted_member(measured: MeasuredRun, steps: FittedSteps) -> MemberModel:
-    """The server of a run with such coefficients."""
+    """The server of a run, with these coefficients."""
     shape = replace(
         measured.shape, lookahead=steps.lookahead, wake_s=steps.wake_s, request_s=steps.request_s,
         stream_s=steps.stream_s,
@@ -91,18 +91,18 @@ def replay(measured: MeasuredRun, model: MemberModel) -> RunFigures:
     return recorder.figures()
 
 
-def error_of(measured: MeasuredRun, found: RunFigures) -> RunError:
-    seen = measured.figures
+def error_of(measured: MeasuredRun, simulated: RunFigures) -> RunError:
+    measured_figures = measured.figures
 
-    def off(a: float, b: float) -> float:
+    def share_off(a: float, b: float) -> float:
         return a / b - 1 if b else 0.0
 
     return RunError(
         measured.name,
-        off(found.mean("e2el"), seen.mean("e2el")),
-        off(found.percentile("ttft", 50), seen.percentile("ttft", 50)),
-        off(found.percentile("tpot", 50), seen.percentile("tpot", 50)),
-        off(found.output_throughput, seen.output_throughput),
+        share_off(simulated.mean("e2el"), measured_figures.mean("e2el")),
+        share_off(simulated.percentile("ttft", 50), measured_figures.percentile("ttft", 50)),
+        share_off(simulated.percentile("tpot", 50), measured_figures.percentile("tpot", 50)),
+        share_off(simulated.output_throughput, measured_figures.output_throughput),
     )
 
 
@@ -115,14 +115,14 @@ def fit_runs(runs: Sequence[MeasuredRun]) -> Fit:
         start = regress(runs)
     else:
         start = linearised(plan) if plan.inventory.kind else regress_cpu(runs, plan)
-    found = [_refined(runs, replace(start, lookahead=ahead)) for ahead in (False, True)]
-    steps, _ = min(found, key=lambda pair: pair[1])
+    simulated = [_refined(runs, replace(start, lookahead=ahead)) for ahead in (False, True)]
+    steps, _ = min(simulated, key=lambda pair: pair[1])
     errors = tuple(error_of(one, replay(one, fitted_member(one, steps))) for one in runs)
     return Fit(steps, errors, _span(runs), tuple(one.name for one in runs))
 
 
 def _refined(runs: Sequence[MeasuredRun], start: FittedSteps) -> tuple[FittedSteps, float]:
-    fitted = {name: value for name, value in start.coefficients().items() if value}  # the others have no part in it
+    fitted = {name: value for name, value in start.coefficients().items() if value}  # a coefficient of 0 stays 0
     names, begin = list(fitted), [math.log(value) for value in fitted.values()]
 
     def steps_at(point: Sequence[float]) -> FittedSteps:
@@ -130,29 +130,29 @@ def _refined(runs: Sequence[MeasuredRun], start: FittedSteps) -> tuple[FittedSte
 
     def residuals(point: list[float]) -> list[float]:
         steps = steps_at(point)
-        found = [PRIOR * (a - b) for a, b in zip(point, begin, strict=True)]
+        simulated = [PRIOR * (a - b) for a, b in zip(point, begin, strict=True)]
         for one in runs:
-            found += _differences(one, replay(one, fitted_member(one, steps)))
-        return found
+            simulated += _differences(one, replay(one, fitted_member(one, steps)))
+        return simulated
 
     point, cost = least_squares(residuals, begin)
     return steps_at(point), cost
 
 
-def _differences(measured: MeasuredRun, found: RunFigures) -> list[float]:
+def _differences(measured: MeasuredRun, simulated: RunFigures) -> list[float]:
     """Logarithms of predicted over measured quantiles, those of few requests with less weight."""
     trust = 1 / math.sqrt(1 + 10 / len(measured.rows))
     out = []
     for metric, weight in WEIGHTS.items():
         for p in QUANTILES:
-            a, b = found.percentile(metric, p), measured.figures.percentile(metric, p)
+            a, b = simulated.percentile(metric, p), measured.figures.percentile(metric, p)
             out.append(weight * trust * _bounded(math.log(a / b)) if a > 0 and b > 0 else 0.0)
     return out
 
 
-def _bounded(off: float) -> float:
-    """Nothing beyond `FAR`: a quantile at the edge between two kinds of requests may be of either."""
-    return off / math.sqrt(1 + (off / FAR) ** 2)
+def _bounded(share_off: float) -> float:
+    """A difference bounded by `FAR`: a quantile at the edge between two kinds of requests may belong to either."""
+    return share_off / math.sqrt(1 + (share_off / FAR) ** 2)
 
 
 def _span(runs: Sequence[MeasuredRun]) -> MeasuredRange:

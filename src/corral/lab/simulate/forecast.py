@@ -1,10 +1,7 @@
-"""A forecast with its error: what is simulated, and around each figure how far it may be off.
+"""Forecasts of a load: a simulation, and an interval around each of its figures.
 
-Without a fit there is no interval: the roofline's error is known only where it was measured.
-
-How far a forecast may be off: the interval around each of its figures.
-
-Two errors go into it. Step times may be wrong by a share, so the load is simulated again with all of them longer and
+Without a fit there is no interval: the roofline's error is known only where it was measured. With one, two errors go
+into it. Step times may be wrong by a share, so the load is simulated again with all of them longer and
 shorter by `STEP_ERROR`: far from saturation that moves latencies by as much, near it by several times that, which is
 how such forecasts go wrong. And the fit's own error on its runs is added on both sides. What lies beyond the
 measurements widens both. `STEP_ERROR` was chosen so that nine of ten figures of the held-out runs in tests/data lie
@@ -37,8 +34,8 @@ Interval = tuple[float, float]  # shares of a figure, below and above it
 
 
 def beyond(span: MeasuredRange, point: LoadPoint) -> tuple[tuple[str, ...], float]:
-    """What lies outside of what was measured, in words, and by how many doublings in all."""
-    words, doublings = [], 0.0
+    """What lies outside the measured ranges, as text, and by how many doublings in all."""
+    texts, doublings = [], 0.0
     for name, value, (low, high) in (
         ("requests at once", point.at_once, span.concurrency),
         ("prompt tokens", point.prompt, span.input_len),
@@ -47,8 +44,8 @@ def beyond(span: MeasuredRange, point: LoadPoint) -> tuple[tuple[str, ...], floa
         one = math.log2(max(value / max(high, 1e-9), low / max(value, 1e-9), 1.0))
         if one > 0.07:
             doublings += one
-            words.append(f"{value:,.0f} {name}; measured {low:,.0f} to {high:,.0f}")
-    return tuple(words), doublings
+            texts.append(f"{value:,.0f} {name}; measured {low:,.0f} to {high:,.0f}")
+    return tuple(texts), doublings
 
 
 def step_error(fit: Fit, factor: float = 1.0) -> float:
@@ -60,15 +57,15 @@ def intervals(
     fit: Fit, figures: dict[str, float], run: Callable[[float], dict[str, float]], factor: float = 1.0
 ) -> dict[str, Interval]:
     """Around each of `figures`, with what `run` gives when every step takes so many times longer."""
-    wrong = step_error(fit, factor)
-    slow, quick = run(1 + wrong), run(1 / (1 + wrong))
-    found = {}
-    for name, error in INTERVAL_METRICS.items():
-        own = factor * max(LEAST_ERROR, fit.worst(error))
+    error = step_error(fit, factor)
+    slow, quick = run(1 + error), run(1 / (1 + error))
+    bounds = {}
+    for name, metric in INTERVAL_METRICS.items():
+        own = factor * max(LEAST_ERROR, fit.worst(metric))
         values = [figures[name], slow[name], quick[name]]
         here = figures[name] or 1.0
-        found[name] = (min(values) / here / (1 + own) - 1, max(values) / here * (1 + own) - 1)
-    return found
+        bounds[name] = (min(values) / here / (1 + own) - 1, max(values) / here * (1 + own) - 1)
+    return bounds
 
 
 FIRST = 5000  # requests of a longer load with which its interval is found
@@ -82,7 +79,7 @@ class SimServer:
     basis: str
     gpus: int = 0  # of one replica
     fit: Fit | None = None
-    changed: tuple[str, ...] = ()  # in what it differs from what was measured
+    changed: tuple[str, ...] = ()  # differences from the server that was measured
 
     @property
     def fitted(self) -> bool:
@@ -104,7 +101,7 @@ class Forecast:
 
 
 def planned_server(plan: Plan) -> SimServer:
-    """A server that nobody has measured."""
+    """A server as it is planned, without a measurement."""
     steps, request_s, stream_s = planned_steps(plan)
     s, stages = plan.settings, plan.parallel.pipeline
     each = max(1.0, s.api_servers / plan.parallel.data)
@@ -127,7 +124,7 @@ def fitted_server(measured: MeasuredRun, fit: Fit) -> SimServer:
 
 
 def what_if(server: SimServer, measured: Plan, other: Plan) -> SimServer:
-    """The server under another plan: its coefficients change as the two rooflines differ."""
+    """The server under another plan: its coefficients are scaled by the ratio of the two rooflines."""
     assert server.fit is not None
     begun = linearised(other)
     old, new = linearised(measured).coefficients(), begun.coefficients()
@@ -161,39 +158,39 @@ def forecast(
     price: float | None = None,
 ) -> Forecast:
     """Simulate one load, and again with other step times."""
-    found = simulate_load(source(), server.model, replicas, policy, slos, scaling)
+    outcome = simulate_load(source(), server.model, replicas, policy, slos, scaling)
 
     def again(model: MemberModel) -> SimOutcome:
         return simulate_load(FirstOf(source(), FIRST), model, replicas, policy, (), scaling)
 
-    words, interval = _errors(server, found, again)
-    hours = found.member_s * server.gpus / 3600
-    meets = found.meets if slos else None
-    return Forecast(label, replicas, found, interval, words, meets, hours, hours * price if price else None)
+    texts, interval = _errors(server, outcome, again)
+    hours = outcome.member_s * server.gpus / 3600
+    meets = outcome.meets if slos else None
+    return Forecast(label, replicas, outcome, interval, texts, meets, hours, hours * price if price else None)
 
 
 def _errors(
-    server: SimServer, found: SimOutcome, again: Callable[[MemberModel], SimOutcome]
+    server: SimServer, outcome: SimOutcome, again: Callable[[MemberModel], SimOutcome]
 ) -> tuple[tuple[str, ...], dict[str, Interval]]:
     """What lies beyond the measurements, and the interval of each figure."""
-    if server.fit is None or not found.completed:
+    if server.fit is None or not outcome.completed:
         return (), {}
-    at_once = found.mean_running / max(1, found.members)
-    point = LoadPoint(at_once, found.input_tokens / found.completed, found.output_tokens / found.completed)
-    words, doublings = beyond(server.fit.span, point)
-    here = found if found.sent <= FIRST else again(server.model)
+    at_once = outcome.mean_running / max(1, outcome.members)
+    point = LoadPoint(at_once, outcome.input_tokens / outcome.completed, outcome.output_tokens / outcome.completed)
+    texts, doublings = beyond(server.fit.span, point)
+    here = outcome if outcome.sent <= FIRST else again(server.model)
 
     def other(factor: float) -> dict[str, float]:
         return _figures(again(server.model.slowed(factor)))
 
     factor = 1.0 + len(server.changed) + doublings
-    return (*server.changed, *words), intervals(server.fit, _figures(here), other, factor)
+    return (*server.changed, *texts), intervals(server.fit, _figures(here), other, factor)
 
 
-def _figures(found: SimOutcome) -> dict[str, float]:
-    t = found.latencies
+def _figures(outcome: SimOutcome) -> dict[str, float]:
+    t = outcome.latencies
     return {"ttft": t["ttft"]["p50"], "tpot": t["tpot"]["p50"], "e2el": t["e2el"]["mean"],
-            "throughput": found.output_throughput}  # fmt: skip
+            "throughput": outcome.output_throughput}  # fmt: skip
 
 
 def smallest_fleet(run: Callable[[int], Forecast], least: int, most: int) -> tuple[list[Forecast], Forecast | None]:
@@ -238,8 +235,8 @@ def highest_rates(
     """The highest rate; with a fit, also with longer and with shorter step times."""
     models = [server.model]
     if server.fit:
-        wrong = step_error(server.fit)
-        models += [server.model.slowed(1 + wrong), server.model.slowed(1 / (1 + wrong))]
+        error = step_error(server.fit)
+        models += [server.model.slowed(1 + error), server.model.slowed(1 / (1 + error))]
 
     def limit(model: MemberModel) -> float | None:
         return highest_rate(lambda rate: simulate_load(source_at(rate), model, replicas, policy, slos).meets, *rates)

@@ -1,7 +1,7 @@
-"""A saved run of `corral bench`, as a simulation can be fitted to it and judged by it.
+"""A saved run of `corral bench`, to which a simulation is fitted, or with which it is compared.
 
-Of each request its time, its lengths, and when its first and its last token came are used, nothing else: so runs
-whose rows were thinned to that can be used as well.
+Only the send time, the lengths, and the times of the first and the last token of each request are used, so runs whose
+rows were reduced to these can be used as well.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from corral.base.errors import DataError, UsageError
 from corral.lab.bench import store
-from corral.lab.bench.metrics import RequestRow, percentile
+from corral.lab.bench.metrics import RequestRow, latencies_s, percentile
 from corral.lab.simulate.engine import EngineShape
 from corral.lab.simulate.outcome import Recorder
 from corral.lab.simulate.requests import ClosedLoop, OpenLoop, RequestSource, SimRequest
@@ -51,16 +51,16 @@ class ExactRecorder(Recorder):
     def __init__(self) -> None:
         super().__init__()
         self._values: dict[str, list[float]] = {name: [] for name in METRICS}
-        self.next_moment_s = math.inf  # nobody looks at its course
+        self.next_moment_s = math.inf  # its moments are not needed
 
-    def finished(self, at_s: float, asked_s: float, first_s: float, prompt: int, output: int) -> None:
+    def finished(self, at_s: float, sent_s: float, first_s: float, prompt: int, output: int) -> None:
         self.completed += 1
         self.output_tokens += output
-        self._values["ttft"].append((first_s - asked_s) * 1000)
-        self._values["e2el"].append((at_s - asked_s) * 1000)
+        self._values["ttft"].append((first_s - sent_s) * 1000)
+        self._values["e2el"].append((at_s - sent_s) * 1000)
         if output > 1:
             self._values["tpot"].append((at_s - first_s) * 1000 / (output - 1))
-        self.first_s, self.last_s = min(self.first_s, asked_s), max(self.last_s, at_s)
+        self.first_s, self.last_s = min(self.first_s, sent_s), max(self.last_s, at_s)
 
     def figures(self) -> RunFigures:
         ttft, tpot, e2el = (tuple(sorted(self._values[name])) for name in METRICS)
@@ -69,7 +69,7 @@ class ExactRecorder(Recorder):
 
 @dataclass(frozen=True)
 class LoadPoint:
-    """Where a load lies: averages."""
+    """A load by its averages."""
 
     at_once: float  # requests, on one replica
     prompt: float
@@ -86,7 +86,7 @@ class MeasuredRun:
     figures: RunFigures
     shape: EngineShape
     data: int
-    assumed: tuple[str, ...] = ()  # what its files do not say
+    assumed: tuple[str, ...] = ()  # what its files do not contain
 
     @property
     def plan(self) -> Plan | None:
@@ -94,11 +94,11 @@ class MeasuredRun:
 
     @property
     def point(self) -> LoadPoint:
-        rows, seen = self.rows, self.figures
+        rows, figures = self.rows, self.figures
         prompt, output = (
             sum(values) / len(rows) for values in zip(*[(r.input_tokens, r.output_tokens) for r in rows], strict=True)
         )
-        return LoadPoint(sum(seen.e2el) / 1000 / max(1e-9, seen.duration_s), prompt, output)
+        return LoadPoint(sum(figures.e2el) / 1000 / max(1e-9, figures.duration_s), prompt, output)
 
     def source(self) -> RequestSource:
         """The same load again: its times in an open loop, its lengths and its concurrency in a closed one."""
@@ -121,15 +121,13 @@ class MeasuredRun:
 
 
 def load_measured(references: Sequence[str]) -> list[MeasuredRun]:
-    """The runs that a user means; of a series, all of its runs."""
-    found = []
+    """The runs with these names; of a series, all of its runs."""
+    runs = []
     for reference in references:
         folder = store.find(reference)
-        if (folder / "run.json").is_file():
-            found.append(_read(folder))
-        else:
-            found += [_read(folder / name) for name in store.load_series(folder).runs]
-    return found
+        parts = store.load_series(folder).runs if store.is_series(folder) else ("",)
+        runs += [_read(folder / part) for part in parts]
+    return runs
 
 
 def _read(folder: Path) -> MeasuredRun:
@@ -146,9 +144,8 @@ def _read(folder: Path) -> MeasuredRun:
 
 
 def _figures(rows: Sequence[RequestRow]) -> RunFigures:
-    ttft = tuple(sorted(row.ttft_s * 1000 for row in rows))
-    tpot = tuple(sorted(t * 1000 for row in rows if (t := row.tpot_s) is not None))
-    e2el = tuple(sorted(row.e2el_s * 1000 for row in rows))
+    values = latencies_s(rows)
+    ttft, tpot, e2el = (tuple(sorted(one * 1000 for one in values[metric])) for metric in METRICS)
     begin, end = min(row.asked_ns for row in rows), max(row.chunk_ns[-1] for row in rows)
     return RunFigures(ttft, tpot, e2el, (end - begin) / 1e9, sum(row.output_tokens for row in rows))
 

@@ -1,8 +1,8 @@
-"""What a simulation came to, in memory that does not grow with the number of requests.
+"""The result of a simulation, in memory that does not grow with the number of requests.
 
 Latencies go into buckets 0.4% apart, so a percentile is good to 0.2%; what happened over time is kept at no more than
 a few hundred moments, which lie further apart the longer it takes. From them also comes whether the servers keep up:
-where more requests come than are answered, latencies of a short load say nothing of a longer one.
+where more requests arrive than are answered, latencies of a short load do not predict those of a longer one.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class LatencySketch:
         self.count, self.total, self.largest = 0, 0.0, 0.0
 
     def add(self, value_s: float) -> None:
-        place = math.floor(math.log(value_s if value_s > _LEAST_S else _LEAST_S) / _WIDTH)
-        self._counts[place] = self._counts.get(place, 0) + 1
+        bucket = math.floor(math.log(value_s if value_s > _LEAST_S else _LEAST_S) / _WIDTH)
+        self._counts[bucket] = self._counts.get(bucket, 0) + 1
         self.count += 1
         self.total += value_s
         if value_s > self.largest:
@@ -42,16 +42,16 @@ class LatencySketch:
     def percentile(self, p: float) -> float:
         """In seconds; 0 where there is nothing."""
         wanted, seen = (self.count - 1) * p / 100, 0
-        for place in sorted(self._counts):
-            seen += self._counts[place]
+        for bucket in sorted(self._counts):
+            seen += self._counts[bucket]
             if seen > wanted:
-                return min(self.largest, math.exp((place + 0.5) * _WIDTH))
+                return min(self.largest, math.exp((bucket + 0.5) * _WIDTH))
         return 0.0
 
     def share_within(self, limit_s: float) -> float:
         """The share of values at or below a limit."""
         edge = math.floor(math.log(max(limit_s, _LEAST_S)) / _WIDTH)
-        return sum(n for place, n in self._counts.items() if place <= edge) / self.count if self.count else 0.0
+        return sum(n for bucket, n in self._counts.items() if bucket <= edge) / self.count if self.count else 0.0
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,17 @@ class Moment:
 
 
 @dataclass(frozen=True)
+class SizeChange:
+    """A decision to have another number of members."""
+
+    time_s: float
+    wanted: int
+    why: str
+
+
+@dataclass(frozen=True)
 class SloResult:
-    """How one promise was kept; whether it was is one figure, how many requests lay within its limit another."""
+    """Whether a service level was met, and the share of requests within its limit."""
 
     slo: Slo
     value_ms: float  # of its statistic
@@ -94,8 +103,8 @@ class SimOutcome:
     mean_running: float
     members: int  # the most at once
     member_s: float
-    arrival_rate: float  # requests per second, while they came
-    gained: float  # the share of these that was not answered meanwhile: the servers fall behind; 0: they keep up
+    arrival_rate: float  # requests per second, while they were sent
+    gained: float  # the share of these by which the servers fall behind; 0: they keep up
     latencies: dict[str, dict[str, float]]  # metric -> statistic -> ms
     slos: tuple[SloResult, ...] = ()
     moments: tuple[Moment, ...] = ()
@@ -110,7 +119,7 @@ class SimOutcome:
 
     @property
     def meets(self) -> bool:
-        """Whether every promise is kept, and will be while such a load lasts, and no request was refused."""
+        """Whether every service level is met, also if the load lasts, and no request was refused."""
         return self.completed > 0 and not self.refused and not self.gained and all(one.met for one in self.slos)
 
 
@@ -120,7 +129,7 @@ _CERTAIN = 4.0  # times what chance alone does
 
 
 def _gained(moments: Sequence[Moment], begin_s: float, end_s: float, rate: float) -> float:
-    """By which share of what came in that time the requests in the servers grew, if by more than chance."""
+    """The share of arriving requests by which the servers fell behind, where that is more than chance."""
     points = [(one.at_s, one.running + one.waiting) for one in moments if begin_s <= one.at_s <= end_s]
     if len(points) < 20 or rate <= 0:
         return 0.0
@@ -131,28 +140,29 @@ def _gained(moments: Sequence[Moment], begin_s: float, end_s: float, rate: float
 
 
 class Recorder:
-    """Takes up what happens, one request after the other."""
+    """Counts what happens, one request after the other."""
 
     def __init__(self, slos: Sequence[Slo] = ()) -> None:
         self._slos = tuple(slos)
         self.sketches = {name: LatencySketch() for name in ("ttft", "tpot", "e2el")}
         self.sent = self.completed = self.refused = self.input_tokens = self.output_tokens = 0
         self.first_s, self.last_s, self.busy_s = math.inf, 0.0, 0.0
-        self._asked_s = 0.0  # the last one
+        self._last_sent_s = 0.0  # the last one
         self.peak_kv, self.peak_running = 0.0, 0
         self._moments: list[Moment] = []
         self.next_moment_s, self._every_s = 0.0, 0.05
+        self.changes: list[SizeChange] = []
 
-    def finished(self, at_s: float, asked_s: float, first_s: float, prompt: int, output: int) -> None:
+    def finished(self, at_s: float, sent_s: float, first_s: float, prompt: int, output: int) -> None:
         self.completed += 1
         self.input_tokens += prompt
         self.output_tokens += output
-        self.sketches["ttft"].add(first_s - asked_s)
-        self.sketches["e2el"].add(at_s - asked_s)
-        self.busy_s += at_s - asked_s
+        self.sketches["ttft"].add(first_s - sent_s)
+        self.sketches["e2el"].add(at_s - sent_s)
+        self.busy_s += at_s - sent_s
         if output > 1:
             self.sketches["tpot"].add((at_s - first_s) / (output - 1))
-        self.first_s, self._asked_s = min(self.first_s, asked_s), max(self._asked_s, asked_s)
+        self.first_s, self._last_sent_s = min(self.first_s, sent_s), max(self._last_sent_s, sent_s)
         self.last_s = max(self.last_s, at_s)
 
     def moment(self, one: Moment) -> None:
@@ -165,16 +175,16 @@ class Recorder:
 
     def latencies(self) -> dict[str, dict[str, float]]:
         points = {50.0, 90.0, 95.0, 99.0, *(one.percentile for one in self._slos)}
-        found = {}
+        statistics = {}
         for name, sketch in self.sketches.items():
             cuts = {f"p{p:g}": sketch.percentile(p) * 1000 for p in sorted(points)}
-            found[name] = {"mean": sketch.mean_s * 1000, "median": cuts["p50"], **cuts}
-        return found
+            statistics[name] = {"mean": sketch.mean_s * 1000, "median": cuts["p50"], **cuts}
+        return statistics
 
     def outcome(self, computed: int, cached: int, preemptions: int, members: int, member_s: float) -> SimOutcome:
         duration_s = max(0.0, self.last_s - self.first_s) if self.completed else 0.0
-        latencies, came_s = self.latencies(), self._asked_s - self.first_s
-        rate = (self.completed - 1) / came_s if came_s > 0 else 0.0
+        latencies, sending_s = self.latencies(), self._last_sent_s - self.first_s
+        rate = (self.completed - 1) / sending_s if sending_s > 0 else 0.0
         return SimOutcome(
             sent=self.sent,
             completed=self.completed,
@@ -191,15 +201,15 @@ class Recorder:
             members=members,
             member_s=member_s,
             arrival_rate=rate,
-            gained=_gained(self._moments, self.first_s + self._filled_s(came_s), self._asked_s, rate),
+            gained=_gained(self._moments, self.first_s + self._filled_s(sending_s), self._last_sent_s, rate),
             latencies=latencies,
             slos=tuple(self._result(one, latencies[one.metric][one.statistic]) for one in self._slos),
             moments=tuple(self._moments),
         )
 
-    def _filled_s(self, came_s: float) -> float:
-        """After how long empty servers have as many requests as they will keep: half of the time, or an answer's."""
-        return max(came_s / 2, 1.5 * self.sketches["e2el"].percentile(25))
+    def _filled_s(self, sending_s: float) -> float:
+        """How long empty servers take to fill up: half of the sending time, or the time of an answer."""
+        return max(sending_s / 2, 1.5 * self.sketches["e2el"].percentile(25))
 
     def _result(self, slo: Slo, value_ms: float) -> SloResult:
         within = self.sketches[slo.metric].share_within(slo.limit_ms / 1000)

@@ -1,7 +1,7 @@
-"""What an engine's KV cache still holds of requests that are over: beginnings that others share, oldest out first.
+"""The blocks of finished requests that stay in an engine's KV cache; the oldest are evicted first.
 
-Only groups of requests with a common beginning are followed; what is left by requests that share nothing takes room
-and is forgotten in the order in which it was left.
+Only groups of requests with a common beginning are followed; blocks of requests that share nothing take room and are
+evicted in the order in which they were left.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class _Entry:
 
 
 class PrefixCache:
-    """Blocks by group; those that nobody uses may be taken for something else at any time."""
+    """Blocks by group; those that no request uses may be evicted at any time."""
 
     __slots__ = ("_entries", "_left", "_nameless", "_size", "idle_blocks", "pinned_blocks")
 
@@ -34,7 +34,7 @@ class PrefixCache:
         return min(entry.blocks, tokens // self._size) if entry else 0
 
     def further_pinned(self, group: int, blocks: int) -> int:
-        """How many blocks more are in use once somebody uses the group's first `blocks`."""
+        """How many more blocks are in use once a request uses the group's first `blocks`."""
         entry = self._entries.get(group)
         if entry is None:
             return blocks
@@ -52,7 +52,7 @@ class PrefixCache:
             entry.blocks = blocks
 
     def release(self, group: int, grown_blocks: int = 0) -> None:
-        """A request is over; with `grown_blocks` it leaves more of its group than it found."""
+        """A request is over; with `grown_blocks` it leaves more of its group than there was."""
         entry = self._entries[group]
         entry.users -= 1
         if grown_blocks > entry.blocks:
@@ -64,14 +64,14 @@ class PrefixCache:
             self._left[group] = entry.blocks
 
     def leave(self, blocks: int) -> None:
-        """Blocks of a request that shares them with nobody."""
+        """Keep the blocks of a request that shares none of them."""
         if blocks > 0:
             self._nameless -= 1
             self._left[self._nameless] = blocks
             self.idle_blocks += blocks
 
     def shrink(self, room: int) -> None:
-        """At most `room` blocks stay that nobody uses."""
+        """Evict unused blocks until at most `room` are left."""
         while self.idle_blocks > max(0, room):
             group, blocks = self._left.popitem(last=False)
             self.idle_blocks -= blocks

@@ -1,9 +1,8 @@
-"""Where a fit starts that no plan for a known GPU tells: a regression of the requests' own times.
+"""The start of a fit where there is no plan for a known GPU: a regression of the requests' own times.
 
-The time between a request's first and last token, by its steps, the sequences beside it, their context, and the
-prompts computed meanwhile.
-
-Small least-squares problems without a library: coefficients that are not negative, and a damped Gauss-Newton.
+The time between a request's first and last token depends on its steps, the sequences beside it, their context, and
+the prompts computed meanwhile. The two small solvers (coefficients that are not negative, and a damped Gauss-Newton)
+need no library.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Vector = list[float]
 
 
 def nonnegative(rows: Sequence[Sequence[float]], wanted: Sequence[float], rounds: int = 3000) -> Vector:
-    """The x ≥ 0 for which rows · x comes nearest to `wanted`: one coefficient after the other, again and again."""
+    """The x ≥ 0 for which rows · x comes nearest to `wanted`: by coordinate descent."""
     width = len(rows[0])
     scale = [math.sqrt(math.fsum(row[i] ** 2 for row in rows)) or 1.0 for i in range(width)]
     gram = [
@@ -99,7 +98,7 @@ ALONE = 1.2  # sequences at once, on average, up to which a request is alone
 
 
 def regress(runs: Sequence[MeasuredRun]) -> FittedSteps:
-    """Where the fit starts."""
+    """Coefficients from which a fit starts."""
     rows, wanted = [], []
     for one in runs:
         for steps, features, seconds in _spans(one):
@@ -126,10 +125,10 @@ def regress(runs: Sequence[MeasuredRun]) -> FittedSteps:
 
 
 def regress_cpu(runs: Sequence[MeasuredRun], plan: Plan) -> FittedSteps:
-    """Of a server on a CPU: products and what is between them apart, as the planner has them.
+    """The same for a server on a CPU, where matrix products and the work between them are counted apart.
 
-    Lone requests' first tokens tell what a row of a product takes, their later ones what reading the weights does,
-    which is as long as that of some rows.
+    The first tokens of lone requests show the time of one row of a product, the later ones the time to read the
+    weights, which is that of some rows.
     """
     start, spans = regress(runs), [span for one in runs for span in _spans(one)]
     lone = [seconds / steps for steps, (count, _, beside), seconds in spans if count < ALONE * steps and not beside]
@@ -142,7 +141,7 @@ def regress_cpu(runs: Sequence[MeasuredRun], plan: Plan) -> FittedSteps:
 
 
 def _first_tokens(runs: Sequence[MeasuredRun]) -> tuple[float, float] | None:
-    """How much longer lone requests wait for their first token with each token of their prompts, and in any case."""
+    """Seconds until the first token of a lone request: per token of its prompt, and fixed."""
     pairs = []
     for one in runs:
         busy_until = 0
@@ -159,7 +158,7 @@ def _first_tokens(runs: Sequence[MeasuredRun]) -> tuple[float, float] | None:
 
 
 def _spans(measured: MeasuredRun) -> list[tuple[float, tuple[float, float, float], float]]:
-    """Of each request: its decode steps; sequences, context and prompt tokens beside it, by step; and its seconds."""
+    """Each request's decode steps; sequences, context and prompt tokens beside it, by step; and its seconds."""
     rows = measured.rows
     changes: list[tuple[int, float, float]] = []
     for row in rows:

@@ -1,7 +1,7 @@
-"""Requests of a simulated load, made one at a time: nothing is kept of those that are over.
+"""Requests of a simulated load, made one at a time; finished ones are forgotten.
 
-In an open loop the times are given beforehand; in a closed loop a request leaves when another has come back. Requests
-of one `group` begin with the same `shared` tokens.
+In an open loop the send times are known beforehand; in a closed loop a request is sent when another is answered.
+Requests of one `group` begin with the same `shared` tokens.
 """
 
 from __future__ import annotations
@@ -27,43 +27,43 @@ class SimRequest:
     at_s: float
     prompt: int
     output: int
-    group: int = -1  # -1: it shares its beginning with nobody
+    group: int = -1  # -1: no other request shares its beginning
     shared: int = 0
     grows: bool = False  # the next of its group begins with all of it, its answer included
     turns: int = 0  # of its conversation that are still to come
 
 
 class RequestSource(Protocol):
-    """Where a simulation's requests come from, in the order of their times."""
+    """The requests of a simulation, in the order of their times."""
 
     @property
     def next_s(self) -> float:
         """The time of the next request; infinite where there is none now."""
 
-    def take(self) -> SimRequest: ...
+    def next_request(self) -> SimRequest: ...
 
     def finished(self, request: SimRequest, at_s: float) -> None: ...
 
 
 class OpenLoop:
-    """Requests whose times are known; with `most`, no more than so many at once, the others wait at the sender."""
+    """Requests whose times are known; with `most`, at most so many run at once and the others wait at the sender."""
 
     def __init__(self, requests: Iterable[SimRequest], most: int | None = None) -> None:
-        self._coming, self._most, self._running = iter(requests), most, 0
+        self._requests, self._most, self._running = iter(requests), most, 0
         self._next: SimRequest | None = None
         self._free_s = 0.0
         self.next_s = math.inf
         self._advance()
 
     def _advance(self) -> None:
-        self._next = next(self._coming, None)
+        self._next = next(self._requests, None)
         self._due()
 
     def _due(self) -> None:
         full = self._most is not None and self._running >= self._most
         self.next_s = math.inf if self._next is None or full else max(self._next.at_s, self._free_s)
 
-    def take(self) -> SimRequest:
+    def next_request(self) -> SimRequest:
         assert self._next is not None
         found, found.at_s = self._next, self.next_s
         self._running += 1
@@ -72,14 +72,14 @@ class OpenLoop:
 
     def finished(self, request: SimRequest, at_s: float) -> None:
         if self._most is not None and self._running >= self._most:
-            self._free_s = at_s  # a place is free from now on
+            self._free_s = at_s  # another may be sent from now on
         self._running -= 1
         if self._most is not None:
             self._due()
 
 
 class ClosedLoop:
-    """So many requests at once; the next leaves when one has come back. A conversation goes on with its next turn."""
+    """So many requests at once; the next is sent when one is answered. A conversation goes on with its next turn."""
 
     def __init__(
         self,
@@ -87,17 +87,17 @@ class ClosedLoop:
         concurrency: int,
         until_s: float = math.inf,
         added: int = 0,
-        starts_s: Sequence[float] = (),  # of the first ones, where they did not all leave at once
+        starts_s: Sequence[float] = (),  # of the first ones, where they were not all sent at once
     ) -> None:
-        self._coming, self._until_s, self._added = iter(requests), until_s, added
+        self._requests, self._until_s, self._added = iter(requests), until_s, added
         self._due: list[tuple[float, int, SimRequest]] = []
         self._number = 0
         self.next_s = math.inf
-        for place in range(concurrency):
-            self._another(starts_s[place] if place < len(starts_s) else 0.0)
+        for number in range(concurrency):
+            self._send_next(starts_s[number] if number < len(starts_s) else 0.0)
 
-    def _another(self, at_s: float) -> None:
-        found = next(self._coming, None) if at_s < self._until_s else None
+    def _send_next(self, at_s: float) -> None:
+        found = next(self._requests, None) if at_s < self._until_s else None
         if found is not None:
             self._push(found, at_s)
 
@@ -107,25 +107,25 @@ class ClosedLoop:
         heapq.heappush(self._due, (at_s, self._number, request))
         self.next_s = self._due[0][0]
 
-    def take(self) -> SimRequest:
+    def next_request(self) -> SimRequest:
         found = heapq.heappop(self._due)[2]
         self.next_s = self._due[0][0] if self._due else math.inf
         return found
 
     def finished(self, request: SimRequest, at_s: float) -> None:
         if not request.turns:
-            self._another(at_s)
+            self._send_next(at_s)
             return
         history = request.prompt + request.output
-        further = SimRequest(
+        next_turn = SimRequest(
             request.number, at_s, history + self._added, request.output, request.group, history, True,
             request.turns - 1,
         )  # fmt: skip
-        self._push(further, at_s)
+        self._push(next_turn, at_s)
 
 
 class FirstOf:
-    """The first so many requests of a load."""
+    """The first `count` requests of a load."""
 
     def __init__(self, source: RequestSource, count: int) -> None:
         self._source, self._left = source, count
@@ -134,9 +134,9 @@ class FirstOf:
     def next_s(self) -> float:
         return self._source.next_s if self._left else math.inf
 
-    def take(self) -> SimRequest:
+    def next_request(self) -> SimRequest:
         self._left -= 1
-        return self._source.take()
+        return self._source.next_request()
 
     def finished(self, request: SimRequest, at_s: float) -> None:
         self._source.finished(request, at_s)
@@ -158,7 +158,7 @@ def synthetic(workload: Workload, times_s: Iterator[float]) -> Iterator[SimReque
 
 
 def _times(load: LoadShape, seed: int) -> Iterator[float]:
-    """Send times without end, drawn as `corral bench` does (which scales a run's gaps to its length)."""
+    """Send times without end, drawn as `corral bench` draws them (which scales the gaps of a run to its length)."""
     at = 0.0
     for gap in drawn_gaps(load, seed):
         if load.seconds is not None and at >= load.seconds:

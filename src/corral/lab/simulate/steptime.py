@@ -1,10 +1,10 @@
 """How long one step of an engine takes: from coefficients that were fitted, or from the planner's roofline.
 
 A step of `running` decoding sequences with `kv` tokens of context takes `max(fixed + per_kv · kv, floor)`, which can
-be summed over many steps without making them; a step that also computes prompt tokens is asked for as a whole. On a
-GPU one with more tokens than the largest CUDA graph is launched kernel by kernel, and takes at least as long as that
-does: 8B on an H200 24 ms for any prompt up to 800 tokens, where a step within a graph takes 6 (docs/log.md). On a CPU
-a step's products take as long as reading the weights while they have few rows, and grow with the rows from some on.
+be summed over many steps at once; the time of a step that also computes prompt tokens is computed as a whole. On a
+GPU, a step with more tokens than the largest CUDA graph is launched kernel by kernel, and takes at least that long:
+8B on an H200 24 ms for any prompt up to 800 tokens, where a step within a graph takes 6 (docs/log.md). On a CPU a
+step's products take as long as reading the weights while they have few rows, and grow with the rows from some on.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class DecodeCost:
 
 
 class StepTime(Protocol):
-    """What an engine asks."""
+    """The step times that an engine needs."""
 
     def decode(self, running: int) -> DecodeCost: ...
 
@@ -71,8 +71,8 @@ class StepTime(Protocol):
         """Seconds of a step that also computes prompt tokens; `attended`: the sum of the contexts of each of them."""
 
 
-# Reading weights and multiplying: 1 were one after the other, many were both at once. A Xeon is near 1, a Neoverse-N1
-# near 2; with 1.5 both are predicted alike (docs/log.md).
+# Reading weights and multiplying: 1 is one after the other, a large value is both at once. A Xeon is near 1, a
+# Neoverse-N1 near 2; with 1.5 both are predicted equally well (docs/log.md).
 OVERLAP = 1.5
 
 KNOWN = {"lookahead", "graph_tokens", "tile_tokens", "row_tokens"}  # of the fields below, what is not fitted
@@ -89,7 +89,7 @@ class FittedSteps:
     attend_s: float = 0.0  # per prompt token and token of its context
     read_s: float = 0.0  # of products with hardly any row, where rows are counted: a CPU reads the weights
     launch_s: float = 0.0  # that a step takes at least which no CUDA graph covers
-    wake_s: float = 0.0  # that the first step takes longer after nothing ran
+    wake_s: float = 0.0  # by which the first step is longer when nothing ran before
     request_s: float = 0.0  # from a request's arrival until the engine has it, and back
     stream_s: float = 0.0  # of an API server's time for each token that it streams
     lookahead: bool = False  # steps are decided one ahead (vLLM's asynchronous scheduling)
@@ -129,7 +129,7 @@ FAR = 1e6  # tokens of context at which only keys and values count
 
 
 class RooflineSteps:
-    """The planner's roofline, asked step by step."""
+    """The planner's roofline, step by step."""
 
     def __init__(self, roof: Roof) -> None:
         self._roof, self._graphed = roof, largest_graph(roof.settings, roof.gpu)
@@ -150,7 +150,7 @@ class RooflineSteps:
 
 
 def linearised(plan: Plan) -> FittedSteps:
-    """A plan's roofline as coefficients: where a fit starts, and what it keeps where its runs say nothing."""
+    """A plan's roofline as coefficients: the start of a fit, which keeps those that its runs do not determine."""
     roof = roof_of(plan.model, plan.inventory, plan.parallel, plan.precision, plan.settings, Efficiency())
     steps, e, many = RooflineSteps(roof), Efficiency(), min(128, plan.settings.max_num_seqs)
     one, all_ = steps.decode(1), steps.decode(many)
@@ -182,7 +182,7 @@ def planned_steps(plan: Plan) -> tuple[StepTime, float, float]:
 
 
 def _cpu_steps(plan: Plan) -> FittedSteps:
-    """From what the planner says of one request alone."""
+    """From the planner's figures for one request alone."""
     speed = speed_at(plan, LONE_TOKENS, LONE_TOKENS, 1)
     prompt_s = 1 / (speed.prefill_tokens_per_s or 1.0)
     alone_s = 1 / (speed.decode_tokens_per_s or 1.0)
@@ -190,8 +190,9 @@ def _cpu_steps(plan: Plan) -> FittedSteps:
 
 
 def cpu_steps(model: ModelFacts, alone_s: float, prompt_s: float, first_s: float) -> FittedSteps:
-    """Of a server on a CPU, of which it is known what a lone request's step takes, what a token of its prompt does,
-    and how long its first token takes beside that. What lies between the products is the planner's."""
+    """The steps of a server on a CPU, from the times of a lone request: a decode step, a prompt token, and the rest
+    of
+    its first token. The work between the products is the planner's estimate."""
     *layers, head = (one.parameters for one in products(model))
     costs = CpuCosts()
     between = min(costs.step_s + model.layers * costs.layer_s, alone_s / 2)

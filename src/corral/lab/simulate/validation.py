@@ -1,6 +1,6 @@
-"""How good a fit is on runs that it has not seen, beside what the planner alone says of them.
+"""The error of a fit on runs that it was not fitted to, beside the error of the planner alone.
 
-The planner knows no queues: a rate is turned into so many requests at once as are there by Little's law.
+The planner knows no queues: by Little's law, a rate becomes a number of requests at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FITTED = 3
 
 @dataclass(frozen=True)
 class HeldOut:
-    """One run that the fit has not seen."""
+    """One run that the fit was not made from."""
 
     name: str
     requests: int
@@ -32,8 +32,8 @@ class HeldOut:
     output_throughput: float
     simulated: RunError
     planned: RunError | None  # None where the run has no plan
-    interval: dict[str, Interval]  # that a forecast of it would have had
-    within: dict[str, bool]  # whether what was measured lies there
+    interval: dict[str, Interval]  # of a forecast of this run
+    within: dict[str, bool]  # whether the measured figure lies in it
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class Validation:
     assumed: tuple[str, ...] = ()
 
     def median_error(self, metric: str, planned: bool = False) -> float | None:
-        found = [one.planned if planned else one.simulated for one in self.held_out]
-        values = [abs(float(getattr(one, metric))) for one in found if one is not None]
+        replayed = [one.planned if planned else one.simulated for one in self.held_out]
+        values = [abs(float(getattr(one, metric))) for one in replayed if one is not None]
         return median(values) if values else None
 
     def covered(self, metric: str) -> int:
@@ -71,27 +71,27 @@ class Validation:
 def validate(runs: Sequence[MeasuredRun], fitted: Sequence[str] = (), slos: Sequence[Slo] = ()) -> Validation:
     """Fit to the named runs, or the first three, and predict the others."""
     chosen = [one for one in runs if one.name in fitted] if fitted else list(runs[:FITTED])
-    held = [one for one in runs if one not in chosen]
-    if not held:
+    held_out = [one for one in runs if one not in chosen]
+    if not held_out:
         raise UsageError(
             f"of {len(runs)} runs, none is left to hold out.", f"Name more than the {len(chosen)} to fit to."
         )
     fit = fit_runs(chosen)
-    found = {one.name: replay(one, fitted_member(one, fit.steps)) for one in held}
-    rows = tuple(_held_out(fit, one, found[one.name]) for one in held)
-    limits = tuple(limit for slo in slos if (limit := _limit(held, found, slo)) is not None)
+    replayed = {one.name: replay(one, fitted_member(one, fit.steps)) for one in held_out}
+    rows = tuple(_held_out(fit, one, replayed[one.name]) for one in held_out)
+    limits = tuple(limit for slo in slos if (limit := _limit(held_out, replayed, slo)) is not None)
     return Validation(fit, rows, limits, tuple(sorted({text for one in runs for text in one.assumed})))
 
 
-def _held_out(fit: Fit, measured: MeasuredRun, found: RunFigures) -> HeldOut:
-    seen, model = measured.figures, fitted_member(measured, fit.steps)
+def _held_out(fit: Fit, measured: MeasuredRun, replayed: RunFigures) -> HeldOut:
+    figures, model = measured.figures, fitted_member(measured, fit.steps)
     around = intervals(
         fit,
-        _by_metric(found),
+        _by_metric(replayed),
         lambda factor: _by_metric(replay(measured, model.slowed(factor))),
         1 + beyond(fit.span, measured.point)[1],
     )
-    real, simulated = _by_metric(seen), _by_metric(found)
+    real, simulated = _by_metric(figures), _by_metric(replayed)
     within = {
         name: simulated[name] * (1 + low) <= real[name] <= simulated[name] * (1 + high)
         for name, (low, high) in around.items()
@@ -99,19 +99,20 @@ def _held_out(fit: Fit, measured: MeasuredRun, found: RunFigures) -> HeldOut:
     return HeldOut(
         measured.name,
         len(measured.rows),
-        seen.mean("e2el"),
-        seen.percentile("ttft", 50),
-        seen.output_throughput,
-        error_of(measured, found),
+        figures.mean("e2el"),
+        figures.percentile("ttft", 50),
+        figures.output_throughput,
+        error_of(measured, replayed),
         _planned(measured),
         around,
         within,
     )
 
 
-def _by_metric(found: RunFigures) -> dict[str, float]:
-    return {"ttft": found.percentile("ttft", 50), "tpot": found.percentile("tpot", 50), "e2el": found.mean("e2el"),
-            "throughput": found.output_throughput}  # fmt: skip
+def _by_metric(replayed: RunFigures) -> dict[str, float]:
+    return {"ttft": replayed.percentile("ttft", 50), "tpot": replayed.percentile("tpot", 50), "e2el":
+    replayed.mean("e2el"),
+            "throughput": replayed.output_throughput}  # fmt: skip
 
 
 def _planned(measured: MeasuredRun) -> RunError | None:
@@ -136,23 +137,23 @@ def _planned(measured: MeasuredRun) -> RunError | None:
     if not load.rate and at_once > plan.seats:  # the others wait for a seat
         e2el *= at_once / plan.seats
     rate = load.rate if load.rate and load.rate * e2el <= plan.seats else min(at_once, plan.seats) / e2el
-    seen = measured.figures
+    figures = measured.figures
     return RunError(
         measured.name,
-        1000 * e2el / seen.mean("e2el") - 1,
-        1000 * (speed.ttft_s or 0.0) / seen.percentile("ttft", 50) - 1,
-        1000 * (speed.tpot_s or 0.0) / (seen.percentile("tpot", 50) or math.inf) - 1,
-        rate * output / seen.output_throughput - 1,
+        1000 * e2el / figures.mean("e2el") - 1,
+        1000 * (speed.ttft_s or 0.0) / figures.percentile("ttft", 50) - 1,
+        1000 * (speed.tpot_s or 0.0) / (figures.percentile("tpot", 50) or math.inf) - 1,
+        rate * output / figures.output_throughput - 1,
     )
 
 
-def _limit(held: Sequence[MeasuredRun], found: dict[str, RunFigures], slo: Slo) -> RateLimit | None:
+def _limit(held_out: Sequence[MeasuredRun], replayed: dict[str, RunFigures], slo: Slo) -> RateLimit | None:
     """Where a statistic crosses its limit between runs that differ in their rate alone; the largest such family.
 
     Of several runs at one rate the median counts: close to saturation one run says little.
     """
     families: dict[object, list[MeasuredRun]] = {}
-    for one in held:
+    for one in held_out:
         load, work = one.run.spec.load, one.run.spec.workload
         if load.rate and load.arrival == "poisson" and load.concurrency is None:
             key = replace(work, seed=0, num_prompts=1)
@@ -166,13 +167,13 @@ def _limit(held: Sequence[MeasuredRun], found: dict[str, RunFigures], slo: Slo) 
         values: dict[float, list[float]] = {}
         for rate, one in zip(rates, figures, strict=True):
             values.setdefault(rate, []).append(max(1e-9, _statistic(one, slo)))
-        points = sorted((rate, median(seen)) for rate, seen in values.items())
+        points = sorted((rate, median(figures)) for rate, figures in values.items())
         for (low, a), (high, b) in itertools.pairwise(points):
             if a <= slo.limit_ms < b:
                 return low + (high - low) * math.log(slo.limit_ms / a) / math.log(b / a)
         return None
 
-    measured, simulated = crossing([one.figures for one in family]), crossing([found[one.name] for one in family])
+    measured, simulated = crossing([one.figures for one in family]), crossing([replayed[one.name] for one in family])
     return RateLimit(str(slo), measured, simulated)
 
 

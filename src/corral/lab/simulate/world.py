@@ -1,9 +1,10 @@
 """Simulated time: requests, the gateway's own routing and scaling code, and the engines of every member.
 
 A member is one deployment: `data` engines behind its API servers, which give a request to the engine with the fewest
-waiting (each counts for four) and running, as vLLM does. Members are chosen by `corral.serve.gateway.policies` with
-the gateway's account of outstanding work; requests wait at the gateway while every member's seats are taken. With
-`scaling`, `corral.serve.fleet.scaling` decides every second how many members there are.
+waiting (each counts for four) and running requests, as vLLM does. Members are chosen by
+`corral.serve.gateway.policies` with the gateway's account of outstanding work; requests wait at the gateway while
+every member's seats are taken. With `scaling`, `corral.serve.fleet.scaling` decides every second how many members
+there are.
 
 Not covered: members that fail, several gateways, keys with limits of their own.
 """
@@ -20,7 +21,7 @@ from functools import lru_cache
 
 from corral.lab.bench.spec import Slo
 from corral.lab.simulate.engine import EngineShape, SimEngine, SimSequence
-from corral.lab.simulate.outcome import Moment, Recorder, SimOutcome
+from corral.lab.simulate.outcome import Moment, Recorder, SimOutcome, SizeChange
 from corral.lab.simulate.requests import RequestSource, SimRequest
 from corral.lab.simulate.steptime import FittedSteps, StepTime
 from corral.serve.fleet.scaling import Course, Demand, next_size, rate
@@ -31,7 +32,7 @@ from corral.serve.gateway.prompt import ID_BYTES, POSITIONS, Holdings, RoutedPro
 
 @dataclass(frozen=True)
 class MemberModel:
-    """One deployment, as far as a simulation needs it."""
+    """One deployment: its engines' shape and step times."""
 
     shape: EngineShape
     steps: StepTime
@@ -42,7 +43,7 @@ class MemberModel:
         return self.shape.max_seqs * self.data
 
     def slowed(self, factor: float) -> MemberModel:
-        """The same with all fitted times so many times longer."""
+        """The same with all fitted times multiplied."""
         shape, steps = self.shape, self.steps
         assert isinstance(steps, FittedSteps)
         longer = replace(
@@ -58,7 +59,8 @@ class ScalingModel:
     least: int
     most: int
     capacity: float  # tokens/s of one member, prompt and answer
-    lead_s: float
+    lead_s: float  # from the decision until the member serves
+    load_s: float = 0.0  # of these, the last ones, in which its job already runs
 
 
 def simulate_load(
@@ -70,7 +72,7 @@ def simulate_load(
     scaling: ScalingModel | None = None,
     recorder: Recorder | None = None,
 ) -> SimOutcome:
-    """Run a load to its end."""
+    """Simulate a load to its end."""
     return _World(source, model, members, policy, recorder or Recorder(slos), scaling).run()
 
 
@@ -101,15 +103,15 @@ class _World:
         self.source, self.model, self.policy = source, model, make_policy(policy)
         self.recorder, self.scaling = recorder, scaling
         self.members: dict[int, _Member] = {}
-        self.takers: list[_Member] = []  # those that get requests
+        self.serving: list[_Member] = []  # members that get new requests
         self.queue: deque[SimRequest] = deque()
         self.events: list[tuple[float, int, SimEngine]] = []
-        self.coming: deque[float] = deque()
+        self.starting: deque[float] = deque()
         self.course, self.arrivals = Course(), Arrivals()
         self.now_s = self.member_s = 0.0
-        self.next_look_s = 1.0 if scaling else math.inf
-        self.most = self.serial = self.born = 0
-        self.left = [0, 0, 0]  # computed, cached, preemptions of members that are gone
+        self.next_rescale_s = 1.0 if scaling else math.inf
+        self.most = self.serial = self.joined = 0
+        self.removed_counts = [0, 0, 0]  # computed, cached, preemptions of members that are gone
         for _ in range(members):
             self._join()
 
@@ -117,22 +119,22 @@ class _World:
         source, events, request_s = self.source, self.events, self.model.shape.request_s
         while True:
             arrival_s, event_s = source.next_s + request_s, events[0][0] if events else math.inf
-            if self.next_look_s < min(arrival_s, event_s) < math.inf:
-                self._look()
+            if self.next_rescale_s < min(arrival_s, event_s) < math.inf:
+                self._rescale()
             elif arrival_s <= event_s:
                 if arrival_s == math.inf:
                     break
                 self.now_s = arrival_s
-                self._arrive(source.take())
+                self._arrive(source.next_request())
             else:
                 self._settle(*heapq.heappop(events)[::2])
         for member in list(self.members.values()):
-            self._part(member)
-        computed, cached, preemptions = self.left
+            self._remove(member)
+        computed, cached, preemptions = self.removed_counts
         return self.recorder.outcome(computed, cached, preemptions, self.most, self.member_s)
 
     def _settle(self, at_s: float, engine: SimEngine) -> None:
-        if engine.end_s != at_s:  # it was cut short by an arrival
+        if engine.end_s != at_s:  # an arrival cut it short
             return
         self.now_s = at_s
         engine.settle()
@@ -153,23 +155,23 @@ class _World:
         self.recorder.sent += 1
         if self.scaling:
             self.arrivals.note(self.now_s, request.prompt + request.output)
-        if not self.takers[0].engines[0].fits(request):
+        if not self.serving[0].engines[0].fits(request):
             self.recorder.refused += 1
             self.source.finished(request, self.now_s)
         elif self.queue or not self._route(request):
             self.queue.append(request)
 
     def _route(self, request: SimRequest) -> bool:
-        """Give it to a member; False where nobody has a seat."""
+        """Send it to a member; False where none has a free seat."""
         seats = self.model.seats
-        free = [one for one in self.takers if one.width < seats]
+        free = [one for one in self.serving if one.width < seats]
         if not free:
             return False
         sequence = SimSequence(request)
         member = free[0]
-        if len(self.takers) > 1:
+        if len(self.serving) > 1:
             prompt = RoutedPrompt(
-                None, _places(request), request.prompt, 1 / ID_BYTES, 0, request.output, 1, True
+                None, _prefix_hashes(request), request.prompt, 1 / ID_BYTES, 0, request.output, 1, True
             )  # fmt: skip
             member = free[0] if len(free) == 1 else self.policy.choose(free, prompt)
             _account(member, prompt, sequence)
@@ -193,60 +195,60 @@ class _World:
         self.recorder.finished(at_s, request.at_s, sequence.first_s, request.prompt, request.output)
         self.source.finished(request, at_s)
         if member.leaving and not member.width:
-            self._part(member)
+            self._remove(member)
 
     # members
 
-    def _join(self) -> None:
+    def _join(self, since_s: float = 0.0) -> None:
         engines = [SimEngine(self.model.shape, self.model.steps, self) for _ in range(self.model.data)]
-        member = _Member(self.born, engines, self.now_s)
-        self.born += 1
+        member = _Member(self.joined, engines, since_s)
+        self.joined += 1
         self.members[member.number] = member
-        self.takers.append(member)
+        self.serving.append(member)
         self.most = max(self.most, len(self.members))
 
-    def _part(self, member: _Member) -> None:
+    def _remove(self, member: _Member) -> None:
         end_s = max(self.now_s, self.recorder.last_s) if not member.leaving else self.now_s
         self.member_s += end_s - member.since_s
         for one in member.engines:
-            for place, value in enumerate((one.computed_tokens, one.cached_tokens, one.preemptions)):
-                self.left[place] += value
+            for number, value in enumerate((one.computed_tokens, one.cached_tokens, one.preemptions)):
+                self.removed_counts[number] += value
         del self.members[member.number]
 
-    def _look(self) -> None:
-        """What the keeper of a fleet does, once a second."""
+    def _rescale(self) -> None:
+        """Decide on the number of members, once a second, as the keeper of a fleet does."""
         scaling = self.scaling
         assert scaling is not None
-        self.now_s = self.next_look_s
-        self.next_look_s += 1.0
-        while self.coming and self.coming[0] <= self.now_s:
-            self.coming.popleft()
-            self._join()
+        self.now_s = self.next_rescale_s
+        self.next_rescale_s += 1.0
+        while self.starting and self.starting[0] <= self.now_s:
+            self._join(self.starting.popleft() - scaling.load_s)
         requests, tokens = self.arrivals.bins(self.now_s)
         usual = sum(tokens) / sum(requests) if sum(requests) else 0.0
         running = sum([one.width for one in self.members.values()])
-        wanted = len(self.takers) + len(self.coming)
+        wanted = len(self.serving) + len(self.starting)
         demand = Demand(
-            self.now_s, rate(tokens[:-1]), (running / 2 + len(self.queue)) * usual, len(self.queue), scaling.capacity,
-            scaling.lead_s, scaling.least, scaling.most, wanted,
+            self.now_s, rate(tokens[:-1], scaling.lead_s), (running / 2 + len(self.queue)) * usual, len(self.queue),
+            scaling.capacity, scaling.lead_s, scaling.least, scaling.most, wanted,
         )  # fmt: skip
         self.course, decision = next_size(self.course, demand)
         if decision is not None:
-            self._resize(decision.wanted)
+            self.recorder.changes.append(SizeChange(self.now_s, decision.wanted, decision.why))
+            self._resize(decision.wanted, scaling)
 
-    def _resize(self, wanted: int) -> None:
-        assert self.scaling is not None
-        while len(self.takers) + len(self.coming) < wanted:
-            self.coming.append(self.now_s + self.scaling.lead_s)
-        while len(self.takers) + len(self.coming) > max(1, wanted):
-            if self.coming:
-                self.coming.pop()
+    def _resize(self, wanted: int, scaling: ScalingModel) -> None:
+        """More come after their lead; of too many, those that do not serve yet go first, as the keeper decides."""
+        while len(self.serving) + len(self.starting) < wanted:
+            self.starting.append(self.now_s + scaling.lead_s)
+        while len(self.serving) + len(self.starting) > max(1, wanted):
+            if self.starting:
+                self.member_s += max(0.0, self.now_s - self.starting.pop() + scaling.load_s)
                 continue
-            member = min(self.takers, key=lambda one: one.width)
-            self.takers.remove(member)
+            member = min(self.serving, key=lambda one: one.width)
+            self.serving.remove(member)
             member.leaving = True
             if not member.width:
-                self._part(member)
+                self._remove(member)
 
     def _moment(self) -> Moment:
         engines = [engine for member in self.members.values() for engine in member.engines]
@@ -255,13 +257,13 @@ class _World:
             sum([one.kv_use for one in engines]) / len(engines),
             sum([one.running for one in engines]),
             sum([len(one.waiting) for one in engines]) + len(self.queue),
-            self.left[2] + sum([one.preemptions for one in engines]),
-            len(self.takers),
+            self.removed_counts[2] + sum([one.preemptions for one in engines]),
+            len(self.serving),
         )
 
 
 def _account(member: _Member, prompt: RoutedPrompt, sequence: SimSequence) -> None:
-    """A request counts as a member's work as in `serve.gateway.request`."""
+    """Count a request as a member's work, as the gateway does."""
     depth = member.holdings.depth(prompt.blocks) if prompt.blocks else 0
     computed = max(1.0, prompt.tokens - prompt.tokens_until(depth))
     member.holdings.hold(prompt.blocks, computed)
@@ -269,11 +271,11 @@ def _account(member: _Member, prompt: RoutedPrompt, sequence: SimSequence) -> No
     member.work_tokens += sequence.prefill_work + sequence.output_work
 
 
-def _places(request: SimRequest) -> list[int]:
-    """The hashes by which the gateway would know its beginning; what nobody shares is not worth one."""
+def _prefix_hashes(request: SimRequest) -> list[int]:
+    """The hashes by which the gateway recognises a shared beginning; none for a request that shares nothing."""
     return _hashes(request.group, request.shared) if request.group >= 0 else []
 
 
 @lru_cache(4096)
 def _hashes(group: int, shared: int) -> list[int]:
-    return [hash((group, place)) for place in range(bisect_right(POSITIONS, shared * ID_BYTES))]
+    return [hash((group, number)) for number in range(bisect_right(POSITIONS, shared * ID_BYTES))]

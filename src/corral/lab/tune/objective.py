@@ -1,11 +1,9 @@
-"""What is to be best: a score that is higher where it is better, from measurements of one server.
+"""The goal of a tuning run: a score of a server, higher is better, and its distance from what the hardware could do.
 
-How far a setup is from what the hardware could do at the very load that was measured.
-
-Two bounds, both of the planner's, in the unit of the goal. *Hardware*: memory bandwidth and arithmetic at the
-vendor's rates, with nothing else in the way; no server reaches it. *Planned*: the same with the efficiencies and
-costs that were measured on such hardware; a setup near it leaves nothing to tuning. Of a CPU only the second is
-known, because its rates are measured ones.
+The distance is to two bounds of the planner at the load that was measured, in the unit of the goal. *Hardware*:
+memory bandwidth and arithmetic at the vendor's rates, with nothing else in the way; no server reaches it. *Planned*:
+the same with the efficiencies and costs that were measured on such hardware; a setup near it leaves nothing to
+tuning. Of a CPU only the second is known, because its rates are measured ones.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ PROBES = 7  # of one search for the highest rate
 
 
 class ObjectiveKind(enum.StrEnum):
-    """What comes first."""
+    """What a tuning run optimises."""
 
     THROUGHPUT = "throughput"  # output tokens a second, at so many requests at once
     COST = "cost"  # the same for each GPU: the fewest GPU-hours for a million tokens
@@ -43,7 +41,7 @@ class ObjectiveKind(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Objective:
-    """One goal, with what it needs."""
+    """One goal with its parameters."""
 
     kind: ObjectiveKind = ObjectiveKind.THROUGHPUT
     concurrency: int | None = None
@@ -78,7 +76,7 @@ class Objective:
 
 @dataclass(frozen=True)
 class Measured:
-    """One measurement's."""
+    """The score of one measurement."""
 
     value: float
     summary: Summary  # of a run at the load that the value is about
@@ -87,17 +85,17 @@ class Measured:
 async def measure_score(
     bench: Bench, spec: Spec, goal: Objective, seconds: float, folder: Path, turn: int
 ) -> Measured:
-    """Measure a server for about so long; each turn sends prompts that no earlier one left in a cache."""
+    """Measure a server for about so long; each turn sends prompts that are in no cache yet."""
     folder.mkdir(mode=0o700, parents=True)
     spec = reseeded(spec, turn)
     if goal.kind is ObjectiveKind.RATE:
         saturate = goal.concurrency or 64
-        found, done = await search_limit(
+        result, done = await search_limit(
             bench, spec, goal.slos, folder, seconds=seconds / 2, most=PROBES, saturate=saturate
         )
-        if found.best is None:
+        if result.best is None:
             raise CorralError(f"none of the loads tried meets {', '.join(map(str, goal.slos))}.", "Relax --slo.")
-        return Measured(found.best, done[0].run.summary)
+        return Measured(result.best, done[0].run.summary)
     if goal.kind is ObjectiveKind.LATENCY:
         load = LoadShape(rate=goal.rate, seconds=seconds)
         count = max(20, round((goal.rate or 1.0) * seconds))
@@ -123,7 +121,7 @@ IDEAL = Efficiency(
 
 
 def roofline(plan: Plan | None, goal: Objective, summary: Summary) -> Roofline | None:
-    """The bounds at the load of a measurement; None where the plan knows no speed of this hardware."""
+    """The bounds at the load of a measurement; None where the plan has no speed for this hardware."""
     if plan is None or not summary.completed or not summary.output_tokens:
         return None
     prompt, answer = (total / summary.completed for total in (summary.input_tokens, summary.output_tokens))
@@ -145,7 +143,7 @@ def _bound(plan: Plan, goal: Objective, prompt: float, answer: float, rates: Eff
 
 @dataclass(frozen=True)
 class Distance:
-    """Where the best setup stands below its bounds, as shares of them."""
+    """The score of the best setup, and its shares of the two bounds."""
 
     score: float
     unit: str
@@ -156,20 +154,22 @@ class Distance:
 
     @property
     def words(self) -> str:
-        near = f"{self.of_planned:.0%} of what the plan predicts for it ({rounded(self.planned)} {self.unit})"
+        of_plan = f"{self.of_planned:.0%} of what the plan predicts for it ({rounded(self.planned)} {self.unit})"
         if self.hardware is None or self.of_hardware is None:
-            return near
-        far = f"{self.of_hardware:.0%} of the hardware's roofline ({rounded(self.hardware)} {self.unit})"
-        return f"{far}, {near}"
+            return of_plan
+        of_roofline = f"{self.of_hardware:.0%} of the hardware's roofline ({rounded(self.hardware)} {self.unit})"
+        return f"{of_roofline}, {of_plan}"
 
 
-def distance(goal: Objective, found: RaceResult, trials: Sequence[Trial]) -> Distance | None:
-    """Of the setup that is to be used; None where nothing is known of the hardware."""
-    made = [one for one in trials if one.setup == found.best and one.score and one.roofline]
-    if not made:
+def distance(goal: Objective, result: RaceResult, trials: Sequence[Trial]) -> Distance | None:
+    """The distance of the setup to be used; None where the speed of the hardware is not known."""
+    trials_of_best = [one for one in trials if one.setup == result.best and one.score and one.roofline]
+    if not trials_of_best:
         return None
-    score = fmean(one.score for one in made if one.score)
-    hardware = [one.roofline.hardware for one in made if one.roofline and one.roofline.hardware]
-    planned = median(one.roofline.planned for one in made if one.roofline)
-    above = median(hardware) if hardware else None
-    return Distance(score, goal.unit, above, planned, score / above if above else None, score / planned)
+    score = fmean(one.score for one in trials_of_best if one.score)
+    hardware = [one.roofline.hardware for one in trials_of_best if one.roofline and one.roofline.hardware]
+    planned = median(one.roofline.planned for one in trials_of_best if one.roofline)
+    hardware_bound = median(hardware) if hardware else None
+    return Distance(
+        score, goal.unit, hardware_bound, planned, score / hardware_bound if hardware_bound else None, score / planned
+    )

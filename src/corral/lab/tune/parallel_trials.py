@@ -1,17 +1,15 @@
-"""Trials side by side: which ones need not wait for those under way, and several of them at once.
+"""Several trials at once: which ones may run side by side, and on which hardware.
 
-What comes next is a function of the trials made (`race`). A trial may begin beside others when it would come next
-whatever they bring: that is tried with several outcomes in mind. So a screen runs as wide as there is room, a final
-in pairs, and nothing is decided before it is known.
+The next trial is a function of the trials made (`race`). A trial may begin beside others when it would come next for
+every outcome of theirs, which is tried with several assumed outcomes. So a screen runs as wide as there is room, a
+final in pairs, and nothing is decided before it is known.
 
-Several servers on the same GPUs: they start together while nothing is measured, and are measured one by one.
-
-A start takes a minute and a measurement seconds, and most of a start is work of single cores: four servers of an 8B
-model on an H200 were ready after 70 to 120 s together, one alone after 57 s (docs/log.md). What starts would take
-time from what is measured, so neither happens beside the other. Each server has its part of every GPU's memory, and a
-KV cache as the plan sizes it: vLLM would take what the others allocate meanwhile for its own.
-
-Which hardware each of several trials at once has: nodes or GPUs to itself, or all GPUs of a machine in turns.
+Each trial has nodes or GPUs to itself, or several share the GPUs of a machine in turns: their servers start together
+while nothing is measured, and are measured one by one. A start takes a minute and a measurement seconds, and most of
+a start is work of single cores: four servers of an 8B model on an H200 were ready after 70 to 120 s together, one
+alone after 57 s (docs/log.md). A start would slow down a measurement, so neither happens beside the other. Each
+server has its part of every GPU's memory, and a KV cache as the plan sizes it: vLLM would count what the others
+allocate meanwhile as its own.
 """
 
 from __future__ import annotations
@@ -43,19 +41,19 @@ def next_beside(
 ) -> TrialOrder | None:
     """A trial that can begin now; None when it depends on those under way, or when there is none."""
     found = {
-        next_order(race, [*trials, *_imagined(race, trials, under_way, factors, in_turns)]) for factors in _OUTCOMES
+        next_order(race, [*trials, *_assumed(race, trials, under_way, factors, in_turns)]) for factors in _OUTCOMES
     }
     return found.pop() if len(found) == 1 else None
 
 
-def _imagined(
+def _assumed(
     race: Race,
     trials: Sequence[Trial],
     under_way: Sequence[TrialOrder],
     factors: tuple[float, float],
     in_turns: bool,
 ) -> list[Trial]:
-    """Those under way as if they had ended; they take their time together, but for measurements `in_turns`."""
+    """The trials under way with assumed outcomes; they run at the same time, except for measurements `in_turns`."""
     short_s, long_s = expected_costs(race, trials)
     made = []
     for at, order in enumerate(under_way):
@@ -66,36 +64,36 @@ def _imagined(
     return made
 
 
-Made = Callable[[TrialOrder, int, int], Trial]  # of an order, the trial's number, and its place
+MakeTrial = Callable[[TrialOrder, int, int], Trial]  # of an order, the trial's number, and its slot
 
 
 def run_beside(
     race: Race,
     trials: list[Trial],
-    places: int,
-    make: Made,
+    slots: int,
+    make: MakeTrial,
     begins: Callable[[int, TrialOrder], None],
     ended: Callable[[Trial], None],
     abandon: Callable[[], None],
     in_turns: bool = False,
 ) -> None:
-    """Make trials, as many at once as there are places, until there is nothing left to learn or no time.
+    """Make trials, as many at once as there are slots, until there is nothing left to learn or no time.
 
-    `abandon` ends the servers of those under way, when something else ends this: their threads are waited for.
+    `abandon` stops the servers of those under way when an error or an interrupt ends this; their threads are joined.
     """
     under_way: dict[Future[Trial], tuple[TrialOrder, int]] = {}
     numbers, clock = itertools.count(len(trials) + 1), time.monotonic()
 
     def fill() -> None:
         orders = [order for order, _ in under_way.values()]
-        while len(under_way) < places and (order := next_beside(race, trials, orders, in_turns)):
+        while len(under_way) < slots and (order := next_beside(race, trials, orders, in_turns)):
             number = next(numbers)
-            place = min(set(range(places)) - {taken for _, taken in under_way.values()})
+            slot = min(set(range(slots)) - {taken for _, taken in under_way.values()})
             begins(number, order)
-            under_way[pool.submit(make, order, number, place)] = (order, place)
+            under_way[pool.submit(make, order, number, slot)] = (order, slot)
             orders.append(order)
 
-    with ThreadPoolExecutor(places) as pool:
+    with ThreadPoolExecutor(slots) as pool:
         try:
             fill()
             while under_way:
@@ -111,83 +109,83 @@ def run_beside(
             raise
 
 
-MOST_IN_TURNS = 4  # beyond, what lies outside the budget (CUDA graphs, contexts) has no room
+MOST_IN_TURNS = 4  # beyond, there is no room for what lies outside the budget (CUDA graphs, contexts)
 KEPT = 0.97  # of the plan's KV cache: a plan is right within 2%
 _KV_BYTES = "--kv-cache-memory-bytes"
 _REMEDY = "Leave out --side-by-side."
 
 
-def with_part(request: DeployRequest, places: int) -> DeployRequest:
-    """One of so many servers that share the memory of each GPU: the same server with less of a KV cache.
+def with_part(request: DeployRequest, slots: int) -> DeployRequest:
+    """The request of one of several servers that share the memory of each GPU: the same with a smaller KV cache.
 
-    Its longest request is what that cache holds, where no other was asked for.
+    Its longest request is what that cache holds, unless a context was asked for.
     """
     if any(flag_name(word) == _KV_BYTES for word in request.extra_args):
         raise UsageError(f"{_KV_BYTES} is for a server that has a GPU to itself.", _REMEDY)
     whole = sized(request)[1].plan
-    share = min(whole.settings.gpu_memory_utilization, UTILISATION) / places
+    share = min(whole.settings.gpu_memory_utilization, UTILISATION) / slots
     part = replace(request, fixed={**request.fixed, **_settings(whole), "gpu_memory_utilization": f"{share:.4f}"})
     try:
         plan = sized(part)[1].plan
     except DoesNotFitError as error:
-        raise UsageError(f"{places} servers do not fit the same GPUs: {error.message}", _REMEDY) from None
+        raise UsageError(f"{slots} servers do not fit the same GPUs: {error.message}", _REMEDY) from None
     if (plan.precision, plan.parallel) != (whole.precision, whole.parallel):
-        held = f"{places} servers fit the same GPUs only as {plan.parallel} in {plan.precision.weights}"
-        raise UsageError(f"{held}, and one alone is {whole.parallel} in {whole.precision.weights}.", _REMEDY)
+        text = f"{slots} servers fit the same GPUs only as {plan.parallel} in {plan.precision.weights}"
+        raise UsageError(f"{text}, and one alone is {whole.parallel} in {whole.precision.weights}.", _REMEDY)
     held_tokens = int(KEPT * plan.memory.kv_cache_tokens_per_replica) - plan.settings.block_size
     context = min(plan.max_model_len, held_tokens // 256 * 256)
-    said = request.fixed.get("max_model_len")
-    asked = said if said not in (None, "auto") else request.goal.context
-    if context < (plan.max_model_len if asked else min(SHORTEST, plan.model.max_context)):
-        held = f"each of {places} servers on the same GPUs holds {max(0, held_tokens):,} KV tokens"
-        raise UsageError(f"{held}, a request may have {plan.max_model_len:,}.", f"{_REMEDY} Or shorten --context.")
+    fixed_length = request.fixed.get("max_model_len")
+    context_wanted = fixed_length if fixed_length not in (None, "auto") else request.goal.context
+    if context < (plan.max_model_len if context_wanted else min(SHORTEST, plan.model.max_context)):
+        text = f"each of {slots} servers on the same GPUs holds {max(0, held_tokens):,} KV tokens"
+        raise UsageError(f"{text}, a request may have {plan.max_model_len:,}.", f"{_REMEDY} Or shorten --context.")
     kept = int(KEPT * plan.memory.kv_cache_bytes_per_gpu)
     fixed = {**part.fixed, "max_model_len": str(context)}
     return replace(part, fixed=fixed, extra_args=(*part.extra_args, _KV_BYTES, str(kept)))
 
 
 def _settings(plan: Plan) -> dict[str, str]:
-    """What a plan with less memory might choose otherwise."""
+    """Settings that a plan with less memory might choose differently."""
     names = ("max_num_seqs", "max_num_batched_tokens", "api_servers", "stream_interval", "max_graph_size")
     return {name: str(value) for name in names if (value := getattr(plan.settings, name)) is not None}
 
 
-def refuse_part(request: DeployRequest, places: int, seats: int, tokens: int | None) -> None:
+def refuse_part(request: DeployRequest, slots: int, seats: int, tokens: int | None) -> None:
     """Refuse a server that does not fit its part of the GPUs, or whose part cannot hold the load."""
-    refuse_beyond(sized(with_part(request, places))[1].plan, places, seats, tokens)
+    refuse_beyond(sized(with_part(request, slots))[1].plan, slots, seats, tokens)
 
 
-def refuse_beyond(plan: Plan, places: int, seats: int, tokens: int | None) -> None:
-    """Refuse a load, of known lengths, that a part of the KV cache cannot hold: it would be memory that is tuned."""
+def refuse_beyond(plan: Plan, slots: int, seats: int, tokens: int | None) -> None:
+    """Refuse a load of known lengths that the part of the KV cache cannot hold: it would decide the result."""
     if tokens is None:
         return
     if tokens > plan.max_model_len:
         raise UsageError(
-            f"{places} servers on the same GPUs hold {plan.max_model_len:,} tokens of one request each, and the "
+            f"{slots} servers on the same GPUs hold {plan.max_model_len:,} tokens of one request each, and the "
             f"longest here has {tokens:,}.",
             f"{_REMEDY} Or make requests shorter: --input-len, --output-len.",
         )
     room = int(KEPT * plan.memory.kv_cache_tokens)
     if room < (needed := seats * tokens):
         raise UsageError(
-            f"{places} servers on the same GPUs have {room:,} KV tokens each, and {seats:,} requests at once of "
+            f"{slots} servers on the same GPUs have {room:,} KV tokens each, and {seats:,} requests at once of "
             f"{tokens:,} tokens need {needed:,}.",
             f"{_REMEDY} Or give fewer requests at once: --concurrency {max(1, room // tokens)}.",
         )
 
 
 class Turns:
-    """Who may start, and who may be measured; where hardware is not shared, everybody may."""
+    """Lets servers start, or one of them be measured; without shared hardware nothing waits."""
 
     def __init__(self, shared: bool) -> None:
         self._shared = shared
         self._changed = Condition()
-        self._starting = self._waiting = 0  # `_waiting`: for a measurement, or measured now
+        self._starting = self._waiting = 0  # `_waiting`: waiting for a measurement, or being measured
         self._measuring = self._ended = False
 
     @contextlib.contextmanager
     def start(self) -> Iterator[None]:
-        """Beside other starts; those that are ready are measured first."""
+        """Wait until a server may start, beside other starts; those that are ready are measured first."""
         with self._changed:
             self._until(lambda: not self._waiting)
             self._starting += 1
@@ -200,7 +198,7 @@ class Turns:
 
     @contextlib.contextmanager
     def measurement(self) -> Iterator[None]:
-        """Alone."""
+        """Wait until nothing else starts or is measured."""
         with self._changed:
             self._waiting += 1
             try:
@@ -218,7 +216,7 @@ class Turns:
                 self._changed.notify_all()
 
     def end(self) -> None:
-        """Let nobody wait any longer."""
+        """Wake up all that wait, with an error."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
@@ -230,27 +228,27 @@ class Turns:
             raise CorralError("the run was ended.", "Continue it: corral tune last.")
 
 
-def shares_for(request: DeployRequest, places: int) -> tuple[tuple[NodeSlice, ...], bool]:
-    """A share for each place, and whether they are measured in turns.
+def shares_for(request: DeployRequest, slots: int) -> tuple[tuple[NodeSlice, ...], bool]:
+    """A part of the hardware for each slot, and whether they are measured in turns.
 
-    A job of a scheduler has nodes of its own; else GPUs of one machine are divided, or, where there are fewer than
-    places, their memory is.
+    A job of a scheduler has nodes of its own. Otherwise the GPUs of one machine are divided, or their memory, where
+    there are fewer GPUs than slots.
     """
-    if places == 1:
+    if slots == 1:
         return (), False
     target = load_target(request.target, request.target_options)
     if isinstance(target, Queue):
-        return (NodeSlice(),) * places, False
+        return (NodeSlice(),) * slots, False
     here = target.inventory()
     remedy = "Leave out --side-by-side, or tune on SLURM, where each server is a job of its own."
     if here.gpu is None:
         raise UsageError("on the same cores, servers side by side would measure each other.", remedy)
     if here.nodes > 1:
         raise UsageError(f"servers side by side need one machine; here: {here.nodes} nodes.", remedy)
-    each = here.gpus_per_node // places
-    if not each and places > MOST_IN_TURNS:
-        held = f"{here.gpus_per_node} x {here.gpu} hold {MOST_IN_TURNS} servers side by side at most, not {places}."
-        raise UsageError(held, f"Try --side-by-side {MOST_IN_TURNS}.")
+    each = here.gpus_per_node // slots
+    if not each and slots > MOST_IN_TURNS:
+        text = f"{here.gpus_per_node} x {here.gpu} hold {MOST_IN_TURNS} servers side by side at most, not {slots}."
+        raise UsageError(text, f"Try --side-by-side {MOST_IN_TURNS}.")
     if not each:
-        return (NodeSlice(),) * places, True
-    return tuple(NodeSlice(gpus=tuple(range(at * each, (at + 1) * each))) for at in range(places)), False
+        return (NodeSlice(),) * slots, True
+    return tuple(NodeSlice(gpus=tuple(range(at * each, (at + 1) * each))) for at in range(slots)), False

@@ -1,4 +1,4 @@
-"""What to measure next, and what the measurements say. Pure: both are functions of the trials made so far.
+"""What to measure next, and the result of the measurements. Pure: both are functions of the trials made so far.
 
 A start costs far more than a measurement, and two starts of one setup differ by more than two measurements of one
 start: so each trial is a fresh start, and noise is judged between starts. The race has four stages:
@@ -14,9 +14,9 @@ start: so each trial is a fresh start, and noise is judged between starts. The r
    where its interval is clear: it is wider, and the trials did not choose when it ended. The base's trials of earlier
    stages then count as well, nothing was chosen by them; but they are shorter, which the interval allows for.
 
-A setup that does not start costs one trial. A base that does not start, twice, is met by nobody: the plan's own flags
-take its place in the final, and are the result where nothing is better than they. Because the trials say all, a race
-that was killed goes on where it was.
+A setup that does not start costs one trial. Where the base does not start, twice, the plan's own flags take its place
+in the final, and are the result where nothing is better. Everything follows from the trials, so a race that was
+killed continues where it was.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ from corral.lab.tune.trials import (
 BASE_EVERY = 5  # trials of the screen between two of the base
 SEMIFINALISTS = 4
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 6
-DOUBTS = 2.0  # times the noise, within which one start does not tell two settings apart
-LOUD = 0.1  # noise, above which a combination must prove each of its settings …
-PASSENGER = 2.0  # … by so many standard errors
-# times an estimate of noise, that it may well be (four of five times it is less), by its degrees of freedom
-MAY_BE = (4.0, 3.95, 2.12, 1.73, 1.56, 1.46, 1.40, 1.36, 1.32, 1.29, 1.27)
-FAR_BETTER = 0.1  # gain of leaving out all that the user brought, from which everything else is tried on top of that
+DOUBTS = 2.0  # times the noise, within which one start cannot distinguish two settings
+LOUD = 0.1  # noise, above which each setting of a combination must show a gain …
+PROOF = 2.0  # … of so many standard errors
+# factor by which the noise may exceed its estimate (in one of five cases), by its degrees of freedom
+NOISE_FACTOR = (4.0, 3.95, 2.12, 1.73, 1.56, 1.46, 1.40, 1.36, 1.32, 1.29, 1.27)
+FAR_BETTER = 0.1  # gain of leaving out all flags of the user, from which on values are added to that instead
 FINAL_SHARE = 0.4  # of the budget, at most, that is kept for the final
 LONGER = 2  # times a screen's measurement, from the second stage on
 
 
 class RaceEnd(enum.StrEnum):
-    """What came out of a race."""
+    """The outcome of a race."""
 
     BETTER = "better"
     NO_DIFFERENCE = "no difference"
@@ -67,17 +67,17 @@ class RaceEnd(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Race:
-    """What is raced, and for how long."""
+    """The knobs of a race, and its budget."""
 
     knobs: tuple[Knob, ...]
     budget_s: float
     measure_s: float
-    start_s: float  # expected, until starts were seen
+    start_s: float  # expected, until starts were measured
 
 
 @dataclass(frozen=True)
 class KnobFinding:
-    """What one value of one knob did, alone."""
+    """The effect of one value of one knob, alone."""
 
     knob: str
     value: str
@@ -88,13 +88,13 @@ class KnobFinding:
 
 @dataclass(frozen=True)
 class RaceResult:
-    """What the race says."""
+    """The result of a race."""
 
     outcome: RaceEnd
     best: Setup  # to be used: the base unless another is better, or it does not start
     gain: Gain | None  # of the finalist against the reference, from the final alone
     finalist: Setup
-    reference: Setup  # whom it meets: the base, or what takes its place where that does not start
+    reference: Setup  # the finalist's opponent: the base, or what replaces a base that does not start
     leader: Setup  # so far, by all trials
     anchor: Setup  # to which single values were added: the base, or that without the user's own flags
     findings: tuple[KnobFinding, ...]
@@ -104,17 +104,11 @@ class RaceResult:
     gave_up: bool = False  # the finalist did not start again
 
 
-def of_race(trials: Sequence[Trial]) -> Sequence[Trial]:
-    """Without those of a search beside it."""
-    return [one for one in trials if one.purpose not in (Purpose.RANDOM, Purpose.MEET)]
-
-
-# What to do next
+# The next trial
 
 
 def next_order(race: Race, trials: Sequence[Trial]) -> TrialOrder | None:
     """The next trial; None when there is nothing left to learn, or no time."""
-    trials = of_race(trials)
     if not trials:
         return TrialOrder(BASE, Purpose.SCREEN, race.measure_s)
     left_s = race.budget_s - sum(one.of_budget_s for one in trials)
@@ -123,11 +117,11 @@ def next_order(race: Race, trials: Sequence[Trial]) -> TrialOrder | None:
     short_s, long_s = expected_costs(race, trials)
     final_s = min(2 * FEWEST_ROUNDS * long_s, FINAL_SHARE * race.budget_s)
     if not any(one.purpose is Purpose.FINAL for one in trials):
-        halving = _halving(trials)
-        alone = len(setups_of(trials)) < 2  # there is nobody whom the base could meet
+        halving = _next_of_halving(trials)
+        alone = len(setups_of(trials)) < 2  # nothing to compare the base with
         room = left_s >= short_s if alone else left_s - short_s >= final_s
         if room and not any(one.purpose is Purpose.HALVE for one in trials):
-            setup = _screen(race, trials)
+            setup = _next_of_screen(race, trials)
             if setup is not None:
                 return TrialOrder(setup, Purpose.SCREEN, race.measure_s)
         if halving is not None and left_s - long_s >= final_s:
@@ -136,7 +130,7 @@ def next_order(race: Race, trials: Sequence[Trial]) -> TrialOrder | None:
         return None
     if _failed(trials, BASE) == 1:
         return TrialOrder(BASE, Purpose.SCREEN, race.measure_s)  # once more: a start may fail by chance
-    setup = _final(race, trials)
+    setup = _next_of_final(race, trials)
     return TrialOrder(setup, Purpose.FINAL, LONGER * race.measure_s) if setup is not None else None
 
 
@@ -151,7 +145,7 @@ def _failed(trials: Sequence[Trial], setup: Setup) -> int:
 
 
 def _reference(race: Race, trials: Sequence[Trial]) -> Setup:
-    """Whom the finalist meets."""
+    """The opponent of the finalist."""
     if _failed(trials, BASE) < 2:
         return BASE
     bare = _bare(race)
@@ -162,14 +156,14 @@ def expected_costs(race: Race, trials: Sequence[Trial]) -> tuple[float, float]:
     """How long a trial of the screen takes, and a later one: start, measurement, end."""
     short = [one.took_s for one in trials if one.purpose is Purpose.SCREEN and one.score]
     long = [one.took_s for one in trials if one.purpose is not Purpose.SCREEN and one.score]
-    # the first start fetches and compiles what later ones find; until there are others, it says too much
+    # the first start fetches and compiles what later ones find, so its time alone would be too long
     expected_s = race.start_s + race.measure_s
     short_s = median(short) if len(short) > 2 else min([*short, expected_s] if len(short) < 2 else short)
     return short_s, max(short_s, median(long)) if long else short_s + (LONGER - 1) * race.measure_s
 
 
 def _bare(race: Race) -> Setup:
-    """Without anything that the user brought: the plan's own flags."""
+    """The plan's own flags, without any of the user's."""
     bare = BASE
     for knob in race.knobs:
         if knob.kind is KnobKind.WITHOUT:
@@ -178,7 +172,7 @@ def _bare(race: Race) -> Setup:
 
 
 def _anchor(race: Race, trials: Sequence[Trial]) -> Setup:
-    """What single values are added to. By the first trials alone: it must not change while the race goes on."""
+    """The setup to which single values are added; by the first trials alone, so that it does not change later."""
     bare = _bare(race)
     if bare == BASE or not scores_of(trials, bare):
         return BASE
@@ -187,24 +181,24 @@ def _anchor(race: Race, trials: Sequence[Trial]) -> Setup:
 
 
 def _alone(anchor: Setup, knob: Knob, value: str) -> Setup:
-    """The anchor with one thing changed; what it already leaves out comes back."""
+    """The anchor with one choice changed; a flag that it leaves out comes back."""
     return anchor.without(knob.name) if knob.name in dict(anchor.choices) else anchor.with_(knob.name, value)
 
 
 def _singles(race: Race, anchor: Setup) -> list[Setup]:
-    """Every value alone: first each knob's most promising, then each one's next; last, what would come back."""
+    """Every value alone: each knob's most promising first, then each one's next; flags that come back are last."""
     deepest = max((len(knob.values) for knob in race.knobs), default=0)
-    found = [
+    candidates = [
         (knob.name in dict(anchor.choices), _alone(anchor, knob, knob.values[at]))
         for at in range(deepest)
         for knob in race.knobs
         if at < len(knob.values)
     ]
-    return [setup for _, setup in sorted(found, key=lambda pair: pair[0])]
+    return [setup for _, setup in sorted(candidates, key=lambda pair: pair[0])]
 
 
-def _screen(race: Race, trials: Sequence[Trial]) -> Setup | None:
-    """The next setup of the screen; None when all that is worth it was seen once."""
+def _next_of_screen(race: Race, trials: Sequence[Trial]) -> Setup | None:
+    """The next setup of the screen; None when every promising one was tried."""
     tried, anchor = setups_of(trials), _anchor(race, trials)
     if _bare(race) not in tried:
         return _bare(race)
@@ -224,43 +218,43 @@ def _helpful(race: Race, trials: Sequence[Trial]) -> list[tuple[float, str, str]
     """The best value of each knob that seems to help, the most helpful first."""
     anchor = _anchor(race, trials)
     start, noise = score_of(trials, anchor), noise_of(trials)[0]
-    found = []
+    candidates = []
     for knob in race.knobs:
         if knob.kind is KnobKind.BASELINE:
-            continue  # a whole of its own: it is compared with, not combined
+            continue  # a whole set of flags: compared with, not combined
         scores = {value: score_of(trials, _alone(anchor, knob, value)) for value in knob.values}
         best = max(scores, key=lambda value: scores[value], default="")
         if scores.get(best, -math.inf) - start > max(LEAST_NOISE, 0.5 * noise):
             gain = scores[best] - start
-            found.append((gain, knob.name, best))
-    return sorted(found, reverse=True)
+            candidates.append((gain, knob.name, best))
+    return sorted(candidates, reverse=True)
 
 
 def _doubtful(race: Race, trials: Sequence[Trial]) -> list[Setup]:
-    """Values seen once whose one start does not tell whether they help, or which of two helps more."""
+    """Values tried once, where one start does not show whether they help, or which of two helps more."""
     doubt, anchor = DOUBTS * noise_of(trials)[0], _anchor(race, trials)
-    found = []
+    candidates = []
     for knob in race.knobs:
         setups = (anchor, *(_alone(anchor, knob, value) for value in knob.values))
         scores = {one: score_of(trials, one) for one in setups}
         leading = [one for one, score in scores.items() if score > max(scores.values()) - doubt]
         if len(leading) > 1:
-            found += [one for one in leading if one != anchor and _tries(trials, one) == 1]
-    return found
+            candidates += [one for one in leading if one != anchor and _tries(trials, one) == 1]
+    return candidates
 
 
 def _together(race: Race, trials: Sequence[Trial]) -> list[Setup]:
-    """All that helped alone, and all but the least of it, one after the other."""
+    """Combinations of the values that helped alone: all of them, then without the least helpful ones."""
     setup = _anchor(race, trials)
-    knobs, found = {knob.name: knob for knob in race.knobs}, []
+    knobs, candidates = {knob.name: knob for knob in race.knobs}, []
     for _, name, value in _helpful(race, trials):
         setup = _alone(setup, knobs[name], value)
-        found.append(setup)
-    return found[1:][::-1]
+        candidates.append(setup)
+    return candidates[1:][::-1]
 
 
-def _halving(trials: Sequence[Trial]) -> Setup | None:
-    """Who is started again: of the best four those seen once, then of the best two those seen twice."""
+def _next_of_halving(trials: Sequence[Trial]) -> Setup | None:
+    """The next setup to start again: of the best four those tried once, then of the best two those tried twice."""
     base, noise = score_of(trials, BASE), noise_of(trials)[0]
     rivals = [one for one in setups_of(trials) if one != BASE and score_of(trials, one) > base - noise]
     rivals.sort(key=lambda one: score_of(trials, one), reverse=True)
@@ -272,7 +266,7 @@ def _halving(trials: Sequence[Trial]) -> Setup | None:
 
 
 def _finalist(race: Race, trials: Sequence[Trial]) -> Setup:
-    """Who meets the base: once the final has begun, always the same."""
+    """The setup that is compared with the base; it does not change once the final has begun."""
     reference = _reference(race, trials)
     begun = [one.setup for one in trials if one.purpose is Purpose.FINAL and one.setup not in (BASE, reference)]
     if begun:
@@ -281,7 +275,7 @@ def _finalist(race: Race, trials: Sequence[Trial]) -> Setup:
         one for one in setups_of(trials) if one != BASE and scores_of(trials, one) and not _changes_answers(race, one)
     ]
     noise, _ = noise_of(trials)
-    # by what is likely: one lucky start does not pass a setup that was good three times
+    # with the noise subtracted: one lucky start does not beat a setup that was good three times
     best = max(
         rivals, key=lambda one: score_of(trials, one) - noise / math.sqrt(len(scores_of(trials, one))), default=BASE
     )
@@ -290,7 +284,7 @@ def _finalist(race: Race, trials: Sequence[Trial]) -> Setup:
 
 
 def _changes_answers(race: Race, setup: Setup) -> bool:
-    """Whether it computes in another number format, as somebody else's flags may: it is compared with, not chosen."""
+    """Whether it computes in another number format, as a vendor's flags may: it is compared with, not chosen."""
     whole = {knob.name for knob in race.knobs if knob.kind is KnobKind.BASELINE}
     return any(name in whole and "--dtype" in value for name, value in setup.choices)
 
@@ -298,31 +292,31 @@ def _changes_answers(race: Race, setup: Setup) -> bool:
 def _plainest(race: Race, trials: Sequence[Trial], best: Setup) -> Setup:
     """The same without settings that are not shown to add anything.
 
-    Where starts differ much, or the budget left values unseen, chance puts other passengers into the best combination
-    in each run. Where they differ little, and all was seen, a setting in doubt costs nothing, and small gains would
-    be lost.
+    Where starts differ much, or the budget left values untried, chance adds other settings to the best combination in
+    each run. Where they differ little and all was tried, a setting in doubt costs nothing, and leaving it out would
+    lose small gains.
     """
     noise, freedom = noise_of(trials)
-    noise *= MAY_BE[min(freedom, len(MAY_BE) - 1)]
-    if freedom and noise <= LOUD and not _unseen(race, trials):
+    noise *= NOISE_FACTOR[min(freedom, len(NOISE_FACTOR) - 1)]
+    if freedom and noise <= LOUD and not _untried(race, trials):
         return best
     count = len(scores_of(trials, best))
     for one in sorted(setups_of(trials), key=lambda one: (len(one.choices), -score_of(trials, one))):
         if one != BASE and one.choices and set(one.choices) < set(best.choices) and scores_of(trials, one):
-            doubt = PASSENGER * noise * math.sqrt(1 / count + 1 / len(scores_of(trials, one)))
+            doubt = PROOF * noise * math.sqrt(1 / count + 1 / len(scores_of(trials, one)))
             if score_of(trials, one) >= score_of(trials, best) - doubt:
                 return one
     return best
 
 
-def _unseen(race: Race, trials: Sequence[Trial]) -> list[Setup]:
+def _untried(race: Race, trials: Sequence[Trial]) -> list[Setup]:
     """Single values that were never tried."""
     tried = setups_of(trials)
     return [setup for setup in _singles(race, _anchor(race, trials)) if setup not in tried]
 
 
-def _final(race: Race, trials: Sequence[Trial]) -> Setup | None:
-    """Whose turn it is in the final; None when it is over."""
+def _next_of_final(race: Race, trials: Sequence[Trial]) -> Setup | None:
+    """The next setup of the final; None when it is over."""
     finalist, reference = _finalist(race, trials), _reference(race, trials)
     if finalist == reference:
         return None
@@ -333,23 +327,23 @@ def _final(race: Race, trials: Sequence[Trial]) -> Setup | None:
         gain = compared(trials, finalist, reference, Purpose.FINAL)
         if ours >= MOST_ROUNDS or gain is None or gain.beyond_doubt:
             return None
-    # A B, then B A, and so on: what drifts with time falls on both alike
+    # A B, then B A, and so on: a drift over time affects both alike
     first, second = (finalist, reference) if min(ours, base) % 2 == 0 else (reference, finalist)
     return first if ours == base else second
 
 
-# What it says
+# The result
 
 
 def _final_gain(trials: Sequence[Trial], finalist: Setup, reference: Setup) -> Gain | None:
-    """By the final, and where that was cut short by all that is known of the reference."""
+    """The gain in the final; where that was cut short, over all trials of the reference."""
     ours = scores_of(trials, finalist, Purpose.FINAL)
-    if _whole_final(trials, finalist, reference):
+    if _is_final_complete(trials, finalist, reference):
         return gain_of(trials, ours, scores_of(trials, reference, Purpose.FINAL))
     return gain_of(trials, ours, scores_of(trials, reference), doubt=EDGES)
 
 
-def _whole_final(trials: Sequence[Trial], finalist: Setup, reference: Setup) -> bool:
+def _is_final_complete(trials: Sequence[Trial], finalist: Setup, reference: Setup) -> bool:
     return all(len(scores_of(trials, one, Purpose.FINAL)) >= FEWEST_ROUNDS for one in (finalist, reference))
 
 
@@ -357,18 +351,17 @@ def _outcome(trials: Sequence[Trial], finalist: Setup, reference: Setup, gain: G
     if not any(one.score for one in trials):
         return RaceEnd.NOTHING_WORKED
     if len(setups_of(trials)) < 2:
-        return RaceEnd.UNFINISHED  # the base alone is no comparison
+        return RaceEnd.UNFINISHED  # there is only the base
     if reference != BASE:
         return RaceEnd.BETTER  # than one that does not start
-    unclear = gain is None or (gain.low <= 0 and not _whole_final(trials, finalist, reference))
+    unclear = gain is None or (gain.low <= 0 and not _is_final_complete(trials, finalist, reference))
     if finalist != reference and unclear:
         return RaceEnd.UNFINISHED
     return RaceEnd.BETTER if gain is not None and gain.low > 0 else RaceEnd.NO_DIFFERENCE
 
 
 def verdict(race: Race, trials: Sequence[Trial]) -> RaceResult:
-    """What the trials say so far."""
-    trials = of_race(trials)
+    """The result of the trials so far."""
     finalist, reference = _finalist(race, trials), _reference(race, trials)
     gain = _final_gain(trials, finalist, reference) if finalist != reference else None
     tried, anchor = setups_of(trials), _anchor(race, trials)
@@ -381,7 +374,7 @@ def verdict(race: Race, trials: Sequence[Trial]) -> RaceResult:
         leader=max(tried, key=lambda one: score_of(trials, one), default=BASE),
         anchor=anchor,
         findings=tuple(_finding(trials, anchor, knob, value) for knob in race.knobs for value in knob.values),
-        left_out=tuple(_unseen(race, trials)),
+        left_out=tuple(_untried(race, trials)),
         noise=noise_of(trials)[0],
         spent_s=sum(one.of_budget_s for one in trials),
         gave_up=bool(_tries(trials, finalist, Purpose.FINAL)) and not scores_of(trials, finalist, Purpose.FINAL),
@@ -389,7 +382,7 @@ def verdict(race: Race, trials: Sequence[Trial]) -> RaceResult:
 
 
 def _finding(trials: Sequence[Trial], anchor: Setup, knob: Knob, value: str) -> KnobFinding:
-    """What a value does alone; of a flag that the anchor leaves out, what leaving it out does."""
+    """The effect of a value alone; for a flag that the anchor leaves out, the effect of leaving it out."""
     setup = _alone(anchor, knob, value)
     with_it, without = (anchor, setup) if knob.name in dict(anchor.choices) else (setup, anchor)
     why = next((one.why for one in reversed(trials) if one.setup == setup and one.score is None), "")

@@ -1,10 +1,10 @@
 """A tuning run on disk: `<home>/tune/<run>/`.
 
-    tune.json      what is tuned, for what, and within which budget
+    tune.json      what is tuned, the goal, and the budget
     trials.jsonl   one line for each trial, written when it is over
     trials/N/      its measurements, as `corral bench` keeps them
 
-The trials say what comes next, so that a run can be killed at any moment and taken up again.
+The next trial follows from the trials made, so a run can be killed at any moment and continued.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from corral.plan.hardware.inventory import NodeSlice
 
 @dataclass(frozen=True)
 class TuneSpec:
-    """What was asked for."""
+    """What is tuned, and how."""
 
     model: str
     request: DeployRequest = field(metadata=renamed_from("wish"))  # the base
@@ -38,12 +38,12 @@ class TuneSpec:
     objective: Objective
     bench: Spec
     created_s: float
-    random: bool = False  # search at random as well, for as long
+    random: bool = False  # of earlier versions, which could search at random as well; not used
     shares: tuple[NodeSlice, ...] = ()  # of machines, one for each trial that may run at once; empty: one at a time
-    in_turns: bool = False  # they have the same GPUs: servers start together, and are measured one by one
+    in_turns: bool = False  # they share GPUs: servers start together, and are measured one by one
 
     @property
-    def places(self) -> int:
+    def slots(self) -> int:
         """How many trials may run at once."""
         return max(1, len(self.shares))
 
@@ -63,7 +63,7 @@ class TuneRun:
         return load_json(TuneSpec, self.folder / "tune.json")
 
     def trials(self) -> list[Trial]:
-        """All that were made; a last line that was cut off is a trial that was not."""
+        """The trials of the race; lines that were cut off, and other trials of earlier versions, are skipped."""
         try:
             lines = (self.folder / "trials.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
         except FileNotFoundError:
@@ -77,7 +77,7 @@ class TuneRun:
         return found
 
     def add(self, trial: Trial) -> None:
-        """Keep one, for good."""
+        """Append a trial, and flush it to the disk."""
         path = self.folder / "trials.jsonl"
         line = json.dumps(to_json(trial), ensure_ascii=False) + "\n"
         try:
@@ -94,7 +94,7 @@ class TuneRun:
             ) from error
 
     def trial_folder(self, number: int) -> Path:
-        """Where a trial keeps its measurements; one that was cut off leaves its own behind."""
+        """A new folder for a trial's measurements; one that was cut off keeps its own."""
         folder = self.folder / "trials" / str(number)
         at = 0
         while folder.exists():
@@ -108,7 +108,7 @@ def runs_dir() -> Path:
 
 
 def new_run(spec: TuneSpec, name: str = "") -> TuneRun:
-    """A folder for a new run, with what is to be done."""
+    """A folder for a new run, with its spec."""
     model = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(spec.model).name).strip("-.")[:80]
     wanted = name or f"{model or 'model'}-{time.strftime('%Y%m%d-%H%M%S')}"
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", wanted):

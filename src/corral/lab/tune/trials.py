@@ -1,4 +1,4 @@
-"""Trials of a tuning run, and what they say of setups: means, noise between starts, gains with their intervals."""
+"""Trials of a tuning run, and their statistics: means, noise between starts, gains with their intervals."""
 
 from __future__ import annotations
 
@@ -11,20 +11,18 @@ from statistics import fmean
 from corral.lab.bench.compare import t_quantile
 from corral.lab.tune.knobs import Setup
 
-LEAST_NOISE = 0.01  # nobody's starts agree better
-ENOUGH = 8  # degrees of freedom, from which one of them is given for what longer measurements add
-EDGES = 0.1  # a measurement's first and last seconds may take so much more of a short score than of a long one
+LEAST_NOISE = 0.01  # starts vary at least this much
+ENOUGH = 8  # degrees of freedom, from which one is spent on the effect of longer measurements
+EDGES = 0.1  # by which the first and last seconds may lower a short measurement's score more than a long one's
 CLEAR = 0.02  # an interval within ± this is "no difference" beyond doubt
 
 
 class Purpose(enum.StrEnum):
-    """Why a trial is made."""
+    """The stage of the race that a trial belongs to."""
 
     SCREEN = "screen"
     HALVE = "halve"
     FINAL = "final"
-    RANDOM = "random"  # no part of the race: a search beside it, to compare with
-    MEET = "meet"  # the race's choice and that search's
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class Roofline:
 
 @dataclass(frozen=True)
 class Trial:
-    """A trial that was made; a score is higher where it is better, and above 0."""
+    """A finished trial; a higher score is better, and scores are above 0."""
 
     setup: Setup
     purpose: Purpose
@@ -74,7 +72,9 @@ class Gain:
 
     @property
     def beyond_doubt(self) -> bool:
-        """Whether more rounds would change nothing. Looking often finds chance differences: twice the interval."""
+        """Whether more rounds would change nothing; twice the interval, because repeated tests find chance
+        differences.
+        """
         half = (self.high - self.low) / 2
         return (abs(self.value) > 2 * half and self.trials >= 4) or max(-self.low, self.high) < CLEAR
 
@@ -97,23 +97,24 @@ def setups_of(trials: Sequence[Trial]) -> list[Setup]:
 def noise_of(trials: Sequence[Trial]) -> tuple[float, int]:
     """The standard deviation between starts of one setup, over all setups, and its degrees of freedom.
 
-    Longer measurements score a little higher than those of the screen; as far as that is the same for all setups that
-    have both, it is no noise. Of few trials that cannot be told, and it counts as noise.
+    Longer measurements score a little higher than those of the screen. As far as that effect is the same for all
+    setups that have both, it is not noise; with few trials it cannot be estimated, and counts as noise.
     """
-    own, longer, both, freedom = 0.0, 0.0, 0.0, 0  # sums within setups: of scores, of lengths, of their products
+    squares = lengths = product = 0.0  # sums within setups: of scores, of lengths, of their products
+    freedom = 0
     for setup in setups_of(trials):
-        found = [(math.log(one.score), one.purpose is not Purpose.SCREEN) for one in trials
+        scored = [(math.log(one.score), one.purpose is not Purpose.SCREEN) for one in trials
                  if one.setup == setup and one.score]  # fmt: skip
-        if len(found) > 1:
-            score, length = (fmean(values) for values in zip(*found, strict=True))
-            own += sum((value - score) ** 2 for value, _ in found)
-            longer += sum((is_long - length) ** 2 for _, is_long in found)
-            both += sum((value - score) * (is_long - length) for value, is_long in found)
-            freedom += len(found) - 1
-    if longer and freedom >= ENOUGH:
-        edge = min(EDGES, max(0.0, both / longer))
-        own, freedom = max(0.0, own - 2 * edge * both + edge * edge * longer), freedom - 1
-    return (max(LEAST_NOISE, math.sqrt(own / freedom)) if freedom else 2 * LEAST_NOISE), freedom
+        if len(scored) > 1:
+            score, length = (fmean(values) for values in zip(*scored, strict=True))
+            squares += sum((value - score) ** 2 for value, _ in scored)
+            lengths += sum((is_long - length) ** 2 for _, is_long in scored)
+            product += sum((value - score) * (is_long - length) for value, is_long in scored)
+            freedom += len(scored) - 1
+    if lengths and freedom >= ENOUGH:
+        edge = min(EDGES, max(0.0, product / lengths))
+        squares, freedom = max(0.0, squares - 2 * edge * product + edge * edge * lengths), freedom - 1
+    return (max(LEAST_NOISE, math.sqrt(squares / freedom)) if freedom else 2 * LEAST_NOISE), freedom
 
 
 def compared(trials: Sequence[Trial], setup: Setup, other: Setup, purpose: Purpose | None = None) -> Gain | None:
@@ -122,7 +123,7 @@ def compared(trials: Sequence[Trial], setup: Setup, other: Setup, purpose: Purpo
 
 
 def gain_of(trials: Sequence[Trial], ours: list[float], base: list[float], doubt: float = 0.0) -> Gain | None:
-    """`doubt`: what else the two may differ by, besides noise."""
+    """The ratio of two sets of scores; `doubt` widens the interval by what the two may differ in besides noise."""
     if not ours or not base:
         return None
     noise, freedom = noise_of(trials)
@@ -132,11 +133,11 @@ def gain_of(trials: Sequence[Trial], ours: list[float], base: list[float], doubt
 
 
 def mean_score(trials: Sequence[Trial]) -> float:
-    """Of all that was measured, as a logarithm; 0 where nothing was."""
-    found = [math.log(one.score) for one in trials if one.score]
-    return fmean(found) if found else 0.0
+    """The mean logarithm of all scores; 0 where there is none."""
+    scored = [math.log(one.score) for one in trials if one.score]
+    return fmean(scored) if scored else 0.0
 
 
 def score_of(trials: Sequence[Trial], setup: Setup) -> float:
-    found = scores_of(trials, setup)
-    return fmean(found) if found else -math.inf
+    scored = scores_of(trials, setup)
+    return fmean(scored) if scored else -math.inf

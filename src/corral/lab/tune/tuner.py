@@ -1,7 +1,7 @@
-"""The race on real servers: start a setup, measure it, stop it, write the trial down, ask what comes next.
+"""The race on real servers: start a setup, measure it, stop it, write the trial down, choose the next.
 
 Several trials run at once where each has hardware of its own: as jobs of a scheduler, or on GPUs of their own. On the
-same GPUs servers may start together, but nothing starts beside what is measured (see `lab.tune.parallel_trials`).
+same GPUs servers may start together, but nothing starts during a measurement (see `lab.tune.parallel_trials`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from corral.lab.tune.knobs import BASE, Knob, Setup, tuned_wish
 from corral.lab.tune.objective import measure_score, roofline
 from corral.lab.tune.parallel_trials import Turns, run_beside, with_part
 from corral.lab.tune.race import RaceResult, next_order, verdict
-from corral.lab.tune.random_search import next_random
 from corral.lab.tune.store import TuneRun, TuneSpec
 from corral.lab.tune.trials import Roofline, Trial, TrialOrder
 
@@ -35,7 +34,7 @@ LONGEST_NAME = 60
 
 
 class TuneWatcher(Protocol):
-    """Is told how a run goes."""
+    """Receives the progress of a run."""
 
     def begins(self, number: int, order: TrialOrder, left_s: float) -> None: ...
 
@@ -57,7 +56,7 @@ class Pruned:
 def fitting_knobs(
     request: bringup.DeployRequest, knobs: Sequence[Knob], check: Callable[[bringup.DeployRequest], object]
 ) -> tuple[tuple[Knob, ...], tuple[Pruned, ...]]:
-    """The knobs with the values that pass a check: that there is a plan for them."""
+    """The knobs with the values that pass the check (there is a plan for them), and those that do not."""
     kept, pruned = [], []
     for knob in knobs:
         values = []
@@ -74,7 +73,7 @@ def fitting_knobs(
 
 
 def tune(run: TuneRun, watcher: TuneWatcher) -> RaceResult:
-    """Go on with a run until there is nothing left to learn or no time; whatever ends it, nothing is left running."""
+    """Continue a run until there is nothing left to learn or no time; no server is left running, however it ends."""
     with exclusive_lock(run.folder / "lock", watcher.waits):
         spec, trials = run.spec, run.trials()
         race, turns = spec.race, Turns(spec.in_turns)
@@ -86,18 +85,18 @@ def tune(run: TuneRun, watcher: TuneWatcher) -> RaceResult:
             run.add(trial)
             watcher.ended(trial, verdict(race, trials))
 
-        def make(order: TrialOrder, number: int, place: int) -> Trial:
-            return _made(run, spec, order, number, watcher, turns, place)
+        def make(order: TrialOrder, number: int, slot: int) -> Trial:
+            return make_trial(run, spec, order, number, watcher, turns, slot)
 
         def abandon() -> None:
             turns.end()
             _end_all(run, spec)
 
-        _end_all(run, spec)  # a run that was killed may have left some
+        _end_all(run, spec)  # a killed run may have left some
         try:
-            if spec.places > 1:
-                run_beside(race, trials, spec.places, make, begins, ended, abandon, spec.in_turns)
-            while order := next_order(race, trials) or _beside_the_race(spec, trials):
+            if spec.slots > 1:
+                run_beside(race, trials, spec.slots, make, begins, ended, abandon, spec.in_turns)
+            while order := next_order(race, trials):
                 begins(len(trials) + 1, order)
                 trials.append(make(order, len(trials) + 1, 0))
                 ended(trials[-1])
@@ -106,21 +105,25 @@ def tune(run: TuneRun, watcher: TuneWatcher) -> RaceResult:
         return verdict(race, trials)
 
 
-def _beside_the_race(spec: TuneSpec, trials: Sequence[Trial]) -> TrialOrder | None:
-    return next_random(spec.race, trials, spec.bench.workload.seed) if spec.random else None
-
-
 def _end_all(run: TuneRun, spec: TuneSpec) -> None:
-    """Stop what still runs of this run's servers."""
-    for place in range(spec.places):
-        _stop(_name(run, place))
+    """Stop all servers of this run."""
+    for slot in range(spec.slots):
+        _stop(_name(run, slot))
 
 
-def _made(
-    run: TuneRun, spec: TuneSpec, order: TrialOrder, number: int, watcher: TuneWatcher, turns: Turns, place: int = 0
+def make_trial(
+    run: TuneRun,
+    spec: TuneSpec,
+    order: TrialOrder,
+    number: int,
+    watcher: TuneWatcher,
+    turns: Turns | None = None,
+    slot: int = 0,
 ) -> Trial:
+    """Start a setup's server, measure it, and stop it; a failure is a trial without a score."""
+    turns = turns or Turns(shared=False)
     began_s, start_s, folder = time.monotonic(), 0.0, run.trial_folder(number)
-    waited = [0.0]  # for others' turns
+    waited = [0.0]  # for a turn
 
     def trial(score: float | None, why: str = "", bounds: Roofline | None = None) -> Trial:
         took_s = time.monotonic() - began_s - sum(waited)
@@ -128,11 +131,11 @@ def _made(
         return Trial(order.setup, order.purpose, score, *spent, why, str(folder), bounds)
 
     try:
-        with _served(run, spec, order.setup, watcher, turns, place, waited) as (endpoint, start_s):
+        with _served(run, spec, order.setup, watcher, turns, slot, waited) as (endpoint, start_s):
             watcher.phase("measuring")
             value, bounds = run_loop(_score(endpoint, spec, order, folder, number))
     except CorralError as error:
-        return trial(None, error.message.removeprefix(f"{_name(run, place)!r} failed: "))
+        return trial(None, error.message.removeprefix(f"{_name(run, slot)!r} failed: "))
     return trial(value, bounds=bounds)
 
 
@@ -144,12 +147,12 @@ async def _score(
         return found.value, roofline(bench.plan, spec.objective, found.summary)
 
 
-def _name(run: TuneRun, place: int) -> str:
-    """Of the deployments that are measured, one after the other in each place; no other run's are called so."""
+def _name(run: TuneRun, slot: int) -> str:
+    """The name of the deployments in a slot, one after the other; no other run uses it."""
     name = f"tune-{run.name}"
     if len(name) > LONGEST_NAME:
         name = f"{name[: LONGEST_NAME - 9]}-{hashlib.sha256(run.name.encode()).hexdigest()[:8]}"
-    return name + (f"+{place + 1}" if place else "")
+    return name + (f"+{slot + 1}" if slot else "")
 
 
 @contextlib.contextmanager
@@ -159,14 +162,14 @@ def _served(
     setup: Setup,
     watcher: TuneWatcher,
     turns: Turns,
-    place: int,
+    slot: int,
     waited: list[float],
 ) -> Iterator[tuple[Endpoint, float]]:
-    """The setup's server while it is measured, and how long its start took; `waited` gets the waits for a turn."""
-    name = _name(run, place)
-    share = spec.shares[place] if spec.shares else spec.request.share
+    """The setup's server while it is measured, and the seconds of its start; `waited` gets the waits for a turn."""
+    name = _name(run, slot)
+    share = spec.shares[slot] if spec.shares else spec.request.share
     request = tuned_wish(spec.request, spec.race.knobs, setup)
-    request = replace(with_part(request, spec.places) if spec.in_turns else request, name=name, share=share)
+    request = replace(with_part(request, spec.slots) if spec.in_turns else request, name=name, share=share)
     asked_s = time.monotonic()
     with turns.start():
         began_s = time.monotonic()
@@ -186,11 +189,11 @@ def _served(
             finally:
                 _stop(name)  # before others start or are measured
     finally:
-        _stop(name)  # where its turn never came
+        _stop(name)  # where it was never measured
 
 
 def _stop(name: str) -> None:
-    """Also one that failed: something of it may be left."""
+    """Stop a server; also one that failed, of which processes may be left."""
     folder = DeploymentFolder.of(name)
     if not folder.record.is_file():
         return
@@ -202,13 +205,13 @@ def _stop(name: str) -> None:
 
 
 class _Phases:
-    """A start's phases, as one word each."""
+    """Passes on the names of a start's phases."""
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
+    def __init__(self, show: Callable[[str], None]) -> None:
+        self._show = show
 
     def phase(self, name: str, expected: Expected | None = None) -> None:
-        self._tell(name)
+        self._show(name)
 
     def detail(self, text: str, done: int = 0, total: int = 0, news: bool = False) -> None:
         pass

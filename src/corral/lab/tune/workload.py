@@ -1,10 +1,9 @@
-"""What a running deployment was asked in the last hour: lengths, how they vary, and a rate. No text.
+"""Workloads of a tuning run: presets by name, a file, or what a deployment was asked in the last hour.
 
-vLLM's counters only grow. The deployment's agent keeps a line of them every five minutes (`node/agent/probe`), and
-what they grew by since the line of an hour ago is the last hour; of a younger engine it is the time since it started.
-The agent's own questions, one token each, are taken out.
-
-Workloads by name: lengths that are typical of a use, stated, so that nobody takes them for his own.
+Of a deployment only lengths, how they vary, and a rate are known; no text. vLLM's counters only grow. The
+deployment's agent writes a line of them every five minutes (`node/agent/probe`), and the difference from the line
+of an hour ago is the last hour; for a younger engine it is the time since it started. The agent's own requests, one
+token each, are subtracted.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from corral.node.exposition import load_figures
 
 SEEN = "seen"  # the workload's name
 HOUR_S = 3600.0
-FEWEST = 20  # requests, below which means say nothing
+FEWEST = 20  # requests; means of fewer are not used
 SHARED_LEAST = 16  # tokens of a block on a GPU: shorter beginnings are never shared
 WIDEST = 0.9  # a length varies by at most this share of its mean: uniform lengths go no further
 OWN_PROMPT, OWN_OUTPUT = 2, 1  # tokens of the agent's question and its answer
@@ -54,7 +53,7 @@ class LoadSnapshot:
 
     @classmethod
     def of(cls, found: Mapping[str, Any]) -> LoadSnapshot:
-        """From what `load_figures` gives, or a line of it; ValueError and TypeError where it is no such thing."""
+        """From the result of `load_figures`, or a line of it; ValueError and TypeError where it is malformed."""
         numbers = {name: _count(found.get(name, 0.0)) for name in _COUNTERS}
         tables = {
             name: {_bound(at): _count(n) for at, n in found.get(name, {}).items()} for name in ("prompts", "outputs")
@@ -62,7 +61,7 @@ class LoadSnapshot:
         return cls(_count(found["t"]), **numbers, **tables)  # type: ignore[arg-type]
 
     def since(self, before: LoadSnapshot) -> LoadSnapshot:
-        """What came between the two."""
+        """The difference between two snapshots."""
         grown = {name: getattr(self, name) - getattr(before, name) for name in _COUNTERS}
         tables = {
             name: {at: n - getattr(before, name).get(at, 0.0) for at, n in getattr(self, name).items()}
@@ -73,31 +72,31 @@ class LoadSnapshot:
 
 def _count(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1e18:
-        raise ValueError(f"{value!r} is no counter")
+        raise ValueError(f"{value!r} is not a counter")
     return float(value)
 
 
 def _bound(text: str) -> float:
     value = math.inf if text == "+Inf" else float(text)
     if not value >= 0:
-        raise ValueError(f"{text!r} is no bound")
+        raise ValueError(f"{text!r} is not a bound")
     return value
 
 
 @dataclass(frozen=True)
 class SeenLoad:
-    """Means over the requests, how far lengths vary, and how many came in a second."""
+    """Mean lengths of the requests, how much they vary, and requests per second."""
 
     requests: int
     prompt_tokens: int
     output_tokens: int
     shared_tokens: int  # of a prompt, found in the cache
     rate: float
-    seconds: float = HOUR_S  # that it was seen for
+    seconds: float = HOUR_S  # over which it was seen
     varies: float | None = None  # lengths, by ± this share; None: not known
 
     def workload(self, chat: bool, seed: int) -> Workload:
-        """Prompts of such lengths, which vary as they did, or by ± a third where that is not known."""
+        """Prompts of these lengths, which vary as seen, or by ± a third where that is not known."""
         shared = self.shared_tokens >= SHARED_LEAST
         varies = 0.33 if self.varies is None else self.varies
         return Workload(
@@ -118,7 +117,7 @@ class SeenLoad:
 
 
 def read_snapshots(file: Path) -> list[LoadSnapshot]:
-    """What the agent kept, oldest first; a line that is damaged is passed over."""
+    """The snapshots that the agent wrote, oldest first; damaged lines are skipped."""
     found = []
     with contextlib.suppress(OSError):
         for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -127,9 +126,9 @@ def read_snapshots(file: Path) -> list[LoadSnapshot]:
     return sorted(found, key=lambda one: one.t)
 
 
-def seen_load(now: LoadSnapshot, kept: Sequence[LoadSnapshot], name: str, ready_at_s: float) -> SeenLoad:
+def seen_load(now: LoadSnapshot, snapshots: Sequence[LoadSnapshot], name: str, ready_at_s: float) -> SeenLoad:
     """The load of the last hour, or since the engine started at `ready_at_s` where that is less."""
-    same = _of_one_engine([*kept, now])[:-1]
+    same = _of_one_engine([*snapshots, now])[:-1]
     began = LoadSnapshot(same[0].t if same else ready_at_s)  # the first line is written when the engine is ready
     grown = now.since(max((one for one in same if one.t <= now.t - HOUR_S), key=lambda one: one.t, default=began))
     requests = int(grown.finished - grown.own)
@@ -137,7 +136,7 @@ def seen_load(now: LoadSnapshot, kept: Sequence[LoadSnapshot], name: str, ready_
     output = (grown.output_tokens - OWN_OUTPUT * grown.own) / max(1, requests)
     if requests < FEWEST or prompt < 1 or output < 1:
         raise UsageError(
-            f"{name!r} has answered {max(0, requests)} requests in the last {duration(grown.t)}: too few to tell a "
+            f"{name!r} has answered {max(0, requests)} requests in the last {duration(grown.t)}: too few to derive a "
             "workload.",
             "Name one: --workload chat, or --input-len and --output-len.",
         )
@@ -149,7 +148,7 @@ def seen_load(now: LoadSnapshot, kept: Sequence[LoadSnapshot], name: str, ready_
 
 
 def _of_one_engine(line: Sequence[LoadSnapshot]) -> list[LoadSnapshot]:
-    """The last of them, and those before it back to where the counters began anew."""
+    """The last snapshot, and those before it since the counters were last reset."""
     found = [line[-1]]
     for one in reversed(line[:-1]):
         if one.finished > found[0].finished or one.t > found[0].t:
@@ -159,9 +158,9 @@ def _of_one_engine(line: Sequence[LoadSnapshot]) -> list[LoadSnapshot]:
 
 
 def _spread(buckets: Mapping[float, float], own: float) -> float | None:
-    """By which share of their mean lengths vary, if evenly: by the middles of the buckets, without our own.
+    """The share of their mean by which lengths vary, if evenly, from the middles of the buckets.
 
-    The agent's own questions are the shortest there are.
+    The agent's own requests, the shortest ones, are left out.
     """
     below, lower, rows = 0.0, 0.0, []
     for upper, upto in sorted(buckets.items()):
@@ -179,21 +178,21 @@ def _spread(buckets: Mapping[float, float], own: float) -> float | None:
 
 
 def read_seen(endpoint: Endpoint, file: Path, name: str, ready_at_s: float) -> SeenLoad:
-    """Ask the server now, and compare with what its agent kept; `ready_at_s` by the clock on the wall."""
+    """Read the server's counters now, and compare them with its agent's; `ready_at_s` is wall-clock time."""
 
-    async def look() -> bytes:
+    async def read() -> bytes:
         async with Client(endpoint) as client:
             return await read_page(client)
 
-    kept = read_snapshots(file)
-    found = load_figures(run_loop(look()))
-    own = kept[-1].own if kept else 0.0
-    return seen_load(LoadSnapshot.of({**found, "t": time.time(), "own": own}), kept, name, ready_at_s)
+    snapshots = read_snapshots(file)
+    found = load_figures(run_loop(read()))
+    own = snapshots[-1].own if snapshots else 0.0
+    return seen_load(LoadSnapshot.of({**found, "t": time.time(), "own": own}), snapshots, name, ready_at_s)
 
 
 @dataclass(frozen=True)
 class Preset:
-    """Tokens of a prompt and of an answer; lengths vary by ± a third."""
+    """Tokens of a prompt and of an answer, typical of a use; lengths vary by ± a third."""
 
     input_len: int
     output_len: int
@@ -229,7 +228,7 @@ def workload_of(word: str, chat: bool, seed: int) -> Workload:
 
 
 def _kind(file: str) -> str:
-    """What a file holds, by its first line."""
+    """The dataset of a file, by its first line."""
     first = next((line for line in read_text(file).splitlines() if line.strip()), "")
     try:
         found = parse_json(first, file)

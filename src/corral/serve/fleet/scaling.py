@@ -1,4 +1,4 @@
-"""How many members a fleet needs, from what its gateways have to do. Pure; `corral fleet simulate` runs it, too.
+"""How many members a fleet needs, from what its gateways have to do. Pure; `corral fleet simulate` runs it too.
 
 A further member comes after L seconds: the wait in the queue and the load time, both as measured. It is worth having
 where requests would otherwise wait longer than that. With n members of C tokens/s, B tokens to do and λ tokens/s

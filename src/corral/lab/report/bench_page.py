@@ -1,48 +1,23 @@
-"""One self-contained HTML file of a run or a series: no script, no font, no image is loaded from anywhere."""
+"""The HTML page of a saved run or series of `corral bench`."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from html import escape
+from pathlib import Path
 
+from corral.lab.bench import store
 from corral.lab.bench.gate import needed
 from corral.lab.bench.limit import FrontEnd, roof
 from corral.lab.bench.metrics import RequestRow, Spread, latencies_s
 from corral.lab.bench.server_metrics import ServerSample
 from corral.lab.bench.store import Run, Series
+from corral.lab.report.bench import figure, headline, timeline
+from corral.lab.report.html import cards, document, drawing, table, verdict_box
 from corral.lab.report.svg import Curve, chart, histogram
-from corral.lab.report.text import figure, headline, timeline
 from corral.plan.speed import rounded
 
-_STYLE = """
-:root{--bg:#fbfbfa;--fg:#1d2329;--dim:#66707a;--line:#dcdfe2;--card:#fff;--c1:#2563c9;--c2:#c2410c;--c3:#15803d;
---good:#15803d;--warn:#b45309;--bad:#b91c1c}
-@media(prefers-color-scheme:dark){:root{--bg:#14171a;--fg:#e6e8ea;--dim:#98a2ac;--line:#2e343a;--card:#1b1f23;
---c1:#6aa5ff;--c2:#ff9a5c;--c3:#5fd08a;--good:#5fd08a;--warn:#f0b24a;--bad:#ff7b72}}
-*{box-sizing:border-box}body{margin:0;background:var(--bg);color:var(--fg);
-font:16px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif}
-main{max-width:1080px;margin:0 auto;padding:20px 16px 48px}h1{font-size:1.35rem;margin:.2em 0}
-h2{font-size:1.05rem;margin:1.8em 0 .6em}.sub{color:var(--dim);overflow-wrap:anywhere}
-.verdict{border-left:5px solid;padding:.5em .9em;margin:1em 0;background:var(--card);border-radius:4px}
-.valid{border-color:var(--good)}.caution{border-color:var(--warn)}.invalid{border-color:var(--bad)}
-.verdict ul{margin:.3em 0;padding-left:1.2em}
-.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(140px,1fr));gap:10px}
-.card{background:var(--card);border:1px solid var(--line);border-radius:6px;padding:.55em .8em}
-.card b{display:block;font-size:1.3rem;font-variant-numeric:tabular-nums}.card span{color:var(--dim);font-size:.85rem}
-.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,400px),1fr));gap:14px}
-figure{margin:0;background:var(--card);border:1px solid var(--line);border-radius:6px;padding:8px}
-figcaption{font-size:.9rem;padding:0 4px 4px}svg{display:block;width:100%;height:auto}
-.scroll{overflow-x:auto;margin-bottom:14px}table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;font-size:.92rem}
-th,td{padding:.35em .6em;text-align:right;border-bottom:1px solid var(--line);white-space:nowrap}
-th:first-child,td:first-child{text-align:left}.facts td{white-space:normal;text-align:left;overflow-wrap:anywhere}
-.facts td:first-child{color:var(--dim);width:11em}
-@media(max-width:480px){table{font-size:.82rem}th,td{padding:.35em .3em}.facts td:first-child{width:8em}}
-.grid{stroke:var(--line);stroke-width:1}.tick{fill:var(--dim);font-size:12.5px}.axis{fill:var(--fg);font-size:13px}
-polyline{fill:none;stroke-width:2}.c1{stroke:var(--c1);stroke-width:2}.c2{stroke:var(--c2);stroke-width:2}
-.c3{stroke:var(--c3);stroke-width:2}.d1,.b1{fill:var(--c1)}.d2{fill:var(--c2)}.d3{fill:var(--c3)}
-.mark{stroke:var(--c2);stroke-width:1.5;stroke-dasharray:3 3}
-"""
 _NAMES = {
     "ttft": "Time to first token",
     "tpot": "Time per output token (after the first)",
@@ -51,40 +26,18 @@ _NAMES = {
 }
 
 
-def document(title: str, body: Sequence[str]) -> str:
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body><main>{''.join(body)}</main></body></html>\n"
-    )
-
-
-def _figure(caption: str, drawing: str) -> str:
-    return f"<figure><figcaption>{escape(caption)}</figcaption>{drawing}</figure>" if drawing else ""
-
-
-def cards(pairs: Sequence[tuple[str, str]]) -> str:
-    cells = (f'<div class="card"><b>{escape(value)}</b><span>{escape(name)}</span></div>' for name, value in pairs)
-    return f'<div class="cards">{"".join(cells)}</div>'
-
-
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
-    head = "".join(f"<th>{escape(h)}</th>" for h in heads)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    top = f"<thead><tr>{head}</tr></thead>" if heads else ""
-    return f'<div class="scroll"><table class="{kind}">{top}<tbody>{body}</tbody></table></div>'
-
-
-def verdict_box(verdict: str, sentence: str, problems: Sequence[str]) -> str:
-    listed = f"<ul>{''.join(f'<li>{escape(p)}</li>' for p in problems)}</ul>" if problems else ""
-    return f'<div class="verdict {verdict}"><b>{escape(sentence)}</b>{listed}</div>'
-
-
 def _when(run: Run) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(run.created_s))
 
 
 _SENTENCES = {"valid": "Valid", "caution": "Read with caution", "invalid": "Invalid: do not use these figures"}
+
+
+def saved_page(folder: Path) -> str:
+    """The page of a saved run or series."""
+    if store.is_series(folder):
+        return series_page(store.load_series(folder), store.load_runs(folder), folder.name)
+    return run_page(store.load_run(folder), store.load_rows(folder), store.load_samples(folder), folder.name)
 
 
 def run_page(run: Run, rows: Sequence[RequestRow], samples: Sequence[ServerSample], name: str) -> str:
@@ -132,22 +85,22 @@ def _latency_table(run: Run) -> str:
     heads = ["ms", "mean", "median", "std", *(f"P{p:g}" for p in run.spec.percentiles)]
     rows = []
     for metric in _NAMES:
-        found = run.summary.of(metric)
-        cells = [metric.upper(), figure(found.mean), figure(found.median), figure(found.std)]
+        spread = run.summary.of(metric)
+        cells = [metric.upper(), figure(spread.mean), figure(spread.median), figure(spread.std)]
         for p in run.spec.percentiles:
-            doubt = " ?" if found.count < needed(p) else ""
-            cells.append(figure(dict(found.percentiles).get(p, 0.0)) + doubt)
+            doubt = " ?" if spread.count < needed(p) else ""
+            cells.append(figure(dict(spread.percentiles).get(p, 0.0)) + doubt)
         rows.append(cells)
     return table(heads, rows)
 
 
 def _distributions(run: Run, rows: Sequence[RequestRow]) -> list[str]:
-    values = {metric: [one * 1000 for one in found] for metric, found in latencies_s(rows).items()}
+    values = {metric: [one * 1000 for one in seconds] for metric, seconds in latencies_s(rows).items()}
     figures = []
     for metric, title in _NAMES.items():
-        found = run.summary.of(metric)
-        marks = [("P50", found.median), *((f"P{p:g}", v) for p, v in found.percentiles if p > 50)]
-        figures.append(_figure(title, histogram(title, "ms", values[metric], marks)))
+        spread = run.summary.of(metric)
+        marks = [("P50", spread.median), *((f"P{p:g}", v) for p, v in spread.percentiles if p > 50)]
+        figures.append(drawing(title, histogram(title, "ms", values[metric], marks)))
     return figures
 
 
@@ -158,19 +111,19 @@ def _over_time(run: Run, rows: Sequence[RequestRow], samples: Sequence[ServerSam
     if run.limit is not None and run.limit.roof_tokens_per_s and at:
         top = run.limit.roof_tokens_per_s
         curves.append(Curve("the plan's prediction", ((at[0], top), (at[-1], top)), 2, dashed=True, dots=False))
-    drawn = [_figure("Output tokens per second", chart("Output tokens per second", "s", "tok/s", curves))]
+    drawn = [drawing("Output tokens per second", chart("Output tokens per second", "s", "tok/s", curves))]
     loads = [Curve("requests under way", tuple(zip(at, over.concurrency, strict=True)), dots=False)]
     if samples:
         loads.append(Curve("running", tuple((s.at_s, s.running) for s in samples), 3, dots=False))
         loads.append(Curve("waiting", tuple((s.at_s, s.waiting) for s in samples), 2, dots=False))
-    drawn.append(_figure("Requests at once", chart("Requests at once", "s", "requests", loads)))
+    drawn.append(drawing("Requests at once", chart("Requests at once", "s", "requests", loads)))
     good = [row for row in rows if row.ok and row.chunk_ns]
     step = max(1, len(good) // 400)
     firsts = tuple((row.asked_ns / 1e9, row.ttft_s * 1000) for row in sorted(good, key=lambda r: r.asked_ns)[::step])
-    drawn.append(_figure("TTFT over time", chart("TTFT over time", "s", "ms", [Curve("TTFT", firsts, dots=False)])))
+    drawn.append(drawing("TTFT over time", chart("TTFT over time", "s", "ms", [Curve("TTFT", firsts, dots=False)])))
     if any(s.kv_use for s in samples):
         kv = [Curve("KV cache", tuple((s.at_s, s.kv_use * 100) for s in samples), 3, dots=False)]
-        drawn.append(_figure("KV cache in use", chart("KV cache in use", "s", "%", kv)))
+        drawn.append(drawing("KV cache in use", chart("KV cache in use", "s", "%", kv)))
     return drawn
 
 
@@ -231,9 +184,9 @@ def series_page(series: Series, runs: Sequence[Run], name: str) -> str:
     problems = [f"{run.spec.load.label}: {p.text}" for run in runs for p in run.problems]
     sentence = {"valid": "All runs are valid", "caution": "Some figures are to be read with caution"}
     body.append(verdict_box(worst, sentence.get(worst, "Some runs are invalid: do not use them"), problems))
-    found = [(key.replace("_", " "), text) for key, text in series.findings.items() if isinstance(text, str)]
-    if found:
-        body.append(table((), found, "facts"))
+    findings = [(key.replace("_", " "), text) for key, text in series.findings.items() if isinstance(text, str)]
+    if findings:
+        body.append(table((), findings, "facts"))
     best = max(runs, key=lambda run: run.summary.output_throughput)
     body += ["<h2>The curve</h2>", '<div class="charts">', *_curves(runs), "</div>"]
     body += _limit(best)
@@ -263,8 +216,8 @@ def _top(runs: Sequence[Run]) -> float:
     return max(run.spec.percentiles[-1] for run in runs)
 
 
-def _cut(found: Spread, p: float) -> str:
-    return figure(dict(found.percentiles).get(p, 0.0)) + (" ?" if found.count < needed(p) else "")
+def _cut(spread: Spread, p: float) -> str:
+    return figure(dict(spread.percentiles).get(p, 0.0)) + (" ?" if spread.count < needed(p) else "")
 
 
 def _offered(run: Run) -> float:
@@ -299,10 +252,10 @@ def _curves(runs: Sequence[Run]) -> list[str]:
         for run in ordered
     ]
     drawn = [
-        _figure("Throughput", chart("Throughput", x_label, "output tok/s", throughput, log)),
-        _figure("Time to first token", chart("Time to first token", x_label, "ms", firsts, log)),
-        _figure("Time per output token", chart("Time per output token", x_label, "ms", gaps, log)),
+        drawing("Throughput", chart("Throughput", x_label, "output tok/s", throughput, log)),
+        drawing("Time to first token", chart("Time to first token", x_label, "ms", firsts, log)),
+        drawing("Time per output token", chart("Time per output token", x_label, "ms", gaps, log)),
     ]
     pareto = [Curve("runs", tuple(trade), 3, labels=labels)]
     title = "Speed of one user against throughput of all"
-    return [*drawn, _figure(title, chart(title, "tok/s of one user", "output tok/s", pareto, zero_x=True))]
+    return [*drawn, drawing(title, chart(title, "tok/s of one user", "output tok/s", pareto, zero_x=True))]

@@ -1,10 +1,6 @@
-"""The page of results that a terminal shows; plain lines, so that it can be piped and tested.
+"""Runs of `corral bench` for a terminal: figures, small plots of block characters, and a run over time.
 
 `columns` is the width of the terminal; None is a pipe or a file, where every row and every fact is one line.
-
-A run over time: tokens, requests under way, and what the server said, in equal steps.
-
-Small plots of block characters for the terminal.
 """
 
 from __future__ import annotations
@@ -15,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from corral.lab.bench import store
 from corral.lab.bench.compare import MetricDifference
 from corral.lab.bench.gate import needed
 from corral.lab.bench.limit import TokenCost
@@ -113,7 +110,7 @@ def headline(run: Run) -> str:
     return f"{server.get('model', '')} on {where}{engine} · {lengths} tokens · {run.spec.load.label}"
 
 
-def _head_lines(text: str, columns: int | None) -> list[str]:
+def _headline_lines(text: str, columns: int | None) -> list[str]:
     return flowing(text.split(" · "), columns)
 
 
@@ -131,12 +128,19 @@ def _problem_lines(run: Run, columns: int | None) -> list[str]:
     ]
 
 
-def _spread_row(run: Run, name: str, found: Spread, values: Sequence[float]) -> list[str]:
-    cells = [figure(found.mean), figure(found.median), figure(found.std)]
+def _spread_row(run: Run, name: str, spread: Spread, values: Sequence[float]) -> list[str]:
+    cells = [figure(spread.mean), figure(spread.median), figure(spread.std)]
     for p in run.spec.percentiles:
-        value = figure(dict(found.percentiles).get(p, 0.0))
-        cells.append(value + ("?" if found.count < needed(p) else ""))
+        value = figure(dict(spread.percentiles).get(p, 0.0))
+        cells.append(value + ("?" if spread.count < needed(p) else ""))
     return [name.upper(), *cells, histogram(values), _TITLES[name]]
+
+
+def saved_lines(folder: Path, columns: int | None = None) -> list[str]:
+    """A saved run or series again."""
+    if store.is_series(folder):
+        return series_lines(store.load_series(folder), store.load_runs(folder), folder, columns)
+    return run_lines(store.load_run(folder), store.load_rows(folder), folder, columns)
 
 
 def run_lines(
@@ -144,7 +148,7 @@ def run_lines(
 ) -> list[str]:
     """One run on one page."""
     lines = [
-        *_head_lines(headline(run), columns),
+        *_headline_lines(headline(run), columns),
         *wrapped(verdict_line(run), columns),
         *_problem_lines(run, columns),
     ]
@@ -163,8 +167,8 @@ def _rate_lines(run: Run, columns: int | None) -> list[str]:
     lines = flowing(rates, columns, gap="   ")
     if s.request_goodput is not None:
         share = s.request_goodput / s.request_throughput if s.request_throughput else 0.0
-        promises = ", ".join(f"{slo.metric} ≤ {slo.limit_ms:g} ms" for slo in run.spec.goodput)
-        lines += wrapped(f"{figure(s.request_goodput)} req/s good ({share:.0%}): {promises}", columns)
+        levels = ", ".join(f"{slo.metric} ≤ {slo.limit_ms:g} ms" for slo in run.spec.goodput)
+        lines += wrapped(f"{figure(s.request_goodput)} req/s good ({share:.0%}): {levels}", columns)
     return lines
 
 
@@ -182,8 +186,8 @@ def _timeline_lines(run: Run, rows: Sequence[RequestRow], columns: int | None) -
         return []
     notes = (f"up to {figure(max(over.tokens_per_s))}", f"mean {run.summary.mean_concurrency:.1f}")
     names = ("tok/s over time   ", "requests at once  ")
-    places = 40 if columns is None else min(40, columns - len(names[0]) - 2 - max(map(len, notes)))
-    plots = (sparkline(over.tokens_per_s, places), sparkline(over.concurrency, places))
+    width = 40 if columns is None else min(40, columns - len(names[0]) - 2 - max(map(len, notes)))
+    plots = (sparkline(over.tokens_per_s, width), sparkline(over.concurrency, width))
     width = max(map(len, plots))
     return ["", *(f"{name}{plot:<{width}}  {note}" for name, plot, note in zip(names, plots, notes, strict=True))]
 
@@ -208,14 +212,14 @@ def _facts(run: Run, folder: Path | None) -> list[tuple[str, str]]:
             roof = figure(run.limit.roof_tokens_per_s)
             facts.append(("", f"the plan predicts {roof} tok/s for this load: {share:.0%} of it reached"))
     if run.cost is not None:
-        facts.append(("cost", _cost_words(run.cost)))
+        facts.append(("cost", _cost_text(run.cost)))
     facts += [("note", note) for note in run.notes]
     if folder is not None:
         facts.append(("saved", tied(str(folder))))
     return facts
 
 
-def _cost_words(cost: TokenCost) -> str:
+def _cost_text(cost: TokenCost) -> str:
     text = f"{rounded(cost.gpu_hours_per_million_output)} GPU-hours per million output tokens"
     if cost.money_per_million_output is None:
         return text
@@ -224,7 +228,7 @@ def _cost_words(cost: TokenCost) -> str:
 
 def series_lines(series: Series, runs: Sequence[Run], folder: Path, columns: int | None = None) -> list[str]:
     """A sweep, a search or repeats as a table; a load whose run is doubtful is marked."""
-    lines = [*_head_lines(f"{headline(runs[0]).rsplit(' · ', 1)[0]} · times in ms", columns), ""] if runs else []
+    lines = [*_headline_lines(f"{headline(runs[0]).rsplit(' · ', 1)[0]} · times in ms", columns), ""] if runs else []
     top = max((run.summary.output_throughput for run in runs), default=0.0)
     p = max((run.spec.percentiles[-1] for run in runs), default=99.0)
     headings = [
@@ -291,6 +295,8 @@ def comparison_lines(
             "Single runs: the intervals know nothing of changes from run to run. `--repeat 5` measures them.", columns
         )
     if changed:
-        said = [line for name, a, b in changed for line in wrapped(f"{name}: {a}  |  {b}", columns, "  ", "    ")]
-        return [*lines, "What differs:", *said]
+        lines_of_changes = [
+            line for name, a, b in changed for line in wrapped(f"{name}: {a}  |  {b}", columns, "  ", "    ")
+        ]
+        return [*lines, "What differs:", *lines_of_changes]
     return [*lines, "Nothing known differs between the two set-ups."]

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from corral.base.wording import counted
-from corral.lab.report.page import cards, document, table
+from corral.lab.report.bench import figure
+from corral.lab.report.html import cards, document, table
 from corral.lab.report.svg import Curve, chart
 from corral.lab.report.tables import table_lines, wrapped
-from corral.lab.report.text import figure
 from corral.lab.simulate.forecast import STEP_ERROR, Forecast, SimServer
 from corral.lab.simulate.outcome import SimOutcome, SloResult
 from corral.lab.simulate.validation import Validation
@@ -23,23 +23,23 @@ def _ms(value: float) -> str:
 
 
 def _row(one: Forecast) -> list[str]:
-    found = one.outcome
-    t, p, e = found.latencies["ttft"], found.latencies["tpot"], found.latencies["e2el"]
-    kept = {None: "-", True: "met", False: "not met"}[one.meets]
+    outcome = one.outcome
+    t, p, e = outcome.latencies["ttft"], outcome.latencies["tpot"], outcome.latencies["e2el"]
+    met_text = {None: "-", True: "met", False: "not met"}[one.meets]
     values = [_ms(t["p50"]), _ms(t["p99"]), _ms(p["p50"]), _ms(e["p50"]), _ms(e["p99"])]
-    used = f"{found.peak_kv_use:.0%}"
-    return [one.label, str(found.members), *values, figure(found.output_throughput), used,
-            str(found.preemptions), kept]  # fmt: skip
+    used = f"{outcome.peak_kv_use:.0%}"
+    return [one.label, str(outcome.members), *values, figure(outcome.output_throughput), used,
+            str(outcome.preemptions), met_text]  # fmt: skip
 
 
 def error_sentence(server: SimServer, rows: Sequence[Forecast]) -> str:
-    """What is known of the error of these forecasts."""
+    """A sentence about the error of these forecasts."""
     if server.fit is None:
         return f"Error: not known. Step times come from {server.basis}; `--from RUN` fits them to measured runs."
-    said = _range(rows[0]) if len(rows) == 1 else "of each load, below"
+    interval_text = _range(rows[0]) if len(rows) == 1 else "of each load, below"
     doubt = f" {server.fit.doubt}" if server.fit.doubt else ""
     return (
-        f"Error: {said} (nine of ten held-out figures lay within"
+        f"Error: {interval_text} (nine of ten held-out figures lay within"
         f" such intervals: step times {STEP_ERROR:.0%} longer or shorter, and the worst error of the fit on its own"
         f" runs); {server.basis}.{doubt}"
     )
@@ -47,33 +47,48 @@ def error_sentence(server: SimServer, rows: Sequence[Forecast]) -> str:
 
 def _range(one: Forecast) -> str:
     """The interval of a forecast's figures."""
-    found = [(name, *one.interval[name]) for name in ("ttft", "tpot", "e2el") if one.interval]
-    return ", ".join(f"{name.upper()} {low:+.0%} to {high:+.0%}" for name, low, high in found) or "not known"
+    outcome = [(name, *one.interval[name]) for name in ("ttft", "tpot", "e2el") if one.interval]
+    return ", ".join(f"{name.upper()} {low:+.0%} to {high:+.0%}" for name, low, high in outcome) or "not known"
 
 
-def slo_sentence(found: SloResult) -> str:
-    """Whether a promise is kept, and how many requests lie within its limit."""
-    slo = found.slo
+def slo_sentence(outcome: SloResult) -> str:
+    """Whether a service level is met, and how many requests are within its limit."""
+    slo = outcome.slo
     limit = f"{slo.limit_ms / 1000:g} s" if slo.limit_ms >= 1000 else f"{slo.limit_ms:g} ms"
     name = f"{slo.metric.upper()} {slo.statistic.upper() if slo.statistic.startswith('p') else slo.statistic}"
-    kept = f"{name} {_ms(found.value_ms)}, limit {limit}: {'met' if found.met else 'missed'}"
-    return f"{kept}; {found.within:.1%} of the requests had theirs within {limit}."
+    met_text = f"{name} {_ms(outcome.value_ms)}, limit {limit}: {'met' if outcome.met else 'missed'}"
+    return f"{met_text}; {outcome.within:.1%} of the requests had theirs within {limit}."
 
 
-def behind_sentence(found: SimOutcome) -> str:
-    """That more requests come than are answered; empty where they are."""
-    if not found.gained:
+def rate_sentence(limits: tuple[float | None, ...], rates: tuple[float, float], levels: str) -> str:
+    """A sentence with the highest rate, and with a fit the rates between which it lies."""
+    low, high = rates
+    best, *around = limits
+    if best is None:
+        text = f"{low:g} requests per second do not meet {levels}"
+    else:
+        untried = " (more was not tried)" if best == high else ""
+        text = f"The highest rate that meets {levels} is {best:.3g} requests per second{untried}"
+    if set(around) <= {best}:
+        return f"{text}."
+    worst, quickest = (f"less than {low:g}" if one is None else f"{one:.3g}" for one in around)
+    return f"{text}; {worst} if steps take longer than the fit says, {quickest} if they are shorter."
+
+
+def behind_sentence(outcome: SimOutcome) -> str:
+    """A warning that more requests arrive than are answered; empty where the servers keep up."""
+    if not outcome.gained:
         return ""
-    come, answered = figure(found.arrival_rate), figure(found.arrival_rate * (1 - found.gained))
+    come, answered = figure(outcome.arrival_rate), figure(outcome.arrival_rate * (1 - outcome.gained))
     return (
-        f"It does not keep up: in the second half {come} requests come each second and {answered} are answered, so"
+        f"It does not keep up: in the second half {come} requests arrive each second and {answered} are answered, so"
         " these latencies are of a short time. More requests (--num-prompts) show whether they go on growing."
     )
 
 
-def _judged(found: SimOutcome) -> list[str]:
-    """What is said of a load's promises."""
-    return [text for text in (*map(slo_sentence, found.slos), behind_sentence(found)) if text]
+def _judged(outcome: SimOutcome) -> list[str]:
+    """Sentences about the service levels of a load."""
+    return [text for text in (*map(slo_sentence, outcome.slos), behind_sentence(outcome)) if text]
 
 
 def forecast_lines(server: SimServer, rows: Sequence[Forecast], answer: str, columns: int | None) -> Iterator[str]:
@@ -100,11 +115,11 @@ def forecast_lines(server: SimServer, rows: Sequence[Forecast], answer: str, col
         yield from wrapped(f"GPU hours: {hours}{'; cost: ' + money if money else ''}", columns)
 
 
-def validation_lines(found: Validation, columns: int | None) -> Iterator[str]:
+def validation_lines(outcome: Validation, columns: int | None) -> Iterator[str]:
     """The table of errors."""
     heads = ["HELD OUT", "REQUESTS", "E2EL MEAN", "SIMULATED", "PLANNER", "TTFT P50", "SIMULATED", "PLANNER", "TOK/S"]
     rows = []
-    for one in found.held_out:
+    for one in outcome.held_out:
         planned = one.planned
         e2el, ttft = (f"{planned.e2el_mean:+.0%}", f"{planned.ttft_p50:+.0%}") if planned else ("-", "-")
         rows.append([
@@ -114,21 +129,21 @@ def validation_lines(found: Validation, columns: int | None) -> Iterator[str]:
     yield from table_lines(heads, rows, 1, columns, ("REQUESTS",), tail=0)
     yield ""
     for name, metric in (("E2EL", "e2el_mean"), ("TTFT P50", "ttft_p50"), ("throughput", "throughput")):
-        simulated, planned_ = found.median_error(metric), found.median_error(metric, planned=True)
-        beside = f"; the planner alone {planned_:.1%}" if planned_ is not None else ""
-        yield from wrapped(f"{name}: median error {simulated:.1%}{beside}; on the fitted runs"
-                           f" {found.fit.typical(metric):.1%}", columns)  # fmt: skip
+        simulated, planned_ = outcome.median_error(metric), outcome.median_error(metric, planned=True)
+        planner_text = f"; the planner alone {planned_:.1%}" if planned_ is not None else ""
+        yield from wrapped(f"{name}: median error {simulated:.1%}{planner_text}; on the fitted runs"
+                           f" {outcome.fit.typical(metric):.1%}", columns)  # fmt: skip
     names = {"e2el": "E2EL", "ttft": "TTFT P50", "tpot": "TPOT P50", "throughput": "throughput"}
-    parts = ", ".join(f"{label} {found.covered(name)}" for name, label in names.items())
-    text = f"within the interval of the forecast, of {len(found.held_out)} held-out runs: {parts}"
+    parts = ", ".join(f"{label} {outcome.covered(name)}" for name, label in names.items())
+    text = f"within the interval of the forecast, of {len(outcome.held_out)} held-out runs: {parts}"
     yield from wrapped(text, columns)
-    for limit in found.limits:
+    for limit in outcome.limits:
         measured, simulated_ = (f"{one:.3g}" if one else "outside" for one in (limit.measured, limit.simulated))
         off = f" ({limit.error:+.1%})" if limit.error is not None else ""
         yield from wrapped(f"highest rate with {limit.slo}: measured {measured}, simulated {simulated_} req/s{off}",
                            columns)  # fmt: skip
-    yield from wrapped(found.fit.doubt, columns) if found.fit.doubt else ()
-    for text in found.assumed:
+    yield from wrapped(outcome.fit.doubt, columns) if outcome.fit.doubt else ()
+    for text in outcome.assumed:
         yield f"assumed, because the runs do not say: {text}"
 
 
