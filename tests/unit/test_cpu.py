@@ -13,8 +13,7 @@ from corral.base.shell import Completed
 from corral.plan.candidate import Tuning
 from corral.plan.choose import make_plan
 from corral.plan.contract import Goal, Plan
-from corral.plan.cpu import formats_to_measure, quick_format
-from corral.plan.cpu_speed import products
+from corral.plan.cpu import formats_to_measure, products, quick_format
 from corral.plan.hardware import cpu as cpu_speed
 from corral.plan.hardware.cpu import (
     CpuFacts,
@@ -29,8 +28,7 @@ from corral.plan.hardware.cpu import (
     remember_cpu_speed,
 )
 from corral.plan.hardware.inventory import GIB, Inventory
-from corral.plan.load_speed import speed_at
-from corral.plan.measured import cpu_kind, tuning_for
+from corral.plan.measured import cpu_kind, speed_at, tuning_for
 from corral.plan.models.facts import ModelFacts, read_facts
 from corral.plan.settings import Fixed
 

@@ -13,8 +13,8 @@ import click
 
 from corral.base.errors import CorralError, DataError, UnreachableError, UsageError
 from corral.base.ssh import Ssh
+from corral.base.wording import duration
 from corral.cli.options import with_token
-from corral.deploy.deployment.start_times import duration
 from corral.deploy.transfer.outcome import Progress
 from corral.deploy.transfer.pull import Arrival, Pull, PullOrder, pull
 from corral.lab.report.screen import print_json, print_table

@@ -12,10 +12,11 @@ import click
 
 from corral.base.errors import CorralError
 from corral.base.record import load_json, to_json
+from corral.base.wording import duration
 from corral.cli.options import deployment_argument
 from corral.client.endpoint import Endpoint
 from corral.deploy.deployment.folder import DeploymentFolder
-from corral.deploy.deployment.start_times import amount, duration
+from corral.deploy.deployment.start_times import amount
 from corral.deploy.deployment.state import ENDED, State
 from corral.deploy.lifecycle.deployments import Status, status
 from corral.deploy.lifecycle.members import HeldJob, RankMember, held_job, members

@@ -1,8 +1,6 @@
 """The values of a plan: what goes in, what comes out. `Plan` as JSON is a published contract (docs/plan.md).
 
 `VERSION` rises when a key changes meaning or goes away; new keys do not raise it.
-
-Numbers of tokens as people say them: 32768, or 32k.
 """
 
 from __future__ import annotations
@@ -57,6 +55,13 @@ class Parallel:
     @property
     def replica_gpus(self) -> int:
         return self.tensor * self.pipeline
+
+    def layers_by_stage(self, layers: int) -> list[int]:
+        """Layers of each pipeline stage, as vLLM's `get_pp_indices` spreads them."""
+        sizes = [layers // self.pipeline] * self.pipeline
+        for i in range(2, layers % self.pipeline + 2):
+            sizes[-i] += 1
+        return sizes
 
     def __str__(self) -> str:
         sizes = (("TP", self.tensor), ("PP", self.pipeline), ("DP", self.data))

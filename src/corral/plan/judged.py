@@ -1,9 +1,9 @@
-"""What vLLM offers beside the plan's settings, judged for the stated load: taken or left, and when it pays. Pure.
+"""What the settings of a plan are worth, and what else vLLM offers: judged for the stated load. Pure.
 
-The figures come from the same roofline as the plan's. Nothing that changes answers is taken unasked (a narrower KV
-cache), and nothing whose gain depends on the text (speculation): for those the condition is worked out.
-
-What each of the plan's settings is worth at the stated load, against vLLM's own default of it alone. Pure.
+The figures come from the same roofline as the plan's. `gains` compares each setting with vLLM's own default of it
+alone. `judge` says of each further feature whether it is on, and when it pays. Nothing that changes answers is turned
+on unasked (a narrower KV cache), and nothing whose gain depends on the text (speculation): for those the condition is
+worked out.
 """
 
 from __future__ import annotations
@@ -11,26 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from corral.plan.candidate import Candidate, Tuning
-from corral.plan.constraints import WHOLE_PROMPTS
+from corral.engines.settings import vllm_defaults
+from corral.plan.candidate import Candidate, Tuning, is_large
 from corral.plan.contract import EngineSettings, Goal, Judged
+from corral.plan.draft import Draft, DraftMethod
 from corral.plan.hardware.inventory import GIB, Gpu, Inventory
-from corral.plan.memory import Draft, DraftMethod, measure
+from corral.plan.memory import measure
 from corral.plan.models.facts import ModelFacts
+from corral.plan.settings import WHOLE_PROMPTS
 from corral.plan.speed import Roof, predict, roof_of
-
-
-def vllm_defaults(inventory: Inventory, replicas: int) -> dict[str, int | bool | None]:
-    """What `vllm serve` would take where nothing is said (0.32, `EngineArgs`)."""
-    large = inventory.memory_bytes_per_gpu >= 70 * GIB and not (inventory.gpu or "").startswith("A100")
-    return {
-        "max_num_batched_tokens": 8192 if large else 2048,
-        "max_num_seqs": 1024 if large else 256,
-        "api_servers": replicas,
-        "stream_interval": 1,
-        "eager": False,
-        "max_graph_size": None,
-    }
 
 
 def gains(model: ModelFacts, inventory: Inventory, chosen: Candidate, goal: Goal, tuning: Tuning) -> dict[str, float]:
@@ -45,7 +34,7 @@ def gains(model: ModelFacts, inventory: Inventory, chosen: Candidate, goal: Goal
         return predict(*shape, goal, asked, tuning.speed).throughput_tokens_per_s or 0.0
 
     found = {}
-    for field, default in vllm_defaults(inventory, chosen.parallel.data).items():
+    for field, default in vllm_defaults(is_large(inventory), chosen.parallel.data).items():
         if getattr(chosen.settings, field) != default:
             other = speed(replace(chosen.settings, **{field: default}))  # type: ignore[arg-type]
             if other:

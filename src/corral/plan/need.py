@@ -24,14 +24,14 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from corral.base.errors import UsageError
-from corral.plan.candidate import Candidate, Tuning
+from corral.plan.candidate import Candidate, Tuning, broken_layout
 from corral.plan.choose import Decision, decide, make_plan
-from corral.plan.constraints import Form, broken_layout, forms
 from corral.plan.contract import Goal, Parallel, Plan
 from corral.plan.hardware.inventory import GIB, GPUS, Gpu, Inventory
 from corral.plan.memory import convert
 from corral.plan.models.architecture import DTYPE_BYTES
 from corral.plan.models.facts import ModelFacts
+from corral.plan.precision import Form, forms
 from corral.plan.settings import Fixed
 from corral.plan.speed import rounded
 

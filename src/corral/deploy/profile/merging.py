@@ -26,8 +26,8 @@ from corral.deploy.slurm.commands import seconds
 from corral.deploy.targets.base import target_class
 from corral.deploy.targets.keys import is_placeholder
 from corral.engines.locks import PINNED_VERSION
-from corral.engines.planned import joined, read_back
 from corral.engines.runtimes.base import NodeSide, make_runtime
+from corral.engines.settings import joined, read_back
 from corral.plan.candidate import Tuning
 from corral.plan.hardware.inventory import Inventory, parse_gpus, probe
 from corral.plan.measured import tuning_for

@@ -7,18 +7,20 @@ from collections.abc import Iterator, Sequence
 
 import click
 
+from corral.base.wording import duration
 from corral.deploy.profile.drafting import up_command, vllm_command
 from corral.deploy.profile.merging import AskedValues
 from corral.deploy.profile.profile import Profile
 from corral.lab.report import tables
 from corral.lab.report.tables import reading_width
 from corral.plan.candidate import Candidate, over_nodes
-from corral.plan.constraints import Form
 from corral.plan.contract import Plan
 from corral.plan.hardware.inventory import GIB, Gpu
 from corral.plan.measured import Differences
 from corral.plan.need import Cell, Need, ReplicaAdvice, ReplicaForm, TableRow, box_gb
+from corral.plan.precision import Form
 from corral.plan.reasons import load_words
+from corral.plan.speed import significant
 
 _LABEL = 13
 _MOST_REFUSED = 5  # of what cannot run, shown
@@ -34,11 +36,8 @@ def about(value: float | None) -> str:
 
 
 def seconds(value: float | None) -> str:
-    if value is None:
-        return "–"
-    if value < 1:
-        return f"{about(value * 1000)} ms"
-    return f"{about(value)} s" if value < 100 else f"{about(value / 60)} min"
+    """A predicted time in the two digits it can claim, or a dash."""
+    return "–" if value is None else duration(significant(value, 2))
 
 
 def replica_lines(advice: ReplicaAdvice) -> list[str]:

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from corral.base.errors import DoesNotFitError
 from corral.deploy.lifecycle.bringup import DeployRequest, sized
-from corral.engines.planned import read_back
+from corral.engines.settings import read_back, vllm_defaults
 from corral.lab.tune.knobs import Knob, KnobKind
+from corral.plan.candidate import is_large
 from corral.plan.contract import UTILISATION, Plan
-from corral.plan.judged import vllm_defaults
 from corral.plan.settings import own_largest
 
 RANDOM = "random"  # a search, not a setup (see `random_search`)
@@ -32,7 +32,7 @@ def baseline_knobs(plan: Plan, request: DeployRequest, wanted: tuple[str, ...]) 
 
 def _stock(plan: Plan, request: DeployRequest) -> str:
     """What `vllm serve` takes where nothing is said, of all that the plan says."""
-    default = vllm_defaults(plan.inventory, plan.parallel.data)
+    default = vllm_defaults(is_large(plan.inventory), plan.parallel.data)
     line = (
         f"--max-num-seqs {default['max_num_seqs']} --max-num-batched-tokens {default['max_num_batched_tokens']}"
         f" --api-server-count {default['api_servers']} --stream-interval 1 --gpu-memory-utilization {UTILISATION}"

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from corral.deploy.lifecycle.bringup import DeployRequest
 from corral.engines.flags import flag_name, takes_next
-from corral.engines.planned import read_back
+from corral.engines.settings import read_back
 from corral.plan.contract import Plan
 from corral.plan.settings import largest_graph, own_largest, size_for, sized_elsewhere
 

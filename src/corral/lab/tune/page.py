@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from corral.deploy.deployment.start_times import duration
+from corral.base.wording import duration
 from corral.deploy.profile.drafting import as_toml
 from corral.lab.report.page import cards, document, table, verdict_box
 from corral.lab.report.tables import table_lines
