@@ -14,7 +14,7 @@ import pytest
 
 from corral.base.errors import EngineError, UsageError
 from corral.cli import main
-from corral.plan.hardware.cpu import common_cpu, parse_cpuinfo
+from corral.plan.hardware.inventory import common_cpu, parse_cpuinfo
 from corral.use.batch.batch import Result, again, carry_out
 from corral.use.batch.core.run import Quiet
 from corral.use.batch.core.runner import RunnerSettings

@@ -16,18 +16,14 @@ from corral.plan.contract import Goal, Plan
 from corral.plan.cpu import formats_to_measure, products, quick_format
 from corral.plan.hardware import cpu as cpu_speed
 from corral.plan.hardware.cpu import (
-    CpuFacts,
     CpuKind,
     CpuSpeed,
     FormatSpeed,
-    common_cpu,
     measure_cpu_speed,
-    parse_cpuinfo,
-    read_cpu,
     recall_cpu_speed,
     remember_cpu_speed,
 )
-from corral.plan.hardware.inventory import GIB, Inventory
+from corral.plan.hardware.inventory import GIB, CpuFacts, Inventory, common_cpu, parse_cpuinfo, read_cpu
 from corral.plan.measured import cpu_kind, speed_at, tuning_for
 from corral.plan.models.facts import ModelFacts, read_facts
 from corral.plan.settings import Fixed

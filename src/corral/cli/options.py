@@ -19,17 +19,16 @@ import getpass
 import re
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from corral.base.errors import AccessError, UnreachableError, UsageError
 from corral.base.files import read_text
 from corral.cli.help_pages import GroupedOption
-from corral.client.sampling import PARAMETERS, STRUCTURED, parse_assignments
-from corral.deploy.targets.base import TARGETS, target_class
-from corral.deploy.targets.keys import Flag
-from corral.plan.contract import token_count
+
+if TYPE_CHECKING:
+    from corral.deploy.targets.keys import Flag
 
 SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 PART = r"(\d+(?:\.\d+)?)(ms|[hms])"
@@ -69,6 +68,8 @@ class TokenCount(click.ParamType[int]):
     name = "tokens"
 
     def convert(self, value: str | int, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        from corral.plan.contract import token_count
+
         return value if isinstance(value, int) else token_count(value)
 
 
@@ -78,6 +79,8 @@ PREFIX = "target_option_"  # of the parameters, so that no other option has thei
 
 def _flags() -> dict[str, tuple[Flag, tuple[str, ...]]]:
     """Every flag of every target once, by its name, and the targets that have it."""
+    from corral.deploy.targets.base import TARGETS, target_class
+
     found: dict[str, tuple[Flag, tuple[str, ...]]] = {}
     for target in TARGETS:
         for flag in target_class(target).FLAGS:
@@ -88,6 +91,8 @@ def _flags() -> dict[str, tuple[Flag, tuple[str, ...]]]:
 
 def target_options(command: F) -> F:
     """All flags of all targets."""
+    from corral.deploy.targets.base import target_class
+
     for flag, targets in reversed(_flags().values()):
         command = click.option(
             flag.name,
@@ -154,6 +159,8 @@ def server_options(command: F) -> F:
 
 def sampling_options(command: F) -> F:
     """One option for each sampling parameter, then the forms of structured answers, then --param."""
+    from corral.client.sampling import PARAMETERS, STRUCTURED
+
     command = click.option("--param", "extra", multiple=True, metavar="NAME=VALUE",
                            help="Any other field of the request, sent as it is; repeatable.")(command)  # fmt: skip
     for name, (_, text) in reversed(STRUCTURED.items()):
@@ -192,6 +199,8 @@ def _meta(kind: str) -> str:
 
 def taken_sampling(given: Mapping[str, Any]) -> dict[str, Any]:
     """The sampling parameters among a command's options, as `corral.use.llm.llm` takes them."""
+    from corral.client.sampling import PARAMETERS, STRUCTURED, parse_assignments
+
     found = {name: value for name in PARAMETERS if (value := given.get(name)) not in (None, ())}
     for name in STRUCTURED:
         value = given.get(name)

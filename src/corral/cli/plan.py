@@ -13,6 +13,7 @@ from corral.base.record import dump_json, to_json
 from corral.cli.options import TokenCount
 from corral.deploy.profile.merging import AskedValues, asked_of_plan, hardware_of_plan, tuning_of_plan
 from corral.deploy.profile.profile import Profile, load_profile
+from corral.engines.flags import check_arguments, shipped_flags
 from corral.engines.settings import SETTINGS
 from corral.plan import measured as calibration
 from corral.plan.choose import compare, make_plan
@@ -125,10 +126,7 @@ def _asked(profile: Profile, model: str | None, given: Mapping[str, Any], engine
 
 
 def _check_rest(arguments: tuple[str, ...]) -> None:
-    from corral.engines.environments import shipped_flags
-    from corral.engines.flags import check_arguments
-
-    if flags := shipped_flags():
+    if arguments and (flags := shipped_flags()):
         check_arguments(arguments, flags)
 
 

@@ -15,7 +15,7 @@ from corral.deploy.profile.merging import merged
 from corral.deploy.profile.profile import Profile, all_profiles, load_profile
 from corral.deploy.profile.reading import parse
 from corral.deploy.targets.base import target_tables
-from corral.engines.flags import check_arguments
+from corral.engines.flags import check_arguments, shipped_flags
 from corral.lab.report.screen import print_json, print_table
 
 HELP = {"help_option_names": ["-h", "--help"]}
@@ -188,7 +188,7 @@ def _check_wish(profile: Profile) -> None:
 
 
 def _check_runtime(profile: Profile) -> None:
-    from corral.engines.locks import PINNED_VERSION
+    from corral.engines import PINNED_VERSION
     from corral.engines.runtimes.base import NodeSide, make_runtime
 
     named = profile.inventory()
@@ -205,9 +205,7 @@ def _check_target(profile: Profile) -> None:
 
 
 def _check_arguments(profile: Profile) -> None:
-    from corral.engines import environments as engines
-
-    if flags := engines.shipped_flags():
+    if flags := shipped_flags():
         check_arguments(profile.settings.engine.args, flags)
 
 

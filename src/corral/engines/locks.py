@@ -23,8 +23,8 @@ from importlib import resources
 from corral.base.errors import CorralError, EngineError, UsageError
 from corral.base.record import from_json
 from corral.base.shell import run
+from corral.engines import PINNED_VERSION
 
-PINNED_VERSION = "0.32.0"
 FLAVOURS = ("cpu", "cuda")
 
 

@@ -13,15 +13,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from corral.plan.contract import UTILISATION, EngineSettings, Goal, Memory, Parallel, Precision, Rejected, Speed
 from corral.plan.draft import Draft
-from corral.plan.hardware.cpu import CpuSpeed
 from corral.plan.hardware.inventory import GIB, Inventory
 from corral.plan.memory import Coefficients, measure
 from corral.plan.models.facts import ModelFacts
 from corral.plan.settings import Fixed, api_servers, own_largest, running_at_once, size_for, stream_interval
 from corral.plan.speed import Efficiency, Roof, predict, roof_of
+
+if TYPE_CHECKING:
+    from corral.plan.hardware.cpu import CpuSpeed
 
 _VOCAB_PADDING = 64
 _GROUP = {"int4": 128}  # weights that share one scale must stay on one rank

@@ -23,8 +23,8 @@ from dataclasses import dataclass, replace
 from corral.engines.settings import DTYPES
 from corral.plan.candidate import Candidate
 from corral.plan.contract import UTILISATION, EngineSettings, Goal, Memory, Parallel, Precision, Speed
-from corral.plan.hardware.cpu import CpuFacts, CpuSpeed, FormatSpeed, Product
-from corral.plan.hardware.inventory import GIB, Inventory
+from corral.plan.hardware.cpu import CpuSpeed, FormatSpeed, Product
+from corral.plan.hardware.inventory import GIB, CpuFacts, Inventory
 from corral.plan.memory import convert
 from corral.plan.models.architecture import DTYPE_BYTES
 from corral.plan.models.facts import ModelFacts

@@ -21,21 +21,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 from corral.base.errors import CorralError, DataError
 from corral.base.files import make_private_dir, write_atomic
 from corral.base.home import home_dir
 from corral.base.record import dump_json, from_json, to_json
-from corral.engines.environments import expected
 from corral.plan.candidate import Tuning
 from corral.plan.contract import Goal, Plan, Speed
 from corral.plan.draft import read_draft, tokens_from_text
-from corral.plan.hardware.cpu import CpuKind, recall_cpu_speed
 from corral.plan.hardware.inventory import GIB, Inventory
 from corral.plan.memory import Coefficients
 from corral.plan.models.facts import ModelFacts
 from corral.plan.settings import sized_elsewhere
 from corral.plan.speed import Efficiency, predict
+
+if TYPE_CHECKING:
+    from corral.plan.hardware.cpu import CpuKind
 
 
 @dataclass(frozen=True)
@@ -272,6 +274,9 @@ def cpu_kind(inventory: Inventory) -> CpuKind | None:
     """What a measurement of this inventory's CPU is remembered by; None where a GPU computes or nobody looked."""
     if inventory.gpu is not None or inventory.cpu is None:
         return None
+    from corral.engines.environments import expected
+    from corral.plan.hardware.cpu import CpuKind
+
     return CpuKind(inventory.cpu, inventory.cpu_cores, expected("cpu").lock_sha256)
 
 
@@ -296,6 +301,7 @@ def tuning_for(
     if kind is None:
         return tuning
     from corral.plan.cpu import products
+    from corral.plan.hardware.cpu import recall_cpu_speed
 
     return replace(tuning, cpu=recall_cpu_speed(kind, products(facts)))
 
@@ -324,6 +330,7 @@ def _speed_on_cpu(plan: Plan, goal: Goal) -> Speed:
     takes as long as one of a lone request, or as the arithmetic of all that run.
     """
     from corral.plan.cpu import predict_cpu, products, rates_for
+    from corral.plan.hardware.cpu import recall_cpu_speed
 
     kind, format_ = cpu_kind(plan.inventory), plan.precision.compute
     measured = recall_cpu_speed(kind, products(plan.model)) if kind else None

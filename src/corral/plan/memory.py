@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from corral.engines.locks import PINNED_VERSION
+from corral.engines import PINNED_VERSION
 from corral.plan.contract import EngineSettings, Memory, Parallel, Precision
 from corral.plan.draft import Draft
 from corral.plan.hardware.inventory import GIB, Gpu, Inventory

@@ -64,12 +64,6 @@ class Need:
         return self.gpus_per_node * self.nodes
 
 
-def box_gb(gpu: Gpu) -> int:
-    """The size on the box, in 10^9 bytes: 80 for an H100."""
-    sizes = (16, 24, 32, 40, 48, 80, 94, 141, 180, 192)
-    return min(sizes, key=lambda size: abs(size - gpu.memory_bytes / 1e9))
-
-
 def by_arithmetic(model: ModelFacts, gigabytes: float, context: int = 0, weights: str = "") -> int:
     """GPUs as documents count them: parameters × bits, plus the KV of one request in GiB taken as GB."""
     stored = model.parameters * DTYPE_BYTES.get(weights or model.weights, 2.0) / 1e9
@@ -102,7 +96,7 @@ def _smallest(model: ModelFacts, gpu: Gpu, weights: str, goal: Goal, tuning: Tun
         model = replace(model, weights="int4", stored=convert(model, form.precision), notes=())
         form = Form(model, form.precision)
     context = goal.context or model.max_context
-    least = by_arithmetic(model, box_gb(gpu), context, weights)
+    least = by_arithmetic(model, gpu.box_gb, context, weights)
     pinned = replace(fixed, weights=form.precision.weights)
     stored = convert(form.facts, form.precision).total
     found: list[tuple[Inventory, Candidate]] = []
@@ -189,7 +183,7 @@ def _row(model: ModelFacts, gpu: Gpu, context: int) -> TableRow:
     for weights in WIDTHS:
         nominal = model.parameters * DTYPE_BYTES[weights] / 1e9
         need = runs.get(weights)
-        boxes = (nominal + kv_gib) / box_gb(gpu)
+        boxes = (nominal + kv_gib) / gpu.box_gb
         cells.append(Cell(weights, nominal, boxes, need.gpus if need else 0, need.layout if need else ""))
     notes = (*(need.note for need in runs.values() if need.note), *model.notes)
     named = tuple(f"{model.name}: {note}" for note in notes)

@@ -34,9 +34,10 @@ from corral.deploy.lifecycle.staging import Staging, measure_cpu, unmeasured
 from corral.deploy.lifecycle.successors import Chain, refuse_living_chain, write_chain
 from corral.deploy.lifecycle.watching import Reporter, wait_ready
 from corral.deploy.targets.base import Queue, Target, load_target
+from corral.engines import PINNED_VERSION
 from corral.engines import environments as engines
 from corral.engines.flags import check_arguments, values_of
-from corral.engines.locks import FLAVOURS, PINNED_VERSION
+from corral.engines.locks import FLAVOURS
 from corral.engines.runtimes.base import NodeSide, Runtime, make_runtime
 from corral.engines.runtimes.ray import ray_checks, refuse_known_lack
 from corral.engines.settings import joined, read_back

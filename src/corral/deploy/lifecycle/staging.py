@@ -25,8 +25,8 @@ from corral.deploy.deployment.start_times import WORTH_KEEPING_S, Expected, Phas
 from corral.deploy.lifecycle.watching import Reporter
 from corral.engines import environments as engines
 from corral.plan.cpu import formats_to_measure, products
-from corral.plan.hardware.cpu import measure_cpu_speed, read_cpu, recall_cpu_speed, remember_cpu_speed
-from corral.plan.hardware.inventory import Inventory
+from corral.plan.hardware.cpu import measure_cpu_speed, recall_cpu_speed, remember_cpu_speed
+from corral.plan.hardware.inventory import Inventory, read_cpu
 from corral.plan.hardware.probe import cpu_facts
 from corral.plan.measured import cpu_kind
 from corral.plan.models.facts import ModelFacts

@@ -22,11 +22,8 @@ from corral.base.errors import CorralError, UsageError
 from corral.base.home import home_dir
 from corral.deploy.deployment.state import Patience
 from corral.deploy.profile.profile import Profile
-from corral.deploy.slurm.commands import seconds
 from corral.deploy.targets.base import target_class
 from corral.deploy.targets.keys import is_placeholder
-from corral.engines.locks import PINNED_VERSION
-from corral.engines.runtimes.base import NodeSide, make_runtime
 from corral.engines.settings import joined, read_back
 from corral.plan.candidate import Tuning
 from corral.plan.hardware.inventory import Inventory, parse_gpus, probe
@@ -156,6 +153,8 @@ def _leaves(value: object) -> Iterator[object]:
 
 
 def _refuse_beyond_limits(profile: Profile, result: Mapping[str, Any]) -> None:
+    from corral.deploy.slurm.commands import seconds
+
     limits, size = profile.settings.limits, target_class(result["target"]).size(result["target_options"])
     for key, asked, most in (
         ("max_nodes", size.nodes, limits.max_nodes),
@@ -214,6 +213,9 @@ def tuning_of_plan(
     """
     version = ""
     if profile.runtime != "managed":
+        from corral.engines import PINNED_VERSION
+        from corral.engines.runtimes.base import NodeSide, make_runtime
+
         node = NodeSide(str(home_dir()), "cuda" if inventory.gpu else "cpu", PINNED_VERSION)
         with contextlib.suppress(CorralError):  # whoever starts it is told what is wrong with it
             version = make_runtime(profile.runtime, profile.runtime_options, node).version

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from corral.base.errors import UsageError
-from corral.base.ssh import Forward, Ssh
-from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.state import Reason, State
-from corral.deploy.launch.links import Node, Ports
-from corral.deploy.launch.render import LaunchSpec, PlacedFile
 from corral.deploy.targets.keys import Flag, Shared, Size, only_said
 
 if TYPE_CHECKING:
+    from corral.base.ssh import Forward, Ssh
+    from corral.deploy.deployment.folder import DeploymentFolder
+    from corral.deploy.launch.links import Node, Ports
+    from corral.deploy.launch.render import LaunchSpec, PlacedFile
     from corral.engines.runtimes.base import NodeCheck
     from corral.plan.contract import Plan
     from corral.plan.hardware.inventory import Inventory
@@ -273,6 +273,8 @@ class Declared:
         return ()
 
     def shell(self) -> Ssh:
+        from corral.base.ssh import Ssh
+
         return Ssh()
 
 

@@ -12,8 +12,6 @@ from dataclasses import MISSING, dataclass, field
 from typing import Any
 
 from corral.base.errors import UsageError
-from corral.base.ssh import check_host
-from corral.deploy.slurm.commands import seconds
 from corral.plan.hardware.inventory import LINKS, parse_gpus
 
 Check = Callable[[Any], str]  # what is expected instead, or nothing when the value is good
@@ -52,6 +50,8 @@ def at_least(least: float, most: float | None = None) -> Check:
 
 
 def time_limit(value: str) -> str:
+    from corral.deploy.slurm.commands import seconds
+
     return "" if is_placeholder(value) or seconds(value) else 'a time limit such as "4:00:00" or "1-00:00:00"'
 
 
@@ -78,6 +78,8 @@ def variables(value: Mapping[str, str]) -> str:
 
 
 def hosts(value: tuple[str, ...]) -> str:
+    from corral.base.ssh import check_host
+
     for host in value:
         try:
             check_host(host)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import click
 
@@ -17,10 +18,12 @@ from corral.plan.candidate import Candidate, over_nodes
 from corral.plan.contract import Plan
 from corral.plan.hardware.inventory import GIB, Gpu
 from corral.plan.measured import Differences
-from corral.plan.need import Cell, Need, ReplicaAdvice, ReplicaForm, TableRow, box_gb
 from corral.plan.precision import Form
 from corral.plan.reasons import load_words
 from corral.plan.speed import significant
+
+if TYPE_CHECKING:
+    from corral.plan.need import Cell, Need, ReplicaAdvice, TableRow
 
 _LABEL = 13
 _MOST_REFUSED = 5  # of what cannot run, shown
@@ -42,6 +45,8 @@ def seconds(value: float | None) -> str:
 
 def replica_lines(advice: ReplicaAdvice) -> list[str]:
     """How several replicas run, and why."""
+    from corral.plan.need import ReplicaForm
+
     whole = advice.form is ReplicaForm.ENGINE
     servers = f"{advice.replicas} servers behind one address"
     what = f"{advice.replicas} replicas in one engine (DP {advice.replicas})" if whole else servers
@@ -233,7 +238,7 @@ def table_lines(rows: Sequence[TableRow], gpu: Gpu) -> Iterator[str]:
         ],
     )
     yield ""
-    yield f"{gpu.kind} for both: on paper ({box_gb(gpu)} GB each), and the fewest that run it with that context"
+    yield f"{gpu.kind} for both: on paper ({gpu.box_gb} GB each), and the fewest that run it with that context"
     yield ""
     yield from _table(("model", *widths), [(r.model, *(_gpus(c) for c in r.cells)) for r in rows], left=4)
     yield from _notes([note for row in rows for note in row.notes])
