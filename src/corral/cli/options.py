@@ -15,7 +15,6 @@ Asking for the hub's token where a gated model needs one: at a terminal, unseen,
 from __future__ import annotations
 
 import contextlib
-import getpass
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -232,6 +231,8 @@ def with_token(work: Callable[[], T]) -> T:
 
 def _ask(repo: str) -> None:
     """Ask for a token, try it, and keep it; one that the hub refuses is not kept."""
+    import getpass
+
     from corral.plan.models.hub import check_repository, checked_token, keep_token
 
     click.echo(

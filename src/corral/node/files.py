@@ -6,7 +6,6 @@ Standard library only, Python 3.8 or later, nothing of corral: the source is sen
 import contextlib
 import json
 import os
-import socket
 from typing import Any, Dict, Union
 
 Json = Dict[str, Any]
@@ -15,7 +14,7 @@ Json = Dict[str, Any]
 def write_atomic(path: Union[str, "os.PathLike[str]"], text: Union[str, bytes], mode: int = 0o600) -> None:
     """Replace `path` with `text` in one step, synced; writers on several nodes do not meet."""
     folder, name = os.path.split(os.fspath(path))
-    own = "%s.%d.%s" % (socket.gethostname(), os.getpid(), os.urandom(4).hex())  # names and numbers repeat elsewhere
+    own = "%s.%d.%s" % (os.uname().nodename, os.getpid(), os.urandom(4).hex())  # names and numbers repeat elsewhere
     temporary = os.path.join(folder, ".%s.%s.tmp" % (name, own))
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
     try:

@@ -48,6 +48,8 @@ class Goal:
 
 @dataclass(frozen=True)
 class Parallel:
+    """How a model is split: tensor ranks, pipeline stages, and replicas of all of it."""
+
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
@@ -70,6 +72,8 @@ class Parallel:
 
 @dataclass(frozen=True)
 class Precision:
+    """The number formats that a model is loaded and computed in."""
+
     weights: str
     kv: str
     how: str = "native"  # native | checkpoint (another repository) | online (vLLM quantises while loading)
@@ -82,7 +86,7 @@ UTILISATION = 0.92  # of a GPU's memory: vLLM's default
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """vLLM's own knobs, as the plan sets them."""
+    """vLLM's own settings, as the plan decides them; `engines.settings` has the table."""
 
     gpu_memory_utilization: float
     max_num_batched_tokens: int
@@ -143,12 +147,16 @@ class Speed:
 
 @dataclass(frozen=True)
 class Cost:
+    """What a plan costs at the stated price of a GPU hour; None where none was stated."""
+
     per_hour: float | None = None
     per_million_tokens: float | None = None
 
 
 @dataclass(frozen=True)
 class Reason:
+    """Why one value of a plan is what it is."""
+
     field: str
     value: str
     because: str
@@ -169,6 +177,8 @@ class Judged:
 
 @dataclass(frozen=True)
 class Rejected:
+    """An alternative that was not taken."""
+
     what: str
     because: str
 

@@ -20,7 +20,6 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING
 
 from corral.base.errors import CorralError, DataError
@@ -239,12 +238,18 @@ def learn_tuning(lessons: list[Differences], gpu: str, model: str = "", engine_v
     same = [lesson for lesson in mine if lesson.model == model]
     found = [lesson.gap_gib(built_in.memory.counts_graphs) for lesson in same or mine]
     gaps = [gap for gap in found if gap is not None and abs(gap) <= _MOST_GIB]
-    memory = replace(built_in.memory, correction_gib=median(gaps)) if gaps else built_in.memory
+    memory = replace(built_in.memory, correction_gib=_median(gaps)) if gaps else built_in.memory
     whose = f"of {model}" if same else f"on {gpu}"
     number = len(same or mine)
     return Tuning(
         memory, built_in.speed, f"{number} earlier deployment{'s' * (number > 1)} {whose} with vLLM {wanted}"
     )
+
+
+def _median(values: list[float]) -> float:
+    from statistics import median  # its import is slow, and a home without lessons needs none
+
+    return median(values)
 
 
 def _public(version: str) -> str:
@@ -261,7 +266,7 @@ def known_tuning(home: Path, gpu: str, model: str, engine_version: str = "") -> 
     if speeds:
         starts = f"{len(speeds)} earlier start{'s' * (len(speeds) > 1)}"
         speed = replace(
-            tuning.speed, storage_gb_s=round(median(speeds), 2), storage_basis=f"measured at {starts} on {gpu}"
+            tuning.speed, storage_gb_s=round(_median(speeds), 2), storage_basis=f"measured at {starts} on {gpu}"
         )
     elif reading is not None:
         speed = replace(tuning.speed, storage_gb_s=round(reading.gb_s, 2), storage_basis=reading.basis)

@@ -37,21 +37,23 @@ class Form:
 
 def forms(model: ModelFacts, inventory: Inventory, fixed: Fixed) -> list[Form]:
     """The forms to try, in order of preference; one with a problem where what was fixed is impossible."""
-    asked = _Asked(model, inventory, fixed)
+    request = _Request(model, inventory, fixed)
     if fixed.quantization is not None:
-        return [asked.quantised_by(fixed.quantization)]
+        return [request.quantised_by(fixed.quantization)]
     weights = fixed.weights or (fixed.dtype if not model.quantisation else None)
-    native = asked.native()
+    native = request.native()
     if weights is not None and weights != native.precision.weights:
-        return [asked.in_weights(weights)]
+        return [request.in_weights(weights)]
     if weights is not None or fixed.layout or inventory.gpu is None:
         return [native]
-    narrower = [asked.in_weights(bits) for bits in ("fp8", "int4") if model.weights in DTYPES]
+    narrower = [request.in_weights(bits) for bits in ("fp8", "int4") if model.weights in DTYPES]
     return [native, *(form for form in narrower if not form.problem)]
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Request:
+    """A model to run on some hardware, with what the user fixed."""
+
     model: ModelFacts
     inventory: Inventory
     fixed: Fixed

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, get_args, get_type_hints
 
-from corral.deploy.targets.base import TARGETS, target_class, target_tables
 from corral.deploy.targets.keys import (
+    TARGETS,
     HardwareKeys,
     LimitKeys,
     NetworkKeys,
@@ -22,6 +22,8 @@ from corral.deploy.targets.keys import (
     key,
     one_of,
     one_word,
+    target_class,
+    target_tables,
     variables,
 )
 from corral.plan.contract import token_count

@@ -20,10 +20,8 @@ from typing import Any
 
 from corral.base.errors import CorralError, UsageError
 from corral.base.home import home_dir
-from corral.deploy.deployment.state import Patience
 from corral.deploy.profile.profile import Profile
-from corral.deploy.targets.base import target_class
-from corral.deploy.targets.keys import is_placeholder
+from corral.deploy.targets.keys import is_placeholder, target_class
 from corral.engines.settings import joined, read_back
 from corral.plan.candidate import Tuning
 from corral.plan.hardware.inventory import Inventory, parse_gpus, probe
@@ -33,7 +31,6 @@ from corral.plan.models.facts import ModelFacts
 # options of a command that a profile knows nothing of, or leaves to the request's own default
 PASSED_ON = ("name", "served_name", "flavour")
 GOAL = ("context", "concurrency", "goal")
-PATIENCE = tuple(field.name for field in fields(Patience))
 
 # one question with several names: a command's answer takes the place of all that a profile says
 _SAME_QUESTION = (("max_model_len", "context"), ("weights", "dtype", "quantization"))
@@ -55,8 +52,11 @@ def merged(profile: Profile, flags: Mapping[str, Any]) -> dict[str, Any]:
     `flags` has the request's own names, and those of the goal and the patience; None means: not given. Their own
     default holds where neither says anything, so that there is one place for defaults.
     """
+    from corral.deploy.deployment.state import Patience
+
+    patience_names = [field.name for field in fields(Patience)]
     given = {name: value for name, value in flags.items() if value is not None}
-    known = {*PASSED_ON, *GOAL, *PATIENCE, *_said_by(Profile()), "extra_args", "extra_env", "fixed"}
+    known = {*PASSED_ON, *GOAL, *patience_names, *_said_by(Profile()), "extra_args", "extra_env", "fixed"}
     if unknown := given.keys() - known:
         raise TypeError(f"a request has no {', '.join(sorted(unknown))}")
     said = _said_by(profile)
@@ -76,7 +76,7 @@ def merged(profile: Profile, flags: Mapping[str, Any]) -> dict[str, Any]:
     result |= {name: given[name] for name in PASSED_ON if name in given}
     defaults = settings.defaults
     said_patience = {"restarts": defaults.restart, "stall_s": defaults.stall}
-    patience = {name: given.get(name, said_patience.get(name)) for name in PATIENCE}
+    patience = {name: given.get(name, said_patience.get(name)) for name in patience_names}
     result["patience"] = {name: value for name, value in patience.items() if value is not None}
     result = {name: value for name, value in result.items() if value is not None}
     _refuse_unfinished(profile, result)

@@ -16,8 +16,7 @@ from corral.base.errors import CorralError, DataError
 from corral.deploy.profile import folders
 from corral.deploy.profile.contract import ProfileSettings, all_keys
 from corral.deploy.profile.reading import Layer, all_wrong, build_settings, read_file
-from corral.deploy.targets.base import TARGETS, target_class, target_tables
-from corral.deploy.targets.keys import is_placeholder
+from corral.deploy.targets.keys import TARGETS, is_placeholder, target_class, target_tables
 from corral.plan.hardware.inventory import GIB, Inventory, parse_gpus
 
 # variable -> the key it stands for; those of a target are declared in its file (`environment`)
