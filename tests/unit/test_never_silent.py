@@ -172,7 +172,7 @@ def test_what_is_usual_in_words() -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(0.0, "0 ms"), (0.036, "36 ms"), (0.9996, "1.0 s"), (9.96, "10 s"), (59.4, "59 s"), (59.6, "1 min"),
-     (190, "3 min 10 s"), (3670, "1 h 1 min"), (86400 * 3 + 4 * 3600, "3 d 4 h")],
+     (190, "3 min 10 s"), (3600, "1 h"), (3670, "1 h 1 min"), (3 * 86400, "3 d"), (86400 * 3 + 4 * 3600, "3 d 4 h")],
 )  # fmt: skip
 def test_a_length_of_time_in_words(seconds: float, text: str) -> None:
     assert duration(seconds) == text

@@ -15,7 +15,11 @@ def duration(seconds: float) -> str:
     if seconds < 59.5:
         return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
+    hours = minutes // 60
     if minutes < 60:
-        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+        parts = (minutes, "min"), (rest, "s")
+    elif hours < 48:
+        parts = (hours, "h"), (minutes % 60, "min")
+    else:
+        parts = (hours // 24, "d"), (hours % 24, "h")
+    return " ".join(f"{number} {unit}" for number, unit in parts if number)

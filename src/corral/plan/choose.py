@@ -1,6 +1,7 @@
 """The decision: try the ways to run a model, keep the best for the goal, say why, and why not the others.
 
-What close to the question would fit: a shorter context, narrower numbers, more GPUs, another kind.
+Where none fits, the smallest changes that would are tried too: a shorter context, narrower numbers, more GPUs,
+another kind of GPU.
 """
 
 from __future__ import annotations

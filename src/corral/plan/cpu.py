@@ -1,19 +1,16 @@
-"""Plans for a machine without a GPU: vLLM's CPU build, and a KV cache that leaves the machine room to breathe.
+"""Plans for a machine without a GPU: vLLM's CPU build, its number format, its speed, a KV cache that leaves room.
 
-In which number format a model runs on a CPU: the one it multiplies quickly in.
+Number format: vLLM's CPU build multiplies through oneDNN. Where the CPU has no instructions for a 16-bit format,
+oneDNN emulates it, or refuses it and torch's own loop takes over: several times slower than fp32 with several rows,
+which is what prompts and batches are. fp32 reads twice the bytes, so that one stream with a short prompt may still be
+quicker in bf16. A measurement decides, for the goal; without one, the CPU's flags do. What the user fixes stays
+fixed.
 
-vLLM's CPU build multiplies through oneDNN. Where the CPU has no instructions for a 16-bit format, oneDNN emulates it,
-or refuses it and torch's own loop takes over: several times slower than fp32 with several rows, which is what prompts
-and batches are. fp32 reads twice the bytes, so that one stream with a short prompt may still be quicker in bf16. A
-measurement decides, for the goal; where nobody measured, the flags do. What the user fixes stays fixed.
-
-How fast on a CPU: products at the measured rate, and what the engine does between them.
-
-One decode step multiplies every matrix with as many rows as requests run, reads their keys and values, and pays for
-the small operations of each layer and for the engine's Python, which share the cores with the API server. The rates
-are measured (`plan.hardware.cpu`), the costs between the products were calibrated on one machine (docs/log.md)
-and are scaled by how quick a core runs plain Python here. Where nobody measured, both are a guess from the cores
-alone.
+Speed: one decode step multiplies every matrix with as many rows as requests run, reads their keys and values, and
+pays for the small operations of each layer and for the engine's Python, which share the cores with the API server.
+The rates are measured (`plan.hardware.cpu`). The costs between the products were calibrated on one machine
+(docs/log.md) and are scaled by how quick a core runs plain Python here. Without a measurement, both are a guess from
+the number of cores.
 """
 
 from __future__ import annotations
@@ -261,7 +258,7 @@ class Quick:
 def quick_format(cpu: CpuFacts | None) -> Quick:
     """The format that the flags speak for."""
     if cpu is None:
-        return Quick("fp32", f"nobody has looked at this CPU, and {_SAFE}", _X86_SLOWER)
+        return Quick("fp32", f"nothing is known of this CPU, and {_SAFE}", _X86_SLOWER)
     if cpu.architecture == "x86_64":
         return _x86(cpu)
     if cpu.architecture == "aarch64":

@@ -1,19 +1,14 @@
-"""The smallest inventories that serve a model, per kind of GPU and per precision.
+"""What a model needs: the smallest inventories that serve it, tables of memory, and how several replicas run. Pure.
 
-Two answers stand side by side: what documents compute (bytes over the size on the box) and what really runs, where
-TP must divide the heads, pipelines split whole layers, and vLLM needs room for activations and graphs.
+`needs` and `memory_table` put two figures side by side: what documents compute (parameters × bits and one request,
+over the size on the box), and what really runs (some tensors stay in 16 bits, vLLM needs room for activations and
+graphs, TP must divide the heads, pipelines split whole layers).
 
-Memory of several models in bf16, fp8 and int4, side by side, with the GPUs that hold them: the tables of courses.
-
-Two figures stand side by side: what documents compute (parameters × bits and one request, over the size on the box),
-and how many GPUs really run it (some tensors stay in 16 bits, vLLM needs room, TP must divide the heads).
-
-Several replicas of a model: one engine with data parallelism, or as many servers, and why. Pure.
-
-Replicas of a dense model exchange nothing, so servers of their own lose nothing against one engine, and one that
-fails takes no other with it; vLLM's external load balancer refuses dense models: they are to be started apart. Of a
-mixture of experts, one engine spreads the experts over all its ranks instead of holding them once in each replica.
-Several servers on one GPU are never advised: two on an H200 made 0.78 and 0.95 of the tokens of one (docs/log.md).
+`advise` chooses between one engine with data parallelism and several servers. Replicas of a dense model exchange
+nothing, so servers of their own lose nothing against one engine, and one that fails takes no other with it; vLLM's
+external load balancer refuses dense models. Of a mixture of experts, one engine spreads the experts over all its
+ranks instead of holding them once in each replica. Several servers on one GPU are never advised: two on an H200 made
+0.78 and 0.95 of the tokens of one (docs/log.md).
 """
 
 from __future__ import annotations

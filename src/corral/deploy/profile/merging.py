@@ -47,7 +47,7 @@ class AskedValues:
 
 
 def merged(profile: Profile, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments for `bringup.Wish.of`, with `goal` and `patience` as those of `Goal` and `Patience`.
+    """Keyword arguments for `bringup.DeployRequest.of`, with `goal` and `patience` as those of `Goal` and `Patience`.
 
     `flags` has the request's own names, and those of the goal and the patience; None means: not given. Their own
     default holds where neither says anything, so that there is one place for defaults.
