@@ -36,7 +36,7 @@ from flag_sets import measured
 from process import CORRAL, corral_json, stop
 
 from corral.deploy.lifecycle import bringup
-from corral.lab.tune.knobs import BASE, KnobKind, Setup, tuned_wish
+from corral.lab.tune.knobs import BASE, KnobKind, Setup, tuned_request
 from corral.lab.tune.race import verdict
 from corral.lab.tune.store import TuneRun, find_run
 
@@ -56,7 +56,7 @@ def combinations(found: TuneRun) -> Iterator[Setup]:
 def flags_of(found: TuneRun, setup: Setup) -> dict[str, Any]:
     """vLLM's flags for a setup, as the sweep takes them; empty where there is no plan for it."""
     spec = found.spec
-    request = tuned_wish(spec.request, spec.race.knobs, setup)
+    request = tuned_request(spec.request, spec.race.knobs, setup)
     try:
         plan = bringup.sized(request)[1].plan
     except Exception:
@@ -151,7 +151,7 @@ def met(found: TuneRun, given: argparse.Namespace, setups: Sequence[Setup]) -> l
     speeds: list[list[float]] = [[], []]
     prompt, output = (int(word) for word in given.lengths.split(","))
     for which in (0, 1, 1, 0):
-        request = tuned_wish(found.spec.request, found.spec.race.knobs, setups[which])
+        request = tuned_request(found.spec.request, found.spec.race.knobs, setups[which])
         fixed = [word for name, value in request.fixed.items() for word in ("--set", f"{name}={value}")]
         words = ["--name", NAME, "--restart", "0", "--json", *fixed, *shlex.split(given.up_bare)]
         corral_json("up", given.model, *words, "--", *request.extra_args)

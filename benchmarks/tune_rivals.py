@@ -19,15 +19,15 @@ from dataclasses import dataclass, replace
 
 from corral.base.errors import DoesNotFitError
 from corral.deploy.lifecycle.bringup import DeployRequest, sized
-from corral.engines.planned import read_back
+from corral.engines.settings import read_back, vllm_defaults
 from corral.lab.report.tune import TrialLines, tune_lines
 from corral.lab.tune.knobs import BASE, Knob, KnobKind, Setup
 from corral.lab.tune.race import LONGER, Race, RaceResult, expected_costs, verdict
 from corral.lab.tune.store import TuneRun, find_run, new_run
 from corral.lab.tune.trials import Gain, Purpose, Trial, TrialOrder, gain_of, scores_of
 from corral.lab.tune.tuner import make_trial, tune
+from corral.plan.candidate import is_large
 from corral.plan.contract import UTILISATION, Plan
-from corral.plan.judged import vllm_defaults
 from corral.plan.settings import own_largest
 
 VENDORS = ("stock", "digitalocean")
@@ -48,7 +48,7 @@ def vendor_knobs(plan: Plan, request: DeployRequest, wanted: Sequence[str]) -> t
 
 def _stock(plan: Plan, request: DeployRequest) -> str:
     """vLLM's own defaults for everything that the plan decides."""
-    default = vllm_defaults(plan.inventory, plan.parallel.data)
+    default = vllm_defaults(is_large(plan.inventory), plan.parallel.data)
     line = (
         f"--max-num-seqs {default['max_num_seqs']} --max-num-batched-tokens {default['max_num_batched_tokens']}"
         f" --api-server-count {default['api_servers']} --stream-interval 1 --gpu-memory-utilization {UTILISATION}"

@@ -28,8 +28,9 @@ from packaging.markers import Marker, default_environment
 from packaging.tags import Tag, compatible_tags, cpython_tags
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 
+from corral.engines import PINNED_VERSION
 from corral.engines.environments import TORCH_CPU_INDEX
-from corral.engines.locks import FLAVOURS, PINNED_VERSION, read_sources, torch_cpu
+from corral.engines.locks import FLAVOURS, read_sources, torch_cpu
 
 OUT = Path(__file__).parent.parent / "src" / "corral" / "data" / "engines"
 PLATFORMS, PYTHONS = ("x86_64", "aarch64"), ("3.11", "3.12", "3.13")

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import uv
 
-from corral.engines.locks import PINNED_VERSION
+from corral.engines import PINNED_VERSION
 
 OUT = Path(__file__).parent.parent / "src" / "corral" / "data" / "engines"
 LEFT_OUT = ("torch", "torchvision", "torchaudio", "torchcodec", "triton")

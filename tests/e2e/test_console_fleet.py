@@ -20,7 +20,7 @@ import pytest
 from playwright.sync_api import expect
 
 from corral.base.files import write_atomic
-from corral.deploy.deployment.start_times import Phase
+from corral.deploy.deployment.start_times import Expected, Phase
 from corral.deploy.lifecycle.staging import Staging
 from corral.deploy.lifecycle.watching import Lines
 from corral.fake.app import FakeOptions
@@ -200,7 +200,7 @@ def test_a_command_that_fails_says_why(page: Any, home: Path, monkeypatch: pytes
 def test_a_download_is_watched(page: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CORRAL_HOME", str(home / "home"))
     made = make("fetched", 30)
-    staging = Staging(Lines(quiet=True), made.folder, {"fetching model": 40.0, "loading": 9.0})
+    staging = Staging(Lines(quiet=True), made.folder, {"fetching model": Expected(40.0), "loading": Expected(9.0)})
     shown = card(page, "fetched")
     staging.phase(Phase.FETCHING)
     staging.detail("hub: model-00001-of-00004.safetensors", 1_015_000_000, 4 * 10**9)
@@ -218,7 +218,7 @@ def test_a_download_is_watched(page: Any, home: Path, monkeypatch: pytest.Monkey
 def test_a_pace_that_did_not_hold_is_forgotten(page: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CORRAL_HOME", str(home / "home"))
     made = make("paused", 30)
-    staging = Staging(Lines(quiet=True), made.folder, {"fetching model": 4000.0, "loading": 9.0})
+    staging = Staging(Lines(quiet=True), made.folder, {"fetching model": Expected(4000.0), "loading": Expected(9.0)})
     standing = card(page, "paused").locator(".standing")
     staging.phase(Phase.FETCHING)
     staging.detail("hub: model-00001-of-00004.safetensors", 1 * 10**9, 4 * 10**9)

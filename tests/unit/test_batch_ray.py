@@ -14,7 +14,7 @@ import pytest
 
 from corral.base.errors import EngineError, UsageError
 from corral.cli import main
-from corral.plan.hardware.cpu import common_cpu, parse_cpuinfo
+from corral.plan.hardware.inventory import common_cpu, parse_cpuinfo
 from corral.use.batch.batch import Result, again, carry_out
 from corral.use.batch.core.run import Quiet
 from corral.use.batch.core.runner import RunnerSettings
@@ -152,8 +152,8 @@ CPUS = {path.stem: parse_cpuinfo(path.read_text()) for path in (Path(__file__).p
         (("grace",), None, None, ""),
         (("sapphire-rapids",), "float16", None, ""),
         (("grace", "altra"), None, "float32", "computes in fp32"),  # one format that suits all nodes
-        (("zen3", "grace"), None, "float32", "nobody has looked"),
-        ((), None, "float32", "nobody has looked"),
+        (("zen3", "grace"), None, "float32", "nothing is known of this CPU"),
+        ((), None, "float32", "nothing is known of this CPU"),
     ],
 )
 def test_without_gpus_ray_computes_in_what_its_cpus_are_quick_in(

@@ -109,7 +109,7 @@ def test_a_row_has_what_a_card_needs_and_no_key() -> None:
 
 def test_a_card_shows_what_the_command_that_makes_it_does() -> None:
     made = make("one")
-    staging = Staging(Silent(), made.folder, {"fetching model": 40.0, "loading": 9.0})
+    staging = Staging(Silent(), made.folder, {"fetching model": Expected(40.0), "loading": Expected(9.0)})
     staging.phase(Phase.FETCHING)
     staging.detail("hub: model-00001", 250_000_000, 1_000_000_000)
     _, row = deployment_row(made.folder)

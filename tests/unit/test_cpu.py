@@ -13,24 +13,18 @@ from corral.base.shell import Completed
 from corral.plan.candidate import Tuning
 from corral.plan.choose import make_plan
 from corral.plan.contract import Goal, Plan
-from corral.plan.cpu import formats_to_measure, quick_format
-from corral.plan.cpu_speed import products
+from corral.plan.cpu import formats_to_measure, products, quick_format
 from corral.plan.hardware import cpu as cpu_speed
 from corral.plan.hardware.cpu import (
-    CpuFacts,
     CpuKind,
     CpuSpeed,
     FormatSpeed,
-    common_cpu,
     measure_cpu_speed,
-    parse_cpuinfo,
-    read_cpu,
     recall_cpu_speed,
     remember_cpu_speed,
 )
-from corral.plan.hardware.inventory import GIB, Inventory
-from corral.plan.load_speed import speed_at
-from corral.plan.measured import cpu_kind, tuning_for
+from corral.plan.hardware.inventory import GIB, CpuFacts, Inventory, common_cpu, parse_cpuinfo, read_cpu
+from corral.plan.measured import cpu_kind, speed_at, tuning_for
 from corral.plan.models.facts import ModelFacts, read_facts
 from corral.plan.settings import Fixed
 
@@ -138,7 +132,7 @@ def test_a_cpu_that_nobody_knows_gets_what_crawls_nowhere(smollm2: ModelFacts) -
     assert quick_format(facts).format == "fp32"
     plan = planned(smollm2, replace(machine("zen3"), cpu=None))
     assert plan.precision.weights == "fp32"
-    assert "nobody has looked at this CPU" in because(plan)
+    assert "nothing is known of this CPU" in because(plan)
     assert "--set weights=bf16" in because(plan)
 
 

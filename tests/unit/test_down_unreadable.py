@@ -9,7 +9,7 @@ import pytest
 
 from corral.base.errors import DataError
 from corral.deploy.deployment.folder import DeploymentFolder
-from corral.deploy.lifecycle.deployments import expected_of
+from corral.deploy.deployment.start_times import expected_of
 from corral.deploy.lifecycle.status import traces_of
 from corral.deploy.targets.base import load_target
 from corral.node.processes import marked

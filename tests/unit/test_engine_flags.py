@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from corral.base.errors import CorralError, EngineError, UsageError
+from corral.engines import PINNED_VERSION
 from corral.engines.flags import FlagList, check_arguments, shipped_flags
-from corral.engines.locks import PINNED_VERSION
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 
 from corral.base.errors import CorralError, UsageError
 from corral.deploy.lifecycle import bringup
-from corral.engines.planned import joined, read_back
+from corral.engines.settings import joined, read_back
 from corral.plan.choose import make_plan
 from corral.plan.contract import Goal, Plan
 from corral.plan.hardware.inventory import parse_gpus

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from corral.base.wording import duration
 from corral.deploy.deployment import start_times as starts
 from corral.deploy.deployment.events import Event
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.slowness import SLOW, explain_slow
-from corral.deploy.deployment.start_times import Expected, Phase, course_of, duration, durations
+from corral.deploy.deployment.start_times import Expected, Phase, course_of, durations, planned_start
 from corral.deploy.deployment.state import Patience
 from corral.deploy.lifecycle import staging as staging_module
 from corral.deploy.lifecycle.staging import Staging
@@ -23,7 +24,6 @@ from corral.node.agent.start_progress import StartProgress
 from corral.plan.choose import make_plan
 from corral.plan.contract import Goal
 from corral.plan.hardware.inventory import Inventory, parse_gpus
-from corral.plan.measured import planned_start
 from corral.plan.models.facts import read_facts
 from tests.unit.conftest import Corral, Silent
 
@@ -155,7 +155,7 @@ def test_without_a_memory_the_plan_says_what_to_expect(gpus: str | None, clean_h
     plan = make_plan(read_facts("llama-3.1-8b" if gpus else "smollm2", offline=True), inventory, Goal(), {})
     found = planned_start(plan)
     assert set(found) >= {"installing engine", "fetching model", "starting", "initialising", "loading", "compiling"}
-    assert all(1 <= seconds <= 1000 for seconds in found.values())
+    assert all(1 <= one.seconds <= 1000 for one in found.values())
     expected = starts.expectation("nothing known", plan)
     assert not any(one.remembered for one in expected.values())
     starts.remember_start("known", {"loading": 3.0})
@@ -167,7 +167,15 @@ def test_what_is_usual_in_words() -> None:
     assert Expected(90).text == "about 1 min 30 s expected"
     assert [Expected(10).is_overdue(seconds) for seconds in (19, 21)] == [False, True]
     assert [Expected(1).is_overdue(seconds) for seconds in (5, 7)] == [False, True]
-    assert duration(3670) == "1 h 1 min"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0, "0 ms"), (0.036, "36 ms"), (0.9996, "1.0 s"), (9.96, "10 s"), (59.4, "59 s"), (59.6, "1 min"),
+     (190, "3 min 10 s"), (3600, "1 h"), (3670, "1 h 1 min"), (3 * 86400, "3 d"), (86400 * 3 + 4 * 3600, "3 d 4 h")],
+)  # fmt: skip
+def test_a_length_of_time_in_words(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
 
 
 # What is likely wrong

@@ -16,12 +16,12 @@ from corral.lab.tune.knobs import knobs_for
 from corral.plan.candidate import Tuning
 from corral.plan.choose import make_plan
 from corral.plan.contract import Goal, Judged, Plan
-from corral.plan.explain import explain
 from corral.plan.hardware.inventory import parse_gpus
 from corral.plan.judged import needed_acceptance
 from corral.plan.measured import tuning_for
 from corral.plan.memory import Coefficients
 from corral.plan.models.facts import read_facts
+from corral.plan.reasons import explain
 from corral.plan.settings import largest_graph
 from corral.plan.speed import roof_of
 from tests.unit.test_bench_limit import CALM, streamed, summary

@@ -13,20 +13,12 @@ from corral.base.errors import UsageError
 from corral.plan.candidate import Tuning
 from corral.plan.choose import make_plan
 from corral.plan.contract import EngineSettings, Goal, Parallel, Plan, Precision
-from corral.plan.draft_files import read_draft
-from corral.plan.explain import explain
+from corral.plan.draft import Draft, DraftMethod, assumed_draft, draft_of_config, draft_of_model, read_draft
 from corral.plan.hardware.inventory import GIB, parse_gpus
 from corral.plan.measured import Observed, reconcile
-from corral.plan.memory import (
-    Draft,
-    DraftMethod,
-    assumed_draft,
-    draft_of_config,
-    draft_of_model,
-    full_length_blocks,
-    measure,
-)
+from corral.plan.memory import full_length_blocks, measure
 from corral.plan.models.facts import read_facts
+from corral.plan.reasons import explain
 from tests.unit.test_model_facts import safetensors_file
 
 MODEL = read_facts("llama-3.1-8b", offline=True)

@@ -7,9 +7,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from corral.base.record import from_json, to_json
-from corral.plan.candidate import replicas_on
+from corral.plan.candidate import broken_layout, broken_settings, replicas_on
 from corral.plan.choose import make_plan
-from corral.plan.constraints import broken_layout, broken_settings, partition
 from corral.plan.contract import Goal, Parallel, Plan
 from corral.plan.hardware.inventory import GPUS, Inventory
 from corral.plan.memory import measure
@@ -156,7 +155,7 @@ def test_longer_context_never_raises_concurrency(model, inventory, one, other):
 @given(st.integers(1, 300), st.integers(1, 64))
 def test_partition_is_vllms(layers, stages):
     """`get_pp_indices`: equal shares, the rest to the last stages but one, never to the last."""
-    sizes = partition(layers, stages)
+    sizes = Parallel(pipeline=stages).layers_by_stage(layers)
     assert sum(sizes) == layers
     assert max(sizes) - min(sizes) <= 1
     assert sizes[-1] == layers // stages

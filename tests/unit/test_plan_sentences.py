@@ -19,11 +19,11 @@ from corral.deploy.lifecycle import bringup
 from corral.plan import measured
 from corral.plan.choose import compare, make_plan
 from corral.plan.contract import Goal, Plan
-from corral.plan.explain import explain
 from corral.plan.hardware.inventory import GIB, GPUS, parse_gpus
 from corral.plan.measured import Observed, StorageReading, recall_storage_speed, reconcile, remember_storage_speed
 from corral.plan.models.facts import read_facts
 from corral.plan.need import needs
+from corral.plan.reasons import explain
 from corral.plan.speed import rounded
 from tests.conftest import ROOT
 from tests.unit.test_bringup import Elsewhere

@@ -20,7 +20,7 @@ from corral.deploy.profile.merging import merged, with_storage
 from corral.deploy.profile.profile import Profile, all_profiles, assemble, environment, load_profile
 from corral.deploy.profile.reading import MOST_BYTES, build_settings, parse, read_file
 from corral.deploy.slurm.commands import seconds
-from corral.plan.settings import KEYS
+from corral.engines.settings import SETTINGS
 
 
 @pytest.fixture(autouse=True)
@@ -657,4 +657,4 @@ def test_a_value_is_set_where_its_key_stands() -> None:
 def test_fields_of_the_plan_in_examples_exist() -> None:
     for one in all_profiles():
         assert one.profile is not None, one.error
-        assert set(one.profile.settings.defaults.set) <= set(KEYS)
+        assert set(one.profile.settings.defaults.set) <= set(SETTINGS)

@@ -25,8 +25,7 @@ from corral.deploy.profile import folders
 from corral.deploy.profile.profile import environment, load_profile
 from corral.deploy.targets import local, ssh
 from corral.deploy.targets.base import ChosenPorts
-from corral.engines import environments as engines
-from corral.engines.flags import REMOVED
+from corral.engines.flags import REMOVED, shipped_flags
 from corral.plan.hardware import inventory as hardware
 
 GOLDEN = Path(__file__).parent / "golden" / "profiles"
@@ -307,7 +306,7 @@ def test_every_documented_option_is_there_or_gone_for_a_reason(case: Case, led: 
 
 @pytest.mark.parametrize("case", BY_NAME)
 def test_todays_vllm_has_every_flag(case: Case, led: Led) -> None:
-    flags = engines.shipped_flags()
+    flags = shipped_flags()
     assert flags is not None
     for rank in json.loads(led(case, False))["ranks"]:
         words = rank["argv"]

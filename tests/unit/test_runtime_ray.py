@@ -13,7 +13,7 @@ from corral.base.errors import EngineError, UsageError
 from corral.deploy.launch.links import Node
 from corral.deploy.lifecycle import bringup
 from corral.deploy.targets.slurm import SlurmTarget
-from corral.engines.locks import PINNED_VERSION
+from corral.engines import PINNED_VERSION
 from corral.engines.runtimes.base import EngineCommand, NodeCheck, NodeSide, Runtime, make_runtime
 from corral.engines.runtimes.conda import INSTALL
 from corral.engines.runtimes.ray import QUESTION, REQUIREMENT, ray_checks

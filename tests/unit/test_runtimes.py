@@ -19,8 +19,8 @@ from corral.base.errors import EngineError, UsageError
 from corral.deploy.deployment.diagnosis import diagnose, last_lines
 from corral.deploy.deployment.state import Reason
 from corral.deploy.launch.render import UNSET
+from corral.engines import PINNED_VERSION
 from corral.engines.flags import FlagList, check_arguments
-from corral.engines.locks import PINNED_VERSION
 from corral.engines.runtimes.base import RUNTIMES, EngineCommand, NodeSide, Runtime, make_runtime, parse_options
 from corral.engines.runtimes.container import Mount, container_name
 from tests.unit.conftest import Shellcheck

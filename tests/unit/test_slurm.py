@@ -433,7 +433,7 @@ def test_gpus_need_not_be_typed(fake: Any) -> None:
     fake("sbatch", "echo 'sbatch: error: Invalid account or account/partition combination specified' >&2; exit 1")
     with pytest.raises(UsageError, match="Invalid account"):  # before an engine or a model is fetched
         bringup.dry_run(bringup.DeployRequest(model="llama-3.1-70b", target="slurm", target_options={"account": "x"}))
-    with pytest.raises(DoesNotFitError, match="gives a job 72 h"):
+    with pytest.raises(DoesNotFitError, match="gives a job 3 d, and 4 d were requested"):
         bringup.dry_run(
             bringup.DeployRequest(model="llama-3.1-70b", target="slurm", target_options={"time": "4-00:00:00"})
         )

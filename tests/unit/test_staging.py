@@ -8,14 +8,17 @@ import pytest
 
 from corral.base.errors import LaunchError
 from corral.deploy.deployment.events import Event, read_events
-from corral.deploy.deployment.start_times import Phase, amount, ends_at_s, left_s
-from corral.deploy.lifecycle.deployments import expected_of, status
+from corral.deploy.deployment.start_times import Expected, Phase, amount, ends_at_s, expected_of, left_s
+from corral.deploy.lifecycle.deployments import status
 from corral.deploy.lifecycle.staging import LINE_EVERY_S, Staging
 from corral.lab.report.status import status_facts
 from tests.console_home import Made, make
 from tests.unit.conftest import Silent
 
-PLANNED = {"installing engine": 150.0, "fetching model": 40.0, "loading": 9.0}
+PLANNED = {
+    name: Expected(seconds)
+    for name, seconds in {"installing engine": 150.0, "fetching model": 40.0, "loading": 9.0}.items()
+}
 
 
 @pytest.fixture
@@ -72,6 +75,7 @@ def test_what_was_expected_of_a_start_is_not_read_again_once_it_serves(
         return read_events(path)
 
     monkeypatch.setattr("corral.deploy.lifecycle.deployments.read_events", reading)
+    monkeypatch.setattr("corral.deploy.deployment.start_times.read_events", reading)
     for number, state in enumerate(("ready", "loading")):
         made = make(f"one-{number}", 5).agent().course((state, 1.0))
         assert status(made.folder).state == state

@@ -18,7 +18,7 @@ from corral.node import network
 from corral.node.survey import __main__ as whole
 from corral.node.survey import usage as gpus
 from corral.node.survey import usage as processes
-from corral.plan.hardware.cpu import parse_cpuinfo, read_cpu
+from corral.plan.hardware.inventory import parse_cpuinfo, read_cpu
 from corral.plan.hardware.survey import Asked, Here, NodeFacts, read_answer, survey, survey_host
 
 

@@ -32,7 +32,7 @@ from corral.lab.bench.metrics import Spread, Summary
 from corral.lab.bench.spec import Spec, Workload, parse_slos
 from corral.lab.report.tune import html_page, tune_lines
 from corral.lab.tune import tuner
-from corral.lab.tune.knobs import BASE, Knob, Setup, knobs_for, tuned_wish
+from corral.lab.tune.knobs import BASE, Knob, Setup, knobs_for, tuned_request
 from corral.lab.tune.objective import Objective, ObjectiveKind, distance, roofline
 from corral.lab.tune.parallel_trials import Turns, refuse_beyond, shares_for, with_part
 from corral.lab.tune.race import Race, RaceEnd, RaceResult, next_order, verdict
@@ -173,10 +173,10 @@ def test_knobs_leave_alone_what_is_fixed_and_offer_to_drop_what_was_pasted() -> 
         "given eager", "given max_num_batched_tokens", "given --enable-chunked-prefill",
     ]  # fmt: skip
     assert {"api_servers", "async_scheduling", "prefix_caching", "stream_interval"} <= set(names)
-    freed = tuned_wish(request, knobs, Setup((("given --enable-chunked-prefill", ""), ("given eager", ""))))
+    freed = tuned_request(request, knobs, Setup((("given --enable-chunked-prefill", ""), ("given eager", ""))))
     assert freed.extra_args == ()
     assert set(freed.fixed) == {"max_num_seqs", "max_num_batched_tokens"}
-    streamed = tuned_wish(request, knobs, Setup.of(stream_interval="4", async_scheduling="false"))
+    streamed = tuned_request(request, knobs, Setup.of(stream_interval="4", async_scheduling="false"))
     assert (streamed.fixed["stream_interval"], streamed.fixed["async_scheduling"]) == ("4", "false")
 
 
@@ -291,7 +291,7 @@ def test_flags_that_decide_what_is_answered_are_never_left_out() -> None:
     given = {one.name for one in knobs if one.name.startswith("given")}
     assert given == {"given eager", "given --block-size", "given --no-enable-chunked-prefill"}
     request = DeployRequest(extra_args=("--block-size", "32", "--max-logprobs", "-1", "--enable-lora"))
-    left = tuned_wish(request, knobs, Setup.of(**{"given --block-size": ""}))
+    left = tuned_request(request, knobs, Setup.of(**{"given --block-size": ""}))
     assert left.extra_args == ("--max-logprobs", "-1", "--enable-lora")
 
 
@@ -390,7 +390,7 @@ def test_baselines_are_setups_of_their_own() -> None:
     request = as_planned(DeployRequest(model="llama-3.1-8b", fixed={"max_num_seqs": "64"}))
     plan = make_plan(read_facts("llama-3.1-8b", offline=True), parse_gpus("1xH200"), request.goal, request.fixed)
     knobs = (*vendor_knobs(plan, request, VENDORS), Knob("max_num_seqs", ("128",)))
-    stock, ocean = (tuned_wish(request, knobs, BASE.with_(knob.name, knob.values[0])) for knob in knobs[:2])
+    stock, ocean = (tuned_request(request, knobs, BASE.with_(knob.name, knob.values[0])) for knob in knobs[:2])
     assert (stock.fixed["max_num_seqs"], stock.fixed["api_servers"], stock.fixed["eager"]) == ("1024", "1", "false")
     assert (ocean.fixed["eager"], ocean.fixed["dtype"], ocean.fixed["max_model_len"]) == ("true", "fp16", "8192")
     assert ocean.extra_args == ("--no-enable-chunked-prefill",)

@@ -16,8 +16,7 @@ from corral.base.shell import Completed
 from corral.base.wording import counted
 from corral.deploy.doctor.engine import check_runtime
 from corral.deploy.doctor.finding import Level
-from corral.engines import environments
-from corral.engines.locks import PINNED_VERSION
+from corral.engines import PINNED_VERSION, environments
 from corral.engines.runtimes.base import NodeSide, make_runtime
 from corral.fake.app import FakeOptions
 from corral.fake.pace import Pace

@@ -9,11 +9,12 @@ from typing import Any
 import click
 
 from corral.base.errors import ConflictError, UsageError
+from corral.base.wording import duration
 from corral.cli.help_pages import WholeGroup
 from corral.cli.options import json_option
-from corral.deploy.deployment.start_times import duration
+from corral.engines import PINNED_VERSION
 from corral.engines import environments as engines
-from corral.engines.locks import FLAVOURS, PINNED_VERSION, LockedFor, locked
+from corral.engines.locks import FLAVOURS, LockedFor, locked
 from corral.lab.report.screen import PhaseScreen, print_json, print_table
 
 FLAVOUR = click.Choice(FLAVOURS)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import click
 
 from corral.base.record import to_json
+from corral.base.wording import duration
 from corral.cli.help_pages import WholeGroup
 from corral.cli.options import Duration
 from corral.client.trace import read_trace
 from corral.deploy.deployment.fleet import open_fleet
-from corral.deploy.deployment.start_times import duration
 from corral.lab.report.screen import event_line, print_json
 from corral.serve.fleet.keeper import keep
 from corral.serve.fleet.making import parse_size

@@ -9,7 +9,6 @@ imported with it, so that a verb with few options starts quickly.
 from __future__ import annotations
 
 import contextlib
-import getpass
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -275,6 +274,8 @@ def with_token(work: Callable[[], T]) -> T:
 
 def _ask_token(repo: str) -> None:
     """Ask for a token, unseen, try it, and keep it; one that the hub refuses is not kept."""
+    import getpass
+
     from corral.plan.models.hub import check_repository, checked_token, keep_token
 
     click.echo(

@@ -13,17 +13,20 @@ from corral.base.record import dump_json, to_json
 from corral.cli.options import TokenCount
 from corral.deploy.profile.merging import AskedValues, asked_of_plan, hardware_of_plan, tuning_of_plan
 from corral.deploy.profile.profile import Profile, load_profile
+from corral.engines.flags import check_arguments, shipped_flags
+from corral.engines.settings import SETTINGS
 from corral.plan import measured as calibration
 from corral.plan.choose import compare, make_plan
-from corral.plan.constraints import refuse_flags
 from corral.plan.contract import Goal, Plan
 from corral.plan.hardware.inventory import GPUS, LINKS, Inventory, find_gpu, parse_gpus
 from corral.plan.models.facts import ModelFacts, read_facts
 from corral.plan.models.hub import hub_is_off
-from corral.plan.settings import KEYS, parse_assignments
+from corral.plan.settings import parse_assignments, refuse_flags
 
 
-@click.command(epilog=f"--set takes {', '.join(KEYS)}. Exits 0 when it fits, {DoesNotFitError.exit_code} when not.")
+@click.command(
+    epilog=f"--set takes {', '.join(SETTINGS)}. Exits 0 when it fits, {DoesNotFitError.exit_code} when not."
+)
 @click.argument("model", required=False)
 @click.option("--on", "on", metavar="PROFILE", envvar="CORRAL_PROFILE", help="Hardware and defaults of a profile.")
 @click.option("--gpus", metavar="NxKIND", help="Hardware, for example 8xH100 (default: this machine's own).")
@@ -123,10 +126,7 @@ def _asked(profile: Profile, model: str | None, given: Mapping[str, Any], engine
 
 
 def _check_rest(arguments: tuple[str, ...]) -> None:
-    from corral.engines.environments import shipped_flags
-    from corral.engines.flags import check_arguments
-
-    if flags := shipped_flags():
+    if arguments and (flags := shipped_flags()):
         check_arguments(arguments, flags)
 
 
@@ -221,7 +221,7 @@ def _refuse_flags(question: _Question, plan: Plan) -> None:
 
 def _print_plan(plan: Plan, question: _Question, profile: Profile, form: str, replicas: int = 1) -> None:
     if form == "reasons":
-        from corral.plan.explain import explain
+        from corral.plan.reasons import explain
 
         click.echo("\n".join(explain(plan)))
     else:

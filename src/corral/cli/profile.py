@@ -16,7 +16,7 @@ from corral.deploy.profile.merging import merged
 from corral.deploy.profile.profile import Profile, all_profiles, load_profile
 from corral.deploy.profile.reading import parse
 from corral.deploy.targets.base import target_tables
-from corral.engines.flags import check_arguments
+from corral.engines.flags import check_arguments, shipped_flags
 from corral.lab.report.screen import print_json, print_table
 
 
@@ -187,7 +187,7 @@ def _check_request(profile: Profile) -> None:
 
 
 def _check_runtime(profile: Profile) -> None:
-    from corral.engines.locks import PINNED_VERSION
+    from corral.engines import PINNED_VERSION
     from corral.engines.runtimes.base import NodeSide, make_runtime
 
     named = profile.inventory()
@@ -204,9 +204,7 @@ def _check_target(profile: Profile) -> None:
 
 
 def _check_arguments(profile: Profile) -> None:
-    from corral.engines import environments as engines
-
-    if flags := engines.shipped_flags():
+    if flags := shipped_flags():
         check_arguments(profile.settings.engine.args, flags)
 
 

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from corral.base.errors import INTERRUPTED, UsageError
-from corral.base.wording import counted
+from corral.base.wording import counted, duration
 from corral.cli.options import Duration, endpoint_options
-from corral.deploy.deployment.start_times import duration
 from corral.lab.report.screen import print_json
 
 if TYPE_CHECKING:

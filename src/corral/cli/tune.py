@@ -16,6 +16,7 @@ from corral.base.errors import ConflictError, UsageError
 from corral.base.files import read_text, write_atomic
 from corral.base.processes import terminated_as_interrupted
 from corral.base.record import dump_json, load_json
+from corral.base.wording import duration
 from corral.cli.help_pages import DefaultVerbGroup, GroupedCommand
 from corral.cli.options import (
     Duration,
@@ -29,7 +30,7 @@ from corral.cli.options import (
 )
 from corral.cli.up import UpWords, read_words, wish_of
 from corral.deploy.deployment.folder import DeploymentFolder
-from corral.deploy.deployment.start_times import duration
+from corral.deploy.deployment.start_times import planned_restart_s
 from corral.deploy.deployment.state import State
 from corral.deploy.lifecycle import bringup, deployments
 from corral.deploy.lifecycle.deployments import Record
@@ -47,7 +48,6 @@ from corral.lab.tune.store import TuneRun, TuneSpec, find_run, new_run, runs_dir
 from corral.lab.tune.trials import Trial
 from corral.lab.tune.tuner import fitting_knobs, tune
 from corral.lab.tune.workload import PRESETS, SEEN, SeenLoad, read_seen, workload_of
-from corral.plan.measured import planned_restart_s
 
 EXAMPLES = """
 corral tune llama-3.1-8b-instruct --workload chat --slo ttft_p99=500ms,tpot_p99=40ms --budget 40m

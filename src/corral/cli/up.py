@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import click
 
 from corral.base.errors import CorralError, LaunchError, UsageError
+from corral.base.wording import duration
 from corral.cli.help_pages import GroupedCommand
 from corral.cli.options import (
     PREFIX,
@@ -29,7 +30,6 @@ from corral.client.client import CHAT, Client
 from corral.client.endpoint import Endpoint
 from corral.deploy.deployment.diagnosis import last_lines
 from corral.deploy.deployment.folder import chain_of, open_folder
-from corral.deploy.deployment.start_times import duration
 from corral.deploy.deployment.state import Patience
 from corral.deploy.launch.paste import masked
 from corral.deploy.launch.render import refuse_reserved

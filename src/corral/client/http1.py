@@ -18,12 +18,14 @@ Server-sent events, split out of the bytes of a stream.
 
 from __future__ import annotations
 
-import asyncio
 import os
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import httptools
+
+if TYPE_CHECKING:
+    import asyncio
 
 Headers = list[tuple[bytes, bytes]]  # names in lower case
 

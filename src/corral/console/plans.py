@@ -17,16 +17,16 @@ from corral.console.context import ConsoleContext, answer, real_number, whole_nu
 from corral.deploy.profile.drafting import up_command, vllm_command
 from corral.deploy.profile.merging import AskedValues, asked_of_plan, hardware_of_plan, tuning_of_plan
 from corral.deploy.profile.profile import Profile, all_profiles, load_profile
+from corral.engines.settings import KV, WEIGHTS
 from corral.plan.candidate import Candidate, Tuning
 from corral.plan.choose import compare, make_plan
 from corral.plan.contract import GOALS, Goal, Plan
-from corral.plan.explain import explain
 from corral.plan.hardware.inventory import GPUS, LINKS, Inventory, probe
 from corral.plan.models.catalogue import CATALOGUE
 from corral.plan.models.facts import ModelFacts, read_facts
 from corral.plan.models.hub import hub_is_off
 from corral.plan.models.store import on_disk
-from corral.plan.settings import KV, WEIGHTS
+from corral.plan.reasons import explain
 
 FRESH_S = 60.0  # how long a model's facts and this machine's hardware are taken as read
 _WHOLE = ("nodes", "context", "concurrency", "prompt", "output", "count")

@@ -27,10 +27,10 @@ from corral.console.commands import line_of
 from corral.deploy.deployment.events import Event, read_events
 from corral.deploy.deployment.fleet import FleetFolder, all_fleets
 from corral.deploy.deployment.folder import DeploymentFolder, all_folders, chain_of
-from corral.deploy.deployment.start_times import Expected, Phase, course_of, ends_at_s
+from corral.deploy.deployment.start_times import Expected, Phase, course_of, ends_at_s, expected_of
 from corral.deploy.deployment.state import ENDED, State
 from corral.deploy.launch.paste import is_secret_name
-from corral.deploy.lifecycle.deployments import Record, Status, expected_of, status, target_of, unreadable
+from corral.deploy.lifecycle.deployments import Record, Status, status, target_of, unreadable
 from corral.deploy.lifecycle.members import HeldJob, RankMember, held_job, members
 from corral.deploy.targets.base import Queue
 from corral.serve.fleet.standing import fleet_status

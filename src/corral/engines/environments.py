@@ -32,8 +32,9 @@ from corral.base.home import engines_dir
 from corral.base.lock import exclusive_lock
 from corral.base.record import dump_json, load_json
 from corral.base.shell import Completed, run, stream
+from corral.engines import PINNED_VERSION
 from corral.engines import flags as engine_flags
-from corral.engines.locks import FLAVOURS, PINNED_VERSION, lock_text, read_sources, torch_cpu
+from corral.engines.locks import FLAVOURS, lock_text, read_sources, torch_cpu
 
 __all__ = [
     "FLAVOURS",
@@ -102,11 +103,6 @@ def expected(flavour: str, version: str = PINNED_VERSION) -> Engine:
     """The engine as it would be after an install, for dry runs."""
     folder = str(_folder_of(flavour, version))
     return Engine(flavour, version, folder, _lock_sha256(flavour, version), platform.python_version(), 0.0)
-
-
-def shipped_flags(version: str = PINNED_VERSION) -> engine_flags.FlagList | None:
-    """The flags of the pinned engine, known before it is installed."""
-    return engine_flags.shipped_flags(version)
 
 
 def installed() -> list[Engine]:

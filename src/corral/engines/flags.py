@@ -17,6 +17,7 @@ from importlib import resources
 
 from corral.base.errors import EngineError, UsageError
 from corral.base.record import nearest
+from corral.engines import PINNED_VERSION
 
 # flags that documents of this field still show, and what to do instead
 REMOVED = {
@@ -78,7 +79,7 @@ class FlagList:
         return cls(body["version"], {name: bool(flag["takes_value"]) for name, flag in body["flags"].items()})
 
 
-def shipped_flags(version: str) -> FlagList | None:
+def shipped_flags(version: str = PINNED_VERSION) -> FlagList | None:
     """The list that came with Corral, if it knows this version."""
     file = resources.files("corral") / "data" / "engines" / f"flags-{version}.json"
     return FlagList.parse(file.read_text(encoding="utf-8")) if file.is_file() else None

@@ -4,10 +4,9 @@ The locks ship with Corral and are resolved by `tools/lock_engines.py`. PyTorch'
 own and are locked by file (`torch-cpu.json`). Which platforms are locked as a whole was checked against the package
 index by `tools/check_engine_locks.py`, and is kept in `locked.json`.
 
-Where this machine's pip looks for packages, so that the engine's installer looks there too.
-
-Clusters and companies set mirrors, wheel folders and certificates in pip's configuration; a tool that ignores it
-fails where pip works. Read through `pip config list`, the only documented way.
+Packages are looked for where this machine's pip looks (`Sources`): clusters and companies set mirrors, wheel folders
+and certificates in pip's configuration, and a tool that ignores it fails where pip works. It is read through `pip
+config list`, the only documented way.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from importlib import resources
 from corral.base.errors import CorralError, EngineError, UsageError
 from corral.base.record import from_json
 from corral.base.shell import run
+from corral.engines import PINNED_VERSION
 
-PINNED_VERSION = "0.32.0"
 FLAVOURS = ("cpu", "cuda")
 
 

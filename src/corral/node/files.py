@@ -6,7 +6,6 @@ Standard library only, nothing of corral: the source is sent to the node.
 import contextlib
 import json
 import os
-import socket
 from typing import Any, Dict, Union
 
 Json = Dict[str, Any]
@@ -16,7 +15,7 @@ def write_atomic(path: Union[str, "os.PathLike[str]"], text: Union[str, bytes], 
     """Replace `path` with `text` in one step, synced; writers on several nodes do not disturb each other."""
     folder, name = os.path.split(os.fspath(path))
     writer = "%s.%d.%s" % (
-        socket.gethostname(),
+        os.uname().nodename,
         os.getpid(),
         os.urandom(4).hex(),
     )  # host names and process numbers are not unique

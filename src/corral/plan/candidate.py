@@ -1,6 +1,11 @@
-"""One way to run a model, worked out: what memory it leaves, how long a context it holds, how fast it is.
+"""One way to run a model, worked out: the memory it leaves, the context it holds, how fast it is.
 
-Which splits an inventory allows: TP inside a node or over whole nodes, PP, replicas with what is left.
+The splits of a model are those that the inventory can hold (TP inside a node or over whole nodes, PP, replicas with
+what is left) and that vLLM accepts. What vLLM refuses was read in vLLM 0.32.0: heads % TP
+(`ModelConfig.verify_with_parallel_config`), KV heads (`QKVParallelLinear`), widths (`ColumnParallelLinear`,
+`divide`), vocabulary (`VocabParallelEmbedding`, padded to 64), layers ≥ PP (`get_pp_indices`), batch limits
+(`SchedulerConfig.verify_max_model_len`), quantised groups (AWQ/GPTQ linear methods), types by compute capability
+(`check_if_supports_dtype`).
 """
 
 from __future__ import annotations
@@ -8,15 +13,67 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from corral.plan.constraints import broken_layout, broken_settings
 from corral.plan.contract import UTILISATION, EngineSettings, Goal, Memory, Parallel, Precision, Rejected, Speed
-from corral.plan.hardware.cpu import CpuSpeed
+from corral.plan.draft import Draft
 from corral.plan.hardware.inventory import GIB, Inventory
-from corral.plan.memory import Coefficients, Draft, measure
+from corral.plan.memory import Coefficients, measure
 from corral.plan.models.facts import ModelFacts
 from corral.plan.settings import Fixed, api_servers, own_largest, running_at_once, size_for, stream_interval
 from corral.plan.speed import Efficiency, Roof, predict, roof_of
+
+if TYPE_CHECKING:
+    from corral.plan.hardware.cpu import CpuSpeed
+
+_VOCAB_PADDING = 64
+_GROUP = {"int4": 128}  # weights that share one scale must stay on one rank
+
+_Rule = tuple[Callable[[ModelFacts, Parallel], bool], Callable[[ModelFacts, Parallel], str]]
+
+_RULES: tuple[_Rule, ...] = (
+    (
+        lambda m, p: m.heads % p.tensor == 0,
+        lambda m, p: f"TP{p.tensor} does not divide the {m.heads} attention heads",
+    ),
+    (
+        lambda m, p: m.kv_heads % p.tensor == 0 if m.kv_heads >= p.tensor else p.tensor % m.kv_heads == 0,
+        lambda m, p: f"TP{p.tensor} neither divides nor is a multiple of the {m.kv_heads} KV heads",
+    ),
+    (
+        lambda m, p: m.intermediate % p.tensor == 0,
+        lambda m, p: f"TP{p.tensor} does not divide the MLP width {m.intermediate}",
+    ),
+    (
+        lambda m, p: -(-m.vocab // _VOCAB_PADDING) * _VOCAB_PADDING % p.tensor == 0,
+        lambda m, p: f"TP{p.tensor} does not divide the padded vocabulary of {m.vocab}",
+    ),
+    (
+        lambda m, p: p.pipeline <= m.layers,
+        lambda m, p: f"PP{p.pipeline} has more stages than the model has layers ({m.layers})",
+    ),
+    (
+        lambda m, p: m.intermediate // p.tensor % _GROUP.get(m.weights, 1) == 0,
+        lambda m, p: f"TP{p.tensor} would cut a group of {_GROUP[m.weights]} {m.weights} weights in two",
+    ),
+)
+
+
+def broken_layout(model: ModelFacts, parallel: Parallel) -> str | None:
+    """Why vLLM would refuse this split of this model, or None."""
+    return next((say(model, parallel) for holds, say in _RULES if not holds(model, parallel)), None)
+
+
+def broken_settings(model: ModelFacts, settings: EngineSettings, max_model_len: int) -> str | None:
+    """Why vLLM would refuse these settings, or None."""
+    s = settings
+    if s.max_num_batched_tokens < s.max_num_seqs:
+        return f"max_num_batched_tokens {s.max_num_batched_tokens} is below max_num_seqs {s.max_num_seqs}"
+    if max_model_len > model.max_context:
+        return f"a context of {max_model_len:,} is beyond the model's {model.max_context:,}"
+    if not 0 < s.gpu_memory_utilization <= 1:
+        return f"gpu_memory_utilization {s.gpu_memory_utilization} is not above 0 and at most 1"
+    return None
 
 
 def replicas_on(inventory: Inventory, tensor: int, pipeline: int) -> int:
@@ -114,18 +171,20 @@ class Candidate:
         return float(alone**weight * together ** (1 - weight))
 
 
+def is_large(inventory: Inventory) -> bool:
+    """Whether vLLM takes large batches on such GPUs by itself; an A100 is slower with them (vllm PR 17885)."""
+    return inventory.memory_bytes_per_gpu >= 70 * GIB and not (inventory.gpu or "").startswith("A100")
+
+
 def settings_for(inventory: Inventory, goal: Goal, fixed: Fixed, context: int) -> EngineSettings:
-    """vLLM's knobs for the goal, starting from its own defaults for this memory size."""
-    large = inventory.memory_bytes_per_gpu >= 70 * GIB
-    a100 = (inventory.gpu or "").startswith("A100")  # large batches slow these down (vllm pull request 17885)
-    batched = _BATCHED[goal.goal] if large and not a100 else 2048
-    seqs = 1024 if large and not a100 else 256
-    if goal.goal == "latency":
-        seqs = 256
+    """vLLM's settings for the goal, starting from its own defaults for this memory size."""
+    large = is_large(inventory)
+    batched = _BATCHED[goal.goal] if large else 2048
+    seqs = 1024 if large and goal.goal != "latency" else 256
     if goal.concurrency:
-        most = seqs if goal.goal == "latency" or a100 or not large else MOST_SEQS
+        most = MOST_SEQS if large and goal.goal != "latency" else seqs
         seqs = max(16, min(most, 1 << (goal.concurrency - 1).bit_length()))
-        if large and not a100 and goal.goal == "balanced" and _asked_of_a_step(goal, seqs) > batched:
+        if large and goal.goal == "balanced" and _tokens_of_a_step(goal, seqs) > batched:
             batched = _BATCHED["throughput"]
     seqs = fixed.max_num_seqs or min(seqs, batched)
     batched = fixed.max_num_batched_tokens or max(seqs, min(batched, seqs * context))
@@ -140,7 +199,7 @@ def settings_for(inventory: Inventory, goal: Goal, fixed: Fixed, context: int) -
     )
 
 
-def _asked_of_a_step(goal: Goal, running: int) -> float:
+def _tokens_of_a_step(goal: Goal, running: int) -> float:
     """Tokens of a step in which as many prompts begin as answers end."""
     return running * (1 + goal.prompt_tokens / goal.output_tokens)
 

@@ -1,6 +1,7 @@
 """The decision: try the ways to run a model, keep the best for the goal, say why, and why not the others.
 
-What close to the question would fit: a shorter context, narrower numbers, more GPUs, another kind.
+Where none fits, the smallest changes that would are tried too: a shorter context, narrower numbers, more GPUs,
+another kind of GPU.
 """
 
 from __future__ import annotations
@@ -8,13 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from corral.plan.candidate import Candidate, Tuning, layouts, over_nodes, replicas_on, with_problem, work_out
-from corral.plan.constraints import Form, broken_layout, broken_settings, forms
+from corral.plan.candidate import (
+    Candidate,
+    Tuning,
+    broken_layout,
+    broken_settings,
+    layouts,
+    over_nodes,
+    replicas_on,
+    with_problem,
+    work_out,
+)
 from corral.plan.contract import VERSION, Cost, Goal, Nearest, Parallel, Plan, Reason, Rejected
-from corral.plan.cpu import cpu_forms
 from corral.plan.hardware.inventory import GPUS, LINKS, Inventory
 from corral.plan.judged import judge
 from corral.plan.models.facts import ModelFacts
+from corral.plan.precision import Form, forms
 from corral.plan.reasons import reasons_for, rejected_for
 from corral.plan.settings import Fixed, cpu_environment, engine_args, read_fixed, refuse_two_contexts
 
@@ -143,7 +153,7 @@ def make_plan(
     rejected = rejected_for(facts, made.chosen, made.tried, inventory, goal)
     judged = judge(made.form.facts, inventory, made.chosen, goal, tuning)
     doubt = tuning.draft.doubt if tuning.draft and inventory.gpu is not None else ""
-    return replace(_plan(made, inventory, goal, reasons, rejected, nearest, doubt), judged=judged)
+    return replace(_plan(made, inventory, goal, reasons, rejected, nearest, doubt, pinned.passed_on), judged=judged)
 
 
 def decide(facts: ModelFacts, inventory: Inventory, goal: Goal, fixed: Fixed, tuning: Tuning) -> Decision:
@@ -216,6 +226,8 @@ def _closeness(pair: tuple[Form, Candidate]) -> tuple[int, int, int]:
 
 def _decide_cpu(form: Form, inventory: Inventory, goal: Goal, fixed: Fixed, tuning: Tuning) -> Decision:
     """The quickest number format that fits; the others were tried."""
+    from corral.plan.cpu import cpu_forms
+
     parallel = _cpu_layout(inventory, fixed)
     asked = fixed.max_model_len or goal.context or 0
     tried = cpu_forms(form, inventory, goal, fixed, parallel, tuning.cpu)
@@ -296,6 +308,7 @@ def _plan(
     rejected: tuple[Rejected, ...],
     nearest: list[Nearest],
     doubt: str,
+    passed_on: Mapping[str, object],
 ) -> Plan:
     form, chosen, cpu = made.form, made.chosen, inventory.gpu is None
     weights = chosen.precision.weights
@@ -316,7 +329,7 @@ def _plan(
         speed=chosen.speed,
         cost=_cost(chosen, inventory, goal),
         engine_args=engine_args(
-            form.facts, chosen.parallel, chosen.precision, chosen.settings, chosen.max_model_len, cpu
+            form.facts, chosen.parallel, chosen.precision, chosen.settings, chosen.max_model_len, passed_on, cpu
         ),
         engine_env=cpu_environment(chosen.memory.kv_cache_bytes_per_gpu, chosen.settings.eager) if cpu else {},
         reasons=reasons,

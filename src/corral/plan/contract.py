@@ -1,8 +1,6 @@
 """The values of a plan: what goes in, what comes out. `Plan` as JSON is a published contract (docs/plan.md).
 
 `VERSION` rises when a key changes meaning or goes away; new keys do not raise it.
-
-Numbers of tokens as people say them: 32768, or 32k.
 """
 
 from __future__ import annotations
@@ -50,6 +48,8 @@ class Goal:
 
 @dataclass(frozen=True)
 class Parallel:
+    """How a model is split: tensor ranks, pipeline stages, and replicas of all of it."""
+
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
@@ -58,6 +58,13 @@ class Parallel:
     def replica_gpus(self) -> int:
         return self.tensor * self.pipeline
 
+    def layers_by_stage(self, layers: int) -> list[int]:
+        """Layers of each pipeline stage, as vLLM's `get_pp_indices` spreads them."""
+        sizes = [layers // self.pipeline] * self.pipeline
+        for i in range(2, layers % self.pipeline + 2):
+            sizes[-i] += 1
+        return sizes
+
     def __str__(self) -> str:
         sizes = (("TP", self.tensor), ("PP", self.pipeline), ("DP", self.data))
         return " × ".join(f"{name}{size}" for name, size in sizes if size > 1 or name == "TP")
@@ -65,6 +72,8 @@ class Parallel:
 
 @dataclass(frozen=True)
 class Precision:
+    """The number formats that a model is loaded and computed in."""
+
     weights: str
     kv: str
     how: str = "native"  # native | checkpoint (another repository) | online (vLLM quantises while loading)
@@ -77,7 +86,7 @@ UTILISATION = 0.92  # of a GPU's memory: vLLM's default
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """vLLM's own knobs, as the plan sets them."""
+    """vLLM's own settings, as the plan decides them; `engines.settings` has the table."""
 
     gpu_memory_utilization: float
     max_num_batched_tokens: int
@@ -138,12 +147,16 @@ class Speed:
 
 @dataclass(frozen=True)
 class Cost:
+    """What a plan costs at the stated price of a GPU hour; None where none was stated."""
+
     per_hour: float | None = None
     per_million_tokens: float | None = None
 
 
 @dataclass(frozen=True)
 class Reason:
+    """Why one value of a plan is what it is."""
+
     field: str
     value: str
     because: str
@@ -164,6 +177,8 @@ class Judged:
 
 @dataclass(frozen=True)
 class Rejected:
+    """An alternative that was not taken."""
+
     what: str
     because: str
 

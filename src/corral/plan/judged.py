@@ -1,9 +1,9 @@
-"""What vLLM offers beside the plan's settings, judged for the stated load: taken or left, and when it pays. Pure.
+"""The settings of a plan, and what else vLLM offers, judged for the stated load: why, what it is worth, when it pays.
 
-The figures come from the same roofline as the plan's. Nothing that changes answers is taken unasked (a narrower KV
-cache), and nothing whose gain depends on the text (speculation): for those the condition is worked out.
-
-What each of the plan's settings is worth at the stated load, against vLLM's own default of it alone. Pure.
+Pure. The figures come from the same roofline as the plan's. `gains` compares each setting with vLLM's own default of
+it alone. `judge` says of each further feature whether it is on, and when it pays. Nothing that changes answers is
+turned on unasked (a narrower KV cache), and nothing whose gain depends on the text (speculation): for those the
+condition is worked out.
 """
 
 from __future__ import annotations
@@ -11,26 +11,86 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from corral.plan.candidate import Candidate, Tuning
-from corral.plan.constraints import WHOLE_PROMPTS
+from corral.engines.settings import vllm_defaults
+from corral.plan.candidate import Candidate, Tuning, is_large
 from corral.plan.contract import EngineSettings, Goal, Judged
+from corral.plan.draft import Draft, DraftMethod
 from corral.plan.hardware.inventory import GIB, Gpu, Inventory
-from corral.plan.memory import Draft, DraftMethod, measure
+from corral.plan.memory import measure
 from corral.plan.models.facts import ModelFacts
+from corral.plan.settings import WHOLE_PROMPTS, Fixed, largest_graph, most_by_itself, own_largest
 from corral.plan.speed import Roof, predict, roof_of
 
+AS_SET = "as set"  # with --set, with a flag of the engine, or by a profile
+Row = tuple[str, object, str]  # field, value, because
 
-def vllm_defaults(inventory: Inventory, replicas: int) -> dict[str, int | bool | None]:
-    """What `vllm serve` would take where nothing is said (0.32, `EngineArgs`)."""
-    large = inventory.memory_bytes_per_gpu >= 70 * GIB and not (inventory.gpu or "").startswith("A100")
-    return {
-        "max_num_batched_tokens": 8192 if large else 2048,
-        "max_num_seqs": 1024 if large else 256,
-        "api_servers": replicas,
-        "stream_interval": 1,
-        "eager": False,
-        "max_graph_size": None,
-    }
+
+def gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB"
+
+
+def setting_reasons(chosen: Candidate, inventory: Inventory, goal: Goal, fixed: Fixed) -> list[Row]:
+    """Why each setting has its value."""
+    s = chosen.settings
+    rows: list[Row] = []
+    if inventory.gpu is not None:
+        outside = inventory.memory_bytes_per_gpu - chosen.memory.budget_bytes_per_gpu
+        share = f"vLLM's default; {gib(outside)} per GPU stay outside its budget"
+        rows.append(("gpu_memory_utilization", s.gpu_memory_utilization, share))
+    batched = {
+        "latency": "small prefill chunks keep running requests smooth",
+        "balanced": "vLLM's default for this memory size",
+        "throughput": "large prefill chunks use the matrix units best",
+    }[goal.goal]
+    if goal.goal == "balanced" and s.max_num_batched_tokens > 8192:
+        batched = "as many prompts begin as answers end, and their tokens would not fit a step of 8,192"
+    seqs = "vLLM's default for this memory size"
+    if goal.concurrency and goal.concurrency > s.max_num_seqs:
+        seqs = f"of the {goal.concurrency:,} requests at once you asked for, so many run and the others wait"
+    elif goal.concurrency:
+        seqs = f"room for the {goal.concurrency} requests at once you asked for; smaller means more KV cache"
+    rows += [("max_num_batched_tokens", s.max_num_batched_tokens, batched), ("max_num_seqs", s.max_num_seqs, seqs)]
+    graphs = "kernels are launched one by one" if s.eager else "CUDA graphs: small models gain most"
+    rows.append(("eager", str(s.eager).lower(), graphs if inventory.gpu else "the engine decides on a CPU"))
+    if inventory.gpu is not None:
+        rows.append(("api_servers", s.api_servers, _api_servers(chosen, inventory)))
+        rows.append(("stream_interval", s.stream_interval, _interval(s)))
+        rows += [_graph_size(s, inventory.kind)] if not s.eager else []
+        rows.append(("async_scheduling", str(s.async_scheduling).lower(), _scheduling(s)))
+    rows = [
+        (name, value, f"{AS_SET}; {why}" if getattr(fixed, name) is not None else why) for name, value, why in rows
+    ]
+    return rows + [(name, value, AS_SET) for name, value in fixed.passed_on.items()]
+
+
+def _interval(s: EngineSettings) -> str:
+    if s.stream_interval == 1:
+        return "every token is streamed as it comes; with --goal throughput and a fast stream, four together"
+    return "so many tokens are streamed together, which the API servers notice; the first comes at once"
+
+
+def _graph_size(s: EngineSettings, gpu: Gpu | None) -> Row:
+    launched = "a step of more tokens takes as long as its launches at least"
+    largest = largest_graph(s, gpu)
+    if s.max_graph_size:
+        return "max_graph_size", largest, f"{launched}, and vLLM's own end at {own_largest(s, gpu)}"
+    return "max_graph_size", largest, f"vLLM's own: twice max_num_seqs, at most {most_by_itself(gpu)}; {launched}"
+
+
+def _scheduling(s: EngineSettings) -> str:
+    if s.async_scheduling:
+        return "vLLM's default: the next step is scheduled while the GPU computes this one"
+    return "each step is scheduled when the one before it has ended"
+
+
+def _api_servers(chosen: Candidate, inventory: Inventory) -> str:
+    count = chosen.settings.api_servers
+    if chosen.parallel.data > 1 and count == chosen.parallel.data:
+        return "one process for each replica, vLLM's default"
+    if count == 1:
+        return "one process streams all that this load asks for, or all that the cores leave room for"
+    cores = f" on {inventory.cpu_cores} cores" if inventory.cpu_cores else ""
+    return f"one process{cores} streams 9,000 to 16,000 tokens a second, and the GPU would wait for it"
 
 
 def gains(model: ModelFacts, inventory: Inventory, chosen: Candidate, goal: Goal, tuning: Tuning) -> dict[str, float]:
@@ -45,7 +105,7 @@ def gains(model: ModelFacts, inventory: Inventory, chosen: Candidate, goal: Goal
         return predict(*shape, goal, asked, tuning.speed).throughput_tokens_per_s or 0.0
 
     found = {}
-    for field, default in vllm_defaults(inventory, chosen.parallel.data).items():
+    for field, default in vllm_defaults(is_large(inventory), chosen.parallel.data).items():
         if getattr(chosen.settings, field) != default:
             other = speed(replace(chosen.settings, **{field: default}))  # type: ignore[arg-type]
             if other:

@@ -1,25 +1,14 @@
-"""After a deployment is ready: the plan against what vLLM reported.
+"""What was measured on this hardware, and what a plan rests on because of it.
 
-`read_log` turns vLLM's own log lines into `Observed`; `reconcile` is pure. `corral.plan.measured` stores the
-result and lets the next plan for the same kind of GPU and engine version learn from it.
+A deployment that is ready is held against its plan: `read_log` turns vLLM's own log lines into `Observed`,
+`reconcile` (pure) makes `Differences` of a plan and an observation, `append_lesson` keeps them in
+`<home>/calibration.jsonl`. The next plan for the same kind of GPU and the same engine version takes the median of
+what was missing (of the same model, where it was deployed before) out of the KV cache. The median speed at which
+weights were read, of any version, takes the place of the assumed one; before a first start, what `corral doctor`
+measured does (`<home>/storage.json`).
 
-How fast storage reads where weights lie: the last measurement of `corral doctor` for each kind of node.
-
-Kept in `<home>/storage.json`, so that a plan's load time need not be a guess. A start is the better witness
-(`corral.plan.measured`): it read all of a model, the way vLLM reads.
-
-What deployments taught: differences between plans and reports, kept in `<home>/calibration.jsonl`.
-
-The next plan for the same kind of GPU and the same engine version takes the median of what was missing (of the same
-model, where it was deployed before) out of the KV cache. The median speed at which weights were read, of any version,
-takes the place of the assumed one; before a first start, what `corral doctor` measured does.
-
-What a plan for some hardware may rest on: lessons of deployments, what was measured of its CPU, a draft.
-
-How long a start will take by the plan alone, where no earlier start of its kind is remembered. Pure.
-
-Rough on purpose, and on the long side: a first start compiles, and imports what no disk cache holds. Measured on two
-cores with SmolLM2 and on one H200 with an 8B (docs/log.md).
+`tuning_for` gathers all of that for one plan, with what was measured of the CPU and the draft that vLLM's arguments
+name. `speed_at` predicts a plan's speed for another load than its own.
 """
 
 from __future__ import annotations
@@ -31,23 +20,23 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
+from typing import TYPE_CHECKING
 
 from corral.base.errors import CorralError, DataError
 from corral.base.files import make_private_dir, write_atomic
 from corral.base.home import home_dir
 from corral.base.record import dump_json, from_json, to_json
-from corral.engines import environments as engines
 from corral.plan.candidate import Tuning
-from corral.plan.contract import Plan
-from corral.plan.cpu_speed import products
-from corral.plan.draft_files import read_draft, tokens_from_text
-from corral.plan.hardware.cpu import CpuKind, recall_cpu_speed
+from corral.plan.contract import Goal, Plan, Speed
+from corral.plan.draft import read_draft, tokens_from_text
 from corral.plan.hardware.inventory import GIB, Inventory
 from corral.plan.memory import Coefficients
 from corral.plan.models.facts import ModelFacts
 from corral.plan.settings import sized_elsewhere
-from corral.plan.speed import Efficiency
+from corral.plan.speed import Efficiency, predict
+
+if TYPE_CHECKING:
+    from corral.plan.hardware.cpu import CpuKind
 
 
 @dataclass(frozen=True)
@@ -249,12 +238,18 @@ def learn_tuning(lessons: list[Differences], gpu: str, model: str = "", engine_v
     same = [lesson for lesson in mine if lesson.model == model]
     found = [lesson.gap_gib(built_in.memory.counts_graphs) for lesson in same or mine]
     gaps = [gap for gap in found if gap is not None and abs(gap) <= _MOST_GIB]
-    memory = replace(built_in.memory, correction_gib=median(gaps)) if gaps else built_in.memory
+    memory = replace(built_in.memory, correction_gib=_median(gaps)) if gaps else built_in.memory
     whose = f"of {model}" if same else f"on {gpu}"
     number = len(same or mine)
     return Tuning(
         memory, built_in.speed, f"{number} earlier deployment{'s' * (number > 1)} {whose} with vLLM {wanted}"
     )
+
+
+def _median(values: list[float]) -> float:
+    from statistics import median  # its import is slow, and a home without lessons needs none
+
+    return median(values)
 
 
 def _public(version: str) -> str:
@@ -271,7 +266,7 @@ def known_tuning(home: Path, gpu: str, model: str, engine_version: str = "") -> 
     if speeds:
         starts = f"{len(speeds)} earlier start{'s' * (len(speeds) > 1)}"
         speed = replace(
-            tuning.speed, storage_gb_s=round(median(speeds), 2), storage_basis=f"measured at {starts} on {gpu}"
+            tuning.speed, storage_gb_s=round(_median(speeds), 2), storage_basis=f"measured at {starts} on {gpu}"
         )
     elif reading is not None:
         speed = replace(tuning.speed, storage_gb_s=round(reading.gb_s, 2), storage_basis=reading.basis)
@@ -284,7 +279,10 @@ def cpu_kind(inventory: Inventory) -> CpuKind | None:
     """What a measurement of this inventory's CPU is remembered by; None where a GPU computes or nobody looked."""
     if inventory.gpu is not None or inventory.cpu is None:
         return None
-    return CpuKind(inventory.cpu, inventory.cpu_cores, engines.expected("cpu").lock_sha256)
+    from corral.engines.environments import expected
+    from corral.plan.hardware.cpu import CpuKind
+
+    return CpuKind(inventory.cpu, inventory.cpu_cores, expected("cpu").lock_sha256)
 
 
 def tuning_for(
@@ -305,42 +303,61 @@ def tuning_for(
     ngram = tokens_from_text(arguments)
     tuning = replace(tuning, draft=read_draft(arguments, facts), ngram=ngram, own_graphs=own)
     kind = cpu_kind(inventory)
-    return replace(tuning, cpu=recall_cpu_speed(kind, products(facts))) if kind else tuning
+    if kind is None:
+        return tuning
+    from corral.plan.cpu import products
+    from corral.plan.hardware.cpu import recall_cpu_speed
+
+    return replace(tuning, cpu=recall_cpu_speed(kind, products(facts)))
 
 
-# seconds: the process starts and imports; configuration and processes; compiling; warming, graphs and a first answer
-_CPU = {"starting": 40.0, "initialising": 30.0, "compiling": 100.0, "warming": 20.0}
-_GPU = {"starting": 30.0, "initialising": 30.0, "compiling": 60.0, "warming": 45.0}
-_INSTALL_CPU_S, _INSTALL_GPU_S = 150.0, 300.0
-_MEASURE_S = 5.0
-_FETCH_BYTES_S = 1e8
-_CONVERT_S = 20.0
-_LOAD_LEAST_S = 5.0
+def speed_at(
+    plan: Plan,
+    prompt: int,
+    output: int,
+    running: int,
+    api_servers: int | None = None,
+    rates: Efficiency | None = None,
+) -> Speed:
+    """Speeds with `running` requests of these lengths at once; with the plan's own API servers, or so many."""
+    goal = replace(plan.goal, prompt_tokens=prompt, output_tokens=output, concurrency=running)
+    if plan.inventory.gpu is None:
+        return _speed_on_cpu(plan, goal)
+    settings = replace(plan.settings, api_servers=api_servers or plan.settings.api_servers)
+    parts = (plan.model, plan.inventory, plan.parallel, plan.precision, settings, plan.memory)
+    return predict(*parts, goal, running, rates)
 
 
-def planned_start(plan: Plan) -> dict[str, float]:
-    """Seconds by phase."""
-    fixed = dict(_GPU if plan.inventory.gpu else _CPU)
-    if plan.settings.eager:
-        fixed.pop("compiling")
-    weights = plan.memory.weights_bytes
-    storage_gb_s = plan.goal.storage_gb_s or Efficiency().storage_gb_s
-    return {
-        **_once(plan),
-        **fixed,
-        "loading": round(weights / (storage_gb_s * 1e9) + _LOAD_LEAST_S, 1),
-    }
+def _speed_on_cpu(plan: Plan, goal: Goal) -> Speed:
+    """By what was measured of the CPU, as the planner does.
+
+    Where no measurement is remembered (the plan comes from another machine), by the plan's own two rates: a step
+    takes as long as one of a lone request, or as the arithmetic of all that run.
+    """
+    from corral.plan.cpu import predict_cpu, products, rates_for
+    from corral.plan.hardware.cpu import recall_cpu_speed
+
+    kind, format_ = cpu_kind(plan.inventory), plan.precision.compute
+    measured = recall_cpu_speed(kind, products(plan.model)) if kind else None
+    if measured is None or measured.of(format_) is None:
+        return _by_two_rates(plan.speed, goal)
+    rates = rates_for(format_, plan.model, plan.inventory, measured, 1.0)
+    return predict_cpu(plan.model, rates, plan.settings, goal, plan.memory.weights_bytes)
 
 
-def planned_restart_s(plan: Plan) -> float:
-    """Of a start for which engine and model are there: what every further one costs."""
-    return sum(planned_start(plan).values()) - sum(_once(plan).values())
-
-
-def _once(plan: Plan) -> dict[str, float]:
-    """What only the first start here does."""
-    return {
-        "installing engine": _INSTALL_GPU_S if plan.inventory.gpu else _INSTALL_CPU_S,
-        "measuring CPU": _MEASURE_S,
-        "fetching model": round(plan.memory.weights_bytes / _FETCH_BYTES_S + _CONVERT_S, 1),
-    }
+def _by_two_rates(speed: Speed, goal: Goal) -> Speed:
+    decode, prefill, running = speed.decode_tokens_per_s, speed.prefill_tokens_per_s, goal.concurrency or 1
+    if not decode or not prefill:
+        return speed
+    first_s = goal.prompt_tokens / prefill
+    step_s = max(1 / decode, running / prefill)
+    cycle_s = running * first_s + goal.output_tokens * step_s
+    return replace(
+        speed,
+        throughput_tokens_per_s=running * goal.output_tokens / cycle_s,
+        ttft_s=first_s,
+        tpot_s=cycle_s / goal.output_tokens,
+        concurrency=running,
+        prompt_tokens=goal.prompt_tokens,
+        output_tokens=goal.output_tokens,
+    )

@@ -1,19 +1,14 @@
-"""The smallest inventories that serve a model, per kind of GPU and per precision.
+"""What a model needs: the smallest inventories that serve it, tables of memory, and how several replicas run. Pure.
 
-Two answers stand side by side: what documents compute (bytes over the size on the box) and what really runs, where
-TP must divide the heads, pipelines split whole layers, and vLLM needs room for activations and graphs.
+`needs` and `memory_table` put two figures side by side: what documents compute (parameters × bits and one request,
+over the size on the box), and what really runs (some tensors stay in 16 bits, vLLM needs room for activations and
+graphs, TP must divide the heads, pipelines split whole layers).
 
-Memory of several models in bf16, fp8 and int4, side by side, with the GPUs that hold them: the tables of courses.
-
-Two figures stand side by side: what documents compute (parameters × bits and one request, over the size on the box),
-and how many GPUs really run it (some tensors stay in 16 bits, vLLM needs room, TP must divide the heads).
-
-Several replicas of a model: one engine with data parallelism, or as many servers, and why. Pure.
-
-Replicas of a dense model exchange nothing, so servers of their own lose nothing against one engine, and one that
-fails takes no other with it; vLLM's external load balancer refuses dense models: they are to be started apart. Of a
-mixture of experts, one engine spreads the experts over all its ranks instead of holding them once in each replica.
-Several servers on one GPU are never advised: two on an H200 made 0.78 and 0.95 of the tokens of one (docs/log.md).
+`advise` chooses between one engine with data parallelism and several servers. Replicas of a dense model exchange
+nothing, so servers of their own lose nothing against one engine, and one that fails takes no other with it; vLLM's
+external load balancer refuses dense models. Of a mixture of experts, one engine spreads the experts over all its
+ranks instead of holding them once in each replica. Several servers on one GPU are never advised: two on an H200 made
+0.78 and 0.95 of the tokens of one (docs/log.md).
 """
 
 from __future__ import annotations
@@ -24,14 +19,14 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from corral.base.errors import UsageError
-from corral.plan.candidate import Candidate, Tuning
+from corral.plan.candidate import Candidate, Tuning, broken_layout
 from corral.plan.choose import Decision, decide, make_plan
-from corral.plan.constraints import Form, broken_layout, forms
 from corral.plan.contract import Goal, Parallel, Plan
 from corral.plan.hardware.inventory import GIB, GPUS, Gpu, Inventory
 from corral.plan.memory import convert
 from corral.plan.models.architecture import DTYPE_BYTES
 from corral.plan.models.facts import ModelFacts
+from corral.plan.precision import Form, forms
 from corral.plan.settings import Fixed
 from corral.plan.speed import rounded
 
@@ -62,12 +57,6 @@ class Need:
     @property
     def gpus(self) -> int:
         return self.gpus_per_node * self.nodes
-
-
-def box_gb(gpu: Gpu) -> int:
-    """The size on the box, in 10^9 bytes: 80 for an H100."""
-    sizes = (16, 24, 32, 40, 48, 80, 94, 141, 180, 192)
-    return min(sizes, key=lambda size: abs(size - gpu.memory_bytes / 1e9))
 
 
 def by_arithmetic(model: ModelFacts, gigabytes: float, context: int = 0, weights: str = "") -> int:
@@ -102,7 +91,7 @@ def _smallest(model: ModelFacts, gpu: Gpu, weights: str, goal: Goal, tuning: Tun
         model = replace(model, weights="int4", stored=convert(model, form.precision), notes=())
         form = Form(model, form.precision)
     context = goal.context or model.max_context
-    least = by_arithmetic(model, box_gb(gpu), context, weights)
+    least = by_arithmetic(model, gpu.box_gb, context, weights)
     pinned = replace(fixed, weights=form.precision.weights)
     stored = convert(form.facts, form.precision).total
     found: list[tuple[Inventory, Candidate]] = []
@@ -189,7 +178,7 @@ def _row(model: ModelFacts, gpu: Gpu, context: int) -> TableRow:
     for weights in WIDTHS:
         nominal = model.parameters * DTYPE_BYTES[weights] / 1e9
         need = runs.get(weights)
-        boxes = (nominal + kv_gib) / box_gb(gpu)
+        boxes = (nominal + kv_gib) / gpu.box_gb
         cells.append(Cell(weights, nominal, boxes, need.gpus if need else 0, need.layout if need else ""))
     notes = (*(need.note for need in runs.values() if need.note), *model.notes)
     named = tuple(f"{model.name}: {note}" for note in notes)

@@ -1,24 +1,24 @@
-"""Why each number of a plan is what it is, and why the alternatives were not taken."""
+"""Why each number of a plan is what it is, and why the alternatives were not taken.
+
+`reasons_for` gives one reason per field, which the plan carries. `explain` shows the arithmetic line by line, from
+the plan alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from corral.base.wording import counted
 from corral.plan.candidate import Candidate, Tuning, over_nodes, refused_tensor
-from corral.plan.constraints import Form
-from corral.plan.contract import EngineSettings, Goal, Memory, Reason, Rejected, Speed
-from corral.plan.hardware.inventory import GIB, LINKS, Gpu, Inventory
-from corral.plan.judged import gains
+from corral.plan.contract import Goal, Judged, Memory, Plan, Reason, Rejected, Speed
+from corral.plan.hardware.inventory import GIB, LINKS, Inventory
+from corral.plan.judged import AS_SET, Row, gains, gib, setting_reasons
 from corral.plan.models.facts import ModelFacts
-from corral.plan.settings import Fixed, largest_graph, most_by_itself, own_largest
+from corral.plan.precision import Form
+from corral.plan.settings import Fixed, largest_graph
 from corral.plan.speed import rounded
 
-_SET = "as set"  # with --set, with a flag of the engine, or by a profile
 _MOST_REJECTED = 12
-
-
-def gib(size: float) -> str:
-    return f"{size / GIB:.1f} GiB"
 
 
 def reasons_for(
@@ -29,7 +29,7 @@ def reasons_for(
         *_precision(asked, form, chosen, inventory, fixed),
         *_layout(form.facts, chosen, inventory, fixed),
         _context(form.facts, chosen, goal, fixed),
-        *_settings(chosen, inventory, goal, fixed),
+        *setting_reasons(chosen, inventory, goal, fixed),
         *_memory(form.facts, chosen, inventory, tuning),
         *_speed(chosen, inventory, tuning),
     ]
@@ -46,9 +46,6 @@ def _worth(gain: float | None, chosen: Candidate) -> str:
     asked = chosen.speed.concurrency
     load = f"at {asked:,} requests at once" if asked > 1 else "for one request"
     return f"; {gain:+.0%} {load}" if abs(gain) >= 0.005 else f"; no difference {load} that the roofline knows of"
-
-
-Row = tuple[str, object, str]
 
 
 def _precision(asked: ModelFacts, form: Form, chosen: Candidate, inventory: Inventory, fixed: Fixed) -> list[Row]:
@@ -68,12 +65,12 @@ def _precision(asked: ModelFacts, form: Form, chosen: Candidate, inventory: Inve
             how = f"{inventory.gpu} does not compute in bf16; {how}" if gpu and gpu.half == "fp16" else how
     how = form.because or how
     if fixed.precision:
-        how = f"{_SET}; {how}"
+        how = f"{AS_SET}; {how}"
     elif precision.how != "native":
         how = f"{asked.weights} ({gib(asked.weights_bytes)} of weights) does not fit {inventory.label}; {how}"
     own = f"the model's own {32 if precision.compute == 'fp32' else 16} bits"
     kv = own if precision.kv == "auto" else "half the bytes per token; attention loses a little"
-    kv = f"{_SET}: {kv}" if fixed.kv else kv
+    kv = f"{AS_SET}: {kv}" if fixed.kv else kv
     return [("precision.weights", precision.weights, how), ("precision.kv", precision.kv, kv)]
 
 
@@ -104,7 +101,7 @@ def _layout(model: ModelFacts, chosen: Candidate, inventory: Inventory, fixed: F
         data += f"; {idle} of {inventory.gpus} GPUs stay idle"
     rows = (("tensor", p.tensor, tensor), ("pipeline", p.pipeline, pipeline), ("data", p.data, data))
     return [
-        (f"parallel.{name}", value, f"{_SET}; {why}" if getattr(fixed, name) is not None else why)
+        (f"parallel.{name}", value, f"{AS_SET}; {why}" if getattr(fixed, name) is not None else why)
         for name, value, why in rows
     ]
 
@@ -112,7 +109,7 @@ def _layout(model: ModelFacts, chosen: Candidate, inventory: Inventory, fixed: F
 def _context(model: ModelFacts, chosen: Candidate, goal: Goal, fixed: Fixed) -> Row:
     length = chosen.max_model_len
     if fixed.max_model_len or goal.context:
-        why = _SET
+        why = AS_SET
     elif length == model.max_context:
         why = "the model's own longest"
     elif chosen.settings.block_size == 128:
@@ -123,69 +120,6 @@ def _context(model: ModelFacts, chosen: Candidate, goal: Goal, fixed: Fixed) -> 
         room = rounded(chosen.memory.full_length_requests)
         why += f"; room for {room} request{'s' * (room != '1')} of that length at once"
     return "max_model_len", length, why
-
-
-def _settings(chosen: Candidate, inventory: Inventory, goal: Goal, fixed: Fixed) -> list[Row]:
-    s = chosen.settings
-    rows: list[Row] = []
-    if inventory.gpu is not None:
-        outside = inventory.memory_bytes_per_gpu - chosen.memory.budget_bytes_per_gpu
-        share = f"vLLM's default; {gib(outside)} per GPU stay outside its budget"
-        rows.append(("gpu_memory_utilization", s.gpu_memory_utilization, share))
-    batched = {
-        "latency": "small prefill chunks keep running requests smooth",
-        "balanced": "vLLM's default for this memory size",
-        "throughput": "large prefill chunks use the matrix units best",
-    }[goal.goal]
-    if goal.goal == "balanced" and s.max_num_batched_tokens > 8192:
-        batched = "as many prompts begin as answers end, and their tokens would not fit a step of 8,192"
-    seqs = "vLLM's default for this memory size"
-    if goal.concurrency and goal.concurrency > s.max_num_seqs:
-        seqs = f"of the {goal.concurrency:,} requests at once you asked for, so many run and the others wait"
-    elif goal.concurrency:
-        seqs = f"room for the {goal.concurrency} requests at once you asked for; smaller means more KV cache"
-    rows += [("max_num_batched_tokens", s.max_num_batched_tokens, batched), ("max_num_seqs", s.max_num_seqs, seqs)]
-    graphs = "kernels are launched one by one" if s.eager else "CUDA graphs: small models gain most"
-    rows.append(("eager", str(s.eager).lower(), graphs if inventory.gpu else "the engine decides on a CPU"))
-    if inventory.gpu is not None:
-        rows.append(("api_servers", s.api_servers, _api_servers(chosen, inventory)))
-        rows.append(("stream_interval", s.stream_interval, _interval(s)))
-        rows += [_graph_size(s, inventory.kind)] if not s.eager else []
-        rows.append(("async_scheduling", str(s.async_scheduling).lower(), _scheduling(s)))
-    fields = ("gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs", "eager", "api_servers",
-              "stream_interval", "max_graph_size", "async_scheduling")  # fmt: skip
-    names = {name for name in fields if getattr(fixed, name) is not None}
-    return [(name, value, f"{_SET}; {why}" if name in names else why) for name, value, why in rows]
-
-
-def _interval(s: EngineSettings) -> str:
-    if s.stream_interval == 1:
-        return "every token is streamed as it comes; with --goal throughput and a fast stream, four together"
-    return "so many tokens are streamed together, which the API servers notice; the first comes at once"
-
-
-def _graph_size(s: EngineSettings, gpu: Gpu | None) -> Row:
-    launched = "a step of more tokens takes as long as its launches at least"
-    largest = largest_graph(s, gpu)
-    if s.max_graph_size:
-        return "max_graph_size", largest, f"{launched}, and vLLM's own end at {own_largest(s, gpu)}"
-    return "max_graph_size", largest, f"vLLM's own: twice max_num_seqs, at most {most_by_itself(gpu)}; {launched}"
-
-
-def _scheduling(s: EngineSettings) -> str:
-    if s.async_scheduling:
-        return "vLLM's default: the next step is scheduled while the GPU computes this one"
-    return "each step is scheduled when the one before it has ended"
-
-
-def _api_servers(chosen: Candidate, inventory: Inventory) -> str:
-    count = chosen.settings.api_servers
-    if chosen.parallel.data > 1 and count == chosen.parallel.data:
-        return "one process for each replica, vLLM's default"
-    if count == 1:
-        return "one process streams all that this load asks for, or all that the cores leave room for"
-    cores = f" on {inventory.cpu_cores} cores" if inventory.cpu_cores else ""
-    return f"one process{cores} streams 9,000 to 16,000 tokens a second, and the GPU would wait for it"
 
 
 def _memory(model: ModelFacts, chosen: Candidate, inventory: Inventory, tuning: Tuning) -> list[Row]:
@@ -335,3 +269,114 @@ def _times(mine: float, best: float) -> str:
     if abs(ratio - 1) < 0.005:
         return "the same"
     return f"{ratio:.1f}× as fast" if ratio >= 1.95 else f"{100 * (ratio - 1):+.0f}%"
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.2f} GiB"
+
+
+def explain(plan: Plan) -> list[str]:
+    """Sections of plain text: weights, KV, the sum per GPU, speed; then every reason and every rejection."""
+    lines = [
+        "Weights",
+        *_weights(plan),
+        "",
+        "KV cache",
+        *_cache(plan),
+        "",
+        "One GPU" if plan.inventory.gpu else "Memory",
+    ]
+    lines += [*_sum(plan), "", "Speed", *_predicted_speed(plan), "", "Reasons"]
+    lines += [
+        f"  {r.field} = {r.value}: {r.because}" if r.value else f"  {r.field}: {r.because}" for r in plan.reasons
+    ]
+    if plan.judged:
+        lines += ["", "Judged for this load", *map(_judged, plan.judged)]
+    if plan.rejected:
+        lines += ["", "Not taken", *(f"  {r.what}: {r.because}" for r in plan.rejected)]
+    if plan.warnings:
+        lines += ["", "Warnings", *(f"  {warning}" for warning in plan.warnings)]
+    if plan.notes:
+        lines += ["", "Notes", *(f"  {note}" for note in plan.notes)]
+    return lines
+
+
+def _judged(one: Judged) -> str:
+    return f"  {one.what} is {'on' if one.taken else 'off'}: {one.because}. It pays when {one.pays_when}."
+
+
+def _weights(plan: Plan) -> Iterator[str]:
+    m, c, s = plan.model, plan.model.counted, plan.model.stored
+    experts = f" × {m.experts} experts" if m.experts else ""
+    yield f"  embedding      {m.vocab:,} × {m.hidden:,} = {c.embedding:,} parameters, {_gib(s.embedding)}"
+    head = "tied to the embedding" if m.tied_embeddings else f"{c.head:,} parameters, {_gib(s.head)}"
+    yield f"  head           {head}"
+    yield (
+        f"  attention      {m.layers} layers × ({m.heads} query and {m.kv_heads} KV heads of {m.head_dim})"
+        f" = {c.query_output + c.key_value:,} parameters, {_gib(s.query_output + s.key_value)}"
+    )
+    yield (
+        f"  MLP            {m.layers} layers × width {m.intermediate:,}{experts}"
+        f" = {c.mlp:,} parameters, {_gib(s.mlp)}"
+    )
+    yield f"  norms, others  {c.small:,} parameters, {_gib(s.small)}"
+    loaded = f"{_gib(plan.memory.weights_bytes)} loaded in {plan.precision.weights}"
+    yield f"  together       {m.parameters:,} parameters, {loaded}"
+
+
+def _cache(plan: Plan) -> Iterator[str]:
+    m, memory = plan.model, plan.memory
+    element = memory.kv_bytes_per_token // max(1, 2 * m.layers * m.kv_heads * m.head_dim)
+    yield (
+        f"  one token      2 × {m.layers} layers × {m.kv_heads} KV heads × {m.head_dim} × {element} bytes"
+        f" = {memory.kv_bytes_per_token:,} bytes"
+    )
+    full = memory.kv_bytes_per_token * plan.max_model_len
+    yield f"  one request    × {plan.max_model_len:,} tokens = {_gib(full)}"
+    if m.sliding_window:
+        yield f"  sliding        {m.sliding_layers} layers keep only the last {m.sliding_window:,} tokens"
+    documented = _gib(memory.kv_bytes_per_token * 128_000)
+    yield f"  128,000 tokens {documented}: the length for which documents give a figure, and call it GB"
+
+
+def _sum(plan: Plan) -> Iterator[str]:
+    m, s = plan.memory, plan.settings
+    graphs = largest_graph(s, plan.inventory.kind)
+    rows = [
+        ("weights", m.weights_bytes_per_gpu, f"{plan.parallel}"),
+        ("draft", m.draft_bytes_per_gpu, "of speculative decoding"),
+        (
+            "activations",
+            m.activation_bytes_per_gpu,
+            f"{s.max_num_batched_tokens:,} tokens, {s.max_num_seqs:,} requests",
+        ),
+        ("CUDA graphs", m.counted_graph_bytes, "none: eager" if s.eager else f"sizes up to {graphs:,}"),
+        ("overhead", m.overhead_bytes_per_gpu, "what torch does not manage"),
+    ]
+    if m.correction_bytes_per_gpu:
+        rows.append(("learned", m.correction_bytes_per_gpu, "from earlier deployments"))
+    share = f"{s.gpu_memory_utilization:g} of {_gib(plan.inventory.memory_bytes_per_gpu)}"
+    yield f"  budget         {_gib(m.budget_bytes_per_gpu):>12}   {share if plan.inventory.gpu else 'free memory'}"
+    for name, size, why in rows:
+        if size or name not in ("CUDA graphs", "draft"):
+            yield f"  − {name:<12} {_gib(size):>12}   {why}"
+    yield (
+        f"  = KV cache     {_gib(m.kv_cache_bytes_per_gpu):>12}   {m.kv_bytes_per_token_per_gpu:,} bytes per token:"
+        f" {m.kv_cache_tokens_per_replica:,} tokens per replica"
+    )
+
+
+def _predicted_speed(plan: Plan) -> Iterator[str]:
+    s = plan.speed
+    if s.decode_tokens_per_s is None or s.prefill_tokens_per_s is None:
+        yield "  unknown: nothing is known of this GPU's bandwidth"
+        return
+    each_ms = rounded(1000 / s.decode_tokens_per_s)
+    yield f"  one stream     {rounded(s.decode_tokens_per_s)} tokens/s, {each_ms} ms per token"
+    yield f"  prefill        {rounded(s.prefill_tokens_per_s)} tokens/s per replica"
+    together = rounded(s.throughput_tokens_per_s or 0)
+    yield f"  together       {together} tokens/s at {counted(s.concurrency, 'request')}"
+    yield f"  first token    {s.ttft_s:g} s after {s.prompt_tokens} prompt tokens, alone"
+    yield f"  basis          {s.basis}"
+    if s.load_s is not None:
+        yield f"  load           {s.load_s:g} s" + (f": {load_words(s)}" if s.storage_gb_s else "")

@@ -1,42 +1,38 @@
-"""Fields of a plan that the user fixes (`--set key=value`), checked; the planner decides the rest around them.
+"""The settings of a plan: what the user fixes, what a load needs, and the plan as flags of vLLM.
 
-A plan as vLLM's own flags. Model, served name, host and port are the launch's business, and nodes the link's.
+The table of all settings is `engines.settings`. What the user fixes with `--set` is checked here and planned around.
+Model, served name, host and port are the launch's business, nodes are the link's.
 
-How many API server processes a deployment gets, and how many tokens they stream together.
+API servers: one process streams 9,000 to 16,000 tokens a second, however quick the GPU behind it is. An H200 with an
+8B model and 256 requests at once gave 9,203 with one process, 14,541 with four, 15,110 with eight (docs/log.md).
+Replicas of one engine get one each, which is vLLM's own default; more of them were not measured.
 
-One process streams 9,000 to 16,000 tokens a second, however quick the GPU behind it is: an H200 with an 8B model and
-256 requests at once gave 9,203 with one process, 14,541 with four, 15,110 with eight (docs/log.md). Replicas of one
-engine get one each, which is vLLM's own default; more of them were not measured.
-
-How large CUDA graphs are captured, and which steps are beyond them.
-
-A step that no graph covers is launched kernel by kernel, and takes as long as that at least: an H200 with an 8B model
-and 1,000 sequences gave 20,100 tokens a second with vLLM's own sizes, up to 512, and 30,300 with sizes up to 1,024,
-for 3 s of capturing and 0.3 GiB (docs/log.md).
+CUDA graphs: a step that no graph covers is launched kernel by kernel, and takes at least as long as that. An H200
+with an 8B model and 1,000 sequences gave 20,100 tokens a second with vLLM's own sizes, up to 512, and 30,300 with
+sizes up to 1,024, for 3 s of capturing and 0.3 GiB (docs/log.md).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from corral.base.errors import UsageError
 from corral.base.record import nearest
 from corral.engines.flags import flag_name
+from corral.engines.settings import DTYPES, SETTINGS, VLLM_DTYPES, arguments_of
 from corral.plan.contract import EngineSettings, Goal, Parallel, Precision
 from corral.plan.hardware.inventory import GIB, Gpu, Inventory
 from corral.plan.models.facts import ModelFacts
 
-WEIGHTS = ("bf16", "fp16", "fp32", "fp8", "int8", "int4")
-DTYPES = ("bf16", "fp16", "fp32")
-KV = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
-_OPEN = "auto"  # fields that take it: the planner decides, whatever a profile says
+WHOLE_PROMPTS = "--no-enable-chunked-prefill"
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """None means: the planner decides."""
+    """What the user fixed; None means: the planner decides."""
 
     tensor: int | None = None
     pipeline: int | None = None
@@ -54,6 +50,7 @@ class Fixed:
     max_graph_size: int | None = None
     async_scheduling: bool | None = None
     eager: bool | None = None
+    passed_on: Mapping[str, object] = field(default_factory=dict)  # settings that the planner has no opinion on
 
     @property
     def precision(self) -> bool:
@@ -64,78 +61,17 @@ class Fixed:
         return self.tensor is not None or self.pipeline is not None
 
 
-def _open(read: Callable[[str, object], object]) -> Callable[[str, object], object]:
-    return lambda key, value: None if str(value).lower() == _OPEN else read(key, value)
-
-
-def _whole(key: str, value: object) -> int:
-    try:
-        number = int(str(value))
-    except ValueError:
-        raise UsageError(f"{key} must be a whole number, not {value!r}.", f"For example --set {key}=4.") from None
-    if not 1 <= number <= 10**9:
-        raise UsageError(f"{key} cannot be {number}.", "Give a whole number, 1 or more.")
-    return number
-
-
-def _share(key: str, value: object) -> float:
-    try:
-        number = float(str(value))
-    except ValueError:
-        number = -1.0
-    if not 0 < number <= 1:
-        raise UsageError(f"{key} must be above 0 and at most 1, not {value!r}.", f"For example --set {key}=0.95.")
-    return number
-
-
-def _one_of(*known: str) -> Callable[[str, object], str]:
-    def read(key: str, value: object) -> str:
-        text = str(value).lower()
-        if text not in known:
-            raise UsageError(f"{key} cannot be {value!r}.", f"Known: {', '.join(known)}.")
-        return text
-
-    return read
-
-
-def _flag(key: str, value: object) -> bool:
-    text = str(value).lower()
-    if text in ("true", "yes", "1", "on"):
-        return True
-    if text in ("false", "no", "0", "off"):
-        return False
-    raise UsageError(f"{key} must be true or false, not {value!r}.", f"For example --set {key}=true.")
-
-
-KEYS: Mapping[str, Callable[[str, object], object]] = {
-    "tensor": _whole,
-    "pipeline": _whole,
-    "data": _whole,
-    "weights": _one_of(*WEIGHTS),
-    "kv": _one_of(*KV),
-    "dtype": _open(_one_of(*DTYPES)),
-    "quantization": lambda _, value: str(value).lower(),
-    "max_model_len": _open(_whole),
-    "gpu_memory_utilization": _share,
-    "max_num_batched_tokens": _whole,
-    "max_num_seqs": _whole,
-    "api_servers": _whole,
-    "stream_interval": _whole,
-    "max_graph_size": _whole,
-    "async_scheduling": _flag,
-    "eager": _flag,
-}
-
-
 def read_fixed(values: Mapping[str, object]) -> Fixed:
-    """Check what the user fixed; unknown keys are answered with the nearest known one."""
-    for key in values:
-        if key not in KEYS:
-            guess = nearest(key, list(KEYS), 1)
-            hint = f"Did you mean {guess[0]}?" if guess else f"Known: {', '.join(KEYS)}."
-            raise UsageError(f"{key!r} is not a field of a plan that can be set.", hint)
-    read = {key: KEYS[key](key, value) for key, value in values.items()}
-    fixed = Fixed(**read)  # type: ignore[arg-type]
+    """Check what the user fixed; an unknown name is answered with the nearest known one."""
+    for name in values:
+        if name not in SETTINGS:
+            guess = nearest(name, list(SETTINGS), 1)
+            hint = f"Did you mean {guess[0]}?" if guess else f"Known: {', '.join(SETTINGS)}."
+            raise UsageError(f"{name!r} is not a field of a plan that can be set.", hint)
+    read: dict[str, Any] = {name: SETTINGS[name].read(name, value) for name, value in values.items()}
+    known = {one.name for one in fields(Fixed)}
+    passed_on = {name: read.pop(name) for name in values if name not in known}
+    fixed = Fixed(**read, passed_on=passed_on)
     if fixed.weights in DTYPES and fixed.dtype and fixed.dtype != fixed.weights:
         raise UsageError(f"weights={fixed.weights} and dtype={fixed.dtype} contradict each other.", "Set one.")
     return fixed
@@ -163,10 +99,19 @@ def parse_assignments(pairs: tuple[str, ...]) -> dict[str, object]:
     return values
 
 
-VLLM_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-
 # vLLM refuses these unless told that the caller knows (`DEPRECATED_QUANTIZATION_METHODS`, 0.32).
 _DEPRECATED = ("fbgemm_fp8", "fp_quant")
+
+
+def refuse_flags(arguments: Sequence[str], settings: EngineSettings, max_model_len: int) -> None:
+    """Refuse flags that vLLM would refuse, given what else is decided, once it had been started."""
+    budget = settings.max_num_batched_tokens
+    if WHOLE_PROMPTS in arguments and budget < max_model_len:
+        raise UsageError(
+            f"with {WHOLE_PROMPTS} a step must hold the longest prompt, but max_num_batched_tokens {budget:,} is"
+            f" below the context of {max_model_len:,}.",
+            f"Leave {WHOLE_PROMPTS} out, or say --context {budget}.",
+        )
 
 
 def engine_args(
@@ -175,34 +120,21 @@ def engine_args(
     precision: Precision,
     settings: EngineSettings,
     max_model_len: int,
+    passed_on: Mapping[str, object],
     cpu: bool,
 ) -> tuple[str, ...]:
-    """Every decision of the plan, said aloud, so that no default of another vLLM version can change it."""
-    args = ["--tensor-parallel-size", str(parallel.tensor)]
-    if parallel.pipeline > 1:
-        args += ["--pipeline-parallel-size", str(parallel.pipeline)]
-    if parallel.data > 1:
-        args += ["--data-parallel-size", str(parallel.data)]
-    args += ["--max-model-len", str(max_model_len), "--dtype", _dtype(model, precision)]
-    if precision.method:
-        args += ["--quantization", precision.method]
-    if precision.how != "online" and model.quantisation in _DEPRECATED:
-        args += ["--allow-deprecated-quantization"]
-    if precision.kv != "auto":
-        args += ["--kv-cache-dtype", precision.kv]
-    if not cpu:
-        args += ["--gpu-memory-utilization", f"{settings.gpu_memory_utilization:g}"]
-    args += ["--max-num-batched-tokens", str(settings.max_num_batched_tokens)]
-    args += ["--max-num-seqs", str(settings.max_num_seqs)]
-    if settings.api_servers != parallel.data:  # one for each replica is vLLM's own default
-        args += ["--api-server-count", str(settings.api_servers)]
-    if settings.stream_interval > 1:
-        args += ["--stream-interval", str(settings.stream_interval)]
-    if settings.max_graph_size and not settings.eager:
-        args += ["--max-cudagraph-capture-size", str(settings.max_graph_size)]
-    if not settings.async_scheduling:
-        args += ["--no-async-scheduling"]
-    return (*args, "--enforce-eager") if settings.eager else tuple(args)
+    """Every decision of the plan as a flag, so that no default of another vLLM version can change it."""
+    values: dict[str, object] = {**passed_on, **vars(parallel), **vars(settings)}
+    values |= {"max_model_len": max_model_len, "dtype": _dtype(model, precision)}
+    values |= {"quantization": precision.method, "kv": precision.kv}
+    if cpu:
+        values["gpu_memory_utilization"] = None
+    if settings.api_servers == parallel.data:  # one for each replica is vLLM's own default
+        values["api_servers"] = None
+    if settings.eager:
+        values["max_graph_size"] = None
+    deprecated = precision.how != "online" and model.quantisation in _DEPRECATED
+    return (*arguments_of(values), *(["--allow-deprecated-quantization"] if deprecated else []))
 
 
 def _dtype(model: ModelFacts, precision: Precision) -> str:

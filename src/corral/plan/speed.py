@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from corral.plan.constraints import partition
 from corral.plan.contract import EngineSettings, Goal, Memory, Parallel, Precision, Speed
 from corral.plan.hardware.inventory import LINKS, Gpu, Inventory
 from corral.plan.memory import convert, kv_element
@@ -189,7 +188,7 @@ class Roof:
         parts = convert(model, self.precision)
         mlp = parts.mlp * self._touched(batch)
         per_layer = (parts.query_output + mlp + parts.key_value) / tp / model.layers
-        read = [per_layer * n for n in partition(model.layers, self.parallel.pipeline)]
+        read = [per_layer * n for n in self.parallel.layers_by_stage(model.layers)]
         read[-1] += (parts.embedding if model.tied_embeddings else parts.head) / tp
         return read
 
@@ -220,7 +219,7 @@ class Roof:
         batch = max(1.0, running / p.pipeline)
         kv = batch * self._attended(length) * self._kv_bytes_per_layer()
         total = self.e.step_s + self.sequences_s(running) + (p.pipeline - 1) * m.hop_s
-        for layers, read in zip(partition(model.layers, p.pipeline), self._stage_bytes(batch), strict=True):
+        for layers, read in zip(p.layers_by_stage(model.layers), self._stage_bytes(batch), strict=True):
             moving = (read + kv * layers) / m.bandwidth
             adding = batch * (1 + drafted) * 2 * self._matrices() * layers / model.layers / p.tensor / m.flops
             busy = max(moving, adding) + layers * (self._layer_s() + self._reduce(batch))

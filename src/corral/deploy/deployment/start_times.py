@@ -1,15 +1,18 @@
-"""How long the phases of a start usually take here, how far one is, and time in words.
+"""How long a start takes: as earlier ones took here, else as the plan lets expect; and how far one is.
 
-The phases of a start, as a deployment's journal tells them: which came when, and how long each took.
+A start is a row of phases (`Phase`). A deployment's journal tells which came when (`course_of`), how long each took
+(`durations`), and when the one that lasts should be over (`ends_at_s`). What starts took is kept in
+`<home>/starts.json`: the last few lengths of each phase of the last few hundred kinds of start. A kind is a model,
+what of its plan a start's length depends on, and the machine. Whoever writes last wins; a lost line costs nothing.
 
-How long starts took here, phase by phase: kept in `<home>/starts.json`, so that the next one knows what is usual.
-
-A small file: the last few lengths of each phase of the last few hundred kinds of start. A kind is a model, what of
-its plan a start's length depends on, and the machine. Whoever writes last wins; a lost line costs nothing.
+Where no earlier start of a kind is remembered, the plan alone answers (`planned_start`): roughly, and rather too long
+than too short, because a first start compiles, and imports what no disk cache holds. Measured on two cores with
+SmolLM2 and on one H200 with an 8B model (docs/log.md).
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import itertools
 import json
@@ -20,30 +23,23 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from corral.base.errors import CorralError
 from corral.base.files import write_atomic
 from corral.base.home import home_dir
-from corral.base.record import dump_json, load_json, to_json
-from corral.deploy.deployment.events import Event
+from corral.base.record import dump_json, from_json, load_json, to_json
+from corral.base.untrusted import parse_json
+from corral.base.wording import duration
+from corral.deploy.deployment.events import Event, read_events
+from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.state import State
-from corral.plan.contract import Plan
-from corral.plan.measured import planned_start
+
+if TYPE_CHECKING:
+    from corral.plan.contract import Plan
 
 OVERDUE = 2.0  # times what is usual; then it is said
 OVERDUE_LEAST_S = 5.0  # beyond what is usual; shorter delays are nobody's concern
-
-
-def duration(seconds: float) -> str:
-    """Seconds as a person says them: 4.2 s, 3 min 10 s, 2 h 5 min."""
-    if seconds < 60:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
 
 
 def amount(done: int, total: int) -> str:
@@ -167,9 +163,65 @@ def kind_of(what: str, *matters: Any) -> str:
     return f"{what} {blake2b(text.encode(), digest_size=6).hexdigest()}"
 
 
+# seconds by phase of an engine that is there, beside loading
+_CPU_S = {Phase.STARTING: 40.0, Phase.INITIALISING: 30.0, Phase.COMPILING: 100.0, Phase.WARMING: 20.0}
+_GPU_S = {Phase.STARTING: 30.0, Phase.INITIALISING: 30.0, Phase.COMPILING: 60.0, Phase.WARMING: 45.0}
+_INSTALL_CPU_S, _INSTALL_GPU_S = 150.0, 300.0
+_MEASURE_S = 5.0
+_FETCH_BYTES_S = 1e8
+_CONVERT_S = 20.0
+_LOAD_LEAST_S = 5.0
+_STORAGE_GB_S = 2.0  # where the plan does not say how fast weights are read
+
+
+def planned_start(plan: Plan) -> dict[str, Expected]:
+    """What to expect of a start by the plan alone, by phase."""
+    engine_s = dict(_GPU_S if plan.inventory.gpu else _CPU_S)
+    if plan.settings.eager:
+        engine_s.pop(Phase.COMPILING)
+    storage_gb_s = plan.goal.storage_gb_s or _STORAGE_GB_S
+    loading_s = round(plan.memory.weights_bytes / (storage_gb_s * 1e9) + _LOAD_LEAST_S, 1)
+    seconds = {**_first_start_s(plan), **engine_s, Phase.LOADING: loading_s}
+    return {phase.value: Expected(length_s) for phase, length_s in seconds.items()}
+
+
+def planned_restart_s(plan: Plan) -> float:
+    """Seconds of a start for which engine and model are there: what every further one costs."""
+    first = _first_start_s(plan)
+    return sum(one.seconds for phase, one in planned_start(plan).items() if phase not in first)
+
+
+def _first_start_s(plan: Plan) -> dict[Phase, float]:
+    """What only the first start here does."""
+    return {
+        Phase.INSTALLING: _INSTALL_GPU_S if plan.inventory.gpu else _INSTALL_CPU_S,
+        Phase.MEASURING: _MEASURE_S,
+        Phase.FETCHING: round(plan.memory.weights_bytes / _FETCH_BYTES_S + _CONVERT_S, 1),
+    }
+
+
 def expectation(kind: str, plan: Plan) -> dict[str, Expected]:
     """What to expect of a start, by phase: as remembered, else as planned."""
-    return {**{name: Expected(seconds) for name, seconds in planned_start(plan).items()}, **usual(kind)}
+    return {**planned_start(plan), **usual(kind)}
+
+
+def expected_of(folder: DeploymentFolder, staged: Sequence[Event] | None = None) -> dict[str, Expected]:
+    """What was expected of a deployment's start when it was launched, by phase.
+
+    What was known before that is in the journal of its staging, which a caller that has read it passes as `staged`.
+    """
+    found: dict[str, Expected] = {}
+    for event in read_events(folder.staging) if staged is None else staged:
+        found |= _expectations(event.get("expected"))
+    with contextlib.suppress(OSError, CorralError, KeyError, TypeError):
+        found |= _expectations(parse_json(folder.launch.read_bytes(), str(folder.launch))["expected"])
+    return found
+
+
+def _expectations(recorded: Any) -> dict[str, Expected]:
+    with contextlib.suppress(CorralError, TypeError, AttributeError):
+        return {str(phase): from_json(Expected, one) for phase, one in recorded.items()}
+    return {}
 
 
 def usual(kind: str) -> dict[str, Expected]:

@@ -154,7 +154,7 @@ class _Examination:
         return runtime if len(self.versions) == len(hosts) else None
 
     def _runtime(self) -> Runtime:
-        from corral.engines.locks import PINNED_VERSION
+        from corral.engines import PINNED_VERSION
 
         flavour = "cuda" if any(node.gpus for node in self.facts) else "cpu"
         home = self.question.home or (NODE_HOME if self.question.hosts else str(home_dir()))

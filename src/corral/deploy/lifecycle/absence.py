@@ -6,9 +6,9 @@ import shlex
 import time
 
 from corral.base.errors import CorralError, LaunchError, NotFoundError
+from corral.base.wording import duration
 from corral.client.endpoint import Absence
 from corral.deploy.deployment.folder import DeploymentFolder
-from corral.deploy.deployment.start_times import duration
 from corral.deploy.deployment.state import ENDED, Reason, State
 from corral.deploy.lifecycle.deployments import Status
 from corral.deploy.lifecycle.successors import ChainMember, all_standings, read_chain

@@ -24,7 +24,7 @@ from corral.base.home import home_dir
 from corral.base.processes import own_identity
 from corral.base.record import dump_json
 from corral.deploy.deployment.folder import DeploymentFolder, checked_name
-from corral.deploy.deployment.start_times import Phase, expectation, kind_of
+from corral.deploy.deployment.start_times import Phase, expectation, kind_of, planned_start
 from corral.deploy.deployment.state import Patience, Reason, State
 from corral.deploy.launch.links import choose_link
 from corral.deploy.launch.paste import as_batch, as_shell, masked
@@ -34,21 +34,22 @@ from corral.deploy.lifecycle.staging import Staging, measure_cpu, unmeasured
 from corral.deploy.lifecycle.successors import Chain, refuse_living_chain, write_chain
 from corral.deploy.lifecycle.watching import Reporter, wait_ready
 from corral.deploy.targets.base import Queue, Target, load_target
+from corral.engines import PINNED_VERSION
 from corral.engines import environments as engines
 from corral.engines.flags import check_arguments, values_of
-from corral.engines.locks import FLAVOURS, PINNED_VERSION
-from corral.engines.planned import joined, read_back
+from corral.engines.locks import FLAVOURS
 from corral.engines.runtimes.base import NodeSide, Runtime, make_runtime
 from corral.engines.runtimes.ray import ray_checks, refuse_known_lack
+from corral.engines.settings import joined, read_back
 from corral.plan.choose import make_plan
-from corral.plan.constraints import refuse_flags
 from corral.plan.contract import Goal, Plan
 from corral.plan.hardware.inventory import Inventory, NodeSlice, within
-from corral.plan.measured import planned_start, tuning_for
+from corral.plan.measured import tuning_for
 from corral.plan.models import catalogue
 from corral.plan.models import store as model_store
 from corral.plan.models.facts import read_facts
 from corral.plan.models.store import EMBEDDED, ModelSource
+from corral.plan.settings import refuse_flags
 
 PORT_ATTEMPTS = 3  # a port that was free when chosen can be taken before the engine binds it
 

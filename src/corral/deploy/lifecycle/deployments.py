@@ -19,13 +19,13 @@ from corral.base.files import write_atomic
 from corral.base.home import deployments_dir
 from corral.base.lock import exclusive_lock
 from corral.base.processes import Identity
-from corral.base.record import dump_json, from_json, load_json
+from corral.base.record import dump_json, load_json
 from corral.base.untrusted import parse_json
 from corral.client.endpoint import Endpoint
 from corral.deploy.deployment.events import Event, Follower, read_events
 from corral.deploy.deployment.fleet import refuse_fleet_name
 from corral.deploy.deployment.folder import DeploymentFolder, all_folders
-from corral.deploy.deployment.start_times import Expected, Stretch, course_of, ends_at_s
+from corral.deploy.deployment.start_times import Expected, Stretch, course_of, ends_at_s, expected_of
 from corral.deploy.deployment.state import ENDED, Patience, Reason, State
 from corral.deploy.launch.render import LaunchSpec
 from corral.deploy.lifecycle.status import traces_of, verdict
@@ -153,23 +153,6 @@ def plan_of(folder: DeploymentFolder) -> Plan | None:
         return load_json(Plan, folder.plan)
     except (CorralError, OSError):
         return None
-
-
-def expected_of(folder: DeploymentFolder, staged: Sequence[Event] | None = None) -> dict[str, Expected]:
-    """How long the phases of its start usually take, as known when it was `staged` (its journal, where the caller has
-    read it) and when it was launched."""
-    found: dict[str, Expected] = {}
-    for event in read_events(folder.staging) if staged is None else staged:
-        found |= _expectations(event.get("expected"))
-    with contextlib.suppress(OSError, CorralError, KeyError, TypeError):
-        found |= _expectations(parse_json(folder.launch.read_bytes(), str(folder.launch))["expected"])
-    return found
-
-
-def _expectations(told: Any) -> dict[str, Expected]:
-    with contextlib.suppress(CorralError, TypeError, AttributeError):
-        return {str(phase): from_json(Expected, one) for phase, one in told.items()}
-    return {}
 
 
 def statuses() -> list[Status]:

@@ -24,10 +24,9 @@ from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.start_times import WORTH_KEEPING_S, Expected, Phase, remember_start, usual
 from corral.deploy.lifecycle.watching import Reporter
 from corral.engines import environments as engines
-from corral.plan.cpu import formats_to_measure
-from corral.plan.cpu_speed import products
-from corral.plan.hardware.cpu import measure_cpu_speed, read_cpu, recall_cpu_speed, remember_cpu_speed
-from corral.plan.hardware.inventory import Inventory
+from corral.plan.cpu import formats_to_measure, products
+from corral.plan.hardware.cpu import measure_cpu_speed, recall_cpu_speed, remember_cpu_speed
+from corral.plan.hardware.inventory import Inventory, read_cpu
 from corral.plan.hardware.probe import cpu_facts
 from corral.plan.measured import cpu_kind
 from corral.plan.models.facts import ModelFacts
@@ -73,14 +72,14 @@ class Staging:
         self,
         report: Reporter,
         folder: DeploymentFolder,
-        planned: Mapping[str, float],
+        planned: Mapping[str, Expected],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.report, self._folder, self._planned, self._clock = report, folder, planned, clock
         self._phase, self._kind = "", ""
         self._first_s = self._began_s = clock()
         self._told_s, self._told_share = 0.0, -1.0
-        after = {name: Expected(seconds) for name, seconds in planned.items() if name not in BEFORE}
+        after = {name: expected for name, expected in planned.items() if name not in BEFORE}
         self._write("expected", expected=after)
 
     def phase(self, name: Phase, kind: str = "", needed: bool = True) -> None:
@@ -91,8 +90,7 @@ class Staging:
             remember_start(self._kind, {self._phase: took_s})
         self._phase, self._kind, self._began_s = name, kind, self._clock()
         self._told_s, self._told_share = self._began_s, -1.0
-        planned = Expected(self._planned[name]) if name in self._planned else None
-        expected = usual(kind).get(name, planned) if needed else None
+        expected = {**self._planned, **usual(kind)}.get(name) if needed else None
         self._write("phase", phase=name, **({"expected": {name: expected}} if expected else {}))
         self.report.phase(name, expected)
 

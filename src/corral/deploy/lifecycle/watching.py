@@ -16,10 +16,11 @@ from corral.base.errors import LaunchError
 from corral.base.files import write_atomic
 from corral.base.home import home_dir
 from corral.base.record import dump_json, load_json
+from corral.base.wording import duration
 from corral.deploy.deployment.events import Event, read_events
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.slowness import explain_slow
-from corral.deploy.deployment.start_times import Expected, Phase, duration, durations, remember_start
+from corral.deploy.deployment.start_times import Expected, Phase, durations, expected_of, remember_start
 from corral.deploy.deployment.state import Reason, State
 from corral.deploy.lifecycle import deployments
 from corral.deploy.lifecycle.tunnel import ensure_tunnel
@@ -67,7 +68,7 @@ class Reporter(Protocol):
 def wait_ready(folder: DeploymentFolder, report: Reporter) -> deployments.Status:
     """Follow a deployment until it is ready; raise its reason when it ends instead, or can never start."""
     final: deployments.Status | None = None
-    expected = deployments.expected_of(folder)
+    expected = expected_of(folder)
     for item in deployments.watch(folder):
         if isinstance(item, Event):
             _tell(item, report, expected, shlex.quote(folder.name))

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, get_args, get_type_hints
 
-from corral.deploy.targets.base import TARGETS, target_tables
 from corral.deploy.targets.keys import (
+    TARGETS,
     HardwareKeys,
     LimitKeys,
     NetworkKeys,
@@ -22,6 +22,8 @@ from corral.deploy.targets.keys import (
     key,
     one_of,
     one_word,
+    target_class,
+    target_tables,
     variables,
 )
 from corral.plan.contract import token_count
@@ -109,7 +111,8 @@ class ProfileSettings:
     @property
     def own(self) -> Any:
         """The table of its target; None where that has none."""
-        return self.table(self.target) if self.target in target_tables() else None
+        table = target_class(self.target).TABLE
+        return None if table is None else self.targets.get(self.target) or table()
 
     @property
     def shared(self) -> Shared:

@@ -18,8 +18,7 @@ from corral.deploy.profile.contract import Key, ProfileSettings, all_keys
 from corral.deploy.profile.merging import AskedValues, asked_of_plan
 from corral.deploy.profile.profile import Profile
 from corral.deploy.profile.reading import key_lines
-from corral.deploy.targets.base import target_class, target_tables
-from corral.deploy.targets.keys import is_placeholder
+from corral.deploy.targets.keys import is_placeholder, target_class, target_tables
 from corral.plan.contract import Plan
 
 SAMPLES = {  # what a reader sees in place of a value, where the type alone says too little

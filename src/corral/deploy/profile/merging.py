@@ -20,14 +20,9 @@ from typing import Any
 
 from corral.base.errors import CorralError, UsageError
 from corral.base.home import home_dir
-from corral.deploy.deployment.state import Patience
 from corral.deploy.profile.profile import Profile
-from corral.deploy.slurm.commands import seconds
-from corral.deploy.targets.base import target_class
-from corral.deploy.targets.keys import is_placeholder
-from corral.engines.locks import PINNED_VERSION
-from corral.engines.planned import joined, read_back
-from corral.engines.runtimes.base import NodeSide, make_runtime
+from corral.deploy.targets.keys import is_placeholder, target_class
+from corral.engines.settings import joined, read_back
 from corral.plan.candidate import Tuning
 from corral.plan.hardware.inventory import Inventory, parse_gpus, probe
 from corral.plan.measured import tuning_for
@@ -36,7 +31,6 @@ from corral.plan.models.facts import ModelFacts
 # options of a command that a profile knows nothing of, or leaves to the request's own default
 PASSED_ON = ("name", "served_name", "flavour")
 GOAL = ("context", "concurrency", "goal")
-PATIENCE = tuple(field.name for field in fields(Patience))
 
 # one question with several names: a command's answer takes the place of all that a profile says
 _SAME_QUESTION = (("max_model_len", "context"), ("weights", "dtype", "quantization"))
@@ -53,13 +47,16 @@ class AskedValues:
 
 
 def merged(profile: Profile, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments for `bringup.Wish.of`, with `goal` and `patience` as those of `Goal` and `Patience`.
+    """Keyword arguments for `bringup.DeployRequest.of`, with `goal` and `patience` as those of `Goal` and `Patience`.
 
     `flags` has the request's own names, and those of the goal and the patience; None means: not given. Their own
     default holds where neither says anything, so that there is one place for defaults.
     """
+    from corral.deploy.deployment.state import Patience
+
+    patience_names = [field.name for field in fields(Patience)]
     given = {name: value for name, value in flags.items() if value is not None}
-    known = {*PASSED_ON, *GOAL, *PATIENCE, *_said_by(Profile()), "extra_args", "extra_env", "fixed"}
+    known = {*PASSED_ON, *GOAL, *patience_names, *_said_by(Profile()), "extra_args", "extra_env", "fixed"}
     if unknown := given.keys() - known:
         raise TypeError(f"a request has no {', '.join(sorted(unknown))}")
     said = _said_by(profile)
@@ -79,7 +76,7 @@ def merged(profile: Profile, flags: Mapping[str, Any]) -> dict[str, Any]:
     result |= {name: given[name] for name in PASSED_ON if name in given}
     defaults = settings.defaults
     said_patience = {"restarts": defaults.restart, "stall_s": defaults.stall}
-    patience = {name: given.get(name, said_patience.get(name)) for name in PATIENCE}
+    patience = {name: given.get(name, said_patience.get(name)) for name in patience_names}
     result["patience"] = {name: value for name, value in patience.items() if value is not None}
     result = {name: value for name, value in result.items() if value is not None}
     _refuse_unfinished(profile, result)
@@ -156,6 +153,8 @@ def _leaves(value: object) -> Iterator[object]:
 
 
 def _refuse_beyond_limits(profile: Profile, result: Mapping[str, Any]) -> None:
+    from corral.deploy.slurm.commands import seconds
+
     limits, size = profile.settings.limits, target_class(result["target"]).size(result["target_options"])
     for key, asked, most in (
         ("max_nodes", size.nodes, limits.max_nodes),
@@ -214,6 +213,9 @@ def tuning_of_plan(
     """
     version = ""
     if profile.runtime != "managed":
+        from corral.engines import PINNED_VERSION
+        from corral.engines.runtimes.base import NodeSide, make_runtime
+
         node = NodeSide(str(home_dir()), "cuda" if inventory.gpu else "cpu", PINNED_VERSION)
         with contextlib.suppress(CorralError):  # whoever starts it is told what is wrong with it
             version = make_runtime(profile.runtime, profile.runtime_options, node).version

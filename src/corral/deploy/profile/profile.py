@@ -16,8 +16,7 @@ from corral.base.errors import CorralError, DataError
 from corral.deploy.profile import folders
 from corral.deploy.profile.contract import ProfileSettings, all_keys
 from corral.deploy.profile.reading import Layer, all_wrong, build_settings, read_file
-from corral.deploy.targets.base import TARGETS, target_class, target_tables
-from corral.deploy.targets.keys import is_placeholder
+from corral.deploy.targets.keys import TARGETS, is_placeholder, target_class, target_tables
 from corral.plan.hardware.inventory import GIB, Inventory, parse_gpus
 
 # variable -> the key it stands for; those of a target are declared in its file (`environment`)
@@ -33,6 +32,7 @@ _VARIABLES = {
     "CORRAL_BIND": "endpoint.bind",
     "CORRAL_PORT": "endpoint.port",
 }
+_OTHER_VARIABLES = ("CORRAL_HOME", "CORRAL_PROFILE", "CORRAL_PYTHON")  # that stand for no key
 
 
 def environment() -> dict[str, str]:
@@ -143,8 +143,11 @@ class Listed:
 
 def load_profile(name: str | None, environ: Mapping[str, str] | None = None) -> Profile:
     """The profile of a name, with what the environment says on top; without a name, only that."""
+    environ = os.environ if environ is None else environ
+    if not name and not any(one.startswith("CORRAL_") and one not in _OTHER_VARIABLES for one in environ):
+        return Profile()  # without loading every target for its variables
     layers = [read_file(file.path, file.kind) for file in folders.find(name)] if name else []
-    return assemble(name or "", layers, os.environ if environ is None else environ)
+    return assemble(name or "", layers, environ)
 
 
 def all_profiles() -> list[Listed]:

@@ -14,7 +14,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from corral.base.errors import AccessError, DataError, UsageError
 from corral.base.record import nearest
 from corral.deploy.profile.contract import ProfileSettings, all_keys, takes
-from corral.deploy.targets.base import target_tables
+from corral.deploy.targets.keys import target_tables
 
 MOST_BYTES = 256 * 1024  # the largest profile anybody writes by hand is a hundredth of this
 _HEADER = re.compile(r"^\s*\[\s*([A-Za-z0-9_.\"'\s-]+?)\s*\]\s*(?:#.*)?$")

@@ -9,23 +9,23 @@ nodes again.
 
 from __future__ import annotations
 
-import functools
-import importlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from corral.base.errors import UsageError
-from corral.base.ssh import Forward, Ssh
-from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.state import Reason, State
-from corral.deploy.launch.links import Node, Ports
-from corral.deploy.launch.render import LaunchSpec, PlacedFile
-from corral.deploy.targets.keys import Flag, Shared, Size, only_said
+from corral.deploy.targets.keys import TARGETS as TARGETS
+from corral.deploy.targets.keys import Declared as Declared
+from corral.deploy.targets.keys import target_class as target_class
+from corral.deploy.targets.keys import target_tables as target_tables
 
 if TYPE_CHECKING:
+    from corral.base.ssh import Forward, Ssh
+    from corral.deploy.deployment.folder import DeploymentFolder
+    from corral.deploy.launch.links import Node, Ports
+    from corral.deploy.launch.render import LaunchSpec, PlacedFile
     from corral.engines.runtimes.base import NodeCheck
     from corral.plan.contract import Plan
     from corral.plan.hardware.inventory import Inventory
@@ -201,81 +201,6 @@ class Target(Protocol):
         ...
 
 
-class Declared:
-    """What a target says of itself before one is made, and what most answer alike; each overrides what differs.
-
-    `TABLE` is a dataclass of keys (see `deploy.targets.keys`): the table of a profile that has the target's name.
-    `FLAGS` are its options of the command line, `VARIABLES` those of the environment. A flag names an option of the
-    target, and so does a key, unless `from_profile` makes another of it.
-    """
-
-    TITLE: ClassVar[str] = ""  # for headings: SLURM, ssh
-    TABLE: ClassVar[type | None] = None
-    FLAGS: ClassVar[tuple[Flag, ...]] = ()
-    VARIABLES: ClassVar[Mapping[str, str]] = {}  # variable -> key of the table
-    DERIVED: ClassVar[Mapping[str, str]] = {}  # key -> the key that it may come from: hosts from a hosts file
-    REQUIRED: ClassVar[tuple[str, ...]] = ()  # options without which none can be made
-    NODES_KNOWN: ClassVar[bool] = True  # before it starts something
-
-    @classmethod
-    def completed(cls, table: Any, folder: Path, overruled: frozenset[str]) -> Any:  # noqa: ARG003
-        """The table with what it names brought in; `folder` is where its profile lies.
-
-        The keys in `overruled` are said by the environment, on top of what the files say.
-        """
-        return table
-
-    @classmethod
-    def from_profile(cls, table: Any, shared: Shared) -> dict[str, object]:  # noqa: ARG003
-        """The options that a profile asks for; only what is said."""
-        return only_said(vars(table)) if table is not None else {}
-
-    @classmethod
-    def count_nodes(cls, table: Any) -> int | None:  # noqa: ARG003
-        """How many nodes the table speaks of."""
-        return None
-
-    @classmethod
-    def contradictions(cls, table: Any, shared: Shared) -> Iterator[tuple[str, str, str]]:  # noqa: ARG003
-        """(key, what it says, what another says) where two keys cannot both be meant."""
-        return iter(())
-
-    @classmethod
-    def size(cls, options: Mapping[str, Any]) -> Size:  # noqa: ARG003
-        """How much is asked for."""
-        return Size()
-
-    @classmethod
-    def divisible(cls, options: Mapping[str, Any]) -> tuple[str, ...]:  # noqa: ARG003
-        """The nodes that several deployments may be given parts of; empty: whoever gives the nodes divides them."""
-        return ()
-
-    @classmethod
-    def only_on(cls, options: Mapping[str, Any], nodes: Sequence[str]) -> dict[str, Any]:  # noqa: ARG003
-        """The options for some of those nodes."""
-        return dict(options)
-
-    # what holds where the nodes see this machine's files, as here or on a shared file system
-
-    def files(self) -> tuple[PlacedFile, ...]:
-        return ()
-
-    def fetching_hosts(self) -> tuple[str, ...]:
-        return ()
-
-    def find_model(self, name: str, repo: str, at_least_bytes: int) -> str | None:
-        return None
-
-    def placed(self, path: Path) -> str:
-        return str(path)
-
-    def reach(self, node: str) -> tuple[str, ...]:
-        return ()
-
-    def shell(self) -> Ssh:
-        return Ssh()
-
-
 @runtime_checkable
 class Queue(Protocol):
     """What a target that hands jobs to a scheduler can do besides."""
@@ -335,32 +260,6 @@ class Queue(Protocol):
     def lease(self, folder: DeploymentFolder) -> Lease | None:
         """How long the nodes are held; None when nothing was submitted, or nobody knows any more."""
         ...
-
-
-TARGETS = {
-    "local": "corral.deploy.targets.local:LocalTarget",
-    "ssh": "corral.deploy.targets.ssh:SshTarget",
-    "slurm": "corral.deploy.targets.slurm:SlurmTarget",
-}
-
-
-def target_class(name: str) -> type[Declared]:
-    """What declares itself under this name in `TARGETS`."""
-    if name not in TARGETS:
-        raise UsageError(f"there is no target {name!r}.", f"Known: {', '.join(TARGETS)}.")
-    module, _, attribute = TARGETS[name].partition(":")
-    found: type[Declared] = getattr(importlib.import_module(module), attribute)
-    return found
-
-
-def target_tables() -> dict[str, type]:
-    """The tables of profiles that belong to a target, by the target's name."""
-    return _tables(tuple(TARGETS))
-
-
-@functools.cache
-def _tables(names: tuple[str, ...]) -> dict[str, type]:
-    return {name: table for name in names if (table := target_class(name).TABLE) is not None}
 
 
 def load_target(name: str, options: Mapping[str, object] | None = None) -> Target:

@@ -1,4 +1,4 @@
-"""What a target declares of itself: keys of a profile, options of the command line; and the tables that all share.
+"""The targets by name, and what each declares of itself: keys of a profile, options of the command line.
 
 A key is a field of a frozen dataclass with its meaning, its check and a sample; None means: not said. The tables here
 belong to no target, and every target may take from them what it needs.
@@ -6,15 +6,20 @@ belong to no target, and every target may take from them what it needs.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from corral.base.errors import UsageError
-from corral.base.ssh import check_host
-from corral.deploy.slurm.commands import seconds
 from corral.plan.hardware.inventory import LINKS, parse_gpus
+
+if TYPE_CHECKING:
+    from corral.base.ssh import Ssh
+    from corral.deploy.launch.render import PlacedFile
 
 Check = Callable[[Any], str]  # what is expected instead, or nothing when the value is good
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -52,6 +57,8 @@ def at_least(least: float, most: float | None = None) -> Check:
 
 
 def time_limit(value: str) -> str:
+    from corral.deploy.slurm.commands import seconds
+
     return "" if is_placeholder(value) or seconds(value) else 'a time limit such as "4:00:00" or "1-00:00:00"'
 
 
@@ -78,6 +85,8 @@ def variables(value: Mapping[str, str]) -> str:
 
 
 def hosts(value: tuple[str, ...]) -> str:
+    from corral.base.ssh import check_host
+
     for host in value:
         try:
             check_host(host)
@@ -184,3 +193,106 @@ def only_said(values: Mapping[str, object]) -> dict[str, object]:
 def number(value: object) -> int:
     """A number, also from words of the command line; what is none is for the target to refuse."""
     return int(str(value)) if str(value).isdecimal() else 0
+
+
+class Declared:
+    """What a target says of itself before one is made, and what most answer alike; each overrides what differs.
+
+    `TABLE` is a dataclass of keys (see `key`): the table of a profile that has the target's name.
+    `FLAGS` are its options of the command line, `VARIABLES` those of the environment. A flag names an option of the
+    target, and so does a key, unless `from_profile` makes another of it.
+    """
+
+    TITLE: ClassVar[str] = ""  # for headings: SLURM, ssh
+    TABLE: ClassVar[type | None] = None
+    FLAGS: ClassVar[tuple[Flag, ...]] = ()
+    VARIABLES: ClassVar[Mapping[str, str]] = {}  # variable -> key of the table
+    DERIVED: ClassVar[Mapping[str, str]] = {}  # key -> the key that it may come from: hosts from a hosts file
+    REQUIRED: ClassVar[tuple[str, ...]] = ()  # options without which none can be made
+    NODES_KNOWN: ClassVar[bool] = True  # before it starts something
+
+    @classmethod
+    def completed(cls, table: Any, folder: Path, overruled: frozenset[str]) -> Any:  # noqa: ARG003
+        """The table with what it names brought in; `folder` is where its profile lies.
+
+        The keys in `overruled` are said by the environment, on top of what the files say.
+        """
+        return table
+
+    @classmethod
+    def from_profile(cls, table: Any, shared: Shared) -> dict[str, object]:  # noqa: ARG003
+        """The options that a profile asks for; only what is said."""
+        return only_said(vars(table)) if table is not None else {}
+
+    @classmethod
+    def count_nodes(cls, table: Any) -> int | None:  # noqa: ARG003
+        """How many nodes the table speaks of."""
+        return None
+
+    @classmethod
+    def contradictions(cls, table: Any, shared: Shared) -> Iterator[tuple[str, str, str]]:  # noqa: ARG003
+        """(key, what it says, what another says) where two keys cannot both be meant."""
+        return iter(())
+
+    @classmethod
+    def size(cls, options: Mapping[str, Any]) -> Size:  # noqa: ARG003
+        """How much is asked for."""
+        return Size()
+
+    @classmethod
+    def divisible(cls, options: Mapping[str, Any]) -> tuple[str, ...]:  # noqa: ARG003
+        """The nodes that several deployments may be given parts of; empty: whoever gives the nodes divides them."""
+        return ()
+
+    @classmethod
+    def only_on(cls, options: Mapping[str, Any], nodes: Sequence[str]) -> dict[str, Any]:  # noqa: ARG003
+        """The options for some of those nodes."""
+        return dict(options)
+
+    # what holds where the nodes see this machine's files, as here or on a shared file system
+
+    def files(self) -> tuple[PlacedFile, ...]:
+        return ()
+
+    def fetching_hosts(self) -> tuple[str, ...]:
+        return ()
+
+    def find_model(self, name: str, repo: str, at_least_bytes: int) -> str | None:
+        return None
+
+    def placed(self, path: Path) -> str:
+        return str(path)
+
+    def reach(self, node: str) -> tuple[str, ...]:
+        return ()
+
+    def shell(self) -> Ssh:
+        from corral.base.ssh import Ssh
+
+        return Ssh()
+
+
+TARGETS = {
+    "local": "corral.deploy.targets.local:LocalTarget",
+    "ssh": "corral.deploy.targets.ssh:SshTarget",
+    "slurm": "corral.deploy.targets.slurm:SlurmTarget",
+}
+
+
+def target_class(name: str) -> type[Declared]:
+    """What declares itself under this name in `TARGETS`."""
+    if name not in TARGETS:
+        raise UsageError(f"there is no target {name!r}.", f"Known: {', '.join(TARGETS)}.")
+    module, _, attribute = TARGETS[name].partition(":")
+    found: type[Declared] = getattr(importlib.import_module(module), attribute)
+    return found
+
+
+def target_tables() -> dict[str, type]:
+    """The tables of profiles that belong to a target, by the target's name."""
+    return _tables(tuple(TARGETS))
+
+
+@functools.cache
+def _tables(names: tuple[str, ...]) -> dict[str, type]:
+    return {name: table for name in names if (table := target_class(name).TABLE) is not None}

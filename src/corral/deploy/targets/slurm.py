@@ -26,6 +26,7 @@ from corral.base.home import home_dir
 from corral.base.record import dump_json, load_json, to_json
 from corral.base.shell import run
 from corral.base.ssh import Forward
+from corral.base.wording import duration
 from corral.deploy.deployment.folder import DeploymentFolder, chain_of
 from corral.deploy.deployment.state import Reason, State
 from corral.deploy.launch.links import Node, Ports
@@ -272,9 +273,9 @@ class SlurmTarget(Declared):
     def check(self, plan: Plan) -> None:
         time_s, partition = self.time_s() or 0.0, self._found().partition
         if partition and partition.max_time_s and time_s > partition.max_time_s:
-            most = _words(partition.max_time_s)
+            most = duration(partition.max_time_s)
             raise DoesNotFitError(
-                f"partition {partition.name} gives a job {most}, and {_words(time_s)} were requested.",
+                f"partition {partition.name} gives a job {most}, and {duration(time_s)} were requested.",
                 "Ask for less with --time, or name another --partition.",
             )
         if partition and partition.max_nodes and (self.given.nodes or 1) > partition.max_nodes:
@@ -285,8 +286,8 @@ class SlurmTarget(Declared):
         load_s = plan.speed.load_s or 0.0
         if load_s + self.given.signal_s >= time_s:
             raise DoesNotFitError(
-                f"loading takes about {_words(load_s)}, and the job has {_words(time_s)}, of which the last "
-                f"{_words(self.given.signal_s)} are for draining: it would end before it answers.",
+                f"loading takes about {duration(load_s)}, and the job has {duration(time_s)}, of which the last "
+                f"{duration(self.given.signal_s)} are for draining: it would end before it answers.",
                 "Ask for more with --time.",
                 load_s=load_s,
                 time_s=time_s,
@@ -476,11 +477,3 @@ def _renewer(deployment: str) -> str:
     """The command that looks after what follows; the nodes share this machine's file system, and so this Python."""
     home = f"CORRAL_HOME={shlex.quote(str(home_dir()))}"
     return f"{home} {shlex.join([sys.executable, '-m', 'corral', 'renew', chain_of(deployment)])}"
-
-
-def _words(seconds: float) -> str:
-    """Seconds as a person says them."""
-    minutes = round(seconds / 60)
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"

@@ -32,8 +32,7 @@ from corral.deploy.targets.keys import a_path, key
 from corral.deploy.targets.keys import hosts as good_hosts
 from corral.deploy.targets.remote_files import NodeReport, last_word, mirror
 from corral.node.network import some_of
-from corral.plan.hardware.cpu import common_cpu, parse_cpuinfo
-from corral.plan.hardware.inventory import Inventory, recognise
+from corral.plan.hardware.inventory import Inventory, common_cpu, parse_cpuinfo, recognise
 from corral.plan.hardware.survey import NodeFacts
 
 

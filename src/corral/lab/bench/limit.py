@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from corral.lab.bench.metrics import Summary
 from corral.lab.bench.server_metrics import ServerDelta
 from corral.plan.contract import Plan
-from corral.plan.load_speed import speed_at
+from corral.plan.measured import speed_at
 from corral.plan.settings import LARGER, largest_graph
 from corral.plan.speed import Efficiency
 

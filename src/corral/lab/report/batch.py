@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from corral.deploy.deployment.start_times import duration
+from corral.base.wording import duration
 from corral.lab.report import tables
 from corral.lab.report.screen import PhaseScreen, print_json, since, tell
 

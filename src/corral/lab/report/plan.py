@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import click
 
+from corral.base.wording import duration
 from corral.deploy.profile.drafting import up_command, vllm_command
 from corral.deploy.profile.merging import AskedValues
 from corral.deploy.profile.profile import Profile
 from corral.lab.report import tables
 from corral.lab.report.tables import reading_width
 from corral.plan.candidate import Candidate, over_nodes
-from corral.plan.constraints import Form
 from corral.plan.contract import Plan
 from corral.plan.hardware.inventory import GIB, Gpu
 from corral.plan.measured import Differences
-from corral.plan.need import Cell, Need, ReplicaAdvice, ReplicaForm, TableRow, box_gb
+from corral.plan.precision import Form
 from corral.plan.reasons import load_words
+from corral.plan.speed import significant
+
+if TYPE_CHECKING:
+    from corral.plan.need import Cell, Need, ReplicaAdvice, TableRow
 
 _LABEL = 13
 _MOST_REFUSED = 5  # of what cannot run, shown
@@ -34,15 +39,14 @@ def about(value: float | None) -> str:
 
 
 def seconds(value: float | None) -> str:
-    if value is None:
-        return "–"
-    if value < 1:
-        return f"{about(value * 1000)} ms"
-    return f"{about(value)} s" if value < 100 else f"{about(value / 60)} min"
+    """A predicted time in the two digits it can claim, or a dash."""
+    return "–" if value is None else duration(significant(value, 2))
 
 
 def replica_lines(advice: ReplicaAdvice) -> list[str]:
     """How several replicas run, and why."""
+    from corral.plan.need import ReplicaForm
+
     whole = advice.form is ReplicaForm.ENGINE
     servers = f"{advice.replicas} servers behind one address"
     what = f"{advice.replicas} replicas in one engine (DP {advice.replicas})" if whole else servers
@@ -234,7 +238,7 @@ def table_lines(rows: Sequence[TableRow], gpu: Gpu) -> Iterator[str]:
         ],
     )
     yield ""
-    yield f"{gpu.kind} for both: on paper ({box_gb(gpu)} GB each), and the fewest that run it with that context"
+    yield f"{gpu.kind} for both: on paper ({gpu.box_gb} GB each), and the fewest that run it with that context"
     yield ""
     yield from _table(("model", *widths), [(r.model, *(_gpus(c) for c in r.cells)) for r in rows], left=4)
     yield from _notes([note for row in rows for note in row.notes])

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from corral.deploy.deployment.start_times import duration
+from corral.base.wording import duration
 from corral.deploy.transfer.outcome import Progress
 from corral.deploy.transfer.pull import Arrival, Pull
 from corral.lab.report.screen import LiveLines, tell

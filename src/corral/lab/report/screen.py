@@ -24,7 +24,8 @@ from corral.base.errors import CorralError
 from corral.base.record import to_json
 from corral.base.ssh import WAITING
 from corral.base.untrusted import plain
-from corral.deploy.deployment.start_times import Expected, Phase, amount, duration, left_s
+from corral.base.wording import duration
+from corral.deploy.deployment.start_times import Expected, Phase, amount, left_s
 from corral.lab.report import tables
 
 

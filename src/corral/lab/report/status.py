@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from corral.base.wording import duration
 from corral.deploy.deployment.events import Event
 from corral.deploy.deployment.fleet import Judgement
-from corral.deploy.deployment.start_times import amount, duration
+from corral.deploy.deployment.start_times import amount
 from corral.deploy.deployment.state import ENDED, State
 from corral.deploy.lifecycle.deployments import Status
 from corral.deploy.lifecycle.members import HeldJob, RankMember

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from corral.deploy.deployment.start_times import duration
+from corral.base.wording import duration
 from corral.deploy.profile.drafting import as_toml
 from corral.lab.report.bench import figure
 from corral.lab.report.html import cards, document, table, verdict_box

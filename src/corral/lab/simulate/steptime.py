@@ -15,8 +15,8 @@ from functools import lru_cache
 from typing import Protocol
 
 from corral.plan.contract import Plan
-from corral.plan.cpu_speed import CpuCosts, products
-from corral.plan.load_speed import speed_at
+from corral.plan.cpu import CpuCosts, products
+from corral.plan.measured import speed_at
 from corral.plan.models.facts import ModelFacts
 from corral.plan.settings import largest_graph
 from corral.plan.speed import Efficiency, Roof, roof_of, tiled

@@ -16,7 +16,7 @@ from corral.lab.bench.spec import Slo
 from corral.lab.simulate.fitting import Fit, RunError, error_of, fit_runs, fitted_member, replay
 from corral.lab.simulate.forecast import Interval, beyond, intervals
 from corral.lab.simulate.measured import MeasuredRun, RunFigures
-from corral.plan.load_speed import speed_at
+from corral.plan.measured import speed_at
 
 FITTED = 3
 

@@ -23,7 +23,7 @@ from corral.deploy.deployment.start_times import Expected
 from corral.deploy.deployment.state import State
 from corral.deploy.lifecycle import bringup, deployments
 from corral.lab.bench.measure import Bench
-from corral.lab.tune.knobs import BASE, Knob, Setup, tuned_wish
+from corral.lab.tune.knobs import BASE, Knob, Setup, tuned_request
 from corral.lab.tune.objective import measure_score, roofline
 from corral.lab.tune.parallel_trials import Turns, run_beside, with_part
 from corral.lab.tune.race import RaceResult, next_order, verdict
@@ -63,7 +63,7 @@ def fitting_knobs(
         for value in knob.values:
             setup = BASE.with_(knob.name, value)
             try:
-                check(tuned_wish(request, knobs, setup))
+                check(tuned_request(request, knobs, setup))
                 values.append(value)
             except CorralError as error:
                 pruned.append(Pruned(setup, error.message))
@@ -168,7 +168,7 @@ def _served(
     """The setup's server while it is measured, and the seconds of its start; `waited` gets the waits for a turn."""
     name = _name(run, slot)
     share = spec.shares[slot] if spec.shares else spec.request.share
-    request = tuned_wish(spec.request, spec.race.knobs, setup)
+    request = tuned_request(spec.request, spec.race.knobs, setup)
     request = replace(with_part(request, spec.slots) if spec.in_turns else request, name=name, share=share)
     asked_s = time.monotonic()
     with turns.start():
@@ -224,5 +224,5 @@ def settings_found(run: TuneRun) -> tuple[dict[str, object], tuple[str, ...]]:
     """The best setup of a run, as fields of a plan and arguments of vLLM."""
     spec = run.spec
     best = verdict(spec.race, run.trials()).best
-    request = tuned_wish(spec.request, spec.race.knobs, best)
+    request = tuned_request(spec.request, spec.race.knobs, best)
     return dict(request.fixed), request.extra_args

@@ -20,11 +20,11 @@ from typing import Any
 from corral.base.errors import DataError, UsageError
 from corral.base.files import read_text
 from corral.base.untrusted import parse_json
+from corral.base.wording import duration
 from corral.client.client import Client
 from corral.client.client import run as run_loop
 from corral.client.endpoint import Endpoint
 from corral.client.metrics import read_page
-from corral.deploy.deployment.start_times import duration
 from corral.lab.bench.spec import Workload
 from corral.node.exposition import load_figures
 

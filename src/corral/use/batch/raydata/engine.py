@@ -25,9 +25,10 @@ from typing import Any, NamedTuple, Protocol
 from corral.base.errors import UnreachableError, UsageError
 from corral.deploy.deployment.diagnosis import Diagnosis, diagnose, last_lines
 from corral.deploy.deployment.state import Reason
+from corral.engines.settings import VLLM_DTYPES
 from corral.plan.cpu import quick_format
-from corral.plan.hardware.cpu import CpuFacts, common_cpu, parse_cpuinfo
-from corral.plan.settings import VLLM_DTYPES, parse_assignments, read_fixed
+from corral.plan.hardware.inventory import CpuFacts, common_cpu, parse_cpuinfo
+from corral.plan.settings import parse_assignments, read_fixed
 from corral.use.batch.input.rows import optional
 
 _ANSWER_S = 60
