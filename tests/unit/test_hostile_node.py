@@ -24,7 +24,7 @@ from corral.deploy.deployment.folder import DeploymentFolder, RankFolder
 from corral.deploy.doctor.engine import read_all_reduce
 from corral.deploy.doctor.network import read_wire
 from corral.deploy.lifecycle.deployments import Record, Status, statuses
-from corral.deploy.targets.remote_files import MIRRORED, mirror, read_report, read_started, read_stopped
+from corral.deploy.targets.ssh_reports import MIRRORED, mirror, read_report, read_started, read_stopped
 from corral.deploy.transfer.courier import ask_courier
 from corral.deploy.transfer.courier_events import read_event
 from corral.plan.hardware.survey import NodeFacts, read_answer

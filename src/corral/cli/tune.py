@@ -23,7 +23,8 @@ from corral.cli.up import UpWords, read_words, wish_of
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.start_times import duration
 from corral.deploy.deployment.state import State
-from corral.deploy.lifecycle import bringup, deployments
+from corral.deploy.lifecycle import deployments
+from corral.deploy.lifecycle.decision import DeployRequest, as_planned, sized
 from corral.deploy.lifecycle.deployments import Record
 from corral.deploy.lifecycle.successors import choose_folder
 from corral.deploy.profile.profile import load_profile
@@ -170,7 +171,7 @@ def _continued(found: TuneRun) -> TuneRun:
     return found
 
 
-def _wished(model: str | None, given: dict[str, Any]) -> tuple[bringup.DeployRequest, tuple[str, ...]]:
+def _wished(model: str | None, given: dict[str, Any]) -> tuple[DeployRequest, tuple[str, ...]]:
     """What is tuned, by a model's name or as a deployment was started, and the vLLM flags that came with it."""
     options = ("context", "concurrency", "fixed", "runtime", "runtime_options", "extra_env")
     said = {key: given[key] for key in options} | {
@@ -210,12 +211,12 @@ def _seen(name: str) -> SeenLoad:
 def _begun(model: str | None, name: str, given: dict[str, Any]) -> TuneRun:
     """A new run, with everything checked that can be checked before a start."""
     request, arguments = _wished(model, given)
-    request = bringup.as_planned(request)  # a setup can then leave such a flag out
+    request = as_planned(request)  # a setup can then leave such a flag out
     shares, in_turns = shares_for(request, given["places"])
     request = replace(request, share=shares[0]) if shares else request
     sharing = len(shares) if in_turns else 1
     workload = _workload(given)
-    _, decision = bringup.sized(request)
+    _, decision = sized(request)
     seats = given["concurrency"] or decision.plan.seats
     objective = _objective(given, seats)
     bursts = objective.kind in (ObjectiveKind.THROUGHPUT, ObjectiveKind.COST)
@@ -224,7 +225,7 @@ def _begun(model: str | None, name: str, given: dict[str, Any]) -> TuneRun:
     if flags and decision.plan.inventory.gpu is None:
         raise UsageError(f"--baseline {flags[0]} is for GPUs.", f"Leave it out on a CPU, or use --baseline {RANDOM}.")
     knobs = (*baseline_knobs(decision.plan, request, flags), *knobs)
-    check: Callable[[bringup.DeployRequest], object] = bringup.sized
+    check: Callable[[DeployRequest], object] = sized
     if in_turns:
         held = 1 if objective.kind is ObjectiveKind.LATENCY else seats  # at a rate of its own, however many that are
         check = partial(refuse_part, places=sharing, seats=held, tokens=workload.longest_tokens)

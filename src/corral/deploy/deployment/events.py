@@ -102,6 +102,11 @@ def read_events(path: Path) -> list[Event]:
     return list(Follower(path).new())
 
 
+def last_state(path: Path) -> Event | None:
+    """The last change of state in a journal; None when there is none."""
+    return next((event for event in reversed(read_events(path)) if event.kind == "state"), None)
+
+
 class Follower:
     """Reads a journal as it grows."""
 

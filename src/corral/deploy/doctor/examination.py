@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from corral.base.errors import CorralError
-from corral.base.files import write_atomic
 from corral.base.home import home_dir
 from corral.base.ssh import Ssh
 from corral.base.wording import counted
@@ -21,7 +18,7 @@ from corral.deploy.doctor.network import judge_wire, run_wire
 from corral.deploy.doctor.readiness import judge_readiness
 from corral.engines.runtimes.base import NodeSide, Runtime, make_runtime
 from corral.plan.hardware.fabric import Fabric, choose_fabric
-from corral.plan.hardware.survey import Asked, Here, NodeFacts, survey
+from corral.plan.hardware.survey import Asked, Here, NodeFacts, marked_folders, survey
 from corral.plan.models.store import already_here, check_access, locate
 
 HERE = "here"
@@ -108,17 +105,24 @@ class _Examination:
             free_ports=PORTS_ASKED,
             read="" if question.quick else model_path,
         )
-        with _mark(bool(question.hosts), self.findings) as (mark, content):
-            found = self._ask(replace(asked, nonces=(mark,) if mark else ()))
-        self.facts = [facts for facts in found.values() if isinstance(facts, NodeFacts)]
-        self.shared = bool(mark and self.facts) and all(node.nonces.get(mark) == content for node in self.facts)
-        self.findings += judge_answers(found) if question.hosts else []
+        with marked_folders(
+            [home_dir()] if question.hosts and home_dir().is_dir() else [], self._unwritable
+        ) as marks:
+            answers = self._ask(replace(asked, nonces=tuple(marks)))
+        self.facts = [facts for facts in answers.values() if isinstance(facts, NodeFacts)]
+        seen = [node.nonces.get(mark) == content for mark, content in marks.items() for node in self.facts]
+        self.shared = bool(seen) and all(seen)
+        self.findings += judge_answers(answers) if question.hosts else []
         if self.facts:
             self.findings += judge_facts(self.facts, question.ports, question.ports_needed)
             self.findings += judge_writing(self.facts, (shared_home if self.shared else home, TMP))
             self.findings += judge_readiness(self.facts, question.runtime)
         if model_path:
             self.findings += judge_model(self.facts, model_path)
+
+    def _unwritable(self, error: OSError) -> None:
+        text = f"Corral's home on this machine cannot be written to: {home_dir()}: {error.strerror or error}"
+        self.findings.append(fatal("folders", text, "Set CORRAL_HOME to a folder that can be, or free some space."))
 
     def _ask(self, asked: Asked) -> dict[str, NodeFacts | CorralError]:
         question = self.question
@@ -203,24 +207,6 @@ class _Examination:
             self.findings.append(fatal("hub", error.message, error.remedy))
         else:
             self.findings.append(ok("hub", f"{source.repo} may be fetched"))
-
-
-@contextlib.contextmanager
-def _mark(wanted: bool, findings: list[Finding]) -> Iterator[tuple[str, str]]:
-    """A small file in Corral's home for a moment: nodes that can read what is in it share this machine's files."""
-    if not wanted or not home_dir().is_dir():
-        yield "", ""
-        return
-    path, content = home_dir() / f".seen-{secrets.token_hex(4)}", secrets.token_hex(16)
-    try:
-        write_atomic(path, content)
-    except OSError as error:
-        text = f"Corral's home on this machine cannot be written to: {home_dir()}: {error.strerror or error}"
-        findings.append(fatal("folders", text, "Set CORRAL_HOME to a folder that can be, or free some space."))
-    try:
-        yield str(path), content
-    finally:
-        path.unlink(missing_ok=True)
 
 
 def _within(limit_s: float, task: Callable[[], None]) -> CorralError | None:

@@ -309,7 +309,7 @@ def _stop_unreadable(folder: DeploymentFolder, error: Exception) -> Status:
         ended = target.stop(folder, traces.launch_id, Patience().grace_s)
     except UnreachableError as unreachable:
         raise UnreachableError(f"{why.text} {unreachable.message}", by_hand) from error
-    elsewhere = f"; what ran on {where} was ended" if target.name != "local" else ""
+    elsewhere = f"; what ran on {where} was ended" if not target.HERE else ""
     told = f"{why.text} Looked for its launch id {traces.launch_id}: {_counted(found)}{elsewhere}"
     if not ended:
         raise LaunchError(

@@ -20,9 +20,9 @@ from typing import Any
 
 from corral.base.errors import CorralError, UsageError
 from corral.base.home import home_dir
+from corral.base.wording import time_limit_s
 from corral.deploy.deployment.state import Patience
 from corral.deploy.profile.profile import Profile
-from corral.deploy.slurm.commands import seconds
 from corral.deploy.targets.base import target_class
 from corral.deploy.targets.keys import is_placeholder
 from corral.engines.locks import PINNED_VERSION
@@ -53,7 +53,7 @@ class AskedValues:
 
 
 def merged(profile: Profile, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments for `bringup.Wish.of`, with `goal` and `patience` as those of `Goal` and `Patience`.
+    """Keyword arguments for `DeployRequest.of`, with `goal` and `patience` as those of `Goal` and `Patience`.
 
     `flags` has the request's own names, and those of the goal and the patience; None means: not given. Their own
     default holds where neither says anything, so that there is one place for defaults.
@@ -160,7 +160,7 @@ def _refuse_beyond_limits(profile: Profile, result: Mapping[str, Any]) -> None:
     for key, asked, most in (
         ("max_nodes", size.nodes, limits.max_nodes),
         ("max_gpus", size.nodes * size.gpus_per_node, limits.max_gpus),
-        ("max_time", round(size.time_s), round(seconds(limits.max_time or "0") or 0)),
+        ("max_time", round(size.time_s), round(time_limit_s(limits.max_time or "0") or 0)),
     ):
         if most and asked and asked > most:
             what = {"max_nodes": "nodes", "max_gpus": "GPUs", "max_time": "seconds"}[key]
@@ -176,7 +176,7 @@ def hardware_of_plan(profile: Profile, gpus: str | None, nodes: int | None, link
         return parse_gpus(gpus, nodes, link or "ib-ndr")
     if named := profile.inventory(nodes):
         return replace(named, link=link or named.link)
-    if profile.target != "local":
+    if not target_class(profile.target).HERE:
         raise UsageError(
             f"the profile {profile.name!r} does not say what its nodes hold.",
             'Add [hardware] gpus = "8xH100" to it, or give --gpus.',

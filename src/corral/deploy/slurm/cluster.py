@@ -12,7 +12,8 @@ from functools import reduce
 
 from corral.base.errors import DoesNotFitError, NotFoundError, UsageError
 from corral.base.record import nearest
-from corral.deploy.slurm.commands import LOGIN_NODE, ask, seconds
+from corral.base.wording import time_limit_s
+from corral.deploy.slurm.commands import LOGIN_NODE, ask
 from corral.plan.hardware.inventory import GIB, Gpu, Inventory, find_gpu
 
 MIB = 1 << 20
@@ -268,8 +269,8 @@ def _partition(values: dict[str, str], members: list[dict[str, str]]) -> Partiti
         name=values["PartitionName"],
         default=values.get("Default") == "YES",
         open=values.get("State", "UP") == "UP",
-        max_time_s=seconds(values.get("MaxTime", "")),
-        default_time_s=seconds(values.get("DefaultTime", "")),
+        max_time_s=time_limit_s(values.get("MaxTime", "")),
+        default_time_s=time_limit_s(values.get("DefaultTime", "")),
         max_nodes=int(most) if most.isdigit() else None,
         accounts=() if accounts in ("ALL", "(null)") else tuple(accounts.split(",")),
         shapes=_shapes(members),

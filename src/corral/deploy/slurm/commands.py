@@ -23,6 +23,7 @@ from pathlib import Path
 from corral.base.errors import CorralError, UnreachableError, UsageError
 from corral.base.shell import Completed, run
 from corral.base.ssh import said_meanwhile
+from corral.base.wording import time_limit_s
 
 LOGIN_NODE = "Run Corral on a login node of the cluster, or set PATH to where SLURM's commands are."
 PATIENCE_S = 15.0  # for one command; a living controller answers in well under a second
@@ -143,7 +144,7 @@ def _job(line: str) -> SlurmJob | None:
         reason="" if reason == "None" else reason,
         start_s=_moment(start),
         end_s=_moment(end),
-        left_s=seconds(left),
+        left_s=time_limit_s(left),
         nodes="" if nodes == "(null)" else nodes,
         restarts=int(restarts) if restarts.isdigit() else 0,
         exit_code=code,
@@ -192,25 +193,6 @@ def _moment(text: str) -> float | None:
         return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
     except (ValueError, OverflowError):  # N/A, NONE, Unknown
         return None
-
-
-def seconds(text: str) -> float | None:
-    """A duration as SLURM writes it (`30`, `4:00:00`, `2-12`, `1-00:00:00`); None for no limit or no sense.
-
-    One number alone is minutes, two are minutes and seconds, as in `sbatch --time`.
-    """
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip())
-    if not match:
-        return None
-    days, *rest = match.groups()
-    numbers = [int(number) for number in rest if number is not None]
-    if days is not None:
-        hours, minutes, secs = [*numbers, 0, 0][:3]
-    elif len(numbers) == 3:
-        hours, minutes, secs = numbers
-    else:
-        hours, (minutes, secs) = 0, [*numbers, 0][:2]
-    return float(int(days or 0) * 86400 + hours * 3600 + minutes * 60 + secs)
 
 
 # ------------------------------------------------------------------------------------------------------------- acting

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from corral.base.errors import UsageError
+from corral.base.wording import time_limit_s
 from corral.deploy.slurm.cluster import Want
-from corral.deploy.slurm.commands import seconds
 from corral.plan.hardware.inventory import LINKS, parse_gpus
 
 
@@ -74,7 +74,7 @@ class SlurmOptions:
         return found
 
     def _check(self) -> None:
-        if self.time and not seconds(self.time):
+        if self.time and not time_limit_s(self.time):
             raise UsageError(f"{self.time!r} is not a time limit.", "Write it as sbatch does: 4:00:00 or 1-12:00:00.")
         if self.mem and mebibytes(self.mem) is None:
             raise UsageError(f"{self.mem!r} is not an amount of memory.", "Write it as sbatch does: 0, 64G, 500000M.")
@@ -106,7 +106,7 @@ class SlurmOptions:
 
     @property
     def time_s(self) -> float | None:
-        return seconds(self.time) if self.time else None
+        return time_limit_s(self.time) if self.time else None
 
     def facts(self) -> SlurmOptions:
         """With what a profile says of the hardware put where it was not said otherwise."""

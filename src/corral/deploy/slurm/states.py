@@ -118,7 +118,7 @@ HOPELESS = frozenset({
 })  # fmt: skip
 
 
-def standing(job: SlurmJob, log: str = "job.log", now_s: float | None = None) -> JobVerdict:
+def job_verdict(job: SlurmJob, log: str = "job.log", now_s: float | None = None) -> JobVerdict:
     """A job in Corral's words."""
     word = "LAUNCH_FAILED" if job.state == "FAILED" and job.reason == "JobLaunchFailure" else job.state
     state, reason, what, remedy = STATES.get(word, NOT_KNOWN)

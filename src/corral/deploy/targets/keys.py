@@ -13,7 +13,7 @@ from typing import Any
 
 from corral.base.errors import UsageError
 from corral.base.ssh import check_host
-from corral.deploy.slurm.commands import seconds
+from corral.base.wording import time_limit_s
 from corral.plan.hardware.inventory import LINKS, parse_gpus
 
 Check = Callable[[Any], str]  # what is expected instead, or nothing when the value is good
@@ -52,7 +52,7 @@ def at_least(least: float, most: float | None = None) -> Check:
 
 
 def time_limit(value: str) -> str:
-    return "" if is_placeholder(value) or seconds(value) else 'a time limit such as "4:00:00" or "1-00:00:00"'
+    return "" if is_placeholder(value) or time_limit_s(value) else 'a time limit such as "4:00:00" or "1-00:00:00"'
 
 
 def one_word(value: str) -> str:
@@ -176,7 +176,7 @@ class Size:
     time_s: float = 0.0
 
 
-def only_said(values: Mapping[str, object]) -> dict[str, object]:
+def only_set(values: Mapping[str, object]) -> dict[str, object]:
     """Without what was not said."""
     return {name: value for name, value in values.items() if value is not None and value not in ([], {}, ())}
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from corral.base.errors import CorralError, DataError, NotFoundError, UnreachableError, UsageError
+from corral.base.errors import CorralError, DataError, LaunchError, NotFoundError, UnreachableError, UsageError
 from corral.base.record import to_json
 from corral.base.ssh import Ssh, UnknownHostError, check_host, each
 from corral.base.untrusted import last_object
@@ -27,7 +27,7 @@ from corral.deploy.transfer.outcome import Origin, Outcome, Progress
 from corral.deploy.transfer.spread import HOME_ON_HOSTS, spread
 from corral.plan.models import store as model_store
 from corral.plan.models.hub import gated_error, token_origin
-from corral.plan.models.store import LEFT_OUT, ModelSource
+from corral.plan.models.store import LEFT_OUT, FetchProgress, ModelSource
 
 NOT_THE_MODEL = ("original/*", ".cache/*", ".git/*")  # in a folder the user named, everything else is meant
 STORAGE = {"auto": "any", "shared": "shared", "local-disk": "own"}
@@ -110,6 +110,15 @@ def pull(order: PullOrder, report: Report, ssh: Ssh | None = None) -> Pull:
         storage=STORAGE[order.storage],
     )
     return _result(name, folder, origin, why, outcomes, ssh, began_s)
+
+
+def pull_onto_nodes(order: PullOrder, progress: FetchProgress, ssh: Ssh) -> str:
+    """Pull onto every host of the order; the model's folder there, or the error of the first host that failed."""
+    result = pull(order, lambda far: progress(f"{far.host}: {far.what}", far.done_bytes, far.total_bytes), ssh)
+    if result.failed:
+        first = result.failed[0]
+        raise LaunchError(f"the model did not reach {first.host}: {first.text}", first.remedy, host=first.host)
+    return result.folder
 
 
 def _refuse_unreachable(hosts: Sequence[str], ssh: Ssh) -> None:

@@ -7,7 +7,7 @@ import shlex
 from dataclasses import replace
 
 from corral.base.errors import DoesNotFitError
-from corral.deploy.lifecycle.bringup import DeployRequest, sized
+from corral.deploy.lifecycle.decision import DeployRequest, sized
 from corral.engines.planned import read_back
 from corral.lab.tune.knobs import Knob, KnobKind
 from corral.plan.contract import UTILISATION, Plan

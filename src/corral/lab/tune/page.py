@@ -10,6 +10,7 @@ from html import escape
 
 from corral.deploy.deployment.start_times import duration
 from corral.deploy.profile.drafting import as_toml
+from corral.deploy.targets.base import target_class
 from corral.lab.report.page import cards, document, table, verdict_box
 from corral.lab.report.tables import table_lines
 from corral.lab.report.text import figure
@@ -170,5 +171,5 @@ def _known(run: TuneRun, trials: Sequence[Trial], found: RaceResult) -> Iterator
         name = choice_words(finding.knob, finding.value)
         if finding.gain:
             yield f"  {name}: {finding.gain}, {finding_word(finding)}"
-    if spec.request.target != "local":
+    if not target_class(spec.request.target).HERE:
         yield f"It ran on {spec.request.target}: add the keys of that target, or give its options beside --on."
