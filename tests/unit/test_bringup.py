@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 
@@ -13,7 +13,7 @@ from corral.base.errors import DoesNotFitError, UsageError
 from corral.deploy.launch.links import Node, Ports
 from corral.deploy.lifecycle.decision import DeployRequest, decide
 from corral.deploy.lifecycle.staging import Staging, bring_model
-from corral.deploy.targets.base import AgentsStatus, ChosenPorts, Target
+from corral.deploy.targets.base import AgentsStatus, ChosenPorts, NoOptions, Target
 from corral.deploy.targets.ssh import SshOptions, SshTarget
 from corral.plan.hardware import inventory as hardware
 from corral.plan.hardware.survey import NodeFacts
@@ -35,17 +35,11 @@ class Elsewhere(Target):
     name = "elsewhere"
 
     def __init__(self, gpus: str | None) -> None:
+        super().__init__(NoOptions())
         cpu = hardware.Inventory(
             None, 1, 1, 0, cpu_cores=8, host_memory_bytes=64 << 30, host_available_bytes=60 << 30
         )
         self.hardware = hardware.parse_gpus(gpus) if gpus else cpu
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, object]) -> Self:
-        return cls(None)
-
-    def options(self) -> dict[str, object]:
-        return {}
 
     def nodes(self) -> tuple[Node, ...]:
         return (Node("node"),)
@@ -106,7 +100,7 @@ def test_flavours() -> None:
 
 def test_a_target_has_at_most_a_dozen_members_to_write() -> None:
     assert Target.__abstractmethods__ == {
-        "from_options", "options", "nodes", "inventory", "choose_ports", "start", "agents", "stop"
+        "nodes", "inventory", "choose_ports", "start", "agents", "stop"
     }  # fmt: skip
 
 

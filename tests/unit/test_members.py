@@ -10,8 +10,8 @@ import pytest
 from corral.cli import status as shown
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.state import State
-from corral.deploy.lifecycle import members as found
-from corral.deploy.lifecycle.members import HeldJob, RankMember
+from corral.deploy.lifecycle import deployments as found
+from corral.deploy.lifecycle.deployments import HeldJob, RankMember
 
 
 def test_nodes_of_a_job_have_their_names_once_they_met(tmp_path: Path) -> None:

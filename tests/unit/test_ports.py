@@ -53,8 +53,8 @@ def test_on_this_machine_a_reserved_port_is_refused_or_passed_over(monkeypatch: 
     assert held
     with held:
         with pytest.raises(ConflictError, match=f"port {port} is held by another deployment that is starting"):
-            LocalTarget().choose_ports("127.0.0.1", port)
-        chosen = LocalTarget().choose_ports("127.0.0.1", None)
+            LocalTarget.from_options({}).choose_ports("127.0.0.1", port)
+        chosen = LocalTarget.from_options({}).choose_ports("127.0.0.1", None)
     assert chosen.ports.serve != port
     assert chosen.note.startswith(f"port {port} is held by another deployment that is starting; using ")
 

@@ -362,7 +362,7 @@ def test_options_from_words_and_from_profiles() -> None:
     assert (words.exclusive, words.nodes, words.modules) == (True, 2, ("a", "b"))
     assert words.extra == {"mail-type": "END", "hold": True}
     made = SlurmTarget.from_options(KEMPNER)
-    assert SlurmTarget.from_options(made.options()).given == made.given  # as kept in the record
+    assert SlurmTarget.from_options(made.options()).chosen == made.chosen  # as kept in the record
     assert json.loads(json.dumps(made.options())) == made.options()
 
 

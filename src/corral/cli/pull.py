@@ -15,7 +15,7 @@ from corral.base.errors import CorralError, DataError, UnreachableError, UsageEr
 from corral.base.ssh import Ssh
 from corral.cli.options import with_token
 from corral.deploy.deployment.start_times import duration
-from corral.deploy.transfer.outcome import Progress
+from corral.deploy.transfer.courier_group import Progress
 from corral.deploy.transfer.pull import Arrival, Pull, PullOrder, pull
 from corral.lab.report.screen import print_json, print_table
 

@@ -17,8 +17,7 @@ from corral.client.endpoint import Endpoint
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.start_times import amount, duration
 from corral.deploy.deployment.state import ENDED, State
-from corral.deploy.lifecycle.deployments import Status, status
-from corral.deploy.lifecycle.members import HeldJob, RankMember, held_job, members
+from corral.deploy.lifecycle.deployments import HeldJob, RankMember, Status, held_job, members, status
 from corral.deploy.lifecycle.successors import all_standings, choose_folder, read_chain
 from corral.deploy.lifecycle.watching import learn_from
 from corral.lab.report import tables

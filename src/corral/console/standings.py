@@ -27,8 +27,18 @@ from corral.deploy.deployment.fleet import FleetFolder, all_fleets
 from corral.deploy.deployment.folder import DeploymentFolder, all_folders, chain_of
 from corral.deploy.deployment.state import ENDED
 from corral.deploy.launch.paste import is_secret_name
-from corral.deploy.lifecycle.deployments import Record, Status, expected_of, status, target_of, unreadable
-from corral.deploy.lifecycle.members import HeldJob, RankMember, held_job, members
+from corral.deploy.lifecycle.deployments import (
+    HeldJob,
+    RankMember,
+    Record,
+    Status,
+    expected_of,
+    held_job,
+    members,
+    status,
+    target_of,
+    unreadable,
+)
 from corral.deploy.targets.base import Queue
 from corral.serve.fleet.standing import fleet_status
 

@@ -2,7 +2,7 @@
 
 A line is written with one `write` to a file opened for appending, so writers in several processes do not tear each
 other's lines. A torn last line (power loss) is ignored by the reader and closed by the next writer. A journal may
-come from a node that lies: a line that is no event is passed over, and a detail of the wrong type is left out.
+come from a node that lies: a line that is no event is skipped, and a detail of the wrong type is left out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LONGEST_WORD = 40  # a kind of event
 LATEST_S = 1e11  # the year 5138: what the system's own functions can still show
 MOST_RANKS = 1 << 20
 MOST_COUNT = 1 << 60
-WORDS = {"state": frozenset(State) - {State.UNKNOWN}, "reason": frozenset(Reason)}  # nobody writes "unknown"
+WORDS = {"state": frozenset(State) - {State.UNKNOWN}, "reason": frozenset(Reason)}  # no agent writes "unknown"
 COUNTS = ("done", "total", "percent", "failed_rank", "log_from", "attempt", "of")
 TEXTS = ("text", "phase", "node")
 
@@ -60,7 +60,7 @@ def append_event(path: Path, kind: str, rank: int = 0, elapsed_s: float = 0.0, *
 
 
 def _parse(line: bytes) -> Event | None:
-    """One line as an event; None for a line that no agent of ours can have written."""
+    """One line as an event; None for a line that no agent can have written."""
     try:
         body = parse_json(line, "an event", LONGEST_LINE_BYTES)
     except DataError:
@@ -81,7 +81,7 @@ def _parse(line: bytes) -> Event | None:
 
 
 def _fits(name: str, value: Any) -> bool:
-    """Whether a detail has the type that its readers expect; those that only people read may be anything."""
+    """Whether a detail has the type that its readers expect; details for people may be anything."""
     if name in WORDS:
         return isinstance(value, str) and value in WORDS[name]
     if name in COUNTS:

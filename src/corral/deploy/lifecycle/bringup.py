@@ -25,7 +25,7 @@ from corral.deploy.deployment.state import Reason, State
 from corral.deploy.launch.links import choose_link
 from corral.deploy.lifecycle import deployments
 from corral.deploy.lifecycle.decision import DeployDecision, DeployRequest, runtime_of, sized
-from corral.deploy.lifecycle.rendering import render_launch, start_kind
+from corral.deploy.lifecycle.rendering import Staged, render_launch
 from corral.deploy.lifecycle.staging import Staging, bring_model, measured
 from corral.deploy.lifecycle.successors import Chain, refuse_living_chain, write_chain
 from corral.deploy.lifecycle.watching import Reporter, wait_ready
@@ -95,8 +95,9 @@ def _stage_and_launch(
     kind = kind_of("model", decision.source.name, target.name, target.options())
     staging.phase(Phase.FETCHING, kind, needed=model_store.already_here(decision.source) is None)
     path = bring_model(decision, target, staging)
-    spec = render_launch(decision, target, folder, runtime, path, record.launch_id, report.note)
-    record = replace(record, kind=start_kind(decision, target, runtime))
+    staged = Staged(decision, target, folder, runtime, path, record.launch_id)
+    spec = render_launch(staged, report.note)
+    record = replace(record, kind=staged.start_kind())
     staging.phase(Phase.STARTING, record.kind)
     deployments.launch(spec, decision.plan, target, record, folder)
 

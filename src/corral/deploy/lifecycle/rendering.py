@@ -6,7 +6,7 @@ import hashlib
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from corral.base.home import home_dir
 from corral.deploy.deployment.folder import DeploymentFolder
@@ -22,6 +22,26 @@ from corral.plan.hardware.inventory import Inventory
 from corral.plan.models import store as model_store
 
 
+@dataclass(frozen=True)
+class Staged:
+    """A decision with everything in place for its launch."""
+
+    decision: DeployDecision
+    target: Target
+    folder: DeploymentFolder
+    runtime: Runtime
+    model_path: str  # on the nodes
+    launch_id: str
+
+    def start_kind(self) -> str:
+        """What the length of a start depends on, as a key: starts of one kind take about as long."""
+        plan, request = self.decision.plan, self.decision.request
+        return kind_of(
+            self.decision.source.name, plan.precision, plan.parallel, plan.settings, plan.max_model_len,
+            request.extra_args, self.runtime.engine, request.runtime, self.target.name, self.target.options(),
+        )  # fmt: skip
+
+
 def dry_run(
     request: DeployRequest,
     note: Callable[[str], None] = lambda _: None,
@@ -30,33 +50,28 @@ def dry_run(
 ) -> LaunchSpec:
     """The very LaunchSpec that would run, with nothing installed, fetched or started."""
     target, decision = sized(request, preview=Preview(inventory))
-    folder = DeploymentFolder.of(decision.name)
-    return _preview(decision, target, folder, _model_path(decision, target), "dry-run", note, taken)
+    staged = _unstaged(decision, target, DeploymentFolder.of(decision.name), "dry-run", note)
+    return render_launch(staged, note, taken)
 
 
 def to_paste(request: DeployRequest, note: Callable[[str], None], inventory: Inventory | None = None) -> str:
     """The same launch as commands to paste; they leave a deployment of the same name alone."""
     target, decision = sized(request, note, Preview(inventory))
-    path = _model_path(decision, target)
     folder = DeploymentFolder(home_dir() / "pasted" / DeploymentFolder.of(decision.name).path.name)
     launch_id = f"pasted{hashlib.sha256(decision.name.encode()).hexdigest()[:10]}"
-    spec = masked(_preview(decision, target, folder, path, launch_id, note))
-    return target.paste(spec, folder, _before(decision, path, [rank.node for rank in spec.ranks]))
+    staged = _unstaged(decision, target, folder, launch_id, note)
+    spec = masked(render_launch(staged, note))
+    return target.paste(spec, folder, _before(decision, staged.model_path, [rank.node for rank in spec.ranks]))
 
 
-def _preview(
-    decision: DeployDecision,
-    target: Target,
-    folder: DeploymentFolder,
-    path: str,
-    launch_id: str,
-    note: Callable[[str], None],
-    taken: set[int] | None = None,
-) -> LaunchSpec:
+def _unstaged(
+    decision: DeployDecision, target: Target, folder: DeploymentFolder, launch_id: str, note: Callable[[str], None]
+) -> Staged:
+    """The launch as staging would make it, with nothing staged."""
     for text in decision.notes():
         note(text)
-    runtime = runtime_of(decision.request, target, decision.flavour)
-    return render_launch(decision, target, folder, runtime, path, launch_id, note, taken)
+    path, runtime = _model_path(decision, target), runtime_of(decision.request, target, decision.flavour)
+    return Staged(decision, target, folder, runtime, path, launch_id)
 
 
 def _model_path(decision: DeployDecision, target: Target) -> str:
@@ -78,17 +93,9 @@ def _before(decision: DeployDecision, path: str, hosts: list[str]) -> list[str]:
     return []
 
 
-def render_launch(
-    decision: DeployDecision,
-    target: Target,
-    folder: DeploymentFolder,
-    runtime: Runtime,
-    model_path: str,
-    launch_id: str,
-    note: Callable[[str], None],
-    taken: set[int] | None = None,
-) -> LaunchSpec:
-    """The LaunchSpec of a decision. `taken` are ports of the head node that others will use; its own is added."""
+def render_launch(staged: Staged, note: Callable[[str], None], taken: set[int] | None = None) -> LaunchSpec:
+    """The commands of a launch. `taken` are ports of the head node that others will use; its own is added."""
+    decision, target, runtime = staged.decision, staged.target, staged.runtime
     request, nodes = decision.request, target.nodes()
     check_arguments(request.extra_args, runtime.flags())
     bind = target.default_bind(request.expose) if request.bind is None else request.bind
@@ -100,10 +107,10 @@ def render_launch(
         note(text)
     order = Order(
         deployment=decision.name,
-        launch_id=launch_id,
-        folder=target.node_folder(folder, launch_id),
+        launch_id=staged.launch_id,
+        folder=target.node_folder(staged.folder, staged.launch_id),
         model=decision.source.name,
-        model_path=model_path,
+        model_path=staged.model_path,
         served_name=decision.served_name,
         target=target.name,
         link=link,
@@ -115,16 +122,7 @@ def render_launch(
         extra_args=request.extra_args,
         extra_env={**request.share.env(), **request.extra_env},
         patience=request.patience,
-        expected=expectation(start_kind(decision, target, runtime), decision.plan),
+        expected=expectation(staged.start_kind(), decision.plan),
     )
     spec = render(decision.plan, order, runtime)
-    return replace(spec, script=target.script(spec, folder))
-
-
-def start_kind(decision: DeployDecision, target: Target, runtime: Runtime) -> str:
-    """What the length of a start depends on, as a key: starts of one kind take about as long."""
-    plan, request = decision.plan, decision.request
-    return kind_of(
-        decision.source.name, plan.precision, plan.parallel, plan.settings, plan.max_model_len, request.extra_args,
-        runtime.engine, request.runtime, target.name, target.options(),
-    )  # fmt: skip
+    return replace(spec, script=target.script(spec, staged.folder))

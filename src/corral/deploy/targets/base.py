@@ -23,6 +23,7 @@ from corral.base.bundle import bundle
 from corral.base.errors import UsageError
 from corral.base.files import make_private_dir, write_atomic
 from corral.base.home import home_dir
+from corral.base.record import from_json, to_json
 from corral.base.ssh import Forward
 from corral.deploy.deployment.folder import DeploymentFolder
 from corral.deploy.deployment.state import Reason, State
@@ -235,6 +236,11 @@ class Access:
         return as_shell(spec, {}, first)
 
 
+@dataclass(frozen=True)
+class NoOptions:
+    """The options of a target that has none."""
+
+
 class Target(Declaration, Preflight, NodeFiles, Access, ABC):
     """Starts one agent per node, says how the agents are, and stops them.
 
@@ -242,15 +248,20 @@ class Target(Declaration, Preflight, NodeFiles, Access, ABC):
     """
 
     name: ClassVar[str]
+    OPTIONS: ClassVar[type] = NoOptions  # a dataclass, which is kept in the deployment's record
+
+    def __init__(self, chosen: Any) -> None:
+        self.chosen = chosen  # its options
 
     @classmethod
-    @abstractmethod
     def from_options(cls, options: Mapping[str, object]) -> Self:
         """A target from its options, which are checked."""
+        return cls(from_json(cls.OPTIONS, dict(options), f"the {cls.name} target"))
 
-    @abstractmethod
     def options(self) -> dict[str, object]:
-        """What makes the same target again; kept in the deployment's record."""
+        """What makes the same target again."""
+        options: dict[str, object] = to_json(self.chosen)
+        return options
 
     @abstractmethod
     def nodes(self) -> tuple[Node, ...]:

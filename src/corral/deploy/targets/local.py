@@ -9,9 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
-from corral.base.errors import ConflictError, DataError, LaunchError, UsageError
+from corral.base.errors import ConflictError, DataError, LaunchError
 from corral.base.files import write_atomic
 from corral.base.processes import Identity, only_lingering, port_owner
 from corral.base.record import dump_json, load_json
@@ -38,19 +38,8 @@ class LocalTarget(Target):
     HERE = True
 
     @classmethod
-    def from_options(cls, options: Mapping[str, object]) -> Self:
-        if options:
-            raise UsageError(
-                f"the local target takes no options, and was given {next(iter(options))!r}.", "Leave it out."
-            )
-        return cls()
-
-    @classmethod
     def divisible(cls, options: Mapping[str, Any]) -> tuple[str, ...]:  # noqa: ARG003
         return (socket.gethostname(),)
-
-    def options(self) -> dict[str, object]:
-        return {}
 
     def nodes(self) -> tuple[Node, ...]:
         return (Node(socket.gethostname()),)

@@ -89,6 +89,7 @@ class SlurmTarget(SlurmJobs, Target):
     name = "slurm"
     TITLE = "SLURM"
     TABLE = SlurmKeys
+    OPTIONS = SlurmOptions
     FLAGS = (
         Flag("--time", "time", "How long the job may run.", "H:MM:SS"),
         Flag("--account", "account", "The account it is charged to."),
@@ -101,8 +102,8 @@ class SlurmTarget(SlurmJobs, Target):
     NODES_KNOWN = False
     FILES = (PlacedFile("node/slurm_start.py", "slurm_start.py"),)
 
-    def __init__(self, given: SlurmOptions) -> None:
-        super().__init__(given)
+    def __init__(self, chosen: SlurmOptions) -> None:
+        super().__init__(chosen)
         self._allocation: Allocation | None = None
 
     @classmethod
@@ -145,7 +146,7 @@ class SlurmTarget(SlurmJobs, Target):
 
     def options(self) -> dict[str, object]:
         defaults = vars(SlurmOptions())
-        return {name: to_json(value) for name, value in vars(self.given).items() if value != defaults[name]}
+        return {name: to_json(value) for name, value in vars(self.chosen).items() if value != defaults[name]}
 
     def prepare(self) -> list[str]:
         if shutil.which("srun"):
@@ -155,19 +156,19 @@ class SlurmTarget(SlurmJobs, Target):
     def _partition_options(self) -> list[str]:
         """The options of `srun` that lead to the job's nodes."""
         names = ("partition", "account", "qos", "reservation", "constraint")
-        return [f"--{name}={value}" for name in names if (value := getattr(self.given, name))]
+        return [f"--{name}={value}" for name in names if (value := getattr(self.chosen, name))]
 
     # what is known before
 
     def nodes(self) -> tuple[Node, ...]:
-        count = self.given.nodes or 1
+        count = self.chosen.nodes or 1
         return tuple(Node(f"rank{rank}", f"@ADDRESS{rank}@", self._network(rank, count)) for rank in range(count))
 
     def _network(self, rank: int, count: int) -> dict[str, str]:
         """Network variables by name, so that they also enter containers; their values are found on the nodes."""
-        env = {"NCCL_IB_HCA": self.given.hca} if self.given.hca else {}
+        env = {"NCCL_IB_HCA": self.chosen.hca} if self.chosen.hca else {}
         if count > 1:
-            if not self.given.hca:
+            if not self.chosen.hca:
                 env |= {"NCCL_IB_HCA": f"=@HCA{rank}@", "NCCL_IB_DISABLE": "@NO_RDMA@"}
             env |= {"NCCL_SOCKET_IFNAME": f"=@INTERFACE{rank}@", "GLOO_SOCKET_IFNAME": f"@INTERFACE{rank}@"}
         return env
@@ -177,15 +178,15 @@ class SlurmTarget(SlurmJobs, Target):
 
     def _allocated(self) -> Allocation:
         if self._allocation is None:
-            self._allocation = find_allocation(self.given)
+            self._allocation = find_allocation(self.chosen)
         return self._allocation
 
     def home(self) -> str:
-        if not self.given.home:
+        if not self.chosen.home:
             return str(home_dir())
-        home = Path(os.path.expandvars(self.given.home)).expanduser()  # the file system is shared with the nodes
+        home = Path(os.path.expandvars(self.chosen.home)).expanduser()  # the file system is shared with the nodes
         if not home.is_absolute():
-            raise UsageError(f"Corral's home on the nodes cannot be {self.given.home!r}.", "Give an absolute path.")
+            raise UsageError(f"Corral's home on the nodes cannot be {self.chosen.home!r}.", "Give an absolute path.")
         return str(home)
 
     def verify(self, checks: Sequence[NodeCheck]) -> None:
@@ -214,14 +215,14 @@ class SlurmTarget(SlurmJobs, Target):
     # the job
 
     def larger(self) -> Iterator[SlurmTarget]:
-        for nodes in () if self.given.nodes else SIZES:
-            yield SlurmTarget(replace(self.given, nodes=nodes))
+        for nodes in () if self.chosen.nodes else SIZES:
+            yield SlurmTarget(replace(self.chosen, nodes=nodes))
 
     def time_s(self) -> float:
         """How long the job may run: as requested, else the partition's default, else four hours or its limit."""
         partition = self._allocated().partition
-        if self.given.time_s:
-            return self.given.time_s
+        if self.chosen.time_s:
+            return self.chosen.time_s
         if partition and partition.default_time_s:
             return partition.default_time_s
         limit = partition.max_time_s if partition else None
@@ -235,16 +236,16 @@ class SlurmTarget(SlurmJobs, Target):
                 f"partition {partition.name} gives a job {most}, and {duration(time_s)} were requested.",
                 "Ask for less with --time, or name another --partition.",
             )
-        if partition and partition.max_nodes and (self.given.nodes or 1) > partition.max_nodes:
+        if partition and partition.max_nodes and (self.chosen.nodes or 1) > partition.max_nodes:
             raise DoesNotFitError(
-                f"partition {partition.name} gives a job {partition.max_nodes} nodes, not {self.given.nodes}.",
+                f"partition {partition.name} gives a job {partition.max_nodes} nodes, not {self.chosen.nodes}.",
                 "Ask for fewer with --nodes, or name another --partition.",
             )
         load_s = plan.speed.load_s or 0.0
-        if load_s + self.given.signal_s >= time_s:
+        if load_s + self.chosen.signal_s >= time_s:
             raise DoesNotFitError(
                 f"loading takes about {duration(load_s)}, and the job has {duration(time_s)}, of which the last "
-                f"{duration(self.given.signal_s)} are for draining: it would end before it answers.",
+                f"{duration(self.chosen.signal_s)} are for draining: it would end before it answers.",
                 "Ask for more with --time.",
                 load_s=load_s,
                 time_s=time_s,
@@ -259,20 +260,20 @@ class SlurmTarget(SlurmJobs, Target):
         return batch_script(self._job(spec.deployment, title, str(folder.path)))
 
     def _job(self, deployment: str, title: str, folder: str) -> BatchJob:
-        given, allocation = self.given, self._allocated()
+        options, allocation = self.chosen, self._allocated()
         inventory, shape = allocation.inventory, allocation.shape
         gpus = inventory.gpus_per_node if inventory.gpu else 0
-        whole = given.exclusive or shape is None or not gpus or gpus == shape.gpus
+        whole = options.exclusive or shape is None or not gpus or gpus == shape.gpus
         memory = "" if shape is None else "0" if whole else f"{inventory.host_memory_bytes >> 20}M"
         settled = replace(
-            given,
-            partition=given.partition or (allocation.partition.name if allocation.partition else ""),
+            options,
+            partition=options.partition or (allocation.partition.name if allocation.partition else ""),
             gpus_per_node=gpus,
-            cpus_per_task=given.cpus_per_task or (inventory.cpu_cores if shape else None),
-            mem=given.mem or memory,
+            cpus_per_task=options.cpus_per_task or (inventory.cpu_cores if shape else None),
+            mem=options.mem or memory,
             time=time_limit_text(self.time_s()),
         )
-        return BatchJob(deployment, title, folder, settled, _renewer(deployment) if given.renew else "")
+        return BatchJob(deployment, title, folder, settled, _renewer(deployment) if options.renew else "")
 
     def start(self, spec: LaunchSpec, folder: DeploymentFolder) -> None:
         write_node_files(spec, folder)
@@ -294,7 +295,7 @@ class SlurmTarget(SlurmJobs, Target):
         """The agents' specs by file, one for each rank; tokens stand for what is found on the nodes."""
         return {
             folder.rank(rank.rank).template: dump_json(
-                {**agent_spec(spec, rank, folder), "interface": self.given.interface}
+                {**agent_spec(spec, rank, folder), "interface": self.chosen.interface}
             )
             for rank in spec.ranks
         }

@@ -49,8 +49,7 @@ class Submitted:
 class SlurmJobs:
     """The jobs of SLURM: `targets.base.Queue`, and what they say of a deployment's agents."""
 
-    def __init__(self, given: SlurmOptions) -> None:
-        self.given = given
+    chosen: SlurmOptions
 
     def job_of(self, folder: DeploymentFolder) -> str:
         submitted = submitted_job(folder)
@@ -58,7 +57,7 @@ class SlurmJobs:
 
     def submit_successor(self, folder: DeploymentFolder, current: str) -> str:
         id = commands.submit(folder.script, f"--dependency=afterany:{current}")
-        write_atomic(folder.job, dump_json(Submitted(id, time.time(), self.given.time_s)))
+        write_atomic(folder.job, dump_json(Submitted(id, time.time(), self.chosen.time_s)))
         return id
 
     def with_renewal(self, options: Mapping[str, object]) -> dict[str, object]:
@@ -113,7 +112,7 @@ class SlurmJobs:
                 write_atomic(folder.job, dump_json(replace(submitted, last=job)))
                 if job_verdict(job).ended:
                     _clear_up(folder, job)
-        return _agents_of(folder, submitted, job, own_output=bool(self.given.output))
+        return _agents_of(folder, submitted, job, own_output=bool(self.chosen.output))
 
     def lease(self, folder: DeploymentFolder) -> Lease | None:
         submitted = submitted_job(folder)
@@ -123,7 +122,7 @@ class SlurmJobs:
         if job_verdict(job).state is State.QUEUED:  # what SLURM expects is no promise
             return Lease(submitted.submitted_s)
         ends_s = job.end_s or (job.start_s + submitted.time_s if job.start_s and submitted.time_s else None)
-        drains_s = ends_s - self.given.signal_s - SIGNAL_EARLY_S if ends_s else None
+        drains_s = ends_s - self.chosen.signal_s - SIGNAL_EARLY_S if ends_s else None
         return Lease(submitted.submitted_s, job.start_s, drains_s)
 
     def stop(self, folder: DeploymentFolder, launch_id: str, grace_s: float) -> bool:

@@ -14,13 +14,13 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from corral.base.bundle import bundle
 from corral.base.errors import ConflictError, CorralError, DataError, LaunchError, UnreachableError, UsageError
 from corral.base.files import make_private_dir
-from corral.base.record import from_json, load_json, to_json
+from corral.base.record import load_json, to_json
 from corral.base.shell import Leash
 from corral.base.ssh import Forward, each, read_hosts
 from corral.base.untrusted import parse_json
@@ -64,6 +64,7 @@ class SshTarget(SshNodes, Target):
     name = "ssh"
     TITLE = "ssh"
     TABLE = SshKeys
+    OPTIONS = SshOptions
     FLAGS = (
         Flag("--hosts", "hosts", "Run over ssh on these hosts, head first; @FILE: one host per line.", "A,B,…",
              read=read_hosts),
@@ -124,10 +125,6 @@ class SshTarget(SshNodes, Target):
     def __init__(self, chosen: SshOptions) -> None:
         super().__init__(chosen)
         self._reports: Answers = {}
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, object]) -> Self:
-        return cls(from_json(SshOptions, dict(options), "the ssh target"))
 
     def options(self) -> dict[str, object]:
         home = self.home() if self._facts else self.chosen.home

@@ -12,7 +12,7 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,8 @@ from corral.base.ssh import Ssh, UnknownHostError, check_host, each
 from corral.base.untrusted import last_object
 from corral.base.wording import counted
 from corral.deploy.transfer.courier import HERE, ask_courier
-from corral.deploy.transfer.outcome import Origin, Outcome, Progress
-from corral.deploy.transfer.spread import HOME_ON_HOSTS, spread
+from corral.deploy.transfer.courier_group import HOME_ON_HOSTS, Origin, Outcome, Progress, Report
+from corral.deploy.transfer.spread import spread
 from corral.plan.models import store as model_store
 from corral.plan.models.hub import gated_error, token_origin
 from corral.plan.models.store import LEFT_OUT, FetchProgress, ModelSource
@@ -35,7 +35,7 @@ STORAGE = {"auto": "any", "shared": "shared", "local-disk": "own"}
 
 @dataclass(frozen=True)
 class PullOrder:
-    """What the user asked for; empty means: Corral chooses."""
+    """A pull as the user requests it; empty means: Corral chooses."""
 
     model: str
     hosts: tuple[str, ...] = ()
@@ -65,7 +65,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Pull:
-    """What became of it."""
+    """The result of a pull."""
 
     model: str
     folder: str
@@ -80,11 +80,8 @@ class Pull:
         return tuple(arrival for arrival in self.hosts if arrival.state == "failed")
 
 
-Report = Callable[[Progress], None]
-
-
 def pull(order: PullOrder, report: Report, ssh: Ssh | None = None) -> Pull:
-    """Do it; hosts that failed are in the result, everything else that cannot be done raises."""
+    """Bring a model where it is needed; hosts that failed are in the result, every other failure raises."""
     ssh = ssh or Ssh()
     hosts = tuple(check_host(host) for host in dict.fromkeys(order.hosts))
     if order.storage != "auto" and not hosts:
@@ -122,7 +119,7 @@ def pull_onto_nodes(order: PullOrder, progress: FetchProgress, ssh: Ssh) -> str:
 
 
 def _refuse_unreachable(hosts: Sequence[str], ssh: Ssh) -> None:
-    """Before anything is fetched: a mistyped name is refused; a host that is down only where no other answers."""
+    """Refuse unknown host names before anything is fetched; hosts that are down only where no other answers."""
     failed = [error for error in each(hosts, lambda host: ssh.run(host, ["true"])).values()
               if isinstance(error, CorralError)]  # fmt: skip
     refused = failed if len(failed) == len(hosts) else [e for e in failed if isinstance(e, UnknownHostError)]
@@ -154,7 +151,7 @@ def _origin(order: PullOrder, hosts: Sequence[str], report: Report, ssh: Ssh) ->
 
 
 def _from_hub(source: ModelSource, host: str, ssh: Ssh) -> Origin:
-    """The repository's files as the host sees them; a gated or missing one is told before anything moves."""
+    """The repository's files as the host sees them; a gated or missing one is refused before anything moves."""
     from huggingface_hub import constants, get_token
 
     if constants.HF_HUB_OFFLINE:
@@ -167,15 +164,17 @@ def _from_hub(source: ModelSource, host: str, ssh: Ssh) -> Origin:
     token = get_token()
     order = {"url": constants.ENDPOINT, "repo": source.repo, "token": token, "leave_out": LEFT_OUT}
     try:
-        found = ask_courier(ssh, host, "hub", order, ["manifest"])
+        manifest = ask_courier(ssh, host, "hub", order, ["manifest"])
     except CorralError as error:
         raise _hub_error(source.repo, host, error) from error
-    if not re.fullmatch(r"[0-9A-Za-z._-]{1,100}", found["commit"]):
+    if not re.fullmatch(r"[0-9A-Za-z._-]{1,100}", manifest["commit"]):
         raise DataError(
-            f"{host} says that {source.repo} is at {found['commit']!r}, which is not a commit.", "Look there."
+            f"{host} says that {source.repo} is at {manifest['commit']!r}, which is not a commit.", "Look there."
         )
-    url = f"{constants.ENDPOINT.rstrip('/')}/{source.repo}/resolve/{found['commit']}"  # the token goes nowhere else
-    return Origin(host="", hub_url=url, hub_token=token, files=found["files"])
+    url = (
+        f"{constants.ENDPOINT.rstrip('/')}/{source.repo}/resolve/{manifest['commit']}"  # the token goes nowhere else
+    )
+    return Origin(host="", hub_url=url, hub_token=token, files=manifest["files"])
 
 
 def _hub_error(repo: str, host: str, error: CorralError) -> CorralError:
@@ -199,11 +198,11 @@ for pattern in order["folders"]:
 """
 
 
-def _found_path(host: str, said: str) -> str:
+def _path_in(host: str, answer: str) -> str:
     """The folder that the host names; empty when it has none."""
-    if "{" not in said:
+    if "{" not in answer:
         return ""
-    path = last_object(said, f"the answer of {host}").get("folder")
+    path = last_object(answer, f"the answer of {host}").get("folder")
     if not isinstance(path, str) or not path.startswith("/") or len(path) > 4096:
         raise DataError(f"{host} says that the model is in {str(path)[:100]!r}, which is not a path.", "Look there.")
     return path
@@ -220,7 +219,7 @@ def _on_host(order: PullOrder, host: str, ssh: Ssh) -> tuple[str, Origin, str]:
         folders = [order.to] if order.to else []
         folders += [f"{HOME_ON_HOSTS}/{name}", f"~/.cache/huggingface/{cache}"]
     done = ssh.python(host, _FIND, stdin=json.dumps({"folders": folders}).encode() + b"\n").or_raise(f"on {host}")
-    path = _found_path(host, done.stdout)
+    path = _path_in(host, done.stdout)
     if not path:
         raise NotFoundError(f"{host} has no {order.model}.", f"Looked for {', '.join(folders)}.")
     return name, Origin(path, host=host, leave_out=LEFT_OUT), f"{host} has it in {path}"
@@ -228,7 +227,7 @@ def _on_host(order: PullOrder, host: str, ssh: Ssh) -> tuple[str, Origin, str]:
 
 # ------------------------------------------------------------------------------------------------ this machine
 def _pull_here(order: PullOrder, report: Report, ssh: Ssh, began_s: float) -> Pull:
-    """As `corral up` would fetch it, and then judged by the hashes the hub promised."""
+    """Fetch as `corral up` would, and check the hashes that the hub promised."""
     if order.source not in ("", "hub"):
         raise UsageError("--from HOST needs a destination.", "Name it with --to FOLDER or --hosts.")
     source = model_store.locate(order.model)
@@ -271,8 +270,8 @@ def _damaged_in_cache(folder: Path, again: bool, report: Report, ssh: Ssh) -> tu
         return ()
     report(Progress(HERE, "checking hashes"))
     order = {"folder": str(folder), "files": to_json(promised), "check": "again" if again else "hash", "own": False}
-    found: tuple[str, ...] = ask_courier(ssh, HERE, "verify", order, ["need"])["damaged"]
-    return found
+    damaged: tuple[str, ...] = ask_courier(ssh, HERE, "verify", order, ["need"])["damaged"]
+    return damaged
 
 
 def _promised_hash(path: Path) -> str | None:
