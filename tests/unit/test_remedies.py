@@ -18,7 +18,9 @@ from tests.unit.test_messages import _last as last_name
 
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 # other programs' options: Ray's, SLURM's, conda's, pip's, Docker's, and vLLM's own flags
-FOREIGN = re.compile(r"(ray start|squeue|conda create|uv pip install|python3|docker ps|Docker|vLLM's|Say|unless)\b[^`,;)]*")
+FOREIGN = re.compile(
+    r"(ray start|squeue|conda create|uv pip install|python3|docker ps|Docker|vLLM's|Say|unless)\b[^`,;)]*"
+)
 
 USES = ("complete", "chat", "score", "top", "batch run", "batch serve", "bench run", "bench search", "bench sweep")
 STARTS = ("up", "batch run")  # whatever starts a model

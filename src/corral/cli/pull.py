@@ -15,8 +15,8 @@ from corral.base.errors import CorralError, DataError, UnreachableError, UsageEr
 from corral.base.ssh import Ssh
 from corral.cli.options import with_token
 from corral.deploy.deployment.start_times import duration
-from corral.deploy.transfer.courier_group import Progress
-from corral.deploy.transfer.pull import Arrival, Pull, PullOrder, pull
+from corral.deploy.transfer.courier_group import Outcome, Progress
+from corral.deploy.transfer.pull import Pull, PullOrder, pull
 from corral.lab.report.screen import print_json, print_table
 
 _KINDS = {kind.exit_code: kind for kind in (UnreachableError, DataError)}
@@ -108,7 +108,7 @@ def _print(result: Pull) -> None:
             click.echo(f"\n{arrival.host}: fetched again because damaged: {', '.join(arrival.damaged)}")
 
 
-def _row(arrival: Arrival) -> list[str]:
+def _row(arrival: Outcome) -> list[str]:
     return [
         arrival.host,
         STATES[arrival.state],

@@ -27,20 +27,11 @@ class Diagnosis:
 
 
 # what can only go wrong before a server has answered; later, such a line comes from a bad request
-START_ONLY = frozenset(
-    {
-        Reason.NO_RUNTIME,
-        Reason.NO_IMAGE,
-        Reason.NAME_TAKEN,
-        Reason.PORT_TAKEN,
-        Reason.BAD_ARGUMENT,
-        Reason.BAD_PARALLELISM,
-        Reason.CONTEXT_TOO_LONG,
-        Reason.GATED_MODEL,
-        Reason.MODEL_INCOMPLETE,
-        Reason.MODEL_UNSUPPORTED,
-    }
-)
+START_ONLY = frozenset({
+    Reason.NO_RUNTIME, Reason.NO_IMAGE, Reason.NAME_TAKEN, Reason.PORT_TAKEN, Reason.BAD_ARGUMENT,
+    Reason.BAD_PARALLELISM, Reason.CONTEXT_TOO_LONG, Reason.GATED_MODEL, Reason.MODEL_INCOMPLETE,
+    Reason.MODEL_UNSUPPORTED,
+})  # fmt: skip
 
 
 def last_lines(log: Path, count: int = 40, begin: int = 0) -> list[str]:

@@ -21,7 +21,7 @@ from corral.base.untrusted import parse_json, plain, plain_json
 from corral.deploy.deployment.state import Reason, State
 
 LONGEST_LINE_BYTES = 1 << 18
-LONGEST_WORD = 40  # a kind of event
+LONGEST_KIND = 40  # a kind of event
 LATEST_S = 1e11  # the year 5138: what the system's own functions can still show
 MOST_RANKS = 1 << 20
 MOST_COUNT = 1 << 60
@@ -68,7 +68,7 @@ def _parse(line: bytes) -> Event | None:
     if not isinstance(body, dict):
         return None
     time_s, kind, rank, elapsed_s = (body.pop(name, 0) for name in ("t", "kind", "rank", "elapsed_s"))
-    known = _is_number(time_s) and 0 < time_s < LATEST_S and isinstance(kind, str) and 0 < len(kind) <= LONGEST_WORD
+    known = _is_number(time_s) and 0 < time_s < LATEST_S and isinstance(kind, str) and 0 < len(kind) <= LONGEST_KIND
     placed = type(rank) is int and 0 <= rank <= MOST_RANKS and _is_number(elapsed_s) and abs(elapsed_s) < LATEST_S
     if not (known and placed):
         return None

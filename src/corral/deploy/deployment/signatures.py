@@ -26,7 +26,7 @@ class Signature:
     remedy: str
 
 
-# what a runtime says before there is any engine; these stand first, because their words end a log
+# messages of a runtime before there is any engine; they come first, because they end a log
 RUNTIME_SIGNATURES: tuple[Signature, ...] = (
     Signature(
         Reason.NO_RUNTIME,
@@ -273,10 +273,10 @@ SIGNATURES: tuple[Signature, ...] = (
         "the engine refused its configuration: {1}{2}",
         "Correct the arguments after `--`; `corral up --dry-run` shows the whole command.",
     ),
-    Signature(  # a warning at first: the engine goes on, and ends without a word of its own (seen on Neoverse-N1)
+    Signature(  # a warning at first: the engine goes on, and later ends without a message (seen on Neoverse-N1)
         Reason.BAD_ARGUMENT,
         r"Failed to create oneDNN linear, fallback to torch linear",
-        "the engine ended without a word, after its libraries had refused the chosen number format (bf16 or fp16):"
+        "the engine ended without a message, after its libraries had refused the chosen number format (bf16 or fp16):"
         " this CPU has no arithmetic for it",
         LET_THE_PLAN_CHOOSE,
     ),

@@ -79,7 +79,7 @@ class DeployDecision:
     engine_version: str = ""  # where it is known
 
     def notes(self) -> list[str]:
-        """What was decided that nobody requested; told before anything starts."""
+        """What was decided without a request; shown before anything starts."""
         precision = self.plan.precision
         because = next((r.because for r in self.plan.reasons if r.field == "precision.weights"), "")
         notes = [self.inventory.note] if self.inventory.note else []

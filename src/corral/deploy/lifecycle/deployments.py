@@ -33,7 +33,7 @@ from corral.deploy.targets.base import AgentsStatus, Queue, Target, load_target
 from corral.node.agent.processes import marked
 from corral.node.files import read_json
 
-if TYPE_CHECKING:  # the planner is not needed to look at a deployment
+if TYPE_CHECKING:  # reading a deployment does not need the planner
     from corral.plan.contract import Plan
 
 
@@ -172,10 +172,9 @@ def plan_of(folder: DeploymentFolder) -> Plan | None:
     """The plan a deployment was started with; None where there is none, or it cannot be read."""
     from corral.plan.contract import Plan
 
-    try:
+    with contextlib.suppress(CorralError, OSError):
         return load_json(Plan, folder.plan)
-    except (CorralError, OSError):
-        return None
+    return None
 
 
 def expected_of(folder: DeploymentFolder, staged: Sequence[Event] | None = None) -> dict[str, Expected]:
@@ -308,7 +307,7 @@ def stop(folder: DeploymentFolder) -> Status:
             f"processes of {record.name!r} could not be ended from here.",
             "Run `corral down` on the machine it runs on, or ask its administrator.",
         )
-    folder.tunnel.unlink(missing_ok=True)  # whoever holds it sees that
+    folder.tunnel.unlink(missing_ok=True)  # the process that holds it ends then
     return status(folder)
 
 
@@ -350,8 +349,8 @@ def _stop_unreadable(folder: DeploymentFolder, error: Exception) -> Status:
 def _counted(processes: set[int]) -> str:
     if not processes:
         return "no process of it was found on this machine"
-    numbers = ", ".join(map(str, sorted(processes)))
-    return f"{'process' if len(processes) == 1 else 'processes'} {numbers} of this machine ended"
+    noun = "process" if len(processes) == 1 else "processes"
+    return f"{noun} {', '.join(map(str, sorted(processes)))} of this machine ended"
 
 
 def _grace_s(folder: DeploymentFolder) -> float:

@@ -49,7 +49,7 @@ class Lines:
 
 
 class Reporter(Protocol):
-    """Whoever shows a start to the user."""
+    """Shows a start to the user."""
 
     def phase(self, name: str, expected: Expected | None = None) -> None:
         """A new phase begins; how long it usually takes, where that is known."""

@@ -39,7 +39,7 @@ class SlurmJob:
     """One job as SLURM sees it."""
 
     id: str
-    state: str  # SLURM's own word
+    state: str  # as SLURM names it
     reason: str = ""
     start_s: float | None = None  # when it started, or is expected to
     end_s: float | None = None

@@ -79,7 +79,7 @@ class SlurmKeys:
     error: str | None = key("`--error` (default: with the output)", None, one_word, "%x.%j.err")
     modules: tuple[str, ...] = key("modules that the job loads before anything else", (), None, ["cuda"])
     extra: Mapping[str, str | int | bool] = key(
-        "other #SBATCH options, passed on as they stand", {}, _sbatch, {"mail-type": "END"}
+        "other #SBATCH options, passed on as they are", {}, _sbatch, {"mail-type": "END"}
     )
 
 

@@ -212,7 +212,7 @@ def failure_of(rank: RankFolder) -> tuple[Reason, str] | None:
 
 
 REPORT_S = 4.0  # a node whose report takes longer counts as unreachable for the moment
-AWAY_S = 15.0  # for so long, nobody waits for a rank that did not answer in time
+AWAY_S = 15.0  # for which a rank that did not answer in time is not waited for
 AGAIN_S = 1.0  # after which the others are asked again while the head is silent: they may learn that it is lost
 Answers = dict[str, NodeReport | CorralError]
 Ask = Callable[[str, RankFolder, float, Leash], NodeReport]  # a host, its rank, for how long, and what ends it

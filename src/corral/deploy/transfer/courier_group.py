@@ -55,6 +55,9 @@ class Outcome:
     remedy: str = ""
     damaged: tuple[str, ...] = ()  # files that were there and wrong, and were fetched again
     exit_code: int = 0  # of the failure, as docs/exit-codes.md has them
+    mb_per_s: float | None = None  # received
+    read_mb_per_s: float | None = None  # measured on the storage afterwards
+    load_s: float | None = None  # predicted: all bytes at that speed
 
     @property
     def ok(self) -> bool:

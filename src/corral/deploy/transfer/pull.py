@@ -47,23 +47,6 @@ class PullOrder:
 
 
 @dataclass(frozen=True)
-class Arrival:
-    """One host's part of the result."""
-
-    host: str
-    state: str
-    moved_bytes: int = 0
-    seconds: float = 0.0
-    mb_per_s: float | None = None  # received
-    read_mb_per_s: float | None = None  # measured on the storage afterwards
-    load_s: float | None = None  # predicted: all bytes at that speed
-    damaged: tuple[str, ...] = ()
-    text: str = ""
-    remedy: str = ""
-    exit_code: int = 0  # of its failure
-
-
-@dataclass(frozen=True)
 class Pull:
     """The result of a pull."""
 
@@ -73,11 +56,11 @@ class Pull:
     why: str
     total_bytes: int
     seconds: float
-    hosts: tuple[Arrival, ...]
+    hosts: tuple[Outcome, ...]
 
     @property
-    def failed(self) -> tuple[Arrival, ...]:
-        return tuple(arrival for arrival in self.hosts if arrival.state == "failed")
+    def failed(self) -> tuple[Outcome, ...]:
+        return tuple(outcome for outcome in self.hosts if not outcome.ok)
 
 
 def pull(order: PullOrder, report: Report, ssh: Ssh | None = None) -> Pull:
@@ -290,9 +273,9 @@ def _result(
     source = origin.hub_url.partition("/resolve/")[0] or (
         origin.path if origin.host == HERE else f"{origin.host}:{origin.path}"
     )
-    arrivals = tuple(_arrival(outcome, speeds.get(outcome.host)) for outcome in outcomes.values())
+    measured = tuple(_with_speeds(outcome, speeds.get(outcome.host)) for outcome in outcomes.values())
     total = max((outcome.total_bytes for outcome in outcomes.values()), default=0)
-    return Pull(name, folder, source, why, total, seconds, arrivals)
+    return Pull(name, folder, source, why, total, seconds, measured)
 
 
 def _read_speed(ssh: Ssh, host: str, folder: str) -> float:
@@ -300,18 +283,13 @@ def _read_speed(ssh: Ssh, host: str, folder: str) -> float:
     return float(ask_courier(ssh, host, "read-speed", order, ["read-speed"])["bytes_per_s"])
 
 
-def _arrival(outcome: Outcome, speed: Any) -> Arrival:
-    known = isinstance(speed, float) and speed > 0
-    return Arrival(
-        host=outcome.host,
-        state=outcome.state,
-        moved_bytes=outcome.moved_bytes,
+def _with_speeds(outcome: Outcome, read: Any) -> Outcome:
+    """The outcome with its speeds; `read` is what the storage measured afterwards, or why it could not."""
+    known = isinstance(read, float) and read > 0
+    return replace(
+        outcome,
         seconds=round(outcome.seconds, 3),
         mb_per_s=round(outcome.moved_bytes / 1e6 / outcome.seconds, 1) if outcome.moved_bytes else None,
-        read_mb_per_s=round(speed / 1e6, 1) if known else None,
-        load_s=round(outcome.total_bytes / speed, 1) if known else None,
-        damaged=outcome.damaged,
-        text=outcome.text,
-        remedy=outcome.remedy,
-        exit_code=outcome.exit_code,
+        read_mb_per_s=round(read / 1e6, 1) if known else None,
+        load_s=round(outcome.total_bytes / read, 1) if known else None,
     )
